@@ -1,0 +1,1 @@
+"""Ranks and collectives: how a model is cut over devices."""

@@ -1,0 +1,1 @@
+"""The arithmetic of a layer, one implementation a device behind one protocol (`base.py`)."""

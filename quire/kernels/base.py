@@ -1,0 +1,53 @@
+"""`Ops`: the kernels a layer calls. Every device offers these; `reference.py` says what they mean."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+
+class Ops(Protocol):
+    """Row-wise kernels over token matrices [tokens, features]. Inputs are contiguous in their last dimension."""
+
+    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """x @ weight.T (+ bias); weight is [out, in]."""
+        ...
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """x / rms(x) * weight, computed in float32."""
+        ...
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """residual += x (in place); returns (rms_norm(residual), residual)."""
+        ...
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """silu(gate) * up, where gate_up is [tokens, 2 * width]: gate first, then up."""
+        ...
+
+    def prepare_qkv(
+        self,
+        qkv: torch.Tensor,
+        positions: torch.Tensor,
+        cos_sin: torch.Tensor | None,
+        norms: tuple[torch.Tensor, torch.Tensor, float] | None,
+        kv: torch.Tensor,
+        slots: torch.Tensor,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+    ) -> torch.Tensor:
+        """Norm and rotate Q and K, write K and V into the cache; returns Q as [tokens, heads, head_dim].
+
+        qkv      [tokens, (heads + 2 * kv_heads) * head_dim]; may be overwritten
+        positions[tokens] int64
+        cos_sin  [max_position, rotary_dim] float32: cosines of the first half, then sines; None: no rotation.
+                 Dimension i < rotary_dim / 2 is paired with i + rotary_dim / 2; dimensions past rotary_dim are left alone.
+        norms    (q weight, k weight, eps): RMS norm over head_dim before the rotation; None: no norm
+        kv       one layer's cache [blocks, 2, kv_heads, block_size, head_dim] (any stride between blocks)
+        slots    [tokens] int64: block * block_size + offset
+        """
+        ...

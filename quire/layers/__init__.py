@@ -1,0 +1,1 @@
+"""The parts models are made of. Each knows its rank and which checkpoint tensors it takes."""

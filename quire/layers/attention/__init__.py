@@ -1,0 +1,1 @@
+"""Attention over pages: the protocol (`base.py`), and one file a backend."""

@@ -1,0 +1,46 @@
+"""What attention is told about a step, and what a backend must do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+
+@dataclass
+class AttentionInputs:
+    """One step as attention sees it: S rows, T query tokens, packed row after row.
+
+    The first `num_decodes` rows have exactly one query token each. The integer bounds are known on the host, so that
+    no backend has to ask the device for them.
+    """
+
+    slots: torch.Tensor
+    """[T] int64: block * block_size + offset, where each token's K and V are written."""
+    query_starts: torch.Tensor
+    """[S + 1] int32: row i's queries are tokens query_starts[i] to query_starts[i + 1]."""
+    context_lens: torch.Tensor
+    """[S] int32: tokens of the row that are in the cache once this step's are written."""
+    block_tables: torch.Tensor
+    """[S, max_blocks] int32."""
+    num_rows: int
+    num_tokens: int
+    num_decodes: int
+    max_query_len: int
+    max_context_len: int
+
+
+class AttentionBackend(Protocol):
+    """Attention over the paged cache."""
+
+    def attend(
+        self, q: torch.Tensor, kv: torch.Tensor, inputs: AttentionInputs, scale: float, window: int | None
+    ) -> torch.Tensor:
+        """Causal attention of q [T, heads, head_dim] over the rows' cached tokens; returns [T, heads * head_dim].
+
+        kv is one layer's cache [blocks, 2, kv_heads, block_size, head_dim] and already holds this step's tokens.
+        Query j of a row (counted from its last) sits at position context_len - query_len + j. With a window, a query
+        sees itself and the window - 1 tokens before it.
+        """
+        ...

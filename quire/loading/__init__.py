@@ -1,0 +1,1 @@
+"""From a name to weights: resolve a model, read its configuration, tokenizer and tensors."""

@@ -1,0 +1,46 @@
+"""The meeting point of checkpoints and models.
+
+A checkpoint offers `Weight`s by name, read on demand. A model offers `Target`s by name: which part of that tensor
+this rank keeps, and where it lands. `load.py` joins the two, one tensor at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+
+class Weight(Protocol):
+    """One tensor of a checkpoint. Nothing is read before `read`."""
+
+    name: str
+    shape: tuple[int, ...]
+
+    def read(self, keep: tuple[slice, ...] = ()) -> torch.Tensor:
+        """The tensor, or the part of it that `keep` selects (missing dimensions are kept whole)."""
+        ...
+
+
+class Checkpoint(Protocol):
+    """A set of named tensors, in the names Hugging Face's modelling code uses."""
+
+    def __iter__(self) -> Iterator[Weight]: ...
+
+    def __len__(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where one checkpoint tensor, or a part of it, goes."""
+
+    into: torch.Tensor
+    """The (view of the) parameter that receives the part."""
+    shape: tuple[int, ...]
+    """The whole tensor's shape, as the checkpoint must have it."""
+    keep: tuple[slice, ...] = ()
+    """The part this rank keeps; missing dimensions are kept whole."""
+    arrange: Callable[[torch.Tensor], torch.Tensor] | None = None
+    """Applied to the part before it is copied: a transpose, a regrouping of heads."""
