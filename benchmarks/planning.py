@@ -1,0 +1,59 @@
+"""Host cost of the planning half: decodes with a null executor, planning + update per step.
+
+    python benchmarks/planning.py            # 256 and 1,024 running requests
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+
+from quire.executor.null import NullExecutor
+from quire.memory.prefix import ContentKeys
+from quire.memory.tables import BlockTables
+from quire.messages.request import NewRequest
+from quire.messages.sampling import SamplingParams
+from quire.scheduler.policies.registry import make_policy
+from quire.scheduler.scheduler import Scheduler
+
+BLOCK_SIZE = 16
+
+
+def measure(running: int, steps: int = 600, prompt: int = 100) -> tuple[float, float]:
+    """Median and 99th percentile of milliseconds a decode step costs the host."""
+    keys = ContentKeys(BLOCK_SIZE, b"benchmark")
+    tables = BlockTables(running * (prompt + steps + 64) // BLOCK_SIZE + 64, BLOCK_SIZE)
+    scheduler = Scheduler(tables, make_policy("fcfs"), keys, max_rows=running, token_budget=8192)
+    executor = NullExecutor(running)
+    params = SamplingParams(max_tokens=None, ignore_eos=True)
+    for i in range(running):
+        tokens = [(7 * i + j) % 1000 for j in range(prompt + i % BLOCK_SIZE)]
+        request = NewRequest(str(i), tokens, params, limit=len(tokens) + steps + 32, keys=keys.of(tokens))
+        scheduler.add(request)
+    times = []
+    while len(times) < steps:
+        begin = time.perf_counter()
+        plan = scheduler.schedule()
+        planned = time.perf_counter()
+        result = executor.submit(plan)  # type: ignore[arg-type]
+        submitted = time.perf_counter()
+        scheduler.update(result)
+        scheduler.take_outputs()
+        end = time.perf_counter()
+        if plan.num_decodes == running:  # type: ignore[union-attr]
+            times.append(1000 * (planned - begin + end - submitted))
+    times.sort()
+    return statistics.median(times), times[int(0.99 * len(times))]
+
+
+def main() -> None:
+    sizes = [int(size) for size in sys.argv[1:]] or [256, 1024]
+    print(f"{'running':>8} {'median ms':>10} {'p99 ms':>8} {'µs/row':>8}")
+    for size in sizes:
+        median, p99 = measure(size)
+        print(f"{size:>8} {median:>10.3f} {p99:>8.3f} {1000 * median / size:>8.2f}")
+
+
+if __name__ == "__main__":
+    main()

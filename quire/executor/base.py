@@ -1,0 +1,23 @@
+"""What the loop asks of an executor."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from quire.messages.plan import StepPlan, StepResult
+
+
+class Executor(Protocol):
+    """Runs plans in order. `submit` returns at once; `collect` waits for that step's result."""
+
+    def submit(self, plan: StepPlan) -> Any:
+        """Launch the step; returns a handle."""
+        ...
+
+    def collect(self, handle: Any) -> StepResult:
+        """The step's result; raises StepError if it failed."""
+        ...
+
+    def shutdown(self) -> None:
+        """Give everything back."""
+        ...

@@ -1,0 +1,57 @@
+"""An executor that computes nothing: the planning half alone, for benchmarks and storms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from quire.messages.plan import NewRow, StepPlan, StepResult
+
+
+class NullExecutor:
+    """Yields a token for every draw at once. `token_of(request id, sample, position)` says which."""
+
+    def __init__(self, max_rows: int, token_of: Callable[[str, int, int], int] | None = None) -> None:
+        self._token_of = token_of
+        self._rows: dict[int, NewRow] = {}
+        self._drawn = np.zeros(max_rows, np.int64)
+        self._next_step = 0
+
+    def submit(self, plan: StepPlan) -> StepResult:
+        if plan.step != self._next_step:
+            raise RuntimeError(f"plan {plan.step} came where {self._next_step} was due")
+        self._next_step += 1
+        draws = len(plan.sample_rows)
+        stopped = np.zeros(draws, np.bool_)
+        if self._token_of is None:
+            tokens = np.full(draws, 7, np.int32)
+        else:
+            tokens = self._draw(plan, stopped)
+        return StepResult(plan.step, tokens, np.ones(draws, np.int32), stopped, np.zeros(draws, np.bool_))
+
+    def collect(self, handle: StepResult) -> StepResult:
+        return handle
+
+    def shutdown(self) -> None:
+        self._rows.clear()
+
+    def _draw(self, plan: StepPlan, stopped: np.ndarray) -> np.ndarray:
+        for row in plan.add:
+            self._rows[row.row] = row
+            self._drawn[row.row] = row.num_tokens
+        for fork in plan.forks:
+            source = self._rows[fork.source]
+            self._rows[fork.row] = NewRow(**{**_fields(source), "row": fork.row, "sample": fork.sample})
+            self._drawn[fork.row] = self._drawn[fork.source]
+        tokens = np.zeros(len(plan.sample_rows), np.int32)
+        for i, row in enumerate(plan.sample_rows.tolist()):
+            owner = self._rows[row]
+            tokens[i] = self._token_of(owner.request, owner.sample, int(self._drawn[row]))  # type: ignore[misc]
+            stopped[i] = int(tokens[i]) in owner.stop_ids
+            self._drawn[row] += 1
+        return tokens
+
+
+def _fields(row: NewRow) -> dict[str, object]:
+    return {name: getattr(row, name) for name in row.__struct_fields__}

@@ -1,0 +1,124 @@
+"""A model's shape, read from its config.json (or the same facts out of a GGUF header).
+
+Families name the same thing differently (`n_embd`, `hidden_size`); here each has one name. What only one family knows
+stays in `raw`, for its model file to read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from quire.errors import UnsupportedModelError, ValidationError
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """What the engine and the model files need to know of a model's shape."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    max_position: int
+    norm_eps: float
+    tie_embeddings: bool
+    dtype: str | None
+    """The checkpoint's own dtype, when it names one."""
+    rope: Mapping[str, Any]
+    """rope_type, rope_theta and the scaling's own fields, flat; empty where positions are learned."""
+    windows: tuple[int | None, ...]
+    """Sliding window of each layer; None attends to everything."""
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+    raw: Mapping[str, Any] = field(repr=False, compare=False)
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any]) -> ModelConfig:
+        """Read the fields of a Hugging Face config.json."""
+        architectures = raw.get("architectures") or []
+        if not architectures:
+            raise UnsupportedModelError(
+                f"the model's config names no architecture (model_type {raw.get('model_type')!r}); "
+                "config.json needs an 'architectures' list"
+            )
+        hidden = _integer(raw, "hidden_size", "n_embd")
+        layers = _integer(raw, "num_hidden_layers", "n_layer")
+        heads = _integer(raw, "num_attention_heads", "n_head")
+        kv_heads = raw.get("num_key_value_heads") or heads
+        head_dim = raw.get("head_dim") or hidden // heads
+        if heads % kv_heads:
+            raise ValidationError(f"{heads} attention heads cannot share {kv_heads} KV heads", "num_key_value_heads", kv_heads)
+        eos = raw.get("eos_token_id")
+        return cls(
+            architecture=architectures[0],
+            vocab_size=_integer(raw, "vocab_size"),
+            hidden_size=hidden,
+            num_layers=layers,
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=head_dim,
+            intermediate_size=raw.get("intermediate_size") or raw.get("n_inner") or 4 * hidden,
+            max_position=_integer(raw, "max_position_embeddings", "n_positions", "n_ctx"),
+            norm_eps=float(_first(raw, "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", default=1e-5)),
+            tie_embeddings=bool(raw.get("tie_word_embeddings", _TIED_BY_DEFAULT.get(raw.get("model_type", ""), False))),
+            dtype=_dtype_name(raw.get("dtype") or raw.get("torch_dtype")),
+            rope=_rope(raw),
+            windows=_windows(raw, layers),
+            bos_token_id=raw.get("bos_token_id"),
+            eos_token_ids=tuple(eos) if isinstance(eos, (list, tuple)) else (() if eos is None else (eos,)),
+            raw=raw,
+        )
+
+
+# A config.json leaves out what equals its family's default.
+_TIED_BY_DEFAULT = {"gpt2": True}
+_WINDOW_BY_DEFAULT = {"mistral": 4096}
+_ROTARY_PART_BY_DEFAULT = {"gpt_neox": 0.25}
+_FULL_LAYERS_BY_DEFAULT = 28
+_LEARNED_POSITIONS = frozenset({"gpt2"})
+
+
+def _first(raw: Mapping[str, Any], *names: str, default: Any = None) -> Any:
+    return next((raw[name] for name in names if raw.get(name) is not None), default)
+
+
+def _integer(raw: Mapping[str, Any], *names: str) -> int:
+    value = _first(raw, *names)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValidationError(f"the model's config has {names[0]} = {value!r}; a positive integer is needed", names[0], value)
+    return value
+
+
+def _dtype_name(value: Any) -> str | None:
+    return None if value is None else str(value).removeprefix("torch.")
+
+
+def _rope(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Old files have `rope_theta` beside `rope_scaling`; new ones a single `rope_parameters`."""
+    family = raw.get("model_type", "")
+    if family in _LEARNED_POSITIONS:
+        return {}
+    given = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
+    given["rope_type"] = given.pop("type", None) or given.get("rope_type") or "default"
+    given.setdefault("rope_theta", _first(raw, "rope_theta", "rotary_emb_base", default=10000.0))
+    part = _ROTARY_PART_BY_DEFAULT.get(family, 1.0)
+    given.setdefault("partial_rotary_factor", _first(raw, "partial_rotary_factor", "rotary_pct", default=part))
+    return given
+
+
+def _windows(raw: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
+    family = raw.get("model_type", "")
+    window = raw.get("sliding_window", _WINDOW_BY_DEFAULT.get(family))
+    if window is None or not raw.get("use_sliding_window", family == "mistral"):
+        return (None,) * layers
+    kinds = raw.get("layer_types")
+    if kinds is None:
+        first = raw.get("max_window_layers", _FULL_LAYERS_BY_DEFAULT) if "use_sliding_window" in raw else 0
+        kinds = ["sliding_attention" if layer >= first else "full_attention" for layer in range(layers)]
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)

@@ -1,0 +1,106 @@
+"""Physical KV blocks: hand out, share, take back."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+
+from quire.errors import CacheTooSmallError
+
+NULL_BLOCK = 0
+"""Reserved: inactive and padding rows write there, nobody reads it."""
+
+
+class BlockPool:
+    """Reference-counted blocks. Knows numbers, not tensors.
+
+    A block nobody holds is *free*. If it still has content worth keeping it is also *idle*: it can be shared again as
+    it is, or be taken for something else, least recently used first.
+    """
+
+    def __init__(self, num_blocks: int, on_evict: Callable[[int], None] = lambda block: None) -> None:
+        if num_blocks < 2:
+            raise CacheTooSmallError(
+                f"the KV cache has room for {num_blocks} blocks; at least 2 are needed (one is reserved). "
+                "Give it more memory (kv_cache_memory_bytes), or make blocks smaller (block_size)"
+            )
+        self.num_blocks = num_blocks
+        self.refs = [0] * num_blocks
+        self._on_evict = on_evict
+        self._empty = list(range(num_blocks - 1, NULL_BLOCK, -1))
+        self._idle: OrderedDict[int, None] = OrderedDict()
+        self._content = bytearray(num_blocks)
+
+    @property
+    def capacity(self) -> int:
+        """Blocks that can ever be handed out."""
+        return self.num_blocks - 1
+
+    @property
+    def free(self) -> int:
+        """Blocks that can be handed out now."""
+        return len(self._empty) + len(self._idle)
+
+    @property
+    def used(self) -> int:
+        """Blocks somebody holds."""
+        return self.capacity - self.free
+
+    @property
+    def idle(self) -> int:
+        """Free blocks that still hold content."""
+        return len(self._idle)
+
+    def allocate(self, count: int) -> list[int]:
+        """`count` blocks, each held once. Raises if there are not that many: ask `free` first."""
+        if count > self.free:
+            raise RuntimeError(f"{count} blocks asked for, {self.free} of {self.capacity} free")
+        blocks = []
+        for _ in range(count):
+            block = self._empty.pop() if self._empty else self._evict()
+            self.refs[block] = 1
+            blocks.append(block)
+        return blocks
+
+    def share(self, blocks: Iterable[int]) -> None:
+        """Hold each block once more; an idle one comes back to use."""
+        for block in blocks:
+            if self.refs[block] == 0:
+                if not self._content[block]:
+                    raise RuntimeError(f"block {block} is empty: nothing to share")
+                del self._idle[block]
+            self.refs[block] += 1
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Let go of each block once. Tails become evictable before heads: a prefix is useless without its head."""
+        for block in reversed(blocks):
+            count = self.refs[block] - 1
+            if count < 0:
+                raise RuntimeError(f"block {block} is released more often than it is held")
+            self.refs[block] = count
+            if count == 0:
+                if self._content[block]:
+                    self._idle[block] = None
+                else:
+                    self._empty.append(block)
+
+    def keep(self, block: int) -> None:
+        """The block has content worth finding again."""
+        self._content[block] = 1
+
+    def forget(self, block: int) -> None:
+        """The block's content is no longer worth anything."""
+        self._content[block] = 0
+        if block in self._idle:
+            del self._idle[block]
+            self._empty.append(block)
+
+    def is_idle(self, block: int) -> bool:
+        """Whether nobody holds the block though its content is still there."""
+        return block in self._idle
+
+    def _evict(self) -> int:
+        block, _ = self._idle.popitem(last=False)
+        self._content[block] = 0
+        self._on_evict(block)
+        return block

@@ -1,0 +1,141 @@
+"""The two messages between the halves: `StepPlan` goes down, `StepResult` comes up.
+
+A plan carries differences: the rows, blocks and tokens the device does not have yet. Arrays are numpy, so that a plan
+of a thousand rows costs no Python loop.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.messages.sampling import SamplingParams
+
+Ints = NDArray[np.int32]
+
+
+class NewRow(msgspec.Struct):
+    """A request takes a row of the device batch."""
+
+    row: int
+    request: str
+    prompt_len: int
+    num_tokens: int
+    num_computed: int
+    limit: int
+    seed: int
+    sample: int
+    """Which of the prompt's samples this is; part of the random stream's key."""
+    params: SamplingParams
+    stop_ids: list[int]
+    bad_words: list[list[int]]
+
+
+class Fork(msgspec.Struct):
+    """Row `row` becomes a copy of row `source`, drawing from the random stream of sample `sample`."""
+
+    source: int
+    row: int
+    sample: int
+    request: str
+
+
+class StepPlan(msgspec.Struct):
+    """One step's work. Steps are numbered without gaps; a rank refuses any other."""
+
+    step: int
+    rows: Ints
+    """Rows that compute, decodes first."""
+    counts: Ints
+    """Tokens each of them computes."""
+    num_decodes: int
+    """The first so many rows compute the one token that was drawn for them last; the device has it."""
+    tokens: Ints
+    """Tokens of the other rows, packed."""
+    samples: Ints
+    """Which entries of `rows` draw a token…"""
+    sample_rows: Ints
+    """…and the row each draw goes to (a source that forks draws several times)."""
+    block_rows: Ints
+    block_indices: Ints
+    blocks: Ints
+    """Block table changes: table[block_rows, block_indices] = blocks."""
+    max_context: int
+    """Upper bound of the tokens any scheduled row has after this step."""
+    reset: bool = False
+    """Forget every row first: a step failed and the state of the rows is unknown."""
+    drop: list[int] = []
+    add: list[NewRow] = []
+    forks: list[Fork] = []
+    copies: list[tuple[int, int]] = []
+    """(from, to) blocks to copy before anything is computed: first writes into shared blocks."""
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_decodes + len(self.tokens)
+
+
+class TokenLogprobs(msgspec.Struct):
+    """Log-probabilities at one position: the token itself first, then the most likely ones."""
+
+    ids: list[int]
+    values: list[float]
+    rank: int
+    """The token's own rank, 1 is best."""
+
+
+class PromptLogprobs(msgspec.Struct):
+    """Log-probabilities of consecutive prompt tokens, the first of them at position `start`."""
+
+    start: int
+    entries: list[TokenLogprobs]
+
+
+class StepResult(msgspec.Struct):
+    """What a step yielded, in the order of its plan's `sample_rows`."""
+
+    step: int
+    tokens: Ints
+    """Drawn tokens, packed."""
+    counts: Ints
+    """Tokens each draw yielded."""
+    stopped: NDArray[np.bool_]
+    """The last token is one of the row's stop ids."""
+    invalid: NDArray[np.bool_]
+    """The row's logits were not numbers; its token means nothing."""
+    logprobs: dict[int, TokenLogprobs] = {}
+    """By index into `sample_rows`."""
+    prompt_logprobs: dict[int, PromptLogprobs] = {}
+    """By index into the plan's `rows`."""
+
+
+def _encode_array(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return (value.dtype.str, value.tobytes())
+    raise NotImplementedError(f"cannot encode {type(value).__name__}")
+
+
+def _decode_array(kind: type, value: Any) -> Any:
+    dtype, data = value
+    return np.frombuffer(data, dtype=np.dtype(dtype)).copy()
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)
+_plan_decoder = msgspec.msgpack.Decoder(StepPlan, dec_hook=_decode_array)
+_result_decoder = msgspec.msgpack.Decoder(StepResult, dec_hook=_decode_array)
+
+
+def encode(message: StepPlan | StepResult) -> bytes:
+    """A message as bytes, for another process."""
+    return _encoder.encode(message)
+
+
+def decode_plan(data: bytes) -> StepPlan:
+    return _plan_decoder.decode(data)
+
+
+def decode_result(data: bytes) -> StepResult:
+    return _result_decoder.decode(data)

@@ -1,0 +1,130 @@
+"""A request on its way in (`NewRequest`), and its life inside the engine (`Request`)."""
+
+from __future__ import annotations
+
+import enum
+from typing import Any
+
+import msgspec
+
+from quire.messages.sampling import SamplingParams
+
+
+class State(enum.Enum):
+    """Where a request is in its life."""
+
+    WAITING = "waiting"
+    LOADING = "loading"
+    """Its blocks are coming from another tier."""
+    COMPILING = "compiling"
+    """Its grammar is being compiled."""
+    RUNNING = "running"
+    PREEMPTED = "preempted"
+    FINISHED = "finished"
+
+
+MOVES = {
+    State.WAITING: {State.LOADING, State.COMPILING, State.RUNNING, State.FINISHED},
+    State.LOADING: {State.WAITING, State.RUNNING, State.FINISHED},
+    State.COMPILING: {State.WAITING, State.FINISHED},
+    State.RUNNING: {State.PREEMPTED, State.WAITING, State.FINISHED},
+    State.PREEMPTED: {State.LOADING, State.RUNNING, State.WAITING, State.FINISHED},
+    State.FINISHED: set(),
+}
+
+
+class NewRequest(msgspec.Struct):
+    """A validated request, as the caller's process hands it to the engine."""
+
+    id: str
+    prompt: list[int]
+    params: SamplingParams
+    limit: int
+    """The request ends when prompt and output together reach this many tokens."""
+    eos_ids: list[int] = []
+    bad_words: list[list[int]] = []
+    keys: list[bytes] = []
+    """Content keys of the prompt's full blocks."""
+    salt: str = ""
+    """Keeps this request's blocks apart from those of other salts."""
+    reads_cache: bool = True
+    """False: compute the whole prompt even if its blocks are cached (prompt logprobs need every position)."""
+    seed: int = 0
+    priority: int = 0
+    tenant: str = ""
+    arrival: float = 0.0
+
+    @property
+    def stop_ids(self) -> list[int]:
+        """Every token that ends the request on the device."""
+        eos = [] if self.params.ignore_eos else self.eos_ids
+        return list(dict.fromkeys([*eos, *(self.params.stop_token_ids or [])]))
+
+
+class Request:
+    """One sequence inside the engine: sample `index` of a `NewRequest`."""
+
+    __slots__ = (
+        "arrival_order", "blocks", "failures", "finish_reason", "first_scheduled", "id", "in_flight", "index", "key",
+        "keys", "num_cached", "output", "preemptions", "prompt", "published", "row", "siblings", "source", "state",
+        "stop_reason",
+    )  # fmt: skip
+
+    def __init__(self, source: NewRequest, index: int, arrival_order: int) -> None:
+        self.source = source
+        self.id = source.id
+        self.index = index
+        self.key = (source.id, index)
+        self.prompt = source.prompt
+        self.output: list[int] = []
+        self.keys = list(source.keys)
+        self.arrival_order = arrival_order
+        self.state = State.WAITING
+        self.blocks: list[int] = []
+        self.published = 0
+        """Leading blocks that the prefix index has been told of."""
+        self.row = -1
+        self.siblings: list[Request] = []
+        """Samples of the same prompt that fork from this one when its prompt is computed."""
+        self.in_flight = 0
+        """Counted once it is preempted: launched steps that drew for it and are not collected. Their tokens still count."""
+        self.failures = 0
+        """Failed steps this request was part of."""
+        self.num_cached = -1
+        self.preemptions = 0
+        self.first_scheduled: float | None = None
+        self.finish_reason: str | None = None
+        self.stop_reason: Any = None
+
+    @property
+    def known(self) -> int:
+        """Tokens the host has: the prompt and what was collected."""
+        return len(self.prompt) + len(self.output)
+
+    @property
+    def params(self) -> SamplingParams:
+        return self.source.params
+
+    @property
+    def priority(self) -> int:
+        return self.source.priority
+
+    @property
+    def is_finished(self) -> bool:
+        return self.state is State.FINISHED
+
+    def tokens(self, start: int, stop: int) -> list[int]:
+        """Known tokens from `start` up to `stop`."""
+        split = len(self.prompt)
+        if stop <= split:
+            return self.prompt[start:stop]
+        return self.prompt[start:] + self.output[max(0, start - split) : stop - split]
+
+    def move(self, state: State) -> None:
+        """Go to `state`; a move that is not in the table of moves raises."""
+        if state not in MOVES[self.state]:
+            raise RuntimeError(f"request {self.id}/{self.index} cannot go from {self.state.value} to {state.value}")
+        self.state = state
+
+    def __repr__(self) -> str:
+        return f"Request({self.id}/{self.index}, {self.state.value}, {len(self.prompt)}+{len(self.output)} tokens)"

@@ -1,0 +1,1 @@
+"""Who goes first, and who has to wait: one file a policy."""

@@ -1,0 +1,71 @@
+"""Counters of the planning half, cheap enough to be always on."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from quire.messages.plan import StepPlan
+from quire.scheduler.draft import Draft
+
+if TYPE_CHECKING:
+    from quire.scheduler.scheduler import Scheduler
+
+
+class SchedulerStats:
+    """Sums over steps, and the last step's figures."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.prompt_tokens = 0
+        """Known tokens computed (prompts and recomputation)."""
+        self.generated_tokens = 0
+        self.cached_tokens = 0
+        self.queried_tokens = 0
+        """Known tokens of admitted requests, of which `cached_tokens` were found in the cache."""
+        self.preemptions = 0
+        self.finished = 0
+        self.allocated_slots = 0
+        """Token slots held, summed over steps…"""
+        self.unused_slots = 0
+        """…and those of them without a token."""
+        self.row_steps = 0
+        """Rows held, summed over steps."""
+        self.last_step = ""
+
+    @property
+    def waste(self) -> float:
+        """Share of the allocated token slots that held no token, over time."""
+        return self.unused_slots / self.allocated_slots if self.allocated_slots else 0.0
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of admitted tokens found in the prefix cache."""
+        return self.cached_tokens / self.queried_tokens if self.queried_tokens else 0.0
+
+    def waste_if_reserved(self, tokens: int) -> float:
+        """What the waste would be if each row had reserved `tokens` slots."""
+        resident = self.allocated_slots - self.unused_slots
+        return 1 - resident / (self.row_steps * tokens) if self.row_steps else 0.0
+
+    def note_step(self, plan: StepPlan, draft: Draft, scheduler: Scheduler) -> None:
+        """Count a step that is about to be launched."""
+        rows, pool = scheduler.rows, scheduler.tables.pool
+        self.steps += 1
+        self.prompt_tokens += len(plan.tokens)
+        self.cached_tokens += draft.cached_tokens
+        self.queried_tokens += draft.queried_tokens
+        self.preemptions += len(draft.preempted)
+        self.allocated_slots += pool.used * scheduler.tables.block_size
+        self.unused_slots += int((rows.capacity - rows.computed).sum())
+        self.row_steps += rows.used
+        self._last = (plan, draft, pool.used, pool.free)
+
+    def describe_step(self) -> str:
+        """The last step in one readable line."""
+        plan, draft, used, free = self._last
+        prompts = len(plan.rows) - plan.num_decodes
+        return (
+            f"step {plan.step}: {plan.num_decodes} decodes + {prompts} prompts ({len(plan.tokens)} tokens), "
+            f"blocks {used} used / {free} free, cache hits {draft.cached_tokens} of {draft.queried_tokens} tokens, "
+            f"{len(draft.preempted)} preempted, {len(draft.copies)} copied"
+        )
