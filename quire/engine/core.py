@@ -20,12 +20,12 @@ logger = logging.getLogger(__name__)
 class EngineCore:
     """Owns the loop. Knows neither text nor tensors."""
 
-    def __init__(self, scheduler: Scheduler, executor: Executor, pipeline_depth: int = 0) -> None:
+    def __init__(self, scheduler: Scheduler, executor: Executor, pipeline_depth: int = 0, log_stats: bool = True) -> None:
         self.scheduler = scheduler
         self._executor = executor
         self._depth = pipeline_depth
         self._launched: deque[tuple[StepPlan, Any]] = deque()
-        self._info = InfoLine(scheduler)
+        self._info = InfoLine(scheduler) if log_stats else None
         self._alive = True
 
     def add(self, request: NewRequest) -> None:
@@ -44,7 +44,8 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.scheduler.unfinished or self._launched)
+        """Whether `step` has something to do, or something to tell."""
+        return bool(self.scheduler.unfinished or self._launched or self.scheduler.has_outputs)
 
     def step(self) -> StepOutputs:
         """Launch the next step, then collect the oldest one once more than `pipeline_depth` are in flight."""
@@ -53,7 +54,8 @@ class EngineCore:
             self._launch(plan)
         if self._launched and (plan is None or len(self._launched) > self._depth):
             self._collect()
-        self._info.tick()
+        if self._info is not None:
+            self._info.tick()
         return self.scheduler.take_outputs()
 
     def _launch(self, plan: StepPlan) -> None:
@@ -62,26 +64,27 @@ class EngineCore:
         try:
             self._launched.append((plan, self._executor.submit(plan)))
         except StepError as error:
-            self._recover(error)
+            self._recover(error, plan.step)
 
     def _collect(self) -> None:
-        _, handle = self._launched.popleft()
+        plan, handle = self._launched.popleft()
         try:
             result = self._executor.collect(handle)
         except StepError as error:
-            self._recover(error)
+            self._recover(error, plan.step)
         else:
             self.scheduler.update(result)
 
-    def _recover(self, error: StepError) -> None:
+    def _recover(self, error: StepError, step: int) -> None:
         """A failed step leaves unknown state on the device: drop what is in flight and begin again from known tokens."""
         logger.error("a step failed: %s; every request starts again from the tokens it has", error)
         self._launched.clear()
-        self.scheduler.reset(f"a step failed: {error}")
+        self.scheduler.reset(f"a step failed: {error}", step)
 
     def shutdown(self) -> None:
         """End everything that is unfinished and give the memory back."""
         if self._alive:
             self._alive = False
             self._launched.clear()
+            self.scheduler.abort_all()
             self._executor.shutdown()

@@ -53,7 +53,9 @@ class ModelConfig:
         kv_heads = raw.get("num_key_value_heads") or heads
         head_dim = raw.get("head_dim") or hidden // heads
         if heads % kv_heads:
-            raise ValidationError(f"{heads} attention heads cannot share {kv_heads} KV heads", "num_key_value_heads", kv_heads)
+            raise ValidationError(
+                f"{heads} attention heads cannot share {kv_heads} KV heads", "num_key_value_heads", kv_heads
+            )
         eos = raw.get("eos_token_id")
         return cls(
             architecture=architectures[0],
@@ -91,7 +93,9 @@ def _first(raw: Mapping[str, Any], *names: str, default: Any = None) -> Any:
 def _integer(raw: Mapping[str, Any], *names: str) -> int:
     value = _first(raw, *names)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValidationError(f"the model's config has {names[0]} = {value!r}; a positive integer is needed", names[0], value)
+        raise ValidationError(
+            f"the model's config has {names[0]} = {value!r}; a positive integer is needed", names[0], value
+        )
     return value
 
 

@@ -86,6 +86,8 @@ class BlockPool:
 
     def keep(self, block: int) -> None:
         """The block has content worth finding again."""
+        if self.refs[block] == 0:
+            raise RuntimeError(f"block {block} is held by nobody: its content cannot be kept")
         self._content[block] = 1
 
     def forget(self, block: int) -> None:

@@ -21,7 +21,8 @@ class ContentKeys:
 
     def root(self, salt: str = "") -> bytes:
         """The parent of a first block."""
-        return self._root if not salt else blake3(self._root + salt.encode()).digest()
+        # Keyed, so that no salt can look like the tokens of a block.
+        return self._root if not salt else blake3(salt.encode(), key=self._root).digest()
 
     def following(self, parent: bytes, tokens: Sequence[int]) -> bytes:
         """The key of the block that holds `tokens` after `parent`."""
@@ -62,6 +63,8 @@ class PrefixIndex:
         """Remember where `key` is; False if another block has the same content already."""
         if key in self._block_of:
             return False
+        if block in self._key_of:
+            raise RuntimeError(f"block {block} already stands for other content")
         self._block_of[key] = block
         self._key_of[block] = key
         return True

@@ -39,6 +39,10 @@ class Draft:
         """The request leaves its row; nothing of it may stay in this step."""
         self.prompts.pop(request, None)
         self.copies = [copy for copy in self.copies if copy[0] != request.row]
+        kept = [i for i, row in enumerate(self.block_rows) if row != request.row]
+        self.block_rows = [self.block_rows[i] for i in kept]
+        self.block_indices = [self.block_indices[i] for i in kept]
+        self.blocks = [self.blocks[i] for i in kept]
 
 
 @dataclass

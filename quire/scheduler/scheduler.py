@@ -9,11 +9,12 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.errors import CacheTooSmallError
+from quire.errors import CacheTooSmallError, ValidationError
 from quire.memory.prefix import ContentKeys
 from quire.memory.tables import BlockTables
 from quire.messages.outputs import Finished, Key, Started, StepOutputs
@@ -23,10 +24,6 @@ from quire.scheduler.draft import Draft, Flight
 from quire.scheduler.policies.base import Policy
 from quire.scheduler.rows import Rows
 from quire.scheduler.stats import SchedulerStats
-
-MAX_FAILURES = 3
-"""A request that was part of so many failed steps is ended, whoever was to blame."""
-
 
 class Scheduler:
     """Plans steps under a token budget and a row budget, and applies their results."""
@@ -64,6 +61,8 @@ class Scheduler:
 
     def add(self, source: NewRequest) -> None:
         """Queue a request. One that could never fit is refused, so that any other always finishes."""
+        if source.id in self._groups:
+            raise ValidationError(f"a request with the id {source.id!r} is not finished yet; ids are unique", "id", source.id)
         needed = self.tables.blocks_for(source.limit - 1)
         if needed > self.tables.pool.capacity:
             size = self.tables.block_size
@@ -82,6 +81,11 @@ class Scheduler:
         """End every sample of a request, wherever it is. An unknown id is no error: it may just have finished."""
         for request in list(self._groups.get(request_id, ())):
             self._finish(request, reason, message=message)
+
+    def abort_all(self) -> None:
+        """End everything that is unfinished."""
+        for request_id in list(self._groups):
+            self.abort(request_id)
 
     def finish(self, key: Key, at: int, stop_reason: str | None = None) -> None:
         """The caller found the end of a sample after its first `at` output tokens; what came after is forgotten."""
@@ -104,6 +108,12 @@ class Scheduler:
     @property
     def waiting(self) -> int:
         return len(self.policy)
+
+    @property
+    def has_outputs(self) -> bool:
+        """Whether something happened that `take_outputs` has not told yet."""
+        outputs = self._outputs
+        return bool(outputs.keys or outputs.finished or outputs.started or outputs.prompt_logprobs)
 
     def take_outputs(self) -> StepOutputs:
         """What happened to requests since this was asked last."""
@@ -130,14 +140,20 @@ class Scheduler:
         """Every row that waits for its next token, each with a slot to write to."""
         rows = self.rows
         ready = np.flatnonzero(rows.decoding & (rows.bound < rows.limit))
+        if len(ready) > self._budget:
+            ready = np.array(sorted(ready.tolist(), key=self._rank_of_row)[: self._budget], np.int64)
         short = ready[rows.bound[ready] > rows.capacity[ready]]
         if not len(short) and not self._forked:
             return ready
-        in_need = {rows.requests[row] for row in short.tolist()} | self._forked
+        scheduled = {rows.requests[row] for row in ready.tolist()}
+        in_need = {rows.requests[row] for row in short.tolist()} | (self._forked & scheduled)
         for request in sorted(in_need, key=self.policy.rank):  # type: ignore[type-var,arg-type]
-            if request is not None and request.row >= 0 and rows.bound[request.row] < rows.limit[request.row]:
+            if request is not None and request.row >= 0:  # it may have lost its row to one before it
                 self._give_slot(draft, request)
         return ready
+
+    def _rank_of_row(self, row: int) -> Any:
+        return self.policy.rank(self.rows.requests[row])  # type: ignore[arg-type]
 
     def _give_slot(self, draft: Draft, request: Request) -> None:
         """Room for one more token in a block that is the request's alone."""
@@ -205,8 +221,8 @@ class Scheduler:
         if needed + spare > tables.pool.free:
             return 0
         count = min(known - cached, budget)
-        if count < known - cached and not self._chunked:
-            return 0
+        if count < known - cached <= self._budget and not self._chunked:
+            return 0  # a later step has room for all of it; what exceeds any step goes in chunks all the same
         self.policy.remove(request)
         request.move(State.RUNNING)
         tables.adopt(request, hit)
@@ -273,6 +289,7 @@ class Scheduler:
         epoch = int(self.rows.epoch[victim.row])
         victim.in_flight = sum(flight.draws_for(victim.row, epoch) for flight in self._flights)
         victim.preemptions += 1
+        self.stats.preemptions += 1
         draft.withdraw(victim)
         draft.preempted.append(victim)
         self._leave_row(victim)
@@ -339,6 +356,8 @@ class Scheduler:
         """The prompt is computed: its other samples fork from this row, or queue up if rows run out."""
         forked = []
         for child in parent.siblings:
+            if child.is_finished:
+                continue
             if self.rows.free:
                 self.tables.fork(parent, child)
                 row = self.rows.take(child, computed=parent.known, bound=parent.known + 1)
@@ -363,10 +382,11 @@ class Scheduler:
         flight = self._flights.popleft()
         if result.step != flight.step:
             raise RuntimeError(f"the result of step {result.step} came where that of step {flight.step} was due")
-        if self._suspects and self._suspects[0] in flight.requests:
-            self._suspects.popleft()
+        if self._suspects and self._suspects[0] in flight.draws:
+            self._suspects.popleft().failures = 0
         for index, entry in result.prompt_logprobs.items():
-            self._outputs.prompt_logprobs.append((flight.requests[index].key, entry))
+            if not flight.requests[index].is_finished:
+                self._outputs.prompt_logprobs.append((flight.requests[index].key, entry))
         live = self.rows.epoch[flight.rows] == flight.epochs
         if live.all() and (result.counts == 1).all() and not result.invalid.any():
             self._append_all(flight, result)
@@ -401,6 +421,7 @@ class Scheduler:
             if not live[i]:
                 request.in_flight -= 1
             if result.invalid[i]:
+                self.tables.withdraw(request.blocks)  # nobody else shall read what led here
                 self._finish(request, "error", message="the model's logits are not numbers (NaN)")
                 continue
             tokens = result.tokens[ends[i] - int(result.counts[i]) : ends[i]].tolist()
@@ -419,6 +440,9 @@ class Scheduler:
         self.stats.generated_tokens += len(tokens)
         if request.row >= 0:
             self.rows.known[request.row] = request.known
+            # One token was counted on at launch. All but a row's last token are computed, however many came.
+            self.rows.bound[request.row] += len(tokens) - 1
+            self.rows.computed[request.row] += len(tokens) - 1
             self._publish_output(request)
         if tokens and (result.stopped[index] or request.known >= request.source.limit):
             self._end(request, tokens[-1], bool(result.stopped[index]))
@@ -459,7 +483,8 @@ class Scheduler:
         request.in_flight = 0
         request.finish_reason, request.stop_reason = reason, stop_reason
         for child in request.siblings:  # its prompt was never computed: they wait for nothing no longer
-            self.policy.add(child)
+            if not child.is_finished:
+                self.policy.add(child)
         request.siblings = []
         group = self._groups[request.id]
         group.remove(request)
@@ -470,9 +495,9 @@ class Scheduler:
 
     # A step failed
 
-    def reset(self, message: str) -> None:
-        """A step in flight failed: everyone starts again from known tokens, and the suspects one by one."""
-        failed = self._flights[0].requests if self._flights else []
+    def reset(self, message: str, step: int | None = None) -> None:
+        """Step `step` (the oldest in flight if None) failed: everyone starts again from known tokens, suspects first."""
+        failed = self._part_of(step)
         for flight in self._flights:
             self.tables.withdraw(flight.published)
         self._flights.clear()
@@ -485,23 +510,41 @@ class Scheduler:
                 request.in_flight = 0
         self._dropped = []
         self._reset = True
-        for request in dict.fromkeys(failed):
-            if request.is_finished:
-                continue
+        self._blame(failed, message)
+
+    def _part_of(self, step: int | None) -> list[Request]:
+        """Unfinished requests that a step in flight computes or draws for."""
+        for flight in self._flights:
+            if step is None or flight.step == step:
+                return [r for r in dict.fromkeys([*flight.requests, *flight.draws]) if not r.is_finished]
+        return []
+
+    def _blame(self, failed: list[Request], message: str) -> None:
+        """A request that failed alone after it had failed before is ended; the others will be tried one by one."""
+        for request in failed:
             request.failures += 1
-            if (len(failed) == 1 and request.failures > 1) or request.failures > MAX_FAILURES:
-                self._finish(request, "error", message=message)
+        is_proven = len({request.id for request in failed}) == 1 and any(request.failures > 1 for request in failed)
+        for request in failed:
+            if is_proven:
+                for sample in (request, *request.siblings):
+                    if not sample.is_finished:
+                        self._finish(sample, "error", message=message)
             elif request not in self._suspects:
                 self._suspects.append(request)
 
     def _schedule_suspect(self, draft: Draft) -> StepPlan | None:
-        """The first suspect alone: if it fails again, it was the one."""
+        """The first suspect alone, until it has drawn a token: if a step fails again, it was the one."""
         if self._flights:
             return None
-        if self.rows.free and self._admit_one(draft, self._suspects[0], self._budget, alone=True):
-            return self._launch(draft, np.empty(0, np.int64))
-        self._suspects.clear()  # those who passed hold the room; from here on only the count of failures decides
-        return self.schedule()
+        suspect = self._suspects[0]
+        if suspect.row >= 0:
+            self._schedule_chunk(draft, suspect, self._budget)
+            self._publish_chunk(draft, suspect)
+        elif not (self.rows.free and self._admit_one(draft, suspect, self._budget, alone=True)):
+            for passed in self.rows.running():
+                self._preempt(draft, passed)
+            self._admit_one(draft, suspect, self._budget, alone=True)
+        return self._launch(draft, np.empty(0, np.int64))
 
     # Housekeeping
 

@@ -54,9 +54,10 @@ class SchedulerStats:
         self.prompt_tokens += len(plan.tokens)
         self.cached_tokens += draft.cached_tokens
         self.queried_tokens += draft.queried_tokens
-        self.preemptions += len(draft.preempted)
         self.allocated_slots += pool.used * scheduler.tables.block_size
-        self.unused_slots += int((rows.capacity - rows.computed).sum())
+        unused = rows.capacity - rows.computed
+        unused[[fork.row for fork in draft.forks]] = 0  # still the slots of the row they come from
+        self.unused_slots += int(unused.sum())
         self.row_steps += rows.used
         self._last = (plan, draft, pool.used, pool.free)
 

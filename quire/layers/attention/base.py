@@ -8,6 +8,15 @@ from typing import Protocol
 import torch
 
 
+@dataclass(frozen=True)
+class KVSpec:
+    """The cache a model needs on this rank and stage."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+
+
 @dataclass
 class AttentionInputs:
     """One step as attention sees it: S rows, T query tokens, packed row after row.

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from quire.messages.request import Request, State
+from quire.messages.request import Request
 
 
 class Policy(Protocol):
@@ -49,8 +49,8 @@ class RankedPolicy:
         self._entries = itertools.count()
 
     def rank(self, request: Request) -> Any:
-        """Lower goes first."""
-        return request.arrival_order
+        """Lower goes first. No two are equal: a tie would let two samples of a prompt preempt each other in turn."""
+        return (request.arrival_order, request.index)
 
     def victim(self, running: Sequence[Request]) -> Request:
         """The worst-ranked."""
@@ -63,7 +63,7 @@ class RankedPolicy:
     def next(self) -> Request | None:
         while self._heap:
             request = self._heap[0][2]
-            if request in self._waiting and request.state in (State.WAITING, State.PREEMPTED):
+            if request in self._waiting:
                 return request
             heapq.heappop(self._heap)
         return None

@@ -12,4 +12,4 @@ class FirstComeFirstServed(RankedPolicy):
     """Arrival order; a shortage costs whoever loses the least work."""
 
     def victim(self, running: Sequence[Request]) -> Request:
-        return min(running, key=lambda request: (len(request.blocks), -request.arrival_order))
+        return min(running, key=lambda request: (len(request.blocks), -request.arrival_order, -request.index))

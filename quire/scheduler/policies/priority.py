@@ -19,4 +19,4 @@ class PriorityWithAgeing(RankedPolicy):
     """
 
     def rank(self, request: Request) -> Any:
-        return (request.priority + request.source.arrival / AGEING_SECONDS, request.arrival_order)
+        return (request.priority + request.source.arrival / AGEING_SECONDS, request.arrival_order, request.index)

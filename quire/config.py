@@ -1,0 +1,153 @@
+"""Every setting of the engine, documented once: CLI flags and docs/configuration.md come from here."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from quire.errors import ConfigError
+
+DTYPES = ("auto", "float32", "float", "bfloat16", "float16", "half")
+LOAD_FORMATS = ("auto", "safetensors", "pt", "gguf", "dummy")
+DEVICES = ("auto", "cpu", "cuda")
+
+
+def option(default: Any, help: str, group: str, **facts: Any) -> Any:
+    """A field with its help text, the group it is shown in, and facts such as `choices`."""
+    return dataclasses.field(default=default, metadata={"help": help, "group": group, **facts})
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """How an engine is set up. Validated when it is made; nothing is changed afterwards."""
+
+    model: str = option("smollm2-135m", "Hub id, local folder, .gguf file, or alias", "model")
+    tokenizer: str | None = option(None, "Tokenizer's Hub id or folder; the model's own if unset", "model")
+    skip_tokenizer_init: bool = option(False, "Token ids in and out only; no tokenizer is loaded", "model")
+    trust_remote_code: bool = option(False, "Run Python code that comes with the tokenizer", "model")
+    revision: str | None = option(None, "Branch, tag or commit on the Hub", "model")
+    tokenizer_revision: str | None = option(None, "The same for the tokenizer", "model")
+    hf_token: str | None = option(None, "Token for the Hub; HF_TOKEN if unset", "model")
+    hf_overrides: Mapping[str, Any] | None = option(None, "Fields that replace those of the model's config.json (JSON)", "model")
+    download_dir: str | None = option(None, "Where downloads go; the Hub's own cache if unset", "model")
+    load_format: str = option("auto", "Weight format; dummy: random weights of the real shapes", "model", choices=LOAD_FORMATS)
+    dtype: str = option(
+        "auto",
+        "Weights and activations. auto: the checkpoint's own; float32 on CPUs without bfloat16 units, and for quantized "
+        "GGUF files on any CPU",
+        "model",
+        choices=DTYPES,
+    )
+    seed: int = option(0, "Seed for requests that bring none", "model")
+    max_model_len: int | str | None = option(
+        None, "Longest sequence, prompt and output together; auto: the largest that fits the cache", "model"
+    )
+    max_logprobs: int = option(20, "Most logprobs a request may ask for; -1: the whole vocabulary", "model")
+    generation_config: str = option(
+        "auto", "auto: the model's generation_config.json sets defaults and extra end tokens; none: ignored", "model",
+        choices=("auto", "none"),
+    )  # fmt: skip
+    chat_template: str | None = option(None, "Chat template, inline or a file; the model's own if unset", "model")
+    logits_processors: tuple[str | type, ...] = option(
+        (), "Dotted paths of custom logits processors (see worker/logits.py)", "model", many=True
+    )
+
+    device: str = option("auto", "Where the model runs", "device", choices=DEVICES)
+    attention_backend: str = option("auto", "Attention implementation, by name or dotted path", "device")
+    enforce_eager: bool = option(False, "No captured graphs on a GPU", "device")
+    pipeline_depth: int | None = option(
+        None, "Steps planned and launched before the oldest is collected; unset: 1 on a GPU, 0 on a CPU", "device"
+    )
+    tensor_parallel_size: int = option(1, "Ranks the layers are split over", "device")
+    pipeline_parallel_size: int = option(1, "Stages the layers are spread over", "device")
+
+    block_size: int = option(16, "Tokens a KV block holds", "memory")
+    gpu_memory_utilization: float = option(0.92, "Share of a GPU's memory for weights, activations and cache", "memory")
+    cpu_kv_cache_share: float = option(
+        0.25, "Share of the machine's free memory the cache takes on a CPU; QUIRE_CPU_KVCACHE_SPACE (GiB) overrides", "memory"
+    )
+    kv_cache_memory_bytes: int | None = option(None, "Size of the KV cache; overrides the shares", "memory")
+    num_gpu_blocks_override: int | None = option(None, "Number of KV blocks, on any device; overrides every size", "memory")
+    enable_prefix_caching: bool = option(True, "Keep finished blocks and share them with requests that begin alike", "memory")
+    kv_cache_dtype: str = option("auto", "Element type of the cache; auto: the model's", "memory", choices=("auto",))
+
+    max_num_seqs: int | None = option(None, "Most requests in one step; unset: by device", "scheduling")
+    max_num_batched_tokens: int | None = option(None, "Most tokens in one step; unset: by device", "scheduling")
+    enable_chunked_prefill: bool = option(True, "Cut long prompts into chunks that share steps with decodes", "scheduling")
+    scheduling_policy: str = option("fcfs", "fcfs, priority (lower first, ageing), or a dotted path", "scheduling")
+
+    disable_log_stats: bool = option(False, "No info line every ten seconds", "logging")
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.model, str) or not self.model:
+            raise ConfigError(f"model must be a name or a path, got {self.model!r}", "model", self.model)
+        for field in dataclasses.fields(self):
+            choices = field.metadata.get("choices")
+            value = getattr(self, field.name)
+            if choices and value not in choices:
+                raise ConfigError(f"{field.name} must be one of {', '.join(choices)}; got {value!r}", field.name, value)
+        object.__setattr__(self, "logits_processors", tuple(self.logits_processors))
+        self._check_counts()
+        self._check_shares()
+        self._check_model_len()
+        self._check_budgets()
+        self._check_parallel()
+
+    def _check_counts(self) -> None:
+        for name, least in (
+            ("block_size", 1), ("max_num_seqs", 1), ("max_num_batched_tokens", 1), ("kv_cache_memory_bytes", 1),
+            ("num_gpu_blocks_override", 1), ("pipeline_depth", 0), ("max_logprobs", -1),
+        ):  # fmt: skip
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
+                raise ConfigError(f"{name} must be an integer of at least {least}, got {value!r}", name, value)
+
+    def _check_shares(self) -> None:
+        for name in ("gpu_memory_utilization", "cpu_kv_cache_share"):
+            value = getattr(self, name)
+            if not isinstance(value, (int, float)) or not math.isfinite(value) or not 0 < value <= 1:
+                raise ConfigError(f"{name} must be in (0, 1], got {value!r}", name, value)
+
+    def _check_model_len(self) -> None:
+        value = self.max_model_len
+        if value in (None, "auto", -1):
+            return
+        if not isinstance(value, int) or isinstance(value, bool) or value < 2:
+            raise ConfigError(f"max_model_len must be an integer of at least 2, or 'auto'; got {value!r}", "max_model_len", value)
+
+    def _check_budgets(self) -> None:
+        rows, tokens = self.max_num_seqs, self.max_num_batched_tokens
+        if rows is not None and tokens is not None and tokens < rows:
+            raise ConfigError(
+                f"max_num_batched_tokens ({tokens}) is below max_num_seqs ({rows}): a step could not hold one token a request",
+                "max_num_batched_tokens",
+                tokens,
+            )
+
+    def _check_parallel(self) -> None:
+        for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+            if getattr(self, name) != 1:
+                raise ConfigError(f"{name} must be 1: running over several ranks is not implemented yet", name, getattr(self, name))
+
+    @property
+    def wants_longest_len(self) -> bool:
+        """Whether the model length is to be whatever fits."""
+        return self.max_model_len in ("auto", -1)
+
+    @property
+    def cpu_kv_cache_bytes(self) -> int | None:
+        """QUIRE_CPU_KVCACHE_SPACE in bytes, if it is set."""
+        text = os.environ.get("QUIRE_CPU_KVCACHE_SPACE", "")
+        if not text:
+            return None
+        try:
+            gib = float(text)
+        except ValueError:
+            gib = -1.0
+        if not 0 < gib < math.inf:
+            raise ConfigError(f"QUIRE_CPU_KVCACHE_SPACE must be a number of GiB above 0, got {text!r}")
+        return int(gib * 2**30)

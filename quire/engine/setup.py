@@ -1,0 +1,143 @@
+"""From a configuration to a running loop."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+
+from quire.config import EngineConfig
+from quire.engine.core import EngineCore
+from quire.errors import ConfigError
+from quire.executor.local import LocalExecutor
+from quire.loading.files import ModelFiles
+from quire.loading.model_config import ModelConfig
+from quire.memory.prefix import ContentKeys
+from quire.memory.tables import BlockTables
+from quire.platforms import choose
+from quire.platforms.base import Platform
+from quire.scheduler.policies.registry import make_policy
+from quire.scheduler.scheduler import Scheduler
+from quire.worker.worker import Worker
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class EngineFacts:
+    """What the engine turned out to be, once everything was resolved."""
+
+    files: ModelFiles
+    model: ModelConfig
+    device: str
+    dtype: str
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    block_size: int
+    num_blocks: int
+    """Usable blocks; the reserved one is not counted."""
+    weight_bytes: int
+    kv_bytes: int
+    start_seconds: float
+    keys: ContentKeys
+
+    @property
+    def cache_tokens(self) -> int:
+        """Tokens the KV cache holds."""
+        return self.num_blocks * self.block_size
+
+
+def longest_position(model: ModelConfig) -> int:
+    """The model's own length, stretched by its rope scaling where the config gives the length before stretching."""
+    rope = model.rope
+    factor = float(rope.get("factor") or 1.0)
+    if rope.get("rope_type") in ("linear", "dynamic"):
+        return int(model.max_position * factor)
+    if rope.get("rope_type") == "yarn" and rope.get("original_max_position_embeddings"):
+        return max(model.max_position, int(rope["original_max_position_embeddings"] * factor))
+    return model.max_position
+
+
+def make_engine(config: EngineConfig, files: ModelFiles, model: ModelConfig) -> tuple[EngineCore, EngineFacts]:
+    """Load the model, size the cache, and put the loop together."""
+    begin = time.monotonic()
+    platform = choose(config.device)
+    longest = _model_len(config, model)
+    rows, tokens = _budgets(config, platform, longest)
+    worker = Worker(config, files, model, platform, longest, rows)
+    num_blocks = worker.fitting_blocks()
+    tables = BlockTables(num_blocks, config.block_size, config.enable_prefix_caching)
+    worker.make_cache(num_blocks)
+    keys = ContentKeys(config.block_size, f"{files.path}|{model.architecture}|{worker.dtype}".encode())
+    scheduler = Scheduler(tables, make_policy(config.scheduling_policy), keys, rows, tokens, config.enable_chunked_prefill)
+    depth = platform.pipeline_depth if config.pipeline_depth is None else config.pipeline_depth
+    core = EngineCore(scheduler, LocalExecutor(worker), depth, log_stats=not config.disable_log_stats)
+    facts = EngineFacts(
+        files=files,
+        model=model,
+        device=platform.describe(),
+        dtype=str(worker.dtype).removeprefix("torch."),
+        max_model_len=_fitting_len(config, longest, tables.pool.capacity * config.block_size + 1),
+        max_num_seqs=rows,
+        max_num_batched_tokens=tokens,
+        block_size=config.block_size,
+        num_blocks=tables.pool.capacity,
+        weight_bytes=worker.weight_bytes,
+        kv_bytes=num_blocks * worker.block_bytes,
+        start_seconds=time.monotonic() - begin,
+        keys=keys,
+    )
+    logger.info(
+        "%s on %s (%s): weights %.2f GiB, KV cache %.2f GiB = %d tokens in %d blocks of %d; ready in %.1f s",
+        files.name, facts.device, facts.dtype, facts.weight_bytes / 2**30, facts.kv_bytes / 2**30,
+        facts.cache_tokens, facts.num_blocks, facts.block_size, facts.start_seconds,
+    )  # fmt: skip
+    return core, facts
+
+
+def _model_len(config: EngineConfig, model: ModelConfig) -> int:
+    own = longest_position(model)
+    asked = config.max_model_len
+    if asked is None or config.wants_longest_len:
+        return own
+    if int(asked) > own:
+        raise ConfigError(
+            f"max_model_len ({asked}) is above the {own} positions the model was made for; "
+            "lower it, or stretch the model with hf_overrides (rope_scaling)",
+            "max_model_len",
+            asked,
+        )
+    return int(asked)
+
+
+def _fitting_len(config: EngineConfig, longest: int, cache_tokens: int) -> int:
+    """The length requests may reach: the model's, or what the cache holds where nobody insisted on a length."""
+    if longest <= cache_tokens:
+        return longest
+    if config.max_model_len is None or config.wants_longest_len:
+        level = logging.INFO if config.wants_longest_len else logging.WARNING
+        logger.log(level, "the KV cache holds %d tokens: max_model_len is %d, not %d", cache_tokens, cache_tokens, longest)
+        return cache_tokens
+    logger.warning("the KV cache holds %d tokens; requests that may reach %d are refused", cache_tokens, longest)
+    return longest
+
+
+def _budgets(config: EngineConfig, platform: Platform, longest: int) -> tuple[int, int]:
+    """Rows and tokens a step may have."""
+    rows = config.max_num_seqs
+    tokens = config.max_num_batched_tokens
+    if rows is None:
+        rows = platform.max_num_seqs if tokens is None else min(platform.max_num_seqs, tokens)
+    if tokens is None:
+        tokens = max(platform.max_num_batched_tokens, rows)
+        if not config.enable_chunked_prefill:
+            tokens = max(tokens, longest)
+    if not config.enable_chunked_prefill and tokens < longest:
+        raise ConfigError(
+            f"without chunked prefill a step must hold a whole prompt: max_num_batched_tokens ({tokens}) is below "
+            f"max_model_len ({longest})",
+            "max_num_batched_tokens",
+            tokens,
+        )
+    return rows, tokens

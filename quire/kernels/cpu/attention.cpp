@@ -1,0 +1,379 @@
+// Causal attention of packed queries over a paged cache, all rows of a step in one call.
+//
+// Work:  4 * D operations per (query head, visible key), plus one exponential.
+// Bytes: a key and a value (2 * D numbers) per (KV head, key) and query tile: once for a decode, whatever the group.
+//        Two Zen 4 cores: a decode of one token does 2 * G / 4 operations a byte, so memory bounds it; a prompt is
+//        bound by arithmetic.
+//
+// A tile is up to kTile query vectors of one row that share a KV head: (token, head of the group) pairs, token-major.
+// They are the lanes: scores lie as s[key][lane], so that maxima, sums and masks are plain vector operations and no
+// sum ever crosses lanes. Keys come in chunks of kChunk; each chunk is a softmax of its own, (peak, total, values),
+// and chunks are merged in order. Chunks of one tile may therefore run on several threads with the same result.
+//
+// Bits: chunks begin at multiples of kChunk in the row's own positions and lanes never mix, so a token's output
+// depends only on its row's queries and cache: not on the batch, the threads, or how its prompt was cut into steps.
+#include <algorithm>
+#include <vector>
+
+#include "outer.h"
+#include "scratch.h"
+
+namespace {
+
+constexpr int kVectors = kRegisters == 32 ? 4 : 2;
+constexpr int64_t kTile = kVectors * kLanes;
+constexpr int64_t kChunk = 256;  // keys: a tile's scores (64 KB) stay in L2
+constexpr float kNever = -__builtin_inff();
+
+thread_local Scratch tile_scratch, partial_scratch;
+
+template <class T>
+struct Call {
+    const T* q;         // [tokens, heads, dim], q_stride between tokens
+    const T* kv;        // [blocks, 2, kv_heads, block_size, dim], block_stride between blocks
+    T* out;             // [tokens, heads * dim]
+    const int32_t* query_starts;
+    const int32_t* context_lens;
+    const int32_t* tables;  // [rows, table_width]
+    int64_t rows, heads, kv_heads, dim, block_size, q_stride, block_stride, table_width, table_stride;
+    float scale;
+    int64_t window;  // 0: none
+
+    int64_t capacity() const { return table_width * block_size; }  // how far a row may be read, whatever its length says
+    int64_t group() const { return heads / kv_heads; }
+    int64_t padded_dim() const { return (dim + kLanes - 1) / kLanes * kLanes; }
+    // The cache can be read in place when it is float32 and its rows are whole vectors.
+    bool direct() const { return sizeof(T) == sizeof(float) && dim % kLanes == 0; }
+};
+
+// A tile, or with `partial` some chunks of it.
+struct Item {
+    int64_t row, kv_head, first, count;  // queries first .. first + count of the row, as token * group + head
+    int64_t position;                    // of the row's first query token
+    int64_t chunk, chunk_end;            // chunks of keys to read
+    int64_t partial;                     // where the first chunk's result goes in the partials, or -1: finish here
+    int64_t cost() const { return (chunk_end - chunk) * (8 + count); }
+};
+
+int64_t lanes_for(int64_t count) {
+    for (int64_t lanes : {4, 8})
+        if (count <= lanes) return lanes;
+    return (count + kLanes - 1) / kLanes * kLanes;
+}
+
+// One chunk's softmax or several merged: values[lane][d] are sums of e^(score - peak) * v, total the sums of e^(...).
+struct State {
+    float *peak, *total, *values;
+    static int64_t size(int64_t width, int64_t dim) { return width * (dim + 2); }
+    State(float* memory, int64_t width) : peak(memory), total(memory + width), values(memory + 2 * width) {}
+};
+
+void clear(State s, int64_t width, int64_t dim) {
+    for (int64_t i = 0; i < width; i++) s.peak[i] = kNever;
+    std::memset(s.total, 0, width * (dim + 1) * sizeof(float));
+}
+
+// into = into and from, both rescaled to the higher peak. A side that saw no key has weight 0, the other then 1.
+template <int L>
+void merge(State into, State from, int64_t width, int64_t dim) {
+    using Vec = Lanes<L>;
+    float keep[kTile], add[kTile];
+    for (int64_t i = 0; i < width; i += L) {
+        auto old_peak = Vec::load(into.peak + i), new_peak = Vec::load(from.peak + i);
+        auto peak = Vec::max(old_peak, new_peak);
+        auto base = peak == (typename Vec::f{} + kNever) ? typename Vec::f{} : peak;  // no inf - inf
+        auto a = exp<L>(old_peak - base), b = exp<L>(new_peak - base);
+        Vec::store(keep + i, a);
+        Vec::store(add + i, b);
+        Vec::store(into.peak + i, peak);
+        Vec::store(into.total + i, Vec::load(into.total + i) * a + Vec::load(from.total + i) * b);
+    }
+    for (int64_t i = 0; i < width; i++)
+        for (int64_t d = 0; d < dim; d += kLanes) {
+            float* value = into.values + i * dim + d;
+            F::store(value, F::load(value) * keep[i] + F::load(from.values + i * dim + d) * add[i]);
+        }
+}
+
+// Rows of the cache as float32 with padded_dim numbers each, copied only where they are not that already.
+template <class T>
+const float* widen(const Call<T>& c, const T* rows, int64_t count, float* copy) {
+    const int64_t width = c.padded_dim();
+    for (int64_t i = 0; i < count; i++, rows += c.dim, copy += width) {
+        int64_t d = 0;
+        for (; d + kLanes <= c.dim; d += kLanes) F::store(copy + d, F::load(rows + d));
+        if (d < c.dim) F::store(copy + d, F::load_part(rows + d, c.dim - d));
+    }
+    return copy - count * width;
+}
+
+template <class T>
+INLINE void prefetch(const T* p, int64_t count) {
+    for (int64_t i = 0; i < count; i += 64 / int64_t(sizeof(T))) __builtin_prefetch(p + i, 0, 2);
+}
+
+template <int L, int V, class T>
+struct Tile {
+    static constexpr int64_t width = L * V;
+    static constexpr int kKeys = kRegisters == 32 ? (V <= 3 ? 8 : 4) : 4;  // keys in a register tile
+    static constexpr int kQueries = 4;                                     // queries in one, against values
+    using Vec = Lanes<L>;
+    using vf = typename Vec::f;
+    using vi = typename Vec::i;
+
+    const Call<T>& c;
+    const Item& item;
+    const int64_t dim = c.padded_dim();
+    const int32_t* table = c.tables + item.row * c.table_stride;
+    float *queries, *scores, *copy, *memory;  // queries [dim][width], scores [kChunk][width], copy of a block
+    vi first_key[V], last_key[V];             // what each lane sees
+
+    Tile(const Call<T>& call, const Item& it) : c(call), item(it) {
+        const int64_t state = State::size(width, dim);
+        queries = tile_scratch.get(dim * width + (kChunk + 8) * width + c.block_size * dim + 2 * state);
+        scores = queries + dim * width;
+        copy = scores + (kChunk + 8) * width;
+        memory = copy + c.block_size * dim;
+        load_queries();
+    }
+
+    void load_queries() {
+        const int64_t group = c.group();
+        for (int v = 0; v < V; v++) {
+            const T* source[L];
+            for (int i = 0; i < L; i++) {
+                // Lanes past the end repeat the last query, and are never written out.
+                const int64_t at = item.first + std::min<int64_t>(v * L + i, item.count - 1);
+                const int64_t token = at / group, head = item.kv_head * group + at % group;
+                source[i] = c.q + (c.query_starts[item.row] + token) * c.q_stride + head * c.dim;
+                last_key[v][i] = int32_t(item.position + token);
+                first_key[v][i] = c.window ? std::max<int32_t>(0, last_key[v][i] - int32_t(c.window) + 1) : 0;
+            }
+            for (int64_t d = 0; d < c.dim; d += L) {
+                vf block[L];
+                for (int i = 0; i < L; i++)
+                    block[i] = d + L <= c.dim ? Vec::load(source[i] + d) : Vec::load_part(source[i] + d, c.dim - d);
+                transpose<L>(block);
+                for (int64_t i = 0; i < L && d + i < c.dim; i++)
+                    Vec::store(queries + (d + i) * width + v * L, block[i] * c.scale);
+            }
+        }
+    }
+
+    // Keys are visited a cache block at a time: calls visit(keys of the block, values, index in the chunk, count).
+    template <class Visit>
+    INLINE void each_block(int64_t begin, int64_t end, Visit visit) {
+        const int64_t plane = c.block_size * c.dim;
+        for (int64_t key = begin; key < end;) {
+            const int64_t block = key / c.block_size, offset = key % c.block_size;
+            const int64_t count = std::min(c.block_size - offset, end - key);
+            const T* keys = c.kv + table[block] * c.block_stride + item.kv_head * plane + offset * c.dim;
+            visit(keys, keys + c.kv_heads * plane, key - begin, count);
+            key += count;
+        }
+    }
+
+    void score(int64_t begin, int64_t end) {
+        each_block(begin, end, [&](const T* keys, const T* values, int64_t at, int64_t count) {
+            if (V == 1) {  // a decode waits for memory: have what comes next on its way
+                const int64_t next = (begin + at + count) / c.block_size;
+                if (begin + at + count < end)
+                    prefetch(c.kv + table[next] * c.block_stride + item.kv_head * c.block_size * c.dim, c.block_size * c.dim);
+                prefetch(values, count * c.dim);
+            }
+            const float* rows = reinterpret_cast<const float*>(keys);
+            if (!c.direct()) rows = widen(c, keys, count, copy);
+            for (int64_t i = 0; i < count; i += kKeys)
+                outer<L, V, kKeys, Order::kRows>(rows + i * dim, dim, count - i, queries, width,
+                                                 scores + (at + i) * width, width, c.dim, false);
+        });
+    }
+
+    // scores become weights e^(score - peak); keys a lane may not see get weight 0.
+    void softmax(State s, int64_t begin, int64_t end) {
+        const int64_t first_token = item.first / c.group(), last_token = (item.first + item.count - 1) / c.group();
+        const bool masked = end - 1 > item.position + first_token ||
+                            (c.window && begin < item.position + last_token - c.window + 1);
+        for (int v = 0; v < V; v++) {
+            float* column = scores + v * L;
+            vf peak = vf{} + kNever;
+            if (masked) {
+                vi key = vi{} + int32_t(begin);
+                for (int64_t j = 0; j < end - begin; j++, key += 1) {
+                    vf score = Vec::load(column + j * width);
+                    score = ((key <= last_key[v]) & (key >= first_key[v])) ? score : vf{} + kNever;
+                    Vec::store(column + j * width, score);
+                    peak = Vec::max(score, peak);
+                }
+            } else {
+                for (int64_t j = 0; j < end - begin; j++) peak = Vec::max(Vec::load(column + j * width), peak);
+            }
+            const vf base = peak == (vf{} + kNever) ? vf{} : peak;
+            vf total{};
+            for (int64_t j = 0; j < end - begin; j++) {
+                vf weight = exp<L>(Vec::load(column + j * width) - base);
+                Vec::store(column + j * width, weight);
+                total += weight;
+            }
+            Vec::store(s.peak + v * L, peak);
+            Vec::store(s.total + v * L, total);
+        }
+    }
+
+    template <int W>
+    INLINE void add_values(const float* rows, int64_t at, int64_t count, float* sums) {
+        for (int64_t i = 0; i < item.count; i += kQueries)
+            outer<kLanes, W, kQueries, Order::kColumns>(scores + at * width + i, width, kQueries, rows, dim,
+                                                        sums + i * dim, dim, count, at > 0);
+    }
+
+    void weigh(State s, int64_t begin, int64_t end) {
+        each_block(begin, end, [&](const T*, const T* values, int64_t at, int64_t count) {
+            const float* rows = reinterpret_cast<const float*>(values);
+            if (!c.direct()) rows = widen(c, values, count, copy);
+            int64_t d = 0;
+            for (; d + kVectors * kLanes <= dim; d += kVectors * kLanes) add_values<kVectors>(rows + d, at, count, s.values + d);
+            for (; d < dim; d += kLanes) add_values<1>(rows + d, at, count, s.values + d);
+        });
+    }
+
+    void chunk(State s, int64_t index) {
+        const int64_t first_token = item.first / c.group(), last_token = (item.first + item.count - 1) / c.group();
+        const int64_t lowest = c.window ? item.position + first_token - c.window + 1 : 0;
+        const int64_t begin = std::max(index * kChunk, lowest);
+        const int64_t end = std::min({(index + 1) * kChunk, item.position + last_token + 1, c.capacity()});
+        if (begin >= end) return clear(s, width, dim);
+        score(begin, end);
+        softmax(s, begin, end);
+        weigh(s, begin, end);
+    }
+
+    void run(float* partials) {
+        const int64_t size = State::size(width, dim);
+        if (item.partial >= 0) {
+            for (int64_t i = item.chunk; i < item.chunk_end; i++)
+                chunk(State(partials + item.partial + (i - item.chunk) * size, width), i);
+            return;
+        }
+        State all(memory, width), one(memory + size, width);
+        clear(all, width, dim);
+        for (int64_t i = item.chunk; i < item.chunk_end; i++) {
+            chunk(one, i);
+            merge<L>(all, one, width, dim);
+        }
+        finish(all);
+    }
+
+    void merge_partials(float* partials) {
+        const int64_t size = State::size(width, dim);
+        State all(memory, width);
+        clear(all, width, dim);
+        for (int64_t i = item.chunk; i < item.chunk_end; i++)
+            merge<L>(all, State(partials + item.partial + (i - item.chunk) * size, width), width, dim);
+        finish(all);
+    }
+
+    void finish(State s) {
+        const int64_t group = c.group();
+        for (int64_t i = 0; i < item.count; i++) {
+            const int64_t at = item.first + i, token = c.query_starts[item.row] + at / group;
+            T* out = c.out + (token * c.heads + item.kv_head * group + at % group) * c.dim;
+            const float inverse = s.total[i] == 0 ? 0 : 1 / s.total[i];
+            for (int64_t d = 0; d < c.dim; d += kLanes) {
+                const vec value = F::load(s.values + i * dim + d) * inverse;
+                if (d + kLanes <= c.dim) F::store(out + d, value);
+                else F::store_part(out + d, value, c.dim - d);
+            }
+        }
+    }
+};
+
+// Calls work(Tile) with the tile type that fits the item.
+template <class T, class Work>
+void with_tile(const Call<T>& c, const Item& item, Work work) {
+    const int64_t lanes = lanes_for(item.count);
+    if (lanes == 4) work(Tile<4, 1, T>(c, item));
+    else if (lanes == 8) work(Tile<std::min(8, kLanes), 8 / std::min(8, kLanes), T>(c, item));
+    else if (lanes == kLanes) work(Tile<kLanes, 1, T>(c, item));
+    else if (lanes == 2 * kLanes || kVectors == 2) work(Tile<kLanes, 2, T>(c, item));
+    else if (lanes == 3 * kLanes) work(Tile<kLanes, 3, T>(c, item));
+    else work(Tile<kLanes, kVectors, T>(c, item));
+}
+
+struct Plan {
+    std::vector<Item> items;  // to run, costliest first
+    std::vector<Item> split;  // tiles whose chunks are separate items: to merge afterwards
+    int64_t partials = 0;     // floats
+};
+
+template <class T>
+Plan plan(const Call<T>& c, int threads) {
+    const int64_t group = c.group();
+    std::vector<Item> tiles;
+    int64_t total = 0;
+    for (int64_t row = 0; row < c.rows; row++) {
+        const int64_t tokens = c.query_starts[row + 1] - c.query_starts[row];
+        const int64_t context = std::min<int64_t>(c.context_lens[row], c.capacity());
+        const int64_t position = std::max<int64_t>(0, context - tokens);
+        for (int64_t first = 0; first < tokens * group; first += kTile) {
+            const int64_t count = std::min(kTile, tokens * group - first);
+            const int64_t last = std::min(position + (first + count - 1) / group, c.capacity() - 1);
+            const int64_t lowest = c.window ? std::max<int64_t>(0, position + first / group - c.window + 1) : 0;
+            for (int64_t head = 0; head < c.kv_heads; head++) {
+                tiles.push_back({row, head, first, count, position, lowest / kChunk, last / kChunk + 1, -1});
+                total += tiles.back().cost();
+            }
+        }
+    }
+    // A tile that alone would be a good part of a thread's share is cut into its chunks.
+    Plan result;
+    const int64_t share = total / (threads * 4);
+    for (Item tile : tiles) {
+        if (threads == 1 || tile.chunk_end - tile.chunk == 1 || tile.cost() <= share) {
+            result.items.push_back(tile);
+            continue;
+        }
+        const int64_t size = State::size(lanes_for(tile.count), c.padded_dim());
+        tile.partial = result.partials;
+        result.split.push_back(tile);
+        for (int64_t i = tile.chunk; i < tile.chunk_end; i++, result.partials += size) {
+            Item piece = tile;
+            piece.chunk = i, piece.chunk_end = i + 1, piece.partial = result.partials;
+            result.items.push_back(piece);
+        }
+    }
+    std::stable_sort(result.items.begin(), result.items.end(),
+                     [](const Item& a, const Item& b) { return a.cost() > b.cost(); });
+    return result;
+}
+
+template <class T>
+void attend(const Call<T>& c, int threads) {
+    const Plan work = plan(c, threads);
+    float* partials = partial_scratch.get(work.partials);
+    const int64_t items = work.items.size(), splits = work.split.size();
+#pragma omp parallel num_threads(threads) if (items > 1)
+    {
+#pragma omp for schedule(dynamic)
+        for (int64_t i = 0; i < items; i++)
+            with_tile(c, work.items[i], [&](auto tile) { tile.run(partials); });
+#pragma omp for schedule(dynamic)
+        for (int64_t i = 0; i < splits; i++)
+            with_tile(c, work.split[i], [&](auto tile) { tile.merge_partials(partials); });
+    }
+}
+
+}  // namespace
+
+#define ATTEND(suffix, T)                                                                                             \
+    EXPORT void quire_attend_##suffix(const T* q, const T* kv, T* out, const int32_t* query_starts,                   \
+                                      const int32_t* context_lens, const int32_t* tables, int64_t rows,               \
+                                      int64_t heads, int64_t kv_heads, int64_t dim, int64_t block_size,               \
+                                      int64_t q_stride, int64_t block_stride, int64_t table_width,                    \
+                                      int64_t table_stride, float scale, int64_t window, int threads) {               \
+        attend<T>({q, kv, out, query_starts, context_lens, tables, rows, heads, kv_heads, dim, block_size, q_stride,  \
+                   block_stride, table_width, table_stride, scale, window},                                           \
+                  threads);                                                                                           \
+    }
+ATTEND(f32, float)
+ATTEND(bf16, bf16)

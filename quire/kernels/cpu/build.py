@@ -1,0 +1,178 @@
+"""Compile the C++ beside this file on first use, keep the result, load it.
+
+No torch headers and no build system: three files, one compiler call each, a few seconds once per machine. Without a
+working compiler `library()` is None, and callers stay with torch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+_FOLDER = Path(__file__).parent
+_SOURCES = ("attention.cpp", "elementwise.cpp", "linear.cpp")
+_HEADERS = ("outer.h", "scratch.h", "simd.h")
+# Contraction makes a * b + c one fused operation, which the kernels count on; -ffast-math would lose NaN.
+_FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-fPIC")
+_QUIET = ("-fvisibility=hidden", "-w")
+
+_POINTER, _INT64, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
+# Arguments in the order of the C++ declarations: p(ointer), l(ong), f(loat), i(nt).
+_SIGNATURES = {
+    "linear": "ppppllllli",
+    "attend": "pppppplllllllllfli",
+    "rms_norm": "plppllfi",
+    "add_rms_norm": "plplppllfi",
+    "silu_mul": "plplli",
+    "prepare_qkv": "plpplppfpllpplllli",
+}
+# Calls of a microsecond or so keep the GIL: giving it up could cost a whole switch interval to get it back.
+_SHORT = {"rms_norm", "add_rms_norm", "silu_mul", "prepare_qkv"}
+_SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}
+
+
+class Library:
+    """The compiled kernels: `kernel(name)` gives one function a dtype, taking data pointers and sizes as ints."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._releasing = ctypes.CDLL(str(path))
+        self._holding = ctypes.PyDLL(str(path))
+
+    def kernel(self, name: str) -> dict[torch.dtype, ctypes._NamedFuncPointer]:
+        codes = {"p": _POINTER, "l": _INT64, "f": _FLOAT, "i": _INT}
+        handle = self._holding if name in _SHORT else self._releasing
+        functions = {}
+        for dtype, suffix in _SUFFIXES.items():
+            function = handle[f"quire_{name}_{suffix}"]
+            function.argtypes = [codes[code] for code in _SIGNATURES[name]]
+            function.restype = None
+            functions[dtype] = function
+        return functions
+
+
+@functools.cache
+def library() -> Library | None:
+    """The kernels, compiled if need be; None, with one warning, where that is not possible."""
+    try:
+        return Library(_built())
+    except (OSError, subprocess.SubprocessError, RuntimeError) as error:
+        detail = getattr(error, "stderr", None) or error
+        logger.warning(
+            "native CPU kernels are off, torch's are used instead (several times slower at small batches): %s. "
+            "A C++17 compiler is needed: install g++ or clang++, or point CXX at one.",
+            str(detail).strip()[-2000:],
+        )
+        return None
+
+
+def _built() -> Path:
+    """Path of the library for this source, compiler and CPU; built now unless an earlier process did."""
+    compiler = _compiler()
+    flags = [*_FLAGS, *_architecture(compiler), *_openmp_flags()]
+    runtime = _openmp_runtime()
+    sources = b"".join((_FOLDER / name).read_bytes() for name in (*_SOURCES, *_HEADERS))
+    version = subprocess.run([*compiler, "--version"], capture_output=True, check=True).stdout
+    identity = [sources, version, " ".join([*compiler, *flags, str(runtime)]).encode(), _cpu().encode()]
+    key = hashlib.sha256(b"\0".join(identity)).hexdigest()[:20]
+    target = _cache() / f"kernels-{key}.so"
+    if not target.exists():
+        _compile(compiler, [*flags, *_QUIET], runtime, target)
+    return target
+
+
+def _compile(compiler: list[str], flags: list[str], runtime: Path, target: Path) -> None:
+    """Build beside the target under a name of our own, then rename: another process may be doing the same."""
+
+    def call(*arguments: str) -> None:
+        subprocess.run([*compiler, *arguments], capture_output=True, text=True, check=True)
+
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix="building-") as folder:
+        objects = [f"{folder}/{name}.o" for name in _SOURCES]
+        with ThreadPoolExecutor(len(_SOURCES)) as pool:
+            sources = [str(_FOLDER / name) for name in _SOURCES]
+            list(pool.map(lambda pair: call(*flags, "-c", pair[0], "-o", pair[1]), zip(sources, objects, strict=True)))
+        # Torch's own OpenMP runtime, by path and without -fopenmp, which would add the compiler's: two runtimes in
+        # one process are two teams of threads that spin against each other.
+        call("-shared", *objects, str(runtime), f"-Wl,-rpath,{runtime.parent}", "-o", f"{folder}/library")
+        os.replace(f"{folder}/library", target)
+
+
+def _compiler() -> list[str]:
+    if named := os.environ.get("CXX"):
+        command = shlex.split(named)
+        if shutil.which(command[0]) is None:
+            raise RuntimeError(f"CXX is {named!r}, which is not an executable")
+        return command
+    for name in ("g++", "clang++", "c++"):
+        if found := shutil.which(name):
+            return [found]
+    raise RuntimeError("no g++ or clang++ on PATH")
+
+
+def _architecture(compiler: list[str]) -> list[str]:
+    """What this compiler calls "for the CPU we are on"; GCC and older Clang spell it differently on ARM."""
+    for flag in ("-march=native", "-mcpu=native"):
+        probe = [*compiler, flag, "-x", "c++", "-E", os.devnull]
+        if subprocess.run(probe, capture_output=True).returncode == 0:
+            return [flag]
+    return []
+
+
+def _openmp_flags() -> list[str]:
+    return ["-Xpreprocessor", "-fopenmp"] if sys.platform == "darwin" else ["-fopenmp"]
+
+
+def _openmp_runtime() -> Path:
+    """The OpenMP library torch has loaded (see `_compile`)."""
+    names = ("libgomp", "libomp", "libiomp5")
+    maps = Path("/proc/self/maps")
+    loaded = {line.split()[-1] for line in maps.read_text().splitlines()} if maps.exists() else set()
+    bundled = [path for folder in ("torch/lib", "torch.libs") for path in (_site() / folder).glob("lib*omp*")]
+    for path in [*map(Path, sorted(loaded)), *bundled]:
+        if path.name.startswith(names):
+            return path
+    raise RuntimeError(f"torch's OpenMP library was not found in {_site()}")
+
+
+def _site() -> Path:
+    return Path(torch.__file__).parent.parent
+
+
+def _cpu() -> str:
+    """What -march=native depends on: a cache on a shared disk may serve several machines."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    return f"{platform.machine()} {platform.processor()} {flags}"
+
+
+def _cache() -> Path:
+    """Where libraries are kept; a folder of this process alone where the user has no writable one."""
+    if chosen := os.environ.get("QUIRE_CACHE"):
+        base = Path(chosen)
+    else:
+        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "quire"
+    folder = base / "kernels"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if os.access(folder, os.W_OK):
+            return folder
+    except OSError:
+        pass
+    return Path(tempfile.mkdtemp(prefix="quire-kernels-"))

@@ -1,0 +1,184 @@
+// y[m, n] = sum over k of x[m, k] * weight[n, k] (+ bias[n]); weight row-major as the checkpoint has it.
+//
+// Work:  2 * M * N * K operations.
+// Bytes: N * K * sizeof(weight), read once from memory; x and y are small beside it. On two Zen 4 cores (22 GB/s,
+//        236 GFLOP/s in float32) memory bounds M <= 20 or so, arithmetic the rest.
+//
+// Lanes run along M: x is packed transposed, xt[k][M rounded up to lanes], and each weight is broadcast against it.
+// So the weight needs no repacking, there are no sums across lanes, and K and N need no alignment. One row of x
+// leaves lanes idle, yet two broadcasts a cycle still consume 8 bytes of weight a cycle: more than memory delivers.
+//
+// Bits: every output is one chain of fused multiply-adds over k = 0 .. K - 1 (see outer.h), so a row's result is the
+// same for every M, every thread count and every place in the batch.
+#include <algorithm>
+#include <type_traits>
+
+#include "outer.h"
+#include "scratch.h"
+
+namespace {
+
+constexpr int kVectors = kRegisters == 32 ? 4 : 2;  // of a panel, along M
+constexpr int64_t kPanel = kVectors * kLanes;       // rows of x packed side by side
+constexpr int64_t kDepth = 768;                     // steps of k at a time: that slice of a panel (192 KB) stays in L2
+constexpr int64_t kChunkBytes = 256 * 1024;         // of weight: stays in L2 while the panels pass over it
+
+thread_local Scratch packed_scratch, sums_scratch, wide_scratch;
+
+// Rows of weight in a tile: with V vectors along M, as many accumulators as registers allow.
+constexpr int tile_rows(int vectors) {
+    return vectors == 1 ? 8 : kRegisters == 32 ? 24 / vectors : 6;
+}
+
+// bf16 without a dot instruction is widened to float32: x as it is packed, the weight a chunk at a time.
+template <class T>
+using Operand = std::conditional_t<kBf16Dot, T, float>;
+
+template <class T>
+struct Problem {
+    const T *x, *weight, *bias;
+    T* y;
+    int64_t m, n, k, x_stride, weight_stride;
+
+    static constexpr int64_t per_step = sizeof(float) / sizeof(Operand<T>);
+    int64_t steps() const { return (k + per_step - 1) / per_step; }
+};
+
+// Up to L steps (4 bytes each) of a row of x; zero where the row has ended, which also fills an odd K's last pair.
+template <int L, class T>
+INLINE typename Lanes<L>::f load_steps(const T* source, int64_t numbers) {
+    using Vec = Lanes<L>;
+    if constexpr (!std::is_same_v<T, Operand<T>>) {
+        return numbers >= L ? Vec::load(source) : Vec::load_part(source, numbers);
+    } else {
+        typename Vec::f words{};
+        const int64_t bytes = numbers * sizeof(T);
+        if (bytes >= L * 4) std::memcpy(&words, source, L * 4);
+        else std::memcpy(&words, source, bytes);
+        return words;
+    }
+}
+
+// xt[step][width] for L steps from rows m0 .. of x: L x L transposes. Lanes past M are zero.
+template <int L, class T>
+void pack(const Problem<T>& p, int64_t m0, int64_t width, int64_t step, float* xt) {
+    const int64_t offset = step * p.per_step, steps = std::min<int64_t>(L, p.steps() - step);
+    for (int64_t lane = 0; lane < width; lane += L) {
+        typename Lanes<L>::f block[L];
+        for (int i = 0; i < L; i++) {
+            const int64_t row = m0 + lane + i;
+            block[i] = row < p.m ? load_steps<L>(p.x + row * p.x_stride + offset, p.k - offset) : typename Lanes<L>::f{};
+        }
+        transpose<L>(block);
+        for (int64_t i = 0; i < steps; i++) Lanes<L>::store(xt + (step + i) * width + lane, block[i]);
+    }
+}
+
+// y[m0 .., n0 ..] = sums[n][lane] transposed (+ bias).
+template <int L, class T>
+void unpack(const Problem<T>& p, int64_t m0, int64_t width, int64_t n0, int64_t rows, const float* sums) {
+    using Vec = Lanes<L>;
+    for (int64_t r = 0; r < rows; r += L) {
+        const int64_t left = rows - r;
+        typename Vec::f bias{};
+        if (p.bias) bias = left >= L ? Vec::load(p.bias + n0 + r) : Vec::load_part(p.bias + n0 + r, left);
+        for (int64_t lane = 0; lane < width && m0 + lane < p.m; lane += L) {
+            typename Vec::f block[L];
+            for (int i = 0; i < L; i++) block[i] = Vec::load(sums + std::min(r + i, rows - 1) * width + lane);
+            transpose<L>(block);
+            for (int64_t i = 0; i < L && m0 + lane + i < p.m; i++) {
+                T* y = p.y + (m0 + lane + i) * p.n + n0 + r;
+                if (left >= L) Vec::store(y, block[i] + bias);
+                else Vec::store_part(y, block[i] + bias, left);
+            }
+        }
+    }
+}
+
+// sums[r][lane] over all of K: `rows` rows of weight against one packed panel.
+template <int L, int V, class W>
+void multiply(const W* weight, int64_t stride, int64_t rows, int64_t k, const float* xt, float* sums) {
+    constexpr int R = tile_rows(V);
+    constexpr int64_t width = L * V, per_step = sizeof(float) / sizeof(W);
+    const int64_t steps = k / per_step;
+    for (int64_t k0 = 0; k0 < steps; k0 += kDepth)
+        for (int64_t r = 0; r < rows; r += R)
+            outer<L, V, R, Order::kRows>(weight + r * stride + k0 * per_step, stride, rows - r, xt + k0 * width, width,
+                                         sums + r * width, width, std::min(kDepth, steps - k0), k0 > 0, R * stride);
+    if (k % per_step)  // an odd K's last number, paired with nothing
+        for (int64_t r = 0; r < rows; r += R) {
+            W last[R][2] = {};
+            for (int64_t i = 0; i < R; i++) last[i][0] = weight[std::min(r + i, rows - 1) * stride + k - 1];
+            outer<L, V, R, Order::kRows>(&last[0][0], 2, R, xt + steps * width, width, sums + r * width, width, 1,
+                                         steps > 0);
+        }
+}
+
+template <int L, int V, class T>
+void panel(const Problem<T>& p, int64_t m0, int64_t n0, int64_t rows, const float* xt, float* sums) {
+    const int64_t stride = p.weight_stride;
+    const T* weight = p.weight + n0 * stride;
+    if constexpr (std::is_same_v<T, Operand<T>>) {
+        multiply<L, V>(weight, stride, rows, p.k, xt, sums);
+    } else {
+        float* wide = wide_scratch.get(rows * p.k);
+        for (int64_t r = 0; r < rows; r++)
+            for (int64_t i = 0; i < p.k; i++) wide[r * p.k + i] = to_float(weight[r * stride + i]);
+        multiply<L, V>(wide, p.k, rows, p.k, xt, sums);
+    }
+    unpack<L>(p, m0, L * V, n0, rows, sums);
+}
+
+// All of it, with panels of `most` vectors of L lanes, the last one narrower if that covers M.
+template <int L, int most, class T>
+void linear(const Problem<T>& p, int threads) {
+    const int64_t panels = (p.m + kPanel - 1) / kPanel, steps = p.steps();
+    auto vectors = [&](int64_t i) { return int(std::min((p.m - i * kPanel + L - 1) / L, int64_t(most))); };
+    float* packed = packed_scratch.get(panels * kPanel * steps);
+
+    // Chunks of weight rows go to whichever thread is free: cores are not equally fast when others use them too.
+    constexpr int64_t tile = 24;  // a multiple of every tile_rows
+    int64_t rows = std::min(kChunkBytes / (p.k * int64_t(sizeof(Operand<T>))), (p.n + threads * 4 - 1) / (threads * 4));
+    rows = std::max(tile, rows / tile * tile);
+    const int64_t chunks = (p.n + rows - 1) / rows, blocks = (steps + L - 1) / L;
+
+#pragma omp parallel num_threads(threads)
+    {
+#pragma omp for schedule(static)
+        for (int64_t i = 0; i < panels * blocks; i++) {
+            const int64_t at = i / blocks;
+            pack<L>(p, at * kPanel, vectors(at) * L, i % blocks * L, packed + at * kPanel * steps);
+        }
+        float* sums = sums_scratch.get((rows + tile) * kPanel);
+#pragma omp for schedule(dynamic) nowait
+        for (int64_t chunk = 0; chunk < chunks; chunk++) {
+            const int64_t n0 = chunk * rows, count = std::min(rows, p.n - n0);
+            for (int64_t i = 0; i < panels; i++) {
+                const float* xt = packed + i * kPanel * steps;
+                switch (vectors(i)) {
+                    case 1: panel<L, 1>(p, i * kPanel, n0, count, xt, sums); break;
+                    case 2: panel<L, std::min(2, most)>(p, i * kPanel, n0, count, xt, sums); break;
+                    case 3: panel<L, std::min(3, most)>(p, i * kPanel, n0, count, xt, sums); break;
+                    default: panel<L, most>(p, i * kPanel, n0, count, xt, sums); break;
+                }
+            }
+        }
+    }
+}
+
+template <class T>
+void dispatch(const Problem<T>& p, int threads) {
+    constexpr int narrow = kLanes < 8 ? kLanes : 8;
+    if (p.m <= narrow) linear<narrow, 1>(p, threads);
+    else linear<kLanes, kVectors>(p, threads);
+}
+
+}  // namespace
+
+#define LINEAR(suffix, T)                                                                                            \
+    EXPORT void quire_linear_##suffix(const T* x, const T* weight, const T* bias, T* y, int64_t m, int64_t n,        \
+                                      int64_t k, int64_t x_stride, int64_t weight_stride, int threads) {             \
+        dispatch<T>({x, weight, bias, y, m, n, k, x_stride, weight_stride}, threads);                                \
+    }
+LINEAR(f32, float)
+LINEAR(bf16, bf16)

@@ -1,0 +1,63 @@
+"""What each kernel means, in plain torch: any device, any dtype, arithmetic in float32, and nothing that makes the
+host wait for the device."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+
+class TorchOps:
+    """`Ops` without kernels of our own: the reference the others are tested against."""
+
+    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return F.linear(x, weight, bias)
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        wide = x.float()
+        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.float()).to(x.dtype)
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        residual.add_(x)
+        return self.rms_norm(residual, weight, eps), residual
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up.float().chunk(2, dim=-1)
+        return (F.silu(gate) * up).to(gate_up.dtype)
+
+    def prepare_qkv(
+        self,
+        qkv: torch.Tensor,
+        positions: torch.Tensor,
+        cos_sin: torch.Tensor | None,
+        norms: tuple[torch.Tensor, torch.Tensor, float] | None,
+        kv: torch.Tensor,
+        slots: torch.Tensor,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+    ) -> torch.Tensor:
+        q, k, v = qkv.unflatten(-1, (-1, head_dim)).split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+        if norms is not None:
+            q_weight, k_weight, eps = norms
+            q, k = self.rms_norm(q, q_weight, eps), self.rms_norm(k, k_weight, eps)
+        if cos_sin is not None:
+            angles = cos_sin[positions].unsqueeze(1)
+            q, k = _rotate(q, angles), _rotate(k, angles)
+        keys, values = kv.unbind(1)
+        block_size = kv.shape[3]
+        block, offset = slots // block_size, slots % block_size
+        keys[block, :, offset] = k.to(kv.dtype)
+        values[block, :, offset] = v.to(kv.dtype)
+        return q
+
+
+def _rotate(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+    """Turn each pair (i, i + rotary_dim / 2) of x [tokens, heads, head_dim] by its angle."""
+    cos, sin = angles.chunk(2, dim=-1)
+    half = cos.shape[-1]
+    first, second = x[..., :half].float(), x[..., half : 2 * half].float()
+    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return torch.cat((turned.to(x.dtype), x[..., 2 * half :]), dim=-1)

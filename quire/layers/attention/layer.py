@@ -1,0 +1,51 @@
+"""Attention as a model file sees it: a fused qkv in, the heads' outputs out."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from quire.layers.attention.base import AttentionInputs
+from quire.layers.build import Build
+from quire.layers.heads import Heads
+
+
+class Attention(nn.Module):
+    """Norm and rotate, write K and V to the cache, attend. Holds no weights of its own."""
+
+    def __init__(
+        self,
+        build: Build,
+        heads: Heads,
+        layer: int,
+        cos_sin: torch.Tensor | None,
+        norms: tuple[torch.Tensor, torch.Tensor, float] | None = None,
+        scale: float | None = None,
+    ) -> None:
+        """`layer` counts over the whole model; `scale` is 1 / sqrt(head_dim) where nothing else is said."""
+        super().__init__()
+        self.ops = build.ops
+        self.backend = build.attention
+        self.cos_sin = cos_sin
+        self.norms = norms
+        self.num_heads = len(heads.query)
+        self.num_kv_heads = len(heads.kv)
+        self.head_dim = heads.dim
+        self.scale = heads.dim**-0.5 if scale is None else scale
+        self.window = build.config.windows[layer]
+
+    def forward(
+        self, qkv: torch.Tensor, positions: torch.Tensor, kv: torch.Tensor, inputs: AttentionInputs
+    ) -> torch.Tensor:
+        q = self.ops.prepare_qkv(
+            qkv,
+            positions,
+            self.cos_sin,
+            self.norms,
+            kv,
+            inputs.slots,
+            self.num_heads,
+            self.num_kv_heads,
+            self.head_dim,
+        )
+        return self.backend.attend(q, kv, inputs, self.scale, self.window)

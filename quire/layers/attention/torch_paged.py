@@ -1,0 +1,89 @@
+"""Paged attention in plain torch: runs anywhere, and says what the fast backends must compute."""
+
+from __future__ import annotations
+
+import torch
+
+from quire.layers.attention.base import AttentionInputs
+
+# Elements one intermediate tensor may have (256 MiB in float32): rows are taken in groups, long queries in spans.
+_LIMIT = 1 << 26
+
+
+class TorchPagedAttention:
+    """Gathers each row's blocks, pads to the longest context, masks. One-token rows and longer ones apart."""
+
+    def attend(
+        self, q: torch.Tensor, kv: torch.Tensor, inputs: AttentionInputs, scale: float, window: int | None
+    ) -> torch.Tensor:
+        tokens, heads, dim = q.shape
+        # One row more than there are tokens: where the outputs of padding queries go.
+        out = q.new_zeros(tokens + 1, heads * dim)
+        if inputs.num_decodes:
+            self._attend_rows(out, q, kv, inputs, 0, inputs.num_decodes, 1, scale, window)
+        if inputs.num_decodes < inputs.num_rows:
+            self._attend_rows(
+                out, q, kv, inputs, inputs.num_decodes, inputs.num_rows, inputs.max_query_len, scale, window
+            )
+        return out[:tokens]
+
+    def _attend_rows(
+        self,
+        out: torch.Tensor,
+        q: torch.Tensor,
+        kv: torch.Tensor,
+        inputs: AttentionInputs,
+        first: int,
+        last: int,
+        length: int,
+        scale: float,
+        window: int | None,
+    ) -> None:
+        """Rows first to last, with at most `length` queries each, into their tokens' rows of `out`."""
+        tokens, heads, dim = q.shape
+        _, _, kv_heads, block_size, _ = kv.shape
+        blocks = min(-(-inputs.max_context_len // block_size), inputs.block_tables.shape[1])
+        context = blocks * block_size
+        group = max(1, _LIMIT // (max(context * kv_heads, length * heads) * dim))
+        for start in range(first, last, group):
+            stop = min(start + group, last)
+            context_lens = inputs.context_lens[start:stop].long().unsqueeze(1)
+            query_starts = inputs.query_starts[start:stop].long().unsqueeze(1)
+            query_lens = inputs.query_starts[start + 1 : stop + 1].long().unsqueeze(1) - query_starts
+            keys, values = _gather(kv, inputs.block_tables[start:stop, :blocks].long())
+            cached = torch.arange(context, device=q.device)
+            # Slots past a row's end hold anything, NaN too, and 0 * NaN would reach the sum.
+            values = values.masked_fill((cached >= context_lens)[:, :, None], 0)
+            span = max(1, _LIMIT // ((stop - start) * heads * context))
+            for begin in range(0, length, span):
+                query = torch.arange(begin, min(begin + span, length), device=q.device)
+                index = torch.where(query < query_lens, query_starts + query, tokens)
+                position = (context_lens - query_lens + query).unsqueeze(-1)
+                visible = cached <= position
+                if window is not None:
+                    visible &= cached > position - window
+                result = _softmax_attention(q[index.clamp(max=tokens - 1)], keys, values, visible, scale)
+                out.index_copy_(0, index.flatten(), result.flatten(0, 1).to(out.dtype))
+
+
+def _gather(kv: torch.Tensor, tables: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V of rows' blocks [rows, blocks], each as [kv_heads, rows, context, dim] float32."""
+    keys, values = kv.permute(1, 2, 0, 3, 4)
+    # Heads lead, so that blocks and their slots are already side by side and flatten without a second copy.
+    return keys[:, tables].flatten(2, 3).float(), values[:, tables].flatten(2, 3).float()
+
+
+def _softmax_attention(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, visible: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """q [rows, queries, heads, dim] over keys and values [kv_heads, rows, context, dim], where `visible`
+    [rows, queries, context]; returns [rows, queries, heads * dim] float32."""
+    rows, queries, _, dim = q.shape
+    kv_heads = keys.shape[0]
+    # Query heads that share a KV head are more queries to it: [kv_heads, rows, heads / kv_heads * queries, dim].
+    grouped = q.float().view(rows, queries, kv_heads, -1, dim).permute(2, 0, 3, 1, 4).flatten(2, 3)
+    scores = (grouped @ keys.transpose(-1, -2)).mul_(scale).unflatten(2, (-1, queries))
+    # Not -inf: a row that sees nothing (an inactive one) must not become NaN.
+    scores.masked_fill_(~visible.unsqueeze(1), torch.finfo(scores.dtype).min)
+    result = scores.softmax(-1).flatten(2, 3) @ values
+    return result.unflatten(2, (-1, queries)).permute(1, 3, 0, 2, 4).flatten(2)

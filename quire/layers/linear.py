@@ -1,0 +1,139 @@
+"""Matrix products cut over tensor-parallel ranks.
+
+Column-parallel layers keep some of the output features, row-parallel ones some of the input features and sum their
+results over the ranks: column then row costs one all-reduce.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from quire.distributed.collectives import all_reduce
+from quire.layers.build import Build
+from quire.layers.heads import Heads
+from quire.loading.weights import Target
+
+
+@dataclass(frozen=True)
+class Part:
+    """Output rows of a fused weight, and the checkpoint matrix they come from."""
+
+    name: str
+    """The matrix, relative to the module that owns the layer: `q_proj` for `q_proj.weight` and `q_proj.bias`."""
+    rows: int
+    """Output features of the whole matrix."""
+    keep: slice
+    """Those this rank keeps."""
+    arrange: Callable[[torch.Tensor], torch.Tensor] | None = None
+    """Puts kept rows, of the weight or of the bias, in our order."""
+
+
+class FusedLinear(nn.Module):
+    """Parts of several checkpoint matrices that read the same input, as one matrix [sum of kept rows, in]."""
+
+    def __init__(
+        self, build: Build, in_features: int, parts: Sequence[Part], bias: bool, transposed: bool = False
+    ) -> None:
+        """`transposed`: the checkpoint holds [in, out], as GPT-2's does."""
+        super().__init__()
+        self.ops = build.ops
+        self.parts = tuple(parts)
+        self.transposed = transposed
+        height = sum(part.keep.stop - part.keep.start for part in parts)
+        self.weight = build.parameter(height, in_features)
+        self.bias = build.parameter(height) if bias else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.ops.linear(x, self.weight, self.bias)
+
+    def targets(self) -> dict[str, list[Target]]:
+        """Each part's rows of the weight and of the bias."""
+        collected: dict[str, list[Target]] = {}
+        width = self.weight.shape[1]
+        start = 0
+        for part in self.parts:
+            stop = start + part.keep.stop - part.keep.start
+            weight = self.weight[start:stop]
+            if self.transposed:
+                target = Target(weight, (width, part.rows), (slice(None), part.keep), _transpose)
+            else:
+                target = Target(weight, (part.rows, width), (part.keep,), part.arrange)
+            collected.setdefault(f"{part.name}.weight", []).append(target)
+            if self.bias is not None:
+                bias = Target(self.bias[start:stop], (part.rows,), (part.keep,), part.arrange)
+                collected.setdefault(f"{part.name}.bias", []).append(bias)
+            start = stop
+        return collected
+
+
+class ColumnParallelLinear(FusedLinear):
+    """One matrix; each rank computes an equal share of the output features."""
+
+    def __init__(
+        self, build: Build, name: str, in_features: int, out_features: int, bias: bool, transposed: bool = False
+    ) -> None:
+        part = Part(name, out_features, build.ranks.slice(out_features, f"{name} outputs"))
+        super().__init__(build, in_features, (part,), bias, transposed)
+
+
+class QKVLinear(FusedLinear):
+    """Query, key and value projections as one product: the rank's q heads, then its k heads, then its v heads."""
+
+    def __init__(
+        self, build: Build, heads: Heads, bias: bool, names: tuple[str, str, str] = ("q_proj", "k_proj", "v_proj")
+    ) -> None:
+        config = build.config
+        q, k, v = names
+        rows, kv_rows = config.num_heads * heads.dim, config.num_kv_heads * heads.dim
+        parts = (Part(q, rows, heads.rows), Part(k, kv_rows, heads.kv_rows), Part(v, kv_rows, heads.kv_rows))
+        super().__init__(build, config.hidden_size, parts, bias)
+
+
+class GateUpLinear(FusedLinear):
+    """A gated MLP's two input projections as one product: the rank's gate features, then its up features."""
+
+    def __init__(self, build: Build, bias: bool, names: tuple[str, str] = ("gate_proj", "up_proj")) -> None:
+        width = build.config.intermediate_size
+        keep = build.ranks.slice(width, "MLP features")
+        super().__init__(build, build.config.hidden_size, [Part(name, width, keep) for name in names], bias)
+
+
+class RowParallelLinear(nn.Module):
+    """One matrix; each rank holds an equal share of the input features, and the partial results are summed."""
+
+    def __init__(
+        self, build: Build, name: str, in_features: int, out_features: int, bias: bool, transposed: bool = False
+    ) -> None:
+        super().__init__()
+        self.ops = build.ops
+        self.ranks = build.ranks
+        self.name = name
+        self.shape = (in_features, out_features) if transposed else (out_features, in_features)
+        self.keep = build.ranks.slice(in_features, f"{name} inputs")
+        self.transposed = transposed
+        self.weight = build.parameter(out_features, build.ranks.split(in_features, f"{name} inputs"))
+        self.bias = build.parameter(out_features) if bias else None
+        # Every rank holds the bias, one adds it: the sum over ranks must have it once.
+        self.adds_bias = bias and build.ranks.tp_rank == 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return all_reduce(self.ops.linear(x, self.weight, self.bias if self.adds_bias else None), self.ranks)
+
+    def targets(self) -> dict[str, list[Target]]:
+        """The rank's columns of the weight, and the whole bias."""
+        if self.transposed:
+            weight = Target(self.weight, self.shape, (self.keep,), _transpose)
+        else:
+            weight = Target(self.weight, self.shape, (slice(None), self.keep))
+        collected = {f"{self.name}.weight": [weight]}
+        if self.bias is not None:
+            collected[f"{self.name}.bias"] = [Target(self.bias, tuple(self.bias.shape))]
+        return collected
+
+
+def _transpose(weight: torch.Tensor) -> torch.Tensor:
+    return weight.t()

@@ -1,0 +1,53 @@
+"""Normalisations, whole on every rank."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from quire.layers.build import Build
+from quire.loading.weights import Target
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight, with the residual stream's addition folded in."""
+
+    def __init__(self, build: Build, name: str, size: int) -> None:
+        super().__init__()
+        self.ops = build.ops
+        self.name = name
+        self.eps = build.config.norm_eps
+        self.weight = build.parameter(size)
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """(norm of the stream, the stream): the stream is residual + x, written over residual, or x alone."""
+        if residual is None:
+            return self.ops.rms_norm(x, self.weight, self.eps), x
+        return self.ops.add_rms_norm(x, residual, self.weight, self.eps)
+
+    def targets(self) -> dict[str, list[Target]]:
+        """The weight, whole."""
+        return {f"{self.name}.weight": [Target(self.weight, tuple(self.weight.shape))]}
+
+
+class LayerNorm(nn.Module):
+    """(x - mean) / deviation * weight + bias."""
+
+    def __init__(self, build: Build, name: str, size: int) -> None:
+        super().__init__()
+        self.name = name
+        self.shape = (size,)
+        self.eps = build.config.norm_eps
+        self.weight = build.parameter(size)
+        self.bias = build.parameter(size)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.layer_norm(x, self.shape, self.weight, self.bias, self.eps)
+
+    def targets(self) -> dict[str, list[Target]]:
+        """Weight and bias, whole."""
+        return {
+            f"{self.name}.weight": [Target(self.weight, self.shape)],
+            f"{self.name}.bias": [Target(self.bias, self.shape)],
+        }

@@ -1,0 +1,67 @@
+"""Random weights of sane scale: to measure speed, or to test, without a download."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from quire.loading.weights import Target
+
+_SCALE = 0.02
+# Drawing normals costs ten times a copy, so larger tensors repeat a bank of them. An odd length keeps rows apart.
+_BANK = (1 << 22) - 3
+
+
+@dataclass(frozen=True)
+class DummyWeight:
+    """A tensor that is made up when read. The same name, shape and seed always give the same values."""
+
+    name: str
+    shape: tuple[int, ...]
+    seed: int = 0
+
+    def read(self, keep: tuple[slice, ...] = ()) -> torch.Tensor:
+        """The tensor, or the part that `keep` selects: parts on different ranks fit together."""
+        tensor = torch.empty(self.shape)
+        _fill(self.name, tensor, self.seed)
+        return tensor[keep]
+
+
+class DummyCheckpoint:
+    """A checkpoint that holds exactly what a model asks for."""
+
+    def __init__(self, targets: Mapping[str, Sequence[Target]], seed: int = 0) -> None:
+        self._weights = [DummyWeight(name, tuple(each[0].shape), seed) for name, each in targets.items() if each]
+
+    def __iter__(self) -> Iterator[DummyWeight]:
+        return iter(self._weights)
+
+    def __len__(self) -> int:
+        return len(self._weights)
+
+
+@torch.no_grad()
+def fill_parameters(model: torch.nn.Module, seed: int = 0) -> None:
+    """Fill a model's own parameters in place: norms with 1, the rest with normal(0, 0.02)."""
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point():
+            _fill(name, parameter.data, seed)
+
+
+def _fill(name: str, tensor: torch.Tensor, seed: int) -> None:
+    if tensor.dim() == 1 and name.endswith("weight"):
+        tensor.fill_(1.0)  # Vectors called weight are the norms'.
+        return
+    digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
+    generator = torch.Generator(tensor.device).manual_seed(int.from_bytes(digest, "little") >> 1)
+    if tensor.numel() <= _BANK or tensor.device.type != "cpu" or not tensor.is_contiguous():
+        tensor.normal_(0.0, _SCALE, generator=generator)
+        return
+    bank = torch.empty(_BANK, dtype=tensor.dtype).normal_(0.0, _SCALE, generator=generator)
+    flat = tensor.view(-1)
+    for start in range(0, flat.numel(), _BANK):
+        part = flat[start : start + _BANK]
+        part.copy_(bank[: part.numel()])

@@ -1,0 +1,96 @@
+"""What a model is on disk: a folder as the Hub keeps it, or one GGUF file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from quire.errors import ModelNotFoundError
+
+GGUF_MAGIC = b"GGUF"
+
+SAFETENSORS_INDEX = "model.safetensors.index.json"
+TORCH_INDEX = "pytorch_model.bin.index.json"
+# Folders of a training run hold pickles that are no weights.
+_NOT_WEIGHTS = ("training_args", "optimizer", "scheduler", "rng_state", "adapter_model", "trainer_state")
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """A model found on this machine."""
+
+    name: str
+    """What the user asked for."""
+    path: Path
+    """The resolved GGUF file or folder."""
+    gguf: Path | None = None
+    folder: Path | None = None
+    """The folder with config.json and tokenizer files, where there is one."""
+
+    @property
+    def kind(self) -> str | None:
+        """The format `auto` picks: safetensors, gguf or pt; None when no weights were found."""
+        return next((kind for kind in ("safetensors", "gguf", "pt") if self.weight_files(kind)), None)
+
+    def weight_files(self, kind: str) -> tuple[Path, ...]:
+        """The weight files of one kind (safetensors, pt or gguf), sorted; empty when there are none."""
+        if kind == "gguf":
+            return () if self.gguf is None else (self.gguf,)
+        if self.folder is None:
+            return ()
+        if kind == "safetensors":
+            return _pick(self.folder, "*.safetensors", "model.safetensors", "consolidated")
+        if kind == "pt":
+            return _pick(self.folder, "*.bin", "pytorch_model.bin", "consolidated")
+        return ()
+
+    def weight_index(self, kind: str) -> Path | None:
+        """The json file that says which shard holds which tensor, where there is one."""
+        name = {"safetensors": SAFETENSORS_INDEX, "pt": TORCH_INDEX}.get(kind)
+        if name is None or self.folder is None or not (self.folder / name).is_file():
+            return None
+        return self.folder / name
+
+    def file(self, name: str) -> Path | None:
+        """A file of the model's folder, or None when it is not there."""
+        if self.folder is None or not (self.folder / name).is_file():
+            return None
+        return self.folder / name
+
+
+def _pick(folder: Path, pattern: str, single: str, doubled: str) -> tuple[Path, ...]:
+    if (folder / single).is_file():
+        return (folder / single,)
+    found = [p for p in sorted(folder.glob(pattern)) if p.is_file() and not p.name.startswith(_NOT_WEIGHTS)]
+    # Some repositories carry the weights a second time in their author's own layout.
+    return tuple([p for p in found if not p.name.startswith(doubled)] or found)
+
+
+def local_files(name: str, path: Path) -> ModelFiles:
+    """The model in a folder or a GGUF file that exists."""
+    path = path.resolve()
+    if path.is_file():
+        return ModelFiles(name, path, gguf=_checked_gguf(path))
+    folder = ModelFiles(name, path, folder=path)
+    if folder.kind is not None:
+        return folder
+    ggufs = [p for p in sorted(path.glob("*.gguf")) if not p.name.startswith("mmproj")]
+    if len(ggufs) > 1:
+        listed = ", ".join(p.name for p in ggufs[:10])
+        raise ModelNotFoundError(f"{path} holds {len(ggufs)} GGUF files: name one of them ({listed})")
+    if ggufs:
+        return ModelFiles(name, ggufs[0], gguf=ggufs[0], folder=path)
+    if (path / "config.json").is_file():
+        return folder  # Enough for dummy weights; loading real ones says what is missing.
+    raise ModelNotFoundError(f"{path} holds no model: neither config.json nor a .gguf file was found there")
+
+
+def _checked_gguf(path: Path) -> Path:
+    with path.open("rb") as file:
+        magic = file.read(4)
+    if path.suffix == ".gguf" or magic == GGUF_MAGIC:
+        return path  # A damaged .gguf is told apart by the header's reader, which says what is wrong.
+    raise ModelNotFoundError(
+        f"{path} is not a GGUF file (it starts with {magic!r}); for safetensors or .bin weights give the folder "
+        f"that holds config.json: {path.parent}"
+    )

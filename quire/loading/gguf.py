@@ -1,0 +1,154 @@
+"""Checkpoints in one GGUF file, dequantized as they are read."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from quire.errors import CheckpointError, UnsupportedModelError
+from quire.loading.gguf_header import GGUFHeader, TensorInfo, block_sizes, read_header
+from quire.loading.gguf_names import NAMES, hf_name, is_transposed, row_order
+from quire.loading.shards import REOPEN_AFTER
+
+# Values dequantized at a time: enough to keep threads busy, few enough that temporaries stay out of the peak.
+_CHUNK = 1 << 20
+_PLAIN: Mapping[int, torch.dtype] = {
+    0: torch.float32,
+    1: torch.float16,
+    24: torch.int8,
+    25: torch.int16,
+    26: torch.int32,
+    27: torch.int64,
+    28: torch.float64,
+    30: torch.bfloat16,
+}
+
+
+class GGUFCheckpoint:
+    """The tensors of a GGUF file under Hugging Face's names and in its layouts."""
+
+    def __init__(self, path: Path) -> None:
+        self.header = read_header(path)
+        family = self.header.architecture
+        if family not in NAMES:
+            raise UnsupportedModelError(
+                f"{path}: GGUF architecture {family!r} is not supported; supported: {', '.join(sorted(NAMES))}"
+            )
+        heads = self.header.integer(f"{family}.attention.head_count", 0)
+        kv_heads = self.header.integer(f"{family}.attention.head_count_kv", heads)
+        pages = _Pages(self.header)
+        self._weights: dict[str, GGUFWeight] = {}
+        for info in self.header.tensors.values():
+            name = hf_name(family, info.name)
+            if name is None:
+                continue
+            flip = is_transposed(family, info.name)
+            order = row_order(family, info.name, info.shape[0], heads, kv_heads)
+            shape = info.shape[::-1] if flip else info.shape
+            self._weights[name] = GGUFWeight(name, shape, info, order, flip, pages)
+
+    def __iter__(self) -> Iterator[GGUFWeight]:
+        return iter(self._weights.values())
+
+    def __len__(self) -> int:
+        return len(self._weights)
+
+
+class _Pages:
+    """The mapped file, whose pages are given back after a while so that they do not pile up in this process."""
+
+    def __init__(self, header: GGUFHeader) -> None:
+        self.path = header.path
+        self._buffer = header.buffer
+        self._touched = 0
+
+    def rows(self, info: TensorInfo) -> np.ndarray:
+        """The tensor's bytes, one line per row."""
+        if self._touched > REOPEN_AFTER and hasattr(mmap, "MADV_DONTNEED"):
+            self._buffer.madvise(mmap.MADV_DONTNEED)
+            self._touched = 0
+        self._touched += info.nbytes
+        count = int(np.prod(info.shape[:-1], dtype=np.int64))
+        return np.frombuffer(self._buffer, np.uint8, info.nbytes, info.start).reshape(count, -1)
+
+
+@dataclass(frozen=True)
+class GGUFWeight:
+    """One tensor of a GGUF file."""
+
+    name: str
+    shape: tuple[int, ...]
+    info: TensorInfo
+    _order: np.ndarray | None = field(repr=False)
+    _flip: bool = field(repr=False)
+    _pages: _Pages = field(repr=False)
+
+    def read(self, keep: tuple[slice, ...] = ()) -> torch.Tensor:
+        """The tensor, or the part that `keep` selects. Quantized ones come as float32; only kept rows are unpacked."""
+        whole = tuple(keep) + (slice(None),) * (len(self.shape) - len(keep))
+        if self._flip:
+            return self._read(whole[::-1]).t()
+        return self._read(whole)
+
+    def _read(self, keep: tuple[slice, ...]) -> torch.Tensor:
+        shape, raw = self.info.shape, self._pages.rows(self.info)
+        if len(shape) == 1:
+            flat = self._unpack(raw, slice(None))[0]
+            return (flat if self._order is None else flat[torch.from_numpy(self._order)])[keep[0]]
+        middle = int(np.prod(shape[1:-1], dtype=np.int64))
+        lead = np.arange(shape[0])[keep[0]]
+        if self._order is not None:
+            lead = self._order[lead]
+        rows = raw.reshape(shape[0], middle, -1)
+        # A plain range stays a view of the file; a reordered one is gathered, still packed.
+        contiguous = lead.size == 0 or (self._order is None and keep[0].step in (None, 1))
+        chosen = rows[keep[0]] if contiguous else rows[lead]
+        values = self._unpack(chosen.reshape(-1, raw.shape[1]), keep[-1])
+        values = values.reshape(lead.size, *shape[1:-1], values.shape[-1])
+        return values[(slice(None), *keep[1:-1])] if len(shape) > 2 else values
+
+    def _unpack(self, raw: np.ndarray, columns: slice) -> torch.Tensor:
+        """Rows of bytes to values, the kept columns only (blocks that hold none of them are not unpacked)."""
+        kind, width = self.info.kind, self.info.shape[-1]
+        block, block_bytes = block_sizes()[kind]
+        first, last, step = columns.indices(width)
+        last = max(first, last)
+        lower, upper = first // block, -(-last // block)
+        raw = raw[:, lower * block_bytes : upper * block_bytes]
+        within = slice(first - lower * block, last - lower * block, step)
+        values = torch.empty(len(raw), (upper - lower) * block, dtype=_PLAIN.get(kind, torch.float32))
+        if values.numel():
+            _fill(values, raw, kind, f"{self._pages.path}: tensor {self.info.name!r}")
+        return values[:, within]
+
+
+def _fill(out: torch.Tensor, raw: np.ndarray, kind: int, what: str) -> None:
+    lines = max(1, _CHUNK // out.shape[1])
+    starts = range(0, len(raw), lines)
+    if kind in _PLAIN:
+        target = out.view(torch.uint8).numpy()
+        for start in starts:
+            target[start : start + lines] = raw[start : start + lines]
+        return
+    from gguf.constants import GGMLQuantizationType
+    from gguf.quants import dequantize
+
+    encoding, target = GGMLQuantizationType(kind), out.numpy()
+
+    def one(start: int) -> None:
+        target[start : start + lines] = dequantize(raw[start : start + lines], encoding)
+
+    try:
+        one(0)
+        if len(starts) > 1:
+            # numpy lets go of the interpreter lock inside its loops, so threads share the work.
+            with ThreadPoolExecutor(min(len(starts), torch.get_num_threads())) as threads:
+                list(threads.map(one, starts[1:]))
+    except NotImplementedError:
+        raise CheckpointError(f"{what}: the encoding {encoding.name} cannot be unpacked") from None

@@ -1,0 +1,167 @@
+"""The facts of a GGUF header, said the way a config.json says them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from quire.errors import CheckpointError, UnsupportedModelError
+from quire.loading.gguf_header import GGUFHeader
+from quire.loading.gguf_names import NAMES
+
+_CLASSES = {
+    "llama": ("llama", "LlamaForCausalLM"),
+    "qwen2": ("qwen2", "Qwen2ForCausalLM"),
+    "qwen3": ("qwen3", "Qwen3ForCausalLM"),
+    "gpt2": ("gpt2", "GPT2LMHeadModel"),
+    "gptneox": ("gpt_neox", "GPTNeoXForCausalLM"),
+}
+# general.file_type of files that are not quantized.
+_DTYPES = {0: "float32", 1: "float16", 32: "bfloat16"}
+
+
+def config_from_gguf(header: GGUFHeader) -> dict[str, Any]:
+    """The raw dictionary a config.json of this model would hold."""
+    family = header.architecture
+    if family not in _CLASSES:
+        raise UnsupportedModelError(
+            f"{header.path}: GGUF architecture {family!r} is not supported; supported: {', '.join(sorted(NAMES))}"
+        )
+    if header.integer("split.count", 1) > 1:
+        raise UnsupportedModelError(
+            f"{header.path} is one part of a model split over several GGUF files; join them with `gguf-split --merge`"
+        )
+    if header.integer(f"{family}.expert_count", 0):
+        raise UnsupportedModelError(f"{header.path}: mixture-of-experts GGUF files are not supported; use safetensors")
+    model_type, architecture = _CLASSES[family]
+    raw: dict[str, Any] = {
+        "model_type": model_type,
+        "architectures": [architecture],
+        "vocab_size": _vocabulary(header, family),
+        "hidden_size": _needed(header, f"{family}.embedding_length"),
+        "num_hidden_layers": _needed(header, f"{family}.block_count"),
+        "num_attention_heads": _needed(header, f"{family}.attention.head_count"),
+        "intermediate_size": _needed(header, f"{family}.feed_forward_length"),
+        "max_position_embeddings": _needed(header, f"{family}.context_length"),
+        "tie_word_embeddings": "output.weight" not in header.tensors,
+        "bos_token_id": header.integer("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": _ends(header),
+        "pad_token_id": header.integer("tokenizer.ggml.padding_token_id"),
+    }
+    if (dtype := _DTYPES.get(header.integer("general.file_type", -1))) is not None:
+        raw["dtype"] = dtype
+    if family in ("gpt2", "gptneox"):
+        raw["layer_norm_eps"] = header.number(f"{family}.attention.layer_norm_epsilon", 1e-5)
+    if family == "gpt2":
+        raw["layer_norm_epsilon"] = raw.pop("layer_norm_eps")
+        raw["activation_function"] = "gelu_new"
+    elif family == "gptneox":
+        raw |= _neox(header, raw)
+    else:
+        raw |= _llama_like(header, family, raw)
+    return raw
+
+
+def _needed(header: GGUFHeader, key: str) -> int:
+    value = header.integer(key)
+    if value is None or value < 1:
+        raise CheckpointError(f"{header.path}: the GGUF header has {key} = {value}; a positive integer is needed")
+    return value
+
+
+def _vocabulary(header: GGUFHeader, family: str) -> int:
+    # The embedding is what the model really has: some files pad it beyond the tokenizer's list.
+    if (embedding := header.tensors.get("token_embd.weight")) is not None:
+        return embedding.shape[0]
+    return _needed(header, f"{family}.vocab_size")
+
+
+def _ends(header: GGUFHeader) -> int | list[int] | None:
+    keys = ("eos_token_id", "eot_token_id", "eom_token_id")
+    found = [header.integer(f"tokenizer.ggml.{key}") for key in keys]
+    ends = list(dict.fromkeys(end for end in found if end is not None))
+    return ends[0] if len(ends) == 1 else (ends or None)
+
+
+def _llama_like(header: GGUFHeader, family: str, raw: dict[str, Any]) -> dict[str, Any]:
+    heads, hidden = raw["num_attention_heads"], raw["hidden_size"]
+    kv_heads = header.integer(f"{family}.attention.head_count_kv", heads)
+    head_dim = header.integer(f"{family}.attention.key_length") or hidden // heads
+    rotary = header.integer(f"{family}.rope.dimension_count", head_dim)
+    value_dim = header.integer(f"{family}.attention.value_length", head_dim)
+    if rotary != head_dim or value_dim != head_dim:
+        raise UnsupportedModelError(
+            f"{header.path}: heads of {head_dim} with {rotary} rotary and {value_dim} value dimensions are not supported"
+        )
+    found: dict[str, Any] = {
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "rms_norm_eps": header.number(f"{family}.attention.layer_norm_rms_epsilon", 1e-6),
+        "hidden_act": "silu",
+        "attention_bias": family != "qwen2" and "blk.0.attn_q.bias" in header.tensors,
+        "mlp_bias": "blk.0.ffn_up.bias" in header.tensors,
+        "rope_parameters": _rope(header, family, head_dim, raw["max_position_embeddings"]),
+    }
+    if (window := header.integer(f"{family}.attention.sliding_window", 0)) and family == "llama":
+        # llama.cpp stores Mistral as LLaMA; the window is what tells them apart.
+        found |= {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": window}
+    return found
+
+
+def _neox(header: GGUFHeader, raw: dict[str, Any]) -> dict[str, Any]:
+    head_dim = raw["hidden_size"] // raw["num_attention_heads"]
+    rotary = header.integer("gptneox.rope.dimension_count", head_dim)
+    return {
+        "rotary_pct": rotary / head_dim,
+        "rotary_emb_base": header.number("gptneox.rope.freq_base", 10000.0),
+        "use_parallel_residual": header.flag("gptneox.use_parallel_residual", True),
+        "attention_bias": "blk.0.attn_qkv.bias" in header.tensors,
+        "hidden_act": "gelu",
+    }
+
+
+def _rope(header: GGUFHeader, family: str, head_dim: int, context: int) -> dict[str, Any]:
+    theta = float(header.number(f"{family}.rope.freq_base", 10000.0))
+    kind = header.text(f"{family}.rope.scaling.type", "none")
+    factor = header.number(f"{family}.rope.scaling.factor", header.number(f"{family}.rope.scale_linear", 1.0))
+    original = header.integer(f"{family}.rope.scaling.original_context_length", context)
+    if "rope_freqs.weight" in header.tensors:
+        return _llama3_rope(header, theta, head_dim)
+    if kind == "linear" or (kind == "none" and factor not in (0, 1)):
+        return {"rope_type": "linear", "rope_theta": theta, "factor": float(factor)}
+    if kind == "yarn":
+        return {
+            "rope_type": "yarn",
+            "rope_theta": theta,
+            "factor": float(factor),
+            "original_max_position_embeddings": original,
+        }
+    if kind != "none":
+        raise UnsupportedModelError(f"{header.path}: rope scaling {kind!r} is not supported (none, linear, yarn, llama3 are)")
+    return {"rope_type": "default", "rope_theta": theta}
+
+
+def _llama3_rope(header: GGUFHeader, theta: float, head_dim: int) -> dict[str, Any]:
+    """Llama 3's scaling is stored as a table of divisors. All released models share three of its four parameters;
+    the fourth is the largest divisor. The table is computed again to be sure."""
+    low, high, original = 1.0, 4.0, 8192
+    info = header.tensors["rope_freqs.weight"]
+    if info.kind != 0 or info.shape != (head_dim // 2,):
+        raise UnsupportedModelError(f"{header.path}: rope_freqs.weight has shape {info.shape}, encoding {info.kind}")
+    table = np.frombuffer(header.buffer, "<f4", head_dim // 2, info.start)
+    factor = float(table.max())
+    wavelength = 2 * math.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
+    blend = np.clip((original / wavelength - low) / (high - low), 0.0, 1.0)
+    expected = 1.0 / ((1.0 - blend) / factor + blend)
+    if not np.allclose(table, expected, rtol=1e-3):
+        raise UnsupportedModelError(f"{header.path}: rope_freqs.weight holds a rope scaling other than Llama 3's")
+    return {
+        "rope_type": "llama3",
+        "rope_theta": theta,
+        "factor": factor,
+        "low_freq_factor": low,
+        "high_freq_factor": high,
+        "original_max_position_embeddings": original,
+    }

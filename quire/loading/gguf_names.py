@@ -1,0 +1,103 @@
+"""llama.cpp's names and layouts of tensors, turned back into those of Hugging Face's modelling code.
+
+GGUF files rename tensors, and for some families reorder their rows: LLaMA's Q and K are stored with the two halves of
+each rotary pair side by side; GPT-NeoX's fused QKV is stored as all Q, all K, all V; GPT-2's Conv1D weights are
+stored transposed. Reordering whole rows is all it takes, so a slice of rows stays cheap.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+import numpy as np
+
+from quire.errors import CheckpointError
+
+_LLAMA = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    "blk.{}.attn_norm": "model.layers.{}.input_layernorm",
+    "blk.{}.attn_q": "model.layers.{}.self_attn.q_proj",
+    "blk.{}.attn_k": "model.layers.{}.self_attn.k_proj",
+    "blk.{}.attn_v": "model.layers.{}.self_attn.v_proj",
+    "blk.{}.attn_q_norm": "model.layers.{}.self_attn.q_norm",
+    "blk.{}.attn_k_norm": "model.layers.{}.self_attn.k_norm",
+    "blk.{}.attn_output": "model.layers.{}.self_attn.o_proj",
+    "blk.{}.ffn_norm": "model.layers.{}.post_attention_layernorm",
+    "blk.{}.ffn_gate": "model.layers.{}.mlp.gate_proj",
+    "blk.{}.ffn_up": "model.layers.{}.mlp.up_proj",
+    "blk.{}.ffn_down": "model.layers.{}.mlp.down_proj",
+}
+
+_GPT2 = {
+    "token_embd": "transformer.wte",
+    "position_embd": "transformer.wpe",
+    "output_norm": "transformer.ln_f",
+    "output": "lm_head",
+    "blk.{}.attn_norm": "transformer.h.{}.ln_1",
+    "blk.{}.attn_qkv": "transformer.h.{}.attn.c_attn",
+    "blk.{}.attn_output": "transformer.h.{}.attn.c_proj",
+    "blk.{}.ffn_norm": "transformer.h.{}.ln_2",
+    "blk.{}.ffn_up": "transformer.h.{}.mlp.c_fc",
+    "blk.{}.ffn_down": "transformer.h.{}.mlp.c_proj",
+}
+
+_NEOX = {
+    "token_embd": "gpt_neox.embed_in",
+    "output_norm": "gpt_neox.final_layer_norm",
+    "output": "embed_out",
+    "blk.{}.attn_norm": "gpt_neox.layers.{}.input_layernorm",
+    "blk.{}.attn_qkv": "gpt_neox.layers.{}.attention.query_key_value",
+    "blk.{}.attn_output": "gpt_neox.layers.{}.attention.dense",
+    "blk.{}.ffn_norm": "gpt_neox.layers.{}.post_attention_layernorm",
+    "blk.{}.ffn_up": "gpt_neox.layers.{}.mlp.dense_h_to_4h",
+    "blk.{}.ffn_down": "gpt_neox.layers.{}.mlp.dense_4h_to_h",
+}
+
+NAMES: Mapping[str, Mapping[str, str]] = {
+    "llama": _LLAMA,
+    "qwen2": _LLAMA,
+    "qwen3": _LLAMA,
+    "gpt2": _GPT2,
+    "gptneox": _NEOX,
+}
+
+# Tables llama.cpp computes its rotary embedding from; the model's config carries the same facts.
+_NOT_WEIGHTS = re.compile(r"rope_freqs\.weight|rope_factors_(long|short)\.weight")
+_BLOCK = re.compile(r"blk\.(\d+)\.")
+_CONV1D = re.compile(r"blk\.\d+\.(attn_qkv|attn_output|ffn_up|ffn_down)\.weight")
+
+
+def hf_name(architecture: str, name: str) -> str | None:
+    """The tensor's name in Hugging Face's code; its own name where none is known; None for what is no weight."""
+    if _NOT_WEIGHTS.fullmatch(name):
+        return None
+    stem, _, suffix = name.rpartition(".")
+    layer = _BLOCK.match(name)
+    found = NAMES[architecture].get(_BLOCK.sub("blk.{}.", stem))
+    return name if found is None else f"{found.format(layer[1] if layer else '')}.{suffix}"
+
+
+def is_transposed(architecture: str, name: str) -> bool:
+    """Whether the file holds the transpose of Hugging Face's tensor."""
+    return architecture == "gpt2" and _CONV1D.fullmatch(name) is not None
+
+
+def row_order(architecture: str, name: str, rows: int, heads: int, kv_heads: int) -> np.ndarray | None:
+    """For each row of Hugging Face's tensor, the row of the file that holds it; None where the order is the same."""
+    if architecture == "llama" and (match := re.fullmatch(r"blk\.\d+\.attn_([qk])\.(weight|bias)", name)):
+        count = heads if match[1] == "q" else kv_heads
+        _divides(name, rows, 2 * count)
+        # The file pairs (i, i + half) as neighbours (2i, 2i + 1) within each head.
+        return np.arange(rows).reshape(count, rows // count // 2, 2).swapaxes(1, 2).reshape(-1)
+    if architecture == "gptneox" and re.fullmatch(r"blk\.\d+\.attn_qkv\.(weight|bias)", name):
+        _divides(name, rows, 3 * heads)
+        return np.arange(rows).reshape(3, heads, rows // heads // 3).swapaxes(0, 1).reshape(-1)
+    return None
+
+
+def _divides(name: str, rows: int, parts: int) -> None:
+    if parts < 1 or rows % parts:
+        raise CheckpointError(f"tensor {name!r} has {rows} rows, which the model's heads do not divide (parts: {parts})")

@@ -1,0 +1,212 @@
+"""A tokenizer built from a GGUF file's own vocabulary, as the model's author meant it to cut text.
+
+GGUF names the pre-tokenizer with one word (`tokenizer.ggml.pre`); what the word means is a table here. Where a word
+is unknown the file is refused: a wrong split gives no error, only worse text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+from quire.errors import CheckpointError, UnsupportedModelError
+from quire.loading.gguf_header import GGUFHeader
+
+# tokenizer.ggml.token_type
+_UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6
+
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
+_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_DIGITS_BY_THREE = rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}{{1,3}}|{_REST}"
+_DIGITS_BY_ONE = rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}|{_REST}"
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """How a byte-level vocabulary wants its text cut before merging."""
+
+    pattern: str | None = None
+    """A regular expression; None is GPT-2's own, built into the byte-level step."""
+    lone_digits: bool = False
+    nfc: bool = False
+    whole_words: bool = False
+    """A piece that is in the vocabulary is taken whole, whatever its merges say."""
+    bos: bool = False
+    """Whether a beginning token is added when the file does not say."""
+
+
+_GPT2 = _Cut()
+_SMOLLM = _Cut(lone_digits=True)
+_LLAMA3 = _Cut(_DIGITS_BY_THREE, whole_words=True, bos=True)
+_QWEN2 = _Cut(_DIGITS_BY_ONE, nfc=True)
+_NEOX = _Cut(nfc=True)
+
+_CUTS: Mapping[str, _Cut] = {
+    "gpt-2": _GPT2,
+    "gpt2": _GPT2,
+    "phi-2": _GPT2,
+    "jina-en": _GPT2,
+    "smollm": _SMOLLM,
+    "starcoder": _SMOLLM,
+    "refact": _SMOLLM,
+    "command-r": _SMOLLM,
+    "codeshell": _SMOLLM,
+    "exaone": _SMOLLM,
+    "llama-bpe": _LLAMA3,
+    "llama3": _LLAMA3,
+    "llama-v3": _LLAMA3,
+    "falcon3": _LLAMA3,
+    "dbrx": _Cut(_DIGITS_BY_THREE),
+    "smaug-bpe": _Cut(_DIGITS_BY_THREE),
+    "qwen2": _QWEN2,
+    "deepseek-r1-qwen": _QWEN2,
+    "stablelm2": _Cut(_DIGITS_BY_ONE),
+    "olmo": _NEOX,
+    "mpt": _NEOX,
+}
+# Files that name none, or "default", come from converters of before the word existed: the family decides.
+_CUT_OF_FAMILY: Mapping[str, _Cut] = {
+    "gpt2": _GPT2,
+    "gptneox": _NEOX,
+    "llama": _LLAMA3,
+    "qwen2": _QWEN2,
+    "qwen3": _QWEN2,
+}
+
+
+def tokens_of(header: GGUFHeader) -> list[str]:
+    """The file's vocabulary, in the order of its ids."""
+    tokens = header.strings("tokenizer.ggml.tokens")
+    if not tokens:
+        raise CheckpointError(f"{header.path}: the GGUF file carries no tokenizer; give the original model's folder for it")
+    return tokens
+
+
+def tokenizer_from_gguf(header: GGUFHeader, tokens: list[str]) -> Tokenizer:
+    """The tokenizer that a GGUF file describes."""
+    kind = header.text("tokenizer.ggml.model")
+    types = _types(header, len(tokens))
+    if kind == "gpt2":
+        tokenizer = _byte_level(header, tokens)
+    elif kind == "llama":
+        tokenizer = _sentencepiece(header, tokens, types)
+    else:
+        raise UnsupportedModelError(
+            f"{header.path}: tokenizer model {kind!r} is not supported ('gpt2' and 'llama' are); give a tokenizer folder"
+        )
+    _add_special(tokenizer, tokens, types)
+    return tokenizer
+
+
+def _types(header: GGUFHeader, count: int) -> list[int]:
+    types = header.numbers("tokenizer.ggml.token_type")
+    if types is None:
+        return [1] * count
+    if len(types) != count:
+        raise CheckpointError(f"{header.path}: {len(types)} token types for {count} tokens")
+    return types.tolist()
+
+
+def _cut(header: GGUFHeader) -> _Cut:
+    name = header.text("tokenizer.ggml.pre", "default")
+    if name in _CUTS:
+        return _CUTS[name]
+    if name in ("default", "") and header.architecture in _CUT_OF_FAMILY:
+        return _CUT_OF_FAMILY[header.architecture]
+    raise UnsupportedModelError(
+        f"{header.path}: the pre-tokenizer {name!r} is not known ({', '.join(sorted(_CUTS))} are); "
+        "give the original model's tokenizer folder instead"
+    )
+
+
+def _byte_level(header: GGUFHeader, tokens: list[str]) -> Tokenizer:
+    cut = _cut(header)
+    merges = [tuple(merge.split(" ")) for merge in header.strings("tokenizer.ggml.merges") or []]
+    if any(len(merge) != 2 for merge in merges):
+        raise CheckpointError(f"{header.path}: tokenizer.ggml.merges holds entries that are not two pieces")
+    vocabulary = {token: number for number, token in enumerate(tokens)}
+    tokenizer = Tokenizer(_bpe(header, vocabulary, merges, ignore_merges=cut.whole_words))
+    if cut.nfc:
+        tokenizer.normalizer = normalizers.NFC()
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=cut.pattern is None)
+    steps: list[pre_tokenizers.PreTokenizer] = [byte_level]
+    if cut.pattern is not None:
+        steps.insert(0, pre_tokenizers.Split(Regex(cut.pattern), behavior="isolated"))
+    if cut.lone_digits:
+        steps.insert(0, pre_tokenizers.Digits(individual_digits=True))
+    tokenizer.pre_tokenizer = steps[0] if len(steps) == 1 else pre_tokenizers.Sequence(steps)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _bpe(
+    header: GGUFHeader, vocabulary: dict[str, int], merges: list[tuple[str, ...]], **options: object
+) -> models.BPE:
+    try:
+        return models.BPE(vocabulary, merges, **options)
+    except Exception as error:  # The tokenizers library raises plain Exception.
+        raise CheckpointError(f"{header.path}: the tokenizer's merges do not fit its vocabulary: {error}") from error
+
+
+def _sentencepiece(header: GGUFHeader, tokens: list[str], types: list[int]) -> Tokenizer:
+    scores = header.numbers("tokenizer.ggml.scores")
+    if scores is None or len(scores) != len(tokens):
+        raise CheckpointError(f"{header.path}: tokenizer.ggml.scores is missing or not one per token")
+    vocabulary = {token: number for number, token in enumerate(tokens)}
+    unknown = header.integer("tokenizer.ggml.unknown_token_id", types.index(_UNKNOWN) if _UNKNOWN in types else 0)
+    model = _bpe(
+        header,
+        vocabulary,
+        _merges_from_scores(tokens, types, scores.tolist(), vocabulary),
+        unk_token=tokens[unknown] if 0 <= unknown < len(tokens) else None,
+        fuse_unk=True,
+        byte_fallback=True,
+    )
+    tokenizer = Tokenizer(model)
+    prefix = header.flag("tokenizer.ggml.add_space_prefix", True)
+    spaces = [normalizers.Prepend("▁")] if prefix else []
+    tokenizer.normalizer = normalizers.Sequence([*spaces, normalizers.Replace(" ", "▁")])
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*steps, *([decoders.Strip(" ", 1, 0)] if prefix else [])])
+    return tokenizer
+
+
+def _merges_from_scores(
+    tokens: list[str], types: list[int], scores: list[float], vocabulary: Mapping[str, int]
+) -> list[tuple[str, ...]]:
+    """SentencePiece merges whichever neighbours form the piece of highest score; as a list, that is every way to cut
+    each piece in two known ones, best piece first."""
+    mergeable = [n for n, kind in enumerate(types) if kind not in (_UNKNOWN, _CONTROL, _BYTE) and len(tokens[n]) > 1]
+    merges: list[tuple[str, ...]] = []
+    for number in sorted(mergeable, key=lambda n: (-scores[n], n)):
+        piece = tokens[number]
+        halves = [(piece[:at], piece[at:]) for at in range(1, len(piece))]
+        known = [pair for pair in halves if pair[0] in vocabulary and pair[1] in vocabulary]
+        merges.extend(sorted(known, key=lambda pair: (vocabulary[pair[0]], vocabulary[pair[1]])))
+    return merges
+
+
+def _add_special(tokenizer: Tokenizer, tokens: list[str], types: list[int]) -> None:
+    special = [AddedToken(token, normalized=False, special=True) for token, kind in zip(tokens, types) if kind == _CONTROL]
+    plain = [AddedToken(token, normalized=False) for token, kind in zip(tokens, types) if kind == _USER_DEFINED and token]
+    tokenizer.add_special_tokens(special)
+    tokenizer.add_tokens(plain)
+
+
+def adds_ends(header: GGUFHeader) -> tuple[bool, bool]:
+    """Whether the model was trained with a beginning, and with an end token around each text."""
+    bos = True if header.text("tokenizer.ggml.model") == "llama" else _cut(header).bos
+    return header.flag("tokenizer.ggml.add_bos_token", bos), header.flag("tokenizer.ggml.add_eos_token", False)
+
+
+def special_token(header: GGUFHeader, tokens: list[str], role: str) -> str | None:
+    """The token with a role (bos, eos, unknown, padding), or None when the file names none."""
+    number = header.integer(f"tokenizer.ggml.{role}_token_id")
+    if number is None:
+        return None
+    if not 0 <= number < len(tokens):
+        raise CheckpointError(f"{header.path}: {role}_token_id is {number}, but there are {len(tokens)} tokens")
+    return tokens[number]

@@ -1,0 +1,166 @@
+"""Join a checkpoint and a model: each tensor is read once, the part that is kept is copied, and it is gone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from quire.errors import CheckpointError, ConfigError, ModelNotFoundError
+from quire.loading.files import ModelFiles
+from quire.loading.progress import bytes_bar
+from quire.loading.weights import Checkpoint, Target, Weight
+
+LOAD_FORMATS = ("auto", "safetensors", "pt", "gguf", "dummy")
+_SHOWN = 10
+
+
+def open_checkpoint(
+    files: ModelFiles,
+    load_format: str = "auto",
+    *,
+    targets: Mapping[str, Sequence[Target]] | None = None,
+    seed: int = 0,
+) -> Checkpoint:
+    """The model's checkpoint. `targets` and `seed` are for the dummy format, which makes up what the model asks for."""
+    if load_format not in LOAD_FORMATS:
+        raise ConfigError(f"load_format {load_format!r} is not one of {', '.join(LOAD_FORMATS)}", "load_format", load_format)
+    kind = files.kind if load_format == "auto" else load_format
+    if kind is None:
+        raise ModelNotFoundError(
+            f"{files.path} holds no weights: no .safetensors, .bin or .gguf file was found "
+            "(load_format='dummy' runs with random ones)"
+        )
+    if kind == "dummy":
+        from quire.loading.dummy import DummyCheckpoint
+
+        if targets is None:
+            raise ValueError("the dummy format needs the model's targets")
+        return DummyCheckpoint(targets, seed)
+    if kind == "gguf":
+        from quire.loading.gguf import GGUFCheckpoint
+
+        if files.gguf is None:
+            raise ModelNotFoundError(f"{files.path} is a folder of {files.kind} weights, not a GGUF file")
+        return GGUFCheckpoint(files.gguf)
+    if not files.weight_files(kind) and files.weight_index(kind) is None:
+        raise ModelNotFoundError(f"{files.path} holds no {kind} weights (it has: {files.kind or 'none'})")
+    from quire.loading.shards import find_shards
+
+    if kind == "safetensors":
+        from quire.loading.safetensors import SafetensorsCheckpoint
+
+        return SafetensorsCheckpoint(find_shards(files, kind))
+    from quire.loading.torch_bin import TorchCheckpoint
+
+    return TorchCheckpoint(find_shards(files, kind))
+
+
+@torch.no_grad()
+def load_weights(
+    targets: Mapping[str, Sequence[Target]],
+    ignores: Callable[[str], bool],
+    checkpoint: Checkpoint,
+    progress: bool = True,
+) -> None:
+    """Copy every tensor of the checkpoint to its targets.
+
+    Names and shapes are compared before anything is read; one error lists all that does not fit. `ignores` says which
+    tensors of the checkpoint the model knows and does not need.
+    """
+    matched, misfits = _match(targets, ignores, checkpoint)
+    misfits.raise_if_any()
+    total = sum(math.prod(weight.shape) for weight, _ in matched)
+    done = 0
+    with bytes_bar("loading weights (values)", total, progress) as show:
+        for weight, wanted in matched:
+            _copy(weight, wanted)
+            done += math.prod(weight.shape)
+            show(done)
+
+
+def _copy(weight: Weight, wanted: Sequence[Target]) -> None:
+    part, part_keep = None, None
+    for target in wanted:
+        if part is None or target.keep != part_keep:
+            part = None  # Let go of the old part before the next is read.
+            part, part_keep = weight.read(target.keep), target.keep
+        arranged = part if target.arrange is None else target.arrange(part)
+        if arranged.shape != target.into.shape:
+            raise CheckpointError(
+                f"the part of {weight.name!r} to keep has shape {tuple(arranged.shape)}, its place {tuple(target.into.shape)}"
+            )
+        target.into.copy_(arranged)
+
+
+@dataclass
+class _Misfits:
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    wrong_shape: list[str] = field(default_factory=list)
+
+    def raise_if_any(self) -> None:
+        parts = [
+            self._part(self.missing, "missing from the checkpoint"),
+            self._part(self.unexpected, "in the checkpoint but unknown to the model"),
+            self._part(self.wrong_shape, "of another shape than the model's"),
+        ]
+        told = [part for part in parts if part]
+        if told:
+            raise CheckpointError(
+                "the checkpoint does not fit the model (is config.json the one that belongs to these weights?):\n"
+                + "\n".join(told)
+            )
+
+    @staticmethod
+    def _part(names: list[str], what: str) -> str:
+        if not names:
+            return ""
+        listed = "".join(f"\n  - {name}" for name in names[:_SHOWN])
+        rest = f"\n  - … and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+        return f"{len(names)} tensor{'s' if len(names) > 1 else ''} {what}:{listed}{rest}"
+
+
+def _match(
+    targets: Mapping[str, Sequence[Target]], ignores: Callable[[str], bool], checkpoint: Checkpoint
+) -> tuple[list[tuple[Weight, Sequence[Target]]], _Misfits]:
+    weights = list(checkpoint)
+    rename = _prefix_rule(targets, [weight.name for weight in weights])
+    matched: list[tuple[Weight, Sequence[Target]]] = []
+    misfits, seen = _Misfits(), set()
+    for weight in weights:
+        name = weight.name if weight.name in targets else rename(weight.name)
+        if name not in targets:
+            if not (ignores(weight.name) or ignores(name)):
+                misfits.unexpected.append(f"{weight.name} {tuple(weight.shape)}")
+            continue
+        seen.add(name)
+        wrong = [target.shape for target in targets[name] if tuple(target.shape) != tuple(weight.shape)]
+        if wrong:
+            misfits.wrong_shape.append(f"{name}: {tuple(weight.shape)} in the checkpoint, {tuple(wrong[0])} in the model")
+        else:
+            matched.append((weight, targets[name]))
+    misfits.missing = [f"{name} {tuple(each[0].shape)}" for name, each in targets.items() if each and name not in seen]
+    return matched, misfits
+
+
+def _prefix_rule(targets: Iterable[str], names: list[str]) -> Callable[[str], str]:
+    """How checkpoint names that lack a leading part of the model's names, or have one more, become the model's.
+
+    Checkpoints of a bare base model say `layers.0…` for `model.layers.0…`. A rule is used only when no name fits as
+    it is under that prefix and most names fit with it.
+    """
+    wanted, present = set(targets), set(names)
+    for prefix in sorted({name.split(".", 1)[0] + "." for name in wanted if "." in name}):
+        under = {name for name in wanted if name.startswith(prefix)}
+        found = sum(name[len(prefix) :] in present for name in under)
+        if not under & present and 2 * found > len(under):
+            return lambda name, prefix=prefix: prefix + name if prefix + name in wanted else name
+    heads = {name.split(".", 1)[0] + "." for name in names if "." in name}
+    for prefix in sorted(heads):
+        stripped = {name[len(prefix) :] for name in names if name.startswith(prefix)}
+        if not wanted & present and 2 * len(stripped & wanted) > len(wanted):
+            return lambda name, prefix=prefix: name.removeprefix(prefix)
+    return lambda name: name

@@ -1,0 +1,97 @@
+"""The model's tokenizer, as a transformers tokenizer object."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from quire.errors import CheckpointError, ModelNotFoundError, QuireError, UnsupportedModelError
+from quire.loading.files import ModelFiles, local_files
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerFast
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt", "spiece.model")
+
+
+def load_tokenizer(
+    files: ModelFiles | str | os.PathLike[str],
+    *,
+    trust_remote_code: bool = False,
+    revision: str | None = None,
+) -> PreTrainedTokenizerFast:
+    """The tokenizer of a model: from its folder, or from a GGUF file's own metadata.
+
+    A name that is not on this machine is looked up like a model's. Code in the model's folder runs only with
+    `trust_remote_code`.
+    """
+    if not isinstance(files, ModelFiles):
+        files = _find(files, revision, trust_remote_code)
+    if any(files.file(name) for name in _TOKENIZER_FILES):
+        return _from_folder(files, trust_remote_code)
+    if files.gguf is not None:
+        return _from_gguf(files.gguf)
+    raise ModelNotFoundError(f"{files.path} holds no tokenizer (looked for {', '.join(_TOKENIZER_FILES)})")
+
+
+def _find(name: str | os.PathLike[str], revision: str | None, code: bool) -> ModelFiles:
+    path = Path(name).expanduser()
+    if path.is_dir() and any((path / file).is_file() for file in _TOKENIZER_FILES):
+        return ModelFiles(str(name), path, folder=path)  # A tokenizer's folder need not hold a model.
+    if path.exists():
+        return local_files(str(name), path)
+    from quire.loading.hub import resolve
+
+    return resolve(str(name), revision=revision, trust_remote_code=code)
+
+
+def _from_folder(files: ModelFiles, trust_remote_code: bool) -> PreTrainedTokenizerFast:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(files.folder, trust_remote_code=trust_remote_code, local_files_only=True)
+    except QuireError:
+        raise
+    except Exception as error:
+        if "trust_remote_code" in str(error):
+            raise UnsupportedModelError(
+                f"the tokenizer in {files.folder} runs its own code; allow it with trust_remote_code if you trust its author"
+            ) from error
+        raise CheckpointError(f"the tokenizer in {files.folder} cannot be loaded: {error}") from error
+
+
+def _from_gguf(path: Path) -> PreTrainedTokenizerFast:
+    from transformers import PreTrainedTokenizerFast
+
+    from quire.loading.gguf_header import read_header
+    from quire.loading.gguf_tokenizer import adds_ends, special_token, tokenizer_from_gguf, tokens_of
+
+    header = read_header(path)
+    tokens = tokens_of(header)
+    backend = tokenizer_from_gguf(header, tokens)
+    add_bos, add_eos = adds_ends(header)
+    roles = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+    named = {key: special_token(header, tokens, role) for key, role in roles.items()}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=_HandedOver(backend),
+        chat_template=header.text("tokenizer.chat_template"),
+        add_bos_token=add_bos,
+        add_eos_token=add_eos,
+        clean_up_tokenization_spaces=False,
+        model_max_length=header.integer(f"{header.architecture}.context_length", int(1e30)),
+        **{key: token for key, token in named.items() if token is not None},
+    )
+    tokenizer.name_or_path = str(path)
+    return tokenizer
+
+
+class _HandedOver:
+    """A tokenizer given away: transformers would copy it through JSON, a third of the time to build it."""
+
+    def __init__(self, backend: Tokenizer) -> None:
+        self._backend = backend
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Tokenizer:
+        return self._backend

@@ -1,0 +1,67 @@
+"""What the engine asks of a model, and what every model asks about its pipeline stage."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from quire.errors import ConfigError
+from quire.layers.attention.base import AttentionInputs, KVSpec
+from quire.layers.build import Build
+
+
+class CausalLM(Protocol):
+    """A language model, or this stage and slice of one: an `nn.Module` made from a `Build`."""
+
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        kv: Sequence[torch.Tensor],
+        inputs: AttentionInputs,
+        hidden: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """One step over T tokens: hidden states [T, hidden_size], after the final norm on the last stage.
+
+        tokens   [T] int64
+        positions[T] int64
+        kv       for each layer of this stage, its cache [blocks, 2, kv_heads, block_size, head_dim]
+        hidden   what the stage before returned; may be overwritten. None on the first stage.
+        """
+        ...
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[S, hidden_size] -> [S, vocab_size] float32; on the last stage only."""
+        ...
+
+    def ignores(self, name: str) -> bool:
+        """Whether a checkpoint may hold a tensor of this name though it has no target here."""
+        ...
+
+    @property
+    def kv_shape(self) -> KVSpec:
+        """The cache this stage and rank needs."""
+        ...
+
+
+def stage_layers(build: Build) -> range:
+    """The layers of this pipeline stage; each stage must have one."""
+    layers = build.ranks.layers(build.config.num_layers)
+    if not layers:
+        raise ConfigError(
+            f"{build.config.num_layers} layers cannot fill {build.ranks.pp_size} pipeline stages",
+            "pipeline_parallel_size",
+            build.ranks.pp_size,
+        )
+    return layers
+
+
+def in_other_stage(name: str, prefix: str, build: Build) -> bool:
+    """Whether `name` belongs to a layer ("<prefix>.<number>....") of another pipeline stage."""
+    number = name.removeprefix(f"{prefix}.").partition(".")[0] if name.startswith(f"{prefix}.") else ""
+    if not number.isdigit():
+        return False
+    total = build.config.num_layers
+    return int(number) < total and int(number) not in build.ranks.layers(total)

@@ -1,0 +1,180 @@
+"""Llama (arXiv 2302.13971, 2307.09288, 2407.21783), and the parts its relatives are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from quire.errors import UnsupportedModelError
+from quire.layers.attention.base import AttentionInputs, KVSpec
+from quire.layers.attention.layer import Attention
+from quire.layers.build import Build
+from quire.layers.embedding import LMHead, VocabEmbedding
+from quire.layers.heads import Heads
+from quire.layers.linear import GateUpLinear, QKVLinear, RowParallelLinear
+from quire.layers.norm import RMSNorm
+from quire.layers.rope import rope_table
+from quire.models.base import in_other_stage, stage_layers
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Where Llama's relatives differ from it."""
+
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+
+
+class LlamaAttention(nn.Module):
+    """Grouped-query attention with rotary positions."""
+
+    def __init__(self, build: Build, variant: Variant, layer: int, cos_sin: torch.Tensor) -> None:
+        super().__init__()
+        config = build.config
+        heads = Heads.of(build)
+        norms = None
+        if variant.qk_norm:
+            self.q_norm = RMSNorm(build, "q_norm", heads.dim)
+            self.k_norm = RMSNorm(build, "k_norm", heads.dim)
+            norms = (self.q_norm.weight, self.k_norm.weight, config.norm_eps)
+        self.qkv_proj = QKVLinear(build, heads, variant.qkv_bias)
+        self.attention = Attention(build, heads, layer, cos_sin, norms)
+        self.o_proj = RowParallelLinear(
+            build, "o_proj", config.num_heads * heads.dim, config.hidden_size, variant.output_bias
+        )
+
+    def forward(
+        self, hidden: torch.Tensor, positions: torch.Tensor, kv: torch.Tensor, inputs: AttentionInputs
+    ) -> torch.Tensor:
+        return self.o_proj(self.attention(self.qkv_proj(hidden), positions, kv, inputs))
+
+
+class LlamaMLP(nn.Module):
+    """down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, build: Build, variant: Variant) -> None:
+        super().__init__()
+        config = build.config
+        self.ops = build.ops
+        self.gate_up_proj = GateUpLinear(build, variant.mlp_bias)
+        self.down_proj = RowParallelLinear(
+            build, "down_proj", config.intermediate_size, config.hidden_size, variant.mlp_bias
+        )
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.ops.silu_mul(self.gate_up_proj(hidden)))
+
+
+class LlamaLayer(nn.Module):
+    """Attention, then MLP, each on the norm of the residual stream and added back to it.
+
+    The additions are carried over into the next norm, which does both in one kernel.
+    """
+
+    def __init__(self, build: Build, variant: Variant, layer: int, cos_sin: torch.Tensor) -> None:
+        super().__init__()
+        size = build.config.hidden_size
+        self.input_layernorm = RMSNorm(build, "input_layernorm", size)
+        self.self_attn = LlamaAttention(build, variant, layer, cos_sin)
+        self.post_attention_layernorm = RMSNorm(build, "post_attention_layernorm", size)
+        self.mlp = LlamaMLP(build, variant)
+
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        residual: torch.Tensor | None,
+        positions: torch.Tensor,
+        kv: torch.Tensor,
+        inputs: AttentionInputs,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden, residual = self.input_layernorm(hidden, residual)
+        hidden = self.self_attn(hidden, positions, kv, inputs)
+        hidden, residual = self.post_attention_layernorm(hidden, residual)
+        return self.mlp(hidden), residual
+
+
+class LlamaModel(nn.Module):
+    """Embedding, layers and final norm: those of them that are on this stage."""
+
+    def __init__(self, build: Build, variant: Variant) -> None:
+        super().__init__()
+        cos_sin = rope_table(build)
+        self.embed_tokens = VocabEmbedding(build, "embed_tokens") if build.ranks.is_first_stage else None
+        self.layers = nn.ModuleDict({str(i): LlamaLayer(build, variant, i, cos_sin) for i in stage_layers(build)})
+        self.norm = RMSNorm(build, "norm", build.config.hidden_size) if build.ranks.is_last_stage else None
+
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        kv: Sequence[torch.Tensor],
+        inputs: AttentionInputs,
+        hidden: torch.Tensor | None,
+    ) -> torch.Tensor:
+        if hidden is None:
+            hidden = self.embed_tokens(tokens)
+        residual = None
+        for layer, cache in zip(self.layers.values(), kv, strict=True):
+            hidden, residual = layer(hidden, residual, positions, cache, inputs)
+        if self.norm is None:
+            return hidden + residual
+        return self.norm(hidden, residual)[0]
+
+
+class LlamaForCausalLM(nn.Module):
+    """Llama 1 to 3, and whoever calls themselves so."""
+
+    def __init__(self, build: Build, variant: Variant | None = None) -> None:
+        super().__init__()
+        config, ranks = build.config, build.ranks
+        if (act := config.raw.get("hidden_act", "silu")) != "silu":
+            raise UnsupportedModelError(
+                f"{config.architecture} with hidden_act {act!r} is not implemented; only 'silu' is"
+            )
+        self.build = build
+        self.model = LlamaModel(build, variant or _variant(build))
+        self.lm_head: LMHead | None = None
+        if ranks.is_last_stage:
+            # A tied head on another stage than the embedding reads its own copy of it.
+            name = "model.embed_tokens" if config.tie_embeddings else "lm_head"
+            self.lm_head = LMHead(build, name, self.model.embed_tokens if config.tie_embeddings else None)
+
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        kv: Sequence[torch.Tensor],
+        inputs: AttentionInputs,
+        hidden: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        return self.model(tokens, positions, kv, inputs, hidden)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[S, hidden_size] -> [S, vocab_size] float32."""
+        return self.lm_head(hidden)
+
+    def ignores(self, name: str) -> bool:
+        """Tensors of other stages, a tied head's copy, and frequencies that old checkpoints carry."""
+        ranks = self.build.ranks
+        return (
+            name.endswith("rotary_emb.inv_freq")
+            or (name == "lm_head.weight" and (self.build.config.tie_embeddings or not ranks.is_last_stage))
+            or (name == "model.embed_tokens.weight" and not ranks.is_first_stage)
+            or (name == "model.norm.weight" and not ranks.is_last_stage)
+            or in_other_stage(name, "model.layers", self.build)
+        )
+
+    @property
+    def kv_shape(self) -> KVSpec:
+        """The cache this stage and rank needs."""
+        return KVSpec(len(self.model.layers), len(Heads.of(self.build).kv), self.build.config.head_dim)
+
+
+def _variant(build: Build) -> Variant:
+    attention_bias = bool(build.config.raw.get("attention_bias", False))
+    return Variant(attention_bias, attention_bias, mlp_bias=bool(build.config.raw.get("mlp_bias", False)))

@@ -1,0 +1,13 @@
+"""Mistral (arXiv 2310.06825): Llama without biases, whose layers may look back over a sliding window."""
+
+from __future__ import annotations
+
+from quire.layers.build import Build
+from quire.models.llama import LlamaForCausalLM, Variant
+
+
+class MistralForCausalLM(LlamaForCausalLM):
+    """Mistral 7B and its sizes; the windows are in the config, layer by layer."""
+
+    def __init__(self, build: Build) -> None:
+        super().__init__(build, Variant())

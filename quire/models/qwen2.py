@@ -1,0 +1,13 @@
+"""Qwen2 and Qwen2.5 (arXiv 2407.10671): Llama with a bias on queries, keys and values."""
+
+from __future__ import annotations
+
+from quire.layers.build import Build
+from quire.models.llama import LlamaForCausalLM, Variant
+
+
+class Qwen2ForCausalLM(LlamaForCausalLM):
+    """Qwen2; some configs give the upper layers a sliding window."""
+
+    def __init__(self, build: Build) -> None:
+        super().__init__(build, Variant(qkv_bias=True))

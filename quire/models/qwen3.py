@@ -1,0 +1,14 @@
+"""Qwen3 (arXiv 2505.09388): Llama with an RMS norm on each query and key head before the rotation."""
+
+from __future__ import annotations
+
+from quire.layers.build import Build
+from quire.models.llama import LlamaForCausalLM, Variant
+
+
+class Qwen3ForCausalLM(LlamaForCausalLM):
+    """The dense Qwen3 models."""
+
+    def __init__(self, build: Build) -> None:
+        bias = bool(build.config.raw.get("attention_bias", False))
+        super().__init__(build, Variant(qkv_bias=bias, output_bias=bias, qk_norm=True))

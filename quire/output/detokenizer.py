@@ -1,0 +1,127 @@
+"""Text from tokens as they come, never splitting a character."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+REPLACEMENT = "\ufffd"
+CONTEXT_TOKENS = 6
+"""Prompt tokens a decoder may need to see to put spaces right at the start of the output."""
+LONGEST_CHARACTER = 8
+"""A character may span a few byte tokens; text that still does not decode after so many never will."""
+
+
+class Detokenizer(Protocol):
+    """Turns one sequence's tokens into text."""
+
+    def push(self, tokens: Sequence[int]) -> str:
+        """The text these tokens complete; bytes of an unfinished character wait for the next ones."""
+        ...
+
+    def flush(self) -> str:
+        """What is left at the end: an unfinished character shows as a replacement mark."""
+        ...
+
+
+class Vocabulary:
+    """A tokenizer's vocabulary, prepared once for all requests."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self.special = frozenset(tokenizer.all_special_ids)
+        self._bytes = _byte_table(tokenizer)
+
+    def detokenizer(self, prompt: Sequence[int], skip_special: bool, spaces_between_special: bool = True) -> Detokenizer:
+        """A detokenizer for one sequence that continues `prompt`."""
+        skipped = self.special if skip_special else frozenset()
+        if self._bytes is not None:
+            return ByteDetokenizer(self._bytes, skipped)
+        return WindowDetokenizer(self.tokenizer, prompt, skipped, spaces_between_special)
+
+    def text_of(self, token: int) -> str:
+        """A token by itself, as logprobs show it."""
+        if self._bytes is not None:
+            return self._bytes[token].decode("utf-8", "replace") if token < len(self._bytes) else ""
+        text: str = self.tokenizer.decode([token])
+        return text
+
+
+class ByteDetokenizer:
+    """For byte-level vocabularies: every token is a run of bytes, so decoding is joining."""
+
+    def __init__(self, table: list[bytes], skipped: frozenset[int]) -> None:
+        self._table = table
+        self._skipped = skipped
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, tokens: Sequence[int]) -> str:
+        table, skipped = self._table, self._skipped
+        data = b"".join([table[token] for token in tokens if token not in skipped and token < len(table)])
+        return self._decoder.decode(data)
+
+    def flush(self) -> str:
+        return self._decoder.decode(b"", final=True)
+
+
+class WindowDetokenizer:
+    """For any other tokenizer: decode a short window with and without the new tokens, and take the difference."""
+
+    def __init__(self, tokenizer: Any, prompt: Sequence[int], skipped: frozenset[int], spaces: bool) -> None:
+        self._tokenizer = tokenizer
+        self._skipped = skipped
+        self._spaces = spaces
+        self._window = [token for token in prompt[-CONTEXT_TOKENS:] if token not in skipped]
+        self._shown = len(self._window)
+        """Tokens of the window whose text has been given out."""
+
+    def push(self, tokens: Sequence[int]) -> str:
+        text = ""
+        for token in tokens:
+            if token not in self._skipped:
+                self._window.append(token)
+                text += self._advance(final=False)
+        return text
+
+    def flush(self) -> str:
+        return self._advance(final=True)
+
+    def _advance(self, final: bool) -> str:
+        before, after = self._decode(self._window[: self._shown]), self._decode(self._window)
+        pending = len(self._window) - self._shown
+        if not final and after.endswith(REPLACEMENT) and pending < LONGEST_CHARACTER:
+            return ""
+        new = after[len(before) :]
+        self._window = self._window[max(0, self._shown - CONTEXT_TOKENS) :] if pending else self._window
+        self._shown = len(self._window)
+        return new
+
+    def _decode(self, tokens: list[int]) -> str:
+        text: str = self._tokenizer.decode(tokens, skip_special_tokens=False, spaces_between_special_tokens=self._spaces)
+        return text
+
+
+def _byte_table(tokenizer: Any) -> list[bytes] | None:
+    """The bytes of each token, for tokenizers whose decoder is plain byte-level; None for others."""
+    from tokenizers.decoders import ByteLevel
+
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None or not isinstance(backend.decoder, ByteLevel):
+        return None
+    byte_of = {character: byte for byte, character in _byte_characters().items()}
+    table = [b""] * len(tokenizer)
+    for text, token in tokenizer.get_vocab().items():
+        if token < len(table):
+            try:
+                table[token] = bytes([byte_of[character] for character in text])
+            except KeyError:  # an added token with characters outside the byte alphabet stands for itself
+                table[token] = text.encode()
+    return table
+
+
+def _byte_characters() -> dict[int, str]:
+    """Byte → the printable character that byte-level vocabularies write for it: itself, or one from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}

@@ -1,0 +1,217 @@
+"""From what steps yield to what users see."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+from quire.messages.outputs import (
+    CompletionOutput,
+    Finished,
+    Key,
+    Logprob,
+    RequestMetrics,
+    RequestOutput,
+    StepOutputs,
+)
+from quire.messages.plan import PromptLogprobs, TokenLogprobs
+from quire.messages.request import NewRequest
+from quire.messages.sampling import RequestOutputKind
+from quire.output.detokenizer import Detokenizer, Vocabulary
+from quire.output.stops import StopStrings
+
+
+class Sample:
+    """One sample of a request: its tokens, its text, how it ended."""
+
+    def __init__(self, request: NewRequest, index: int, vocabulary: Vocabulary | None) -> None:
+        params = request.params
+        self.index = index
+        self.tokens: list[int] = []
+        self.text = ""
+        self.logprobs: list[dict[int, Logprob]] | None = None if params.logprobs is None else []
+        self.cumulative = 0.0
+        self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
+        self._params = params
+        self._stops = StopStrings(params.stop_strings, params.include_stop_str_in_output)
+        self._detokenizer: Detokenizer | None = None
+        if vocabulary is not None and params.detokenize:
+            self._detokenizer = vocabulary.detokenizer(
+                request.prompt, params.skip_special_tokens, params.spaces_between_special_tokens
+            )
+        self._given_tokens = 0
+        self._given_text = 0
+
+    def append(self, tokens: list[int], end: Finished | None) -> tuple[str, int] | None:
+        """Take new tokens; returns (stop string, number of tokens up to it) if one completed."""
+        if self._detokenizer is None:
+            self.tokens += tokens
+            return None
+        for position, token in enumerate(tokens):
+            self.tokens.append(token)
+            is_stop_token = end is not None and end.reason == "stop" and position == len(tokens) - 1
+            new = "" if is_stop_token and not self._params.include_stop_str_in_output else self._detokenizer.push([token])
+            found = self._take_text(new)
+            if found is not None:
+                return found, len(self.tokens)
+        return None
+
+    def close(self, reason: str, stop_reason: int | str | None) -> None:
+        """The sample has ended."""
+        if self._detokenizer is not None and not (reason == "stop" and isinstance(stop_reason, str)):
+            self.text += self._detokenizer.flush()
+        self.finish_reason, self.stop_reason = reason, stop_reason
+
+    def _take_text(self, new: str) -> str | None:
+        self.text += new
+        if len(self.tokens) <= self._params.min_tokens:
+            return None
+        found = self._stops.find(self.text, len(new))
+        if found is None:
+            return None
+        self.text = self.text[: found[1]]
+        return found[0]
+
+    def view(self, delta: bool) -> CompletionOutput:
+        """The sample as the user sees it: everything so far, or what is new since the last view."""
+        shown = len(self.text) if self.finish_reason else max(self._given_text, len(self.text) - self._stops.held)
+        since_token, since_text = (self._given_tokens, self._given_text) if delta else (0, 0)
+        self._given_tokens, self._given_text = len(self.tokens), shown
+        return CompletionOutput(
+            index=self.index,
+            text=self.text[since_text:shown],
+            token_ids=self.tokens[since_token:],
+            cumulative_logprob=None if self.logprobs is None else self.cumulative,
+            logprobs=None if self.logprobs is None else self.logprobs[since_token:],
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+        )
+
+
+class Tracked:
+    """A request whose outputs are being gathered."""
+
+    def __init__(self, request: NewRequest, prompt: str | None, vocabulary: Vocabulary | None) -> None:
+        self.request = request
+        self.prompt = prompt
+        self.samples = [Sample(request, index, vocabulary) for index in range(request.params.n)]
+        self.open = len(self.samples)
+        self.num_cached: int | None = None
+        self.error: str | None = None
+        self.metrics = RequestMetrics(arrival_time=time.time(), queued_ts=time.monotonic())
+        self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+        if request.params.prompt_logprobs is not None:
+            self.prompt_logprobs = [None] * len(request.prompt)
+
+    def view(self, only: Sample | None = None) -> RequestOutput:
+        """The request as the user sees it, with all samples or just one."""
+        delta = self.request.params.output_kind is RequestOutputKind.DELTA
+        return RequestOutput(
+            request_id=self.request.id,
+            prompt=self.prompt,
+            prompt_token_ids=self.request.prompt,
+            outputs=[sample.view(delta) for sample in (self.samples if only is None else [only])],
+            finished=self.open == 0,
+            prompt_logprobs=self.prompt_logprobs,
+            metrics=self.metrics,
+            num_cached_tokens=self.num_cached,
+            error=self.error,
+        )
+
+
+class OutputProcessor:
+    """Gathers the outputs of all open requests."""
+
+    def __init__(self, vocabulary: Vocabulary | None) -> None:
+        self._vocabulary = vocabulary
+        self._open: dict[str, Tracked] = {}
+
+    def add(self, request: NewRequest, prompt: str | None) -> None:
+        """Outputs of this request will come."""
+        self._open[request.id] = Tracked(request, prompt, self._vocabulary)
+
+    def forget(self, request_id: str) -> None:
+        """Nobody wants this request's outputs any more."""
+        self._open.pop(request_id, None)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._open
+
+    def process(self, outputs: StepOutputs) -> tuple[list[RequestOutput], list[tuple[Key, int, str]]]:
+        """What users get to see of a step, and the samples that end here: (key, tokens up to the end, stop string)."""
+        now = time.monotonic()
+        ends = {end.key: end for end in outputs.finished}
+        stops: list[tuple[Key, int, str]] = []
+        touched: dict[str, Tracked] = {}
+        for started in outputs.started:
+            if (tracked := self._open.get(started.key[0])) is not None and started.key[1] == 0:
+                tracked.num_cached = started.num_cached
+                tracked.metrics.scheduled_ts = started.at
+        for key, prompt_logprobs in outputs.prompt_logprobs:
+            if (tracked := self._open.get(key[0])) is not None:
+                self._take_prompt_logprobs(tracked, prompt_logprobs)
+        for key, tokens, logprobs in _each_key(outputs):
+            tracked = self._open.get(key[0])
+            if tracked is None or not tokens or tracked.samples[key[1]].finish_reason is not None:
+                continue
+            sample = tracked.samples[key[1]]
+            touched[key[0]] = tracked
+            self._note_time(tracked, len(tokens), now)
+            if logprobs is not None:
+                self._take_logprobs(sample, logprobs)
+            found = sample.append(tokens, ends.get(key))
+            if found is not None:
+                stops.append((key, found[1], found[0]))
+                self._close(tracked, sample, "stop", found[0])
+        for end in outputs.finished:
+            tracked = self._open.get(end.key[0])
+            if tracked is not None and tracked.samples[end.key[1]].finish_reason is None:
+                touched[end.key[0]] = tracked
+                tracked.metrics.preemptions += end.preemptions
+                tracked.error = end.message or tracked.error
+                self._close(tracked, tracked.samples[end.key[1]], end.reason, end.stop_reason)
+        return [view for tracked in touched.values() if (view := self._show(tracked)) is not None], stops
+
+    def _show(self, tracked: Tracked) -> RequestOutput | None:
+        if tracked.open == 0:
+            del self._open[tracked.request.id]
+        elif tracked.request.params.output_kind is RequestOutputKind.FINAL_ONLY:
+            return None
+        return tracked.view()
+
+    def _close(self, tracked: Tracked, sample: Sample, reason: str, stop_reason: int | str | None) -> None:
+        sample.close(reason, stop_reason)
+        tracked.open -= 1
+
+    def _note_time(self, tracked: Tracked, count: int, now: float) -> None:
+        metrics = tracked.metrics
+        metrics.first_token_ts = metrics.first_token_ts or now
+        metrics.last_token_ts = now
+        metrics.num_generation_tokens += count
+
+    def _take_logprobs(self, sample: Sample, entry: TokenLogprobs) -> None:
+        if sample.logprobs is not None:
+            sample.logprobs.append(self._report(entry))
+            sample.cumulative += entry.values[0]
+
+    def _take_prompt_logprobs(self, tracked: Tracked, entry: PromptLogprobs) -> None:
+        if tracked.prompt_logprobs is not None:
+            for offset, position in enumerate(entry.entries):
+                tracked.prompt_logprobs[entry.start + offset] = self._report(position)
+
+    def _report(self, entry: TokenLogprobs) -> dict[int, Logprob]:
+        """The token itself first, then the best ones; the token's own rank may lie among theirs."""
+        name = self._vocabulary.text_of if self._vocabulary is not None else lambda token: None
+        report = {entry.ids[0]: Logprob(entry.values[0], entry.rank, name(entry.ids[0]))}
+        for rank, (token, value) in enumerate(zip(entry.ids[1:], entry.values[1:], strict=True), start=1):
+            report.setdefault(token, Logprob(value, rank, name(token)))
+        return report
+
+
+def _each_key(outputs: StepOutputs) -> Iterator[tuple[Key, list[int], TokenLogprobs | None]]:
+    at = 0
+    for i, key in enumerate(outputs.keys):
+        count = 1 if outputs.counts is None else outputs.counts[i]
+        yield key, outputs.tokens[at : at + count], outputs.logprobs.get(i)
+        at += count

@@ -1,0 +1,33 @@
+"""Where quire keeps what it downloads and builds."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from quire.errors import ValidationError
+
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
+
+
+def cache_dir(*parts: str) -> Path:
+    """The cache folder (`$QUIRE_CACHE`, else `$XDG_CACHE_HOME/quire`, else `~/.cache/quire`) or a place inside it.
+
+    Nothing is created. Each part must be a plain name, so that no caller can be led outside the cache.
+    """
+    if chosen := os.environ.get("QUIRE_CACHE"):
+        root = Path(chosen).expanduser().absolute()
+    elif os.path.isabs(base := os.environ.get("XDG_CACHE_HOME", "")):
+        root = Path(base) / "quire"
+    else:
+        root = Path.home() / ".cache" / "quire"
+    return root.joinpath(*(_checked(part) for part in parts))
+
+
+def _checked(part: str) -> str:
+    if not _PLAIN_NAME.fullmatch(part):
+        raise ValidationError(
+            f"{part!r} cannot name a place in the cache: letters, digits, '.', '_' and '-' only, 128 at most", "part", part
+        )
+    return part

@@ -1,0 +1,67 @@
+"""The CPU: a device like any other."""
+
+from __future__ import annotations
+
+import functools
+import os
+import platform
+from pathlib import Path
+
+import torch
+
+
+class CpuPlatform:
+    """This machine's processor and memory."""
+
+    device = torch.device("cpu")
+    ops = "quire.kernels.cpu.ops.CpuOps"
+    attention = "cpu"
+    pipeline_depth = 0
+    max_num_seqs = 256
+    max_num_batched_tokens = 2048
+
+    @property
+    def has_bfloat16(self) -> bool:
+        return bool({"avx512_bf16", "amx_bf16", "bf16"} & _flags())
+
+    def describe(self) -> str:
+        name = next(_cpuinfo("model name"), "") or platform.processor() or platform.machine()
+        return f"{name.strip()}, {torch.get_num_threads()} threads"
+
+    def free_memory(self) -> int:
+        """Free memory, not more than what this process's control group may still take."""
+        return min(_available(), _left_in_cgroup())
+
+
+def _cpuinfo(key: str):  # type: ignore[no-untyped-def]
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        name, _, value = line.partition(":")
+        if name.strip() == key:
+            yield value
+
+
+@functools.cache
+def _flags() -> set[str]:
+    return set((next(_cpuinfo("flags"), "") or next(_cpuinfo("Features"), "")).split())
+
+
+def _available() -> int:
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2  # macOS tells no better without a subprocess
+
+
+def _left_in_cgroup() -> int:
+    try:
+        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
+        return max(0, limit - int(Path("/sys/fs/cgroup/memory.current").read_text()))
+    except (OSError, ValueError):  # no such group, or no limit ("max")
+        return 1 << 62

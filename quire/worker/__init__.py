@@ -1,0 +1,1 @@
+"""The executing half: tensors, and no policy."""

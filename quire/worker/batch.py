@@ -1,0 +1,197 @@
+"""The device-resident batch: one row per running request, changed by differences, never rebuilt."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from quire.layers.attention.base import AttentionInputs
+from quire.messages.plan import NewRow, StepPlan
+from quire.worker.extras import RowExtras, RowKind
+from quire.worker.kv import KVCache
+
+
+class Upload:
+    """Several small integer arrays in one transfer: packed on the host, cut up again on the device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pinned = device.type == "cuda"
+
+    def __call__(self, *arrays: Sequence[int] | np.ndarray) -> list[torch.Tensor]:
+        parts = [np.asarray(array, dtype=np.int64) for array in arrays]
+        packed = torch.from_numpy(np.concatenate(parts))
+        if self._pinned:
+            packed = packed.pin_memory()
+        return list(packed.to(self._device, non_blocking=True).split([len(part) for part in parts]))
+
+
+class StepInputs:
+    """A step as the model sees it, all of it on the device."""
+
+    def __init__(self, tokens: torch.Tensor, positions: torch.Tensor, ends: torch.Tensor, attention: AttentionInputs) -> None:
+        self.tokens = tokens
+        self.positions = positions
+        self.ends = ends
+        """[S] int64: one past each row's last token."""
+        self.attention = attention
+
+
+class DeviceBatch:
+    """Columns on the device, indexed by row. What the host must know to choose a path is kept beside them."""
+
+    def __init__(self, max_rows: int, max_tokens_per_row: int, vocab_size: int, kv: KVCache, device: torch.device) -> None:
+        self.kv = kv
+        self.vocab_size = vocab_size
+        self._device = device
+        self._upload = Upload(device)
+        self._next_step = 0
+
+        def column(dtype: torch.dtype, *width: int) -> torch.Tensor:
+            return torch.zeros(max_rows, *width, dtype=dtype, device=device)
+
+        self.last_token = column(torch.int64)
+        self.num_tokens = column(torch.int64)
+        self.num_computed = column(torch.int64)
+        self.prompt_len = column(torch.int64)
+        self.limit = column(torch.int64)
+        self.active = column(torch.bool)
+        self.block_table = column(torch.int32, -(-max_tokens_per_row // kv.block_size) + 1)
+        self.seed = column(torch.int64)
+        self.sample = column(torch.int64)
+        self.top_k = column(torch.int64)
+        self.floats = column(torch.float32, 6)
+        self.stop_ids = column(torch.int64, 1)
+        # Host side: what kind of work each row's sampling is, and the parameters that are lists.
+        self.kinds = np.zeros(max_rows, np.int32)
+        self.extras: dict[int, RowExtras] = {}
+
+    # Scalar sampling parameters share one float column, so that a new row is one write.
+    temperature = property(lambda self: self.floats[:, 0])
+    top_p = property(lambda self: self.floats[:, 1])
+    min_p = property(lambda self: self.floats[:, 2])
+    repetition = property(lambda self: self.floats[:, 3])
+    presence = property(lambda self: self.floats[:, 4])
+    frequency = property(lambda self: self.floats[:, 5])
+
+    def apply(self, plan: StepPlan) -> None:
+        """Bring the rows up to the plan. Plans come without gaps: a missing one would leave rows wrong unnoticed."""
+        if plan.reset:
+            self.active.zero_()
+            self.extras.clear()
+        elif plan.step != self._next_step:
+            raise RuntimeError(f"plan {plan.step} came where plan {self._next_step} was due")
+        self._next_step = plan.step + 1
+        for row in plan.drop:
+            self.extras.pop(row, None)
+        drop, block_rows, block_indices, blocks = self._upload(plan.drop, plan.block_rows, plan.block_indices, plan.blocks)
+        if len(drop):
+            self.active[drop] = False
+        self._add(plan.add)
+        if len(blocks):
+            self.block_table[block_rows, block_indices] = blocks.to(torch.int32)
+        self.kv.copy(plan.copies)
+
+    def _add(self, added: list[NewRow]) -> None:
+        if not added:
+            return
+        rows, num_tokens, num_computed, prompt_len, limit, seed, sample, top_k = self._upload(
+            [new.row for new in added],
+            [new.num_tokens for new in added],
+            [new.num_computed for new in added],
+            [new.prompt_len for new in added],
+            [new.limit for new in added],
+            np.array([new.seed & (2**64 - 1) for new in added], np.uint64).view(np.int64),
+            [new.sample for new in added],
+            [new.params.top_k if new.params.top_k > 0 else self.vocab_size for new in added],
+        )
+        self.num_tokens[rows] = num_tokens
+        self.num_computed[rows] = num_computed
+        self.prompt_len[rows] = prompt_len
+        self.limit[rows] = limit
+        self.seed[rows] = seed
+        self.sample[rows] = sample
+        self.top_k[rows] = top_k
+        self.active[rows] = True
+        floats = [
+            (p.temperature, p.top_p, p.min_p, p.repetition_penalty, p.presence_penalty, p.frequency_penalty)
+            for p in (new.params for new in added)
+        ]
+        self.floats[rows] = torch.tensor(floats, dtype=torch.float32).to(self._device, non_blocking=True)
+        self._set_stop_ids(rows, [new.stop_ids for new in added])
+        for new in added:
+            self.kinds[new.row] = RowKind.of(new)
+            self.extras[new.row] = RowExtras(new, self._device)
+
+    def _set_stop_ids(self, rows: torch.Tensor, lists: list[list[int]]) -> None:
+        width = max(map(len, lists))
+        if width > self.stop_ids.shape[1]:
+            self.stop_ids = torch.nn.functional.pad(self.stop_ids, (0, width - self.stop_ids.shape[1]), value=-1)
+        padded = [ids + [-1] * (self.stop_ids.shape[1] - len(ids)) for ids in lists]
+        self.stop_ids[rows] = torch.tensor(padded).to(self._device, non_blocking=True)
+
+    def inputs(self, plan: StepPlan) -> StepInputs:
+        """Token ids, positions, cache slots and query offsets of the step, computed from the rows it schedules."""
+        rows, counts, fresh = self._upload(plan.rows, plan.counts, plan.tokens)
+        total, size = plan.num_tokens, self.kv.block_size
+        starts = self.num_computed[rows]
+        ends = counts.cumsum(0)
+        # Token t of the step is the (t - first token of its row)-th of its row's chunk.
+        offsets = torch.repeat_interleave(starts - (ends - counts), counts, output_size=total)
+        positions = torch.arange(total, device=self._device) + offsets
+        owners = torch.repeat_interleave(rows, counts, output_size=total)
+        blocks = self.block_table[owners, (positions // size).clamp(max=self.block_table.shape[1] - 1)]
+        # A row that ended on the device before the host knew writes into the null block.
+        slots = torch.where(self.active[owners], blocks * size, 0) + positions % size
+        tokens = torch.cat([self.last_token[rows[: plan.num_decodes]], fresh])
+        self.kv.tokens.view(-1)[slots] = tokens.to(torch.int32)
+        context = starts + counts
+        self.num_computed[rows] = context
+        longest = int(plan.counts.max())
+        attention = AttentionInputs(
+            slots=slots,
+            query_starts=torch.nn.functional.pad(ends, (1, 0)).to(torch.int32),
+            context_lens=context.to(torch.int32),
+            block_tables=self.block_table[rows, : -(-plan.max_context // size)],
+            num_rows=len(plan.rows),
+            num_tokens=total,
+            num_decodes=plan.num_decodes,
+            max_query_len=longest,
+            max_context_len=plan.max_context,
+        )
+        return StepInputs(tokens, positions, ends, attention)
+
+    def fork(self, plan: StepPlan) -> None:
+        """Rows that branch off become copies of their source, each with a random stream of its own."""
+        if not plan.forks:
+            return
+        sources, rows, samples = self._upload(
+            [fork.source for fork in plan.forks], [fork.row for fork in plan.forks], [fork.sample for fork in plan.forks]
+        )
+        for column in (
+            self.last_token, self.num_tokens, self.num_computed, self.prompt_len, self.limit, self.active,
+            self.block_table, self.seed, self.top_k, self.floats, self.stop_ids,
+        ):  # fmt: skip
+            column[rows] = column[sources]
+        self.sample[rows] = samples
+        for fork in plan.forks:
+            self.kinds[fork.row] = self.kinds[fork.source]
+            self.extras[fork.row] = self.extras[fork.source]
+
+    def commit(self, rows: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """Write drawn tokens back and end rows that are done; returns which drew one of their stop ids."""
+        stopped = (self.stop_ids[rows] == tokens[:, None]).any(-1)
+        length = self.num_tokens[rows] + 1
+        self.last_token[rows] = tokens
+        self.num_tokens[rows] = length
+        self.active[rows] &= ~(stopped | (length >= self.limit[rows]))
+        return stopped
+
+    def row_tokens(self, rows: torch.Tensor, longest: int) -> torch.Tensor:
+        """[len(rows), longest] token ids of the rows, read from their pages; garbage past a row's own length."""
+        size = self.kv.block_size
+        width = min(-(-longest // size), self.block_table.shape[1])
+        pages = self.kv.tokens[self.block_table[rows, :width]]
+        return pages.view(len(rows), -1)[:, :longest].to(torch.int64)

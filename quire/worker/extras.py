@@ -1,0 +1,60 @@
+"""What a row needs beyond scalar parameters: lists, masks, reports. Most rows need none of it."""
+
+from __future__ import annotations
+
+import enum
+
+import torch
+
+from quire.messages.plan import NewRow
+
+
+class RowKind(enum.IntFlag):
+    """What sampling a row takes, so that a step does only the work its rows ask for."""
+
+    GREEDY = 0
+    RANDOM = 1
+    FILTERED = 2
+    """top-k, top-p or min-p."""
+    PENALISED = 4
+    LISTED = 8
+    """Logit bias, allowed ids, bad words, min_tokens or a custom processor."""
+    LOGPROBS = 16
+    PROMPT_LOGPROBS = 32
+
+    @staticmethod
+    def of(new: NewRow) -> RowKind:
+        """The kind of a new row."""
+        p = new.params
+        kind = RowKind.GREEDY if p.is_greedy else RowKind.RANDOM
+        if p.top_k > 0 or p.top_p < 1.0 or p.min_p > 0.0:
+            kind |= RowKind.FILTERED
+        if p.has_penalties:
+            kind |= RowKind.PENALISED
+        if p.logit_bias or p.allowed_token_ids or new.bad_words or p.min_tokens or p.extra_args:
+            kind |= RowKind.LISTED
+        if p.logprobs is not None:
+            kind |= RowKind.LOGPROBS
+        if p.prompt_logprobs is not None:
+            kind |= RowKind.PROMPT_LOGPROBS
+        return kind
+
+
+class RowExtras:
+    """Parameters of a row that are lists, as tensors."""
+
+    def __init__(self, new: NewRow, device: torch.device) -> None:
+        p = new.params
+        self.params = p
+        self.prompt_len = new.prompt_len
+        self.bias_ids = self.bias = self.allowed = self.stop_ids = None
+        if p.logit_bias:
+            self.bias_ids = torch.tensor(list(p.logit_bias), device=device)
+            self.bias = torch.tensor(list(p.logit_bias.values()), device=device, dtype=torch.float32)
+        if p.allowed_token_ids:
+            self.allowed = torch.tensor(p.allowed_token_ids, device=device)
+        if p.min_tokens and new.stop_ids:
+            self.stop_ids = torch.tensor(new.stop_ids, device=device)
+        self.bad_words = [torch.tensor(word, device=device) for word in new.bad_words]
+        self.last_hidden: torch.Tensor | None = None
+        """Of the chunk before: it predicts the first token of the next one (prompt logprobs)."""

@@ -1,0 +1,52 @@
+"""The cache's tensors, and the moves of blocks between places."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from quire.layers.attention.base import KVSpec
+
+
+def block_bytes(spec: KVSpec, block_size: int, dtype: torch.dtype) -> int:
+    """Bytes one block takes over all layers of this rank, its token ids included."""
+    slot = spec.num_layers * 2 * spec.num_kv_heads * spec.head_dim * dtype.itemsize + 4
+    return block_size * slot
+
+
+class KVCache:
+    """Keys, values and token ids of every block.
+
+    Block-major: one block is contiguous over all layers, so that moving it is one copy. Token ids sit in pages addressed
+    by the same block numbers, so that whoever shares or moves a block has its tokens too.
+    """
+
+    def __init__(
+        self, spec: KVSpec, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        shape = (num_blocks, spec.num_layers, 2, spec.num_kv_heads, block_size, spec.head_dim)
+        self.block_size = block_size
+        self.num_blocks = num_blocks
+        self.data = _zeros(shape, dtype, device)
+        self.layers = [self.data[:, layer] for layer in range(spec.num_layers)]
+        self.tokens = _zeros((num_blocks, block_size), torch.int32, device)
+
+    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy blocks: (from, to) each."""
+        if pairs:
+            sources, targets = torch.tensor(pairs, device=self.data.device).unbind(1)
+            self.data[targets] = self.data[sources]
+            self.tokens[targets] = self.tokens[sources]
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros, because a masked slot is still multiplied by zero, and garbage could be NaN.
+
+    On a CPU they come from calloc: pages cost nothing until they are written, and start-up does not wait for gigabytes.
+    """
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    raw = np.zeros(int(np.prod(shape)) * dtype.itemsize, np.uint8)
+    return torch.from_numpy(raw).view(dtype).view(shape)

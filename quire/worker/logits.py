@@ -1,0 +1,109 @@
+"""Changes to logits that only some rows ask for: penalties, lists, and the user's own processors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from quire.messages.sampling import SamplingParams
+from quire.registry import resolve
+from quire.worker.batch import DeviceBatch
+from quire.worker.extras import RowExtras, RowKind
+
+NEGATIVE_INFINITY = float("-inf")
+
+
+class LogitsProcessor(Protocol):
+    """A user's own change to logits, named by dotted path in `logits_processors`.
+
+    Parameters reach it through `SamplingParams.extra_args`; it is called only for requests that have some.
+    """
+
+    def applies(self, params: SamplingParams) -> bool:
+        """Whether a request with these parameters wants this processor."""
+        ...
+
+    def apply(self, logits: torch.Tensor, prompt: torch.Tensor, output: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+        """The new logits [vocab] of a row, given its tokens so far."""
+        ...
+
+
+def load_processors(paths: Sequence[str | type]) -> list[LogitsProcessor]:
+    """Processors by dotted path (or given as classes)."""
+    return [(resolve("logits processor", path, {}) if isinstance(path, str) else path)() for path in paths]
+
+
+def apply_penalties(batch: DeviceBatch, logits: torch.Tensor, rows: torch.Tensor, longest: int) -> torch.Tensor:
+    """Repetition over prompt and output; presence and frequency over the output alone."""
+    tokens = batch.row_tokens(rows, longest).clamp_(0, logits.shape[-1] - 1)
+    position = torch.arange(tokens.shape[1], device=tokens.device)
+    exists = position < batch.num_tokens[rows, None]
+    is_output = exists & (position >= batch.prompt_len[rows, None])
+    seen = torch.zeros_like(logits).scatter_add_(1, tokens, exists.to(logits.dtype)) > 0
+    count = torch.zeros_like(logits).scatter_add_(1, tokens, is_output.to(logits.dtype))
+    repetition = batch.repetition[rows, None]
+    logits = torch.where(seen, torch.where(logits > 0, logits / repetition, logits * repetition), logits)
+    return logits - batch.frequency[rows, None] * count - batch.presence[rows, None] * (count > 0)
+
+
+def apply_lists(
+    batch: DeviceBatch,
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    host_rows: np.ndarray,
+    longest: int,
+    processors: Sequence[LogitsProcessor],
+) -> None:
+    """Row by row, in place: rows with lists are rare, and their lists differ."""
+    for i, row in enumerate(host_rows.tolist()):
+        if batch.kinds[row] & RowKind.LISTED:
+            extras = batch.extras[row]
+            _apply_fixed_lists(batch, logits[i], rows[i], extras)
+            if extras.bad_words or processors:
+                tokens = batch.row_tokens(rows[i : i + 1], longest)[0]
+                _ban_bad_words(batch, logits[i], rows[i], tokens, extras)
+                _apply_processors(batch, logits[i], row, tokens, extras, processors)
+
+
+def _apply_fixed_lists(batch: DeviceBatch, logits: torch.Tensor, row: torch.Tensor, extras: RowExtras) -> None:
+    if extras.allowed is not None:
+        allowed = logits[extras.allowed]
+        logits.fill_(NEGATIVE_INFINITY)[extras.allowed] = allowed
+    if extras.stop_ids is not None:
+        too_early = batch.num_tokens[row] - batch.prompt_len[row] < extras.params.min_tokens
+        logits[extras.stop_ids] = torch.where(too_early, NEGATIVE_INFINITY, logits[extras.stop_ids])
+    if extras.bias_ids is not None:
+        logits[extras.bias_ids] += extras.bias
+
+
+def _ban_bad_words(
+    batch: DeviceBatch, logits: torch.Tensor, row: torch.Tensor, tokens: torch.Tensor, extras: RowExtras
+) -> None:
+    """The last token of a bad word is banned where the output ends in the rest of it."""
+    length, output_len = batch.num_tokens[row], batch.num_tokens[row] - batch.prompt_len[row]
+    for word in extras.bad_words:
+        begun = word[:-1]
+        if len(begun) > len(tokens):
+            continue
+        tail = tokens[(length - len(begun) + torch.arange(len(begun), device=tokens.device)).clamp(min=0)]
+        matches = (tail == begun).all() & (output_len >= len(begun))
+        logits[word[-1]] = torch.where(matches, NEGATIVE_INFINITY, logits[word[-1]])
+
+
+def _apply_processors(
+    batch: DeviceBatch,
+    logits: torch.Tensor,
+    row: int,
+    tokens: torch.Tensor,
+    extras: RowExtras,
+    processors: Sequence[LogitsProcessor],
+) -> None:
+    wanted = [processor for processor in processors if processor.applies(extras.params)]
+    if wanted:
+        length = int(batch.num_tokens[row])
+        prompt, output = tokens[: extras.prompt_len], tokens[extras.prompt_len : length]
+        for processor in wanted:
+            logits.copy_(processor.apply(logits, prompt, output, extras.params))

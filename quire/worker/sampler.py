@@ -1,0 +1,107 @@
+"""From logits to tokens.
+
+Everything is masked by thresholds and drawn in vocabulary order from one uniform number a row, so that a row's token
+depends on its own logits and its own random stream alone: not on the batch, and not on how a sort breaks ties.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from quire.worker.batch import DeviceBatch
+from quire.worker.extras import RowKind
+from quire.worker.logits import LogitsProcessor, apply_lists, apply_penalties
+from quire.worker.philox import uniform
+
+NEGATIVE_INFINITY = float("-inf")
+FILTER_WINDOW = 1024
+"""Most nuclei are smaller than this; only rows whose nucleus is not pay for a full sort."""
+
+
+class Draws:
+    """What a slice of rows drew."""
+
+    def __init__(self, tokens: torch.Tensor, invalid: torch.Tensor) -> None:
+        self.tokens = tokens
+        self.invalid = invalid
+        """Rows without a single finite logit, or with NaN among them."""
+
+
+class Sampler:
+    """Draws one token for each row of logits."""
+
+    def __init__(self, batch: DeviceBatch, processors: Sequence[LogitsProcessor] = ()) -> None:
+        self._batch = batch
+        self._processors = processors
+
+    def draw(self, logits: torch.Tensor, rows: torch.Tensor, host_rows: np.ndarray, longest: int) -> Draws:
+        """One token a row from logits [n, vocab]; logits may be overwritten."""
+        kinds = self._batch.kinds[host_rows]
+        if (kinds & RowKind.PENALISED).any():
+            where = _indices(kinds & RowKind.PENALISED, logits.device)
+            logits[where] = apply_penalties(self._batch, logits[where], rows[where], longest)
+        if self._processors or (kinds & RowKind.LISTED).any():
+            apply_lists(self._batch, logits, rows, host_rows, longest, self._processors)
+        best, greedy = logits.max(dim=-1)  # max hands NaN on, so one pass finds the token and checks the row
+        invalid = ~torch.isfinite(best)
+        if not (kinds & RowKind.RANDOM).any():
+            return Draws(greedy, invalid)
+        random = _indices(kinds & RowKind.RANDOM, logits.device)
+        greedy[random] = self._draw_random(logits[random], rows[random], bool((kinds & RowKind.FILTERED).any()))
+        return Draws(greedy, invalid)
+
+    def _draw_random(self, logits: torch.Tensor, rows: torch.Tensor, filtered: bool) -> torch.Tensor:
+        batch = self._batch
+        scaled = logits / batch.temperature[rows, None]
+        if filtered:
+            scaled = filter_logits(scaled, batch.top_k[rows], batch.top_p[rows], batch.min_p[rows])
+        cumulative = torch.softmax(scaled, dim=-1).cumsum(-1, dtype=torch.float64)
+        threshold = self._uniform(rows) * cumulative[:, -1]
+        drawn = torch.searchsorted(cumulative, threshold[:, None], right=True)[:, 0]
+        return drawn.clamp(max=logits.shape[-1] - 1)  # only a row of NaN gets here; it is reported as invalid
+
+    def _uniform(self, rows: torch.Tensor) -> torch.Tensor:
+        batch = self._batch
+        index = batch.num_tokens[rows] - batch.prompt_len[rows]
+        seed, sample = batch.seed[rows], batch.sample[rows]
+        if seed.device.type == "cpu":  # numpy's small-array overhead is a fifth of torch's
+            return torch.from_numpy(uniform(seed.numpy(), index.numpy(), sample.numpy()))
+        return uniform(seed, index, sample).to(torch.float64)
+
+
+def filter_logits(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
+    """Mask what top-k, then top-p among the rest, then min-p exclude; ties with the last one kept stay in."""
+    window = min(FILTER_WINDOW, logits.shape[-1])
+    threshold, undecided = _threshold(logits, logits.topk(window).values, top_k, top_p)
+    if bool(undecided.any()):
+        wide = undecided.nonzero()[:, 0]
+        ordered = logits[wide].sort(descending=True).values
+        threshold[wide], _ = _threshold(logits[wide], ordered, top_k[wide], top_p[wide])
+    floor = logits.amax(-1) + min_p.log()  # log 0 is -inf: off
+    return logits.masked_fill(logits < torch.maximum(threshold, floor)[:, None], NEGATIVE_INFINITY)
+
+
+def _threshold(
+    logits: torch.Tensor, ordered: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The lowest logit kept in each row, given its best ones in order; and where those do not reach far enough."""
+    width, vocab = ordered.shape[-1], logits.shape[-1]
+    best = ordered[:, :1]
+    in_k = torch.arange(width, device=logits.device) < top_k[:, None]
+    weights = torch.where(in_k, (ordered - best).exp(), 0.0)
+    # The mass that top-p is a share of: what top-k left, which without top-k is the whole vocabulary's.
+    mass = torch.where(top_k >= vocab, (logits - best).exp().sum(-1), weights.sum(-1)) * top_p
+    through = weights.cumsum(-1, dtype=torch.float64)
+    in_p = (through - weights < mass[:, None]) | (top_p >= 1.0)[:, None]
+    last = (in_k & in_p).sum(-1) - 1
+    threshold = ordered.gather(1, last.clamp(min=0)[:, None])[:, 0]
+    threshold = torch.where((top_k >= vocab) & (top_p >= 1.0), NEGATIVE_INFINITY, threshold)
+    cut_off = (top_k < vocab) | ((top_p < 1.0) & (through[:, -1] < mass))
+    return threshold, (top_k > width) & cut_off
+
+
+def _indices(mask: np.ndarray, device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(np.flatnonzero(mask)).to(device, non_blocking=True)

@@ -1,0 +1,184 @@
+"""A tiny random transformers model beside ours, and a paged cache to run ours through."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from quire.distributed.groups import Ranks
+from quire.kernels.reference import TorchOps
+from quire.layers.attention.base import AttentionInputs
+from quire.layers.attention.torch_paged import TorchPagedAttention
+from quire.layers.build import Build
+from quire.layers.targets import collect_targets
+from quire.loading.model_config import ModelConfig
+from quire.models.registry import model_class
+
+
+def random_reference(config: PretrainedConfig, seed: int = 0) -> Any:
+    """A transformers model whose weights are large enough that logits are not flat and every part matters."""
+    config.architectures = None
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        if parameter.dim() == 1:
+            parameter.data = 0.3 * noise + (1.0 if name.endswith("weight") else 0.0)
+        else:
+            parameter.data = noise * (1.5 * min(parameter.shape) ** -0.5)
+    model.tie_weights()
+    return model
+
+
+def model_config(reference: Any) -> ModelConfig:
+    """What config.json would say of the reference."""
+    raw = json.loads(json.dumps(reference.config.to_dict()))
+    return ModelConfig.from_dict(raw | {"architectures": [type(reference).__name__]})
+
+
+def empty_model(config: ModelConfig, ranks: Ranks | None = None, max_model_len: int = 64) -> Any:
+    """Our model of that shape, weights unset."""
+    build = Build(
+        config=config,
+        ranks=ranks or Ranks(),
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        ops=TorchOps(),
+        attention=TorchPagedAttention(),
+        max_model_len=max_model_len,
+    )
+    model = model_class(config.architecture)(build)
+    if build.ranks.tp_size == 1:  # otherwise a padded vocabulary has rows that no tensor fills
+        for parameter in model.parameters():
+            parameter.fill_(float("nan"))
+    return model
+
+
+def checkpoint_tensors(reference: Any) -> dict[str, torch.Tensor]:
+    """The reference's weights under the names its files have."""
+    tensors = dict(reference.state_dict())
+    if type(reference).__name__ == "GPTNeoXForCausalLM" and "lm_head.weight" in tensors:
+        tensors["embed_out.weight"] = tensors.pop("lm_head.weight")
+    return tensors
+
+
+def load(model: Any, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Copy a checkpoint's tensors into our model; every name must be wanted or ignored, and every want answered."""
+    targets = collect_targets(model)
+    missing = set(targets)
+    for name, tensor in tensors.items():
+        if name not in targets:
+            assert model.ignores(name), f"unexpected {name}"
+            continue
+        missing.discard(name)
+        for target in targets[name]:
+            assert tuple(tensor.shape) == target.shape, name
+            part = tensor[target.keep]
+            part = target.arrange(part) if target.arrange else part
+            assert part.shape == target.into.shape, name
+            target.into.copy_(part)
+    assert not missing
+    assert not any(parameter.isnan().any() for parameter in model.parameters())
+
+
+def loaded_model(reference: Any, ranks: Ranks | None = None, max_model_len: int = 64) -> Any:
+    """Our model with the reference's weights."""
+    model = empty_model(model_config(reference), ranks, max_model_len)
+    load(model, checkpoint_tensors(reference))
+    return model
+
+
+@torch.no_grad()
+def reference_logits(reference: Any, tokens: Sequence[int]) -> torch.Tensor:
+    """[len(tokens), vocab]: the reference's logits, in one pass."""
+    return reference(torch.tensor([tokens]), use_cache=False).logits[0]
+
+
+class PagedRun:
+    """Rows of tokens moving through a paged cache whose physical blocks are in no order.
+
+    Unwritten slots hold NaN: whoever reads one shows.
+    """
+
+    def __init__(self, stages: Any, block_size: int = 4, blocks: int = 64, seed: int = 0) -> None:
+        self.stages = stages if isinstance(stages, list) else [stages]
+        self.block_size = block_size
+        self.free = (torch.randperm(blocks - 1, generator=torch.Generator().manual_seed(seed)) + 1).tolist()
+        self.tables: dict[str, list[int]] = {}
+        self.computed: dict[str, int] = {}
+        self.caches = []
+        for stage in self.stages:
+            spec = stage.kv_shape
+            # Block-major, as the worker keeps it: a layer's cache is a strided view.
+            pool = torch.full((blocks, spec.num_layers, 2, spec.num_kv_heads, block_size, spec.head_dim), torch.nan)
+            self.caches.append(list(pool.unbind(1)))
+
+    @torch.no_grad()
+    def step(self, scheduled: Mapping[str, Sequence[int]]) -> dict[str, torch.Tensor]:
+        """Compute each row's next tokens; logits of every one of them, by row."""
+        rows = sorted(scheduled, key=lambda row: len(scheduled[row]) > 1)
+        tokens, positions, slots, starts, lengths = [], [], [], [0], []
+        for row in rows:
+            table, done = self.tables.setdefault(row, []), self.computed.get(row, 0)
+            end = done + len(scheduled[row])
+            while len(table) * self.block_size < end:
+                table.append(self.free.pop())
+            tokens += scheduled[row]
+            positions += range(done, end)
+            slots += [table[p // self.block_size] * self.block_size + p % self.block_size for p in range(done, end)]
+            starts.append(starts[-1] + end - done)
+            lengths.append(end)
+            self.computed[row] = end
+        width = max(len(self.tables[row]) for row in rows) + 1
+        inputs = AttentionInputs(
+            slots=torch.tensor(slots),
+            query_starts=torch.tensor(starts, dtype=torch.int32),
+            context_lens=torch.tensor(lengths, dtype=torch.int32),
+            block_tables=torch.tensor(
+                [self.tables[row] + [0] * (width - len(self.tables[row])) for row in rows], dtype=torch.int32
+            ),
+            num_rows=len(rows),
+            num_tokens=len(tokens),
+            num_decodes=sum(len(scheduled[row]) == 1 for row in rows),
+            max_query_len=max(len(scheduled[row]) for row in rows),
+            max_context_len=max(lengths),
+        )
+        hidden = None
+        for stage, cache in zip(self.stages, self.caches, strict=True):
+            hidden = stage(torch.tensor(tokens), torch.tensor(positions), cache, inputs, hidden)
+        logits = self.stages[-1].logits(hidden)
+        return {row: logits[starts[i] : starts[i + 1]] for i, row in enumerate(rows)}
+
+
+def in_chunks(stages: Any, tokens: Sequence[int], size: int) -> torch.Tensor:
+    """Logits of every token, computed `size` tokens a step."""
+    run = PagedRun(stages)
+    return torch.cat([run.step({"row": tokens[i : i + size]})["row"] for i in range(0, len(tokens), size)])
+
+
+def mixed(stages: Any, prompts: Mapping[str, Sequence[int]], budget: Callable[[int, str], int]) -> dict[str, Any]:
+    """Logits of every token of several rows that share steps; `budget` says how many tokens of a row a step takes."""
+    run = PagedRun(stages)
+    logits: dict[str, list[torch.Tensor]] = {row: [] for row in prompts}
+    step = 0
+    while True:
+        scheduled = {
+            row: tokens[(done := run.computed.get(row, 0)) : done + budget(step, row)]
+            for row, tokens in prompts.items()
+        }
+        scheduled = {row: tokens for row, tokens in scheduled.items() if tokens}
+        if not scheduled and all(run.computed.get(row, 0) == len(tokens) for row, tokens in prompts.items()):
+            return {row: torch.cat(parts) for row, parts in logits.items()}
+        for row, part in run.step(scheduled).items() if scheduled else ():
+            logits[row].append(part)
+        step += 1
+
+
+def assert_same(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    """Equal but for rounding, relative to the logits' own size; and the logits are not flat."""
+    assert theirs.std() > 0.3, "a flat reference proves nothing"
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4 * theirs.abs().max().item())

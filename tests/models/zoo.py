@@ -1,0 +1,96 @@
+"""Tiny configurations, one for each thing that can differ between checkpoints."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import (
+    GPT2Config,
+    GPTNeoXConfig,
+    LlamaConfig,
+    MistralConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+
+def _llama_like(kind: type[PretrainedConfig], **changes: Any) -> PretrainedConfig:
+    shape: dict[str, Any] = {
+        "vocab_size": 97,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+    }
+    return kind(**(shape | changes))
+
+
+def _neox(**changes: Any) -> GPTNeoXConfig:
+    shape: dict[str, Any] = {
+        "vocab_size": 97,
+        "hidden_size": 48,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 3,
+        "max_position_embeddings": 64,
+    }
+    return GPTNeoXConfig(**(shape | changes))
+
+
+def _gpt2(**changes: Any) -> GPT2Config:
+    shape: dict[str, Any] = {"vocab_size": 97, "n_embd": 36, "n_layer": 3, "n_head": 3, "n_positions": 64}
+    return GPT2Config(**(shape | changes))
+
+
+def _scaled(**rope: Any) -> PretrainedConfig:
+    return _llama_like(LlamaConfig, rope_parameters={"rope_theta": 500.0, **rope})
+
+
+ZOO: dict[str, PretrainedConfig] = {
+    "llama": _llama_like(LlamaConfig),
+    "llama-tied": _llama_like(LlamaConfig, tie_word_embeddings=True),
+    "llama-mha": _llama_like(LlamaConfig, num_key_value_heads=4),
+    "llama-mqa": _llama_like(LlamaConfig, num_key_value_heads=1),
+    "llama-9-heads-3-kv": _llama_like(LlamaConfig, hidden_size=72, num_attention_heads=9, num_key_value_heads=3),
+    "llama-wide-heads": _llama_like(LlamaConfig, head_dim=20),
+    "llama-biases": _llama_like(LlamaConfig, attention_bias=True, mlp_bias=True),
+    "llama-linear": _scaled(rope_type="linear", factor=4.0),
+    "llama-dynamic-short": _scaled(rope_type="dynamic", factor=4.0),
+    "llama-yarn": _scaled(rope_type="yarn", factor=4.0, original_max_position_embeddings=16),
+    "llama-yarn-tuned": _scaled(
+        rope_type="yarn",
+        factor=8.0,
+        original_max_position_embeddings=8,
+        beta_fast=16.0,
+        beta_slow=2.0,
+        mscale=1.0,
+        mscale_all_dim=0.7,
+        truncate=False,
+    ),
+    "llama-yarn-attention-factor": _scaled(
+        rope_type="yarn", factor=4.0, original_max_position_embeddings=16, attention_factor=1.3
+    ),
+    "llama-llama3": _scaled(
+        rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32
+    ),
+    "mistral": _llama_like(MistralConfig, sliding_window=None),
+    "mistral-window": _llama_like(MistralConfig, sliding_window=5),
+    "qwen2": _llama_like(Qwen2Config, tie_word_embeddings=True),
+    "qwen2-upper-windows": _llama_like(
+        Qwen2Config, num_hidden_layers=3, use_sliding_window=True, sliding_window=6, max_window_layers=1
+    ),
+    "qwen3": _llama_like(Qwen3Config, head_dim=16, tie_word_embeddings=True),
+    "qwen3-biases": _llama_like(Qwen3Config, head_dim=12, attention_bias=True),
+    "gpt-neox": _neox(),
+    "gpt-neox-sequential": _neox(use_parallel_residual=False),
+    "gpt-neox-tied-no-bias": _neox(tie_word_embeddings=True, attention_bias=False, hidden_act="gelu_new"),
+    "gpt-neox-all-rotary": _neox(rope_parameters={"rope_type": "default", "partial_rotary_factor": 1.0}),
+    "gpt-neox-odd-rotary": _neox(rope_parameters={"rope_type": "default", "partial_rotary_factor": 0.33}),
+    "gpt2": _gpt2(),
+    "gpt2-untied": _gpt2(tie_word_embeddings=False, n_inner=40, activation_function="relu"),
+    "gpt2-scaled-by-layer": _gpt2(scale_attn_by_inverse_layer_idx=True),
+    "gpt2-unscaled": _gpt2(scale_attn_weights=False),
+}

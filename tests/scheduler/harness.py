@@ -1,0 +1,474 @@
+"""A device made of numbers: it applies plans as DESIGN.md says and checks every slot that a computed token would read.
+
+Nothing here uses the planning half's own bookkeeping: what a request must yield follows from a pure function of
+(request, sample, position), and what a slot must hold follows from the tokens up to its position.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from quire.engine.core import EngineCore
+from quire.errors import StepError
+from quire.memory.blocks import NULL_BLOCK
+from quire.memory.prefix import ContentKeys
+from quire.memory.tables import BlockTables
+from quire.messages.outputs import Finished, Key, Started, StepOutputs
+from quire.messages.plan import StepPlan, StepResult
+from quire.messages.request import NewRequest
+from quire.messages.sampling import SamplingParams
+from quire.scheduler.policies.registry import make_policy
+from quire.scheduler.scheduler import Scheduler
+
+EOS = 0
+STOP = 1
+"""The request's own stop token, beside the model's end-of-sequence."""
+VOCABULARY = 40
+GARBAGE = -1
+"""What a slot holds when nobody knows what was written there."""
+
+_MASK = (1 << 61) - 1
+
+
+def mixed(*values: int | str) -> int:
+    """A well-spread number from small ones, the same in every process."""
+    state = 0x9E3779B97F4A7C15
+    for value in values:
+        for part in value.encode() if isinstance(value, str) else (value & _MASK,):
+            state = ((state ^ part) * 0xBF58476D1CE4E5B9 + 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
+            state ^= state >> 29
+    return state
+
+
+def draw(request: str, sample: int, position: int) -> int:
+    """The token that comes at `position`: never EOS or STOP, unless `ending` says otherwise."""
+    return 2 + mixed(request, sample, position) % (VOCABULARY - 2)
+
+
+def ending(request: str, sample: int, position: int) -> int:
+    """As `draw`, but about one in twelve is EOS or STOP."""
+    fate = mixed("fate", request, sample, position) % 24
+    return fate if fate in (EOS, STOP) else draw(request, sample, position)
+
+
+Draws = Callable[[str, int, int], int]
+
+
+class Truth:
+    """What each sample must yield, and what the slots of its sequence must hold."""
+
+    def __init__(self, source: NewRequest, sample: int, draws: Draws) -> None:
+        self.source = source
+        tokens = list(source.prompt)
+        while True:
+            token = draws(source.id, sample, len(tokens))
+            tokens.append(token)
+            if token in source.stop_ids or len(tokens) >= source.limit:
+                break
+        self.tokens = tokens
+        self.output = tokens[len(source.prompt) :]
+        self.reason = "stop" if tokens[-1] in source.stop_ids else "length"
+        self.stop_reason = STOP if self.reason == "stop" and tokens[-1] == STOP else None
+        content, chain = [], mixed("salt", source.salt)
+        for position, token in enumerate(tokens):
+            chain = mixed(chain, token, position) & _MASK
+            content.append(chain)
+        self.content = np.array(content, np.int64)
+
+
+@dataclass
+class DeviceRow:
+    """One row of the device batch."""
+
+    request: str
+    sample: int
+    num_tokens: int
+    num_computed: int
+    table: np.ndarray
+    active: bool = True
+
+
+@dataclass
+class Launched:
+    """A step the device was given; its result is read later."""
+
+    result: StepResult
+    requests: set[str]
+    failed: bool
+
+
+class CheckingExecutor:
+    """Applies plans to a model of rows, tables and slot contents, and raises AssertionError at the first wrong slot."""
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        max_rows: int,
+        token_budget: int,
+        draws: Draws = draw,
+        fails: Callable[[StepPlan, set[str]], str] = lambda plan, requests: "",
+        yields_nothing: Callable[[Key, int], bool] = lambda key, position: False,
+        is_invalid: Callable[[Key, int], bool] = lambda key, position: False,
+    ) -> None:
+        self.block_size = block_size
+        self.max_rows = max_rows
+        self.token_budget = token_budget
+        self.draws = draws
+        self.fails = fails
+        """"submit" or "collect" to fail there, "" not to; given the plan and the requests in it."""
+        self.yields_nothing = yields_nothing
+        self.is_invalid = is_invalid
+        self.sources: dict[str, NewRequest] = {}
+        self.truths: dict[Key, Truth] = {}
+        self.rows: dict[int, DeviceRow] = {}
+        self.content = np.full(num_blocks * block_size, GARBAGE, np.int64)
+        self.table_width = num_blocks
+        self.next_step = 0
+        self.is_broken = False
+        self.plans: list[StepPlan] = []
+        self.keep_plans = False
+        self.failures: Counter[str] = Counter()
+        """Failed steps each request was part of."""
+        self.computed_tokens = 0
+        self.stale_draws = 0
+        self.copied = 0
+
+    def expect(self, source: NewRequest) -> None:
+        """Tell the device's checker about a request."""
+        self.sources[source.id] = source
+
+    def truth(self, request: str, sample: int) -> Truth:
+        key = (request, sample)
+        if key not in self.truths:
+            self.truths[key] = Truth(self.sources[request], sample, self.draws)
+        return self.truths[key]
+
+    # The executor's protocol
+
+    def submit(self, plan: StepPlan) -> Launched:
+        assert plan.step == self.next_step, f"plan {plan.step} came where {self.next_step} was due"
+        self.next_step += 1
+        if self.keep_plans:
+            self.plans.append(plan)
+        if plan.reset:
+            self.rows.clear()
+            self.is_broken = False
+        self._check_budgets(plan)
+        self._apply_differences(plan)
+        requests = {self.rows[row].request for row in plan.rows.tolist()} if not self.is_broken else set()
+        failure = self.fails(plan, requests)
+        if failure or self.is_broken:
+            self.is_broken = True
+            self._spoil(plan)
+            self.failures.update(requests)
+            if failure == "submit":
+                raise StepError(f"step {plan.step} cannot be launched")
+            return Launched(_empty_result(plan), requests, failed=True)
+        self._write(plan)
+        self._verify_reads(plan)
+        self._fork(plan)
+        return Launched(self._draw(plan), requests, failed=False)
+
+    def collect(self, handle: Launched) -> StepResult:
+        if handle.failed:
+            raise StepError(f"step {handle.result.step} failed on the device")
+        return handle.result
+
+    def shutdown(self) -> None:
+        self.rows.clear()
+
+    # One step
+
+    def _check_budgets(self, plan: StepPlan) -> None:
+        rows = plan.rows.tolist()
+        assert rows, "a plan without work"
+        assert plan.num_tokens == int(plan.counts.sum()) <= self.token_budget, (plan.num_tokens, self.token_budget)
+        assert len(set(rows)) == len(rows) == len(plan.counts), "a row is scheduled twice"
+        assert all(0 <= row < self.max_rows for row in rows)
+        assert (plan.counts > 0).all() and (plan.counts[: plan.num_decodes] == 1).all()
+        assert len(set(plan.sample_rows.tolist())) == len(plan.sample_rows), "a row draws twice"
+
+    def _apply_differences(self, plan: StepPlan) -> None:
+        for row in plan.drop:
+            assert self.rows.pop(row, None) is not None, f"row {row} is dropped but not there"
+        for new in plan.add:
+            assert new.row not in self.rows, f"row {new.row} is added but taken"
+            source = self.sources[new.request]
+            assert new.prompt_len == len(source.prompt) and new.limit == source.limit
+            assert new.stop_ids == source.stop_ids
+            assert new.num_computed < new.num_tokens, "a hit leaves at least the last token"
+            table = np.full(self.table_width, NULL_BLOCK, np.int64)
+            self.rows[new.row] = DeviceRow(new.request, new.sample, new.num_tokens, new.num_computed, table)
+        assert len(self.rows) <= self.max_rows
+        for row, index, block in zip(plan.block_rows.tolist(), plan.block_indices.tolist(), plan.blocks.tolist(), strict=True):
+            assert block != NULL_BLOCK
+            assert row in self.rows, f"row {row} is given block {block} but is not there"
+            self.rows[row].table[index] = block
+        sources, targets = [a for a, _ in plan.copies], [b for _, b in plan.copies]
+        assert len(set(targets)) == len(targets) and NULL_BLOCK not in targets
+        assert not set(sources) & set(targets), f"copies {plan.copies} depend on their order"
+        blocks = self.content.reshape(-1, self.block_size)
+        blocks[targets] = blocks[sources]
+        self.copied += len(plan.copies)
+
+    def _write(self, plan: StepPlan) -> None:
+        """Every scheduled row writes the KV of its tokens through its table."""
+        given = plan.tokens.tolist()
+        at = 0
+        for i, (row, count) in enumerate(zip(plan.rows.tolist(), plan.counts.tolist(), strict=True)):
+            state = self.rows[row]
+            truth = self.truth(state.request, state.sample)
+            start = state.num_computed
+            if i < plan.num_decodes:
+                if not state.active:
+                    continue  # to block 0: nobody reads it
+                assert start == state.num_tokens - 1, f"{state} decodes, but {start} tokens are computed"
+            else:
+                assert given[at : at + count] == truth.tokens[start : start + count], f"wrong tokens for {state}"
+                assert start + count <= state.num_tokens
+                at += count
+            positions = np.arange(start, start + count)
+            slots = self._slots(state, positions)
+            assert (slots >= self.block_size).all(), f"{state} has no block for positions {positions}"
+            self.content[slots] = truth.content[positions]
+            state.num_computed = start + count
+            assert state.num_computed <= plan.max_context
+            self.computed_tokens += count
+        assert at == len(given)
+
+    def _verify_reads(self, plan: StepPlan) -> None:
+        """All of a row's positions hold exactly its own sequence: attention reads them all."""
+        for row in plan.rows.tolist():
+            state = self.rows[row]
+            if not state.active:
+                continue
+            positions = np.arange(state.num_computed)
+            held = self.content[self._slots(state, positions)]
+            right = self.truth(state.request, state.sample).content[: state.num_computed]
+            if not np.array_equal(held, right):
+                wrong = np.flatnonzero(held != right)
+                raise AssertionError(f"step {plan.step}: row {row} {state} reads wrong KV at positions {wrong.tolist()}")
+
+    def _fork(self, plan: StepPlan) -> None:
+        for fork in plan.forks:
+            parent = self.rows[fork.source]
+            assert fork.row not in self.rows, f"row {fork.row} is forked into but taken"
+            assert fork.request == parent.request
+            self.rows[fork.row] = DeviceRow(
+                parent.request, fork.sample, parent.num_tokens, parent.num_computed, parent.table.copy()
+            )
+        assert len(self.rows) <= self.max_rows
+
+    def _draw(self, plan: StepPlan) -> StepResult:
+        computing = plan.rows.tolist()
+        drawing = [computing[i] for i in plan.samples.tolist()]
+        for row in computing:
+            state = self.rows[row]
+            if state.active:
+                assert (state.num_computed == state.num_tokens) == (row in drawing), f"row {row} {state}: draws wrongly"
+        tokens, counts, stopped, invalid = [], [], [], []
+        for source, row in zip(drawing, plan.sample_rows.tolist(), strict=True):
+            state = self.rows[row]
+            assert self.rows[source].request == state.request
+            assert not state.active or state.num_computed == state.num_tokens
+            key, position = (state.request, state.sample), state.num_tokens
+            drawn: list[int] = []
+            if not state.active:
+                self.stale_draws += 1
+                if mixed("stale", *key, position) % 2:  # a device may yield rubbish for such a row, or nothing
+                    drawn = [VOCABULARY + 1]
+            elif self.yields_nothing(key, position):
+                state.num_computed = state.num_tokens - 1
+            else:
+                drawn = [self.truth(*key).tokens[position]]
+                state.num_tokens += 1
+            is_stop = state.active and bool(drawn) and drawn[0] in self.sources[state.request].stop_ids
+            is_bad = state.active and self.is_invalid(key, position)
+            if state.active and (is_stop or state.num_tokens >= self.sources[state.request].limit):
+                state.active = False
+            tokens += drawn
+            counts.append(len(drawn))
+            stopped.append(is_stop)
+            invalid.append(is_bad)
+        return StepResult(
+            plan.step,
+            np.array(tokens, np.int32),
+            np.array(counts, np.int32),
+            np.array(stopped, np.bool_),
+            np.array(invalid, np.bool_),
+        )
+
+    def _spoil(self, plan: StepPlan) -> None:
+        """A failed step leaves anything at all in the slots it was to write."""
+        for row, count in zip(plan.rows.tolist(), plan.counts.tolist(), strict=True):
+            if row in self.rows:
+                start = self.rows[row].num_computed
+                self.content[self._slots(self.rows[row], np.arange(start, start + count))] = GARBAGE
+        for fork in plan.forks:
+            if fork.source in self.rows and fork.row not in self.rows:
+                parent = self.rows[fork.source]
+                self.rows[fork.row] = DeviceRow(
+                    parent.request, fork.sample, parent.num_tokens, parent.num_computed, parent.table.copy()
+                )
+
+    def _slots(self, state: DeviceRow, positions: np.ndarray) -> np.ndarray:
+        return state.table[positions // self.block_size] * self.block_size + positions % self.block_size
+
+
+def _empty_result(plan: StepPlan) -> StepResult:
+    draws = len(plan.sample_rows)
+    return StepResult(plan.step, np.zeros(0, np.int32), np.zeros(draws, np.int32), np.zeros(draws, bool), np.zeros(draws, bool))
+
+
+@dataclass
+class Ended:
+    """What the caller was told about one sample."""
+
+    tokens: list[int] = field(default_factory=list)
+    finished: Finished | None = None
+
+    @property
+    def reason(self) -> str | None:
+        return self.finished.reason if self.finished else None
+
+
+class Bench:
+    """A scheduler, the loop and the checking device, with a clock that only tests move."""
+
+    def __init__(
+        self,
+        blocks: int = 64,
+        block_size: int = 4,
+        max_rows: int = 8,
+        budget: int = 64,
+        policy: str = "fcfs",
+        depth: int = 0,
+        prefix_caching: bool = True,
+        chunked: bool = True,
+        draws: Draws = draw,
+        fails: Callable[[StepPlan, set[str]], str] = lambda plan, requests: "",
+        yields_nothing: Callable[[Key, int], bool] = lambda key, position: False,
+        is_invalid: Callable[[Key, int], bool] = lambda key, position: False,
+    ) -> None:
+        self.now = 0.0
+        self.keys = ContentKeys(block_size, b"model")
+        self.tables = BlockTables(blocks + 1, block_size, prefix_caching)
+        self.scheduler = Scheduler(
+            self.tables, make_policy(policy), self.keys, max_rows, budget, chunked, clock=lambda: self.now
+        )
+        self.device = CheckingExecutor(
+            blocks + 1, block_size, max_rows, budget, draws, fails, yields_nothing, is_invalid
+        )
+        self.device.keep_plans = True
+        self.core = EngineCore(self.scheduler, self.device, depth)
+        self.samples: dict[Key, Ended] = {}
+        self.started: list[Started] = []
+
+    @property
+    def plans(self) -> list[StepPlan]:
+        return self.device.plans
+
+    def request(
+        self,
+        id: str,
+        prompt: int | list[int] = 6,
+        output: int = 4,
+        n: int = 1,
+        priority: int = 0,
+        salt: str = "",
+        reads_cache: bool = True,
+    ) -> NewRequest:
+        """A request for `output` tokens; an integer prompt stands for that many tokens of its own."""
+        tokens = prompt if isinstance(prompt, list) else [2 + mixed("prompt", id, i) % 30 for i in range(prompt)]
+        params = SamplingParams(n=n, max_tokens=output, stop_token_ids=[STOP])
+        return NewRequest(
+            id=id,
+            prompt=tokens,
+            params=params,
+            limit=len(tokens) + output,
+            eos_ids=[EOS],
+            keys=self.keys.of(tokens, salt),
+            salt=salt,
+            reads_cache=reads_cache,
+            priority=priority,
+            arrival=self.now,
+        )
+
+    def add(self, id: str, prompt: int | list[int] = 6, output: int = 4, **more: object) -> NewRequest:
+        """Make a request and hand it to the core."""
+        return self.put(self.request(id, prompt, output, **more))  # type: ignore[arg-type]
+
+    def put(self, source: NewRequest) -> NewRequest:
+        self.core.add(source)
+        self.device.expect(source)
+        for index in range(source.params.n):
+            self.samples[(source.id, index)] = Ended()
+        return source
+
+    def step(self) -> StepOutputs:
+        """One step; what it told is checked for order and kept."""
+        outputs = self.core.step()
+        self.note(outputs)
+        self.audit()
+        return outputs
+
+    def note(self, outputs: StepOutputs) -> None:
+        counts = outputs.counts if outputs.counts is not None else [1] * len(outputs.keys)
+        assert len(counts) == len(outputs.keys) and sum(counts) == len(outputs.tokens)
+        at = 0
+        for key, count in zip(outputs.keys, counts, strict=True):
+            assert self.samples[key].finished is None, f"{key} yields tokens after its end"
+            self.samples[key].tokens += outputs.tokens[at : at + count]
+            at += count
+        for end in outputs.finished:
+            assert self.samples[end.key].finished is None, f"{end.key} ends twice"
+            self.samples[end.key].finished = end
+        self.started += outputs.started
+
+    def run(self, steps: int = 2000) -> None:
+        """Until nothing is left; everything must have come back then."""
+        for _ in range(steps):
+            if not self.core.has_work:
+                break
+            self.step()
+        assert not self.core.has_work, f"not done after {steps} steps"
+        self.scheduler.check_idle()
+
+    def audit(self) -> None:
+        """Reference counts are what the requests' own tables say."""
+        running = self.scheduler.rows.running()
+        owners = Counter(block for request in running for block in request.blocks)
+        refs = {block: count for block, count in enumerate(self.tables.pool.refs) if count}
+        assert refs == dict(owners)
+        assert NULL_BLOCK not in owners
+        assert self.tables.pool.free + self.tables.pool.used == self.tables.pool.capacity
+        for request in running:
+            assert len(set(request.blocks)) == len(request.blocks)
+
+    def assert_right(self, *ids: str) -> None:
+        """These requests ended by themselves, every sample with exactly the tokens it must have."""
+        for id in ids or [source for source in self.device.sources]:
+            for index in range(self.device.sources[id].params.n):
+                told, truth = self.samples[(id, index)], self.device.truth(id, index)
+                assert told.tokens == truth.output, (id, index)
+                assert told.finished is not None, (id, index)
+                assert (told.finished.reason, told.finished.stop_reason) == (truth.reason, truth.stop_reason)
+
+    def running(self) -> set[Key]:
+        return {request.key for request in self.scheduler.rows.running()}
+
+
+def ids(keys: Iterable[Key]) -> set[str]:
+    """The requests of these samples."""
+    return {id for id, _ in keys}
+
+
+def rng_of(*seed: int | str) -> random.Random:
+    """A random stream of its own for each seed, the same in every process."""
+    return random.Random(mixed(*seed))

@@ -1,0 +1,241 @@
+"""Storms: thousands of requests of every kind at once, on every shape of engine, against the checking device."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import pytest
+
+from quire.errors import CacheTooSmallError
+from quire.messages.plan import StepPlan
+from tests.scheduler.harness import Bench, ending, mixed, rng_of
+
+
+@dataclass(frozen=True)
+class Weather:
+    """One shape of engine, and what happens to it."""
+
+    block_size: int = 4
+    blocks: int = 40
+    rows: int = 8
+    budget: int = 32
+    depth: int = 0
+    policy: str = "fcfs"
+    prefix_caching: bool = True
+    chunked: bool = True
+    failure_rate: float = 0.0
+    empty_rate: float = 0.0
+    """Draws that yield no token."""
+    abort_rate: float = 0.05
+    longest: int = 40
+
+
+class Storm:
+    """Random callers around a bench. Each request's fate is decided when it is made; the engine must deliver it."""
+
+    def __init__(self, weather: Weather, requests: int, seed: int) -> None:
+        self.weather, self.left = weather, requests
+        self.rng = rng_of("storm", seed)
+        self.bench = Bench(
+            weather.blocks, weather.block_size, weather.rows, weather.budget, weather.policy, weather.depth,
+            weather.prefix_caching, weather.chunked, ending, self._fails, self._yields_nothing,
+        )  # fmt: skip
+        self.bench.device.keep_plans = False
+        self.cuts: dict[tuple[str, int], int] = {}
+        """Samples whose caller finds a stop string after so many tokens."""
+        self.cut: set[tuple[str, int]] = set()
+        self.aborted: set[str] = set()
+        self.open: list[str] = []
+        self.sequences: list[list[int]] = [[2 + mixed("stem", i) % 9 for i in range(200)]]
+        self.refused = 0
+        self.made = 0
+
+    def run(self) -> None:
+        while self.left:
+            self._arrivals()
+            self._callers()
+            self.bench.now += self.rng.random()
+            self._step()
+        most = 50 + 6 * (1 + self.weather.depth) * sum(self._work(id) for id in self.open)
+        for _ in range(most):
+            if not self.bench.core.has_work:
+                break
+            self._callers()
+            self._step()
+        assert not self.bench.core.has_work, f"{len(self.open)} requests starve after {most} steps"
+        self.bench.scheduler.check_idle()
+        self._check_ends()
+
+    def _step(self) -> None:
+        self.bench.note(self.bench.core.step())
+        if self.rng.random() < 0.2:
+            self.bench.audit()
+
+    def _work(self, id: str) -> int:
+        source = self.bench.device.sources[id]
+        return source.params.n * source.limit
+
+    def _fails(self, plan: StepPlan, requests: set[str]) -> str:
+        if self.rng.random() < self.weather.failure_rate:
+            return self.rng.choice(["submit", "collect"])
+        return ""
+
+    def _yields_nothing(self, key: tuple[str, int], position: int) -> bool:
+        return self.rng.random() < self.weather.empty_rate
+
+    # Callers
+
+    def _arrivals(self) -> None:
+        rng = self.rng
+        burst = rng.choice([0, 0, 0, 1, 1, 2, 5]) if rng.random() < 0.9 else 12
+        for _ in range(min(burst, self.left)):
+            self.left -= 1
+            self.made += 1
+            id = f"r{self.made}"
+            source = self.bench.request(
+                id,
+                self._prompt(),
+                rng.choice([1, 2, rng.randint(1, self.weather.longest)]),
+                n=rng.choice([1, 1, 1, 1, 2, 3, self.weather.rows + 2]),
+                priority=rng.choice([0, 0, 1, 5, -3]),
+                salt=rng.choice(["", "", "", "tenant"]),
+                reads_cache=rng.random() < 0.9,
+            )
+            try:
+                self.bench.put(source)
+            except CacheTooSmallError:
+                self.refused += 1
+                continue
+            self.open.append(id)
+            for index in range(source.params.n):
+                if rng.random() < 0.1:
+                    self.cuts[(id, index)] = rng.randint(0, 6)
+            if rng.random() < 0.3:
+                self.sequences.append(self.bench.device.truth(id, 0).tokens)
+                del self.sequences[1:-20]
+
+    def _prompt(self) -> list[int]:
+        """Often the beginning of something the engine has seen, sometimes followed by something new."""
+        rng, longest = self.rng, self.weather.longest
+        tokens: list[int] = []
+        if rng.random() < 0.7:
+            tokens = list(rng.choice(self.sequences)[: rng.randint(1, longest)])
+        if not tokens or rng.random() < 0.6:
+            tokens += [rng.randint(2, 9) for _ in range(rng.randint(1, 1 + longest // 2))]
+        return tokens
+
+    def _callers(self) -> None:
+        rng, bench = self.rng, self.bench
+        self.open = [
+            id for id in self.open if any(bench.samples[(id, i)].finished is None for i in range(self._n(id)))
+        ]
+        if self.open and rng.random() < self.weather.abort_rate:
+            id = rng.choice(self.open)
+            self.aborted.add(id)
+            bench.core.abort(id)
+        for key, at in list(self.cuts.items()):
+            told = bench.samples[key]
+            if told.finished is not None:
+                del self.cuts[key]
+            elif len(told.tokens) >= at and rng.random() < 0.5:
+                bench.core.finish(key, at, "stop string")
+                self.cut.add(key)
+                del told.tokens[at:]
+                del self.cuts[key]
+
+    def _n(self, id: str) -> int:
+        return self.bench.device.sources[id].params.n
+
+    # The end
+
+    def _check_ends(self) -> None:
+        bench, errors = self.bench, 0
+        for key, told in bench.samples.items():
+            truth = bench.device.truth(*key)
+            assert told.finished is not None, f"{key} never ended"
+            reason, stop_reason = told.finished.reason, told.finished.stop_reason
+            assert told.tokens == truth.output[: len(told.tokens)], f"{key} has wrong tokens"
+            if reason == "abort":
+                assert key[0] in self.aborted
+            elif reason == "error":
+                errors += 1
+                assert bench.device.failures[key[0]] >= 2, f"{key} ended with an error it had no part in"
+            elif key in self.cut:
+                assert (reason, stop_reason) == ("stop", "stop string")
+            else:
+                assert (reason, stop_reason) == (truth.reason, truth.stop_reason), key
+                assert told.tokens == truth.output, f"{key} ended early"
+        if not self.weather.failure_rate:
+            assert not errors
+        assert errors <= 0.2 * len(bench.samples) + 5
+        stats = bench.scheduler.stats
+        assert 0.0 <= stats.waste < 1.0
+        assert 0.0 <= stats.hit_rate <= 1.0
+        if not self.weather.prefix_caching:
+            assert stats.cached_tokens == 0
+        assert stats.finished == len(bench.samples)
+
+
+MIXED = [
+    Weather(),
+    Weather(depth=1),
+    Weather(depth=2),
+    Weather(policy="priority"),
+    Weather(policy="priority", depth=1),
+    Weather(prefix_caching=False),
+    Weather(prefix_caching=False, depth=1),
+    Weather(chunked=False),
+    Weather(chunked=False, depth=1, budget=9),
+    Weather(block_size=1, blocks=90),
+    Weather(block_size=1, blocks=90, depth=1),
+    Weather(block_size=16, blocks=12, depth=1),
+    Weather(block_size=16, blocks=400, rows=24, budget=512),
+    Weather(block_size=16, blocks=400, rows=24, budget=512, depth=1),
+    Weather(budget=1),
+    Weather(budget=3, depth=1, rows=6),
+    Weather(rows=1, depth=1),
+    Weather(rows=2, depth=2, blocks=22),
+    Weather(empty_rate=0.1),
+    Weather(empty_rate=0.1, depth=1),
+    Weather(abort_rate=0.6, depth=1),
+]
+TIGHT = [
+    Weather(block_size=size, blocks=-(-room // size), depth=depth, policy=policy, rows=rows)
+    for size, room, depth, policy, rows in itertools.product(
+        [1, 4, 16], [70, 120], [0, 1], ["fcfs", "priority"], [3, 16]
+    )
+]
+FAILING = [
+    Weather(failure_rate=rate, depth=depth, blocks=blocks, prefix_caching=caching, policy=policy, budget=budget)
+    for (rate, depth, blocks), (caching, policy, budget) in zip(
+        [(0.01, 0, 40), (0.01, 1, 40), (0.03, 1, 25), (0.03, 2, 25), (0.01, 0, 200), (0.02, 1, 200)],
+        itertools.cycle([(True, "fcfs", 32), (True, "priority", 9), (False, "fcfs", 32)]),
+    )
+]
+
+
+def describe(weather: Weather) -> str:
+    return "-".join(f"{name}={value}" for name, value in vars(weather).items() if value != getattr(Weather, name)) or "plain"
+
+
+@pytest.mark.parametrize("weather", MIXED, ids=describe)
+def test_mixed_weather(weather: Weather) -> None:
+    Storm(weather, requests=120, seed=1).run()
+
+
+@pytest.mark.parametrize("weather", TIGHT, ids=describe)
+def test_cache_barely_larger_than_one_request(weather: Weather) -> None:
+    Storm(weather, requests=40, seed=2).run()
+
+
+@pytest.mark.parametrize("weather", FAILING, ids=describe)
+def test_failing_steps(weather: Weather) -> None:
+    Storm(weather, requests=100, seed=3).run()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("weather", MIXED + TIGHT + FAILING, ids=describe)
+def test_long_storm(weather: Weather, seed: int) -> None:
+    Storm(weather, requests=1000, seed=100 + seed).run()
