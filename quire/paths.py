@@ -28,6 +28,8 @@ def cache_dir(*parts: str) -> Path:
 def _checked(part: str) -> str:
     if not _PLAIN_NAME.fullmatch(part):
         raise ValidationError(
-            f"{part!r} cannot name a place in the cache: letters, digits, '.', '_' and '-' only, 128 at most", "part", part
+            f"{part!r} cannot name a place in the cache: letters, digits, '.', '_' and '-' only, 128 at most",
+            "part",
+            part,
         )
     return part

@@ -139,7 +139,9 @@ def _rope(header: GGUFHeader, family: str, head_dim: int, context: int) -> dict[
             "original_max_position_embeddings": original,
         }
     if kind != "none":
-        raise UnsupportedModelError(f"{header.path}: rope scaling {kind!r} is not supported (none, linear, yarn, llama3 are)")
+        raise UnsupportedModelError(
+            f"{header.path}: rope scaling {kind!r} is not supported (none, linear, yarn, llama3 are)"
+        )
     return {"rope_type": "default", "rope_theta": theta}
 
 

@@ -100,4 +100,6 @@ def row_order(architecture: str, name: str, rows: int, heads: int, kv_heads: int
 
 def _divides(name: str, rows: int, parts: int) -> None:
     if parts < 1 or rows % parts:
-        raise CheckpointError(f"tensor {name!r} has {rows} rows, which the model's heads do not divide (parts: {parts})")
+        raise CheckpointError(
+            f"tensor {name!r} has {rows} rows, which the model's heads do not divide (parts: {parts})"
+        )

@@ -81,7 +81,9 @@ def tokens_of(header: GGUFHeader) -> list[str]:
     """The file's vocabulary, in the order of its ids."""
     tokens = header.strings("tokenizer.ggml.tokens")
     if not tokens:
-        raise CheckpointError(f"{header.path}: the GGUF file carries no tokenizer; give the original model's folder for it")
+        raise CheckpointError(
+            f"{header.path}: the GGUF file carries no tokenizer; give the original model's folder for it"
+        )
     return tokens
 
 
@@ -190,8 +192,12 @@ def _merges_from_scores(
 
 
 def _add_special(tokenizer: Tokenizer, tokens: list[str], types: list[int]) -> None:
-    special = [AddedToken(token, normalized=False, special=True) for token, kind in zip(tokens, types) if kind == _CONTROL]
-    plain = [AddedToken(token, normalized=False) for token, kind in zip(tokens, types) if kind == _USER_DEFINED and token]
+    special = [
+        AddedToken(token, normalized=False, special=True) for token, kind in zip(tokens, types) if kind == _CONTROL
+    ]
+    plain = [
+        AddedToken(token, normalized=False) for token, kind in zip(tokens, types) if kind == _USER_DEFINED and token
+    ]
     tokenizer.add_special_tokens(special)
     tokenizer.add_tokens(plain)
 

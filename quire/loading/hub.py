@@ -67,7 +67,9 @@ def resolve(
     if path is not None:
         return local_files(model, path)
     if _looks_like_path(model):
-        raise ModelNotFoundError(f"there is no file or folder {model!r} (looked at {Path(model).expanduser().absolute()})")
+        raise ModelNotFoundError(
+            f"there is no file or folder {model!r} (looked at {Path(model).expanduser().absolute()})"
+        )
     name = model.lower()
     if name in PINNED:
         folder = Path(download_dir) if download_dir is not None else cache_dir("models")
@@ -81,7 +83,9 @@ def resolve(
         )
     if revision is not None and (not _REVISION.fullmatch(revision) or ".." in revision):
         raise ModelNotFoundError(f"{revision!r} is not a revision: give a branch, a tag or a commit")
-    return _from_hub(model, match["repo"], match["file"], revision, download_dir, offline, token, progress, trust_remote_code)
+    return _from_hub(
+        model, match["repo"], match["file"], revision, download_dir, offline, token, progress, trust_remote_code
+    )
 
 
 def _existing(model: str) -> Path | None:
@@ -93,7 +97,11 @@ def _existing(model: str) -> Path | None:
 
 
 def _looks_like_path(model: str) -> bool:
-    return model.startswith(("/", "./", "../", "~")) or model in (".", "..") or (model.endswith(".gguf") and ":" not in model)
+    return (
+        model.startswith(("/", "./", "../", "~"))
+        or model in (".", "..")
+        or (model.endswith(".gguf") and ":" not in model)
+    )
 
 
 def _offline_by_environment() -> bool:
@@ -139,7 +147,9 @@ def _from_hub(
         except Exception as error:  # No network in one of its many forms; the cache may still have it.
             failures.append(f"Hub {repo}: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
     try:
-        folder = Path(snapshot_download(repo, local_files_only=True, **where))
+        # Only part of a repository is ever fetched, and newer huggingface_hub refuses a snapshot that lacks a file it
+        # was asked for: so ask for none. What is really missing is told by whoever opens it.
+        folder = Path(snapshot_download(repo, local_files_only=True, allow_patterns=["-"], **where))
     except (LocalEntryNotFoundError, OSError, ValueError):
         failures.append("local Hub cache: not there")
     else:
@@ -165,7 +175,7 @@ def _in_snapshot(model: str, folder: Path, gguf: str | None) -> ModelFiles:
     names = [name for name in _names_in(folder) if name.endswith(".gguf")]
     if names:
         path = folder / _match_gguf(model, names, None)
-        return ModelFiles(model, path, gguf=path, folder=folder)
+        return ModelFiles(model, path, gguf=path)
     return local_files(model, folder)
 
 

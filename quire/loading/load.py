@@ -26,7 +26,9 @@ def open_checkpoint(
 ) -> Checkpoint:
     """The model's checkpoint. `targets` and `seed` are for the dummy format, which makes up what the model asks for."""
     if load_format not in LOAD_FORMATS:
-        raise ConfigError(f"load_format {load_format!r} is not one of {', '.join(LOAD_FORMATS)}", "load_format", load_format)
+        raise ConfigError(
+            f"load_format {load_format!r} is not one of {', '.join(LOAD_FORMATS)}", "load_format", load_format
+        )
     kind = files.kind if load_format == "auto" else load_format
     if kind is None:
         raise ModelNotFoundError(
@@ -139,7 +141,9 @@ def _match(
         seen.add(name)
         wrong = [target.shape for target in targets[name] if tuple(target.shape) != tuple(weight.shape)]
         if wrong:
-            misfits.wrong_shape.append(f"{name}: {tuple(weight.shape)} in the checkpoint, {tuple(wrong[0])} in the model")
+            misfits.wrong_shape.append(
+                f"{name}: {tuple(weight.shape)} in the checkpoint, {tuple(wrong[0])} in the model"
+            )
         else:
             matched.append((weight, targets[name]))
     misfits.missing = [f"{name} {tuple(each[0].shape)}" for name, each in targets.items() if each and name not in seen]

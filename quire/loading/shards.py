@@ -53,7 +53,9 @@ def _from_index(index: Path) -> Shards:
     for name, file in mapping.items():
         # A name from a downloaded file becomes a path: it must stay in this folder.
         if not isinstance(file, str) or Path(file).name != file or file in ("", ".", "..") or "\0" in file:
-            raise CheckpointError(f"{index}: the tensor {name!r} is said to be in {file!r}, which is not a plain file name")
+            raise CheckpointError(
+                f"{index}: the tensor {name!r} is said to be in {file!r}, which is not a plain file name"
+            )
         expected[name] = index.parent / file
     shards = tuple(sorted(set(expected.values())))
     missing = [shard.name for shard in shards if not shard.is_file()]

@@ -14,7 +14,7 @@ class CpuPlatform:
     """This machine's processor and memory."""
 
     device = torch.device("cpu")
-    ops = "quire.kernels.cpu.ops.CpuOps"
+    ops = "quire.kernels.reference.TorchOps"
     attention = "cpu"
     pipeline_depth = 0
     max_num_seqs = 256

@@ -7,7 +7,7 @@ that number forward, by one for most rows, by a chunk for those whose prompt is 
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from typing import Any
 
@@ -48,7 +48,8 @@ class Scheduler:
         self._clock = clock
         self._groups: dict[str, list[Request]] = {}
         self._prefilling: dict[Request, None] = {}
-        self._forked: set[Request] = set()
+        self.forked: set[Request] = set()
+        """Samples of one prompt whose last block may still be shared: the next write into it copies it."""
         self._suspects: deque[Request] = deque()
         self._flights: deque[Flight] = deque()
         self._outputs = StepOutputs()
@@ -143,34 +144,51 @@ class Scheduler:
         if len(ready) > self._budget:
             ready = np.array(sorted(ready.tolist(), key=self._rank_of_row)[: self._budget], np.int64)
         short = ready[rows.bound[ready] > rows.capacity[ready]]
-        if not len(short) and not self._forked:
+        if not len(short) and not self.forked:
             return ready
         scheduled = {rows.requests[row] for row in ready.tolist()}
-        in_need = {rows.requests[row] for row in short.tolist()} | (self._forked & scheduled)
-        for request in sorted(in_need, key=self.policy.rank):  # type: ignore[type-var,arg-type]
-            if request is not None and request.row >= 0:  # it may have lost its row to one before it
-                self._give_slot(draft, request)
+        in_need = {rows.requests[row] for row in short.tolist()} | (self.forked & scheduled)
+        self._give_slots(draft, sorted(in_need, key=self.policy.rank))  # type: ignore[type-var,arg-type]
         return ready
 
     def _rank_of_row(self, row: int) -> Any:
         return self.policy.rank(self.rows.requests[row])  # type: ignore[arg-type]
 
+    def _give_slots(self, draft: Draft, requests: list[Request]) -> None:
+        """Room for one more token each. Whoever must leave leaves first: a block that is copied from in this step is
+        then never one that is copied to, and copies need no order."""
+        while self._slots_cost(requests) > self.tables.pool.free:
+            self._preempt_one(draft)
+        for request in requests:
+            if request.row >= 0:
+                self._give_slot(draft, request)
+
+    def _slots_cost(self, requests: list[Request]) -> int:
+        """Blocks it takes to give each request that still has its row one more slot."""
+        fresh, shared = 0, Counter[int]()
+        for request in requests:
+            index = self._next_block(request) if request.row >= 0 else -1
+            if index >= len(request.blocks):
+                fresh += 1
+            elif index >= 0:
+                shared[request.blocks[index]] += 1
+        # The last one to hold a block need not copy it.
+        return fresh + sum(min(count, self.tables.pool.refs[block] - 1) for block, count in shared.items())
+
+    def _next_block(self, request: Request) -> int:
+        """Which of its blocks the row's next decode writes to."""
+        return (int(self.rows.bound[request.row]) - 1) // self.tables.block_size
+
     def _give_slot(self, draft: Draft, request: Request) -> None:
-        """Room for one more token in a block that is the request's alone."""
-        row, tables = request.row, self.tables
-        bound = int(self.rows.bound[row])
-        index = (bound - 1) // tables.block_size
-        is_new = index >= len(request.blocks)
-        if is_new or tables.is_shared(request, index):
-            if not self._make_room(draft, request, 1):
-                return
-            if is_new:
-                self._grow(draft, request, bound)
-            elif tables.is_shared(request, index):  # making room may have ended the sharing
-                source, own = tables.copy_on_write(request, index)
-                draft.copies.append((row, source, own))
-                draft.assign(row, index, [own])
-        self._forked.discard(request)
+        """The next token goes to a block that is the request's alone."""
+        row, index = request.row, self._next_block(request)
+        if index >= len(request.blocks):
+            self._grow(draft, request, int(self.rows.bound[row]))
+        elif self.tables.is_shared(request, index):
+            source, own = self.tables.copy_on_write(request, index)
+            draft.copies.append((row, source, own))
+            draft.assign(row, index, [own])
+        self.forked.discard(request)
 
     def _continue_prompts(self, draft: Draft, budget: int) -> int:
         """Rows whose known tokens are not all computed go on, best-ranked first."""
@@ -270,19 +288,23 @@ class Scheduler:
     def _make_room(self, draft: Draft, request: Request, blocks: int) -> bool:
         """Preempt until `blocks` are free; False if that cost the request itself its row."""
         while self.tables.pool.free < blocks:
-            running = self.rows.running()
-            first = min(running, key=self.policy.rank)
-            others = [other for other in running if other is not first]
-            if not others:
-                raise RuntimeError(
-                    f"{request} runs alone and lacks {blocks} blocks: {self.tables.pool.free} of "
-                    f"{self.tables.pool.capacity} free, {len(request.blocks)} held"
-                )
-            victim = self.policy.victim(others)
-            self._preempt(draft, victim)
-            if victim is request:
+            if self._preempt_one(draft) is request:
                 return False
         return True
+
+    def _preempt_one(self, draft: Draft) -> Request:
+        """The policy names who must leave, never the best-ranked: it always goes on, so everyone finishes in turn."""
+        running = self.rows.running()
+        first = min(running, key=self.policy.rank)
+        others = [other for other in running if other is not first]
+        if not others:
+            pool = self.tables.pool
+            raise RuntimeError(
+                f"{first} runs alone and lacks blocks: {pool.free} of {pool.capacity} free, {len(first.blocks)} held"
+            )
+        victim = self.policy.victim(others)
+        self._preempt(draft, victim)
+        return victim
 
     def _preempt(self, draft: Draft, victim: Request) -> None:
         """Take row and blocks; the tokens stay, and are computed again when there is room."""
@@ -300,7 +322,7 @@ class Scheduler:
         self.tables.release(request)
         self._dropped.append(self.rows.give_back(request))
         self._prefilling.pop(request, None)
-        self._forked.discard(request)
+        self.forked.discard(request)
 
     # The plan is written down
 
@@ -371,7 +393,7 @@ class Scheduler:
             else:
                 self.policy.add(child)
         if forked:
-            self._forked.update((parent, *forked))
+            self.forked.update((parent, *forked))
         parent.siblings = []
         return forked
 

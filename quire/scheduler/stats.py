@@ -55,9 +55,7 @@ class SchedulerStats:
         self.cached_tokens += draft.cached_tokens
         self.queried_tokens += draft.queried_tokens
         self.allocated_slots += pool.used * scheduler.tables.block_size
-        unused = rows.capacity - rows.computed
-        unused[[fork.row for fork in draft.forks]] = 0  # still the slots of the row they come from
-        self.unused_slots += int(unused.sum())
+        self.unused_slots += int((rows.capacity - rows.computed).sum()) - _counted_twice(scheduler)
         self.row_steps += rows.used
         self._last = (plan, draft, pool.used, pool.free)
 
@@ -70,3 +68,11 @@ class SchedulerStats:
             f"blocks {used} used / {free} free, cache hits {draft.cached_tokens} of {draft.queried_tokens} tokens, "
             f"{len(draft.preempted)} preempted, {len(draft.copies)} copied"
         )
+
+
+def _counted_twice(scheduler: Scheduler) -> int:
+    """Unused slots of blocks that samples of one prompt still share, beyond the first of them."""
+    rows = scheduler.rows
+    unused = {request: int(rows.capacity[request.row] - rows.computed[request.row]) for request in scheduler.forked}
+    each_once = {request.blocks[-1]: slots for request, slots in unused.items()}
+    return sum(unused.values()) - sum(each_once.values())

@@ -185,7 +185,9 @@ def test_one_error_lists_everything_that_does_not_fit(tmp_path: Path, tensors: T
     assert "model.norm.weight: (256,) in the checkpoint, (99,) in the model" in message
     assert "inv_freq" not in message
     # Nothing was copied: a model half loaded is worse than one not loaded.
-    assert all((each[0].into == -7).all() for name, each in targets.items() if name in tensors and name != "model.norm.weight")
+    assert all(
+        (each[0].into == -7).all() for name, each in targets.items() if name in tensors and name != "model.norm.weight"
+    )
 
 
 @pytest.mark.parametrize("direction", ["lacks", "adds"])

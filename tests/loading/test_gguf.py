@@ -105,7 +105,9 @@ def test_llama_rows_are_put_back_in_order_and_qwen_rows_left_alone(write_gguf: W
     weights = by_name(GGUFCheckpoint(path))
     check_slices(weights["model.layers.0.self_attn.q_proj.weight"], torch.from_numpy(q))
     check_slices(weights["model.layers.0.self_attn.k_proj.weight"], torch.from_numpy(k))
-    assert torch.equal(weights["model.layers.0.self_attn.q_proj.bias"].read((slice(9, 70),)), torch.from_numpy(bias[9:70]))
+    assert torch.equal(
+        weights["model.layers.0.self_attn.q_proj.bias"].read((slice(9, 70),)), torch.from_numpy(bias[9:70])
+    )
     path = write_gguf({"blk.0.attn_q.weight": q}, arch="qwen2", name="qwen.gguf")
     (weight,) = GGUFCheckpoint(path)
     assert torch.equal(weight.read(), torch.from_numpy(q))
@@ -136,7 +138,12 @@ def test_the_config_is_read_from_the_header(write_gguf: Write) -> None:
 
     path = write_gguf({"token_embd.weight": normal(VOCAB, HIDDEN)}, Kind.F16, extra=tokens)
     config = read_model_config(local_files("m", path), {"max_position_embeddings": 64})
-    assert (config.architecture, config.vocab_size, config.hidden_size, config.num_layers) == ("LlamaForCausalLM", VOCAB, HIDDEN, 2)
+    assert (config.architecture, config.vocab_size, config.hidden_size, config.num_layers) == (
+        "LlamaForCausalLM",
+        VOCAB,
+        HIDDEN,
+        2,
+    )
     assert (config.num_heads, config.num_kv_heads, config.head_dim) == (HEADS, KV_HEADS, HEAD_DIM)
     assert config.rope["rope_theta"] == 5e5 and config.tie_embeddings and config.dtype == "float16"
     assert config.bos_token_id == 1 and config.eos_token_ids == (2, 3) and config.max_position == 64
@@ -155,7 +162,9 @@ def test_llama3_rope_is_recovered_from_its_table(write_gguf: Write) -> None:
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
     }
-    llama = transformers.LlamaConfig(hidden_size=HIDDEN, num_attention_heads=HEADS, rope_parameters=rope, num_hidden_layers=1)
+    llama = transformers.LlamaConfig(
+        hidden_size=HIDDEN, num_attention_heads=HEADS, rope_parameters=rope, num_hidden_layers=1
+    )
     scaled = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(llama).inv_freq.numpy()
     table = 1.0 / 5e5 ** (np.arange(0, HEAD_DIM, 2) / HEAD_DIM) / scaled
     tensors = {"token_embd.weight": normal(VOCAB, HIDDEN), "rope_freqs.weight": table}
@@ -200,7 +209,12 @@ def text(value: bytes) -> bytes:
 
 
 def tensor(name: bytes = b"t", dims: tuple[int, ...] = (32,), kind: int = 0, offset: int = 0) -> bytes:
-    return text(name) + struct.pack("<I", len(dims)) + struct.pack(f"<{len(dims)}Q", *dims) + struct.pack("<IQ", kind, offset)
+    return (
+        text(name)
+        + struct.pack("<I", len(dims))
+        + struct.pack(f"<{len(dims)}Q", *dims)
+        + struct.pack("<IQ", kind, offset)
+    )
 
 
 LIES = {
@@ -240,7 +254,9 @@ def test_a_lying_header_is_refused_by_name(tmp_path: Path, what: str) -> None:
 
 
 def test_a_file_cut_short_or_scrambled_anywhere_only_raises_our_errors(write_gguf: Write, tmp_path: Path) -> None:
-    good = write_gguf({"token_embd.weight": normal(8, HIDDEN), "blk.0.attn_q.weight": normal(HIDDEN, HIDDEN)}).read_bytes()
+    good = write_gguf(
+        {"token_embd.weight": normal(8, HIDDEN), "blk.0.attn_q.weight": normal(HIDDEN, HIDDEN)}
+    ).read_bytes()
     path = tmp_path / "bad.gguf"
 
     def attempt(content: bytes) -> None:

@@ -51,8 +51,8 @@ def draw(request: str, sample: int, position: int) -> int:
 
 
 def ending(request: str, sample: int, position: int) -> int:
-    """As `draw`, but about one in twelve is EOS or STOP."""
-    fate = mixed("fate", request, sample, position) % 24
+    """As `draw`, but about one in thirty is EOS or STOP."""
+    fate = mixed("fate", request, sample, position) % 60
     return fate if fate in (EOS, STOP) else draw(request, sample, position)
 
 

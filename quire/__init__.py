@@ -1,0 +1,47 @@
+"""quire: an LLM inference and serving engine.
+
+    from quire import LLM, SamplingParams
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+# Imported when first used: `import quire` costs nothing, and the planning half never pays for torch.
+_EXPORTS = {
+    "LLM": "quire.api.llm",
+    "LLMEngine": "quire.api.engine",
+    "SamplingParams": "quire.messages.sampling",
+    "RequestOutputKind": "quire.messages.sampling",
+    "RequestOutput": "quire.messages.outputs",
+    "CompletionOutput": "quire.messages.outputs",
+    "Logprob": "quire.messages.outputs",
+    "EngineConfig": "quire.config",
+    "TextPrompt": "quire.api.inputs",
+    "TokensPrompt": "quire.api.inputs",
+    "PromptType": "quire.api.inputs",
+}
+
+if TYPE_CHECKING:
+    from quire.api.engine import LLMEngine as LLMEngine
+    from quire.api.inputs import PromptType as PromptType
+    from quire.api.inputs import TextPrompt as TextPrompt
+    from quire.api.inputs import TokensPrompt as TokensPrompt
+    from quire.api.llm import LLM as LLM
+    from quire.config import EngineConfig as EngineConfig
+    from quire.messages.outputs import CompletionOutput as CompletionOutput
+    from quire.messages.outputs import Logprob as Logprob
+    from quire.messages.outputs import RequestOutput as RequestOutput
+    from quire.messages.sampling import RequestOutputKind as RequestOutputKind
+    from quire.messages.sampling import SamplingParams as SamplingParams
+
+__all__ = ["__version__", *_EXPORTS]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _EXPORTS:
+        raise AttributeError(f"module 'quire' has no attribute {name!r}")
+    return getattr(import_module(_EXPORTS[name]), name)

@@ -1,0 +1,106 @@
+"""`LLMEngine`: the engine in this process, request by request and step by step."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from quire.api.inputs import InputProcessor, PromptType
+from quire.config import EngineConfig
+from quire.engine.setup import EngineFacts, make_engine
+from quire.engine.stats import Metric, metrics_of
+from quire.errors import EngineDeadError, ValidationError
+from quire.loading.hub import resolve
+from quire.loading.read_config import read_generation_config, read_model_config
+from quire.loading.tokenizer import load_tokenizer
+from quire.messages.outputs import RequestOutput
+from quire.messages.sampling import SamplingParams
+from quire.output.detokenizer import Vocabulary
+from quire.output.processor import OutputProcessor
+
+
+class LLMEngine:
+    """Text in, text out, over one `EngineCore`."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        files = resolve(
+            config.model,
+            revision=config.revision,
+            download_dir=config.download_dir,
+            token=config.hf_token,
+            trust_remote_code=config.trust_remote_code,
+        )
+        model = read_model_config(files, config.hf_overrides)
+        generation = read_generation_config(files) if config.generation_config == "auto" else {}
+        tokenizer = None if config.skip_tokenizer_init else _tokenizer(config, files)
+        self.core, self.facts = make_engine(config, files, model)
+        self.inputs = InputProcessor(self.facts, tokenizer, generation, config.seed, config.max_logprobs)
+        self._outputs = OutputProcessor(None if tokenizer is None else Vocabulary(tokenizer))
+        self._closed = False
+
+    @property
+    def tokenizer(self) -> Any:
+        if self.inputs.tokenizer is None:
+            raise ValidationError("this engine has no tokenizer: skip_tokenizer_init is set", "skip_tokenizer_init", True)
+        return self.inputs.tokenizer
+
+    def add_request(
+        self, request_id: str, prompt: PromptType, params: SamplingParams, *, priority: int = 0, tenant: str = ""
+    ) -> None:
+        """Check a request and queue it."""
+        if self._closed:
+            raise EngineDeadError("the engine has been shut down; make a new one")
+        if request_id in self._outputs:
+            raise ValidationError(f"request id {request_id!r} is in use", "request_id", request_id)
+        request, text = self.inputs.make(request_id, prompt, params, time.monotonic(), priority, tenant)
+        self.core.add(request)
+        self._outputs.add(request, text)
+
+    def step(self) -> list[RequestOutput]:
+        """One step; what it brought for requests that are to be told."""
+        views, stops = self._outputs.process(self.core.step())
+        for key, at, string in stops:
+            self.core.finish(key, at, string)
+        return views
+
+    def abort_request(self, request_ids: str | list[str]) -> None:
+        """End requests now; their outputs are not shown any more."""
+        for request_id in [request_ids] if isinstance(request_ids, str) else request_ids:
+            self.core.abort(request_id)
+            self._outputs.forget(request_id)
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether another step has something to do."""
+        return self.core.has_work
+
+    def get_num_unfinished_requests(self) -> int:
+        return self.core.scheduler.unfinished
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached blocks; True if none had to stay with a running request."""
+        return self.core.scheduler.reset_prefix_cache()
+
+    def get_metrics(self) -> list[Metric]:
+        """Counters and gauges of this engine."""
+        return metrics_of(self.core.scheduler)
+
+    def check_idle(self) -> None:
+        """Raise unless every block and row has come back."""
+        while self.core.has_work:  # a step that was in flight when its last request was aborted
+            self.step()
+        self.core.scheduler.check_idle()
+
+    def shutdown(self) -> None:
+        """End everything and give the memory back. Calling it twice is fine."""
+        if not self._closed:
+            self._closed = True
+            self.core.shutdown()
+
+
+def _tokenizer(config: EngineConfig, files: Any) -> Any:
+    source = files if config.tokenizer is None else config.tokenizer
+    return load_tokenizer(source, trust_remote_code=config.trust_remote_code, revision=config.tokenizer_revision)
+
+
+__all__ = ["EngineFacts", "LLMEngine"]

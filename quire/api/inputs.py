@@ -1,0 +1,183 @@
+"""From what a user gives to a validated request. A bad one raises here and never reaches the loop."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any, TypedDict, Union
+
+from quire.engine.setup import EngineFacts
+from quire.errors import CacheTooSmallError, ValidationError
+from quire.messages.request import NewRequest
+from quire.messages.sampling import SamplingParams
+
+MAX_BAD_WORDS = 128
+
+
+class TextPrompt(TypedDict, total=False):
+    """A prompt as text."""
+
+    prompt: str
+    cache_salt: str
+
+
+class TokensPrompt(TypedDict, total=False):
+    """A prompt as token ids."""
+
+    prompt_token_ids: list[int]
+    prompt: str
+    cache_salt: str
+
+
+PromptType = Union[str, Sequence[int], TextPrompt, TokensPrompt]
+_PROMPT_FIELDS = {"prompt", "prompt_token_ids", "cache_salt"}
+
+
+class InputProcessor:
+    """Tokenizes, checks and completes requests."""
+
+    def __init__(
+        self,
+        facts: EngineFacts,
+        tokenizer: Any | None,
+        generation_config: Mapping[str, Any],
+        seed: int,
+        max_logprobs: int,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self._facts = facts
+        self._generation_config = generation_config
+        self._max_logprobs = facts.model.vocab_size if max_logprobs < 0 else max_logprobs
+        self._seeds = random.Random(seed)
+        self._eos_ids = self._end_tokens()
+
+    def make(
+        self, request_id: str, prompt: PromptType, params: SamplingParams, arrival: float, priority: int = 0, tenant: str = ""
+    ) -> tuple[NewRequest, str | None]:
+        """The request, and its prompt as text where it has one."""
+        text, tokens, salt = self._read_prompt(prompt)
+        self._check_params(params)
+        tokens = self._truncate(tokens, params)
+        self._check_tokens(tokens)
+        request = NewRequest(
+            id=request_id,
+            prompt=tokens,
+            params=params,
+            limit=self._limit(len(tokens), params),
+            eos_ids=self._eos_ids,
+            bad_words=self._bad_words(params),
+            keys=self._facts.keys.of(tokens, salt),
+            salt=salt,
+            reads_cache=params.prompt_logprobs is None,
+            seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
+            priority=priority,
+            tenant=tenant,
+            arrival=arrival,
+        )
+        return request, text
+
+    def default_params(self) -> SamplingParams:
+        """The model's own sampling defaults, from its generation_config.json."""
+        names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+        given = {name: self._generation_config[name] for name in names if self._generation_config.get(name) is not None}
+        if self._generation_config.get("max_new_tokens"):
+            given["max_tokens"] = self._generation_config["max_new_tokens"]
+        return SamplingParams(**given)
+
+    def _end_tokens(self) -> list[int]:
+        """Every token that ends an answer: the model's, its generation config's, the tokenizer's."""
+        ids = list(self._facts.model.eos_token_ids)
+        extra = self._generation_config.get("eos_token_id")
+        ids += extra if isinstance(extra, list) else [] if extra is None else [extra]
+        if self.tokenizer is not None and self.tokenizer.eos_token_id is not None:
+            ids.append(self.tokenizer.eos_token_id)
+        return list(dict.fromkeys(ids))
+
+    def _read_prompt(self, prompt: PromptType) -> tuple[str | None, list[int], str]:
+        salt = ""
+        if isinstance(prompt, Mapping):
+            unknown = set(prompt) - _PROMPT_FIELDS
+            if unknown:
+                raise ValidationError(f"a prompt takes {sorted(_PROMPT_FIELDS)}, not {sorted(unknown)}", "prompt", sorted(unknown))
+            salt = str(prompt.get("cache_salt") or "")
+            if "prompt_token_ids" in prompt:
+                return prompt.get("prompt"), list(prompt["prompt_token_ids"]), salt
+            prompt = prompt.get("prompt")  # type: ignore[assignment]
+        if isinstance(prompt, str):
+            return prompt, self.encode(prompt), salt
+        if isinstance(prompt, Sequence):
+            return None, list(prompt), salt
+        raise ValidationError(f"a prompt is text, token ids, or a dict of them; got {type(prompt).__name__}", "prompt", prompt)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Text as token ids."""
+        if self.tokenizer is None:
+            raise ValidationError("text prompts need a tokenizer, and skip_tokenizer_init is set: give prompt_token_ids", "prompt")
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return ids
+
+    def _truncate(self, tokens: list[int], params: SamplingParams) -> list[int]:
+        """Keep the last tokens, if asked to."""
+        keep = params.truncate_prompt_tokens
+        if keep is None:
+            return tokens
+        return tokens[-(self._facts.max_model_len - 1 if keep == -1 else keep) :]
+
+    def _check_tokens(self, tokens: list[int]) -> None:
+        if not tokens:
+            raise ValidationError("the prompt is empty: at least one token is needed", "prompt", tokens)
+        vocab = self._facts.model.vocab_size
+        for token in tokens:
+            if not isinstance(token, int) or isinstance(token, bool):
+                raise ValidationError(f"token ids must be integers, got {token!r}", "prompt_token_ids", token)
+        if min(tokens) < 0 or max(tokens) >= vocab:
+            bad = next(token for token in tokens if not 0 <= token < vocab)
+            raise ValidationError(f"token id {bad} is outside the vocabulary of {vocab}", "prompt_token_ids", bad)
+        longest = self._facts.max_model_len
+        if len(tokens) >= longest:
+            raise ValidationError(
+                f"the prompt has {len(tokens)} tokens; with max_model_len {longest} it may have {longest - 1}, so that one can "
+                "be generated. Shorten it, or set truncate_prompt_tokens",
+                "prompt",
+                len(tokens),
+            )
+
+    def _check_params(self, params: SamplingParams) -> None:
+        if not isinstance(params, SamplingParams):
+            raise ValidationError(f"sampling_params must be SamplingParams, got {type(params).__name__}", "sampling_params", params)
+        for name in ("logprobs", "prompt_logprobs"):
+            count = getattr(params, name)
+            asked = self._facts.model.vocab_size if count == -1 else count
+            if asked is not None and asked > self._max_logprobs:
+                raise ValidationError(f"{name} is {count}; at most {self._max_logprobs} (max_logprobs)", name, count)
+        vocab = self._facts.model.vocab_size
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+            bad = [token for token in getattr(params, name) or () if token >= vocab]
+            if bad:
+                raise ValidationError(f"{name} holds {bad[0]}, outside the vocabulary of {vocab}", name, bad[0])
+        if params.stop and self.tokenizer is None:
+            raise ValidationError("stop strings need a tokenizer, and skip_tokenizer_init is set", "stop", params.stop)
+
+    def _limit(self, prompt_len: int, params: SamplingParams) -> int:
+        """Where the request ends at the latest: at max_tokens, at the model's length, or where the cache is full."""
+        longest = self._facts.max_model_len
+        capacity = self._facts.cache_tokens + 1  # the last token needs no place in the cache
+        if params.max_tokens is None:
+            if prompt_len >= capacity:
+                raise CacheTooSmallError(f"the prompt's {prompt_len} tokens do not fit the KV cache of {capacity - 1} tokens")
+            return min(longest, capacity)
+        return min(longest, prompt_len + params.max_tokens)
+
+    def _bad_words(self, params: SamplingParams) -> list[list[int]]:
+        """Each word as it is tokenized at the start of a text and after a space."""
+        if not params.bad_words:
+            return []
+        sequences: list[list[int]] = []
+        for word in params.bad_words:
+            for text in (word.lstrip(), f" {word.lstrip()}"):
+                tokens = self.encode(text, add_special_tokens=False)
+                if tokens and tokens not in sequences:
+                    sequences.append(tokens)
+        if len(sequences) > MAX_BAD_WORDS:
+            raise ValidationError(f"bad_words make {len(sequences)} token sequences; at most {MAX_BAD_WORDS}", "bad_words")
+        return sequences

@@ -1,0 +1,234 @@
+"""`LLM`: offline generation with the engine in this process. Names and meanings are vLLM's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from quire.api.compat import drop_neutral
+from quire.api.engine import LLMEngine
+from quire.api.inputs import PromptType
+from quire.api.progress import Progress
+from quire.config import EngineConfig
+from quire.engine.stats import Metric
+from quire.errors import ValidationError
+from quire.messages.outputs import RequestOutput
+from quire.messages.sampling import RequestOutputKind, SamplingParams
+
+Message = dict[str, Any]
+
+
+class LLM:
+    """A model, ready to generate.
+
+    Takes every field of `EngineConfig` as a keyword. As a context manager it gives its memory back at the end.
+    """
+
+    def __init__(self, model: str = EngineConfig.model, **settings: Any) -> None:
+        self.llm_engine = LLMEngine(EngineConfig(model=model, **drop_neutral(settings)))
+        self._requests = 0
+
+    # Generating
+
+    def generate(
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool | Callable[..., Any] = True,
+        priority: int | Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Complete one prompt or many; outputs come in the prompts' order."""
+        listed = _as_list(prompts)
+        ids = self._enqueue(listed, self._each_params(sampling_params, len(listed)), priority, RequestOutputKind.FINAL_ONLY)
+        finished: dict[str, RequestOutput] = {}
+        with Progress(len(ids), enabled=bool(use_tqdm)) as progress, self._aborting(ids):
+            while len(finished) < len(ids):
+                for output in self.llm_engine.step():
+                    if output.finished:
+                        finished[output.request_id] = output
+                        progress.finished(output)
+        return [finished[request_id] for request_id in ids]
+
+    def stream(
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        priority: int | Sequence[int] | None = None,
+    ) -> Iterator[RequestOutput]:
+        """Outputs as they come, in the order steps bring them. Each holds everything so far, or with
+        `output_kind=DELTA` only what is new. Leaving the loop early aborts what is unfinished."""
+        listed = _as_list(prompts)
+        ids = self._enqueue(listed, self._each_params(sampling_params, len(listed)), priority, None)
+        return self._stream(ids)
+
+    def _stream(self, ids: list[str]) -> Iterator[RequestOutput]:
+        unfinished = set(ids)
+        with self._aborting(ids):
+            while unfinished:
+                for output in self.llm_engine.step():
+                    if output.finished:
+                        unfinished.discard(output.request_id)
+                    yield output
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool | Callable[..., Any] = True,
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or many."""
+        prompts = self._render(
+            messages, chat_template, add_generation_prompt, continue_final_message, tools, chat_template_kwargs
+        )
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def chat_stream(
+        self, messages: Sequence[Message], sampling_params: SamplingParams | None = None, **template_options: Any
+    ) -> Iterator[RequestOutput]:
+        """Answer one conversation, as it comes. Options are those of `chat`."""
+        options = {"chat_template": None, "add_generation_prompt": True, "continue_final_message": False} | template_options
+        return self.stream(self._render(messages, **options), sampling_params)
+
+    # Asking and tidying up
+
+    def get_tokenizer(self) -> Any:
+        """The model's tokenizer, as transformers knows it."""
+        return self.llm_engine.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What `sampling_params=None` stands for: the model's own generation config."""
+        return self.llm_engine.inputs.default_params()
+
+    def get_metrics(self) -> list[Metric]:
+        """Counters and gauges of the engine."""
+        return self.llm_engine.get_metrics()
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached blocks."""
+        return self.llm_engine.reset_prefix_cache()
+
+    @property
+    def model_path(self) -> Path:
+        """The file or folder the model was loaded from."""
+        return self.llm_engine.facts.files.path
+
+    def shutdown(self) -> None:
+        """Give the memory back; the object is of no use afterwards."""
+        self.llm_engine.shutdown()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.shutdown()
+
+    # How it is done
+
+    def _enqueue(
+        self,
+        prompts: list[PromptType],
+        params: list[SamplingParams],
+        priority: int | Sequence[int] | None,
+        kind: RequestOutputKind | None,
+    ) -> list[str]:
+        """Queue all or none."""
+        priorities = [priority or 0] * len(prompts) if priority is None or isinstance(priority, int) else list(priority)
+        if len(priorities) != len(prompts):
+            raise ValidationError(f"{len(prompts)} prompts, but {len(priorities)} priorities", "priority", len(priorities))
+        ids: list[str] = []
+        try:
+            for prompt, asked, level in zip(prompts, params, priorities, strict=True):
+                request_id = str(self._requests)
+                self._requests += 1
+                if kind is not None and isinstance(asked, SamplingParams):
+                    asked = asked.clone()
+                    asked.output_kind = kind
+                self.llm_engine.add_request(request_id, prompt, asked, priority=level)
+                ids.append(request_id)
+        except BaseException:
+            self.llm_engine.abort_request(ids)
+            raise
+        return ids
+
+    def _each_params(self, params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+        if params is None:
+            params = self.get_default_sampling_params()
+        if not isinstance(params, Sequence):
+            return [params] * count
+        if len(params) != count:
+            raise ValidationError(f"{count} prompts, but {len(params)} sampling_params", "sampling_params", len(params))
+        return list(params)
+
+    def _aborting(self, ids: list[str]) -> _AbortOnLeave:
+        return _AbortOnLeave(self.llm_engine, ids)
+
+    def _render(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+    ) -> list[PromptType]:
+        """Conversations through the chat template, as prompts with their token ids."""
+        conversations = [messages] if messages and isinstance(messages[0], dict) else list(messages)
+        if not conversations:
+            raise ValidationError("chat needs at least one message", "messages", messages)
+        template = _template_text(chat_template or self.llm_engine.config.chat_template)
+        prompts: list[PromptType] = []
+        for conversation in conversations:
+            if not conversation:
+                raise ValidationError("a conversation is empty: it needs at least one message", "messages", conversation)
+            text = self.get_tokenizer().apply_chat_template(
+                list(conversation),
+                tools=tools,
+                chat_template=template,
+                add_generation_prompt=add_generation_prompt and not continue_final_message,
+                continue_final_message=continue_final_message,
+                tokenize=False,
+                **(chat_template_kwargs or {}),
+            )
+            # The template writes the special tokens itself; the tokenizer must not add its own.
+            tokens = self.llm_engine.inputs.encode(text, add_special_tokens=False)
+            prompts.append({"prompt": text, "prompt_token_ids": tokens})
+        return prompts
+
+
+class _AbortOnLeave:
+    """Whatever ends a loop over outputs, an exception included, leaves no request behind."""
+
+    def __init__(self, engine: LLMEngine, ids: list[str]) -> None:
+        self._engine = engine
+        self._ids = ids
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        self._engine.abort_request(self._ids)
+
+
+def _as_list(prompts: PromptType | Sequence[PromptType]) -> list[PromptType]:
+    """One prompt or many: a string, a dict, or a list of token ids is one."""
+    if isinstance(prompts, (str, dict)):
+        return [prompts]  # type: ignore[list-item]
+    listed = list(prompts)
+    return [listed] if listed and isinstance(listed[0], int) else listed  # type: ignore[list-item,return-value]
+
+
+def _template_text(template: str | None) -> str | None:
+    """A template given inline, or the text of the file it names."""
+    if template is None or "{" in template or not Path(template).is_file():
+        return template
+    return Path(template).read_text()
