@@ -32,12 +32,16 @@ class EngineConfig:
     revision: str | None = option(None, "Branch, tag or commit on the Hub", "model")
     tokenizer_revision: str | None = option(None, "The same for the tokenizer", "model")
     hf_token: str | None = option(None, "Token for the Hub; HF_TOKEN if unset", "model")
-    hf_overrides: Mapping[str, Any] | None = option(None, "Fields that replace those of the model's config.json (JSON)", "model")
+    hf_overrides: Mapping[str, Any] | None = option(
+        None, "Fields that replace those of the model's config.json (JSON)", "model"
+    )
     download_dir: str | None = option(None, "Where downloads go; the Hub's own cache if unset", "model")
-    load_format: str = option("auto", "Weight format; dummy: random weights of the real shapes", "model", choices=LOAD_FORMATS)
+    load_format: str = option(
+        "auto", "Weight format; dummy: random weights of the real shapes", "model", choices=LOAD_FORMATS
+    )
     dtype: str = option(
         "auto",
-        "Weights and activations. auto: the checkpoint's own; float32 on CPUs without bfloat16 units, and for quantized "
+        "Weights and activations. auto: the checkpoint's own; float32 on CPUs without bfloat16 units, and for "
         "GGUF files on any CPU",
         "model",
         choices=DTYPES,
@@ -68,16 +72,24 @@ class EngineConfig:
     block_size: int = option(16, "Tokens a KV block holds", "memory")
     gpu_memory_utilization: float = option(0.92, "Share of a GPU's memory for weights, activations and cache", "memory")
     cpu_kv_cache_share: float = option(
-        0.25, "Share of the machine's free memory the cache takes on a CPU; QUIRE_CPU_KVCACHE_SPACE (GiB) overrides", "memory"
+        0.25,
+        "Share of the machine's free memory the cache takes on a CPU; QUIRE_CPU_KVCACHE_SPACE (GiB) overrides",
+        "memory",
     )
     kv_cache_memory_bytes: int | None = option(None, "Size of the KV cache; overrides the shares", "memory")
-    num_gpu_blocks_override: int | None = option(None, "Number of KV blocks, on any device; overrides every size", "memory")
-    enable_prefix_caching: bool = option(True, "Keep finished blocks and share them with requests that begin alike", "memory")
+    num_gpu_blocks_override: int | None = option(
+        None, "Number of KV blocks, on any device; overrides every size", "memory"
+    )
+    enable_prefix_caching: bool = option(
+        True, "Keep finished blocks and share them with requests that begin alike", "memory"
+    )
     kv_cache_dtype: str = option("auto", "Element type of the cache; auto: the model's", "memory", choices=("auto",))
 
     max_num_seqs: int | None = option(None, "Most requests in one step; unset: by device", "scheduling")
     max_num_batched_tokens: int | None = option(None, "Most tokens in one step; unset: by device", "scheduling")
-    enable_chunked_prefill: bool = option(True, "Cut long prompts into chunks that share steps with decodes", "scheduling")
+    enable_chunked_prefill: bool = option(
+        True, "Cut long prompts into chunks that share steps with decodes", "scheduling"
+    )
     scheduling_policy: str = option("fcfs", "fcfs, priority (lower first, ageing), or a dotted path", "scheduling")
 
     disable_log_stats: bool = option(False, "No info line every ten seconds", "logging")
@@ -117,13 +129,15 @@ class EngineConfig:
         if value in (None, "auto", -1):
             return
         if not isinstance(value, int) or isinstance(value, bool) or value < 2:
-            raise ConfigError(f"max_model_len must be an integer of at least 2, or 'auto'; got {value!r}", "max_model_len", value)
+            raise ConfigError(
+                f"max_model_len must be an integer of at least 2, or 'auto'; got {value!r}", "max_model_len", value
+            )
 
     def _check_budgets(self) -> None:
         rows, tokens = self.max_num_seqs, self.max_num_batched_tokens
         if rows is not None and tokens is not None and tokens < rows:
             raise ConfigError(
-                f"max_num_batched_tokens ({tokens}) is below max_num_seqs ({rows}): a step could not hold one token a request",
+                f"max_num_batched_tokens ({tokens}) is below max_num_seqs ({rows}): a step could not hold a token each",
                 "max_num_batched_tokens",
                 tokens,
             )
@@ -131,7 +145,9 @@ class EngineConfig:
     def _check_parallel(self) -> None:
         for name in ("tensor_parallel_size", "pipeline_parallel_size"):
             if getattr(self, name) != 1:
-                raise ConfigError(f"{name} must be 1: running over several ranks is not implemented yet", name, getattr(self, name))
+                raise ConfigError(
+                    f"{name} must be 1: running over several ranks is not implemented yet", name, getattr(self, name)
+                )
 
     @property
     def wants_longest_len(self) -> bool:

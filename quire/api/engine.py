@@ -42,7 +42,9 @@ class LLMEngine:
     @property
     def tokenizer(self) -> Any:
         if self.inputs.tokenizer is None:
-            raise ValidationError("this engine has no tokenizer: skip_tokenizer_init is set", "skip_tokenizer_init", True)
+            raise ValidationError(
+                "this engine has no tokenizer: skip_tokenizer_init is set", "skip_tokenizer_init", True
+            )
         return self.inputs.tokenizer
 
     def add_request(

@@ -52,7 +52,13 @@ class InputProcessor:
         self._eos_ids = self._end_tokens()
 
     def make(
-        self, request_id: str, prompt: PromptType, params: SamplingParams, arrival: float, priority: int = 0, tenant: str = ""
+        self,
+        request_id: str,
+        prompt: PromptType,
+        params: SamplingParams,
+        arrival: float,
+        priority: int = 0,
+        tenant: str = "",
     ) -> tuple[NewRequest, str | None]:
         """The request, and its prompt as text where it has one."""
         text, tokens, salt = self._read_prompt(prompt)
@@ -96,23 +102,30 @@ class InputProcessor:
     def _read_prompt(self, prompt: PromptType) -> tuple[str | None, list[int], str]:
         salt = ""
         if isinstance(prompt, Mapping):
+            fields: Mapping[str, Any] = prompt
             unknown = set(prompt) - _PROMPT_FIELDS
             if unknown:
-                raise ValidationError(f"a prompt takes {sorted(_PROMPT_FIELDS)}, not {sorted(unknown)}", "prompt", sorted(unknown))
-            salt = str(prompt.get("cache_salt") or "")
-            if "prompt_token_ids" in prompt:
-                return prompt.get("prompt"), list(prompt["prompt_token_ids"]), salt
-            prompt = prompt.get("prompt")  # type: ignore[assignment]
+                raise ValidationError(
+                    f"a prompt takes {sorted(_PROMPT_FIELDS)}, not {sorted(unknown)}", "prompt", sorted(unknown)
+                )
+            salt = str(fields.get("cache_salt") or "")
+            if "prompt_token_ids" in fields:
+                return fields.get("prompt"), list(fields["prompt_token_ids"]), salt
+            prompt = fields.get("prompt", "")
         if isinstance(prompt, str):
             return prompt, self.encode(prompt), salt
         if isinstance(prompt, Sequence):
-            return None, list(prompt), salt
-        raise ValidationError(f"a prompt is text, token ids, or a dict of them; got {type(prompt).__name__}", "prompt", prompt)
+            return None, list(prompt), salt  # type: ignore[arg-type]
+        raise ValidationError(
+            f"a prompt is text, token ids, or a dict of them; got {type(prompt).__name__}", "prompt", prompt
+        )
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Text as token ids."""
         if self.tokenizer is None:
-            raise ValidationError("text prompts need a tokenizer, and skip_tokenizer_init is set: give prompt_token_ids", "prompt")
+            raise ValidationError(
+                "text prompts need a tokenizer, and skip_tokenizer_init is set: give prompt_token_ids", "prompt"
+            )
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
         return ids
 
@@ -136,15 +149,17 @@ class InputProcessor:
         longest = self._facts.max_model_len
         if len(tokens) >= longest:
             raise ValidationError(
-                f"the prompt has {len(tokens)} tokens; with max_model_len {longest} it may have {longest - 1}, so that one can "
-                "be generated. Shorten it, or set truncate_prompt_tokens",
+                f"the prompt has {len(tokens)} tokens; with max_model_len {longest} it may have {longest - 1}, so that "
+                "one can be generated. Shorten it, or set truncate_prompt_tokens",
                 "prompt",
                 len(tokens),
             )
 
     def _check_params(self, params: SamplingParams) -> None:
         if not isinstance(params, SamplingParams):
-            raise ValidationError(f"sampling_params must be SamplingParams, got {type(params).__name__}", "sampling_params", params)
+            raise ValidationError(
+                f"sampling_params must be SamplingParams, got {type(params).__name__}", "sampling_params", params
+            )
         for name in ("logprobs", "prompt_logprobs"):
             count = getattr(params, name)
             asked = self._facts.model.vocab_size if count == -1 else count
@@ -164,7 +179,9 @@ class InputProcessor:
         capacity = self._facts.cache_tokens + 1  # the last token needs no place in the cache
         if params.max_tokens is None:
             if prompt_len >= capacity:
-                raise CacheTooSmallError(f"the prompt's {prompt_len} tokens do not fit the KV cache of {capacity - 1} tokens")
+                raise CacheTooSmallError(
+                    f"the prompt's {prompt_len} tokens do not fit the KV cache of {capacity - 1} tokens"
+                )
             return min(longest, capacity)
         return min(longest, prompt_len + params.max_tokens)
 
@@ -179,5 +196,7 @@ class InputProcessor:
                 if tokens and tokens not in sequences:
                     sequences.append(tokens)
         if len(sequences) > MAX_BAD_WORDS:
-            raise ValidationError(f"bad_words make {len(sequences)} token sequences; at most {MAX_BAD_WORDS}", "bad_words")
+            raise ValidationError(
+                f"bad_words make {len(sequences)} token sequences; at most {MAX_BAD_WORDS}", "bad_words"
+            )
         return sequences

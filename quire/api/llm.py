@@ -42,7 +42,9 @@ class LLM:
     ) -> list[RequestOutput]:
         """Complete one prompt or many; outputs come in the prompts' order."""
         listed = _as_list(prompts)
-        ids = self._enqueue(listed, self._each_params(sampling_params, len(listed)), priority, RequestOutputKind.FINAL_ONLY)
+        ids = self._enqueue(
+            listed, self._each_params(sampling_params, len(listed)), priority, RequestOutputKind.FINAL_ONLY
+        )
         finished: dict[str, RequestOutput] = {}
         with Progress(len(ids), enabled=bool(use_tqdm)) as progress, self._aborting(ids):
             while len(finished) < len(ids):
@@ -96,7 +98,11 @@ class LLM:
         self, messages: Sequence[Message], sampling_params: SamplingParams | None = None, **template_options: Any
     ) -> Iterator[RequestOutput]:
         """Answer one conversation, as it comes. Options are those of `chat`."""
-        options = {"chat_template": None, "add_generation_prompt": True, "continue_final_message": False} | template_options
+        options = {
+            "chat_template": None,
+            "add_generation_prompt": True,
+            "continue_final_message": False,
+        } | template_options
         return self.stream(self._render(messages, **options), sampling_params)
 
     # Asking and tidying up
@@ -129,7 +135,9 @@ class LLM:
     def __enter__(self) -> LLM:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.shutdown()
 
     # How it is done
@@ -144,7 +152,9 @@ class LLM:
         """Queue all or none."""
         priorities = [priority or 0] * len(prompts) if priority is None or isinstance(priority, int) else list(priority)
         if len(priorities) != len(prompts):
-            raise ValidationError(f"{len(prompts)} prompts, but {len(priorities)} priorities", "priority", len(priorities))
+            raise ValidationError(
+                f"{len(prompts)} prompts, but {len(priorities)} priorities", "priority", len(priorities)
+            )
         ids: list[str] = []
         try:
             for prompt, asked, level in zip(prompts, params, priorities, strict=True):
@@ -160,7 +170,9 @@ class LLM:
             raise
         return ids
 
-    def _each_params(self, params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    def _each_params(
+        self, params: SamplingParams | Sequence[SamplingParams] | None, count: int
+    ) -> list[SamplingParams]:
         if params is None:
             params = self.get_default_sampling_params()
         if not isinstance(params, Sequence):
@@ -189,7 +201,9 @@ class LLM:
         prompts: list[PromptType] = []
         for conversation in conversations:
             if not conversation:
-                raise ValidationError("a conversation is empty: it needs at least one message", "messages", conversation)
+                raise ValidationError(
+                    "a conversation is empty: it needs at least one message", "messages", conversation
+                )
             text = self.get_tokenizer().apply_chat_template(
                 list(conversation),
                 tools=tools,
@@ -222,7 +236,7 @@ class _AbortOnLeave:
 def _as_list(prompts: PromptType | Sequence[PromptType]) -> list[PromptType]:
     """One prompt or many: a string, a dict, or a list of token ids is one."""
     if isinstance(prompts, (str, dict)):
-        return [prompts]  # type: ignore[list-item]
+        return [prompts]
     listed = list(prompts)
     return [listed] if listed and isinstance(listed[0], int) else listed  # type: ignore[list-item,return-value]
 

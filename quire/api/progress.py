@@ -23,9 +23,14 @@ class Progress:
             from rich.progress import Progress as Bar
 
             self._bar = Bar(
-                TextColumn("generating"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.fields[rate]}"),
-                console=Console(stderr=True), transient=True,
-            )  # fmt: skip
+                TextColumn("generating"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TimeElapsedColumn(),
+                TextColumn("{task.fields[rate]}"),
+                console=Console(stderr=True),
+                transient=True,
+            )
 
     def __enter__(self) -> Progress:
         if self._bar is not None:
@@ -42,6 +47,8 @@ class Progress:
             rate = f"in {self._input / elapsed:.0f} tok/s, out {self._output / elapsed:.0f} tok/s"
             self._bar.update(self._task, advance=1, rate=rate)
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self._bar is not None:
             self._bar.stop()

@@ -20,7 +20,9 @@ logger = logging.getLogger(__name__)
 class EngineCore:
     """Owns the loop. Knows neither text nor tensors."""
 
-    def __init__(self, scheduler: Scheduler, executor: Executor, pipeline_depth: int = 0, log_stats: bool = True) -> None:
+    def __init__(
+        self, scheduler: Scheduler, executor: Executor, pipeline_depth: int = 0, log_stats: bool = True
+    ) -> None:
         self.scheduler = scheduler
         self._executor = executor
         self._depth = pipeline_depth
@@ -76,7 +78,7 @@ class EngineCore:
             self.scheduler.update(result)
 
     def _recover(self, error: StepError, step: int) -> None:
-        """A failed step leaves unknown state on the device: drop what is in flight and begin again from known tokens."""
+        """A failed step leaves unknown state on the device: drop what is in flight, begin again from known tokens."""
         logger.error("a step failed: %s; every request starts again from the tokens it has", error)
         self._launched.clear()
         self.scheduler.reset(f"a step failed: {error}", step)

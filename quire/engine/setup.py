@@ -70,7 +70,9 @@ def make_engine(config: EngineConfig, files: ModelFiles, model: ModelConfig) -> 
     tables = BlockTables(num_blocks, config.block_size, config.enable_prefix_caching)
     worker.make_cache(num_blocks)
     keys = ContentKeys(config.block_size, f"{files.path}|{model.architecture}|{worker.dtype}".encode())
-    scheduler = Scheduler(tables, make_policy(config.scheduling_policy), keys, rows, tokens, config.enable_chunked_prefill)
+    scheduler = Scheduler(
+        tables, make_policy(config.scheduling_policy), keys, rows, tokens, config.enable_chunked_prefill
+    )
     depth = platform.pipeline_depth if config.pipeline_depth is None else config.pipeline_depth
     core = EngineCore(scheduler, LocalExecutor(worker), depth, log_stats=not config.disable_log_stats)
     facts = EngineFacts(
@@ -117,7 +119,9 @@ def _fitting_len(config: EngineConfig, longest: int, cache_tokens: int) -> int:
         return longest
     if config.max_model_len is None or config.wants_longest_len:
         level = logging.INFO if config.wants_longest_len else logging.WARNING
-        logger.log(level, "the KV cache holds %d tokens: max_model_len is %d, not %d", cache_tokens, cache_tokens, longest)
+        logger.log(
+            level, "the KV cache holds %d tokens: max_model_len is %d, not %d", cache_tokens, cache_tokens, longest
+        )
         return cache_tokens
     logger.warning("the KV cache holds %d tokens; requests that may reach %d are refused", cache_tokens, longest)
     return longest

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import msgspec
 import numpy as np
 
 from quire.messages.plan import NewRow, StepPlan, StepResult
@@ -42,7 +43,7 @@ class NullExecutor:
             self._drawn[row.row] = row.num_tokens
         for fork in plan.forks:
             source = self._rows[fork.source]
-            self._rows[fork.row] = NewRow(**{**_fields(source), "row": fork.row, "sample": fork.sample})
+            self._rows[fork.row] = msgspec.structs.replace(source, row=fork.row, sample=fork.sample)
             self._drawn[fork.row] = self._drawn[fork.source]
         tokens = np.zeros(len(plan.sample_rows), np.int32)
         for i, row in enumerate(plan.sample_rows.tolist()):
@@ -51,7 +52,3 @@ class NullExecutor:
             stopped[i] = int(tokens[i]) in owner.stop_ids
             self._drawn[row] += 1
         return tokens
-
-
-def _fields(row: NewRow) -> dict[str, object]:
-    return {name: getattr(row, name) for name in row.__struct_fields__}

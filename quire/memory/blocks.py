@@ -18,7 +18,7 @@ class BlockPool:
     it is, or be taken for something else, least recently used first.
     """
 
-    def __init__(self, num_blocks: int, on_evict: Callable[[int], None] = lambda block: None) -> None:
+    def __init__(self, num_blocks: int, on_evict: Callable[[int], object] = lambda block: None) -> None:
         if num_blocks < 2:
             raise CacheTooSmallError(
                 f"the KV cache has room for {num_blocks} blocks; at least 2 are needed (one is reserved). "

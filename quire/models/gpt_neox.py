@@ -96,7 +96,7 @@ class GPTNeoXModel(nn.Module):
         hidden: torch.Tensor | None,
     ) -> torch.Tensor:
         if hidden is None:
-            hidden = self.embed_in(tokens)
+            hidden = self.embed_in(tokens)  # type: ignore[misc]  # there on the first stage
         for layer, cache in zip(self.layers.values(), kv, strict=True):
             hidden = layer(hidden, positions, cache, inputs)
         return hidden if self.final_layer_norm is None else self.final_layer_norm(hidden)
@@ -128,7 +128,7 @@ class GPTNeoXForCausalLM(nn.Module):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[S, hidden_size] -> [S, vocab_size] float32."""
-        return self.embed_out(hidden)
+        return self.embed_out(hidden)  # type: ignore[misc]  # there on the last stage
 
     def ignores(self, name: str) -> bool:
         """Tensors of other stages, a tied head's copy, and the masks and frequencies that old checkpoints carry."""

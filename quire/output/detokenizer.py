@@ -33,7 +33,9 @@ class Vocabulary:
         self.special = frozenset(tokenizer.all_special_ids)
         self._bytes = _byte_table(tokenizer)
 
-    def detokenizer(self, prompt: Sequence[int], skip_special: bool, spaces_between_special: bool = True) -> Detokenizer:
+    def detokenizer(
+        self, prompt: Sequence[int], skip_special: bool, spaces_between_special: bool = True
+    ) -> Detokenizer:
         """A detokenizer for one sequence that continues `prompt`."""
         skipped = self.special if skip_special else frozenset()
         if self._bytes is not None:
@@ -98,7 +100,9 @@ class WindowDetokenizer:
         return new
 
     def _decode(self, tokens: list[int]) -> str:
-        text: str = self._tokenizer.decode(tokens, skip_special_tokens=False, spaces_between_special_tokens=self._spaces)
+        text: str = self._tokenizer.decode(
+            tokens, skip_special_tokens=False, spaces_between_special_tokens=self._spaces
+        )
         return text
 
 

@@ -51,7 +51,9 @@ class Sample:
         for position, token in enumerate(tokens):
             self.tokens.append(token)
             is_stop_token = end is not None and end.reason == "stop" and position == len(tokens) - 1
-            new = "" if is_stop_token and not self._params.include_stop_str_in_output else self._detokenizer.push([token])
+            new = (
+                "" if is_stop_token and not self._params.include_stop_str_in_output else self._detokenizer.push([token])
+            )
             found = self._take_text(new)
             if found is not None:
                 return found, len(self.tokens)

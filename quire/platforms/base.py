@@ -18,8 +18,11 @@ class Platform(Protocol):
     pipeline_depth: int
     max_num_seqs: int
     max_num_batched_tokens: int
-    has_bfloat16: bool
-    """Whether bfloat16 products run in hardware."""
+
+    @property
+    def has_bfloat16(self) -> bool:
+        """Whether bfloat16 products run in hardware."""
+        ...
 
     def describe(self) -> str:
         """The device in a few words."""

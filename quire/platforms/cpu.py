@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import platform
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -33,7 +34,7 @@ class CpuPlatform:
         return min(_available(), _left_in_cgroup())
 
 
-def _cpuinfo(key: str):  # type: ignore[no-untyped-def]
+def _cpuinfo(key: str) -> Iterator[str]:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

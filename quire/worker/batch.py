@@ -31,7 +31,9 @@ class Upload:
 class StepInputs:
     """A step as the model sees it, all of it on the device."""
 
-    def __init__(self, tokens: torch.Tensor, positions: torch.Tensor, ends: torch.Tensor, attention: AttentionInputs) -> None:
+    def __init__(
+        self, tokens: torch.Tensor, positions: torch.Tensor, ends: torch.Tensor, attention: AttentionInputs
+    ) -> None:
         self.tokens = tokens
         self.positions = positions
         self.ends = ends
@@ -42,7 +44,9 @@ class StepInputs:
 class DeviceBatch:
     """Columns on the device, indexed by row. What the host must know to choose a path is kept beside them."""
 
-    def __init__(self, max_rows: int, max_tokens_per_row: int, vocab_size: int, kv: KVCache, device: torch.device) -> None:
+    def __init__(
+        self, max_rows: int, max_tokens_per_row: int, vocab_size: int, kv: KVCache, device: torch.device
+    ) -> None:
         self.kv = kv
         self.vocab_size = vocab_size
         self._device = device
@@ -86,7 +90,9 @@ class DeviceBatch:
         self._next_step = plan.step + 1
         for row in plan.drop:
             self.extras.pop(row, None)
-        drop, block_rows, block_indices, blocks = self._upload(plan.drop, plan.block_rows, plan.block_indices, plan.blocks)
+        drop, block_rows, block_indices, blocks = self._upload(
+            plan.drop, plan.block_rows, plan.block_indices, plan.blocks
+        )
         if len(drop):
             self.active[drop] = False
         self._add(plan.add)
@@ -168,7 +174,9 @@ class DeviceBatch:
         if not plan.forks:
             return
         sources, rows, samples = self._upload(
-            [fork.source for fork in plan.forks], [fork.row for fork in plan.forks], [fork.sample for fork in plan.forks]
+            [fork.source for fork in plan.forks],
+            [fork.row for fork in plan.forks],
+            [fork.sample for fork in plan.forks],
         )
         for column in (
             self.last_token, self.num_tokens, self.num_computed, self.prompt_len, self.limit, self.active,

@@ -19,8 +19,8 @@ def block_bytes(spec: KVSpec, block_size: int, dtype: torch.dtype) -> int:
 class KVCache:
     """Keys, values and token ids of every block.
 
-    Block-major: one block is contiguous over all layers, so that moving it is one copy. Token ids sit in pages addressed
-    by the same block numbers, so that whoever shares or moves a block has its tokens too.
+    Block-major: one block is contiguous over all layers, so that moving it is one copy. Token ids sit in pages that
+    the same block numbers address, so that whoever shares or moves a block has its tokens too.
     """
 
     def __init__(

@@ -26,7 +26,9 @@ class LogitsProcessor(Protocol):
         """Whether a request with these parameters wants this processor."""
         ...
 
-    def apply(self, logits: torch.Tensor, prompt: torch.Tensor, output: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    def apply(
+        self, logits: torch.Tensor, prompt: torch.Tensor, output: torch.Tensor, params: SamplingParams
+    ) -> torch.Tensor:
         """The new logits [vocab] of a row, given its tokens so far."""
         ...
 
@@ -75,7 +77,7 @@ def _apply_fixed_lists(batch: DeviceBatch, logits: torch.Tensor, row: torch.Tens
     if extras.stop_ids is not None:
         too_early = batch.num_tokens[row] - batch.prompt_len[row] < extras.params.min_tokens
         logits[extras.stop_ids] = torch.where(too_early, NEGATIVE_INFINITY, logits[extras.stop_ids])
-    if extras.bias_ids is not None:
+    if extras.bias_ids is not None and extras.bias is not None:
         logits[extras.bias_ids] += extras.bias
 
 
