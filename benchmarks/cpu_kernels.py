@@ -1,6 +1,6 @@
 """Native CPU kernels beside torch's, on the shapes of SmolLM2-135M.
 
-    python benchmarks/cpu_kernels.py [--dtype float32|bfloat16] [--only products,attention,rowwise,overhead] [--rounds 7]
+    python benchmarks/cpu_kernels.py [--dtype float32|bfloat16] [--only products,attention] [--rounds 7]
 
 Contestants take turns within each round and the best round counts, so that a machine shared with others still gives
 a fair ratio. Products run over all 121 weights of the model, each distinct: nothing survives in a cache from one
@@ -96,11 +96,10 @@ def attention(dtype: torch.dtype, rounds: int) -> None:
 
         pairs = sum(length * (context - length) + length * (length + 1) / 2 for length, context in rows)
         repeats = 1 if pairs > 1e5 else 20
-        scale = HEAD_DIM**-0.5
         best = race(
             rounds,
             repeats,
-            quire=lambda q=q, kv=kv, inputs=inputs: backend.attend(q, kv, inputs, scale, None),
+            quire=lambda q=q, kv=kv, inputs=inputs: backend.attend(q, kv, inputs, HEAD_DIM**-0.5, None),
             torch=fused,
         )
         cache = sum(context for _, context in rows) * 2 * KV_HEADS * HEAD_DIM * dtype.itemsize

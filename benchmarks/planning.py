@@ -1,6 +1,6 @@
 """Host cost of the planning half: decodes with a null executor, planning + update per step.
 
-    python benchmarks/planning.py            # 256 and 1,024 running requests
+python benchmarks/planning.py            # 256 and 1,024 running requests
 """
 
 from __future__ import annotations

@@ -5,10 +5,15 @@
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
+
+# OpenMP's threads spin for milliseconds between kernels by default, which starves everyone else on a busy machine;
+# this is long enough to bridge the gap between two kernels. It is read when torch is loaded, so it must come first.
+os.environ.setdefault("GOMP_SPINCOUNT", "20000")
 
 # Imported when first used: `import quire` costs nothing, and the planning half never pays for torch.
 _EXPORTS = {

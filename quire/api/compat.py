@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import difflib
 from typing import Any
 
+from quire.config import EngineConfig
 from quire.errors import ConfigError
 
 # Values that ask for nothing quire does not do anyway.
@@ -38,11 +41,21 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 def drop_neutral(arguments: dict[str, Any]) -> dict[str, Any]:
-    """`arguments` without those of vLLM's that mean nothing here; one that would change something raises."""
+    """`arguments` without those of vLLM's that mean nothing here; any other that is not a setting of ours raises."""
     kept = {}
     for name, value in arguments.items():
         if name not in _NEUTRAL:
             kept[name] = value
         elif value not in _NEUTRAL[name]:
             raise ConfigError(f"{name}={value!r} is not supported by quire; leave it out", name, value)
+    _refuse_unknown(kept)
     return kept
+
+
+def _refuse_unknown(arguments: dict[str, Any]) -> None:
+    known = [field.name for field in dataclasses.fields(EngineConfig)]
+    for name, value in arguments.items():
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {close[0]}?" if close else "docs/configuration.md lists them all"
+            raise ConfigError(f"there is no setting {name!r} (given {value!r}); {hint}", name, value)

@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 from quire.api.inputs import InputProcessor, PromptType
+from quire.api.interrupts import deferred_interrupts
 from quire.config import EngineConfig
 from quire.engine.setup import EngineFacts, make_engine
 from quire.engine.stats import Metric, metrics_of
@@ -61,9 +62,10 @@ class LLMEngine:
 
     def step(self) -> list[RequestOutput]:
         """One step; what it brought for requests that are to be told."""
-        views, stops = self._outputs.process(self.core.step())
-        for key, at, string in stops:
-            self.core.finish(key, at, string)
+        with deferred_interrupts():
+            views, stops = self._outputs.process(self.core.step())
+            for key, at, string in stops:
+                self.core.finish(key, at, string)
         return views
 
     def abort_request(self, request_ids: str | list[str]) -> None:
@@ -89,7 +91,7 @@ class LLMEngine:
 
     def check_idle(self) -> None:
         """Raise unless every block and row has come back."""
-        while self.core.has_work:  # a step that was in flight when its last request was aborted
+        while self.core.has_work and not self.core.scheduler.unfinished:  # a step was in flight at the last abort
             self.step()
         self.core.scheduler.check_idle()
 

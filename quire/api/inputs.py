@@ -100,7 +100,7 @@ class InputProcessor:
         return list(dict.fromkeys(ids))
 
     def _read_prompt(self, prompt: PromptType) -> tuple[str | None, list[int], str]:
-        salt = ""
+        salt, text = "", None
         if isinstance(prompt, Mapping):
             fields: Mapping[str, Any] = prompt
             unknown = set(prompt) - _PROMPT_FIELDS
@@ -109,13 +109,12 @@ class InputProcessor:
                     f"a prompt takes {sorted(_PROMPT_FIELDS)}, not {sorted(unknown)}", "prompt", sorted(unknown)
                 )
             salt = str(fields.get("cache_salt") or "")
-            if "prompt_token_ids" in fields:
-                return fields.get("prompt"), list(fields["prompt_token_ids"]), salt
-            prompt = fields.get("prompt", "")
+            text = fields.get("prompt")
+            prompt = fields.get("prompt_token_ids", text)  # type: ignore[assignment]
         if isinstance(prompt, str):
             return prompt, self.encode(prompt), salt
-        if isinstance(prompt, Sequence):
-            return None, list(prompt), salt  # type: ignore[arg-type]
+        if isinstance(prompt, Sequence) and not isinstance(prompt, bytes):
+            return text, list(prompt), salt  # type: ignore[arg-type]
         raise ValidationError(
             f"a prompt is text, token ids, or a dict of them; got {type(prompt).__name__}", "prompt", prompt
         )

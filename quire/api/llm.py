@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from quire.api.compat import drop_neutral
 from quire.api.engine import LLMEngine
+from quire.api.inbox import Inbox
 from quire.api.inputs import PromptType
 from quire.api.progress import Progress
 from quire.config import EngineConfig
 from quire.engine.stats import Metric
-from quire.errors import ValidationError
+from quire.errors import QuireError, ValidationError
 from quire.messages.outputs import RequestOutput
 from quire.messages.sampling import RequestOutputKind, SamplingParams
 
@@ -26,8 +28,10 @@ class LLM:
     Takes every field of `EngineConfig` as a keyword. As a context manager it gives its memory back at the end.
     """
 
-    def __init__(self, model: str = EngineConfig.model, **settings: Any) -> None:
-        self.llm_engine = LLMEngine(EngineConfig(model=model, **drop_neutral(settings)))
+    def __init__(self, model: str | os.PathLike[str] = EngineConfig.model, **settings: Any) -> None:
+        name = os.fspath(model) if isinstance(model, os.PathLike) else model
+        self.llm_engine = LLMEngine(EngineConfig(model=name, **drop_neutral(settings)))
+        self._inbox = Inbox(self.llm_engine)
         self._requests = 0
 
     # Generating
@@ -46,9 +50,9 @@ class LLM:
             listed, self._each_params(sampling_params, len(listed)), priority, RequestOutputKind.FINAL_ONLY
         )
         finished: dict[str, RequestOutput] = {}
-        with Progress(len(ids), enabled=bool(use_tqdm)) as progress, self._aborting(ids):
+        with Progress(len(ids), enabled=bool(use_tqdm)) as progress, self._inbox.waiting(ids) as outputs:
             while len(finished) < len(ids):
-                for output in self.llm_engine.step():
+                for output in outputs():
                     if output.finished:
                         finished[output.request_id] = output
                         progress.finished(output)
@@ -65,13 +69,16 @@ class LLM:
         `output_kind=DELTA` only what is new. Leaving the loop early aborts what is unfinished."""
         listed = _as_list(prompts)
         ids = self._enqueue(listed, self._each_params(sampling_params, len(listed)), priority, None)
-        return self._stream(ids)
+        stream = self._stream(ids)
+        next(stream)  # it is inside its `with` now: a stream that is dropped unread aborts its requests too
+        return stream
 
     def _stream(self, ids: list[str]) -> Iterator[RequestOutput]:
         unfinished = set(ids)
-        with self._aborting(ids):
+        with self._inbox.waiting(ids) as outputs:
+            yield None  # type: ignore[misc]
             while unfinished:
-                for output in self.llm_engine.step():
+                for output in outputs():
                     if output.finished:
                         unfinished.discard(output.request_id)
                     yield output
@@ -181,9 +188,6 @@ class LLM:
             raise ValidationError(f"{count} prompts, but {len(params)} sampling_params", "sampling_params", len(params))
         return list(params)
 
-    def _aborting(self, ids: list[str]) -> _AbortOnLeave:
-        return _AbortOnLeave(self.llm_engine, ids)
-
     def _render(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
@@ -204,39 +208,36 @@ class LLM:
                 raise ValidationError(
                     "a conversation is empty: it needs at least one message", "messages", conversation
                 )
-            text = self.get_tokenizer().apply_chat_template(
-                list(conversation),
-                tools=tools,
-                chat_template=template,
-                add_generation_prompt=add_generation_prompt and not continue_final_message,
-                continue_final_message=continue_final_message,
-                tokenize=False,
-                **(chat_template_kwargs or {}),
-            )
+            try:
+                text = self.get_tokenizer().apply_chat_template(
+                    list(conversation),
+                    tools=tools,
+                    chat_template=template,
+                    add_generation_prompt=add_generation_prompt and not continue_final_message,
+                    continue_final_message=continue_final_message,
+                    tokenize=False,
+                    **(chat_template_kwargs or {}),
+                )
+            except QuireError:
+                raise
+            except Exception as error:  # no template, a role it does not know, a mistake in it: all are input
+                raise ValidationError(f"the chat template failed: {error}", "messages", conversation) from error
             # The template writes the special tokens itself; the tokenizer must not add its own.
             tokens = self.llm_engine.inputs.encode(text, add_special_tokens=False)
             prompts.append({"prompt": text, "prompt_token_ids": tokens})
         return prompts
 
 
-class _AbortOnLeave:
-    """Whatever ends a loop over outputs, an exception included, leaves no request behind."""
-
-    def __init__(self, engine: LLMEngine, ids: list[str]) -> None:
-        self._engine = engine
-        self._ids = ids
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *_: object) -> None:
-        self._engine.abort_request(self._ids)
-
-
 def _as_list(prompts: PromptType | Sequence[PromptType]) -> list[PromptType]:
     """One prompt or many: a string, a dict, or a list of token ids is one."""
     if isinstance(prompts, (str, dict)):
         return [prompts]
+    if not isinstance(prompts, Iterable) or isinstance(prompts, bytes):
+        raise ValidationError(
+            f"prompts are text, token ids, dicts of them, or a list of those; got {type(prompts).__name__}",
+            "prompts",
+            prompts,
+        )
     listed = list(prompts)
     return [listed] if listed and isinstance(listed[0], int) else listed  # type: ignore[list-item,return-value]
 

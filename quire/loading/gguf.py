@@ -111,7 +111,9 @@ class GGUFWeight:
         chosen = rows[keep[0]] if contiguous else rows[lead]
         values = self._unpack(chosen.reshape(-1, raw.shape[1]), keep[-1])
         values = values.reshape(lead.size, *shape[1:-1], values.shape[-1])
-        return values[(slice(None), *keep[1:-1])] if len(shape) > 2 else values
+        for dimension, kept in enumerate(keep[1:-1], start=1):
+            values = values[(slice(None),) * dimension + (kept,)]
+        return values
 
     def _unpack(self, raw: np.ndarray, columns: slice) -> torch.Tensor:
         """Rows of bytes to values, the kept columns only (blocks that hold none of them are not unpacked)."""

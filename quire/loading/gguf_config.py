@@ -93,7 +93,8 @@ def _llama_like(header: GGUFHeader, family: str, raw: dict[str, Any]) -> dict[st
     value_dim = header.integer(f"{family}.attention.value_length", head_dim)
     if rotary != head_dim or value_dim != head_dim:
         raise UnsupportedModelError(
-            f"{header.path}: heads of {head_dim} with {rotary} rotary and {value_dim} value dimensions are not supported"
+            f"{header.path}: heads of {head_dim} with {rotary} rotary and {value_dim} value dimensions "
+            "are not supported"
         )
     found: dict[str, Any] = {
         "num_key_value_heads": kv_heads,

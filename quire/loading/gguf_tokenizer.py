@@ -97,7 +97,8 @@ def tokenizer_from_gguf(header: GGUFHeader, tokens: list[str]) -> Tokenizer:
         tokenizer = _sentencepiece(header, tokens, types)
     else:
         raise UnsupportedModelError(
-            f"{header.path}: tokenizer model {kind!r} is not supported ('gpt2' and 'llama' are); give a tokenizer folder"
+            f"{header.path}: tokenizer model {kind!r} is not supported ('gpt2' and 'llama' are); "
+            "give the original model's tokenizer folder instead"
         )
     _add_special(tokenizer, tokens, types)
     return tokenizer
@@ -126,9 +127,10 @@ def _cut(header: GGUFHeader) -> _Cut:
 
 def _byte_level(header: GGUFHeader, tokens: list[str]) -> Tokenizer:
     cut = _cut(header)
-    merges = [tuple(merge.split(" ")) for merge in header.strings("tokenizer.ggml.merges") or []]
-    if any(len(merge) != 2 for merge in merges):
+    pieces = [merge.split(" ") for merge in header.strings("tokenizer.ggml.merges") or []]
+    if any(len(piece) != 2 for piece in pieces):
         raise CheckpointError(f"{header.path}: tokenizer.ggml.merges holds entries that are not two pieces")
+    merges = [(left, right) for left, right in pieces]
     vocabulary = {token: number for number, token in enumerate(tokens)}
     tokenizer = Tokenizer(_bpe(header, vocabulary, merges, ignore_merges=cut.whole_words))
     if cut.nfc:
@@ -145,7 +147,7 @@ def _byte_level(header: GGUFHeader, tokens: list[str]) -> Tokenizer:
 
 
 def _bpe(
-    header: GGUFHeader, vocabulary: dict[str, int], merges: list[tuple[str, ...]], **options: object
+    header: GGUFHeader, vocabulary: dict[str, int], merges: list[tuple[str, str]], **options: object
 ) -> models.BPE:
     try:
         return models.BPE(vocabulary, merges, **options)
@@ -178,11 +180,11 @@ def _sentencepiece(header: GGUFHeader, tokens: list[str], types: list[int]) -> T
 
 def _merges_from_scores(
     tokens: list[str], types: list[int], scores: list[float], vocabulary: Mapping[str, int]
-) -> list[tuple[str, ...]]:
+) -> list[tuple[str, str]]:
     """SentencePiece merges whichever neighbours form the piece of highest score; as a list, that is every way to cut
     each piece in two known ones, best piece first."""
     mergeable = [n for n, kind in enumerate(types) if kind not in (_UNKNOWN, _CONTROL, _BYTE) and len(tokens[n]) > 1]
-    merges: list[tuple[str, ...]] = []
+    merges: list[tuple[str, str]] = []
     for number in sorted(mergeable, key=lambda n: (-scores[n], n)):
         piece = tokens[number]
         halves = [(piece[:at], piece[at:]) for at in range(1, len(piece))]
@@ -192,14 +194,11 @@ def _merges_from_scores(
 
 
 def _add_special(tokenizer: Tokenizer, tokens: list[str], types: list[int]) -> None:
-    special = [
-        AddedToken(token, normalized=False, special=True) for token, kind in zip(tokens, types) if kind == _CONTROL
-    ]
-    plain = [
-        AddedToken(token, normalized=False) for token, kind in zip(tokens, types) if kind == _USER_DEFINED and token
-    ]
-    tokenizer.add_special_tokens(special)
-    tokenizer.add_tokens(plain)
+    typed = list(zip(tokens, types, strict=True))
+    special = [token for token, kind in typed if kind == _CONTROL and token]
+    plain = [token for token, kind in typed if kind == _USER_DEFINED and token]
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in special])
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in plain])
 
 
 def adds_ends(header: GGUFHeader) -> tuple[bool, bool]:

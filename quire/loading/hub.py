@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from quire.errors import ModelNotFoundError
 from quire.loading.files import ModelFiles, local_files
@@ -127,7 +128,7 @@ def _from_hub(
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
-    where = {"revision": revision, "cache_dir": download_dir, "token": token}
+    where: dict[str, Any] = {"revision": revision, "cache_dir": download_dir, "token": token}
     failures: list[str] = []
     if offline:
         failures.append("Hub: not asked, downloads are off (offline=True or HF_HUB_OFFLINE)")
@@ -155,9 +156,11 @@ def _from_hub(
     else:
         return _in_snapshot(model, folder, _match_gguf(repo, _names_in(folder), file) if file else None)
     raise ModelNotFoundError(
-        f"could not get the model {model!r}. Tried:\n  - it is not a file or folder here, nor an alias ({_known_aliases()})"
+        f"could not get the model {model!r}. Tried:"
+        f"\n  - it is not a file or folder here, nor an alias ({_known_aliases()})"
         + "".join(f"\n  - {failure}" for failure in failures)
-        + "\nWhat to do: check the spelling and the network (HF_ENDPOINT selects a mirror), or give a folder that holds the model."
+        + "\nWhat to do: check the spelling and the network (HF_ENDPOINT selects a mirror), "
+        "or give a folder that holds the model."
     )
 
 
@@ -224,8 +227,8 @@ def _refusal(model: str, repo: str, revision: str | None, error: Exception) -> s
         )
     if isinstance(error, RepositoryNotFoundError):
         return (
-            f"{model!r} names no model: not a file or folder here, not an alias ({_known_aliases()}), and the Hub knows no "
-            f"repository {repo} (a private one needs HF_TOKEN)"
+            f"{model!r} names no model: not a file or folder here, not an alias ({_known_aliases()}), "
+            f"and the Hub knows no repository {repo} (a private one needs HF_TOKEN)"
         )
     if isinstance(error, RevisionNotFoundError):
         return f"{repo} has no revision {revision!r}"

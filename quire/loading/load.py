@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -74,12 +73,12 @@ def load_weights(
     """
     matched, misfits = _match(targets, ignores, checkpoint)
     misfits.raise_if_any()
-    total = sum(math.prod(weight.shape) for weight, _ in matched)
+    sizes = [sum(target.into.nbytes for target in wanted) for _, wanted in matched]
     done = 0
-    with bytes_bar("loading weights (values)", total, progress) as show:
-        for weight, wanted in matched:
+    with bytes_bar("loading weights", sum(sizes), progress) as show:
+        for (weight, wanted), size in zip(matched, sizes, strict=True):
             _copy(weight, wanted)
-            done += math.prod(weight.shape)
+            done += size
             show(done)
 
 
@@ -92,7 +91,8 @@ def _copy(weight: Weight, wanted: Sequence[Target]) -> None:
         arranged = part if target.arrange is None else target.arrange(part)
         if arranged.shape != target.into.shape:
             raise CheckpointError(
-                f"the part of {weight.name!r} to keep has shape {tuple(arranged.shape)}, its place {tuple(target.into.shape)}"
+                f"the part of {weight.name!r} to keep has shape {tuple(arranged.shape)}, "
+                f"its place {tuple(target.into.shape)}"
             )
         target.into.copy_(arranged)
 
@@ -157,14 +157,23 @@ def _prefix_rule(targets: Iterable[str], names: list[str]) -> Callable[[str], st
     it is under that prefix and most names fit with it.
     """
     wanted, present = set(targets), set(names)
-    for prefix in sorted({name.split(".", 1)[0] + "." for name in wanted if "." in name}):
+
+    def lacks(prefix: str) -> bool:
         under = {name for name in wanted if name.startswith(prefix)}
-        found = sum(name[len(prefix) :] in present for name in under)
-        if not under & present and 2 * found > len(under):
-            return lambda name, prefix=prefix: prefix + name if prefix + name in wanted else name
-    heads = {name.split(".", 1)[0] + "." for name in names if "." in name}
-    for prefix in sorted(heads):
+        return not under & present and 2 * sum(name[len(prefix) :] in present for name in under) > len(under)
+
+    def has_more(prefix: str) -> bool:
         stripped = {name[len(prefix) :] for name in names if name.startswith(prefix)}
-        if not wanted & present and 2 * len(stripped & wanted) > len(wanted):
-            return lambda name, prefix=prefix: name.removeprefix(prefix)
-    return lambda name: name
+        return not wanted & present and 2 * len(stripped & wanted) > len(wanted)
+
+    lacking = next(filter(lacks, _first_parts(wanted)), "")
+    extra = "" if lacking else next(filter(has_more, _first_parts(names)), "")
+
+    def rename(name: str) -> str:
+        return lacking + name if lacking and lacking + name in wanted else name.removeprefix(extra)
+
+    return rename
+
+
+def _first_parts(names: Iterable[str]) -> list[str]:
+    return sorted({name.split(".", 1)[0] + "." for name in names if "." in name})

@@ -55,8 +55,8 @@ def fetch(pinned: PinnedFile, folder: Path, *, offline: bool, token: str | None,
         return path
     if offline:
         raise ModelNotFoundError(
-            f"{path} is {found}, and downloads are off (offline=True or HF_HUB_OFFLINE). Start once with the network on, "
-            f"or put the file there: {pinned.size:,} bytes, sha256 {pinned.sha256}"
+            f"{path} is {found}, and downloads are off (offline=True or HF_HUB_OFFLINE). "
+            f"Start once with the network on, or put the file there: {pinned.size:,} bytes, sha256 {pinned.sha256}"
         )
     try:
         folder.mkdir(parents=True, exist_ok=True)

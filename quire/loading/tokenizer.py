@@ -58,13 +58,16 @@ def _from_folder(files: ModelFiles, trust_remote_code: bool) -> PreTrainedTokeni
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(files.folder, trust_remote_code=trust_remote_code, local_files_only=True)
+        return AutoTokenizer.from_pretrained(  # type: ignore[return-value]
+            files.folder, trust_remote_code=trust_remote_code, local_files_only=True
+        )
     except QuireError:
         raise
     except Exception as error:
         if "trust_remote_code" in str(error):
             raise UnsupportedModelError(
-                f"the tokenizer in {files.folder} runs its own code; allow it with trust_remote_code if you trust its author"
+                f"the tokenizer in {files.folder} runs its own code; "
+                "allow it with trust_remote_code if you trust its author"
             ) from error
         raise CheckpointError(f"the tokenizer in {files.folder} cannot be loaded: {error}") from error
 

@@ -16,8 +16,11 @@ import torch
 class Weight(Protocol):
     """One tensor of a checkpoint. Nothing is read before `read`."""
 
-    name: str
-    shape: tuple[int, ...]
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
 
     def read(self, keep: tuple[slice, ...] = ()) -> torch.Tensor:
         """The tensor, or the part of it that `keep` selects (missing dimensions are kept whole)."""

@@ -87,7 +87,7 @@ class Request:
         self.siblings: list[Request] = []
         """Samples of the same prompt that fork from this one when its prompt is computed."""
         self.in_flight = 0
-        """Counted once it is preempted: launched steps that drew for it and are not collected. Their tokens still count."""
+        """Counted when it is preempted: launched draws that are not collected. Their tokens still count."""
         self.failures = 0
         """Failed steps this request was part of."""
         self.num_cached = -1

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import enum
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,6 +16,7 @@ from quire.errors import ValidationError
 MAX_N = 16384
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 64
+MAX_TOKEN_ID = 2**31 - 1
 GREEDY_BELOW = 1e-5
 LOWEST_TEMPERATURE = 0.01
 
@@ -75,14 +78,13 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=False):
     def from_optional(cls, **fields: Any) -> SamplingParams:
         """As the constructor, with None standing for a field's default and biases clamped to [-100, 100]."""
         given = {name: value for name, value in fields.items() if value is not None or name == "max_tokens"}
-        bias: Mapping[Any, float] | None = given.get("logit_bias")
-        if bias:
-            given["logit_bias"] = {int(token): min(100.0, max(-100.0, float(b))) for token, b in bias.items()}
+        if given.get("logit_bias"):
+            given["logit_bias"] = _clamped(given["logit_bias"])
         return cls(**given)
 
     def clone(self) -> SamplingParams:
         """A copy that can be changed without touching this one."""
-        return msgspec.structs.replace(self)
+        return copy.deepcopy(self)
 
     @property
     def is_greedy(self) -> bool:
@@ -117,7 +119,9 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=False):
         if self.truncate_prompt_tokens is not None:
             _integer("truncate_prompt_tokens", self.truncate_prompt_tokens, -1)
             if self.truncate_prompt_tokens == 0:
-                raise ValidationError("truncate_prompt_tokens must be -1 or at least 1, got 0", "truncate_prompt_tokens", 0)
+                raise ValidationError(
+                    "truncate_prompt_tokens must be -1 or at least 1, got 0", "truncate_prompt_tokens", 0
+                )
         if not isinstance(self.output_kind, RequestOutputKind):
             raise ValidationError(f"output_kind must be a RequestOutputKind, got {self.output_kind!r}", "output_kind")
 
@@ -127,12 +131,18 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=False):
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise ValidationError("allowed_token_ids is empty: no token could ever be drawn", "allowed_token_ids", [])
         if self.logit_bias:
+            if not isinstance(self.logit_bias, Mapping):
+                raise ValidationError(f"logit_bias must map token ids to biases, got {self.logit_bias!r}", "logit_bias")
             for token, bias in self.logit_bias.items():
-                _integer("logit_bias", token, 0)
-                if not _is_number(bias) or not math.isfinite(bias):
-                    raise ValidationError(f"logit_bias of token {token} must be a finite number, got {bias!r}", "logit_bias")
+                _integer("logit_bias", token, 0, MAX_TOKEN_ID)
+                if not _is_finite(bias):
+                    raise ValidationError(
+                        f"logit_bias of token {token} must be a finite number, got {bias!r}", "logit_bias"
+                    )
         if self.stop is not None and len(self.stop) > MAX_STOP_STRINGS:
-            raise ValidationError(f"{len(self.stop)} stop strings given; at most {MAX_STOP_STRINGS}", "stop", len(self.stop))
+            raise ValidationError(
+                f"{len(self.stop)} stop strings given; at most {MAX_STOP_STRINGS}", "stop", len(self.stop)
+            )
 
     def _check_together(self) -> None:
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -147,12 +157,13 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=False):
             )
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+def _is_finite(value: object) -> bool:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return is_number and abs(value) <= sys.float_info.max  # type: ignore[arg-type]
 
 
 def _number(name: str, value: float, low: float, high: float, open_low: bool = False) -> None:
-    inside = _is_number(value) and math.isfinite(value) and (low < value if open_low else low <= value) and value <= high
+    inside = _is_finite(value) and (low < value if open_low else low <= value) and value <= high
     if not inside:
         bracket = "(" if open_low else "["
         upper = "" if math.isinf(high) else f"{high:g}"
@@ -167,7 +178,7 @@ def _integer(name: str, value: int, low: int, high: int | None = None) -> None:
 
 
 def _strings(name: str, value: Sequence[str] | str | None) -> list[str] | None:
-    values = [value] if isinstance(value, str) else list(value or [])
+    values = [value] if isinstance(value, str) else list(_listed(name, value) or [])
     for text in values:
         if not isinstance(text, str) or not text:
             raise ValidationError(f"{name} must hold non-empty strings, got {text!r}", name, value)
@@ -175,6 +186,19 @@ def _strings(name: str, value: Sequence[str] | str | None) -> list[str] | None:
 
 
 def _token_ids(name: str, value: Sequence[int] | None) -> list[int] | None:
-    for token in value or []:
-        _integer(name, token, 0)
+    for token in _listed(name, value) or []:
+        _integer(name, token, 0, MAX_TOKEN_ID)
     return None if value is None else list(value)
+
+
+def _listed(name: str, value: Any) -> Any:
+    if value is not None and not isinstance(value, (list, tuple, set, frozenset)):
+        raise ValidationError(f"{name} must be a list, got {value!r}", name, value)
+    return value
+
+
+def _clamped(bias: Any) -> dict[int, float]:
+    try:
+        return {int(token): min(100.0, max(-100.0, float(value))) for token, value in bias.items()}
+    except (AttributeError, TypeError, ValueError, OverflowError) as error:
+        raise ValidationError(f"logit_bias must map token ids to numbers, got {bias!r}", "logit_bias", bias) from error

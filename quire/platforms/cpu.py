@@ -15,7 +15,7 @@ class CpuPlatform:
     """This machine's processor and memory."""
 
     device = torch.device("cpu")
-    ops = "quire.kernels.reference.TorchOps"
+    ops = "quire.kernels.cpu.ops.CpuOps"
     attention = "cpu"
     pipeline_depth = 0
     max_num_seqs = 256

@@ -25,6 +25,7 @@ from quire.scheduler.policies.base import Policy
 from quire.scheduler.rows import Rows
 from quire.scheduler.stats import SchedulerStats
 
+
 class Scheduler:
     """Plans steps under a token budget and a row budget, and applies their results."""
 
@@ -63,7 +64,9 @@ class Scheduler:
     def add(self, source: NewRequest) -> None:
         """Queue a request. One that could never fit is refused, so that any other always finishes."""
         if source.id in self._groups:
-            raise ValidationError(f"a request with the id {source.id!r} is not finished yet; ids are unique", "id", source.id)
+            raise ValidationError(
+                f"a request with the id {source.id!r} is not finished yet; ids are unique", "id", source.id
+            )
         needed = self.tables.blocks_for(source.limit - 1)
         if needed > self.tables.pool.capacity:
             size = self.tables.block_size
@@ -519,7 +522,7 @@ class Scheduler:
 
     def reset(self, message: str, step: int | None = None) -> None:
         """Step `step` (the oldest in flight if None) failed: everyone starts again from known tokens, suspects first."""
-        failed = self._part_of(step)
+        failed = self._part_of(self._flights[0].step if step is None and self._flights else step)
         for flight in self._flights:
             self.tables.withdraw(flight.published)
         self._flights.clear()
@@ -535,11 +538,10 @@ class Scheduler:
         self._blame(failed, message)
 
     def _part_of(self, step: int | None) -> list[Request]:
-        """Unfinished requests that a step in flight computes or draws for."""
-        for flight in self._flights:
-            if step is None or flight.step == step:
-                return [r for r in dict.fromkeys([*flight.requests, *flight.draws]) if not r.is_finished]
-        return []
+        """Unfinished requests of the steps in flight up to `step`: a device may tell of a failure when it is given more."""
+        flights = [flight for flight in self._flights if step is not None and flight.step <= step]
+        part = dict.fromkeys(request for flight in flights for request in (*flight.requests, *flight.draws))
+        return [request for request in part if not request.is_finished]
 
     def _blame(self, failed: list[Request], message: str) -> None:
         """A request that failed alone after it had failed before is ended; the others will be tried one by one."""

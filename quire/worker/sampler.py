@@ -40,11 +40,11 @@ class Sampler:
     def draw(self, logits: torch.Tensor, rows: torch.Tensor, host_rows: np.ndarray, longest: int) -> Draws:
         """One token a row from logits [n, vocab]; logits may be overwritten."""
         kinds = self._batch.kinds[host_rows]
+        if (kinds & RowKind.LISTED).any():
+            apply_lists(self._batch, logits, rows, host_rows, longest, self._processors)
         if (kinds & RowKind.PENALISED).any():
             where = _indices(kinds & RowKind.PENALISED, logits.device)
             logits[where] = apply_penalties(self._batch, logits[where], rows[where], longest)
-        if self._processors or (kinds & RowKind.LISTED).any():
-            apply_lists(self._batch, logits, rows, host_rows, longest, self._processors)
         best, greedy = logits.max(dim=-1)  # max hands NaN on, so one pass finds the token and checks the row
         invalid = ~torch.isfinite(best)
         if not (kinds & RowKind.RANDOM).any():
@@ -73,15 +73,16 @@ class Sampler:
 
 
 def filter_logits(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
-    """Mask what top-k, then top-p among the rest, then min-p exclude; ties with the last one kept stay in."""
+    """Mask what min-p, then top-k, then top-p among the rest exclude; ties with the last one kept stay in."""
+    floor = logits.amax(-1) + min_p.log()  # log 0 is -inf: off
+    logits = logits.masked_fill(logits < floor[:, None], NEGATIVE_INFINITY)
     window = min(FILTER_WINDOW, logits.shape[-1])
     threshold, undecided = _threshold(logits, logits.topk(window).values, top_k, top_p)
     if bool(undecided.any()):
         wide = undecided.nonzero()[:, 0]
         ordered = logits[wide].sort(descending=True).values
         threshold[wide], _ = _threshold(logits[wide], ordered, top_k[wide], top_p[wide])
-    floor = logits.amax(-1) + min_p.log()  # log 0 is -inf: off
-    return logits.masked_fill(logits < torch.maximum(threshold, floor)[:, None], NEGATIVE_INFINITY)
+    return logits.masked_fill(logits < threshold[:, None], NEGATIVE_INFINITY)
 
 
 def _threshold(

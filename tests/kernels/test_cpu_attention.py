@@ -62,7 +62,7 @@ class Step:
         self.scale = dim**-0.5
 
     def expected(self, window: int | None = None) -> torch.Tensor:
-        heads, dim = self.q.shape[1:]
+        heads = self.q.shape[1]
         out = torch.empty(self.q.shape, dtype=torch.float64)
         for row, (keys, values) in enumerate(zip(self.keys, self.values, strict=True)):
             first, last = self.inputs.query_starts[row : row + 2].tolist()
@@ -94,7 +94,9 @@ def test_decodes_and_prompts_of_one_step(attention: CpuPagedAttention, block_siz
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("heads, kv_heads", [(1, 1), (8, 8), (4, 2), (9, 3), (7, 1), (16, 1), (40, 2), (71, 1), (90, 1)])
+@pytest.mark.parametrize(
+    "heads, kv_heads", [(1, 1), (8, 8), (4, 2), (9, 3), (7, 1), (16, 1), (40, 2), (71, 1), (90, 1)]
+)
 def test_any_group_of_heads(attention: CpuPagedAttention, heads: int, kv_heads: int, dtype: torch.dtype) -> None:
     Step([(1, 50), (1, 270), (7, 20), (30, 280)], heads, kv_heads, 32, dtype=dtype).check(attention)
 

@@ -37,10 +37,22 @@ def assert_near(actual: torch.Tensor, expected: torch.Tensor, scale: float = 1.0
 @pytest.mark.parametrize("rows", [1, 2, 3, 7, 8, 9, 16, 17, 33, 48, 50, 64, 65, 131])
 def test_linear_is_a_product_for_any_shape(ops: CpuOps, rows: int, dtype: torch.dtype) -> None:
     for width, depth in [(1, 1), (5, 3), (37, 65), (100, 576), (51, 1601), (24, 16), (576, 100)]:
-        x, weight, bias = random(rows, depth, dtype=dtype), random(width, depth, dtype=dtype), random(width, dtype=dtype)
+        x, weight, bias = (
+            random(rows, depth, dtype=dtype),
+            random(width, depth, dtype=dtype),
+            random(width, dtype=dtype),
+        )
         product = x.double() @ weight.double().T
         assert_near(ops.linear(x, weight), product, depth**0.5)
         assert_near(ops.linear(x, weight, bias), product + bias.double(), depth**0.5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows, width, depth", [(1100, 30, 50), (1, 40, 13001), (20, 40, 9001)])
+def test_linear_in_more_pieces_than_one(ops: CpuOps, rows: int, width: int, depth: int, dtype: torch.dtype) -> None:
+    """More rows than are packed at once, and a depth that is cut."""
+    x, weight = random(rows, depth, dtype=dtype), random(width, depth, dtype=dtype)
+    assert_near(ops.linear(x, weight), x.double() @ weight.double().T, depth**0.5)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -111,7 +123,9 @@ def test_silu_mul_at_the_ends_of_the_range(ops: CpuOps) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("heads, kv_heads, dim, rotary", [(9, 3, 64, 64), (4, 4, 20, 10), (6, 1, 128, 64), (2, 1, 80, 0)])
+@pytest.mark.parametrize(
+    "heads, kv_heads, dim, rotary", [(9, 3, 64, 64), (4, 4, 20, 10), (6, 1, 128, 64), (2, 1, 80, 0)]
+)
 @pytest.mark.parametrize("with_norms", [False, True])
 def test_prepare_qkv(
     ops: CpuOps, heads: int, kv_heads: int, dim: int, rotary: int, with_norms: bool, dtype: torch.dtype
@@ -129,10 +143,20 @@ def test_prepare_qkv(
 
     q, k, v = qkv.double().view(tokens, -1, dim).split([heads, kv_heads, kv_heads], dim=1)
     if norms:
-        q, k = (x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * w.double() for x, w in ((q, norms[0]), (k, norms[1])))
+        q, k = (
+            x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * w.double()
+            for x, w in ((q, norms[0]), (k, norms[1]))
+        )
     half, cos, sin = rotary // 2, angle.cos()[:, None], angle.sin()[:, None]
     q, k = (
-        torch.cat((x[..., :half] * cos - x[..., half:rotary] * sin, x[..., half:rotary] * cos + x[..., :half] * sin, x[..., rotary:]), -1)
+        torch.cat(
+            (
+                x[..., :half] * cos - x[..., half:rotary] * sin,
+                x[..., half:rotary] * cos + x[..., :half] * sin,
+                x[..., rotary:],
+            ),
+            -1,
+        )
         for x in (q, k)
     )
 

@@ -36,9 +36,9 @@ def write(folder: Path, tensors: Tensors, kind: str, sharded: bool) -> None:
     names = list(tensors)
     halves = [names[: len(names) // 2], names[len(names) // 2 :]]
     files = [f"{stem}-0000{i + 1}-of-00002.{suffix}" for i in range(2)]
-    for half, file in zip(halves, files):
+    for half, file in zip(halves, files, strict=True):
         save({name: tensors[name] for name in half}, folder / file)
-    index = {name: file for half, file in zip(halves, files) for name in half}
+    index = {name: file for half, file in zip(halves, files, strict=True) for name in half}
     (folder / f"{single}.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
 
 
@@ -113,9 +113,8 @@ def test_truncated_and_lying_safetensors_are_refused(tmp_path: Path, tensors: Te
     }
     for what, content in bad.items():
         path.write_bytes(content)
-        with pytest.raises(CheckpointError, match="model.safetensors"):
-            opened(tmp_path)
-            pytest.fail(what)
+        with pytest.raises(CheckpointError, match=r"model\.safetensors"):
+            print(what, len(opened(tmp_path)))
 
 
 def test_an_index_cannot_lead_outside_the_folder(tmp_path: Path, tensors: Tensors) -> None:
@@ -157,7 +156,7 @@ def test_damaged_torch_files_are_refused(tmp_path: Path, tensors: Tensors) -> No
     good = path.read_bytes()
     for content in (b"", b"hello", good[: len(good) // 2], good[:-64]):
         path.write_bytes(content)
-        with pytest.raises(CheckpointError, match="pytorch_model.bin"):
+        with pytest.raises(CheckpointError, match=r"pytorch_model\.bin"):
             opened(tmp_path)
     torch.save([torch.ones(2)], path)
     with pytest.raises(CheckpointError, match="not a dictionary of named tensors"):
@@ -199,7 +198,7 @@ def test_a_missing_or_added_leading_name_is_understood(tmp_path: Path, tensors: 
     load_weights(targets, never, opened(tmp_path))
     assert all(torch.equal(value, wanted[name]) for name, value in loaded(targets).items())
     targets["model.new"] = [Target(torch.empty(1), (1,))]
-    with pytest.raises(CheckpointError, match="1 tensor missing from the checkpoint:\n  - model.new"):
+    with pytest.raises(CheckpointError, match=r"1 tensor missing from the checkpoint:\n  - model\.new"):
         load_weights(targets, never, opened(tmp_path))
 
 

@@ -17,7 +17,7 @@ from quire.loading.tokenizer import load_tokenizer
 
 Write = Callable[..., Path]
 
-# Ids given by the tokenizer.json published with SmolLM2.
+# Ids that another project's independent SmolLM2 tokenizer checks itself against.
 SMOLLM2 = {
     "Hello, we can use": [19556, 28, 392, 416, 722],
     "The capital of France is": [504, 3575, 282, 4649, 314],

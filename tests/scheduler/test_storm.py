@@ -168,7 +168,6 @@ class Storm:
                 assert told.tokens == truth.output, f"{key} ended early"
         if not self.weather.failure_rate:
             assert not errors
-        assert errors <= 0.2 * len(bench.samples) + 5
         stats = bench.scheduler.stats
         assert 0.0 <= stats.waste < 1.0
         assert 0.0 <= stats.hit_rate <= 1.0

@@ -23,23 +23,27 @@ namespace {
 constexpr int kVectors = kRegisters == 32 ? 4 : 2;
 constexpr int64_t kTile = kVectors * kLanes;
 constexpr int64_t kChunk = 256;  // keys: a tile's scores (64 KB) stay in L2
+constexpr int64_t kWorthSharing = 128 * 1024;  // multiply-adds: fewer take less time than waking the team
 constexpr float kNever = -__builtin_inff();
 
 thread_local Scratch tile_scratch, partial_scratch;
 
+// The call as Python packs it (8 bytes a field).
 template <class T>
 struct Call {
-    const T* q;         // [tokens, heads, dim], q_stride between tokens
-    const T* kv;        // [blocks, 2, kv_heads, block_size, dim], block_stride between blocks
-    T* out;             // [tokens, heads * dim]
+    const T* q;   // [tokens, heads, dim], q_stride between tokens
+    const T* kv;  // [blocks, 2, kv_heads, block_size, dim], block_stride between blocks
+    T* out;       // [tokens, heads * dim]
     const int32_t* query_starts;
     const int32_t* context_lens;
-    const int32_t* tables;  // [rows, table_width]
+    const int32_t* tables;  // [rows, table_width], table_stride between rows
     int64_t rows, heads, kv_heads, dim, block_size, q_stride, block_stride, table_width, table_stride;
-    float scale;
     int64_t window;  // 0: none
+    double scale;
+    int64_t threads;
 
-    int64_t capacity() const { return table_width * block_size; }  // how far a row may be read, whatever its length says
+    // How far a row may be read, whatever its length says.
+    int64_t capacity() const { return table_width * block_size; }
     int64_t group() const { return heads / kv_heads; }
     int64_t padded_dim() const { return (dim + kLanes - 1) / kLanes * kLanes; }
     // The cache can be read in place when it is float32 and its rows are whole vectors.
@@ -52,7 +56,7 @@ struct Item {
     int64_t position;                    // of the row's first query token
     int64_t chunk, chunk_end;            // chunks of keys to read
     int64_t partial;                     // where the first chunk's result goes in the partials, or -1: finish here
-    int64_t cost() const { return (chunk_end - chunk) * (8 + count); }
+    int64_t cost;                        // keys * lanes
 };
 
 int64_t lanes_for(int64_t count) {
@@ -155,7 +159,7 @@ struct Tile {
                     block[i] = d + L <= c.dim ? Vec::load(source[i] + d) : Vec::load_part(source[i] + d, c.dim - d);
                 transpose<L>(block);
                 for (int64_t i = 0; i < L && d + i < c.dim; i++)
-                    Vec::store(queries + (d + i) * width + v * L, block[i] * c.scale);
+                    Vec::store(queries + (d + i) * width + v * L, block[i] * float(c.scale));
             }
         }
     }
@@ -175,10 +179,10 @@ struct Tile {
 
     void score(int64_t begin, int64_t end) {
         each_block(begin, end, [&](const T* keys, const T* values, int64_t at, int64_t count) {
-            if (V == 1) {  // a decode waits for memory: have what comes next on its way
-                const int64_t next = (begin + at + count) / c.block_size;
-                if (begin + at + count < end)
-                    prefetch(c.kv + table[next] * c.block_stride + item.kv_head * c.block_size * c.dim, c.block_size * c.dim);
+            if (V == 1) {  // a decode waits for memory: have the next keys and these values on their way
+                const int64_t next = begin + at + count, plane = c.block_size * c.dim;
+                if (next < end)
+                    prefetch(c.kv + table[next / c.block_size] * c.block_stride + item.kv_head * plane, plane);
                 prefetch(values, count * c.dim);
             }
             const float* rows = reinterpret_cast<const float*>(keys);
@@ -232,7 +236,7 @@ struct Tile {
             const float* rows = reinterpret_cast<const float*>(values);
             if (!c.direct()) rows = widen(c, values, count, copy);
             int64_t d = 0;
-            for (; d + kVectors * kLanes <= dim; d += kVectors * kLanes) add_values<kVectors>(rows + d, at, count, s.values + d);
+            for (; d + kTile <= dim; d += kTile) add_values<kVectors>(rows + d, at, count, s.values + d);
             for (; d < dim; d += kLanes) add_values<1>(rows + d, at, count, s.values + d);
         });
     }
@@ -304,13 +308,14 @@ struct Plan {
     std::vector<Item> items;  // to run, costliest first
     std::vector<Item> split;  // tiles whose chunks are separate items: to merge afterwards
     int64_t partials = 0;     // floats
+    int64_t cost = 0;
 };
 
 template <class T>
-Plan plan(const Call<T>& c, int threads) {
+Plan plan(const Call<T>& c) {
     const int64_t group = c.group();
     std::vector<Item> tiles;
-    int64_t total = 0;
+    Plan result;
     for (int64_t row = 0; row < c.rows; row++) {
         const int64_t tokens = c.query_starts[row + 1] - c.query_starts[row];
         const int64_t context = std::min<int64_t>(c.context_lens[row], c.capacity());
@@ -320,16 +325,16 @@ Plan plan(const Call<T>& c, int threads) {
             const int64_t last = std::min(position + (first + count - 1) / group, c.capacity() - 1);
             const int64_t lowest = c.window ? std::max<int64_t>(0, position + first / group - c.window + 1) : 0;
             for (int64_t head = 0; head < c.kv_heads; head++) {
-                tiles.push_back({row, head, first, count, position, lowest / kChunk, last / kChunk + 1, -1});
-                total += tiles.back().cost();
+                const int64_t cost = (last + 1 - lowest) * lanes_for(count);
+                tiles.push_back({row, head, first, count, position, lowest / kChunk, last / kChunk + 1, -1, cost});
+                result.cost += cost;
             }
         }
     }
     // A tile that alone would be a good part of a thread's share is cut into its chunks.
-    Plan result;
-    const int64_t share = total / (threads * 4);
+    const int64_t share = result.cost / (c.threads * 4);
     for (Item tile : tiles) {
-        if (threads == 1 || tile.chunk_end - tile.chunk == 1 || tile.cost() <= share) {
+        if (c.threads == 1 || tile.chunk_end - tile.chunk == 1 || tile.cost <= share) {
             result.items.push_back(tile);
             continue;
         }
@@ -339,20 +344,21 @@ Plan plan(const Call<T>& c, int threads) {
         for (int64_t i = tile.chunk; i < tile.chunk_end; i++, result.partials += size) {
             Item piece = tile;
             piece.chunk = i, piece.chunk_end = i + 1, piece.partial = result.partials;
+            piece.cost = kChunk * lanes_for(tile.count);
             result.items.push_back(piece);
         }
     }
     std::stable_sort(result.items.begin(), result.items.end(),
-                     [](const Item& a, const Item& b) { return a.cost() > b.cost(); });
+                     [](const Item& a, const Item& b) { return a.cost > b.cost; });
     return result;
 }
 
 template <class T>
-void attend(const Call<T>& c, int threads) {
-    const Plan work = plan(c, threads);
+void attend(const Call<T>& c) {
+    const Plan work = plan(c);
     float* partials = partial_scratch.get(work.partials);
     const int64_t items = work.items.size(), splits = work.split.size();
-#pragma omp parallel num_threads(threads) if (items > 1)
+#pragma omp parallel num_threads(int(c.threads)) if (items > 1 && work.cost * c.dim > kWorthSharing)
     {
 #pragma omp for schedule(dynamic)
         for (int64_t i = 0; i < items; i++)
@@ -365,15 +371,5 @@ void attend(const Call<T>& c, int threads) {
 
 }  // namespace
 
-#define ATTEND(suffix, T)                                                                                             \
-    EXPORT void quire_attend_##suffix(const T* q, const T* kv, T* out, const int32_t* query_starts,                   \
-                                      const int32_t* context_lens, const int32_t* tables, int64_t rows,               \
-                                      int64_t heads, int64_t kv_heads, int64_t dim, int64_t block_size,               \
-                                      int64_t q_stride, int64_t block_stride, int64_t table_width,                    \
-                                      int64_t table_stride, float scale, int64_t window, int threads) {               \
-        attend<T>({q, kv, out, query_starts, context_lens, tables, rows, heads, kv_heads, dim, block_size, q_stride,  \
-                   block_stride, table_width, table_stride, scale, window},                                           \
-                  threads);                                                                                           \
-    }
-ATTEND(f32, float)
-ATTEND(bf16, bf16)
+EXPORT void quire_attend_f32(const Call<float>* call) { attend(*call); }
+EXPORT void quire_attend_bf16(const Call<bf16>* call) { attend(*call); }

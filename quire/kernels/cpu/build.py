@@ -14,9 +14,11 @@ import os
 import platform
 import shlex
 import shutil
+import struct
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -31,39 +33,42 @@ _HEADERS = ("outer.h", "scratch.h", "simd.h")
 _FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-fPIC")
 _QUIET = ("-fvisibility=hidden", "-w")
 
-_POINTER, _INT64, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
-# Arguments in the order of the C++ declarations: p(ointer), l(ong), f(loat), i(nt).
-_SIGNATURES = {
-    "linear": "ppppllllli",
-    "attend": "pppppplllllllllfli",
-    "rms_norm": "plppllfi",
-    "add_rms_norm": "plplppllfi",
-    "silu_mul": "plplli",
-    "prepare_qkv": "plpplppfpllpplllli",
+# A kernel takes one pointer, to its arguments packed 8 bytes each in the order of its C++ struct: q (pointer or int64)
+# or d (double). ctypes would take half a microsecond to a microsecond to convert them one by one.
+_LAYOUTS = {
+    "linear": "10q",
+    "attend": "16qdq",
+    "rms_norm": "6qdq",
+    "add_rms_norm": "8qdq",
+    "silu_mul": "6q",
+    "prepare_qkv": "16qdq",
 }
 # Calls of a microsecond or so keep the GIL: giving it up could cost a whole switch interval to get it back.
 _SHORT = {"rms_norm", "add_rms_norm", "silu_mul", "prepare_qkv"}
 _SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}
 
 
+Kernel = tuple[Callable[[bytes], None], Callable[..., bytes]]
+
+
 class Library:
-    """The compiled kernels: `kernel(name)` gives one function a dtype, taking data pointers and sizes as ints."""
+    """The compiled kernels."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._releasing = ctypes.CDLL(str(path))
         self._holding = ctypes.PyDLL(str(path))
 
-    def kernel(self, name: str) -> dict[torch.dtype, ctypes._NamedFuncPointer]:
-        codes = {"p": _POINTER, "l": _INT64, "f": _FLOAT, "i": _INT}
+    def kernel(self, name: str) -> dict[torch.dtype, Kernel]:
+        """For each dtype it knows, (run, pack): call run(pack(...)) with data pointers and sizes as ints."""
         handle = self._holding if name in _SHORT else self._releasing
-        functions = {}
+        pack = struct.Struct(_LAYOUTS[name]).pack
+        kernels: dict[torch.dtype, Kernel] = {}
         for dtype, suffix in _SUFFIXES.items():
-            function = handle[f"quire_{name}_{suffix}"]
-            function.argtypes = [codes[code] for code in _SIGNATURES[name]]
-            function.restype = None
-            functions[dtype] = function
-        return functions
+            run = handle[f"quire_{name}_{suffix}"]
+            run.argtypes, run.restype = [ctypes.c_char_p], None
+            kernels[dtype] = (run, pack)
+        return kernels
 
 
 @functools.cache

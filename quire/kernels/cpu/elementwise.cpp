@@ -10,11 +10,11 @@
 namespace {
 
 // Waking the team costs some microseconds: about what one thread needs for this many numbers.
-constexpr int64_t kWorthSharing = 32 * 1024;
+constexpr int64_t kWorthSharing = 96 * 1024;
 
 template <class Row>
-void for_rows(int64_t rows, int64_t width, int threads, Row row) {
-#pragma omp parallel for num_threads(threads) schedule(static) if (rows > 1 && rows * width > kWorthSharing)
+void for_rows(int64_t rows, int64_t width, int64_t threads, Row row) {
+#pragma omp parallel for num_threads(int(threads)) schedule(static) if (rows > 1 && rows * width > kWorthSharing)
     for (int64_t i = 0; i < rows; i++) row(i);
 }
 
@@ -41,36 +41,65 @@ INLINE float inverse_rms(const T* x, int64_t width, float eps) {
 
 template <class T>
 INLINE void scale_row(const T* x, const T* weight, T* out, int64_t width, float factor) {
-    sweep(width, [&](int64_t i, auto load, auto store) FORCED { store(out + i, load(x + i) * factor * load(weight + i)); });
+    sweep(width, [&](int64_t i, auto load, auto store) FORCED {
+        store(out + i, load(x + i) * factor * load(weight + i));
+    });
 }
 
+// Calls as Python packs them (8 bytes a field).
 template <class T>
-void rms_norm(const T* x, int64_t x_stride, const T* weight, T* out, int64_t rows, int64_t width, float eps,
-              int threads) {
-    for_rows(rows, width, threads, [=](int64_t row) {
-        const T* from = x + row * x_stride;
-        scale_row(from, weight, out + row * width, width, inverse_rms(from, width, eps));
+struct RmsNorm {
+    const T *x, *weight;
+    T* out;
+    int64_t rows, width, x_stride;
+    double eps;
+    int64_t threads;
+};
+
+template <class T>
+void rms_norm(const RmsNorm<T>& c) {
+    for_rows(c.rows, c.width, c.threads, [&](int64_t row) {
+        const T* x = c.x + row * c.x_stride;
+        scale_row(x, c.weight, c.out + row * c.width, c.width, inverse_rms(x, c.width, c.eps));
     });
 }
 
 template <class T>
-void add_rms_norm(const T* x, int64_t x_stride, T* residual, int64_t residual_stride, const T* weight, T* out,
-                  int64_t rows, int64_t width, float eps, int threads) {
-    for_rows(rows, width, threads, [=](int64_t row) {
-        const T* from = x + row * x_stride;
-        T* sums = residual + row * residual_stride;
-        sweep(width, [&](int64_t i, auto load, auto store) FORCED { store(sums + i, load(sums + i) + load(from + i)); });
-        scale_row(sums, weight, out + row * width, width, inverse_rms(sums, width, eps));
+struct AddRmsNorm {
+    const T* x;
+    T* residual;
+    const T* weight;
+    T* out;
+    int64_t rows, width, x_stride, residual_stride;
+    double eps;
+    int64_t threads;
+};
+
+template <class T>
+void add_rms_norm(const AddRmsNorm<T>& c) {
+    for_rows(c.rows, c.width, c.threads, [&](int64_t row) {
+        const T* x = c.x + row * c.x_stride;
+        T* sums = c.residual + row * c.residual_stride;
+        sweep(c.width, [&](int64_t i, auto load, auto store) FORCED { store(sums + i, load(sums + i) + load(x + i)); });
+        scale_row(sums, c.weight, c.out + row * c.width, c.width, inverse_rms(sums, c.width, c.eps));
     });
 }
 
 template <class T>
-void silu_mul(const T* gate_up, int64_t stride, T* out, int64_t rows, int64_t width, int threads) {
-    for_rows(rows, 3 * width, threads, [=](int64_t row) {
-        const T *gate = gate_up + row * stride, *up = gate + width;
-        sweep(width, [&](int64_t i, auto load, auto store) FORCED {
+struct SiluMul {
+    const T* gate_up;
+    T* out;
+    int64_t rows, width, stride, threads;
+};
+
+template <class T>
+void silu_mul(const SiluMul<T>& c) {
+    for_rows(c.rows, 3 * c.width, c.threads, [&](int64_t row) {
+        const T *gate = c.gate_up + row * c.stride, *up = gate + c.width;
+        T* out = c.out + row * c.width;
+        sweep(c.width, [&](int64_t i, auto load, auto store) FORCED {
             const vec g = load(gate + i);
-            store(out + row * width + i, g / (exp<kLanes>(-g) + 1.0f) * load(up + i));
+            store(out + i, g / (exp<kLanes>(-g) + 1.0f) * load(up + i));
         });
     });
 }
@@ -99,47 +128,42 @@ INLINE void place_head(const T* from, T* to, int64_t dim, const T* weight, float
 }
 
 template <class T>
-void prepare_qkv(const T* qkv, int64_t qkv_stride, const int64_t* positions, const float* cos_sin, int64_t rotary,
-                 const T* q_norm, const T* k_norm, float eps, T* kv, int64_t block_stride, int64_t block_size,
-                 const int64_t* slots, T* q, int64_t tokens, int64_t heads, int64_t kv_heads, int64_t dim,
-                 int threads) {
-    for_rows(tokens, (heads + 2 * kv_heads) * dim, threads, [=](int64_t token) {
-        const T* from = qkv + token * qkv_stride;
-        const float* cosines = cos_sin ? cos_sin + positions[token] * rotary : nullptr;
-        for (int64_t h = 0; h < heads; h++, from += dim)
-            place_head(from, q + (token * heads + h) * dim, dim, q_norm, eps, cosines, rotary);
-        const int64_t plane = block_size * dim;
-        T* keys = kv + slots[token] / block_size * block_stride + slots[token] % block_size * dim;
-        T* values = keys + kv_heads * plane;
-        for (int64_t h = 0; h < kv_heads; h++, from += dim)
-            place_head(from, keys + h * plane, dim, k_norm, eps, cosines, rotary);
-        for (int64_t h = 0; h < kv_heads; h++, from += dim) std::memcpy(values + h * plane, from, dim * sizeof(T));
+struct PrepareQkv {
+    const T* qkv;
+    const int64_t* positions;
+    const float* cos_sin;          // or null
+    const T *q_weight, *k_weight;  // or both null
+    T* kv;
+    const int64_t* slots;
+    T* q;
+    int64_t tokens, heads, kv_heads, dim, rotary, qkv_stride, block_size, block_stride;
+    double eps;
+    int64_t threads;
+};
+
+template <class T>
+void prepare_qkv(const PrepareQkv<T>& c) {
+    const int64_t dim = c.dim, plane = c.block_size * dim;
+    for_rows(c.tokens, (c.heads + 2 * c.kv_heads) * dim, c.threads, [&](int64_t token) {
+        const T* from = c.qkv + token * c.qkv_stride;
+        const float* cosines = c.cos_sin ? c.cos_sin + c.positions[token] * c.rotary : nullptr;
+        for (int64_t h = 0; h < c.heads; h++, from += dim)
+            place_head(from, c.q + (token * c.heads + h) * dim, dim, c.q_weight, c.eps, cosines, c.rotary);
+        const int64_t slot = c.slots[token];
+        T* keys = c.kv + slot / c.block_size * c.block_stride + slot % c.block_size * dim;
+        T* values = keys + c.kv_heads * plane;
+        for (int64_t h = 0; h < c.kv_heads; h++, from += dim)
+            place_head(from, keys + h * plane, dim, c.k_weight, c.eps, cosines, c.rotary);
+        for (int64_t h = 0; h < c.kv_heads; h++, from += dim) std::memcpy(values + h * plane, from, dim * sizeof(T));
     });
 }
 
 }  // namespace
 
-#define ELEMENTWISE(suffix, T)                                                                                         \
-    EXPORT void quire_rms_norm_##suffix(const T* x, int64_t x_stride, const T* weight, T* out, int64_t rows,           \
-                                        int64_t width, float eps, int threads) {                                       \
-        rms_norm(x, x_stride, weight, out, rows, width, eps, threads);                                                 \
-    }                                                                                                                  \
-    EXPORT void quire_add_rms_norm_##suffix(const T* x, int64_t x_stride, T* residual, int64_t residual_stride,        \
-                                            const T* weight, T* out, int64_t rows, int64_t width, float eps,           \
-                                            int threads) {                                                             \
-        add_rms_norm(x, x_stride, residual, residual_stride, weight, out, rows, width, eps, threads);                  \
-    }                                                                                                                  \
-    EXPORT void quire_silu_mul_##suffix(const T* gate_up, int64_t stride, T* out, int64_t rows, int64_t width,         \
-                                        int threads) {                                                                 \
-        silu_mul(gate_up, stride, out, rows, width, threads);                                                          \
-    }                                                                                                                  \
-    EXPORT void quire_prepare_qkv_##suffix(const T* qkv, int64_t qkv_stride, const int64_t* positions,                 \
-                                           const float* cos_sin, int64_t rotary, const T* q_norm, const T* k_norm,     \
-                                           float eps, T* kv, int64_t block_stride, int64_t block_size,                 \
-                                           const int64_t* slots, T* q, int64_t tokens, int64_t heads,                  \
-                                           int64_t kv_heads, int64_t dim, int threads) {                               \
-        prepare_qkv(qkv, qkv_stride, positions, cos_sin, rotary, q_norm, k_norm, eps, kv, block_stride, block_size,    \
-                    slots, q, tokens, heads, kv_heads, dim, threads);                                                  \
-    }
-ELEMENTWISE(f32, float)
-ELEMENTWISE(bf16, bf16)
+#define BOTH(name, Call)                                                        \
+    EXPORT void quire_##name##_f32(const Call<float>* call) { name(*call); }    \
+    EXPORT void quire_##name##_bf16(const Call<bf16>* call) { name(*call); }
+BOTH(rms_norm, RmsNorm)
+BOTH(add_rms_norm, AddRmsNorm)
+BOTH(silu_mul, SiluMul)
+BOTH(prepare_qkv, PrepareQkv)

@@ -20,8 +20,10 @@ namespace {
 
 constexpr int kVectors = kRegisters == 32 ? 4 : 2;  // of a panel, along M
 constexpr int64_t kPanel = kVectors * kLanes;       // rows of x packed side by side
-constexpr int64_t kDepth = 768;                     // steps of k at a time: that slice of a panel (192 KB) stays in L2
+constexpr int64_t kSlab = 16 * kPanel;              // rows of x packed at once: bounds the memory that takes
+constexpr int64_t kSliceBytes = 192 * 1024;         // of a packed panel, then on along k: stays in L2
 constexpr int64_t kChunkBytes = 256 * 1024;         // of weight: stays in L2 while the panels pass over it
+constexpr int64_t kWorthSharing = 256 * 1024;       // multiply-adds: fewer take less time than waking the team
 
 thread_local Scratch packed_scratch, sums_scratch, wide_scratch;
 
@@ -34,11 +36,12 @@ constexpr int tile_rows(int vectors) {
 template <class T>
 using Operand = std::conditional_t<kBf16Dot, T, float>;
 
+// The call as Python packs it (8 bytes a field); bias may be null.
 template <class T>
 struct Problem {
     const T *x, *weight, *bias;
     T* y;
-    int64_t m, n, k, x_stride, weight_stride;
+    int64_t m, n, k, x_stride, weight_stride, threads;
 
     static constexpr int64_t per_step = sizeof(float) / sizeof(Operand<T>);
     int64_t steps() const { return (k + per_step - 1) / per_step; }
@@ -63,11 +66,17 @@ INLINE typename Lanes<L>::f load_steps(const T* source, int64_t numbers) {
 template <int L, class T>
 void pack(const Problem<T>& p, int64_t m0, int64_t width, int64_t step, float* xt) {
     const int64_t offset = step * p.per_step, steps = std::min<int64_t>(L, p.steps() - step);
+    if (p.m == 1) {  // nothing to transpose: a number in the first lane each step
+        const auto row = load_steps<L>(p.x + offset, p.k - offset);
+        for (int64_t i = 0; i < steps; i++) Lanes<L>::store(xt + (step + i) * width, typename Lanes<L>::f{row[i]});
+        return;
+    }
     for (int64_t lane = 0; lane < width; lane += L) {
         typename Lanes<L>::f block[L];
         for (int i = 0; i < L; i++) {
             const int64_t row = m0 + lane + i;
-            block[i] = row < p.m ? load_steps<L>(p.x + row * p.x_stride + offset, p.k - offset) : typename Lanes<L>::f{};
+            block[i] = typename Lanes<L>::f{};
+            if (row < p.m) block[i] = load_steps<L>(p.x + row * p.x_stride + offset, p.k - offset);
         }
         transpose<L>(block);
         for (int64_t i = 0; i < steps; i++) Lanes<L>::store(xt + (step + i) * width + lane, block[i]);
@@ -99,12 +108,12 @@ void unpack(const Problem<T>& p, int64_t m0, int64_t width, int64_t n0, int64_t 
 template <int L, int V, class W>
 void multiply(const W* weight, int64_t stride, int64_t rows, int64_t k, const float* xt, float* sums) {
     constexpr int R = tile_rows(V);
-    constexpr int64_t width = L * V, per_step = sizeof(float) / sizeof(W);
+    constexpr int64_t width = L * V, per_step = sizeof(float) / sizeof(W), depth = kSliceBytes / (width * 4);
     const int64_t steps = k / per_step;
-    for (int64_t k0 = 0; k0 < steps; k0 += kDepth)
+    for (int64_t k0 = 0; k0 < steps; k0 += depth)
         for (int64_t r = 0; r < rows; r += R)
             outer<L, V, R, Order::kRows>(weight + r * stride + k0 * per_step, stride, rows - r, xt + k0 * width, width,
-                                         sums + r * width, width, std::min(kDepth, steps - k0), k0 > 0, R * stride);
+                                         sums + r * width, width, std::min(depth, steps - k0), k0 > 0, R * stride);
     if (k % per_step)  // an odd K's last number, paired with nothing
         for (int64_t r = 0; r < rows; r += R) {
             W last[R][2] = {};
@@ -131,18 +140,18 @@ void panel(const Problem<T>& p, int64_t m0, int64_t n0, int64_t rows, const floa
 
 // All of it, with panels of `most` vectors of L lanes, the last one narrower if that covers M.
 template <int L, int most, class T>
-void linear(const Problem<T>& p, int threads) {
+void linear(const Problem<T>& p) {
     const int64_t panels = (p.m + kPanel - 1) / kPanel, steps = p.steps();
     auto vectors = [&](int64_t i) { return int(std::min((p.m - i * kPanel + L - 1) / L, int64_t(most))); };
     float* packed = packed_scratch.get(panels * kPanel * steps);
 
     // Chunks of weight rows go to whichever thread is free: cores are not equally fast when others use them too.
     constexpr int64_t tile = 24;  // a multiple of every tile_rows
-    int64_t rows = std::min(kChunkBytes / (p.k * int64_t(sizeof(Operand<T>))), (p.n + threads * 4 - 1) / (threads * 4));
-    rows = std::max(tile, rows / tile * tile);
+    const int64_t fitting = kChunkBytes / (p.k * int64_t(sizeof(Operand<T>))), fair = p.n / (p.threads * 4);
+    const int64_t rows = std::max(tile, std::min(fitting, fair) / tile * tile);
     const int64_t chunks = (p.n + rows - 1) / rows, blocks = (steps + L - 1) / L;
 
-#pragma omp parallel num_threads(threads)
+#pragma omp parallel num_threads(int(p.threads)) if (p.m * p.n * p.k > kWorthSharing)
     {
 #pragma omp for schedule(static)
         for (int64_t i = 0; i < panels * blocks; i++) {
@@ -167,18 +176,17 @@ void linear(const Problem<T>& p, int threads) {
 }
 
 template <class T>
-void dispatch(const Problem<T>& p, int threads) {
-    constexpr int narrow = kLanes < 8 ? kLanes : 8;
-    if (p.m <= narrow) linear<narrow, 1>(p, threads);
-    else linear<kLanes, kVectors>(p, threads);
+void dispatch(const Problem<T>& p) {
+    constexpr int narrow = std::min(8, kLanes);
+    if (p.m <= narrow) return linear<narrow, 1>(p);
+    for (int64_t m = 0; m < p.m; m += kSlab) {
+        Problem<T> slab = p;
+        slab.x += m * p.x_stride, slab.y += m * p.n, slab.m = std::min(kSlab, p.m - m);
+        linear<kLanes, kVectors>(slab);
+    }
 }
 
 }  // namespace
 
-#define LINEAR(suffix, T)                                                                                            \
-    EXPORT void quire_linear_##suffix(const T* x, const T* weight, const T* bias, T* y, int64_t m, int64_t n,        \
-                                      int64_t k, int64_t x_stride, int64_t weight_stride, int threads) {             \
-        dispatch<T>({x, weight, bias, y, m, n, k, x_stride, weight_stride}, threads);                                \
-    }
-LINEAR(f32, float)
-LINEAR(bf16, bf16)
+EXPORT void quire_linear_f32(const Problem<float>* p) { dispatch(*p); }
+EXPORT void quire_linear_bf16(const Problem<bf16>* p) { dispatch(*p); }

@@ -7,14 +7,14 @@ import torch
 from quire.kernels.cpu.build import library
 from quire.kernels.reference import TorchOps
 
-_MAX_HEAD_DIM = 1024
+_MAX_HEAD_DIM = 1024  # kMaxDim in elementwise.cpp
 
 
 class CpuOps(TorchOps):
     """Kernels for a CPU. Threads follow `torch.get_num_threads()`; a row's bits do not depend on its batch.
 
-    `linear` is native at every size: it beats MKL from 1 row (2x) through 16 (2.4x) to 512 (1.1x), so there is no
-    size at which the arithmetic, and with it a row's bits, would change. See benchmarks/cpu_kernels.py.
+    `linear` is native at every size: measured, it is ahead of MKL from 1 row to 512 (benchmarks/cpu_kernels.py), so
+    there is no size at which the arithmetic, and with it a row's bits, would change.
     """
 
     def __init__(self) -> None:
@@ -30,34 +30,32 @@ class CpuOps(TorchOps):
     def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         dtype = x.dtype
         kernel = self._linear.get(dtype)
-        if kernel is None or weight.dtype != dtype or x.dim() != 2 or not x.numel() or weight.stride(1) != 1:
+        if kernel is None or weight.dtype != dtype or x.dim() != 2 or not x.numel():
             return super().linear(x, weight, bias)
         if bias is not None and bias.dtype != dtype:
             return super().linear(x, weight, bias)
+        x_stride, x_step = x.stride()
+        weight_stride, weight_step = weight.stride()
+        if weight_step != 1 or x_step != 1:
+            return super().linear(x, weight, bias)
+        run, pack = kernel
         rows, (width, depth) = x.size(0), weight.shape
-        out = torch.empty((rows, width), dtype=dtype)
-        kernel(
-            x.data_ptr(),
-            weight.data_ptr(),
-            None if bias is None else bias.data_ptr(),
-            out.data_ptr(),
-            rows,
-            width,
-            depth,
-            x.stride(0),
-            weight.stride(0),
-            torch.get_num_threads(),
-        )
+        out = x.new_empty(rows, width)
+        bias_pointer = 0 if bias is None else bias.data_ptr()
+        threads = torch.get_num_threads()
+        pointers = (x.data_ptr(), weight.data_ptr(), bias_pointer, out.data_ptr())
+        run(pack(*pointers, rows, width, depth, x_stride, weight_stride, threads))
         return out
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         kernel = self._rms_norm.get(x.dtype)
         if kernel is None or weight.dtype != x.dtype or x.dim() != 2:
             return super().rms_norm(x, weight, eps)
+        run, pack = kernel
         rows, width = x.shape
-        out = torch.empty((rows, width), dtype=x.dtype)
-        threads = torch.get_num_threads()
-        kernel(x.data_ptr(), x.stride(0), weight.data_ptr(), out.data_ptr(), rows, width, eps, threads)
+        out = x.new_empty(rows, width)
+        pointers = (x.data_ptr(), weight.data_ptr(), out.data_ptr())
+        run(pack(*pointers, rows, width, x.stride(0), eps, torch.get_num_threads()))
         return out
 
     def add_rms_norm(
@@ -67,30 +65,22 @@ class CpuOps(TorchOps):
         kernel = self._add_rms_norm.get(dtype)
         if kernel is None or weight.dtype != dtype or residual.dtype != dtype or x.dim() != 2:
             return super().add_rms_norm(x, residual, weight, eps)
+        run, pack = kernel
         rows, width = x.shape
-        out = torch.empty((rows, width), dtype=dtype)
-        kernel(
-            x.data_ptr(),
-            x.stride(0),
-            residual.data_ptr(),
-            residual.stride(0),
-            weight.data_ptr(),
-            out.data_ptr(),
-            rows,
-            width,
-            eps,
-            torch.get_num_threads(),
-        )
+        out = x.new_empty(rows, width)
+        pointers = (x.data_ptr(), residual.data_ptr(), weight.data_ptr(), out.data_ptr())
+        run(pack(*pointers, rows, width, x.stride(0), residual.stride(0), eps, torch.get_num_threads()))
         return out, residual
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         kernel = self._silu_mul.get(gate_up.dtype)
         if kernel is None or gate_up.dim() != 2:
             return super().silu_mul(gate_up)
+        run, pack = kernel
         rows, double = gate_up.shape
         width = double // 2
-        out = torch.empty((rows, width), dtype=gate_up.dtype)
-        kernel(gate_up.data_ptr(), gate_up.stride(0), out.data_ptr(), rows, width, torch.get_num_threads())
+        out = gate_up.new_empty(rows, width)
+        run(pack(gate_up.data_ptr(), out.data_ptr(), rows, width, gate_up.stride(0), torch.get_num_threads()))
         return out
 
     def prepare_qkv(
@@ -107,37 +97,37 @@ class CpuOps(TorchOps):
     ) -> torch.Tensor:
         dtype = qkv.dtype
         kernel = self._prepare_qkv.get(dtype)
-        q_weight, k_weight, eps = norms or (None, None, 0.0)
-        covered = (
-            kernel is not None
-            and kv.dtype == dtype
-            and kv.stride(3) == head_dim <= _MAX_HEAD_DIM
-            and (q_weight is None or (q_weight.dtype == dtype and k_weight.dtype == dtype))
-        )
-        if not covered:
-            return super().prepare_qkv(
-                qkv, positions, cos_sin, norms, kv, slots, num_heads, num_kv_heads, head_dim
-            )
+        block_stride, _, _, slot_stride, _ = kv.stride()
+        covered = kv.dtype == dtype and slot_stride == head_dim <= _MAX_HEAD_DIM
+        if covered and norms is not None:
+            covered = norms[0].dtype == dtype and norms[1].dtype == dtype
+        if kernel is None or not covered:
+            return super().prepare_qkv(qkv, positions, cos_sin, norms, kv, slots, num_heads, num_kv_heads, head_dim)
+        run, pack = kernel
         tokens = qkv.size(0)
-        q = torch.empty((tokens, num_heads, head_dim), dtype=dtype)
-        kernel(
-            qkv.data_ptr(),
-            qkv.stride(0),
-            positions.data_ptr(),
-            None if cos_sin is None else cos_sin.data_ptr(),
-            0 if cos_sin is None else cos_sin.size(1),
-            None if q_weight is None else q_weight.data_ptr(),
-            None if k_weight is None else k_weight.data_ptr(),
-            eps,
-            kv.data_ptr(),
-            kv.stride(0),
-            kv.size(3),
-            slots.data_ptr(),
-            q.data_ptr(),
-            tokens,
-            num_heads,
-            num_kv_heads,
-            head_dim,
-            torch.get_num_threads(),
+        q = qkv.new_empty(tokens, num_heads, head_dim)
+        cosines, rotary = (0, 0) if cos_sin is None else (cos_sin.data_ptr(), cos_sin.size(1))
+        q_weight, k_weight, eps = (0, 0, 0.0) if norms is None else (norms[0].data_ptr(), norms[1].data_ptr(), norms[2])
+        run(
+            pack(
+                qkv.data_ptr(),
+                positions.data_ptr(),
+                cosines,
+                q_weight,
+                k_weight,
+                kv.data_ptr(),
+                slots.data_ptr(),
+                q.data_ptr(),
+                tokens,
+                num_heads,
+                num_kv_heads,
+                head_dim,
+                rotary,
+                qkv.stride(0),
+                kv.size(3),
+                block_stride,
+                eps,
+                torch.get_num_threads(),
+            )
         )
         return q

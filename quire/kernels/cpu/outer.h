@@ -80,7 +80,7 @@ INLINE void outer(const T* a, int64_t a_stride, int64_t valid, const float* b, i
         for (; k + line <= count; k += line) {
             UNROLL
             for (int r = 0; r < R; r++) __builtin_prefetch(rows[r] + k * per_step + prefetch, 0, 3);
-            UNROLL
+            UNROLL_4
             for (int64_t i = 0; i < line; i++) step(k + i);
         }
     for (; k < count; k++) step(k);

@@ -29,8 +29,10 @@ constexpr int kRegisters = 16;
 // Register tiles are arrays indexed by loop counters: they are registers only if those loops are unrolled.
 #if defined(__clang__)
 #define UNROLL _Pragma("unroll")
+#define UNROLL_4 _Pragma("unroll 4")
 #else
 #define UNROLL _Pragma("GCC unroll 32")
+#define UNROLL_4 _Pragma("GCC unroll 4")
 #endif
 
 struct bf16 {

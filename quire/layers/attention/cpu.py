@@ -26,28 +26,34 @@ class CpuPagedAttention(TorchPagedAttention):
         dtype = q.dtype
         kernel = self._attend.get(dtype)
         tokens, heads, head_dim = q.shape
-        if kernel is None or kv.dtype != dtype or q.stride(1) != head_dim or kv.stride(3) != head_dim:
+        q_stride, head_stride, _ = q.stride()
+        block_stride, _, _, slot_stride, _ = kv.stride()
+        if kernel is None or kv.dtype != dtype or head_stride != head_dim or slot_stride != head_dim:
             return super().attend(q, kv, inputs, scale, window)
+        run, pack = kernel
+        _, _, kv_heads, block_size, _ = kv.shape
         tables = inputs.block_tables
-        out = torch.empty((tokens, heads * head_dim), dtype=dtype)
-        kernel(
-            q.data_ptr(),
-            kv.data_ptr(),
-            out.data_ptr(),
-            inputs.query_starts.data_ptr(),
-            inputs.context_lens.data_ptr(),
-            tables.data_ptr(),
-            inputs.num_rows,
-            heads,
-            kv.size(2),
-            head_dim,
-            kv.size(3),
-            q.stride(0),
-            kv.stride(0),
-            tables.size(1),
-            tables.stride(0),
-            scale,
-            window or 0,
-            torch.get_num_threads(),
+        out = q.new_empty(tokens, heads * head_dim)
+        run(
+            pack(
+                q.data_ptr(),
+                kv.data_ptr(),
+                out.data_ptr(),
+                inputs.query_starts.data_ptr(),
+                inputs.context_lens.data_ptr(),
+                tables.data_ptr(),
+                inputs.num_rows,
+                heads,
+                kv_heads,
+                head_dim,
+                block_size,
+                q_stride,
+                block_stride,
+                tables.size(1),
+                tables.stride(0),
+                window or 0,
+                scale,
+                torch.get_num_threads(),
+            )
         )
         return out

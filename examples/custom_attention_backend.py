@@ -1,0 +1,40 @@
+"""An attention backend of one's own: row by row, as a textbook would write it."""
+
+import torch
+
+from quire import LLM, SamplingParams
+from quire.layers.attention.base import AttentionInputs
+
+
+class TextbookAttention:
+    """Gathers the keys and values of each row from its blocks, then softmax(q·kᵀ)·v."""
+
+    def attend(
+        self, q: torch.Tensor, kv: torch.Tensor, inputs: AttentionInputs, scale: float, window: int | None
+    ) -> torch.Tensor:
+        out, group = torch.empty_like(q), q.shape[1] // kv.shape[2]  # `group` query heads share a KV head
+        for row in range(inputs.num_rows):
+            begin, end = inputs.query_starts[row : row + 2].tolist()
+            context = int(inputs.context_lens[row])
+            blocks = inputs.block_tables[row, : -(-context // kv.shape[3])].long()  # the last one may be part full
+            keys, values = kv[blocks].permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :context].repeat_interleave(group, 1)
+            cached = torch.arange(context, device=q.device)
+            position = cached[context - (end - begin) :, None]
+            hidden = (cached > position) if window is None else (cached > position) | (cached <= position - window)
+            scores = (q[begin:end].transpose(0, 1) @ keys.transpose(-1, -2) * scale).masked_fill(hidden, float("-inf"))
+            out[begin:end] = (scores.softmax(-1) @ values).transpose(0, 1)
+        return out.flatten(1)
+
+
+def main(max_tokens: int = 8, **settings) -> list[str]:
+    texts = []
+    for backend in ("torch", f"{__name__}.TextbookAttention"):
+        with LLM(attention_backend=backend, **settings) as llm:
+            (output,) = llm.generate("The capital of France is", SamplingParams(temperature=0, max_tokens=max_tokens))
+        texts.append(output.outputs[0].text)
+        print(f"{backend}: {texts[-1]!r}")
+    return texts
+
+
+if __name__ == "__main__":
+    main()

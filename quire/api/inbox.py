@@ -1,0 +1,44 @@
+"""Each call's own outputs, whichever call makes the step that brings them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from quire.api.engine import LLMEngine
+from quire.messages.outputs import RequestOutput
+
+
+class Inbox:
+    """Sorts outputs by who waits for them, so that streams can be read in turns and beside other calls."""
+
+    def __init__(self, engine: LLMEngine) -> None:
+        self._engine = engine
+        self._boxes: dict[str, list[RequestOutput]] = {}
+
+    @contextmanager
+    def waiting(self, ids: list[str]) -> Iterator[Callable[[], list[RequestOutput]]]:
+        """Gives a function that yields what came for these requests, making a step if nothing has.
+
+        Whatever ends the block, an exception included, leaves none of the requests behind.
+        """
+        box: list[RequestOutput] = []
+        self._boxes.update(dict.fromkeys(ids, box))
+
+        def take() -> list[RequestOutput]:
+            if not box:
+                self._step()
+            taken, box[:] = list(box), []
+            return taken
+
+        try:
+            yield take
+        finally:
+            for request_id in ids:
+                del self._boxes[request_id]
+            self._engine.abort_request(ids)
+
+    def _step(self) -> None:
+        for output in self._engine.step():
+            if (box := self._boxes.get(output.request_id)) is not None:
+                box.append(output)

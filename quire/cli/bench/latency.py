@@ -1,0 +1,87 @@
+"""`quire bench latency`: one batch, from start to end, again and again."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+
+from quire.cli.bench.common import (
+    add_output,
+    bench_settings,
+    fixed_length,
+    random_prompts,
+    report,
+    waste_figures,
+    waste_rows,
+)
+from quire.cli.engine_flags import add_common, add_engine_flags
+from quire.cli.parser import Parser
+from quire.cli.values import positive, size
+
+WHAT = """\
+Time one batch of random prompts from start to end, --num-iters times. The prefix cache is off unless asked for:
+every iteration computes its prompts."""
+EXAMPLES = """
+  quire bench latency --batch-size 1 --output-len 32
+  quire bench latency --model qwen3-0.6b --input-len 1K --num-iters 20
+"""
+PERCENTILES = (10, 25, 50, 75, 90, 99)
+
+
+def configure(parser: Parser) -> None:
+    """The flags of `quire bench latency`."""
+    parser.describe(run, WHAT, EXAMPLES)
+    load = parser.add_argument_group("load")
+    load.add_argument("--input-len", type=positive, default=32, metavar="N", help="tokens a prompt (default: 32)")
+    load.add_argument("--output-len", type=positive, default=128, metavar="N", help="tokens an output (default: 128)")
+    load.add_argument("--batch-size", type=positive, default=8, metavar="N", help="requests (default: 8)")
+    load.add_argument("--n", type=positive, default=1, metavar="N", help="samples a prompt (default: 1)")
+    load.add_argument("--num-iters", type=positive, default=10, metavar="N", help="measured batches (default: 10)")
+    load.add_argument("--num-iters-warmup", type=size, default=2, metavar="N", help="batches before that (default: 2)")
+    add_output(load)
+    add_engine_flags(parser)
+    add_common(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure and report."""
+    from quire.api.llm import LLM
+
+    with LLM(**{"enable_prefix_caching": False, **bench_settings(args)}) as llm:
+        params = fixed_length(llm, args, args.n)
+        prompts = random_prompts(llm, args.batch_size, args.input_len, llm.llm_engine.config.seed)
+        latencies = []
+        for _ in range(args.num_iters_warmup + args.num_iters):
+            begin = time.perf_counter()
+            llm.generate(prompts, params, use_tqdm=False)
+            latencies.append(time.perf_counter() - begin)
+        facts, stats = llm.llm_engine.facts, llm.llm_engine.core.scheduler.stats
+    latencies = sorted(latencies[args.num_iters_warmup :])
+    average = statistics.mean(latencies)
+    percentiles = {str(share): _percentile(latencies, share) for share in PERCENTILES}
+    report(
+        f"{facts.files.name} ({facts.dtype}) on {facts.device}",
+        [
+            ("batch", f"{args.batch_size} of {args.input_len} + {args.output_len} tokens, {args.num_iters} times"),
+            ("latency", f"{average:.3f} s on average, {1000 * average / args.output_len:.1f} ms a token"),
+            ("percentiles", ", ".join(f"{share}%: {value:.3f} s" for share, value in percentiles.items())),
+            *waste_rows(stats, facts.max_model_len),
+        ],
+        args,
+        {
+            "avg_latency": average,
+            "latencies": latencies,
+            "percentiles": percentiles,
+            **waste_figures(stats, facts.max_model_len),
+        },
+    )
+    return 0
+
+
+def _percentile(ordered: list[float], share: int) -> float:
+    """The value `share` percent of the way through, between neighbours."""
+    at = (len(ordered) - 1) * share / 100
+    low = int(at)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (at - low) * (ordered[high] - ordered[low])

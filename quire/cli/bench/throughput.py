@@ -1,0 +1,83 @@
+"""`quire bench throughput`: everything at once, as fast as it goes."""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+from quire.cli.bench.common import (
+    add_output,
+    bench_settings,
+    fixed_length,
+    random_prompts,
+    report,
+    waste_figures,
+    waste_rows,
+)
+from quire.cli.engine_flags import add_common, add_engine_flags
+from quire.cli.parser import Parser
+from quire.cli.values import positive
+
+WHAT = """\
+Hand the engine many prompts of random tokens at once, and time it until the last has its last token.
+End tokens are ignored, so every request has exactly --output-len tokens."""
+EXAMPLES = """
+  quire bench throughput --num-prompts 32 --output-len 64
+  quire bench throughput --model ./config-only-folder --load-format dummy
+  quire bench throughput --model qwen3-0.6b --num-prompts 1000 --input-len 512 --output-json result.json
+"""
+
+
+def configure(parser: Parser) -> None:
+    """The flags of `quire bench throughput`."""
+    parser.describe(run, WHAT, EXAMPLES)
+    load = parser.add_argument_group("load")
+    load.add_argument("--num-prompts", type=positive, default=64, metavar="N", help="requests (default: 64)")
+    load.add_argument("--input-len", type=positive, default=128, metavar="N", help="tokens a prompt (default: 128)")
+    load.add_argument("--output-len", type=positive, default=128, metavar="N", help="tokens an output (default: 128)")
+    load.add_argument("--n", type=positive, default=1, metavar="N", help="samples a prompt (default: 1)")
+    add_output(load)
+    add_engine_flags(parser)
+    add_common(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure and report."""
+    from quire.api.llm import LLM
+
+    with LLM(**bench_settings(args)) as llm:
+        params = fixed_length(llm, args, args.n)
+        seed = llm.llm_engine.config.seed
+        warm_up = params.clone()
+        warm_up.max_tokens = 2
+        llm.generate(random_prompts(llm, 1, args.input_len, seed + 1), warm_up, use_tqdm=False)
+        prompts = random_prompts(llm, args.num_prompts, args.input_len, seed)
+        begin = time.perf_counter()
+        outputs = llm.generate(prompts, params)
+        elapsed = time.perf_counter() - begin
+        facts, stats = llm.llm_engine.facts, llm.llm_engine.core.scheduler.stats
+    generated = sum(len(sample.token_ids) for output in outputs for sample in output.outputs)
+    total = generated + args.num_prompts * args.input_len
+    report(
+        f"{facts.files.name} ({facts.dtype}) on {facts.device}",
+        [
+            ("requests", f"{args.num_prompts} of {args.input_len} + {args.output_len} tokens"),
+            ("elapsed", f"{elapsed:.2f} s"),
+            ("throughput", f"{args.num_prompts / elapsed:.2f} requests/s"),
+            ("", f"{generated / elapsed:.1f} output tokens/s, {total / elapsed:.1f} with prompts"),
+            ("preemptions", str(stats.preemptions)),
+            *waste_rows(stats, facts.max_model_len),
+        ],
+        args,
+        {
+            "elapsed_time": elapsed,
+            "num_requests": args.num_prompts,
+            "total_num_tokens": total,
+            "requests_per_second": args.num_prompts / elapsed,
+            "tokens_per_second": total / elapsed,
+            "output_tokens_per_second": generated / elapsed,
+            "num_preemptions": stats.preemptions,
+            **waste_figures(stats, facts.max_model_len),
+        },
+    )
+    return 0

@@ -1,0 +1,110 @@
+"""A conversation with a model: what was said, and one reply at a time, which Ctrl-C may cut short."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from quire.api.llm import LLM, Message
+from quire.cli.terminal import table
+from quire.errors import CacheTooSmallError, ValidationError
+from quire.messages.outputs import RequestOutput
+from quire.messages.sampling import SamplingParams
+
+
+@dataclass
+class Reply:
+    """One answer, and how it came about."""
+
+    text: str = ""
+    tokens: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    seconds_to_first: float = 0.0
+    tokens_per_second: float = 0.0
+    error: str | None = None
+    remark: str = ""
+    """What the user should know: why it ended early."""
+
+    def take(self, output: RequestOutput) -> str:
+        """Add what is new; returns its text."""
+        sample, metrics = output.outputs[0], output.metrics
+        self.text += sample.text
+        self.tokens += len(sample.token_ids)
+        self.prompt_tokens = len(output.prompt_token_ids)
+        self.cached_tokens = output.num_cached_tokens or 0
+        self.error = output.error
+        if metrics is not None and self.tokens:
+            self.seconds_to_first = metrics.first_token_latency
+            elapsed = metrics.last_token_ts - metrics.first_token_ts
+            self.tokens_per_second = (self.tokens - 1) / elapsed if elapsed > 0 else 0.0
+        return sample.text
+
+    def describe(self) -> str:
+        """The speed line under a reply."""
+        cached = f", {self.cached_tokens} cached" if self.cached_tokens else ""
+        rate = f" at {self.tokens_per_second:.1f} tok/s" if self.tokens_per_second else ""
+        first = f"first after {self.seconds_to_first:.2f} s"
+        return f"[{self.tokens} tokens{rate}; {first}; prompt {self.prompt_tokens}{cached}]"
+
+
+class Conversation:
+    """Messages so far. Each question sends all of them; the prefix cache makes the old ones cheap."""
+
+    def __init__(self, llm: LLM, params: SamplingParams, system: str | None = None) -> None:
+        self.system = system
+        self._llm = llm
+        self._params = params
+        self._turns: list[Message] = []
+
+    def reset(self) -> None:
+        """Forget what was said; the system prompt stays."""
+        self._turns = []
+
+    def ask(self, question: str) -> Reply:
+        """Print the answer as it comes. A question that cannot be answered is not remembered."""
+        turn: Message = {"role": "user", "content": question}
+        try:
+            stream = self._llm.chat_stream([*self._opening(), *self._turns, turn], self._params)
+        except (CacheTooSmallError, ValidationError) as error:
+            if isinstance(error, CacheTooSmallError) or error.parameter == "prompt":
+                raise CacheTooSmallError(
+                    f"the conversation has become too long: {error}. /reset starts a new one"
+                ) from error
+            raise
+        reply = self._follow(stream)
+        if reply.text:
+            self._turns += [turn, {"role": "assistant", "content": reply.text}]
+        return reply
+
+    def _opening(self) -> list[Message]:
+        return [{"role": "system", "content": self.system}] if self.system else []
+
+    def _follow(self, stream: Iterator[RequestOutput]) -> Reply:
+        reply = Reply()
+        try:
+            for output in stream:
+                print(reply.take(output), end="", flush=True)
+                if output.finished:
+                    reply.remark = self._remark(output, reply)
+        except KeyboardInterrupt:  # comes between steps, never within one
+            reply.remark = "(stopped)"
+        finally:
+            stream.close()  # type: ignore[attr-defined]  # aborts the request if it still runs, and frees its blocks
+            print(flush=True)
+        return reply
+
+    def _remark(self, output: RequestOutput, reply: Reply) -> str:
+        if output.error is not None:
+            return f"quire: error: {output.error}"
+        if output.outputs[0].finish_reason != "length":
+            return ""
+        if reply.tokens == self._params.max_tokens:
+            return f"(cut at max_tokens, {reply.tokens})"
+        longest = self._llm.llm_engine.facts.max_model_len
+        return f"(the context of {longest} tokens is full; /reset starts a new conversation)"
+
+    def engine_stats(self) -> str:
+        """The engine's figures, for `/stats`."""
+        values = {metric.name.removeprefix("quire:"): metric.value for metric in self._llm.get_metrics()}
+        return table([(name.replace("_", " "), f"{value:.4g}") for name, value in values.items()])

@@ -1,0 +1,100 @@
+"""Flags of the engine, made from the fields of `EngineConfig`: a new field is a new flag, with nothing to add here."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import typing
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from quire.cli.values import json_object, size, size_or_auto
+from quire.config import EngineConfig
+
+SIZES = {"max_model_len": size_or_auto, "max_num_batched_tokens": size, "kv_cache_memory_bytes": size}
+"""Fields that take 4K or 2G."""
+
+
+def flag(name: str) -> str:
+    """--max-model-len for max_model_len."""
+    return "--" + name.replace("_", "-")
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """The model as a first word, for commands that take nothing else there."""
+    parser.add_argument(
+        "named_model",
+        nargs="?",
+        metavar="MODEL",
+        help=f"Hub id, folder, .gguf file or alias (default: {EngineConfig.model})",
+    )
+
+
+def add_engine_flags(parser: argparse.ArgumentParser, only: Collection[str] = ()) -> None:
+    """One flag a field, grouped as the fields are; `only` some of them where names are given."""
+    types = typing.get_type_hints(EngineConfig)
+    groups: dict[str, Any] = {}
+    for field in dataclasses.fields(EngineConfig):
+        if only and field.name not in only:
+            continue
+        group = field.metadata["group"]
+        if group not in groups:
+            groups[group] = parser.add_argument_group(f"engine: {group}")
+        groups[group].add_argument(flag(field.name), **_how(field, types[field.name]))
+
+
+def _how(field: dataclasses.Field[Any], kind: Any) -> dict[str, Any]:
+    """How argparse is to read a field. Unset flags leave no trace: defaults are the config's business."""
+    facts: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS}
+    kinds = typing.get_args(kind) or (kind,)
+    extra = ""
+    if kind is bool:
+        facts["action"] = argparse.BooleanOptionalAction
+    elif field.metadata.get("many"):
+        facts |= {"action": "append", "metavar": "PATH"}
+        extra = "; may be given several times"
+    elif field.metadata.get("choices"):
+        facts["choices"] = field.metadata["choices"]
+    elif field.name in SIZES:
+        facts |= {"type": SIZES[field.name], "metavar": "SIZE"}
+    elif int in kinds:
+        facts |= {"type": int, "metavar": "N"}
+    elif float in kinds:
+        facts |= {"type": float, "metavar": "X"}
+    elif any(typing.get_origin(each) is not None and issubclass(typing.get_origin(each), Mapping) for each in kinds):
+        facts |= {"type": json_object, "metavar": "JSON"}
+    else:
+        facts["metavar"] = "NAME"
+    facts["help"] = (field.metadata["help"] + extra + default_note(field.default)).replace("%", "%%")
+    return facts
+
+
+def default_note(value: Any) -> str:
+    """How a default is told in a help text."""
+    if value is None or value == ():
+        return ""
+    shown = {True: "on", False: "off"}.get(value, value) if isinstance(value, bool) else value
+    return f" (default: {shown})"
+
+
+def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
+    """The fields the user set, as keywords for `LLM` or `EngineConfig`."""
+    settings = {f.name: getattr(args, f.name) for f in dataclasses.fields(EngineConfig) if hasattr(args, f.name)}
+    named = getattr(args, "named_model", None)
+    if named is not None:
+        if settings.get("model", named) != named:
+            args.parser.error(f"two models are named: {named} and --model {settings['model']}")
+        settings["model"] = named
+    return settings
+
+
+def add_common(parser: argparse.ArgumentParser) -> None:
+    """Flags every command has."""
+    group = parser.add_argument_group("reporting")
+    group.add_argument(
+        "--log-level",
+        choices=("debug", "info", "warning", "error"),
+        default="warning",
+        help="how much the engine tells on stderr; debug is one line a step (default: warning)",
+    )
+    group.add_argument("--debug", action="store_true", help="show a traceback when something goes wrong")

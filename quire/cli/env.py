@@ -1,0 +1,93 @@
+"""`quire env`: what a bug report needs to say about a machine."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import os
+import platform
+import sys
+
+from quire import __version__
+from quire.cli.engine_flags import add_common
+from quire.cli.parser import Parser
+from quire.cli.terminal import table
+from quire.cli.values import readable_bytes
+from quire.paths import cache_dir
+
+WHAT = "Show versions, devices, CPU features and caches. No secrets are printed: paste it into a bug report."
+EXAMPLES = "\n  quire env\n"
+PACKAGES = (
+    "torch", "triton", "transformers", "tokenizers", "safetensors", "gguf", "huggingface_hub", "numpy", "msgspec",
+)  # fmt: skip
+CPU_FEATURES = (
+    "avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512_bf16", "avx512_fp16", "avx512_vnni", "amx_bf16", "amx_int8",
+    "asimd", "asimddp", "bf16", "i8mm", "sve",
+)  # fmt: skip
+VARIABLES = (
+    "QUIRE_CACHE", "QUIRE_CPU_KVCACHE_SPACE", "HF_HOME", "HF_HUB_OFFLINE", "HF_ENDPOINT", "OMP_NUM_THREADS",
+    "CUDA_VISIBLE_DEVICES", "CXX",
+)  # fmt: skip
+
+
+WIDTH = 18
+
+
+def configure(parser: Parser) -> None:
+    """The flags of `quire env`."""
+    parser.describe(run, WHAT, EXAMPLES)
+    add_common(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the tables."""
+    print(table(_versions(), "versions", WIDTH))
+    print(table(_devices(), "devices", WIDTH))
+    print(table(_places(), "caches and kernels", WIDTH))
+    if variables := [(name, os.environ[name]) for name in VARIABLES if name in os.environ]:
+        print(table(variables, "environment", WIDTH))
+    return 0
+
+
+def _versions() -> list[tuple[str, str]]:
+    rows = [("quire", __version__), ("python", platform.python_version()), ("system", platform.platform())]
+    for package in PACKAGES:
+        try:
+            rows.append((package, importlib.metadata.version(package)))
+        except importlib.metadata.PackageNotFoundError:
+            rows.append((package, "not installed"))
+    return rows
+
+
+def _devices() -> list[tuple[str, str]]:
+    import torch
+
+    from quire.platforms import choose
+    from quire.platforms.cpu import _flags as cpu_flags
+
+    cpu = choose("cpu")
+    features = [feature for feature in CPU_FEATURES if feature in cpu_flags()]
+    rows = [
+        ("cpu", cpu.describe()),
+        ("features", " ".join(features) or "unknown"),
+        ("free memory", readable_bytes(cpu.free_memory())),
+    ]
+    for index in range(torch.cuda.device_count()):
+        facts = torch.cuda.get_device_properties(index)
+        rows.append(
+            (f"cuda:{index}", f"{facts.name}, {readable_bytes(facts.total_memory)}, sm_{facts.major}{facts.minor}")
+        )
+    if not torch.cuda.is_available():
+        rows.append(("cuda", f"none seen by torch (built for {torch.version.cuda or 'CPU only'})"))
+    return rows
+
+
+def _places() -> list[tuple[str, str]]:
+    from quire.kernels.cpu.build import library
+
+    native = library()  # built now if it never was: whether that works is what one wants to know
+    return [
+        ("cache", str(cache_dir())),
+        ("native CPU kernels", f"built: {native.path}" if native else "not built: torch's are used (see the warning)"),
+        ("interpreter", sys.executable),
+    ]

@@ -1,0 +1,142 @@
+"""`quire generate`: complete prompts given on the command line or through a pipe."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from quire.cli.engine_flags import add_common, add_engine_flags, engine_settings
+from quire.cli.parser import Parser
+from quire.cli.sampling_flags import add_sampling_flags, sampling_params
+from quire.cli.terminal import say
+from quire.errors import ValidationError
+
+if TYPE_CHECKING:
+    from quire.api.llm import LLM, Message
+    from quire.messages.outputs import CompletionOutput, RequestOutput
+    from quire.messages.sampling import SamplingParams
+
+WHAT = """\
+Complete prompts. One prompt streams its text to stdout; several, or several samples, are printed when all are done.
+The prompt - reads standard input."""
+EXAMPLES = """
+  quire generate "The capital of France is" --temperature 0 --max-tokens 8
+  quire generate "Once upon a time" --n 3 --seed 7
+  quire generate "One prompt" "Another" --json | jq -r '.outputs[0].text'
+  cat question.txt | quire generate - --chat --model qwen3-0.6b
+"""
+MAX_TOKENS = 128
+
+
+def configure(parser: Parser) -> None:
+    """The flags of `quire generate`."""
+    parser.describe(run, WHAT, EXAMPLES, "PROMPT...")
+    parser.add_argument("prompts", nargs="+", metavar="PROMPT", help="text to complete; - is standard input")
+    how = parser.add_argument_group("prompts and output")
+    how.add_argument("--chat", action="store_true", help="each prompt is a question: use the model's chat template")
+    how.add_argument("--system", metavar="TEXT", help="system prompt, with --chat")
+    how.add_argument(
+        "--json", action="store_true", help="one JSON object a prompt and line, with token ids and logprobs"
+    )
+    add_sampling_flags(parser, note=f"max-tokens is {MAX_TOKENS}; -1 is as long as the context allows.")
+    add_engine_flags(parser)
+    add_common(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Generate and print."""
+    from quire.api.llm import LLM
+
+    if args.system is not None and not args.chat:
+        args.parser.error("--system needs --chat: a plain prompt has no system message")
+    prompts = [_read(prompt) for prompt in args.prompts]
+    with LLM(**engine_settings(args)) as llm:
+        params = sampling_params(args, llm.get_default_sampling_params(), max_tokens=MAX_TOKENS)
+        conversations = [_conversation(prompt, args.system) for prompt in prompts] if args.chat else None
+        if len(prompts) == 1 and params.n == 1 and not args.json:
+            return _stream(llm, prompts[0], conversations, params)
+        outputs = llm.generate(prompts, params) if conversations is None else llm.chat(conversations, params)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        if args.json:
+            print(json.dumps(_as_dict(prompt, output), ensure_ascii=False))
+        else:
+            _print(prompt, output)
+    return 1 if any(output.error for output in outputs) else 0
+
+
+def _read(prompt: str) -> str:
+    text = sys.stdin.read() if prompt == "-" else prompt
+    if not text:
+        raise ValidationError("the prompt is empty" + (": nothing came on standard input" if prompt == "-" else ""))
+    return text
+
+
+def _conversation(prompt: str, system: str | None) -> list[Message]:
+    opening = [{"role": "system", "content": system}] if system else []
+    return [*opening, {"role": "user", "content": prompt}]
+
+
+def _stream(llm: LLM, prompt: str, conversations: list[list[Message]] | None, params: SamplingParams) -> int:
+    from quire.messages.sampling import RequestOutputKind
+
+    params.output_kind = RequestOutputKind.DELTA
+    outputs = llm.stream(prompt, params) if conversations is None else llm.chat_stream(conversations[0], params)
+    error = None
+    for output in outputs:
+        print(output.outputs[0].text, end="", flush=True)
+        error = output.error
+    print()
+    if error is not None:
+        say(f"quire: error: {error}")
+    return 1 if error else 0
+
+
+def _print(prompt: str, output: RequestOutput) -> None:
+    for sample in output.outputs:
+        which = f" (sample {sample.index + 1})" if len(output.outputs) > 1 else ""
+        print(f"── {_one_line(prompt)}{which}")
+        print(sample.text.strip("\n"))
+        if sample.finish_reason == "error":
+            say(f"quire: error: {output.error}")
+
+
+def _one_line(text: str, width: int = 72) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= width else line[: width - 1] + "…"
+
+
+def _as_dict(prompt: str, output: RequestOutput) -> dict[str, Any]:
+    """An output for machines."""
+    result: dict[str, Any] = {
+        "prompt": prompt,
+        "prompt_token_ids": output.prompt_token_ids,
+        "num_cached_tokens": output.num_cached_tokens,
+        "outputs": [_sample_as_dict(sample) for sample in output.outputs],
+    }
+    if output.prompt_logprobs is not None:
+        result["prompt_logprobs"] = [_position(position) for position in output.prompt_logprobs]
+    if output.error is not None:
+        result["error"] = output.error
+    return result
+
+
+def _sample_as_dict(sample: CompletionOutput) -> dict[str, Any]:
+    result: dict[str, Any] = {
+        "index": sample.index,
+        "text": sample.text,
+        "token_ids": list(sample.token_ids),
+        "finish_reason": sample.finish_reason,
+        "stop_reason": sample.stop_reason,
+    }
+    if sample.logprobs is not None:
+        result["cumulative_logprob"] = sample.cumulative_logprob
+        result["logprobs"] = [_position(position) for position in sample.logprobs]
+    return result
+
+
+def _position(logprobs: dict[int, Any] | None) -> list[dict[str, Any]] | None:
+    """One position's tokens, the one that is there first."""
+    return None if logprobs is None else [{"token_id": token} | asdict(entry) for token, entry in logprobs.items()]

@@ -1,0 +1,121 @@
+"""`quire inspect`: what a model is, and what it would take to run it here."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+from quire.cli.engine_flags import add_common, add_engine_flags, add_model, engine_settings
+from quire.cli.parser import Parser
+from quire.cli.terminal import table
+from quire.cli.values import readable_bytes
+from quire.errors import QuireError
+
+if TYPE_CHECKING:
+    from quire.config import EngineConfig
+    from quire.loading.files import ModelFiles
+    from quire.loading.model_config import ModelConfig
+
+WHAT = """\
+Say what a model is, and what its weights and cache would take on this machine. The weights are not loaded
+(a model that is not here yet is downloaded). Takes the engine's flags: try --dtype, --block-size, --max-model-len."""
+EXAMPLES = """
+  quire inspect
+  quire inspect qwen3-0.6b --dtype float32
+  quire inspect ./my-model --kv-cache-memory-bytes 4G
+"""
+
+
+def configure(parser: Parser) -> None:
+    """The flags of `quire inspect`."""
+    parser.describe(run, WHAT, EXAMPLES, "[MODEL]")
+    add_model(parser)
+    add_engine_flags(parser)
+    add_common(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the facts, then the plan. A model that cannot be run gets its facts, then an error."""
+    from quire.config import EngineConfig
+    from quire.loading.hub import resolve
+    from quire.loading.read_config import read_model_config, read_raw_config
+    from quire.models.registry import model_class
+
+    config = EngineConfig(**engine_settings(args))
+    files = resolve(
+        config.model,
+        revision=config.revision,
+        download_dir=config.download_dir,
+        token=config.hf_token,
+        trust_remote_code=config.trust_remote_code,
+    )
+    raw = {**read_raw_config(files), **(config.hf_overrides or {})}
+    architecture = next(iter(raw.get("architectures") or []), None)
+    print(table([("architecture", str(architecture)), *_file_facts(files)], config.model), flush=True)
+    if architecture is not None:
+        model_class(architecture)  # raises, and says what is supported
+    model = read_model_config(files, config.hf_overrides)
+    print(table(_shape_facts(model)), flush=True)
+    print(table([("tokenizer", _tokenizer_facts(config, files))]), flush=True)
+    _print_plan(config, files, model)
+    return 0
+
+
+def _file_facts(files: ModelFiles) -> list[tuple[str, str]]:
+    facts = [("path", str(files.path))]
+    paths = files.weight_files(files.kind) if files.kind else ()
+    if not paths:
+        return [*facts, ("weights", "none here")]
+    total = readable_bytes(sum(path.stat().st_size for path in paths))
+    facts.append(("weights", f"{files.kind}, {len(paths)} file{'s' if len(paths) > 1 else ''}, {total}"))
+    if len(paths) > 1:
+        facts += [("", f"{path.name}  {readable_bytes(path.stat().st_size)}") for path in paths]
+    return facts
+
+
+def _shape_facts(model: ModelConfig) -> list[tuple[str, str]]:
+    from quire.engine.setup import longest_position
+
+    windows = sorted({window for window in model.windows if window is not None})
+    window = f", sliding window {windows[0]} in {sum(w is not None for w in model.windows)} layers" if windows else ""
+    return [
+        ("layers", f"{model.num_layers} of width {model.hidden_size}, MLP {model.intermediate_size}"),
+        ("heads", f"{model.num_heads} query, {model.num_kv_heads} KV, {model.head_dim} each"),
+        ("context", f"{longest_position(model)} tokens{window}"),
+        ("vocabulary", f"{model.vocab_size} tokens{', tied embeddings' if model.tie_embeddings else ''}"),
+        ("dtype", f"{model.dtype or 'not named'} in the checkpoint"),
+    ]
+
+
+def _tokenizer_facts(config: EngineConfig, files: ModelFiles) -> str:
+    from quire.loading.tokenizer import load_tokenizer
+
+    source: Any = files if config.tokenizer is None else config.tokenizer
+    try:
+        tokenizer = load_tokenizer(
+            source, trust_remote_code=config.trust_remote_code, revision=config.tokenizer_revision
+        )
+    except QuireError as error:
+        return f"cannot be loaded: {error}"
+    template = "with" if getattr(tokenizer, "chat_template", None) else "without"
+    return f"{len(tokenizer)} tokens, {template} a chat template"
+
+
+def _print_plan(config: EngineConfig, files: ModelFiles, model: ModelConfig) -> None:
+    from quire.cli.memory_plan import plan_memory
+
+    plan = plan_memory(config, files, model)
+    full = plan.cache_tokens / plan.max_model_len
+    print(
+        table(
+            [
+                ("parameters", f"{plan.parameters / 1e6:.1f} million"),
+                ("weights", f"{readable_bytes(plan.weight_bytes)} in {plan.dtype}"),
+                ("KV cache", f"{readable_bytes(plan.token_bytes)} a token; {readable_bytes(plan.cache_bytes)} in all"),
+                ("holds", f"{plan.cache_tokens} tokens in {plan.num_blocks} blocks of {config.block_size}"),
+                ("", f"{full:.1f} sequences of the full {plan.max_model_len} tokens"),
+                ("a step", f"at most {plan.max_num_seqs} requests"),
+            ],
+            f"\non {plan.device}, with {readable_bytes(plan.free_bytes)} free",
+        )
+    )

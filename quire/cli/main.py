@@ -1,0 +1,94 @@
+"""The `quire` command: finds the subcommand, runs it, and turns errors into one line and an exit code."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from importlib import import_module
+
+from quire import __version__
+from quire.cli.parser import Parser
+from quire.errors import QuireError
+
+COMMANDS = {
+    "chat": "talk with a model in the terminal",
+    "generate": "complete prompts",
+    "bench": "measure throughput, latency, or KV cache waste",
+    "pull": "download a model and print where it is",
+    "inspect": "say what a model is, and what of it fits here",
+    "env": "show versions, devices and caches, for a bug report",
+}
+"""Each is a module of this package, imported when it is the one asked for."""
+
+DESCRIPTION = "An inference engine for large language models."
+EXAMPLES = """\
+examples:
+  quire chat                                  talk with the default model, smollm2-135m
+  quire chat qwen3-0.6b                       an alias; Hub ids, folders and .gguf files do as well
+  quire generate "Once upon a time" --max-tokens 50
+  quire inspect llama3.2-1b
+
+`quire COMMAND --help` shows a command's own flags."""
+
+OK, UNEXPECTED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
+
+
+def make_parser(command: str | None) -> Parser:
+    """The whole parser; only `command` has its flags, so that help does not wait for imports."""
+    parser = Parser(prog="quire", description=DESCRIPTION, epilog=EXAMPLES)
+    parser.add_argument("--version", action="version", version=f"quire {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command")
+    for name, summary in COMMANDS.items():
+        subparser = commands.add_parser(name, help=summary)
+        if name == command:
+            import_module(f"quire.cli.{name}").configure(subparser)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `quire` with these arguments (those of the process if None); returns the exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    debug = "--debug" in arguments
+    try:
+        return _run(arguments)
+    except QuireError as error:
+        if debug:
+            traceback.print_exc()
+        _complain(f"error: {error}")
+        return BAD_INPUT
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:  # whoever read our output has gone; keep the interpreter from complaining when it flushes
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return UNEXPECTED
+    except Exception as error:
+        if debug:
+            raise
+        _complain(f"unexpected error: {type(error).__name__}: {error} (--debug shows where)")
+        return UNEXPECTED
+
+
+def _run(arguments: list[str]) -> int:
+    command = next((argument for argument in arguments if not argument.startswith("-")), None)
+    parser = make_parser(command)
+    args = parser.parse(arguments)
+    if args.command is None:
+        parser.print_help()
+        return OK
+    if hasattr(args, "log_level"):
+        from quire.cli.logging import set_up
+
+        set_up(args.log_level)
+    code: int = args.run(args)
+    return code
+
+
+def _complain(message: str) -> None:
+    sys.stdout.flush()
+    print(f"quire: {message}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

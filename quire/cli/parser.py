@@ -1,0 +1,65 @@
+"""argparse with house manners: `_` equals `-` in flag names, errors are one line, a misspelt flag gets a suggestion."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import shutil
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+from quire.errors import QuireError
+
+WIDEST = 110
+
+
+class UsageError(QuireError):
+    """The command line itself is wrong."""
+
+
+class HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Descriptions as they were written, flags in a wide column."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=34, width=min(WIDEST, shutil.get_terminal_size().columns - 2))
+
+
+class Parser(argparse.ArgumentParser):
+    """The parser of `quire` and, through `add_subparsers`, of every command."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**{"formatter_class": HelpFormatter, "allow_abbrev": False, **settings})
+
+    def describe(self, run: Callable[[argparse.Namespace], int], what: str, examples: str, arguments: str = "") -> None:
+        """Say what this command does, how it is used, and what runs it."""
+        self.usage = f"{self.prog} {arguments} [flags]" if arguments else f"{self.prog} [flags]"
+        self.description = "{}\n\nexamples:\n{}".format(what, examples.strip("\n"))
+        self.set_defaults(run=run, parser=self)
+
+    def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
+        """As `parse_args`, with the manners."""
+        known, unknown = self.parse_known_args(with_dashes(arguments))
+        if unknown:
+            parser: Parser = getattr(known, "parser", self)
+            parser.error(f"unknown argument {unknown[0]}{parser._suggestion(unknown[0])}")
+        return known
+
+    def error(self, message: str) -> NoReturn:
+        """Raise; `main` prints."""
+        raise UsageError(f"{message} (see `{self.prog} --help`)")
+
+    def _suggestion(self, flag: str) -> str:
+        close = difflib.get_close_matches(flag.partition("=")[0], list(self._option_string_actions), n=1)
+        return f"; did you mean {close[0]}?" if close else ""
+
+
+def with_dashes(arguments: Sequence[str]) -> list[str]:
+    """`--max_tokens=a_b` as `--max-tokens=a_b`; nothing changes after a lone `--`."""
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    changed = []
+    for argument in arguments[:end]:
+        name, equals, value = argument.partition("=")
+        if name.startswith("--"):
+            name = name.replace("_", "-")
+        changed.append(name + equals + value)
+    return changed + list(arguments[end:])

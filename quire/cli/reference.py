@@ -1,0 +1,91 @@
+"""docs/configuration.md, written from the fields themselves: `python -m quire.cli.reference`."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from quire.cli.sampling_flags import MEANINGS
+from quire.config import EngineConfig
+from quire.messages.sampling import SamplingParams
+
+INTRODUCTION = """\
+<!-- Written by `make docs` from quire/config.py and quire/messages/sampling.py. Do not edit. -->
+
+# Configuration
+
+Every field of `EngineConfig` is a keyword of `LLM(...)` and a flag of the commands that run a model: `max_model_len` is
+`LLM(max_model_len=4096)` and `--max-model-len 4096`. On the command line `_` and `-` are equal in names, a boolean is
+`--flag` or `--no-flag`, mappings are JSON, lists repeat their flag, and `max-model-len`, `max-num-batched-tokens` and
+`kv-cache-memory-bytes` take suffixes: `4k` is 4000, `4K` is 4096, `2G` is 2 GiB. A wrong value is refused when the
+engine is made, with the value and what would be right.
+"""
+GROUPS = {
+    "model": "The model",
+    "device": "Where it runs",
+    "memory": "The KV cache",
+    "scheduling": "Who runs when",
+    "logging": "Reports",
+}
+SAMPLING = """\
+# Sampling parameters
+
+Fields of `SamplingParams`, the same as vLLM's in name, default and meaning. `quire generate` and `quire chat` have
+flags for most of them. With `sampling_params=None` the model's own `generation_config.json` sets the defaults.
+"""
+ENVIRONMENT = """\
+# Environment variables
+
+| variable | meaning |
+|---|---|
+| `QUIRE_CACHE` | where downloads and compiled kernels are kept; `$XDG_CACHE_HOME/quire` or `~/.cache/quire` if unset |
+| `QUIRE_CPU_KVCACHE_SPACE` | size of the KV cache on a CPU, in GiB; `kv_cache_memory_bytes` wins |
+| `HF_TOKEN`, `HF_HOME`, `HF_ENDPOINT`, `HF_HUB_OFFLINE` | as the Hugging Face libraries define them |
+| `OMP_NUM_THREADS` | threads on a CPU |
+| `CXX` | compiler of the CPU kernels; `g++` or `clang++` if unset |
+"""
+
+
+def reference() -> str:
+    """The whole page."""
+    return "\n".join([INTRODUCTION, *_engine(), SAMPLING, *_sampling(), "", ENVIRONMENT.rstrip("\n")])
+
+
+def _engine() -> Iterator[str]:
+    fields = dataclasses.fields(EngineConfig)
+    for group, members in itertools.groupby(fields, key=lambda field: field.metadata["group"]):
+        yield f"## {GROUPS.get(group, group.capitalize())}\n"
+        yield "| field | default | meaning |"
+        yield "|---|---|---|"
+        for field in members:
+            choices = field.metadata.get("choices")
+            listed = f". One of {', '.join(f'`{choice}`' for choice in choices)}" if choices else ""
+            meaning = _cell(field.metadata["help"]) + listed
+            yield f"| `{field.name}` | {_default(field.default)} | {meaning} |"
+        yield ""
+
+
+def _sampling() -> Iterator[str]:
+    yield "| field | default | meaning |"
+    yield "|---|---|---|"
+    for field in msgspec.structs.fields(SamplingParams):
+        yield f"| `{field.name}` | {_default(field.default)} | {_cell(MEANINGS[field.name])} |"
+
+
+def _default(value: Any) -> str:
+    if isinstance(value, enum.Enum):
+        return f"`{value.name}`"
+    return "" if value is None or value == () else f"`{value!r}`"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    print(reference())

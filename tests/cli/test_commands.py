@@ -1,0 +1,136 @@
+"""Commands that look rather than run: pull, inspect, env, bench."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from quire.cli.memory_plan import plan_memory
+from quire.config import EngineConfig
+from quire.errors import ModelNotFoundError
+from quire.loading.hub import resolve
+from quire.loading.read_config import read_model_config
+
+SMALL = ["--input-len", 8, "--output-len", 4]
+
+
+def test_pull_prints_the_path_and_nothing_else_on_stdout(quire, byte_llama):
+    ran = quire("pull", byte_llama)
+    assert (ran.code, ran.out) == (0, f"{byte_llama}\n")
+    assert "safetensors" in ran.err
+
+
+def test_pull_finds_the_default_model_offline(quire, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    try:
+        path = resolve(EngineConfig.model).path
+    except ModelNotFoundError:
+        pytest.skip("the default model has not been downloaded here")
+    assert quire("pull").out == f"{path}\n"
+
+
+def test_pull_offline_says_what_was_tried(quire, monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    ran = quire("pull", "someone/something", "--download-dir", tmp_path)
+    assert ran.code == 2
+    assert "downloads are off" in ran.err
+
+
+def test_inspect_tells_shape_and_plan(quire, byte_llama):
+    ran = quire("inspect", byte_llama, "--num-gpu-blocks-override", 32)
+    assert ran.code == 0, ran.err
+    for fact in (
+        "LlamaForCausalLM",
+        "2 of width 64",
+        "4 query, 2 KV, 16 each",
+        "128 tokens",
+        "257 tokens, with a chat",
+    ):
+        assert fact in ran.out
+    # Keys and values of 2 layers, 2 heads of 16 in float32, and the token's id.
+    assert f"{2 * 2 * 2 * 16 * 4 + 4} bytes a token" in ran.out
+    assert "holds         512 tokens in 32 blocks of 16" in ran.out
+    assert "4.0 sequences of the full 128 tokens" in ran.out
+
+
+def test_inspect_plans_what_the_engine_then_does(byte_llama, monkeypatch):
+    from quire import LLM
+
+    monkeypatch.setenv("QUIRE_CPU_KVCACHE_SPACE", "0.001")
+    config = EngineConfig(model=str(byte_llama))
+    files = resolve(config.model)
+    plan = plan_memory(config, files, read_model_config(files))
+    with LLM(config.model) as llm:
+        facts = llm.llm_engine.facts
+    assert (plan.num_blocks, plan.cache_bytes) == (facts.num_blocks, facts.kv_bytes)
+    assert (plan.weight_bytes, plan.dtype, plan.device) == (facts.weight_bytes, facts.dtype, facts.device)
+    assert (plan.max_model_len, plan.max_num_seqs) == (facts.max_model_len, facts.max_num_seqs)
+
+
+def test_inspect_of_an_unknown_architecture_says_so(quire, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["WalrusForCausalLM"]}))
+    ran = quire("inspect", tmp_path)
+    assert ran.code == 2
+    assert "WalrusForCausalLM" in ran.out
+    assert "'WalrusForCausalLM' is not implemented; supported: " in ran.err
+
+
+def test_env_names_versions_and_no_secrets(quire, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    ran = quire("env")
+    assert ran.code == 0
+    assert all(word in ran.out for word in ("quire", "torch", "transformers", "cache", "native CPU kernels"))
+    assert "hf_secret" not in ran.out
+
+
+def test_bench_waste_is_under_four_percent(quire, tmp_path):
+    ran = quire("bench", "waste", "--num-prompts", 600, "--output-json", tmp_path / "waste.json")
+    assert ran.code == 0, ran.err
+    assert "KV waste" in ran.out
+    figures = json.loads((tmp_path / "waste.json").read_text())
+    assert 0 < figures["kv_waste"] < 0.04
+    assert figures["kv_waste_if_reserved"] > 0.5
+
+
+def test_bench_waste_grows_with_the_block(quire, tmp_path):
+    def waste(block_size: int) -> float:
+        options = ["--num-prompts", 100, "--block-size", block_size, "--output-json", tmp_path / "waste.json"]
+        assert quire("bench", "waste", *options).code == 0
+        return json.loads((tmp_path / "waste.json").read_text())["kv_waste"]
+
+    assert waste(1) == 0
+    assert waste(16) < waste(64)
+
+
+def test_bench_throughput_with_random_weights(quire, byte_llama, tmp_path):
+    file = tmp_path / "result.json"
+    ran = quire(
+        "bench", "throughput", "--model", byte_llama, "--load-format", "dummy", *SMALL, "--num-prompts", 3,
+        "--output-json", file,
+    )  # fmt: skip
+    assert ran.code == 0, ran.err
+    assert re.search(r"\d output tokens/s", ran.out)
+    figures = json.loads(file.read_text())
+    assert figures["num_requests"] == 3
+    assert figures["total_num_tokens"] == 3 * (8 + 4)
+    assert figures["tokens_per_second"] == pytest.approx(36 / figures["elapsed_time"])
+
+
+def test_bench_latency_reports_as_vllm_does(quire, byte_llama, tmp_path):
+    file = tmp_path / "result.json"
+    ran = quire(
+        "bench", "latency", "--model", byte_llama, *SMALL, "--batch-size", 2, "--num-iters", 3, "--num-iters-warmup", 1,
+        "--output-json", file,
+    )  # fmt: skip
+    assert ran.code == 0, ran.err
+    figures = json.loads(file.read_text())
+    assert len(figures["latencies"]) == 3
+    assert figures["percentiles"]["50"] == sorted(figures["latencies"])[1]
+
+
+def test_bench_refuses_lengths_beyond_the_model(quire, byte_llama):
+    ran = quire("bench", "latency", "--model", byte_llama, "--input-len", 100, "--output-len", 100)
+    assert ran.code == 2
+    assert "exceed the 128 tokens" in ran.err

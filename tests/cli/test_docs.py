@@ -1,0 +1,40 @@
+"""The pages keep up with the code: links lead somewhere, and what CONTRIBUTING shows is what the examples run."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_to_files(page):
+    links = re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text())
+    assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+def test_code_in_contributing_is_the_examples_code():
+    examples = "\n".join(path.read_text() for path in (ROOT / "examples").glob("*.py"))
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.S)
+    inner = [line for block in blocks for line in block.splitlines() if line.startswith(" " * 8)]
+    assert len(inner) > 15
+    assert [line for line in inner if line.strip() not in examples] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_python_in_pages_is_python(page):
+    for block in re.findall(r"```python\n(.*?)```", page.read_text(), re.S):
+        compile(block, page.name, "exec")
+
+
+def test_the_readme_names_every_command():
+    from quire.cli.bench import BENCHMARKS
+    from quire.cli.main import COMMANDS
+
+    text = (ROOT / "README.md").read_text()
+    named = [f"quire {name}" for name in COMMANDS if name != "bench"] + [f"quire bench {name}" for name in BENCHMARKS]
+    assert [name for name in named if f"`{name}" not in text] == []

@@ -1,0 +1,76 @@
+"""The examples run. On the tiny model: what they say is nonsense, how they say it is not."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import math
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+NAMES = sorted(path.stem for path in EXAMPLES.glob("*.py"))
+
+
+@pytest.fixture
+def example(monkeypatch):
+    """An example as a module."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+
+    def load(name: str):
+        sys.modules.pop(name, None)
+        return importlib.import_module(name)
+
+    yield load
+    for name in NAMES:
+        sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def settings(byte_llama):
+    """Room enough for the examples' prompts, which are long in bytes."""
+    return {
+        "model": str(byte_llama),
+        "hf_overrides": {"max_position_embeddings": 1024},
+        "kv_cache_memory_bytes": 4 << 20,
+    }
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_example_runs(example, settings, capsys, name):
+    example(name).main(max_tokens=4, **settings)
+    assert capsys.readouterr().out
+
+
+def test_the_policy_lets_short_prompts_go_first(example, settings, capsys):
+    order = example("custom_policy").main(max_tokens=2, **settings)
+    assert [len(prompt) < 20 for prompt in order] == [True, True, False]
+
+
+def test_the_processor_allows_no_ngram_twice(example, settings, capsys):
+    _, tokens = example("custom_logits_processor").main(max_tokens=24, **settings)
+    prompt_pairs = len("la la la la") - 1
+    pairs = list(itertools.pairwise(tokens))
+    assert len(set(pairs[prompt_pairs:])) == 24
+    assert not set(pairs[:prompt_pairs]) & set(pairs[prompt_pairs:])
+
+
+def test_the_attention_backend_agrees_with_the_engines_own(example, settings, capsys):
+    own, textbook = example("custom_attention_backend").main(max_tokens=12, **settings)
+    assert own == textbook
+
+
+def test_the_model_is_the_one_that_runs(example, settings, capsys, monkeypatch):
+    module = example("custom_model")
+    as_it_is = module.main(max_tokens=4, **settings)
+    monkeypatch.setattr(module, "CAP", 1e-6)  # all logits equal: four draws from 257 tokens
+    flat = module.main(max_tokens=4, **settings)
+    assert flat == pytest.approx(-4 * math.log(257), abs=1e-3)
+    assert as_it_is > flat
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_example_is_short(name):
+    assert len((EXAMPLES / f"{name}.py").read_text().splitlines()) <= 40

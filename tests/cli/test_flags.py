@@ -1,0 +1,114 @@
+"""Flags are the fields: every field of EngineConfig has one, and what is written is what arrives."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from quire.cli.engine_flags import add_engine_flags, engine_settings, flag
+from quire.cli.parser import Parser, UsageError, with_dashes
+from quire.cli.reference import reference
+from quire.cli.sampling_flags import MEANINGS, add_sampling_flags, sampling_params
+from quire.cli.values import readable_bytes, size
+from quire.config import EngineConfig
+from quire.messages.sampling import SamplingParams
+
+VALUES = {
+    "hf_overrides": {"rope_theta": 5.0},
+    "logits_processors": ("a.b.C", "d.E"),
+    "max_model_len": 4096,
+    "tensor_parallel_size": 1,
+    "pipeline_parallel_size": 1,
+    "gpu_memory_utilization": 0.5,
+    "cpu_kv_cache_share": 0.125,
+}
+ROOT = Path(__file__).parents[2]
+
+
+def parse(*arguments: str) -> argparse.Namespace:
+    parser = Parser(prog="quire test")
+    add_engine_flags(parser)
+    return parser.parse(arguments)
+
+
+def another(field: dataclasses.Field) -> object:
+    """A valid value for a field, other than its default where there is another."""
+    if field.name in VALUES:
+        return VALUES[field.name]
+    if choices := field.metadata.get("choices"):
+        return choices[-1]
+    if isinstance(field.default, bool):
+        return not field.default
+    return 77 if isinstance(field.default, int) or "int" in str(field.type) else "something"
+
+
+@pytest.mark.parametrize("field", dataclasses.fields(EngineConfig), ids=lambda field: field.name)
+def test_every_engine_field_makes_the_round_trip(field):
+    value = another(field)
+    if isinstance(value, bool):
+        arguments = [flag(field.name) if value else flag(f"no_{field.name}")]
+    elif isinstance(value, tuple):
+        arguments = [part for each in value for part in (flag(field.name), each)]
+    else:
+        arguments = [flag(field.name), json.dumps(value) if isinstance(value, dict) else str(value)]
+    settings = engine_settings(parse(*arguments))
+    assert list(settings) == [field.name]
+    assert getattr(EngineConfig(**settings), field.name) == value
+
+
+def test_flags_not_given_leave_the_defaults_to_the_config():
+    assert engine_settings(parse()) == {}
+
+
+def test_underscores_and_dashes_are_equal_in_names_but_not_in_values():
+    assert with_dashes(["--a_b=c_d", "e_f", "--", "--g_h"]) == ["--a-b=c_d", "e_f", "--", "--g_h"]
+    assert parse("--max_num_seqs", "3").max_num_seqs == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("12", 12), ("4k", 4000), ("4K", 4096), ("2G", 2 << 30), ("1.5K", 1536), ("-1", -1)]
+)
+def test_sizes(text, value):
+    assert size(text) == value
+
+
+@pytest.mark.parametrize("text", ["", "k", "1kb", "0.3", "1e3", "four"])
+def test_not_sizes(text):
+    with pytest.raises(argparse.ArgumentTypeError):
+        size(text)
+
+
+def test_a_size_may_be_auto_where_the_config_says_so():
+    assert parse("--max-model-len", "auto").max_model_len == "auto"
+    with pytest.raises(UsageError, match="not a size"):
+        parse("--kv-cache-memory-bytes", "auto")
+
+
+def test_bytes_are_readable():
+    assert [readable_bytes(n) for n in (5, 2048, 3 << 30)] == ["5 bytes", "2.0 KiB", "3.0 GiB"]
+
+
+def test_sampling_flags_go_over_the_defaults():
+    parser = Parser(prog="quire test")
+    add_sampling_flags(parser)
+    args = parser.parse(
+        ["--temperature", "0.5", "--stop", "a", "--stop", "b", "--logit-bias", '{"3": -1}', "--ignore-eos"]
+    )
+    params = sampling_params(args, SamplingParams(top_k=5, temperature=1.5), max_tokens=9)
+    assert params == SamplingParams(
+        temperature=0.5, top_k=5, max_tokens=9, stop=["a", "b"], logit_bias={3: -1}, ignore_eos=True
+    )
+    assert sampling_params(parser.parse(["--max-tokens", "-1"]), SamplingParams()).max_tokens is None
+
+
+def test_every_sampling_parameter_is_explained():
+    assert list(MEANINGS) == [field.name for field in msgspec.structs.fields(SamplingParams)]
+
+
+def test_the_configuration_page_is_up_to_date():
+    assert (ROOT / "docs/configuration.md").read_text() == reference() + "\n", "run `make docs`"

@@ -1,0 +1,212 @@
+"""A shortage of blocks: who loses its row, what is kept, and who goes first under each policy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from quire.errors import ValidationError
+from quire.messages.request import NewRequest, Request, State
+from quire.messages.sampling import SamplingParams
+from quire.scheduler.policies.base import RankedPolicy
+from quire.scheduler.policies.priority import AGEING_SECONDS
+from quire.scheduler.policies.registry import make_policy
+from tests.scheduler.harness import Bench
+
+DEPTHS = pytest.mark.parametrize("depth", [0, 1, 2])
+
+
+def until_preemption(bench: Bench, steps: int = 200) -> list[str]:
+    """Step until somebody loses its row; returns who."""
+    for _ in range(steps):
+        bench.step()
+        lost = [request for group in bench.scheduler._groups.values() for request in group if request.preemptions]
+        if lost:
+            return [request.id for request in lost]
+    raise AssertionError("nobody was preempted")
+
+
+def test_first_come_first_served_costs_whoever_loses_the_least_work() -> None:
+    bench = Bench(blocks=14, block_size=4)
+    bench.add("old", 8, 30)
+    bench.add("small", 4, 30)
+    bench.add("large", 20, 30)
+    assert until_preemption(bench) == ["small"], "the fewest blocks, though it came before the large one"
+    bench.run()
+    bench.assert_right()
+
+
+def test_the_best_ranked_is_never_preempted_however_small() -> None:
+    bench = Bench(blocks=14, block_size=4)
+    bench.add("old", 1, 40)
+    bench.add("b", 16, 30)
+    bench.add("c", 16, 30)
+    assert "old" not in until_preemption(bench)
+    bench.run()
+    assert bench.samples[("old", 0)].finished.preemptions == 0  # type: ignore[union-attr]
+    bench.assert_right()
+
+
+def test_priority_preempts_the_worst_rank_however_large() -> None:
+    bench = Bench(blocks=14, block_size=4, policy="priority")
+    bench.add("a", 4, 30, priority=0)
+    bench.add("worst", 20, 30, priority=9)
+    bench.add("b", 4, 30, priority=1)
+    assert until_preemption(bench) == ["worst"]
+    bench.run()
+    bench.assert_right()
+
+
+@DEPTHS
+def test_a_step_that_preempts_admits_nobody(depth: int) -> None:
+    bench = Bench(blocks=12, block_size=4, depth=depth, max_rows=4)
+    for id in "abc":
+        bench.add(id, 8, 24)
+    before = 0
+    for _ in range(500):
+        if bench.scheduler.unfinished < 6 and len(bench.samples) < 40:
+            bench.add(f"new{len(bench.samples)}", 3, 4)
+        if not bench.core.has_work:
+            break
+        plans = len(bench.plans)
+        bench.step()
+        if bench.scheduler.stats.preemptions > before and len(bench.plans) > plans:
+            assert not bench.plans[-1].add
+        before = bench.scheduler.stats.preemptions
+    assert before > 0
+    bench.run()
+    bench.assert_right()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_tokens_in_flight_of_a_preempted_row_are_kept(depth: int) -> None:
+    bench = Bench(blocks=9, block_size=4, depth=depth, prefix_caching=False)
+    bench.add("a", 8, 20)
+    bench.add("b", 8, 20)
+    assert until_preemption(bench) == ["b"]
+    request = bench.scheduler._groups["b"][0]
+    assert request.state is State.PREEMPTED and request.row == -1 and not request.blocks
+    known, in_flight = request.known, request.in_flight
+    assert in_flight == depth - 1 or in_flight == depth, "launched, not collected"
+    drawn = known + in_flight
+    while request.in_flight:
+        assert request.state is State.PREEMPTED, "it is admitted again only after its tokens are in"
+        bench.step()
+    assert request.known == drawn
+    bench.run()
+    bench.assert_right()
+    again = [row for plan in bench.plans for row in plan.add if row.request == "b"][1:]
+    assert again[0].num_tokens == drawn, "what was drawn is not drawn again"
+
+
+def test_a_preempted_request_finds_its_own_blocks_again() -> None:
+    bench = Bench(blocks=10, block_size=4)
+    bench.add("a", 8, 24)
+    bench.add("b", 16, 14)
+    until_preemption(bench)
+    bench.run()
+    bench.assert_right()
+    again = [row for plan in bench.plans for row in plan.add][2:]
+    assert again and all(row.num_computed > 0 for row in again)
+
+
+@DEPTHS
+def test_everyone_finishes_in_a_cache_that_holds_one_at_a_time(depth: int) -> None:
+    bench = Bench(blocks=8, block_size=4, depth=depth)
+    for i in range(8):
+        bench.add(f"r{i}", 5 + 2 * i, 32 - 5 - 2 * i)
+    bench.run(2000)
+    bench.assert_right()
+
+
+# Policies
+
+
+def endless(bench: Bench, steps: int, seconds: float) -> None:
+    """A stream of urgent requests that alone fills the engine."""
+    for i in range(steps):
+        while bench.scheduler.waiting < 3:
+            bench.add(f"urgent{i}-{len(bench.samples)}", 4, 2, priority=0)
+        bench.step()
+        bench.now += seconds
+
+
+def test_lower_priority_values_go_first() -> None:
+    bench = Bench(max_rows=1, policy="priority")
+    for id, priority in {"a": 3, "b": 1, "c": 2, "d": 1}.items():
+        bench.add(id, 4, 1, priority=priority)
+    bench.run()
+    assert [start.key[0] for start in bench.started] == ["b", "d", "c", "a"]
+
+
+def test_a_low_priority_is_admitted_in_the_end_under_an_endless_stream_of_high_ones() -> None:
+    bench = Bench(max_rows=2, policy="priority")
+    bench.add("patient", 4, 2, priority=5)
+    endless(bench, 40, seconds=AGEING_SECONDS / 10)
+    assert ("patient", 0) not in [start.key for start in bench.started], "four levels' worth of waiting is not enough"
+    endless(bench, 60, seconds=AGEING_SECONDS / 10)
+    assert bench.samples[("patient", 0)].finished is not None
+    bench.run()
+    bench.assert_right()
+
+
+def test_under_first_come_first_served_priorities_mean_nothing() -> None:
+    bench = Bench(max_rows=1)
+    for id, priority in {"a": 3, "b": 1}.items():
+        bench.add(id, 4, 1, priority=priority)
+    bench.run()
+    assert [start.key[0] for start in bench.started] == ["a", "b"]
+
+
+class ShortestFirst(RankedPolicy):
+    """A policy of a user's own."""
+
+    def rank(self, request: Request) -> Any:
+        return (len(request.prompt), request.arrival_order, request.index)
+
+    def victim(self, running: Sequence[Request]) -> Request:
+        return max(running, key=self.rank)
+
+
+def test_a_policy_can_be_given_by_its_dotted_path() -> None:
+    bench = Bench(max_rows=1, policy="tests.scheduler.test_preemption.ShortestFirst")
+    for id, length in {"a": 9, "b": 3, "c": 5}.items():
+        bench.add(id, length, 1)
+    bench.run()
+    assert [start.key[0] for start in bench.started] == ["b", "c", "a"]
+
+
+@pytest.mark.parametrize("name", ["shortest", "tests.scheduler.test_preemption.Missing", "no_such_module.Policy"])
+def test_an_unknown_policy_is_refused_with_those_that_are_known(name: str) -> None:
+    with pytest.raises(ValidationError, match="fcfs, priority"):
+        make_policy(name)
+
+
+@pytest.mark.parametrize("name", ["fcfs", "priority"])
+def test_ranks_have_no_ties_not_even_among_samples_of_a_prompt(name: str) -> None:
+    policy = make_policy(name)
+    source = NewRequest("a", [1], SamplingParams(n=3), limit=4)
+    samples = [Request(source, index, 0) for index in range(3)]
+    assert len({policy.rank(sample) for sample in samples}) == 3
+
+
+@pytest.mark.parametrize("name", ["fcfs", "priority"])
+def test_a_queue_gives_what_waits_in_order_whatever_was_removed_and_added_again(name: str) -> None:
+    policy = make_policy(name)
+    waiting = [Request(NewRequest(str(i), [1], SamplingParams(), limit=4), 0, i) for i in range(6)]
+    for request in reversed(waiting):
+        policy.add(request)
+    policy.remove(waiting[3])
+    policy.remove(waiting[0])
+    policy.add(waiting[0])
+    policy.remove(waiting[0])
+    policy.remove(waiting[0])
+    policy.add(waiting[3])
+    order = []
+    while (request := policy.next()) is not None:
+        assert policy.next() is request, "next does not remove"
+        policy.remove(request)
+        order.append(request.id)
+    assert order == ["1", "2", "3", "4", "5"] and len(policy) == 0

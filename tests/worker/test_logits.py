@@ -1,0 +1,198 @@
+"""Penalties, biases, lists and custom processors, against loops over tokens."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from quire import LLM, SamplingParams
+from quire.errors import ValidationError
+from quire.worker.logits import apply_penalties
+from tests.worker.device import Device
+
+VOCAB = 20
+
+
+def penalised(logits: list[float], prompt: list[int], output: list[int], params: SamplingParams) -> list[float]:
+    """vLLM's meaning: repetition counts prompt and output, presence and frequency the output alone."""
+    result = list(logits)
+    for token in range(len(logits)):
+        if token in prompt or token in output:
+            positive = result[token] > 0
+            result[token] = result[token] / params.repetition_penalty if positive else result[token] * params.repetition_penalty
+        result[token] -= params.frequency_penalty * output.count(token)
+        result[token] -= params.presence_penalty * (token in output)
+    return result
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_penalties_equal_a_loop_over_tokens(seed: int) -> None:
+    draw = random.Random(seed)
+    device = Device(VOCAB)
+    logits = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
+    expected = []
+    for row in range(4):
+        prompt = [draw.randrange(VOCAB) for _ in range(draw.randint(1, 12))]
+        output = [draw.randrange(VOCAB) for _ in range(draw.randint(0, 12))]
+        params = SamplingParams(
+            repetition_penalty=draw.choice([1.0, 0.7, 1.3, 2.0]),
+            presence_penalty=draw.uniform(-2, 2),
+            frequency_penalty=draw.uniform(-2, 2),
+        )
+        device.add(row, params, prompt, output)
+        expected.append(penalised(logits[row].tolist(), prompt, output, params))
+    ours = apply_penalties(device.batch, logits.clone(), torch.arange(4), int(device.batch.num_tokens.max()))
+    torch.testing.assert_close(ours, torch.tensor(expected), rtol=1e-5, atol=1e-5)
+
+
+def test_penalties_leave_rows_without_them_alone() -> None:
+    device = Device(3)
+    device.add(0, SamplingParams(temperature=0), prompt=[1], output=[2, 2])
+    device.add(1, SamplingParams(temperature=0, frequency_penalty=2.0), prompt=[1], output=[2, 2])
+    logits = torch.tensor([[0.0, 1.0, 3.0], [0.0, 1.0, 3.0]])
+    assert device.draw(logits, [0, 1])[0] == [2, 1]
+
+
+def test_a_bias_is_added_before_penalties() -> None:
+    """As in vLLM: (2 + 4) / 2 = 3 loses against 4; 2 / 2 + 4 = 5 would have won."""
+    device = Device(3)
+    device.add(0, SamplingParams(temperature=0, repetition_penalty=2.0, logit_bias={1: 4.0}), prompt=[1])
+    assert device.draw(torch.tensor([[4.0, 2.0, 0.0]]), [0])[0] == [0]
+
+
+def test_logit_bias_moves_the_choice_of_its_row_only() -> None:
+    device = Device(4)
+    device.add(0, SamplingParams(temperature=0, logit_bias={3: 10.0, 0: -100.0}))
+    device.add(1, SamplingParams(temperature=0))
+    logits = torch.tensor([[5.0, 1.0, 1.0, 0.0]] * 2)
+    assert device.draw(logits, [0, 1])[0] == [3, 0]
+    assert device.draw(logits, [1, 0])[0] == [0, 3]
+
+
+def test_only_allowed_tokens_are_drawn() -> None:
+    device = Device(30, max_rows=64)
+    for row in range(64):
+        device.add(row, SamplingParams(allowed_token_ids=[3, 7, 11]), seed=row)
+    tokens, _ = device.draw(torch.randn(64, 30), range(64))
+    assert set(tokens) == {3, 7, 11}
+
+
+@pytest.mark.parametrize(
+    "output, banned",
+    [
+        ([], {9}),
+        ([4], {9, 5}),
+        ([4, 5], {9, 6}),
+        ([5], {9}),
+        ([4, 5, 4], {9, 5}),
+        ([1, 1, 1, 4, 5], {9, 6}),
+    ],
+    ids=str,
+)
+def test_the_last_token_of_a_bad_word_is_banned_after_the_rest_of_it(output: list[int], banned: set[int]) -> None:
+    """Bad words 9, (4 5) and (4 5 6). The prompt's end does not count."""
+    device = Device(10)
+    words = [[9], [4, 5], [4, 5, 6]]
+    for token in range(10):
+        device.add(0, SamplingParams(temperature=0, bad_words=["x"]), prompt=[7, 4], output=output, bad_words=words)
+        logits = torch.zeros(1, 10)
+        logits[0, token] = 1.0
+        chosen = device.draw(logits, [0])[0][0]
+        assert (chosen != token) == (token in banned), (output, token)
+
+
+def test_stop_tokens_are_masked_until_min_tokens() -> None:
+    device = Device(4)
+    logits = torch.tensor([[0.0, 1.0, 5.0, 4.0]])
+    for drawn, wanted in ((0, 1), (1, 1), (2, 2), (3, 2)):
+        device.add(0, SamplingParams(temperature=0, min_tokens=2), prompt=[0], output=[1] * drawn, stop_ids=[2, 3])
+        assert device.draw(logits, [0])[0] == [wanted], drawn
+
+
+class Only:
+    """Allows one token, the one in `extra_args["only"]`; notes what it was shown."""
+
+    seen: list[tuple[list[int], list[int]]] = []
+
+    def applies(self, params: SamplingParams) -> bool:
+        return "only" in (params.extra_args or {})
+
+    def apply(
+        self, logits: torch.Tensor, prompt: torch.Tensor, output: torch.Tensor, params: SamplingParams
+    ) -> torch.Tensor:
+        self.seen.append((prompt.tolist(), output.tolist()))
+        return torch.full_like(logits, -math.inf).index_fill(0, torch.tensor([params.extra_args["only"]]), 0.0)
+
+
+class Breaks(Only):
+    """Makes logits that are not numbers, after two good tokens."""
+
+    def applies(self, params: SamplingParams) -> bool:
+        return "break" in (params.extra_args or {})
+
+    def apply(
+        self, logits: torch.Tensor, prompt: torch.Tensor, output: torch.Tensor, params: SamplingParams
+    ) -> torch.Tensor:
+        return logits if len(output) < 2 else logits * math.nan
+
+
+@pytest.mark.parametrize("name", ["tests.worker.test_logits.Only", Only], ids=["dotted path", "class"])
+def test_a_custom_processor_changes_only_requests_that_ask_for_it(make_llm: Any, name: Any) -> None:
+    Only.seen.clear()
+    llm = make_llm(logits_processors=[name])
+    plain, forced = llm.generate(
+        ["abc", "abc"],
+        [
+            SamplingParams(temperature=0, max_tokens=4),
+            SamplingParams(temperature=0, max_tokens=4, extra_args={"only": 70}),
+        ],
+        use_tqdm=False,
+    )
+    assert forced.outputs[0].token_ids == [70] * 4
+    assert plain.outputs[0].token_ids != [70] * 4
+    assert Only.seen == [(forced.prompt_token_ids, [70] * count) for count in range(4)]
+
+
+def test_a_custom_processor_that_is_not_there_is_refused(make_llm: Any) -> None:
+    with pytest.raises(ValidationError, match="no_such_module"):
+        make_llm(logits_processors=["no_such_module.Thing"])
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_logits_that_are_not_numbers_end_one_request_only(make_llm: Any, depth: int, temperature: float) -> None:
+    llm = make_llm(logits_processors=["tests.worker.test_logits.Breaks"], pipeline_depth=depth)
+    good = SamplingParams(temperature=temperature, seed=5, max_tokens=12, ignore_eos=True)
+    bad = SamplingParams(temperature=temperature, seed=5, max_tokens=12, ignore_eos=True, extra_args={"break": True})
+    expected = llm.generate(["abc", "hello"], good, use_tqdm=False)
+    first, broken, last = llm.generate(["abc", "the world", "hello"], [good, bad, good], use_tqdm=False)
+    assert broken.outputs[0].finish_reason == "error"
+    assert "not numbers" in (broken.error or "")
+    assert len(broken.outputs[0].token_ids) == 2
+    assert [first.outputs[0].token_ids, last.outputs[0].token_ids] == [o.outputs[0].token_ids for o in expected]
+
+
+@pytest.mark.parametrize("caching", [True, False], ids=["cached", "uncached"])
+def test_blocks_that_held_nan_poison_nobody_after(make_llm: Any, caching: bool) -> None:
+    """A token whose embedding is NaN fills its request's KV with NaN; the blocks go on to others."""
+    llm: LLM = make_llm(num_gpu_blocks_override=8, enable_prefix_caching=caching)
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    expected = [o.outputs[0].token_ids for o in llm.generate(["abc", "hello there", "x"], params, use_tqdm=False)]
+    poison = next(token for token in range(4, 100) if all(token not in tokens for tokens in expected))
+    worker = llm.llm_engine.core._executor._worker  # type: ignore[attr-defined]
+    embedding = worker.model.model.embed_tokens.weight
+    kept_row = embedding.data[poison].clone()
+    embedding.data[poison] = math.nan
+    try:
+        for _ in range(3):  # every block is touched
+            outputs = llm.generate([[poison] * 40, "abc", [5, poison, 6] * 8], params, use_tqdm=False)
+            assert [o.outputs[0].finish_reason for o in outputs] == ["error", "length", "error"]
+            assert outputs[1].outputs[0].token_ids == expected[0]
+        outputs = llm.generate(["abc", "hello there", "x"], params, use_tqdm=False)
+        assert [o.outputs[0].token_ids for o in outputs] == expected
+    finally:
+        embedding.data[poison] = kept_row

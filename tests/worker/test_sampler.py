@@ -1,0 +1,206 @@
+"""What may be drawn, how often it is drawn, and on what a draw depends."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from quire import SamplingParams
+from quire.worker.sampler import FILTER_WINDOW, filter_logits
+from tests.worker.device import Device
+
+
+def kept(logits: torch.Tensor, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> list[bool]:
+    """Which tokens our filter leaves, for one row."""
+    vocab = logits.shape[-1]
+    mask = filter_logits(
+        logits[None], torch.tensor([top_k if top_k > 0 else vocab]), torch.tensor([top_p]), torch.tensor([min_p])
+    )
+    left = mask[0] > -math.inf
+    assert torch.equal(mask[0][left], logits[left])
+    return left.tolist()
+
+
+def brute_force(logits: torch.Tensor, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> list[bool]:
+    """The same in float64, one rule after the other as vLLM has them; a tie with the last one kept stays in."""
+    weights = np.exp(logits.double().numpy() - float(logits.max()))
+    alive = weights >= min_p * weights.max()
+    if top_k > 0:
+        alive &= weights >= np.sort(weights)[::-1][min(top_k, len(weights)) - 1]
+    if top_p < 1.0:
+        probabilities = np.where(alive, weights, 0.0) / weights[alive].sum()
+        if top_k > 0:  # the mass is that of the k best alone, however many tie with the last of them
+            best = np.sort(probabilities)[::-1][:top_k]
+            probabilities = probabilities / best.sum()
+        before = 0.0
+        lowest = math.inf
+        for value in np.sort(probabilities)[::-1]:
+            if before >= np.float32(top_p):
+                break
+            before, lowest = before + value, value
+        alive &= probabilities >= lowest
+    return alive.tolist()
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("vocab", [5, 300, 3000])
+def test_masks_equal_brute_force(seed: int, vocab: int) -> None:
+    generator = torch.Generator().manual_seed(1000 * vocab + seed)
+    logits = torch.randn(vocab, generator=generator) * (0.3 + 1.2 * seed)
+    for params in (
+        {"top_k": 1}, {"top_k": 3}, {"top_k": vocab}, {"top_k": 2 * vocab}, {"top_p": 0.1}, {"top_p": 0.9}, {"top_p": 0.999},
+        {"min_p": 0.05}, {"min_p": 1.0}, {"top_k": 4, "top_p": 0.7}, {"top_k": 50, "top_p": 0.95, "min_p": 0.02},
+        {"top_p": 0.8, "min_p": 0.2}, {"top_p": 1e-6},
+    ):  # fmt: skip
+        values: dict[str, Any] = params
+        assert kept(logits, **values) == brute_force(logits, **values), params
+
+
+def test_nuclei_wider_than_the_window_are_exact() -> None:
+    logits = torch.randn(4 * FILTER_WINDOW, generator=torch.Generator().manual_seed(3)) * 0.1  # nearly flat
+    for top_p in (0.3, 0.6, 0.95):
+        left = kept(logits, top_p=top_p)
+        assert sum(left) > FILTER_WINDOW
+        assert left == brute_force(logits, top_p=top_p)
+    assert sum(kept(logits, top_k=FILTER_WINDOW + 500)) == FILTER_WINDOW + 500
+    assert kept(logits, top_k=2000, top_p=0.9) == brute_force(logits, top_k=2000, top_p=0.9)
+
+
+def test_wide_and_narrow_rows_do_not_disturb_each_other() -> None:
+    generator = torch.Generator().manual_seed(9)
+    logits = torch.stack([torch.randn(3000, generator=generator) * scale for scale in (0.1, 3.0, 0.1, 8.0)])
+    settings = [(3000, 0.9, 0.0), (40, 1.0, 0.0), (3000, 1.0, 0.1), (3000, 1.0, 0.0)]
+    top_k, top_p, min_p = (torch.tensor(column) for column in zip(*settings, strict=True))
+    together = filter_logits(logits, top_k, top_p, min_p) > -math.inf
+    for row, (k, p, m) in enumerate(settings):
+        assert together[row].tolist() == kept(logits[row], 0 if k == 3000 else k, p, m)
+
+
+def test_ties_with_the_last_token_kept_stay_in() -> None:
+    logits = torch.tensor([1.0, 3.0, 2.0, 2.0, 2.0, 0.0])
+    assert kept(logits, top_k=2) == [False, True, True, True, True, False]
+    assert kept(logits, top_k=1) == [False, True, False, False, False, False]
+    assert kept(torch.zeros(6), top_k=2) == [True] * 6
+    assert kept(torch.zeros(6), top_p=0.4) == [True] * 6
+    assert kept(torch.tensor([2.0, 2.0, -9.0]), top_p=0.3) == [True, True, False]
+
+
+def test_top_p_takes_its_share_of_what_min_p_left() -> None:
+    """Probabilities .5 .3 .1 .1: min_p .5 leaves .625 .375 of it, and the first alone is past top_p .6."""
+    logits = torch.tensor([0.5, 0.3, 0.1, 0.1]).log()
+    assert kept(logits, top_p=0.6, min_p=0.5) == [True, False, False, False]
+    assert kept(logits, top_p=0.7, min_p=0.5) == [True, True, False, False]
+
+
+def test_already_masked_tokens_stay_masked() -> None:
+    logits = torch.tensor([1.0, -math.inf, 0.5, -math.inf])
+    assert kept(logits, top_k=3) == [True, False, True, False]
+    assert kept(logits, top_p=0.99) == [True, False, True, False]
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"temperature": 1.0}, {"temperature": 0.5}, {"temperature": 1.7, "top_k": 6}, {"temperature": 1.0, "top_p": 0.8},
+        {"temperature": 1.0, "min_p": 0.15},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_draws_follow_the_distribution(params: dict[str, Any]) -> None:
+    draws, vocab = 8192, 12
+    logits = torch.randn(vocab, generator=torch.Generator().manual_seed(1)) * 1.2
+    device = Device(vocab, max_rows=512)
+    asked = SamplingParams(**params)
+    counts = np.zeros(vocab)
+    for row in range(512):
+        device.add(row, asked, seed=row * 7919)
+    for _ in range(draws // 512):
+        tokens, _ = device.draw(logits.expand(512, -1), range(512))
+        counts += np.bincount(tokens, minlength=vocab)
+        device.batch.num_tokens += 1  # the next number of every row's stream
+    scaled = logits.double() / asked.temperature
+    allowed = np.array(brute_force(scaled, asked.top_k, asked.top_p, asked.min_p))
+    expected = np.where(allowed, np.exp(scaled.numpy()), 0)
+    expected *= draws / expected.sum()
+    assert counts[~allowed].sum() == 0
+    chi_square = ((counts - expected)[allowed] ** 2 / expected[allowed]).sum()
+    assert chi_square < 45, (chi_square, counts, expected)  # 11 degrees of freedom: p < 1e-5
+
+
+def test_a_draw_depends_on_nothing_but_its_own_row() -> None:
+    """The same seed, output index and logits give the same token in any row, beside anything."""
+    vocab = 64
+    logits = torch.randn(8, vocab, generator=torch.Generator().manual_seed(2))
+    params = SamplingParams(temperature=0.9, top_p=0.95, seed=1234)
+    alone = Device(vocab)
+    alone.add(0, params, prompt=[1, 2], output=[3])
+    wanted, _ = alone.draw(logits[:1], [0])
+    others = [
+        SamplingParams(temperature=0), SamplingParams(temperature=1.5, seed=5), SamplingParams(temperature=0.7, top_k=3),
+        SamplingParams(temperature=1.0, presence_penalty=1.0), SamplingParams(temperature=1.0, logit_bias={3: 5.0}),
+    ]  # fmt: skip
+    for row in range(1, 6):
+        crowd = Device(vocab)
+        for at, other in enumerate(others):
+            crowd.add((row + 1 + at) % 6, other, prompt=[4, 5, 6, 7], output=[8] * at)
+        crowd.add(row, params, prompt=[9] * 5, output=[10])  # one output token too: the same index in the stream
+        order = [(row + 1 + at) % 6 for at in range(5)]
+        order.insert(2, row)
+        rows = torch.stack([logits[0] if at == row else logits[at + 1] for at in order])
+        tokens, _ = crowd.draw(rows, order)
+        assert tokens[2] == wanted[0]
+
+
+def test_samples_of_one_prompt_draw_from_streams_of_their_own() -> None:
+    device = Device(50, max_rows=32)
+    for row in range(32):
+        device.add(row, SamplingParams(seed=1), sample=row)
+    tokens, _ = device.draw(torch.zeros(32, 50), range(32))
+    assert len(set(tokens)) > 12
+
+
+def test_seeds_use_all_64_bits() -> None:
+    device = Device(1000, max_rows=8)
+    seeds = [1, 1 + 2**32, 1 + 2**63, 2**64 - 1, -1 - 2**40, 0, 2**31, 2**33]
+    for row, seed in enumerate(seeds):
+        device.add(row, SamplingParams(), seed=seed)
+    tokens, _ = device.draw(torch.zeros(8, 1000), range(8))
+    assert len(set(tokens)) >= 7
+
+
+def test_the_lowest_temperature_is_almost_greedy_and_zero_is_greedy() -> None:
+    logits = torch.randn(4, 40, generator=torch.Generator().manual_seed(4)) * 10
+    device = Device(40)
+    for row, temperature in enumerate((0.0, 1e-6, 0.001, 0.01)):
+        device.add(row, SamplingParams(temperature=temperature, seed=3))
+    tokens, invalid = device.draw(logits, range(4))
+    assert tokens == logits.argmax(-1).tolist()
+    assert not any(invalid)
+
+
+def test_a_masked_token_is_never_drawn_even_by_the_smallest_number() -> None:
+    device = Device(6, max_rows=256)
+    for row in range(256):
+        device.add(row, SamplingParams(), seed=row)
+    logits = torch.tensor([-math.inf, 0.0, -math.inf, 0.0, -math.inf, -math.inf]).expand(256, -1)
+    tokens, invalid = device.draw(logits, range(256))
+    assert set(tokens) == {1, 3}
+    assert not any(invalid)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_rows_without_valid_logits_are_told_apart(temperature: float) -> None:
+    device = Device(5)
+    for row in range(4):
+        device.add(row, SamplingParams(temperature=temperature, seed=0))
+    logits = torch.zeros(4, 5)
+    logits[1, 2] = math.nan
+    logits[2] = -math.inf
+    logits[3, 1] = math.inf
+    tokens, invalid = device.draw(logits, range(4))
+    assert invalid == [False, True, True, True]
+    assert all(0 <= token < 5 for token in tokens)
