@@ -114,7 +114,7 @@ class InputProcessor:
         if isinstance(prompt, str):
             return prompt, self.encode(prompt), salt
         if isinstance(prompt, Sequence) and not isinstance(prompt, bytes):
-            return text, list(prompt), salt  # type: ignore[arg-type]
+            return text, list(prompt), salt
         raise ValidationError(
             f"a prompt is text, token ids, or a dict of them; got {type(prompt).__name__}", "prompt", prompt
         )

@@ -63,7 +63,7 @@ def _devices() -> list[tuple[str, str]]:
     import torch
 
     from quire.platforms import choose
-    from quire.platforms.cpu import _flags as cpu_flags
+    from quire.platforms.cpu import cpu_flags as cpu_flags
 
     cpu = choose("cpu")
     features = [feature for feature in CPU_FEATURES if feature in cpu_flags()]

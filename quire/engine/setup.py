@@ -63,13 +63,14 @@ def make_engine(config: EngineConfig, files: ModelFiles, model: ModelConfig) -> 
     """Load the model, size the cache, and put the loop together."""
     begin = time.monotonic()
     platform = choose(config.device)
-    longest = _model_len(config, model)
-    rows, tokens = _budgets(config, platform, longest)
+    longest = model_len(config, model)
+    rows, tokens = budgets(config, platform, longest)
     worker = Worker(config, files, model, platform, longest, rows)
-    num_blocks = worker.fitting_blocks()
+    needs = worker.needs
+    num_blocks = needs.fitting_blocks(config, platform, platform.free_memory())
     tables = BlockTables(num_blocks, config.block_size, config.enable_prefix_caching)
     worker.make_cache(num_blocks)
-    keys = ContentKeys(config.block_size, f"{files.path}|{model.architecture}|{worker.dtype}".encode())
+    keys = ContentKeys(config.block_size, f"{files.path}|{model.architecture}|{needs.dtype}".encode())
     scheduler = Scheduler(
         tables, make_policy(config.scheduling_policy), keys, rows, tokens, config.enable_chunked_prefill
     )
@@ -79,14 +80,14 @@ def make_engine(config: EngineConfig, files: ModelFiles, model: ModelConfig) -> 
         files=files,
         model=model,
         device=platform.describe(),
-        dtype=str(worker.dtype).removeprefix("torch."),
+        dtype=str(needs.dtype).removeprefix("torch."),
         max_model_len=_fitting_len(config, longest, tables.pool.capacity * config.block_size + 1),
         max_num_seqs=rows,
         max_num_batched_tokens=tokens,
         block_size=config.block_size,
         num_blocks=tables.pool.capacity,
-        weight_bytes=worker.weight_bytes,
-        kv_bytes=num_blocks * worker.block_bytes,
+        weight_bytes=needs.weight_bytes,
+        kv_bytes=num_blocks * needs.block_bytes,
         start_seconds=time.monotonic() - begin,
         keys=keys,
     )
@@ -98,7 +99,8 @@ def make_engine(config: EngineConfig, files: ModelFiles, model: ModelConfig) -> 
     return core, facts
 
 
-def _model_len(config: EngineConfig, model: ModelConfig) -> int:
+def model_len(config: EngineConfig, model: ModelConfig) -> int:
+    """The longest sequence to prepare for."""
     own = longest_position(model)
     asked = config.max_model_len
     if asked is None or config.wants_longest_len:
@@ -127,7 +129,7 @@ def _fitting_len(config: EngineConfig, longest: int, cache_tokens: int) -> int:
     return longest
 
 
-def _budgets(config: EngineConfig, platform: Platform, longest: int) -> tuple[int, int]:
+def budgets(config: EngineConfig, platform: Platform, longest: int) -> tuple[int, int]:
     """Rows and tokens a step may have."""
     rows = config.max_num_seqs
     tokens = config.max_num_batched_tokens

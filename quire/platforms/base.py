@@ -31,3 +31,7 @@ class Platform(Protocol):
     def free_memory(self) -> int:
         """Bytes a new allocation could take now."""
         ...
+
+    def total_memory(self) -> int:
+        """Bytes the device has."""
+        ...

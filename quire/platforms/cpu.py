@@ -23,7 +23,7 @@ class CpuPlatform:
 
     @property
     def has_bfloat16(self) -> bool:
-        return bool({"avx512_bf16", "amx_bf16", "bf16"} & _flags())
+        return bool({"avx512_bf16", "amx_bf16", "bf16"} & cpu_flags())
 
     def describe(self) -> str:
         name = next(_cpuinfo("model name"), "") or platform.processor() or platform.machine()
@@ -32,6 +32,9 @@ class CpuPlatform:
     def free_memory(self) -> int:
         """Free memory, not more than what this process's control group may still take."""
         return min(_available(), _left_in_cgroup())
+
+    def total_memory(self) -> int:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _cpuinfo(key: str) -> Iterator[str]:
@@ -46,7 +49,8 @@ def _cpuinfo(key: str) -> Iterator[str]:
 
 
 @functools.cache
-def _flags() -> set[str]:
+def cpu_flags() -> set[str]:
+    """The instruction sets the processor names."""
     return set((next(_cpuinfo("flags"), "") or next(_cpuinfo("Features"), "")).split())
 
 

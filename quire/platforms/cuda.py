@@ -27,3 +27,6 @@ class CudaPlatform:
 
     def free_memory(self) -> int:
         return torch.cuda.mem_get_info(self.device)[0]
+
+    def total_memory(self) -> int:
+        return torch.cuda.mem_get_info(self.device)[1]

@@ -151,7 +151,7 @@ class Scheduler:
             return ready
         scheduled = {rows.requests[row] for row in ready.tolist()}
         in_need = {rows.requests[row] for row in short.tolist()} | (self.forked & scheduled)
-        self._give_slots(draft, sorted(in_need, key=self.policy.rank))  # type: ignore[type-var,arg-type]
+        self._give_slots(draft, sorted(in_need, key=self.policy.rank))
         return ready
 
     def _rank_of_row(self, row: int) -> Any:
@@ -333,7 +333,7 @@ class Scheduler:
         rows = self.rows
         rows.computed[decodes] += 1
         rows.bound[decodes] += 1
-        requests: list[Request] = [rows.requests[row] for row in decodes.tolist()]  # type: ignore[misc]
+        requests: list[Request] = [rows.requests[row] for row in decodes.tolist()]
         draws, samples, sample_rows = list(requests), list(range(len(decodes))), decodes.tolist()
         tokens: list[int] = []
         for request, count in draft.prompts.items():
