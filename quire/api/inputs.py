@@ -110,11 +110,11 @@ class InputProcessor:
                 )
             salt = str(fields.get("cache_salt") or "")
             text = fields.get("prompt")
-            prompt = fields.get("prompt_token_ids", text)  # type: ignore[assignment]
+            prompt = fields.get("prompt_token_ids", text)
         if isinstance(prompt, str):
             return prompt, self.encode(prompt), salt
         if isinstance(prompt, Sequence) and not isinstance(prompt, bytes):
-            return text, list(prompt), salt
+            return text, list(prompt), salt  # type: ignore[arg-type]
         raise ValidationError(
             f"a prompt is text, token ids, or a dict of them; got {type(prompt).__name__}", "prompt", prompt
         )

@@ -30,7 +30,9 @@ class Vocabulary:
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
-        self.special = frozenset(tokenizer.all_special_ids)
+        # Not all_special_ids alone: those are the ones with a role (end, padding, …), and there are others.
+        added = getattr(tokenizer, "added_tokens_decoder", {})
+        self.special = frozenset(tokenizer.all_special_ids) | {i for i, token in added.items() if token.special}
         self._bytes = _byte_table(tokenizer)
 
     def detokenizer(
@@ -74,7 +76,7 @@ class WindowDetokenizer:
         self._tokenizer = tokenizer
         self._skipped = skipped
         self._spaces = spaces
-        self._window = [token for token in prompt[-CONTEXT_TOKENS:] if token not in skipped]
+        self._window = self._context([token for token in prompt[-2 * CONTEXT_TOKENS :] if token not in skipped])
         self._shown = len(self._window)
         """Tokens of the window whose text has been given out."""
 
@@ -95,9 +97,18 @@ class WindowDetokenizer:
         if not final and after.endswith(REPLACEMENT) and pending < LONGEST_CHARACTER:
             return ""
         new = after[len(before) :]
-        self._window = self._window[max(0, self._shown - CONTEXT_TOKENS) :] if pending else self._window
-        self._shown = len(self._window)
+        if new:
+            # What was just given out is the next context: a window that began inside a character would not decode.
+            del self._window[: self._shown]
+            self._shown = len(self._window)
         return new
+
+    def _context(self, prompt: list[int]) -> list[int]:
+        """The prompt's last tokens, a few more where the cut would go through a character."""
+        for count in range(CONTEXT_TOKENS, len(prompt)):
+            if REPLACEMENT not in self._decode(prompt[-count:]):
+                return prompt[-count:]
+        return prompt
 
     def _decode(self, tokens: list[int]) -> str:
         text: str = self._tokenizer.decode(

@@ -72,8 +72,8 @@ class Scheduler:
             size = self.tables.block_size
             raise CacheTooSmallError(
                 f"request {source.id} may grow to {source.limit} tokens (prompt {len(source.prompt)}), which takes "
-                f"{needed} blocks of {size}; the KV cache has {self.tables.pool.capacity}. Lower max_tokens, shorten the "
-                "prompt, or give the cache more memory"
+                f"{needed} blocks of {size}; the KV cache has {self.tables.pool.capacity}. Lower max_tokens, shorten "
+                "the prompt, or give the cache more memory"
             )
         samples = [Request(source, index, self._arrivals) for index in range(source.params.n)]
         self._arrivals += 1
@@ -521,7 +521,7 @@ class Scheduler:
     # A step failed
 
     def reset(self, message: str, step: int | None = None) -> None:
-        """Step `step` (the oldest in flight if None) failed: everyone starts again from known tokens, suspects first."""
+        """Step `step` (if None the oldest in flight) failed: all start again from known tokens, suspects first."""
         failed = self._part_of(self._flights[0].step if step is None and self._flights else step)
         for flight in self._flights:
             self.tables.withdraw(flight.published)
@@ -538,7 +538,7 @@ class Scheduler:
         self._blame(failed, message)
 
     def _part_of(self, step: int | None) -> list[Request]:
-        """Unfinished requests of the steps in flight up to `step`: a device may tell of a failure when it is given more."""
+        """Unfinished requests of the steps in flight up to `step`: a device may tell of a failure only a step later."""
         flights = [flight for flight in self._flights if step is not None and flight.step <= step]
         part = dict.fromkeys(request for flight in flights for request in (*flight.requests, *flight.draws))
         return [request for request in part if not request.is_finished]

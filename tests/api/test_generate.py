@@ -56,7 +56,9 @@ class TestPrompts:
         outputs = llm.generate(prompts, params, use_tqdm=False)
         for prompt, asked, output in zip(prompts, params, outputs, strict=True):
             assert output.prompt == prompt
-            assert output.outputs[0].token_ids == greedy_tokens(reference, output.prompt_token_ids, asked.max_tokens or 0)
+            assert output.outputs[0].token_ids == greedy_tokens(
+                reference, output.prompt_token_ids, asked.max_tokens or 0
+            )
 
     def test_one_params_serves_all_and_a_list_serves_each(self, llm: LLM) -> None:
         assert [len(t) for t in tokens_of(llm.generate(["a", "b"], GREEDY, use_tqdm=False))] == [12, 12]
@@ -107,7 +109,9 @@ class TestOutputs:
         assert isinstance(sample.logprobs[0][sample.token_ids[0]], Logprob)
 
     def test_text_is_the_tokens_decoded(self, llm: LLM) -> None:
-        for output in llm.generate(["abc", "the", "x y z"], SamplingParams(temperature=0, max_tokens=40), use_tqdm=False):
+        for output in llm.generate(
+            ["abc", "the", "x y z"], SamplingParams(temperature=0, max_tokens=40), use_tqdm=False
+        ):
             tokens = list(output.outputs[0].token_ids)
             if output.outputs[0].finish_reason == "stop":
                 tokens = tokens[:-1]
@@ -127,7 +131,9 @@ class TestOutputs:
         prompt = list(range(10, 60))
         assert llm.generate(prompt, GREEDY, use_tqdm=False)[0].num_cached_tokens == 0
         assert llm.generate(prompt, GREEDY, use_tqdm=False)[0].num_cached_tokens == 48
-        assert llm.generate(prompt[:48], GREEDY, use_tqdm=False)[0].num_cached_tokens == 32  # one token is always computed
+        assert (
+            llm.generate(prompt[:48], GREEDY, use_tqdm=False)[0].num_cached_tokens == 32
+        )  # one token is always computed
         assert llm.reset_prefix_cache() is True
         assert llm.generate(prompt, GREEDY, use_tqdm=False)[0].num_cached_tokens == 0
 
@@ -225,13 +231,13 @@ class TestSamples:
         assert few_blocks.llm_engine.core.scheduler.stats.preemptions > 0
 
     def test_a_seed_gives_the_same_text_in_any_batch(self, llm: LLM, make_llm: Any) -> None:
-        seeded = SamplingParams(temperature=0.9, top_p=0.95, seed=123, max_tokens=20, ignore_eos=True)
-        other = SamplingParams(temperature=1.2, max_tokens=20, ignore_eos=True)
+        seeded = SamplingParams(temperature=0.9, top_p=0.95, seed=123, max_tokens=40, ignore_eos=True)
+        other = SamplingParams(temperature=1.2, max_tokens=40, ignore_eos=True)
         (alone,) = tokens_of(llm.generate("hello world", seeded, use_tqdm=False))
-        crowd = ["a", "the world", "hello world", "x" * 50]
+        crowd = ["a", "the world", "hello world", "x" * 9]
         together = llm.generate(crowd, [other, other, seeded, other], use_tqdm=False)
         assert tokens_of(together)[2] == alone
-        tight = make_llm(num_gpu_blocks_override=6, max_num_batched_tokens=16, pipeline_depth=1)
+        tight = make_llm(num_gpu_blocks_override=9, block_size=8, max_num_batched_tokens=16, pipeline_depth=1)
         squeezed = tight.generate(crowd, [other, other, seeded, other], use_tqdm=False)
         assert tokens_of(squeezed)[2] == alone
         assert tight.llm_engine.core.scheduler.stats.preemptions > 0
@@ -314,12 +320,14 @@ class TestLife:
     def test_the_longest_length_is_what_fits(self, make_llm: Any, asked: Any) -> None:
         llm = make_llm(num_gpu_blocks_override=4, max_model_len=asked)
         assert llm.llm_engine.facts.max_model_len == 65  # 4 blocks of 16; the last token needs no slot
-        (output,) = llm.generate([7] * 60, SamplingParams(temperature=0, max_tokens=99, ignore_eos=True), use_tqdm=False)
+        (output,) = llm.generate(
+            [7] * 60, SamplingParams(temperature=0, max_tokens=99, ignore_eos=True), use_tqdm=False
+        )
         assert len(output.outputs[0].token_ids) == 5
 
 
 def test_the_usual_offline_script_runs_with_only_the_import_changed(tiny_model: Path, capsys: Any) -> None:
-    script = '''
+    script = """
 from vllm import LLM, SamplingParams
 
 # Sample prompts.
@@ -353,7 +361,7 @@ def main():
 
 if __name__ == "__main__":
     main()
-'''
+"""
     changed = script.replace("from vllm import", "from quire import").replace("MODEL", str(tiny_model))
     exec(compile(changed, "offline.py", "exec"), {"__name__": "__main__"})
     printed = capsys.readouterr().out

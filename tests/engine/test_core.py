@@ -60,7 +60,10 @@ def test_started_tells_when_and_how_much_was_cached() -> None:
     bench.now = 20.0
     bench.add("b", list(range(2, 12)), 2)
     bench.run()
-    assert [(start.key, start.at, start.num_cached) for start in bench.started] == [(("a", 0), 12.5, 0), (("b", 0), 20.0, 8)]
+    assert [(start.key, start.at, start.num_cached) for start in bench.started] == [
+        (("a", 0), 12.5, 0),
+        (("b", 0), 20.0, 8),
+    ]
 
 
 @DEPTHS

@@ -89,7 +89,15 @@ def engine(shared_smollm: LLM) -> Iterator[Callable[..., LLM]]:
             shared_smollm.reset_prefix_cache()
             return shared_smollm
         made.append(
-            LLM(**{"dtype": "float32", "device": "cpu", "max_model_len": 1024, "num_gpu_blocks_override": 384, **settings})
+            LLM(
+                **{
+                    "dtype": "float32",
+                    "device": "cpu",
+                    "max_model_len": 1024,
+                    "num_gpu_blocks_override": 384,
+                    **settings,
+                }
+            )
         )
         return made[-1]
 
@@ -156,7 +164,12 @@ def test_the_batched_reference_equals_generate_alone(
     for i in (0, 16):
         ids = torch.tensor([prompts[i]])
         alone = reference.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=8,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
         )
         assert alone[0, ids.shape[1] :].tolist() == expected[i].tokens[:8]
 

@@ -29,7 +29,9 @@ class PoolMachine(RuleBasedStateMachine):
     def allocate(self, count: int) -> None:
         empty = SIZE - 1 - len(self.held) - len(self.idle)
         if count > empty + len(self.idle):
-            with pytest.raises(RuntimeError, match=f"{count} blocks asked for, {empty + len(self.idle)} of {SIZE - 1} free"):
+            with pytest.raises(
+                RuntimeError, match=f"{count} blocks asked for, {empty + len(self.idle)} of {SIZE - 1} free"
+            ):
                 self.pool.allocate(count)
             assert not self.evicted, "a refused allocation evicts nothing"
             return

@@ -15,7 +15,9 @@ TOKENS = st.lists(st.one_of(st.integers(0, 3), st.integers(-(2**31), 2**31 - 1))
 
 
 @given(TOKENS, st.sampled_from([1, 2, 3, 4, 16]), st.sampled_from(["", "a", "tenant"]))
-def test_a_sequence_has_one_key_for_each_full_block_chained_from_the_root(tokens: list[int], size: int, salt: str) -> None:
+def test_a_sequence_has_one_key_for_each_full_block_chained_from_the_root(
+    tokens: list[int], size: int, salt: str
+) -> None:
     keys = ContentKeys(size, b"model")
     chain, parent = [], keys.root(salt)
     for start in range(0, len(tokens) - size + 1, size):

@@ -57,7 +57,9 @@ def test_a_result_comes_back_as_it_was(
     tokens: np.ndarray, counts: np.ndarray, stopped: np.ndarray, invalid: np.ndarray
 ) -> None:
     entry = TokenLogprobs([1, 2], [-0.5, -1.5], 1)
-    result = StepResult(9, tokens, counts, stopped, invalid, {0: entry, 7: entry}, {2: PromptLogprobs(3, [entry, entry])})
+    result = StepResult(
+        9, tokens, counts, stopped, invalid, {0: entry, 7: entry}, {2: PromptLogprobs(3, [entry, entry])}
+    )
     assert_same(decode_result(encode(result)), result)
 
 

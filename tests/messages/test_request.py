@@ -67,5 +67,7 @@ def test_stop_ids(ignore_eos: bool, eos: list[int], own: list[int] | None, ids: 
 
 
 def test_a_new_request_travels_as_bytes() -> None:
-    source = made(keys=[b"\0\xff" * 16], bad_words=[[1, 2]], salt="é", seed=2**64 - 1, priority=-4, arrival=1.5, reads_cache=False)
+    source = made(
+        keys=[b"\0\xff" * 16], bad_words=[[1, 2]], salt="é", seed=2**64 - 1, priority=-4, arrival=1.5, reads_cache=False
+    )
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(source), type=NewRequest) == source

@@ -96,13 +96,30 @@ def test_a_bad_value_is_refused_with_the_value_and_the_limit(field: str, value: 
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("n", MAX_N), ("presence_penalty", -2), ("presence_penalty", 2.0), ("repetition_penalty", 0.01), ("temperature", 2),
-        ("top_p", 1e-9), ("top_p", 1), ("top_k", -1), ("top_k", 0), ("min_p", 1.0), ("max_tokens", None), ("max_tokens", 1),
-        ("seed", 0), ("seed", 2**64 - 1), ("seed", -(2**63)), ("logprobs", -1), ("logprobs", 0), ("prompt_logprobs", 5),
-        ("truncate_prompt_tokens", -1), ("truncate_prompt_tokens", 1), ("stop_token_ids", [0, MAX_TOKEN_ID]),
+        ("n", MAX_N),
+        ("presence_penalty", -2),
+        ("presence_penalty", 2.0),
+        ("repetition_penalty", 0.01),
+        ("temperature", 2),
+        ("top_p", 1e-9),
+        ("top_p", 1),
+        ("top_k", -1),
+        ("top_k", 0),
+        ("min_p", 1.0),
+        ("max_tokens", None),
+        ("max_tokens", 1),
+        ("seed", 0),
+        ("seed", 2**64 - 1),
+        ("seed", -(2**63)),
+        ("logprobs", -1),
+        ("logprobs", 0),
+        ("prompt_logprobs", 5),
+        ("truncate_prompt_tokens", -1),
+        ("truncate_prompt_tokens", 1),
+        ("stop_token_ids", [0, MAX_TOKEN_ID]),
         ("logit_bias", {0: -1000.0}),
     ],
-)  # fmt: skip
+)
 def test_limits_themselves_are_accepted(field: str, value: Any) -> None:
     assert getattr(SamplingParams(**{field: value}), field) == value
 
@@ -203,6 +220,8 @@ def test_a_clone_shares_nothing_with_its_original() -> None:
 
 
 def test_params_travel_as_bytes() -> None:
-    params = SamplingParams(n=2, seed=7, stop=["x"], logit_bias={3: -1.5}, output_kind=RequestOutputKind.DELTA, max_tokens=None)
+    params = SamplingParams(
+        n=2, seed=7, stop=["x"], logit_bias={3: -1.5}, output_kind=RequestOutputKind.DELTA, max_tokens=None
+    )
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams) == params
     assert len(msgspec.msgpack.encode(SamplingParams())) < 4, "defaults cost nothing"

@@ -215,7 +215,9 @@ class CheckingExecutor:
             table = np.full(self.table_width, NULL_BLOCK, np.int64)
             self.rows[new.row] = DeviceRow(new.request, new.sample, new.num_tokens, new.num_computed, table)
         assert len(self.rows) <= self.max_rows
-        for row, index, block in zip(plan.block_rows.tolist(), plan.block_indices.tolist(), plan.blocks.tolist(), strict=True):
+        for row, index, block in zip(
+            plan.block_rows.tolist(), plan.block_indices.tolist(), plan.blocks.tolist(), strict=True
+        ):
             assert block != NULL_BLOCK
             assert row in self.rows, f"row {row} is given block {block} but is not there"
             self.rows[row].table[index] = block
@@ -262,7 +264,9 @@ class CheckingExecutor:
             right = self.truth(state.request, state.sample).content[: state.num_computed]
             if not np.array_equal(held, right):
                 wrong = np.flatnonzero(held != right)
-                raise AssertionError(f"step {plan.step}: row {row} {state} reads wrong KV at positions {wrong.tolist()}")
+                raise AssertionError(
+                    f"step {plan.step}: row {row} {state} reads wrong KV at positions {wrong.tolist()}"
+                )
 
     def _fork(self, plan: StepPlan) -> None:
         for fork in plan.forks:
@@ -321,7 +325,9 @@ class CheckingExecutor:
                 positions = np.arange(state.num_computed, state.num_computed + count)
                 slots, truth = self._slots(state, positions), self.truth(state.request, state.sample).content
                 # After a draw that yielded nothing the last token is computed again: the same bytes, whatever fails.
-                is_there = [p < len(truth) and self.content[s] == truth[p] for s, p in zip(slots, positions, strict=True)]
+                is_there = [
+                    p < len(truth) and self.content[s] == truth[p] for s, p in zip(slots, positions, strict=True)
+                ]
                 self.content[slots[~np.array(is_there)]] = GARBAGE
         for fork in plan.forks:
             if fork.source in self.rows and fork.row not in self.rows:
@@ -336,7 +342,9 @@ class CheckingExecutor:
 
 def _empty_result(plan: StepPlan) -> StepResult:
     draws = len(plan.sample_rows)
-    return StepResult(plan.step, np.zeros(0, np.int32), np.zeros(draws, np.int32), np.zeros(draws, bool), np.zeros(draws, bool))
+    return StepResult(
+        plan.step, np.zeros(0, np.int32), np.zeros(draws, np.int32), np.zeros(draws, bool), np.zeros(draws, bool)
+    )
 
 
 @dataclass

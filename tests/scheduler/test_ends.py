@@ -231,6 +231,18 @@ def test_many_culprits_one_after_another_do_not_wear_out_an_innocent_request() -
     assert all(bench.samples[(f"bad{i}", 0)].reason == "error" for i in range(8))
 
 
+def test_a_request_that_passed_alone_is_not_held_to_its_earlier_failure() -> None:
+    bench = Bench(fails=lambda plan, requests: "collect" if plan.step in (2, 12) else "")
+    bench.add("a", 6, 30)
+    bench.add("b", 6, 5)
+    while bench.samples[("b", 0)].finished is None:
+        bench.step()
+    assert bench.device.next_step < 12
+    bench.run()
+    assert bench.device.failures["a"] == 2
+    bench.assert_right()
+
+
 def test_when_only_company_fails_everyone_still_finishes() -> None:
     bench = Bench(fails=lambda plan, requests: "collect" if len(requests) > 1 else "")
     for id in "abc":
@@ -329,7 +341,7 @@ def test_draws_that_yield_nothing_are_drawn_again(depth: int) -> None:
 def result_of(plan: StepPlan, tokens: list[list[int]], stopped: bool = False) -> StepResult:
     return StepResult(
         plan.step,
-        np.array(sum(tokens, []), np.int32),
+        np.array([token for each in tokens for token in each], np.int32),
         np.array([len(each) for each in tokens], np.int32),
         np.array([stopped] * len(tokens)),
         np.zeros(len(tokens), np.bool_),

@@ -59,6 +59,21 @@ def test_priority_preempts_the_worst_rank_however_large() -> None:
     bench.assert_right()
 
 
+def test_a_row_that_a_preemption_frees_is_not_given_away_in_the_same_step() -> None:
+    bench = Bench(blocks=10, block_size=4, max_rows=2, policy="priority")
+    bench.add("urgent", 8, 28, priority=0)
+    bench.add("victim", 20, 15, priority=9)
+    bench.step()
+    bench.add("next", 1, 2, priority=1)
+    assert until_preemption(bench) == ["victim"]
+    assert bench.tables.pool.free >= 1 and bench.scheduler.rows.free == 1, "there would be room"
+    assert not bench.plans[-1].add
+    bench.step()
+    assert [row.request for row in bench.plans[-1].add] == ["next"]
+    bench.run()
+    bench.assert_right()
+
+
 @DEPTHS
 def test_a_step_that_preempts_admits_nobody(depth: int) -> None:
     bench = Bench(blocks=12, block_size=4, depth=depth, max_rows=4)

@@ -96,7 +96,7 @@ class Storm:
             source = self.bench.request(
                 id,
                 self._prompt(),
-                rng.choice([1, rng.randint(1, 8), rng.randint(1, self.weather.longest), rng.randint(1, self.weather.longest)]),
+                rng.randint(1, rng.choice([1, 8, self.weather.longest, self.weather.longest])),
                 n=rng.choice([1, 1, 1, 1, 2, 3, self.weather.rows + 2]),
                 priority=rng.choice([0, 0, 1, 5, -3]),
                 salt=rng.choice(["", "", "", "tenant"]),
@@ -127,9 +127,7 @@ class Storm:
 
     def _callers(self) -> None:
         rng, bench = self.rng, self.bench
-        self.open = [
-            id for id in self.open if any(bench.samples[(id, i)].finished is None for i in range(self._n(id)))
-        ]
+        self.open = [id for id in self.open if any(bench.samples[(id, i)].finished is None for i in range(self._n(id)))]
         if self.open and rng.random() < self.weather.abort_rate:
             id = rng.choice(self.open)
             self.aborted.add(id)
@@ -215,7 +213,8 @@ FAILING = [
 
 
 def describe(weather: Weather) -> str:
-    return "-".join(f"{name}={value}" for name, value in vars(weather).items() if value != getattr(Weather, name)) or "plain"
+    unusual = {name: value for name, value in vars(weather).items() if value != getattr(Weather, name)}
+    return "-".join(f"{name}={value}" for name, value in unusual.items()) or "plain"
 
 
 def random_weather(seed: int) -> Weather:

@@ -23,7 +23,9 @@ def penalised(logits: list[float], prompt: list[int], output: list[int], params:
     for token in range(len(logits)):
         if token in prompt or token in output:
             positive = result[token] > 0
-            result[token] = result[token] / params.repetition_penalty if positive else result[token] * params.repetition_penalty
+            result[token] = (
+                result[token] / params.repetition_penalty if positive else result[token] * params.repetition_penalty
+            )
         result[token] -= params.frequency_penalty * output.count(token)
         result[token] -= params.presence_penalty * (token in output)
     return result

@@ -67,7 +67,7 @@ def test_random_inputs_agree_with_the_ten_rounds_written_out(make: object) -> No
 def test_uniform_numbers_are_even_and_below_one() -> None:
     values = uniform(np.full(100_000, 7), np.arange(100_000), np.zeros(100_000, np.int64))
     counts = np.bincount((values * 100).astype(int), minlength=100)
-    assert 0 <= values.min() and values.max() < 1
+    assert values.min() >= 0 and values.max() < 1
     assert ((counts - 1000) ** 2 / 1000).sum() < 160  # chi-square, 99 degrees of freedom: p < 1e-4
 
 
