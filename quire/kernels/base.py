@@ -45,7 +45,7 @@ class Ops(Protocol):
         qkv      [tokens, (heads + 2 * kv_heads) * head_dim]; may be overwritten
         positions[tokens] int64
         cos_sin  [max_position, rotary_dim] float32: cosines of the first half, then sines; None: no rotation.
-                 Dimension i < rotary_dim / 2 is paired with i + rotary_dim / 2; dimensions past rotary_dim are left alone.
+                 Dimension i < rotary_dim / 2 is paired with i + rotary_dim / 2; those past rotary_dim are left alone.
         norms    (q weight, k weight, eps): RMS norm over head_dim before the rotation; None: no norm
         kv       one layer's cache [blocks, 2, kv_heads, block_size, head_dim] (any stride between blocks)
         slots    [tokens] int64: block * block_size + offset

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.messages.plan import Fork, NewRow
+from quire.messages.plan import Fork
 from quire.messages.request import Request
 
 
@@ -17,7 +17,7 @@ class Draft:
     def __init__(self) -> None:
         self.prompts: dict[Request, int] = {}
         """Rows that compute known tokens, and how many."""
-        self.add: list[NewRow] = []
+        self.admitted: list[Request] = []
         self.forks: list[Fork] = []
         self.copies: list[tuple[int, int, int]] = []
         """(row, from, to)."""

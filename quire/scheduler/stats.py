@@ -8,7 +8,7 @@ from quire.messages.plan import StepPlan
 from quire.scheduler.draft import Draft
 
 if TYPE_CHECKING:
-    from quire.scheduler.scheduler import Scheduler
+    from quire.scheduler.ledger import Ledger
 
 
 class SchedulerStats:
@@ -30,7 +30,6 @@ class SchedulerStats:
         """…and those of them without a token."""
         self.row_steps = 0
         """Rows held, summed over steps."""
-        self.last_step = ""
 
     @property
     def waste(self) -> float:
@@ -47,15 +46,15 @@ class SchedulerStats:
         resident = self.allocated_slots - self.unused_slots
         return 1 - resident / (self.row_steps * tokens) if self.row_steps else 0.0
 
-    def note_step(self, plan: StepPlan, draft: Draft, scheduler: Scheduler) -> None:
+    def note_step(self, plan: StepPlan, draft: Draft, ledger: Ledger) -> None:
         """Count a step that is about to be launched."""
-        rows, pool = scheduler.rows, scheduler.tables.pool
+        rows, pool = ledger.rows, ledger.tables.pool
         self.steps += 1
         self.prompt_tokens += len(plan.tokens)
         self.cached_tokens += draft.cached_tokens
         self.queried_tokens += draft.queried_tokens
-        self.allocated_slots += pool.used * scheduler.tables.block_size
-        self.unused_slots += int((rows.capacity - rows.computed).sum()) - _counted_twice(scheduler)
+        self.allocated_slots += pool.used * ledger.tables.block_size
+        self.unused_slots += int((rows.capacity - rows.computed).sum()) - _counted_twice(ledger)
         self.row_steps += rows.used
         self._last = (plan, draft, pool.used, pool.free)
 
@@ -70,9 +69,9 @@ class SchedulerStats:
         )
 
 
-def _counted_twice(scheduler: Scheduler) -> int:
+def _counted_twice(ledger: Ledger) -> int:
     """Unused slots of blocks that samples of one prompt still share, beyond the first of them."""
-    rows = scheduler.rows
-    unused = {request: int(rows.capacity[request.row] - rows.computed[request.row]) for request in scheduler.forked}
+    rows = ledger.rows
+    unused = {request: int(rows.capacity[request.row] - rows.computed[request.row]) for request in ledger.forked}
     each_once = {request.blocks[-1]: slots for request, slots in unused.items()}
     return sum(unused.values()) - sum(each_once.values())

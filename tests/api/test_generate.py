@@ -42,7 +42,8 @@ class TestPrompts:
         expected = greedy_tokens(reference, ids, 12)
         forms: list[Any] = [
             text, ids, tuple(ids), {"prompt": text}, {"prompt_token_ids": ids}, TextPrompt(prompt=text),
-            TokensPrompt(prompt_token_ids=ids), {"prompt": text, "prompt_token_ids": ids}, {"prompt": text, "cache_salt": "s"},
+            TokensPrompt(prompt_token_ids=ids), {"prompt": text, "prompt_token_ids": ids},
+            {"prompt": text, "cache_salt": "s"},
         ]  # fmt: skip
         for form in forms:
             (output,) = llm.generate(form, GREEDY, use_tqdm=False)

@@ -176,7 +176,10 @@ def test_bad_settings(tiny_model: Path, settings: dict[str, Any], names: str) ->
 
 @pytest.mark.parametrize(
     "settings",
-    [{"swap_space": 4}, {"disable_custom_all_reduce": True}, {"enable_lora": False}, {"tokenizer_mode": "auto"}, {"task": "generate"}],
+    [
+        {"swap_space": 4}, {"disable_custom_all_reduce": True}, {"enable_lora": False}, {"tokenizer_mode": "auto"},
+        {"task": "generate"},
+    ],
     ids=str,
 )  # fmt: skip
 def test_harmless_settings_of_vllms_are_accepted(make_llm: Any, settings: dict[str, Any]) -> None:

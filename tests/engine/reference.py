@@ -47,10 +47,10 @@ def transformers_model(path: Path) -> LlamaForCausalLM:
     ours = {names.get_name(name, try_suffixes=(".weight",)): name for name in model.state_dict()}
     tensors = {}
     for tensor in reader.tensors:
-        value = torch.from_numpy(dequantize(tensor.data, tensor.tensor_type)).float()
+        value = torch.tensor(dequantize(tensor.data, tensor.tensor_type), dtype=torch.float32)
         if tensor.name.endswith(("attn_q.weight", "attn_k.weight")):
             value = _halves(value, heads if "attn_q" in tensor.name else kv_heads)
-        tensors[ours[tensor.name]] = value.clone()
+        tensors[ours[tensor.name]] = value
     if config.tie_word_embeddings:
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
     model.load_state_dict(tensors, assign=True)
@@ -74,7 +74,7 @@ def _halves(weight: torch.Tensor, heads: int) -> torch.Tensor:
 
 @torch.inference_mode()
 def greedy(model: LlamaForCausalLM, prompts: Sequence[Sequence[int]], count: int) -> list[Greedy]:
-    """`count` greedy tokens for each prompt: prompts one by one, then all of them decode together, padded at the left."""
+    """`count` greedy tokens for each prompt: prompts one by one, then all decode together, padded at the left."""
     caches, logits = [], []
     for prompt in prompts:
         out = model(torch.tensor([prompt]), use_cache=True, logits_to_keep=1)

@@ -23,10 +23,10 @@ LENGTH = 64
 TIE = 1e-4
 
 _STORY = (
-    "The lighthouse keeper kept a ledger of every ship that passed the rock. In spring she wrote down fishing boats, in "
-    "summer the white ferries, and in autumn the heavy freighters that came in low and slow from the north. Nobody had "
-    "asked her to do it. She counted because counting made the days different from each other, and because one day, she "
-    "was sure, somebody would want to know. "
+    "The lighthouse keeper kept a ledger of every ship that passed the rock. In spring she wrote down fishing boats, "
+    "in summer the white ferries, and in autumn the heavy freighters that came in low and slow from the north. Nobody "
+    "had asked her to do it. She counted because counting made the days different from each other, and because one "
+    "day, she was sure, somebody would want to know. "
 )
 RAW = [
     "Hello",
@@ -158,7 +158,7 @@ def test_the_prompts_are_varied(prompts: list[list[int]]) -> None:
 def test_the_batched_reference_equals_generate_alone(
     reference: Any, prompts: list[list[int]], expected: list[Greedy]
 ) -> None:
-    """Padding, masks and positions of the reference are right: a short prompt beside a long one reads the same alone."""
+    """Padding, masks and positions of the reference are right: a prompt beside longer ones reads the same alone."""
     import torch
 
     for i in (0, 16):
@@ -219,8 +219,8 @@ class TestEveryCombination:
     """All prompts at full length under every setting."""
 
     def test_in_one_batch_twice(
-        self, engine: Callable[..., LLM], prompts: list[list[int]], expected: list[Greedy], block: int, budget: int | None,
-        depth: int, caching: bool,
+        self, engine: Callable[..., LLM], prompts: list[list[int]], expected: list[Greedy], block: int,
+        budget: int | None, depth: int, caching: bool,
     ) -> None:  # fmt: skip
         llm = engine(
             block_size=block, max_num_batched_tokens=budget, pipeline_depth=depth, enable_prefix_caching=caching,
@@ -232,8 +232,8 @@ class TestEveryCombination:
         assert (hits > 300) == caching
 
     def test_preempted(
-        self, engine: Callable[..., LLM], prompts: list[list[int]], expected: list[Greedy], block: int, budget: int | None,
-        depth: int, caching: bool,
+        self, engine: Callable[..., LLM], prompts: list[list[int]], expected: list[Greedy], block: int,
+        budget: int | None, depth: int, caching: bool,
     ) -> None:  # fmt: skip
         llm = engine(
             block_size=block, max_num_batched_tokens=budget, pipeline_depth=depth, enable_prefix_caching=caching,

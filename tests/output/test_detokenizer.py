@@ -16,7 +16,8 @@ from tests.conftest import tiny_tokenizer
 
 TEXTS = [
     "Hello, world!", "  two  spaces ", "naïve café — “quotes”", "日本語のテキスト、漢字とかな", "🙂🚀👩‍👩‍👧 emojis 🏳️‍🌈",
-    "Привет мир", "नमस्ते", "مرحبا بالعالم", "def f(x):\n\treturn x\n\n", "a\u0301 combining", "\U0001f9ff\u4f60", "���", "\x00\x01",
+    "Привет мир", "नमस्ते", "مرحبا بالعالم", "def f(x):\n\treturn x\n\n", "a\u0301 combining",
+    "\U0001f9ff\u4f60", "���", "\x00\x01",
 ]  # fmt: skip
 
 

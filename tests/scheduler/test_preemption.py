@@ -22,7 +22,9 @@ def until_preemption(bench: Bench, steps: int = 200) -> list[str]:
     """Step until somebody loses its row; returns who."""
     for _ in range(steps):
         bench.step()
-        lost = [request for group in bench.scheduler._groups.values() for request in group if request.preemptions]
+        ledger = bench.scheduler.ledger
+        everyone = [request for id in ledger.ids() for request in ledger.samples(id)]
+        lost = [request for request in everyone if request.preemptions]
         if lost:
             return [request.id for request in lost]
     raise AssertionError("nobody was preempted")
@@ -101,7 +103,7 @@ def test_tokens_in_flight_of_a_preempted_row_are_kept(depth: int) -> None:
     bench.add("a", 8, 20)
     bench.add("b", 8, 20)
     assert until_preemption(bench) == ["b"]
-    request = bench.scheduler._groups["b"][0]
+    request = bench.scheduler.ledger.samples("b")[0]
     assert request.state is State.PREEMPTED and request.row == -1 and not request.blocks
     known, in_flight = request.known, request.in_flight
     assert in_flight == depth - 1 or in_flight == depth, "launched, not collected"

@@ -39,8 +39,8 @@ class Device:
         tokens = [*prompt, *output]
         new = NewRow(
             row=row, request=str(row), prompt_len=len(prompt), num_tokens=len(tokens), num_computed=0, limit=ROW_TOKENS,
-            seed=params.seed if params.seed is not None else seed, sample=sample, params=params, stop_ids=list(stop_ids),
-            bad_words=[list(word) for word in bad_words],
+            seed=params.seed if params.seed is not None else seed, sample=sample, params=params,
+            stop_ids=list(stop_ids), bad_words=[list(word) for word in bad_words],
         )  # fmt: skip
         count = ROW_TOKENS // BLOCK
         blocks = np.arange(1 + row * count, 1 + (row + 1) * count, dtype=np.int32)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -118,7 +118,7 @@ def test_stop_tokens_are_masked_until_min_tokens() -> None:
 class Only:
     """Allows one token, the one in `extra_args["only"]`; notes what it was shown."""
 
-    seen: list[tuple[list[int], list[int]]] = []
+    seen: ClassVar[list[tuple[list[int], list[int]]]] = []
 
     def applies(self, params: SamplingParams) -> bool:
         return "only" in (params.extra_args or {})

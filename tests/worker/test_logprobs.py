@@ -110,7 +110,8 @@ def test_prompt_logprobs_do_not_read_the_prefix_cache_but_fill_it(llm: LLM, refe
 @pytest.mark.parametrize("caching", [True, False], ids=["cached", "uncached"])
 def test_preempted_requests_report_every_token_once(make_llm: Any, reference: Any, depth: int, caching: bool) -> None:
     llm = make_llm(
-        num_gpu_blocks_override=9, block_size=8, pipeline_depth=depth, enable_prefix_caching=caching, max_num_batched_tokens=16
+        num_gpu_blocks_override=9, block_size=8, pipeline_depth=depth, enable_prefix_caching=caching,
+        max_num_batched_tokens=16,
     )  # fmt: skip
     params = SamplingParams(temperature=0.8, seed=1, max_tokens=30, ignore_eos=True, logprobs=2, prompt_logprobs=2)
     outputs = llm.generate([PROMPT[i : i + 12] for i in range(6)], params, use_tqdm=False)
@@ -139,7 +140,8 @@ def test_requests_without_logprobs_report_none(llm: LLM) -> None:
 def test_penalties_in_the_engine_equal_a_loop(llm: LLM, reference: Any) -> None:
     """Greedy with all three penalties, the reference chosen token by token."""
     params = SamplingParams(
-        temperature=0, max_tokens=30, ignore_eos=True, repetition_penalty=1.4, presence_penalty=0.9, frequency_penalty=0.6
+        temperature=0, max_tokens=30, ignore_eos=True, repetition_penalty=1.4, presence_penalty=0.9,
+        frequency_penalty=0.6,
     )  # fmt: skip
     for prompt in (PROMPT[:20], [9, 9, 9, 10]):
         (output,) = llm.generate([prompt], params, use_tqdm=False)

@@ -52,8 +52,9 @@ def test_masks_equal_brute_force(seed: int, vocab: int) -> None:
     generator = torch.Generator().manual_seed(1000 * vocab + seed)
     logits = torch.randn(vocab, generator=generator) * (0.3 + 1.2 * seed)
     for params in (
-        {"top_k": 1}, {"top_k": 3}, {"top_k": vocab}, {"top_k": 2 * vocab}, {"top_p": 0.1}, {"top_p": 0.9}, {"top_p": 0.999},
-        {"min_p": 0.05}, {"min_p": 1.0}, {"top_k": 4, "top_p": 0.7}, {"top_k": 50, "top_p": 0.95, "min_p": 0.02},
+        {"top_k": 1}, {"top_k": 3}, {"top_k": vocab}, {"top_k": 2 * vocab}, {"top_p": 0.1}, {"top_p": 0.9},
+        {"top_p": 0.999}, {"min_p": 0.05}, {"min_p": 1.0}, {"top_k": 4, "top_p": 0.7},
+        {"top_k": 50, "top_p": 0.95, "min_p": 0.02},
         {"top_p": 0.8, "min_p": 0.2}, {"top_p": 1e-6},
     ):  # fmt: skip
         values: dict[str, Any] = params
@@ -105,8 +106,8 @@ def test_already_masked_tokens_stay_masked() -> None:
 @pytest.mark.parametrize(
     "params",
     [
-        {"temperature": 1.0}, {"temperature": 0.5}, {"temperature": 1.7, "top_k": 6}, {"temperature": 1.0, "top_p": 0.8},
-        {"temperature": 1.0, "min_p": 0.15},
+        {"temperature": 1.0}, {"temperature": 0.5}, {"temperature": 1.7, "top_k": 6},
+        {"temperature": 1.0, "top_p": 0.8}, {"temperature": 1.0, "min_p": 0.15},
     ],
     ids=str,
 )  # fmt: skip
@@ -140,8 +141,9 @@ def test_a_draw_depends_on_nothing_but_its_own_row() -> None:
     alone.add(0, params, prompt=[1, 2], output=[3])
     wanted, _ = alone.draw(logits[:1], [0])
     others = [
-        SamplingParams(temperature=0), SamplingParams(temperature=1.5, seed=5), SamplingParams(temperature=0.7, top_k=3),
-        SamplingParams(temperature=1.0, presence_penalty=1.0), SamplingParams(temperature=1.0, logit_bias={3: 5.0}),
+        SamplingParams(temperature=0), SamplingParams(temperature=1.5, seed=5),
+        SamplingParams(temperature=0.7, top_k=3), SamplingParams(temperature=1.0, presence_penalty=1.0),
+        SamplingParams(temperature=1.0, logit_bias={3: 5.0}),
     ]  # fmt: skip
     for row in range(1, 6):
         crowd = Device(vocab)

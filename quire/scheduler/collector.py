@@ -1,0 +1,96 @@
+"""What a step's result means: tokens for requests, ends, blocks that can be found from now on."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.messages.plan import StepResult
+from quire.messages.request import Request
+from quire.scheduler.draft import Flight
+from quire.scheduler.ledger import Ledger
+
+
+class Collector:
+    """Applies results to the ledger."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._tables = ledger.tables
+        self._rows = ledger.rows
+        self._stats = ledger.stats
+
+    def apply(self, flight: Flight, result: StepResult) -> None:
+        """Append the tokens of a step, end requests, release their blocks."""
+        outputs = self._ledger.outputs
+        for index, entry in result.prompt_logprobs.items():
+            if not flight.requests[index].is_finished:
+                outputs.prompt_logprobs.append((flight.requests[index].key, entry))
+        live = self._rows.epoch[flight.rows] == flight.epochs
+        if live.all() and (result.counts == 1).all() and not result.invalid.any():
+            self._append_all(flight, result)
+        else:
+            self._append_each(flight, result, live)
+
+    def _append_all(self, flight: Flight, result: StepResult) -> None:
+        """The common case: one token for every row of the step."""
+        rows, tokens = flight.rows, result.tokens.tolist()
+        for request, token in zip(flight.draws, tokens, strict=True):
+            request.output.append(token)
+        outputs = self._ledger.outputs
+        outputs.logprobs.update({len(outputs.keys) + i: entry for i, entry in result.logprobs.items()})
+        if outputs.counts is not None:
+            outputs.counts += [1] * len(tokens)
+        outputs.keys += [request.key for request in flight.draws]
+        outputs.tokens += tokens
+        known = self._rows.known[rows] + 1
+        self._rows.known[rows] = known
+        for i in np.flatnonzero((known - 1) % self._tables.block_size == 0).tolist():
+            self._ledger.publish_output(flight.draws[i])
+        for i in np.flatnonzero(result.stopped | (known >= self._rows.limit[rows])).tolist():
+            self._end(flight.draws[i], tokens[i], bool(result.stopped[i]))
+        self._stats.generated_tokens += len(tokens)
+
+    def _append_each(self, flight: Flight, result: StepResult, live: NDArray[np.bool_]) -> None:
+        """Some rows ended, were preempted or failed since the launch, or yielded other than one token."""
+        ends = np.cumsum(result.counts).tolist()
+        for i, request in enumerate(flight.draws):
+            if request.is_finished or not (live[i] or request.in_flight):
+                continue
+            if not live[i]:
+                request.in_flight -= 1
+            if result.invalid[i]:
+                self._tables.withdraw(request.blocks)  # nobody else shall read what led here
+                self._ledger.finish(request, "error", message="the model's logits are not numbers (NaN)")
+                continue
+            tokens = result.tokens[ends[i] - int(result.counts[i]) : ends[i]].tolist()
+            self._append(request, tokens, result, i)
+
+    def _append(self, request: Request, tokens: list[int], result: StepResult, index: int) -> None:
+        outputs = self._ledger.outputs
+        if outputs.counts is None:
+            outputs.counts = [1] * len(outputs.keys)
+        if index in result.logprobs:
+            outputs.logprobs[len(outputs.keys)] = result.logprobs[index]
+        outputs.keys.append(request.key)
+        outputs.counts.append(len(tokens))
+        outputs.tokens += tokens
+        request.output += tokens
+        self._stats.generated_tokens += len(tokens)
+        if request.row >= 0:
+            self._rows.known[request.row] = request.known
+            # One token was counted on at launch. All but a row's last token are computed, however many came.
+            self._rows.bound[request.row] += len(tokens) - 1
+            self._rows.computed[request.row] += len(tokens) - 1
+            self._ledger.publish_output(request)
+        if tokens and (result.stopped[index] or request.known >= request.source.limit):
+            self._end(request, tokens[-1], bool(result.stopped[index]))
+
+    def _end(self, request: Request, token: int, stopped: bool) -> None:
+        source = request.source
+        if not stopped:
+            self._ledger.finish(request, "length")
+        elif token in source.eos_ids and not source.params.ignore_eos:
+            self._ledger.finish(request, "stop")
+        else:
+            self._ledger.finish(request, "stop", token)

@@ -1,0 +1,151 @@
+"""The requests of an engine and what they hold: who waits, who has a row, and the one way out."""
+
+from __future__ import annotations
+
+from quire.errors import CacheTooSmallError, ValidationError
+from quire.memory.prefix import ContentKeys
+from quire.memory.tables import BlockTables
+from quire.messages.outputs import Finished, Key, StepOutputs
+from quire.messages.request import NewRequest, Request, State
+from quire.scheduler.policies.base import Policy
+from quire.scheduler.rows import Rows
+from quire.scheduler.stats import SchedulerStats
+
+
+class Ledger:
+    """Every unfinished request, with its row and its blocks; and what its caller is still to be told."""
+
+    def __init__(self, tables: BlockTables, policy: Policy, keys: ContentKeys, max_rows: int) -> None:
+        self.tables = tables
+        self.policy = policy
+        self.rows = Rows(max_rows)
+        self.prefilling: dict[Request, None] = {}
+        """Requests with a row whose known tokens are not all computed."""
+        self.forked: set[Request] = set()
+        """Samples of one prompt whose last block may still be shared: the next write into it copies it."""
+        self.dropped: list[int] = []
+        """Rows given back that the device has not been told of."""
+        self.outputs = StepOutputs()
+        self.stats = SchedulerStats()
+        self._keys = keys
+        self._groups: dict[str, list[Request]] = {}
+        self._arrivals = 0
+
+    # Who there is
+
+    @property
+    def unfinished(self) -> int:
+        """Requests that have not ended."""
+        return len(self._groups)
+
+    def ids(self) -> list[str]:
+        """Ids of all unfinished requests."""
+        return list(self._groups)
+
+    def samples(self, request_id: str) -> list[Request]:
+        """The unfinished samples of a request; none if it has ended."""
+        return list(self._groups.get(request_id, ()))
+
+    def sample(self, key: Key) -> Request | None:
+        """One unfinished sample."""
+        return next((request for request in self._groups.get(key[0], ()) if request.index == key[1]), None)
+
+    def add(self, source: NewRequest) -> None:
+        """Queue a request. One that could never fit is refused, so that any other always finishes."""
+        if source.id in self._groups:
+            raise ValidationError(
+                f"a request with the id {source.id!r} is not finished yet; ids are unique", "id", source.id
+            )
+        needed = self.tables.blocks_for(source.limit - 1)
+        if needed > self.tables.pool.capacity:
+            size = self.tables.block_size
+            raise CacheTooSmallError(
+                f"request {source.id} may grow to {source.limit} tokens (prompt {len(source.prompt)}), which takes "
+                f"{needed} blocks of {size}; the KV cache has {self.tables.pool.capacity}. Lower max_tokens, shorten "
+                "the prompt, or give the cache more memory"
+            )
+        samples = [Request(source, index, self._arrivals) for index in range(source.params.n)]
+        self._arrivals += 1
+        self._groups[source.id] = samples
+        samples[0].siblings = samples[1:]
+        self.policy.add(samples[0])
+
+    # How they leave
+
+    def leave_row(self, request: Request) -> None:
+        """Row and blocks come back."""
+        self.tables.release(request)
+        self.dropped.append(self.rows.give_back(request))
+        self.prefilling.pop(request, None)
+        self.forked.discard(request)
+
+    def finish(self, request: Request, reason: str, stop_reason: object = None, message: str | None = None) -> None:
+        """The one way out: row and blocks come back, the caller is told."""
+        if request.row >= 0:
+            self.leave_row(request)
+        else:
+            self.policy.remove(request)
+        request.move(State.FINISHED)
+        request.in_flight = 0
+        request.finish_reason, request.stop_reason = reason, stop_reason
+        for child in request.siblings:  # its prompt was never computed: they wait for nothing no longer
+            if not child.is_finished:
+                self.policy.add(child)
+        request.siblings = []
+        group = self._groups[request.id]
+        group.remove(request)
+        if not group:
+            del self._groups[request.id]
+        self.outputs.finished.append(Finished(request.key, reason, stop_reason, request.preemptions, message))
+        self.stats.finished += 1
+
+    def start_over(self) -> None:
+        """Everyone with a row waits again, from the tokens that are known; what is in flight is forgotten."""
+        for request in self.rows.running():
+            self.leave_row(request)
+            request.move(State.WAITING)
+            self.policy.add(request)
+        for group in self._groups.values():
+            for request in group:
+                request.in_flight = 0
+        self.dropped = []
+
+    # What their blocks contain
+
+    def extend_keys(self, request: Request) -> None:
+        """Content keys for every full block of known tokens."""
+        size = self.tables.block_size
+        keys = request.keys
+        while self.tables.prefix_caching and len(keys) < request.known // size:
+            parent = keys[-1] if keys else self._keys.root(request.source.salt)
+            keys.append(self._keys.following(parent, request.tokens(len(keys) * size, (len(keys) + 1) * size)))
+
+    def publish_output(self, request: Request) -> None:
+        """Blocks of generated tokens are findable once their tokens are known (the last token has no KV yet)."""
+        full = (request.known - 1) // self.tables.block_size
+        if self.tables.prefix_caching and full > request.published:
+            self.extend_keys(request)
+            self.tables.publish(request, request.keys, full)
+
+    # What is to be told
+
+    @property
+    def has_outputs(self) -> bool:
+        """Whether something happened that `take_outputs` has not told yet."""
+        outputs = self.outputs
+        return bool(outputs.keys or outputs.finished or outputs.started or outputs.prompt_logprobs)
+
+    def take_outputs(self) -> StepOutputs:
+        """What happened to requests since this was asked last."""
+        outputs, self.outputs = self.outputs, StepOutputs()
+        return outputs
+
+    def check_idle(self) -> None:
+        """Raise unless every block and row has come back; to be called when nothing is unfinished."""
+        pool = self.tables.pool
+        held = [block for block, count in enumerate(pool.refs) if count]
+        if self.unfinished or self.rows.used or pool.used or held or len(self.policy):
+            raise RuntimeError(
+                f"not idle: {self.unfinished} requests, {self.rows.used} rows, {pool.used} blocks used, "
+                f"held blocks {held[:8]}, {len(self.policy)} waiting"
+            )
