@@ -1,6 +1,6 @@
 """quire: an LLM inference and serving engine.
 
-    from quire import LLM, SamplingParams
+from quire import LLM, SamplingParams
 """
 
 from __future__ import annotations

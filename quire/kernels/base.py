@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -12,6 +13,10 @@ class Ops(Protocol):
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x @ weight.T (+ bias); weight is [out, in]."""
+        ...
+
+    def embedding(self, tokens: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Rows `tokens` [n] int64 of weight [vocab, width]."""
         ...
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -49,5 +54,13 @@ class Ops(Protocol):
         norms    (q weight, k weight, eps): RMS norm over head_dim before the rotation; None: no norm
         kv       one layer's cache [blocks, 2, kv_heads, block_size, head_dim] (any stride between blocks)
         slots    [tokens] int64: block * block_size + offset
+        """
+        ...
+
+    def capture(self, run: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Callable[[], None] | None]:
+        """Run a pass, and learn it: the function returned does the same again over the same memory.
+
+        None in its place where a pass cannot be learned. What `run` reads and returns must stay where it is; the
+        result is written over by each replay.
         """
         ...

@@ -3,6 +3,8 @@ host wait for the device."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 
@@ -12,6 +14,9 @@ class TorchOps:
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         return F.linear(x, weight, bias)
+
+    def embedding(self, tokens: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return F.embedding(tokens, weight)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         wide = x.float()
@@ -52,6 +57,9 @@ class TorchOps:
         keys[block, :, offset] = k.to(kv.dtype)
         values[block, :, offset] = v.to(kv.dtype)
         return q
+
+    def capture(self, run: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Callable[[], None] | None]:
+        return run(), None
 
 
 def _rotate(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:

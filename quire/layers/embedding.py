@@ -19,6 +19,7 @@ class VocabEmbedding(nn.Module):
 
     def __init__(self, build: Build, name: str) -> None:
         super().__init__()
+        self.ops = build.ops
         self.ranks = build.ranks
         self.name = name
         self.weight = _vocab_weight(build)
@@ -27,7 +28,7 @@ class VocabEmbedding(nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         if self.ranks.tp_size == 1:
-            return F.embedding(tokens, self.weight)
+            return self.ops.embedding(tokens, self.weight)
         local = tokens - self.kept.start
         elsewhere = (local < 0) | (local >= len(self.kept))
         vectors = F.embedding(local.masked_fill(elsewhere, 0), self.weight)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
 
 from quire.messages.plan import PromptLogprobs, StepPlan, StepResult, TokenLogprobs
+from quire.models.base import CausalLM
 from quire.worker.batch import DeviceBatch, StepInputs
 from quire.worker.extras import RowKind
+from quire.worker.graphs import DecodeGraphs
 from quire.worker.logits import LogitsProcessor
 from quire.worker.logprobs import top_logprobs
 from quire.worker.sampler import Sampler
@@ -68,8 +69,11 @@ class PendingStep:
 class Runner:
     """Runs plans on one device."""
 
-    def __init__(self, model: Any, batch: DeviceBatch, processors: Sequence[LogitsProcessor] = ()) -> None:
+    def __init__(
+        self, model: CausalLM, batch: DeviceBatch, graphs: DecodeGraphs, processors: Sequence[LogitsProcessor] = ()
+    ) -> None:
         self._model = model
+        self._graphs = graphs
         self._batch = batch
         self._sampler = Sampler(batch, processors)
 
@@ -80,7 +84,7 @@ class Runner:
         batch.apply(plan)
         inputs = batch.inputs(plan)
         batch.fork(plan)
-        hidden = self._model(inputs.tokens, inputs.positions, batch.kv.layers, inputs.attention)
+        hidden = self._graphs.forward(inputs)
         prompt_logprobs = self._prompt_logprobs(plan, inputs, hidden)
         rows = torch.from_numpy(plan.sample_rows.astype(np.int64)).to(hidden.device, non_blocking=True)
         draws, logprobs = self._draw(plan, inputs, hidden, rows)

@@ -6,6 +6,7 @@ import torch
 
 from quire.config import EngineConfig
 from quire.distributed.groups import Ranks
+from quire.kernels.base import Ops
 from quire.layers.attention.registry import attention_backend
 from quire.layers.build import Build
 from quire.layers.targets import collect_targets
@@ -19,10 +20,17 @@ from quire.platforms.base import Platform
 from quire.registry import resolve
 from quire.worker.batch import DeviceBatch
 from quire.worker.dtypes import choose_dtype
+from quire.worker.graphs import DecodeGraphs
 from quire.worker.kv import KVCache
 from quire.worker.logits import load_processors
 from quire.worker.memory import MemoryNeeds
 from quire.worker.runner import PendingStep, Runner
+
+
+def make_ops(platform: Platform) -> Ops:
+    """The platform's kernels."""
+    ops: Ops = resolve("kernels", platform.ops, {})()
+    return ops
 
 
 def build_model(
@@ -41,7 +49,7 @@ def build_model(
         ranks=ranks,
         dtype=choose_dtype(config.dtype, model, files, platform),
         device=device or platform.device,
-        ops=resolve("kernels", platform.ops, {})(),
+        ops=make_ops(platform),
         attention=attention_backend(backend)(),
         max_model_len=max_model_len,
     )
@@ -63,6 +71,7 @@ class Worker:
     ) -> None:
         self._config = config
         self._device = platform.device
+        self._ops = make_ops(platform)
         self._vocab_size = model.vocab_size
         self._max_model_len = max_model_len
         self._max_rows = max_rows
@@ -77,7 +86,9 @@ class Worker:
         """Allocate the cache and the batch; plans can come from here on."""
         kv = KVCache(self.model.kv_shape, num_blocks, self._config.block_size, self.needs.dtype, self._device)
         batch = DeviceBatch(self._max_rows, self._max_model_len, self._vocab_size, kv, self._device)
-        self._runner = Runner(self.model, batch, load_processors(self._config.logits_processors))
+        width = batch.block_table.shape[1]
+        graphs = DecodeGraphs(self.model, kv.layers, self._ops, width, enabled=not self._config.enforce_eager)
+        self._runner = Runner(self.model, batch, graphs, load_processors(self._config.logits_processors))
 
     def launch(self, plan: StepPlan) -> PendingStep:
         """Start a step."""

@@ -1,6 +1,6 @@
 """Compile the C++ beside this file on first use, keep the result, load it.
 
-No torch headers and no build system: three files, one compiler call each, a few seconds once per machine. Without a
+No torch headers and no build system: a few files, one compiler call each, a few seconds once per machine. Without a
 working compiler `library()` is None, and callers stay with torch.
 """
 
@@ -18,16 +18,20 @@ import struct
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
+from quire.kernels.cpu.tape import Tape
+from quire.paths import cache_dir
+
 logger = logging.getLogger(__name__)
 
 _FOLDER = Path(__file__).parent
-_SOURCES = ("attention.cpp", "elementwise.cpp", "linear.cpp")
+_SOURCES = ("attention.cpp", "elementwise.cpp", "linear.cpp", "replay.cpp")
 _HEADERS = ("outer.h", "scratch.h", "simd.h")
 # Contraction makes a * b + c one fused operation, which the kernels count on; -ffast-math would lose NaN.
 _FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-fPIC")
@@ -42,9 +46,10 @@ _LAYOUTS = {
     "add_rms_norm": "8qdq",
     "silu_mul": "6q",
     "prepare_qkv": "16qdq",
+    "embedding": "6q",
 }
 # Calls of a microsecond or so keep the GIL: giving it up could cost a whole switch interval to get it back.
-_SHORT = {"rms_norm", "add_rms_norm", "silu_mul", "prepare_qkv"}
+_SHORT = {"rms_norm", "add_rms_norm", "silu_mul", "prepare_qkv", "embedding"}
 _SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}
 
 
@@ -58,9 +63,33 @@ class Library:
         self.path = path
         self._releasing = ctypes.CDLL(str(path))
         self._holding = ctypes.PyDLL(str(path))
+        self._kernels: dict[str, dict[torch.dtype, Kernel]] = {}
 
     def kernel(self, name: str) -> dict[torch.dtype, Kernel]:
-        """For each dtype it knows, (run, pack): call run(pack(...)) with data pointers and sizes as ints."""
+        """For each dtype it knows, (run, pack): call run(pack(...)) with data pointers and sizes as ints.
+
+        Look the pair up for each call: while a tape records, another one is there.
+        """
+        if name not in self._kernels:
+            self._kernels[name] = self._bind(name)
+        return self._kernels[name]
+
+    @contextmanager
+    def recording(self) -> Iterator[Tape]:
+        """Kernels called inside run as ever, and are written down on the tape."""
+        replay = self._releasing["quire_replay"]
+        replay.argtypes, replay.restype = [ctypes.c_void_p, ctypes.c_int64], None
+        tape = Tape(replay)
+        usual = {name: dict(kernels) for name, kernels in self._kernels.items()}
+        for kernels in self._kernels.values():
+            kernels.update({dtype: (tape.recording(run), pack) for dtype, (run, pack) in kernels.items()})
+        try:
+            yield tape
+        finally:
+            for name, kernels in usual.items():
+                self._kernels[name].update(kernels)
+
+    def _bind(self, name: str) -> dict[torch.dtype, Kernel]:
         handle = self._holding if name in _SHORT else self._releasing
         pack = struct.Struct(_LAYOUTS[name]).pack
         kernels: dict[torch.dtype, Kernel] = {}
@@ -169,11 +198,7 @@ def _cpu() -> str:
 
 def _cache() -> Path:
     """Where libraries are kept; a folder of this process alone where the user has no writable one."""
-    if chosen := os.environ.get("QUIRE_CACHE"):
-        base = Path(chosen)
-    else:
-        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "quire"
-    folder = base / "kernels"
+    folder = cache_dir("kernels")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if os.access(folder, os.W_OK):

@@ -2,6 +2,7 @@
 // arithmetic is float32 throughout. Bytes, with R rows of W numbers of size s:
 //   rms_norm      2 R W s           add_rms_norm  4 R W s (x, residual in; residual, result out)
 //   silu_mul      3 R W s           prepare_qkv   2 R (H + 2 KV) D s + one line of cosines a token
+//   embedding     2 R W s
 // A row is always computed by one thread in one order: its bits do not depend on the batch.
 #include <cmath>
 
@@ -147,14 +148,32 @@ void prepare_qkv(const PrepareQkv<T>& c) {
     for_rows(c.tokens, (c.heads + 2 * c.kv_heads) * dim, c.threads, [&](int64_t token) {
         const T* from = c.qkv + token * c.qkv_stride;
         const float* cosines = c.cos_sin ? c.cos_sin + c.positions[token] * c.rotary : nullptr;
-        for (int64_t h = 0; h < c.heads; h++, from += dim)
-            place_head(from, c.q + (token * c.heads + h) * dim, dim, c.q_weight, c.eps, cosines, c.rotary);
         const int64_t slot = c.slots[token];
         T* keys = c.kv + slot / c.block_size * c.block_stride + slot % c.block_size * dim;
         T* values = keys + c.kv_heads * plane;
+        // The slots are cold, and scattered over as many pages as there are heads: fetch them while Q is made.
+        for (int64_t h = 0; h < 2 * c.kv_heads; h++)
+            for (int64_t i = 0; i < dim; i += 64 / int64_t(sizeof(T))) __builtin_prefetch(keys + h * plane + i, 1);
+        for (int64_t h = 0; h < c.heads; h++, from += dim)
+            place_head(from, c.q + (token * c.heads + h) * dim, dim, c.q_weight, c.eps, cosines, c.rotary);
         for (int64_t h = 0; h < c.kv_heads; h++, from += dim)
             place_head(from, keys + h * plane, dim, c.k_weight, c.eps, cosines, c.rotary);
         for (int64_t h = 0; h < c.kv_heads; h++, from += dim) std::memcpy(values + h * plane, from, dim * sizeof(T));
+    });
+}
+
+template <class T>
+struct Embedding {
+    const int64_t* tokens;
+    const T* weight;
+    T* out;
+    int64_t rows, width, threads;
+};
+
+template <class T>
+void embedding(const Embedding<T>& c) {
+    for_rows(c.rows, c.width, c.threads, [&](int64_t row) {
+        std::memcpy(c.out + row * c.width, c.weight + c.tokens[row] * c.width, c.width * sizeof(T));
     });
 }
 
@@ -167,3 +186,4 @@ BOTH(rms_norm, RmsNorm)
 BOTH(add_rms_norm, AddRmsNorm)
 BOTH(silu_mul, SiluMul)
 BOTH(prepare_qkv, PrepareQkv)
+BOTH(embedding, Embedding)

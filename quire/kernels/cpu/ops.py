@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from quire.kernels.cpu.build import library
+from quire.kernels.cpu.tape import Arena
 from quire.kernels.reference import TorchOps
 
 _MAX_HEAD_DIM = 1024  # kMaxDim in elementwise.cpp
@@ -27,6 +30,7 @@ class CpuOps(TorchOps):
         self._add_rms_norm = kernel("add_rms_norm")
         self._silu_mul = kernel("silu_mul")
         self._prepare_qkv = kernel("prepare_qkv")
+        self._embedding = kernel("embedding")
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         dtype = x.dtype
@@ -46,6 +50,16 @@ class CpuOps(TorchOps):
         threads = torch.get_num_threads()
         pointers = (x.data_ptr(), weight.data_ptr(), bias_pointer, out.data_ptr())
         run(pack(*pointers, rows, width, depth, x_stride, weight_stride, threads))
+        return out
+
+    def embedding(self, tokens: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        kernel = self._embedding.get(weight.dtype)
+        if kernel is None or not weight.is_contiguous():
+            return super().embedding(tokens, weight)
+        run, pack = kernel
+        rows, width = tokens.size(0), weight.size(1)
+        out = weight.new_empty(rows, width)
+        run(pack(tokens.data_ptr(), weight.data_ptr(), out.data_ptr(), rows, width, torch.get_num_threads()))
         return out
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -132,3 +146,14 @@ class CpuOps(TorchOps):
             )
         )
         return q
+
+    def capture(self, run: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Callable[[], None] | None]:
+        native = library()
+        if native is None:
+            return super().capture(run)
+        with native.recording() as tape, Arena() as arena:
+            result = run()
+        if arena.foreign:
+            return result, None
+        tape.seal(arena.memory)
+        return result, tape.replay

@@ -1,0 +1,88 @@
+"""Forward passes of pure decode steps, learned once for each number of rows and replayed.
+
+A small decode is bound by the host: hundreds of short kernels, each called from Python. Its shape depends on nothing
+but the number of rows, so the device can learn it over buffers that stay, and later steps only fill the buffers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from quire.kernels.base import Ops
+from quire.layers.attention.base import AttentionInputs
+from quire.models.base import CausalLM
+from quire.worker.batch import StepInputs
+
+MOST_ROWS = 32
+"""With more rows a step is long enough for Python to keep up."""
+
+
+@dataclass
+class Graph:
+    """A learned pass: fill `inputs`, call `replay`, read `hidden`."""
+
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    inputs: AttentionInputs
+    hidden: torch.Tensor
+    replay: Callable[[], None]
+
+    def run(self, step: StepInputs) -> torch.Tensor:
+        """The step's hidden states; the next run of this graph writes over them."""
+        given, own = step.attention, self.inputs
+        self.tokens.copy_(step.tokens)
+        self.positions.copy_(step.positions)
+        own.slots.copy_(given.slots)
+        own.context_lens.copy_(given.context_lens)
+        own.block_tables[:, : given.block_tables.shape[1]].copy_(given.block_tables)
+        self.replay()
+        return self.hidden
+
+
+class DecodeGraphs:
+    """Runs the model, through a graph where there is one."""
+
+    def __init__(self, model: CausalLM, kv: Sequence[torch.Tensor], ops: Ops, table_width: int, enabled: bool) -> None:
+        self._model = model
+        self._kv = kv
+        self._ops = ops
+        self._table_width = table_width
+        self._enabled = enabled
+        self._graphs: dict[tuple[int, int], Graph] = {}
+
+    def forward(self, step: StepInputs) -> torch.Tensor:
+        """Hidden states of the step's tokens."""
+        inputs = step.attention
+        rows = inputs.num_rows
+        if not self._enabled or rows > MOST_ROWS or inputs.num_decodes < rows:
+            return self._model.forward(step.tokens, step.positions, self._kv, inputs)
+        # A graph has the number of threads in it: one per number of rows and threads.
+        key = (rows, torch.get_num_threads())
+        graph = self._graphs.get(key)
+        return self._learn(key, step) if graph is None else graph.run(step)
+
+    def _learn(self, key: tuple[int, int], step: StepInputs) -> torch.Tensor:
+        given = step.attention
+        tokens, positions = step.tokens.clone(), step.positions.clone()
+        tables = given.block_tables.new_zeros(given.num_rows, self._table_width)
+        tables[:, : given.block_tables.shape[1]] = given.block_tables
+        inputs = AttentionInputs(
+            slots=given.slots.clone(),
+            query_starts=given.query_starts.clone(),
+            context_lens=given.context_lens.clone(),
+            block_tables=tables,
+            num_rows=given.num_rows,
+            num_tokens=given.num_tokens,
+            num_decodes=given.num_decodes,
+            max_query_len=1,
+            max_context_len=given.max_context_len,
+        )
+        hidden, replay = self._ops.capture(lambda: self._model.forward(tokens, positions, self._kv, inputs))
+        if replay is None:
+            self._enabled = False  # this model, or this device, cannot be learned
+        else:
+            self._graphs[key] = Graph(tokens, positions, inputs, hidden, replay)
+        return hidden
