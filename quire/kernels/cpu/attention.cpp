@@ -9,6 +9,8 @@
 // They are the lanes: scores lie as s[key][lane], so that maxima, sums and masks are plain vector operations and no
 // sum ever crosses lanes. Keys come in chunks of kChunk; each chunk is a softmax of its own, (peak, total, values),
 // and chunks are merged in order. Chunks of one tile may therefore run on several threads with the same result.
+// A decode goes through all its KV heads at once where there are rows enough to share out: a cache block is then read
+// from end to end, which memory likes better than a head's 4 KB of it (25 instead of 20 GB/s).
 //
 // Bits: chunks begin at multiples of kChunk in the row's own positions and lanes never mix, so a token's output
 // depends only on its row's queries and cache: not on the batch, the threads, or how its prompt was cut into steps.
@@ -24,6 +26,7 @@ constexpr int kVectors = kRegisters == 32 ? 4 : 2;
 constexpr int64_t kTile = kVectors * kLanes;
 constexpr int64_t kChunk = 256;  // keys: a tile's scores (64 KB) stay in L2
 constexpr int64_t kWorthSharing = 128 * 1024;  // multiply-adds: fewer take less time than waking the team
+constexpr int64_t kRowsToShare = 4;  // decodes a thread: from there on no thread waits long for the last one
 constexpr float kNever = -__builtin_inff();
 
 thread_local Scratch tile_scratch, partial_scratch;
@@ -52,7 +55,8 @@ struct Call {
 
 // A tile, or with `partial` some chunks of it.
 struct Item {
-    int64_t row, kv_head, first, count;  // queries first .. first + count of the row, as token * group + head
+    int64_t row, kv_head, kv_heads;      // KV heads kv_head .. kv_head + kv_heads
+    int64_t first, count;                // queries first .. first + count of the row, as token * group + head
     int64_t position;                    // of the row's first query token
     int64_t chunk, chunk_end;            // chunks of keys to read
     int64_t partial;                     // where the first chunk's result goes in the partials, or -1: finish here
@@ -99,21 +103,21 @@ void merge(State into, State from, int64_t width, int64_t dim) {
         }
 }
 
-// Rows of the cache as float32 with padded_dim numbers each, copied only where they are not that already.
+// Rows of the cache as float32 with padded_dim numbers each, copied only where they are not that already. `ahead`:
+// how far away the next rows are, to be fetched meanwhile; whoever reads rows in place does that itself, and is left it.
 template <class T>
-const float* widen(const Call<T>& c, const T* rows, int64_t count, float* copy) {
-    const int64_t width = c.padded_dim();
+const float* widen(const Call<T>& c, const T* rows, int64_t count, float* copy, int64_t& ahead) {
+    if (c.direct()) return reinterpret_cast<const float*>(rows);
+    const int64_t width = c.padded_dim(), next = ahead;
+    ahead = 0;
     for (int64_t i = 0; i < count; i++, rows += c.dim, copy += width) {
+        if (next)
+            for (int64_t d = 0; d < c.dim; d += 64 / int64_t(sizeof(T))) __builtin_prefetch(rows + d + next, 0, 2);
         int64_t d = 0;
         for (; d + kLanes <= c.dim; d += kLanes) F::store(copy + d, F::load(rows + d));
         if (d < c.dim) F::store(copy + d, F::load_part(rows + d, c.dim - d));
     }
     return copy - count * width;
-}
-
-template <class T>
-INLINE void prefetch(const T* p, int64_t count) {
-    for (int64_t i = 0; i < count; i += 64 / int64_t(sizeof(T))) __builtin_prefetch(p + i, 0, 2);
 }
 
 template <int L, int V, class T>
@@ -129,26 +133,30 @@ struct Tile {
     const Item& item;
     const int64_t dim = c.padded_dim();
     const int32_t* table = c.tables + item.row * c.table_stride;
-    float *queries, *scores, *copy, *memory;  // queries [dim][width], scores [kChunk][width], copy of a block
-    vi first_key[V], last_key[V];             // what each lane sees
+    // Of each head: queries [dim][width], scores [kChunk][width]. copy: of a plane of a block. memory: for states.
+    float *queries, *scores, *copy, *memory;
+    const int64_t queries_size = dim * width, scores_size = (kChunk + 8) * width;
+    vi first_key[V], last_key[V];  // what each lane sees
 
     Tile(const Call<T>& call, const Item& it) : c(call), item(it) {
-        const int64_t state = State::size(width, dim);
-        queries = tile_scratch.get(dim * width + (kChunk + 8) * width + c.block_size * dim + 2 * state);
-        scores = queries + dim * width;
-        copy = scores + (kChunk + 8) * width;
-        memory = copy + c.block_size * dim;
-        load_queries();
+        const int64_t heads = item.kv_heads, each = queries_size + scores_size + 2 * state_size();
+        queries = tile_scratch.get(heads * each + c.block_size * dim);
+        scores = queries + heads * queries_size;
+        memory = scores + heads * scores_size;
+        copy = memory + heads * 2 * state_size();
+        for (int64_t h = 0; h < heads; h++) load_queries(item.kv_head + h, queries + h * queries_size);
     }
 
-    void load_queries() {
+    int64_t state_size() const { return State::size(width, dim); }
+
+    void load_queries(int64_t kv_head, float* into) {
         const int64_t group = c.group();
         for (int v = 0; v < V; v++) {
             const T* source[L];
             for (int i = 0; i < L; i++) {
                 // Lanes past the end repeat the last query, and are never written out.
                 const int64_t at = item.first + std::min<int64_t>(v * L + i, item.count - 1);
-                const int64_t token = at / group, head = item.kv_head * group + at % group;
+                const int64_t token = at / group, head = kv_head * group + at % group;
                 source[i] = c.q + (c.query_starts[item.row] + token) * c.q_stride + head * c.dim;
                 last_key[v][i] = int32_t(item.position + token);
                 first_key[v][i] = c.window ? std::max<int32_t>(0, last_key[v][i] - int32_t(c.window) + 1) : 0;
@@ -159,42 +167,48 @@ struct Tile {
                     block[i] = d + L <= c.dim ? Vec::load(source[i] + d) : Vec::load_part(source[i] + d, c.dim - d);
                 transpose<L>(block);
                 for (int64_t i = 0; i < L && d + i < c.dim; i++)
-                    Vec::store(queries + (d + i) * width + v * L, block[i] * float(c.scale));
+                    Vec::store(into + (d + i) * width + v * L, block[i] * float(c.scale));
             }
         }
     }
 
-    // Keys are visited a cache block at a time: calls visit(keys of the block, values, index in the chunk, count).
+    int64_t plane() const { return c.block_size * c.dim; }
+    // Where the first head's keys of a key's block begin; the values follow all heads' keys.
+    const T* block_of(int64_t key) const {
+        return c.kv + table[key / c.block_size] * c.block_stride + item.kv_head * plane();
+    }
+
+    // Keys are visited a cache block at a time, and in it head by head: calls visit(head, first of the block's rows,
+    // index in the chunk, count). `offset` is that of the keys or the values in a block.
     template <class Visit>
-    INLINE void each_block(int64_t begin, int64_t end, Visit visit) {
-        const int64_t plane = c.block_size * c.dim;
+    INLINE void each_block(int64_t begin, int64_t end, int64_t offset, Visit visit) {
         for (int64_t key = begin; key < end;) {
-            const int64_t block = key / c.block_size, offset = key % c.block_size;
-            const int64_t count = std::min(c.block_size - offset, end - key);
-            const T* keys = c.kv + table[block] * c.block_stride + item.kv_head * plane + offset * c.dim;
-            visit(keys, keys + c.kv_heads * plane, key - begin, count);
+            const int64_t inside = key % c.block_size, count = std::min(c.block_size - inside, end - key);
+            const T* rows = block_of(key) + offset + inside * c.dim;
+            for (int64_t h = 0; h < item.kv_heads; h++) visit(h, rows + h * plane(), key - begin, count);
             key += count;
         }
     }
 
+    // A decode waits for memory: how far ahead of `rows` the next block's are, to be fetched line by line meanwhile.
+    // (All at once would fill the queue of misses, and the loads that are needed now would stand in it.)
+    int64_t distance(const T* rows, int64_t next, int64_t end, int64_t offset) const {
+        return V == 1 && next < end ? block_of(next) + offset - rows : 0;
+    }
+
     void score(int64_t begin, int64_t end) {
-        each_block(begin, end, [&](const T* keys, const T* values, int64_t at, int64_t count) {
-            if (V == 1) {  // a decode waits for memory: have the next keys and these values on their way
-                const int64_t next = begin + at + count, plane = c.block_size * c.dim;
-                if (next < end)
-                    prefetch(c.kv + table[next / c.block_size] * c.block_stride + item.kv_head * plane, plane);
-                prefetch(values, count * c.dim);
-            }
-            const float* rows = reinterpret_cast<const float*>(keys);
-            if (!c.direct()) rows = widen(c, keys, count, copy);
+        each_block(begin, end, 0, [&](int64_t h, const T* keys, int64_t at, int64_t count) {
+            int64_t ahead = distance(keys, begin + at + count, end, h * plane());
+            const float* rows = widen(c, keys, count, copy, ahead);
             for (int64_t i = 0; i < count; i += kKeys)
-                outer<L, V, kKeys, Order::kRows>(rows + i * dim, dim, count - i, queries, width,
-                                                 scores + (at + i) * width, width, c.dim, false);
+                outer<L, V, kKeys, Order::kRows>(rows + i * dim, dim, count - i, queries + h * queries_size, width,
+                                                 scores + h * scores_size + (at + i) * width, width, c.dim, false,
+                                                 ahead);
         });
     }
 
     // scores become weights e^(score - peak); keys a lane may not see get weight 0.
-    void softmax(State s, int64_t begin, int64_t end) {
+    void softmax(State s, float* scores, int64_t begin, int64_t end) {
         const int64_t first_token = item.first / c.group(), last_token = (item.first + item.count - 1) / c.group();
         const bool masked = end - 1 > item.position + first_token ||
                             (c.window && begin < item.position + last_token - c.window + 1);
@@ -225,63 +239,75 @@ struct Tile {
     }
 
     template <int W>
-    INLINE void add_values(const float* rows, int64_t at, int64_t count, float* sums) {
+    INLINE void add_values(const float* weights, const float* rows, int64_t count, float* sums, bool accumulate,
+                           int64_t ahead) {
         for (int64_t i = 0; i < item.count; i += kQueries)
-            outer<kLanes, W, kQueries, Order::kColumns>(scores + at * width + i, width, kQueries, rows, dim,
-                                                        sums + i * dim, dim, count, at > 0);
+            outer<kLanes, W, kQueries, Order::kColumns>(weights + i, width, kQueries, rows, dim, sums + i * dim, dim,
+                                                        count, accumulate, 0, ahead);
     }
 
-    void weigh(State s, int64_t begin, int64_t end) {
-        each_block(begin, end, [&](const T*, const T* values, int64_t at, int64_t count) {
-            const float* rows = reinterpret_cast<const float*>(values);
-            if (!c.direct()) rows = widen(c, values, count, copy);
+    void weigh(float* states, int64_t begin, int64_t end) {
+        each_block(begin, end, c.kv_heads * plane(), [&](int64_t h, const T* values, int64_t at, int64_t count) {
+            int64_t ahead = distance(values, begin + at + count, end, (c.kv_heads + h) * plane());
+            const float* rows = widen(c, values, count, copy, ahead);
+            const float* weights = scores + h * scores_size + at * width;
+            float* sums = State(states + h * state_size(), width).values;
             int64_t d = 0;
-            for (; d + kTile <= dim; d += kTile) add_values<kVectors>(rows + d, at, count, s.values + d);
-            for (; d < dim; d += kLanes) add_values<1>(rows + d, at, count, s.values + d);
+            for (; d + kTile <= dim; d += kTile) add_values<kVectors>(weights, rows + d, count, sums + d, at > 0, ahead);
+            for (; d < dim; d += kLanes) add_values<1>(weights, rows + d, count, sums + d, at > 0, ahead);
         });
     }
 
-    void chunk(State s, int64_t index) {
+    // One chunk of keys, of every head: their states lie one after the other.
+    void chunk(float* states, int64_t index) {
         const int64_t first_token = item.first / c.group(), last_token = (item.first + item.count - 1) / c.group();
         const int64_t lowest = c.window ? item.position + first_token - c.window + 1 : 0;
         const int64_t begin = std::max(index * kChunk, lowest);
         const int64_t end = std::min({(index + 1) * kChunk, item.position + last_token + 1, c.capacity()});
-        if (begin >= end) return clear(s, width, dim);
-        score(begin, end);
-        softmax(s, begin, end);
-        weigh(s, begin, end);
+        if (begin < end) score(begin, end);
+        for (int64_t h = 0; h < item.kv_heads; h++) {
+            State s(states + h * state_size(), width);
+            if (begin < end) softmax(s, scores + h * scores_size, begin, end);
+            else clear(s, width, dim);
+        }
+        if (begin < end) weigh(states, begin, end);
     }
 
     void run(float* partials) {
-        const int64_t size = State::size(width, dim);
+        const int64_t size = item.kv_heads * state_size();
         if (item.partial >= 0) {
             for (int64_t i = item.chunk; i < item.chunk_end; i++)
-                chunk(State(partials + item.partial + (i - item.chunk) * size, width), i);
+                chunk(partials + item.partial + (i - item.chunk) * size, i);
             return;
         }
-        State all(memory, width), one(memory + size, width);
-        clear(all, width, dim);
-        for (int64_t i = item.chunk; i < item.chunk_end; i++) {
-            chunk(one, i);
-            merge<L>(all, one, width, dim);
-        }
-        finish(all);
+        merge_chunks([&](int64_t i) {
+            chunk(memory + size, i);
+            return memory + size;
+        });
     }
 
     void merge_partials(float* partials) {
-        const int64_t size = State::size(width, dim);
-        State all(memory, width);
-        clear(all, width, dim);
-        for (int64_t i = item.chunk; i < item.chunk_end; i++)
-            merge<L>(all, State(partials + item.partial + (i - item.chunk) * size, width), width, dim);
-        finish(all);
+        const int64_t size = item.kv_heads * state_size();
+        merge_chunks([&](int64_t i) { return partials + item.partial + (i - item.chunk) * size; });
     }
 
-    void finish(State s) {
+    // states_of(chunk) are the states of its heads.
+    template <class StatesOf>
+    void merge_chunks(StatesOf states_of) {
+        for (int64_t h = 0; h < item.kv_heads; h++) clear(State(memory + h * state_size(), width), width, dim);
+        for (int64_t i = item.chunk; i < item.chunk_end; i++) {
+            float* states = states_of(i);
+            for (int64_t h = 0; h < item.kv_heads; h++)
+                merge<L>(State(memory + h * state_size(), width), State(states + h * state_size(), width), width, dim);
+        }
+        for (int64_t h = 0; h < item.kv_heads; h++) finish(item.kv_head + h, State(memory + h * state_size(), width));
+    }
+
+    void finish(int64_t kv_head, State s) {
         const int64_t group = c.group();
         for (int64_t i = 0; i < item.count; i++) {
             const int64_t at = item.first + i, token = c.query_starts[item.row] + at / group;
-            T* out = c.out + (token * c.heads + item.kv_head * group + at % group) * c.dim;
+            T* out = c.out + (token * c.heads + kv_head * group + at % group) * c.dim;
             const float inverse = s.total[i] == 0 ? 0 : 1 / s.total[i];
             for (int64_t d = 0; d < c.dim; d += kLanes) {
                 const vec value = F::load(s.values + i * dim + d) * inverse;
@@ -320,13 +346,15 @@ Plan plan(const Call<T>& c) {
         const int64_t tokens = c.query_starts[row + 1] - c.query_starts[row];
         const int64_t context = std::min<int64_t>(c.context_lens[row], c.capacity());
         const int64_t position = std::max<int64_t>(0, context - tokens);
+        const int64_t heads = tokens == 1 && c.rows >= c.threads * kRowsToShare ? c.kv_heads : 1;
         for (int64_t first = 0; first < tokens * group; first += kTile) {
             const int64_t count = std::min(kTile, tokens * group - first);
             const int64_t last = std::min(position + (first + count - 1) / group, c.capacity() - 1);
             const int64_t lowest = c.window ? std::max<int64_t>(0, position + first / group - c.window + 1) : 0;
-            for (int64_t head = 0; head < c.kv_heads; head++) {
-                const int64_t cost = (last + 1 - lowest) * lanes_for(count);
-                tiles.push_back({row, head, first, count, position, lowest / kChunk, last / kChunk + 1, -1, cost});
+            for (int64_t head = 0; head < c.kv_heads; head += heads) {
+                const int64_t cost = (last + 1 - lowest) * lanes_for(count) * heads;
+                tiles.push_back(
+                    {row, head, heads, first, count, position, lowest / kChunk, last / kChunk + 1, -1, cost});
                 result.cost += cost;
             }
         }
@@ -338,13 +366,13 @@ Plan plan(const Call<T>& c) {
             result.items.push_back(tile);
             continue;
         }
-        const int64_t size = State::size(lanes_for(tile.count), c.padded_dim());
+        const int64_t size = tile.kv_heads * State::size(lanes_for(tile.count), c.padded_dim());
         tile.partial = result.partials;
         result.split.push_back(tile);
         for (int64_t i = tile.chunk; i < tile.chunk_end; i++, result.partials += size) {
             Item piece = tile;
             piece.chunk = i, piece.chunk_end = i + 1, piece.partial = result.partials;
-            piece.cost = kChunk * lanes_for(tile.count);
+            piece.cost = kChunk * lanes_for(tile.count) * tile.kv_heads;
             result.items.push_back(piece);
         }
     }

@@ -45,11 +45,11 @@ enum class Order {
 };
 
 // Strides are in numbers. Rows of a from `valid` on are not read (c gets copies of the last one). `prefetch` numbers
-// past each row of a are fetched for the next call: the hardware follows neither R streams at once nor one stream
-// into the next 4 KB page.
+// past each row of a are fetched for the next call, into L2 (L1 is full of b): the hardware follows neither R streams at
+// once nor one stream into the next 4 KB page. `b_prefetch` does the same for b.
 template <int L, int V, int R, Order order, class T>
 INLINE void outer(const T* a, int64_t a_stride, int64_t valid, const float* b, int64_t b_stride, float* c,
-                  int64_t c_stride, int64_t count, bool accumulate, int64_t prefetch = 0) {
+                  int64_t c_stride, int64_t count, bool accumulate, int64_t prefetch = 0, int64_t b_prefetch = 0) {
     using Vec = Lanes<L>;
     using Scalar = typename Step<T>::scalar;
     constexpr int64_t per_step = sizeof(Scalar) / sizeof(T);
@@ -79,11 +79,16 @@ INLINE void outer(const T* a, int64_t a_stride, int64_t valid, const float* b, i
     if (prefetch)
         for (; k + line <= count; k += line) {
             UNROLL
-            for (int r = 0; r < R; r++) __builtin_prefetch(rows[r] + k * per_step + prefetch, 0, 3);
+            for (int r = 0; r < R; r++) __builtin_prefetch(rows[r] + k * per_step + prefetch, 0, 2);
             UNROLL_4
             for (int64_t i = 0; i < line; i++) step(k + i);
         }
-    for (; k < count; k++) step(k);
+    for (; k < count; k++) {
+        if (b_prefetch)
+            UNROLL
+            for (int v = 0; v < V; v++) __builtin_prefetch(b + k * b_stride + v * L + b_prefetch, 0, 2);
+        step(k);
+    }
     UNROLL
     for (int r = 0; r < R; r++)
         UNROLL
