@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -11,6 +11,7 @@ from quire.distributed.groups import Ranks
 from quire.kernels.base import Ops
 from quire.layers.attention.base import AttentionBackend
 from quire.loading.model_config import ModelConfig
+from quire.platforms.memory import Arena
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,12 @@ class Build:
     ops: Ops
     attention: AttentionBackend
     max_model_len: int
+    memory: Arena = field(init=False)
+    """Where the weights go."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "memory", Arena(self.device))
 
     def parameter(self, *shape: int) -> nn.Parameter:
         """Room for a weight; the checkpoint fills it."""
-        return nn.Parameter(torch.empty(shape, dtype=self.dtype, device=self.device), requires_grad=False)
+        return nn.Parameter(self.memory.zeros(shape, self.dtype), requires_grad=False)

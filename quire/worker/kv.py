@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 
 from quire.layers.attention.base import KVSpec
+from quire.platforms.memory import Arena
 
 
 def block_bytes(spec: KVSpec, block_size: int, dtype: torch.dtype) -> int:
@@ -29,9 +29,11 @@ class KVCache:
         shape = (num_blocks, spec.num_layers, 2, spec.num_kv_heads, block_size, spec.head_dim)
         self.block_size = block_size
         self.num_blocks = num_blocks
-        self.data = _zeros(shape, dtype, device)
+        # Zeros, because a masked slot is still multiplied by zero, and garbage could be NaN.
+        memory = Arena(device)
+        self.data = memory.zeros(shape, dtype)
         self.layers = [self.data[:, layer] for layer in range(spec.num_layers)]
-        self.tokens = _zeros((num_blocks, block_size), torch.int32, device)
+        self.tokens = memory.zeros((num_blocks, block_size), torch.int32)
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy blocks: (from, to) each."""
@@ -39,14 +41,3 @@ class KVCache:
             sources, targets = torch.tensor(pairs, device=self.data.device).unbind(1)
             self.data[targets] = self.data[sources]
             self.tokens[targets] = self.tokens[sources]
-
-
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeros, because a masked slot is still multiplied by zero, and garbage could be NaN.
-
-    On a CPU they come from calloc: pages cost nothing until they are written, and start-up does not wait for gigabytes.
-    """
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    raw = np.zeros(int(np.prod(shape)) * dtype.itemsize, np.uint8)
-    return torch.from_numpy(raw).view(dtype).view(shape)
