@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import random
 from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict, Union
@@ -63,6 +64,7 @@ class InputProcessor:
         """The request, and its prompt as text where it has one."""
         text, tokens, salt = self._read_prompt(prompt)
         self._check_params(params)
+        params = params.clone()  # checks it again: it may have been changed since it was made
         tokens = self._truncate(tokens, params)
         self._check_tokens(tokens)
         request = NewRequest(
@@ -114,7 +116,7 @@ class InputProcessor:
         if isinstance(prompt, str):
             return prompt, self.encode(prompt), salt
         if isinstance(prompt, Sequence) and not isinstance(prompt, bytes):
-            return text, list(prompt), salt  # type: ignore[arg-type]
+            return text, [_token_id(token) for token in prompt], salt
         raise ValidationError(
             f"a prompt is text, token ids, or a dict of them; got {type(prompt).__name__}", "prompt", prompt
         )
@@ -139,9 +141,6 @@ class InputProcessor:
         if not tokens:
             raise ValidationError("the prompt is empty: at least one token is needed", "prompt", tokens)
         vocab = self._facts.model.vocab_size
-        for token in tokens:
-            if not isinstance(token, int) or isinstance(token, bool):
-                raise ValidationError(f"token ids must be integers, got {token!r}", "prompt_token_ids", token)
         if min(tokens) < 0 or max(tokens) >= vocab:
             bad = next(token for token in tokens if not 0 <= token < vocab)
             raise ValidationError(f"token id {bad} is outside the vocabulary of {vocab}", "prompt_token_ids", bad)
@@ -169,6 +168,8 @@ class InputProcessor:
             bad = [token for token in getattr(params, name) or () if token >= vocab]
             if bad:
                 raise ValidationError(f"{name} holds {bad[0]}, outside the vocabulary of {vocab}", name, bad[0])
+        if params.bad_words and self.tokenizer is None:
+            raise ValidationError("bad_words need a tokenizer, and skip_tokenizer_init is set", "bad_words")
         if params.stop and self.tokenizer is None:
             raise ValidationError("stop strings need a tokenizer, and skip_tokenizer_init is set", "stop", params.stop)
 
@@ -199,3 +200,10 @@ class InputProcessor:
                 f"bad_words make {len(sequences)} token sequences; at most {MAX_BAD_WORDS}", "bad_words"
             )
         return sequences
+
+
+def _token_id(token: object) -> int:
+    """An integer of any kind (numpy's too), but no bool and no float."""
+    if isinstance(token, bool) or not hasattr(token, "__index__"):
+        raise ValidationError(f"token ids must be integers, got {token!r}", "prompt_token_ids", token)
+    return operator.index(token)

@@ -239,7 +239,7 @@ def _as_list(prompts: PromptType | Sequence[PromptType]) -> list[PromptType]:
             prompts,
         )
     listed = list(prompts)
-    return [listed] if listed and isinstance(listed[0], int) else listed  # type: ignore[list-item,return-value]
+    return [listed] if listed and hasattr(listed[0], "__index__") else listed  # type: ignore[list-item,return-value]
 
 
 def _template_text(template: str | None) -> str | None:

@@ -106,6 +106,13 @@ class Tracked:
         if request.params.prompt_logprobs is not None:
             self.prompt_logprobs = [None] * len(request.prompt)
 
+    def _take_prompt_logprobs(self, once: bool) -> list[dict[int, Logprob] | None] | None:
+        """What is known of the prompt; with `once` only the first time."""
+        taken = self.prompt_logprobs
+        if once:
+            self.prompt_logprobs = None
+        return taken
+
     def view(self, only: Sample | None = None) -> RequestOutput:
         """The request as the user sees it, with all samples or just one."""
         delta = self.request.params.output_kind is RequestOutputKind.DELTA
@@ -115,7 +122,7 @@ class Tracked:
             prompt_token_ids=self.request.prompt,
             outputs=[sample.view(delta) for sample in (self.samples if only is None else [only])],
             finished=self.open == 0,
-            prompt_logprobs=self.prompt_logprobs,
+            prompt_logprobs=self._take_prompt_logprobs(delta),
             metrics=self.metrics,
             num_cached_tokens=self.num_cached,
             error=self.error,

@@ -10,6 +10,10 @@ from quire.messages.request import Request
 from quire.scheduler.draft import Flight
 from quire.scheduler.ledger import Ledger
 
+NOTHING_TO_DRAW = (
+    "no token could be drawn: the model's logits are not numbers (NaN), or the request excludes every token"
+)
+
 
 class Collector:
     """Applies results to the ledger."""
@@ -61,7 +65,7 @@ class Collector:
                 request.in_flight -= 1
             if result.invalid[i]:
                 self._tables.withdraw(request.blocks)  # nobody else shall read what led here
-                self._ledger.finish(request, "error", message="the model's logits are not numbers (NaN)")
+                self._ledger.finish(request, "error", message=NOTHING_TO_DRAW)
                 continue
             tokens = result.tokens[ends[i] - int(result.counts[i]) : ends[i]].tolist()
             self._append(request, tokens, result, i)

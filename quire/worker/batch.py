@@ -144,10 +144,13 @@ class DeviceBatch:
         total, size = plan.num_tokens, self.kv.block_size
         starts = self.num_computed[rows]
         ends = counts.cumsum(0)
-        # Token t of the step is the (t - first token of its row)-th of its row's chunk.
-        offsets = torch.repeat_interleave(starts - (ends - counts), counts, output_size=total)
-        positions = torch.arange(total, device=self._device) + offsets
-        owners = torch.repeat_interleave(rows, counts, output_size=total)
+        if total == len(plan.rows):
+            positions, owners = starts, rows
+        else:
+            # Token t of the step is the (t - first token of its row)-th of its row's chunk.
+            offsets = torch.repeat_interleave(starts - (ends - counts), counts, output_size=total)
+            positions = torch.arange(total, device=self._device) + offsets
+            owners = torch.repeat_interleave(rows, counts, output_size=total)
         blocks = self.block_table[owners, (positions // size).clamp(max=self.block_table.shape[1] - 1)]
         # A row that ended on the device before the host knew writes into the null block.
         slots = torch.where(self.active[owners], blocks * size, 0) + positions % size
