@@ -19,7 +19,7 @@ class CpuPlatform:
     attention = "cpu"
     pipeline_depth = 0
     max_num_seqs = 256
-    max_num_batched_tokens = 2048
+    max_num_batched_tokens = 512  # half a second for a small model: the longest a running request waits for a prompt
 
     @property
     def has_bfloat16(self) -> bool:

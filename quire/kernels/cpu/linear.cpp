@@ -21,7 +21,7 @@ namespace {
 constexpr int kVectors = kRegisters == 32 ? 4 : 2;  // of a panel, along M
 constexpr int64_t kPanel = kVectors * kLanes;       // rows of x packed side by side
 constexpr int64_t kSlab = 16 * kPanel;              // rows of x packed at once: bounds the memory that takes
-constexpr int64_t kSliceBytes = 192 * 1024;         // of a packed panel, then on along k: stays in L2
+constexpr int64_t kSliceBytes = 384 * 1024;         // of a packed panel, then on along k: stays in L2
 constexpr int64_t kChunkBytes = 256 * 1024;         // of weight: stays in L2 while the panels pass over it
 constexpr int64_t kWorthSharing = 256 * 1024;       // multiply-adds: fewer take less time than waking the team
 
