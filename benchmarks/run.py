@@ -118,7 +118,8 @@ def cache_waste(quick: bool) -> list[Figure]:
     traffic = waste.Traffic(requests=200 if quick else 3000)
     stats = waste.measure(traffic, block_size=16, max_rows=256, cache_tokens=512 * 256)
     reserved = 100 * stats.waste_if_reserved(traffic.longest)
-    return [Figure("KV waste, ShareGPT-like traffic", 100 * stats.waste, "%", detail=f"{reserved:.0f}% if reserved")]
+    detail = f"{reserved:.0f}% if reserved"
+    return [Figure("KV waste, ShareGPT-like traffic", 100 * stats.waste, "%", 4.0, at_most=True, detail=detail)]
 
 
 def print_table(figures: list[Figure]) -> None:
