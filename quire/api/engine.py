@@ -11,7 +11,7 @@ from quire.config import EngineConfig
 from quire.engine.setup import EngineFacts, make_engine
 from quire.engine.stats import Metric, metrics_of
 from quire.errors import EngineDeadError, ValidationError
-from quire.loading.hub import resolve
+from quire.loading.hub import find
 from quire.loading.read_config import read_generation_config, read_model_config
 from quire.loading.tokenizer import load_tokenizer
 from quire.messages.outputs import RequestOutput
@@ -25,13 +25,7 @@ class LLMEngine:
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
-        files = resolve(
-            config.model,
-            revision=config.revision,
-            download_dir=config.download_dir,
-            token=config.hf_token,
-            trust_remote_code=config.trust_remote_code,
-        )
+        files = find(config)
         model = read_model_config(files, config.hf_overrides)
         generation = read_generation_config(files) if config.generation_config == "auto" else {}
         tokenizer = None if config.skip_tokenizer_init else _tokenizer(config, files)

@@ -37,18 +37,12 @@ def configure(parser: Parser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the facts, then the plan. A model that cannot be run gets its facts, then an error."""
     from quire.config import EngineConfig
-    from quire.loading.hub import resolve
+    from quire.loading.hub import find
     from quire.loading.read_config import read_model_config, read_raw_config
     from quire.models.registry import model_class
 
     config = EngineConfig(**engine_settings(args))
-    files = resolve(
-        config.model,
-        revision=config.revision,
-        download_dir=config.download_dir,
-        token=config.hf_token,
-        trust_remote_code=config.trust_remote_code,
-    )
+    files = find(config)
     raw = {**read_raw_config(files), **(config.hf_overrides or {})}
     architecture = next(iter(raw.get("architectures") or []), None)
     print(table([("architecture", str(architecture)), *_file_facts(files)], config.model), flush=True)

@@ -29,16 +29,10 @@ def configure(parser: Parser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Resolve the name and say where it led."""
     from quire.config import EngineConfig
-    from quire.loading.hub import resolve
+    from quire.loading.hub import find
 
     config = EngineConfig(**engine_settings(args))
-    files = resolve(
-        config.model,
-        revision=config.revision,
-        download_dir=config.download_dir,
-        token=config.hf_token,
-        trust_remote_code=config.trust_remote_code,
-    )
+    files = find(config)
     weights = files.weight_files(files.kind) if files.kind else ()
     say(f"{config.model}: {files.kind or 'no'} weights, {readable_bytes(sum(path.stat().st_size for path in weights))}")
     print(files.path)

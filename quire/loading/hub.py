@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from quire.config import EngineConfig
 from quire.errors import ModelNotFoundError
 from quire.loading.files import ModelFiles, local_files
 from quire.loading.pinned import SMOLLM2_135M, PinnedFile, fetch
@@ -86,6 +87,17 @@ def resolve(
         raise ModelNotFoundError(f"{revision!r} is not a revision: give a branch, a tag or a commit")
     return _from_hub(
         model, match["repo"], match["file"], revision, download_dir, offline, token, progress, trust_remote_code
+    )
+
+
+def find(config: EngineConfig) -> ModelFiles:
+    """The model a configuration names."""
+    return resolve(
+        config.model,
+        revision=config.revision,
+        download_dir=config.download_dir,
+        token=config.hf_token,
+        trust_remote_code=config.trust_remote_code,
     )
 
 
