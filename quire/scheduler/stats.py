@@ -62,10 +62,11 @@ class SchedulerStats:
         """The last step in one readable line."""
         plan, draft, used, free = self._last
         prompts = len(plan.rows) - plan.num_decodes
+        victims = "".join(f" {request.id}/{request.index}" for request in draft.preempted)
         return (
             f"step {plan.step}: {plan.num_decodes} decodes + {prompts} prompts ({len(plan.tokens)} tokens), "
             f"blocks {used} used / {free} free, cache hits {draft.cached_tokens} of {draft.queried_tokens} tokens, "
-            f"{len(draft.preempted)} preempted, {len(draft.copies)} copied"
+            f"{len(draft.preempted)} preempted{victims}, {len(draft.copies)} copied"
         )
 
 

@@ -259,13 +259,13 @@ def test_any_weather(seed: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", [100])
 @pytest.mark.parametrize("weather", MIXED + TIGHT + FAILING, ids=describe)
 def test_long_storm(weather: Weather, seed: int) -> None:
-    Storm(weather, requests=3000, seed=100 + seed).run()
+    Storm(weather, requests=3000, seed=seed).run()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(1000, 2000))
+@pytest.mark.parametrize("seed", range(1000, 1300))
 def test_long_any_weather(seed: int) -> None:
     Storm(random_weather(seed), requests=300, seed=seed).run()
