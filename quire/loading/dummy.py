@@ -43,14 +43,6 @@ class DummyCheckpoint:
         return len(self._weights)
 
 
-@torch.no_grad()
-def fill_parameters(model: torch.nn.Module, seed: int = 0) -> None:
-    """Fill a model's own parameters in place: norms with 1, the rest with normal(0, 0.02)."""
-    for name, parameter in model.named_parameters():
-        if parameter.is_floating_point():
-            _fill(name, parameter.data, seed)
-
-
 def _fill(name: str, tensor: torch.Tensor, seed: int) -> None:
     if tensor.dim() == 1 and name.endswith("weight"):
         tensor.fill_(1.0)  # Vectors called weight are the norms'.

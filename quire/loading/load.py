@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 
 import torch
 
+from quire.config import LOAD_FORMATS
 from quire.errors import CheckpointError, ConfigError, ModelNotFoundError
 from quire.loading.files import ModelFiles
 from quire.loading.progress import bytes_bar
 from quire.loading.weights import Checkpoint, Target, Weight
 
-LOAD_FORMATS = ("auto", "safetensors", "pt", "gguf", "dummy")
 _SHOWN = 10
 
 
@@ -48,15 +48,16 @@ def open_checkpoint(
         return GGUFCheckpoint(files.gguf)
     if not files.weight_files(kind) and files.weight_index(kind) is None:
         raise ModelNotFoundError(f"{files.path} holds no {kind} weights (it has: {files.kind or 'none'})")
+    from quire.loading.file_checkpoint import FileCheckpoint
     from quire.loading.shards import find_shards
 
     if kind == "safetensors":
-        from quire.loading.safetensors import SafetensorsCheckpoint
+        from quire.loading.safetensors import SafetensorsFile
 
-        return SafetensorsCheckpoint(find_shards(files, kind))
-    from quire.loading.torch_bin import TorchCheckpoint
+        return FileCheckpoint(find_shards(files, kind), SafetensorsFile)
+    from quire.loading.torch_bin import TorchFile
 
-    return TorchCheckpoint(find_shards(files, kind))
+    return FileCheckpoint(find_shards(files, kind), TorchFile)
 
 
 @torch.no_grad()

@@ -1,9 +1,7 @@
-"""Checkpoints in safetensors files: one, or several joined by an index."""
+"""Files in the safetensors format, read slice by slice."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,43 +9,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from quire.errors import CheckpointError
-from quire.loading.shards import REOPEN_AFTER, Shards
+from quire.loading.shards import REOPEN_AFTER
 
 
-class SafetensorsCheckpoint:
-    """Tensors of safetensors files, read slice by slice. Headers are checked when the files are opened."""
-
-    def __init__(self, shards: Shards) -> None:
-        self._weights: dict[str, SafetensorsWeight] = {}
-        for path in shards.files:
-            file = _File(path)
-            for name in shards.owned(path, file.names()):
-                if name in self._weights:
-                    raise CheckpointError(f"{path}: the tensor {name!r} is also in another file of this checkpoint")
-                self._weights[name] = SafetensorsWeight(name, file.shape(name), file)
-            file.close()
-
-    def __iter__(self) -> Iterator[SafetensorsWeight]:
-        return iter(self._weights.values())
-
-    def __len__(self) -> int:
-        return len(self._weights)
-
-
-@dataclass(frozen=True)
-class SafetensorsWeight:
-    """One tensor of a safetensors file."""
-
-    name: str
-    shape: tuple[int, ...]
-    _file: _File = field(repr=False)
-
-    def read(self, keep: tuple[slice, ...] = ()) -> torch.Tensor:
-        """The tensor, or the part that `keep` selects; only that part is read from the file."""
-        return self._file.read(self.name, keep)
-
-
-class _File:
+class SafetensorsFile:
     """An open file that lets go of the pages it has read every now and then."""
 
     def __init__(self, path: Path) -> None:

@@ -1,54 +1,18 @@
-"""Checkpoints saved by torch.save (pytorch_model.bin). Only tensors are unpickled: never code."""
+"""Files saved by torch.save (pytorch_model.bin). Only tensors are unpickled: never code."""
 
 from __future__ import annotations
 
 import pickle
 import zipfile
-from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
 from quire.errors import CheckpointError
-from quire.loading.shards import REOPEN_AFTER, Shards
+from quire.loading.shards import REOPEN_AFTER
 
 
-class TorchCheckpoint:
-    """Tensors of torch.save files, memory-mapped where the file's format allows it."""
-
-    def __init__(self, shards: Shards) -> None:
-        self._weights: dict[str, TorchWeight] = {}
-        for path in shards.files:
-            file = _File(path)
-            tensors = file.tensors()
-            for name in shards.owned(path, list(tensors)):
-                if name in self._weights:
-                    raise CheckpointError(f"{path}: the tensor {name!r} is also in another file of this checkpoint")
-                self._weights[name] = TorchWeight(name, tuple(tensors[name].shape), file)
-            file.close()
-
-    def __iter__(self) -> Iterator[TorchWeight]:
-        return iter(self._weights.values())
-
-    def __len__(self) -> int:
-        return len(self._weights)
-
-
-@dataclass(frozen=True)
-class TorchWeight:
-    """One tensor of a torch.save file."""
-
-    name: str
-    shape: tuple[int, ...]
-    _file: _File = field(repr=False)
-
-    def read(self, keep: tuple[slice, ...] = ()) -> torch.Tensor:
-        """The tensor, or the part that `keep` selects; a mapped file's other pages are not touched."""
-        return self._file.read(self.name, keep)
-
-
-class _File:
+class TorchFile:
     """A file's dictionary of tensors, dropped and mapped again every now and then to give back its pages."""
 
     def __init__(self, path: Path) -> None:
@@ -63,14 +27,20 @@ class _File:
             self._tensors = None
             self._since_open = 0
 
+    def names(self) -> list[str]:
+        return list(self._open())
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._open()[name].shape)
+
     def read(self, name: str, keep: tuple[slice, ...]) -> torch.Tensor:
         if self._since_open > REOPEN_AFTER:
             self.close()
-        part = self.tensors()[name][keep]
+        part = self._open()[name][keep]
         self._since_open += part.numel() * part.element_size()
         return part
 
-    def tensors(self) -> dict[str, torch.Tensor]:
+    def _open(self) -> dict[str, torch.Tensor]:
         if self._tensors is None:
             self._tensors = self._load()
         return self._tensors

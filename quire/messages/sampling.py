@@ -14,7 +14,6 @@ import msgspec
 from quire.errors import ValidationError
 
 MAX_N = 16384
-MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 64
 MAX_TOKEN_ID = 2**31 - 1
 GREEDY_BELOW = 1e-5

@@ -113,14 +113,14 @@ class Tracked:
             self.prompt_logprobs = None
         return taken
 
-    def view(self, only: Sample | None = None) -> RequestOutput:
-        """The request as the user sees it, with all samples or just one."""
+    def view(self) -> RequestOutput:
+        """The request as the user sees it."""
         delta = self.request.params.output_kind is RequestOutputKind.DELTA
         return RequestOutput(
             request_id=self.request.id,
             prompt=self.prompt,
             prompt_token_ids=self.request.prompt,
-            outputs=[sample.view(delta) for sample in (self.samples if only is None else [only])],
+            outputs=[sample.view(delta) for sample in self.samples],
             finished=self.open == 0,
             prompt_logprobs=self._take_prompt_logprobs(delta),
             metrics=self.metrics,

@@ -13,10 +13,9 @@ import torch
 
 from quire.worker.batch import DeviceBatch
 from quire.worker.extras import RowKind
-from quire.worker.logits import LogitsProcessor, apply_lists, apply_penalties
+from quire.worker.logits import NEGATIVE_INFINITY, LogitsProcessor, apply_lists, apply_penalties
 from quire.worker.philox import uniform
 
-NEGATIVE_INFINITY = float("-inf")
 FILTER_WINDOW = 1024
 """Most nuclei are smaller than this; only rows whose nucleus is not pay for a full sort."""
 
