@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from quire import LLM
+# Before anything imports triton: it decides at import whether its kernels run in the interpreter.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
+from quire import LLM  # noqa: E402
 
 ENDS = "</s>"
 SPECIALS = ("<s>", ENDS, "<|user|>", "<|assistant|>")

@@ -33,6 +33,23 @@ class Ops(Protocol):
         """silu(gate) * up, where gate_up is [tokens, 2 * width]: gate first, then up."""
         ...
 
+    def norm_linear(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        gain: torch.Tensor,
+        eps: float,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        gated: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(linear(rms_norm(stream)), stream), where the stream is residual + x, or x alone.
+
+        `gated`: weight is a gate's rows, then as many up rows, and the product goes through `silu_mul`. The stream may
+        be written over residual.
+        """
+        ...
+
     def prepare_qkv(
         self,
         qkv: torch.Tensor,

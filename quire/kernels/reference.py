@@ -32,6 +32,23 @@ class TorchOps:
         gate, up = gate_up.float().chunk(2, dim=-1)
         return (F.silu(gate) * up).to(gate_up.dtype)
 
+    def norm_linear(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        gain: torch.Tensor,
+        eps: float,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        gated: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if residual is None:
+            normed, stream = self.rms_norm(x, gain, eps), x
+        else:
+            normed, stream = self.add_rms_norm(x, residual, gain, eps)
+        product = self.linear(normed, weight, bias)
+        return (self.silu_mul(product) if gated else product), stream
+
     def prepare_qkv(
         self,
         qkv: torch.Tensor,

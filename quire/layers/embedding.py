@@ -40,7 +40,7 @@ class VocabEmbedding(nn.Module):
 
 
 class LMHead(nn.Module):
-    """A logit per token of the vocabulary, on every rank, in float32."""
+    """A logit per token of the vocabulary, on every rank, in the weights' dtype."""
 
     def __init__(self, build: Build, name: str, tied: VocabEmbedding | None = None) -> None:
         """`tied`: the embedding whose weight this head uses; it then asks the checkpoint for nothing."""
@@ -55,7 +55,7 @@ class LMHead(nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         logits = all_gather_last(self.ops.linear(hidden, self.weight), self.ranks)
-        return logits[:, : self.whole[0]].float()
+        return logits[:, : self.whole[0]]
 
     def targets(self) -> dict[str, list[Target]]:
         """The rank's rows of the head; none where it is tied."""

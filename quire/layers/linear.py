@@ -15,6 +15,7 @@ from torch import nn
 from quire.distributed.collectives import all_reduce
 from quire.layers.build import Build
 from quire.layers.heads import Heads
+from quire.layers.norm import RMSNorm
 from quire.loading.weights import Target
 
 
@@ -35,6 +36,8 @@ class Part:
 class FusedLinear(nn.Module):
     """Parts of several checkpoint matrices that read the same input, as one matrix [sum of kept rows, in]."""
 
+    gated = False
+
     def __init__(
         self, build: Build, in_features: int, parts: Sequence[Part], bias: bool, transposed: bool = False
     ) -> None:
@@ -49,6 +52,12 @@ class FusedLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.ops.linear(x, self.weight, self.bias)
+
+    def after(
+        self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(this product of the norm of the stream, the stream): the stream is residual + x, or x alone."""
+        return self.ops.norm_linear(x, residual, norm.weight, norm.eps, self.weight, self.bias, self.gated)
 
     def targets(self) -> dict[str, list[Target]]:
         """Each part's rows of the weight and of the bias."""
@@ -94,7 +103,12 @@ class QKVLinear(FusedLinear):
 
 
 class GateUpLinear(FusedLinear):
-    """A gated MLP's two input projections as one product: the rank's gate features, then its up features."""
+    """A gated MLP's two input projections as one product: the rank's gate features, then its up features.
+
+    Yields silu(gate) * up.
+    """
+
+    gated = True
 
     def __init__(self, build: Build, bias: bool, names: tuple[str, str] = ("gate_proj", "up_proj")) -> None:
         width = build.config.intermediate_size

@@ -17,15 +17,17 @@ _BANK = (1 << 22) - 3
 
 @dataclass(frozen=True)
 class DummyWeight:
-    """A tensor that is made up when read. The same name, shape and seed always give the same values."""
+    """A tensor that is made up when read. The same name, shape, seed and kind of device always give the same values."""
 
     name: str
     shape: tuple[int, ...]
     seed: int = 0
+    device: torch.device = torch.device("cpu")
+    """Where it is made up: billions of normals are a matter of seconds on a GPU, and of minutes on a CPU."""
 
     def read(self, keep: tuple[slice, ...] = ()) -> torch.Tensor:
         """The tensor, or the part that `keep` selects: parts on different ranks fit together."""
-        tensor = torch.empty(self.shape)
+        tensor = torch.empty(self.shape, device=self.device)
         _fill(self.name, tensor, self.seed)
         return tensor[keep]
 
@@ -34,7 +36,9 @@ class DummyCheckpoint:
     """A checkpoint that holds exactly what a model asks for."""
 
     def __init__(self, targets: Mapping[str, Sequence[Target]], seed: int = 0) -> None:
-        self._weights = [DummyWeight(name, tuple(each[0].shape), seed) for name, each in targets.items() if each]
+        self._weights = [
+            DummyWeight(name, tuple(each[0].shape), seed, each[0].into.device) for name, each in targets.items() if each
+        ]
 
     def __iter__(self) -> Iterator[DummyWeight]:
         return iter(self._weights)

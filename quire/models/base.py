@@ -33,7 +33,7 @@ class CausalLM(Protocol):
         ...
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[S, hidden_size] -> [S, vocab_size] float32; on the last stage only."""
+        """[S, hidden_size] -> [S, vocab_size]; on the last stage only."""
         ...
 
     def ignores(self, name: str) -> bool:

@@ -131,7 +131,7 @@ class GPT2LMHeadModel(nn.Module):
         return self.transformer(tokens, positions, kv, inputs, hidden)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[S, hidden_size] -> [S, vocab_size] float32."""
+        """[S, hidden_size] -> [S, vocab_size]."""
         return self.lm_head(hidden)  # type: ignore[misc]  # there on the last stage
 
     def ignores(self, name: str) -> bool:

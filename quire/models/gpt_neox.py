@@ -127,7 +127,7 @@ class GPTNeoXForCausalLM(nn.Module):
         return self.gpt_neox(tokens, positions, kv, inputs, hidden)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[S, hidden_size] -> [S, vocab_size] float32."""
+        """[S, hidden_size] -> [S, vocab_size]."""
         return self.embed_out(hidden)  # type: ignore[misc]  # there on the last stage
 
     def ignores(self, name: str) -> bool:

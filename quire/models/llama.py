@@ -49,9 +49,9 @@ class LlamaAttention(nn.Module):
         )
 
     def forward(
-        self, hidden: torch.Tensor, positions: torch.Tensor, kv: torch.Tensor, inputs: AttentionInputs
+        self, qkv: torch.Tensor, positions: torch.Tensor, kv: torch.Tensor, inputs: AttentionInputs
     ) -> torch.Tensor:
-        return self.o_proj(self.attention(self.qkv_proj(hidden), positions, kv, inputs))
+        return self.o_proj(self.attention(qkv, positions, kv, inputs))
 
 
 class LlamaMLP(nn.Module):
@@ -60,20 +60,17 @@ class LlamaMLP(nn.Module):
     def __init__(self, build: Build, variant: Variant) -> None:
         super().__init__()
         config = build.config
-        self.ops = build.ops
         self.gate_up_proj = GateUpLinear(build, variant.mlp_bias)
         self.down_proj = RowParallelLinear(
             build, "down_proj", config.intermediate_size, config.hidden_size, variant.mlp_bias
         )
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(self.ops.silu_mul(self.gate_up_proj(hidden)))
-
 
 class LlamaLayer(nn.Module):
     """Attention, then MLP, each on the norm of the residual stream and added back to it.
 
-    The additions are carried over into the next norm, which does both in one kernel.
+    Norms are part of the product that reads them, and additions part of the next norm, so that a device can do all
+    three in one kernel.
     """
 
     def __init__(self, build: Build, variant: Variant, layer: int, cos_sin: torch.Tensor) -> None:
@@ -92,10 +89,10 @@ class LlamaLayer(nn.Module):
         kv: torch.Tensor,
         inputs: AttentionInputs,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        hidden, residual = self.input_layernorm(hidden, residual)
-        hidden = self.self_attn(hidden, positions, kv, inputs)
-        hidden, residual = self.post_attention_layernorm(hidden, residual)
-        return self.mlp(hidden), residual
+        qkv, residual = self.self_attn.qkv_proj.after(self.input_layernorm, hidden, residual)
+        hidden = self.self_attn(qkv, positions, kv, inputs)
+        gated, residual = self.mlp.gate_up_proj.after(self.post_attention_layernorm, hidden, residual)
+        return self.mlp.down_proj(gated), residual
 
 
 class LlamaModel(nn.Module):
@@ -155,7 +152,7 @@ class LlamaForCausalLM(nn.Module):
         return self.model(tokens, positions, kv, inputs, hidden)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[S, hidden_size] -> [S, vocab_size] float32."""
+        """[S, hidden_size] -> [S, vocab_size]."""
         return self.lm_head(hidden)  # type: ignore[misc]  # there on the last stage
 
     def ignores(self, name: str) -> bool:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -28,17 +30,40 @@ class Upload:
         return list(packed.to(self._device, non_blocking=True).split([len(part) for part in parts]))
 
 
+@dataclass
 class StepInputs:
     """A step as the model sees it, all of it on the device."""
 
-    def __init__(
-        self, tokens: torch.Tensor, positions: torch.Tensor, ends: torch.Tensor, attention: AttentionInputs
-    ) -> None:
-        self.tokens = tokens
-        self.positions = positions
-        self.ends = ends
-        """[S] int64: one past each row's last token."""
-        self.attention = attention
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    attention: AttentionInputs
+
+
+class StepDraws(Protocol):
+    """What a step drew, on its way to the host."""
+
+    def ready(self) -> bool:
+        """Whether the step is done."""
+        ...
+
+    def wait(self) -> list[np.ndarray]:
+        """Tokens, whether each was a stop id, and whether the row's logits were no numbers."""
+        ...
+
+
+class Drawn:
+    """What a step drew, in host memory already."""
+
+    def __init__(self, tokens: torch.Tensor, stopped: torch.Tensor, invalid: torch.Tensor) -> None:
+        self._tensors = (tokens, stopped, invalid)
+
+    def ready(self) -> bool:
+        """Whether the step is done."""
+        return True
+
+    def wait(self) -> list[np.ndarray]:
+        """Tokens, whether each was a stop id, and whether the row's logits were no numbers."""
+        return [tensor.cpu().numpy() for tensor in self._tensors]
 
 
 class DeviceBatch:
@@ -52,9 +77,12 @@ class DeviceBatch:
         self._device = device
         self._upload = Upload(device)
         self._next_step = 0
+        self._drawn: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+        self._picks = self._draw_rows = torch.empty(0)
 
         def column(dtype: torch.dtype, *width: int) -> torch.Tensor:
-            return torch.zeros(max_rows, *width, dtype=dtype, device=device)
+            # One row more than requests can have: it is never active, and fills up steps that are padded.
+            return torch.zeros(max_rows + 1, *width, dtype=dtype, device=device)
 
         self.last_token = column(torch.int64)
         self.num_tokens = column(torch.int64)
@@ -80,18 +108,12 @@ class DeviceBatch:
     presence = property(lambda self: self.floats[:, 4])
     frequency = property(lambda self: self.floats[:, 5])
 
-    def apply(self, plan: StepPlan) -> None:
-        """Bring the rows up to the plan. Plans come without gaps: a missing one would leave rows wrong unnoticed."""
-        if plan.reset:
-            self.active.zero_()
-            self.extras.clear()
-        elif plan.step != self._next_step:
-            raise RuntimeError(f"plan {plan.step} came where plan {self._next_step} was due")
-        self._next_step = plan.step + 1
-        for row in plan.drop:
-            self.extras.pop(row, None)
-        drop, block_rows, block_indices, blocks = self._upload(
-            plan.drop, plan.block_rows, plan.block_indices, plan.blocks
+    def apply(self, plan: StepPlan, padded_rows: int = 0) -> None:
+        """Bring the rows up to the plan; `padded_rows`: rows the step will have where it is padded."""
+        self._begin(plan)
+        last = np.cumsum(plan.counts)[plan.samples] - 1
+        drop, block_rows, block_indices, blocks, self._picks, self._draw_rows = self._upload(
+            plan.drop, plan.block_rows, plan.block_indices, plan.blocks, last, plan.sample_rows
         )
         if len(drop):
             self.active[drop] = False
@@ -99,6 +121,18 @@ class DeviceBatch:
         if len(blocks):
             self.block_table[block_rows, block_indices] = blocks.to(torch.int32)
         self.kv.copy(plan.copies)
+
+    def _begin(self, plan: StepPlan) -> None:
+        """Plans come without gaps: a missing one would leave rows wrong unnoticed."""
+        if plan.reset:
+            self.active.zero_()
+            self.extras.clear()
+        elif plan.step != self._next_step:
+            raise RuntimeError(f"plan {plan.step} came where plan {self._next_step} was due")
+        self._next_step = plan.step + 1
+        self._drawn = []
+        for row in plan.drop:
+            self.extras.pop(row, None)
 
     def _add(self, added: list[NewRow]) -> None:
         if not added:
@@ -170,7 +204,7 @@ class DeviceBatch:
             max_query_len=longest,
             max_context_len=plan.max_context,
         )
-        return StepInputs(tokens, positions, ends, attention)
+        return StepInputs(tokens, positions, attention)
 
     def fork(self, plan: StepPlan) -> None:
         """Rows that branch off become copies of their source, each with a random stream of its own."""
@@ -191,14 +225,33 @@ class DeviceBatch:
             self.kinds[fork.row] = self.kinds[fork.source]
             self.extras[fork.row] = self.extras[fork.source]
 
-    def commit(self, rows: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """Write drawn tokens back and end rows that are done; returns which drew one of their stop ids."""
+    def picks(self, plan: StepPlan) -> torch.Tensor:
+        """For each of the step's draws, the token of the step whose hidden state it is made from."""
+        return self._picks
+
+    def draw_rows(self, plan: StepPlan) -> torch.Tensor:
+        """For each of the step's draws, the row it goes to."""
+        return self._draw_rows
+
+    def draw(self, logits: torch.Tensor, rows: torch.Tensor, start: int, filtered: bool) -> bool:
+        """Draw for rows that ask for nothing special, where the device has a kernel for it; False where not."""
+        return False
+
+    def commit(self, tokens: torch.Tensor, invalid: torch.Tensor, rows: torch.Tensor, start: int) -> None:
+        """Write drawn tokens back and end rows that are done; `start`: the first one's place among the draws."""
         stopped = (self.stop_ids[rows] == tokens[:, None]).any(-1)
         length = self.num_tokens[rows] + 1
         self.last_token[rows] = tokens
         self.num_tokens[rows] = length
         self.active[rows] &= ~(stopped | (length >= self.limit[rows]))
-        return stopped
+        self._drawn.append((tokens, stopped, invalid))
+
+    def result(self, draws: int) -> StepDraws:
+        """What the step drew, to be waited for."""
+        if not self._drawn:
+            nothing = torch.zeros(0, dtype=torch.int64)
+            return Drawn(nothing, nothing.bool(), nothing.bool())
+        return Drawn(*(torch.cat(parts) for parts in zip(*self._drawn, strict=True)))
 
     def row_tokens(self, rows: torch.Tensor, longest: int) -> torch.Tensor:
         """[len(rows), longest] token ids of the rows, read from their pages; garbage past a row's own length."""

@@ -21,6 +21,8 @@ class RowKind(enum.IntFlag):
     """Logit bias, allowed ids, bad words, min_tokens or a custom processor."""
     LOGPROBS = 16
     PROMPT_LOGPROBS = 32
+    SPECIAL = PENALISED | LISTED | LOGPROBS
+    """What takes the general sampler."""
 
     @staticmethod
     def of(new: NewRow) -> RowKind:

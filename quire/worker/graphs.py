@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
 from quire.kernels.base import Ops
 from quire.layers.attention.base import AttentionInputs
+from quire.messages.plan import StepPlan
 from quire.models.base import CausalLM
 from quire.worker.batch import StepInputs
 
@@ -42,6 +44,26 @@ class Graph:
         return self.hidden
 
 
+class Graphs(Protocol):
+    """How a device runs the model."""
+
+    def padded_rows(self, plan: StepPlan) -> int:
+        """Rows of the captured step that fits the plan; 0 where the plan runs as it is, by `forward`."""
+        ...
+
+    def run_step(self, rows: int) -> None:
+        """The captured step of so many rows: forward pass, plain sampling, and the rows brought up to date."""
+        ...
+
+    def run_forward(self, rows: int) -> torch.Tensor:
+        """Its forward pass alone: hidden states, valid until the next step."""
+        ...
+
+    def forward(self, step: StepInputs) -> torch.Tensor:
+        """Hidden states of the step's tokens."""
+        ...
+
+
 class DecodeGraphs:
     """Runs the model, through a graph where there is one."""
 
@@ -52,6 +74,15 @@ class DecodeGraphs:
         self._table_width = table_width
         self._enabled = enabled
         self._graphs: dict[tuple[int, int], Graph] = {}
+
+    def padded_rows(self, plan: StepPlan) -> int:
+        return 0
+
+    def run_step(self, rows: int) -> None:
+        raise NotImplementedError("steps are not captured whole on this device")
+
+    def run_forward(self, rows: int) -> torch.Tensor:
+        raise NotImplementedError("steps are not captured whole on this device")
 
     def forward(self, step: StepInputs) -> torch.Tensor:
         """Hidden states of the step's tokens."""

@@ -9,9 +9,9 @@ import torch
 
 from quire.messages.plan import PromptLogprobs, StepPlan, StepResult, TokenLogprobs
 from quire.models.base import CausalLM
-from quire.worker.batch import DeviceBatch, StepInputs
+from quire.worker.batch import DeviceBatch, StepDraws, StepInputs
 from quire.worker.extras import RowKind
-from quire.worker.graphs import DecodeGraphs
+from quire.worker.graphs import Graphs
 from quire.worker.logits import LogitsProcessor
 from quire.worker.logprobs import top_logprobs
 from quire.worker.sampler import Sampler
@@ -20,41 +20,28 @@ LOGIT_ROWS = 512
 """Logits exist for at most so many rows at a time: a row of a large vocabulary is half a megabyte."""
 
 
-class HostCopy:
-    """Device tensors on their way to the host."""
-
-    def __init__(self, *tensors: torch.Tensor) -> None:
-        self._event = None
-        if tensors[0].device.type == "cuda":
-            tensors = tuple(tensor.to("cpu", non_blocking=True) for tensor in tensors)
-            self._event = torch.cuda.Event()
-            self._event.record()
-        self._tensors = tensors
-
-    def wait(self) -> list[np.ndarray]:
-        """The arrays, once they have arrived."""
-        if self._event is not None:
-            self._event.synchronize()
-        return [tensor.numpy() for tensor in self._tensors]
-
-
 class PendingStep:
     """A launched step; `result` waits for it."""
 
     def __init__(
         self,
         plan: StepPlan,
-        copy: HostCopy,
+        draws: StepDraws,
         logprobs: dict[int, TokenLogprobs],
         prompt_logprobs: dict[int, PromptLogprobs],
     ) -> None:
         self._plan = plan
-        self._copy = copy
+        self._draws = draws
         self._logprobs = logprobs
         self._prompt_logprobs = prompt_logprobs
 
+    def ready(self) -> bool:
+        """Whether the device is done with it."""
+        return self._draws.ready()
+
     def result(self) -> StepResult:
-        tokens, stopped, invalid = self._copy.wait()
+        """What it yielded, once it has."""
+        tokens, stopped, invalid = self._draws.wait()
         return StepResult(
             step=self._plan.step,
             tokens=tokens.astype(np.int32),
@@ -70,7 +57,7 @@ class Runner:
     """Runs plans on one device."""
 
     def __init__(
-        self, model: CausalLM, batch: DeviceBatch, graphs: DecodeGraphs, processors: Sequence[LogitsProcessor] = ()
+        self, model: CausalLM, batch: DeviceBatch, graphs: Graphs, processors: Sequence[LogitsProcessor] = ()
     ) -> None:
         self._model = model
         self._graphs = graphs
@@ -80,40 +67,54 @@ class Runner:
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> PendingStep:
         """Start the step. Nothing here waits for the device unless a row asks for logprobs."""
-        batch = self._batch
-        batch.apply(plan)
-        inputs = batch.inputs(plan)
-        batch.fork(plan)
-        hidden = self._graphs.forward(inputs)
-        prompt_logprobs = self._prompt_logprobs(plan, inputs, hidden)
-        rows = torch.from_numpy(plan.sample_rows.astype(np.int64)).to(hidden.device, non_blocking=True)
-        draws, logprobs = self._draw(plan, inputs, hidden, rows)
-        tokens = torch.cat([draw.tokens for draw in draws]) if draws else rows
-        invalid = torch.cat([draw.invalid for draw in draws]) if draws else torch.zeros_like(rows, dtype=torch.bool)
-        stopped = batch.commit(rows, tokens)
-        return PendingStep(plan, HostCopy(tokens, stopped, invalid), logprobs, prompt_logprobs)
+        batch, graphs = self._batch, self._graphs
+        kinds = self._batch.kinds
+        padded = graphs.padded_rows(plan)
+        batch.apply(plan, padded)
+        logprobs: dict[int, TokenLogprobs] = {}
+        prompt_logprobs: dict[int, PromptLogprobs] = {}
+        if padded and not (kinds[plan.rows] & ~RowKind.RANDOM).any():
+            graphs.run_step(padded)
+        elif padded:
+            hidden = graphs.run_forward(padded)
+            logprobs = self._draw(plan, hidden)
+        else:
+            inputs = batch.inputs(plan)
+            batch.fork(plan)
+            hidden = graphs.forward(inputs)
+            prompt_logprobs = self._prompt_logprobs(plan, inputs, hidden)
+            logprobs = self._draw(plan, hidden)
+        return PendingStep(plan, batch.result(len(plan.samples)), logprobs, prompt_logprobs)
 
-    def _draw(self, plan: StepPlan, inputs: StepInputs, hidden: torch.Tensor, rows: torch.Tensor) -> tuple[list, dict]:
+    def _draw(self, plan: StepPlan, hidden: torch.Tensor) -> dict[int, TokenLogprobs]:
         """Logits only where a token is drawn, in slices."""
-        draws, logprobs = [], {}
-        samples = torch.from_numpy(plan.samples.astype(np.int64)).to(hidden.device, non_blocking=True)
+        logprobs: dict[int, TokenLogprobs] = {}
+        picks, rows = self._batch.picks(plan), self._batch.draw_rows(plan)
         for start in range(0, len(plan.samples), LOGIT_ROWS):
             part = slice(start, start + LOGIT_ROWS)
-            # A source that forks draws several times from the same logits.
-            distinct, repeat = np.unique(plan.samples[part], return_inverse=True)
-            if len(distinct) == len(repeat):
-                logits = self._model.logits(hidden[inputs.ends[samples[part]] - 1])
-            else:
-                wanted = torch.from_numpy(distinct.astype(np.int64)).to(hidden.device, non_blocking=True)
-                logits = self._model.logits(hidden[inputs.ends[wanted] - 1])
-                logits = logits[torch.from_numpy(repeat).to(hidden.device, non_blocking=True)]
-            reported = self._raw_logprobs(logits, plan.sample_rows[part])
-            draw = self._sampler.draw(logits, rows[part], plan.sample_rows[part], plan.max_context)
+            host_rows = plan.sample_rows[part]
+            logits = self._logits(plan.samples[part], hidden, picks[part])
+            kinds = self._batch.kinds[host_rows]
+            if not (kinds & RowKind.SPECIAL).any():
+                filtered = bool((kinds & RowKind.FILTERED).any())
+                if self._batch.draw(logits, rows[part], start, filtered):
+                    continue
+            logits = logits.float()
+            reported = self._raw_logprobs(logits, host_rows)
+            draw = self._sampler.draw(logits, rows[part].long(), host_rows, plan.max_context)
             for index, (row_logprobs, count) in reported.items():
                 entries = top_logprobs(row_logprobs[None], draw.tokens[index : index + 1], count)
                 logprobs[start + index] = entries[0]
-            draws.append(draw)
-        return draws, logprobs
+            self._batch.commit(draw.tokens, draw.invalid, rows[part].long(), start)
+        return logprobs
+
+    def _logits(self, samples: np.ndarray, hidden: torch.Tensor, picks: torch.Tensor) -> torch.Tensor:
+        """A row of logits a draw. A source that forks draws several times from the same ones."""
+        distinct, first, repeat = np.unique(samples, return_index=True, return_inverse=True)
+        if len(distinct) == len(repeat):
+            return self._model.logits(hidden[picks])
+        wanted, repeats = (torch.from_numpy(index).to(hidden.device) for index in (first, repeat))
+        return self._model.logits(hidden[picks[wanted]])[repeats]
 
     def _raw_logprobs(self, logits: torch.Tensor, host_rows: np.ndarray) -> dict[int, tuple[torch.Tensor, int]]:
         """Log-probabilities before any parameter touches the logits, for the rows that report them."""
@@ -147,7 +148,7 @@ class Runner:
             predictors, tokens = predictors[:inside], tokens[:inside]
             entries: list[TokenLogprobs] = []
             for part in range(0, len(tokens), LOGIT_ROWS):
-                scores = self._model.logits(predictors[part : part + LOGIT_ROWS]).log_softmax(-1)
+                scores = self._model.logits(predictors[part : part + LOGIT_ROWS]).float().log_softmax(-1)
                 entries += top_logprobs(scores, tokens[part : part + LOGIT_ROWS], extras.params.prompt_logprobs or 0)
             results[i] = PromptLogprobs(start, entries)
         return results

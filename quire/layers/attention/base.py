@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 
@@ -32,16 +32,35 @@ class AttentionInputs:
     context_lens: torch.Tensor
     """[S] int32: tokens of the row that are in the cache once this step's are written."""
     block_tables: torch.Tensor
-    """[S, max_blocks] int32."""
+    """[S, max_blocks] int32; or those of the whole batch, if `rows` says whose is whose."""
     num_rows: int
     num_tokens: int
     num_decodes: int
     max_query_len: int
     max_context_len: int
+    rows: torch.Tensor | None = None
+    """[S]: row i's table is block_tables[rows[i]]. None: block_tables[i]."""
+    plans: dict[Any, Any] = field(default_factory=dict)
+    """What a backend worked out for this step and will need again in the next layer."""
+
+    def own_tables(self, width: int) -> torch.Tensor:
+        """[S, width]: the rows' tables, gathered if need be."""
+        if self.rows is None:
+            return self.block_tables[:, :width]
+        if ("tables", width) not in self.plans:
+            self.plans["tables", width] = self.block_tables[:, :width][self.rows.long()]
+        return self.plans["tables", width]
 
 
 class AttentionBackend(Protocol):
     """Attention over the paged cache."""
+
+    graph_safe: bool
+    """Whether its kernels can be captured once and replayed for rows of other lengths."""
+
+    def prepare(self, heads: int, kv: torch.Tensor, inputs: AttentionInputs, window: int | None) -> None:
+        """Called in each layer before its keys are written: what a step needs worked out once is worked out here."""
+        ...
 
     def attend(
         self, q: torch.Tensor, kv: torch.Tensor, inputs: AttentionInputs, scale: float, window: int | None

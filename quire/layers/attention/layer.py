@@ -37,6 +37,7 @@ class Attention(nn.Module):
     def forward(
         self, qkv: torch.Tensor, positions: torch.Tensor, kv: torch.Tensor, inputs: AttentionInputs
     ) -> torch.Tensor:
+        self.backend.prepare(self.num_heads, kv, inputs, self.window)
         q = self.ops.prepare_qkv(
             qkv,
             positions,

@@ -7,6 +7,7 @@ from quire.registry import resolve
 
 _KNOWN = {
     "torch": "quire.layers.attention.torch_paged.TorchPagedAttention",
+    "triton": "quire.layers.attention.triton.TritonPagedAttention",
     "cpu": "quire.layers.attention.cpu.CpuPagedAttention",
 }
 

@@ -13,6 +13,11 @@ _LIMIT = 1 << 26
 class TorchPagedAttention:
     """Gathers each row's blocks, pads to the longest context, masks. One-token rows and longer ones apart."""
 
+    graph_safe = False
+
+    def prepare(self, heads: int, kv: torch.Tensor, inputs: AttentionInputs, window: int | None) -> None:
+        """Nothing is worked out ahead."""
+
     def attend(
         self, q: torch.Tensor, kv: torch.Tensor, inputs: AttentionInputs, scale: float, window: int | None
     ) -> torch.Tensor:
@@ -44,13 +49,14 @@ class TorchPagedAttention:
         _, _, kv_heads, block_size, _ = kv.shape
         blocks = min(-(-inputs.max_context_len // block_size), inputs.block_tables.shape[1])
         context = blocks * block_size
+        tables = inputs.own_tables(blocks)
         group = max(1, _LIMIT // (max(context * kv_heads, length * heads) * dim))
         for start in range(first, last, group):
             stop = min(start + group, last)
             context_lens = inputs.context_lens[start:stop].long().unsqueeze(1)
             query_starts = inputs.query_starts[start:stop].long().unsqueeze(1)
             query_lens = inputs.query_starts[start + 1 : stop + 1].long().unsqueeze(1) - query_starts
-            keys, values = _gather(kv, inputs.block_tables[start:stop, :blocks].long())
+            keys, values = _gather(kv, tables[start:stop].long())
             cached = torch.arange(context, device=q.device)
             # Slots past a row's end hold anything, NaN too, and 0 * NaN would reach the sum.
             values = values.masked_fill((cached >= context_lens)[:, :, None], 0)

@@ -1,0 +1,301 @@
+"""Paged attention of one query token a row, balanced whatever the rows' lengths.
+
+A row's cached tokens are cut into tiles; all tiles of all rows and KV heads stand in one line, and every program takes
+an equal stretch of it. A stretch may end one row's tiles and begin another's: what it has of a row it does not own
+alone is written as a partial result, and whichever program finishes a row last merges them, always in the same order.
+So one long row keeps the whole card busy, a thousand short ones do too, and the grid depends on nothing but the card:
+the kernel can be captured in a graph and replayed for any lengths.
+
+Bytes: every K and V of every row once (2 * context * kv_heads * head_dim values); q, output and partials are small
+beside that. Operations: 4 * context * heads * head_dim a row, some 2 * group of them a byte: bound by memory.
+"""
+
+# ruff: noqa: N803, N806
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from quire.kernels.triton.launch import INTERPRETED, gdc_launch_dependents, gdc_wait, num_sms, pdl
+
+PLANNED_AT_ONCE = 32
+HEADER = 8
+"""Integers before a plan's entries: tiles in all, programs that have some."""
+ENTRY = 8
+"""Integers of an entry: row, KV head, tile, number of tiles, the row's length, its line in the block tables."""
+LEAST_TILES = 2
+"""A program is not made for less: merging would cost more than it saves."""
+
+
+@dataclass(frozen=True)
+class DecodeTile:
+    """How a program is shaped: tokens a tile, warps, loads in flight, and programs a multiprocessor."""
+
+    tokens: int
+    warps: int
+    stages: int
+    programs: int
+
+
+@functools.cache
+def decode_tile(head_dim: int, itemsize: int) -> DecodeTile:
+    """The shape for a head of so many values; found with benchmarks/gpu/decode_attention.py on an H200."""
+    if INTERPRETED:
+        return DecodeTile(16, 4, 1, 2)
+    if head_dim * itemsize > 256:
+        return DecodeTile(32, 4, 3, 2)
+    return DecodeTile(32, 2, 5, 4)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _plan(lens, rows, plan, num_rows, programs, WINDOW: tl.constexpr, KV_HEADS: tl.constexpr, TILE: tl.constexpr,
+          ROWS: tl.constexpr, AT_ONCE: tl.constexpr, LEAST: tl.constexpr, BY_ROW: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """For each program of the attention kernel: the row, head and tile it begins at, and how many tiles it takes."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    index = tl.arange(0, ROWS)
+    length = tl.load(lens + index, mask=index < num_rows, other=0)
+    tiles = (length + TILE - 1) // TILE
+    if WINDOW > 0:
+        tiles -= tl.maximum(length - WINDOW, 0) // TILE
+    tiles = tl.where(index < num_rows, tl.maximum(tiles, 1), 0)  # a row that has ended still writes its zeros
+    ends = tl.cumsum(tiles, 0) * KV_HEADS
+    total = tl.sum(tiles, 0).to(tl.int64) * KV_HEADS
+    p = tl.program_id(0) * AT_ONCE + tl.arange(0, AT_ONCE)
+    if BY_ROW:  # one program a row and head: the same sums whatever else is in the batch
+        used = num_rows.to(tl.int64) * KV_HEADS
+        row = (p // KV_HEADS).to(tl.int32)
+        head = (p % KV_HEADS).to(tl.int32)
+        tile = tl.zeros_like(row)
+        count = tl.sum(tl.where(index[None, :] == row[:, None], tiles[None, :], 0), 1)
+    else:
+        used = tl.minimum((total + LEAST - 1) // LEAST, programs)
+        begin = p * total // used
+        count = ((p + 1) * total // used - begin).to(tl.int32)
+        passed = ends[None, :] <= begin[:, None]
+        row = tl.sum(passed.to(tl.int32), 1)
+        offset = (begin - tl.max(tl.where(passed, ends[None, :], 0), 1)).to(tl.int32)
+        own = tl.maximum(tl.sum(tl.where(index[None, :] == row[:, None], tiles[None, :], 0), 1), 1)
+        head = offset // own
+        tile = offset % own
+    here = p < used
+    entry = plan + HEADER_SIZE + p * ENTRY_SIZE
+    tl.store(entry, row)
+    tl.store(entry + 1, head)
+    tl.store(entry + 2, tile)
+    tl.store(entry + 3, tl.where(here, count, 0))
+    tl.store(entry + 4, tl.load(lens + row, mask=here, other=0))
+    tl.store(entry + 5, tl.load(rows + row, mask=here, other=0).to(tl.int32))
+    if tl.program_id(0) == 0:
+        tl.store(plan, total.to(tl.int32))
+        tl.store(plan + 1, used.to(tl.int32))
+
+
+HEADER_SIZE: tl.constexpr = tl.constexpr(HEADER)
+ENTRY_SIZE: tl.constexpr = tl.constexpr(ENTRY)
+
+
+@triton.jit
+def _merge(partial, stats, first, last, GROUP: tl.constexpr, GROUP_P2: tl.constexpr, DIM: tl.constexpr,
+           DIM_P2: tl.constexpr, PARTS: tl.constexpr):  # fmt: skip
+    """The weighted mean of the partial results of programs first to last, [GROUP_P2, DIM_P2]."""
+    g = tl.arange(0, GROUP_P2)
+    d = tl.arange(0, DIM_P2)
+    best = tl.full([GROUP_P2], float("-inf"), tl.float32)
+    weight = tl.zeros([GROUP_P2], tl.float32)
+    total = tl.zeros([GROUP_P2, DIM_P2], tl.float32)
+    for start in range(first, last + 1, PARTS):
+        part = start + tl.arange(0, PARTS)
+        slot = part * 2 + (part == first).to(tl.int32)  # the first program has this row's beginning at its end
+        there = (part <= last)[:, None] & (g < GROUP)[None, :]
+        at = slot[:, None] * (2 * GROUP) + g[None, :]
+        high = tl.load(stats + at, mask=there, other=float("-inf"), cache_modifier=".cg")
+        mass = tl.load(stats + at + GROUP, mask=there, other=0.0, cache_modifier=".cg")
+        values = tl.load(
+            partial + (slot[:, None, None] * GROUP + g[None, :, None]) * DIM + d[None, None, :],
+            mask=there[:, :, None] & (d < DIM)[None, None, :], other=0.0, cache_modifier=".cg",
+        )  # fmt: skip
+        new_best = tl.maximum(best, tl.max(high, 0))
+        safe = tl.where(new_best == float("-inf"), 0.0, new_best)
+        keep = tl.exp2(best - safe)
+        share = tl.exp2(high - safe[None, :])
+        weight = weight * keep + tl.sum(share * mass, 0)
+        total = total * keep[:, None] + tl.sum(share[:, :, None] * values, 0)
+        best = new_best
+    return total / tl.where(weight == 0.0, 1.0, weight)[:, None]
+
+
+@triton.jit
+def _decode(
+    q, kv, out, tables, rows, lens, plan, partial, stats, counters, scale,
+    stride_q, stride_block, stride_half, stride_head, stride_table,
+    WINDOW: tl.constexpr, GROUP: tl.constexpr, GROUP_P2: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
+    DIM_P2: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """A program's stretch of tiles, segment by segment; a segment is what it has of one row and KV head."""
+    M: tl.constexpr = 16  # the least rows of a tensor-core product; queries of a group fill some of them
+    program = tl.program_id(0)
+    total = tl.load(plan).to(tl.int64)
+    used = tl.load(plan + 1).to(tl.int64)
+    entry = plan + HEADER_SIZE + program * ENTRY_SIZE
+    row = tl.load(entry)
+    head = tl.load(entry + 1)
+    tile = tl.load(entry + 2)
+    count = tl.load(entry + 3)
+    length = tl.load(entry + 4)
+    line = tl.load(entry + 5)
+    if PDL:  # plan and tables are older than the kernel before this one, which waited for theirs: see `prepare`
+        gdc_wait()
+        gdc_launch_dependents()
+    place = program * total // used  # of this stretch in the line of all tiles
+    g = tl.arange(0, M)
+    d = tl.arange(0, DIM_P2)
+    in_dim = d < DIM
+    while count > 0:
+        low = 0
+        if WINDOW > 0:
+            low = tl.maximum(length - WINDOW, 0)
+        first_tile = low // TILE
+        tiles = tl.maximum((length + TILE - 1) // TILE - first_tile, 1)
+        take = tl.minimum(count, tiles - tile)
+        table = tables + line.to(tl.int64) * stride_table
+        query = q + row.to(tl.int64) * stride_q + (head * GROUP + g[:, None]) * DIM + d[None, :]
+        qs = tl.load(query, mask=(g < GROUP)[:, None] & in_dim[None, :], other=0.0)
+        keys = kv + head.to(tl.int64) * stride_head + d[None, :]
+        best = tl.full([M], float("-inf"), tl.float32)
+        weight = tl.zeros([M], tl.float32)
+        acc = tl.zeros([M, DIM_P2], tl.float32)
+        begin = (first_tile + tile) * TILE
+        for start in tl.range(begin, begin + take * TILE, TILE, num_stages=STAGES):
+            position = start + tl.arange(0, TILE)
+            seen = position < length
+            if WINDOW > 0:
+                seen = seen & (position >= low)
+            block = tl.load(table + position // BLOCK, mask=seen, other=0).to(tl.int64)
+            at = (block * stride_block + (position % BLOCK) * DIM)[:, None]
+            there = seen[:, None] & in_dim[None, :]
+            k = tl.load(keys + at, mask=there, other=0.0)
+            v = tl.load(keys + stride_half + at, mask=there, other=0.0)  # zeros, not garbage: it may be NaN
+            scores = tl.dot(qs, tl.trans(k), input_precision=PRECISION) * scale
+            scores = tl.where(seen[None, :], scores, float("-inf"))
+            new_best = tl.maximum(best, tl.max(scores, 1))
+            safe = tl.where(new_best == float("-inf"), 0.0, new_best)
+            keep = tl.exp2(best - safe)
+            p = tl.exp2(scores - safe[:, None])
+            weight = weight * keep + tl.sum(p, 1)
+            acc = acc * keep[:, None]
+            acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+            best = new_best
+        target = out + (row * KV_HEADS + head).to(tl.int64) * (GROUP * DIM)
+        if take == tiles:
+            values = acc / tl.where(weight == 0.0, 1.0, weight)[:, None]
+            at_out = g[:, None] * DIM + d[None, :]
+            tl.store(target + at_out, values.to(out.dtype.element_ty), mask=(g < GROUP)[:, None] & in_dim[None, :])
+        else:
+            begins_here = tile == 0
+            slot = program * 2 + begins_here.to(tl.int32)
+            tl.store(stats + slot * (2 * GROUP) + g, best, mask=g < GROUP)
+            tl.store(stats + slot * (2 * GROUP) + GROUP + g, weight, mask=g < GROUP)
+            tl.store(partial + (slot * GROUP + g[:, None]) * DIM + d[None, :], acc,
+                     mask=(g < GROUP)[:, None] & in_dim[None, :])  # fmt: skip
+            segment = place - tile
+            first = ((segment + 1) * used - 1) // total
+            last = ((segment + tiles) * used - 1) // total
+            tl.debug_barrier()  # every thread's part is written before one of them counts
+            counter = counters + row * KV_HEADS + head
+            arrived = tl.atomic_add(counter, 1)
+            if arrived == last - first:
+                tl.store(counter, 0)
+                merged = _merge(partial, stats, first.to(tl.int32), last.to(tl.int32), GROUP, GROUP_P2, DIM, DIM_P2,
+                                PARTS)  # fmt: skip
+                h = tl.arange(0, GROUP_P2)
+                tl.store(target + h[:, None] * DIM + d[None, :], merged.to(out.dtype.element_ty),
+                         mask=(h < GROUP)[:, None] & in_dim[None, :])  # fmt: skip
+        place += take
+        count -= take
+        tile = 0
+        head += 1
+        if head == KV_HEADS:
+            head = 0
+            row += 1
+            length = tl.load(lens + row, mask=count > 0, other=0)
+            line = tl.load(rows + row, mask=count > 0, other=0).to(tl.int32)
+
+
+class DecodeAttention:
+    """The kernel and the memory it works in, for one shape of heads. Made once; its plans live one step."""
+
+    def __init__(
+        self, heads: int, kv_heads: int, head_dim: int, max_rows: int, dtype: torch.dtype, device: torch.device,
+        by_row: bool = False, tile: DecodeTile | None = None,
+    ) -> None:  # fmt: skip
+        """`by_row`: one program a row and head, so that a row's bits do not depend on the batch."""
+        self._heads, self._kv_heads, self._dim = heads, kv_heads, head_dim
+        self._group = heads // kv_heads
+        self._by_row = by_row
+        self._least = LEAST_TILES
+        self._tile = tile or decode_tile(head_dim, dtype.itemsize)
+        self._rows = max(16, triton.next_power_of_2(max_rows))
+        self._programs = max_rows * kv_heads if by_row else num_sms() * self._tile.programs
+        partials = 2 * self._programs * self._group if not by_row else 1
+        self._partial = torch.empty(partials * head_dim, dtype=torch.float32, device=device)
+        self._stats = torch.empty(2 * partials, dtype=torch.float32, device=device)
+        self._counters = torch.zeros(self._rows * kv_heads, dtype=torch.int32, device=device)
+        self._constants = dict(
+            GROUP=self._group,
+            GROUP_P2=triton.next_power_of_2(self._group),
+            KV_HEADS=kv_heads,
+            DIM=head_dim,
+            DIM_P2=max(16, triton.next_power_of_2(head_dim)),
+            TILE=self._tile.tokens,
+            PARTS=8 if self._group <= 4 else 4,
+            PRECISION="ieee" if dtype == torch.float32 else "tf32",
+            STAGES=self._tile.stages,
+            num_warps=self._tile.warps,
+            **pdl(),
+        )
+
+    def plan(self, lens: torch.Tensor, rows: torch.Tensor, num_rows: int, window: int | None) -> torch.Tensor:
+        """Who computes what, for rows of these lengths [num_rows] int32: one small kernel a step.
+
+        Between this and `attend` some other kernel must be launched: `attend` reads the plan before it waits for its
+        predecessor.
+        """
+        plan = torch.empty(HEADER + ENTRY * self._padded_programs(num_rows), dtype=torch.int32, device=lens.device)
+        width = 32 if num_rows <= 32 < self._rows else self._rows
+        _plan[(self._padded_programs(num_rows) // PLANNED_AT_ONCE,)](
+            lens, rows, plan, num_rows, self._programs, WINDOW=window or 0, KV_HEADS=self._kv_heads, TILE=self._tile.tokens,
+            ROWS=width, AT_ONCE=PLANNED_AT_ONCE, LEAST=self._least, BY_ROW=self._by_row, num_warps=4, **pdl(),
+        )  # fmt: skip
+        return plan
+
+    def _padded_programs(self, num_rows: int) -> int:
+        return -(-self._grid(num_rows) // PLANNED_AT_ONCE) * PLANNED_AT_ONCE
+
+    def _grid(self, num_rows: int) -> int:
+        return num_rows * self._kv_heads if self._by_row else self._programs
+
+    def attend(
+        self, q: torch.Tensor, kv: torch.Tensor, out: torch.Tensor, tables: torch.Tensor, rows: torch.Tensor,
+        lens: torch.Tensor, plan: torch.Tensor, num_rows: int, scale: float, window: int | None,
+    ) -> None:  # fmt: skip
+        """Attention of q's first `num_rows` tokens, one a row, into `out`'s first rows.
+
+        q [*, heads, head_dim], heads contiguous; kv one layer's cache; row i's blocks are tables[rows[i]].
+        """
+        stride_block, stride_half, stride_head, _, _ = kv.stride()
+        _decode[(self._grid(num_rows),)](
+            q, kv, out, tables, rows, lens, plan, self._partial, self._stats, self._counters, scale * LOG2_E,
+            q.stride(0), stride_block, stride_half, stride_head, tables.stride(0),
+            WINDOW=window or 0, BLOCK=kv.shape[3], **self._constants,
+        )  # fmt: skip
+
+
+LOG2_E = 1.4426950408889634

@@ -1,0 +1,41 @@
+"""What every Triton kernel here shares: programmatic dependent launch, and whether a GPU is there at all.
+
+A decode step is hundreds of kernels of a few microseconds. Launched the usual way, each begins when the last block of
+the one before has ended, and the card idles for a microsecond or two in between. With programmatic dependent launch
+(Hopper and later) a kernel starts early, does what does not depend on its predecessor (reads weights), and waits at
+`gdc_wait` for the rest. The rule that keeps it right: **every** kernel launched with `**pdl()` calls `gdc_wait` (under
+`PDL: tl.constexpr`) before it reads or writes anything another kernel touches, weights excepted.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import Any
+
+import torch
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
+"""Kernels run in Python on the CPU: for tests."""
+
+
+@functools.cache
+def has_pdl() -> bool:
+    """Whether the current device starts dependent kernels early."""
+    return not INTERPRETED and torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
+
+
+@functools.cache
+def pdl() -> dict[str, Any]:
+    """Keyword arguments of a launch: `kernel[grid](..., **pdl())`. The kernel takes `PDL: tl.constexpr`."""
+    return {"PDL": True, "launch_pdl": True} if has_pdl() else {"PDL": False}
+
+
+@functools.cache
+def num_sms() -> int:
+    """Multiprocessors of the current device; a small number in the interpreter."""
+    return 4 if INTERPRETED else torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+
+
+__all__ = ["INTERPRETED", "gdc_launch_dependents", "gdc_wait", "has_pdl", "num_sms", "pdl"]

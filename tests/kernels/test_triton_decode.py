@@ -1,0 +1,117 @@
+"""Decode attention in Triton against the plain-torch backend."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.kernels.triton_target import DEVICE, HALF, ON_GPU
+
+from quire.kernels.triton.decode_attention import DecodeAttention, DecodeTile  # isort: skip
+from quire.layers.attention.base import AttentionInputs  # isort: skip
+from quire.layers.attention.torch_paged import TorchPagedAttention  # isort: skip
+
+SMALL = None if ON_GPU else DecodeTile(16, 4, 1, 2)
+
+
+def make_case(lens: list[int], heads: int, kv_heads: int, dim: int, block: int, dtype: torch.dtype) -> dict:
+    """Random rows over a shuffled cache whose unused slots are NaN."""
+    blocks_of = [-(-max(n, 1) // block) for n in lens]
+    layers, total = 2, sum(blocks_of) + 3
+    cache = torch.full((total, layers, 2, kv_heads, block, dim), float("nan"), dtype=dtype, device=DEVICE)
+    kv = cache[:, 1]
+    order = (torch.randperm(total - 1) + 1).tolist()
+    batch_rows = torch.randperm(len(lens) + 4)[: len(lens)]
+    tables = torch.zeros(len(lens) + 5, max(blocks_of) + 2, dtype=torch.int32)
+    for row, n in zip(batch_rows.tolist(), lens, strict=True):
+        mine = [order.pop() for _ in range(-(-n // block))]
+        tables[row, : len(mine)] = torch.tensor(mine, dtype=torch.int32)
+        for i, number in enumerate(mine):
+            used = min(block, n - i * block)
+            kv[number, :, :, :used] = torch.randn(2, kv_heads, used, dim, device=DEVICE).to(dtype)
+    qkv = torch.randn(len(lens), heads + 2 * kv_heads, dim, device=DEVICE).to(dtype)
+    return dict(
+        q=qkv[:, :heads], kv=kv, tables=tables.to(DEVICE), rows=batch_rows.to(DEVICE),
+        lens=torch.tensor(lens, dtype=torch.int32, device=DEVICE),
+    )  # fmt: skip
+
+
+def expected(case: dict, scale: float, window: int | None) -> torch.Tensor:
+    lens, rows = case["lens"], len(case["lens"])
+    inputs = AttentionInputs(
+        slots=torch.empty(0), query_starts=torch.arange(rows + 1, dtype=torch.int32, device=DEVICE),
+        context_lens=lens, block_tables=case["tables"][case["rows"].long()], num_rows=rows, num_tokens=rows,
+        num_decodes=rows, max_query_len=1, max_context_len=int(lens.max()),
+    )  # fmt: skip
+    return TorchPagedAttention().attend(case["q"].float(), case["kv"].float(), inputs, scale, window)
+
+
+def attend(case: dict, scale: float, window: int | None, by_row: bool = False, max_rows: int = 32) -> torch.Tensor:
+    rows, heads, dim = case["q"].shape
+    kernel = DecodeAttention(
+        heads, case["kv"].shape[2], dim, max_rows, case["q"].dtype, torch.device(DEVICE), by_row=by_row, tile=SMALL
+    )
+    out = torch.full((rows, heads * dim), float("nan"), dtype=case["q"].dtype, device=DEVICE)
+    for _ in range(2):  # the second run finds the counters as the first left them
+        out.fill_(float("nan"))
+        plan = kernel.plan(case["lens"], case["rows"], rows, window)
+        kernel.attend(
+            case["q"], case["kv"], out, case["tables"], case["rows"], case["lens"], plan, rows, scale, window
+        )
+    return out
+
+
+def error(out: torch.Tensor, reference: torch.Tensor) -> float:
+    return ((out.float() - reference).norm() / reference.norm()).item()
+
+
+CASES = [
+    ([5], 4, 2, 64, 16, None),
+    ([70, 1, 16, 33], 4, 2, 64, 16, None),
+    ([200, 3], 2, 2, 64, 8, None),
+    ([17, 100, 64], 6, 2, 64, 16, None),
+    ([40, 90], 4, 4, 80, 16, None),
+    ([100, 20, 64], 4, 2, 64, 16, 24),
+    ([130], 8, 1, 64, 32, 50),
+]
+if ON_GPU:
+    CASES += [
+        ([4000, 1, 700, 33, 90, 2048], 32, 8, 128, 16, None),
+        (list(range(1, 257)), 16, 8, 128, 16, None),
+        ([100_000], 32, 8, 128, 16, None),
+        ([3000, 20, 1], 32, 8, 128, 16, 1024),
+        ([500, 700], 16, 16, 256, 16, None),
+        ([500, 700], 12, 4, 192, 16, None),
+        ([500, 700, 31], 9, 3, 64, 16, None),
+    ]
+
+
+@pytest.mark.parametrize("by_row", [False, True], ids=["balanced", "by row"])
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+@pytest.mark.parametrize("lens, heads, kv_heads, dim, block, window", CASES)
+def test_equals_the_torch_backend(
+    lens: list[int], heads: int, kv_heads: int, dim: int, block: int, window: int | None, dtype: torch.dtype,
+    by_row: bool,
+) -> None:  # fmt: skip
+    case = make_case(lens, heads, kv_heads, dim, block, dtype)
+    out = attend(case, dim**-0.5, window, by_row, max_rows=max(32, len(lens)))
+    assert error(out, expected(case, dim**-0.5, window)) < (1e-5 if dtype == torch.float32 else 5e-3)
+
+
+def test_a_row_that_has_ended_is_zeros_and_disturbs_nobody() -> None:
+    case = make_case([30, 9, 50], 4, 2, 64, 16, torch.float32)
+    reference = expected(case, 0.125, None)
+    case["lens"][1] = 0
+    out = attend(case, 0.125, None)
+    assert out[1].abs().max() == 0
+    assert error(out[[0, 2]], reference[[0, 2]]) < 1e-5
+
+
+def test_by_row_a_rows_bits_do_not_depend_on_the_batch() -> None:
+    case = make_case([150, 9, 50, 33], 4, 2, 64, 16, HALF)
+    together = attend(case, 0.125, None, by_row=True)
+    for i in range(4):
+        alone = {
+            key: (value[i : i + 1] if key in ("q", "rows", "lens") else value) for key, value in case.items()
+        }
+        assert torch.equal(attend(alone, 0.125, None, by_row=True)[0], together[i])
