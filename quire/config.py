@@ -92,6 +92,12 @@ class EngineConfig:
     )
     scheduling_policy: str = option("fcfs", "fcfs, priority (lower first, ageing), or a dotted path", "scheduling")
 
+    step_timeout: int = option(
+        300,
+        "Seconds a step may take: one that hangs is named in the log and ends the engine. 0: wait for ever",
+        "scheduling",
+    )
+
     disable_log_stats: bool = option(False, "No info line every ten seconds", "logging")
 
     def __post_init__(self) -> None:
@@ -113,6 +119,7 @@ class EngineConfig:
         for name, least in (
             ("block_size", 1), ("max_num_seqs", 1), ("max_num_batched_tokens", 1), ("kv_cache_memory_bytes", 1),
             ("num_gpu_blocks_override", 1), ("pipeline_depth", 0), ("max_logprobs", -1),
+            ("step_timeout", 0),
         ):  # fmt: skip
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):

@@ -38,8 +38,20 @@ class CacheTooSmallError(QuireError, ValueError):
     """The KV cache cannot hold what is asked of it."""
 
 
+class ModelTooLargeError(QuireError, ValueError):
+    """The device has not the memory for the model's weights and one step."""
+
+
 class StepError(QuireError, RuntimeError):
     """A step failed on the device; the state of the rows it touched is unknown."""
+
+
+class StepMemoryError(StepError):
+    """The device had no memory for a step."""
+
+
+class DeviceLostError(StepError):
+    """A step failed, or hangs, and took the device with it: nothing more can run there in this process."""
 
 
 class EngineDeadError(QuireError, RuntimeError):

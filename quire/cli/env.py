@@ -26,7 +26,7 @@ CPU_FEATURES = (
 )  # fmt: skip
 VARIABLES = (
     "QUIRE_CACHE", "QUIRE_CPU_KVCACHE_SPACE", "HF_HOME", "HF_HUB_OFFLINE", "HF_ENDPOINT", "OMP_NUM_THREADS",
-    "CUDA_VISIBLE_DEVICES", "CXX",
+    "CUDA_VISIBLE_DEVICES", "CUDA_LAUNCH_BLOCKING", "PYTORCH_CUDA_ALLOC_CONF", "TRITON_CACHE_DIR", "CXX",
 )  # fmt: skip
 
 
@@ -64,6 +64,7 @@ def _devices() -> list[tuple[str, str]]:
 
     from quire.platforms import choose
     from quire.platforms.cpu import cpu_flags as cpu_flags
+    from quire.platforms.cuda import driver_version, why_unusable
 
     cpu = choose("cpu")
     features = [feature for feature in CPU_FEATURES if feature in cpu_flags()]
@@ -72,14 +73,26 @@ def _devices() -> list[tuple[str, str]]:
         ("features", " ".join(features) or "unknown"),
         ("free memory", readable_bytes(cpu.free_memory())),
     ]
+    if driver := driver_version():
+        rows.append(("NVIDIA driver", driver))
+    if why := why_unusable():
+        return [*rows, ("cuda", f"cannot be used: {why}")]
     for index in range(torch.cuda.device_count()):
         facts = torch.cuda.get_device_properties(index)
         rows.append(
             (f"cuda:{index}", f"{facts.name}, {readable_bytes(facts.total_memory)}, sm_{facts.major}{facts.minor}")
         )
-    if not torch.cuda.is_available():
-        rows.append(("cuda", f"none seen by torch (built for {torch.version.cuda or 'CPU only'})"))
-    return rows
+    return [*rows, ("torch's CUDA", str(torch.version.cuda)), ("GPU kernels", _gpu_kernels())]
+
+
+def _gpu_kernels() -> str:
+    from quire.errors import ConfigError
+    from quire.platforms import choose
+
+    try:
+        return choose("cuda").ops
+    except ConfigError as error:
+        return str(error)
 
 
 def _places() -> list[tuple[str, str]]:

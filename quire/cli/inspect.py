@@ -98,18 +98,20 @@ def _tokenizer_facts(config: EngineConfig, files: ModelFiles) -> str:
 def _print_plan(config: EngineConfig, files: ModelFiles, model: ModelConfig) -> None:
     from quire.cli.memory_plan import plan_memory
 
-    plan = plan_memory(config, files, model)
-    full = plan.cache_tokens / plan.max_model_len
+    outlook = plan_memory(config, files, model)
+    plan = outlook.memory
+    full = plan.cache_tokens / outlook.max_model_len
     print(
         table(
             [
-                ("parameters", f"{plan.parameters / 1e6:.1f} million"),
-                ("weights", f"{readable_bytes(plan.weight_bytes)} in {plan.dtype}"),
-                ("KV cache", f"{readable_bytes(plan.token_bytes)} a token; {readable_bytes(plan.cache_bytes)} in all"),
-                ("holds", f"{plan.cache_tokens} tokens in {plan.num_blocks} blocks of {config.block_size}"),
-                ("", f"{full:.1f} sequences of the full {plan.max_model_len} tokens"),
-                ("a step", f"at most {plan.max_num_seqs} requests"),
+                ("parameters", f"{outlook.parameters / 1e6:.1f} million"),
+                ("weights", f"{readable_bytes(plan.weights)} in {outlook.dtype}"),
+                ("KV cache", f"{readable_bytes(outlook.token_bytes)} a token; {readable_bytes(plan.cache)} in all"),
+                ("holds", f"{plan.cache_tokens} tokens in {plan.num_blocks - 1} blocks of {config.block_size}"),
+                ("", f"{full:.1f} sequences of the full {outlook.max_model_len} tokens"),
+                ("a step", f"at most {outlook.max_num_seqs} requests, {plan.step_tokens} tokens"),
             ],
-            f"\non {plan.device}, with {readable_bytes(plan.free_bytes)} free",
+            f"\non {outlook.device}, with {readable_bytes(outlook.free_bytes)} free",
         )
     )
+    print(f"\nwhere its memory would go\n{plan}")

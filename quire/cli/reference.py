@@ -47,6 +47,8 @@ ENVIRONMENT = """\
 | `QUIRE_CPU_KVCACHE_SPACE` | size of the KV cache on a CPU, in GiB; `kv_cache_memory_bytes` wins |
 | `HF_TOKEN`, `HF_HOME`, `HF_ENDPOINT`, `HF_HUB_OFFLINE` | as the Hugging Face libraries define them |
 | `OMP_NUM_THREADS` | threads on a CPU |
+| `CUDA_VISIBLE_DEVICES` | which GPUs are seen; the first of them is used |
+| `TRITON_CACHE_DIR` | where Triton keeps compiled GPU kernels; `~/.triton/cache` if unset |
 | `CXX` | compiler of the CPU kernels; `g++` or `clang++` if unset |
 """
 

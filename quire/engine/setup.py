@@ -6,6 +6,8 @@ import logging
 import time
 from dataclasses import dataclass
 
+import torch
+
 from quire.config import EngineConfig
 from quire.engine.core import EngineCore
 from quire.errors import ConfigError
@@ -18,7 +20,8 @@ from quire.platforms import choose
 from quire.platforms.base import Platform
 from quire.scheduler.policies.registry import make_policy
 from quire.scheduler.scheduler import Scheduler
-from quire.worker.worker import Worker
+from quire.worker.memory import MemoryNeeds, MemoryPlan, no_room
+from quire.worker.worker import Worker, build_model
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +42,7 @@ class EngineFacts:
     """Usable blocks; the reserved one is not counted."""
     weight_bytes: int
     kv_bytes: int
+    memory: MemoryPlan
     start_seconds: float
     keys: ContentKeys
 
@@ -65,17 +69,16 @@ def make_engine(config: EngineConfig, files: ModelFiles, model: ModelConfig) -> 
     platform = choose(config.device)
     longest = model_len(config, model)
     rows, tokens = budgets(config, platform, longest)
-    worker = Worker(config, files, model, platform, longest, rows)
+    worker, memory = _make_worker(config, files, model, platform, longest, rows, tokens)
     needs = worker.needs
-    num_blocks = needs.fitting_blocks(config, platform, platform.free_memory())
-    tables = BlockTables(num_blocks, config.block_size, config.enable_prefix_caching)
-    worker.make_cache(num_blocks)
+    tables = BlockTables(memory.num_blocks, config.block_size, config.enable_prefix_caching)
     keys = ContentKeys(config.block_size, f"{files.path}|{model.architecture}|{needs.dtype}".encode())
     scheduler = Scheduler(
         tables, make_policy(config.scheduling_policy), keys, rows, tokens, config.enable_chunked_prefill
     )
     depth = platform.pipeline_depth if config.pipeline_depth is None else config.pipeline_depth
-    core = EngineCore(scheduler, LocalExecutor(worker), depth, log_stats=not config.disable_log_stats)
+    executor = LocalExecutor(worker, can_give_up=config.step_timeout > 0)
+    core = EngineCore(scheduler, executor, depth, not config.disable_log_stats, config.step_timeout)
     facts = EngineFacts(
         files=files,
         model=model,
@@ -87,7 +90,8 @@ def make_engine(config: EngineConfig, files: ModelFiles, model: ModelConfig) -> 
         block_size=config.block_size,
         num_blocks=tables.pool.capacity,
         weight_bytes=needs.weight_bytes,
-        kv_bytes=num_blocks * needs.block_bytes,
+        kv_bytes=memory.cache,
+        memory=memory,
         start_seconds=time.monotonic() - begin,
         keys=keys,
     )
@@ -96,7 +100,47 @@ def make_engine(config: EngineConfig, files: ModelFiles, model: ModelConfig) -> 
         files.name, facts.device, facts.dtype, facts.weight_bytes / 2**30, facts.kv_bytes / 2**30,
         facts.cache_tokens, facts.num_blocks, facts.block_size, facts.start_seconds,
     )  # fmt: skip
+    if platform.device.type != "cpu":
+        logger.info("memory of %s:\n%s", facts.device, memory)
     return core, facts
+
+
+def estimate_needs(
+    config: EngineConfig,
+    files: ModelFiles,
+    model: ModelConfig,
+    platform: Platform,
+    longest: int,
+    rows: int,
+    tokens: int,
+) -> MemoryNeeds:
+    """What the model would take, asked of one that has shapes and no weights."""
+    shapes = build_model(config, files, model, platform, longest, device=torch.device("meta"))
+    return MemoryNeeds.of(shapes, config, model, longest, rows, tokens)
+
+
+def _make_worker(
+    config: EngineConfig,
+    files: ModelFiles,
+    model: ModelConfig,
+    platform: Platform,
+    longest: int,
+    rows: int,
+    tokens: int,
+) -> tuple[Worker, MemoryPlan]:
+    """Load the model and give the cache what is left; where it does not fit, say what would."""
+    before = platform.free_memory()
+    needs = estimate_needs(config, files, model, platform, longest, rows, tokens)
+    needs.check_weights(config, platform, before)
+    doing = "while the model was loaded and a first step tried"
+    try:
+        worker = Worker(config, files, model, platform, longest, rows, tokens)
+        memory = worker.needs.plan(config, platform, before, platform.free_memory())
+        doing = f"with a KV cache of {memory.cache / 2**30:.2f} GiB"
+        worker.make_cache(memory.num_blocks)
+    except torch.OutOfMemoryError as error:
+        raise no_room(error, needs, platform, doing) from error
+    return worker, memory
 
 
 def model_len(config: EngineConfig, model: ModelConfig) -> int:

@@ -15,7 +15,11 @@ class Executor(Protocol):
         ...
 
     def collect(self, handle: Any) -> StepResult:
-        """The step's result; raises StepError if it failed."""
+        """The step's result; raises StepError if it failed, DeviceLostError if no other can follow."""
+        ...
+
+    def give_up(self, message: str) -> None:
+        """From any thread: a `collect` that still waits raises DeviceLostError with this message."""
         ...
 
     def shutdown(self) -> None:

@@ -34,6 +34,9 @@ class NullExecutor:
     def collect(self, handle: StepResult) -> StepResult:
         return handle
 
+    def give_up(self, message: str) -> None:
+        pass  # nobody ever waits here
+
     def shutdown(self) -> None:
         self._rows.clear()
 

@@ -11,6 +11,7 @@ import torch
 
 from quire.errors import CheckpointError
 from quire.loading.shards import Shards
+from quire.loading.stored import Stored
 
 
 class TensorFile(Protocol):
@@ -21,6 +22,10 @@ class TensorFile(Protocol):
     def shape(self, name: str) -> tuple[int, ...]: ...
 
     def read(self, name: str, keep: tuple[slice, ...]) -> torch.Tensor: ...
+
+    def stored(self, name: str) -> Stored | None:
+        """Where the tensor's bytes lie, in files that hold them plain."""
+        ...
 
     def close(self) -> None: ...
 
@@ -36,6 +41,10 @@ class FileWeight:
     def read(self, keep: tuple[slice, ...] = ()) -> torch.Tensor:
         """The tensor, or the part that `keep` selects; the rest of it is left in the file."""
         return self._file.read(self.name, keep)
+
+    @property
+    def stored(self) -> Stored | None:
+        return self._file.stored(self.name)
 
 
 class FileCheckpoint:

@@ -1,4 +1,4 @@
-"""Join a checkpoint and a model: each tensor is read once, the part that is kept is copied, and it is gone."""
+"""Join a checkpoint and a model: what is kept of each tensor is read once and copied to its place."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import torch
 from quire.config import LOAD_FORMATS
 from quire.errors import CheckpointError, ConfigError, ModelNotFoundError
 from quire.loading.files import ModelFiles
+from quire.loading.pieces import Piece, copy_part, cut
 from quire.loading.progress import bytes_bar
+from quire.loading.readers import read_pieces
 from quire.loading.weights import Checkpoint, Target, Weight
 
 _SHOWN = 10
@@ -74,28 +76,34 @@ def load_weights(
     """
     matched, misfits = _match(targets, ignores, checkpoint)
     misfits.raise_if_any()
-    sizes = [sum(target.into.nbytes for target in wanted) for _, wanted in matched]
+    total = sum(target.into.nbytes for _, wanted in matched for target in wanted)
     done = 0
-    with bytes_bar("loading weights", sum(sizes), progress) as show:
-        for (weight, wanted), size in zip(matched, sizes, strict=True):
-            _copy(weight, wanted)
+    with bytes_bar("loading weights", total, progress) as show:
+
+        def count(size: int) -> None:
+            nonlocal done
             done += size
             show(done)
 
+        pieces: list[Piece] = []
+        for weight, wanted in matched:
+            stored = getattr(weight, "stored", None)
+            if stored is None:
+                _copy(weight, wanted, count)
+            else:
+                pieces.extend(cut(stored, wanted))
+        read_pieces(pieces, count)
 
-def _copy(weight: Weight, wanted: Sequence[Target]) -> None:
+
+def _copy(weight: Weight, wanted: Sequence[Target], count: Callable[[int], None]) -> None:
+    """What only `Weight.read` can read, a tensor at a time."""
     part, part_keep = None, None
     for target in wanted:
         if part is None or target.keep != part_keep:
             part = None  # Let go of the old part before the next is read.
             part, part_keep = weight.read(target.keep), target.keep
-        arranged = part if target.arrange is None else target.arrange(part)
-        if arranged.shape != target.into.shape:
-            raise CheckpointError(
-                f"the part of {weight.name!r} to keep has shape {tuple(arranged.shape)}, "
-                f"its place {tuple(target.into.shape)}"
-            )
-        target.into.copy_(arranged)
+        copy_part(part, target, weight.name)
+        count(target.into.nbytes)
 
 
 @dataclass

@@ -1,7 +1,9 @@
-"""Files in the safetensors format, read slice by slice."""
+"""Files in the safetensors format: eight bytes of length, a header in JSON, and the tensors' plain bytes."""
 
 from __future__ import annotations
 
+import json
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -9,42 +11,69 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from quire.errors import CheckpointError
-from quire.loading.shards import REOPEN_AFTER
+from quire.loading.stored import Stored
+
+_DTYPES = {
+    "BOOL": "bool",
+    "U8": "uint8",
+    "I8": "int8",
+    "U16": "uint16",
+    "I16": "int16",
+    "U32": "uint32",
+    "I32": "int32",
+    "U64": "uint64",
+    "I64": "int64",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E8M0": "float8_e8m0fnu",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F32": "float32",
+    "F64": "float64",
+    "C64": "complex64",
+}
 
 
 class SafetensorsFile:
-    """An open file that lets go of the pages it has read every now and then."""
+    """A file's tensors, by its header."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._handle: Any = None
-        self._since_open = 0
+        self._entries: dict[str, dict[str, Any]] | None = None
+        self._start = 0
 
     def close(self) -> None:
-        self._handle = None
-        self._since_open = 0
+        """Nothing: no file stays open, and a header is small."""
 
     def names(self) -> list[str]:
-        return list(self._open().keys())
+        return list(self._header())
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._open().get_slice(name).get_shape())
+        return tuple(self._header()[name]["shape"])
+
+    def stored(self, name: str) -> Stored:
+        entry = self._header()[name]
+        dtype = getattr(torch, _DTYPES.get(entry["dtype"], ""), None)
+        if dtype is None:
+            raise CheckpointError(
+                f"{self.path}: the tensor {name!r} cannot be read: its dtype {entry['dtype']} is not supported"
+            )
+        return Stored(self.path, name, self._start + entry["data_offsets"][0], tuple(entry["shape"]), dtype)
 
     def read(self, name: str, keep: tuple[slice, ...]) -> torch.Tensor:
-        if self._since_open > REOPEN_AFTER:
-            self.close()
-        handle = self._open()
-        try:
-            tensor: torch.Tensor = handle.get_slice(name)[keep] if keep else handle.get_tensor(name)
-        except (SafetensorError, OSError, ValueError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{self.path}: the tensor {name!r} cannot be read: {error}") from error
-        self._since_open += tensor.numel() * tensor.element_size()
-        return tensor
+        return self.stored(name).read(keep)
 
-    def _open(self) -> Any:
-        if self._handle is None:
+    def _header(self) -> dict[str, dict[str, Any]]:
+        if self._entries is None:
             try:
-                self._handle = safe_open(self.path, framework="pt")
-            except (SafetensorError, OSError, ValueError) as error:
+                # The format's own library checks lengths, offsets and shapes against each other and the file's size.
+                with safe_open(self.path, framework="pt"):
+                    pass
+                with self.path.open("rb") as file:
+                    (length,) = struct.unpack("<Q", file.read(8))
+                    header = json.loads(file.read(length))
+            except (SafetensorError, OSError, ValueError, struct.error) as error:
                 raise CheckpointError(f"{self.path}: damaged or unreadable safetensors file: {error}") from error
-        return self._handle
+            header.pop("__metadata__", None)
+            self._entries, self._start = header, 8 + length
+        return self._entries

@@ -40,6 +40,9 @@ class TorchFile:
         self._since_open += part.numel() * part.element_size()
         return part
 
+    def stored(self, name: str) -> None:
+        """Somewhere in a zip archive of pickles: torch alone knows."""
+
     def _open(self) -> dict[str, torch.Tensor]:
         if self._tensors is None:
             self._tensors = self._load()

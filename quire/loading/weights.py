@@ -1,7 +1,7 @@
 """The meeting point of checkpoints and models.
 
 A checkpoint offers `Weight`s by name, read on demand. A model offers `Target`s by name: which part of that tensor
-this rank keeps, and where it lands. `load.py` joins the two, one tensor at a time.
+this rank keeps, and where it lands. `load.py` joins the two.
 """
 
 from __future__ import annotations
@@ -14,7 +14,10 @@ import torch
 
 
 class Weight(Protocol):
-    """One tensor of a checkpoint. Nothing is read before `read`."""
+    """One tensor of a checkpoint. Nothing is read before `read`.
+
+    One whose bytes lie plain in a file may say where (`stored`, see stored.py): such tensors are read in parallel.
+    """
 
     @property
     def name(self) -> str: ...

@@ -43,6 +43,14 @@ class Fork(msgspec.Struct):
     request: str
 
 
+class PrefixGroup(msgspec.Struct):
+    """Rows that begin with the same blocks, the first of them in whose table attention may find these."""
+
+    rows: list[int]
+    shared_tokens: int
+    """Tokens in those blocks, all of them full."""
+
+
 class StepPlan(msgspec.Struct):
     """One step's work. Steps are numbered without gaps; a rank refuses any other."""
 
@@ -72,6 +80,8 @@ class StepPlan(msgspec.Struct):
     forks: list[Fork] = []
     copies: list[tuple[int, int]] = []
     """(from, to) blocks to copy before anything is computed: first writes into shared blocks."""
+    groups: list[PrefixGroup] | None = None
+    """Rows that share their beginnings, all of them; None: as the last plan that told some."""
 
     @property
     def num_tokens(self) -> int:

@@ -7,6 +7,7 @@ from quire.memory.prefix import ContentKeys
 from quire.memory.tables import BlockTables
 from quire.messages.outputs import Finished, Key, StepOutputs
 from quire.messages.request import NewRequest, Request, State
+from quire.scheduler.groups import PrefixGroups
 from quire.scheduler.policies.base import Policy
 from quire.scheduler.rows import Rows
 from quire.scheduler.stats import SchedulerStats
@@ -15,7 +16,9 @@ from quire.scheduler.stats import SchedulerStats
 class Ledger:
     """Every unfinished request, with its row and its blocks; and what its caller is still to be told."""
 
-    def __init__(self, tables: BlockTables, policy: Policy, keys: ContentKeys, max_rows: int) -> None:
+    def __init__(
+        self, tables: BlockTables, policy: Policy, keys: ContentKeys, max_rows: int, groups: PrefixGroups | None = None
+    ) -> None:
         self.tables = tables
         self.policy = policy
         self.rows = Rows(max_rows)
@@ -27,6 +30,8 @@ class Ledger:
         """Rows given back that the device has not been told of."""
         self.outputs = StepOutputs()
         self.stats = SchedulerStats()
+        self.groups = groups
+        """Decoding rows that begin alike; None if nobody is to be told."""
         self._keys = keys
         self._groups: dict[str, list[Request]] = {}
         self._arrivals = 0
@@ -70,10 +75,18 @@ class Ledger:
         samples[0].siblings = samples[1:]
         self.policy.add(samples[0])
 
+    def note_decoding(self, request: Request) -> None:
+        """All the request's known tokens are computed: from here on it may share its beginning's reading."""
+        if self.groups is not None:
+            # The last token is left out: a draw that yields nothing computes it again.
+            self.groups.join(request.row, request.blocks[: (request.known - 1) // self.tables.block_size])
+
     # How they leave
 
     def leave_row(self, request: Request) -> None:
         """Row and blocks come back."""
+        if self.groups is not None:
+            self.groups.leave(request.row)
         self.tables.release(request)
         self.dropped.append(self.rows.give_back(request))
         self.prefilling.pop(request, None)

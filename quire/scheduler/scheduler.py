@@ -21,6 +21,7 @@ from quire.messages.plan import StepPlan, StepResult
 from quire.messages.request import NewRequest, Request, State
 from quire.scheduler.collector import Collector
 from quire.scheduler.draft import Draft, Flight
+from quire.scheduler.groups import PrefixGroups
 from quire.scheduler.ledger import Ledger
 from quire.scheduler.policies.base import Policy
 from quire.scheduler.suspects import Suspects
@@ -39,8 +40,10 @@ class Scheduler:
         token_budget: int,
         chunked_prefill: bool = True,
         clock: Callable[[], float] = time.monotonic,
+        groups: PrefixGroups | None = None,
     ) -> None:
-        self.ledger = Ledger(tables, policy, keys, max_rows)
+        """`groups`: told to the device where its attention reads shared blocks once for all."""
+        self.ledger = Ledger(tables, policy, keys, max_rows, groups)
         self.tables = tables
         self.policy = policy
         self.rows = self.ledger.rows
@@ -85,6 +88,11 @@ class Scheduler:
     def in_flight(self) -> int:
         """Steps launched and not collected."""
         return len(self._flights)
+
+    def requests_of(self, step: int) -> list[str]:
+        """Ids of the requests that compute in a step in flight."""
+        flights = [flight for flight in list(self._flights) if flight.step == step]
+        return list(dict.fromkeys(request.id for flight in flights for request in flight.requests))
 
     @property
     def waiting(self) -> int:
@@ -325,6 +333,11 @@ class Scheduler:
             for sample in (culprit, *culprit.siblings):
                 if not sample.is_finished:
                     self.ledger.finish(sample, "error", message=message)
+
+    def lower_budget(self, tokens: int) -> int:
+        """Steps have at most `tokens` tokens from now on, if that is fewer; returns how many they may have."""
+        self._budget = min(self._budget, tokens)
+        return self._budget
 
     def _part_of(self, step: int | None) -> list[Request]:
         """Unfinished requests of the steps in flight up to `step`: a device may tell of a failure only a step later."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.messages.plan import Fork, Ints, NewRow, StepPlan
+from quire.messages.plan import Fork, Ints, NewRow, PrefixGroup, StepPlan
 from quire.messages.request import Request, State
 from quire.scheduler.draft import Draft, Flight
 from quire.scheduler.ledger import Ledger
@@ -42,6 +42,7 @@ class PlanWriter:
                 rows.bound[row] += 1
                 rows.decoding[row] = True
                 for drawer in (request, *self._fork_siblings(draft, request)):
+                    self._ledger.note_decoding(drawer)
                     draws.append(drawer)
                     samples.append(len(requests))
                     sample_rows.append(drawer.row)
@@ -65,11 +66,17 @@ class PlanWriter:
             add=added,
             forks=draft.forks,
             copies=[(source, own) for _, source, own in draft.copies],
+            groups=self._groups(),
         )
         self._step += 1
         self._ledger.dropped = []
         self._reset = False
         return plan, Flight(plan.step, requests, draws, targets, rows.epoch[targets], draft.published)
+
+    def _groups(self) -> list[PrefixGroup] | None:
+        """Rows that begin alike, if the device knows other ones."""
+        changes = None if self._ledger.groups is None else self._ledger.groups.changes()
+        return [] if changes is None and self._reset else changes
 
     def _fork_siblings(self, draft: Draft, parent: Request) -> list[Request]:
         """The prompt is computed: its other samples fork from this row, or queue up if rows run out."""

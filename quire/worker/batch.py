@@ -90,7 +90,8 @@ class DeviceBatch:
         self.prompt_len = column(torch.int64)
         self.limit = column(torch.int64)
         self.active = column(torch.bool)
-        self.block_table = column(torch.int32, -(-max_tokens_per_row // kv.block_size) + 1)
+        blocks = max_tokens_per_row // kv.block_size + 1
+        self.block_table = column(torch.int32, -(-blocks // 16) * 16)  # rows of tables on 64-byte lines
         self.seed = column(torch.int64)
         self.sample = column(torch.int64)
         self.top_k = column(torch.int64)

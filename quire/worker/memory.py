@@ -1,14 +1,20 @@
-"""Where the bytes go: weights, working memory, and what is left for the KV cache."""
+"""Where the bytes go: weights, working memory, and what is left for the KV cache.
+
+The rule on a GPU: run the largest step there can be and see what it takes; of `gpu_memory_utilization` of the card,
+what weights, that step and a reserve leave is the cache's. `MemoryPlan` says where each byte went.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from quire.config import EngineConfig
-from quire.errors import CacheTooSmallError
+from quire.errors import CacheTooSmallError, ModelTooLargeError
 from quire.loading.model_config import ModelConfig
 from quire.models.base import CausalLM
 from quire.platforms.base import Platform
@@ -17,7 +23,64 @@ from quire.worker.kv import block_bytes
 LOGIT_COPIES = 4
 """Logits, scaled logits, probabilities and their sums may exist at once."""
 RESERVE = 2**30
-"""On a GPU, left for the libraries' own workspaces."""
+"""On a GPU, for captured graphs and the libraries' own workspaces, which come after the cache."""
+KEPT_FREE = 0.02
+"""Share of a GPU that is never taken, however little others left."""
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Where the memory of a device goes. The parts sum up to the whole."""
+
+    total: int
+    before: int
+    """In use when we came: other programs, and the driver's own."""
+    weights: int
+    loaded: int
+    """What else is on the device once the model is there: compiled kernels, tables, buffers."""
+    activations: int
+    is_measured: bool
+    """Whether a step was run to see what it takes; else `activations` is an estimate."""
+    step_tokens: int
+    reserve: int
+    cache: int
+    num_blocks: int
+    """The reserved one included."""
+    block_size: int
+    share: float | None
+    """What of a GPU was to be used."""
+
+    @property
+    def free(self) -> int:
+        """What nobody has been given."""
+        taken = self.before + self.weights + self.loaded + self.activations + self.reserve + self.cache
+        return self.total - taken
+
+    @property
+    def cache_tokens(self) -> int:
+        """Tokens the cache holds."""
+        return (self.num_blocks - 1) * self.block_size
+
+    def rows(self) -> list[tuple[str, str, str]]:
+        """The table: what, how much, and a remark."""
+        how = "measured" if self.is_measured else "estimated"
+        held = f"{self.cache_tokens:,} tokens in {self.num_blocks - 1:,} blocks of {self.block_size}"
+        rows = [
+            ("in all", self.total, ""),
+            ("in use before", self.before, "other programs" if self.share is None else "other programs, the driver"),
+            ("weights", self.weights, ""),
+            ("kernels, buffers", self.loaded, "what else loading took"),
+            ("a step's work", self.activations, f"{how}, {self.step_tokens:,} tokens"),
+            ("reserve", self.reserve, "captured graphs, workspaces"),
+            ("KV cache", self.cache, held),
+            ("left free", self.free, "" if self.share is None else f"gpu_memory_utilization is {self.share:g}"),
+        ]
+        shown = [row for row in rows if row[1] or row[0] not in ("kernels, buffers", "reserve")]
+        return [(what, gib(size), remark) for what, size, remark in shown]
+
+    def __str__(self) -> str:
+        width = max(len(size) for _, size, _ in self.rows())
+        return "\n".join(f"  {what:<16}  {size:>{width}}  {remark}".rstrip() for what, size, remark in self.rows())
 
 
 @dataclass(frozen=True)
@@ -31,30 +94,92 @@ class MemoryNeeds:
     activation_bytes: int
     most_blocks: int
     """Every row at full length: more could never be used."""
+    step_tokens: int
+    """The most a step has…"""
+    step_rows: int
+    is_measured: bool = False
+    """Whether `activation_bytes` was measured in such a step."""
+    reserve_bytes: int = RESERVE
 
     @classmethod
     def of(
-        cls, model: CausalLM, config: EngineConfig, shape: ModelConfig, max_model_len: int, max_rows: int
+        cls,
+        model: CausalLM,
+        config: EngineConfig,
+        shape: ModelConfig,
+        max_model_len: int,
+        max_rows: int,
+        max_tokens: int | None = None,
     ) -> MemoryNeeds:
-        """Measured on the model itself, which may be on the meta device."""
+        """Counted on the model itself, which may be on the meta device; a step's work is estimated."""
         weights = list(model.parameters())  # type: ignore[attr-defined]
         dtype = weights[0].dtype
-        tokens = max(config.max_num_batched_tokens or 0, 8192)
+        tokens = max_tokens or max(config.max_num_batched_tokens or 0, 8192)
         widest = 4 * max(shape.intermediate_size, shape.hidden_size) * tokens * dtype.itemsize
         return cls(
             dtype=dtype,
             parameters=sum(weight.numel() for weight in weights),
             weight_bytes=sum(weight.numel() * weight.itemsize for weight in weights),
             block_bytes=block_bytes(model.kv_shape, config.block_size, dtype),
-            activation_bytes=widest + LOGIT_COPIES * 4 * shape.vocab_size * min(512, max_rows),
+            activation_bytes=widest + logit_bytes(shape, max_rows),
             most_blocks=max_rows * math.ceil(max_model_len / config.block_size) + 1,
+            step_tokens=tokens,
+            step_rows=max_rows,
         )
 
-    def fitting_blocks(self, config: EngineConfig, platform: Platform, free: int) -> int:
-        """How many KV blocks `free` bytes allow, the reserved one included."""
+    def measured(self, activation_bytes: int) -> MemoryNeeds:
+        """The same, with what a step really takes; 0 (nothing was measured) leaves the estimate."""
+        if not activation_bytes:
+            return self
+        return dataclasses.replace(self, activation_bytes=activation_bytes, is_measured=True)
+
+    def plan(self, config: EngineConfig, platform: Platform, before: int, now: int | None = None) -> MemoryPlan:
+        """Share a device out. `before` bytes were free when we came, `now` with the model loaded (None: it is not).
+
+        Raises if there is no room for two blocks of cache.
+        """
+        on_gpu = platform.device.type != "cpu"
+        taken = self.weight_bytes if now is None else max(self.weight_bytes, before - now)
+        budget = self._explicit_budget(config)
+        if budget is None and on_gpu:
+            budget = self._allowed(config, platform, before) - taken - self.activation_bytes - self.reserve_bytes
+            if budget < 2 * self.block_bytes:
+                raise self._too_large(config, platform, before)
+        elif budget is None:
+            free = max(0, before - self.weight_bytes) if now is None else now
+            budget = config.cpu_kv_cache_bytes or int(free * config.cpu_kv_cache_share)
+        blocks = self._blocks(config, budget)
+        return MemoryPlan(
+            total=platform.total_memory(),
+            before=platform.total_memory() - before,
+            weights=self.weight_bytes,
+            loaded=taken - self.weight_bytes if on_gpu else 0,  # on a CPU others come and go meanwhile
+            activations=self.activation_bytes,
+            is_measured=self.is_measured,
+            step_tokens=self.step_tokens,
+            reserve=self.reserve_bytes if on_gpu else 0,
+            cache=blocks * self.block_bytes,
+            num_blocks=blocks,
+            block_size=config.block_size,
+            share=config.gpu_memory_utilization if on_gpu else None,
+        )
+
+    def check_weights(self, config: EngineConfig, platform: Platform, before: int) -> None:
+        """Raise if a GPU with `before` bytes free does not even hold the weights."""
+        if platform.device.type != "cpu" and self.weight_bytes > self._allowed(config, platform, before):
+            raise self._too_large(config, platform, before)
+
+    def _explicit_budget(self, config: EngineConfig) -> int | None:
         if config.num_gpu_blocks_override is not None:
-            return config.num_gpu_blocks_override + 1
-        budget = config.kv_cache_memory_bytes or self._budget(config, platform, free)
+            return (config.num_gpu_blocks_override + 1) * self.block_bytes
+        return config.kv_cache_memory_bytes
+
+    def _allowed(self, config: EngineConfig, platform: Platform, before: int) -> int:
+        """What we may have of a GPU in all."""
+        total = platform.total_memory()
+        return int(min(config.gpu_memory_utilization * total, before - KEPT_FREE * total))
+
+    def _blocks(self, config: EngineConfig, budget: int) -> int:
         blocks = budget // self.block_bytes
         if blocks < 2:
             raise CacheTooSmallError(
@@ -62,10 +187,61 @@ class MemoryNeeds:
                 f"({self.block_bytes} bytes; two are needed, one is reserved). Raise kv_cache_memory_bytes or the "
                 "memory share, or lower block_size"
             )
-        return min(blocks, self.most_blocks)
+        return blocks if config.num_gpu_blocks_override is not None else min(blocks, self.most_blocks)
 
-    def _budget(self, config: EngineConfig, platform: Platform, free: int) -> int:
-        if platform.device.type == "cpu":
-            return config.cpu_kv_cache_bytes or int(free * config.cpu_kv_cache_share)
-        kept_free = platform.total_memory() * (1 - config.gpu_memory_utilization)
-        return max(0, int(free - kept_free - self.activation_bytes - RESERVE))
+    def _too_large(self, config: EngineConfig, platform: Platform, before: int) -> ModelTooLargeError:
+        allowed = self._allowed(config, platform, before)
+        share = config.gpu_memory_utilization
+        work = self.activation_bytes + self.reserve_bytes + 2 * self.block_bytes
+        fitting = math.ceil((self.weight_bytes + work) / share / 2**30)
+        room = f"{gib(max(0, allowed))} of {platform.describe()} can be used ({gib(before)} of " + (
+            f"{gib(platform.total_memory())} are free, gpu_memory_utilization is {share:g})"
+        )
+        if self.weight_bytes > allowed:
+            smaller = "a smaller model" if self.dtype.itemsize <= 2 else "dtype bfloat16, a smaller model"
+            return ModelTooLargeError(
+                f"the weights need {gib(self.weight_bytes)}, and {room}: use {smaller}, or a GPU with at least "
+                f"{fitting} GiB"
+            )
+        return ModelTooLargeError(
+            f"weights ({gib(self.weight_bytes)}), the work of a step of {self.step_tokens} tokens "
+            f"({gib(self.activation_bytes)}) and a reserve ({gib(self.reserve_bytes)}) leave no room for a KV cache: "
+            f"{room}. Lower max_num_batched_tokens ({self.step_tokens}), max_num_seqs ({self.step_rows}) or "
+            f"max_model_len, raise gpu_memory_utilization, or use a GPU with at least {fitting} GiB"
+        )
+
+
+def logit_bytes(shape: ModelConfig, max_rows: int) -> int:
+    """What the general sampler takes for as many rows of logits as it sees at once."""
+    return LOGIT_COPIES * 4 * shape.vocab_size * min(512, max_rows)
+
+
+def no_room(error: torch.OutOfMemoryError, needs: MemoryNeeds, platform: Platform, what: str) -> ModelTooLargeError:
+    """The device's memory ended at start, where the plan had room: others took some, or the reserve is too small."""
+    return ModelTooLargeError(
+        f"out of memory on {platform.describe()} {what}: weights take {gib(needs.weight_bytes)}, "
+        f"{gib(platform.free_memory())} are free now. Lower gpu_memory_utilization (or kv_cache_memory_bytes, "
+        f"num_gpu_blocks_override), max_num_batched_tokens ({needs.step_tokens}) or max_num_seqs ({needs.step_rows}); "
+        f"torch says: {str(error).splitlines()[0]}"
+    )
+
+
+def profile_activations(run_step: Callable[[], None], device: torch.device) -> int:
+    """Bytes a step takes at its peak beyond what was there before; 0 on a CPU, which is not asked."""
+    if device.type != "cuda":
+        return 0
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+    run_step()
+    torch.cuda.synchronize(device)
+    peak = torch.cuda.max_memory_allocated(device) - allocated
+    held = torch.cuda.max_memory_reserved(device) - reserved  # more than the peak where tensors leave gaps
+    torch.cuda.empty_cache()
+    return max(peak, held)
+
+
+def gib(size: float) -> str:
+    """12.34 GiB; MiB where that would be 0.0-something."""
+    return f"{size / 2**30:.2f} GiB" if abs(size) >= 2**30 / 10 or not size else f"{size / 2**20:.1f} MiB"

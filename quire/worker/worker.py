@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from quire.config import EngineConfig
@@ -13,7 +14,8 @@ from quire.layers.targets import collect_targets
 from quire.loading.files import ModelFiles
 from quire.loading.load import load_weights, open_checkpoint
 from quire.loading.model_config import ModelConfig
-from quire.messages.plan import StepPlan
+from quire.messages.plan import NewRow, StepPlan
+from quire.messages.sampling import SamplingParams
 from quire.models.base import CausalLM
 from quire.models.registry import model_class
 from quire.platforms.base import Platform
@@ -23,7 +25,7 @@ from quire.worker.dtypes import choose_dtype
 from quire.worker.graphs import DecodeGraphs
 from quire.worker.kv import KVCache
 from quire.worker.logits import load_processors
-from quire.worker.memory import MemoryNeeds
+from quire.worker.memory import MemoryNeeds, logit_bytes, profile_activations
 from quire.worker.runner import PendingStep, Runner
 
 
@@ -31,6 +33,10 @@ def make_ops(platform: Platform) -> Ops:
     """The platform's kernels."""
     ops: Ops = resolve("kernels", platform.ops, {})()
     return ops
+
+
+def _backend_name(config: EngineConfig, platform: Platform) -> str:
+    return platform.attention if config.attention_backend == "auto" else config.attention_backend
 
 
 def build_model(
@@ -43,17 +49,34 @@ def build_model(
     device: torch.device | None = None,
 ) -> CausalLM:
     """The model's layers, their weights not filled. `device` other than the platform's: "meta" for shapes alone."""
-    backend = platform.attention if config.attention_backend == "auto" else config.attention_backend
     build = Build(
         config=model,
         ranks=ranks,
         dtype=choose_dtype(config.dtype, model, files, platform),
         device=device or platform.device,
         ops=make_ops(platform),
-        attention=attention_backend(backend)(),
+        attention=attention_backend(_backend_name(config, platform))(),
         max_model_len=max_model_len,
     )
     return model_class(model.architecture)(build)  # type: ignore[call-arg]
+
+
+def empty_cache_plan(lengths: list[int]) -> StepPlan:
+    """A step of prompts of these lengths whose blocks are all the null block."""
+    rows = np.arange(len(lengths), dtype=np.int32)
+    none = np.empty(0, np.int32)
+    added = [
+        NewRow(
+            row=row, request="", prompt_len=length, num_tokens=length, num_computed=0, limit=length + 1, seed=0,
+            sample=0, params=SamplingParams(), stop_ids=[], bad_words=[],
+        )
+        for row, length in enumerate(lengths)
+    ]  # fmt: skip
+    return StepPlan(
+        step=0, rows=rows, counts=np.array(lengths, np.int32), num_decodes=0, tokens=np.zeros(sum(lengths), np.int32),
+        samples=rows, sample_rows=rows, block_rows=none, block_indices=none, blocks=none, max_context=max(lengths),
+        reset=True, add=added,
+    )  # fmt: skip
 
 
 class Worker:
@@ -67,28 +90,56 @@ class Worker:
         platform: Platform,
         max_model_len: int,
         max_rows: int,
+        max_tokens: int,
         ranks: Ranks = Ranks(),
     ) -> None:
+        """`max_rows`, `max_tokens`: the most a step has."""
         self._config = config
+        self._max_tokens = max_tokens
         self._device = platform.device
         self._ops = make_ops(platform)
         self._vocab_size = model.vocab_size
         self._max_model_len = max_model_len
         self._max_rows = max_rows
         self.model = build_model(config, files, model, platform, max_model_len, ranks)
+        self._graph_safe = getattr(attention_backend(_backend_name(config, platform)), "graph_safe", False)
         targets = collect_targets(self.model)  # type: ignore[arg-type]
         checkpoint = open_checkpoint(files, config.load_format, targets=targets, seed=config.seed)
         load_weights(targets, self.model.ignores, checkpoint)
-        self.needs = MemoryNeeds.of(self.model, config, model, max_model_len, max_rows)
         self._runner: Runner | None = None
+        self.needs = MemoryNeeds.of(self.model, config, model, max_model_len, max_rows, max_tokens)
+        if self._device.type == "cuda":
+            peak = profile_activations(self._run_largest_step, self._device)
+            self.needs = self.needs.measured(max(peak, logit_bytes(model, max_rows)))
+
+    def _run_largest_step(self) -> None:
+        """As many tokens as a step may have, as long as they may be, over a cache of nothing."""
+        lengths = [self._max_model_len] * (self._max_tokens // self._max_model_len)
+        lengths = [*lengths, self._max_tokens - sum(lengths)][: self._max_rows]
+        runner = self._make_runner(2, enabled=False)
+        runner.launch(empty_cache_plan([length for length in lengths if length])).result()
 
     def make_cache(self, num_blocks: int) -> None:
         """Allocate the cache and the batch; plans can come from here on."""
+        self._runner = self._make_runner(num_blocks, enabled=not self._config.enforce_eager)
+
+    def _make_runner(self, num_blocks: int, enabled: bool) -> Runner:
         kv = KVCache(self.model.kv_shape, num_blocks, self._config.block_size, self.needs.dtype, self._device)
-        batch = DeviceBatch(self._max_rows, self._max_model_len, self._vocab_size, kv, self._device)
-        width = batch.block_table.shape[1]
-        graphs = DecodeGraphs(self.model, kv.layers, self._ops, width, enabled=not self._config.enforce_eager)
-        self._runner = Runner(self.model, batch, graphs, load_processors(self._config.logits_processors))
+        processors = load_processors(self._config.logits_processors)
+        if not getattr(self._ops, "whole_steps", False):
+            batch = DeviceBatch(self._max_rows, self._max_model_len, self._vocab_size, kv, self._device)
+            width = batch.block_table.shape[1]
+            return Runner(self.model, batch, DecodeGraphs(self.model, kv.layers, self._ops, width, enabled), processors)
+        from quire.worker.cuda_batch import CudaBatch
+        from quire.worker.cuda_graphs import CudaGraphs
+
+        on_gpu = self._device.type == "cuda"  # or in Triton's interpreter
+        cuda_batch = CudaBatch(
+            self._max_rows, self._max_model_len, self._vocab_size, kv, self._device, self._max_tokens
+        )
+        graphs = CudaGraphs(self.model, cuda_batch, self._max_rows, enabled and self._graph_safe and on_gpu)
+        graphs.capture()
+        return Runner(self.model, cuda_batch, graphs, processors)
 
     def launch(self, plan: StepPlan) -> PendingStep:
         """Start a step."""

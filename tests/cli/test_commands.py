@@ -60,8 +60,8 @@ def test_inspect_plans_what_the_engine_then_does(byte_llama, monkeypatch):
     plan = plan_memory(config, files, read_model_config(files))
     with LLM(config.model) as llm:
         facts = llm.llm_engine.facts
-    assert (plan.num_blocks, plan.cache_bytes) == (facts.num_blocks, facts.kv_bytes)
-    assert (plan.weight_bytes, plan.dtype, plan.device) == (facts.weight_bytes, facts.dtype, facts.device)
+    assert (plan.memory.num_blocks - 1, plan.memory.cache) == (facts.num_blocks, facts.kv_bytes)
+    assert (plan.memory.weights, plan.dtype, plan.device) == (facts.weight_bytes, facts.dtype, facts.device)
     assert (plan.max_model_len, plan.max_num_seqs) == (facts.max_model_len, facts.max_num_seqs)
 
 

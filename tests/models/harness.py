@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from quire.distributed.groups import Ranks
+from quire.kernels.base import Ops
 from quire.kernels.reference import TorchOps
-from quire.layers.attention.base import AttentionInputs
+from quire.layers.attention.base import AttentionBackend, AttentionInputs
 from quire.layers.attention.torch_paged import TorchPagedAttention
 from quire.layers.build import Build
 from quire.layers.targets import collect_targets
@@ -40,15 +42,29 @@ def model_config(reference: Any) -> ModelConfig:
     return ModelConfig.from_dict(raw | {"architectures": [type(reference).__name__]})
 
 
-def empty_model(config: ModelConfig, ranks: Ranks | None = None, max_model_len: int = 64) -> Any:
+@dataclass(frozen=True)
+class Target:
+    """Where our model runs, and with which kernels."""
+
+    device: str = "cpu"
+    ops: Callable[[], Ops] = TorchOps
+    attention: Callable[[], AttentionBackend] = TorchPagedAttention
+
+
+PLAIN = Target()
+
+
+def empty_model(
+    config: ModelConfig, ranks: Ranks | None = None, max_model_len: int = 64, target: Target = PLAIN
+) -> Any:
     """Our model of that shape, weights unset."""
     build = Build(
         config=config,
         ranks=ranks or Ranks(),
         dtype=torch.float32,
-        device=torch.device("cpu"),
-        ops=TorchOps(),
-        attention=TorchPagedAttention(),
+        device=torch.device(target.device),
+        ops=target.ops(),
+        attention=target.attention(),
         max_model_len=max_model_len,
     )
     model = model_class(config.architecture)(build)
@@ -85,9 +101,11 @@ def load(model: Any, tensors: Mapping[str, torch.Tensor]) -> None:
     assert not any(parameter.isnan().any() for parameter in model.parameters())
 
 
-def loaded_model(reference: Any, ranks: Ranks | None = None, max_model_len: int = 64) -> Any:
+def loaded_model(
+    reference: Any, ranks: Ranks | None = None, max_model_len: int = 64, target: Target = PLAIN
+) -> Any:
     """Our model with the reference's weights."""
-    model = empty_model(model_config(reference), ranks, max_model_len)
+    model = empty_model(model_config(reference), ranks, max_model_len, target)
     load(model, checkpoint_tensors(reference))
     return model
 
@@ -111,10 +129,12 @@ class PagedRun:
         self.tables: dict[str, list[int]] = {}
         self.computed: dict[str, int] = {}
         self.caches = []
+        self.device = next(self.stages[0].parameters()).device
         for stage in self.stages:
             spec = stage.kv_shape
             # Block-major, as the worker keeps it: a layer's cache is a strided view.
-            pool = torch.full((blocks, spec.num_layers, 2, spec.num_kv_heads, block_size, spec.head_dim), torch.nan)
+            shape = (blocks, spec.num_layers, 2, spec.num_kv_heads, block_size, spec.head_dim)
+            pool = torch.full(shape, torch.nan, device=self.device)
             self.caches.append(list(pool.unbind(1)))
 
     @torch.no_grad()
@@ -134,13 +154,12 @@ class PagedRun:
             lengths.append(end)
             self.computed[row] = end
         width = max(len(self.tables[row]) for row in rows) + 1
+        tables = [self.tables[row] + [0] * (width - len(self.tables[row])) for row in rows]
         inputs = AttentionInputs(
-            slots=torch.tensor(slots),
-            query_starts=torch.tensor(starts, dtype=torch.int32),
-            context_lens=torch.tensor(lengths, dtype=torch.int32),
-            block_tables=torch.tensor(
-                [self.tables[row] + [0] * (width - len(self.tables[row])) for row in rows], dtype=torch.int32
-            ),
+            slots=self._ints(slots, torch.int64),
+            query_starts=self._ints(starts),
+            context_lens=self._ints(lengths),
+            block_tables=self._ints(tables),
             num_rows=len(rows),
             num_tokens=len(tokens),
             num_decodes=sum(len(scheduled[row]) == 1 for row in rows),
@@ -148,10 +167,14 @@ class PagedRun:
             max_context_len=max(lengths),
         )
         hidden = None
+        ids, places = self._ints(tokens, torch.int64), self._ints(positions, torch.int64)
         for stage, cache in zip(self.stages, self.caches, strict=True):
-            hidden = stage(torch.tensor(tokens), torch.tensor(positions), cache, inputs, hidden)
+            hidden = stage(ids, places, cache, inputs, hidden)
         logits = self.stages[-1].logits(hidden)
         return {row: logits[starts[i] : starts[i + 1]] for i, row in enumerate(rows)}
+
+    def _ints(self, values: list[Any], dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.tensor(values, dtype=dtype, device=self.device)
 
 
 def in_chunks(stages: Any, tokens: Sequence[int], size: int) -> torch.Tensor:
@@ -181,4 +204,4 @@ def mixed(stages: Any, prompts: Mapping[str, Sequence[int]], budget: Callable[[i
 def assert_same(ours: torch.Tensor, theirs: torch.Tensor) -> None:
     """Equal but for rounding, relative to the logits' own size; and the logits are not flat."""
     assert theirs.std() > 0.3, "a flat reference proves nothing"
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4 * theirs.abs().max().item())
+    torch.testing.assert_close(ours.to(theirs.device), theirs, rtol=0, atol=1e-4 * theirs.abs().max().item())

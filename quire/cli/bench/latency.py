@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import statistics
 import time
 
@@ -15,6 +16,7 @@ from quire.cli.bench.common import (
     waste_figures,
     waste_rows,
 )
+from quire.cli.bench.profile import add_profile, expected_steps, profile
 from quire.cli.engine_flags import add_common, add_engine_flags
 from quire.cli.parser import Parser
 from quire.cli.values import positive, size
@@ -25,6 +27,7 @@ every iteration computes its prompts."""
 EXAMPLES = """
   quire bench latency --batch-size 1 --output-len 32
   quire bench latency --model qwen3-0.6b --input-len 1K --num-iters 20
+  quire bench latency --batch-size 1 --profile
 """
 PERCENTILES = (10, 25, 50, 75, 90, 99)
 
@@ -40,6 +43,7 @@ def configure(parser: Parser) -> None:
     load.add_argument("--num-iters", type=positive, default=10, metavar="N", help="measured batches (default: 10)")
     load.add_argument("--num-iters-warmup", type=size, default=2, metavar="N", help="batches before that (default: 2)")
     add_output(load)
+    add_profile(load)
     add_engine_flags(parser)
     add_common(parser)
 
@@ -56,7 +60,11 @@ def run(args: argparse.Namespace) -> int:
             begin = time.perf_counter()
             llm.generate(prompts, params, use_tqdm=False)
             latencies.append(time.perf_counter() - begin)
-        facts, stats = llm.llm_engine.facts, llm.llm_engine.core.scheduler.stats
+        facts, stats = llm.llm_engine.facts, copy.copy(llm.llm_engine.core.scheduler.stats)
+        profiled = None
+        if args.profile:
+            steps = expected_steps(llm, args.batch_size * args.n, args.input_len, args.output_len)
+            profiled = profile(llm, args, lambda: llm.generate(prompts, params, use_tqdm=False), steps)
     latencies = sorted(latencies[args.num_iters_warmup :])
     average = statistics.mean(latencies)
     percentiles = {str(share): _percentile(latencies, share) for share in PERCENTILES}
@@ -74,8 +82,11 @@ def run(args: argparse.Namespace) -> int:
             "latencies": latencies,
             "percentiles": percentiles,
             **waste_figures(stats, facts.max_model_len),
+            **({"profile": profiled.figures} if profiled else {}),
         },
     )
+    if profiled:
+        print(profiled.text)
     return 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import time
 
 from quire.cli.bench.common import (
@@ -14,6 +15,7 @@ from quire.cli.bench.common import (
     waste_figures,
     waste_rows,
 )
+from quire.cli.bench.profile import add_profile, expected_steps, profile
 from quire.cli.engine_flags import add_common, add_engine_flags
 from quire.cli.parser import Parser
 from quire.cli.values import positive
@@ -25,6 +27,7 @@ EXAMPLES = """
   quire bench throughput --num-prompts 32 --output-len 64
   quire bench throughput --model ./config-only-folder --load-format dummy
   quire bench throughput --model qwen3-0.6b --num-prompts 1000 --input-len 512 --output-json result.json
+  quire bench throughput --num-prompts 16 --profile
 """
 
 
@@ -37,6 +40,7 @@ def configure(parser: Parser) -> None:
     load.add_argument("--output-len", type=positive, default=128, metavar="N", help="tokens an output (default: 128)")
     load.add_argument("--n", type=positive, default=1, metavar="N", help="samples a prompt (default: 1)")
     add_output(load)
+    add_profile(load)
     add_engine_flags(parser)
     add_common(parser)
 
@@ -55,7 +59,11 @@ def run(args: argparse.Namespace) -> int:
         begin = time.perf_counter()
         outputs = llm.generate(prompts, params)
         elapsed = time.perf_counter() - begin
-        facts, stats = llm.llm_engine.facts, llm.llm_engine.core.scheduler.stats
+        facts, stats = llm.llm_engine.facts, copy.copy(llm.llm_engine.core.scheduler.stats)
+        profiled = None
+        if args.profile:
+            steps = expected_steps(llm, args.num_prompts * args.n, args.input_len, args.output_len)
+            profiled = profile(llm, args, lambda: llm.generate(prompts, params, use_tqdm=False), steps)
     generated = sum(len(sample.token_ids) for output in outputs for sample in output.outputs)
     total = generated + args.num_prompts * args.input_len
     report(
@@ -78,6 +86,9 @@ def run(args: argparse.Namespace) -> int:
             "output_tokens_per_second": generated / elapsed,
             "num_preemptions": stats.preemptions,
             **waste_figures(stats, facts.max_model_len),
+            **({"profile": profiled.figures} if profiled else {}),
         },
     )
+    if profiled:
+        print(profiled.text)
     return 0

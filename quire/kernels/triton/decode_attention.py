@@ -8,6 +8,9 @@ the kernel can be captured in a graph and replayed for any lengths.
 
 Bytes: every K and V of every row once (2 * context * kv_heads * head_dim values); q, output and partials are small
 beside that. Operations: 4 * context * heads * head_dim a row, some 2 * group of them a byte: bound by memory.
+
+Rows that begin with the same blocks may leave those to `prefix_attention.py`, which reads them once for all: such a
+row's softmax then starts from the state the other kernel left, at the first tile of its own.
 """
 
 # ruff: noqa: N803, N806
@@ -27,7 +30,8 @@ PLANNED_AT_ONCE = 32
 HEADER = 8
 """Integers before a plan's entries: tiles in all, programs that have some."""
 ENTRY = 8
-"""Integers of an entry: row, KV head, tile, number of tiles, the row's length, its line in the block tables."""
+"""Integers of an entry: row, KV head, tile, number of tiles, the row's length, its line in the block tables, and the
+tokens at its beginning that are somebody else's work."""
 LEAST_TILES = 2
 """A program is not made for less: merging would cost more than it saves."""
 
@@ -52,10 +56,32 @@ def decode_tile(head_dim: int, itemsize: int) -> DecodeTile:
     return DecodeTile(32, 2, 5, 4)
 
 
+@dataclass(frozen=True)
+class PrefixState:
+    """What of their rows' softmax is done already: the beginnings that rows share."""
+
+    shared: torch.Tensor
+    """[lines of the block tables] int32: tokens at a row's beginning that may be left out; whole tiles of them are."""
+    sums: torch.Tensor
+    """[rows, heads, head_dim] float32: values seen so far, weighted by exp2(score - best)."""
+    stats: torch.Tensor
+    """[rows, heads, 2] float32: the best score, and the sum of the weights."""
+
+
+@triton.jit
+def _left_out(shared, line, length, mask, TILE: tl.constexpr):
+    """Tokens at a row's beginning that another kernel has seen. None, if the row has ended (its length is 0)."""
+    tokens = tl.load(shared + line, mask=mask, other=0)
+    return tl.where(length > tokens, tokens // TILE * TILE, 0)
+
+
 @triton.jit(do_not_specialize=["num_rows"])
-def _plan(lens, rows, plan, num_rows, programs, WINDOW: tl.constexpr, KV_HEADS: tl.constexpr, TILE: tl.constexpr,
-          ROWS: tl.constexpr, AT_ONCE: tl.constexpr, LEAST: tl.constexpr, BY_ROW: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """For each program of the attention kernel: the row, head and tile it begins at, and how many tiles it takes."""
+def plan_stretches(
+    lens, rows, shared, plan, num_rows, programs, WINDOW: tl.constexpr, KV_HEADS: tl.constexpr, TILE: tl.constexpr,
+    ROWS: tl.constexpr, AT_ONCE: tl.constexpr, LEAST: tl.constexpr, BY_ROW: tl.constexpr, SHARED: tl.constexpr,
+    LEAST_OF_ROW: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """For each program of an attention kernel: the row, head and tile it begins at, and how many tiles it takes."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -64,7 +90,10 @@ def _plan(lens, rows, plan, num_rows, programs, WINDOW: tl.constexpr, KV_HEADS: 
     tiles = (length + TILE - 1) // TILE
     if WINDOW > 0:
         tiles -= tl.maximum(length - WINDOW, 0) // TILE
-    tiles = tl.where(index < num_rows, tl.maximum(tiles, 1), 0)  # a row that has ended still writes its zeros
+    if SHARED:
+        own_line = tl.load(rows + index, mask=index < num_rows, other=0)
+        tiles -= _left_out(shared, own_line, length, index < num_rows, TILE) // TILE
+    tiles = tl.where(index < num_rows, tl.maximum(tiles, LEAST_OF_ROW), 0)
     ends = tl.cumsum(tiles, 0) * KV_HEADS
     total = tl.sum(tiles, 0).to(tl.int64) * KV_HEADS
     p = tl.program_id(0) * AT_ONCE + tl.arange(0, AT_ONCE)
@@ -75,7 +104,7 @@ def _plan(lens, rows, plan, num_rows, programs, WINDOW: tl.constexpr, KV_HEADS: 
         tile = tl.zeros_like(row)
         count = tl.sum(tl.where(index[None, :] == row[:, None], tiles[None, :], 0), 1)
     else:
-        used = tl.minimum((total + LEAST - 1) // LEAST, programs)
+        used = tl.maximum(tl.minimum((total + LEAST - 1) // LEAST, programs), 1)
         begin = p * total // used
         count = ((p + 1) * total // used - begin).to(tl.int32)
         passed = ends[None, :] <= begin[:, None]
@@ -90,8 +119,13 @@ def _plan(lens, rows, plan, num_rows, programs, WINDOW: tl.constexpr, KV_HEADS: 
     tl.store(entry + 1, head)
     tl.store(entry + 2, tile)
     tl.store(entry + 3, tl.where(here, count, 0))
-    tl.store(entry + 4, tl.load(lens + row, mask=here, other=0))
-    tl.store(entry + 5, tl.load(rows + row, mask=here, other=0).to(tl.int32))
+    here = here & (count > 0)
+    length = tl.load(lens + row, mask=here, other=0)
+    line = tl.load(rows + row, mask=here, other=0).to(tl.int32)
+    tl.store(entry + 4, length)
+    tl.store(entry + 5, line)
+    if SHARED:
+        tl.store(entry + 6, _left_out(shared, line, length, here, TILE))
     if tl.program_id(0) == 0:
         tl.store(plan, total.to(tl.int32))
         tl.store(plan + 1, used.to(tl.int32))
@@ -102,9 +136,22 @@ ENTRY_SIZE: tl.constexpr = tl.constexpr(ENTRY)
 
 
 @triton.jit
-def _merge(partial, stats, first, last, GROUP: tl.constexpr, GROUP_P2: tl.constexpr, DIM: tl.constexpr,
+def fold(scores, v, best, weight, acc, PRECISION: tl.constexpr):
+    """A running softmax takes in a tile: its scores [queries, tokens] and values [tokens, dim]."""
+    new_best = tl.maximum(best, tl.max(scores, 1))
+    safe = tl.where(new_best == float("-inf"), 0.0, new_best)
+    keep = tl.exp2(best - safe)
+    p = tl.exp2(scores - safe[:, None])
+    weight = weight * keep + tl.sum(p, 1)
+    acc = acc * keep[:, None]
+    acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+    return new_best, weight, acc
+
+
+@triton.jit
+def merge_parts(partial, stats, first, last, GROUP: tl.constexpr, GROUP_P2: tl.constexpr, DIM: tl.constexpr,
            DIM_P2: tl.constexpr, PARTS: tl.constexpr):  # fmt: skip
-    """The weighted mean of the partial results of programs first to last, [GROUP_P2, DIM_P2]."""
+    """The partial results of programs first to last as one: best scores, weights [GROUP_P2], sums [.., DIM_P2]."""
     g = tl.arange(0, GROUP_P2)
     d = tl.arange(0, DIM_P2)
     best = tl.full([GROUP_P2], float("-inf"), tl.float32)
@@ -128,16 +175,16 @@ def _merge(partial, stats, first, last, GROUP: tl.constexpr, GROUP_P2: tl.conste
         weight = weight * keep + tl.sum(share * mass, 0)
         total = total * keep[:, None] + tl.sum(share[:, :, None] * values, 0)
         best = new_best
-    return total / tl.where(weight == 0.0, 1.0, weight)[:, None]
+    return best, weight, total
 
 
 @triton.jit
 def _decode(
-    q, kv, out, tables, rows, lens, plan, partial, stats, counters, scale,
+    q, kv, out, tables, rows, lens, plan, partial, stats, counters, shared, seen_sums, seen_stats, scale,
     stride_q, stride_block, stride_half, stride_head, stride_table,
     WINDOW: tl.constexpr, GROUP: tl.constexpr, GROUP_P2: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
     DIM_P2: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr,
-    STAGES: tl.constexpr, PDL: tl.constexpr,
+    STAGES: tl.constexpr, SHARED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A program's stretch of tiles, segment by segment; a segment is what it has of one row and KV head."""
     M: tl.constexpr = 16  # the least rows of a tensor-core product; queries of a group fill some of them
@@ -151,6 +198,9 @@ def _decode(
     count = tl.load(entry + 3)
     length = tl.load(entry + 4)
     line = tl.load(entry + 5)
+    left_out = 0
+    if SHARED:
+        left_out = tl.load(entry + 6)
     if PDL:  # plan and tables are older than the kernel before this one, which waited for theirs: see `prepare`
         gdc_wait()
         gdc_launch_dependents()
@@ -162,6 +212,8 @@ def _decode(
         low = 0
         if WINDOW > 0:
             low = tl.maximum(length - WINDOW, 0)
+        if SHARED:
+            low = left_out
         first_tile = low // TILE
         tiles = tl.maximum((length + TILE - 1) // TILE - first_tile, 1)
         take = tl.minimum(count, tiles - tile)
@@ -172,6 +224,13 @@ def _decode(
         best = tl.full([M], float("-inf"), tl.float32)
         weight = tl.zeros([M], tl.float32)
         acc = tl.zeros([M, DIM_P2], tl.float32)
+        if SHARED:  # the row's softmax goes on from what it has seen
+            begins = (g < GROUP) & (tile == 0) & (left_out > 0)
+            at_seen = (row * KV_HEADS + head).to(tl.int64) * GROUP + g
+            best = tl.load(seen_stats + at_seen * 2, mask=begins, other=float("-inf"))
+            weight = tl.load(seen_stats + at_seen * 2 + 1, mask=begins, other=0.0)
+            acc = tl.load(seen_sums + at_seen[:, None] * DIM + d[None, :], mask=begins[:, None] & in_dim[None, :],
+                          other=0.0)  # fmt: skip
         begin = (first_tile + tile) * TILE
         for start in tl.range(begin, begin + take * TILE, TILE, num_stages=STAGES):
             position = start + tl.arange(0, TILE)
@@ -185,14 +244,7 @@ def _decode(
             v = tl.load(keys + stride_half + at, mask=there, other=0.0)  # zeros, not garbage: it may be NaN
             scores = tl.dot(qs, tl.trans(k), input_precision=PRECISION) * scale
             scores = tl.where(seen[None, :], scores, float("-inf"))
-            new_best = tl.maximum(best, tl.max(scores, 1))
-            safe = tl.where(new_best == float("-inf"), 0.0, new_best)
-            keep = tl.exp2(best - safe)
-            p = tl.exp2(scores - safe[:, None])
-            weight = weight * keep + tl.sum(p, 1)
-            acc = acc * keep[:, None]
-            acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
-            best = new_best
+            best, weight, acc = fold(scores, v, best, weight, acc, PRECISION)
         target = out + (row * KV_HEADS + head).to(tl.int64) * (GROUP * DIM)
         if take == tiles:
             values = acc / tl.where(weight == 0.0, 1.0, weight)[:, None]
@@ -213,8 +265,9 @@ def _decode(
             arrived = tl.atomic_add(counter, 1)
             if arrived == last - first:
                 tl.store(counter, 0)
-                merged = _merge(partial, stats, first.to(tl.int32), last.to(tl.int32), GROUP, GROUP_P2, DIM, DIM_P2,
-                                PARTS)  # fmt: skip
+                _, mass, merged = merge_parts(partial, stats, first.to(tl.int32), last.to(tl.int32), GROUP, GROUP_P2,
+                                              DIM, DIM_P2, PARTS)  # fmt: skip
+                merged = merged / tl.where(mass == 0.0, 1.0, mass)[:, None]
                 h = tl.arange(0, GROUP_P2)
                 tl.store(target + h[:, None] * DIM + d[None, :], merged.to(out.dtype.element_ty),
                          mask=(h < GROUP)[:, None] & in_dim[None, :])  # fmt: skip
@@ -227,6 +280,8 @@ def _decode(
             row += 1
             length = tl.load(lens + row, mask=count > 0, other=0)
             line = tl.load(rows + row, mask=count > 0, other=0).to(tl.int32)
+            if SHARED:
+                left_out = _left_out(shared, line, length, count > 0, TILE)
 
 
 class DecodeAttention:
@@ -262,17 +317,29 @@ class DecodeAttention:
             **pdl(),
         )
 
-    def plan(self, lens: torch.Tensor, rows: torch.Tensor, num_rows: int, window: int | None) -> torch.Tensor:
+    @property
+    def tile_tokens(self) -> int:
+        """Rows leave out whole tiles of so many tokens."""
+        return self._tile.tokens
+
+    def plan(
+        self, lens: torch.Tensor, rows: torch.Tensor, num_rows: int, window: int | None,
+        shared: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
         """Who computes what, for rows of these lengths [num_rows] int32: one small kernel a step.
+
+        `shared`: as in `PrefixState`, where `attend` will be given one. It has no window then, and is not `by_row`.
 
         Between this and `attend` some other kernel must be launched: `attend` reads the plan before it waits for its
         predecessor.
         """
         plan = torch.empty(HEADER + ENTRY * self._padded_programs(num_rows), dtype=torch.int32, device=lens.device)
         width = 32 if num_rows <= 32 < self._rows else self._rows
-        _plan[(self._padded_programs(num_rows) // PLANNED_AT_ONCE,)](
-            lens, rows, plan, num_rows, self._programs, WINDOW=window or 0, KV_HEADS=self._kv_heads, TILE=self._tile.tokens,
-            ROWS=width, AT_ONCE=PLANNED_AT_ONCE, LEAST=self._least, BY_ROW=self._by_row, num_warps=4, **pdl(),
+        plan_stretches[(self._padded_programs(num_rows) // PLANNED_AT_ONCE,)](
+            lens, rows, lens if shared is None else shared, plan, num_rows, self._programs, WINDOW=window or 0, KV_HEADS=self._kv_heads, TILE=self._tile.tokens,
+            ROWS=width, AT_ONCE=PLANNED_AT_ONCE, LEAST=self._least, BY_ROW=self._by_row,
+            SHARED=shared is not None, LEAST_OF_ROW=1,  # a row that has ended still writes its zeros
+            num_warps=4, **pdl(),
         )  # fmt: skip
         return plan
 
@@ -285,16 +352,19 @@ class DecodeAttention:
     def attend(
         self, q: torch.Tensor, kv: torch.Tensor, out: torch.Tensor, tables: torch.Tensor, rows: torch.Tensor,
         lens: torch.Tensor, plan: torch.Tensor, num_rows: int, scale: float, window: int | None,
+        prefix: PrefixState | None = None,
     ) -> None:  # fmt: skip
         """Attention of q's first `num_rows` tokens, one a row, into `out`'s first rows.
 
+        `prefix`: what rows have seen already; the plan was made with its `shared`.
         q [*, heads, head_dim], heads contiguous; kv one layer's cache; row i's blocks are tables[rows[i]].
         """
         stride_block, stride_half, stride_head, _, _ = kv.stride()
+        seen = (lens, self._partial, self._stats) if prefix is None else (prefix.shared, prefix.sums, prefix.stats)
         _decode[(self._grid(num_rows),)](
-            q, kv, out, tables, rows, lens, plan, self._partial, self._stats, self._counters, scale * LOG2_E,
+            q, kv, out, tables, rows, lens, plan, self._partial, self._stats, self._counters, *seen, scale * LOG2_E,
             q.stride(0), stride_block, stride_half, stride_head, tables.stride(0),
-            WINDOW=window or 0, BLOCK=kv.shape[3], **self._constants,
+            WINDOW=window or 0, BLOCK=kv.shape[3], SHARED=prefix is not None, **self._constants,
         )  # fmt: skip
 
 

@@ -1,0 +1,114 @@
+"""One engine in a process of its own: start it, run workloads, print a JSON line for each. `table.py` calls this."""
+
+import time
+
+BORN = time.time()  # a start counts from here, imports included
+
+import argparse  # noqa: E402
+import json  # noqa: E402
+import random  # noqa: E402
+from dataclasses import dataclass  # noqa: E402
+from typing import Any  # noqa: E402
+
+HIGHEST = 10_000
+"""Token ids are drawn up to this one, which lies below the special ones of every model here."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Requests of a benchmark: how many, and how long their prompts and outputs are (from, to)."""
+
+    requests: int
+    inputs: tuple[int, int]
+    outputs: tuple[int, int]
+
+    def draw(self, seed: int = 0, highest: int = HIGHEST) -> tuple[list[list[int]], list[int]]:
+        """Prompts, and how many tokens each is to yield; the same for the same seed."""
+        drawn = random.Random(seed)
+        prompts = [
+            [drawn.randint(0, highest) for _ in range(drawn.randint(*self.inputs))] for _ in range(self.requests)
+        ]
+        shortest, longest = self.outputs
+        fixed = shortest == longest
+        return prompts, [shortest if fixed else drawn.randint(shortest, longest) for _ in prompts]
+
+
+WORKLOADS = {
+    "bs1": Workload(1, (512, 512), (256, 256)),
+    "nano": Workload(256, (100, 1024), (100, 1024)),
+    "decode256": Workload(256, (128, 128), (512, 512)),
+    "prefill": Workload(128, (2048, 2048), (1, 1)),
+}
+QUICK = {
+    "bs1": Workload(1, (16, 16), (8, 8)),
+    "nano": Workload(4, (4, 16), (4, 16)),
+    "decode256": Workload(4, (8, 8), (8, 8)),
+    "prefill": Workload(4, (32, 32), (1, 1)),
+}
+WARM_UP = Workload(4, (64, 64), (16, 16))
+
+
+def run(llm: Any, work: Workload, seed: int = 0) -> dict[str, float]:
+    """One run from an empty prefix cache."""
+    from quire import SamplingParams
+
+    llm.reset_prefix_cache()
+    prompts, outputs = work.draw(seed, min(HIGHEST, llm.llm_engine.facts.model.vocab_size - 1))
+    params = [SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=count, detokenize=False) for count in outputs]
+    begin = time.perf_counter()
+    results = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+    seconds = time.perf_counter() - begin
+    produced = sum(len(sample.token_ids) for result in results for sample in result.outputs)
+    if produced != sum(outputs):
+        raise RuntimeError(f"{produced} tokens came where {sum(outputs)} were asked for")
+    return {"seconds": seconds, "in_tokens": sum(map(len, prompts)), "out_tokens": produced}
+
+
+def describe(llm: Any) -> dict[str, Any]:
+    """What the engine turned out to be."""
+    import torch
+
+    facts = llm.llm_engine.facts
+    driver = ""
+    if torch.cuda.is_initialized():
+        from quire.platforms.cuda import driver_version
+
+        driver = driver_version()
+    return {
+        "device": facts.device,
+        "dtype": facts.dtype,
+        "driver": driver,
+        "cuda": torch.version.cuda,
+        "max_num_seqs": facts.max_num_seqs,
+        "max_num_batched_tokens": facts.max_num_batched_tokens,
+        "cache_tokens": facts.cache_tokens,
+        "memory": str(facts.memory).splitlines(),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model")
+    parser.add_argument("workloads", nargs="*")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--settings", type=json.loads, default={})
+    args = parser.parse_args()
+    from quire import LLM
+
+    fixed = {"load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": 4096, "seed": 0}
+    if args.quick:
+        fixed["max_model_len"] = 128
+    llm = LLM(args.model, **{**fixed, **args.settings})
+    print(json.dumps({"start": time.time() - BORN, "engine": describe(llm)}), flush=True)
+    works = QUICK if args.quick else WORKLOADS
+    if args.workloads:
+        run(llm, WARM_UP, seed=9)
+    for name in args.workloads:
+        for _ in range(args.repeats):
+            print(json.dumps({"workload": name, **run(llm, works[name])}), flush=True)
+    llm.shutdown()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,145 @@
+"""The device-resident batch's own kernels: take a plan's differences, and lay out a step from the rows it schedules.
+
+Both read little and are bound by latency alone. `apply_plan` reads the plan straight out of pinned host memory: a few
+kilobytes over the bus, no copy in between, nothing that waits.
+"""
+
+# ruff: noqa: N803, N806
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from quire.kernels.triton.launch import gdc_launch_dependents, gdc_wait, pdl
+
+NEW_ROW_INTS = 15
+"""A new row: row, num_tokens, num_computed, prompt_len, limit, top_k, sample, seed (two halves), six floats."""
+BLOCK = 256
+_INTS = tl.constexpr(NEW_ROW_INTS)
+
+
+@triton.jit(do_not_specialize=["drops", "blocks", "rows", "fresh", "draws", "added", "padded", "slot_number"])
+def _apply(
+    packed, step_rows, query_starts, tokens, picks, draw_rows, slot, tables, active, num_tokens, num_computed, prompt_len, limit,
+    top_k, sample, seed, floats, stop_ids, drops, blocks, rows, fresh, draws, added, padded, slot_number, stride_table,
+    PAD_ROW: tl.constexpr, STOPS: tl.constexpr, SIZE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    e = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    at = packed
+    dropped = tl.load(at + e, mask=e < drops, other=0)
+    at += drops
+    block_row = tl.load(at + e, mask=e < blocks, other=0)
+    block_index = tl.load(at + blocks + e, mask=e < blocks, other=0)
+    block = tl.load(at + 2 * blocks + e, mask=e < blocks, other=0)
+    at += 3 * blocks
+    row = tl.load(at + e, mask=e < rows, other=PAD_ROW)
+    start = tl.load(at + rows + e, mask=e <= rows, other=0)
+    at += 2 * rows + 1
+    token = tl.load(at + e, mask=e < fresh, other=0)
+    at += fresh
+    pick = tl.load(at + e, mask=e < draws, other=0)
+    draw_row = tl.load(at + draws + e, mask=e < draws, other=0)
+    at += 2 * draws
+    tl.store(active + dropped, 0, mask=e < drops)
+    tl.store(tables + block_row.to(tl.int64) * stride_table + block_index, block, mask=e < blocks)
+    tl.store(step_rows + e, row, mask=e < padded)
+    tl.store(query_starts + e, start, mask=e <= rows)
+    tl.store(tokens + e, token, mask=e < fresh)
+    tl.store(picks + e, pick, mask=e < draws)
+    tl.store(draw_rows + e, draw_row, mask=e < draws)
+    if tl.program_id(0) == 0:
+        tl.store(slot, slot_number)
+    new = e < added
+    field = at + e * _INTS
+    target = tl.load(field, mask=new, other=0)
+    tl.store(num_tokens + target, tl.load(field + 1, mask=new, other=0).to(tl.int64), mask=new)
+    tl.store(num_computed + target, tl.load(field + 2, mask=new, other=0).to(tl.int64), mask=new)
+    tl.store(prompt_len + target, tl.load(field + 3, mask=new, other=0).to(tl.int64), mask=new)
+    tl.store(limit + target, tl.load(field + 4, mask=new, other=0).to(tl.int64), mask=new)
+    tl.store(top_k + target, tl.load(field + 5, mask=new, other=0).to(tl.int64), mask=new)
+    tl.store(sample + target, tl.load(field + 6, mask=new, other=0).to(tl.int64), mask=new)
+    low = tl.load(field + 7, mask=new, other=0).to(tl.int64) & 0xFFFFFFFF
+    high = tl.load(field + 8, mask=new, other=0).to(tl.int64)
+    tl.store(seed + target, low | (high << 32), mask=new)
+    for i in tl.static_range(6):
+        bits = tl.load(field + 9 + i, mask=new, other=0)
+        tl.store(floats + target * 6 + i, bits.to(tl.float32, bitcast=True), mask=new)
+    tl.store(active + target, 1, mask=new)
+    stops = at + added * _INTS
+    stopping = e < added * STOPS
+    stop_row = tl.load(at + (e // STOPS) * _INTS, mask=stopping, other=0)
+    tl.store(stop_ids + stop_row * STOPS + e % STOPS, tl.load(stops + e, mask=stopping, other=0).to(tl.int64),
+             mask=stopping)  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["decodes"])
+def _expand(
+    step_rows, query_starts, fresh, last_token, num_computed, active, tables, pages,
+    tokens, positions, slots, context, decodes, stride_table,
+    BLOCK_SIZE: tl.constexpr, SIZE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program a scheduled row: its tokens, their positions and cache slots, and how long it is afterwards."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    i = tl.program_id(0)
+    row = tl.load(step_rows + i).to(tl.int64)
+    is_active = tl.load(active + row) != 0
+    start = tl.load(num_computed + row)
+    is_decode = i < decodes
+    first = tl.load(query_starts + i, mask=i >= decodes, other=i)
+    count = tl.load(query_starts + i + 1, mask=i >= decodes, other=i + 1) - first
+    last = tl.load(last_token + row)
+    # A row that ended on the device before the host knew writes into the null block, and attends to nothing.
+    for offset in range(0, count, SIZE):
+        j = offset + tl.arange(0, SIZE)
+        inside = j < count
+        position = tl.where(is_active, start + j, 0)
+        block = tl.load(tables + row * stride_table + position // BLOCK_SIZE, mask=inside & is_active, other=0)
+        slot = block.to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE
+        given = tl.load(fresh + first - decodes + j, mask=inside & (i >= decodes), other=0).to(tl.int64)
+        token = tl.where(is_decode, last, given)
+        tl.store(tokens + first + j, token, mask=inside)
+        tl.store(positions + first + j, position, mask=inside)
+        tl.store(slots + first + j, slot, mask=inside)
+        tl.store(pages + slot, token.to(tl.int32), mask=inside)
+    tl.store(context + i, tl.where(is_active, start + count, 0).to(tl.int32))
+    tl.store(num_computed + row, tl.where(is_active, start + count, start))
+
+
+def apply_plan(packed: torch.Tensor, sizes: dict[str, int], longest: int, buffers: Any, columns: Any) -> None:
+    """Differences of one plan. `packed` is int32 in pinned memory: sections in the order `_apply` reads them.
+
+    sizes    the sections' lengths, by the kernel's argument names
+    longest  of all sections
+    buffers  where the step's rows, offsets, tokens and draws go (`worker/cuda_batch.py`)
+    columns  the batch
+    """
+    _apply[(-(-longest // BLOCK),)](
+        packed, buffers.rows, buffers.query_starts, buffers.tokens, buffers.picks, buffers.draw_rows,
+        buffers.slot, columns.block_table, columns.active.view(torch.uint8), columns.num_tokens, columns.num_computed, columns.prompt_len, columns.limit,
+        columns.top_k, columns.sample, columns.seed, columns.floats, columns.stop_ids, **sizes,
+        stride_table=columns.block_table.stride(0), PAD_ROW=columns.pad_row, STOPS=columns.stop_ids.shape[1],
+        SIZE=BLOCK, num_warps=4, **pdl(),
+    )  # fmt: skip
+
+
+def expand_rows(
+    buffers: Any, columns: Any, pages: torch.Tensor, num_rows: int, decodes: int, tokens: torch.Tensor,
+    positions: torch.Tensor, slots: torch.Tensor, context: torch.Tensor,
+) -> None:  # fmt: skip
+    """Lay out the step: the first `decodes` rows compute the token drawn last, the others their fresh ones."""
+    if num_rows:
+        _expand[(num_rows,)](
+            buffers.rows, buffers.query_starts, buffers.tokens, columns.last_token, columns.num_computed,
+            columns.active.view(torch.uint8), columns.block_table, pages, tokens, positions, slots, context, decodes,
+            columns.block_table.stride(0), BLOCK_SIZE=pages.shape[1],
+            SIZE=16 if num_rows == decodes else 512, num_warps=1 if num_rows == decodes else 4, **pdl(),
+        )  # fmt: skip

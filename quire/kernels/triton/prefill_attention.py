@@ -1,0 +1,280 @@
+"""Paged attention of rows with several query tokens: prompts, chunks of prompts, and both mixed.
+
+The queries of each row are cut into tiles of some tokens; a program takes one tile and one KV head, and all query
+heads that share that head stand side by side as lines of the same matrix, so that K and V are read once a group. Which
+tiles there are is known on the device only: `plan_tiles` lists them once a step, longest context first, and the grid
+is a bound the host can compute; programs past the list's end leave at once.
+
+Operations: 4 * head_dim a query head, query and visible key; a causal prompt of n tokens has n * (n + 1) / 2 pairs.
+Bytes: a program reads its context's K and V, 4 * head_dim a key in half precision, mostly from the L2 cache, and does
+4 * head_dim * BLOCK_M operations with them: BLOCK_M = 128 operations a byte, bound by the tensor cores (and, close
+behind, by the exponentials: one a pair and head, 16 a cycle and multiprocessor on an H200, against 4096 operations).
+
+What a query computes depends on its own row alone and on the fixed stride of key tiles from position 0: not on the
+tile it falls in, on how a prompt is cut into chunks, or on the rest of the batch. The same bits either way.
+"""
+
+# ruff: noqa: N803
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from quire.kernels.triton.launch import INTERPRETED, gdc_launch_dependents, gdc_wait, pdl
+
+LOG2_E = 1.4426950408889634
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How a program is shaped: its lines (tokens times the heads of a group), keys a step, warps, loads in flight.
+
+    `skewed`: the product with V runs one step late, while the next step's softmax is computed.
+    """
+
+    block_m: int
+    block_n: int
+    warps: int
+    stages: int
+    skewed: bool = True
+
+    def tokens(self, group: int) -> int:
+        """Query tokens of a tile when `group` query heads share a KV head."""
+        return self.block_m // group
+
+
+@functools.cache
+def prefill_tile(head_dim: int, itemsize: int) -> Tile:
+    """The shape for a head of so many values; found with benchmarks/gpu/prefill_attention.py on an H200."""
+    if INTERPRETED:
+        return Tile(32, 32, 4, 1)
+    if itemsize == 4:  # no tensor cores for exact float32
+        return Tile(32, 32, 4, 1, skewed=False)
+    if head_dim > 128:
+        return Tile(128, 64, 8, 2)
+    return Tile(128, 128, 8, 2)
+
+
+@triton.jit(do_not_specialize=["first_row", "num_rows", "bound"])
+def _plan(query_starts, context_lens, rows, tiles, first_row, num_rows, bound,
+          TOKENS: tl.constexpr, AT_ONCE: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """Each program writes the tiles of its row, [batch row, first token, tokens, position of the first] each, last
+    tile first; rows with longer contexts come earlier. One program more marks what is left of the list as empty."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    row = first_row + tl.program_id(0)
+    own = row < num_rows
+    first = tl.load(query_starts + row, mask=own, other=0)
+    length = tl.load(query_starts + row + 1, mask=own, other=0) - first
+    context = tl.load(context_lens + row, mask=own, other=-1)
+    lane = tl.arange(0, AT_ONCE)
+    place = 0
+    for start in range(first_row, num_rows, AT_ONCE):
+        other = start + lane
+        there = other < num_rows
+        lengths = tl.load(query_starts + other + 1, mask=there, other=0)
+        lengths -= tl.load(query_starts + other, mask=there, other=0)
+        contexts = tl.load(context_lens + other, mask=there, other=-1)
+        earlier = (contexts > context) | ((contexts == context) & (other < row))
+        place += tl.sum(tl.where(there & earlier, (lengths + TOKENS - 1) // TOKENS, 0), 0)
+    if own:
+        batch_row = tl.load(rows + row).to(tl.int32)
+        count = (length + TOKENS - 1) // TOKENS
+        for start in range(0, count, AT_ONCE):
+            index = start + lane
+            there = index < count
+            begin = (count - 1 - index) * TOKENS
+            entry = tiles + (place + index) * 4
+            tl.store(entry, batch_row, mask=there)
+            tl.store(entry + 1, first + begin, mask=there)
+            tl.store(entry + 2, tl.minimum(length - begin, TOKENS), mask=there)
+            tl.store(entry + 3, context - length + begin, mask=there)
+    else:
+        for start in range(place, bound, AT_ONCE):
+            tl.store(tiles + (start + lane) * 4, -1, mask=start + lane < bound)
+
+
+@triton.jit
+def _places(table, start, columns, BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, STRIDE_BLOCK: tl.constexpr,
+            DIM: tl.constexpr):  # fmt: skip
+    """Where keys start to start + BLOCK_N lie in the cache, [BLOCK_N]. What follows a row's end is not to be used."""
+    if BLOCK < BLOCK_N:
+        # One number a block, not one a key: a thread that copies keys of eight blocks reads them in two loads.
+        index = start // BLOCK + tl.arange(0, BLOCK_N // BLOCK)
+        blocks = tl.load(table + index, mask=index < columns)
+        places = (blocks.to(tl.int64) * STRIDE_BLOCK)[:, None] + (tl.arange(0, BLOCK) * DIM)[None, :]
+        # Triton forgets in a reshape what it knew of alignment, and without it would copy two bytes at a time.
+        return tl.multiple_of(tl.reshape(places, [BLOCK_N]), 16)
+    else:  # noqa: RET505 (a branch taken while compiling)
+        block = tl.load(table + start // BLOCK)
+        return block.to(tl.int64) * STRIDE_BLOCK + (start % BLOCK + tl.arange(0, BLOCK_N)) * DIM
+
+
+@triton.jit
+def _exists(n, start, low, end, WINDOW: tl.constexpr):
+    """Which of keys start + n some query of the tile sees: others may be garbage, and zero times NaN is NaN."""
+    exists = n < end - start
+    if WINDOW > 0:
+        exists = exists & (n >= low - start)
+    return exists
+
+
+@triton.jit
+def _hide(scores, start, n, position, first, last, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Scores of the keys a line's query does not see become very low. Most tiles are seen whole, and skip it."""
+    edge = start + BLOCK_N > first + 1
+    if WINDOW > 0:
+        edge = edge | (start <= last - WINDOW)
+    if edge:
+        key = start + n
+        seen = key[None, :] <= position[:, None]
+        if WINDOW > 0:
+            seen = seen & (key[None, :] > position[:, None] - WINDOW)
+        # Not -inf: a line that sees nothing of its first tile must not become NaN. What it gathers there is scaled
+        # to nothing when it meets a key it sees.
+        scores = tl.where(seen, scores, -1e30)
+    return scores
+
+
+@triton.jit
+def _softmax(scores, best, weight, scale):
+    """Weights of a tile's keys against the best score yet, what to scale earlier sums by, that best, their sum."""
+    higher = tl.maximum(best, tl.max(scores, 1) * scale)
+    keep = tl.exp2(best - higher)
+    p = tl.exp2(scores * scale - higher[:, None])
+    return p, keep, higher, weight * keep + tl.sum(p, 1)
+
+
+@triton.jit
+def _prefill(
+    q, kv, out, tables, tiles, scale, stride_q, stride_half, stride_table,
+    STRIDE_BLOCK: tl.constexpr, STRIDE_HEAD: tl.constexpr, WINDOW: tl.constexpr, GROUP: tl.constexpr,
+    KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_P2: tl.constexpr, BLOCK: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, STAGES: tl.constexpr, SKEWED: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One tile of queries, one KV head: line m is token m // GROUP and head m % GROUP of the group."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    program = tl.program_id(0)
+    head = program % KV_HEADS
+    entry = tiles + program // KV_HEADS * 4
+    row = tl.load(entry)
+    if row < 0:
+        return
+    first_token = tl.load(entry + 1)
+    count = tl.load(entry + 2)
+    first = tl.load(entry + 3)
+    last = first + count - 1
+    end = last + 1
+    low = 0
+    begin = 0
+    if WINDOW > 0:
+        low = tl.maximum(first - WINDOW + 1, 0)
+        begin = low // BLOCK_N * BLOCK_N
+    # There is always a key. A loop that may be empty has a second way round it, and ptxas, which cannot tell that no
+    # product is under way there, would wait for each product at once in all of the kernel.
+    tl.assume(begin < end)
+
+    m = tl.arange(0, BLOCK_M)
+    n = tl.arange(0, BLOCK_N)
+    d = tl.arange(0, DIM_P2)
+    in_dim = (d < DIM)[None, :]
+    token = m // GROUP
+    position = first + tl.minimum(token, count - 1)
+    line = (first_token + token).to(tl.int64)[:, None]
+    at = (head * GROUP + m % GROUP)[:, None] * DIM + d[None, :]
+    there = (token < count)[:, None] & in_dim
+    qs = tl.load(q + line * stride_q + at, mask=there, other=0.0)
+
+    table = tables + row.to(tl.int64) * stride_table
+    keys = kv + head.to(tl.int64) * STRIDE_HEAD + d[None, :]
+    values = keys + stride_half
+    best = tl.full([BLOCK_M], -1e30, tl.float32)
+    weight = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, DIM_P2], tl.float32)
+    if SKEWED:
+        # While the tensor cores multiply the last step's weights with V, the other units compute this step's
+        # weights. The weights wait in float32: packed, they would have to be written where the product under way
+        # still reads them.
+        p = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        keep = tl.full([BLOCK_M], 1.0, tl.float32)
+        for start in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
+            start = tl.multiple_of(start, BLOCK_N)
+            exists = _exists(n, start, low, end, WINDOW)[:, None]
+            places = _places(table, start, stride_table, BLOCK, BLOCK_N, STRIDE_BLOCK, DIM)
+            k = tl.load(keys + places[:, None], mask=exists & in_dim, other=0.0)
+            past = tl.multiple_of(tl.maximum(start - BLOCK_N, 0), BLOCK_N)
+            exists = _exists(n, past, low, past + BLOCK_N, WINDOW)[:, None] & (start > begin)  # at first p is zero
+            places = _places(table, past, stride_table, BLOCK, BLOCK_N, STRIDE_BLOCK, DIM)
+            v = tl.load(values + places[:, None], mask=exists & in_dim, other=0.0)
+            scores = tl.dot(qs, tl.trans(k), input_precision=PRECISION)
+            acc = tl.dot(p.to(v.dtype), v, acc * keep[:, None], input_precision=PRECISION)
+            scores = _hide(scores, start, n, position, first, last, WINDOW, BLOCK_N)
+            p, keep, best, weight = _softmax(scores, best, weight, scale)
+        start = tl.multiple_of(last // BLOCK_N * BLOCK_N, BLOCK_N)
+        exists = _exists(n, start, low, end, WINDOW)[:, None]
+        places = _places(table, start, stride_table, BLOCK, BLOCK_N, STRIDE_BLOCK, DIM)
+        v = tl.load(values + places[:, None], mask=exists & in_dim, other=0.0)
+        acc = tl.dot(p.to(v.dtype), v, acc * keep[:, None], input_precision=PRECISION)
+    else:
+        for start in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
+            start = tl.multiple_of(start, BLOCK_N)
+            exists = _exists(n, start, low, end, WINDOW)[:, None]
+            places = _places(table, start, stride_table, BLOCK, BLOCK_N, STRIDE_BLOCK, DIM)
+            k = tl.load(keys + places[:, None], mask=exists & in_dim, other=0.0)
+            v = tl.load(values + places[:, None], mask=exists & in_dim, other=0.0)
+            scores = tl.dot(qs, tl.trans(k), input_precision=PRECISION)
+            scores = _hide(scores, start, n, position, first, last, WINDOW, BLOCK_N)
+            p, keep, best, weight = _softmax(scores, best, weight, scale)
+            acc = tl.dot(p.to(v.dtype), v, acc * keep[:, None], input_precision=PRECISION)
+    result = (acc / weight[:, None]).to(out.dtype.element_ty)
+    tl.store(out + line * (KV_HEADS * GROUP * DIM) + at, result, mask=there)
+
+
+def plan_tiles(
+    query_starts: torch.Tensor, context_lens: torch.Tensor, rows: torch.Tensor, first_row: int, num_rows: int,
+    num_tokens: int, tile_tokens: int,
+) -> torch.Tensor:  # fmt: skip
+    """The tiles of scheduled rows first_row to num_rows, for every layer of this step: [bound, 4] int32, see `_plan`.
+
+    query_starts [S + 1] and context_lens [S] int32 as in AttentionInputs; row i of the batch's tables is rows[i] [S].
+    Each row before `first_row` has one of the step's `num_tokens` tokens. `tile_tokens`: Tile.tokens(group).
+    """
+    # Whole tiles are no more than the tokens hold, and each row has at most one that is not whole.
+    bound = (num_tokens - first_row) // tile_tokens + num_rows - first_row
+    tiles = torch.empty(bound, 4, dtype=torch.int32, device=query_starts.device)
+    _plan[(num_rows - first_row + 1,)](
+        query_starts, context_lens, rows, tiles, first_row, num_rows, bound, TOKENS=tile_tokens, AT_ONCE=256,
+        num_warps=4, **pdl(),
+    )  # fmt: skip
+    return tiles
+
+
+def prefill_attention(
+    q: torch.Tensor, kv: torch.Tensor, out: torch.Tensor, tables: torch.Tensor, tiles: torch.Tensor, scale: float,
+    window: int | None, tile: Tile | None = None,
+) -> None:  # fmt: skip
+    """Causal attention of the tokens that `tiles` lists into their rows of `out`; see AttentionBackend.attend.
+
+    q [T, heads, head_dim], heads contiguous, any stride between tokens; out [T, heads * head_dim] contiguous; kv one
+    layer's cache; tables [batch rows, max_blocks] int32, fastest when max_blocks is a multiple of 16. `tile` must be
+    the one `tiles` was planned with.
+    """
+    _, heads, dim = q.shape
+    _, _, kv_heads, block_size, _ = kv.shape
+    stride_block, stride_half, stride_head, _, _ = kv.stride()
+    tile = tile or prefill_tile(dim, q.element_size())
+    _prefill[(tiles.shape[0] * kv_heads,)](
+        q, kv, out, tables, tiles, scale * LOG2_E, q.stride(0), stride_half, tables.stride(0),
+        STRIDE_BLOCK=stride_block, STRIDE_HEAD=stride_head, WINDOW=window or 0, GROUP=heads // kv_heads,
+        KV_HEADS=kv_heads, DIM=dim, DIM_P2=max(16, triton.next_power_of_2(dim)), BLOCK=block_size,
+        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, STAGES=tile.stages, SKEWED=tile.skewed,
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=tile.warps, **pdl(),
+    )  # fmt: skip

@@ -1,0 +1,291 @@
+# ruff: noqa: N803, N806
+"""One token a row, drawn and written back on the GPU: two launches, three with filters, none of them a sort.
+
+The vocabulary is cut into groups of 128 neighbouring tokens. The first launch reads the logits once and leaves each
+group's maximum and its sum of weights exp((logit - maximum) / temperature). The last one merges those in the order of
+the vocabulary, finds the group that holds the row's uniform number (a greedy row: the first that holds the maximum),
+reads that group again, picks the token, and commits it. Between them `filtering.py` may take unlikely tokens out.
+
+What a group sums to does not depend on how many rows or programs there are, so neither does a row's token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from quire.kernels.triton.filtering import GREEDY_BELOW, LOG2E, filter_groups
+from quire.kernels.triton.launch import gdc_launch_dependents, gdc_wait, pdl
+
+STOPPED, INVALID = 1, 2
+"""Flags in the results: the token is one of the row's stop ids; the row's logits had NaN, or nothing finite."""
+
+
+@dataclass
+class Columns:
+    """The batch's columns that a draw reads and writes. The last row of each is padding: draws for it do nothing."""
+
+    last_token: torch.Tensor
+    """[rows] int64, like all of them unless told."""
+    num_tokens: torch.Tensor
+    prompt_len: torch.Tensor
+    limit: torch.Tensor
+    active: torch.Tensor
+    """[rows] bool."""
+    seed: torch.Tensor
+    sample: torch.Tensor
+    top_k: torch.Tensor
+    """As many as the vocabulary has, or more: off."""
+    floats: torch.Tensor
+    """[rows, 6] float32: temperature, top_p, min_p, and three that are not read here."""
+    stop_ids: torch.Tensor
+    """[rows, width], padded with -1."""
+
+
+@dataclass
+class Workspace:
+    """What the launches hand each other, allocated once so that a graph can hold it. Needs no clearing."""
+
+    maxima: torch.Tensor
+    """[draws, groups] float32: the largest logit of each group."""
+    sums: torch.Tensor
+    """[draws, groups] float32: the weights of each group, relative to its maximum."""
+    thresholds: torch.Tensor
+    """[draws] float32: the lowest logit that may be drawn."""
+    live: torch.Tensor
+    """[draws, groups] int32: numbers of the groups a filter looks into."""
+    candidates: torch.Tensor
+    """[draws, capacity] float32: logits among which a filter looks for the threshold."""
+    group: int
+    """Tokens in a group."""
+    tile: int
+    """Groups a program reads at a time."""
+
+
+def workspace(
+    max_draws: int,
+    vocab: int,
+    device: torch.device | str,
+    *,
+    group: int = 128,
+    tile: int = 32,
+    capacity: int = 4096,
+) -> Workspace:
+    """Room for `max_draws` draws: 12 bytes a group and 4 a candidate, so 30 KB a draw for a vocabulary of 150,000."""
+    groups = -(-vocab // group)
+    stride = -(-groups // 32) * 32
+    return Workspace(
+        maxima=torch.empty(max_draws, stride, dtype=torch.float32, device=device),
+        sums=torch.empty(max_draws, stride, dtype=torch.float32, device=device),
+        thresholds=torch.empty(max_draws, dtype=torch.float32, device=device),
+        live=torch.empty(max_draws, stride, dtype=torch.int32, device=device),
+        candidates=torch.empty(max_draws, capacity, dtype=torch.float32, device=device),
+        group=group,
+        tile=tile,
+    )
+
+
+def draw_and_commit(
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    columns: Columns,
+    results: torch.Tensor,
+    slot: torch.Tensor,
+    filtered: bool,
+    workspace: Workspace,
+) -> None:
+    """Draw a token for each of `rows` [S] from logits [S, vocab], and commit it.
+
+    A token is the first whose cumulative probability, in the order of the vocabulary, passes the row's number from
+    Philox (seed, number of tokens drawn so far, sample). `filtered`: some row may have top-k, top-p or min-p; without
+    it they are ignored. results and slot: as in `commit`.
+
+    Bytes: the logits once; 16 a group; one group a draw. Operations: about 8 a logit.
+    """
+    draws, vocab = logits.shape
+    if draws == 0:
+        return
+    group, tile = workspace.group, workspace.tile
+    groups = triton.cdiv(vocab, group)
+    _measure_kernel[(triton.cdiv(groups, tile), draws)](
+        logits, logits.stride(0), rows, columns.floats, columns.floats.stride(0),
+        workspace.maxima, workspace.sums, workspace.maxima.stride(0),
+        VOCAB=vocab, GROUP=group, GROUPS=groups, TILE=tile, num_warps=4, **pdl(),
+    )  # fmt: skip
+    if filtered:
+        filter_groups(
+            logits, rows, columns.top_k, columns.floats, workspace.maxima, workspace.sums, workspace.thresholds,
+            workspace.live, workspace.candidates, group, tile,
+        )  # fmt: skip
+    _draw_kernel[(draws,)](
+        logits, logits.stride(0), rows, columns.floats, columns.floats.stride(0),
+        workspace.maxima, workspace.sums, workspace.maxima.stride(0), workspace.thresholds,
+        columns.seed, columns.sample, columns.prompt_len,
+        columns.last_token, columns.num_tokens, columns.limit, columns.active, columns.stop_ids,
+        columns.stop_ids.shape[1], results, results.shape[2], slot, columns.active.shape[0] - 1,
+        VOCAB=vocab, GROUP=group, GROUPS=groups, WIDTH=triton.next_power_of_2(groups), FILTERED=filtered,
+        num_warps=4, **pdl(),
+    )  # fmt: skip
+
+
+def commit(
+    tokens: torch.Tensor,
+    invalid: torch.Tensor,
+    rows: torch.Tensor,
+    columns: Columns,
+    results: torch.Tensor,
+    slot: torch.Tensor,
+) -> None:
+    """Write drawn `tokens` [S] back and end the rows that are done.
+
+    results [slots, 2, max_draws] int32, in pinned host memory on a GPU: draw i's token goes to results[slot[0], 0, i]
+    and its flags to results[slot[0], 1, i]. The slot is read on the device, so that a graph writes to another one each
+    time. Draws for the padding row leave no trace.
+    """
+    if len(rows) == 0:
+        return
+    _commit_kernel[(len(rows),)](
+        tokens, invalid, rows,
+        columns.last_token, columns.num_tokens, columns.limit, columns.active, columns.stop_ids,
+        columns.stop_ids.shape[1], results, results.shape[2], slot, columns.active.shape[0] - 1,
+        num_warps=1, **pdl(),
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["float_stride"])
+def _measure_kernel(
+    logits, row_stride, rows, floats, float_stride, maxima, sums, group_stride,
+    VOCAB: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Each group's maximum and sum of weights: TILE groups a program, 8 KB in bfloat16."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    group = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    draw = tl.program_id(1).to(tl.int64)
+    token = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    x = tl.load(logits + draw * row_stride + token, mask=token < VOCAB, other=float("-inf")).to(tl.float32)
+    scale = _scale(tl.load(floats + tl.load(rows + draw).to(tl.int64) * float_stride))
+    peak = tl.max(x, axis=1)
+    # Relative to 0 where nothing is finite: -inf less -inf would be NaN, which stands for NaN among the logits.
+    base = tl.where(peak > float("-inf"), peak, 0.0)
+    total = tl.sum(tl.exp2((x - base[:, None]) * scale), axis=1)
+    tl.store(maxima + draw * group_stride + group, peak, mask=group < GROUPS)
+    tl.store(sums + draw * group_stride + group, total, mask=group < GROUPS)
+
+
+@triton.jit(do_not_specialize=["float_stride", "stop_width", "result_stride", "padding_row"])
+def _draw_kernel(
+    logits, row_stride, rows, floats, float_stride, maxima, sums, group_stride, thresholds,
+    seed, sample, prompt_len, last_token, num_tokens, limit, active, stop_ids, stop_width,
+    results, result_stride, slot, padding_row,
+    VOCAB: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, FILTERED: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """Pick the group, then the token in it, then commit. One program a draw: 8 bytes a group, and one group's logits."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    draw = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows + draw).to(tl.int64)
+    if row != padding_row:
+        temperature = tl.load(floats + row * float_stride)
+        greedy = temperature < GREEDY_BELOW
+        scale = _scale(temperature)
+        number = _uniform(
+            tl.load(seed + row), tl.load(num_tokens + row) - tl.load(prompt_len + row), tl.load(sample + row)
+        )
+
+        group = tl.arange(0, WIDTH)
+        exists = group < GROUPS
+        peaks = tl.load(maxima + draw * group_stride + group, mask=exists, other=float("-inf"))
+        totals = tl.load(sums + draw * group_stride + group, mask=exists, other=0.0)
+        best = tl.max(peaks)
+        # Doubles from here on, so that the only rounding is that of the weights.
+        masses = (totals * tl.exp2((peaks - best) * scale)).to(tl.float64)
+        through = tl.cumsum(masses, axis=0)
+        whole = tl.sum(masses)
+        invalid = ((best > float("-inf")) & (best < float("inf")) & (whole == whole)) == 0
+        goal = number * whole
+        chosen = tl.min(tl.where(tl.where(greedy, peaks == best, through > goal), group, GROUPS - 1))
+        is_chosen = group == chosen
+        peak = tl.sum(tl.where(is_chosen, peaks, 0.0))
+        before = tl.sum(tl.where(is_chosen, through - masses, 0.0))
+
+        inner = tl.arange(0, GROUP)
+        token = chosen * GROUP + inner
+        x = tl.load(logits + draw * row_stride + token, mask=token < VOCAB, other=float("-inf")).to(tl.float32)
+        weights = tl.exp2((x - peak) * scale)
+        if FILTERED:
+            weights = tl.where(x >= tl.load(thresholds + draw), weights, 0.0)
+        rest = tl.maximum((goal - before) / tl.exp2((peak - best) * scale).to(tl.float64), 0.0)
+        reached = tl.where(greedy, x == peak, tl.cumsum(weights.to(tl.float64), axis=0) > rest)
+        # Where rounding leaves the number past the group's end, its last token that can be drawn.
+        last = tl.max(tl.where(weights > 0.0, inner, 0))
+        drawn = tl.minimum(chosen * GROUP + tl.min(tl.where(reached, inner, last)), VOCAB - 1)
+        _commit(
+            draw, row, drawn, invalid, last_token, num_tokens, limit, active, stop_ids, stop_width,
+            results, result_stride, slot,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["stop_width", "result_stride", "padding_row"])
+def _commit_kernel(
+    tokens, invalid, rows, last_token, num_tokens, limit, active, stop_ids, stop_width,
+    results, result_stride, slot, padding_row, PDL: tl.constexpr,
+):  # fmt: skip
+    """`_commit` for a token drawn elsewhere. One program a draw, about 100 bytes each."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    draw = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows + draw).to(tl.int64)
+    if row != padding_row:
+        _commit(
+            draw, row, tl.load(tokens + draw).to(tl.int32), tl.load(invalid + draw), last_token, num_tokens, limit,
+            active, stop_ids, stop_width, results, result_stride, slot,
+        )  # fmt: skip
+
+
+@triton.jit
+def _commit(
+    draw, row, token, invalid, last_token, num_tokens, limit, active, stop_ids, stop_width,
+    results, result_stride, slot,
+):  # fmt: skip
+    """A row takes its token, ends if it is done, and tells the host."""
+    stopped = 0
+    lane = tl.arange(0, 16)
+    for start in range(0, stop_width, 16):
+        ids = tl.load(stop_ids + row * stop_width + start + lane, mask=start + lane < stop_width, other=-1)
+        stopped = tl.maximum(stopped, tl.max((ids == token).to(tl.int32)))
+    length = tl.load(num_tokens + row) + 1
+    done = (stopped == 1) | (length >= tl.load(limit + row))
+    tl.store(last_token + row, token.to(tl.int64))
+    tl.store(num_tokens + row, length)
+    if done:
+        tl.store(active + row, False)
+    out = results + tl.load(slot).to(tl.int64) * 2 * result_stride + draw
+    tl.store(out, token)
+    tl.store(out + result_stride, stopped + 2 * invalid.to(tl.int32))
+
+
+@triton.jit
+def _scale(temperature):
+    """What a difference of logits is multiplied by to be an exponent of 2. Greedy rows have their sums for NaN only."""
+    return LOG2E / tl.where(temperature < GREEDY_BELOW, 1.0, temperature)
+
+
+@triton.jit
+def _uniform(seed, counter, stream):
+    """As `quire.worker.philox.uniform`: a double in [0, 1) for each (seed, counter, stream) of int64."""
+    bits, _, _, _ = tl.philox(
+        seed,
+        (counter & 0xFFFFFFFF).to(tl.uint32),
+        ((counter >> 32) & 0xFFFFFFFF).to(tl.uint32),
+        (stream & 0xFFFFFFFF).to(tl.uint32),
+        ((stream >> 32) & 0xFFFFFFFF).to(tl.uint32),
+    )
+    return bits.to(tl.float64) * (1.0 / 4294967296.0)

@@ -1,0 +1,183 @@
+"""Threads that read the pieces of a load at the speed of the disk.
+
+A thread that waits for the disk, or copies out of the system's cache, holds no lock: several keep a disk's queue full,
+and together copy faster than one core does. On the way to a GPU bytes pass through page-locked buffers, from which
+the GPU fetches them while the thread reads on; conversions and slices are done there.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import ExitStack, contextmanager
+from queue import SimpleQueue
+from typing import Protocol
+
+import torch
+
+from quire.loading.pieces import PIECE, Piece
+from quire.loading.stored import RangeReader, Stored, as_bytes
+
+THREADS = 8
+# Each thread's page-locked buffers: one is read into while the other is fetched.
+SLOTS, SLOT = 2, 8 << 20
+# Bytes of rows larger than a piece that may be in memory at once, all threads together.
+LARGE_ROWS = 256 << 20
+
+
+class Reader(Protocol):
+    """One thread's buffers. A reader is used by one thread at a time."""
+
+    def read(self, piece: Piece) -> None:
+        """Start to fill the piece's targets; they are filled when `close` has returned."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def read_pieces(pieces: Sequence[Piece], done: Callable[[int], None]) -> None:
+    """Fill all targets. `done` is called, in this thread, with the size of each piece that has been read.
+
+    The first error stops the others and is raised when no thread is at work any more.
+    """
+    by_place = sorted(pieces, key=lambda piece: (str(piece.device), piece.rows.path, piece.rows.start))
+    for device, group in itertools.groupby(by_place, key=lambda piece: piece.device):
+        _read_onto(device, list(group), done)
+
+
+def _read_onto(device: torch.device, pieces: Sequence[Piece], done: Callable[[int], None]) -> None:
+    count = min(THREADS, len(pieces))
+    large = Allowance(LARGE_ROWS)
+    idle: SimpleQueue[Reader] = SimpleQueue()
+
+    @torch.no_grad()
+    def read(piece: Piece) -> int:
+        reader = idle.get()
+        try:
+            with large.taken(_large_bytes(piece)):
+                reader.read(piece)
+        finally:
+            idle.put(reader)
+        return piece.size
+
+    with ExitStack() as readers, ThreadPoolExecutor(count, "load") as threads:
+        for _ in range(count):
+            reader = _reader(device)
+            readers.callback(reader.close)
+            idle.put(reader)
+        try:
+            for future in as_completed([threads.submit(read, piece) for piece in pieces]):
+                done(future.result())
+        except BaseException:  # Ctrl-C too: what has begun is some megabytes, what has not must not begin.
+            threads.shutdown(cancel_futures=True)
+            raise
+
+
+def _large_bytes(piece: Piece) -> int:
+    return piece.rows.nbytes if piece.direct is None and piece.rows.nbytes > PIECE else 0
+
+
+def _reader(device: torch.device) -> Reader:
+    return CudaReader(device) if device.type == "cuda" else HostReader()
+
+
+class HostReader:
+    """Reads straight into targets in this machine's memory, or into a buffer they are converted and sliced from."""
+
+    def __init__(self) -> None:
+        self._source = RangeReader()
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+
+    def close(self) -> None:
+        self._source.close()
+
+    def read(self, piece: Piece) -> None:
+        self._source.will_read(piece.rows)
+        place = piece.direct
+        if place is not None and place.device.type == "cpu":
+            self._source.fill(as_bytes(place), piece.rows)
+            return
+        memory = self._memory(piece.rows)
+        self._source.fill(memory, piece.rows)
+        piece.place(memory.view(piece.rows.dtype).view(piece.rows.shape))
+
+    def _memory(self, rows: Stored) -> torch.Tensor:
+        """Room for the rows; kept from piece to piece unless they are large."""
+        if rows.nbytes > PIECE:
+            return torch.empty(rows.nbytes, dtype=torch.uint8)
+        if rows.nbytes > len(self._buffer):
+            self._buffer = torch.empty(rows.nbytes, dtype=torch.uint8)
+        return self._buffer[: rows.nbytes]
+
+
+class CudaReader:
+    """Reads into page-locked buffers in turn; a stream of its own copies from there."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._source = RangeReader()
+        self._stream = torch.cuda.Stream(device)
+        # The targets' memory may still be in the making.
+        self._stream.wait_stream(torch.cuda.current_stream(device))
+        self._slots = itertools.cycle([_Slot() for _ in range(SLOTS)])
+
+    def close(self) -> None:
+        self._stream.synchronize()
+        self._source.close()
+
+    def read(self, piece: Piece) -> None:
+        self._source.will_read(piece.rows)
+        with torch.cuda.stream(self._stream):
+            place = piece.direct
+            if place is not None:
+                self._copy(piece.rows, place)
+                return
+            rows = torch.empty(piece.rows.shape, dtype=piece.rows.dtype, device=piece.device)
+            self._copy(piece.rows, rows)
+            piece.place(rows)
+
+    def _copy(self, rows: Stored, place: torch.Tensor) -> None:
+        place = as_bytes(place)
+        for start in range(0, len(place), SLOT):
+            part = place[start : start + SLOT]
+            slot = next(self._slots)
+            self._source.fill(slot.free(len(part)), rows, start)
+            part.copy_(slot.memory[: len(part)], non_blocking=True)
+            slot.fetched.record(self._stream)
+
+
+class _Slot:
+    """A page-locked buffer, made when it is first wanted."""
+
+    def __init__(self) -> None:
+        self.memory = torch.empty(0, dtype=torch.uint8)
+        self.fetched = torch.cuda.Event(blocking=True)
+
+    def free(self, size: int) -> torch.Tensor:
+        """So many of its bytes, once nothing is fetched from them any more."""
+        if not len(self.memory):
+            self.memory = torch.empty(SLOT, dtype=torch.uint8, pin_memory=True)
+        self.fetched.synchronize()
+        return self.memory[:size]
+
+
+class Allowance:
+    """So many bytes for all threads together. What is larger than all of it goes alone."""
+
+    def __init__(self, size: int) -> None:
+        self._size = self._free = size
+        self._changed = threading.Condition()
+
+    @contextmanager
+    def taken(self, wanted: int) -> Iterator[None]:
+        wanted = min(wanted, self._size)
+        with self._changed:
+            self._changed.wait_for(lambda: self._free >= wanted)
+            self._free -= wanted
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._free += wanted
+                self._changed.notify_all()

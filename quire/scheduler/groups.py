@@ -1,0 +1,134 @@
+"""Which rows begin with the same blocks: attention reads those once for the group instead of once a row.
+
+Rows come when their prompt is computed and go with their row; in between nothing is looked at. The blocks that count
+are full ones before the last known token: nobody writes into them any more, so what a group shares stays as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from quire.messages.plan import PrefixGroup
+
+LEAST_TOKENS = 256
+"""Rows that share less are never looked at together: most begin with some common template."""
+LEAST_SAVED = 8192
+"""Tokens a group must save attention from reading. A second pass over the shared blocks costs some microseconds a
+layer, in which a large GPU reads the keys and values of a few thousand tokens."""
+
+
+class Group:
+    """Rows and the blocks all of them begin with. A row that shares with nobody is a group of its own."""
+
+    def __init__(self) -> None:
+        self.rows: dict[int, None] = {}
+        self.blocks: list[int] = []
+
+    def saved(self, gone: int = 0) -> int:
+        """Blocks that are not read again, were it for so many rows fewer."""
+        return max(0, len(self.rows) - gone - 1) * len(self.blocks)
+
+
+class PrefixGroups:
+    """Puts rows together so that much is saved: each newcomer joins whom it gains most with."""
+
+    def __init__(self, block_size: int, least_tokens: int | None = None, least_saved: int | None = None) -> None:
+        self._size = block_size
+        self._least_blocks = max(1, -(-(LEAST_TOKENS if least_tokens is None else least_tokens) // block_size))
+        self._least_saved = LEAST_SAVED if least_saved is None else least_saved
+        self._blocks: dict[int, list[int]] = {}
+        """By row: its full blocks when it came."""
+        self._group_of: dict[int, Group] = {}
+        self._near: dict[int, list[Group]] = {}
+        """By the last block of the least beginning there must be: groups it may pay to join."""
+        self._told: dict[Group, None] = {}
+        self._is_changed = False
+
+    def join(self, row: int, blocks: Sequence[int]) -> None:
+        """The row decodes from now on; `blocks` are its leading ones that are never written again."""
+        if len(blocks) < self._least_blocks:
+            return
+        own = self._blocks[row] = list(blocks)
+        near = self._near.setdefault(own[self._least_blocks - 1], [])
+        gain, group, partners, shared = 0, Group(), list[int](), 0
+        for other in near:
+            for rows, common in self._offers(other, own):
+                gained = len(rows) * common + other.saved(gone=len(rows)) - other.saved()
+                if common >= self._least_blocks and gained > gain:
+                    gain, group, partners, shared = gained, other, rows, common
+        if not partners:
+            near.append(group)
+        elif shared > len(group.blocks):
+            group = self._split(near, group, partners)
+        self._put(row, group)
+
+    def leave(self, row: int) -> None:
+        """The row is given back."""
+        group = self._group_of.pop(row, None)
+        if group is None:
+            return
+        self._take_out(group, row)
+        key = self._blocks.pop(row)[self._least_blocks - 1]
+        if not self._near[key]:
+            del self._near[key]
+
+    def changes(self) -> list[PrefixGroup] | None:
+        """All groups that pay, if they are not as they were when this was asked last; else None."""
+        if not self._is_changed:
+            return None
+        self._is_changed = False
+        return [PrefixGroup(list(group.rows), len(group.blocks) * self._size) for group in self._told]
+
+    # Who goes with whom
+
+    def _offers(self, group: Group, blocks: list[int]) -> list[tuple[list[int], int]]:
+        """Members a newcomer with these blocks may go with, and the leading blocks they would share: all of the
+        group, or those that are like the newcomer beyond what the group shares."""
+        shared = _common(group.blocks, blocks)
+        offers = [(list(group.rows), shared)]
+        if shared == len(group.blocks) < len(blocks):
+            like = [row for row in group.rows if self._blocks[row][shared : shared + 1] == blocks[shared : shared + 1]]
+            if like:
+                offers.append((like, min(_common(self._blocks[row], blocks) for row in like)))
+        return offers
+
+    def _split(self, near: list[Group], group: Group, rows: list[int]) -> Group:
+        """Some of a group's rows become one of their own."""
+        near.append(new := Group())
+        for row in rows:
+            self._take_out(group, row)
+            self._put(row, new)
+        return new
+
+    def _put(self, row: int, group: Group) -> None:
+        blocks = self._blocks[row]
+        group.blocks = blocks[: _common(group.blocks, blocks)] if group.rows else blocks
+        group.rows[row] = None
+        self._group_of[row] = group
+        self._note(group)
+
+    def _take_out(self, group: Group, row: int) -> None:
+        del group.rows[row]
+        if len(group.rows) == 1:  # all that is left to share is all that one has
+            group.blocks = self._blocks[next(iter(group.rows))]
+        elif not group.rows:
+            self._near[self._blocks[row][self._least_blocks - 1]].remove(group)
+        self._note(group)
+
+    def _note(self, group: Group) -> None:
+        """The group is another than it was: whoever is told of it must be told anew."""
+        pays = len(group.rows) > 1 and group.saved() * self._size >= self._least_saved
+        if pays:
+            self._told[group] = None
+            self._is_changed = True
+        elif group in self._told:
+            del self._told[group]
+            self._is_changed = True
+
+
+def _common(one: list[int], other: list[int]) -> int:
+    """How many leading entries are the same."""
+    length = min(len(one), len(other))
+    if one[:length] == other[:length]:
+        return length
+    return next(i for i in range(length) if one[i] != other[i])

@@ -1,0 +1,217 @@
+"""The batch on a GPU: a plan is one packed buffer in pinned memory, taken apart by one kernel; results come back the
+same way. Nothing is copied and nothing waits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from quire.kernels.triton.batch import NEW_ROW_INTS, apply_plan, expand_rows
+from quire.kernels.triton.sampling import Columns, commit, draw_and_commit, workspace
+from quire.layers.attention.base import AttentionInputs
+from quire.messages.plan import NewRow, StepPlan
+from quire.worker.batch import DeviceBatch, StepInputs
+from quire.worker.extras import RowExtras, RowKind
+from quire.worker.kv import KVCache
+
+IN_FLIGHT = 8
+"""Plans and results that have a buffer of their own: more than are ever in flight."""
+STOP_IDS = 8
+
+
+@dataclass
+class StepBuffers:
+    """A step's own numbers, where graphs find them: written by `apply_plan`, read by the step's kernels."""
+
+    rows: torch.Tensor
+    query_starts: torch.Tensor
+    tokens: torch.Tensor
+    picks: torch.Tensor
+    draw_rows: torch.Tensor
+    slot: torch.Tensor
+
+
+class PinnedResult:
+    """What a step drew, on its way into pinned memory."""
+
+    def __init__(self, values: np.ndarray, on_gpu: bool) -> None:
+        self._values = values
+        self._event = torch.cuda.Event() if on_gpu else None
+        if self._event is not None:
+            self._event.record()
+
+    def ready(self) -> bool:
+        """Whether the step is done."""
+        return self._event is None or self._event.query()
+
+    def wait(self) -> list[np.ndarray]:
+        """Tokens, whether each was a stop id, and whether the row's logits were no numbers."""
+        if self._event is not None:
+            self._event.synchronize()
+        tokens, flags = self._values
+        return [tokens.copy(), (flags & 1).astype(bool), (flags & 2).astype(bool)]
+
+
+class CudaBatch(DeviceBatch):
+    """`DeviceBatch` with its three operations in Triton."""
+
+    def __init__(
+        self, max_rows: int, max_tokens_per_row: int, vocab_size: int, kv: KVCache, device: torch.device,
+        max_step_tokens: int,
+    ) -> None:  # fmt: skip
+        super().__init__(max_rows, max_tokens_per_row, vocab_size, kv, device)
+        self.pad_row = max_rows
+        self._on_gpu = device.type == "cuda"
+        self.stop_ids = torch.full((max_rows + 1, STOP_IDS), -1, dtype=torch.int64, device=device)
+
+        def ints(*size: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.zeros(size, dtype=dtype, device=device)
+
+        self.buffers = StepBuffers(
+            rows=torch.full((max_rows + 1,), self.pad_row, dtype=torch.int32, device=device),
+            query_starts=ints(max_rows + 2),
+            tokens=ints(max_step_tokens),
+            picks=ints(max_rows),
+            draw_rows=ints(max_rows),
+            slot=ints(1),
+        )
+        self._packed = [self._pinned(4 * max_step_tokens) for _ in range(IN_FLIGHT)]
+        self.results = self._pinned(IN_FLIGHT, 2, max_rows)
+        self._result_values = self.results.numpy()
+        self._slot = 0
+        self._workspace = workspace(max_rows, vocab_size, device)
+
+    def _pinned(self, *size: int) -> torch.Tensor:
+        """Host memory the device reads and writes; plain memory where kernels run in the interpreter."""
+        return torch.zeros(size, dtype=torch.int32, pin_memory=self._on_gpu)
+
+    # A plan comes
+
+    def apply(self, plan: StepPlan, padded_rows: int = 0) -> None:
+        """Bring the rows up to the plan and lay its numbers out; the step's rows are padded to `padded_rows`."""
+        if plan.reset and self._on_gpu:
+            torch.cuda.synchronize(self._device)  # a failed step may still be reading what the next one writes
+        self._begin(plan)
+        self._slot = (self._slot + 1) % IN_FLIGHT
+        added = {new.row for new in plan.add}
+        drop = [row for row in plan.drop if row not in added]
+        ends = np.cumsum(plan.counts, dtype=np.int32)
+        sections = [
+            np.array(drop, np.int32), plan.block_rows, plan.block_indices, plan.blocks, plan.rows, _ZERO, ends,
+            plan.tokens, ends[plan.samples] - 1, plan.sample_rows,
+        ]  # fmt: skip
+        if plan.add:
+            sections += self._new_rows(plan.add)
+        lengths = [len(section) for section in sections]
+        packed = self._buffer(sum(lengths))
+        np.concatenate(sections, out=packed.numpy()[: sum(lengths)], casting="same_kind")
+        sizes = dict(
+            drops=len(drop), blocks=len(plan.blocks), rows=len(plan.rows), fresh=len(plan.tokens),
+            draws=len(plan.samples), added=len(plan.add), padded=max(padded_rows, len(plan.rows)),
+            slot_number=self._slot,
+        )  # fmt: skip
+        apply_plan(packed, sizes, max(*lengths, sizes["padded"]) + 1, self.buffers, self)
+        self.kv.copy(plan.copies)
+
+    def _buffer(self, size: int) -> torch.Tensor:
+        if len(self._packed[self._slot]) < size:  # long cached prefixes bring long tables; rare
+            self._packed[self._slot] = self._pinned(2 * size)
+        return self._packed[self._slot]
+
+    def _new_rows(self, added: list[NewRow]) -> list[np.ndarray]:
+        ints = np.empty((len(added), NEW_ROW_INTS), np.int32)
+        floats = ints.view(np.float32)
+        longest = max(len(new.stop_ids) for new in added)
+        if longest > self.stop_ids.shape[1]:
+            self._widen_stop_ids(longest)
+        stops = np.full((len(added), self.stop_ids.shape[1]), -1, np.int32)
+        for i, new in enumerate(added):
+            p = new.params
+            seed = new.seed & (2**64 - 1)
+            ints[i, :7] = (
+                new.row, new.num_tokens, new.num_computed, new.prompt_len, new.limit,
+                p.top_k if p.top_k > 0 else self.vocab_size, new.sample,
+            )  # fmt: skip
+            ints[i, 7:9] = np.array([seed & 0xFFFFFFFF, seed >> 32], np.uint32).view(np.int32)
+            floats[i, 9:] = (
+                p.temperature, p.top_p, p.min_p, p.repetition_penalty, p.presence_penalty, p.frequency_penalty
+            )  # fmt: skip
+            stops[i, : len(new.stop_ids)] = new.stop_ids
+            self.kinds[new.row] = RowKind.of(new)
+            self.extras[new.row] = RowExtras(new, self._device)
+        return [ints.reshape(-1), stops.reshape(-1)]
+
+    def _widen_stop_ids(self, width: int) -> None:
+        """Graphs have the column's address in them: they are to be captured again (`stop_ids_moved`)."""
+        wider = self.stop_ids.new_full((len(self.stop_ids), width), -1)
+        wider[:, : self.stop_ids.shape[1]] = self.stop_ids
+        self.stop_ids = wider
+
+    # A step is laid out
+
+    def inputs(self, plan: StepPlan) -> StepInputs:
+        """The step as the model sees it."""
+        inputs = self.empty_inputs(
+            len(plan.rows), plan.num_tokens, plan.num_decodes, int(plan.counts.max()), plan.max_context
+        )
+        self.expand(inputs)
+        return inputs
+
+    def empty_inputs(self, rows: int, tokens: int, decodes: int, max_query: int, max_context: int) -> StepInputs:
+        """Room for a step of this size."""
+        longs = torch.empty(3, tokens, dtype=torch.int64, device=self._device)
+        attention = AttentionInputs(
+            slots=longs[2],
+            query_starts=self.buffers.query_starts[: rows + 1],
+            context_lens=torch.empty(rows, dtype=torch.int32, device=self._device),
+            block_tables=self.block_table,
+            num_rows=rows,
+            num_tokens=tokens,
+            num_decodes=decodes,
+            max_query_len=max_query,
+            max_context_len=max_context,
+            rows=self.buffers.rows[:rows],
+        )
+        return StepInputs(longs[0], longs[1], attention)
+
+    def expand(self, inputs: StepInputs) -> None:
+        """Fill a step's numbers in from the rows it schedules."""
+        attention = inputs.attention
+        expand_rows(
+            self.buffers, self, self.kv.tokens, attention.num_rows, attention.num_decodes, inputs.tokens,
+            inputs.positions, attention.slots, attention.context_lens,
+        )  # fmt: skip
+
+    # Tokens are drawn
+
+    @property
+    def columns(self) -> Columns:
+        """What the sampling kernels read and write."""
+        return Columns(
+            last_token=self.last_token, num_tokens=self.num_tokens, prompt_len=self.prompt_len, limit=self.limit,
+            active=self.active, seed=self.seed, sample=self.sample, top_k=self.top_k, floats=self.floats,
+            stop_ids=self.stop_ids,
+        )  # fmt: skip
+
+    def picks(self, plan: StepPlan) -> torch.Tensor:
+        return self.buffers.picks[: len(plan.samples)]
+
+    def draw_rows(self, plan: StepPlan) -> torch.Tensor:
+        return self.buffers.draw_rows[: len(plan.samples)]
+
+    def draw(self, logits: torch.Tensor, rows: torch.Tensor, start: int, filtered: bool) -> bool:
+        results = self.results[:, :, start:]
+        draw_and_commit(logits, rows, self.columns, results, self.buffers.slot, filtered, self._workspace)
+        return True
+
+    def commit(self, tokens: torch.Tensor, invalid: torch.Tensor, rows: torch.Tensor, start: int) -> None:
+        commit(tokens, invalid, rows, self.columns, self.results[:, :, start:], self.buffers.slot)
+
+    def result(self, draws: int) -> PinnedResult:
+        """The step's result, to be waited for."""
+        return PinnedResult(self._result_values[self._slot, :, :draws], self._on_gpu)
+
+
+_ZERO = np.zeros(1, np.int32)

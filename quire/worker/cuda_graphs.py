@@ -1,0 +1,117 @@
+"""Decode steps as CUDA graphs: one launch for what would be hundreds.
+
+A pure decode step is the same kernels whatever its rows are: their numbers lie in buffers that stay. Each *rung* of a
+ladder of batch sizes has one graph for the whole step (inputs, forward pass, plain sampling, rows brought up to date)
+and, captured when first needed, one for the forward pass alone, for steps whose sampling is out of the ordinary. A
+step takes the next rung up; the rows it lacks are the batch's padding row, which is never active.
+
+All graphs share one memory pool: no two of them run at once, and each one's results are read before the next is
+launched on the same stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+
+from quire.messages.plan import StepPlan
+from quire.models.base import CausalLM
+from quire.worker.batch import StepInputs
+from quire.worker.cuda_batch import CudaBatch
+
+
+def ladder(max_rows: int) -> list[int]:
+    """Batch sizes to capture: fine where a row more or less is felt, coarse above."""
+    sizes = [1, 2, 3, 4, 6, 8, 12, 16, *range(24, 64, 8), *range(64, 256, 16), *range(256, 512, 32)]
+    sizes += range(512, 1025, 64)
+    return [size for size in sizes if size < max_rows] + [max_rows]
+
+
+class CudaGraphs:
+    """Runs the model on a GPU."""
+
+    def __init__(self, model: CausalLM, batch: CudaBatch, max_rows: int, enabled: bool) -> None:
+        self._model = model
+        self._batch = batch
+        self._kv = batch.kv.layers
+        self._rungs = ladder(min(max_rows, 1024)) if enabled else []
+        self._rung_of = _next_rung(self._rungs)
+        self._stream = torch.cuda.Stream() if enabled else None
+        self._pool = torch.cuda.graph_pool_handle() if enabled else None
+        self._steps: dict[int, torch.cuda.CUDAGraph] = {}
+        self._forwards: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+        self._stops = batch.stop_ids
+
+    # What is captured when
+
+    def capture(self, progress: Callable[[Iterable[int]], Iterable[int]] = iter) -> None:
+        """Capture every rung's step, the largest first, so that the smaller ones fit into its memory."""
+        for rows in progress(self._rungs[::-1]):
+            self._capture_step(rows)
+
+    @torch.inference_mode()
+    def _capture_step(self, rows: int) -> None:
+        """Kernels are loaded by a run over padding rows, which write to the null block and nowhere else."""
+        self._batch.buffers.rows.fill_(self._batch.pad_row)
+        self._steps[rows] = self._captured(lambda: self._step(rows), warm_up=True)
+
+    def _captured(self, run: Callable[[], object], warm_up: bool = False) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        assert self._stream is not None
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            if warm_up:
+                run()
+            graph.capture_begin(self._pool, capture_error_mode="thread_local")
+            try:
+                run()
+            finally:
+                graph.capture_end()
+        torch.cuda.current_stream().wait_stream(self._stream)
+        return graph
+
+    # What is in a graph
+
+    def _step(self, rows: int) -> None:
+        hidden = self._forward(rows)
+        self._batch.draw(self._model.logits(hidden), self._batch.buffers.rows[:rows], 0, filtered=False)
+
+    def _forward(self, rows: int) -> torch.Tensor:
+        inputs = self._batch.empty_inputs(rows, rows, rows, 1, 0)
+        self._batch.expand(inputs)
+        return self.forward(inputs)
+
+    # How a step runs
+
+    def padded_rows(self, plan: StepPlan) -> int:
+        rows = len(plan.rows)
+        return self._rung_of[rows] if rows == plan.num_decodes and 0 < rows < len(self._rung_of) else 0
+
+    def run_step(self, rows: int) -> None:
+        if self._batch.stop_ids is not self._stops:  # the column was widened, and graphs have its address in them
+            self._steps.clear()
+            self._stops = self._batch.stop_ids
+        if rows not in self._steps:
+            self._steps[rows] = self._captured(lambda: self._step(rows))
+        self._steps[rows].replay()
+
+    def run_forward(self, rows: int) -> torch.Tensor:
+        if rows not in self._forwards:
+            hidden: list[torch.Tensor] = []
+            graph = self._captured(lambda: hidden.append(self._forward(rows)))
+            self._forwards[rows] = (graph, hidden[0])
+        graph, states = self._forwards[rows]
+        graph.replay()
+        return states
+
+    def forward(self, step: StepInputs) -> torch.Tensor:
+        return self._model.forward(step.tokens, step.positions, self._kv, step.attention)
+
+
+def _next_rung(rungs: Sequence[int]) -> list[int]:
+    """For each number of rows, the rung it runs on."""
+    table: list[int] = []
+    for rung in rungs:
+        table += [rung] * (rung + 1 - len(table))
+    return table

@@ -1,0 +1,19 @@
+"""Where these tests run, and what their engines have in common."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+
+DEVICE = "cuda"
+ON_A_GPU = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+USUAL: dict[str, Any] = {"dtype": "float32", "device": DEVICE, "max_num_seqs": 16, "num_gpu_blocks_override": 512}
+"""Few rows, so that few graphs are captured and an engine starts in a moment."""
+MODEL = os.environ.get("QUIRE_TEST_MODEL", "")
+"""Instead of the default model, where it lies elsewhere."""

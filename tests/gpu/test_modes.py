@@ -1,0 +1,133 @@
+"""Captured or not, overlapped or not: the same kernels in the same order, so the same tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from quire import LLM, RequestOutput, SamplingParams
+from tests.conftest import TINY_VOCAB
+from tests.gpu.near_ties import NearTies, greedy
+from tests.gpu.target import ON_A_GPU
+
+pytestmark = ON_A_GPU
+
+PROMPTS = [[(7 * i + 3 * j) % TINY_VOCAB for j in range(1 + 5 * i)] for i in range(14)]
+LENGTHS = [3 + 4 * (11 * i % 14) for i in range(len(PROMPTS))]
+"""Requests end one by one, so that every rung of the ladder is taken."""
+
+
+def tokens_of(outputs: list[RequestOutput]) -> list[list[int]]:
+    assert all(output.error is None for output in outputs)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def greedy_params(length: int, **more: Any) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=length, ignore_eos=True, **more)
+
+
+@pytest.fixture
+def replays(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[int]]:
+    """Rows of every captured step and forward pass that ran."""
+    from quire.worker.cuda_graphs import CudaGraphs
+
+    calls: dict[str, list[int]] = {"run_step": [], "run_forward": []}
+
+    def counted(name: str) -> Callable[..., Any]:
+        run = getattr(CudaGraphs, name)
+
+        def call(self: Any, rows: int) -> Any:
+            calls[name].append(rows)
+            return run(self, rows)
+
+        return call
+
+    for name in calls:
+        monkeypatch.setattr(CudaGraphs, name, counted(name))
+    return calls
+
+
+@pytest.fixture(scope="module")
+def expected(reference: Any) -> list[list[int]]:
+    outputs = greedy(reference, PROMPTS, max(LENGTHS))
+    return [tokens[:length] for tokens, length in zip(outputs, LENGTHS, strict=True)]
+
+
+@pytest.mark.parametrize("depth", [0, 1], ids=["in turn", "overlapped"])
+@pytest.mark.parametrize("eager", [True, False], ids=["eager", "graphs"])
+def test_greedy_tokens_equal_transformers_in_every_mode(
+    engine: Callable[..., LLM], ties: NearTies, replays: dict[str, list[int]], expected: list[list[int]], eager: bool,
+    depth: int,
+) -> None:  # fmt: skip
+    llm = engine(enforce_eager=eager, pipeline_depth=depth)
+    outputs = tokens_of(llm.generate(PROMPTS, [greedy_params(n) for n in LENGTHS], use_tqdm=False))
+    for i, prompt in enumerate(PROMPTS):
+        ties.compare(prompt, outputs[i], expected[i], f"prompt {i}")
+    ties.report("eager" if eager else "graphs")
+    rungs = set(replays["run_step"])
+    assert not rungs if eager else {1, 2, 4, 8} <= rungs, "requests end one by one: every size is passed"
+    assert not replays["run_forward"]
+
+
+def test_rows_that_report_replay_the_forward_pass_and_draw_the_same(
+    engine: Callable[..., LLM], ties: NearTies, replays: dict[str, list[int]], expected: list[list[int]]
+) -> None:
+    params = [greedy_params(n, logprobs=2 if i % 3 == 0 else None) for i, n in enumerate(LENGTHS)]
+    outputs = engine().generate(PROMPTS, params, use_tqdm=False)
+    for i, tokens in enumerate(tokens_of(outputs)):
+        ties.compare(PROMPTS[i], tokens, expected[i], f"prompt {i}")
+        reports = outputs[i].outputs[0].logprobs
+        assert (reports is None) == (i % 3 != 0)
+        for token, report in zip(tokens, reports or [], strict=reports is not None):
+            assert report[token].rank == 1
+    ties.report("logprobs")
+    assert replays["run_forward"] and replays["run_step"]
+
+
+def test_a_long_list_of_stop_ids_moves_the_column_and_graphs_follow(
+    engine: Callable[..., LLM], ties: NearTies, expected: list[list[int]]
+) -> None:
+    llm = engine()
+    many = [token for token in range(TINY_VOCAB) if token not in expected[3]][:40]
+    for more in ({}, {"stop_token_ids": many}, {"stop_token_ids": [*many, expected[3][4]]}, {}):
+        (tokens,) = tokens_of(llm.generate([PROMPTS[3]], greedy_params(LENGTHS[3], **more), use_tqdm=False))
+        ends = len(more.get("stop_token_ids", [])) > len(many)
+        at = expected[3].index(expected[3][4]) + 1 if ends else LENGTHS[3]
+        ties.compare(PROMPTS[3], tokens, expected[3][:at])
+    ties.report("stop ids", most=0)
+
+
+def test_more_requests_than_rows_and_more_tokens_than_a_step(
+    engine: Callable[..., LLM], ties: NearTies, expected: list[list[int]]
+) -> None:
+    llm = engine(max_num_seqs=5, max_num_batched_tokens=24, block_size=8)
+    outputs = tokens_of(llm.generate(PROMPTS, [greedy_params(n) for n in LENGTHS], use_tqdm=False))
+    for i, prompt in enumerate(PROMPTS):
+        ties.compare(prompt, outputs[i], expected[i], f"prompt {i}")
+    ties.report("chunks")
+
+
+@pytest.mark.parametrize("rows", [1, 4, 16])
+def test_bfloat16_graphs_draw_what_eager_steps_draw(engine: Callable[..., LLM], rows: int) -> None:
+    """So many rows is a rung: nothing is padded, so a captured step is the eager one, bit for bit."""
+    prompts = [[(5 * i + 3 * j) % TINY_VOCAB for j in range(20)] for i in range(rows)]
+    outputs = []
+    for eager in (True, False):
+        llm = engine(dtype="bfloat16", enforce_eager=eager, pipeline_depth=0)
+        outputs.append(tokens_of(llm.generate(prompts, greedy_params(48), use_tqdm=False)))
+    assert outputs[0] == outputs[1]
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_seeded_draws_are_the_same_captured_and_eager(engine: Callable[..., LLM], depth: int) -> None:
+    params = [
+        SamplingParams(temperature=1.0, seed=i, max_tokens=30, ignore_eos=True, top_p=0.9 if i % 4 == 3 else 1.0)
+        for i in range(8)
+    ]
+    outputs = []
+    for eager in (True, False):
+        llm = engine(enforce_eager=eager, pipeline_depth=depth)
+        outputs.append(tokens_of(llm.generate(PROMPTS[:8], params, use_tqdm=False)))
+    assert outputs[0] == outputs[1]

@@ -1,0 +1,108 @@
+"""The whole engine over the GPU's kernels, in Triton's interpreter: the tokens of the engine over the CPU's kernels.
+
+What is not walked here is what only a device has: pinned memory, events, graphs (`tests/gpu`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire import LLM, RequestOutput, SamplingParams
+from quire.platforms.cpu import CpuPlatform
+from tests.conftest import TINY_VOCAB, assert_idle
+from tests.kernels.triton_target import ON_GPU
+
+pytestmark = pytest.mark.skipif(ON_GPU, reason="on a GPU the kernels are compiled: tests/gpu runs the engine there")
+
+LENGTH = 5
+PROMPTS = [[(11 * i + 5 * j) % TINY_VOCAB for j in range(4 + 5 * i)] for i in range(3)]
+GREEDY = SamplingParams(temperature=0, max_tokens=LENGTH, ignore_eos=True)
+SEEDED = SamplingParams(temperature=0.9, top_p=0.9, seed=-7, max_tokens=LENGTH, ignore_eos=True)
+PLAIN = SamplingParams(temperature=1.1, seed=2**63, max_tokens=LENGTH, ignore_eos=True)
+TOP_K = SamplingParams(temperature=0.8, top_k=9, min_p=0.02, seed=5, n=2, max_tokens=LENGTH, ignore_eos=True)
+PARAMS = [GREEDY, SEEDED, TOP_K]
+
+
+def tokens_of(outputs: list[RequestOutput]) -> list[list[list[int]]]:
+    assert all(output.error is None for output in outputs)
+    return [[list(sample.token_ids) for sample in output.outputs] for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_model: Path) -> list[list[list[int]]]:
+    """By the CPU's own kernels."""
+    with LLM(str(tiny_model), dtype="float32", num_gpu_blocks_override=64, device="cpu") as llm:
+        return tokens_of(llm.generate(PROMPTS, PARAMS, use_tqdm=False))
+
+
+@pytest.fixture
+def interpreted(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., LLM]]:
+    """Engines on the CPU that run the GPU's kernels."""
+    monkeypatch.setattr(CpuPlatform, "ops", "quire.kernels.triton.ops.TritonOps")
+    monkeypatch.setattr(CpuPlatform, "attention", "triton")
+    made: list[LLM] = []
+
+    def make(**settings: Any) -> LLM:
+        usual = {"dtype": "float32", "num_gpu_blocks_override": 64, "device": "cpu", "enforce_eager": True}
+        made.append(LLM(str(tiny_model), **(usual | {"max_num_seqs": 8} | settings)))
+        return made[-1]
+
+    yield make
+    for llm in made:
+        assert_idle(llm)
+        llm.shutdown()
+
+
+def preemptions(llm: LLM) -> int:
+    return llm.llm_engine.core.scheduler.stats.preemptions
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"pipeline_depth": 0},
+        {"pipeline_depth": 1, "max_num_batched_tokens": 6, "max_num_seqs": 4, "block_size": 8},
+        {"pipeline_depth": 0, "num_gpu_blocks_override": 8, "block_size": 4},
+        {"pipeline_depth": 1, "num_gpu_blocks_override": 8, "block_size": 4},
+    ],
+    ids=["in turn", "overlapped, tiny chunks", "preempted", "overlapped, preempted"],
+)
+def test_tokens_equal_those_of_the_cpus_kernels(
+    interpreted: Callable[..., LLM], expected: list[list[list[int]]], settings: dict[str, Any]
+) -> None:
+    llm = interpreted(**settings)
+    assert tokens_of(llm.generate(PROMPTS, PARAMS, use_tqdm=False)) == expected
+    assert (preemptions(llm) > 0) == ("num_gpu_blocks_override" in settings)
+
+
+def test_cached_blocks_and_rows_with_lists_and_reports(
+    interpreted: Callable[..., LLM], llm: LLM
+) -> None:
+    """A prefix hit, and rows of every kind in one batch, each with what the CPU's kernels give it."""
+    listed = SamplingParams(
+        temperature=0.8, seed=3, max_tokens=4, min_tokens=3, repetition_penalty=1.2, presence_penalty=0.5,
+        logit_bias={5: 2.0}, allowed_token_ids=list(range(2, 90)), logprobs=2, prompt_logprobs=1,
+    )  # fmt: skip
+    ours = interpreted(pipeline_depth=1, block_size=4)
+    prompts, params = [PROMPTS[2], PROMPTS[2], PROMPTS[1]], [GREEDY, listed, PLAIN]
+    theirs = llm.generate(prompts, params, use_tqdm=False)
+    outputs = ours.generate(prompts, params, use_tqdm=False)
+    assert tokens_of(outputs) == tokens_of(theirs)
+    (again,) = ours.generate([PROMPTS[2]], GREEDY, use_tqdm=False)
+    assert again.num_cached_tokens == 12
+    assert tokens_of([again]) == tokens_of(outputs[:1])
+    _assert_same_reports(outputs[1], theirs[1])
+
+
+def _assert_same_reports(ours: RequestOutput, theirs: RequestOutput) -> None:
+    mine = [*(ours.prompt_logprobs or []), *(ours.outputs[0].logprobs or [])]
+    others = [*(theirs.prompt_logprobs or []), *(theirs.outputs[0].logprobs or [])]
+    for entry, other in zip(mine, others, strict=True):
+        assert (entry or {}).keys() == (other or {}).keys()
+        for token, value in (entry or {}).items():
+            assert value.logprob == pytest.approx(other[token].logprob, abs=1e-4)
+            assert value.rank == other[token].rank
