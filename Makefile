@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup chat test lint format bench soak docs clean
+.PHONY: setup chat test test-gpu sanitize lint format bench soak docs clean
 
 setup: $(STAMP)
 
@@ -20,6 +20,18 @@ chat: setup
 
 test: setup lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow and not gpu"
+
+# For a machine with a GPU and no network: nothing is installed, python3 has torch, triton and pytest.
+GPU_PYTHON ?= $(firstword $(wildcard $(BIN)/python) $(PYTHON))
+SANITIZED ?= batch or decode or prefill or sampling or elementwise or thin or prefix
+
+test-gpu:
+	$(GPU_PYTHON) -m pytest tests/gpu tests/kernels -m "not slow" --durations=15 $(ARGS)
+
+# Without torch's memory pool every tensor is an allocation of its own, and a step past its end is seen.
+sanitize:
+	PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 --target-processes all \
+		$(GPU_PYTHON) -m pytest tests/kernels -m "not slow" -k "triton and ($(SANITIZED))" --timeout=600 $(ARGS)
 
 lint: setup
 	@$(BIN)/ruff check .

@@ -21,6 +21,10 @@ def option(default: Any, help: str, group: str, **facts: Any) -> Any:
     return dataclasses.field(default=default, metadata={"help": help, "group": group, **facts})
 
 
+DEEPEST = 4
+"""Steps in flight beside the one that is collected: more would only make ends come later."""
+
+
 @dataclass(frozen=True)
 class EngineConfig:
     """How an engine is set up. Validated when it is made; nothing is changed afterwards."""
@@ -90,6 +94,11 @@ class EngineConfig:
     enable_chunked_prefill: bool = option(
         True, "Cut long prompts into chunks that share steps with decodes", "scheduling"
     )
+    prefix_group_attention: bool = option(
+        True,
+        "On a GPU, read the cache of a beginning that many running requests share once for all of them",
+        "scheduling",
+    )
     scheduling_policy: str = option("fcfs", "fcfs, priority (lower first, ageing), or a dotted path", "scheduling")
 
     step_timeout: int = option(
@@ -124,6 +133,8 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
                 raise ConfigError(f"{name} must be an integer of at least {least}, got {value!r}", name, value)
+        if (self.pipeline_depth or 0) > DEEPEST:
+            raise ConfigError(f"pipeline_depth is at most {DEEPEST}", "pipeline_depth", self.pipeline_depth)
 
     def _check_shares(self) -> None:
         for name in ("gpu_memory_utilization", "cpu_kv_cache_share"):

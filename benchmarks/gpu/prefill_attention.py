@@ -151,12 +151,12 @@ def report(model: str) -> None:
     print(f"{'block_m block_n warps stages skewed':<38}" + "".join(f"{name:>22}" for name in steps))
     best: dict[str, tuple[float, Tile]] = {}
     for tile in VARIANTS:
-        line = f"{tile.block_m:>7} {tile.block_n:>7} {tile.warps:>5} {tile.stages:>6} {tile.skewed!s:>6}"
+        line = f"{tile.block_m:>7} {tile.block_n:>7} {tile.warps:>5} {tile.stages:>6} {tile.skewed!s:>6}   "
         for name, step in steps.items():
             found = rate(step, tile)
             best[name] = max(best.get(name, (0.0, tile)), (found, tile), key=lambda pair: pair[0])
             line += f"{found:>22.0f}"
-        print(f"{line[:34]:<38}{line[34:]}" + (" <- default" if tile == prefill_tile(DIM, 2) else ""), flush=True)
+        print(line + ("  <- default" if tile == prefill_tile(DIM, 2) else ""), flush=True)
     for name, (found, tile) in best.items():
         print(f"best for {name}: {found:.0f} with {tile}")
     plans = {name: 1e6 * seconds(lambda step=step: step.plan(VARIANTS[0])) for name, step in steps.items()}

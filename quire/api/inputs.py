@@ -51,6 +51,8 @@ class InputProcessor:
         self._max_logprobs = facts.model.vocab_size if max_logprobs < 0 else max_logprobs
         self._seeds = random.Random(seed)
         self._eos_ids = self._end_tokens()
+        self.hashes_ahead = False
+        """Whether content keys are computed here, or by the loop when it admits the request: while the device works."""
 
     def make(
         self,
@@ -74,7 +76,7 @@ class InputProcessor:
             limit=self._limit(len(tokens), params),
             eos_ids=self._eos_ids,
             bad_words=self._bad_words(params),
-            keys=self._facts.keys.of(tokens, salt),
+            keys=self._facts.keys.of(tokens, salt) if self.hashes_ahead else [],
             salt=salt,
             reads_cache=params.prompt_logprobs is None,
             seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
@@ -116,6 +118,8 @@ class InputProcessor:
         if isinstance(prompt, str):
             return prompt, self.encode(prompt), salt
         if isinstance(prompt, Sequence) and not isinstance(prompt, bytes):
+            if set(map(type, prompt)) <= {int}:
+                return text, list(prompt), salt  # type: ignore[arg-type]
             return text, [_token_id(token) for token in prompt], salt
         raise ValidationError(
             f"a prompt is text, token ids, or a dict of them; got {type(prompt).__name__}", "prompt", prompt

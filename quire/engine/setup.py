@@ -18,6 +18,7 @@ from quire.memory.prefix import ContentKeys
 from quire.memory.tables import BlockTables
 from quire.platforms import choose
 from quire.platforms.base import Platform
+from quire.scheduler.groups import PrefixGroups
 from quire.scheduler.policies.registry import make_policy
 from quire.scheduler.scheduler import Scheduler
 from quire.worker.memory import MemoryNeeds, MemoryPlan, no_room
@@ -74,8 +75,9 @@ def make_engine(config: EngineConfig, files: ModelFiles, model: ModelConfig) -> 
     tables = BlockTables(memory.num_blocks, config.block_size, config.enable_prefix_caching)
     keys = ContentKeys(config.block_size, f"{files.path}|{model.architecture}|{needs.dtype}".encode())
     scheduler = Scheduler(
-        tables, make_policy(config.scheduling_policy), keys, rows, tokens, config.enable_chunked_prefill
-    )
+        tables, make_policy(config.scheduling_policy), keys, rows, tokens, config.enable_chunked_prefill,
+        groups=PrefixGroups(config.block_size) if worker.reads_groups else None,
+    )  # fmt: skip
     depth = platform.pipeline_depth if config.pipeline_depth is None else config.pipeline_depth
     executor = LocalExecutor(worker, can_give_up=config.step_timeout > 0)
     core = EngineCore(scheduler, executor, depth, not config.disable_log_stats, config.step_timeout)

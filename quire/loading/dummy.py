@@ -10,6 +10,7 @@ import torch
 
 from quire.loading.weights import Target
 
+_CPU = torch.device("cpu")
 _SCALE = 0.02
 # Drawing normals costs ten times a copy, so larger tensors repeat a bank of them. An odd length keeps rows apart.
 _BANK = (1 << 22) - 3
@@ -22,7 +23,7 @@ class DummyWeight:
     name: str
     shape: tuple[int, ...]
     seed: int = 0
-    device: torch.device = torch.device("cpu")
+    device: torch.device = _CPU
     """Where it is made up: billions of normals are a matter of seconds on a GPU, and of minutes on a CPU."""
 
     def read(self, keep: tuple[slice, ...] = ()) -> torch.Tensor:

@@ -12,7 +12,7 @@ from quire.loading.stored import Stored, kept_rows
 from quire.loading.weights import Target
 
 # What a thread does in one go: long enough a read for any disk, short enough that all threads end together.
-PIECE = 16 << 20
+PIECE = 8 << 20
 
 
 @dataclass(frozen=True)

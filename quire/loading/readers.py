@@ -8,6 +8,8 @@ the GPU fetches them while the thread reads on; conversions and slices are done 
 from __future__ import annotations
 
 import itertools
+import mmap
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -20,9 +22,9 @@ import torch
 from quire.loading.pieces import PIECE, Piece
 from quire.loading.stored import RangeReader, Stored, as_bytes
 
-THREADS = 8
+THREADS = 16
 # Each thread's page-locked buffers: one is read into while the other is fetched.
-SLOTS, SLOT = 2, 8 << 20
+SLOTS, SLOT = 2, 4 << 20
 # Bytes of rows larger than a piece that may be in memory at once, all threads together.
 LARGE_ROWS = 256 << 20
 
@@ -48,7 +50,7 @@ def read_pieces(pieces: Sequence[Piece], done: Callable[[int], None]) -> None:
 
 
 def _read_onto(device: torch.device, pieces: Sequence[Piece], done: Callable[[int], None]) -> None:
-    count = min(THREADS, len(pieces))
+    count = min(_threads(device), len(pieces))
     large = Allowance(LARGE_ROWS)
     idle: SimpleQueue[Reader] = SimpleQueue()
 
@@ -75,6 +77,11 @@ def _read_onto(device: torch.device, pieces: Sequence[Piece], done: Callable[[in
             raise
 
 
+def _threads(device: torch.device) -> int:
+    """Enough to keep a disk's queue full; on a CPU, where copying is most of the work, about as many as cores."""
+    return THREADS if device.type == "cuda" else min(THREADS, max(4, os.cpu_count() or 1))
+
+
 def _large_bytes(piece: Piece) -> int:
     return piece.rows.nbytes if piece.direct is None and piece.rows.nbytes > PIECE else 0
 
@@ -94,7 +101,6 @@ class HostReader:
         self._source.close()
 
     def read(self, piece: Piece) -> None:
-        self._source.will_read(piece.rows)
         place = piece.direct
         if place is not None and place.device.type == "cpu":
             self._source.fill(as_bytes(place), piece.rows)
@@ -106,7 +112,8 @@ class HostReader:
     def _memory(self, rows: Stored) -> torch.Tensor:
         """Room for the rows; kept from piece to piece unless they are large."""
         if rows.nbytes > PIECE:
-            return torch.empty(rows.nbytes, dtype=torch.uint8)
+            # Straight from the system, for it to have back at once: the allocator keeps what a thread frees.
+            return torch.frombuffer(mmap.mmap(-1, rows.nbytes), dtype=torch.uint8)
         if rows.nbytes > len(self._buffer):
             self._buffer = torch.empty(rows.nbytes, dtype=torch.uint8)
         return self._buffer[: rows.nbytes]
@@ -127,7 +134,6 @@ class CudaReader:
         self._source.close()
 
     def read(self, piece: Piece) -> None:
-        self._source.will_read(piece.rows)
         with torch.cuda.stream(self._stream):
             place = piece.direct
             if place is not None:

@@ -86,15 +86,6 @@ class RangeReader:
             self._file.close()
         self._file = self._path = None
 
-    def will_read(self, stored: Stored) -> None:
-        """Tell the system, which then asks the disk for all of it at once instead of a window at a time."""
-        if not hasattr(os, "posix_fadvise"):
-            return
-        try:
-            os.posix_fadvise(self._open(stored.path).fileno(), stored.start, stored.nbytes, os.POSIX_FADV_WILLNEED)
-        except OSError:
-            return  # Advice only: the read itself says what is wrong.
-
     def fill(self, memory: torch.Tensor, stored: Stored, offset: int = 0) -> None:
         """Fill `memory` (bytes of the CPU) with the stored bytes from `offset` on."""
         view = memory.numpy().data
@@ -114,4 +105,6 @@ class RangeReader:
         if self._file is None or path != self._path:
             self.close()
             self._file, self._path = FileIO(path), path
+            if hasattr(os, "posix_fadvise"):  # Linux then asks the disk for twice as much ahead of a read.
+                os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
         return self._file

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from quire.messages.outputs import (
     CompletionOutput,
@@ -99,6 +99,13 @@ class Tracked:
         self.prompt = prompt
         self.samples = [Sample(request, index, vocabulary) for index in range(request.params.n)]
         self.open = len(self.samples)
+        params = request.params
+        self.is_plain = (
+            params.output_kind is RequestOutputKind.FINAL_ONLY
+            and params.logprobs is None
+            and (vocabulary is None or not params.detokenize)
+        )
+        """Nothing is to be told before the end, and tokens are all there is to tell."""
         self.num_cached: int | None = None
         self.error: str | None = None
         self.metrics = RequestMetrics(arrival_time=time.time(), queued_ts=time.monotonic())
@@ -160,7 +167,7 @@ class OutputProcessor:
         for key, prompt_logprobs in outputs.prompt_logprobs:
             if (tracked := self._open.get(key[0])) is not None:
                 self._take_prompt_logprobs(tracked, prompt_logprobs)
-        for key, tokens, logprobs in _each_key(outputs):
+        for key, tokens, logprobs in self._take_plain(outputs, now):
             tracked = self._open.get(key[0])
             if tracked is None or not tokens or tracked.samples[key[1]].finish_reason is not None:
                 continue
@@ -180,11 +187,36 @@ class OutputProcessor:
                 tracked.metrics.preemptions += end.preemptions
                 tracked.error = end.message or tracked.error
                 self._close(tracked, tracked.samples[end.key[1]], end.reason, end.stop_reason)
-        return [view for tracked in touched.values() if (view := self._show(tracked)) is not None], stops
+        return [view for tracked in touched.values() if (view := self._show(tracked, now)) is not None], stops
 
-    def _show(self, tracked: Tracked) -> RequestOutput | None:
+    def _take_plain(
+        self, outputs: StepOutputs, now: float
+    ) -> Iterable[tuple[Key, list[int], TokenLogprobs | None]]:
+        """Append the tokens of requests that want nothing but their tokens, at their end; the others' are returned.
+
+        A large batch offline is all of that kind, and this loop all that happens to it in a step.
+        """
+        if outputs.counts is not None or outputs.logprobs:
+            return _each_key(outputs)
+        opened, others = self._open, []
+        for key, token in zip(outputs.keys, outputs.tokens, strict=True):
+            tracked = opened.get(key[0])
+            if tracked is None or not tracked.is_plain:
+                others.append((key, [token], None))
+                continue
+            sample = tracked.samples[key[1]]
+            if sample.finish_reason is None:
+                sample.tokens.append(token)
+                if not tracked.metrics.first_token_ts:
+                    tracked.metrics.first_token_ts = now
+        return others
+
+    def _show(self, tracked: Tracked, now: float) -> RequestOutput | None:
         if tracked.open == 0:
             del self._open[tracked.request.id]
+            if tracked.is_plain:
+                tracked.metrics.last_token_ts = now
+                tracked.metrics.num_generation_tokens = sum(len(sample.tokens) for sample in tracked.samples)
         elif tracked.request.params.output_kind is RequestOutputKind.FINAL_ONLY:
             return None
         return tracked.view()

@@ -48,7 +48,12 @@ class PrefixGroups:
         """The row decodes from now on; `blocks` are its leading ones that are never written again."""
         if len(blocks) < self._least_blocks:
             return
-        own = self._blocks[row] = list(blocks)
+        self._blocks[row] = list(blocks)
+        self._place(row)
+
+    def _place(self, row: int) -> None:
+        """The row goes where most is gained."""
+        own = self._blocks[row]
         near = self._near.setdefault(own[self._least_blocks - 1], [])
         gain, group, partners, shared = 0, Group(), list[int](), 0
         for other in near:
@@ -59,7 +64,8 @@ class PrefixGroups:
         if not partners:
             near.append(group)
         elif shared > len(group.blocks):
-            group = self._split(near, group, partners)
+            self._split(near, group, [*partners, row])
+            return
         self._put(row, group)
 
     def leave(self, row: int) -> None:
@@ -68,9 +74,8 @@ class PrefixGroups:
         if group is None:
             return
         self._take_out(group, row)
-        key = self._blocks.pop(row)[self._least_blocks - 1]
-        if not self._near[key]:
-            del self._near[key]
+        del self._blocks[row]
+        self._settle(group)
 
     def changes(self) -> list[PrefixGroup] | None:
         """All groups that pay, if they are not as they were when this was asked last; else None."""
@@ -87,18 +92,27 @@ class PrefixGroups:
         shared = _common(group.blocks, blocks)
         offers = [(list(group.rows), shared)]
         if shared == len(group.blocks) < len(blocks):
-            like = [row for row in group.rows if self._blocks[row][shared : shared + 1] == blocks[shared : shared + 1]]
+            own = self._blocks
+            like = [row for row in group.rows if len(own[row]) > shared and own[row][shared] == blocks[shared]]
             if like:
-                offers.append((like, min(_common(self._blocks[row], blocks) for row in like)))
+                offers.append((like, min(_common(own[row], blocks) for row in like)))
         return offers
 
-    def _split(self, near: list[Group], group: Group, rows: list[int]) -> Group:
-        """Some of a group's rows become one of their own."""
+    def _split(self, near: list[Group], group: Group, rows: list[int]) -> None:
+        """Some of a group's rows, and a newcomer, become a group of their own."""
         near.append(new := Group())
         for row in rows:
-            self._take_out(group, row)
+            if row in group.rows:
+                self._take_out(group, row)
             self._put(row, new)
-        return new
+        self._settle(group)
+
+    def _settle(self, group: Group) -> None:
+        """Who is left alone in a group may do better elsewhere. This ends: every move saves more."""
+        if len(group.rows) == 1:
+            (row,) = group.rows
+            self._take_out(group, row)
+            self._place(row)
 
     def _put(self, row: int, group: Group) -> None:
         blocks = self._blocks[row]
@@ -109,10 +123,11 @@ class PrefixGroups:
 
     def _take_out(self, group: Group, row: int) -> None:
         del group.rows[row]
-        if len(group.rows) == 1:  # all that is left to share is all that one has
-            group.blocks = self._blocks[next(iter(group.rows))]
-        elif not group.rows:
-            self._near[self._blocks[row][self._least_blocks - 1]].remove(group)
+        if not group.rows:
+            key = self._blocks[row][self._least_blocks - 1]
+            self._near[key].remove(group)
+            if not self._near[key]:
+                del self._near[key]
         self._note(group)
 
     def _note(self, group: Group) -> None:

@@ -128,8 +128,10 @@ class Ledger:
     def extend_keys(self, request: Request) -> None:
         """Content keys for every full block of known tokens."""
         size = self.tables.block_size
-        keys = request.keys
-        while self.tables.prefix_caching and len(keys) < request.known // size:
+        keys, full = request.keys, request.known // self.tables.block_size
+        if self.tables.prefix_caching and not keys and full:
+            keys += self._keys.of(request.tokens(0, full * size), request.source.salt)
+        while self.tables.prefix_caching and len(keys) < full:
             parent = keys[-1] if keys else self._keys.root(request.source.salt)
             keys.append(self._keys.following(parent, request.tokens(len(keys) * size, (len(keys) + 1) * size)))
 

@@ -13,6 +13,7 @@ from quire.kernels.triton.sampling import Columns, commit, draw_and_commit, work
 from quire.layers.attention.base import AttentionInputs
 from quire.messages.plan import NewRow, StepPlan
 from quire.worker.batch import DeviceBatch, StepInputs
+from quire.worker.device_groups import DeviceGroups
 from quire.worker.extras import RowExtras, RowKind
 from quire.worker.kv import KVCache
 
@@ -77,6 +78,7 @@ class CudaBatch(DeviceBatch):
             draw_rows=ints(max_rows),
             slot=ints(1),
         )
+        self.groups = DeviceGroups(max_rows, device, IN_FLIGHT)
         self._packed = [self._pinned(4 * max_step_tokens) for _ in range(IN_FLIGHT)]
         self.results = self._pinned(IN_FLIGHT, 2, max_rows)
         self._result_values = self.results.numpy()
@@ -107,11 +109,13 @@ class CudaBatch(DeviceBatch):
         lengths = [len(section) for section in sections]
         packed = self._buffer(sum(lengths))
         np.concatenate(sections, out=packed.numpy()[: sum(lengths)], casting="same_kind")
-        sizes = dict(
-            drops=len(drop), blocks=len(plan.blocks), rows=len(plan.rows), fresh=len(plan.tokens),
-            draws=len(plan.samples), added=len(plan.add), padded=max(padded_rows, len(plan.rows)),
-            slot_number=self._slot,
-        )  # fmt: skip
+        sizes = {
+            "drops": len(drop), "blocks": len(plan.blocks), "rows": len(plan.rows), "fresh": len(plan.tokens),
+            "draws": len(plan.samples), "added": len(plan.add), "padded": max(padded_rows, len(plan.rows)),
+            "slot_number": self._slot,
+        }  # fmt: skip
+        if plan.groups is not None:
+            self.groups.apply(plan.groups)
         apply_plan(packed, sizes, max(*lengths, sizes["padded"]) + 1, self.buffers, self)
         self.kv.copy(plan.copies)
 
@@ -154,14 +158,18 @@ class CudaBatch(DeviceBatch):
     def inputs(self, plan: StepPlan) -> StepInputs:
         """The step as the model sees it."""
         inputs = self.empty_inputs(
-            len(plan.rows), plan.num_tokens, plan.num_decodes, int(plan.counts.max()), plan.max_context
-        )
+            len(plan.rows), plan.num_tokens, plan.num_decodes, int(plan.counts.max()), plan.max_context,
+            self.groups.exist,
+        )  # fmt: skip
         self.expand(inputs)
         return inputs
 
-    def empty_inputs(self, rows: int, tokens: int, decodes: int, max_query: int, max_context: int) -> StepInputs:
-        """Room for a step of this size."""
-        longs = torch.empty(3, tokens, dtype=torch.int64, device=self._device)
+    def empty_inputs(
+        self, rows: int, tokens: int, decodes: int, max_query: int, max_context: int, grouped: bool = False
+    ) -> StepInputs:
+        """Room for a step of this size; `grouped`: attention is told of rows that begin alike."""
+        # Rows of even length: Triton compiles another kernel for a pointer that is not on 16 bytes.
+        longs = torch.empty(3, -(-tokens // 16) * 16, dtype=torch.int64, device=self._device)[:, :tokens]
         attention = AttentionInputs(
             slots=longs[2],
             query_starts=self.buffers.query_starts[: rows + 1],
@@ -173,6 +181,7 @@ class CudaBatch(DeviceBatch):
             max_query_len=max_query,
             max_context_len=max_context,
             rows=self.buffers.rows[:rows],
+            groups=self.groups.inputs if grouped else None,
         )
         return StepInputs(longs[0], longs[1], attention)
 

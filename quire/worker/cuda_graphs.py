@@ -3,7 +3,8 @@
 A pure decode step is the same kernels whatever its rows are: their numbers lie in buffers that stay. Each *rung* of a
 ladder of batch sizes has one graph for the whole step (inputs, forward pass, plain sampling, rows brought up to date)
 and, captured when first needed, one for the forward pass alone, for steps whose sampling is out of the ordinary. A
-step takes the next rung up; the rows it lacks are the batch's padding row, which is never active.
+step takes the next rung up; the rows it lacks are the batch's padding row, which is never active. Steps with rows that
+begin alike take another way through attention, and have graphs of their own, captured when first needed.
 
 All graphs share one memory pool: no two of them run at once, and each one's results are read before the next is
 launched on the same stream.
@@ -28,10 +29,17 @@ def ladder(max_rows: int) -> list[int]:
     return [size for size in sizes if size < max_rows] + [max_rows]
 
 
+Shape = tuple[int, bool]
+"""What a graph is for: so many rows, and whether some of them are groups that begin alike."""
+
+
 class CudaGraphs:
     """Runs the model on a GPU."""
 
-    def __init__(self, model: CausalLM, batch: CudaBatch, max_rows: int, enabled: bool) -> None:
+    def __init__(
+        self, model: CausalLM, batch: CudaBatch, max_rows: int, enabled: bool, reads_groups: bool = False
+    ) -> None:
+        """`reads_groups`: whether there will be steps with groups; their kernels are loaded by `capture` then."""
         self._model = model
         self._batch = batch
         self._kv = batch.kv.layers
@@ -39,8 +47,9 @@ class CudaGraphs:
         self._rung_of = _next_rung(self._rungs)
         self._stream = torch.cuda.Stream() if enabled else None
         self._pool = torch.cuda.graph_pool_handle() if enabled else None
-        self._steps: dict[int, torch.cuda.CUDAGraph] = {}
-        self._forwards: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+        self._reads_groups = reads_groups
+        self._steps: dict[Shape, torch.cuda.CUDAGraph] = {}
+        self._forwards: dict[Shape, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
         self._stops = batch.stop_ids
 
     # What is captured when
@@ -48,13 +57,16 @@ class CudaGraphs:
     def capture(self, progress: Callable[[Iterable[int]], Iterable[int]] = iter) -> None:
         """Capture every rung's step, the largest first, so that the smaller ones fit into its memory."""
         for rows in progress(self._rungs[::-1]):
-            self._capture_step(rows)
+            self._capture_step((rows, False))
+        if self._reads_groups and self._rungs:
+            for rows in {self._rung_of[min(rows, self._rungs[-1])] for rows in (1, 256, self._rungs[-1])}:
+                self._capture_step((rows, True))  # between them they load every kernel
 
     @torch.inference_mode()
-    def _capture_step(self, rows: int) -> None:
+    def _capture_step(self, shape: Shape) -> None:
         """Kernels are loaded by a run over padding rows, which write to the null block and nowhere else."""
         self._batch.buffers.rows.fill_(self._batch.pad_row)
-        self._steps[rows] = self._captured(lambda: self._step(rows), warm_up=True)
+        self._steps[shape] = self._captured(lambda: self._step(shape), warm_up=True)
 
     def _captured(self, run: Callable[[], object], warm_up: bool = False) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
@@ -73,12 +85,13 @@ class CudaGraphs:
 
     # What is in a graph
 
-    def _step(self, rows: int) -> None:
-        hidden = self._forward(rows)
-        self._batch.draw(self._model.logits(hidden), self._batch.buffers.rows[:rows], 0, filtered=False)
+    def _step(self, shape: Shape) -> None:
+        hidden = self._forward(shape)
+        self._batch.draw(self._model.logits(hidden), self._batch.buffers.rows[: shape[0]], 0, filtered=False)
 
-    def _forward(self, rows: int) -> torch.Tensor:
-        inputs = self._batch.empty_inputs(rows, rows, rows, 1, 0)
+    def _forward(self, shape: Shape) -> torch.Tensor:
+        rows, grouped = shape
+        inputs = self._batch.empty_inputs(rows, rows, rows, 1, 0, grouped)
         self._batch.expand(inputs)
         return self.forward(inputs)
 
@@ -92,16 +105,18 @@ class CudaGraphs:
         if self._batch.stop_ids is not self._stops:  # the column was widened, and graphs have its address in them
             self._steps.clear()
             self._stops = self._batch.stop_ids
-        if rows not in self._steps:
-            self._steps[rows] = self._captured(lambda: self._step(rows))
-        self._steps[rows].replay()
+        shape = (rows, self._batch.groups.exist)
+        if shape not in self._steps:
+            self._steps[shape] = self._captured(lambda: self._step(shape))
+        self._steps[shape].replay()
 
     def run_forward(self, rows: int) -> torch.Tensor:
-        if rows not in self._forwards:
+        shape = (rows, self._batch.groups.exist)
+        if shape not in self._forwards:
             hidden: list[torch.Tensor] = []
-            graph = self._captured(lambda: hidden.append(self._forward(rows)))
-            self._forwards[rows] = (graph, hidden[0])
-        graph, states = self._forwards[rows]
+            graph = self._captured(lambda: hidden.append(self._forward(shape)))
+            self._forwards[shape] = (graph, hidden[0])
+        graph, states = self._forwards[shape]
         graph.replay()
         return states
 

@@ -27,6 +27,7 @@ from quire.worker.kv import KVCache
 from quire.worker.logits import load_processors
 from quire.worker.memory import MemoryNeeds, logit_bytes, profile_activations
 from quire.worker.runner import PendingStep, Runner
+from quire.worker.warmup import warm_up
 
 
 def make_ops(platform: Platform) -> Ops:
@@ -73,7 +74,7 @@ def empty_cache_plan(lengths: list[int]) -> StepPlan:
         for row, length in enumerate(lengths)
     ]  # fmt: skip
     return StepPlan(
-        step=0, rows=rows, counts=np.array(lengths, np.int32), num_decodes=0, tokens=np.zeros(sum(lengths), np.int32),
+        step=-1, rows=rows, counts=np.array(lengths, np.int32), num_decodes=0, tokens=np.zeros(sum(lengths), np.int32),
         samples=rows, sample_rows=rows, block_rows=none, block_indices=none, blocks=none, max_context=max(lengths),
         reset=True, add=added,
     )  # fmt: skip
@@ -102,10 +103,21 @@ class Worker:
         self._max_model_len = max_model_len
         self._max_rows = max_rows
         self.model = build_model(config, files, model, platform, max_model_len, ranks)
-        self._graph_safe = getattr(attention_backend(_backend_name(config, platform)), "graph_safe", False)
+        backend = attention_backend(_backend_name(config, platform))
+        self._graph_safe = getattr(backend, "graph_safe", False)
+        self.reads_groups = (
+            config.prefix_group_attention
+            and getattr(backend, "reads_groups", False)
+            and getattr(self._ops, "whole_steps", False)
+            and None in model.windows
+        )
+        """Whether plans should tell of rows that begin alike."""
+        warming = warm_up(self.model, self._ops, max_rows) if self._device.type == "cuda" else None  # type: ignore[arg-type]
         targets = collect_targets(self.model)  # type: ignore[arg-type]
         checkpoint = open_checkpoint(files, config.load_format, targets=targets, seed=config.seed)
         load_weights(targets, self.model.ignores, checkpoint)
+        if warming is not None:
+            warming.wait()
         self._runner: Runner | None = None
         self.needs = MemoryNeeds.of(self.model, config, model, max_model_len, max_rows, max_tokens)
         if self._device.type == "cuda":
@@ -113,11 +125,13 @@ class Worker:
             self.needs = self.needs.measured(max(peak, logit_bytes(model, max_rows)))
 
     def _run_largest_step(self) -> None:
+        self._make_runner(2, enabled=False).launch(self._largest_plan()).result()
+
+    def _largest_plan(self) -> StepPlan:
         """As many tokens as a step may have, as long as they may be, over a cache of nothing."""
         lengths = [self._max_model_len] * (self._max_tokens // self._max_model_len)
         lengths = [*lengths, self._max_tokens - sum(lengths)][: self._max_rows]
-        runner = self._make_runner(2, enabled=False)
-        runner.launch(empty_cache_plan([length for length in lengths if length])).result()
+        return empty_cache_plan([length for length in lengths if length])
 
     def make_cache(self, num_blocks: int) -> None:
         """Allocate the cache and the batch; plans can come from here on."""
@@ -137,9 +151,13 @@ class Worker:
         cuda_batch = CudaBatch(
             self._max_rows, self._max_model_len, self._vocab_size, kv, self._device, self._max_tokens
         )
-        graphs = CudaGraphs(self.model, cuda_batch, self._max_rows, enabled and self._graph_safe and on_gpu)
+        enabled = enabled and self._graph_safe and on_gpu
+        graphs = CudaGraphs(self.model, cuda_batch, self._max_rows, enabled, self.reads_groups)
         graphs.capture()
-        return Runner(self.model, cuda_batch, graphs, processors)
+        runner = Runner(self.model, cuda_batch, graphs, processors)
+        if enabled:  # torch keeps the memory of a large step for the next one, and asks the driver no more
+            runner.launch(self._largest_plan()).result()
+        return runner
 
     def launch(self, plan: StepPlan) -> PendingStep:
         """Start a step."""

@@ -13,7 +13,7 @@ import torch
 from quire import LLM
 from tests.conftest import assert_idle, write_tiny_model
 from tests.gpu.near_ties import NearTies
-from tests.gpu.target import DEVICE, USUAL
+from tests.gpu.target import DEVICE, SMALL_GROUPS, USUAL
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -43,6 +43,13 @@ def reference(folder: Path) -> Any:
 @pytest.fixture
 def ties(reference: Any) -> NearTies:
     return NearTies(reference)
+
+
+@pytest.fixture
+def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are read together where they share a block or two."""
+    for name, value in SMALL_GROUPS.items():
+        monkeypatch.setattr(name, value)
 
 
 @pytest.fixture

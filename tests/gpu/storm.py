@@ -42,11 +42,11 @@ def make_asks(count: int, rng: random.Random, longest_prompt: int = 70, longest_
 
 
 def _params(rng: random.Random, length: int, is_greedy: bool) -> SamplingParams:
-    common: dict[str, Any] = dict(
-        max_tokens=length, ignore_eos=rng.random() < 0.5, output_kind=RequestOutputKind.FINAL_ONLY,
-        stop_token_ids=rng.choice([None, None, rng.sample(range(TINY_VOCAB), rng.choice([1, 3, 12]))]),
-        logprobs=rng.choice([None, None, None, 0, 2]), prompt_logprobs=rng.choice([None] * 9 + [1]),
-    )  # fmt: skip
+    common: dict[str, Any] = {
+        "max_tokens": length, "ignore_eos": rng.random() < 0.5, "output_kind": RequestOutputKind.FINAL_ONLY,
+        "stop_token_ids": rng.choice([None, None, rng.sample(range(TINY_VOCAB), rng.choice([1, 3, 12]))]),
+        "logprobs": rng.choice([None, None, None, 0, 2]), "prompt_logprobs": rng.choice([None] * 9 + [1]),
+    }  # fmt: skip
     if is_greedy:
         return SamplingParams(temperature=0, **common)
     kind = rng.choice(
@@ -101,7 +101,7 @@ def disturbed(llm: LLM, asks: Sequence[Ask], rng: random.Random, abort_rate: flo
 
 
 def check(asks: Sequence[Ask], ours: dict[str, RequestOutput], theirs: dict[str, RequestOutput], ties: NearTies) -> int:
-    """Greedy requests by the rule of near-ties; of the seeded samples all but a few are the same. Returns how many not."""
+    """Greedy requests by the rule of near-ties; returns how many seeded samples differ, which may be very few."""
     flips = samples = 0
     for ask in asks:
         if ask.id not in ours:

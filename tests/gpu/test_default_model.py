@@ -92,9 +92,7 @@ class LateReference:
 
 
 @pytest.mark.parametrize("settings", [{}, {"enforce_eager": True, "pipeline_depth": 0}], ids=["as usual", "eager"])
-def test_float32_text_is_the_cpus(
-    files: ModelFiles, on_the_cpu: list[RequestOutput], settings: dict[str, Any]
-) -> None:
+def test_float32_text_is_the_cpus(files: ModelFiles, on_the_cpu: list[RequestOutput], settings: dict[str, Any]) -> None:
     outputs = generate(files, DEVICE, **settings)
     ties = NearTies(LateReference(str(files.path)))
     for ours, theirs in zip(outputs, on_the_cpu, strict=True):
@@ -108,6 +106,6 @@ def test_bfloat16_text_is_sensible(files: ModelFiles) -> None:
     for output in outputs:
         print(f"\n{output.outputs[0].text}")
         assert len(set(output.outputs[0].token_ids)) > 8, "the same few tokens over and over"
-    if not MODEL:
+    if "SmolLM2" in files.path.name:
         assert "Tokyo" in outputs[0].outputs[0].text
         assert "Paris" in outputs[len(QUESTIONS)].outputs[0].text

@@ -82,9 +82,7 @@ def test_samples_are_the_same_forked_queued_or_preempted(engine: Callable[..., L
 # Shared blocks
 
 
-def test_cached_prefixes_change_no_token(
-    engine: Callable[..., LLM], ties: NearTies, expected: list[list[int]]
-) -> None:
+def test_cached_prefixes_change_no_token(engine: Callable[..., LLM], ties: NearTies, expected: list[list[int]]) -> None:
     llm = engine(block_size=8)
     prompt, cut = PROMPTS[7], PROMPTS[7][:44]
     for asked, hit in ((prompt, 0), (prompt, len(prompt) // 8 * 8), (cut, 40), (prompt, len(prompt) // 8 * 8)):
@@ -98,7 +96,7 @@ def test_cached_prefixes_change_no_token(
     ties.report("cached prefixes")
 
 
-def test_a_block_is_copied_whole_before_it_is_written(engine: Callable[..., LLM], ties: NearTies) -> None:
+def test_a_block_is_copied_whole(engine: Callable[..., LLM]) -> None:
     """The copy is all layers of K, V and token ids; what the source holds stays."""
     llm = engine(num_gpu_blocks_override=8)
     kv = llm.llm_engine.core._executor._worker._runner._batch.kv  # type: ignore[attr-defined]

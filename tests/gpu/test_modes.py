@@ -38,9 +38,9 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[int]]:
     def counted(name: str) -> Callable[..., Any]:
         run = getattr(CudaGraphs, name)
 
-        def call(self: Any, rows: int) -> Any:
+        def call(self: Any, rows: int, *more: Any) -> Any:
             calls[name].append(rows)
-            return run(self, rows)
+            return run(self, rows, *more)
 
         return call
 
@@ -107,6 +107,34 @@ def test_more_requests_than_rows_and_more_tokens_than_a_step(
     for i, prompt in enumerate(PROMPTS):
         ties.compare(prompt, outputs[i], expected[i], f"prompt {i}")
     ties.report("chunks")
+
+
+@pytest.mark.usefixtures("small_groups")
+@pytest.mark.parametrize("depth", [0, 1], ids=["in turn", "overlapped"])
+@pytest.mark.parametrize("eager", [True, False], ids=["eager", "graphs"])
+def test_rows_that_begin_alike_are_read_together_and_draw_the_same(
+    engine: Callable[..., LLM], ties: NearTies, reference: Any, eager: bool, depth: int
+) -> None:
+    """Two groups that share their beginnings, one row that shares nothing, and a group that grows and shrinks."""
+    stems = [[(5 * i + 11 * j) % TINY_VOCAB for j in range(128)] for i in range(2)]
+    prompts = [stems[i % 2] + [(3 + i + j) % TINY_VOCAB for j in range(3 + i)] for i in range(9)] + [PROMPTS[4]]
+    lengths = [6 + 5 * i for i in range(len(prompts))]
+    expected = greedy(reference, prompts, max(lengths))
+    llm = engine(enforce_eager=eager, pipeline_depth=depth)
+    worker = llm.llm_engine.core._executor._worker  # type: ignore[attr-defined]
+    launch, told = worker.launch, []
+
+    def watched(plan: Any) -> Any:
+        told.append(plan.groups is not None)
+        return launch(plan)
+
+    worker.launch = watched
+    for _ in range(2):  # the second time from cached blocks
+        outputs = tokens_of(llm.generate(prompts, [greedy_params(n) for n in lengths], use_tqdm=False))
+        for i, prompt in enumerate(prompts):
+            ties.compare(prompt, outputs[i], expected[i][: lengths[i]], f"prompt {i}")
+    ties.report("groups", most=2)
+    assert any(told) == worker.reads_groups
 
 
 @pytest.mark.parametrize("rows", [1, 4, 16])

@@ -35,20 +35,24 @@ def storm(
     llm.llm_engine.check_idle()
     flips = check(asks, ours, expected, ties)
     stats = llm.llm_engine.core.scheduler.stats
-    print(f"\n{len(ours)} of {len(asks)} finished, {stats.preemptions} preemptions, {stats.cached_tokens} tokens cached, "
-          f"{flips} seeded samples differ")  # fmt: skip
+    print(
+        f"\n{len(ours)} of {len(asks)} finished, {stats.preemptions} preemptions, {stats.cached_tokens} tokens cached, "
+        f"{flips} seeded samples differ"
+    )
     ties.report(f"storm {seed}", most=max(1, requests // 100))
     assert len(ours) > 0.5 * len(asks)
     assert stats.preemptions > 0
     assert (stats.cached_tokens > 0) == settings.get("enable_prefix_caching", True)
 
 
+@pytest.mark.usefixtures("small_groups")
 @pytest.mark.parametrize("depth", [0, 1])
 def test_a_storm(engine: Callable[..., LLM], ties: NearTies, depth: int) -> None:
     storm(engine, ties, 200, 40 + depth, 0.03, TIGHT | {"pipeline_depth": depth})
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("small_groups")
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("eager", [True, False], ids=["eager", "graphs"])
 @pytest.mark.parametrize("depth", [0, 1, 2])

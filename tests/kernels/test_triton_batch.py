@@ -1,4 +1,4 @@
-"""The batch's kernels against the batch in plain torch: the same plans leave the same columns and lay out the same step.
+"""The batch's kernels against the batch in plain torch: the same plans leave the same columns and lay out equal steps.
 
 An inactive row is the one place where they differ by design: there the kernels give position 0, a slot in the null
 block and a context of nothing, so that nothing is computed for it.
@@ -31,6 +31,7 @@ STEP_TOKENS = 40
 TABLE = -(-LONGEST // BLOCK) + 1
 SEEDS = (0, 1, -1, -5, 2**31, 2**32 + 7, 2**63 - 1, -(2**63), 2**64 - 1, 0x9E3779B97F4A7C15)
 STEPS = 200 if ON_GPU else 40
+GREEDY = SamplingParams(temperature=0)
 COLUMNS = ("last_token", "num_tokens", "prompt_len", "limit", "active", "seed", "sample", "top_k", "floats")
 
 
@@ -47,21 +48,22 @@ def new_row(row: int, rng: random.Random, stops: int | None = None, **fields: An
         min_p=rng.choice([0.0, 0.05]), repetition_penalty=rng.choice([1.0, 1.2]),
         presence_penalty=rng.choice([0.0, -0.5]), frequency_penalty=rng.choice([0.0, 0.25]),
     )  # fmt: skip
-    values: dict[str, Any] = dict(
-        row=row, request=str(row), prompt_len=prompt, num_tokens=tokens, num_computed=rng.randrange(tokens),
-        limit=rng.randint(tokens + 1, LONGEST), seed=rng.choice(SEEDS), sample=rng.randrange(4), params=params,
-        stop_ids=rng.sample(range(VOCAB), rng.randint(0, 3) if stops is None else stops), bad_words=[],
-    )  # fmt: skip
+    values: dict[str, Any] = {
+        "row": row, "request": str(row), "prompt_len": prompt, "num_tokens": tokens,
+        "num_computed": rng.randrange(tokens), "limit": rng.randint(tokens + 1, LONGEST), "seed": rng.choice(SEEDS),
+        "sample": rng.randrange(4), "params": params, "bad_words": [],
+        "stop_ids": rng.sample(range(VOCAB), rng.randint(0, 3) if stops is None else stops),
+    }  # fmt: skip
     return NewRow(**(values | fields))
 
 
 def plan_of(step: int, **fields: Any) -> StepPlan:
     """A plan with nothing in it but what is named."""
     none = ints()
-    empty = dict(
-        rows=none, counts=none, num_decodes=0, tokens=none, samples=none, sample_rows=none, block_rows=none,
-        block_indices=none, blocks=none, max_context=LONGEST,
-    )  # fmt: skip
+    empty = {
+        "rows": none, "counts": none, "num_decodes": 0, "tokens": none, "samples": none, "sample_rows": none,
+        "block_rows": none, "block_indices": none, "blocks": none, "max_context": LONGEST,
+    }  # fmt: skip
     return StepPlan(step=step, **(empty | fields))  # type: ignore[arg-type]
 
 
@@ -361,6 +363,33 @@ def test_forked_rows_are_copies_with_a_stream_of_their_own() -> None:
     assert twins.triton.last_token.tolist()[:7] == [12, 0, 0, 11, 0, 0, 13]
     assert twins.triton.sample.tolist()[6] == 2
     assert twins.triton.block_table[6, :2].tolist() == [9, 4]
+
+
+@pytest.mark.parametrize("drawn_by_kernel", [False, True], ids=["committed", "drawn"])
+def test_draws_come_in_slices(drawn_by_kernel: bool) -> None:
+    """As a step with more draws than logits may exist at once has them: each slice's results go behind the last's."""
+    twins, rng = Twins(), random.Random(9)
+    for step in range(3):  # the ring of results turns
+        add = [new_row(row, rng, num_tokens=4, num_computed=3, limit=9, params=GREEDY) for row in range(ROWS)]
+        everyone = ints(*range(ROWS))
+        plan = plan_of(step, drop=list(range(ROWS)), add=add, rows=everyone, counts=ints(*[1] * ROWS),
+                       tokens=everyone, samples=everyone, sample_rows=everyone)  # fmt: skip
+        twins.apply(plan)
+        logits = torch.randn(ROWS, VOCAB).to(DEVICE)
+        tokens = logits.argmax(-1)
+        for batch in twins.both:
+            rows = batch.draw_rows(plan)
+            for start, end in ((0, 3), (3, 5), (5, ROWS)):
+                part = slice(start, end)
+                if drawn_by_kernel and batch is twins.triton:
+                    assert batch.draw(logits[part], rows[part], start, False)
+                else:
+                    invalid = torch.zeros(end - start, dtype=torch.bool, device=DEVICE)
+                    batch.commit(tokens[part], invalid, rows[part].long(), start)
+        ours, theirs = (batch.result(ROWS).wait() for batch in (twins.triton, twins.torch))
+        for mine, other in zip(ours, theirs, strict=True):
+            assert mine.tolist() == other.tolist()
+        twins.assert_same_rows()
 
 
 def test_a_missing_plan_is_refused() -> None:

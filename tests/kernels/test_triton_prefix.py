@@ -31,7 +31,7 @@ def make_groups(case: dict, groups: list[Group], max_rows: int = 32) -> dict:
         starts.append(len(members))
     starts += [starts[-1]] * (max_rows // 2 + 1 - len(starts))
     members += [-7] * (max_rows - len(members))
-    ints = dict(members=members, starts=starts)
+    ints = {"members": members, "starts": starts}
     return {"shared": shared.to(DEVICE)} | {
         name: torch.tensor(values, dtype=torch.int32, device=DEVICE) for name, values in ints.items()
     }
@@ -142,3 +142,23 @@ def test_what_is_shared_is_read_from_one_table() -> None:
         tokens = 48 // Kernels(case).decode.tile_tokens * Kernels(case).decode.tile_tokens
         case["tables"][case["rows"][row], : tokens // BLOCK] = 0  # the null block, which is NaN
     assert error(Kernels(case).attend(case, groups), reference) < 1e-5
+
+
+@pytest.mark.parametrize("window", [None, 24])
+def test_the_backend_reads_groups_where_there_is_no_window(window: int | None) -> None:
+    from quire.layers.attention.base import AttentionInputs, GroupInputs
+    from quire.layers.attention.triton import TritonPagedAttention
+
+    case = make_case([70, 60, 50, 30], 4, 2, 64, BLOCK, torch.float32)
+    groups = make_groups(case, [([0, 1, 2], 48)])
+    rows = len(case["lens"])
+    inputs = AttentionInputs(
+        slots=torch.empty(0), query_starts=torch.arange(rows + 1, dtype=torch.int32, device=DEVICE),
+        context_lens=case["lens"], block_tables=case["tables"], num_rows=rows, num_tokens=rows, num_decodes=rows,
+        max_query_len=1, max_context_len=70, rows=case["rows"], groups=GroupInputs(**groups),
+    )  # fmt: skip
+    backend = TritonPagedAttention()
+    backend.prepare(4, case["kv"], inputs, window)
+    assert (("prefix", window) in inputs.plans) == (window is None)
+    out = backend.attend(case["q"], case["kv"], inputs, 0.125, window)
+    assert error(out, expected(case, 0.125, window)) < 1e-5

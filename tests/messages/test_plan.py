@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from quire.messages.plan import (
     Fork,
     NewRow,
+    PrefixGroup,
     PromptLogprobs,
     StepPlan,
     StepResult,
@@ -48,6 +49,7 @@ def test_a_plan_comes_back_as_it_was(arrays: list[np.ndarray], step: int, flag: 
         block_rows=block_rows, block_indices=block_indices, blocks=blocks, max_context=17, reset=flag, drop=[1, 2],
         add=[NewRow(1, "a", 4, 6, 2, 9, 2**64 - 1, 1, params, [5], [[1, 2], [3]])],
         forks=[Fork(1, 2, 3, "é")], copies=[(4, 5), (6, 7)],
+        groups=[PrefixGroup([1, 2, 5], 512), PrefixGroup([7, 3], 256)] if flag else None,
     )  # fmt: skip
     assert_same(decode_plan(encode(plan)), plan)
 
@@ -68,6 +70,7 @@ def test_tokens_of_a_plan_are_decodes_and_packed_ones() -> None:
     plan = StepPlan(0, none, none, 3, np.arange(5, dtype=np.int32), none, none, none, none, none, 1)
     assert plan.num_tokens == 8
     assert plan.drop == [] and plan.add == [] and plan.forks == [] and plan.copies == [] and not plan.reset
+    assert plan.groups is None
 
 
 def test_empty_lists_are_not_shared_between_plans() -> None:

@@ -101,9 +101,7 @@ def load(model: Any, tensors: Mapping[str, torch.Tensor]) -> None:
     assert not any(parameter.isnan().any() for parameter in model.parameters())
 
 
-def loaded_model(
-    reference: Any, ranks: Ranks | None = None, max_model_len: int = 64, target: Target = PLAIN
-) -> Any:
+def loaded_model(reference: Any, ranks: Ranks | None = None, max_model_len: int = 64, target: Target = PLAIN) -> Any:
     """Our model with the reference's weights."""
     model = empty_model(model_config(reference), ranks, max_model_len, target)
     load(model, checkpoint_tensors(reference))

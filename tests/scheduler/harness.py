@@ -19,9 +19,10 @@ from quire.memory.blocks import NULL_BLOCK
 from quire.memory.prefix import ContentKeys
 from quire.memory.tables import BlockTables
 from quire.messages.outputs import Finished, Key, Started, StepOutputs
-from quire.messages.plan import StepPlan, StepResult
+from quire.messages.plan import PrefixGroup, StepPlan, StepResult
 from quire.messages.request import NewRequest
 from quire.messages.sampling import SamplingParams
+from quire.scheduler.groups import PrefixGroups
 from quire.scheduler.policies.registry import make_policy
 from quire.scheduler.scheduler import Scheduler
 
@@ -129,6 +130,9 @@ class CheckingExecutor:
         self.rows: dict[int, DeviceRow] = {}
         self.content = np.full(num_blocks * block_size, GARBAGE, np.int64)
         self.table_width = num_blocks
+        self.groups: list[PrefixGroup] = []
+        self.grouped_rows = 0
+        """Rows that computed as members of a group, summed over steps."""
         self.next_step = 0
         self.is_broken = False
         self.plans: list[StepPlan] = []
@@ -176,6 +180,7 @@ class CheckingExecutor:
             return self._launched(_empty_result(plan), requests, failed=True)
         self._write(plan)
         self._verify_reads(plan)
+        self._verify_groups(plan)
         self._fork(plan)
         return self._launched(self._draw(plan), requests, failed=False)
 
@@ -227,6 +232,10 @@ class CheckingExecutor:
         blocks = self.content.reshape(-1, self.block_size)
         blocks[targets] = blocks[sources]
         self.copied += len(plan.copies)
+        if plan.reset:
+            assert plan.groups is not None, "groups of rows that are forgotten"
+        if plan.groups is not None:
+            self.groups = plan.groups
 
     def _write(self, plan: StepPlan) -> None:
         """Every scheduled row writes the KV of its tokens through its table."""
@@ -267,6 +276,23 @@ class CheckingExecutor:
                 raise AssertionError(
                     f"step {plan.step}: row {row} {state} reads wrong KV at positions {wrong.tolist()}"
                 )
+
+    def _verify_groups(self, plan: StepPlan) -> None:
+        """What a group shares lies in the same blocks for all its rows, and no token of this step is in there."""
+        forked = {fork.row: fork.source for fork in plan.forks}
+        members = [row for group in self.groups for row in group.rows]
+        assert len(set(members)) == len(members), f"a row is in two groups: {self.groups}"
+        self.grouped_rows += len(set(members) & set(plan.rows[: plan.num_decodes].tolist()))
+        before = dict(zip(plan.rows.tolist(), plan.counts.tolist(), strict=True))
+        for group in self.groups:
+            blocks, rest = divmod(group.shared_tokens, self.block_size)
+            assert len(group.rows) > 1 and blocks > 0 and rest == 0, group
+            states = [self.rows[forked.get(row, row)] for row in group.rows]
+            assert len({tuple(state.table[:blocks]) for state in states}) == 1, f"{group} does not share its blocks"
+            for row, state in zip(group.rows, states, strict=True):
+                is_decode = row in plan.rows[: plan.num_decodes]
+                written = before.get(row, 0) if is_decode and state.active else 0
+                assert state.num_computed - written >= group.shared_tokens, f"{state} writes what {group} shares"
 
     def _fork(self, plan: StepPlan) -> None:
         for fork in plan.forks:
@@ -376,13 +402,16 @@ class Bench:
         fails: Callable[[StepPlan, set[str]], str] = lambda plan, requests: "",
         yields_nothing: Callable[[Key, int], bool] = lambda key, position: False,
         is_invalid: Callable[[Key, int], bool] = lambda key, position: False,
+        least_shared: int = 1,
     ) -> None:
+        """`least_shared`: tokens rows must have in common, and save together, to be told as a group."""
         self.now = 0.0
         self.keys = ContentKeys(block_size, b"model")
         self.tables = BlockTables(blocks + 1, block_size, prefix_caching)
         self.scheduler = Scheduler(
-            self.tables, make_policy(policy), self.keys, max_rows, budget, chunked, clock=lambda: self.now
-        )
+            self.tables, make_policy(policy), self.keys, max_rows, budget, chunked, clock=lambda: self.now,
+            groups=PrefixGroups(block_size, least_shared, least_shared),
+        )  # fmt: skip
         self.device = CheckingExecutor(
             blocks + 1, block_size, max_rows, budget, draws, fails, yields_nothing, is_invalid
         )

@@ -80,17 +80,23 @@ def test_tokens_equal_those_of_the_cpus_kernels(
 
 
 def test_cached_blocks_and_rows_with_lists_and_reports(
-    interpreted: Callable[..., LLM], llm: LLM
+    interpreted: Callable[..., LLM], llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A prefix hit, and rows of every kind in one batch, each with what the CPU's kernels give it."""
+    """A prefix hit, rows that begin alike, and rows of every kind in one batch: what the CPU's kernels give each."""
+    for least in ("LEAST_TOKENS", "LEAST_SAVED"):
+        monkeypatch.setattr(f"quire.scheduler.groups.{least}", 8)
     listed = SamplingParams(
         temperature=0.8, seed=3, max_tokens=4, min_tokens=3, repetition_penalty=1.2, presence_penalty=0.5,
         logit_bias={5: 2.0}, allowed_token_ids=list(range(2, 90)), logprobs=2, prompt_logprobs=1,
     )  # fmt: skip
     ours = interpreted(pipeline_depth=1, block_size=4)
-    prompts, params = [PROMPTS[2], PROMPTS[2], PROMPTS[1]], [GREEDY, listed, PLAIN]
+    prompts, params = [PROMPTS[2]] * 3, [GREEDY, listed, PLAIN]
     theirs = llm.generate(prompts, params, use_tqdm=False)
+    worker = ours.llm_engine.core._executor._worker  # type: ignore[attr-defined]
+    launch, told = worker.launch, []
+    worker.launch = lambda plan: told.append(bool(plan.groups)) or launch(plan)
     outputs = ours.generate(prompts, params, use_tqdm=False)
+    assert any(told)
     assert tokens_of(outputs) == tokens_of(theirs)
     (again,) = ours.generate([PROMPTS[2]], GREEDY, use_tqdm=False)
     assert again.num_cached_tokens == 12

@@ -207,6 +207,7 @@ def test_the_table_is_logged_on_a_gpu(
 ) -> None:
     class Idle:
         needs = NEEDS
+        reads_groups = False
 
         def __init__(self, *arguments: Any) -> None:
             pass

@@ -115,7 +115,7 @@ class Kind:
 
 
 KINDS = (
-    Kind("attention", r"^_(decode|prefill|plan)|attention|attn|flash|fmha", _attention),
+    Kind("attention", r"^_(decode|prefill|prefix|plan|lay_out|merge)|attention|attn|flash|fmha", _attention),
     Kind("QKV", r"qkv|rope|rotary", _qkv),
     Kind("products", r"^_(dot|tile|vector|linear)|gemm|gemv|cutlass|nvjet|xmma|cublas|splitk", _products),
     Kind("norms", r"norm", _norms),

@@ -22,11 +22,11 @@ BLOCK = 256
 _INTS = tl.constexpr(NEW_ROW_INTS)
 
 
-@triton.jit(do_not_specialize=["drops", "blocks", "rows", "fresh", "draws", "added", "padded", "slot_number"])
+@triton.jit(do_not_specialize=["drops", "blocks", "rows", "fresh", "draws", "added", "padded", "slot_number", "width"])
 def _apply(
     packed, step_rows, query_starts, tokens, picks, draw_rows, slot, tables, active, num_tokens, num_computed, prompt_len, limit,
-    top_k, sample, seed, floats, stop_ids, drops, blocks, rows, fresh, draws, added, padded, slot_number, stride_table,
-    PAD_ROW: tl.constexpr, STOPS: tl.constexpr, SIZE: tl.constexpr, PDL: tl.constexpr,
+    top_k, sample, seed, floats, stop_ids, drops, blocks, rows, fresh, draws, added, padded, slot_number, width, stride_table,
+    PAD_ROW: tl.constexpr, SIZE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_wait()
@@ -73,9 +73,9 @@ def _apply(
         tl.store(floats + target * 6 + i, bits.to(tl.float32, bitcast=True), mask=new)
     tl.store(active + target, 1, mask=new)
     stops = at + added * _INTS
-    stopping = e < added * STOPS
-    stop_row = tl.load(at + (e // STOPS) * _INTS, mask=stopping, other=0)
-    tl.store(stop_ids + stop_row * STOPS + e % STOPS, tl.load(stops + e, mask=stopping, other=0).to(tl.int64),
+    stopping = e < added * width
+    stop_row = tl.load(at + (e // width) * _INTS, mask=stopping, other=0)
+    tl.store(stop_ids + stop_row * width + e % width, tl.load(stops + e, mask=stopping, other=0).to(tl.int64),
              mask=stopping)  # fmt: skip
 
 
@@ -126,7 +126,7 @@ def apply_plan(packed: torch.Tensor, sizes: dict[str, int], longest: int, buffer
         packed, buffers.rows, buffers.query_starts, buffers.tokens, buffers.picks, buffers.draw_rows,
         buffers.slot, columns.block_table, columns.active.view(torch.uint8), columns.num_tokens, columns.num_computed, columns.prompt_len, columns.limit,
         columns.top_k, columns.sample, columns.seed, columns.floats, columns.stop_ids, **sizes,
-        stride_table=columns.block_table.stride(0), PAD_ROW=columns.pad_row, STOPS=columns.stop_ids.shape[1],
+        width=columns.stop_ids.shape[1], stride_table=columns.block_table.stride(0), PAD_ROW=columns.pad_row,
         SIZE=BLOCK, num_warps=4, **pdl(),
     )  # fmt: skip
 

@@ -32,8 +32,6 @@ HEADER = 8
 ENTRY = 8
 """Integers of an entry: row, KV head, tile, number of tiles, the row's length, its line in the block tables, and the
 tokens at its beginning that are somebody else's work."""
-LEAST_TILES = 2
-"""A program is not made for less: merging would cost more than it saves."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +42,9 @@ class DecodeTile:
     warps: int
     stages: int
     programs: int
+    """More than run at once: the rest start as others end, which evens out what the plan did not foresee."""
+    least: int = 2
+    """Tiles a program is made for at least: with fewer, merging costs more than it saves."""
 
 
 @functools.cache
@@ -295,8 +296,8 @@ class DecodeAttention:
         self._heads, self._kv_heads, self._dim = heads, kv_heads, head_dim
         self._group = heads // kv_heads
         self._by_row = by_row
-        self._least = LEAST_TILES
         self._tile = tile or decode_tile(head_dim, dtype.itemsize)
+        self._least = self._tile.least
         self._rows = max(16, triton.next_power_of_2(max_rows))
         self._programs = max_rows * kv_heads if by_row else num_sms() * self._tile.programs
         partials = 2 * self._programs * self._group if not by_row else 1
@@ -334,10 +335,10 @@ class DecodeAttention:
         predecessor.
         """
         plan = torch.empty(HEADER + ENTRY * self._padded_programs(num_rows), dtype=torch.int32, device=lens.device)
-        width = 32 if num_rows <= 32 < self._rows else self._rows
+        width = min(self._rows, 32 if num_rows <= 32 else 256 if num_rows <= 256 else 2048)
         plan_stretches[(self._padded_programs(num_rows) // PLANNED_AT_ONCE,)](
-            lens, rows, lens if shared is None else shared, plan, num_rows, self._programs, WINDOW=window or 0, KV_HEADS=self._kv_heads, TILE=self._tile.tokens,
-            ROWS=width, AT_ONCE=PLANNED_AT_ONCE, LEAST=self._least, BY_ROW=self._by_row,
+            lens, rows, lens if shared is None else shared, plan, num_rows, self._programs, WINDOW=window or 0,
+            KV_HEADS=self._kv_heads, TILE=self._tile.tokens, ROWS=width, AT_ONCE=PLANNED_AT_ONCE, LEAST=self._least, BY_ROW=self._by_row,
             SHARED=shared is not None, LEAST_OF_ROW=1,  # a row that has ended still writes its zeros
             num_warps=4, **pdl(),
         )  # fmt: skip

@@ -2,16 +2,17 @@
 """Which tokens min-p, top-k and top-p leave: one threshold a row, found without sorting.
 
 A row is cut into groups of 128 neighbouring tokens, and the pass that every draw begins with has left each group's
-largest logit and sum of weights (`sampling.py`). Those maxima are an index: a group whose maximum is below a cut holds
-nothing above it, and the k-th largest maximum is a lower bound on the k-th largest logit. So one program a row
+largest logit and sum of weights (`sampling.py`). Those maxima are an index: a group whose maximum is below a value
+holds nothing above it, and the k-th largest maximum is a lower bound on the k-th largest logit. So one program a row
 
 1. picks a cut from the maxima alone, such that a few dozen groups reach it;
-2. copies what those groups have above the cut (a few hundred logits) side by side;
-3. bisects the threshold among them, over the ordered bits of a float, which ends at an exact value of a logit;
+2. tallies how many logits, and how much mass, those groups have above the cut. If the threshold is below it (a wide
+   nucleus) or too much is left above, it goes on with other pivots;
+3. once at most 512 logits lie between two pivots, notes where they are, and bisects the threshold among them
+   over the ordered bits of a float, which ends at an exact value of a logit;
 4. rewrites the groups' sums of weights as if what is below the threshold were not there.
 
-Where the cut was too high (a wide nucleus) the search goes on below it; where more lies above it than fits, between the
-two. Those rows read the whole row a few times; the others read about a twentieth of it.
+Most rows read a twentieth of their logits, three times; those with wide nuclei all of them, a few times.
 
 No atomics, and every sum in a fixed order: a row's threshold does not depend on the rows beside it.
 """
@@ -30,7 +31,9 @@ GREEDY_BELOW = tl.constexpr(1e-5)
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 """The lowest finite float32: a threshold that excludes only -inf."""
 FAR = tl.constexpr(64.0)
-"""Nats below the maximum where no mass is left: past them the search goes by bits, not by value."""
+"""Nats below the maximum where no mass is left: brackets wider than this are split by bits, not by value."""
+SPAN = tl.constexpr(8)
+"""Neighbouring tokens that are noted as one: 16 bytes of bfloat16, which a thread reads at once."""
 
 
 def filter_groups(
@@ -42,7 +45,7 @@ def filter_groups(
     sums: torch.Tensor,
     thresholds: torch.Tensor,
     live: torch.Tensor,
-    candidates: torch.Tensor,
+    spans: torch.Tensor,
     group: int,
     tile: int,
 ) -> None:
@@ -52,18 +55,18 @@ def filter_groups(
     top_k      [rows] int64 and floats [rows, 6] float32 (temperature, top_p, min_p, ...)
     maxima, sums [S, groups] float32: as `sampling.draw_and_commit` measured them; sums are rewritten
     thresholds [S] float32: out
-    live, candidates [S, groups] int32 and [S, capacity] float32: scratch, left dirty
+    live, spans [S, groups] and [S, room] int32: scratch, left dirty
 
-    Bytes a row: 10 bytes a group, and the groups that reach the cut twice (32 KB each time in bfloat16). A row without
-    filters reads its parameters and writes its threshold.
+    Bytes a row: 10 a group, and the logits of the groups that reach the cut three times (16 KB each time in bfloat16).
+    A row without filters reads its parameters and writes its threshold.
     """
-    vocab = logits.shape[1]
-    groups = triton.cdiv(vocab, group)
+    groups = maxima.shape[1]
+    # 128 registers: two programs fit on a multiprocessor, so that 256 rows take one round of an H200.
     _filter_kernel[(len(rows),)](
-        logits, logits.stride(0), rows, top_k, floats, floats.stride(0), maxima, sums, maxima.stride(0), thresholds,
-        live, live.stride(0), candidates, floats.shape[0] - 1,
-        VOCAB=vocab, GROUP=group, GROUPS=groups, WIDTH=triton.next_power_of_2(groups), TILE=tile,
-        CAPACITY=candidates.shape[1], SHIFT=_unused_bits(logits.dtype), num_warps=8, **pdl(),
+        logits, logits.stride(0), rows, top_k, floats, floats.stride(0), maxima, sums, thresholds, live, spans,
+        floats.shape[0] - 1,
+        VOCAB=logits.shape[1], GROUP=group, GROUPS=groups, WIDTH=triton.next_power_of_2(groups), TILE=tile,
+        ROOM=spans.shape[1], SHIFT=_unused_bits(logits.dtype), num_warps=8, maxnreg=128, **pdl(),
     )  # fmt: skip
 
 
@@ -74,12 +77,11 @@ def _unused_bits(dtype: torch.dtype) -> int:
 
 @triton.jit(do_not_specialize=["float_stride", "padding_row"])
 def _filter_kernel(
-    logits, row_stride, rows, top_k, floats, float_stride, maxima, sums, group_stride, thresholds,
-    live, live_stride, candidates, padding_row,
+    logits, row_stride, rows, top_k, floats, float_stride, maxima, sums, thresholds, live, spans, padding_row,
     VOCAB: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
-    CAPACITY: tl.constexpr, SHIFT: tl.constexpr, PDL: tl.constexpr,
+    ROOM: tl.constexpr, SHIFT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program a draw. Operations: ~10 a logit read, and ~3 a candidate for each bit of the threshold."""
+    """One program a draw. Operations: about 10 a logit tallied, and 4 a logit noted for each bit of the threshold."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -92,21 +94,20 @@ def _filter_kernel(
     filtered = (k < VOCAB) | (top_p < 1.0) | (min_p > 0.0)
     threshold = float("-inf")
     if filtered & (temperature >= GREEDY_BELOW) & (row != padding_row):
-        maxima += draw * group_stride
-        sums += draw * group_stride
+        maxima += draw * GROUPS
+        sums += draw * GROUPS
         group = tl.arange(0, WIDTH)
         peaks = tl.load(maxima + group, mask=group < GROUPS, other=float("-inf"))
         best = tl.max(peaks)
         scale = LOG2E / temperature
-        masses = tl.load(sums + group, mask=group < GROUPS, other=0.0) * tl.exp2((peaks - best) * scale)
-        mass = tl.sum(masses)
+        mass = tl.sum(tl.load(sums + group, mask=group < GROUPS, other=0.0) * tl.exp2((peaks - best) * scale))
         # Rows with NaN, +inf or nothing finite are left to the draw, which reports them.
         if (best > float("-inf")) & (best < float("inf")) & (mass == mass):
             row_logits = logits + draw * row_stride
-            live += draw * live_stride
+            live += draw * GROUPS
             threshold = _threshold(
-                row_logits, peaks, best, mass, k, top_p, min_p, temperature, live, candidates + draw * CAPACITY,
-                VOCAB, GROUP, GROUPS, TILE, CAPACITY, SHIFT,
+                row_logits, peaks, best, mass, k, top_p, min_p, temperature, live, spans + draw * ROOM,
+                VOCAB, GROUP, GROUPS, TILE, ROOM, SHIFT,
             )  # fmt: skip
             tl.store(sums + group, tl.zeros([WIDTH], tl.float32), mask=(group < GROUPS) & (peaks < threshold))
             _sum_kept(row_logits, maxima, sums, peaks, threshold, scale, live, VOCAB, GROUP, TILE)
@@ -115,115 +116,157 @@ def _filter_kernel(
 
 @triton.jit
 def _threshold(
-    row_logits, peaks, best, mass, k, top_p, min_p, temperature, live, candidates,
-    VOCAB: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, TILE: tl.constexpr, CAPACITY: tl.constexpr,
+    row_logits, peaks, best, mass, k, top_p, min_p, temperature, live, spans,
+    VOCAB: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, TILE: tl.constexpr, ROOM: tl.constexpr,
     SHIFT: tl.constexpr,
 ):  # fmt: skip
     """The lowest logit kept.
 
-    A value is kept if fewer than k logits, and less than top_p of the mass, are above it: so for any pivot the logits
-    from it on tell on which side of it the threshold is. The search holds the logits of [low, high) as candidates and
-    knows how many (`over`), and how much mass (`mass_over`), are above those.
+    A value is kept if fewer than k logits, and less than top_p of the mass, are above it. So the number of logits from
+    a pivot on, and their mass, tell on which side of it the threshold is. `left` and `right` are keys of floats with
+    left <= threshold < right; `left_count`, `left_mass` and so on are what lies from there on (counts as floats too:
+    they are exact).
     """
     scale = LOG2E / temperature
     bottom = LOWEST
     if min_p > 0.0:
         bottom = tl.maximum(best + temperature * tl.log(min_p), LOWEST)
-    # With min-p, its floor is the cut: what it leaves is usually little, and top-p needs to know its mass.
-    low = bottom
-    if min_p <= 0.0:
-        fewest = tl.where(k <= 512, tl.maximum(k, 16), 64)
-        low = _cut(peaks, best, temperature, bottom, fewest, 2 * fewest, SHIFT)
-    high = _value(_key(best, SHIFT) + 1, SHIFT)
-    over, mass_over, count, mass_in = 0, 0.0, 0, 0.0
-    stale = 1
-
+    top = _key(best, SHIFT) + 1
+    left, right = _key(bottom, SHIFT), top
+    left_count, left_mass, right_count, right_mass = VOCAB * 1.0, mass, 0.0, 0.0
     threshold = bottom
+    passes = 0
+    noted = 0
     for stage in range(2):  # top-k, then top-p among the rest
         if ((stage == 0) & (k < VOCAB)) | ((stage == 1) & (top_p < 1.0)):
-            count_goal = tl.where(stage == 0, k, VOCAB + 1)
-            mass_goal = float("inf")
-            # The threshold is at least `floor`: known in the second stage, in the first once a pass has been there.
-            floor = _key(threshold, SHIFT)
-            proven = stage
-            passes = 0
-            fits = 0
-            all_kept = 0
-            searching = 1
-            while searching == 1:
-                if stale == 1:
-                    count, mass_in = _collect(
-                        row_logits, peaks, low, high, best, scale, live, candidates, VOCAB, GROUP, TILE, CAPACITY
-                    )  # fmt: skip
-                    stale = 0
-                    if (k >= VOCAB) & (over == 0) & (low <= bottom):
-                        mass = mass_in
-                if stage == 1:
-                    mass_goal = top_p * mass
-                reached = (over + count >= count_goal) | (mass_over + mass_in >= mass_goal)
-                passed = (over >= count_goal) | (mass_over >= mass_goal)
-                fits = (reached & (passed == 0) & (count <= CAPACITY)).to(tl.int32)
-                all_kept = ((reached == 0) & (low <= bottom)).to(tl.int32)
-                searching = 1 - (fits | all_kept)
-                if searching == 1:
-                    if passed:  # what top-k left behind is of no use: start again from the top
-                        floor = tl.maximum(floor, _key(high, SHIFT))
-                        high = _value(_key(best, SHIFT) + 1, SHIFT)
-                        over, mass_over = 0, 0.0
-                        proven = 1
-                    elif reached:
-                        floor = tl.maximum(floor, _key(low, SHIFT))
-                        proven = 1
-                    else:
-                        high = low
-                        over += count
-                        mass_over += mass_in
-                    if stage == 1:
-                        # All that lies below this cannot make up the share of the mass that top-p cuts off.
-                        hopeless = best + temperature * (tl.log((1.0 - top_p) * mass / VOCAB) - 0.1)
-                        floor = tl.maximum(floor, _key(hopeless, SHIFT))
-                    ceiling = _key(high, SHIFT)
-                    if ceiling - floor <= 1:  # one value left: more logits equal it than there is room for
-                        searching = 0
-                    else:
-                        low = _pivot(peaks, best, temperature, floor, ceiling, passes, GROUPS, SHIFT)
-                        if (passes == 1) & (proven == 0):
-                            low = bottom
-                        low = tl.maximum(low, bottom)
-                        passes += 1
-                        stale = 1
-
-            above, mass_above = over, mass_over
-            if fits == 1:
-                index = tl.arange(0, CAPACITY)
-                values = tl.load(candidates + index, mask=index < count, other=float("-inf"))
+            if (stage == 1) & (right_mass >= top_p * mass):  # top-k went below it: start again from the top
+                right, right_count, right_mass = top, 0.0, 0.0
+                noted = 0
+            if (stage == 1) & (noted == 0):
+                # All that lies below this cannot make up the share of the mass that top-p cuts off.
+                hopeless = best + temperature * (tl.log((1.0 - top_p) * mass / VOCAB) - 0.1)
+                left = tl.minimum(tl.maximum(left, _key(hopeless, SHIFT)), right - 1)
+            left, left_count, left_mass, right, right_count, right_mass, mass, passes = _close_in(
+                row_logits, peaks, best, mass, k, top_p, min_p, temperature, bottom, live, stage, passes,
+                left, left_count, left_mass, right, right_count, right_mass, VOCAB, GROUP, GROUPS, TILE, ROOM, SHIFT,
+            )  # fmt: skip
+            kept_count, kept_mass, floor = left_count, left_mass, left
+            worth = tl.where(stage == 0, left_count, left_mass)
+            goal = tl.where(stage == 0, k.to(tl.float32), top_p * mass)
+            # Otherwise a single value is left, or even the bottom keeps less than it may.
+            if (right - left > 1) & (worth >= goal):
+                low, high = tl.maximum(_value(left, SHIFT), bottom), _value(right, SHIFT)
+                if noted == 0:
+                    _note_spans(row_logits, peaks, low, high, live, spans, VOCAB, GROUP, TILE, ROOM)
+                    noted = 1
+                values = _load_spans(row_logits, spans, low, high, VOCAB, ROOM)
                 weights = tl.exp2((values - best) * scale)
-                floor = _key(low, SHIFT)
-                ceiling = _key(high, SHIFT)
-                while ceiling - floor > 1:
-                    middle = (floor + ceiling) >> 1
-                    kept = values >= _value(middle, SHIFT)
-                    above = over + tl.sum(kept.to(tl.int32))
-                    mass_above = mass_over + tl.sum(tl.where(kept, weights, 0.0))
-                    if (above >= count_goal) | (mass_above >= mass_goal):
-                        floor = middle
-                    else:
-                        ceiling = middle
-                kept = values > _value(floor, SHIFT)
-                above = over + tl.sum(kept.to(tl.int32))
-                mass_above = mass_over + tl.sum(tl.where(kept, weights, 0.0))
-            if all_kept == 1:
-                floor = _key(bottom, SHIFT)
-                mass = mass_over + mass_in
-            else:
-                # What top-p takes its share of: exactly k logits, however many equal the last of them.
-                mass = mass_above + (k - above).to(tl.float32) * tl.exp2((_value(floor, SHIFT) - best) * scale)
+                floor = _bisect(
+                    values, tl.where(stage == 0, 1.0, weights), tl.maximum(left, _key(threshold, SHIFT)), right,
+                    goal - tl.where(stage == 0, right_count, right_mass), SHIFT,
+                )  # fmt: skip
+                kept = values >= _value(floor, SHIFT)
+                kept_count = right_count + tl.sum(kept.to(tl.float32))
+                kept_mass = right_mass + tl.sum(tl.where(kept, weights, 0.0))
             threshold = tl.maximum(_value(floor, SHIFT), bottom)
+            # What top-p takes its share of: no more than k logits, however many equal the last of them.
+            excess = tl.maximum(kept_count - k, 0.0)
+            mass = kept_mass - excess * tl.exp2((threshold - best) * scale)
     return threshold
 
 
 @triton.jit
-def _cut(peaks, best, temperature, bottom, fewest, most, SHIFT: tl.constexpr):
+def _close_in(
+    row_logits, peaks, best, mass, k, top_p, min_p, temperature, bottom, live, stage, passes,
+    left, left_count, left_mass, right, right_count, right_mass,
+    VOCAB: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, TILE: tl.constexpr, ROOM: tl.constexpr,
+    SHIFT: tl.constexpr,
+):  # fmt: skip
+    """Tally at pivots between `left` and `right` until no more than ROOM logits are in between, or a single value."""
+    searching = (passes == 0) | ((left_count - right_count > ROOM) & (right - left > 1))
+    while searching:
+        goal = tl.where(stage == 0, k.to(tl.float32), top_p * mass)
+        left_worth = tl.where(stage == 0, left_count, left_mass)
+        right_worth = tl.where(stage == 0, right_count, right_mass)
+        # Where the goal is if the logarithm of what lies above falls off evenly, as it does in the tails.
+        base = tl.maximum(right_worth, 1e-3 * goal)
+        share = tl.log(goal / base) / tl.maximum(tl.log(left_worth / base), 1e-6)
+        low, high = _pivots(peaks, best, temperature, bottom, k, left, right, share, passes, GROUPS, SHIFT)
+        if (passes == 0) & (min_p > 0.0):  # what it leaves is usually little, and top-p needs to know its mass
+            low = bottom
+            high = bottom
+        low_count, low_mass, high_count, high_mass = _tally(
+            row_logits, peaks, low, high, best, LOG2E / temperature, live, VOCAB, GROUP, TILE
+        )
+        passes += 1
+        if (low <= bottom) & (k >= VOCAB):
+            mass = low_mass
+            goal = top_p * mass
+        all_kept = False
+        if tl.where(stage == 0, high_count, high_mass) >= goal:
+            left, left_count, left_mass = _key(high, SHIFT), high_count, high_mass
+        elif tl.where(stage == 0, low_count, low_mass) >= goal:
+            left, left_count, left_mass = _key(low, SHIFT), low_count, low_mass
+            right, right_count, right_mass = _key(high, SHIFT), high_count, high_mass
+        elif low <= bottom:
+            left, left_count, left_mass = _key(bottom, SHIFT), low_count, low_mass
+            all_kept = True
+        else:
+            right, right_count, right_mass = _key(low, SHIFT), low_count, low_mass
+        searching = (left_count - right_count > ROOM) & (right - left > 1) & (all_kept == 0)
+    return left, left_count, left_mass, right, right_count, right_mass, mass, passes
+
+
+@triton.jit
+def _bisect(values, worths, left, right, goal, SHIFT: tl.constexpr):
+    """The highest key in [left, right) from which on the values are worth `goal`; `left` if there is none."""
+    while right - left > 1:
+        middle = (left + right) >> 1
+        if tl.sum(tl.where(values >= _value(middle, SHIFT), worths, 0.0)) >= goal:
+            left = middle
+        else:
+            right = middle
+    return left
+
+
+@triton.jit
+def _pivots(
+    peaks, best, temperature, bottom, k, left, right, share, passes, GROUPS: tl.constexpr, SHIFT: tl.constexpr
+):  # fmt: skip
+    """Two values to tally at, strictly between `left` and `right` or the bottom; the first not above the second."""
+    left_value, right_value = _value(left, SHIFT), _value(right, SHIFT)
+    width = right_value - left_value
+    if passes > 10:
+        # Thirds of the floats there are: slow where values are spread evenly, but it ends whatever they are.
+        low, high = left + (right - left) // 3, right - (right - left) // 3
+    elif width > FAR * temperature:
+        # A left end like the lowest number there is says nothing: go down by the distance from the best, and more.
+        step = best - right_value + temperature
+        low, high = _key(right_value - 2.0 * step, SHIFT), _key(right_value - 0.5 * step, SHIFT)
+    elif passes % 2 == 0:
+        low, high = _key(left_value + 0.33 * width, SHIFT), _key(left_value + 0.67 * width, SHIFT)
+    else:
+        guess = right_value - share * width
+        low, high = _key(guess - 0.06 * width, SHIFT), _key(guess + 0.06 * width, SHIFT)
+    to_bottom = passes == 6  # it may be that nothing is cut off
+    if passes < 2:
+        # As many groups as there are tokens wanted, or a few dozen; then a third of the groups there are.
+        fewest = tl.where(k <= 512, tl.maximum(k, 16), 32)
+        fewest = tl.where(passes == 0, fewest, GROUPS // 4)
+        most = tl.where(passes == 0, 2 * fewest, GROUPS * 2 // 5)
+        cut = _cut(peaks, best, temperature, bottom, fewest, most)
+        to_bottom = cut <= bottom
+        if (_key(cut, SHIFT) > left) & (_key(cut, SHIFT) < right):
+            low = _key(cut, SHIFT)
+            high = low
+    to_bottom &= left == _key(bottom, SHIFT)
+    low_value = _value(tl.minimum(tl.maximum(low, left + 1), right - 1), SHIFT)
+    high_value = _value(tl.minimum(tl.maximum(high, left + 1), right - 1), SHIFT)
+    return tl.where(to_bottom, bottom, low_value), tl.where(to_bottom, bottom, high_value)
+
+
+@triton.jit
+def _cut(peaks, best, temperature, bottom, fewest, most):
     """A value that at least `fewest` and at most `most` groups reach, if there is one to be found quickly."""
     cut = bottom
     if tl.sum((peaks >= bottom).to(tl.int32)) > most:
@@ -240,48 +283,68 @@ def _cut(peaks, best, temperature, bottom, fewest, most, SHIFT: tl.constexpr):
                 cut = middle
                 if reach >= fewest:
                     tries = 16
-        cut = tl.maximum(_value(_key(cut, SHIFT), SHIFT), bottom)
     return cut
 
 
 @triton.jit
-def _pivot(peaks, best, temperature, floor, ceiling, passes, GROUPS: tl.constexpr, SHIFT: tl.constexpr):
-    """Where to look next, strictly between two keys."""
-    left, right = _value(floor, SHIFT), _value(ceiling, SHIFT)
-    pivot = _key(0.5 * (left + right), SHIFT)
-    if (passes > 24) | (right - left > FAR * temperature):
-        pivot = (floor + ceiling) >> 1
-    if passes == 0:
-        # Most groups reach this: about three logits a group are above it, if likely tokens are spread evenly.
-        guess = _key(_cut(peaks, best, temperature, left, GROUPS * 9 // 10, GROUPS * 97 // 100, SHIFT), SHIFT)
-        pivot = tl.where((guess > floor) & (guess < ceiling), guess, pivot)
-    return _value(tl.minimum(tl.maximum(pivot, floor + 1), ceiling - 1), SHIFT)
+def _tally(
+    row_logits, peaks, low, high, best, scale, live, VOCAB: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr
+):  # fmt: skip
+    """How many logits are at least `low`, and their mass relative to the best; and the same for `high` >= `low`."""
+    num_live = _list_live(peaks, low, live)
+    counts = tl.zeros([TILE, GROUP], tl.int32)  # of both: the upper halves count those from `high` on
+    low_masses = tl.zeros([TILE, GROUP], tl.float32)
+    high_masses = tl.zeros([TILE, GROUP], tl.float32)
+    for start in tl.range(0, num_live, TILE, num_stages=3):
+        _, x = _load_live(row_logits, live, start, num_live, VOCAB, GROUP, TILE)
+        weights = tl.exp2((x - best) * scale)
+        counts += tl.where(x >= high, 0x10001, tl.where(x >= low, 1, 0))
+        low_masses += tl.where(x >= low, weights, 0.0)
+        high_masses += tl.where(x >= high, weights, 0.0)
+    low_count = tl.sum(counts & 0xFFFF).to(tl.float32)
+    high_count = tl.sum(counts >> 16).to(tl.float32)
+    return low_count, tl.sum(low_masses), high_count, tl.sum(high_masses)
 
 
 @triton.jit
-def _collect(
-    row_logits, peaks, low, high, best, scale, live, candidates,
-    VOCAB: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, CAPACITY: tl.constexpr,
+def _note_spans(
+    row_logits, peaks, low, high, live, spans,
+    VOCAB: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, ROOM: tl.constexpr,
 ):  # fmt: skip
-    """Copy the logits in [low, high) to `candidates` in the order of the vocabulary, as many as fit.
+    """List the spans of SPAN tokens that have a logit in [low, high), in the order of the vocabulary, by first token.
 
-    Returns how many there are, and their mass relative to the best.
+    The list ends with -1. Spans are listed and not logits because a thread reads a whole one: one place to find, by a
+    prefix sum across the threads, instead of eight.
     """
     num_live = _list_live(peaks, low, live)
+    IN_GROUP: tl.constexpr = GROUP // SPAN
+    span = tl.arange(0, TILE * IN_GROUP)
     count = 0
-    masses = tl.zeros([TILE, GROUP], tl.float32)
-    for start in range(0, num_live, TILE):
-        _, x = _load_live(row_logits, live, start, num_live, VOCAB, GROUP, TILE)
-        inside = (x >= low) & (x < high)
-        rank = tl.cumsum(inside.to(tl.int32), axis=1)
-        sizes = tl.sum(inside.to(tl.int32), axis=1)
-        begins = count + tl.cumsum(sizes, axis=0) - sizes
-        place = begins[:, None] + rank - 1
-        tl.store(candidates + place, x, mask=inside & (place < CAPACITY))
-        masses += tl.where(inside, tl.exp2((x - best) * scale), 0.0)
-        count += tl.sum(sizes)
-    tl.debug_barrier()  # the candidates are read by other threads than wrote them
-    return count, tl.sum(masses)
+    for start in tl.range(0, num_live, TILE, num_stages=3):
+        place = start + span // IN_GROUP
+        group = tl.load(live + place, mask=place < num_live, other=0)
+        first = group * GROUP + span % IN_GROUP * SPAN
+        token = first[:, None] + tl.arange(0, SPAN)[None, :]
+        exists = (place < num_live)[:, None] & (token < VOCAB)
+        x = tl.load(row_logits + token, mask=exists, other=float("-inf")).to(tl.float32)
+        hit = tl.max(((x >= low) & (x < high)).to(tl.int32), axis=1)
+        order = count + tl.cumsum(hit, axis=0) - 1
+        tl.store(spans + order, first, mask=(hit == 1) & (order < ROOM))
+        count += tl.sum(hit)
+    if count < ROOM:
+        tl.store(spans + count, -1)
+    tl.debug_barrier()  # other threads read the list than wrote it
+
+
+@triton.jit
+def _load_spans(row_logits, spans, low, high, VOCAB: tl.constexpr, ROOM: tl.constexpr):
+    """The logits in [low, high) of the spans listed [ROOM, SPAN], -inf in place of others."""
+    first = tl.load(spans + tl.arange(0, ROOM))
+    is_end = tl.min(tl.where(first < 0, tl.arange(0, ROOM), ROOM))
+    token = first[:, None] + tl.arange(0, SPAN)[None, :]
+    exists = (tl.arange(0, ROOM) < is_end)[:, None] & (token < VOCAB)
+    x = tl.load(row_logits + token, mask=exists, other=float("-inf")).to(tl.float32)
+    return tl.where((x >= low) & (x < high), x, float("-inf"))
 
 
 @triton.jit
@@ -291,7 +354,7 @@ def _sum_kept(
 ):  # fmt: skip
     """Sum the weights of what is kept, anew for each group that keeps something."""
     num_live = _list_live(peaks, threshold, live)
-    for start in range(0, num_live, TILE):
+    for start in tl.range(0, num_live, TILE, num_stages=3):
         group, x = _load_live(row_logits, live, start, num_live, VOCAB, GROUP, TILE)
         exists = start + tl.arange(0, TILE) < num_live
         peak = tl.load(maxima + group, mask=exists, other=0.0)
@@ -315,21 +378,19 @@ def _load_live(row_logits, live, start, num_live, VOCAB: tl.constexpr, GROUP: tl
     place = start + tl.arange(0, TILE)
     group = tl.load(live + place, mask=place < num_live, other=0)
     token = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    token = tl.max_contiguous(token, [1, 1])
     exists = (place < num_live)[:, None] & (token < VOCAB)
     return group, tl.load(row_logits + token, mask=exists, other=float("-inf")).to(tl.float32)
 
 
 @triton.jit
 def _key(x, SHIFT: tl.constexpr):
-    """A float's place among all floats: integers in the same order, one apart where the logits' type has no other."""
-    bits = x.to(tl.int32, bitcast=True).to(tl.int64)
-    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits) >> SHIFT
+    """A float's place among all floats, counted from zero in steps of the logits' type; in between, the one below."""
+    magnitude = tl.abs(x).to(tl.int32, bitcast=True).to(tl.int64)
+    return tl.where(x < 0.0, -magnitude, magnitude) >> SHIFT
 
 
 @triton.jit
 def _value(key, SHIFT: tl.constexpr):
     """The float at that place."""
-    bits = key << SHIFT
-    bits = tl.where(key < 0, (bits | ((1 << SHIFT) - 1)) ^ 0x7FFFFFFF, bits)
-    return bits.to(tl.int32).to(tl.float32, bitcast=True)
+    magnitude = (tl.abs(key) << SHIFT).to(tl.int32).to(tl.float32, bitcast=True)
+    return tl.where(key < 0, -magnitude, magnitude)

@@ -14,6 +14,7 @@ import os
 from typing import Any
 
 import torch
+import triton
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
@@ -32,10 +33,25 @@ def pdl() -> dict[str, Any]:
     return {"PDL": True, "launch_pdl": True} if has_pdl() else {"PDL": False}
 
 
+compiled: list[str] = []
+"""Kernels compiled, or loaded from Triton's own cache, since `watch_compiles`: there should be none on the way of a
+request."""
+
+
+def watch_compiles() -> None:
+    """From here on `compiled` is kept."""
+
+    def note(*_: Any, repr: str, **__: Any) -> None:
+        compiled.append(repr)
+
+    compiled.clear()
+    triton.knobs.runtime.jit_post_compile_hook = note
+
+
 @functools.cache
 def num_sms() -> int:
     """Multiprocessors of the current device; a small number in the interpreter."""
     return 4 if INTERPRETED else torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
 
 
-__all__ = ["INTERPRETED", "gdc_launch_dependents", "gdc_wait", "has_pdl", "num_sms", "pdl"]
+__all__ = ["INTERPRETED", "compiled", "gdc_launch_dependents", "gdc_wait", "has_pdl", "num_sms", "pdl", "watch_compiles"]

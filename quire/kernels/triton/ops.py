@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+
 import torch
 
 from quire.kernels.reference import TorchOps
@@ -9,11 +11,18 @@ from quire.kernels.triton import norm
 from quire.kernels.triton.activation import silu_mul
 from quire.kernels.triton.launch import INTERPRETED
 from quire.kernels.triton.qkv import prepare_qkv
+from quire.kernels.triton.thin import Config, thin_linear, thin_norm_linear, thin_silu_linear
+from quire.kernels.triton.thin_candidates import Shape
+from quire.kernels.triton.tuning import BUCKETS, choose, kernel_configs
 
 
 def _takes(x: torch.Tensor) -> bool:
     """Whether x is what a kernel can walk: rows on the device, contiguous in their last dimension, at least one."""
-    return (x.is_cuda or INTERPRETED) and x.dim() == 2 and x.stride(1) == 1 and x.numel() > 0
+    return (x.is_cuda or INTERPRETED or x.is_meta) and x.dim() == 2 and x.stride(1) == 1 and x.numel() > 0
+
+
+THIN = not INTERPRETED
+"""Whether thin products are ours: the interpreter takes seconds for each, so tests turn it on for some."""
 
 
 class TritonOps(TorchOps):
@@ -33,6 +42,58 @@ class TritonOps(TorchOps):
         if _takes(x) and _takes(residual) and x.size(1) <= norm.MAX_WIDTH:
             return norm.add_rms_norm(x, residual, weight, eps)
         return super().add_rms_norm(x, residual, weight, eps)
+
+    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        config = self._config("linear", x, weight)
+        return super().linear(x, weight, bias) if config is None else thin_linear(x, weight, bias, config=config)
+
+    def norm_linear(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        gain: torch.Tensor,
+        eps: float,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        gated: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        config = self._config("norm_silu_linear" if gated else "norm_linear", x, weight)
+        if config is not None and (residual is None or residual.is_contiguous()):
+            return thin_norm_linear(x, residual, gain, eps, weight, bias, silu=gated, config=config)
+        if not gated or (config := self._config("silu_linear", x, weight)) is None:
+            return super().norm_linear(x, residual, gain, eps, weight, bias, gated)
+        if residual is None:
+            normed, stream = self.rms_norm(x, gain, eps), x
+        else:
+            normed, stream = self.add_rms_norm(x, residual, gain, eps)
+        return thin_silu_linear(normed, weight, bias, config=config), stream
+
+    def _config(self, kind: str, x: torch.Tensor, weight: torch.Tensor) -> Config | None:
+        """The kernel of ours for a product; None: cuBLAS is faster, or ours does not take it."""
+        if not (
+            THIN
+            and _takes(x)
+            and x.is_contiguous()
+            and weight.is_contiguous()
+            and weight.stride(0) * x.itemsize % 16 == 0
+        ):
+            return None
+        n, k = weight.shape
+        return choose(kind, x.shape[0], n, k, x.dtype)
+
+    def compile_product(
+        self, weight: torch.Tensor, normed: bool, gated: bool, bias: bool, max_rows: int
+    ) -> Iterator[Callable[[], None]]:
+        """Compilations of the kernels that `linear` (`normed`: `norm_linear`) takes for up to `max_rows` rows."""
+        kinds = (["norm_silu_linear", "silu_linear"] if gated else ["norm_linear"]) if normed else []
+        n, k = weight.shape
+        for rows in BUCKETS:
+            for kind in (*kinds, "linear"):
+                if self._config(kind, weight.new_empty(rows, k, device="meta"), weight) is not None:
+                    yield from (job.compile for job in kernel_configs([Shape(kind, n, k, bias)], weight.dtype, [rows]))
+                    break
+            if rows >= max_rows:
+                break
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         return silu_mul(gate_up) if _takes(gate_up) else super().silu_mul(gate_up)

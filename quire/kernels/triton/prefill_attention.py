@@ -48,8 +48,12 @@ class Tile:
         return self.block_m // group
 
 
+LONG_CONTEXT = 3072
+"""From here on large tiles win: they read each key for more queries, and lose less at the diagonal."""
+
+
 @functools.cache
-def prefill_tile(head_dim: int, itemsize: int) -> Tile:
+def prefill_tile(head_dim: int, itemsize: int, is_long: bool = True) -> Tile:
     """The shape for a head of so many values; found with benchmarks/gpu/prefill_attention.py on an H200."""
     if INTERPRETED:
         return Tile(32, 32, 4, 1)
@@ -57,7 +61,7 @@ def prefill_tile(head_dim: int, itemsize: int) -> Tile:
         return Tile(32, 32, 4, 1, skewed=False)
     if head_dim > 128:
         return Tile(128, 64, 8, 2)
-    return Tile(128, 128, 8, 2)
+    return Tile(128, 128, 8, 2) if is_long else Tile(64, 64, 4, 2)
 
 
 @triton.jit(do_not_specialize=["first_row", "num_rows", "bound"])

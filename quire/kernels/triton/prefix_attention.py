@@ -12,7 +12,7 @@ tiles but the first) instead of once a row; and for each member 4 * heads * (hea
 and read by the other kernel. Operations: 4 * shared * heads * head_dim a member, as ever, plus those of empty places.
 """
 
-# ruff: noqa: N803, N806
+# ruff: noqa: N803
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ from quire.kernels.triton.decode_attention import (
     ENTRY_SIZE,
     HEADER,
     HEADER_SIZE,
-    LEAST_TILES,
     LOG2_E,
     PLANNED_AT_ONCE,
     PrefixState,
@@ -39,6 +38,8 @@ from quire.kernels.triton.decode_attention import (
 from quire.kernels.triton.launch import INTERPRETED, gdc_launch_dependents, gdc_wait, num_sms, pdl
 
 SEARCHED_AT_ONCE = 128
+LEAST_TILES = 2
+"""A program is not made for less: merging would cost more than it saves."""
 LEAST_MEMBERS = 2
 """A group of one shares with nobody."""
 
@@ -182,8 +183,8 @@ def _prefix(
             is_done = arrived == last - first
             if is_done:
                 tl.store(counter, 0)
-                best, weight, acc = merge_parts(partial, partial_stats, first.to(tl.int32), last.to(tl.int32), M, M, DIM,
-                                                DIM_P2, 1)  # fmt: skip
+                best, weight, acc = merge_parts(partial, partial_stats, first.to(tl.int32), last.to(tl.int32), M, M,
+                                                DIM, DIM_P2, 1)  # fmt: skip
         if is_done:
             at_state = member * (KV_HEADS * GROUP) + query_head
             tl.store(stats + at_state * 2, best, mask=is_query)

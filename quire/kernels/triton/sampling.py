@@ -1,4 +1,4 @@
-# ruff: noqa: N803, N806
+# ruff: noqa: N803
 """One token a row, drawn and written back on the GPU: two launches, three with filters, none of them a sort.
 
 The vocabulary is cut into groups of 128 neighbouring tokens. The first launch reads the logits once and leaves each
@@ -50,15 +50,15 @@ class Workspace:
     """What the launches hand each other, allocated once so that a graph can hold it. Needs no clearing."""
 
     maxima: torch.Tensor
-    """[draws, groups] float32: the largest logit of each group."""
+    """[draws, groups] float32: the largest logit of each group. Groups are whole tiles; those past the end are -inf."""
     sums: torch.Tensor
     """[draws, groups] float32: the weights of each group, relative to its maximum."""
     thresholds: torch.Tensor
     """[draws] float32: the lowest logit that may be drawn."""
     live: torch.Tensor
     """[draws, groups] int32: numbers of the groups a filter looks into."""
-    candidates: torch.Tensor
-    """[draws, capacity] float32: logits among which a filter looks for the threshold."""
+    spans: torch.Tensor
+    """[draws, room] int32: where the logits are among which a filter looks for the threshold."""
     group: int
     """Tokens in a group."""
     tile: int
@@ -72,17 +72,16 @@ def workspace(
     *,
     group: int = 128,
     tile: int = 32,
-    capacity: int = 4096,
+    room: int = 512,
 ) -> Workspace:
-    """Room for `max_draws` draws: 12 bytes a group and 4 a candidate, so 30 KB a draw for a vocabulary of 150,000."""
-    groups = -(-vocab // group)
-    stride = -(-groups // 32) * 32
+    """Room for `max_draws` draws: 12 bytes a group and 4 a span, so 16 KB a draw for a vocabulary of 150,000."""
+    groups = -(-vocab // (group * tile)) * tile
     return Workspace(
-        maxima=torch.empty(max_draws, stride, dtype=torch.float32, device=device),
-        sums=torch.empty(max_draws, stride, dtype=torch.float32, device=device),
+        maxima=torch.empty(max_draws, groups, dtype=torch.float32, device=device),
+        sums=torch.empty(max_draws, groups, dtype=torch.float32, device=device),
         thresholds=torch.empty(max_draws, dtype=torch.float32, device=device),
-        live=torch.empty(max_draws, stride, dtype=torch.int32, device=device),
-        candidates=torch.empty(max_draws, capacity, dtype=torch.float32, device=device),
+        live=torch.empty(max_draws, groups, dtype=torch.int32, device=device),
+        spans=torch.empty(max_draws, room, dtype=torch.int32, device=device),
         group=group,
         tile=tile,
     )
@@ -109,23 +108,23 @@ def draw_and_commit(
     if draws == 0:
         return
     group, tile = workspace.group, workspace.tile
-    groups = triton.cdiv(vocab, group)
-    _measure_kernel[(triton.cdiv(groups, tile), draws)](
+    groups = workspace.maxima.shape[1]
+    _measure_kernel[(groups // tile, draws)](
         logits, logits.stride(0), rows, columns.floats, columns.floats.stride(0),
-        workspace.maxima, workspace.sums, workspace.maxima.stride(0),
+        workspace.maxima, workspace.sums,
         VOCAB=vocab, GROUP=group, GROUPS=groups, TILE=tile, num_warps=4, **pdl(),
     )  # fmt: skip
     if filtered:
         filter_groups(
             logits, rows, columns.top_k, columns.floats, workspace.maxima, workspace.sums, workspace.thresholds,
-            workspace.live, workspace.candidates, group, tile,
+            workspace.live, workspace.spans, group, tile,
         )  # fmt: skip
     _draw_kernel[(draws,)](
         logits, logits.stride(0), rows, columns.floats, columns.floats.stride(0),
-        workspace.maxima, workspace.sums, workspace.maxima.stride(0), workspace.thresholds,
+        workspace.maxima, workspace.sums, workspace.thresholds,
         columns.seed, columns.sample, columns.prompt_len,
         columns.last_token, columns.num_tokens, columns.limit, columns.active, columns.stop_ids,
-        columns.stop_ids.shape[1], results, results.shape[2], slot, columns.active.shape[0] - 1,
+        columns.stop_ids.shape[1], results, results.stride(0), results.stride(1), slot, columns.active.shape[0] - 1,
         VOCAB=vocab, GROUP=group, GROUPS=groups, WIDTH=triton.next_power_of_2(groups), FILTERED=filtered,
         num_warps=4, **pdl(),
     )  # fmt: skip
@@ -150,14 +149,14 @@ def commit(
     _commit_kernel[(len(rows),)](
         tokens, invalid, rows,
         columns.last_token, columns.num_tokens, columns.limit, columns.active, columns.stop_ids,
-        columns.stop_ids.shape[1], results, results.shape[2], slot, columns.active.shape[0] - 1,
+        columns.stop_ids.shape[1], results, results.stride(0), results.stride(1), slot, columns.active.shape[0] - 1,
         num_warps=1, **pdl(),
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["float_stride"])
 def _measure_kernel(
-    logits, row_stride, rows, floats, float_stride, maxima, sums, group_stride,
+    logits, row_stride, rows, floats, float_stride, maxima, sums,
     VOCAB: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Each group's maximum and sum of weights: TILE groups a program, 8 KB in bfloat16."""
@@ -173,24 +172,27 @@ def _measure_kernel(
     # Relative to 0 where nothing is finite: -inf less -inf would be NaN, which stands for NaN among the logits.
     base = tl.where(peak > float("-inf"), peak, 0.0)
     total = tl.sum(tl.exp2((x - base[:, None]) * scale), axis=1)
-    tl.store(maxima + draw * group_stride + group, peak, mask=group < GROUPS)
-    tl.store(sums + draw * group_stride + group, total, mask=group < GROUPS)
+    tl.store(maxima + draw * GROUPS + group, peak)
+    tl.store(sums + draw * GROUPS + group, total)
 
 
-@triton.jit(do_not_specialize=["float_stride", "stop_width", "result_stride", "padding_row"])
+@triton.jit(do_not_specialize=["float_stride", "stop_width", "slot_stride", "result_stride", "padding_row"])
 def _draw_kernel(
-    logits, row_stride, rows, floats, float_stride, maxima, sums, group_stride, thresholds,
+    logits, row_stride, rows, floats, float_stride, maxima, sums, thresholds,
     seed, sample, prompt_len, last_token, num_tokens, limit, active, stop_ids, stop_width,
-    results, result_stride, slot, padding_row,
+    results, slot_stride, result_stride, slot, padding_row,
     VOCAB: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, FILTERED: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Pick the group, then the token in it, then commit. One program a draw: 8 bytes a group, and one group's logits."""
+    """Pick the group, then the token in it, then commit. One program a draw: 8 bytes a group, one group's logits."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     draw = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + draw).to(tl.int64)
+    group = tl.arange(0, WIDTH)
+    peaks = tl.load(maxima + draw * GROUPS + group, mask=group < GROUPS, other=float("-inf"))
+    totals = tl.load(sums + draw * GROUPS + group, mask=group < GROUPS, other=0.0)
     if row != padding_row:
         temperature = tl.load(floats + row * float_stride)
         greedy = temperature < GREEDY_BELOW
@@ -199,10 +201,6 @@ def _draw_kernel(
             tl.load(seed + row), tl.load(num_tokens + row) - tl.load(prompt_len + row), tl.load(sample + row)
         )
 
-        group = tl.arange(0, WIDTH)
-        exists = group < GROUPS
-        peaks = tl.load(maxima + draw * group_stride + group, mask=exists, other=float("-inf"))
-        totals = tl.load(sums + draw * group_stride + group, mask=exists, other=0.0)
         best = tl.max(peaks)
         # Doubles from here on, so that the only rounding is that of the weights.
         masses = (totals * tl.exp2((peaks - best) * scale)).to(tl.float64)
@@ -228,14 +226,14 @@ def _draw_kernel(
         drawn = tl.minimum(chosen * GROUP + tl.min(tl.where(reached, inner, last)), VOCAB - 1)
         _commit(
             draw, row, drawn, invalid, last_token, num_tokens, limit, active, stop_ids, stop_width,
-            results, result_stride, slot,
+            results, slot_stride, result_stride, slot,
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["stop_width", "result_stride", "padding_row"])
+@triton.jit(do_not_specialize=["stop_width", "slot_stride", "result_stride", "padding_row"])
 def _commit_kernel(
     tokens, invalid, rows, last_token, num_tokens, limit, active, stop_ids, stop_width,
-    results, result_stride, slot, padding_row, PDL: tl.constexpr,
+    results, slot_stride, result_stride, slot, padding_row, PDL: tl.constexpr,
 ):  # fmt: skip
     """`_commit` for a token drawn elsewhere. One program a draw, about 100 bytes each."""
     if PDL:
@@ -246,14 +244,14 @@ def _commit_kernel(
     if row != padding_row:
         _commit(
             draw, row, tl.load(tokens + draw).to(tl.int32), tl.load(invalid + draw), last_token, num_tokens, limit,
-            active, stop_ids, stop_width, results, result_stride, slot,
+            active, stop_ids, stop_width, results, slot_stride, result_stride, slot,
         )  # fmt: skip
 
 
 @triton.jit
 def _commit(
     draw, row, token, invalid, last_token, num_tokens, limit, active, stop_ids, stop_width,
-    results, result_stride, slot,
+    results, slot_stride, result_stride, slot,
 ):  # fmt: skip
     """A row takes its token, ends if it is done, and tells the host."""
     stopped = 0
@@ -267,7 +265,7 @@ def _commit(
     tl.store(num_tokens + row, length)
     if done:
         tl.store(active + row, False)
-    out = results + tl.load(slot).to(tl.int64) * 2 * result_stride + draw
+    out = results + tl.load(slot).to(tl.int64) * slot_stride + draw
     tl.store(out, token)
     tl.store(out + result_stride, stopped + 2 * invalid.to(tl.int32))
 

@@ -6,6 +6,7 @@ each of them to cover the memory's latency (about 40 KB on an H200); little read
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -25,8 +26,8 @@ _CACHE = 52.0  # bytes a nanosecond, into one multiprocessor
 _TENSOR = 650_000.0  # operations a nanosecond
 _EXCHANGE = 2500.0  # nanoseconds to leave parts of a tile and add them up
 
-
 MAX_NORM_ROWS = 32
+"""Rows of a product with a norm folded in."""
 
 
 class Gpu(NamedTuple):
@@ -61,8 +62,8 @@ class Shape(NamedTuple):
 
 def candidates(shape: Shape, rows: int, dtype: torch.dtype, gpu: Gpu) -> list[Config]:
     """Configurations for a product of at most `rows` rows (a power of two): a handful, the best guesses first."""
-    if shape.k * dtype.itemsize % 16:
-        return []  # rows of the weight must be as aligned as the reads
+    if shape.k * dtype.itemsize % 16 or shape.outputs < 8:
+        return []  # rows of the weight must be as aligned as the reads; hardly any outputs are no concern of ours
     vectors = _vectors(shape, rows, dtype, gpu)[:6] if rows <= MAX_VECTOR_ROWS else []
     # No tensor cores in float32; in float16 a stream times its gain may be too large. A norm of many rows is done by
     # every program again.
@@ -88,29 +89,38 @@ def guess(shape: Shape, rows: int, dtype: torch.dtype, gpu: Gpu) -> Config | Non
 
 def _vectors(shape: Shape, rows: int, dtype: torch.dtype, gpu: Gpu) -> list[Config]:
     width = 32 * 16 // dtype.itemsize  # what a warp reads at a time
-    padded = {warps: _round_up(shape.k, warps * width) for warps in (1, 2, 4, 8)}
-    scored = [
-        (_score_vector(shape, rows, block_n, warps, depth // (warps * width), gpu), block_n, warps)
-        for warps, depth in padded.items()
-        if depth <= 1.1 * min(padded.values())
-        for block_n in (1, 2, 4, 8, 16)
-    ]
+    scored = []
+    for warps, block_n in itertools.product((1, 2, 4, 8), (1, 2, 4, 8, 16)):
+        chunks = -(-shape.k // (warps * width))
+        if chunks * warps * width < 2 * _round_up(shape.k, width):
+            config = Config("vector", block_n, warps=warps)
+            scored.append((_score_vector(shape, rows, config, chunks, gpu), config, chunks))
     ranked = sorted((item for item in scored if item[0]), key=lambda item: -item[0])
-    best = [Config("vector", block_n, warps=warps) for _, block_n, warps in ranked]
-    blocks = shape.outputs // best[0].block_n if best else 0
-    if blocks > 24 * gpu.multiprocessors:
-        # So many programs that it may pay to keep a few, and the input with them.
-        best[2:2] = [replace(config, programs=16 // config.warps) for config in best[:2]]
+    best = [config for _, config, _ in ranked]
+    if best and shape.outputs > 24 * gpu.multiprocessors * best[0].block_n:
+        # So many programs that it may pay to keep a few, and the input with them; they hold the next weights too.
+        lasting = [
+            replace(config, programs=16 // config.warps)
+            for _, config, chunks in ranked
+            if sum(_registers(shape, rows, config, chunks, held_twice=True)) <= 144
+        ]
+        best[2:2] = lasting[:2]
     return best
 
 
-def _score_vector(shape: Shape, rows: int, block_n: int, warps: int, chunks: int, gpu: Gpu) -> float:
-    """How good a guess a shape is, 0 if it does not fit. `chunks`: reads of 16 bytes a thread needs for a row."""
-    held = 4 * chunks * block_n * (2 if shape.silu else 1)
-    inputs = chunks * rows * (12 if shape.norm else 4) + (4 * chunks if shape.norm else 0)
+def _registers(shape: Shape, rows: int, config: Config, chunks: int, held_twice: bool = False) -> tuple[int, int]:
+    """About how many a thread of `vector` needs for weights, and for inputs, that it reads in `chunks` of 16 bytes."""
+    weights = 4 * chunks * config.block_n * (2 if shape.silu else 1) * (2 if held_twice else 1)
+    return weights, chunks * rows * (12 if shape.norm else 4) + (4 * chunks if shape.norm else 0)
+
+
+def _score_vector(shape: Shape, rows: int, config: Config, chunks: int, gpu: Gpu) -> float:
+    """How good a guess a shape is; 0 if it does not fit."""
+    held, inputs = _registers(shape, rows, config, chunks)
     if held > 64 or held + inputs > 176:
         return 0.0
-    blocks = -(-shape.outputs // block_n)
+    warps = config.warps
+    blocks = -(-shape.outputs // config.block_n)
     resident = min(_REGISTERS // (32 * warps * (held + inputs // 2 + 32)), 64 // warps, 32)
     each = -(-blocks // gpu.multiprocessors)
     weight_bytes = 128 * warps * held
@@ -119,7 +129,8 @@ def _score_vector(shape: Shape, rows: int, block_n: int, warps: int, chunks: int
     balance = blocks / (each * gpu.multiprocessors)
     overlap = blocks / (blocks + gpu.multiprocessors / 2)  # of one program's reads with another's arithmetic
     purpose = held / (held + inputs / 4)  # of what is read, the weights
-    return balance * in_flight * overlap * purpose
+    used = shape.k / (chunks * warps)  # of a row's lanes, in units that do not matter
+    return balance * in_flight * overlap * purpose * used
 
 
 def _dots(shape: Shape, rows: int, gpu: Gpu) -> list[Config]:
@@ -127,7 +138,9 @@ def _dots(shape: Shape, rows: int, gpu: Gpu) -> list[Config]:
     block_m = max(rows, 16)
     for block_n in (8, 16, 32):
         for warps in (4, 8):
-            if warps * 64 > _round_up(shape.k, 64) or block_m * block_n * (2 if shape.silu else 1) > 2048:
+            # Every warp holds all results, and normed inputs beside them.
+            held = block_m * block_n * (2 if shape.silu else 1)
+            if warps * 64 > _round_up(shape.k, 64) or held > (512 if shape.norm else 2048):
                 continue
             config = Config("dot", block_n, block_m, 64, warps)
             stages = min(6, 96 * KB // (2 * 64 * warps * _tile_rows(shape, config)) + 1)

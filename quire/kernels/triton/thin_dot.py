@@ -48,7 +48,7 @@ def _dot(
         if SILU:
             prefetch_rows(weight + second, K, PIECES, SPAN)
     if gain is not None:
-        weights_ahead = tl.load(gain + columns, mask=columns < K, other=0.0)
+        gains = tl.load(gain + columns, mask=columns < K, other=0.0)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -71,9 +71,9 @@ def _dot(
                 tl.store(stream + at + k, value, mask=inside & (program == 0))
             wide = value.to(tl.float32)
             squares += tl.sum(wide * wide, 2)
-            value = (wide * weights_ahead.to(tl.float32)).to(value.dtype)
+            value = (wide * gains.to(tl.float32)).to(value.dtype)
             # A step ahead: a read so narrow is not pipelined by the compiler.
-            weights_ahead = tl.load(gain + k + STEP + columns, mask=k + STEP + columns < K, other=0.0)
+            gains = tl.load(gain + k + STEP + columns, mask=k + STEP + columns < K, other=0.0)
         total = tl.dot(value, tl.permute(tile, (0, 2, 1)), total, input_precision="ieee")
         if SILU:
             tile = _weights(ups, k, columns, K, EVEN_K)
@@ -97,6 +97,8 @@ def dot_launch(product: Product, config: Config) -> Launch:
     Bytes: the weight once; the input, the residual and the gain once a program, from the cache. Operations: 2 a weight
     and row of block_m, on tensor cores.
     """
+    if product.rows > config.block_m:
+        raise ValueError(f"{config} is for at most {config.block_m} rows, not {product.rows}")
     out = product.new_output()
     outputs = out.shape[1]
     arguments = (

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from typing import NamedTuple
 
 import torch
@@ -37,11 +38,11 @@ class Inputs(NamedTuple):
     weights: list[torch.Tensor]
 
 
-def random_inputs(shape: Shape, rows: int, dtype: torch.dtype, copies: int) -> Inputs:
+def random_inputs(shape: Shape, rows: int, dtype: torch.dtype, copies: int, device: str = "cuda") -> Inputs:
     """Inputs of the size that they have in a model: activations about 1, products of them too."""
 
     def normal(*size: int) -> torch.Tensor:
-        return torch.randn(size, dtype=dtype, device="cuda")
+        return torch.randn(size, dtype=dtype, device=device)
 
     weights = [normal(shape.n, shape.k).mul_(shape.k**-0.5) for _ in range(copies)]
     return Inputs(normal(rows, shape.k), normal(rows, shape.k), normal(shape.k), weights)
@@ -130,11 +131,14 @@ def compile_all(jobs: Sequence[Job], processes: int | None = None) -> None:
     """Compile many kernels at once, into Triton's cache on disk, whence this process loads them."""
     # New processes rather than forks: a fork cannot use the card.
     context = multiprocessing.get_context("spawn")
-    workers = min(processes or os.cpu_count() or 1, len(jobs))
+    workers = max(min(processes or os.cpu_count() or 1, len(jobs)), 1)
     with ProcessPoolExecutor(workers, mp_context=context) as pool:
-        for job, error in zip(jobs, pool.map(_compile, jobs, chunksize=2), strict=True):
-            if error is not None:
-                log.warning("%s was not compiled: %s", job, error)
+        try:
+            for job, error in zip(jobs, pool.map(_compile, jobs, chunksize=2), strict=True):
+                if error is not None:
+                    log.warning("%s was not compiled: %s", job, error)
+        except BrokenProcessPool as error:
+            log.warning("a compiler died; the rest is compiled as it is needed: %s", error)
 
 
 def _compile(job: Job) -> str | None:

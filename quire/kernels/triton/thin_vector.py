@@ -211,6 +211,8 @@ def vector_launch(product: Product, config: Config) -> Launch:
     Bytes: the weight once; the input, the residual and the gain once a program, mostly from the cache. Operations: one
     conversion a weight, and one multiplication a weight and row.
     """
+    if product.rows > MAX_ROWS:
+        raise ValueError(f"{config} is for at most {MAX_ROWS} rows, not {product.rows}")
     out = product.new_output()
     outputs = out.shape[1]
     programs = triton.cdiv(outputs, config.block_n)

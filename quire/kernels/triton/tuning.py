@@ -197,7 +197,7 @@ def choose(kind: str, m: int, n: int, k: int, dtype: torch.dtype) -> Config | No
 
     None: cuBLAS for the product, and what is not folded into it by its own kernel, or by the `choose` of a lesser kind.
     """
-    if m > BUCKETS[-1]:
+    if not 0 < m <= BUCKETS[-1]:
         return None
     return _chosen(kind, m, n, k, dtype)
 

@@ -17,6 +17,20 @@ class KVSpec:
     head_dim: int
 
 
+@dataclass(frozen=True)
+class GroupInputs:
+    """Rows that begin with the same blocks, by their lines in the block tables; int32, on the device.
+
+    Group i's members are members[starts[i]] to members[starts[i + 1]], its blocks those of the first of them. Not all
+    of them need be in the step.
+    """
+
+    shared: torch.Tensor
+    """[lines]: tokens of the full blocks a row shares with its group; 0: it is in none. Fewer than it has."""
+    members: torch.Tensor
+    starts: torch.Tensor
+
+
 @dataclass
 class AttentionInputs:
     """One step as attention sees it: S rows, T query tokens, packed row after row.
@@ -40,6 +54,8 @@ class AttentionInputs:
     max_context_len: int
     rows: torch.Tensor | None = None
     """[S]: row i's table is block_tables[rows[i]]. None: block_tables[i]."""
+    groups: GroupInputs | None = None
+    """Where `rows` is given: what rows share, for a backend that can read it once for all. It need not."""
     plans: dict[Any, Any] = field(default_factory=dict)
     """What a backend worked out for this step and will need again in the next layer."""
 

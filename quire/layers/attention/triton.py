@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from quire.kernels.triton.decode_attention import DecodeAttention
-from quire.kernels.triton.prefill_attention import plan_tiles, prefill_attention, prefill_tile
+from quire.kernels.triton.prefill_attention import LONG_CONTEXT, plan_tiles, prefill_attention, prefill_tile
+from quire.kernels.triton.prefix_attention import PrefixAttention
 from quire.layers.attention.base import AttentionInputs
 
 
@@ -15,9 +16,12 @@ class TritonPagedAttention:
     graph_safe = True
     batch_invariant = False
     """Whether a row's bits may not depend on what else is in the batch."""
+    reads_groups = True
+    """Whether it reads what rows share once for all; not in layers with a window, which see too little of it."""
 
     def __init__(self) -> None:
         self._decode: dict[tuple, DecodeAttention] = {}
+        self._prefix: dict[tuple, PrefixAttention] = {}
 
     def prepare(self, heads: int, kv: torch.Tensor, inputs: AttentionInputs, window: int | None) -> None:
         if inputs.rows is None:
@@ -25,14 +29,27 @@ class TritonPagedAttention:
         key = ("decode", window)
         if inputs.num_decodes and key not in inputs.plans:
             kernel = self._decode_kernel(heads, kv, inputs)
-            plan = kernel.plan(inputs.context_lens, inputs.rows, inputs.num_decodes, window)
+            groups = inputs.groups if window is None and not self.batch_invariant else None
+            shared = None if groups is None else groups.shared
+            if groups is not None:
+                prefix = self._prefix_kernel(heads, kv, inputs)
+                inputs.plans["prefix", window] = (
+                    prefix,
+                    prefix.plan(
+                        groups.members, groups.starts, groups.shared, inputs.rows, inputs.num_decodes,
+                        kernel.tile_tokens,
+                    ),
+                )  # fmt: skip
+            plan = kernel.plan(inputs.context_lens, inputs.rows, inputs.num_decodes, window, shared)
             inputs.plans[key] = (kernel, plan)
         if inputs.num_decodes < inputs.num_rows and "tiles" not in inputs.plans:
-            tokens = prefill_tile(kv.shape[4], kv.dtype.itemsize).tokens(heads // kv.shape[2])
-            inputs.plans["tiles"] = plan_tiles(
+            is_long = self.batch_invariant or inputs.max_context_len > LONG_CONTEXT
+            tile = prefill_tile(kv.shape[4], kv.dtype.itemsize, is_long)
+            tiles = plan_tiles(
                 inputs.query_starts, inputs.context_lens, inputs.rows, inputs.num_decodes, inputs.num_rows,
-                inputs.num_tokens, tokens,
+                inputs.num_tokens, tile.tokens(heads // kv.shape[2]),
             )  # fmt: skip
+            inputs.plans["tiles"] = (tiles, tile)
 
     def attend(
         self, q: torch.Tensor, kv: torch.Tensor, inputs: AttentionInputs, scale: float, window: int | None
@@ -40,20 +57,34 @@ class TritonPagedAttention:
         tokens, heads, head_dim = q.shape
         out = torch.empty(tokens, heads * head_dim, dtype=q.dtype, device=q.device)
         if inputs.num_decodes:
+            state = None
+            if inputs.groups is not None and ("prefix", window) in inputs.plans:
+                prefix, tiles = inputs.plans["prefix", window]
+                state = prefix.attend(q, kv, inputs.block_tables, inputs.groups.shared, tiles, scale)
             kernel, plan = inputs.plans["decode", window]
             kernel.attend(
                 q, kv, out, inputs.block_tables, inputs.rows, inputs.context_lens, plan, inputs.num_decodes, scale,
-                window,
+                window, state,
             )  # fmt: skip
         if inputs.num_decodes < inputs.num_rows:
-            prefill_attention(q, kv, out, inputs.block_tables, inputs.plans["tiles"], scale, window)
+            tiles, tile = inputs.plans["tiles"]
+            prefill_attention(q, kv, out, inputs.block_tables, tiles, scale, window, tile)
         return out
 
     def _decode_kernel(self, heads: int, kv: torch.Tensor, inputs: AttentionInputs) -> DecodeAttention:
         _, _, kv_heads, _, head_dim = kv.shape
-        key = (heads, kv_heads, head_dim, kv.dtype, len(inputs.block_tables))
+        rows = len(inputs.block_tables) - 1  # the last one is padding
+        key = (heads, kv_heads, head_dim, kv.dtype, rows)
         if key not in self._decode:
             self._decode[key] = DecodeAttention(
-                heads, kv_heads, head_dim, len(inputs.block_tables), kv.dtype, kv.device, self.batch_invariant
+                heads, kv_heads, head_dim, rows, kv.dtype, kv.device, self.batch_invariant
             )
         return self._decode[key]
+
+    def _prefix_kernel(self, heads: int, kv: torch.Tensor, inputs: AttentionInputs) -> PrefixAttention:
+        _, _, kv_heads, _, head_dim = kv.shape
+        rows = len(inputs.block_tables) - 1
+        key = (heads, kv_heads, head_dim, kv.dtype, rows)
+        if key not in self._prefix:
+            self._prefix[key] = PrefixAttention(heads, kv_heads, head_dim, rows, kv.dtype, kv.device)
+        return self._prefix[key]

@@ -1,0 +1,227 @@
+"""How a product's kernel is chosen: tables, guesses, and what measuring decides."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.kernels.triton_target import DEVICE, HALF, ON_GPU
+
+from quire.kernels.triton import tuning  # isort: skip
+from quire.kernels.triton.thin import Config  # isort: skip
+from quire.kernels.triton.thin_candidates import Gpu, Shape, candidates, guess  # isort: skip
+from quire.kernels.triton.thin_timing import GraphTimer, random_inputs, run  # isort: skip
+from quire.kernels.triton.tuning import KINDS, Plan, Tuner, key_of, read_table, write_table  # isort: skip
+
+BF16 = torch.bfloat16
+H200 = Gpu("NVIDIA H200", 132, True)
+QKV = Shape("linear", 4096, 1024)
+
+
+def table(path: Path, **entries: dict) -> Path:
+    write_table(path, {key_of(QKV, int(bucket[1:]), BF16): entry for bucket, entry in entries.items()})
+    return path
+
+
+def test_the_shipped_table_comes_first_then_the_users_then_a_guess(tmp_path: Path) -> None:
+    shipped = table(tmp_path / "shipped.json", _1={"kernel": "vector", "block_n": 2, "warps": 8, "us": 3.0})
+    own = table(tmp_path / "own.json", _1={"kernel": "cublas"}, _2={"kernel": "vector", "block_n": 8})
+    tuner = Tuner(H200, shipped, own)
+    assert tuner.choose(QKV, 1, BF16) == Config("vector", 2, warps=8)
+    assert tuner.choose(QKV, 2, BF16) == Config("vector", 8)
+    assert tuner.choose(QKV, 4, BF16) == guess(QKV, 4, BF16, H200)
+
+
+def test_rows_are_rounded_up_to_a_bucket(tmp_path: Path) -> None:
+    own = table(tmp_path / "own.json", _4={"kernel": "vector", "block_n": 8}, _512={"kernel": "cublas"})
+    tuner = Tuner(H200, None, own)
+    assert tuner.choose(QKV, 3, BF16) == tuner.choose(QKV, 4, BF16) == Config("vector", 8)
+    assert tuner.choose(QKV, 300, BF16) is None
+    assert tuner.choose(QKV, 513, BF16) is None
+
+
+def test_choosing_asks_the_tables_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    class Counting(Tuner):
+        def choose(self, shape: Shape, rows: int, dtype: torch.dtype) -> Config | None:
+            asked.append(rows)
+            return super().choose(shape, rows, dtype)
+
+    monkeypatch.setattr(tuning, "tuner", lambda: Counting(H200, None, None))
+    tuning._chosen.cache_clear()
+    for _ in range(3):
+        assert tuning.choose("linear", 2, 4096, 1024, BF16) is not None
+        assert tuning.choose("linear", 5000, 4096, 1024, BF16) is None
+        assert tuning.choose("linear", 0, 4096, 1024, BF16) is None
+    assert asked == [2]
+    tuning._chosen.cache_clear()
+
+
+@pytest.mark.parametrize("damage", [b"", b"{", b"[1, 2]", b'{"linear 1 4096x1024 bfloat16": 7}', b"\xff\xfe"])
+def test_a_damaged_table_is_ignored_and_written_anew(tmp_path: Path, damage: bytes) -> None:
+    path = tmp_path / "own.json"
+    path.write_bytes(damage)
+    tuner = Tuner(H200, None, path)
+    assert tuner.choose(QKV, 1, BF16) == guess(QKV, 1, BF16, H200)
+    tuner.tune([QKV], BF16, [1], lambda *_: 1.0)
+    assert list(read_table(path)) == [key_of(QKV, 1, BF16)]
+
+
+def test_an_entry_this_version_does_not_know_is_cublas(tmp_path: Path) -> None:
+    own = table(
+        tmp_path / "own.json", _1={"kernel": "warp", "block_n": 2}, _2={"kernel": "vector"},
+        _4={"kernel": "vector", "block_n": "8"},
+    )  # fmt: skip
+    tuner = Tuner(H200, None, own)
+    assert [tuner.choose(QKV, rows, BF16) for rows in (1, 2, 4)] == [None, None, None]
+
+
+def test_a_table_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = table(tmp_path / "tuning" / "own.json", _1={"kernel": "cublas"})
+    before = path.read_bytes()
+
+    def fail(*_: object) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(OSError):
+        table(path, _1={"kernel": "vector", "block_n": 4})
+    assert path.read_bytes() == before
+    assert os.listdir(path.parent) == ["own.json"]
+
+
+def test_tables_keep_what_others_measured_and_are_sorted(tmp_path: Path) -> None:
+    path = tmp_path / "own.json"
+    tuner = Tuner(H200, None, path)
+    table(path, _16={"kernel": "cublas"})  # another process, since
+    tuner.tune([QKV], BF16, [8, 1], lambda *_: 1.0)
+    assert [key.split()[1] for key in json.loads(path.read_text())] == ["1", "8", "16"]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("n, k", [(960, 576), (576, 576), (3072, 576), (576, 1536), (49152, 576), (64, 8), (16, 64)])
+def test_a_guess_fits_any_shape(n: int, k: int, kind: str, dtype: torch.dtype) -> None:
+    shape = Shape(kind, n, k)
+    for rows in tuning.BUCKETS:
+        config = guess(shape, rows, dtype, H200)
+        if rows <= 4:
+            assert config is not None
+            assert config.kernel == "vector"
+        for config in candidates(shape, rows, dtype, H200):
+            assert config.kernel == "tile" or rows <= (4 if config.kernel == "vector" else config.block_m)
+            assert config.split == 1 or config.split <= k // config.block_k
+            assert dtype.itemsize == 2 or config.kernel == "vector"
+            assert not (shape.norm and (config.split > 1 or (config.programs and config.kernel == "tile")))
+            if config.kernel != "vector":
+                depth = config.block_k * (config.warps if config.kernel == "dot" else 1)
+                tile = (config.block_n * (2 if shape.silu else 1) + config.block_m) * depth * dtype.itemsize
+                assert tile * (config.stages - 1) <= 227 * 1024
+
+
+def test_odd_weights_are_left_to_cublas() -> None:
+    assert guess(Shape("linear", 128, 100), 1, BF16, H200) is None
+    assert guess(Shape("linear", 1, 128), 1, BF16, H200) is None
+
+
+def test_a_card_without_a_copy_engine_is_not_given_one() -> None:
+    for rows in tuning.BUCKETS:
+        assert not any(config.tma for config in candidates(QKV, rows, HALF, Gpu("NVIDIA A100", 108, False)))
+
+
+@pytest.mark.parametrize("ours, kernel", [(97.0, "vector"), (98.5, "cublas"), (120.0, "cublas")])
+def test_a_kernel_must_be_two_percent_faster(ours: float, kernel: str) -> None:
+    tuner = Tuner(H200, None, None)
+    best = candidates(QKV, 1, BF16, H200)[3]
+
+    def timer(shape: Shape, rows: int, dtype: torch.dtype, plan: Plan) -> float:
+        return {None: 100.0, best: ours}.get(plan.config, float("inf"))
+
+    entry = tuner.tune([QKV], BF16, [1], timer)[key_of(QKV, 1, BF16)]
+    assert entry["kernel"] == kernel
+    assert entry["cublas_us"] == 100.0
+    assert tuner.choose(QKV, 1, BF16) == (best if kernel == "vector" else None)
+
+
+def test_a_fold_must_beat_its_parts_not_only_cublas() -> None:
+    parts, whole = Shape("linear", 4096, 1024), Shape("norm_linear", 4096, 1024)
+
+    def timer(shape: Shape, rows: int, dtype: torch.dtype, plan: Plan) -> float:
+        if plan.config is None:
+            return 100.0
+        return 80.0 if plan.norm else 70.0
+
+    tuner = Tuner(H200, None, None)
+    found = tuner.tune([whole, parts], BF16, [1], timer)
+    assert found[key_of(parts, 1, BF16)]["kernel"] == "vector"
+    assert found[key_of(whole, 1, BF16)] == {"kernel": "cublas", "us": 70.0, "cublas_us": 100.0}
+
+
+def test_an_early_start_is_tried_on_the_fastest() -> None:
+    def timer(shape: Shape, rows: int, dtype: torch.dtype, plan: Plan) -> float:
+        return 100.0 if plan.config is None else 40.0 if plan.config.early else 50.0
+
+    tuner = Tuner(H200, None, None)
+    tuner.tune([QKV], BF16, [1], timer)
+    config = tuner.choose(QKV, 1, BF16)
+    assert config is not None
+    assert config.early
+
+
+def test_every_way_to_do_a_product_computes_the_same() -> None:
+    shape, config = Shape("norm_silu_linear", 32, 64), Config("vector", 4, warps=1)
+    inputs = random_inputs(shape, 2, torch.float32, 1, DEVICE)
+    plans = [Plan(), Plan(config), Plan(config, silu=True), Plan(config, norm=True, silu=True)]
+    outs = []
+    for plan in plans:
+        fresh = inputs._replace(residual=inputs.residual.clone())  # the norm on its own adds in place
+        outs.append(run(shape, plan, fresh, inputs.weights[0]))
+    for out in outs[1:]:
+        assert out.shape == (2, 16)
+        assert torch.allclose(out, outs[0], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.skipif(not ON_GPU, reason="measures")
+def test_measuring_finds_a_kernel(tmp_path: Path) -> None:
+    gpu, path = tuning.current_gpu(), tmp_path / "own.json"
+    found = Tuner(gpu, None, path).tune([QKV], BF16, [1], GraphTimer())
+    entry = found[key_of(QKV, 1, BF16)]
+    assert 0.5 < entry["us"] <= entry["cublas_us"] < 100
+    assert read_table(path) == found
+
+
+def test_the_kernels_of_a_model_are_listed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuning, "tuner", lambda: Tuner(H200, None, None))
+    tuning._chosen.cache_clear()
+    norm = Shape("norm_linear", 4096, 1024)
+    jobs = tuning.kernel_configs([QKV, norm, QKV], BF16, [1, 2, 8, 16, 256])
+    tuning._chosen.cache_clear()
+    plain = [job for job in jobs if job.shape == QKV]
+    # Rows 8 and 16 are one kernel; 256 is cuBLAS; a norm comes with a residual stream and without.
+    assert [job.rows for job in plain] == [1, 2, 8]
+    assert len(jobs) == 3 * len(plain)
+
+
+def test_cards_of_one_processor_share_a_table() -> None:
+    names = ["NVIDIA H200", "NVIDIA H100 80GB HBM3", "NVIDIA H100 PCIe", "NVIDIA GH200 480GB"]
+    assert {tuning.shipped_table(Gpu(name, 132, True)).name for name in names} == {"nvidia-h200.json"}
+    assert tuning.shipped_table(Gpu("NVIDIA A100-SXM4-40GB", 108, False)).name == "nvidia-a100-sxm4-40gb.json"
+
+
+def test_shipped_tables_are_sound() -> None:
+    for path in (Path(tuning.__file__).parent / "tables").glob("*.json"):
+        for entry in json.loads(path.read_text()).values():
+            assert (tuning.config_of(entry) is None) == (entry["kernel"] == "cublas")
+            assert entry["us"] > 0
+
+
+def test_the_users_table_is_in_the_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("QUIRE_CACHE", str(tmp_path))
+    path = tuning.own_table(H200)
+    assert path.parent == tmp_path / "tuning"
+    assert path.name.startswith("nvidia-h200-")

@@ -1,0 +1,192 @@
+"""Rows that begin with the same blocks are told as groups: who is in one, and when the device hears of it.
+
+That every group told shares full blocks nobody writes to is checked by the device of the harness, in every test that
+drives a bench, the storms among them.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from quire.messages.plan import PrefixGroup
+from quire.scheduler.groups import PrefixGroups
+from tests.scheduler.harness import Bench, rng_of
+
+
+def make(least_tokens: int = 2, least_saved: int = 0) -> PrefixGroups:
+    """Groups over blocks of one token."""
+    return PrefixGroups(1, least_tokens, least_saved)
+
+
+def told(groups: PrefixGroups) -> dict[frozenset[int], int] | None:
+    changes = groups.changes()
+    return None if changes is None else {frozenset(group.rows): group.shared_tokens for group in changes}
+
+
+def test_two_rows_share_what_both_begin_with() -> None:
+    groups = make()
+    groups.join(5, [1, 2, 3, 4])
+    assert groups.changes() is None
+    groups.join(9, [1, 2, 3, 7, 8])
+    assert groups.changes() == [PrefixGroup([5, 9], 3)]
+    assert groups.changes() is None
+
+
+def test_a_short_common_beginning_is_none() -> None:
+    groups = make(least_tokens=3)
+    groups.join(0, [1, 2, 3, 4])
+    groups.join(1, [1, 2, 5, 6])
+    groups.join(2, [1, 2])
+    assert groups.changes() is None
+
+
+def test_what_saves_little_is_not_told() -> None:
+    groups = make(least_saved=9)
+    for row in range(5):
+        groups.join(row, [1, 2, 3, 10 + row])
+        assert told(groups) == ({frozenset(range(row + 1)): 3} if row >= 3 else None)
+    groups.leave(2)
+    assert told(groups) == {frozenset({0, 1, 3, 4}): 3}
+    groups.leave(0)
+    assert told(groups) == {}
+    groups.leave(1)
+    assert groups.changes() is None
+
+
+def test_equal_block_numbers_at_other_places_are_nothing_shared() -> None:
+    groups = make()
+    groups.join(0, [1, 2, 3])
+    groups.join(1, [4, 2, 3])
+    assert groups.changes() is None
+
+
+def test_a_row_that_shares_little_does_not_spoil_a_group_that_shares_much() -> None:
+    groups = make()
+    for row in range(4):
+        groups.join(row, [1, 2, *range(10, 40), 50 + row])
+    groups.join(4, [1, 2, 60])
+    groups.join(5, [1, 2, 61])
+    assert told(groups) == {frozenset(range(4)): 32, frozenset({4, 5}): 2}
+
+
+def test_rows_that_share_more_among_themselves_leave_a_group_that_shares_less() -> None:
+    groups = make()
+    for row in range(10):
+        groups.join(row, [1, 2, 100 + row])
+    deep = [1, 2, *range(10, 40)]
+    groups.join(10, [*deep, 50])
+    assert told(groups) == {frozenset(range(11)): 2}
+    groups.join(11, [*deep, 51])
+    groups.join(12, [*deep, 52])
+    assert told(groups) == {frozenset(range(10)): 2, frozenset({10, 11, 12}): 32}
+
+
+def test_who_is_left_alone_shares_all_it_has_with_the_next() -> None:
+    groups = make()
+    groups.join(0, [1, 2, 3, 4, 5, 6])
+    groups.join(1, [1, 2, 9])
+    groups.leave(1)
+    groups.join(2, [1, 2, 3, 4, 5, 7])
+    assert told(groups) == {frozenset({0, 2}): 5}
+
+
+def test_any_order_of_coming_and_going() -> None:
+    """Against the rows' own blocks: groups are apart, share what they say, and nobody who could share is left alone."""
+    rng = rng_of("groups")
+    for _ in range(60):
+        groups, rows, latest = make(), dict[int, list[int]](), dict[frozenset[int], int]()
+        for _ in range(80):
+            if rows and rng.random() < 0.4:
+                row = rng.choice(list(rows))
+                del rows[row]
+                groups.leave(row)
+            else:
+                row = next(row for row in itertools.count() if row not in rows)
+                # Blocks of a tree: what follows a block depends on all before it.
+                path = [rng.randint(0, 1) for _ in range(rng.randint(1, 7))]
+                rows[row] = [hash(tuple(path[:depth])) for depth in range(1, len(path) + 1)]
+                groups.join(row, rows[row])
+            latest = _newest(groups, latest)
+            members = [row for group in latest for row in group]
+            assert len(members) == len(set(members)) and set(members) <= set(rows)
+            for group, shared in latest.items():
+                assert len(group) > 1 and shared >= 2
+                assert len({tuple(rows[row][:shared]) for row in group}) == 1
+            alone = [row for row in rows if row not in members and len(rows[row]) >= 2]
+            for one, other in itertools.combinations(alone, 2):
+                assert rows[one][:2] != rows[other][:2], "two rows could share and do not"
+        for row in rows:
+            groups.leave(row)
+        assert _newest(groups, latest) == {}
+        assert not groups._near and not groups._blocks and not groups._group_of
+
+
+def _newest(groups: PrefixGroups, before: dict[frozenset[int], int]) -> dict[frozenset[int], int]:
+    changes = told(groups)
+    return before if changes is None else changes
+
+
+# In the engine
+
+SHARED = list(range(2, 26))
+
+
+def test_samples_of_one_prompt_are_a_group_until_they_end() -> None:
+    bench = Bench(blocks=200, block_size=4, max_rows=16)
+    bench.add("a", SHARED, output=6, n=5)
+    bench.run()
+    bench.assert_right()
+    tellings = [plan.groups for plan in bench.plans if plan.groups is not None]
+    assert len(tellings) == 1  # nothing is said while nothing changes; the end of all needs no step
+    assert [(len(group.rows), group.shared_tokens) for group in tellings[0]] == [(5, 20)]
+
+
+def test_a_common_beginning_found_in_the_cache_makes_a_group() -> None:
+    bench = Bench(blocks=200, block_size=4, max_rows=16, budget=200)
+    for i in range(6):
+        bench.add(f"r{i}", [*SHARED, 30 + i], output=8 + i)
+    bench.run()
+    bench.assert_right()
+    assert bench.device.grouped_rows > 30
+    sizes = [
+        max((len(group.rows) for group in plan.groups), default=0) for plan in bench.plans if plan.groups is not None
+    ]
+    assert sizes == [6, 5, 4, 3, 2, 0]
+
+
+def test_a_preempted_row_leaves_its_group_and_comes_back() -> None:
+    bench = Bench(blocks=20, block_size=4, max_rows=8)
+    bench.add("a", SHARED, output=30, n=4)
+    bench.run()
+    bench.assert_right()
+    assert bench.scheduler.stats.preemptions > 0
+    sizes = [sum(len(group.rows) for group in plan.groups) for plan in bench.plans if plan.groups is not None]
+    assert sizes[0] == 4 and any(later > sooner for sooner, later in itertools.pairwise(sizes))
+
+
+def test_a_reset_tells_that_there_are_no_groups() -> None:
+    failed = []
+
+    def fails(plan: object, requests: set[str]) -> str:
+        if bench.device.grouped_rows and not failed:
+            failed.append(plan)
+            return "collect"
+        return ""
+
+    bench = Bench(blocks=200, block_size=4, max_rows=16, fails=fails)
+    bench.add("a", SHARED, output=8, n=3)
+    bench.run()
+    bench.assert_right()
+    after = next(plan for plan in bench.plans if plan.reset)
+    assert failed and after.groups == []
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_small_savings_are_not_told(depth: int) -> None:
+    bench = Bench(blocks=200, block_size=4, max_rows=16, depth=depth, least_shared=64)
+    bench.add("a", SHARED, output=6, n=3)
+    bench.run()
+    bench.assert_right()
+    assert not any(plan.groups for plan in bench.plans)
