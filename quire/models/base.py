@@ -29,6 +29,8 @@ class CausalLM(Protocol):
         positions[T] int64
         kv       for each layer of this stage, its cache [blocks, 2, kv_heads, block_size, head_dim]
         hidden   what the stage before returned; may be overwritten. None on the first stage.
+
+        A model whose class says `narrows = True` returns only the hidden states of `inputs.last`, where that is given.
         """
         ...
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from quire.errors import UnsupportedModelError
-from quire.layers.attention.base import AttentionInputs, KVSpec
+from quire.layers.attention.base import AttentionInputs, KVSpec, LastTokens
 from quire.layers.attention.layer import Attention
 from quire.layers.build import Build
 from quire.layers.embedding import LMHead, VocabEmbedding
@@ -49,9 +49,14 @@ class LlamaAttention(nn.Module):
         )
 
     def forward(
-        self, qkv: torch.Tensor, positions: torch.Tensor, kv: torch.Tensor, inputs: AttentionInputs
+        self,
+        qkv: torch.Tensor,
+        positions: torch.Tensor,
+        kv: torch.Tensor,
+        inputs: AttentionInputs,
+        last: LastTokens | None,
     ) -> torch.Tensor:
-        return self.o_proj(self.attention(qkv, positions, kv, inputs))
+        return self.o_proj(self.attention(qkv, positions, kv, inputs, last))
 
 
 class LlamaMLP(nn.Module):
@@ -80,6 +85,7 @@ class LlamaLayer(nn.Module):
         self.self_attn = LlamaAttention(build, variant, layer, cos_sin)
         self.post_attention_layernorm = RMSNorm(build, "post_attention_layernorm", size)
         self.mlp = LlamaMLP(build, variant)
+        self.is_last = layer == build.config.num_layers - 1
 
     def forward(
         self,
@@ -90,7 +96,10 @@ class LlamaLayer(nn.Module):
         inputs: AttentionInputs,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         qkv, residual = self.self_attn.qkv_proj.after(self.input_layernorm, hidden, residual)
-        hidden = self.self_attn(qkv, positions, kv, inputs)
+        last = inputs.last if self.is_last else None
+        hidden = self.self_attn(qkv, positions, kv, inputs, last)
+        if last is not None:  # of a prompt's tokens only the last one's hidden state is read: the others end here
+            residual = residual[last.tokens]
         gated, residual = self.mlp.gate_up_proj.after(self.post_attention_layernorm, hidden, residual)
         return self.mlp.down_proj(gated), residual
 
@@ -125,6 +134,8 @@ class LlamaModel(nn.Module):
 
 class LlamaForCausalLM(nn.Module):
     """Llama 1 to 3, and whoever calls themselves so."""
+
+    narrows = True
 
     def __init__(self, build: Build, variant: Variant | None = None) -> None:
         super().__init__()

@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from quire.layers.attention.base import AttentionInputs
+from quire.layers.attention.base import AttentionInputs, LastTokens
 from quire.messages.plan import NewRow, StepPlan
 from quire.worker.extras import RowExtras, RowKind
 from quire.worker.kv import KVCache
@@ -206,6 +206,28 @@ class DeviceBatch:
             max_context_len=plan.max_context,
         )
         return StepInputs(tokens, positions, attention)
+
+    def last_tokens(self, plan: StepPlan, inputs: StepInputs) -> LastTokens:
+        """The tokens that something is drawn from; where nothing is, any one will do."""
+        if len(plan.samples):
+            tokens, rows = self.picks(plan), self.draw_rows(plan)
+        else:
+            tokens, rows = self._upload([int(plan.counts[0]) - 1], [int(plan.rows[0])])
+        return LastTokens(tokens, self._one_token_each(rows, inputs.attention))
+
+    def _one_token_each(self, rows: torch.Tensor, step: AttentionInputs) -> AttentionInputs:
+        """A step of the last tokens of these rows, which it has computed."""
+        return AttentionInputs(
+            slots=step.slots[:0],
+            query_starts=torch.arange(len(rows) + 1, dtype=torch.int32, device=self._device),
+            context_lens=self.num_computed[rows].to(torch.int32),
+            block_tables=self.block_table[rows, : step.block_tables.shape[1]],
+            num_rows=len(rows),
+            num_tokens=len(rows),
+            num_decodes=len(rows),
+            max_query_len=1,
+            max_context_len=step.max_context_len,
+        )
 
     def fork(self, plan: StepPlan) -> None:
         """Rows that branch off become copies of their source, each with a random stream of its own."""

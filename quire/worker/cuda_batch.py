@@ -185,6 +185,12 @@ class CudaBatch(DeviceBatch):
         )
         return StepInputs(longs[0], longs[1], attention)
 
+    def _one_token_each(self, rows: torch.Tensor, step: AttentionInputs) -> AttentionInputs:
+        inputs = super()._one_token_each(rows, step)
+        inputs.context_lens *= self.active[rows]  # a row that has ended has no blocks any more
+        inputs.block_tables, inputs.rows = self.block_table, rows.to(torch.int32)
+        return inputs
+
     def expand(self, inputs: StepInputs) -> None:
         """Fill a step's numbers in from the rows it schedules."""
         attention = inputs.attention

@@ -61,7 +61,7 @@ class Runner:
     ) -> None:
         self._model = model
         self._graphs = graphs
-        self._batch = batch
+        self.batch = self._batch = batch
         self._sampler = Sampler(batch, processors)
 
     @torch.inference_mode()
@@ -81,19 +81,34 @@ class Runner:
         else:
             inputs = batch.inputs(plan)
             batch.fork(plan)
+            is_narrow = self._narrows(plan)
+            if is_narrow:
+                inputs.attention.last = batch.last_tokens(plan, inputs)
             hidden = graphs.forward(inputs)
             prompt_logprobs = self._prompt_logprobs(plan, inputs, hidden)
-            logprobs = self._draw(plan, hidden)
+            logprobs = self._draw(plan, hidden, is_narrow)
         return PendingStep(plan, batch.result(len(plan.samples)), logprobs, prompt_logprobs)
 
-    def _draw(self, plan: StepPlan, hidden: torch.Tensor) -> dict[int, TokenLogprobs]:
-        """Logits only where a token is drawn, in slices."""
+    def _narrows(self, plan: StepPlan) -> bool:
+        """Whether the model is to return the hidden states alone that something is drawn from, each once."""
+        return (
+            getattr(self._model, "narrows", False)
+            and plan.num_tokens > len(plan.rows)
+            and not plan.forks
+            and not (self._batch.kinds[plan.rows] & RowKind.PROMPT_LOGPROBS).any()
+        )
+
+    def _draw(self, plan: StepPlan, hidden: torch.Tensor, is_narrow: bool = False) -> dict[int, TokenLogprobs]:
+        """Logits only where a token is drawn, in slices. `is_narrow`: there are no other hidden states."""
         logprobs: dict[int, TokenLogprobs] = {}
         picks, rows = self._batch.picks(plan), self._batch.draw_rows(plan)
         for start in range(0, len(plan.samples), LOGIT_ROWS):
             part = slice(start, start + LOGIT_ROWS)
             host_rows = plan.sample_rows[part]
-            logits = self._logits(plan.samples[part], hidden, picks[part])
+            if is_narrow:
+                logits = self._model.logits(hidden[part])
+            else:
+                logits = self._logits(plan.samples[part], hidden, picks[part])
             kinds = self._batch.kinds[host_rows]
             if not (kinds & RowKind.SPECIAL).any():
                 filtered = bool((kinds & RowKind.FILTERED).any())

@@ -6,6 +6,7 @@ would be most of a first start. Its compiler works outside Python's lock, so thr
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 from collections.abc import Callable, Iterator
@@ -15,9 +16,11 @@ import torch
 from torch import nn
 
 from quire.kernels.base import Ops
+from quire.kernels.triton.prefill_attention import LONG_CONTEXT
 from quire.layers.attention.layer import Attention
 from quire.layers.embedding import LMHead
 from quire.layers.linear import FusedLinear, RowParallelLinear
+from quire.worker.cuda_batch import CudaBatch
 
 logger = logging.getLogger(__name__)
 
@@ -39,9 +42,48 @@ class WarmUp:
         self._pool.shutdown()
 
 
-def warm_up(model: nn.Module, ops: Ops, max_rows: int) -> WarmUp:
-    """Start compiling what the model's layers launch. The weights need not be filled."""
-    return WarmUp(list(_products(model, ops, max_rows)) + list(_row_kernels(model, ops)))
+def warm_up(model: nn.Module, ops: Ops, batch: CudaBatch, max_rows: int, grouped: bool) -> WarmUp:
+    """Start compiling what a step launches. The weights need not be filled; `batch` is one that nobody uses."""
+    # The longest first: attention.
+    kernels = [*_attention_kernels(model, batch, grouped), *_row_kernels(model, ops), *_sampling_kernels(batch)]
+    return WarmUp(kernels + list(_products(model, ops, max_rows)))
+
+
+def _attention_kernels(model: nn.Module, batch: CudaBatch, grouped: bool) -> Iterator[Task]:
+    """Attention over rows that have no tokens: of one query, of several, over long contexts, of groups."""
+    layers = {module.window: module for module in model.modules() if isinstance(module, Attention)}
+    for layer in layers.values():
+        many = len(batch.buffers.rows) - 1
+        cases = [(1, 1, 1, 0, False), (1, 2, 0, 2, False), (1, 2, 0, LONG_CONTEXT + 1, False)]
+        cases += [(1, 1, 1, 0, True)] if grouped and layer.window is None else []
+        cases += [(rows, rows, rows, 0, False) for rows in (33, 257) if rows <= many]
+        for case in cases:
+            yield functools.partial(_attend, layer, batch, *case)
+
+
+@torch.inference_mode()
+def _attend(
+    layer: Attention, batch: CudaBatch, rows: int, tokens: int, decodes: int, max_context: int, grouped: bool
+) -> None:
+    inputs = batch.empty_inputs(rows, tokens, decodes, tokens, max_context, grouped).attention
+    inputs.context_lens.zero_()
+    kv = batch.kv.layers[0]
+    layer.backend.prepare(layer.num_heads, kv, inputs, layer.window)
+    width = (layer.num_heads + 2 * layer.num_kv_heads) * layer.head_dim
+    qkv = torch.zeros(tokens, width, dtype=kv.dtype, device=kv.device)
+    q = qkv[:, : layer.num_heads * layer.head_dim].view(tokens, layer.num_heads, layer.head_dim)
+    layer.backend.attend(q, kv, inputs, layer.scale, layer.window)
+
+
+def _sampling_kernels(batch: CudaBatch) -> Iterator[Task]:
+    """Draws for the padding row, which do nothing, and the layout of a step of it."""
+    rows = torch.full((1,), batch.pad_row, dtype=torch.int32, device=batch.buffers.rows.device)
+    logits = torch.zeros(1, batch.vocab_size, dtype=batch.kv.data.dtype, device=rows.device)
+    token, invalid = rows.long(), rows.bool()
+    yield lambda: batch.draw(logits, rows, 0, filtered=False)
+    yield lambda: batch.draw(logits, rows, 0, filtered=True)
+    yield lambda: batch.commit(token, invalid, rows.long(), 0)
+    yield lambda: batch.expand(batch.empty_inputs(1, 1, 1, 1, 0))
 
 
 def _products(model: nn.Module, ops: Ops, max_rows: int) -> Iterator[Task]:

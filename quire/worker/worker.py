@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 import torch
 
@@ -27,7 +29,9 @@ from quire.worker.kv import KVCache
 from quire.worker.logits import load_processors
 from quire.worker.memory import MemoryNeeds, logit_bytes, profile_activations
 from quire.worker.runner import PendingStep, Runner
-from quire.worker.warmup import warm_up
+
+if TYPE_CHECKING:
+    from quire.worker.warmup import WarmUp
 
 
 def make_ops(platform: Platform) -> Ops:
@@ -112,20 +116,29 @@ class Worker:
             and None in model.windows
         )
         """Whether plans should tell of rows that begin alike."""
-        warming = warm_up(self.model, self._ops, max_rows) if self._device.type == "cuda" else None  # type: ignore[arg-type]
+        self._runner: Runner | None = None
+        self.needs = MemoryNeeds.of(self.model, config, model, max_model_len, max_rows, max_tokens)
+        trial = self._make_runner(2, enabled=False) if self._device.type == "cuda" else None
+        warming = self._start_compiling(trial)
         targets = collect_targets(self.model)  # type: ignore[arg-type]
         checkpoint = open_checkpoint(files, config.load_format, targets=targets, seed=config.seed)
         load_weights(targets, self.model.ignores, checkpoint)
         if warming is not None:
             warming.wait()
-        self._runner: Runner | None = None
-        self.needs = MemoryNeeds.of(self.model, config, model, max_model_len, max_rows, max_tokens)
-        if self._device.type == "cuda":
-            peak = profile_activations(self._run_largest_step, self._device)
+        if trial is not None:
+            peak = profile_activations(lambda: self._run_largest_step(trial), self._device)
             self.needs = self.needs.measured(max(peak, logit_bytes(model, max_rows)))
 
-    def _run_largest_step(self) -> None:
-        self._make_runner(2, enabled=False).launch(self._largest_plan()).result()
+    def _start_compiling(self, trial: Runner | None) -> WarmUp | None:
+        """Kernels are compiled while the weights are read."""
+        if trial is None or not getattr(self._ops, "whole_steps", False):
+            return None
+        from quire.worker.warmup import warm_up
+
+        return warm_up(self.model, self._ops, trial.batch, self._max_rows, self.reads_groups)  # type: ignore[arg-type]
+
+    def _run_largest_step(self, runner: Runner) -> None:
+        runner.launch(self._largest_plan()).result()
 
     def _largest_plan(self) -> StepPlan:
         """As many tokens as a step may have, as long as they may be, over a cache of nothing."""

@@ -98,13 +98,16 @@ def test_equals_the_torch_backend(
     assert error(out, expected(case, dim**-0.5, window)) < (1e-5 if dtype == torch.float32 else 5e-3)
 
 
-def test_a_row_that_has_ended_is_zeros_and_disturbs_nobody() -> None:
-    case = make_case([30, 9, 50], 4, 2, 64, 16, torch.float32)
+@pytest.mark.parametrize("ended", [[1], [0, 1], [1, 2], [3], [0, 1, 2, 3]])
+@pytest.mark.parametrize("by_row", [False, True], ids=["balanced", "by row"])
+def test_rows_that_have_ended_are_left_out_and_disturb_nobody(ended: list[int], by_row: bool) -> None:
+    case = make_case([30, 9, 50, 41], 4, 2, 64, 16, torch.float32)
     reference = expected(case, 0.125, None)
-    case["lens"][1] = 0
-    out = attend(case, 0.125, None)
-    assert out[1].abs().max() == 0
-    assert error(out[[0, 2]], reference[[0, 2]]) < 1e-5
+    case["lens"][ended] = 0
+    out = attend(case, 0.125, None, by_row)
+    others = [i for i in range(4) if i not in ended]
+    assert out[ended].isnan().all()
+    assert not others or error(out[others], reference[others]) < 1e-5
 
 
 def test_by_row_a_rows_bits_do_not_depend_on_the_batch() -> None:

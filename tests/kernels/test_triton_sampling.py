@@ -200,6 +200,9 @@ def test_ties_with_the_last_token_kept_stay_in() -> None:
     rows = [Row(top_k=2), Row(top_k=1), Row(top_k=2), Row(top_p=0.4)]
     thresholds = draw(logits, rows).work.thresholds
     assert (logits >= thresholds[:, None]).sum(-1).tolist() == [4, 1, 6, 6]
+    logits = torch.tensor([[-0.5, -0.0, 0.0], [-0.0, -0.5, -0.5]], device=DEVICE)
+    thresholds = draw(logits, [Row(top_k=1), Row(top_k=1)]).work.thresholds
+    assert (logits >= thresholds[:, None]).sum(-1).tolist() == [2, 1]
 
 
 @pytest.mark.parametrize("dtype, tie", [(torch.float32, 0.0), (torch.bfloat16, -0.5)], ids=str)

@@ -80,7 +80,7 @@ def _left_out(shared, line, length, mask, TILE: tl.constexpr):
 def plan_stretches(
     lens, rows, shared, plan, num_rows, programs, WINDOW: tl.constexpr, KV_HEADS: tl.constexpr, TILE: tl.constexpr,
     ROWS: tl.constexpr, AT_ONCE: tl.constexpr, LEAST: tl.constexpr, BY_ROW: tl.constexpr, SHARED: tl.constexpr,
-    LEAST_OF_ROW: tl.constexpr, PDL: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """For each program of an attention kernel: the row, head and tile it begins at, and how many tiles it takes."""
     if PDL:
@@ -94,7 +94,7 @@ def plan_stretches(
     if SHARED:
         own_line = tl.load(rows + index, mask=index < num_rows, other=0)
         tiles -= _left_out(shared, own_line, length, index < num_rows, TILE) // TILE
-    tiles = tl.where(index < num_rows, tl.maximum(tiles, LEAST_OF_ROW), 0)
+    tiles = tl.where(index < num_rows, tiles, 0)
     ends = tl.cumsum(tiles, 0) * KV_HEADS
     total = tl.sum(tiles, 0).to(tl.int64) * KV_HEADS
     p = tl.program_id(0) * AT_ONCE + tl.arange(0, AT_ONCE)
@@ -280,6 +280,9 @@ def _decode(
             head = 0
             row += 1
             length = tl.load(lens + row, mask=count > 0, other=0)
+            while (length == 0) & (count > 0):  # rows that have ended, and padding
+                row += 1
+                length = tl.load(lens + row)
             line = tl.load(rows + row, mask=count > 0, other=0).to(tl.int32)
             if SHARED:
                 left_out = _left_out(shared, line, length, count > 0, TILE)
@@ -339,7 +342,7 @@ class DecodeAttention:
         plan_stretches[(self._padded_programs(num_rows) // PLANNED_AT_ONCE,)](
             lens, rows, lens if shared is None else shared, plan, num_rows, self._programs, WINDOW=window or 0,
             KV_HEADS=self._kv_heads, TILE=self._tile.tokens, ROWS=width, AT_ONCE=PLANNED_AT_ONCE, LEAST=self._least, BY_ROW=self._by_row,
-            SHARED=shared is not None, LEAST_OF_ROW=1,  # a row that has ended still writes its zeros
+            SHARED=shared is not None,
             num_warps=4, **pdl(),
         )  # fmt: skip
         return plan
@@ -355,7 +358,7 @@ class DecodeAttention:
         lens: torch.Tensor, plan: torch.Tensor, num_rows: int, scale: float, window: int | None,
         prefix: PrefixState | None = None,
     ) -> None:  # fmt: skip
-        """Attention of q's first `num_rows` tokens, one a row, into `out`'s first rows.
+        """Attention of q's first `num_rows` tokens, one a row, into `out`'s first rows; rows of length 0 are left out.
 
         `prefix`: what rows have seen already; the plan was made with its `shared`.
         q [*, heads, head_dim], heads contiguous; kv one layer's cache; row i's blocks are tables[rows[i]].

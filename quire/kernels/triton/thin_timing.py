@@ -73,7 +73,6 @@ class GraphTimer:
     def __init__(self, window_us: float = 300.0, replays: int = 8) -> None:
         self.window_us = window_us
         self.replays = replays
-        self.pool = torch.cuda.graph_pool_handle()
         self.stream = torch.cuda.Stream()
         self._weights: tuple[tuple[int, int, torch.dtype], list[torch.Tensor]] | None = None
 
@@ -101,7 +100,7 @@ class GraphTimer:
         torch.cuda.synchronize()
         # Not `torch.cuda.graph`, which empties the allocator's cache each time.
         with torch.cuda.stream(self.stream):
-            graph.capture_begin(pool=self.pool)
+            graph.capture_begin()
             chain()
             graph.capture_end()
         times = []

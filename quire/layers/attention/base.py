@@ -56,6 +56,9 @@ class AttentionInputs:
     """[S]: row i's table is block_tables[rows[i]]. None: block_tables[i]."""
     groups: GroupInputs | None = None
     """Where `rows` is given: what rows share, for a backend that can read it once for all. It need not."""
+    last: LastTokens | None = None
+    """Where not all hidden states are wanted: a model that can (`narrows`) computes the others no further than the
+    keys and values of its last layer."""
     plans: dict[Any, Any] = field(default_factory=dict)
     """What a backend worked out for this step and will need again in the next layer."""
 
@@ -66,6 +69,16 @@ class AttentionInputs:
         if ("tables", width) not in self.plans:
             self.plans["tables", width] = self.block_tables[:, :width][self.rows.long()]
         return self.plans["tables", width]
+
+
+@dataclass
+class LastTokens:
+    """The tokens of a step whose hidden states are wanted, each the last of its row."""
+
+    tokens: torch.Tensor
+    """[P]: their places among the step's tokens."""
+    inputs: AttentionInputs
+    """The step as if it had no others."""
 
 
 class AttentionBackend(Protocol):

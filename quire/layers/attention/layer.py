@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from quire.layers.attention.base import AttentionInputs
+from quire.layers.attention.base import AttentionInputs, LastTokens
 from quire.layers.build import Build
 from quire.layers.heads import Heads
 
@@ -35,9 +35,16 @@ class Attention(nn.Module):
         self.window = build.config.windows[layer]
 
     def forward(
-        self, qkv: torch.Tensor, positions: torch.Tensor, kv: torch.Tensor, inputs: AttentionInputs
+        self,
+        qkv: torch.Tensor,
+        positions: torch.Tensor,
+        kv: torch.Tensor,
+        inputs: AttentionInputs,
+        last: LastTokens | None = None,
     ) -> torch.Tensor:
-        self.backend.prepare(self.num_heads, kv, inputs, self.window)
+        """The heads' outputs [T, heads * head_dim]; with `last` of its tokens alone, though all are written."""
+        attended = inputs if last is None else last.inputs
+        self.backend.prepare(self.num_heads, kv, attended, self.window)
         q = self.ops.prepare_qkv(
             qkv,
             positions,
@@ -49,4 +56,4 @@ class Attention(nn.Module):
             self.num_kv_heads,
             self.head_dim,
         )
-        return self.backend.attend(q, kv, inputs, self.scale, self.window)
+        return self.backend.attend(q if last is None else q[last.tokens], kv, attended, self.scale, self.window)
