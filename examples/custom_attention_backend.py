@@ -3,25 +3,25 @@
 import torch
 
 from quire import LLM, SamplingParams
-from quire.layers.attention.base import AttentionInputs
 
 
 class TextbookAttention:
     """Gathers the keys and values of each row from its blocks, then softmax(q·kᵀ)·v."""
 
-    def attend(
-        self, q: torch.Tensor, kv: torch.Tensor, inputs: AttentionInputs, scale: float, window: int | None
-    ) -> torch.Tensor:
+    graph_safe = False  # it asks the device how long each row is, which a captured graph cannot
+
+    def prepare(self, heads, kv, inputs, window): ...  # before a layer's keys are written; nothing to work out ahead
+
+    def attend(self, q, kv, inputs, scale, window):
         out, group = torch.empty_like(q), q.shape[1] // kv.shape[2]  # `group` query heads share a KV head
         for row in range(inputs.num_rows):
             begin, end = inputs.query_starts[row : row + 2].tolist()
             context = int(inputs.context_lens[row])
-            blocks = inputs.block_tables[row, : -(-context // kv.shape[3])].long()  # the last one may be part full
+            past = context - (end - begin)
+            blocks = inputs.own_tables(-(-context // kv.shape[3]))[row].long()  # the last one may be part full
             keys, values = kv[blocks].permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :context].repeat_interleave(group, 1)
-            cached = torch.arange(context, device=q.device)
-            position = cached[context - (end - begin) :, None]
-            hidden = (cached > position) if window is None else (cached > position) | (cached <= position - window)
-            scores = (q[begin:end].transpose(0, 1) @ keys.transpose(-1, -2) * scale).masked_fill(hidden, float("-inf"))
+            seen = q.new_ones(end - begin, context).tril(past).triu(past + 1 - (window or context))
+            scores = (q[begin:end].transpose(0, 1) @ keys.transpose(-1, -2) * scale).masked_fill(seen == 0, -torch.inf)
             out[begin:end] = (scores.softmax(-1) @ values).transpose(0, 1)
         return out.flatten(1)
 

@@ -67,6 +67,9 @@ class EngineConfig:
     device: str = option("auto", "Where the model runs", "device", choices=DEVICES)
     attention_backend: str = option("auto", "Attention implementation, by name or dotted path", "device")
     enforce_eager: bool = option(False, "No captured graphs on a GPU", "device")
+    batch_invariant: bool = option(
+        False, "The same tokens whatever else is in the batch, bit by bit; on a GPU, in 16 bits, at some cost", "device"
+    )
     pipeline_depth: int | None = option(
         None, "Steps planned and launched before the oldest is collected; unset: 1 on a GPU, 0 on a CPU", "device"
     )

@@ -18,17 +18,18 @@ import torch
 import torch.nn.functional as F
 
 from quire.kernels.triton.thin_candidates import Shape
-from quire.kernels.triton.thin_timing import GraphTimer, Inputs, compile_all, random_inputs, run
+from quire.kernels.triton.thin_timing import GraphTimer, Inputs, compile_all, raise_clocks, run
 from quire.kernels.triton.tuning import (
-    BUCKETS,
+    MEASURED_BUCKETS,
     Entry,
     Plan,
     Tuner,
-    config_of,
     current_gpu,
+    describe,
     key_of,
     shipped_table,
     tuning_jobs,
+    with_parts,
     write_table,
 )
 
@@ -115,30 +116,6 @@ def poison(like: torch.Tensor, dtype: torch.dtype) -> None:
     torch.full_like(like, float("nan"), dtype=dtype)
 
 
-def with_parts(shape: Shape) -> list[Shape]:
-    """A shape, and those with less folded in that it is measured against."""
-    kinds = {
-        "linear": ["linear"],
-        "norm_linear": ["linear", "norm_linear"],
-        "norm_silu_linear": ["linear", "silu_linear", "norm_silu_linear"],
-    }
-    return [shape._replace(kind=kind) for kind in kinds[shape.kind]]
-
-
-def describe(entry: Entry) -> str:
-    """A configuration in a few characters."""
-    config = config_of(entry)
-    if config is None:
-        return "-"
-    text = f"{config.kernel} n{config.block_n} w{config.warps}"
-    if config.kernel != "vector":
-        text += f" m{config.block_m} k{config.block_k} s{config.stages}"
-    for name in ("split", "programs"):
-        if (value := getattr(config, name)) != (1 if name == "split" else 0):
-            text += f" {name} {value}"
-    return text + (" tma" if config.tma else "") + (" early" if config.early else "")
-
-
 def print_shape(shape: Shape, buckets: Iterable[int], found: dict[str, Entry]) -> None:
     print(f"\n{shape.kind} {shape.n} x {shape.k}: rows, us, us of cuBLAS, GB/s")
     for rows in buckets:
@@ -164,7 +141,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="folder for the table")
     parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
-    parser.add_argument("--buckets", nargs="*", type=int, default=[rows for rows in BUCKETS if rows <= 256])
+    parser.add_argument("--buckets", nargs="*", type=int, default=list(MEASURED_BUCKETS))
     parser.add_argument("--processes", type=int, help="compilers at a time (default: one a core)")
     parser.add_argument("--unchecked", action="store_true", help="measure only")
     options = parser.parse_args()
@@ -181,9 +158,7 @@ def main() -> None:
 
     began = time.perf_counter()
     timer = GraphTimer() if options.unchecked else CheckedTimer()
-    warm = random_inputs(Shape("linear", 8192, 8192), 4096, dtype, 1)
-    for _ in range(50):
-        F.linear(warm.x, warm.weights[0])  # brings the clocks up
+    raise_clocks()
     found = Tuner(gpu, None, None).tune(shapes, dtype, options.buckets, timer)
     for shape in dict.fromkeys(shape for model in models for shape in (*model.each, model.head)):
         print_shape(shape, options.buckets, found)

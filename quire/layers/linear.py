@@ -53,9 +53,7 @@ class FusedLinear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.ops.linear(x, self.weight, self.bias)
 
-    def after(
-        self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def after(self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """(this product of the norm of the stream, the stream): the stream is residual + x, or x alone."""
         return self.ops.norm_linear(x, residual, norm.weight, norm.eps, self.weight, self.bias, self.gated)
 

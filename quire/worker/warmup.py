@@ -18,8 +18,8 @@ from torch import nn
 from quire.kernels.base import Ops
 from quire.kernels.triton.prefill_attention import LONG_CONTEXT
 from quire.layers.attention.layer import Attention
-from quire.layers.embedding import LMHead
-from quire.layers.linear import FusedLinear, RowParallelLinear
+from quire.layers.linear import FusedLinear
+from quire.layers.products import layer_products
 from quire.worker.cuda_batch import CudaBatch
 
 logger = logging.getLogger(__name__)
@@ -42,11 +42,11 @@ class WarmUp:
         self._pool.shutdown()
 
 
-def warm_up(model: nn.Module, ops: Ops, batch: CudaBatch, max_rows: int, grouped: bool) -> WarmUp:
+def warm_up(model: nn.Module, ops: Ops, batch: CudaBatch, max_tokens: int, grouped: bool) -> WarmUp:
     """Start compiling what a step launches. The weights need not be filled; `batch` is one that nobody uses."""
     # The longest first: attention.
     kernels = [*_attention_kernels(model, batch, grouped), *_row_kernels(model, ops), *_sampling_kernels(batch)]
-    return WarmUp(kernels + list(_products(model, ops, max_rows)))
+    return WarmUp(kernels + list(_products(model, ops, max_tokens)))
 
 
 def _attention_kernels(model: nn.Module, batch: CudaBatch, grouped: bool) -> Iterator[Task]:
@@ -86,20 +86,12 @@ def _sampling_kernels(batch: CudaBatch) -> Iterator[Task]:
     yield lambda: batch.expand(batch.empty_inputs(1, 1, 1, 1, 0))
 
 
-def _products(model: nn.Module, ops: Ops, max_rows: int) -> Iterator[Task]:
+def _products(model: nn.Module, ops: Ops, max_tokens: int) -> Iterator[Task]:
     compile_product = getattr(ops, "compile_product", None)
     if compile_product is None:
         return
-    seen = set()
-    for module in model.modules():
-        if isinstance(module, (FusedLinear, RowParallelLinear, LMHead)):
-            normed = isinstance(module, FusedLinear)
-            gated = normed and module.gated
-            bias = getattr(module, "bias", None) is not None
-            key = (tuple(module.weight.shape), normed, gated, bias)
-            if key not in seen:
-                seen.add(key)
-                yield from compile_product(module.weight, normed, gated, bias, max_rows)
+    for product in layer_products(model):
+        yield from compile_product(*product, max_tokens)
 
 
 def _row_kernels(model: nn.Module, ops: Ops) -> Iterator[Task]:

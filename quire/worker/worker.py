@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from quire.config import EngineConfig
 from quire.distributed.groups import Ranks
+from quire.errors import ConfigError
 from quire.kernels.base import Ops
+from quire.layers.attention.base import AttentionBackend
 from quire.layers.attention.registry import attention_backend
 from quire.layers.build import Build
 from quire.layers.targets import collect_targets
@@ -34,10 +36,27 @@ if TYPE_CHECKING:
     from quire.worker.warmup import WarmUp
 
 
-def make_ops(platform: Platform) -> Ops:
+def make_ops(config: EngineConfig, platform: Platform) -> Ops:
     """The platform's kernels."""
-    ops: Ops = resolve("kernels", platform.ops, {})()
+    kind = resolve("kernels", platform.ops, {})
+    ops: Ops = kind(batch_invariant=True) if config.batch_invariant else kind()
     return ops
+
+
+def _make_attention(config: EngineConfig, platform: Platform) -> AttentionBackend:
+    kind: Any = attention_backend(_backend_name(config, platform))
+    return kind(batch_invariant=True) if config.batch_invariant else kind()
+
+
+def _check_invariance(config: EngineConfig, platform: Platform, dtype: torch.dtype) -> None:
+    able = platform.ops.endswith("TritonOps") and _backend_name(config, platform) == "triton"
+    if config.batch_invariant and not (able and dtype.itemsize == 2):
+        raise ConfigError(
+            "batch_invariant needs a GPU with quire's own kernels, and bfloat16 or float16 "
+            f"(here: {platform.describe()}, {str(dtype).removeprefix('torch.')})",
+            "batch_invariant",
+            True,
+        )
 
 
 def _backend_name(config: EngineConfig, platform: Platform) -> str:
@@ -54,13 +73,15 @@ def build_model(
     device: torch.device | None = None,
 ) -> CausalLM:
     """The model's layers, their weights not filled. `device` other than the platform's: "meta" for shapes alone."""
+    dtype = choose_dtype(config.dtype, model, files, platform)
+    _check_invariance(config, platform, dtype)
     build = Build(
         config=model,
         ranks=ranks,
-        dtype=choose_dtype(config.dtype, model, files, platform),
+        dtype=dtype,
         device=device or platform.device,
-        ops=make_ops(platform),
-        attention=attention_backend(_backend_name(config, platform))(),
+        ops=make_ops(config, platform),
+        attention=_make_attention(config, platform),
         max_model_len=max_model_len,
     )
     return model_class(model.architecture)(build)  # type: ignore[call-arg]
@@ -102,7 +123,7 @@ class Worker:
         self._config = config
         self._max_tokens = max_tokens
         self._device = platform.device
-        self._ops = make_ops(platform)
+        self._ops = make_ops(config, platform)
         self._vocab_size = model.vocab_size
         self._max_model_len = max_model_len
         self._max_rows = max_rows
@@ -111,6 +132,7 @@ class Worker:
         self._graph_safe = getattr(backend, "graph_safe", False)
         self.reads_groups = (
             config.prefix_group_attention
+            and not config.batch_invariant
             and getattr(backend, "reads_groups", False)
             and getattr(self._ops, "whole_steps", False)
             and None in model.windows
@@ -135,7 +157,7 @@ class Worker:
             return None
         from quire.worker.warmup import warm_up
 
-        return warm_up(self.model, self._ops, trial.batch, self._max_rows, self.reads_groups)  # type: ignore[arg-type]
+        return warm_up(self.model, self._ops, trial.batch, self._max_tokens, self.reads_groups)  # type: ignore[arg-type]
 
     def _run_largest_step(self, runner: Runner) -> None:
         runner.launch(self._largest_plan()).result()

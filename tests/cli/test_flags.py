@@ -16,12 +16,14 @@ from quire.cli.reference import reference
 from quire.cli.sampling_flags import MEANINGS, add_sampling_flags, sampling_params
 from quire.cli.values import readable_bytes, size
 from quire.config import EngineConfig
+from quire.errors import ConfigError
 from quire.messages.sampling import SamplingParams
 
 VALUES = {
     "hf_overrides": {"rope_theta": 5.0},
     "logits_processors": ("a.b.C", "d.E"),
     "max_model_len": 4096,
+    "pipeline_depth": 4,
     "tensor_parallel_size": 1,
     "pipeline_parallel_size": 1,
     "gpu_memory_utilization": 0.5,
@@ -59,6 +61,11 @@ def test_every_engine_field_makes_the_round_trip(field):
     settings = engine_settings(parse(*arguments))
     assert list(settings) == [field.name]
     assert getattr(EngineConfig(**settings), field.name) == value
+
+
+def test_a_pipeline_has_a_deepest_depth():
+    with pytest.raises(ConfigError, match="pipeline_depth .*at most 4"):
+        EngineConfig(**engine_settings(parse("--pipeline-depth", "5")))
 
 
 def test_flags_not_given_leave_the_defaults_to_the_config():

@@ -30,10 +30,10 @@ def make_case(lens: list[int], heads: int, kv_heads: int, dim: int, block: int, 
             used = min(block, n - i * block)
             kv[number, :, :, :used] = torch.randn(2, kv_heads, used, dim, device=DEVICE).to(dtype)
     qkv = torch.randn(len(lens), heads + 2 * kv_heads, dim, device=DEVICE).to(dtype)
-    return dict(
-        q=qkv[:, :heads], kv=kv, tables=tables.to(DEVICE), rows=batch_rows.to(DEVICE),
-        lens=torch.tensor(lens, dtype=torch.int32, device=DEVICE),
-    )  # fmt: skip
+    return {
+        "q": qkv[:, :heads], "kv": kv, "tables": tables.to(DEVICE), "rows": batch_rows.to(DEVICE),
+        "lens": torch.tensor(lens, dtype=torch.int32, device=DEVICE),
+    }  # fmt: skip
 
 
 def expected(case: dict, scale: float, window: int | None) -> torch.Tensor:
@@ -46,10 +46,10 @@ def expected(case: dict, scale: float, window: int | None) -> torch.Tensor:
     return TorchPagedAttention().attend(case["q"].float(), case["kv"].float(), inputs, scale, window)
 
 
-def attend(case: dict, scale: float, window: int | None, by_row: bool = False, max_rows: int = 32) -> torch.Tensor:
+def attend(case: dict, scale: float, window: int | None, max_rows: int = 32) -> torch.Tensor:
     rows, heads, dim = case["q"].shape
     kernel = DecodeAttention(
-        heads, case["kv"].shape[2], dim, max_rows, case["q"].dtype, torch.device(DEVICE), by_row=by_row, tile=SMALL
+        heads, case["kv"].shape[2], dim, max_rows, case["q"].dtype, torch.device(DEVICE), tile=SMALL
     )
     out = torch.full((rows, heads * dim), float("nan"), dtype=case["q"].dtype, device=DEVICE)
     for _ in range(2):  # the second run finds the counters as the first left them
@@ -86,35 +86,22 @@ if ON_GPU:
     ]
 
 
-@pytest.mark.parametrize("by_row", [False, True], ids=["balanced", "by row"])
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
 @pytest.mark.parametrize("lens, heads, kv_heads, dim, block, window", CASES)
 def test_equals_the_torch_backend(
     lens: list[int], heads: int, kv_heads: int, dim: int, block: int, window: int | None, dtype: torch.dtype,
-    by_row: bool,
 ) -> None:  # fmt: skip
     case = make_case(lens, heads, kv_heads, dim, block, dtype)
-    out = attend(case, dim**-0.5, window, by_row, max_rows=max(32, len(lens)))
+    out = attend(case, dim**-0.5, window, max_rows=max(32, len(lens)))
     assert error(out, expected(case, dim**-0.5, window)) < (1e-5 if dtype == torch.float32 else 5e-3)
 
 
 @pytest.mark.parametrize("ended", [[1], [0, 1], [1, 2], [3], [0, 1, 2, 3]])
-@pytest.mark.parametrize("by_row", [False, True], ids=["balanced", "by row"])
-def test_rows_that_have_ended_are_left_out_and_disturb_nobody(ended: list[int], by_row: bool) -> None:
+def test_rows_that_have_ended_are_left_out_and_disturb_nobody(ended: list[int]) -> None:
     case = make_case([30, 9, 50, 41], 4, 2, 64, 16, torch.float32)
     reference = expected(case, 0.125, None)
     case["lens"][ended] = 0
-    out = attend(case, 0.125, None, by_row)
+    out = attend(case, 0.125, None)
     others = [i for i in range(4) if i not in ended]
     assert out[ended].isnan().all()
     assert not others or error(out[others], reference[others]) < 1e-5
-
-
-def test_by_row_a_rows_bits_do_not_depend_on_the_batch() -> None:
-    case = make_case([150, 9, 50, 33], 4, 2, 64, 16, HALF)
-    together = attend(case, 0.125, None, by_row=True)
-    for i in range(4):
-        alone = {
-            key: (value[i : i + 1] if key in ("q", "rows", "lens") else value) for key, value in case.items()
-        }
-        assert torch.equal(attend(alone, 0.125, None, by_row=True)[0], together[i])

@@ -27,9 +27,9 @@ def table(path: Path, **entries: dict) -> Path:
     return path
 
 
-def test_the_shipped_table_comes_first_then_the_users_then_a_guess(tmp_path: Path) -> None:
-    shipped = table(tmp_path / "shipped.json", _1={"kernel": "vector", "block_n": 2, "warps": 8, "us": 3.0})
-    own = table(tmp_path / "own.json", _1={"kernel": "cublas"}, _2={"kernel": "vector", "block_n": 8})
+def test_the_users_table_comes_first_then_the_shipped_one_then_a_guess(tmp_path: Path) -> None:
+    shipped = table(tmp_path / "shipped.json", _1={"kernel": "cublas"}, _2={"kernel": "vector", "block_n": 8})
+    own = table(tmp_path / "own.json", _1={"kernel": "vector", "block_n": 2, "warps": 8, "us": 3.0})
     tuner = Tuner(H200, shipped, own)
     assert tuner.choose(QKV, 1, BF16) == Config("vector", 2, warps=8)
     assert tuner.choose(QKV, 2, BF16) == Config("vector", 8)
@@ -162,6 +162,20 @@ def test_a_fold_must_beat_its_parts_not_only_cublas() -> None:
     assert found[key_of(whole, 1, BF16)] == {"kernel": "cublas", "us": 70.0, "cublas_us": 100.0}
 
 
+def test_parts_that_come_with_quire_need_not_be_measured_again(tmp_path: Path) -> None:
+    plans = []
+
+    def timer(shape: Shape, rows: int, dtype: torch.dtype, plan: Plan) -> float:
+        plans.append(plan)
+        return 1.0
+
+    shipped = table(tmp_path / "shipped.json", _1={"kernel": "vector", "block_n": 2})
+    whole = QKV._replace(kind="norm_linear")
+    assert tuning.with_parts(whole) == [QKV, whole]
+    Tuner(H200, shipped, None).tune([whole], BF16, [1], timer)
+    assert Plan(Config("vector", 2)) in plans
+
+
 def test_an_early_start_is_tried_on_the_fastest() -> None:
     def timer(shape: Shape, rows: int, dtype: torch.dtype, plan: Plan) -> float:
         return 100.0 if plan.config is None else 40.0 if plan.config.early else 50.0
@@ -208,7 +222,10 @@ def test_the_kernels_of_a_model_are_listed_once(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_cards_of_one_processor_share_a_table() -> None:
-    names = ["NVIDIA H200", "NVIDIA H100 80GB HBM3", "NVIDIA H100 PCIe", "NVIDIA GH200 480GB"]
+    names = [
+        "NVIDIA H200", "NVIDIA H200 NVL", "NVIDIA H100 80GB HBM3", "NVIDIA H100 NVL", "NVIDIA H100 PCIe",
+        "NVIDIA GH200 480GB",
+    ]  # fmt: skip
     assert {tuning.shipped_table(Gpu(name, 132, True)).name for name in names} == {"nvidia-h200.json"}
     assert tuning.shipped_table(Gpu("NVIDIA A100-SXM4-40GB", 108, False)).name == "nvidia-a100-sxm4-40gb.json"
 

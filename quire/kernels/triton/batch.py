@@ -4,7 +4,7 @@ Both read little and are bound by latency alone. `apply_plan` reads the plan str
 kilobytes over the bus, no copy in between, nothing that waits.
 """
 
-# ruff: noqa: N803, N806
+# ruff: noqa: N803
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ _INTS = tl.constexpr(NEW_ROW_INTS)
 
 @triton.jit(do_not_specialize=["drops", "blocks", "rows", "fresh", "draws", "added", "padded", "slot_number", "width"])
 def _apply(
-    packed, step_rows, query_starts, tokens, picks, draw_rows, slot, tables, active, num_tokens, num_computed, prompt_len, limit,
-    top_k, sample, seed, floats, stop_ids, drops, blocks, rows, fresh, draws, added, padded, slot_number, width, stride_table,
+    packed, step_rows, query_starts, tokens, picks, draw_rows, slot, tables, active, num_tokens, num_computed,
+    prompt_len, limit, top_k, sample, seed, floats, stop_ids, drops, blocks, rows, fresh, draws, added, padded,
+    slot_number, width, stride_table,
     PAD_ROW: tl.constexpr, SIZE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
@@ -50,7 +51,7 @@ def _apply(
     tl.store(active + dropped, 0, mask=e < drops)
     tl.store(tables + block_row.to(tl.int64) * stride_table + block_index, block, mask=e < blocks)
     tl.store(step_rows + e, row, mask=e < padded)
-    tl.store(query_starts + e, start, mask=e <= rows)
+    tl.store(query_starts + e, tl.where(e <= rows, start, e), mask=e <= padded)  # padding rows have a token each
     tl.store(tokens + e, token, mask=e < fresh)
     tl.store(picks + e, pick, mask=e < draws)
     tl.store(draw_rows + e, draw_row, mask=e < draws)
@@ -123,10 +124,11 @@ def apply_plan(packed: torch.Tensor, sizes: dict[str, int], longest: int, buffer
     columns  the batch
     """
     _apply[(-(-longest // BLOCK),)](
-        packed, buffers.rows, buffers.query_starts, buffers.tokens, buffers.picks, buffers.draw_rows,
-        buffers.slot, columns.block_table, columns.active.view(torch.uint8), columns.num_tokens, columns.num_computed, columns.prompt_len, columns.limit,
-        columns.top_k, columns.sample, columns.seed, columns.floats, columns.stop_ids, **sizes,
-        width=columns.stop_ids.shape[1], stride_table=columns.block_table.stride(0), PAD_ROW=columns.pad_row,
+        packed, buffers.rows, buffers.query_starts, buffers.tokens, buffers.picks, buffers.draw_rows, buffers.slot,
+        columns.block_table, columns.active.view(torch.uint8), columns.num_tokens, columns.num_computed,
+        columns.prompt_len, columns.limit, columns.top_k, columns.sample, columns.seed, columns.floats,
+        columns.stop_ids, **sizes, width=columns.stop_ids.shape[1], stride_table=columns.block_table.stride(0),
+        PAD_ROW=columns.pad_row,
         SIZE=BLOCK, num_warps=4, **pdl(),
     )  # fmt: skip
 

@@ -79,7 +79,7 @@ def _left_out(shared, line, length, mask, TILE: tl.constexpr):
 @triton.jit(do_not_specialize=["num_rows"])
 def plan_stretches(
     lens, rows, shared, plan, num_rows, programs, WINDOW: tl.constexpr, KV_HEADS: tl.constexpr, TILE: tl.constexpr,
-    ROWS: tl.constexpr, AT_ONCE: tl.constexpr, LEAST: tl.constexpr, BY_ROW: tl.constexpr, SHARED: tl.constexpr,
+    ROWS: tl.constexpr, AT_ONCE: tl.constexpr, LEAST: tl.constexpr, SHARED: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """For each program of an attention kernel: the row, head and tile it begins at, and how many tiles it takes."""
@@ -98,22 +98,15 @@ def plan_stretches(
     ends = tl.cumsum(tiles, 0) * KV_HEADS
     total = tl.sum(tiles, 0).to(tl.int64) * KV_HEADS
     p = tl.program_id(0) * AT_ONCE + tl.arange(0, AT_ONCE)
-    if BY_ROW:  # one program a row and head: the same sums whatever else is in the batch
-        used = num_rows.to(tl.int64) * KV_HEADS
-        row = (p // KV_HEADS).to(tl.int32)
-        head = (p % KV_HEADS).to(tl.int32)
-        tile = tl.zeros_like(row)
-        count = tl.sum(tl.where(index[None, :] == row[:, None], tiles[None, :], 0), 1)
-    else:
-        used = tl.maximum(tl.minimum((total + LEAST - 1) // LEAST, programs), 1)
-        begin = p * total // used
-        count = ((p + 1) * total // used - begin).to(tl.int32)
-        passed = ends[None, :] <= begin[:, None]
-        row = tl.sum(passed.to(tl.int32), 1)
-        offset = (begin - tl.max(tl.where(passed, ends[None, :], 0), 1)).to(tl.int32)
-        own = tl.maximum(tl.sum(tl.where(index[None, :] == row[:, None], tiles[None, :], 0), 1), 1)
-        head = offset // own
-        tile = offset % own
+    used = tl.maximum(tl.minimum((total + LEAST - 1) // LEAST, programs), 1)
+    begin = p * total // used
+    count = ((p + 1) * total // used - begin).to(tl.int32)
+    passed = ends[None, :] <= begin[:, None]
+    row = tl.sum(passed.to(tl.int32), 1)
+    offset = (begin - tl.max(tl.where(passed, ends[None, :], 0), 1)).to(tl.int32)
+    own = tl.maximum(tl.sum(tl.where(index[None, :] == row[:, None], tiles[None, :], 0), 1), 1)
+    head = offset // own
+    tile = offset % own
     here = p < used
     entry = plan + HEADER_SIZE + p * ENTRY_SIZE
     tl.store(entry, row)
@@ -293,17 +286,16 @@ class DecodeAttention:
 
     def __init__(
         self, heads: int, kv_heads: int, head_dim: int, max_rows: int, dtype: torch.dtype, device: torch.device,
-        by_row: bool = False, tile: DecodeTile | None = None,
+        tile: DecodeTile | None = None,
     ) -> None:  # fmt: skip
-        """`by_row`: one program a row and head, so that a row's bits do not depend on the batch."""
         self._heads, self._kv_heads, self._dim = heads, kv_heads, head_dim
         self._group = heads // kv_heads
-        self._by_row = by_row
         self._tile = tile or decode_tile(head_dim, dtype.itemsize)
         self._least = self._tile.least
         self._rows = max(16, triton.next_power_of_2(max_rows))
-        self._programs = max_rows * kv_heads if by_row else num_sms() * self._tile.programs
-        partials = 2 * self._programs * self._group if not by_row else 1
+        self._programs = num_sms() * self._tile.programs
+        self._planned = -(-self._programs // PLANNED_AT_ONCE) * PLANNED_AT_ONCE
+        partials = 2 * self._programs * self._group
         self._partial = torch.empty(partials * head_dim, dtype=torch.float32, device=device)
         self._stats = torch.empty(2 * partials, dtype=torch.float32, device=device)
         self._counters = torch.zeros(self._rows * kv_heads, dtype=torch.int32, device=device)
@@ -332,26 +324,20 @@ class DecodeAttention:
     ) -> torch.Tensor:  # fmt: skip
         """Who computes what, for rows of these lengths [num_rows] int32: one small kernel a step.
 
-        `shared`: as in `PrefixState`, where `attend` will be given one. It has no window then, and is not `by_row`.
+        `shared`: as in `PrefixState`, where `attend` will be given one. It has no window then.
 
         Between this and `attend` some other kernel must be launched: `attend` reads the plan before it waits for its
         predecessor.
         """
-        plan = torch.empty(HEADER + ENTRY * self._padded_programs(num_rows), dtype=torch.int32, device=lens.device)
+        plan = torch.empty(HEADER + ENTRY * self._planned, dtype=torch.int32, device=lens.device)
         width = min(self._rows, 32 if num_rows <= 32 else 256 if num_rows <= 256 else 2048)
-        plan_stretches[(self._padded_programs(num_rows) // PLANNED_AT_ONCE,)](
+        plan_stretches[(self._planned // PLANNED_AT_ONCE,)](
             lens, rows, lens if shared is None else shared, plan, num_rows, self._programs, WINDOW=window or 0,
-            KV_HEADS=self._kv_heads, TILE=self._tile.tokens, ROWS=width, AT_ONCE=PLANNED_AT_ONCE, LEAST=self._least, BY_ROW=self._by_row,
+            KV_HEADS=self._kv_heads, TILE=self._tile.tokens, ROWS=width, AT_ONCE=PLANNED_AT_ONCE, LEAST=self._least,
             SHARED=shared is not None,
             num_warps=4, **pdl(),
         )  # fmt: skip
         return plan
-
-    def _padded_programs(self, num_rows: int) -> int:
-        return -(-self._grid(num_rows) // PLANNED_AT_ONCE) * PLANNED_AT_ONCE
-
-    def _grid(self, num_rows: int) -> int:
-        return num_rows * self._kv_heads if self._by_row else self._programs
 
     def attend(
         self, q: torch.Tensor, kv: torch.Tensor, out: torch.Tensor, tables: torch.Tensor, rows: torch.Tensor,
@@ -365,7 +351,7 @@ class DecodeAttention:
         """
         stride_block, stride_half, stride_head, _, _ = kv.stride()
         seen = (lens, self._partial, self._stats) if prefix is None else (prefix.shared, prefix.sums, prefix.stats)
-        _decode[(self._grid(num_rows),)](
+        _decode[(self._programs,)](
             q, kv, out, tables, rows, lens, plan, self._partial, self._stats, self._counters, *seen, scale * LOG2_E,
             q.stride(0), stride_block, stride_half, stride_head, tables.stride(0),
             WINDOW=window or 0, BLOCK=kv.shape[3], SHARED=prefix is not None, **self._constants,

@@ -54,4 +54,6 @@ def num_sms() -> int:
     return 4 if INTERPRETED else torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
 
 
-__all__ = ["INTERPRETED", "compiled", "gdc_launch_dependents", "gdc_wait", "has_pdl", "num_sms", "pdl", "watch_compiles"]
+__all__ = [
+    "INTERPRETED", "compiled", "gdc_launch_dependents", "gdc_wait", "has_pdl", "num_sms", "pdl", "watch_compiles",
+]  # fmt: skip

@@ -13,7 +13,7 @@ from quire.kernels.triton.launch import INTERPRETED
 from quire.kernels.triton.qkv import prepare_qkv
 from quire.kernels.triton.thin import Config, thin_linear, thin_norm_linear, thin_silu_linear
 from quire.kernels.triton.thin_candidates import Shape
-from quire.kernels.triton.tuning import BUCKETS, choose, kernel_configs
+from quire.kernels.triton.tuning import BUCKETS, choose, jobs_for
 
 
 def _takes(x: torch.Tensor) -> bool:
@@ -25,8 +25,16 @@ THIN = not INTERPRETED
 """Whether thin products are ours: the interpreter takes seconds for each, so tests turn it on for some."""
 
 
+INVARIANT = Config("tile", block_n=128, block_m=64, block_k=64, warps=4, stages=4)
+"""One shape for all: cuBLAS, and our tables, choose by the number of rows, and shapes differ in how they sum."""
+
+
 class TritonOps(TorchOps):
     """Row-wise kernels for a GPU. A row's bits do not depend on its batch: each is computed by itself."""
+
+    def __init__(self, batch_invariant: bool = False) -> None:
+        """`batch_invariant`: products sum in the same order however many rows there are, in float16 and bfloat16."""
+        self._invariant = batch_invariant
 
     whole_steps = True
     """Batch and sampling have kernels too: a step can be captured from its inputs to its tokens."""
@@ -78,6 +86,8 @@ class TritonOps(TorchOps):
             and weight.stride(0) * x.itemsize % 16 == 0
         ):
             return None
+        if self._invariant:
+            return INVARIANT if kind == "linear" else None
         n, k = weight.shape
         return choose(kind, x.shape[0], n, k, x.dtype)
 
@@ -89,8 +99,10 @@ class TritonOps(TorchOps):
         n, k = weight.shape
         for rows in BUCKETS:
             for kind in (*kinds, "linear"):
-                if self._config(kind, weight.new_empty(rows, k, device="meta"), weight) is not None:
-                    yield from (job.compile for job in kernel_configs([Shape(kind, n, k, bias)], weight.dtype, [rows]))
+                config = self._config(kind, weight.new_empty(rows, k, device="meta"), weight)
+                if config is not None:
+                    jobs = jobs_for([Shape(kind, n, k, bias)], weight.dtype, [rows], lambda *_, config=config: [config])
+                    yield from (job.compile for job in jobs)
                     break
             if rows >= max_rows:
                 break

@@ -77,6 +77,7 @@ def _plan(query_starts, context_lens, rows, tiles, first_row, num_rows, bound,
     first = tl.load(query_starts + row, mask=own, other=0)
     length = tl.load(query_starts + row + 1, mask=own, other=0) - first
     context = tl.load(context_lens + row, mask=own, other=-1)
+    length = tl.where(context > 0, length, 0)  # a row that has ended, or padding
     lane = tl.arange(0, AT_ONCE)
     place = 0
     for start in range(first_row, num_rows, AT_ONCE):
@@ -85,6 +86,7 @@ def _plan(query_starts, context_lens, rows, tiles, first_row, num_rows, bound,
         lengths = tl.load(query_starts + other + 1, mask=there, other=0)
         lengths -= tl.load(query_starts + other, mask=there, other=0)
         contexts = tl.load(context_lens + other, mask=there, other=-1)
+        lengths = tl.where(contexts > 0, lengths, 0)
         earlier = (contexts > context) | ((contexts == context) & (other < row))
         place += tl.sum(tl.where(there & earlier, (lengths + TOKENS - 1) // TOKENS, 0), 0)
     if own:

@@ -260,7 +260,7 @@ class PrefixAttention:
         plan_stretches[(planned,)](
             lens, lines, lens, stretches, self._tiles, self._programs, WINDOW=0, KV_HEADS=self._kv_heads,
             TILE=self._tile.tokens, ROWS=max(16, triton.next_power_of_2(self._tiles)), AT_ONCE=PLANNED_AT_ONCE,
-            LEAST=LEAST_TILES, BY_ROW=False, SHARED=False, num_warps=4, **pdl(),
+            LEAST=LEAST_TILES, SHARED=False, num_warps=4, **pdl(),
         )  # fmt: skip
         return PrefixPlan(places, lines, lens, stretches)
 

@@ -1,7 +1,8 @@
 """Which kernel a product gets: what was measured for its shape, or else a guess.
 
 A product is known by its kind, its rows rounded up to a bucket, its weight's shape and its dtype. Looked up in this
-order: the table that comes with quire for this card; the user's own, which `tune` writes; `thin_candidates.guess`.
+order: the user's own table, which `quire tune` writes; the one that comes with quire for this card;
+`thin_candidates.guess`.
 Tables are JSON: {"linear 1 4096x1024 bfloat16": {"kernel": "vector", ..., "us": 3.1, "cublas_us": 5.0}, ...}; the
 kernel `cublas` says that nothing here was faster than cuBLAS and the other kernels on their own.
 """
@@ -31,6 +32,8 @@ from quire.paths import cache_dir
 log = logging.getLogger(__name__)
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+MEASURED_BUCKETS = BUCKETS[:-1]
+"""Those worth measuring unless asked for: with more rows hardly anything beats cuBLAS."""
 KINDS = ("linear", "silu_linear", "norm_linear", "norm_silu_linear")
 """Parts before wholes: what a kind is measured against may be made of those before it."""
 
@@ -95,11 +98,13 @@ class Tuner:
         bucket = bucket_of(rows)
         if bucket is None:
             return None
+        entry = self.known(shape, bucket, dtype)
+        return guess(shape, bucket, dtype, self.gpu) if entry is None else config_of(entry)
+
+    def known(self, shape: Shape, bucket: int, dtype: torch.dtype) -> Entry | None:
+        """What was measured for a product, by the user or by us; None: nothing was."""
         key = key_of(shape, bucket, dtype)
-        for table in (self.shipped, self.measured):
-            if key in table:
-                return config_of(table[key])
-        return guess(shape, bucket, dtype, self.gpu)
+        return self.measured.get(key) or self.shipped.get(key)
 
     def tune(
         self,
@@ -147,14 +152,20 @@ class Tuner:
         if shape.kind == "linear":
             return Plan()
         if shape.kind == "norm_silu_linear":
-            config = self._known(Shape("silu_linear", shape.n, shape.k), rows, dtype)
+            config = self._measured(Shape("silu_linear", shape.n, shape.k), rows, dtype)
             if config is not None:
                 return Plan(config, silu=True)
-        return Plan(self._known(Shape("linear", shape.n, shape.k), rows, dtype))
+        return Plan(self._measured(Shape("linear", shape.n, shape.k), rows, dtype))
 
-    def _known(self, shape: Shape, rows: int, dtype: torch.dtype) -> Config | None:
-        entry = self.measured.get(key_of(shape, rows, dtype))
+    def _measured(self, shape: Shape, rows: int, dtype: torch.dtype) -> Config | None:
+        entry = self.known(shape, rows, dtype)
         return None if entry is None else config_of(entry)
+
+
+def with_parts(shape: Shape) -> list[Shape]:
+    """A shape after those with less folded in, which it is measured against."""
+    parts = {"norm_linear": ["linear"], "norm_silu_linear": ["linear", "silu_linear"]}
+    return [*(Shape(kind, shape.n, shape.k) for kind in parts.get(shape.kind, [])), shape]
 
 
 def jobs_for(
@@ -267,6 +278,21 @@ def config_of(entry: Entry) -> Config | None:
         return None
     known = {field.name: entry[field.name] for field in fields(Config) if field.name in entry}
     return Config(**known) if _is_sound(known) else None
+
+
+def describe(entry: Entry) -> str:
+    """An entry's kernel in a few characters."""
+    config = config_of(entry)
+    if config is None:
+        return "cublas"
+    text = f"{config.kernel} n{config.block_n} w{config.warps}"
+    if config.kernel != "vector":
+        text += f" m{config.block_m} k{config.block_k} s{config.stages}"
+    if config.split > 1:
+        text += f" split {config.split}"
+    if config.programs:
+        text += f" programs {config.programs}"
+    return text + (" tma" if config.tma else "") + (" early" if config.early else "")
 
 
 def _is_sound(entry: Entry) -> bool:

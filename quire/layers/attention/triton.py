@@ -14,12 +14,13 @@ class TritonPagedAttention:
     """Plans each step once, in its first layer, on the device; the other layers read the plan."""
 
     graph_safe = True
-    batch_invariant = False
-    """Whether a row's bits may not depend on what else is in the batch."""
     reads_groups = True
     """Whether it reads what rows share once for all; not in layers with a window, which see too little of it."""
 
-    def __init__(self) -> None:
+    def __init__(self, batch_invariant: bool = False) -> None:
+        """`batch_invariant`: a token's bits depend on its own row alone. Then all rows go through the kernel for long
+        ones, which sums in the order of the cache, however its prompt was cut into steps and whoever is beside it."""
+        self._invariant = batch_invariant
         self._decode: dict[tuple, DecodeAttention] = {}
         self._prefix: dict[tuple, PrefixAttention] = {}
 
@@ -27,9 +28,10 @@ class TritonPagedAttention:
         if inputs.rows is None:
             inputs.rows = torch.arange(inputs.num_rows, dtype=torch.int32, device=kv.device)
         key = ("decode", window)
-        if inputs.num_decodes and key not in inputs.plans:
+        decodes = self._decodes(inputs)
+        if decodes and key not in inputs.plans:
             kernel = self._decode_kernel(heads, kv, inputs)
-            groups = inputs.groups if window is None and not self.batch_invariant else None
+            groups = inputs.groups if window is None else None
             shared = None if groups is None else groups.shared
             if groups is not None:
                 prefix = self._prefix_kernel(heads, kv, inputs)
@@ -42,12 +44,12 @@ class TritonPagedAttention:
                 )  # fmt: skip
             plan = kernel.plan(inputs.context_lens, inputs.rows, inputs.num_decodes, window, shared)
             inputs.plans[key] = (kernel, plan)
-        if inputs.num_decodes < inputs.num_rows and "tiles" not in inputs.plans:
-            is_long = self.batch_invariant or inputs.max_context_len > LONG_CONTEXT
+        if decodes < inputs.num_rows and "tiles" not in inputs.plans:
+            is_long = self._invariant or inputs.max_context_len > LONG_CONTEXT
             tile = prefill_tile(kv.shape[4], kv.dtype.itemsize, is_long)
             tiles = plan_tiles(
-                inputs.query_starts, inputs.context_lens, inputs.rows, inputs.num_decodes, inputs.num_rows,
-                inputs.num_tokens, tile.tokens(heads // kv.shape[2]),
+                inputs.query_starts, inputs.context_lens, inputs.rows, decodes, inputs.num_rows, inputs.num_tokens,
+                tile.tokens(heads // kv.shape[2]),
             )  # fmt: skip
             inputs.plans["tiles"] = (tiles, tile)
 
@@ -56,29 +58,32 @@ class TritonPagedAttention:
     ) -> torch.Tensor:
         tokens, heads, head_dim = q.shape
         out = torch.empty(tokens, heads * head_dim, dtype=q.dtype, device=q.device)
-        if inputs.num_decodes:
+        decodes = self._decodes(inputs)
+        if decodes:
             state = None
             if inputs.groups is not None and ("prefix", window) in inputs.plans:
                 prefix, tiles = inputs.plans["prefix", window]
                 state = prefix.attend(q, kv, inputs.block_tables, inputs.groups.shared, tiles, scale)
             kernel, plan = inputs.plans["decode", window]
             kernel.attend(
-                q, kv, out, inputs.block_tables, inputs.rows, inputs.context_lens, plan, inputs.num_decodes, scale,
-                window, state,
+                q, kv, out, inputs.block_tables, inputs.rows, inputs.context_lens, plan, decodes, scale, window,
+                state,
             )  # fmt: skip
-        if inputs.num_decodes < inputs.num_rows:
+        if decodes < inputs.num_rows:
             tiles, tile = inputs.plans["tiles"]
             prefill_attention(q, kv, out, inputs.block_tables, tiles, scale, window, tile)
         return out
+
+    def _decodes(self, inputs: AttentionInputs) -> int:
+        """Rows that go through the kernel for one token: the first so many."""
+        return 0 if self._invariant else inputs.num_decodes
 
     def _decode_kernel(self, heads: int, kv: torch.Tensor, inputs: AttentionInputs) -> DecodeAttention:
         _, _, kv_heads, _, head_dim = kv.shape
         rows = len(inputs.block_tables) - 1  # the last one is padding
         key = (heads, kv_heads, head_dim, kv.dtype, rows)
         if key not in self._decode:
-            self._decode[key] = DecodeAttention(
-                heads, kv_heads, head_dim, rows, kv.dtype, kv.device, self.batch_invariant
-            )
+            self._decode[key] = DecodeAttention(heads, kv_heads, head_dim, rows, kv.dtype, kv.device)
         return self._decode[key]
 
     def _prefix_kernel(self, heads: int, kv: torch.Tensor, inputs: AttentionInputs) -> PrefixAttention:
