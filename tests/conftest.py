@@ -15,7 +15,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
-from quire import LLM  # noqa: E402
+from quire import LLM
 
 ENDS = "</s>"
 SPECIALS = ("<s>", ENDS, "<|user|>", "<|assistant|>")

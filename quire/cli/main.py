@@ -18,6 +18,7 @@ COMMANDS = {
     "bench": "measure throughput, latency, or KV cache waste",
     "pull": "download a model and print where it is",
     "inspect": "say what a model is, and what of it fits here",
+    "tune": "measure which GPU kernels suit a model best, and remember it",
     "env": "show versions, devices and caches, for a bug report",
 }
 """Each is a module of this package, imported when it is the one asked for."""

@@ -43,7 +43,7 @@ ENVIRONMENT = """\
 
 | variable | meaning |
 |---|---|
-| `QUIRE_CACHE` | where downloads and compiled kernels are kept; `$XDG_CACHE_HOME/quire` or `~/.cache/quire` if unset |
+| `QUIRE_CACHE` | downloads, kernels, what `quire tune` found; `$XDG_CACHE_HOME/quire` or `~/.cache/quire` if unset |
 | `QUIRE_CPU_KVCACHE_SPACE` | size of the KV cache on a CPU, in GiB; `kv_cache_memory_bytes` wins |
 | `HF_TOKEN`, `HF_HOME`, `HF_ENDPOINT`, `HF_HUB_OFFLINE` | as the Hugging Face libraries define them |
 | `OMP_NUM_THREADS` | threads on a CPU |

@@ -32,8 +32,10 @@ class LocalExecutor:
     def submit(self, plan: StepPlan) -> PendingStep | StepError:
         try:
             return self._worker.launch(plan)
-        except (RuntimeError, IndexError) as error:
+        except Exception as error:  # whatever it is, the loop must learn that the step has not begun
             return self._failure(error)
+        finally:
+            self._given_up = ""  # it took long, and came to its end
 
     def collect(self, handle: Any) -> StepResult:
         if isinstance(handle, StepError):
@@ -58,6 +60,7 @@ class LocalExecutor:
     def _wait(self, handle: Any) -> None:
         """Until the step is done. By asking, because nobody can be called back from a wait inside the driver."""
         begin = time.monotonic()
+        self._given_up = ""
         while not handle.ready():
             waited = time.monotonic() - begin
             if waited < SPIN_SECONDS:

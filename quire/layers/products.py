@@ -27,8 +27,8 @@ def layer_products(model: nn.Module) -> list[LayerProduct]:
     products: dict[object, LayerProduct] = {}
     for module in model.modules():
         if isinstance(module, (FusedLinear, RowParallelLinear, LMHead)):
-            normed = isinstance(module, FusedLinear)
+            gated = isinstance(module, FusedLinear) and module.gated
             bias = getattr(module, "bias", None) is not None
-            product = LayerProduct(module.weight, normed, normed and module.gated, bias)
+            product = LayerProduct(module.weight, isinstance(module, FusedLinear), gated, bias)
             products.setdefault((tuple(module.weight.shape), *product[1:]), product)
     return list(products.values())

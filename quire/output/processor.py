@@ -189,9 +189,7 @@ class OutputProcessor:
                 self._close(tracked, tracked.samples[end.key[1]], end.reason, end.stop_reason)
         return [view for tracked in touched.values() if (view := self._show(tracked, now)) is not None], stops
 
-    def _take_plain(
-        self, outputs: StepOutputs, now: float
-    ) -> Iterable[tuple[Key, list[int], TokenLogprobs | None]]:
+    def _take_plain(self, outputs: StepOutputs, now: float) -> Iterable[tuple[Key, list[int], TokenLogprobs | None]]:
         """Append the tokens of requests that want nothing but their tokens, at their end; the others' are returned.
 
         A large batch offline is all of that kind, and this loop all that happens to it in a step.

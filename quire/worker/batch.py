@@ -66,6 +66,11 @@ class Drawn:
         return [tensor.cpu().numpy() for tensor in self._tensors]
 
 
+def effective_top_k(new: NewRow, vocab_size: int) -> int:
+    """How many tokens top-k leaves a row: all, if it is off or asks for more than there are."""
+    return min(new.params.top_k, vocab_size) if new.params.top_k > 0 else vocab_size
+
+
 class DeviceBatch:
     """Columns on the device, indexed by row. What the host must know to choose a path is kept beside them."""
 
@@ -75,8 +80,10 @@ class DeviceBatch:
         self.kv = kv
         self.vocab_size = vocab_size
         self._device = device
-        self._upload = Upload(device)
+        self.upload = Upload(device)
         self._next_step = 0
+        self.is_broken = False
+        """A step failed on the way: the rows may have missed some of its plan."""
         self._drawn: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
         self._picks = self._draw_rows = torch.empty(0)
 
@@ -113,7 +120,7 @@ class DeviceBatch:
         """Bring the rows up to the plan; `padded_rows`: rows the step will have where it is padded."""
         self._begin(plan)
         last = np.cumsum(plan.counts)[plan.samples] - 1
-        drop, block_rows, block_indices, blocks, self._picks, self._draw_rows = self._upload(
+        drop, block_rows, block_indices, blocks, self._picks, self._draw_rows = self.upload(
             plan.drop, plan.block_rows, plan.block_indices, plan.blocks, last, plan.sample_rows
         )
         if len(drop):
@@ -128,6 +135,9 @@ class DeviceBatch:
         if plan.reset:
             self.active.zero_()
             self.extras.clear()
+            self.is_broken = False
+        elif self.is_broken:
+            raise RuntimeError(f"a step before plan {plan.step} failed: only a reset can follow")
         elif plan.step != self._next_step:
             raise RuntimeError(f"plan {plan.step} came where plan {self._next_step} was due")
         self._next_step = plan.step + 1
@@ -138,7 +148,7 @@ class DeviceBatch:
     def _add(self, added: list[NewRow]) -> None:
         if not added:
             return
-        rows, num_tokens, num_computed, prompt_len, limit, seed, sample, top_k = self._upload(
+        rows, num_tokens, num_computed, prompt_len, limit, seed, sample, top_k = self.upload(
             [new.row for new in added],
             [new.num_tokens for new in added],
             [new.num_computed for new in added],
@@ -146,7 +156,7 @@ class DeviceBatch:
             [new.limit for new in added],
             np.array([new.seed & (2**64 - 1) for new in added], np.uint64).view(np.int64),
             [new.sample for new in added],
-            [new.params.top_k if new.params.top_k > 0 else self.vocab_size for new in added],
+            [effective_top_k(new, self.vocab_size) for new in added],
         )
         self.num_tokens[rows] = num_tokens
         self.num_computed[rows] = num_computed
@@ -175,7 +185,7 @@ class DeviceBatch:
 
     def inputs(self, plan: StepPlan) -> StepInputs:
         """Token ids, positions, cache slots and query offsets of the step, computed from the rows it schedules."""
-        rows, counts, fresh = self._upload(plan.rows, plan.counts, plan.tokens)
+        rows, counts, fresh = self.upload(plan.rows, plan.counts, plan.tokens)
         total, size = plan.num_tokens, self.kv.block_size
         starts = self.num_computed[rows]
         ends = counts.cumsum(0)
@@ -212,7 +222,7 @@ class DeviceBatch:
         if len(plan.samples):
             tokens, rows = self.picks(plan), self.draw_rows(plan)
         else:
-            tokens, rows = self._upload([int(plan.counts[0]) - 1], [int(plan.rows[0])])
+            tokens, rows = self.upload([int(plan.counts[0]) - 1], [int(plan.rows[0])])
         return LastTokens(tokens, self._one_token_each(rows, inputs.attention))
 
     def _one_token_each(self, rows: torch.Tensor, step: AttentionInputs) -> AttentionInputs:
@@ -221,7 +231,7 @@ class DeviceBatch:
             slots=step.slots[:0],
             query_starts=torch.arange(len(rows) + 1, dtype=torch.int32, device=self._device),
             context_lens=self.num_computed[rows].to(torch.int32),
-            block_tables=self.block_table[rows, : step.block_tables.shape[1]],
+            block_tables=self._tables_of(rows, step.block_tables.shape[1]),
             num_rows=len(rows),
             num_tokens=len(rows),
             num_decodes=len(rows),
@@ -229,11 +239,14 @@ class DeviceBatch:
             max_context_len=step.max_context_len,
         )
 
+    def _tables_of(self, rows: torch.Tensor, width: int) -> torch.Tensor:
+        return self.block_table[rows, :width]
+
     def fork(self, plan: StepPlan) -> None:
         """Rows that branch off become copies of their source, each with a random stream of its own."""
         if not plan.forks:
             return
-        sources, rows, samples = self._upload(
+        sources, rows, samples = self.upload(
             [fork.source for fork in plan.forks],
             [fork.row for fork in plan.forks],
             [fork.sample for fork in plan.forks],

@@ -12,7 +12,7 @@ from quire.kernels.triton.batch import NEW_ROW_INTS, apply_plan, expand_rows
 from quire.kernels.triton.sampling import Columns, commit, draw_and_commit, workspace
 from quire.layers.attention.base import AttentionInputs
 from quire.messages.plan import NewRow, StepPlan
-from quire.worker.batch import DeviceBatch, StepInputs
+from quire.worker.batch import DeviceBatch, StepInputs, effective_top_k
 from quire.worker.device_groups import DeviceGroups
 from quire.worker.extras import RowExtras, RowKind
 from quire.worker.kv import KVCache
@@ -136,7 +136,7 @@ class CudaBatch(DeviceBatch):
             seed = new.seed & (2**64 - 1)
             ints[i, :7] = (
                 new.row, new.num_tokens, new.num_computed, new.prompt_len, new.limit,
-                p.top_k if p.top_k > 0 else self.vocab_size, new.sample,
+                effective_top_k(new, self.vocab_size), new.sample,
             )  # fmt: skip
             ints[i, 7:9] = np.array([seed & 0xFFFFFFFF, seed >> 32], np.uint32).view(np.int32)
             floats[i, 9:] = (
@@ -188,8 +188,11 @@ class CudaBatch(DeviceBatch):
     def _one_token_each(self, rows: torch.Tensor, step: AttentionInputs) -> AttentionInputs:
         inputs = super()._one_token_each(rows, step)
         inputs.context_lens *= self.active[rows]  # a row that has ended has no blocks any more
-        inputs.block_tables, inputs.rows = self.block_table, rows.to(torch.int32)
+        inputs.rows = rows.to(torch.int32)
         return inputs
+
+    def _tables_of(self, rows: torch.Tensor, width: int) -> torch.Tensor:
+        return self.block_table
 
     def expand(self, inputs: StepInputs) -> None:
         """Fill a step's numbers in from the rows it schedules."""

@@ -51,6 +51,8 @@ class CudaGraphs:
         self._steps: dict[Shape, torch.cuda.CUDAGraph] = {}
         self._forwards: dict[Shape, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
         self._stops = batch.stop_ids
+        # A pool dies with its last graph: one that is never dropped keeps it, whichever others are.
+        self._anchor = self._captured(lambda: batch.buffers.slot.clone()) if enabled else None
 
     # What is captured when
 
@@ -61,6 +63,8 @@ class CudaGraphs:
         if self._reads_groups and self._rungs:
             for rows in {self._rung_of[min(rows, self._rungs[-1])] for rows in (1, 256, self._rungs[-1])}:
                 self._capture_step((rows, True))  # between them they load every kernel
+        if self._rungs:
+            torch.cuda.empty_cache()  # what the runs before the captures took
 
     @torch.inference_mode()
     def _capture_step(self, shape: Shape) -> None:

@@ -38,6 +38,7 @@ class KVCache:
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy blocks: (from, to) each."""
         if pairs:
-            sources, targets = torch.tensor(pairs, device=self.data.device).unbind(1)
+            numbers = torch.tensor(pairs, pin_memory=self.data.is_cuda)
+            sources, targets = numbers.to(self.data.device, non_blocking=True).unbind(1)
             self.data[targets] = self.data[sources]
             self.tokens[targets] = self.tokens[sources]

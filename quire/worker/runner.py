@@ -64,16 +64,23 @@ class Runner:
         self.batch = self._batch = batch
         self._sampler = Sampler(batch, processors)
 
-    @torch.inference_mode()
     def launch(self, plan: StepPlan) -> PendingStep:
-        """Start the step. Nothing here waits for the device unless a row asks for logprobs."""
+        """Start the step. Nothing here waits for the device unless a row asks for something out of the ordinary."""
+        try:
+            return self._launch(plan)
+        except BaseException:
+            self._batch.is_broken = True
+            raise
+
+    @torch.inference_mode()
+    def _launch(self, plan: StepPlan) -> PendingStep:
         batch, graphs = self._batch, self._graphs
         kinds = self._batch.kinds
         padded = graphs.padded_rows(plan)
         batch.apply(plan, padded)
         logprobs: dict[int, TokenLogprobs] = {}
         prompt_logprobs: dict[int, PromptLogprobs] = {}
-        if padded and not (kinds[plan.rows] & ~RowKind.RANDOM).any():
+        if padded and not (kinds[plan.rows] & ~(RowKind.RANDOM | RowKind.PROMPT_LOGPROBS)).any():
             graphs.run_step(padded)
         elif padded:
             hidden = graphs.run_forward(padded)
@@ -128,7 +135,7 @@ class Runner:
         distinct, first, repeat = np.unique(samples, return_index=True, return_inverse=True)
         if len(distinct) == len(repeat):
             return self._model.logits(hidden[picks])
-        wanted, repeats = (torch.from_numpy(index).to(hidden.device) for index in (first, repeat))
+        wanted, repeats = self._batch.upload(first, repeat)
         return self._model.logits(hidden[picks[wanted]])[repeats]
 
     def _raw_logprobs(self, logits: torch.Tensor, host_rows: np.ndarray) -> dict[int, tuple[torch.Tensor, int]]:

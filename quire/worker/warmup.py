@@ -30,8 +30,10 @@ Task = Callable[[], object]
 class WarmUp:
     """Compilations under way."""
 
-    def __init__(self, tasks: list[Task]) -> None:
-        self._pool = ThreadPoolExecutor(min(16, os.cpu_count() or 1), thread_name_prefix="compile")
+    def __init__(self, tasks: list[Task], device: torch.device) -> None:
+        self._pool = ThreadPoolExecutor(
+            min(16, os.cpu_count() or 1), "compile", initializer=torch.cuda.set_device, initargs=(device,)
+        )
         self._futures: list[Future[object]] = [self._pool.submit(task) for task in tasks]
 
     def wait(self) -> None:
@@ -46,7 +48,7 @@ def warm_up(model: nn.Module, ops: Ops, batch: CudaBatch, max_tokens: int, group
     """Start compiling what a step launches. The weights need not be filled; `batch` is one that nobody uses."""
     # The longest first: attention.
     kernels = [*_attention_kernels(model, batch, grouped), *_row_kernels(model, ops), *_sampling_kernels(batch)]
-    return WarmUp(kernels + list(_products(model, ops, max_tokens)))
+    return WarmUp(kernels + list(_products(model, ops, max_tokens)), batch.kv.data.device)
 
 
 def _attention_kernels(model: nn.Module, batch: CudaBatch, grouped: bool) -> Iterator[Task]:

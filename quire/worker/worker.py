@@ -48,6 +48,15 @@ def _make_attention(config: EngineConfig, platform: Platform) -> AttentionBacken
     return kind(batch_invariant=True) if config.batch_invariant else kind()
 
 
+def _check_block_size(config: EngineConfig, platform: Platform) -> None:
+    if _backend_name(config, platform) == "triton" and config.block_size & (config.block_size - 1):
+        raise ConfigError(
+            f"block_size must be a power of two for the attention backend 'triton', got {config.block_size}",
+            "block_size",
+            config.block_size,
+        )
+
+
 def _check_invariance(config: EngineConfig, platform: Platform, dtype: torch.dtype) -> None:
     able = platform.ops.endswith("TritonOps") and _backend_name(config, platform) == "triton"
     if config.batch_invariant and not (able and dtype.itemsize == 2):
@@ -75,6 +84,7 @@ def build_model(
     """The model's layers, their weights not filled. `device` other than the platform's: "meta" for shapes alone."""
     dtype = choose_dtype(config.dtype, model, files, platform)
     _check_invariance(config, platform, dtype)
+    _check_block_size(config, platform)
     build = Build(
         config=model,
         ranks=ranks,
@@ -136,6 +146,7 @@ class Worker:
             and getattr(backend, "reads_groups", False)
             and getattr(self._ops, "whole_steps", False)
             and None in model.windows
+            and max_rows > 1
         )
         """Whether plans should tell of rows that begin alike."""
         self._runner: Runner | None = None

@@ -9,6 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from tests.layers.test_torch_paged import ROWS, Case
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 NAMES = sorted(path.stem for path in EXAMPLES.glob("*.py"))
@@ -60,6 +63,15 @@ def test_the_processor_allows_no_ngram_twice(example, settings, capsys):
 def test_the_attention_backend_agrees_with_the_engines_own(example, settings, capsys):
     own, textbook = example("custom_attention_backend").main(max_tokens=12, **settings)
     assert own == textbook
+
+
+@pytest.mark.parametrize("window", [None, 1, 5])
+def test_the_attention_backend_sees_what_it_should(example, window):
+    case = Case(4, 2, ROWS, torch.float32)
+    backend = example("custom_attention_backend").TextbookAttention()
+    backend.prepare(4, case.kv, case.inputs, window)
+    out = backend.attend(case.q, case.kv.nan_to_num(0.0), case.inputs, 0.3, window)
+    torch.testing.assert_close(out.double(), case.exact(0.3, window), rtol=1e-5, atol=1e-5)
 
 
 def test_the_model_is_the_one_that_runs(example, settings, capsys, monkeypatch):

@@ -55,9 +55,7 @@ def attend(case: dict, scale: float, window: int | None, max_rows: int = 32) -> 
     for _ in range(2):  # the second run finds the counters as the first left them
         out.fill_(float("nan"))
         plan = kernel.plan(case["lens"], case["rows"], rows, window)
-        kernel.attend(
-            case["q"], case["kv"], out, case["tables"], case["rows"], case["lens"], plan, rows, scale, window
-        )
+        kernel.attend(case["q"], case["kv"], out, case["tables"], case["rows"], case["lens"], plan, rows, scale, window)
     return out
 
 

@@ -181,7 +181,8 @@ def _decode(
     STAGES: tl.constexpr, SHARED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A program's stretch of tiles, segment by segment; a segment is what it has of one row and KV head."""
-    M: tl.constexpr = 16  # the least rows of a tensor-core product; queries of a group fill some of them
+    # The least rows of a tensor-core product are 16; queries of a group fill some of them.
+    M: tl.constexpr = 16 if GROUP_P2 < 16 else GROUP_P2
     program = tl.program_id(0)
     total = tl.load(plan).to(tl.int64)
     used = tl.load(plan + 1).to(tl.int64)
@@ -330,7 +331,7 @@ class DecodeAttention:
         predecessor.
         """
         plan = torch.empty(HEADER + ENTRY * self._planned, dtype=torch.int32, device=lens.device)
-        width = min(self._rows, 32 if num_rows <= 32 else 256 if num_rows <= 256 else 2048)
+        width = min(self._rows, 32 if num_rows <= 32 else 256 if num_rows <= 256 else self._rows)
         plan_stretches[(self._planned // PLANNED_AT_ONCE,)](
             lens, rows, lens if shared is None else shared, plan, num_rows, self._programs, WINDOW=window or 0,
             KV_HEADS=self._kv_heads, TILE=self._tile.tokens, ROWS=width, AT_ONCE=PLANNED_AT_ONCE, LEAST=self._least,

@@ -213,8 +213,9 @@ class PrefixAttention:
         self._tile = tile or prefix_tile(head_dim, dtype.itemsize)
         queries = max(self._tile.queries, triton.next_power_of_2(LEAST_MEMBERS * group))
         self._members = queries // group
-        # No group has fewer than two members and no tile has room for fewer: half as many tiles as rows.
-        self._tiles = max(1, max_rows // LEAST_MEMBERS)
+        # No group has fewer than two members and no tile has room for fewer: half as many tiles as rows. Only where a
+        # tile has room for two can they be more: three members take two of them.
+        self._tiles = max(1, max_rows * 2 // 3 if self._members == LEAST_MEMBERS else max_rows // LEAST_MEMBERS)
         self._programs = num_sms() * self._tile.programs
         self._partial = torch.empty(2 * self._programs * queries * head_dim, dtype=torch.float32, device=device)
         self._partial_stats = torch.empty(4 * self._programs * queries, dtype=torch.float32, device=device)

@@ -80,7 +80,7 @@ class TritonPagedAttention:
 
     def _decode_kernel(self, heads: int, kv: torch.Tensor, inputs: AttentionInputs) -> DecodeAttention:
         _, _, kv_heads, _, head_dim = kv.shape
-        rows = len(inputs.block_tables) - 1  # the last one is padding
+        rows = max(len(inputs.block_tables) - 1, inputs.num_rows)  # the last one is padding
         key = (heads, kv_heads, head_dim, kv.dtype, rows)
         if key not in self._decode:
             self._decode[key] = DecodeAttention(heads, kv_heads, head_dim, rows, kv.dtype, kv.device)
@@ -88,7 +88,7 @@ class TritonPagedAttention:
 
     def _prefix_kernel(self, heads: int, kv: torch.Tensor, inputs: AttentionInputs) -> PrefixAttention:
         _, _, kv_heads, _, head_dim = kv.shape
-        rows = len(inputs.block_tables) - 1
+        rows = max(len(inputs.block_tables) - 1, inputs.num_rows)
         key = (heads, kv_heads, head_dim, kv.dtype, rows)
         if key not in self._prefix:
             self._prefix[key] = PrefixAttention(heads, kv_heads, head_dim, rows, kv.dtype, kv.device)

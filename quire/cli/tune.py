@@ -1,0 +1,162 @@
+"""`quire tune`: measure which kernel does each of a model's products fastest on this GPU, and remember it."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import time
+from typing import TYPE_CHECKING
+
+from quire.cli.engine_flags import add_common, add_engine_flags, add_model, engine_settings
+from quire.cli.parser import Parser
+from quire.cli.terminal import say
+from quire.errors import QuireError
+
+if TYPE_CHECKING:
+    import torch
+
+    from quire.config import EngineConfig
+    from quire.kernels.triton.thin_candidates import Shape
+    from quire.kernels.triton.tuning import Entry, Tuner
+    from quire.platforms.base import Platform
+
+WHAT = """\
+Measure which kernel does each matrix product of a model fastest on this GPU, and keep the result for later starts.
+What is known already, because it comes with quire or was measured here before, is shown and not measured again.
+No weights are loaded (a model that is not here yet is downloaded). Nothing else should use the GPU meanwhile."""
+EXAMPLES = """
+  quire tune qwen3-0.6b
+  quire tune ./my-model --dtype float16 --buckets 1,2,4,8
+  quire tune llama3.1-8b --again
+"""
+FLAGS = ("model", "trust_remote_code", "revision", "hf_token", "hf_overrides", "download_dir", "dtype")
+
+
+def configure(parser: Parser) -> None:
+    """The flags of `quire tune`."""
+    parser.describe(run, WHAT, EXAMPLES, "[MODEL]")
+    add_model(parser)
+    group = parser.add_argument_group("measuring")
+    group.add_argument(
+        "--buckets",
+        type=_numbers,
+        metavar="N,N,...",
+        help="rows to measure, of 1, 2, 4 to 512: a step of 5 rows takes what is best for 8 (default: all to 256)",
+    )
+    group.add_argument("--again", action="store_true", help="measure what is known already, too")
+    add_engine_flags(parser, FLAGS)
+    add_common(parser)
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        return sorted({int(part) for part in text.split(",")})
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of integers such as 1,2,4") from None
+
+
+def run(args: argparse.Namespace) -> int:
+    """Compile what will be tried, all at once; then measure and print, a product at a time."""
+    from quire.config import EngineConfig
+
+    config = EngineConfig(**engine_settings(args))
+    platform = usable_gpu()
+    from quire.kernels.triton import thin_timing, tuning
+
+    buckets = args.buckets or list(tuning.MEASURED_BUCKETS)
+    if wrong := [rows for rows in buckets if rows not in tuning.BUCKETS]:
+        args.parser.error(f"--buckets are of {', '.join(map(str, tuning.BUCKETS))}; got {wrong[0]}")
+    shapes, dtype = products(config, platform)
+    gpu = tuning.current_gpu()
+    tuner = tuning.Tuner(gpu, tuning.shipped_table(gpu), tuning.own_table(gpu))
+    unknown = {
+        shape: [rows for rows in buckets if args.again or tuner.known(shape, rows, dtype) is None] for shape in shapes
+    }
+    count = sum(map(len, unknown.values()))
+    name = str(dtype).removeprefix("torch.")
+    say(f"{gpu.name}: {config.model} in {name}; {count} of {len(shapes) * len(buckets)} cases to measure")
+    if count:
+        begin = time.monotonic()
+        _compile(unknown, dtype, tuner)
+        say(f"compiled in {time.monotonic() - begin:.0f} s")
+        thin_timing.raise_clocks()
+    timer = thin_timing.GraphTimer() if count else None
+    begin = time.monotonic()
+    for index, shape in enumerate(shapes):
+        print(f"{shape.kind} {shape.n} x {shape.k} ({index + 1} of {len(shapes)})", flush=True)
+        print(f"{'rows':>6}{'us':>10}{'cuBLAS us':>12}  kernel")
+        for rows in buckets:
+            if timer is not None and rows in unknown[shape]:
+                tuner.tune([shape], dtype, [rows], timer)  # kept at once: who interrupts loses little
+                note = ""
+            else:
+                note = "  (known)"
+            print(f"{_line(shape, rows, tuner.known(shape, rows, dtype) or {})}{note}", flush=True)
+    if count:
+        say(f"{count} cases measured in {time.monotonic() - begin:.0f} s, kept in {tuner.own}")
+    else:
+        say("everything was known already; --again measures it anew")
+    return 0
+
+
+def usable_gpu() -> Platform:
+    """The GPU to measure on; an error that says what is missing where there is none."""
+    from quire.platforms import choose
+    from quire.platforms.cuda import FAST, why_unusable
+
+    if why := why_unusable():
+        raise QuireError(f"there is no GPU to measure on: {why}")
+    if importlib.util.find_spec("triton") is None:
+        raise QuireError('the kernels to choose from need triton, which is not installed (pip install "quire[cuda]")')
+    platform = choose("cuda")
+    if platform.ops != FAST[0]:
+        raise QuireError(f"quire's kernels do not run on {platform.describe()}: there are none to choose from")
+    return platform
+
+
+def products(config: EngineConfig, platform: Platform) -> tuple[list[Shape], torch.dtype]:
+    """The products of a step, parts before wholes, asked of a model that has shapes and no weights; their dtype."""
+    import torch
+
+    from quire.engine.setup import model_len
+    from quire.kernels.triton.thin_candidates import Shape
+    from quire.kernels.triton.tuning import KINDS, with_parts
+    from quire.layers.products import layer_products
+    from quire.loading.hub import find
+    from quire.loading.read_config import read_model_config
+    from quire.worker.worker import build_model
+
+    files = find(config)
+    facts = read_model_config(files, config.hf_overrides)
+    model = build_model(config, files, facts, platform, model_len(config, facts), device=torch.device("meta"))
+    found = layer_products(model)  # type: ignore[arg-type]
+    shapes: dict[Shape, None] = {}
+    for product in found:
+        kind = ("norm_silu_linear" if product.gated else "norm_linear") if product.normed else "linear"
+        n, k = product.weight.shape
+        shapes |= dict.fromkeys(with_parts(Shape(kind, n, k)))  # a bias adds no time, and tables know of none
+    return sorted(shapes, key=lambda shape: KINDS.index(shape.kind)), found[0].weight.dtype
+
+
+def _compile(unknown: dict[Shape, list[int]], dtype: torch.dtype, tuner: Tuner) -> None:
+    from quire.kernels.triton.thin import compile_key
+    from quire.kernels.triton.thin_timing import compile_all
+    from quire.kernels.triton.tuning import tuning_jobs
+
+    jobs = {
+        compile_key(job.product(), job.config): job
+        for shape, buckets in unknown.items()
+        for job in tuning_jobs([shape], dtype, buckets, tuner.gpu)
+    }
+    say(f"compiling {len(jobs)} kernels to try")
+    compile_all(list(jobs.values()))
+
+
+def _line(shape: Shape, rows: int, entry: Entry) -> str:
+    from quire.kernels.triton.tuning import describe
+
+    ours, cublas = (f"{entry[name]:.2f}" if name in entry else "-" for name in ("us", "cublas_us"))
+    kernel = describe(entry)
+    if kernel == "cublas" and shape.kind != "linear":
+        kernel = "not folded"  # by the kernels of its parts
+    return f"{rows:>6}{ours:>10}{cublas:>12}  {kernel}"

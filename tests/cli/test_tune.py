@@ -1,0 +1,135 @@
+"""`quire tune` on a GPU that is not there: what it measures, shows, keeps, and leaves alone."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+
+import pytest
+import torch
+
+from quire.platforms import choose
+
+pytest.importorskip("triton")
+
+from quire.cli import tune
+from quire.kernels.triton import thin_timing, tuning
+from quire.kernels.triton.thin_candidates import Gpu, Shape
+
+GPU = Gpu("NVIDIA Imaginary 9000", 100, True)
+# Of a Llama of width 64, MLP 128, 4 query and 2 KV heads of 16, and 257 tokens.
+SHAPES = [
+    *(Shape("linear", n, k) for n, k in [(128, 64), (64, 64), (256, 64), (64, 128), (257, 64)]),
+    Shape("silu_linear", 256, 64),
+    Shape("norm_linear", 128, 64),
+    Shape("norm_silu_linear", 256, 64),
+]
+
+
+@pytest.fixture
+def measured(monkeypatch, tmp_path):
+    """A GPU on which it pays to fold in the norm or the gate, but not both; what was timed on it."""
+    timed: list[tuple[Shape, int, torch.dtype]] = []
+
+    class Timer:
+        def __call__(self, shape, rows, dtype, plan):
+            timed.append((shape, rows, dtype))
+            if plan.config is None:
+                return 4.0
+            folded = plan.norm + plan.silu
+            return 3.0 if folded == 2 else 2.0 - folded
+
+    monkeypatch.setenv("QUIRE_CACHE", str(tmp_path))
+    monkeypatch.setattr(tune, "usable_gpu", lambda: choose("cpu"))
+    monkeypatch.setattr(tuning, "current_gpu", lambda: GPU)
+    monkeypatch.setattr(thin_timing, "GraphTimer", Timer)
+    monkeypatch.setattr(thin_timing, "raise_clocks", lambda: None)
+    monkeypatch.setattr(thin_timing, "compile_all", lambda jobs: timed.clear())
+    return timed
+
+
+def cases(timed: list) -> set:
+    return {(shape, rows) for shape, rows, _ in timed}
+
+
+def test_every_product_of_the_model_is_measured_shown_and_kept(quire, byte_llama, measured):
+    ran = quire("tune", byte_llama, "--buckets", "1,4", "--dtype", "float16")
+    assert ran.code == 0, ran.err
+    assert cases(measured) == {(shape, rows) for shape in SHAPES for rows in (1, 4)}
+    assert {dtype for _, _, dtype in measured} == {torch.float16}
+    for shape in SHAPES:
+        assert f"{shape.kind} {shape.n} x {shape.k} (" in ran.out
+    lines = re.findall(r"^ +[14] +(\d\.00) +4\.00  (vector n\d|not folded)", ran.out, re.M)
+    assert [us for us, _ in lines] == ["2.00"] * 10 + ["1.00"] * 6
+    assert ["folded" in kernel for _, kernel in lines] == [False] * 14 + [True] * 2
+    own = tuning.own_table(GPU)
+    assert str(own) in ran.err
+    assert "16 of 16 cases to measure" in ran.err
+    assert len(json.loads(own.read_text())) == 16
+    kept = tuning.Tuner(GPU, None, own)
+    assert all(kept.known(shape, rows, torch.float16) for shape in SHAPES for rows in (1, 4))
+
+
+def test_what_is_known_is_not_measured_again_unless_asked(quire, byte_llama, measured, monkeypatch, tmp_path):
+    shipped = tmp_path / "shipped.json"
+    monkeypatch.setattr(tuning, "shipped_table", lambda gpu: shipped)
+    head = tuning.key_of(SHAPES[4], 1, torch.bfloat16)
+    tuning.write_table(shipped, {head: {"kernel": "cublas", "us": 3.0, "cublas_us": 3.0}})
+    command = ["tune", byte_llama, "--dtype", "bfloat16", "--buckets"]
+    assert quire(*command, "1").code == 0
+    assert cases(measured) == {(shape, 1) for shape in SHAPES if shape != SHAPES[4]}
+    assert quire(*command, "1,2").code == 0
+    assert cases(measured) == {(shape, 2) for shape in SHAPES}
+    measured.clear()
+    ran = quire(*command, "1,2")
+    assert measured == []
+    assert "everything was known already" in ran.err
+    assert re.search(r"^ +1 +3\.00 +3\.00  cublas  \(known\)", ran.out, re.M)
+    ran = quire(*command, "1", "--again")
+    assert cases(measured) == {(shape, 1) for shape in SHAPES}
+    assert "(known)" not in ran.out
+    assert head in tuning.read_table(tuning.own_table(GPU))
+
+
+def test_a_tune_that_is_interrupted_keeps_what_it_has(quire, byte_llama, measured, monkeypatch):
+    class Tired(thin_timing.GraphTimer):
+        def __call__(self, shape, rows, dtype, plan):
+            if rows == 8:
+                raise KeyboardInterrupt
+            return super().__call__(shape, rows, dtype, plan)
+
+    monkeypatch.setattr(thin_timing, "GraphTimer", Tired)
+    assert quire("tune", byte_llama, "--buckets", "2,4,8", "--dtype", "bfloat16").code == 130
+    assert len(tuning.read_table(tuning.own_table(GPU))) == 2
+
+
+def test_the_model_may_be_bent(quire, byte_llama, measured):
+    bent = json.dumps({"intermediate_size": 96})
+    assert quire("tune", byte_llama, "--buckets", 1, "--hf-overrides", bent).code == 0
+    assert Shape("norm_silu_linear", 192, 64) in {shape for shape, _ in cases(measured)}
+
+
+@pytest.mark.parametrize(
+    ("buckets", "said"), [("3", "--buckets are of 1, 2, 4, 8"), ("1,x", "'1,x' is not a list of integers")]
+)
+def test_buckets_that_are_none(quire, byte_llama, measured, buckets, said):
+    ran = quire("tune", byte_llama, "--buckets", buckets)
+    assert (ran.code, ran.out) == (2, "")
+    assert said in ran.err
+
+
+def test_without_a_gpu_there_is_one_line(quire, monkeypatch):
+    monkeypatch.setattr("quire.platforms.cuda.why_unusable", lambda: "torch sees no GPU")
+    ran = quire("tune", "no/such-model")
+    assert (ran.code, ran.out) == (2, "")
+    assert ran.err == "quire: error: there is no GPU to measure on: torch sees no GPU\n"
+
+
+def test_without_triton_there_is_one_line(quire, monkeypatch):
+    monkeypatch.setattr("quire.platforms.cuda.why_unusable", lambda: "")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    ran = quire("tune", "no/such-model")
+    assert (ran.code, ran.out) == (2, "")
+    assert ran.err.count("\n") == 1
+    assert "triton, which is not installed" in ran.err
