@@ -33,6 +33,8 @@ class LLMEngine:
         self.inputs = InputProcessor(self.facts, tokenizer, generation, config.seed, config.max_logprobs)
         self._outputs = OutputProcessor(None if tokenizer is None else Vocabulary(tokenizer))
         self._closed = False
+        self._queued_tokens = 0
+        """Of prompts that came since the last step."""
 
     @property
     def tokenizer(self) -> Any:
@@ -53,9 +55,18 @@ class LLMEngine:
         request, text = self.inputs.make(request_id, prompt, params, time.monotonic(), priority, tenant)
         self.core.add(request)
         self._outputs.add(request, text)
+        self._queued_tokens += len(request.prompt)
+
+    def begin_when_full(self) -> None:
+        """If a step's worth of tokens is queued, let an idle device start on it; nothing is waited for."""
+        if self._queued_tokens >= self.facts.max_num_batched_tokens:
+            self._queued_tokens = 0
+            with deferred_interrupts():
+                self.core.begin()
 
     def step(self) -> list[RequestOutput]:
         """One step; what it brought for requests that are to be told."""
+        self._queued_tokens = 0
         with deferred_interrupts():
             views, stops = self._outputs.process(self.core.step())
             for key, at, string in stops:

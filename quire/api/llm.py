@@ -172,6 +172,7 @@ class LLM:
                     asked.output_kind = kind
                 self.llm_engine.add_request(request_id, prompt, asked, priority=level)
                 ids.append(request_id)
+                self.llm_engine.begin_when_full()
         except BaseException:
             self.llm_engine.abort_request(ids)
             raise

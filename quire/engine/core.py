@@ -64,6 +64,11 @@ class EngineCore:
         """Whether `step` has something to do, or something to tell."""
         return bool(self.scheduler.unfinished or self._launched or self.scheduler.has_outputs)
 
+    def begin(self) -> None:
+        """Launch a step if none is in flight, without waiting for it: the device works while more requests are added."""
+        if self._depth and not self._launched and not self._death and (plan := self.scheduler.schedule()) is not None:
+            self._launch(plan)
+
     def step(self) -> StepOutputs:
         """Launch the next step, then collect the oldest one once more than `pipeline_depth` are in flight."""
         if self._death and self.scheduler.unfinished:

@@ -82,8 +82,10 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=False):
         return cls(**given)
 
     def clone(self) -> SamplingParams:
-        """A copy that can be changed without touching this one."""
-        return copy.deepcopy(self)
+        """A copy that can be changed without touching this one; checked like a new one."""
+        fields = ("stop", "stop_token_ids", "bad_words", "logit_bias", "allowed_token_ids", "extra_args")
+        mutable = {name: copy.deepcopy(value) for name in fields if (value := getattr(self, name)) is not None}
+        return msgspec.structs.replace(self, **mutable)
 
     @property
     def is_greedy(self) -> bool:

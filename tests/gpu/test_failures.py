@@ -151,12 +151,15 @@ def test_a_card_that_is_really_full(
 
 
 def write_wide_model(folder: Path) -> Path:
-    """A tiny model but for its feed-forward width: a step of 4,096 tokens needs 2 GiB for that alone, in float32."""
+    """A tiny model but for its feed-forward width: a step of 4,096 tokens needs 2 GiB for that alone, in float32.
+
+    Two layers, since the last one computes a prompt's last token only.
+    """
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(3)
     config = LlamaConfig(
-        vocab_size=TINY_VOCAB, hidden_size=64, intermediate_size=131072, num_hidden_layers=1, num_attention_heads=4,
+        vocab_size=TINY_VOCAB, hidden_size=64, intermediate_size=131072, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=256, tie_word_embeddings=False, bos_token_id=0, eos_token_id=1,
         initializer_range=0.1,
     )  # fmt: skip

@@ -33,7 +33,7 @@ def bits(llm: LLM, wanted: list[int]) -> dict[int, Any]:
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"max_num_batched_tokens": 24}, {"num_gpu_blocks_override": 24, "block_size": 16}],
+    [{}, {"max_num_batched_tokens": 24}, {"num_gpu_blocks_override": 14, "block_size": 16}],
     ids=["whole prompts", "tiny chunks", "preempted"],
 )
 def test_alone_or_in_company_the_same_bits(engine: Callable[..., LLM], settings: dict[str, Any]) -> None:
