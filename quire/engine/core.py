@@ -65,7 +65,7 @@ class EngineCore:
         return bool(self.scheduler.unfinished or self._launched or self.scheduler.has_outputs)
 
     def begin(self) -> None:
-        """Launch a step if none is in flight, without waiting for it: the device works while more requests are added."""
+        """Launch a step if none is in flight, and wait for nothing: the device works while more requests are added."""
         if self._depth and not self._launched and not self._death and (plan := self.scheduler.schedule()) is not None:
             self._launch(plan)
 

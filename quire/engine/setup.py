@@ -102,6 +102,7 @@ def make_engine(config: EngineConfig, files: ModelFiles, model: ModelConfig) -> 
         files.name, facts.device, facts.dtype, facts.weight_bytes / 2**30, facts.kv_bytes / 2**30,
         facts.cache_tokens, facts.num_blocks, facts.block_size, facts.start_seconds,
     )  # fmt: skip
+    logger.info("start: %s", ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in worker.phases.items()))
     if platform.device.type != "cpu":
         logger.info("memory of %s:\n%s", facts.device, memory)
     return core, facts

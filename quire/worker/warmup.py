@@ -1,7 +1,8 @@
 """Kernels compiled before the first request, many at once, while the weights are read.
 
 Triton compiles a kernel when it is first launched, in a second or so, and keeps it on disk. One after the other that
-would be most of a first start. Its compiler works outside Python's lock, so threads help.
+would be most of a first start. Its compiler works outside Python's lock for a part of the time, so threads help; the
+many small products are left to processes (`kernels/triton/compiler.py`).
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ import torch
 from torch import nn
 
 from quire.kernels.base import Ops
+from quire.kernels.triton.compiler import Compilers
 from quire.kernels.triton.prefill_attention import LONG_CONTEXT
+from quire.kernels.triton.tuning import Job
 from quire.layers.attention.layer import Attention
 from quire.layers.linear import FusedLinear
 from quire.layers.products import layer_products
@@ -28,9 +31,11 @@ Task = Callable[[], object]
 
 
 class WarmUp:
-    """Compilations under way."""
+    """Compilations under way: `tasks` in threads, `jobs` in processes if they were never done, then loaded."""
 
-    def __init__(self, tasks: list[Task], device: torch.device) -> None:
+    def __init__(self, tasks: list[Task], jobs: list[Job], device: torch.device) -> None:
+        self._jobs = jobs
+        self._compilers = Compilers(jobs)
         self._pool = ThreadPoolExecutor(
             min(16, os.cpu_count() or 1), "compile", initializer=torch.cuda.set_device, initargs=(device,)
         )
@@ -38,6 +43,8 @@ class WarmUp:
 
     def wait(self) -> None:
         """Until all are done. One that fails is no harm: whoever launches the kernel compiles it, or learns why not."""
+        self._compilers.wait()
+        self._futures += [self._pool.submit(job.compile) for job in self._jobs]
         for future in self._futures:
             if (error := future.exception()) is not None:
                 logger.debug("a kernel was not compiled ahead: %s", error)
@@ -48,7 +55,7 @@ def warm_up(model: nn.Module, ops: Ops, batch: CudaBatch, max_tokens: int, group
     """Start compiling what a step launches. The weights need not be filled; `batch` is one that nobody uses."""
     # The longest first: attention.
     kernels = [*_attention_kernels(model, batch, grouped), *_row_kernels(model, ops), *_sampling_kernels(batch)]
-    return WarmUp(kernels + list(_products(model, ops, max_tokens)), batch.kv.data.device)
+    return WarmUp(kernels, list(_products(model, ops, max_tokens)), batch.kv.data.device)
 
 
 def _attention_kernels(model: nn.Module, batch: CudaBatch, grouped: bool) -> Iterator[Task]:
@@ -88,12 +95,11 @@ def _sampling_kernels(batch: CudaBatch) -> Iterator[Task]:
     yield lambda: batch.expand(batch.empty_inputs(1, 1, 1, 1, 0))
 
 
-def _products(model: nn.Module, ops: Ops, max_tokens: int) -> Iterator[Task]:
-    compile_product = getattr(ops, "compile_product", None)
-    if compile_product is None:
-        return
-    for product in layer_products(model):
-        yield from compile_product(*product, max_tokens)
+def _products(model: nn.Module, ops: Ops, max_tokens: int) -> Iterator[Job]:
+    kernels_of = getattr(ops, "kernels_of", None)
+    if kernels_of is not None:
+        for product in layer_products(model):
+            yield from kernels_of(*product, max_tokens)
 
 
 def _row_kernels(model: nn.Module, ops: Ops) -> Iterator[Task]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -130,6 +131,9 @@ class Worker:
         ranks: Ranks = Ranks(),
     ) -> None:
         """`max_rows`, `max_tokens`: the most a step has."""
+        self.phases: dict[str, float] = {}
+        """Seconds each part of the start took."""
+        self._since = time.monotonic()
         self._config = config
         self._max_tokens = max_tokens
         self._device = platform.device
@@ -153,14 +157,23 @@ class Worker:
         self.needs = MemoryNeeds.of(self.model, config, model, max_model_len, max_rows, max_tokens)
         trial = self._make_runner(2, enabled=False) if self._device.type == "cuda" else None
         warming = self._start_compiling(trial)
+        self._done("model")
         targets = collect_targets(self.model)  # type: ignore[arg-type]
         checkpoint = open_checkpoint(files, config.load_format, targets=targets, seed=config.seed)
         load_weights(targets, self.model.ignores, checkpoint)
+        self._done("weights")
         if warming is not None:
             warming.wait()
+            self._done("compiling")
         if trial is not None:
             peak = profile_activations(lambda: self._run_largest_step(trial), self._device)
             self.needs = self.needs.measured(max(peak, logit_bytes(model, max_rows)))
+            self._done("first step")
+
+    def _done(self, phase: str) -> None:
+        now = time.monotonic()
+        self.phases[phase] = now - self._since
+        self._since = now
 
     def _start_compiling(self, trial: Runner | None) -> WarmUp | None:
         """Kernels are compiled while the weights are read."""
@@ -182,6 +195,7 @@ class Worker:
     def make_cache(self, num_blocks: int) -> None:
         """Allocate the cache and the batch; plans can come from here on."""
         self._runner = self._make_runner(num_blocks, enabled=not self._config.enforce_eager)
+        self._done("cache, graphs")
 
     def _make_runner(self, num_blocks: int, enabled: bool) -> Runner:
         kv = KVCache(self.model.kv_shape, num_blocks, self._config.block_size, self.needs.dtype, self._device)

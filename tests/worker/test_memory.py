@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -208,6 +208,7 @@ def test_the_table_is_logged_on_a_gpu(
     class Idle:
         needs = NEEDS
         reads_groups = False
+        phases: ClassVar[dict[str, float]] = {"weights": 1.25}
 
         def __init__(self, *arguments: Any) -> None:
             pass

@@ -21,9 +21,19 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 """Kernels run in Python on the CPU: for tests."""
 
 
+_described: list[int] = []
+
+
+def describe(arch: int, multiprocessors: int) -> None:
+    """For a process that compiles for a card and never opens it; before anything else is asked here."""
+    _described[:] = arch, multiprocessors
+
+
 @functools.cache
 def has_pdl() -> bool:
     """Whether the current device starts dependent kernels early."""
+    if _described:
+        return _described[0] >= 90
     return not INTERPRETED and torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
 
 
@@ -51,9 +61,12 @@ def watch_compiles() -> None:
 @functools.cache
 def num_sms() -> int:
     """Multiprocessors of the current device; a small number in the interpreter."""
+    if _described:
+        return _described[1]
     return 4 if INTERPRETED else torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
 
 
 __all__ = [
-    "INTERPRETED", "compiled", "gdc_launch_dependents", "gdc_wait", "has_pdl", "num_sms", "pdl", "watch_compiles",
+    "INTERPRETED", "compiled", "describe", "gdc_launch_dependents", "gdc_wait", "has_pdl", "num_sms", "pdl",
+    "watch_compiles",
 ]  # fmt: skip

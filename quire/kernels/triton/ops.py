@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 
@@ -13,7 +13,7 @@ from quire.kernels.triton.launch import INTERPRETED
 from quire.kernels.triton.qkv import prepare_qkv
 from quire.kernels.triton.thin import Config, thin_linear, thin_norm_linear, thin_silu_linear
 from quire.kernels.triton.thin_candidates import Shape
-from quire.kernels.triton.tuning import BUCKETS, choose, jobs_for
+from quire.kernels.triton.tuning import BUCKETS, Job, choose, jobs_for
 
 
 def _takes(x: torch.Tensor) -> bool:
@@ -91,18 +91,17 @@ class TritonOps(TorchOps):
         n, k = weight.shape
         return choose(kind, x.shape[0], n, k, x.dtype)
 
-    def compile_product(
-        self, weight: torch.Tensor, normed: bool, gated: bool, bias: bool, max_rows: int
-    ) -> Iterator[Callable[[], None]]:
-        """Compilations of the kernels that `linear` (`normed`: `norm_linear`) takes for up to `max_rows` rows."""
+    def kernels_of(self, weight: torch.Tensor, normed: bool, gated: bool, bias: bool, max_rows: int) -> Iterator[Job]:
+        """The kernels that `linear` (`normed`: `norm_linear`) takes for up to `max_rows` rows, to be compiled."""
         kinds = (["norm_silu_linear", "silu_linear"] if gated else ["norm_linear"]) if normed else []
         n, k = weight.shape
         for rows in BUCKETS:
             for kind in (*kinds, "linear"):
                 config = self._config(kind, weight.new_empty(rows, k, device="meta"), weight)
                 if config is not None:
-                    jobs = jobs_for([Shape(kind, n, k, bias)], weight.dtype, [rows], lambda *_, config=config: [config])
-                    yield from (job.compile for job in jobs)
+                    yield from jobs_for(
+                        [Shape(kind, n, k, bias)], weight.dtype, [rows], lambda *_, config=config: [config]
+                    )
                     break
             if rows >= max_rows:
                 break
