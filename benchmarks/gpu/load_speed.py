@@ -38,7 +38,7 @@ from quire.loading.load import load_weights, open_checkpoint
 from quire.loading.read_config import read_model_config
 from quire.loading.weights import Target
 from quire.platforms import choose
-from quire.worker.worker import build_model
+from quire.worker.building import build_model
 
 SHARDS = 4
 RANGE = 16 << 20

@@ -124,7 +124,7 @@ def products(config: EngineConfig, platform: Platform) -> tuple[list[Shape], tor
     from quire.layers.products import layer_products
     from quire.loading.hub import find
     from quire.loading.read_config import read_model_config
-    from quire.worker.worker import build_model
+    from quire.worker.building import build_model
 
     files = find(config)
     facts = read_model_config(files, config.hf_overrides)

@@ -21,8 +21,9 @@ from quire.platforms.base import Platform
 from quire.scheduler.groups import PrefixGroups
 from quire.scheduler.policies.registry import make_policy
 from quire.scheduler.scheduler import Scheduler
+from quire.worker.building import build_model
 from quire.worker.memory import MemoryNeeds, MemoryPlan, no_room
-from quire.worker.worker import Worker, build_model
+from quire.worker.worker import Worker
 
 logger = logging.getLogger(__name__)
 

@@ -3,30 +3,23 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from quire.config import EngineConfig
 from quire.distributed.groups import Ranks
-from quire.errors import ConfigError
-from quire.kernels.base import Ops
-from quire.layers.attention.base import AttentionBackend
 from quire.layers.attention.registry import attention_backend
-from quire.layers.build import Build
 from quire.layers.targets import collect_targets
 from quire.loading.files import ModelFiles
 from quire.loading.load import load_weights, open_checkpoint
 from quire.loading.model_config import ModelConfig
 from quire.messages.plan import NewRow, StepPlan
 from quire.messages.sampling import SamplingParams
-from quire.models.base import CausalLM
-from quire.models.registry import model_class
 from quire.platforms.base import Platform
-from quire.registry import resolve
 from quire.worker.batch import DeviceBatch
-from quire.worker.dtypes import choose_dtype
+from quire.worker.building import backend_name, build_model, make_ops
 from quire.worker.graphs import DecodeGraphs
 from quire.worker.kv import KVCache
 from quire.worker.logits import load_processors
@@ -35,67 +28,6 @@ from quire.worker.runner import PendingStep, Runner
 
 if TYPE_CHECKING:
     from quire.worker.warmup import WarmUp
-
-
-def make_ops(config: EngineConfig, platform: Platform) -> Ops:
-    """The platform's kernels."""
-    kind = resolve("kernels", platform.ops, {})
-    ops: Ops = kind(batch_invariant=True) if config.batch_invariant else kind()
-    return ops
-
-
-def _make_attention(config: EngineConfig, platform: Platform) -> AttentionBackend:
-    kind: Any = attention_backend(_backend_name(config, platform))
-    return kind(batch_invariant=True) if config.batch_invariant else kind()
-
-
-def _check_block_size(config: EngineConfig, platform: Platform) -> None:
-    if _backend_name(config, platform) == "triton" and config.block_size & (config.block_size - 1):
-        raise ConfigError(
-            f"block_size must be a power of two for the attention backend 'triton', got {config.block_size}",
-            "block_size",
-            config.block_size,
-        )
-
-
-def _check_invariance(config: EngineConfig, platform: Platform, dtype: torch.dtype) -> None:
-    able = platform.ops.endswith("TritonOps") and _backend_name(config, platform) == "triton"
-    if config.batch_invariant and not (able and dtype.itemsize == 2):
-        raise ConfigError(
-            "batch_invariant needs a GPU with quire's own kernels, and bfloat16 or float16 "
-            f"(here: {platform.describe()}, {str(dtype).removeprefix('torch.')})",
-            "batch_invariant",
-            True,
-        )
-
-
-def _backend_name(config: EngineConfig, platform: Platform) -> str:
-    return platform.attention if config.attention_backend == "auto" else config.attention_backend
-
-
-def build_model(
-    config: EngineConfig,
-    files: ModelFiles,
-    model: ModelConfig,
-    platform: Platform,
-    max_model_len: int,
-    ranks: Ranks = Ranks(),
-    device: torch.device | None = None,
-) -> CausalLM:
-    """The model's layers, their weights not filled. `device` other than the platform's: "meta" for shapes alone."""
-    dtype = choose_dtype(config.dtype, model, files, platform)
-    _check_invariance(config, platform, dtype)
-    _check_block_size(config, platform)
-    build = Build(
-        config=model,
-        ranks=ranks,
-        dtype=dtype,
-        device=device or platform.device,
-        ops=make_ops(config, platform),
-        attention=_make_attention(config, platform),
-        max_model_len=max_model_len,
-    )
-    return model_class(model.architecture)(build)  # type: ignore[call-arg]
 
 
 def empty_cache_plan(lengths: list[int]) -> StepPlan:
@@ -142,7 +74,7 @@ class Worker:
         self._max_model_len = max_model_len
         self._max_rows = max_rows
         self.model = build_model(config, files, model, platform, max_model_len, ranks)
-        backend = attention_backend(_backend_name(config, platform))
+        backend = attention_backend(backend_name(config, platform))
         self._graph_safe = getattr(backend, "graph_safe", False)
         self.reads_groups = (
             config.prefix_group_attention

@@ -49,7 +49,7 @@ class FakeProcess:
     def __init__(self, code: int) -> None:
         self.code = code
 
-    def wait(self) -> int:
+    def wait(self, timeout: float | None = None) -> int:
         return self.code
 
 
@@ -64,6 +64,23 @@ def test_a_stamp_is_left_when_all_is_compiled(tmp_path: Path, monkeypatch: pytes
     again = compiler.Compilers(jobs)
     assert again.is_needed == (code != 0)
     assert compiler.Compilers(jobs[:-1]).is_needed
+
+
+def test_a_compiler_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUIRE_CACHE", str(tmp_path))
+    monkeypatch.setattr(compiler, "PATIENCE", 0.2)
+    sleepers: list[subprocess.Popen[str]] = []
+
+    def start(jobs: object) -> subprocess.Popen[str]:
+        sleepers.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], text=True))
+        return sleepers[-1]
+
+    monkeypatch.setattr(compiler, "_start", start)
+    jobs = [JOBS[0]._replace(rows=rows) for rows in range(1, 20)]
+    compiler.Compilers(jobs).wait()
+    assert sleepers
+    assert all(sleeper.returncode not in (None, 0) for sleeper in sleepers)
+    assert compiler.Compilers([]).is_needed
 
 
 def test_a_few_jobs_are_not_worth_a_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

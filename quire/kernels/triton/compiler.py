@@ -16,6 +16,7 @@ import logging
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -35,37 +36,47 @@ logger = logging.getLogger(__name__)
 EACH = 6
 """Compilations that make up for the seconds in which a process imports torch."""
 MOST = 6
+PATIENCE = 120.0
+"""Seconds; compilers that take longer are given up."""
 
 
 class Compilers:
     """Processes at work; none where everything has been compiled before."""
 
     def __init__(self, jobs: Sequence[Job]) -> None:
-        self._stamp = _stamp(jobs)
+        self._jobs = jobs
+        self.is_needed = not _stamp(jobs).exists()
+        """Whether something may not have been compiled yet."""
         self._processes: list[subprocess.Popen[str]] = []
         if self.is_needed and len(jobs) > EACH:
             count = min(MOST, len(jobs) // EACH, max(1, (os.cpu_count() or 1) // 2))
             self._processes = [_start(jobs[i::count]) for i in range(count)]
 
-    @property
-    def is_needed(self) -> bool:
-        """Whether something may not have been compiled yet."""
-        return not self._stamp.exists()
-
     def wait(self) -> None:
-        """Until all are done. What one could not do is done when it is needed."""
-        failed = [process for process in self._processes if process.wait() != 0]
+        """Until all are done, or late. What one could not do is done when it is needed."""
+        deadline = time.monotonic() + PATIENCE
+        failed = [process for process in self._processes if _end(process, deadline) != 0]
         if failed:
-            logger.debug("%d of %d compilers failed", len(failed), len(self._processes))
-        else:
+            logger.warning("%d of %d compilers failed; this start takes longer", len(failed), len(self._processes))
+        elif self._processes:
             self._leave_stamp()
 
     def _leave_stamp(self) -> None:
+        stamp = _stamp(self._jobs)  # the cache may have been made only now
         try:
-            self._stamp.parent.mkdir(parents=True, exist_ok=True)
-            self._stamp.touch()
+            stamp.parent.mkdir(parents=True, exist_ok=True)
+            stamp.touch()
         except OSError:
             pass  # a cache that cannot be written costs the next start these seconds again
+
+
+def _end(process: subprocess.Popen[str], deadline: float) -> int:
+    """Its exit code; one that is late is stopped."""
+    try:
+        return process.wait(max(0.0, deadline - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return process.wait() or 1
 
 
 def _stamp(jobs: Sequence[Job]) -> Path:
