@@ -29,13 +29,25 @@ class Ops(Protocol):
         """residual += x (in place); returns (rms_norm(residual), residual)."""
         ...
 
+    def norm_stream(
+        self, x: torch.Tensor | None, residual: torch.Tensor | None, gain: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(rms_norm(stream), stream), where the stream is residual + x, or whichever of them there is."""
+        ...
+
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         """silu(gate) * up, where gate_up is [tokens, 2 * width]: gate first, then up."""
         ...
 
+    def linear_onto(
+        self, stream: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
+        """linear(x), which is to be added to the stream; None if it has been added, in place."""
+        ...
+
     def norm_linear(
         self,
-        x: torch.Tensor,
+        x: torch.Tensor | None,
         residual: torch.Tensor | None,
         gain: torch.Tensor,
         eps: float,
@@ -43,7 +55,7 @@ class Ops(Protocol):
         bias: torch.Tensor | None = None,
         gated: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(linear(rms_norm(stream)), stream), where the stream is residual + x, or x alone.
+        """(linear(rms_norm(stream)), stream), where the stream is residual + x, or whichever of them there is.
 
         `gated`: weight is a gate's rows, then as many up rows, and the product goes through `silu_mul`. The stream may
         be written over residual.

@@ -28,13 +28,28 @@ class TorchOps:
         residual.add_(x)
         return self.rms_norm(residual, weight, eps), residual
 
+    def norm_stream(
+        self, x: torch.Tensor | None, residual: torch.Tensor | None, gain: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(rms_norm(stream), stream), where the stream is residual + x, or whichever of them there is."""
+        if x is not None and residual is not None:
+            return self.add_rms_norm(x, residual, gain, eps)
+        stream = x if residual is None else residual
+        assert stream is not None
+        return self.rms_norm(stream, gain, eps), stream
+
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         gate, up = gate_up.float().chunk(2, dim=-1)
         return (F.silu(gate) * up).to(gate_up.dtype)
 
+    def linear_onto(
+        self, stream: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
+        return self.linear(x, weight, bias)
+
     def norm_linear(
         self,
-        x: torch.Tensor,
+        x: torch.Tensor | None,
         residual: torch.Tensor | None,
         gain: torch.Tensor,
         eps: float,
@@ -42,10 +57,7 @@ class TorchOps:
         bias: torch.Tensor | None = None,
         gated: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if residual is None:
-            normed, stream = self.rms_norm(x, gain, eps), x
-        else:
-            normed, stream = self.add_rms_norm(x, residual, gain, eps)
+        normed, stream = self.norm_stream(x, residual, gain, eps)
         product = self.linear(normed, weight, bias)
         return (self.silu_mul(product) if gated else product), stream
 

@@ -53,8 +53,10 @@ class FusedLinear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.ops.linear(x, self.weight, self.bias)
 
-    def after(self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """(this product of the norm of the stream, the stream): the stream is residual + x, or x alone."""
+    def after(
+        self, norm: RMSNorm, x: torch.Tensor | None, residual: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(this product of the norm of the stream, the stream): residual + x, or whichever of them there is."""
         return self.ops.norm_linear(x, residual, norm.weight, norm.eps, self.weight, self.bias, self.gated)
 
     def targets(self) -> dict[str, list[Target]]:
@@ -134,6 +136,12 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return all_reduce(self.ops.linear(x, self.weight, self.bias if self.adds_bias else None), self.ranks)
+
+    def onto(self, stream: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:
+        """This product, which is to be added to the stream; None if it has been added, in place."""
+        if self.ranks.tp_size > 1:
+            return self(x)
+        return self.ops.linear_onto(stream, x, self.weight, self.bias)
 
     def targets(self) -> dict[str, list[Target]]:
         """The rank's columns of the weight, and the whole bias."""

@@ -20,11 +20,9 @@ class RMSNorm(nn.Module):
         self.eps = build.config.norm_eps
         self.weight = build.parameter(size)
 
-    def forward(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """(norm of the stream, the stream): the stream is residual + x, written over residual, or x alone."""
-        if residual is None:
-            return self.ops.rms_norm(x, self.weight, self.eps), x
-        return self.ops.add_rms_norm(x, residual, self.weight, self.eps)
+    def forward(self, x: torch.Tensor | None, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """(norm of the stream, the stream): residual + x, written over residual, or whichever of them there is."""
+        return self.ops.norm_stream(x, residual, self.weight, self.eps)
 
     def targets(self) -> dict[str, list[Target]]:
         """The weight, whole."""

@@ -56,7 +56,8 @@ class LlamaAttention(nn.Module):
         inputs: AttentionInputs,
         last: LastTokens | None,
     ) -> torch.Tensor:
-        return self.o_proj(self.attention(qkv, positions, kv, inputs, last))
+        """What the heads found, before `o_proj`."""
+        return self.attention(qkv, positions, kv, inputs, last)
 
 
 class LlamaMLP(nn.Module):
@@ -89,19 +90,21 @@ class LlamaLayer(nn.Module):
 
     def forward(
         self,
-        hidden: torch.Tensor,
+        hidden: torch.Tensor | None,
         residual: torch.Tensor | None,
         positions: torch.Tensor,
         kv: torch.Tensor,
         inputs: AttentionInputs,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """(what is still to be added to the residual stream, the stream)."""
         qkv, residual = self.self_attn.qkv_proj.after(self.input_layernorm, hidden, residual)
         last = inputs.last if self.is_last else None
-        hidden = self.self_attn(qkv, positions, kv, inputs, last)
+        found = self.self_attn(qkv, positions, kv, inputs, last)
         if last is not None:  # of a prompt's tokens only the last one's hidden state is read: the others end here
             residual = residual[last.tokens]
+        hidden = self.self_attn.o_proj.onto(residual, found)
         gated, residual = self.mlp.gate_up_proj.after(self.post_attention_layernorm, hidden, residual)
-        return self.mlp.down_proj(gated), residual
+        return self.mlp.down_proj.onto(residual, gated), residual
 
 
 class LlamaModel(nn.Module):
@@ -128,7 +131,7 @@ class LlamaModel(nn.Module):
         for layer, cache in zip(self.layers.values(), kv, strict=True):
             hidden, residual = layer(hidden, residual, positions, cache, inputs)
         if self.norm is None:
-            return hidden + residual  # type: ignore[operator]  # a stage has at least one layer
+            return residual if hidden is None else hidden + residual  # type: ignore[operator,return-value]  # has a layer
         return self.norm(hidden, residual)[0]
 
 

@@ -112,3 +112,24 @@ def _assert_same_reports(ours: RequestOutput, theirs: RequestOutput) -> None:
         for token, value in (entry or {}).items():
             assert value.logprob == pytest.approx(other[token].logprob, abs=1e-4)
             assert value.rank == other[token].rank
+
+
+def test_products_that_add_themselves_to_the_stream(
+    interpreted: Callable[..., LLM], expected: list[list[list[int]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from quire.kernels.triton import ops
+
+    added: list[int] = []
+    onto = ops.TritonOps.linear_onto
+
+    def noted(self: Any, stream: Any, x: Any, *more: Any) -> Any:
+        result = onto(self, stream, x, *more)
+        added.append(len(x) if result is None else 0)
+        return result
+
+    monkeypatch.setattr(ops, "ONTO_ROWS", 5)
+    monkeypatch.setattr(ops.TritonOps, "linear_onto", noted)
+    llm = interpreted(pipeline_depth=0)
+    assert tokens_of(llm.generate(PROMPTS, PARAMS, use_tqdm=False)) == expected
+    assert max(added) >= sum(map(len, PROMPTS))
+    assert min(added) == 0

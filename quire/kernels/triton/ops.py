@@ -25,6 +25,9 @@ THIN = not INTERPRETED
 """Whether thin products are ours: the interpreter takes seconds for each, so tests turn it on for some."""
 
 
+ONTO_ROWS = 1024
+"""From here on cuBLAS adds a product to the stream as it writes it: one pass over the stream less than adding it in
+the norm, which for few rows is folded into the next product anyway."""
 INVARIANT = Config("tile", block_n=128, block_m=64, block_k=64, warps=4, stages=4)
 """One shape for all: cuBLAS, and our tables, choose by the number of rows, and shapes differ in how they sum."""
 
@@ -55,9 +58,17 @@ class TritonOps(TorchOps):
         config = self._config("linear", x, weight)
         return super().linear(x, weight, bias) if config is None else thin_linear(x, weight, bias, config=config)
 
+    def linear_onto(
+        self, stream: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
+        if bias is not None or self._invariant or len(x) < ONTO_ROWS or not stream.is_contiguous():
+            return self.linear(x, weight, bias)
+        stream.addmm_(x, weight.t())
+        return None
+
     def norm_linear(
         self,
-        x: torch.Tensor,
+        x: torch.Tensor | None,
         residual: torch.Tensor | None,
         gain: torch.Tensor,
         eps: float,
@@ -65,16 +76,15 @@ class TritonOps(TorchOps):
         bias: torch.Tensor | None = None,
         gated: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        config = self._config("norm_silu_linear" if gated else "norm_linear", x, weight)
-        if config is not None and (residual is None or residual.is_contiguous()):
-            return thin_norm_linear(x, residual, gain, eps, weight, bias, silu=gated, config=config)
-        if not gated or (config := self._config("silu_linear", x, weight)) is None:
-            return super().norm_linear(x, residual, gain, eps, weight, bias, gated)
-        if residual is None:
-            normed, stream = self.rms_norm(x, gain, eps), x
-        else:
-            normed, stream = self.add_rms_norm(x, residual, gain, eps)
-        return thin_silu_linear(normed, weight, bias, config=config), stream
+        if x is not None:
+            config = self._config("norm_silu_linear" if gated else "norm_linear", x, weight)
+            if config is not None and (residual is None or residual.is_contiguous()):
+                return thin_norm_linear(x, residual, gain, eps, weight, bias, silu=gated, config=config)
+        normed, stream = self.norm_stream(x, residual, gain, eps)
+        if gated and (config := self._config("silu_linear", normed, weight)) is not None:
+            return thin_silu_linear(normed, weight, bias, config=config), stream
+        product = self.linear(normed, weight, bias)
+        return (self.silu_mul(product) if gated else product), stream
 
     def _config(self, kind: str, x: torch.Tensor, weight: torch.Tensor) -> Config | None:
         """The kernel of ours for a product; None: cuBLAS is faster, or ours does not take it."""
