@@ -28,7 +28,7 @@ from quire.kernels.triton.launch import INTERPRETED, gdc_launch_dependents, gdc_
 
 PLANNED_AT_ONCE = 32
 HEADER = 8
-"""Integers before a plan's entries: tiles in all, programs that have some."""
+"""Integers before a plan's entries, the first of them the tiles of a program."""
 ENTRY = 8
 """Integers of an entry: row, KV head, tile, number of tiles, the row's length, its line in the block tables, and the
 tokens at its beginning that are somebody else's work."""
@@ -96,18 +96,20 @@ def plan_stretches(
         tiles -= _left_out(shared, own_line, length, index < num_rows, TILE) // TILE
     tiles = tl.where(index < num_rows, tiles, 0)
     ends = tl.cumsum(tiles, 0) * KV_HEADS
-    total = tl.sum(tiles, 0).to(tl.int64) * KV_HEADS
+    total = tl.sum(tiles, 0) * KV_HEADS
     p = tl.program_id(0) * AT_ONCE + tl.arange(0, AT_ONCE)
-    used = tl.maximum(tl.minimum((total + LEAST - 1) // LEAST, programs), 1)
-    begin = p * total // used
-    count = ((p + 1) * total // used - begin).to(tl.int32)
+    # The same whole number for each, though some may be left without: rows of equal length then tend to end where
+    # programs do, and need no merging; and no program has more than it would with fractions.
+    each = tl.maximum((total + programs - 1) // programs, LEAST)
+    begin = p * each
+    count = tl.minimum(each, total - begin)
     passed = ends[None, :] <= begin[:, None]
     row = tl.sum(passed.to(tl.int32), 1)
-    offset = (begin - tl.max(tl.where(passed, ends[None, :], 0), 1)).to(tl.int32)
+    offset = begin - tl.max(tl.where(passed, ends[None, :], 0), 1)
     own = tl.maximum(tl.sum(tl.where(index[None, :] == row[:, None], tiles[None, :], 0), 1), 1)
     head = offset // own
     tile = offset % own
-    here = p < used
+    here = begin < total
     entry = plan + HEADER_SIZE + p * ENTRY_SIZE
     tl.store(entry, row)
     tl.store(entry + 1, head)
@@ -121,8 +123,7 @@ def plan_stretches(
     if SHARED:
         tl.store(entry + 6, _left_out(shared, line, length, here, TILE))
     if tl.program_id(0) == 0:
-        tl.store(plan, total.to(tl.int32))
-        tl.store(plan + 1, used.to(tl.int32))
+        tl.store(plan, each)
 
 
 HEADER_SIZE: tl.constexpr = tl.constexpr(HEADER)
@@ -184,8 +185,7 @@ def _decode(
     # The least rows of a tensor-core product are 16; queries of a group fill some of them.
     M: tl.constexpr = 16 if GROUP_P2 < 16 else GROUP_P2
     program = tl.program_id(0)
-    total = tl.load(plan).to(tl.int64)
-    used = tl.load(plan + 1).to(tl.int64)
+    each = tl.load(plan)
     entry = plan + HEADER_SIZE + program * ENTRY_SIZE
     row = tl.load(entry)
     head = tl.load(entry + 1)
@@ -199,7 +199,7 @@ def _decode(
     if PDL:  # plan and tables are older than the kernel before this one, which waited for theirs: see `prepare`
         gdc_wait()
         gdc_launch_dependents()
-    place = program * total // used  # of this stretch in the line of all tiles
+    place = program * each  # of this stretch in the line of all tiles
     g = tl.arange(0, M)
     d = tl.arange(0, DIM_P2)
     in_dim = d < DIM
@@ -253,14 +253,14 @@ def _decode(
             tl.store(partial + (slot * GROUP + g[:, None]) * DIM + d[None, :], acc,
                      mask=(g < GROUP)[:, None] & in_dim[None, :])  # fmt: skip
             segment = place - tile
-            first = ((segment + 1) * used - 1) // total
-            last = ((segment + tiles) * used - 1) // total
+            first = segment // each
+            last = (segment + tiles - 1) // each
             tl.debug_barrier()  # every thread's part is written before one of them counts
             counter = counters + row * KV_HEADS + head
             arrived = tl.atomic_add(counter, 1)
             if arrived == last - first:
                 tl.store(counter, 0)
-                _, mass, merged = merge_parts(partial, stats, first.to(tl.int32), last.to(tl.int32), GROUP, GROUP_P2,
+                _, mass, merged = merge_parts(partial, stats, first, last, GROUP, GROUP_P2,
                                               DIM, DIM_P2, PARTS)  # fmt: skip
                 merged = merged / tl.where(mass == 0.0, 1.0, mass)[:, None]
                 h = tl.arange(0, GROUP_P2)

@@ -128,8 +128,7 @@ def _prefix(
 ):  # fmt: skip
     """A program's stretch, segment by segment; a segment is what it has of one query tile and KV head."""
     program = tl.program_id(0)
-    total = tl.load(plan).to(tl.int64)
-    used = tl.load(plan + 1).to(tl.int64)
+    each = tl.load(plan)
     entry = plan + HEADER_SIZE + program * ENTRY_SIZE
     row = tl.load(entry)
     head = tl.load(entry + 1)
@@ -140,7 +139,7 @@ def _prefix(
     if PDL:  # the plan is older than the kernel before this one, which waited for it: see `prepare`
         gdc_wait()
         gdc_launch_dependents()
-    place = program * total // used
+    place = program * each
     r = tl.arange(0, M)
     d = tl.arange(0, DIM_P2)
     in_dim = d < DIM
@@ -175,15 +174,15 @@ def _prefix(
             tl.store(partial_stats + slot * (2 * M) + M + r, weight)
             tl.store(partial + (slot * M + r[:, None]) * DIM + d[None, :], acc, mask=there)
             segment = place - tile
-            first = ((segment + 1) * used - 1) // total
-            last = ((segment + tiles) * used - 1) // total
+            first = segment // each
+            last = (segment + tiles - 1) // each
             tl.debug_barrier()  # every thread's part is written before one of them counts
             counter = counters + row * KV_HEADS + head
             arrived = tl.atomic_add(counter, 1)
             is_done = arrived == last - first
             if is_done:
                 tl.store(counter, 0)
-                best, weight, acc = merge_parts(partial, partial_stats, first.to(tl.int32), last.to(tl.int32), M, M,
+                best, weight, acc = merge_parts(partial, partial_stats, first, last, M, M,
                                                 DIM, DIM_P2, 1)  # fmt: skip
         if is_done:
             at_state = member * (KV_HEADS * GROUP) + query_head
