@@ -18,6 +18,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "20000")
 # Imported when first used: `import quire` costs nothing, and the planning half never pays for torch.
 _EXPORTS = {
     "LLM": "quire.api.llm",
+    "AsyncLLM": "quire.api.async_llm",
     "LLMEngine": "quire.api.engine",
     "SamplingParams": "quire.messages.sampling",
     "RequestOutputKind": "quire.messages.sampling",
@@ -31,6 +32,7 @@ _EXPORTS = {
 }
 
 if TYPE_CHECKING:
+    from quire.api.async_llm import AsyncLLM as AsyncLLM
     from quire.api.engine import LLMEngine as LLMEngine
     from quire.api.inputs import PromptType as PromptType
     from quire.api.inputs import TextPrompt as TextPrompt

@@ -5,10 +5,11 @@ from __future__ import annotations
 import operator
 import random
 from collections.abc import Mapping, Sequence
-from typing import Any, TypedDict, Union
+from typing import Any, Protocol, TypedDict, Union
 
-from quire.engine.setup import EngineFacts
 from quire.errors import CacheTooSmallError, ValidationError
+from quire.loading.model_config import ModelConfig
+from quire.memory.prefix import ContentKeys
 from quire.messages.request import NewRequest
 from quire.messages.sampling import SamplingParams
 
@@ -34,12 +35,25 @@ PromptType = Union[str, Sequence[int], TextPrompt, TokensPrompt]
 _PROMPT_FIELDS = {"prompt", "prompt_token_ids", "cache_salt"}
 
 
+class InputFacts(Protocol):
+    """What requests are checked against; the engine may be in another process."""
+
+    @property
+    def model(self) -> ModelConfig: ...
+    @property
+    def max_model_len(self) -> int: ...
+    @property
+    def cache_tokens(self) -> int: ...
+    @property
+    def keys(self) -> ContentKeys: ...
+
+
 class InputProcessor:
     """Tokenizes, checks and completes requests."""
 
     def __init__(
         self,
-        facts: EngineFacts,
+        facts: InputFacts,
         tokenizer: Any | None,
         generation_config: Mapping[str, Any],
         seed: int,

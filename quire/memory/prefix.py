@@ -19,6 +19,13 @@ class ContentKeys:
         self.block_size = block_size
         self._root = blake3(fingerprint).digest()
 
+    @classmethod
+    def rooted(cls, block_size: int, root: bytes) -> ContentKeys:
+        """The same keys in another process, from what `root()` says there."""
+        keys = cls(block_size)
+        keys._root = root
+        return keys
+
     def root(self, salt: str = "") -> bytes:
         """The parent of a first block."""
         # Keyed, so that no salt can look like the tokens of a block.

@@ -71,9 +71,9 @@ class Ledger:
             )
         samples = [Request(source, index, self._arrivals) for index in range(source.params.n)]
         self._arrivals += 1
-        self._groups[source.id] = samples
         samples[0].siblings = samples[1:]
-        self.policy.add(samples[0])
+        self.policy.add(samples[0])  # first: a policy of the user's that fails leaves no request behind
+        self._groups[source.id] = samples
 
     def note_decoding(self, request: Request) -> None:
         """All the request's known tokens are computed: from here on it may share its beginning's reading."""

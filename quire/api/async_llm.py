@@ -1,0 +1,314 @@
+"""`AsyncLLM`: generation for asyncio programs, the engine in a process of its own. Names and meanings are vLLM's."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping
+from types import TracebackType
+from typing import Any
+
+from quire.api.compat import drop_neutral
+from quire.api.inputs import InputProcessor, PromptType
+from quire.api.mailbox import Mailbox
+from quire.config import EngineConfig
+from quire.engine import ipc
+from quire.engine.remote import RemoteEngine, RemoteFacts, error_of
+from quire.engine.stats import Metric
+from quire.errors import EngineDeadError, QuireError, ValidationError
+from quire.loading.hub import find
+from quire.loading.read_config import read_generation_config, read_model_config
+from quire.loading.tokenizer import load_tokenizer
+from quire.messages.outputs import RequestOutput, StepOutputs
+from quire.messages.request import NewRequest
+from quire.messages.sampling import RequestOutputKind, SamplingParams
+from quire.output.detokenizer import Vocabulary
+from quire.output.processor import OutputProcessor
+
+logger = logging.getLogger(__name__)
+
+LONG_PROMPT = 4096
+"""Characters, or token ids: a prompt this long is prepared in a thread, and the event loop goes on."""
+
+SHUT = "the engine has been shut down; make a new one"
+
+
+class AsyncLLM:
+    """A model, ready to generate for many callers at once.
+
+    Takes every field of `EngineConfig` as a keyword. Making one blocks until the engine is ready. Text is made and read
+    in this process, tokens in the other. All its methods are for the event loop's thread.
+    """
+
+    def __init__(self, model: str | os.PathLike[str] = EngineConfig.model, **settings: Any) -> None:
+        self._open(EngineConfig(model=os.fspath(model), **drop_neutral(settings)))
+
+    @classmethod
+    def from_config(cls, config: EngineConfig) -> AsyncLLM:
+        """As the constructor, with settings that are checked already."""
+        made = cls.__new__(cls)
+        made._open(config)
+        return made
+
+    def _open(self, config: EngineConfig) -> None:
+        self.config = config
+        self._files = find(config)
+        self._model = read_model_config(self._files, config.hf_overrides)
+        self._generation = read_generation_config(self._files) if config.generation_config == "auto" else {}
+        engine = RemoteEngine(config, self._files, self._model)
+        try:  # the tokenizer is loaded while the engine is
+            self._tokenizer = None if config.skip_tokenizer_init else self._load_tokenizer()
+        except BaseException:
+            engine.kill()
+            raise
+        engine.wait_until_ready()
+        self._outputs = OutputProcessor(None if self._tokenizer is None else Vocabulary(self._tokenizer))
+        self._streams: dict[str, Mailbox] = {}
+        """Open requests by the id the caller knows…"""
+        self._by_key: dict[str, Mailbox] = {}
+        """…and by the one the engine knows: an id may be used again while outputs of its last use are on their way."""
+        self._questions: dict[int, asyncio.Future[Any]] = {}
+        self._numbers = itertools.count()
+        self._restarting = asyncio.Lock()
+        self._is_shut = False
+        self._adopt(engine)
+
+    # Generating
+
+    async def generate(
+        self,
+        prompt: PromptType,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        tenant: str = "",
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Outputs of one request as they come. Each holds everything so far, or with `output_kind=DELTA` only what is
+        new. Who reads slowly gets several steps in one output. Leaving early, or being cancelled, aborts the request.
+        """
+        box = await self._submit(prompt, sampling_params, request_id, priority, tenant)
+        try:
+            while not box.is_finished:
+                yield await box.take()
+        finally:
+            self._leave(box)
+
+    async def abort(self, request_id: str | list[str]) -> None:
+        """End requests; their readers get a last output with `finish_reason="abort"`. Unknown ids are no error."""
+        for one in [request_id] if isinstance(request_id, str) else request_id:
+            if (box := self._streams.get(one)) is not None:
+                box.is_aborted = True
+                if box.key in self._by_key:
+                    self._engine.send(ipc.Abort(box.key))
+
+    # Asking
+
+    async def check_health(self) -> None:
+        """Raises `EngineDeadError` if the engine is dead; returns when its loop has answered."""
+        await self._ask(ipc.Ping)
+
+    async def get_metrics(self) -> list[Metric]:
+        """Counters and gauges of the engine."""
+        metrics: list[Metric] = (await self._ask(ipc.GetStats)).metrics
+        return metrics
+
+    async def reset_prefix_cache(self) -> bool:
+        """Forget all cached blocks; True if none had to stay with a running request."""
+        return bool((await self._ask(ipc.ResetPrefixCache)).is_empty)
+
+    async def get_tokenizer(self) -> Any:
+        """The model's tokenizer, as transformers knows it."""
+        if self._tokenizer is None:
+            raise ValidationError(
+                "this engine has no tokenizer: skip_tokenizer_init is set", "skip_tokenizer_init", True
+            )
+        return self._tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What `sampling_params=None` stands for: the model's own generation config."""
+        return self._inputs.default_params()
+
+    @property
+    def facts(self) -> RemoteFacts:
+        """What the engine turned out to be."""
+        return self._engine.facts
+
+    @property
+    def errored(self) -> bool:
+        """Whether the engine is dead, for whatever reason."""
+        return bool(self._engine.death)
+
+    @property
+    def is_running(self) -> bool:
+        return not self.errored
+
+    @property
+    def dead_error(self) -> EngineDeadError:
+        """What every call raises once the engine is dead."""
+        return EngineDeadError(self._engine.death)
+
+    @property
+    def num_open_requests(self) -> int:
+        return len(self._streams)
+
+    # Ending, and beginning again
+
+    async def restart(self) -> None:
+        """Make a new engine in place of one that died, or of one that lives: then its requests fail."""
+        async with self._restarting:
+            if self._is_shut:
+                raise EngineDeadError(SHUT)
+            self._close("the engine is being restarted")
+            await asyncio.to_thread(self._engine.stop)
+            self._adopt(await asyncio.to_thread(self._make_engine))
+
+    def shutdown(self) -> None:
+        """End everything: open requests fail, the process is gone when this returns. Calling it twice is fine."""
+        if not self._is_shut:
+            self._is_shut = True
+            self._close(SHUT)
+            self._engine.stop()
+
+    async def __aenter__(self) -> AsyncLLM:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not self._is_shut:
+            self._is_shut = True
+            self._close(SHUT)
+            await asyncio.to_thread(self._engine.stop)
+
+    # How it is done
+
+    def _load_tokenizer(self) -> Any:
+        config = self.config
+        source = self._files if config.tokenizer is None else config.tokenizer
+        return load_tokenizer(source, trust_remote_code=config.trust_remote_code, revision=config.tokenizer_revision)
+
+    def _make_engine(self) -> RemoteEngine:
+        engine = RemoteEngine(self.config, self._files, self._model)
+        engine.wait_until_ready()
+        return engine
+
+    def _adopt(self, engine: RemoteEngine) -> None:
+        self._engine = engine
+        engine.on_message, engine.on_death = self._take, self._fail_all
+        config = self.config
+        self._inputs = InputProcessor(engine.facts, self._tokenizer, self._generation, config.seed, config.max_logprobs)
+        self._inputs.hashes_ahead = config.enable_prefix_caching
+
+    def _attach(self) -> None:
+        """Whoever asks something must be able to get an answer."""
+        if self._engine.death:
+            raise self.dead_error
+        self._engine.attach()
+
+    async def _submit(
+        self, prompt: PromptType, params: SamplingParams | None, request_id: str | None, priority: int, tenant: str
+    ) -> Mailbox:
+        """Check a request and send it off."""
+        self._attach()
+        number = next(self._numbers)
+        request_id = str(number) if request_id is None else request_id
+        if request_id in self._streams:
+            raise ValidationError(f"request id {request_id!r} is in use", "request_id", request_id)
+        params = self.get_default_sampling_params() if params is None else params
+        box = self._streams[request_id] = Mailbox(request_id, f"{request_id}-{number}")
+        try:
+            request, text = await self._prepare(box.key, prompt, params, priority, tenant)
+            box.is_delta = request.params.output_kind is RequestOutputKind.DELTA
+            message = ipc.encode(ipc.Add(request))
+            self._attach()  # it may have died while the prompt was prepared
+        except BaseException:
+            del self._streams[request_id]
+            raise
+        self._by_key[box.key] = box
+        self._outputs.add(request, text)
+        self._engine.send(message)
+        if box.is_aborted:
+            self._engine.send(ipc.Abort(box.key))
+        return box
+
+    async def _prepare(
+        self, key: str, prompt: PromptType, params: SamplingParams, priority: int, tenant: str
+    ) -> tuple[NewRequest, str | None]:
+        arguments = (key, prompt, params, time.monotonic(), priority, tenant)
+        if _size(prompt) < LONG_PROMPT:
+            return self._inputs.make(*arguments)
+        return await asyncio.to_thread(self._inputs.make, *arguments)
+
+    def _leave(self, box: Mailbox) -> None:
+        """Nobody reads this request any more."""
+        del self._streams[box.request_id]
+        if self._by_key.pop(box.key, None) is not None:
+            self._outputs.forget(box.key)
+            if not box.is_ended:
+                self._engine.send(ipc.Abort(box.key))
+
+    async def _ask(self, question: Callable[[int], ipc.Down]) -> Any:
+        self._attach()
+        number = next(self._numbers)
+        answer = self._questions[number] = asyncio.get_running_loop().create_future()
+        try:
+            self._engine.send(question(number))
+            return await answer
+        finally:
+            del self._questions[number]
+
+    def _take(self, message: ipc.Up) -> None:
+        """Something came from the engine."""
+        match message:
+            case ipc.Outputs(outputs=outputs):
+                self._take_outputs(outputs)
+            case ipc.Refused(id=key):
+                self._fail(key, error_of(message))
+            case ipc.HealthReport() | ipc.StatsReport() | ipc.ResetReport():
+                answer = self._questions.get(message.question)
+                if answer is not None and not answer.done():
+                    answer.set_result(message)
+
+    def _take_outputs(self, outputs: StepOutputs) -> None:
+        try:
+            views, stops = self._outputs.process(outputs)
+        except Exception as error:  # what cannot be shown must not be waited for
+            logger.exception("the outputs of a step cannot be shown")
+            for request in {key[0] for key in outputs.keys}:
+                self._engine.send(ipc.Abort(request))
+                self._fail(request, QuireError(f"the output cannot be shown: {type(error).__name__}: {error}"))
+            return
+        for key, at, string in stops:
+            self._engine.send(ipc.Finish(key, at, string))
+        for view in views:
+            if (box := self._by_key.get(view.request_id)) is not None:
+                view.request_id = box.request_id
+                box.put(view)
+
+    def _fail(self, key: str, error: QuireError) -> None:
+        if (box := self._by_key.get(key)) is not None:
+            self._outputs.forget(key)
+            box.fail(error)
+
+    def _fail_all(self, reason: str) -> None:
+        """The engine is dead: nobody waits for it any longer."""
+        for key in list(self._by_key):
+            self._fail(key, EngineDeadError(reason))
+        for answer in self._questions.values():
+            if not answer.done():
+                answer.set_exception(EngineDeadError(reason))
+
+    def _close(self, reason: str) -> None:
+        self._engine.close(reason)
+        self._fail_all(self._engine.death)
+
+
+def _size(prompt: Any) -> int:
+    """How much there is to prepare; what is no prompt at all has no size."""
+    if isinstance(prompt, Mapping):
+        prompt = prompt.get("prompt_token_ids", prompt.get("prompt"))
+    return len(prompt) if hasattr(prompt, "__len__") else 0

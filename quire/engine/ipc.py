@@ -1,0 +1,248 @@
+"""The process boundary: every message between the engine's process and the one that has the users, and their bytes.
+
+Messages are tagged structs in msgpack, each behind its length, over a Unix domain socket. Nothing is pickled: what
+arrives is data of the declared types, or an error.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+import struct
+import threading
+from collections.abc import Iterator
+from typing import Any, Union
+
+import msgspec
+
+from quire.engine.stats import Metric
+from quire.errors import ValidationError
+from quire.messages.outputs import Key, StepOutputs
+from quire.messages.request import NewRequest
+
+_LENGTH = struct.Struct("<I")
+_LARGEST = 2**32 - 1
+_READ_BYTES = 1 << 20
+
+
+# Down: to the engine
+
+
+class Start(msgspec.Struct, tag=True):
+    """The first message: what to make an engine of."""
+
+    settings: dict[str, Any]
+    """The fields of an `EngineConfig`."""
+    files: dict[str, Any]
+    """The fields of `ModelFiles`, paths as text: the model is looked up once, in front."""
+    import_path: list[str]
+    """Where the front process imports from: dotted paths in settings mean the same here."""
+    log_level: int
+
+
+class Add(msgspec.Struct, tag=True):
+    """Queue a request. Answered by its outputs, or by `Refused`."""
+
+    request: NewRequest
+
+
+class Abort(msgspec.Struct, tag=True):
+    """End a request; its outputs tell when that has happened."""
+
+    id: str
+
+
+class Finish(msgspec.Struct, tag=True):
+    """A stop string was found: end a sample after its first `at` output tokens."""
+
+    key: Key
+    at: int
+    stop_reason: str
+
+
+class ResetPrefixCache(msgspec.Struct, tag=True):
+    """Forget all cached blocks. Answered by `ResetReport`."""
+
+    question: int
+
+
+class Ping(msgspec.Struct, tag=True):
+    """Does the loop go round? Answered by `HealthReport`."""
+
+    question: int
+
+
+class GetStats(msgspec.Struct, tag=True):
+    """Answered by `StatsReport`."""
+
+    question: int
+
+
+class Shutdown(msgspec.Struct, tag=True):
+    """End everything and leave."""
+
+
+Down = Union[Start, Add, Abort, Finish, ResetPrefixCache, Ping, GetStats, Shutdown]
+
+
+# Up: to the front
+
+
+class Ready(msgspec.Struct, tag=True):
+    """The engine is made. What it turned out to be, as far as requests and their outputs depend on it."""
+
+    device: str
+    dtype: str
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    block_size: int
+    num_blocks: int
+    weight_bytes: int
+    kv_bytes: int
+    start_seconds: float
+    key_root: bytes
+    """The parent of first blocks' content keys."""
+
+
+class Outputs(msgspec.Struct, tag=True):
+    """What a step told about requests."""
+
+    outputs: StepOutputs
+
+
+class Refused(msgspec.Struct, tag=True):
+    """A request that was not taken; with an empty id, the engine itself that could not be made."""
+
+    id: str
+    error: str
+    """The error's class."""
+    message: str
+    parameter: str | None = None
+
+
+class HealthReport(msgspec.Struct, tag=True):
+    question: int
+    unfinished: int
+    """Requests that have not ended."""
+
+
+class StatsReport(msgspec.Struct, tag=True):
+    question: int
+    metrics: list[Metric]
+
+
+class ResetReport(msgspec.Struct, tag=True):
+    question: int
+    is_empty: bool
+    """No block had to stay with a running request."""
+
+
+class Log(msgspec.Struct, tag=True):
+    """A line of the engine's log, for the front's handlers: there the user has set logging up."""
+
+    name: str
+    level: int
+    message: str
+
+
+class Died(msgspec.Struct, tag=True):
+    """The last message of an engine that cannot go on."""
+
+    message: str
+
+
+Up = Union[Ready, Outputs, Refused, HealthReport, StatsReport, ResetReport, Log, Died]
+
+_encoder = msgspec.msgpack.Encoder()
+_down_decoder = msgspec.msgpack.Decoder(Down)
+_up_decoder = msgspec.msgpack.Decoder(Up)
+
+
+class MalformedRequestError(ValidationError):
+    """A request that arrived, but not as one: a value in it is of the wrong kind."""
+
+    def __init__(self, request_id: str, message: str) -> None:
+        super().__init__(message, "request", request_id)
+        self.request_id = request_id
+
+
+def encode(message: Down | Up) -> bytes:
+    """A message as it goes over the socket. A value that is no plain data raises."""
+    try:
+        data = _encoder.encode(message)
+    except (TypeError, ValueError, OverflowError, NotImplementedError) as error:
+        raise ValidationError(f"this cannot be sent to the engine's process: {error}") from error
+    if len(data) > _LARGEST:
+        raise ValidationError(f"a message of {len(data)} bytes is too large for the engine's process")
+    return _LENGTH.pack(len(data)) + data
+
+
+def decode_down(data: bytes) -> Down:
+    """A message to the engine. One `Add` that is not as declared raises in a way that names its request."""
+    try:
+        return _down_decoder.decode(data)
+    except msgspec.ValidationError as error:
+        raw = msgspec.msgpack.decode(data)
+        if isinstance(raw, dict) and raw.get("type") == "Add" and isinstance(raw.get("request"), dict):
+            raise MalformedRequestError(str(raw["request"].get("id", "")), str(error)) from error
+        raise
+
+
+def decode_up(data: bytes) -> Up:
+    return _up_decoder.decode(data)
+
+
+class Frames:
+    """Cuts a stream of bytes into messages."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        """The messages that `data` completes."""
+        self._buffer += data
+        at = 0
+        try:
+            while len(self._buffer) - at >= _LENGTH.size:
+                (length,) = _LENGTH.unpack_from(self._buffer, at)
+                end = at + _LENGTH.size + length
+                if len(self._buffer) < end:
+                    break
+                message = bytes(self._buffer[at + _LENGTH.size : end])
+                at = end
+                yield message
+        finally:
+            del self._buffer[:at]
+
+
+class Link:
+    """One end of the socket, for a process that does nothing while it waits."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        self._frames = Frames()
+        self._poll = select.poll()
+        self._poll.register(sock, select.POLLIN)
+        self._lock = threading.Lock()
+
+    def send(self, message: Down | Up) -> None:
+        """Waits while the other end is behind. May be called from any thread."""
+        data = encode(message)
+        with self._lock:
+            self._socket.sendall(data)
+
+    def receive(self, wait: bool) -> list[bytes]:
+        """Messages that have come; with `wait`, at least one read's worth. Raises EOFError when the other end is gone.
+
+        A read may end inside a message: then the list can be empty although something came.
+        """
+        if not self._poll.poll(None if wait else 0):
+            return []
+        try:
+            data = self._socket.recv(_READ_BYTES)
+        except ConnectionError:
+            data = b""
+        if not data:
+            raise EOFError("the other process has gone")
+        return list(self._frames.feed(data))

@@ -1,0 +1,193 @@
+"""The engine's own process: `python -m quire.engine.process FD`, started by `quire.engine.remote`.
+
+It makes an engine of the first message and then does nothing but its loop: take what has come, make a step, tell. With
+nothing to do it sleeps in the kernel until something comes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from quire.engine import ipc
+from quire.engine.stats import metrics_of
+from quire.errors import EngineDeadError, QuireError
+
+if TYPE_CHECKING:
+    from quire.engine.core import EngineCore
+    from quire.messages.outputs import StepOutputs
+
+logger = logging.getLogger("quire.engine.process")
+
+
+class EngineLoop:
+    """Messages in, steps, messages out."""
+
+    def __init__(self, link: ipc.Link, core: EngineCore) -> None:
+        self._link = link
+        self._core = core
+        self._is_open = True
+
+    def run(self) -> None:
+        """Until told to stop. While there is work nothing is waited for."""
+        while self._is_open:
+            for data in self._link.receive(wait=not self._core.has_work):
+                self._take(data)
+            if self._is_open and self._core.has_work:
+                outputs = self._core.step()
+                if _tells_something(outputs):
+                    self._link.send(ipc.Outputs(outputs))
+
+    def _take(self, data: bytes) -> None:
+        try:
+            message = ipc.decode_down(data)
+        except ipc.MalformedRequestError as error:
+            self._link.send(refusal(error.request_id, error))
+            return
+        core, send = self._core, self._link.send
+        match message:
+            case ipc.Add(request=request):
+                try:
+                    core.add(request)
+                except Exception as error:  # whatever is wrong with one request, the others go on
+                    send(refusal(request.id, error))
+            case ipc.Abort(id=request_id):
+                core.abort(request_id)
+            case ipc.Finish(key=key, at=at, stop_reason=stop_reason):
+                core.finish(key, at, stop_reason)
+            case ipc.ResetPrefixCache(question=question):
+                send(ipc.ResetReport(question, core.scheduler.reset_prefix_cache()))
+            case ipc.Ping(question=question):
+                send(ipc.HealthReport(question, core.scheduler.unfinished))
+            case ipc.GetStats(question=question):
+                send(ipc.StatsReport(question, metrics_of(core.scheduler)))
+            case ipc.Shutdown():
+                self._is_open = False
+            case ipc.Start():
+                raise RuntimeError("a second Start came: an engine is made once")
+
+
+def refusal(request_id: str, error: Exception) -> ipc.Refused:
+    """An error as a message."""
+    name = next(kind.__name__ for kind in type(error).__mro__ if kind is not ipc.MalformedRequestError)
+    return ipc.Refused(request_id, name, str(error), getattr(error, "parameter", None))
+
+
+def _tells_something(outputs: StepOutputs) -> bool:
+    return bool(outputs.keys or outputs.finished or outputs.started or outputs.prompt_logprobs)
+
+
+class _LogSender(logging.Handler):
+    """Hands log lines to the front process."""
+
+    def __init__(self, link: ipc.Link) -> None:
+        super().__init__()
+        self._link = link
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self._link.send(ipc.Log(record.name, record.levelno, self.format(record)))
+        except Exception:  # nobody is there to read it
+            self.handleError(record)
+
+
+def main() -> int:
+    """The process, from its first message to its end."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the front decides what it means
+    sock = socket.socket(fileno=int(sys.argv[1]))
+    sock.set_inheritable(False)
+    threading.Thread(target=_leave_with_front, args=(sock,), name="quire-front-watch", daemon=True).start()
+    link = ipc.Link(sock)
+    core = _start(link)
+    if core is None:
+        return 1
+    try:
+        EngineLoop(link, core).run()
+    except (EOFError, BrokenPipeError):
+        pass
+    except Exception as error:
+        _die(link, error)
+    core.shutdown()
+    return 0
+
+
+def _start(link: ipc.Link) -> EngineCore | None:
+    """An engine as the first message wants it; None if it cannot be made, and the front knows why."""
+    start = ipc.decode_down(_first(link))
+    assert isinstance(start, ipc.Start)
+    sys.path[:] = start.import_path
+    root = logging.getLogger("quire")
+    root.setLevel(start.log_level)
+    root.addHandler(_LogSender(link))
+    root.propagate = False
+    try:
+        # Imported now and not above: torch takes its time, and the watch on the front must stand before.
+        from quire.config import EngineConfig
+        from quire.engine.setup import make_engine
+        from quire.loading.files import ModelFiles
+        from quire.loading.read_config import read_model_config
+
+        config = EngineConfig(**start.settings)
+        paths = {name: None if start.files[name] is None else Path(start.files[name]) for name in ("gguf", "folder")}
+        files = ModelFiles(start.files["name"], Path(start.files["path"]), **paths)
+        core, facts = make_engine(config, files, read_model_config(files, config.hf_overrides))
+    except Exception as error:
+        if not isinstance(error, QuireError):
+            logger.exception("the engine could not be made")
+        link.send(refusal("", error))
+        return None
+    link.send(
+        ipc.Ready(
+            device=facts.device,
+            dtype=facts.dtype,
+            max_model_len=facts.max_model_len,
+            max_num_seqs=facts.max_num_seqs,
+            max_num_batched_tokens=facts.max_num_batched_tokens,
+            block_size=facts.block_size,
+            num_blocks=facts.num_blocks,
+            weight_bytes=facts.weight_bytes,
+            kv_bytes=facts.kv_bytes,
+            start_seconds=facts.start_seconds,
+            key_root=facts.keys.root(),
+        )
+    )
+    return core
+
+
+def _first(link: ipc.Link) -> bytes:
+    while not (messages := link.receive(wait=True)):
+        pass
+    return messages[0]
+
+
+def _die(link: ipc.Link, error: Exception) -> None:
+    """Tell why, and leave at once: a device that is lost lets nobody tidy up."""
+    if not isinstance(error, EngineDeadError):
+        logger.error("the engine's loop failed", exc_info=error)
+    message = str(error) if isinstance(error, EngineDeadError) else f"its loop failed: {type(error).__name__}: {error}"
+    with contextlib.suppress(OSError):
+        link.send(ipc.Died(message))
+    os._exit(1)
+
+
+def _leave_with_front(sock: socket.socket) -> None:
+    """In a thread: when the front's end of the socket closes, go, whatever the loop is in the middle of.
+
+    PR_SET_PDEATHSIG would not do: it fires when the thread that started us ends, and the front may start us from any.
+    """
+    poll = select.poll()
+    poll.register(sock, getattr(select, "POLLRDHUP", 0))  # what comes to read wakes nobody here
+    poll.poll()
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

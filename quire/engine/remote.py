@@ -1,0 +1,321 @@
+"""`RemoteEngine`: an engine in a process of its own, as an asyncio program sees it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from quire import errors
+from quire.config import EngineConfig
+from quire.engine import ipc
+from quire.errors import ConfigError, EngineDeadError, QuireError
+from quire.loading.files import ModelFiles
+from quire.loading.model_config import ModelConfig
+from quire.memory.prefix import ContentKeys
+
+STOP_SECONDS = 10.0
+"""So long the process may take to leave when told to; then it is killed."""
+BURIAL_SECONDS = 2.0
+"""So long the front waits to learn how a process ended whose end of the socket is closed."""
+_READ_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class RemoteFacts:
+    """What the engine in the other process turned out to be."""
+
+    files: ModelFiles
+    model: ModelConfig
+    device: str
+    dtype: str
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    block_size: int
+    num_blocks: int
+    weight_bytes: int
+    kv_bytes: int
+    start_seconds: float
+    keys: ContentKeys
+
+    @property
+    def cache_tokens(self) -> int:
+        """Tokens the KV cache holds."""
+        return self.num_blocks * self.block_size
+
+
+class RemoteEngine:
+    """Starts the process, passes messages, notices its death. One that is dead stays dead: make another."""
+
+    facts: RemoteFacts
+    """Known once it is ready."""
+
+    def __init__(self, config: EngineConfig, files: ModelFiles, model: ModelConfig) -> None:
+        """Starts the process and waits for nothing: `wait_until_ready` comes next."""
+        self._files, self._model = files, model
+        self.death = ""
+        """Why nothing can be asked of it any more; empty while it lives."""
+        self.on_message: Callable[[ipc.Up], None] = lambda message: None
+        self.on_death: Callable[[str], None] = lambda reason: None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._frames = ipc.Frames()
+        self._unsent = bytearray()
+        self._burial: asyncio.Task[None] | None = None
+        start = ipc.encode(_start_message(config, files))  # what cannot be sent is said before anything is started
+        self._socket, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "quire.engine.process", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                env=_environment(),
+            )
+        self.kill = weakref.finalize(self, _kill, self._process, self._socket, os.getpid())
+        """Ends the process at once, also when this object or the interpreter goes."""
+        with contextlib.suppress(ConnectionError):  # it is dead already: reading says so
+            self._socket.sendall(start)
+
+    def wait_until_ready(self) -> None:
+        """Blocks until the engine is made, or raises what kept it from that."""
+        try:
+            self.facts = _facts(self._receive_ready(), self._files, self._model)
+        except BaseException:
+            self.kill()
+            raise
+        self._socket.setblocking(False)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    # Messages
+
+    def attach(self) -> None:
+        """Let the running event loop read what comes. Another loop than before takes over."""
+        loop = asyncio.get_running_loop()
+        if loop is self._loop or self.death:
+            return
+        self.detach()
+        self._loop = loop
+        loop.add_reader(self._socket, self._read)
+        if self._unsent:
+            loop.add_writer(self._socket, self._write)
+
+    def detach(self) -> None:
+        """No loop reads any more."""
+        if (loop := self._open_loop) is not None:
+            loop.remove_reader(self._socket)
+            loop.remove_writer(self._socket)
+        self._loop = None
+
+    def send(self, message: ipc.Down | bytes) -> None:
+        """Send, or keep until the socket has room; never waits. To a dead process nothing is sent."""
+        if self.death:
+            return
+        self._unsent += message if isinstance(message, bytes) else ipc.encode(message)
+        self._write()
+
+    def _write(self) -> None:
+        try:
+            while self._unsent:
+                del self._unsent[: self._socket.send(self._unsent)]
+        except BlockingIOError:
+            if (loop := self._open_loop) is not None:
+                loop.add_writer(self._socket, self._write)
+            return
+        except OSError:
+            self._unsent.clear()  # it is dead: the reader learns the same, and tells
+        if (loop := self._open_loop) is not None:
+            loop.remove_writer(self._socket)
+
+    @property
+    def _open_loop(self) -> asyncio.AbstractEventLoop | None:
+        return None if self._loop is None or self._loop.is_closed() else self._loop
+
+    def _read(self) -> None:
+        try:
+            data = self._socket.recv(_READ_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self._bury()
+        for payload in self._frames.feed(data):
+            self._take(payload)
+
+    def _take(self, payload: bytes) -> None:
+        try:
+            message = ipc.decode_up(payload)
+        except msgspec.MsgspecError as error:  # nobody knows what it was about: whoever waits would wait for ever
+            self._announce(f"the engine's process (pid {self.pid}) sent what cannot be read: {error}")
+            return
+        if isinstance(message, ipc.Log):
+            _relay(message)
+        elif isinstance(message, ipc.Died):
+            self._announce(f"the engine's process (pid {self.pid}) has ended: {message.message}")
+        else:
+            self.on_message(message)
+
+    # The end
+
+    def _bury(self) -> None:
+        """The socket is closed: find out how the process ended, and say so."""
+        loop = self._loop
+        self.detach()
+        if not self.death and loop is not None:
+            self._burial = loop.create_task(self._wait_for_end())
+
+    async def _wait_for_end(self) -> None:
+        deadline = time.monotonic() + BURIAL_SECONDS
+        while self._process.poll() is None and time.monotonic() < deadline:
+            await asyncio.sleep(0.005)
+        self._announce(_describe_end(self._process))
+
+    def _announce(self, reason: str) -> None:
+        if not self.death:
+            self.death = reason
+            self.detach()
+            self.on_death(reason)
+
+    def close(self, reason: str) -> None:
+        """Nothing is sent or received any more; `stop` comes next."""
+        self.detach()
+        self.death = self.death or reason
+
+    def stop(self) -> None:
+        """End the process of a closed engine and wait for that. Blocks."""
+        if self._process.poll() is None:
+            with contextlib.suppress(OSError):
+                self._socket.settimeout(STOP_SECONDS)
+                self._socket.sendall(bytes(self._unsent) + ipc.encode(ipc.Shutdown()))
+            self._drain_until_end()
+        self.kill()
+
+    def _drain_until_end(self) -> None:
+        """Read on, so that a process in the middle of telling something can come to the message that ends it."""
+        deadline = time.monotonic() + STOP_SECONDS
+        with contextlib.suppress(OSError):
+            while (left := deadline - time.monotonic()) > 0:
+                self._socket.settimeout(left)
+                if not self._socket.recv(_READ_BYTES):
+                    break
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(max(0.0, deadline - time.monotonic()))
+
+    def _receive_ready(self) -> ipc.Ready:
+        while data := self._receive():
+            for payload in self._frames.feed(data):
+                message = ipc.decode_up(payload)
+                if isinstance(message, ipc.Ready):
+                    return message
+                if isinstance(message, ipc.Refused):
+                    raise error_of(message)
+                if isinstance(message, ipc.Log):
+                    _relay(message)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(BURIAL_SECONDS)
+        raise EngineDeadError(f"{_describe_end(self._process)}, before it was ready")
+
+    def _receive(self) -> bytes:
+        try:
+            return self._socket.recv(_READ_BYTES)
+        except ConnectionError:
+            return b""
+
+
+def error_of(refused: ipc.Refused) -> QuireError:
+    """The error that was raised in the other process."""
+    kind = getattr(errors, refused.error, None)
+    if isinstance(kind, type) and issubclass(kind, errors.ValidationError):
+        return kind(refused.message, refused.parameter)
+    if isinstance(kind, type) and issubclass(kind, QuireError):
+        return kind(refused.message)
+    if not refused.id:
+        return EngineDeadError(f"the engine could not be made: {refused.error}: {refused.message}")
+    return QuireError(f"the engine failed to take the request: {refused.error}: {refused.message}")
+
+
+def _start_message(config: EngineConfig, files: ModelFiles) -> ipc.Start:
+    settings = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    settings["logits_processors"] = [_dotted(item) for item in config.logits_processors]
+    settings["hf_overrides"] = None if config.hf_overrides is None else dict(config.hf_overrides)
+    paths = {"gguf": files.gguf, "folder": files.folder}
+    return ipc.Start(
+        settings=settings,
+        files={
+            "name": files.name,
+            "path": str(files.path),
+            **{name: None if path is None else str(path) for name, path in paths.items()},
+        },
+        import_path=list(sys.path),
+        log_level=logging.getLogger("quire").getEffectiveLevel(),
+    )
+
+
+def _dotted(item: str | type) -> str:
+    """A class by its path: the engine's process imports it by itself."""
+    if isinstance(item, str):
+        return item
+    if item.__module__ == "__main__" or item.__qualname__ != item.__name__:
+        raise ConfigError(
+            f"the engine's process cannot import {item.__qualname__} of {item.__module__}: put it at the top of a "
+            "module and give its dotted path",
+            "logits_processors",
+            item,
+        )
+    return f"{item.__module__}.{item.__name__}"
+
+
+def _facts(ready: ipc.Ready, files: ModelFiles, model: ModelConfig) -> RemoteFacts:
+    said: dict[str, Any] = {name: getattr(ready, name) for name in ready.__struct_fields__ if name != "key_root"}
+    return RemoteFacts(files=files, model=model, keys=ContentKeys.rooted(ready.block_size, ready.key_root), **said)
+
+
+def _relay(line: ipc.Log) -> None:
+    logging.getLogger(line.name).log(line.level, "%s", line.message)
+
+
+def _describe_end(process: subprocess.Popen[bytes]) -> str:
+    code = process.poll()
+    name = f"the engine's process (pid {process.pid})"
+    if code is None:
+        return f"{name} has closed its connection"
+    if code >= 0:
+        return f"{name} has ended with exit code {code}"
+    try:
+        by = signal.Signals(-code).name
+    except ValueError:
+        by = f"signal {-code}"
+    hint = ": the system does that when memory runs out" if by == "SIGKILL" else ""
+    return f"{name} was killed by {by}{hint}"
+
+
+def _environment() -> dict[str, str]:
+    """Ours, and quire found where we found it: not in whatever folder happens to be the current one."""
+    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+    return {**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
+
+
+def _kill(process: subprocess.Popen[bytes], sock: socket.socket, owner: int) -> None:
+    """Whatever happened, no process stays behind."""
+    if os.getpid() != owner:
+        return  # a fork of the front ends, and the engine is not its own
+    if process.poll() is None:
+        process.kill()
+    process.wait()
+    sock.close()

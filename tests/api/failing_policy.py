@@ -1,0 +1,21 @@
+"""A scheduling policy with a mistake in it, to be named by its dotted path."""
+
+from __future__ import annotations
+
+from quire.messages.request import Request
+from quire.scheduler.policies.fcfs import FirstComeFirstServed
+
+
+class FailingPolicy(FirstComeFirstServed):
+    """Fails, and takes the loop with it, when a request of priority 13 is up; refuses one of priority 14."""
+
+    def add(self, request: Request) -> None:
+        if request.priority == 14:
+            raise KeyError("not mine")
+        super().add(request)
+
+    def next(self) -> Request | None:
+        request = super().next()
+        if request is not None and request.priority == 13:
+            raise ZeroDivisionError("a mistake")
+        return request

@@ -1,0 +1,120 @@
+"""The process boundary: messages survive the way, in whatever pieces they arrive, and wrong ones are found."""
+
+from __future__ import annotations
+
+import random
+import socket
+from typing import Any
+
+import msgspec
+import pytest
+
+from quire.engine import ipc
+from quire.engine.process import refusal
+from quire.engine.remote import error_of
+from quire.engine.stats import Metric
+from quire.errors import CacheTooSmallError, EngineDeadError, QuireError, ValidationError
+from quire.memory.prefix import ContentKeys
+from quire.messages.outputs import Finished, Started, StepOutputs
+from quire.messages.plan import PromptLogprobs, TokenLogprobs
+from quire.messages.request import NewRequest
+from quire.messages.sampling import RequestOutputKind, SamplingParams
+
+PARAMS = SamplingParams(
+    n=2, temperature=0.5, top_p=0.9, seed=2**64 - 1, stop=["a", "é"], stop_token_ids=[3], logit_bias={5: -1.5, 7: 2},
+    bad_words=["x"], allowed_token_ids=[1, 2], extra_args={"k": [1, {"z": None}]}, output_kind=RequestOutputKind.DELTA,
+)  # fmt: skip
+REQUEST = NewRequest(
+    "a-1", [1, 2, 3], PARAMS, 40, [0], [[4, 5]], [b"\x00\xff" * 16], "salt", False, 2**63 - 1, -4, "tenant", 1.5
+)
+OUTPUTS = StepOutputs(
+    keys=[("a", 0), ("b", 1)],
+    tokens=[5, 6, 7],
+    counts=[2, 1],
+    logprobs={1: TokenLogprobs([5, 6], [-0.5, float("-inf")], 3)},
+    prompt_logprobs=[(("a", 0), PromptLogprobs(1, [TokenLogprobs([1], [-2.0], 1)]))],
+    started=[Started(("b", 1), 12.5, 16)],
+    finished=[Finished(("a", 0), "stop", 7, 2), Finished(("b", 1), "error", None, 0, "why")],
+)
+DOWN: list[Any] = [
+    ipc.Start({"model": "m", "seed": 3, "hf_overrides": {"a": [1.5]}}, {"name": "m", "gguf": None}, ["/x", ""], 20),
+    ipc.Add(REQUEST), ipc.Abort("a-1"), ipc.Finish(("a-1", 1), 4, "stop"), ipc.ResetPrefixCache(1), ipc.Ping(2),
+    ipc.GetStats(3), ipc.Shutdown(),
+]  # fmt: skip
+UP: list[Any] = [
+    ipc.Ready("cpu", "float32", 256, 8, 512, 16, 128, 1 << 40, 1 << 41, 0.5, b"\x01" * 32), ipc.Outputs(OUTPUTS),
+    ipc.Refused("a", "ValidationError", "why", "prompt"), ipc.HealthReport(2, 5), ipc.ResetReport(1, False),
+    ipc.StatsReport(3, [Metric("quire:steps", "counter", 4.0)]), ipc.Log("quire.x", 20, "line"), ipc.Died("why"),
+]  # fmt: skip
+
+
+def payload(message: Any) -> bytes:
+    (data,) = ipc.Frames().feed(ipc.encode(message))
+    return data
+
+
+@pytest.mark.parametrize("message", DOWN, ids=lambda message: type(message).__name__)
+def test_messages_to_the_engine_survive_the_way(message: Any) -> None:
+    assert ipc.decode_down(payload(message)) == message
+
+
+@pytest.mark.parametrize("message", UP, ids=lambda message: type(message).__name__)
+def test_messages_to_the_front_survive_the_way(message: Any) -> None:
+    assert ipc.decode_up(payload(message)) == message
+
+
+def test_messages_arrive_in_whatever_pieces() -> None:
+    stream = b"".join(map(ipc.encode, DOWN * 20))
+    pieces, random_source, at = [], random.Random(1), 0
+    while at < len(stream):
+        size = random_source.choice([1, 2, 3, 5, 200, 4000])
+        pieces.append(stream[at : at + size])
+        at += size
+    frames = ipc.Frames()
+    assert [ipc.decode_down(data) for piece in pieces for data in frames.feed(piece)] == DOWN * 20
+
+
+def test_who_stops_reading_loses_nothing() -> None:
+    frames = ipc.Frames()
+    first = next(iter(frames.feed(ipc.encode(DOWN[2]) + ipc.encode(DOWN[3]))))
+    assert [ipc.decode_down(data) for data in (first, *frames.feed(b""))] == DOWN[2:4]
+
+
+def test_a_wrong_request_is_named_and_any_other_wrong_message_raises() -> None:
+    wrong = msgspec.msgpack.encode({"type": "Add", "request": {"id": "a-1", "prompt": "text"}})
+    with pytest.raises(ipc.MalformedRequestError) as caught:
+        ipc.decode_down(wrong)
+    assert refusal(caught.value.request_id, caught.value).id == "a-1"
+    with pytest.raises(msgspec.ValidationError):
+        ipc.decode_down(msgspec.msgpack.encode({"type": "Ping", "question": "x"}))
+    with pytest.raises(ValidationError, match="cannot be sent"):
+        ipc.encode(ipc.Start({"x": object()}, {}, [], 0))
+
+
+def test_errors_keep_their_kind() -> None:
+    wrong = error_of(refusal("a", ValidationError("why", "prompt", 3)))
+    assert (type(wrong), str(wrong), getattr(wrong, "parameter", None)) == (ValidationError, "why", "prompt")
+    assert type(error_of(refusal("a", CacheTooSmallError("why")))) is CacheTooSmallError
+    assert type(error_of(refusal("a", ipc.MalformedRequestError("a", "why")))) is ValidationError
+    other, none = error_of(refusal("a", KeyError("why"))), error_of(refusal("", KeyError("why")))
+    assert type(other) is QuireError and "KeyError" in str(other)
+    assert type(none) is EngineDeadError and "KeyError" in str(none)
+
+
+def test_keys_are_the_same_in_both_processes() -> None:
+    theirs = ContentKeys(4, b"model")
+    ours = ContentKeys.rooted(4, theirs.root())
+    for salt in ("", "s"):
+        assert ours.of(range(20), salt) == theirs.of(range(20), salt)
+
+
+def test_a_link_tells_when_the_other_end_is_gone() -> None:
+    ours, theirs = socket.socketpair()
+    with ours:
+        link = ipc.Link(ours)
+        assert link.receive(wait=False) == []
+        with theirs:
+            ipc.Link(theirs).send(DOWN[2])
+            assert [ipc.decode_down(data) for data in link.receive(wait=True)] == [DOWN[2]]
+        with pytest.raises(EOFError):
+            link.receive(wait=True)
