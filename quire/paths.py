@@ -1,9 +1,10 @@
-"""Where quire keeps what it downloads and builds."""
+"""Where quire keeps what it downloads and builds, and where its own processes find it."""
 
 from __future__ import annotations
 
 import os
 import re
+import sys
 from pathlib import Path
 
 from quire.errors import ValidationError
@@ -23,6 +24,12 @@ def cache_dir(*parts: str) -> Path:
     else:
         root = Path.home() / ".cache" / "quire"
     return root.joinpath(*(_checked(part) for part in parts))
+
+
+def child_environment() -> dict[str, str]:
+    """For a process of ours: quire found where we found it, not in whatever folder happens to be the current one."""
+    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+    return {**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
 
 
 def _checked(part: str) -> str:

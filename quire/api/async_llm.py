@@ -16,7 +16,8 @@ from quire.api.inputs import InputProcessor, PromptType
 from quire.api.mailbox import Mailbox
 from quire.config import EngineConfig
 from quire.engine import ipc
-from quire.engine.remote import RemoteEngine, RemoteFacts, error_of
+from quire.engine.facts import Facts
+from quire.engine.remote import RemoteEngine, error_of
 from quire.engine.stats import Metric
 from quire.errors import EngineDeadError, QuireError, ValidationError
 from quire.loading.hub import find
@@ -133,7 +134,7 @@ class AsyncLLM:
         return self._inputs.default_params()
 
     @property
-    def facts(self) -> RemoteFacts:
+    def facts(self) -> Facts:
         """What the engine turned out to be."""
         return self._engine.facts
 

@@ -14,7 +14,6 @@ import sys
 import time
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -22,10 +21,12 @@ import msgspec
 from quire import errors
 from quire.config import EngineConfig
 from quire.engine import ipc
+from quire.engine.facts import Facts
 from quire.errors import ConfigError, EngineDeadError, QuireError
 from quire.loading.files import ModelFiles
 from quire.loading.model_config import ModelConfig
 from quire.memory.prefix import ContentKeys
+from quire.paths import child_environment
 
 STOP_SECONDS = 10.0
 """So long the process may take to leave when told to; then it is killed."""
@@ -34,34 +35,10 @@ BURIAL_SECONDS = 2.0
 _READ_BYTES = 1 << 20
 
 
-@dataclass(frozen=True)
-class RemoteFacts:
-    """What the engine in the other process turned out to be."""
-
-    files: ModelFiles
-    model: ModelConfig
-    device: str
-    dtype: str
-    max_model_len: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    block_size: int
-    num_blocks: int
-    weight_bytes: int
-    kv_bytes: int
-    start_seconds: float
-    keys: ContentKeys
-
-    @property
-    def cache_tokens(self) -> int:
-        """Tokens the KV cache holds."""
-        return self.num_blocks * self.block_size
-
-
 class RemoteEngine:
     """Starts the process, passes messages, notices its death. One that is dead stays dead: make another."""
 
-    facts: RemoteFacts
+    facts: Facts
     """Known once it is ready."""
 
     def __init__(self, config: EngineConfig, files: ModelFiles, model: ModelConfig) -> None:
@@ -82,7 +59,7 @@ class RemoteEngine:
                 [sys.executable, "-m", "quire.engine.process", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
-                env=_environment(),
+                env=child_environment(),
             )
         self.kill = weakref.finalize(self, _kill, self._process, self._socket, os.getpid())
         """Ends the process at once, also when this object or the interpreter goes."""
@@ -281,9 +258,9 @@ def _dotted(item: str | type) -> str:
     return f"{item.__module__}.{item.__name__}"
 
 
-def _facts(ready: ipc.Ready, files: ModelFiles, model: ModelConfig) -> RemoteFacts:
+def _facts(ready: ipc.Ready, files: ModelFiles, model: ModelConfig) -> Facts:
     said: dict[str, Any] = {name: getattr(ready, name) for name in ready.__struct_fields__ if name != "key_root"}
-    return RemoteFacts(files=files, model=model, keys=ContentKeys.rooted(ready.block_size, ready.key_root), **said)
+    return Facts(files=files, model=model, keys=ContentKeys.rooted(ready.block_size, ready.key_root), **said)
 
 
 def _relay(line: ipc.Log) -> None:
@@ -303,12 +280,6 @@ def _describe_end(process: subprocess.Popen[bytes]) -> str:
         by = f"signal {-code}"
     hint = ": the system does that when memory runs out" if by == "SIGKILL" else ""
     return f"{name} was killed by {by}{hint}"
-
-
-def _environment() -> dict[str, str]:
-    """Ours, and quire found where we found it: not in whatever folder happens to be the current one."""
-    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-    return {**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
 
 
 def _kill(process: subprocess.Popen[bytes], sock: socket.socket, owner: int) -> None:

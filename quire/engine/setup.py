@@ -10,6 +10,7 @@ import torch
 
 from quire.config import EngineConfig
 from quire.engine.core import EngineCore
+from quire.engine.facts import Facts
 from quire.errors import ConfigError
 from quire.executor.local import LocalExecutor
 from quire.loading.files import ModelFiles
@@ -29,29 +30,10 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class EngineFacts:
-    """What the engine turned out to be, once everything was resolved."""
+class EngineFacts(Facts):
+    """…and where every byte of the device went."""
 
-    files: ModelFiles
-    model: ModelConfig
-    device: str
-    dtype: str
-    max_model_len: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    block_size: int
-    num_blocks: int
-    """Usable blocks; the reserved one is not counted."""
-    weight_bytes: int
-    kv_bytes: int
     memory: MemoryPlan
-    start_seconds: float
-    keys: ContentKeys
-
-    @property
-    def cache_tokens(self) -> int:
-        """Tokens the KV cache holds."""
-        return self.num_blocks * self.block_size
 
 
 def longest_position(model: ModelConfig) -> int:

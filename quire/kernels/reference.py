@@ -58,8 +58,11 @@ class TorchOps:
         gated: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         normed, stream = self.norm_stream(x, residual, gain, eps)
-        product = self.linear(normed, weight, bias)
-        return (self.silu_mul(product) if gated else product), stream
+        return (self.gated_linear if gated else self.linear)(normed, weight, bias), stream
+
+    def gated_linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """silu_mul(linear(x))."""
+        return self.silu_mul(self.linear(x, weight, bias))
 
     def prepare_qkv(
         self,

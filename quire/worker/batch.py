@@ -173,15 +173,23 @@ class DeviceBatch:
         self.floats[rows] = torch.tensor(floats, dtype=torch.float32).to(self._device, non_blocking=True)
         self._set_stop_ids(rows, [new.stop_ids for new in added])
         for new in added:
-            self.kinds[new.row] = RowKind.of(new)
-            self.extras[new.row] = RowExtras(new, self._device)
+            self._remember(new)
 
     def _set_stop_ids(self, rows: torch.Tensor, lists: list[list[int]]) -> None:
         width = max(map(len, lists))
-        if width > self.stop_ids.shape[1]:
-            self.stop_ids = torch.nn.functional.pad(self.stop_ids, (0, width - self.stop_ids.shape[1]), value=-1)
+        self._widen_stop_ids(width)
         padded = [ids + [-1] * (self.stop_ids.shape[1] - len(ids)) for ids in lists]
         self.stop_ids[rows] = torch.tensor(padded).to(self._device, non_blocking=True)
+
+    def _widen_stop_ids(self, width: int) -> None:
+        """Room for `width` of them a row; the column moves if that is more than there was."""
+        if width > self.stop_ids.shape[1]:
+            self.stop_ids = torch.nn.functional.pad(self.stop_ids, (0, width - self.stop_ids.shape[1]), value=-1)
+
+    def _remember(self, new: NewRow) -> None:
+        """What the host must know of a row."""
+        self.kinds[new.row] = RowKind.of(new)
+        self.extras[new.row] = RowExtras(new, self._device)
 
     def inputs(self, plan: StepPlan) -> StepInputs:
         """Token ids, positions, cache slots and query offsets of the step, computed from the rows it schedules."""

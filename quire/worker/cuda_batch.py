@@ -14,7 +14,6 @@ from quire.layers.attention.base import AttentionInputs
 from quire.messages.plan import NewRow, StepPlan
 from quire.worker.batch import DeviceBatch, StepInputs, effective_top_k
 from quire.worker.device_groups import DeviceGroups
-from quire.worker.extras import RowExtras, RowKind
 from quire.worker.kv import KVCache
 
 IN_FLIGHT = 8
@@ -67,8 +66,8 @@ class CudaBatch(DeviceBatch):
         self._on_gpu = device.type == "cuda"
         self.stop_ids = torch.full((max_rows + 1, STOP_IDS), -1, dtype=torch.int64, device=device)
 
-        def ints(*size: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-            return torch.zeros(size, dtype=dtype, device=device)
+        def ints(size: int) -> torch.Tensor:
+            return torch.zeros(size, dtype=torch.int32, device=device)
 
         self.buffers = StepBuffers(
             rows=torch.full((max_rows + 1,), self.pad_row, dtype=torch.int32, device=device),
@@ -127,9 +126,7 @@ class CudaBatch(DeviceBatch):
     def _new_rows(self, added: list[NewRow]) -> list[np.ndarray]:
         ints = np.empty((len(added), NEW_ROW_INTS), np.int32)
         floats = ints.view(np.float32)
-        longest = max(len(new.stop_ids) for new in added)
-        if longest > self.stop_ids.shape[1]:
-            self._widen_stop_ids(longest)
+        self._widen_stop_ids(max(len(new.stop_ids) for new in added))
         stops = np.full((len(added), self.stop_ids.shape[1]), -1, np.int32)
         for i, new in enumerate(added):
             p = new.params
@@ -143,15 +140,8 @@ class CudaBatch(DeviceBatch):
                 p.temperature, p.top_p, p.min_p, p.repetition_penalty, p.presence_penalty, p.frequency_penalty
             )  # fmt: skip
             stops[i, : len(new.stop_ids)] = new.stop_ids
-            self.kinds[new.row] = RowKind.of(new)
-            self.extras[new.row] = RowExtras(new, self._device)
+            self._remember(new)
         return [ints.reshape(-1), stops.reshape(-1)]
-
-    def _widen_stop_ids(self, width: int) -> None:
-        """Graphs have the column's address in them: they are to be captured again (`stop_ids_moved`)."""
-        wider = self.stop_ids.new_full((len(self.stop_ids), width), -1)
-        wider[:, : self.stop_ids.shape[1]] = self.stop_ids
-        self.stop_ids = wider
 
     # A step is laid out
 

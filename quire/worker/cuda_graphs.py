@@ -12,7 +12,7 @@ launched on the same stream.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -56,9 +56,9 @@ class CudaGraphs:
 
     # What is captured when
 
-    def capture(self, progress: Callable[[Iterable[int]], Iterable[int]] = iter) -> None:
+    def capture(self) -> None:
         """Capture every rung's step, the largest first, so that the smaller ones fit into its memory."""
-        for rows in progress(self._rungs[::-1]):
+        for rows in self._rungs[::-1]:
             self._capture_step((rows, False))
         if self._reads_groups and self._rungs:
             for rows in {self._rung_of[min(rows, self._rungs[-1])] for rows in (1, 256, self._rungs[-1])}:

@@ -13,11 +13,10 @@ from tests.models.harness import (
     assert_same,
     in_chunks,
     loaded_model,
-    mixed,
     random_reference,
     reference_logits,
 )
-from tests.models.test_against_transformers import PROMPTS
+from tests.models.test_against_transformers import PROMPTS, assert_rows_share_steps
 from tests.models.zoo import ZOO
 
 pytestmark = ON_A_GPU
@@ -44,15 +43,4 @@ def test_a_prompt(models: tuple[Any, Any], size: int) -> None:
 
 
 def test_rows_of_different_lengths_share_steps(models: tuple[Any, Any]) -> None:
-    """Whole prompts, chunks, decodes and late arrivals in the same step leave each row's logits alone."""
-    reference, ours = models
-
-    def budget(step: int, row: str) -> int:
-        if row == "long":
-            return 9 if step < 2 else 1  # two chunks, then decode
-        if row == "middle":
-            return 4 * (step >= 1)  # arrives later, chunk by chunk
-        return 1 + (step % 2)
-
-    for row, logits in mixed(ours, PROMPTS, budget).items():
-        assert_same(logits, reference_logits(reference, PROMPTS[row]))
+    assert_rows_share_steps(*models)

@@ -32,6 +32,20 @@ def pair(name: str) -> tuple[Any, Any]:
     return reference, loaded_model(reference)
 
 
+def assert_rows_share_steps(reference: Any, ours: Any) -> None:
+    """Whole prompts, chunks, decodes and late arrivals in the same step leave each row's logits alone."""
+
+    def budget(step: int, row: str) -> int:
+        if row == "long":
+            return 9 if step < 2 else 1  # two chunks, then decode
+        if row == "middle":
+            return 4 * (step >= 1)  # arrives later, chunk by chunk
+        return 1 + (step % 2)
+
+    for row, logits in mixed(ours, PROMPTS, budget).items():
+        assert_same(logits, reference_logits(reference, PROMPTS[row]))
+
+
 @pytest.fixture(params=ZOO)
 def models(request: pytest.FixtureRequest) -> tuple[Any, Any]:
     return pair(request.param)
@@ -49,18 +63,7 @@ def test_a_prompt_in_chunks(models: tuple[Any, Any], size: int) -> None:
 
 
 def test_rows_of_different_lengths_share_steps(models: tuple[Any, Any]) -> None:
-    """Whole prompts, chunks, decodes and late arrivals in the same step leave each row's logits alone."""
-    reference, ours = models
-
-    def budget(step: int, row: str) -> int:
-        if row == "long":
-            return 9 if step < 2 else 1  # two chunks, then decode
-        if row == "middle":
-            return 4 * (step >= 1)  # arrives later, chunk by chunk
-        return 1 + (step % 2)
-
-    for row, logits in mixed(ours, PROMPTS, budget).items():
-        assert_same(logits, reference_logits(reference, PROMPTS[row]))
+    assert_rows_share_steps(*models)
 
 
 def test_dynamic_rope_past_the_original_length_equals_decoding_token_by_token() -> None:

@@ -9,7 +9,6 @@ Once all is compiled a stamp is left beside the tuning tables: the next start as
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import logging
@@ -27,9 +26,8 @@ from triton.backends.compiler import GPUTarget
 
 from quire.kernels.triton import launch
 from quire.kernels.triton.thin_candidates import Shape
-from quire.kernels.triton.thin_parts import Config
-from quire.kernels.triton.tuning import Job
-from quire.paths import cache_dir
+from quire.kernels.triton.tuning import Job, config_of, entry_of
+from quire.paths import cache_dir, child_environment
 
 logger = logging.getLogger(__name__)
 
@@ -94,11 +92,9 @@ def _stamp(jobs: Sequence[Job]) -> Path:
 def _start(jobs: Sequence[Job]) -> subprocess.Popen[str]:
     major, minor = torch.cuda.get_device_capability()
     order = {"arch": 10 * major + minor, "sms": launch.num_sms(), "jobs": [encode(job) for job in jobs]}
-    root = Path(__file__).parents[3]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])}
     process = subprocess.Popen(
         [sys.executable, "-m", "quire.kernels.triton.compiler"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL, env=environment, text=True, start_new_session=True,
+        stderr=subprocess.DEVNULL, env=child_environment(), text=True, start_new_session=True,
     )  # fmt: skip
     assert process.stdin is not None
     try:
@@ -113,15 +109,16 @@ def encode(job: Job) -> dict[str, Any]:
     """A job as plain data."""
     dtype = str(job.dtype).removeprefix("torch.")
     return {
-        "shape": list(job.shape), "rows": job.rows, "dtype": dtype, "config": dataclasses.asdict(job.config),
+        "shape": list(job.shape), "rows": job.rows, "dtype": dtype, "config": entry_of(job.config),
         "residual": job.residual,
     }  # fmt: skip
 
 
 def decode(data: dict[str, Any]) -> Job:
     """…and back."""
-    dtype = getattr(torch, data["dtype"])
-    return Job(Shape(*data["shape"]), data["rows"], dtype, Config(**data["config"]), data["residual"])
+    config = config_of(data["config"])
+    assert config is not None, data
+    return Job(Shape(*data["shape"]), data["rows"], getattr(torch, data["dtype"]), config, data["residual"])
 
 
 class DescribedDriver:

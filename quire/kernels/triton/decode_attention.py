@@ -289,10 +289,9 @@ class DecodeAttention:
         self, heads: int, kv_heads: int, head_dim: int, max_rows: int, dtype: torch.dtype, device: torch.device,
         tile: DecodeTile | None = None,
     ) -> None:  # fmt: skip
-        self._heads, self._kv_heads, self._dim = heads, kv_heads, head_dim
+        self._kv_heads = kv_heads
         self._group = heads // kv_heads
         self._tile = tile or decode_tile(head_dim, dtype.itemsize)
-        self._least = self._tile.least
         self._rows = max(16, triton.next_power_of_2(max_rows))
         self._programs = num_sms() * self._tile.programs
         self._planned = -(-self._programs // PLANNED_AT_ONCE) * PLANNED_AT_ONCE
@@ -334,9 +333,8 @@ class DecodeAttention:
         width = min(self._rows, 32 if num_rows <= 32 else 256 if num_rows <= 256 else self._rows)
         plan_stretches[(self._planned // PLANNED_AT_ONCE,)](
             lens, rows, lens if shared is None else shared, plan, num_rows, self._programs, WINDOW=window or 0,
-            KV_HEADS=self._kv_heads, TILE=self._tile.tokens, ROWS=width, AT_ONCE=PLANNED_AT_ONCE, LEAST=self._least,
-            SHARED=shared is not None,
-            num_warps=4, **pdl(),
+            KV_HEADS=self._kv_heads, TILE=self._tile.tokens, ROWS=width, AT_ONCE=PLANNED_AT_ONCE,
+            LEAST=self._tile.least, SHARED=shared is not None, num_warps=4, **pdl(),
         )  # fmt: skip
         return plan
 

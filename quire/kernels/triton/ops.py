@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 
 from quire.kernels.reference import TorchOps
@@ -35,12 +33,12 @@ INVARIANT = Config("tile", block_n=128, block_m=64, block_k=64, warps=4, stages=
 class TritonOps(TorchOps):
     """Row-wise kernels for a GPU. A row's bits do not depend on its batch: each is computed by itself."""
 
+    whole_steps = True
+    """Batch and sampling have kernels too: a step can be captured from its inputs to its tokens."""
+
     def __init__(self, batch_invariant: bool = False) -> None:
         """`batch_invariant`: products sum in the same order however many rows there are, in float16 and bfloat16."""
         self._invariant = batch_invariant
-
-    whole_steps = True
-    """Batch and sampling have kernels too: a step can be captured from its inputs to its tokens."""
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         if _takes(x) and x.size(1) <= norm.MAX_WIDTH:
@@ -80,11 +78,15 @@ class TritonOps(TorchOps):
             config = self._config("norm_silu_linear" if gated else "norm_linear", x, weight)
             if config is not None and (residual is None or residual.is_contiguous()):
                 return thin_norm_linear(x, residual, gain, eps, weight, bias, silu=gated, config=config)
-        normed, stream = self.norm_stream(x, residual, gain, eps)
-        if gated and (config := self._config("silu_linear", normed, weight)) is not None:
-            return thin_silu_linear(normed, weight, bias, config=config), stream
-        product = self.linear(normed, weight, bias)
-        return (self.silu_mul(product) if gated else product), stream
+        return super().norm_linear(x, residual, gain, eps, weight, bias, gated)
+
+    def gated_linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        config = self._config("silu_linear", x, weight)
+        return (
+            super().gated_linear(x, weight, bias)
+            if config is None
+            else thin_silu_linear(x, weight, bias, config=config)
+        )
 
     def _config(self, kind: str, x: torch.Tensor, weight: torch.Tensor) -> Config | None:
         """The kernel of ours for a product; None: cuBLAS is faster, or ours does not take it."""
@@ -101,20 +103,21 @@ class TritonOps(TorchOps):
         n, k = weight.shape
         return choose(kind, x.shape[0], n, k, x.dtype)
 
-    def kernels_of(self, weight: torch.Tensor, normed: bool, gated: bool, bias: bool, max_rows: int) -> Iterator[Job]:
-        """The kernels that `linear` (`normed`: `norm_linear`) takes for up to `max_rows` rows, to be compiled."""
-        kinds = (["norm_silu_linear", "silu_linear"] if gated else ["norm_linear"]) if normed else []
+    def kernels_of(self, weight: torch.Tensor, normed: bool, gated: bool, bias: bool, max_rows: int) -> list[Job]:
+        """The kernels that `linear` (`normed`: `norm_linear`) takes for up to `max_rows` rows, each once."""
+        folded = (["norm_silu_linear", "silu_linear"] if gated else ["norm_linear"]) if normed else []
+        kinds = [*folded, "linear"]
         n, k = weight.shape
-        for rows in BUCKETS:
-            for kind in (*kinds, "linear"):
-                config = self._config(kind, weight.new_empty(rows, k, device="meta"), weight)
-                if config is not None:
-                    yield from jobs_for(
-                        [Shape(kind, n, k, bias)], weight.dtype, [rows], lambda *_, config=config: [config]
-                    )
-                    break
-            if rows >= max_rows:
-                break
+
+        def chosen(shape: Shape, rows: int) -> list[Config]:
+            """Of the kinds a product can be of, the first that has a kernel is the one that runs."""
+            x = weight.new_empty(rows, k, device="meta")
+            found = ((kind, self._config(kind, x, weight)) for kind in kinds)
+            first, config = next((pair for pair in found if pair[1] is not None), ("", None))
+            return [config] if config is not None and first == shape.kind else []
+
+        buckets = [rows for rows in BUCKETS if rows < 2 * max_rows]
+        return jobs_for([Shape(kind, n, k, bias) for kind in kinds], weight.dtype, buckets, chosen)
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         return silu_mul(gate_up) if _takes(gate_up) else super().silu_mul(gate_up)

@@ -183,16 +183,6 @@ def jobs_for(
     return list(jobs.values())
 
 
-def kernel_configs(shapes: Iterable[Shape], dtype: torch.dtype, buckets: Iterable[int] = BUCKETS) -> list[Job]:
-    """Every kernel that a model of these products will run, for start-up to compile."""
-
-    def chosen(shape: Shape, rows: int) -> list[Config]:
-        config = choose(shape.kind, rows, shape.n, shape.k, dtype)
-        return [] if config is None else [config]
-
-    return jobs_for(shapes, dtype, buckets, chosen)
-
-
 def tuning_jobs(shapes: Iterable[Shape], dtype: torch.dtype, buckets: Iterable[int], gpu: Gpu) -> list[Job]:
     """Every kernel that `Tuner.tune` will measure."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from quire.kernels.triton.decode_attention import DecodeAttention
@@ -21,8 +23,7 @@ class TritonPagedAttention:
         """`batch_invariant`: a token's bits depend on its own row alone. Then all rows go through the kernel for long
         ones, which sums in the order of the cache, however its prompt was cut into steps and whoever is beside it."""
         self._invariant = batch_invariant
-        self._decode: dict[tuple, DecodeAttention] = {}
-        self._prefix: dict[tuple, PrefixAttention] = {}
+        self._kernels: dict[tuple, Any] = {}
 
     def prepare(self, heads: int, kv: torch.Tensor, inputs: AttentionInputs, window: int | None) -> None:
         if inputs.rows is None:
@@ -30,11 +31,11 @@ class TritonPagedAttention:
         key = ("decode", window)
         decodes = self._decodes(inputs)
         if decodes and key not in inputs.plans:
-            kernel = self._decode_kernel(heads, kv, inputs)
+            kernel = self._kernel(DecodeAttention, heads, kv, inputs)
             groups = inputs.groups if window is None else None
             shared = None if groups is None else groups.shared
             if groups is not None:
-                prefix = self._prefix_kernel(heads, kv, inputs)
+                prefix = self._kernel(PrefixAttention, heads, kv, inputs)
                 inputs.plans["prefix", window] = (
                     prefix,
                     prefix.plan(
@@ -78,18 +79,11 @@ class TritonPagedAttention:
         """Rows that go through the kernel for one token: the first so many."""
         return 0 if self._invariant else inputs.num_decodes
 
-    def _decode_kernel(self, heads: int, kv: torch.Tensor, inputs: AttentionInputs) -> DecodeAttention:
+    def _kernel(self, kind: type, heads: int, kv: torch.Tensor, inputs: AttentionInputs) -> Any:
+        """The kernel for heads of this shape; made when first asked for, with the memory it works in."""
         _, _, kv_heads, _, head_dim = kv.shape
         rows = max(len(inputs.block_tables) - 1, inputs.num_rows)  # the last one is padding
-        key = (heads, kv_heads, head_dim, kv.dtype, rows)
-        if key not in self._decode:
-            self._decode[key] = DecodeAttention(heads, kv_heads, head_dim, rows, kv.dtype, kv.device)
-        return self._decode[key]
-
-    def _prefix_kernel(self, heads: int, kv: torch.Tensor, inputs: AttentionInputs) -> PrefixAttention:
-        _, _, kv_heads, _, head_dim = kv.shape
-        rows = max(len(inputs.block_tables) - 1, inputs.num_rows)
-        key = (heads, kv_heads, head_dim, kv.dtype, rows)
-        if key not in self._prefix:
-            self._prefix[key] = PrefixAttention(heads, kv_heads, head_dim, rows, kv.dtype, kv.device)
-        return self._prefix[key]
+        key = (kind, heads, kv_heads, head_dim, kv.dtype, rows)
+        if key not in self._kernels:
+            self._kernels[key] = kind(heads, kv_heads, head_dim, rows, kv.dtype, kv.device)
+        return self._kernels[key]
