@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -27,16 +28,12 @@ JOBS = [
 def compile_in_process(cache: Path) -> set[str]:
     """Names of the machine code in Triton's cache afterwards."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    order = {"arch": 90, "sms": 132, "jobs": [compiler.encode(job) for job in JOBS]}
     subprocess.run(
-        [sys.executable, "-m", "quire.kernels.triton.compiler"], input=json.dumps(order), text=True, check=True,
-        env=environment | {"TRITON_CACHE_DIR": str(cache)}, timeout=120,
+        [sys.executable, "-c", "from tests.kernels.test_compiler import JOBS, compiler; compiler.compile_jobs(90, 132, JOBS)"],
+        check=True, env=environment | {"TRITON_CACHE_DIR": str(cache)}, timeout=120,
+        cwd=Path(__file__).parents[2],
     )  # fmt: skip
     return {str(path) for path in cache.rglob("*.cubin")}
-
-
-def test_jobs_survive_the_journey() -> None:
-    assert [compiler.decode(json.loads(json.dumps(compiler.encode(job)))) for job in JOBS] == JOBS
 
 
 def test_a_process_without_a_card_compiles_for_hopper_once(tmp_path: Path) -> None:
@@ -45,45 +42,50 @@ def test_a_process_without_a_card_compiles_for_hopper_once(tmp_path: Path) -> No
     assert compile_in_process(tmp_path) == made
 
 
-class FakeProcess:
-    def __init__(self, code: int) -> None:
-        self.code = code
+MANY = [JOBS[0]._replace(rows=rows) for rows in range(1, 20)]
 
-    def wait(self, timeout: float | None = None) -> int:
-        return self.code
+Replace = Callable[[Callable[..., object]], None]
 
 
-@pytest.mark.parametrize("code", [0, 1], ids=["done", "failed"])
-def test_a_stamp_is_left_when_all_is_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+@pytest.fixture
+def replace_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Replace:
+    """A card to compile for, a place for stamps; what the forks do is for the test to say."""
     monkeypatch.setenv("QUIRE_CACHE", str(tmp_path))
-    started: list[int] = []
-    monkeypatch.setattr(compiler, "_start", lambda jobs: (started.append(len(jobs)), FakeProcess(code))[1])
-    jobs = [JOBS[0]._replace(rows=rows) for rows in range(1, 20)]
-    compiler.Compilers(jobs).wait()
-    assert sum(started) == len(jobs)
-    again = compiler.Compilers(jobs)
-    assert again.is_needed == (code != 0)
-    assert compiler.Compilers(jobs[:-1]).is_needed
+    monkeypatch.setattr(compiler, "_card", lambda: (90, 132))
+    return lambda task: monkeypatch.setattr(compiler, "compile_jobs", task)
 
 
-def test_a_compiler_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("QUIRE_CACHE", str(tmp_path))
+@pytest.mark.parametrize("fails", [False, True], ids=["done", "failed"])
+def test_a_stamp_is_left_when_all_is_compiled(replace_work: Replace, tmp_path: Path, fails: bool) -> None:
+    def task(arch: int, sms: int, jobs: list[Job]) -> None:
+        for job in jobs:
+            (tmp_path / f"rows-{job.rows}").touch()
+        if fails:
+            raise ValueError
+
+    replace_work(task)
+    compiler.Compilers(MANY).wait()
+    assert len(list(tmp_path.glob("rows-*"))) == len(MANY)
+    again = compiler.Compilers(MANY)
+    again.wait()
+    assert again.is_needed == fails
+    assert compiler.Compilers(MANY[:2]).is_needed
+
+
+def test_a_compiler_that_hangs_is_given_up(replace_work: Replace, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler, "PATIENCE", 0.2)
-    sleepers: list[subprocess.Popen[str]] = []
-
-    def start(jobs: object) -> subprocess.Popen[str]:
-        sleepers.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], text=True))
-        return sleepers[-1]
-
-    monkeypatch.setattr(compiler, "_start", start)
-    jobs = [JOBS[0]._replace(rows=rows) for rows in range(1, 20)]
-    compiler.Compilers(jobs).wait()
-    assert sleepers
-    assert all(sleeper.returncode not in (None, 0) for sleeper in sleepers)
+    replace_work(lambda *_: time.sleep(60))
+    began = time.monotonic()
+    compilers = compiler.Compilers(MANY)
+    compilers.wait()
+    assert time.monotonic() - began < 30
     assert compiler.Compilers([]).is_needed
+    for fork in compilers._processes:
+        with pytest.raises(ProcessLookupError):
+            os.kill(fork._pid, 0)
 
 
-def test_a_few_jobs_are_not_worth_a_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("QUIRE_CACHE", str(tmp_path))
-    monkeypatch.setattr(compiler, "_start", lambda jobs: pytest.fail("a process was started"))
+def test_a_few_jobs_are_not_worth_a_process(replace_work: Replace, tmp_path: Path) -> None:
+    replace_work(lambda *_: (tmp_path / "started").touch())
     compiler.Compilers(JOBS).wait()
+    assert not (tmp_path / "started").exists()

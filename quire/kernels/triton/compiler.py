@@ -1,22 +1,22 @@
 """Thin products compiled by processes of their own, for a first start.
 
 Threads share Python's lock, which Triton's front end holds for a good part of a compilation; processes do not. They
-know the card by its description and never open it, so they take no memory there, and leave what they made in Triton's
-cache on disk, whence this process loads it. `python -m quire.kernels.triton.compiler` reads its jobs from stdin.
+are forks of this one, so nothing is imported again. They know the card by its description and never call it, which a
+fork could not, and leave what they made in Triton's cache on disk, whence this process loads it.
 
 Once all is compiled a stamp is left beside the tuning tables: the next start asks nobody.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import logging
 import os
-import subprocess
-import sys
+import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +25,15 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from quire.kernels.triton import launch
-from quire.kernels.triton.thin_candidates import Shape
-from quire.kernels.triton.tuning import Job, config_of, entry_of
-from quire.paths import cache_dir, child_environment
+from quire.kernels.triton.tuning import Job, entry_of
+from quire.paths import cache_dir
 
 logger = logging.getLogger(__name__)
 
-EACH = 6
-"""Compilations that make up for the seconds in which a process imports torch."""
-MOST = 6
-PATIENCE = 120.0
+EACH = 2
+"""Compilations a process takes at least."""
+MOST = 12
+PATIENCE = 60.0
 """Seconds; compilers that take longer are given up."""
 
 
@@ -45,15 +44,16 @@ class Compilers:
         self._jobs = jobs
         self.is_needed = not _stamp(jobs).exists()
         """Whether something may not have been compiled yet."""
-        self._processes: list[subprocess.Popen[str]] = []
+        self._processes: list[Fork] = []
         if self.is_needed and len(jobs) > EACH:
-            count = min(MOST, len(jobs) // EACH, max(1, (os.cpu_count() or 1) // 2))
-            self._processes = [_start(jobs[i::count]) for i in range(count)]
+            count = min(MOST, len(jobs) // EACH, max(1, (os.cpu_count() or 1) * 3 // 4))
+            arch, sms = _card()
+            self._processes = [Fork(functools.partial(compile_jobs, arch, sms, jobs[i::count])) for i in range(count)]
 
     def wait(self) -> None:
         """Until all are done, or late. What one could not do is done when it is needed."""
         deadline = time.monotonic() + PATIENCE
-        failed = [process for process in self._processes if _end(process, deadline) != 0]
+        failed = [process for process in self._processes if not process.wait(deadline)]
         if failed:
             logger.warning("%d of %d compilers failed; this start takes longer", len(failed), len(self._processes))
         elif self._processes:
@@ -68,13 +68,29 @@ class Compilers:
             pass  # a cache that cannot be written costs the next start these seconds again
 
 
-def _end(process: subprocess.Popen[str], deadline: float) -> int:
-    """Its exit code; one that is late is stopped."""
-    try:
-        return process.wait(max(0.0, deadline - time.monotonic()))
-    except subprocess.TimeoutExpired:
-        process.kill()
-        return process.wait() or 1
+class Fork:
+    """This process over again, doing one thing and ending."""
+
+    def __init__(self, task: Callable[[], object]) -> None:
+        self._pid = os.fork()
+        if self._pid:
+            return
+        status = 1
+        try:
+            task()
+            status = 0
+        finally:
+            os._exit(status)  # nothing of the parent's is flushed, closed or run a second time
+
+    def wait(self, deadline: float) -> bool:
+        """Whether it did what it was to do; one that is late is stopped."""
+        while not (ended := os.waitpid(self._pid, os.WNOHANG))[0]:
+            if time.monotonic() > deadline:
+                os.kill(self._pid, signal.SIGKILL)
+                os.waitpid(self._pid, 0)
+                return False
+            time.sleep(0.01)
+        return ended[1] == 0
 
 
 def _stamp(jobs: Sequence[Job]) -> Path:
@@ -89,22 +105,6 @@ def _stamp(jobs: Sequence[Job]) -> Path:
     return cache_dir() / "compiled" / digest.hexdigest()
 
 
-def _start(jobs: Sequence[Job]) -> subprocess.Popen[str]:
-    major, minor = torch.cuda.get_device_capability()
-    order = {"arch": 10 * major + minor, "sms": launch.num_sms(), "jobs": [encode(job) for job in jobs]}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "quire.kernels.triton.compiler"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL, env=child_environment(), text=True, start_new_session=True,
-    )  # fmt: skip
-    assert process.stdin is not None
-    try:
-        process.stdin.write(json.dumps(order))
-        process.stdin.close()
-    except BrokenPipeError:
-        pass  # it could not even start; `wait` will tell
-    return process
-
-
 def encode(job: Job) -> dict[str, Any]:
     """A job as plain data."""
     dtype = str(job.dtype).removeprefix("torch.")
@@ -114,11 +114,9 @@ def encode(job: Job) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def decode(data: dict[str, Any]) -> Job:
-    """…and back."""
-    config = config_of(data["config"])
-    assert config is not None, data
-    return Job(Shape(*data["shape"]), data["rows"], getattr(torch, data["dtype"]), config, data["residual"])
+def _card() -> tuple[int, int]:
+    major, minor = torch.cuda.get_device_capability()
+    return 10 * major + minor, launch.num_sms()
 
 
 class DescribedDriver:
@@ -137,14 +135,9 @@ class DescribedDriver:
         return 0
 
 
-def main() -> None:
-    """Compile what stdin asks for."""
-    order = json.load(sys.stdin)
-    triton.runtime.driver.set_active(DescribedDriver(order["arch"]))
-    launch.describe(order["arch"], order["sms"])
-    for data in order["jobs"]:
-        decode(data).compile()
-
-
-if __name__ == "__main__":
-    main()
+def compile_jobs(arch: int, multiprocessors: int, jobs: Sequence[Job]) -> None:
+    """Compile for a card that this process must not call."""
+    triton.runtime.driver.set_active(DescribedDriver(arch))
+    launch.describe(arch, multiprocessors)
+    for job in jobs:
+        job.compile()
