@@ -118,6 +118,11 @@ class CudaBatch(DeviceBatch):
         apply_plan(packed, sizes, max(*lengths, sizes["padded"]) + 1, self.buffers, self)
         self.kv.copy(plan.copies)
 
+    def apply_nothing(self) -> None:
+        """The kernel of `apply`, for a plan that holds nothing."""
+        names = ("drops", "blocks", "rows", "fresh", "draws", "added", "padded", "slot_number")
+        apply_plan(self._packed[0], dict.fromkeys(names, 0), 1, self.buffers, self)
+
     def _buffer(self, size: int) -> torch.Tensor:
         if len(self._packed[self._slot]) < size:  # long cached prefixes bring long tables; rare
             self._packed[self._slot] = self._pinned(2 * size)

@@ -1,8 +1,7 @@
 """Kernels compiled before the first request, many at once, while the weights are read.
 
 Triton compiles a kernel when it is first launched, in a second or so, and keeps it on disk. One after the other that
-would be most of a first start. Its compiler works outside Python's lock for a part of the time, so threads help; the
-many small products are left to processes (`kernels/triton/compiler.py`).
+would be most of a first start; `kernels/triton/compiler.py` has them compiled side by side.
 """
 
 from __future__ import annotations
@@ -10,16 +9,16 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import nn
 
 from quire.kernels.base import Ops
-from quire.kernels.triton.compiler import Compilers
+from quire.kernels.triton.compiler import Compilers, Task
 from quire.kernels.triton.prefill_attention import LONG_CONTEXT
-from quire.kernels.triton.tuning import Job
+from quire.layers.attention.base import AttentionInputs
 from quire.layers.attention.layer import Attention
 from quire.layers.linear import FusedLinear
 from quire.layers.products import layer_products
@@ -27,57 +26,78 @@ from quire.worker.cuda_batch import CudaBatch
 
 logger = logging.getLogger(__name__)
 
-Task = Callable[[], object]
-
 
 class WarmUp:
-    """Compilations under way: `tasks` in threads, `jobs` in processes if they were never done, then loaded."""
+    """Compilations under way, if they were never done before."""
 
-    def __init__(self, tasks: list[Task], jobs: list[Job], device: torch.device) -> None:
-        self._jobs = jobs
-        self._compilers = Compilers(jobs)
-        self._pool = ThreadPoolExecutor(
-            min(16, os.cpu_count() or 1), "compile", initializer=torch.cuda.set_device, initargs=(device,)
-        )
-        self._futures: list[Future[object]] = [self._pool.submit(task) for task in tasks]
+    def __init__(self, tasks: Sequence[Task], identity: str, device: torch.device) -> None:
+        self._tasks = tasks
+        self._device = device
+        self._compilers = Compilers(tasks, identity)
 
     def wait(self) -> None:
-        """Until all are done. One that fails is no harm: whoever launches the kernel compiles it, or learns why not."""
+        """Until all are done, and loaded. One that fails is no harm: who launches the kernel learns why."""
         self._compilers.wait()
-        self._futures += [self._pool.submit(job.compile) for job in self._jobs]
-        for future in self._futures:
-            if (error := future.exception()) is not None:
-                logger.debug("a kernel was not compiled ahead: %s", error)
-        self._pool.shutdown()
+        workers = min(16, os.cpu_count() or 1)
+        with ThreadPoolExecutor(workers, "load", torch.cuda.set_device, (self._device,)) as pool:
+            for future in [pool.submit(task) for task in self._tasks]:
+                if (error := future.exception()) is not None:
+                    logger.debug("a kernel was not compiled ahead: %s", error)
 
 
 def warm_up(model: nn.Module, ops: Ops, batch: CudaBatch, max_tokens: int, grouped: bool) -> WarmUp:
     """Start compiling what a step launches. The weights need not be filled; `batch` is one that nobody uses."""
     # The longest first: attention.
-    kernels = [*_attention_kernels(model, batch, grouped), *_row_kernels(model, ops), *_sampling_kernels(batch)]
-    return WarmUp(kernels, list(_products(model, ops, max_tokens)), batch.kv.data.device)
+    tasks = [*_attention_kernels(model, batch, grouped), *_sampling_kernels(batch), *_row_kernels(model, ops)]
+    products = layer_products(model)
+    kernels_of = getattr(ops, "kernels_of", None)
+    jobs = [] if kernels_of is None else [job for product in products for job in kernels_of(*product, max_tokens)]
+    layers = {_shape(module) for module in model.modules() if isinstance(module, Attention)}
+    weights = {(tuple(product.weight.shape), *product[1:]) for product in products}
+    kv = batch.kv.data
+    identity = (
+        f"{type(ops)} {sorted(map(str, {*layers, *weights, *jobs}))} {kv.shape[1:]} {kv.dtype} "
+        f"{batch.block_table.shape} {batch.vocab_size} {grouped}"
+    )
+    return WarmUp([*tasks, *(job.compile for job in jobs)], identity, batch.kv.data.device)
+
+
+def _shape(layer: Attention) -> tuple[object, ...]:
+    return layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.window, layer.norms is None
 
 
 def _attention_kernels(model: nn.Module, batch: CudaBatch, grouped: bool) -> Iterator[Task]:
     """Attention over rows that have no tokens: of one query, of several, over long contexts, of groups."""
     layers = {module.window: module for module in model.modules() if isinstance(module, Attention)}
+    many = len(batch.buffers.rows) - 1
     for layer in layers.values():
-        many = len(batch.buffers.rows) - 1
-        cases = [(1, 1, 1, 0, False), (1, 2, 0, 2, False), (1, 2, 0, LONG_CONTEXT + 1, False)]
-        cases += [(1, 1, 1, 0, True)] if grouped and layer.window is None else []
-        cases += [(rows, rows, rows, 0, False) for rows in (33, 257) if rows <= many]
-        for case in cases:
-            yield functools.partial(_attend, layer, batch, *case)
+        kinds = [False, True] if grouped and layer.window is None else [False]
+        for is_grouped in kinds:
+            yield functools.partial(_attend, layer, batch, 1, 1, 1, 0, is_grouped)
+        yield functools.partial(_attend, layer, batch, 1, 2, 0, 2, False)
+        yield functools.partial(_attend, layer, batch, 1, 2, 0, LONG_CONTEXT + 1, False)
+        for is_grouped in kinds:
+            for rows in (33, 257):  # plans of more rows; the kernel that follows them is the same
+                if rows <= many:
+                    yield functools.partial(_plan, layer, batch, rows, rows, rows, 0, is_grouped)
+
+
+@torch.inference_mode()
+def _plan(
+    layer: Attention, batch: CudaBatch, rows: int, tokens: int, decodes: int, max_context: int, grouped: bool
+) -> AttentionInputs:
+    inputs = batch.empty_inputs(rows, tokens, decodes, tokens, max_context, grouped).attention
+    inputs.context_lens.zero_()
+    layer.backend.prepare(layer.num_heads, batch.kv.layers[0], inputs, layer.window)
+    return inputs
 
 
 @torch.inference_mode()
 def _attend(
     layer: Attention, batch: CudaBatch, rows: int, tokens: int, decodes: int, max_context: int, grouped: bool
 ) -> None:
-    inputs = batch.empty_inputs(rows, tokens, decodes, tokens, max_context, grouped).attention
-    inputs.context_lens.zero_()
+    inputs = _plan(layer, batch, rows, tokens, decodes, max_context, grouped)
     kv = batch.kv.layers[0]
-    layer.backend.prepare(layer.num_heads, kv, inputs, layer.window)
     width = (layer.num_heads + 2 * layer.num_kv_heads) * layer.head_dim
     qkv = torch.zeros(tokens, width, dtype=kv.dtype, device=kv.device)
     q = qkv[:, : layer.num_heads * layer.head_dim].view(tokens, layer.num_heads, layer.head_dim)
@@ -85,21 +105,16 @@ def _attend(
 
 
 def _sampling_kernels(batch: CudaBatch) -> Iterator[Task]:
-    """Draws for the padding row, which do nothing, and the layout of a step of it."""
+    """Draws for the padding row, which do nothing, and the layout of steps of it."""
     rows = torch.full((1,), batch.pad_row, dtype=torch.int32, device=batch.buffers.rows.device)
     logits = torch.zeros(1, batch.vocab_size, dtype=batch.kv.data.dtype, device=rows.device)
     token, invalid = rows.long(), rows.bool()
-    yield lambda: batch.draw(logits, rows, 0, filtered=False)
     yield lambda: batch.draw(logits, rows, 0, filtered=True)
+    yield lambda: batch.draw(logits, rows, 0, filtered=False)
     yield lambda: batch.commit(token, invalid, rows.long(), 0)
     yield lambda: batch.expand(batch.empty_inputs(1, 1, 1, 1, 0))
-
-
-def _products(model: nn.Module, ops: Ops, max_tokens: int) -> Iterator[Job]:
-    kernels_of = getattr(ops, "kernels_of", None)
-    if kernels_of is not None:
-        for product in layer_products(model):
-            yield from kernels_of(*product, max_tokens)
+    yield lambda: batch.expand(batch.empty_inputs(1, 2, 0, 2, 0))
+    yield batch.apply_nothing
 
 
 def _row_kernels(model: nn.Module, ops: Ops) -> Iterator[Task]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
@@ -25,11 +26,15 @@ JOBS = [
 ]
 
 
+def compile_jobs() -> None:
+    compiler.compile_tasks(90, 132, [job.compile for job in JOBS])
+
+
 def compile_in_process(cache: Path) -> set[str]:
     """Names of the machine code in Triton's cache afterwards."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     subprocess.run(
-        [sys.executable, "-c", "from tests.kernels.test_compiler import JOBS, compiler; compiler.compile_jobs(90, 132, JOBS)"],
+        [sys.executable, "-c", "from tests.kernels import test_compiler; test_compiler.compile_jobs()"],
         check=True, env=environment | {"TRITON_CACHE_DIR": str(cache)}, timeout=120,
         cwd=Path(__file__).parents[2],
     )  # fmt: skip
@@ -42,50 +47,48 @@ def test_a_process_without_a_card_compiles_for_hopper_once(tmp_path: Path) -> No
     assert compile_in_process(tmp_path) == made
 
 
-MANY = [JOBS[0]._replace(rows=rows) for rows in range(1, 20)]
+Script = Callable[[int], object]
 
-Replace = Callable[[Callable[..., object]], None]
+
+def many(script: Script) -> list[compiler.Task]:
+    return [functools.partial(script, number) for number in range(19)]
 
 
 @pytest.fixture
-def replace_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Replace:
-    """A card to compile for, a place for stamps; what the forks do is for the test to say."""
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A card to compile for, and a place for stamps."""
     monkeypatch.setenv("QUIRE_CACHE", str(tmp_path))
     monkeypatch.setattr(compiler, "_card", lambda: (90, 132))
-    return lambda task: monkeypatch.setattr(compiler, "compile_jobs", task)
+    return tmp_path
 
 
 @pytest.mark.parametrize("fails", [False, True], ids=["done", "failed"])
-def test_a_stamp_is_left_when_all_is_compiled(replace_work: Replace, tmp_path: Path, fails: bool) -> None:
-    def task(arch: int, sms: int, jobs: list[Job]) -> None:
-        for job in jobs:
-            (tmp_path / f"rows-{job.rows}").touch()
-        if fails:
+def test_a_stamp_is_left_when_all_is_compiled(cache: Path, fails: bool) -> None:
+    def task(number: int) -> None:
+        (cache / f"task-{number}").touch()
+        if fails and number == 3:
             raise ValueError
 
-    replace_work(task)
-    compiler.Compilers(MANY).wait()
-    assert len(list(tmp_path.glob("rows-*"))) == len(MANY)
-    again = compiler.Compilers(MANY)
+    compiler.Compilers(many(task), "a").wait()
+    assert len(list(cache.glob("task-*"))) == 19
+    again = compiler.Compilers(many(task), "a")
     again.wait()
     assert again.is_needed == fails
-    assert compiler.Compilers(MANY[:2]).is_needed
+    assert compiler.Compilers([], "b").is_needed
 
 
-def test_a_compiler_that_hangs_is_given_up(replace_work: Replace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiler_that_hangs_is_given_up(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler, "PATIENCE", 0.2)
-    replace_work(lambda *_: time.sleep(60))
     began = time.monotonic()
-    compilers = compiler.Compilers(MANY)
+    compilers = compiler.Compilers(many(lambda _: time.sleep(60)), "a")
     compilers.wait()
     assert time.monotonic() - began < 30
-    assert compiler.Compilers([]).is_needed
+    assert compiler.Compilers([], "a").is_needed
     for fork in compilers._processes:
         with pytest.raises(ProcessLookupError):
             os.kill(fork._pid, 0)
 
 
-def test_a_few_jobs_are_not_worth_a_process(replace_work: Replace, tmp_path: Path) -> None:
-    replace_work(lambda *_: (tmp_path / "started").touch())
-    compiler.Compilers(JOBS).wait()
-    assert not (tmp_path / "started").exists()
+def test_a_few_tasks_are_not_worth_a_process(cache: Path) -> None:
+    compiler.Compilers(many(lambda _: (cache / "started").touch())[:2], "a").wait()
+    assert not (cache / "started").exists()

@@ -1,17 +1,18 @@
-"""Thin products compiled by processes of their own, for a first start.
+"""Kernels compiled by processes of their own, for a first start.
 
 Threads share Python's lock, which Triton's front end holds for a good part of a compilation; processes do not. They
-are forks of this one, so nothing is imported again. They know the card by its description and never call it, which a
-fork could not, and leave what they made in Triton's cache on disk, whence this process loads it.
+are forks of this one, so nothing is imported again. A fork cannot use the card: it knows it by its description, goes
+through the motions of launching with tensors that are only shapes, and leaves what was compiled for that in Triton's
+cache on disk, whence this process loads it.
 
 Once all is compiled a stamp is left beside the tuning tables: the next start asks nobody.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
-import json
 import logging
 import os
 import signal
@@ -22,16 +23,22 @@ from typing import Any
 
 import torch
 import triton
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.driver import CudaLauncher
+from triton.runtime.jit import JITFunction
 
 from quire.kernels.triton import launch
-from quire.kernels.triton.tuning import Job, entry_of
 from quire.paths import cache_dir
 
 logger = logging.getLogger(__name__)
 
+Task = Callable[[], object]
+"""Launches kernels."""
+
 EACH = 2
-"""Compilations a process takes at least."""
+"""Tasks a process takes at least."""
 MOST = 12
 PATIENCE = 60.0
 """Seconds; compilers that take longer are given up."""
@@ -40,15 +47,16 @@ PATIENCE = 60.0
 class Compilers:
     """Processes at work; none where everything has been compiled before."""
 
-    def __init__(self, jobs: Sequence[Job]) -> None:
-        self._jobs = jobs
-        self.is_needed = not _stamp(jobs).exists()
+    def __init__(self, tasks: Sequence[Task], identity: str) -> None:
+        """`identity`: tells these tasks from others, by what their kernels depend on."""
+        self._identity = identity
+        self.is_needed = not _stamp(identity).exists()
         """Whether something may not have been compiled yet."""
         self._processes: list[Fork] = []
-        if self.is_needed and len(jobs) > EACH:
-            count = min(MOST, len(jobs) // EACH, max(1, (os.cpu_count() or 1) * 3 // 4))
-            arch, sms = _card()
-            self._processes = [Fork(functools.partial(compile_jobs, arch, sms, jobs[i::count])) for i in range(count)]
+        if self.is_needed and len(tasks) > EACH:
+            count = min(MOST, len(tasks) // EACH, max(1, (os.cpu_count() or 1) * 3 // 4))
+            card = _card()
+            self._processes = [Fork(functools.partial(compile_tasks, *card, tasks[i::count])) for i in range(count)]
 
     def wait(self) -> None:
         """Until all are done, or late. What one could not do is done when it is needed."""
@@ -60,7 +68,7 @@ class Compilers:
             self._leave_stamp()
 
     def _leave_stamp(self) -> None:
-        stamp = _stamp(self._jobs)  # the cache may have been made only now
+        stamp = _stamp(self._identity)  # the cache may have been made only now
         try:
             stamp.parent.mkdir(parents=True, exist_ok=True)
             stamp.touch()
@@ -71,7 +79,7 @@ class Compilers:
 class Fork:
     """This process over again, doing one thing and ending."""
 
-    def __init__(self, task: Callable[[], object]) -> None:
+    def __init__(self, task: Task) -> None:
         self._pid = os.fork()
         if self._pid:
             return
@@ -93,10 +101,9 @@ class Fork:
         return ended[1] == 0
 
 
-def _stamp(jobs: Sequence[Job]) -> Path:
-    """Names what was compiled: which jobs, from which sources, by which Triton, into which cache."""
-    digest = hashlib.blake2b(digest_size=16)
-    digest.update(json.dumps(sorted(map(encode, jobs), key=str)).encode())
+def _stamp(identity: str) -> Path:
+    """Names what was compiled: for which tasks, from which sources, by which Triton, into which cache."""
+    digest = hashlib.blake2b(identity.encode(), digest_size=16)
     for source in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(source.read_bytes())
     cache = Path(triton.knobs.cache.dir)
@@ -105,18 +112,38 @@ def _stamp(jobs: Sequence[Job]) -> Path:
     return cache_dir() / "compiled" / digest.hexdigest()
 
 
-def encode(job: Job) -> dict[str, Any]:
-    """A job as plain data."""
-    dtype = str(job.dtype).removeprefix("torch.")
-    return {
-        "shape": list(job.shape), "rows": job.rows, "dtype": dtype, "config": entry_of(job.config),
-        "residual": job.residual,
-    }  # fmt: skip
-
-
 def _card() -> tuple[int, int]:
     major, minor = torch.cuda.get_device_capability()
     return 10 * major + minor, launch.num_sms()
+
+
+# In a fork
+
+
+def compile_tasks(arch: int, multiprocessors: int, tasks: Sequence[Task]) -> None:
+    """Compile what these tasks launch, for a card that this process must not call. Changes Triton: for forks only."""
+    triton.runtime.driver.set_active(DescribedDriver(arch))
+    launch.describe(arch, multiprocessors)
+    JITFunction.run = _compile_only
+    failures: list[Exception] = []
+    with ShapesOnly():
+        for task in tasks:
+            try:
+                task()
+            except Exception as error:  # the others may still be compiled
+                failures.append(error)
+    if failures:
+        raise failures[0]
+
+
+_run = JITFunction.run
+
+
+def _compile_only(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+    compiled = _run(kernel, *args, grid=grid, warmup=True, **kwargs)
+    with contextlib.suppress(Exception):  # without CUDA's libraries it cannot be made, and whoever launches makes it
+        CudaLauncher(compiled.src, compiled.metadata)  # the piece of C that hands the arguments over is cached, too
+    return compiled
 
 
 class DescribedDriver:
@@ -135,9 +162,20 @@ class DescribedDriver:
         return 0
 
 
-def compile_jobs(arch: int, multiprocessors: int, jobs: Sequence[Job]) -> None:
-    """Compile for a card that this process must not call."""
-    triton.runtime.driver.set_active(DescribedDriver(arch))
-    launch.describe(arch, multiprocessors)
-    for job in jobs:
-        job.compile()
+class ShapesOnly(TorchFunctionMode):
+    """Tensors on a card have shapes and no contents: whatever is done with them calls nobody."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if "device" in kwargs and torch.device(kwargs["device"]).type == "cuda":
+            kwargs = kwargs | {"device": "meta"}
+        args, kwargs = tree_map(_shape_of, (args, kwargs))
+        if func is torch.empty_like:
+            return args[0].new_empty(args[0].shape)  # the other way has torch import sympy, which takes seconds
+        return func(*args, **kwargs)
+
+
+def _shape_of(value: Any) -> Any:
+    if isinstance(value, torch.Tensor) and value.is_cuda:
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+    return value

@@ -76,7 +76,7 @@ class Job(NamedTuple):
         weight = x.new_empty(shape.n, shape.k)
         bias = x.new_empty(shape.n) if shape.bias else None
         gain = x.new_empty(shape.k) if shape.norm else None
-        residual = torch.empty_like(x) if self.residual else None
+        residual = x.new_empty(x.shape) if self.residual else None
         return Product(x, weight, bias, gain, residual, 1e-5, shape.silu, residual)
 
     def compile(self) -> None:
