@@ -17,6 +17,7 @@ import logging
 import os
 import signal
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -80,7 +81,9 @@ class Fork:
     """This process over again, doing one thing and ending."""
 
     def __init__(self, task: Task) -> None:
-        self._pid = os.fork()
+        with warnings.catch_warnings():  # Python warns of threads that a fork lacks: it waits for none of them
+            warnings.simplefilter("ignore", DeprecationWarning)
+            self._pid = os.fork()
         if self._pid:
             return
         status = 1
