@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup chat test test-gpu sanitize lint format bench soak docs clean
+.PHONY: setup serve chat test test-gpu sanitize lint format bench soak docs clean
 
 setup: $(STAMP)
 
@@ -15,8 +15,12 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $(STAMP)
 
+# More flags: make serve ARGS="--port 8001 --api-key secret"
+serve: setup
+	@$(BIN)/quire serve $(ARGS)
+
 chat: setup
-	@$(BIN)/quire chat
+	@$(BIN)/quire chat $(ARGS)
 
 test: setup lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow and not gpu"
@@ -51,6 +55,7 @@ soak: setup
 
 docs: setup
 	@$(BIN)/python -m quire.cli.reference > docs/configuration.md
+	@$(BIN)/python -m quire.server.metrics_page > docs/metrics.md
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache *.egg-info

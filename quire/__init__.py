@@ -21,10 +21,16 @@ _EXPORTS = {
     "AsyncLLM": "quire.api.async_llm",
     "LLMEngine": "quire.api.engine",
     "SamplingParams": "quire.messages.sampling",
+    "StructuredOutputsParams": "quire.messages.structured",
     "RequestOutputKind": "quire.messages.sampling",
     "RequestOutput": "quire.messages.outputs",
     "CompletionOutput": "quire.messages.outputs",
     "Logprob": "quire.messages.outputs",
+    "PoolingParams": "quire.messages.pooling",
+    "PoolingOutput": "quire.messages.outputs",
+    "PoolingRequestOutput": "quire.messages.outputs",
+    "EmbeddingOutput": "quire.messages.outputs",
+    "EmbeddingRequestOutput": "quire.messages.outputs",
     "EngineConfig": "quire.config",
     "TextPrompt": "quire.api.inputs",
     "TokensPrompt": "quire.api.inputs",
@@ -40,10 +46,16 @@ if TYPE_CHECKING:
     from quire.api.llm import LLM as LLM
     from quire.config import EngineConfig as EngineConfig
     from quire.messages.outputs import CompletionOutput as CompletionOutput
+    from quire.messages.outputs import EmbeddingOutput as EmbeddingOutput
+    from quire.messages.outputs import EmbeddingRequestOutput as EmbeddingRequestOutput
     from quire.messages.outputs import Logprob as Logprob
+    from quire.messages.outputs import PoolingOutput as PoolingOutput
+    from quire.messages.outputs import PoolingRequestOutput as PoolingRequestOutput
     from quire.messages.outputs import RequestOutput as RequestOutput
+    from quire.messages.pooling import PoolingParams as PoolingParams
     from quire.messages.sampling import RequestOutputKind as RequestOutputKind
     from quire.messages.sampling import SamplingParams as SamplingParams
+    from quire.messages.structured import StructuredOutputsParams as StructuredOutputsParams
 
 __all__ = ["__version__", *_EXPORTS]
 

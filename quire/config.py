@@ -59,6 +59,12 @@ class EngineConfig:
         "auto", "auto: the model's generation_config.json sets defaults and extra end tokens; none: ignored", "model",
         choices=("auto", "none"),
     )  # fmt: skip
+    pooling: str = option(
+        "last",
+        "What an embedding is made of, where a request does not say: the last token's hidden state, or the mean of all",
+        "model",
+        choices=("last", "mean"),
+    )
     chat_template: str | None = option(None, "Chat template, inline or a file; the model's own if unset", "model")
     logits_processors: tuple[str | type, ...] = option(
         (), "Dotted paths of custom logits processors (see worker/logits.py)", "model", many=True
@@ -102,6 +108,16 @@ class EngineConfig:
         "On a GPU, read the cache of a beginning that many running requests share once for all of them",
         "scheduling",
     )
+    max_step_stretch: float | None = option(
+        None,
+        "How many times as long as a step of running requests alone one that also computes prompts may take; more "
+        "where many prompts wait. unset: 1.7 for AsyncLLM and the server, inf (no bound) for LLM",
+        "scheduling",
+    )
+    grammar_timeout: int = option(
+        5, "Seconds a schema, regex or grammar of structured_outputs may take to compile; then its request is refused",
+        "scheduling",
+    )  # fmt: skip
     scheduling_policy: str = option("fcfs", "fcfs, priority (lower first, ageing), or a dotted path", "scheduling")
 
     step_timeout: int = option(
@@ -125,13 +141,14 @@ class EngineConfig:
         self._check_shares()
         self._check_model_len()
         self._check_budgets()
+        self._check_stretch()
         self._check_parallel()
 
     def _check_counts(self) -> None:
         for name, least in (
             ("block_size", 1), ("max_num_seqs", 1), ("max_num_batched_tokens", 1), ("kv_cache_memory_bytes", 1),
             ("num_gpu_blocks_override", 1), ("pipeline_depth", 0), ("max_logprobs", -1),
-            ("step_timeout", 0),
+            ("step_timeout", 0), ("grammar_timeout", 1),
         ):  # fmt: skip
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
@@ -161,6 +178,22 @@ class EngineConfig:
                 f"max_num_batched_tokens ({tokens}) is below max_num_seqs ({rows}): a step could not hold a token each",
                 "max_num_batched_tokens",
                 tokens,
+            )
+
+    def _check_stretch(self) -> None:
+        value = self.max_step_stretch
+        if value is None:
+            return
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not value > 1:
+            raise ConfigError(
+                f"max_step_stretch must be a number above 1 (inf: no bound), got {value!r}", "max_step_stretch", value
+            )
+        if not self.enable_chunked_prefill and math.isfinite(value):
+            raise ConfigError(
+                f"max_step_stretch ({value}) works by cutting prompts into chunks, which enable_chunked_prefill=False "
+                "forbids: unset one of them",
+                "max_step_stretch",
+                value,
             )
 
     def _check_parallel(self) -> None:

@@ -8,6 +8,7 @@ import logging
 import os
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any
 
@@ -23,11 +24,13 @@ from quire.errors import EngineDeadError, QuireError, ValidationError
 from quire.loading.hub import find
 from quire.loading.read_config import read_generation_config, read_model_config
 from quire.loading.tokenizer import load_tokenizer
-from quire.messages.outputs import RequestOutput, StepOutputs
+from quire.messages.outputs import PoolingRequestOutput, RequestOutput, StepOutputs
+from quire.messages.pooling import PoolingParams
 from quire.messages.request import NewRequest
 from quire.messages.sampling import RequestOutputKind, SamplingParams
 from quire.output.detokenizer import Vocabulary
 from quire.output.processor import OutputProcessor
+from quire.output.times import TokenTimes
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +47,9 @@ class AsyncLLM:
     in this process, tokens in the other. All its methods are for the event loop's thread.
     """
 
+    engine_module = "quire.engine.process"
+    """What the engine's process runs. A benchmark puts an engine of its own in its place."""
+
     def __init__(self, model: str | os.PathLike[str] = EngineConfig.model, **settings: Any) -> None:
         self._open(EngineConfig(model=os.fspath(model), **drop_neutral(settings)))
 
@@ -59,7 +65,7 @@ class AsyncLLM:
         self._files = find(config)
         self._model = read_model_config(self._files, config.hf_overrides)
         self._generation = read_generation_config(self._files) if config.generation_config == "auto" else {}
-        engine = RemoteEngine(config, self._files, self._model)
+        engine = self._start_engine()
         try:  # the tokenizer is loaded while the engine is
             self._tokenizer = None if config.skip_tokenizer_init else self._load_tokenizer()
         except BaseException:
@@ -74,7 +80,10 @@ class AsyncLLM:
         self._questions: dict[int, asyncio.Future[Any]] = {}
         self._numbers = itertools.count()
         self._restarting = asyncio.Lock()
-        self._is_shut = False
+        self._coming: RemoteEngine | None = None
+        """The engine that a restart is making."""
+        self.is_shut = False
+        """Whether it has been shut down: nothing brings it back."""
         self._adopt(engine)
 
     # Generating
@@ -91,7 +100,33 @@ class AsyncLLM:
         """Outputs of one request as they come. Each holds everything so far, or with `output_kind=DELTA` only what is
         new. Who reads slowly gets several steps in one output. Leaving early, or being cancelled, aborts the request.
         """
+        if isinstance(sampling_params, PoolingParams):
+            raise ValidationError(
+                "sampling_params must be SamplingParams, got PoolingParams: `encode` makes vectors", "sampling_params"
+            )
         box = await self._submit(prompt, sampling_params, request_id, priority, tenant)
+        try:
+            while not box.is_finished:
+                yield await box.take()
+        finally:
+            self._leave(box)
+
+    async def encode(
+        self,
+        prompt: PromptType,
+        pooling_params: PoolingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        tenant: str = "",
+    ) -> AsyncGenerator[PoolingRequestOutput, None]:
+        """The vector of one prompt: the one output there is. Leaving early, or being cancelled, aborts the request."""
+        params = PoolingParams() if pooling_params is None else pooling_params
+        if not isinstance(params, PoolingParams):
+            raise ValidationError(
+                f"pooling_params must be PoolingParams, got {type(params).__name__}", "pooling_params", params
+            )
+        box = await self._submit(prompt, params, request_id, priority, tenant)
         try:
             while not box.is_finished:
                 yield await box.take()
@@ -110,7 +145,21 @@ class AsyncLLM:
 
     async def check_health(self) -> None:
         """Raises `EngineDeadError` if the engine is dead; returns when its loop has answered."""
-        await self._ask(ipc.Ping)
+        await self.report_health()
+
+    async def report_health(self) -> ipc.HealthReport:
+        """How far the engine's loop has come, in its own words."""
+        report: ipc.HealthReport = await self._ask(ipc.Ping)
+        return report
+
+    async def wait_until_dead(self) -> str:
+        """Returns once the engine is dead, with the reason. Until then it costs nothing."""
+        try:
+            self._attach()
+            await self._answer_to(next(self._numbers))
+        except EngineDeadError as error:
+            return str(error)
+        raise AssertionError("nobody answers what was not asked")
 
     async def get_metrics(self) -> list[Metric]:
         """Counters and gauges of the engine."""
@@ -139,6 +188,11 @@ class AsyncLLM:
         return self._engine.facts
 
     @property
+    def token_times(self) -> TokenTimes:
+        """How many tokens have come, and the gaps between them, over all requests of this object."""
+        return self._outputs.times
+
+    @property
     def errored(self) -> bool:
         """Whether the engine is dead, for whatever reason."""
         return bool(self._engine.death)
@@ -158,20 +212,25 @@ class AsyncLLM:
 
     # Ending, and beginning again
 
-    async def restart(self) -> None:
+    async def restart(self, only_if_dead: bool = False) -> None:
         """Make a new engine in place of one that died, or of one that lives: then its requests fail."""
         async with self._restarting:
-            if self._is_shut:
+            if self.is_shut:
                 raise EngineDeadError(SHUT)
+            if only_if_dead and not self.errored:
+                return  # someone else was quicker
             self._close("the engine is being restarted")
-            await asyncio.to_thread(self._engine.stop)
-            self._adopt(await asyncio.to_thread(self._make_engine))
+            await _aside(self._engine.stop)
+            self._adopt(await self._make_engine())
+
+    def kill_engine(self, reason: str) -> None:
+        """End the engine's process at once: it cannot be talked to. Open requests fail with the reason."""
+        self._engine.end(reason)
 
     def shutdown(self) -> None:
         """End everything: open requests fail, the process is gone when this returns. Calling it twice is fine."""
-        if not self._is_shut:
-            self._is_shut = True
-            self._close(SHUT)
+        if not self.is_shut:
+            self._shut()
             self._engine.stop()
 
     async def __aenter__(self) -> AsyncLLM:
@@ -180,10 +239,9 @@ class AsyncLLM:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if not self._is_shut:
-            self._is_shut = True
-            self._close(SHUT)
-            await asyncio.to_thread(self._engine.stop)
+        if not self.is_shut:
+            self._shut()
+            await _aside(self._engine.stop)
 
     # How it is done
 
@@ -192,16 +250,35 @@ class AsyncLLM:
         source = self._files if config.tokenizer is None else config.tokenizer
         return load_tokenizer(source, trust_remote_code=config.trust_remote_code, revision=config.tokenizer_revision)
 
-    def _make_engine(self) -> RemoteEngine:
-        engine = RemoteEngine(self.config, self._files, self._model)
-        engine.wait_until_ready()
+    def _start_engine(self) -> RemoteEngine:
+        return RemoteEngine(self.config, self._files, self._model, self.engine_module)
+
+    async def _make_engine(self) -> RemoteEngine:
+        """A new one, ready. Nothing of it is left if nobody wants it any more."""
+        if self.is_shut:
+            raise EngineDeadError(SHUT)
+        engine = self._coming = self._start_engine()
+        try:
+            await _aside(engine.wait_until_ready)
+        except BaseException as error:
+            engine.kill()  # also ends the thread's wait
+            if self.is_shut and isinstance(error, Exception):
+                raise EngineDeadError(SHUT) from error
+            raise
+        finally:
+            self._coming = None
+        if self.is_shut:
+            engine.kill()
+            raise EngineDeadError(SHUT)
         return engine
 
     def _adopt(self, engine: RemoteEngine) -> None:
         self._engine = engine
         engine.on_message, engine.on_death = self._take, self._fail_all
         config = self.config
-        self._inputs = InputProcessor(engine.facts, self._tokenizer, self._generation, config.seed, config.max_logprobs)
+        self._inputs = InputProcessor(
+            engine.facts, self._tokenizer, self._generation, config.seed, config.max_logprobs, config.pooling
+        )
         self._inputs.hashes_ahead = config.enable_prefix_caching
 
     def _attach(self) -> None:
@@ -211,7 +288,12 @@ class AsyncLLM:
         self._engine.attach()
 
     async def _submit(
-        self, prompt: PromptType, params: SamplingParams | None, request_id: str | None, priority: int, tenant: str
+        self,
+        prompt: PromptType,
+        params: SamplingParams | PoolingParams | None,
+        request_id: str | None,
+        priority: int,
+        tenant: str,
     ) -> Mailbox:
         """Check a request and send it off."""
         self._attach()
@@ -237,7 +319,7 @@ class AsyncLLM:
         return box
 
     async def _prepare(
-        self, key: str, prompt: PromptType, params: SamplingParams, priority: int, tenant: str
+        self, key: str, prompt: PromptType, params: SamplingParams | PoolingParams, priority: int, tenant: str
     ) -> tuple[NewRequest, str | None]:
         arguments = (key, prompt, params, time.monotonic(), priority, tenant)
         if _size(prompt) < LONG_PROMPT:
@@ -255,9 +337,12 @@ class AsyncLLM:
     async def _ask(self, question: Callable[[int], ipc.Down]) -> Any:
         self._attach()
         number = next(self._numbers)
+        self._engine.send(question(number))
+        return await self._answer_to(number)
+
+    async def _answer_to(self, number: int) -> Any:
         answer = self._questions[number] = asyncio.get_running_loop().create_future()
         try:
-            self._engine.send(question(number))
             return await answer
         finally:
             del self._questions[number]
@@ -275,20 +360,30 @@ class AsyncLLM:
                     answer.set_result(message)
 
     def _take_outputs(self, outputs: StepOutputs) -> None:
+        for end in outputs.finished:
+            if end.error:  # the request is at fault, and only the engine could know
+                self._fail(end.key[0], error_of(ipc.Refused(end.key[0], end.error, end.message or "")))
         try:
             views, stops = self._outputs.process(outputs)
         except Exception as error:  # what cannot be shown must not be waited for
             logger.exception("the outputs of a step cannot be shown")
-            for request in {key[0] for key in outputs.keys}:
+            for request in {key[0] for key in (*outputs.keys, *(key for key, _ in outputs.vectors))}:
                 self._engine.send(ipc.Abort(request))
                 self._fail(request, QuireError(f"the output cannot be shown: {type(error).__name__}: {error}"))
             return
         for key, at, string in stops:
             self._engine.send(ipc.Finish(key, at, string))
+        later = []
         for view in views:
-            if (box := self._by_key.get(view.request_id)) is not None:
-                view.request_id = box.request_id
+            if (box := self._by_key.get(view.request_id)) is None:
+                continue
+            view.request_id = box.request_id
+            if box.has_begun:
+                later.append((box, view))
+            else:  # who waits for a first token is woken before those who wait for one more
                 box.put(view)
+        for box, view in later:
+            box.put(view)
 
     def _fail(self, key: str, error: QuireError) -> None:
         if (box := self._by_key.get(key)) is not None:
@@ -303,9 +398,24 @@ class AsyncLLM:
             if not answer.done():
                 answer.set_exception(EngineDeadError(reason))
 
+    def _shut(self) -> None:
+        self.is_shut = True
+        if self._coming is not None:
+            self._coming.kill()
+        self._close(SHUT)
+
     def _close(self, reason: str) -> None:
         self._engine.close(reason)
         self._fail_all(self._engine.death)
+
+
+async def _aside(wait: Callable[[], None]) -> None:
+    """In a thread of its own: those of the pool may all be busy with prompts."""
+    pool = ThreadPoolExecutor(1)
+    try:
+        await asyncio.get_running_loop().run_in_executor(pool, wait)
+    finally:
+        pool.shutdown(wait=False)
 
 
 def _size(prompt: Any) -> int:

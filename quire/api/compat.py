@@ -11,9 +11,9 @@ from quire.errors import ConfigError
 
 # Values that ask for nothing quire does not do anyway.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "runner": ("auto", "generate"),
-    "convert": ("auto", "none"),
-    "task": ("auto", "generate"),
+    "runner": ("auto", "generate", "pooling"),
+    "convert": ("auto", "none", "embed"),
+    "task": ("auto", "generate", "embed"),
     "tokenizer_mode": ("auto", "hf", "slow"),
     "quantization": (None, "gguf"),
     "cpu_offload_gb": (0, 0.0),

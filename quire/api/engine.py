@@ -9,12 +9,13 @@ from quire.api.inputs import InputProcessor, PromptType
 from quire.api.interrupts import deferred_interrupts
 from quire.config import EngineConfig
 from quire.engine.setup import EngineFacts, make_engine
-from quire.engine.stats import Metric, metrics_of
+from quire.engine.stats import Metric
 from quire.errors import EngineDeadError, ValidationError
 from quire.loading.hub import find
 from quire.loading.read_config import read_generation_config, read_model_config
 from quire.loading.tokenizer import load_tokenizer
-from quire.messages.outputs import RequestOutput
+from quire.messages.outputs import Output
+from quire.messages.pooling import PoolingParams
 from quire.messages.sampling import SamplingParams
 from quire.output.detokenizer import Vocabulary
 from quire.output.processor import OutputProcessor
@@ -30,7 +31,9 @@ class LLMEngine:
         generation = read_generation_config(files) if config.generation_config == "auto" else {}
         tokenizer = None if config.skip_tokenizer_init else _tokenizer(config, files)
         self.core, self.facts = make_engine(config, files, model)
-        self.inputs = InputProcessor(self.facts, tokenizer, generation, config.seed, config.max_logprobs)
+        self.inputs = InputProcessor(
+            self.facts, tokenizer, generation, config.seed, config.max_logprobs, config.pooling
+        )
         self._outputs = OutputProcessor(None if tokenizer is None else Vocabulary(tokenizer))
         self._closed = False
         self._queued_tokens = 0
@@ -45,9 +48,15 @@ class LLMEngine:
         return self.inputs.tokenizer
 
     def add_request(
-        self, request_id: str, prompt: PromptType, params: SamplingParams, *, priority: int = 0, tenant: str = ""
+        self,
+        request_id: str,
+        prompt: PromptType,
+        params: SamplingParams | PoolingParams,
+        *,
+        priority: int = 0,
+        tenant: str = "",
     ) -> None:
-        """Check a request and queue it."""
+        """Check a request and queue it. With `PoolingParams` it yields a vector."""
         if self._closed:
             raise EngineDeadError("the engine has been shut down; make a new one")
         if request_id in self._outputs:
@@ -64,7 +73,7 @@ class LLMEngine:
             with deferred_interrupts():
                 self.core.begin()
 
-    def step(self) -> list[RequestOutput]:
+    def step(self) -> list[Output]:
         """One step; what it brought for requests that are to be told."""
         self._queued_tokens = 0
         with deferred_interrupts():
@@ -92,7 +101,7 @@ class LLMEngine:
 
     def get_metrics(self) -> list[Metric]:
         """Counters and gauges of this engine."""
-        return metrics_of(self.core.scheduler)
+        return self.core.metrics()
 
     def check_idle(self) -> None:
         """Raise unless every block and row has come back."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from quire.api.engine import LLMEngine
-from quire.messages.outputs import RequestOutput
+from quire.messages.outputs import Output
 
 
 class Inbox:
@@ -14,18 +14,18 @@ class Inbox:
 
     def __init__(self, engine: LLMEngine) -> None:
         self._engine = engine
-        self._boxes: dict[str, list[RequestOutput]] = {}
+        self._boxes: dict[str, list[Output]] = {}
 
     @contextmanager
-    def waiting(self, ids: list[str]) -> Iterator[Callable[[], list[RequestOutput]]]:
+    def waiting(self, ids: list[str]) -> Iterator[Callable[[], list[Output]]]:
         """Gives a function that yields what came for these requests, making a step if nothing has.
 
         Whatever ends the block, an exception included, leaves none of the requests behind.
         """
-        box: list[RequestOutput] = []
+        box: list[Output] = []
         self._boxes.update(dict.fromkeys(ids, box))
 
-        def take() -> list[RequestOutput]:
+        def take() -> list[Output]:
             if not box:
                 self._step()
             taken, box[:] = list(box), []

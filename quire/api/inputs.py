@@ -7,9 +7,11 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, TypedDict, Union
 
+from quire.api.pooling import PoolingInputs
 from quire.errors import CacheTooSmallError, ValidationError
 from quire.loading.model_config import ModelConfig
 from quire.memory.prefix import ContentKeys
+from quire.messages.pooling import PoolingParams
 from quire.messages.request import NewRequest
 from quire.messages.sampling import SamplingParams
 
@@ -58,6 +60,7 @@ class InputProcessor:
         generation_config: Mapping[str, Any],
         seed: int,
         max_logprobs: int,
+        pooling: str = "last",
     ) -> None:
         self.tokenizer = tokenizer
         self._facts = facts
@@ -65,6 +68,7 @@ class InputProcessor:
         self._max_logprobs = facts.model.vocab_size if max_logprobs < 0 else max_logprobs
         self._seeds = random.Random(seed)
         self._eos_ids = self._end_tokens()
+        self._pooling = PoolingInputs(facts, tokenizer, pooling)
         self.hashes_ahead = False
         """Whether content keys are computed here, or by the loop when it admits the request: while the device works."""
 
@@ -72,13 +76,19 @@ class InputProcessor:
         self,
         request_id: str,
         prompt: PromptType,
-        params: SamplingParams,
+        params: SamplingParams | PoolingParams,
         arrival: float,
         priority: int = 0,
         tenant: str = "",
     ) -> tuple[NewRequest, str | None]:
         """The request, and its prompt as text where it has one."""
         text, tokens, salt = self._read_prompt(prompt)
+        if isinstance(params, PoolingParams):
+            pooled = self._pooling.make(request_id, tokens, params, salt)
+            self._check_vocabulary(pooled.prompt)
+            pooled.keys = self._facts.keys.of(pooled.prompt, salt) if self.hashes_ahead else []
+            pooled.priority, pooled.tenant, pooled.arrival = priority, tenant, arrival
+            return pooled, text
         self._check_params(params)
         params = params.clone()  # checks it again: it may have been changed since it was made
         tokens = self._truncate(tokens, params)
@@ -155,13 +165,16 @@ class InputProcessor:
             return tokens
         return tokens[-(self._facts.max_model_len - 1 if keep == -1 else keep) :]
 
-    def _check_tokens(self, tokens: list[int]) -> None:
+    def _check_vocabulary(self, tokens: list[int]) -> None:
         if not tokens:
             raise ValidationError("the prompt is empty: at least one token is needed", "prompt", tokens)
         vocab = self._facts.model.vocab_size
         if min(tokens) < 0 or max(tokens) >= vocab:
             bad = next(token for token in tokens if not 0 <= token < vocab)
             raise ValidationError(f"token id {bad} is outside the vocabulary of {vocab}", "prompt_token_ids", bad)
+
+    def _check_tokens(self, tokens: list[int]) -> None:
+        self._check_vocabulary(tokens)
         longest = self._facts.max_model_len
         if len(tokens) >= longest:
             raise ValidationError(

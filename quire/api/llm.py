@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
+from quire.api.chat import ChatRenderer, template_text
 from quire.api.compat import drop_neutral
 from quire.api.engine import LLMEngine
 from quire.api.inbox import Inbox
@@ -15,11 +17,14 @@ from quire.api.inputs import PromptType
 from quire.api.progress import Progress
 from quire.config import EngineConfig
 from quire.engine.stats import Metric
-from quire.errors import QuireError, ValidationError
-from quire.messages.outputs import RequestOutput
+from quire.errors import ValidationError
+from quire.messages.outputs import EmbeddingRequestOutput, PoolingRequestOutput, RequestOutput
+from quire.messages.pooling import PoolingParams
 from quire.messages.sampling import RequestOutputKind, SamplingParams
 
 Message = dict[str, Any]
+Kind = TypeVar("Kind", RequestOutput, PoolingRequestOutput)
+Params = TypeVar("Params")
 
 
 class LLM:
@@ -49,14 +54,7 @@ class LLM:
         ids = self._enqueue(
             listed, self._each_params(sampling_params, len(listed)), priority, RequestOutputKind.FINAL_ONLY
         )
-        finished: dict[str, RequestOutput] = {}
-        with Progress(len(ids), enabled=bool(use_tqdm)) as progress, self._inbox.waiting(ids) as outputs:
-            while len(finished) < len(ids):
-                for output in outputs():
-                    if output.finished:
-                        finished[output.request_id] = output
-                        progress.finished(output)
-        return [finished[request_id] for request_id in ids]
+        return self._gather(ids, RequestOutput, use_tqdm)
 
     def stream(
         self,
@@ -81,7 +79,7 @@ class LLM:
                 for output in outputs():
                     if output.finished:
                         unfinished.discard(output.request_id)
-                    yield output
+                    yield output  # type: ignore[misc]  # these requests have samples, not vectors
 
     def chat(
         self,
@@ -111,6 +109,38 @@ class LLM:
             "continue_final_message": False,
         } | template_options
         return self.stream(self._render(messages, **options), sampling_params)
+
+    # Vectors
+
+    def embed(
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        *,
+        use_tqdm: bool | Callable[..., Any] = True,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+    ) -> list[EmbeddingRequestOutput]:
+        """A vector for one prompt or for each of many, in their order. It has length 1 unless asked otherwise."""
+        pooled = self.encode(prompts, pooling_params, use_tqdm=use_tqdm, pooling_task="embed")
+        return [EmbeddingRequestOutput.from_base(output) for output in pooled]
+
+    def encode(
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        *,
+        use_tqdm: bool | Callable[..., Any] = True,
+        pooling_task: str = "embed",
+    ) -> list[PoolingRequestOutput]:
+        """As `embed`, with the vectors as arrays. "embed" is the only task there is."""
+        listed = _as_list(prompts)
+        params = _for_each("pooling_params", PoolingParams() if pooling_params is None else pooling_params, len(listed))
+        PoolingParams(task=pooling_task)  # which refuses any other
+        for one in params:
+            if not isinstance(one, PoolingParams):
+                raise ValidationError(
+                    f"pooling_params must be PoolingParams, got {type(one).__name__}", "pooling_params", one
+                )
+        return self._gather(self._enqueue(listed, params, None, None), PoolingRequestOutput, use_tqdm)
 
     # Asking and tidying up
 
@@ -149,10 +179,14 @@ class LLM:
 
     # How it is done
 
+    @cached_property
+    def _renderer(self) -> ChatRenderer:
+        return ChatRenderer(self.llm_engine.tokenizer, self.llm_engine.config.chat_template)
+
     def _enqueue(
         self,
         prompts: list[PromptType],
-        params: list[SamplingParams],
+        params: Sequence[SamplingParams | PoolingParams],
         priority: int | Sequence[int] | None,
         kind: RequestOutputKind | None,
     ) -> list[str]:
@@ -178,16 +212,26 @@ class LLM:
             raise
         return ids
 
+    def _gather(self, ids: list[str], kind: type[Kind], use_tqdm: bool | Callable[..., Any]) -> list[Kind]:
+        """Step until all have ended; their outputs in the order of `ids`."""
+        finished: dict[str, Kind] = {}
+        with Progress(len(ids), enabled=bool(use_tqdm)) as progress, self._inbox.waiting(ids) as outputs:
+            while len(finished) < len(ids):
+                for output in outputs():
+                    if output.finished and isinstance(output, kind):
+                        finished[output.request_id] = output
+                        progress.finished(output)
+        return [finished[request_id] for request_id in ids]
+
     def _each_params(
         self, params: SamplingParams | Sequence[SamplingParams] | None, count: int
     ) -> list[SamplingParams]:
-        if params is None:
-            params = self.get_default_sampling_params()
-        if not isinstance(params, Sequence):
-            return [params] * count
-        if len(params) != count:
-            raise ValidationError(f"{count} prompts, but {len(params)} sampling_params", "sampling_params", len(params))
-        return list(params)
+        listed = _for_each("sampling_params", self.get_default_sampling_params() if params is None else params, count)
+        if any(isinstance(one, PoolingParams) for one in listed):
+            raise ValidationError(
+                "sampling_params must be SamplingParams, got PoolingParams: `embed` makes vectors", "sampling_params"
+            )
+        return listed
 
     def _render(
         self,
@@ -202,29 +246,17 @@ class LLM:
         conversations = [messages] if messages and isinstance(messages[0], dict) else list(messages)
         if not conversations:
             raise ValidationError("chat needs at least one message", "messages", messages)
-        template = _template_text(chat_template or self.llm_engine.config.chat_template)
+        renderer = self._renderer
         prompts: list[PromptType] = []
         for conversation in conversations:
-            if not conversation:
-                raise ValidationError(
-                    "a conversation is empty: it needs at least one message", "messages", conversation
-                )
-            try:
-                text = self.get_tokenizer().apply_chat_template(
-                    list(conversation),
-                    tools=tools,
-                    chat_template=template,
-                    add_generation_prompt=add_generation_prompt and not continue_final_message,
-                    continue_final_message=continue_final_message,
-                    tokenize=False,
-                    **(chat_template_kwargs or {}),
-                )
-            except QuireError:
-                raise
-            except Exception as error:  # no template, a role it does not know, a mistake in it: all are input
-                raise ValidationError(f"the chat template failed: {error}", "messages", conversation) from error
-            # The template writes the special tokens itself; the tokenizer must not add its own.
-            tokens = self.llm_engine.inputs.encode(text, add_special_tokens=False)
+            text, tokens = renderer.render(
+                conversation,  # type: ignore[arg-type]
+                tools=tools,
+                add_generation_prompt=add_generation_prompt and not continue_final_message,
+                continue_final_message=continue_final_message,
+                chat_template=template_text(chat_template),
+                chat_template_kwargs=chat_template_kwargs,
+            )
             prompts.append({"prompt": text, "prompt_token_ids": tokens})
         return prompts
 
@@ -243,8 +275,10 @@ def _as_list(prompts: PromptType | Sequence[PromptType]) -> list[PromptType]:
     return [listed] if listed and hasattr(listed[0], "__index__") else listed  # type: ignore[list-item,return-value]
 
 
-def _template_text(template: str | None) -> str | None:
-    """A template given inline, or the text of the file it names."""
-    if template is None or "{" in template or not Path(template).is_file():
-        return template
-    return Path(template).read_text()
+def _for_each(name: str, params: Params | Sequence[Params], count: int) -> list[Params]:
+    """One set of parameters for all prompts, or one for each."""
+    if not isinstance(params, Sequence):
+        return [params] * count
+    if len(params) != count:
+        raise ValidationError(f"{count} prompts, but {len(params)} {name}", name, len(params))
+    return list(params)

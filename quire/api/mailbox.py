@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from typing import Any
 
 from quire.errors import QuireError
-from quire.messages.outputs import CompletionOutput, RequestOutput
+from quire.messages.outputs import CompletionOutput, Output, RequestOutput
 
 
 class Mailbox:
@@ -20,53 +21,62 @@ class Mailbox:
         self.is_delta = False
         self.is_aborted = False
         """The caller wants it ended."""
+        self.has_begun = False
+        """Something has come."""
         self.is_ended = False
         """Nothing more comes."""
         self.is_finished = False
         """The last output has been read."""
-        self._output: RequestOutput | None = None
+        self._output: Output | None = None
         self._error: QuireError | None = None
-        self._news = asyncio.Event()
+        self._reader: asyncio.Future[None] | None = None
+        """Someone who waits for what comes."""
 
-    def put(self, output: RequestOutput) -> None:
+    def put(self, output: Output) -> None:
         """Something new to read."""
-        if self._output is not None and self.is_delta:
+        if self.is_delta and isinstance(self._output, RequestOutput) and isinstance(output, RequestOutput):
             output = merged(self._output, output)
         self._output = output
+        self.has_begun = True
         self.is_ended = output.finished
-        self._news.set()
+        self._wake()
 
     def fail(self, error: QuireError) -> None:
         """Nothing more comes, and this is why. What came before can still be read."""
         if not self.is_ended:
             self._error = error
             self.is_ended = True
-            self._news.set()
+            self._wake()
 
-    async def take(self) -> RequestOutput:
-        """Everything that came since this was asked last; waits until something has."""
-        await self._news.wait()
-        if self._output is None:
-            assert self._error is not None
-            raise self._error
+    async def take(self) -> Any:
+        """Everything that came since this was asked last, as one output; waits until something has."""
+        while self._output is None:
+            if self._error is not None:
+                raise self._error
+            self._reader = asyncio.get_running_loop().create_future()
+            await self._reader
         output, self._output = self._output, None
         self.is_finished = output.finished
-        if self._error is None:
-            self._news.clear()
         return output
+
+    def _wake(self) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
 
 
 def merged(first: RequestOutput, then: RequestOutput) -> RequestOutput:
-    """Two outputs that each hold what was new, as one."""
+    """Two outputs that each hold what was new, as one. The first is used up: its lists grow instead of being copied,
+    so that a reader who is far behind costs no more than one who is not.
+    """
     pairs = zip(first.outputs, then.outputs, strict=True)
     prompt_logprobs = then.prompt_logprobs if first.prompt_logprobs is None else first.prompt_logprobs
     return dataclasses.replace(then, outputs=[_joined(a, b) for a, b in pairs], prompt_logprobs=prompt_logprobs)
 
 
 def _joined(first: CompletionOutput, then: CompletionOutput) -> CompletionOutput:
-    return dataclasses.replace(
-        then,
-        text=first.text + then.text,
-        token_ids=[*first.token_ids, *then.token_ids],
-        logprobs=None if then.logprobs is None else [*(first.logprobs or []), *then.logprobs],
-    )
+    tokens = first.token_ids if isinstance(first.token_ids, list) else list(first.token_ids)
+    tokens.extend(then.token_ids)
+    if first.logprobs is not None and then.logprobs is not None:
+        first.logprobs += then.logprobs
+    logprobs = then.logprobs if first.logprobs is None else first.logprobs
+    return dataclasses.replace(then, text=first.text + then.text, token_ids=tokens, logprobs=logprobs)

@@ -6,7 +6,7 @@ import sys
 import time
 from types import TracebackType
 
-from quire.messages.outputs import RequestOutput
+from quire.messages.outputs import Output, RequestOutput
 
 
 class Progress:
@@ -38,12 +38,13 @@ class Progress:
             self._task = self._bar.add_task("", total=self._total, rate="")
         return self
 
-    def finished(self, output: RequestOutput) -> None:
+    def finished(self, output: Output) -> None:
         """One request is done."""
         if self._bar is not None:
             elapsed = time.monotonic() - self._begin
             self._input += len(output.prompt_token_ids)
-            self._output += sum(len(sample.token_ids) for sample in output.outputs)
+            if isinstance(output, RequestOutput):
+                self._output += sum(len(sample.token_ids) for sample in output.outputs)
             rate = f"in {self._input / elapsed:.0f} tok/s, out {self._output / elapsed:.0f} tok/s"
             self._bar.update(self._task, advance=1, rate=rate)
 

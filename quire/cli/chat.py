@@ -3,37 +3,44 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from quire.cli.engine_flags import add_common, add_engine_flags, add_model, engine_settings
+from quire.cli.engine_flags import add_common, add_engine_flags, add_model, engine_settings, flag
 from quire.cli.parser import Parser
-from quire.cli.sampling_flags import ONLY_FOR_BATCHES, add_sampling_flags, sampling_params
+from quire.cli.sampling_flags import ONLY_FOR_BATCHES, add_sampling_flags, given_sampling, sampling_params
 from quire.cli.terminal import say, use_line_editing
 from quire.errors import QuireError, UnsupportedModelError
 
 if TYPE_CHECKING:
     from quire.api.llm import LLM
     from quire.cli.conversation import Conversation
+    from quire.cli.remote_conversation import RemoteConversation
     from quire.messages.sampling import SamplingParams
+
+    Talk = Conversation | RemoteConversation
 
 WHAT = """\
 Talk with a model in the terminal. Ctrl-C stops a reply, Ctrl-D leaves, /help lists what else there is.
-With a pipe, every line is a question; replies go to stdout, remarks to stderr."""
+With a pipe, every line is a question; replies go to stdout, remarks to stderr. With --url the model is one that an
+OpenAI-compatible server has; only the sampling flags that are given are sent to it."""
 EXAMPLES = """
   quire chat
   quire chat qwen3-0.6b --system "Answer in one sentence."
   quire chat ./my-model --temperature 0
+  quire chat --url http://gpu1:8000
   printf 'Who was Ada Lovelace?\\nWhen did she live?\\n' | quire chat --max-tokens 60
 """
 COMMANDS = {
     "/help": "this list",
     "/reset": "forget the conversation",
     "/system TEXT": "set the system prompt; without TEXT, show it",
-    "/stats": "what the engine has done so far",
+    "/stats": "what the engine, or with --url this conversation, has done so far",
     "/exit": "leave (so do Ctrl-D, and Ctrl-C at the prompt)",
 }
+KEYS = "/help lists commands, Ctrl-C stops a reply, Ctrl-D leaves."
 GENTLE = {"temperature": 0.7, "top_p": 0.9}
 """For models whose author names no sampling defaults: plain sampling from a small model rambles."""
 
@@ -48,6 +55,11 @@ def configure(parser: Parser) -> None:
         "--stats", action=argparse.BooleanOptionalAction, default=None,
         help="a line about speed after each reply (default: on a terminal)",
     )  # fmt: skip
+    server = parser.add_argument_group("server")
+    server.add_argument(
+        "--url", metavar="URL", help="talk with this OpenAI-compatible server instead of a model run here"
+    )
+    server.add_argument("--api-key", metavar="KEY", help="for that server (default: $OPENAI_API_KEY)")
     add_sampling_flags(
         parser,
         without=ONLY_FOR_BATCHES,
@@ -59,9 +71,13 @@ def configure(parser: Parser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Load the model and talk until the user leaves."""
+    if args.url is not None:
+        return _run_remote(args)
     from quire.api.llm import LLM
     from quire.cli.conversation import Conversation
 
+    if args.api_key is not None:
+        args.parser.error("--api-key needs --url: a model run here asks for none")
     interactive = sys.stdin.isatty()
     settings = engine_settings(args)
     if interactive:
@@ -71,8 +87,36 @@ def run(args: argparse.Namespace) -> int:
         conversation = Conversation(llm, _params(args, llm), args.system)
         if interactive:
             _greet(llm)
-        show_stats = interactive if args.stats is None else args.stats
-        failures = sum(not _answer(conversation, line, show_stats) for line in _lines(interactive))
+        return _talk(args, conversation, interactive)
+
+
+def _run_remote(args: argparse.Namespace) -> int:
+    """The same with a server's model."""
+    from quire.cli.remote_conversation import RemoteConversation
+
+    settings = engine_settings(args)
+    model, seed = settings.pop("model", None), settings.pop("seed", None)
+    if settings:
+        args.parser.error(f"{flag(next(iter(settings)))} is for a model run here; with --url the server has decided")
+    fields = given_sampling(args)
+    if fields.get("max_tokens") == -1:
+        del fields["max_tokens"]
+    if seed is not None:
+        fields["seed"] = seed
+    interactive = sys.stdin.isatty()
+    key = args.api_key or os.environ.get("OPENAI_API_KEY")
+    conversation = RemoteConversation(args.url, model, key, fields, args.system)
+    try:
+        if interactive:
+            say(f"{conversation.model} at {conversation.url}. {KEYS}")
+        return _talk(args, conversation, interactive)
+    finally:
+        conversation.close()
+
+
+def _talk(args: argparse.Namespace, conversation: Talk, interactive: bool) -> int:
+    show_stats = interactive if args.stats is None else args.stats
+    failures = sum(not _answer(conversation, line, show_stats) for line in _lines(interactive))
     return 2 if failures and not interactive else 0
 
 
@@ -95,10 +139,7 @@ def _need_template(llm: LLM) -> None:
 
 def _greet(llm: LLM) -> None:
     facts = llm.llm_engine.facts
-    say(
-        f"{facts.files.name} ({facts.dtype}) on {facts.device}; context {facts.max_model_len} tokens. "
-        "/help lists commands, Ctrl-C stops a reply, Ctrl-D leaves."
-    )
+    say(f"{facts.files.name} ({facts.dtype}) on {facts.device}; context {facts.max_model_len} tokens. {KEYS}")
 
 
 def _lines(interactive: bool) -> Iterator[str]:
@@ -115,7 +156,7 @@ def _lines(interactive: bool) -> Iterator[str]:
             return
 
 
-def _answer(conversation: Conversation, line: str, show_stats: bool) -> bool:
+def _answer(conversation: Talk, line: str, show_stats: bool) -> bool:
     """Do what one line asks for; False if that failed. Raises SystemExit for /exit."""
     if not line.strip():
         return True
@@ -133,7 +174,7 @@ def _answer(conversation: Conversation, line: str, show_stats: bool) -> bool:
     return reply.error is None
 
 
-def _obey(conversation: Conversation, line: str) -> bool:
+def _obey(conversation: Talk, line: str) -> bool:
     name, _, rest = line.strip().partition(" ")
     if name == "/exit" or name == "/quit":
         raise SystemExit(0)

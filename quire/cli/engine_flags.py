@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import typing
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from quire.cli.values import json_object, size, size_or_auto
@@ -31,19 +31,30 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 
 
 def add_engine_flags(parser: argparse.ArgumentParser, only: Collection[str] = ()) -> None:
-    """One flag a field, grouped as the fields are; `only` some of them where names are given."""
-    types = typing.get_type_hints(EngineConfig)
+    """One flag a field of `EngineConfig`; `only` some of them where names are given."""
+    add_config_flags(parser, EngineConfig, "engine: ", SIZES, only)
+
+
+def add_config_flags(
+    parser: argparse.ArgumentParser,
+    config: type,
+    prefix: str,
+    sizes: Mapping[str, Callable[[str], Any]],
+    only: Collection[str] = (),
+) -> None:
+    """One flag a field of a configuration, grouped as the fields are; `sizes` are those that take 4K or 2G."""
+    types = typing.get_type_hints(config)
     groups: dict[str, Any] = {}
-    for field in dataclasses.fields(EngineConfig):
+    for field in dataclasses.fields(config):
         if only and field.name not in only:
             continue
         group = field.metadata["group"]
         if group not in groups:
-            groups[group] = parser.add_argument_group(f"engine: {group}")
-        groups[group].add_argument(flag(field.name), **_how(field, types[field.name]))
+            groups[group] = parser.add_argument_group(prefix + group)
+        groups[group].add_argument(flag(field.name), **_how(field, types[field.name], sizes))
 
 
-def _how(field: dataclasses.Field[Any], kind: Any) -> dict[str, Any]:
+def _how(field: dataclasses.Field[Any], kind: Any, sizes: Mapping[str, Callable[[str], Any]]) -> dict[str, Any]:
     """How argparse is to read a field. Unset flags leave no trace: defaults are the config's business."""
     facts: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS}
     kinds = typing.get_args(kind) or (kind,)
@@ -51,12 +62,12 @@ def _how(field: dataclasses.Field[Any], kind: Any) -> dict[str, Any]:
     if kind is bool:
         facts["action"] = argparse.BooleanOptionalAction
     elif field.metadata.get("many"):
-        facts |= {"action": "append", "metavar": "PATH"}
+        facts |= {"action": "extend", "nargs": "+", "metavar": "NAME"}
         extra = "; may be given several times"
     elif field.metadata.get("choices"):
         facts["choices"] = field.metadata["choices"]
-    elif field.name in SIZES:
-        facts |= {"type": SIZES[field.name], "metavar": "SIZE"}
+    elif field.name in sizes:
+        facts |= {"type": sizes[field.name], "metavar": "SIZE"}
     elif int in kinds:
         facts |= {"type": int, "metavar": "N"}
     elif float in kinds:
@@ -88,13 +99,13 @@ def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
     return settings
 
 
-def add_common(parser: argparse.ArgumentParser) -> None:
-    """Flags every command has."""
+def add_common(parser: argparse.ArgumentParser, log_level: str = "warning", leaves_trace: bool = True) -> None:
+    """Flags every command has. One that sets up its log itself wants no trace of a level that was not given."""
     group = parser.add_argument_group("reporting")
     group.add_argument(
         "--log-level",
         choices=("debug", "info", "warning", "error"),
-        default="warning",
-        help="how much the engine tells on stderr; debug is one line a step (default: warning)",
+        default=log_level if leaves_trace else argparse.SUPPRESS,
+        help=f"how much the engine tells on stderr; debug is one line a step (default: {log_level})",
     )
     group.add_argument("--debug", action="store_true", help="show a traceback when something goes wrong")

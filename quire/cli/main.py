@@ -13,9 +13,11 @@ from quire.cli.parser import Parser
 from quire.errors import QuireError
 
 COMMANDS = {
+    "serve": "serve a model over HTTP, as OpenAI's API",
     "chat": "talk with a model in the terminal",
     "generate": "complete prompts",
-    "bench": "measure throughput, latency, or KV cache waste",
+    "run-batch": "answer a file of requests, in OpenAI's batch shape",
+    "bench": "measure throughput, latency, KV cache waste, or any server under load",
     "pull": "download a model and print where it is",
     "inspect": "say what a model is, and what of it fits here",
     "tune": "measure which GPU kernels suit a model best, and remember it",
@@ -28,6 +30,7 @@ EXAMPLES = """\
 examples:
   quire chat                                  talk with the default model, smollm2-135m
   quire chat qwen3-0.6b                       an alias; Hub ids, folders and .gguf files do as well
+  quire serve                                 the same behind OpenAI's API, on http://127.0.0.1:8000
   quire generate "Once upon a time" --max-tokens 50
   quire inspect llama3.2-1b
 
@@ -44,7 +47,7 @@ def make_parser(command: str | None) -> Parser:
     for name, summary in COMMANDS.items():
         subparser = commands.add_parser(name, help=summary)
         if name == command:
-            import_module(f"quire.cli.{name}").configure(subparser)
+            import_module("quire.cli." + name.replace("-", "_")).configure(subparser)
     return parser
 
 

@@ -13,9 +13,10 @@ import msgspec
 from quire.cli.sampling_flags import MEANINGS
 from quire.config import EngineConfig
 from quire.messages.sampling import SamplingParams
+from quire.server.config import ServerConfig
 
 INTRODUCTION = """\
-<!-- Written by `make docs` from quire/config.py and quire/messages/sampling.py. Do not edit. -->
+<!-- Written by `make docs` from the configuration classes and quire/messages/sampling.py. Do not edit. -->
 
 # Configuration
 
@@ -31,7 +32,17 @@ GROUPS = {
     "memory": "The KV cache",
     "scheduling": "Who runs when",
     "logging": "Reports",
+    "listening": "Where it listens",
+    "access": "Who may ask",
+    "answers": "What it answers",
+    "limits": "Limits",
+    "seeing": "Logs, metrics, traces",
 }
+SERVER = """\
+# The server
+
+Flags of `quire serve` beside those above, and keys of its `--config` file (YAML), where the command line wins.
+"""
 SAMPLING = """\
 # Sampling parameters
 
@@ -46,6 +57,7 @@ ENVIRONMENT = """\
 | `QUIRE_CACHE` | downloads, kernels, what `quire tune` found; `$XDG_CACHE_HOME/quire` or `~/.cache/quire` if unset |
 | `QUIRE_CPU_KVCACHE_SPACE` | size of the KV cache on a CPU, in GiB; `kv_cache_memory_bytes` wins |
 | `HF_TOKEN`, `HF_HOME`, `HF_ENDPOINT`, `HF_HUB_OFFLINE` | as the Hugging Face libraries define them |
+| `QUIRE_API_KEY` | as `--api-key`; several are parted by commas |
 | `OMP_NUM_THREADS` | threads on a CPU |
 | `CUDA_VISIBLE_DEVICES` | which GPUs are seen; the first of them is used |
 | `TRITON_CACHE_DIR` | where Triton keeps compiled GPU kernels; `~/.triton/cache` if unset |
@@ -55,11 +67,12 @@ ENVIRONMENT = """\
 
 def reference() -> str:
     """The whole page."""
-    return "\n".join([INTRODUCTION, *_engine(), SAMPLING, *_sampling(), "", ENVIRONMENT.rstrip("\n")])
+    parts = [INTRODUCTION, *_settings(EngineConfig), SERVER, *_settings(ServerConfig), SAMPLING, *_sampling(), ""]
+    return "\n".join([*parts, ENVIRONMENT.rstrip("\n")])
 
 
-def _engine() -> Iterator[str]:
-    fields = dataclasses.fields(EngineConfig)
+def _settings(config: type) -> Iterator[str]:
+    fields = dataclasses.fields(config)
     for group, members in itertools.groupby(fields, key=lambda field: field.metadata["group"]):
         yield f"## {GROUPS.get(group, group.capitalize())}\n"
         yield "| field | default | meaning |"

@@ -38,6 +38,7 @@ MEANINGS = {
     "truncate_prompt_tokens": "Keep so many of the prompt's last tokens; -1 is as many as fit",
     "output_kind": "What each output of a stream holds: everything so far, what is new, or nothing until the end",
     "extra_args": "Parameters of custom logits processors",
+    "structured_outputs": "A form the output must have: a JSON schema, regex, choice or grammar",
 }
 
 _KINDS: dict[str, dict[str, Any]] = {
@@ -79,9 +80,14 @@ def add_sampling_flags(parser: argparse.ArgumentParser, without: tuple[str, ...]
             group.add_argument(flag(name), dest=name, default=argparse.SUPPRESS, help=help_text, **how)
 
 
+def given_sampling(args: argparse.Namespace) -> dict[str, Any]:
+    """The fields the user set."""
+    return {name: getattr(args, name) for name in _KINDS if hasattr(args, name)}
+
+
 def sampling_params(args: argparse.Namespace, defaults: SamplingParams, **changes: Any) -> SamplingParams:
     """The flags over `changes` over `defaults`."""
-    given = {name: getattr(args, name) for name in _KINDS if hasattr(args, name)}
+    given = given_sampling(args)
     if given.get("max_tokens") == -1:
         given["max_tokens"] = None
     return SamplingParams(**{**msgspec.structs.asdict(defaults), **changes, **given})

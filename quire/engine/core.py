@@ -6,9 +6,10 @@ import logging
 from collections import deque
 from typing import Any, NoReturn
 
-from quire.engine.stats import InfoLine
+from quire.engine.grammar.grammars import Grammars
+from quire.engine.stats import InfoLine, Metric, metrics_of
 from quire.engine.watchdog import Watchdog
-from quire.errors import DeviceLostError, EngineDeadError, StepError, StepMemoryError
+from quire.errors import DeviceLostError, EngineDeadError, StepError, StepMemoryError, ValidationError
 from quire.executor.base import Executor
 from quire.messages.outputs import Key, StepOutputs
 from quire.messages.plan import StepPlan
@@ -19,6 +20,8 @@ logger = logging.getLogger(__name__)
 
 LEAST_BUDGET = 256
 """A shortage of memory does not make steps smaller than this: what fails then is one request's fault."""
+WAIT_SECONDS = 0.05
+"""A step with nothing to do but wait for a grammar returns after so long, whatever comes."""
 NAMED_REQUESTS = 8
 """So many are named where a step is described."""
 
@@ -33,8 +36,15 @@ class EngineCore:
         pipeline_depth: int = 0,
         log_stats: bool = True,
         step_timeout: float = 0,
+        grammars: Grammars | None = None,
     ) -> None:
+        """`grammars`: keeps outputs to the form that requests ask for; without them such requests are refused."""
         self.scheduler = scheduler
+        self._grammars = grammars
+        if grammars is not None:
+            scheduler.ledger.on_guided_end = grammars.forget
+        self.wakes: list[int] = []
+        """Files that end the sleep of a `step` with nothing to do but wait for a grammar."""
         self._executor = executor
         self._depth = pipeline_depth
         self._launched: deque[tuple[StepPlan, Any]] = deque()
@@ -49,7 +59,17 @@ class EngineCore:
             raise EngineDeadError("the engine has been shut down; make a new one")
         if self._death:
             raise EngineDeadError(self._death)
-        self.scheduler.add(request)
+        if request.params.structured_outputs is None:
+            self.scheduler.add(request)
+        elif self._grammars is None:
+            raise ValidationError("this engine has no structured output", "structured_outputs")
+        else:
+            self.scheduler.add(request)
+            try:
+                self._grammars.add(request)
+            except BaseException:
+                self.scheduler.abort(request.id)
+                raise
 
     def abort(self, request_id: str, reason: str = "abort") -> None:
         """End a request at any moment. Its blocks are free when this returns."""
@@ -73,9 +93,13 @@ class EngineCore:
         """Launch the next step, then collect the oldest one once more than `pipeline_depth` are in flight."""
         if self._death and self.scheduler.unfinished:
             raise EngineDeadError(self._death)
+        if self._is_guided:
+            self._admit_compiled()
         plan = self.scheduler.schedule()
         if plan is not None:
             self._launch(plan)
+        elif self._grammars is not None and self.compiling and not self._launched:
+            self._grammars.wait(WAIT_SECONDS, self.wakes)
         if self._launched and (plan is None or len(self._launched) > self._depth):
             self._collect()
         if self._info is not None:
@@ -92,6 +116,8 @@ class EngineCore:
             self._recover(error, plan)
         finally:
             self._watchdog.end()
+        if self._is_guided:
+            self._supply(plan)
 
     def _collect(self) -> None:
         plan, handle = self._launched.popleft()
@@ -102,6 +128,51 @@ class EngineCore:
             self._recover(error, plan)
         else:
             self.scheduler.update(result)
+            if self._grammars is not None and self._is_guided:
+                self._grammars.follow()
+        finally:
+            self._watchdog.end()
+
+    # Requests whose output has a form
+
+    @property
+    def compiling(self) -> int:
+        """Requests that wait for their grammar."""
+        return 0 if self._grammars is None else self._grammars.num_waiting
+
+    @property
+    def _is_guided(self) -> bool:
+        return self._grammars is not None and self._grammars.is_active
+
+    def _admit_compiled(self) -> None:
+        """Requests whose grammar has come wait for a row; those whose grammar never will are told so."""
+        assert self._grammars is not None
+        for request_id, refusal in self._grammars.poll():
+            if refusal:
+                self.scheduler.abort(request_id, "error", refusal, ValidationError.__name__)
+            else:
+                self.scheduler.end_compiling(request_id)
+
+    def _supply(self, plan: StepPlan) -> None:
+        """The step just launched has its forward pass to do; meanwhile, find out what it may draw."""
+        assert self._grammars is not None
+        draws = self.scheduler.draws_of(plan.step)
+        if not any(request.params.structured_outputs is not None for request in draws):
+            return
+        while len(self._launched) > 1:  # what may come next depends on every token before
+            self._collect()
+        if not self._launched:
+            return  # a step before has failed, and everyone begins again
+        masks, late, failed = self._grammars.masks(plan.step, draws)
+        for request in late:
+            self.scheduler.set_aside(request)
+        for request, message in failed:
+            self.scheduler.fail(request, message)
+        self._watchdog.begin(plan)
+        try:
+            self._executor.supply(self._launched[-1][1], masks)
+        except StepError as error:
+            self._recover(error, plan)
         finally:
             self._watchdog.end()
 
@@ -142,6 +213,12 @@ class EngineCore:
             f"{plan.num_tokens} tokens; requests {', '.join(ids[:NAMED_REQUESTS])}{more})"
         )
 
+    def metrics(self) -> list[Metric]:
+        """The engine's figures now."""
+        if self._grammars is None:
+            return metrics_of(self.scheduler)
+        return metrics_of(self.scheduler, self._grammars.num_waiting, self._grammars.compile_times)
+
     def shutdown(self) -> None:
         """End everything that is unfinished and give the memory back."""
         if self._alive:
@@ -149,4 +226,6 @@ class EngineCore:
             self._watchdog.stop()
             self._launched.clear()
             self.scheduler.abort_all()
+            if self._grammars is not None:
+                self._grammars.shutdown()
             self._executor.shutdown()

@@ -124,7 +124,9 @@ class Refused(msgspec.Struct, tag=True):
 class HealthReport(msgspec.Struct, tag=True):
     question: int
     unfinished: int
-    """Requests that have not ended."""
+    """Requests that have not ended and wait for nothing but steps."""
+    steps: int = 0
+    """Steps made so far: where requests are open, this number grows."""
 
 
 class StatsReport(msgspec.Struct, tag=True):
@@ -225,6 +227,9 @@ class Link:
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
         self._lock = threading.Lock()
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
 
     def send(self, message: Down | Up) -> None:
         """Waits while the other end is behind. May be called from any thread."""

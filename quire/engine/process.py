@@ -14,16 +14,22 @@ import signal
 import socket
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quire.engine import ipc
-from quire.engine.stats import metrics_of
 from quire.errors import EngineDeadError, QuireError
 
 if TYPE_CHECKING:
+    from quire.config import EngineConfig
     from quire.engine.core import EngineCore
+    from quire.engine.facts import Facts
+    from quire.loading.files import ModelFiles
+    from quire.loading.model_config import ModelConfig
     from quire.messages.outputs import StepOutputs
+
+    MakeEngine = Callable[[EngineConfig, ModelFiles, ModelConfig], tuple[EngineCore, Facts]]
 
 logger = logging.getLogger("quire.engine.process")
 
@@ -35,6 +41,7 @@ class EngineLoop:
         self._link = link
         self._core = core
         self._is_open = True
+        core.wakes.append(link.fileno())
 
     def run(self) -> None:
         """Until told to stop. While there is work nothing is waited for."""
@@ -66,9 +73,9 @@ class EngineLoop:
             case ipc.ResetPrefixCache(question=question):
                 send(ipc.ResetReport(question, core.scheduler.reset_prefix_cache()))
             case ipc.Ping(question=question):
-                send(ipc.HealthReport(question, core.scheduler.unfinished))
+                send(ipc.HealthReport(question, core.scheduler.unfinished - core.compiling, core.scheduler.stats.steps))
             case ipc.GetStats(question=question):
-                send(ipc.StatsReport(question, metrics_of(core.scheduler)))
+                send(ipc.StatsReport(question, core.metrics()))
             case ipc.Shutdown():
                 self._is_open = False
             case ipc.Start():
@@ -82,7 +89,7 @@ def refusal(request_id: str, error: Exception) -> ipc.Refused:
 
 
 def _tells_something(outputs: StepOutputs) -> bool:
-    return bool(outputs.keys or outputs.finished or outputs.started or outputs.prompt_logprobs)
+    return bool(outputs.keys or outputs.finished or outputs.started or outputs.preempted or outputs.prompt_logprobs)
 
 
 class _LogSender(logging.Handler):
@@ -99,14 +106,16 @@ class _LogSender(logging.Handler):
             self.handleError(record)
 
 
-def main() -> int:
-    """The process, from its first message to its end."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the front decides what it means
+def main(make: MakeEngine | None = None) -> int:
+    """The process, from its first message to its end. `make`: another engine than the usual one."""
+    for signal_number in (signal.SIGINT, signal.SIGTERM):
+        # Ctrl-C reaches the whole terminal, a service's stop all its processes; the front decides what it means.
+        signal.signal(signal_number, signal.SIG_IGN)
     sock = socket.socket(fileno=int(sys.argv[1]))
     sock.set_inheritable(False)
     threading.Thread(target=_leave_with_front, args=(sock,), name="quire-front-watch", daemon=True).start()
     link = ipc.Link(sock)
-    core = _start(link)
+    core = _start(link, make)
     if core is None:
         return 1
     try:
@@ -119,7 +128,7 @@ def main() -> int:
     return 0
 
 
-def _start(link: ipc.Link) -> EngineCore | None:
+def _start(link: ipc.Link, make: MakeEngine | None) -> EngineCore | None:
     """An engine as the first message wants it; None if it cannot be made, and the front knows why."""
     start = ipc.decode_down(_first(link))
     assert isinstance(start, ipc.Start)
@@ -131,14 +140,14 @@ def _start(link: ipc.Link) -> EngineCore | None:
     try:
         # Imported now and not above: torch takes its time, and the watch on the front must stand before.
         from quire.config import EngineConfig
-        from quire.engine.setup import make_engine
         from quire.loading.files import ModelFiles
         from quire.loading.read_config import read_model_config
 
         config = EngineConfig(**start.settings)
         paths = {name: None if start.files[name] is None else Path(start.files[name]) for name in ("gguf", "folder")}
         files = ModelFiles(start.files["name"], Path(start.files["path"]), **paths)
-        core, facts = make_engine(config, files, read_model_config(files, config.hf_overrides))
+        model = read_model_config(files, config.hf_overrides)
+        core, facts = (make or _make_usual)(config, files, model)
     except Exception as error:
         if not isinstance(error, QuireError):
             logger.exception("the engine could not be made")
@@ -160,6 +169,13 @@ def _start(link: ipc.Link) -> EngineCore | None:
         )
     )
     return core
+
+
+def _make_usual(config: EngineConfig, files: ModelFiles, model: ModelConfig) -> tuple[EngineCore, Facts]:
+    from quire.engine.setup import make_engine
+    from quire.scheduler.pacing import STREAM_STRETCH
+
+    return make_engine(config, files, model, STREAM_STRETCH)
 
 
 def _first(link: ipc.Link) -> bytes:

@@ -28,8 +28,12 @@ from quire.loading.model_config import ModelConfig
 from quire.memory.prefix import ContentKeys
 from quire.paths import child_environment
 
+logger = logging.getLogger(__name__)
+
 STOP_SECONDS = 10.0
 """So long the process may take to leave when told to; then it is killed."""
+KILL_SECONDS = 30.0
+"""So long a killed process may take to be gone: a driver may hold it for a while. Then it is left to the system."""
 BURIAL_SECONDS = 2.0
 """So long the front waits to learn how a process ended whose end of the socket is closed."""
 _READ_BYTES = 1 << 20
@@ -41,8 +45,10 @@ class RemoteEngine:
     facts: Facts
     """Known once it is ready."""
 
-    def __init__(self, config: EngineConfig, files: ModelFiles, model: ModelConfig) -> None:
-        """Starts the process and waits for nothing: `wait_until_ready` comes next."""
+    def __init__(
+        self, config: EngineConfig, files: ModelFiles, model: ModelConfig, module: str = "quire.engine.process"
+    ) -> None:
+        """Starts the process, which runs `module`, and waits for nothing: `wait_until_ready` comes next."""
         self._files, self._model = files, model
         self.death = ""
         """Why nothing can be asked of it any more; empty while it lives."""
@@ -56,7 +62,7 @@ class RemoteEngine:
         self._socket, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "quire.engine.process", str(theirs.fileno())],
+                [sys.executable, "-m", module, str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 env=child_environment(),
@@ -169,6 +175,12 @@ class RemoteEngine:
             self.detach()
             self.on_death(reason)
 
+    def end(self, reason: str) -> None:
+        """Kill the process, whatever it is in the middle of, and say why."""
+        if self._process.poll() is None:
+            self._process.kill()
+        self._announce(reason)
+
     def close(self, reason: str) -> None:
         """Nothing is sent or received any more; `stop` comes next."""
         self.detach()
@@ -211,7 +223,7 @@ class RemoteEngine:
     def _receive(self) -> bytes:
         try:
             return self._socket.recv(_READ_BYTES)
-        except ConnectionError:
+        except OSError:  # it is dead, or was killed while another thread waits here
             return b""
 
 
@@ -288,5 +300,8 @@ def _kill(process: subprocess.Popen[bytes], sock: socket.socket, owner: int) -> 
         return  # a fork of the front ends, and the engine is not its own
     if process.poll() is None:
         process.kill()
-    process.wait()
+    try:
+        process.wait(KILL_SECONDS)
+    except subprocess.TimeoutExpired:
+        logger.error("the engine's process (pid %d) does not end, although it was killed", process.pid)
     sock.close()

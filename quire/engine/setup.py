@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from dataclasses import dataclass
 
@@ -11,6 +12,8 @@ import torch
 from quire.config import EngineConfig
 from quire.engine.core import EngineCore
 from quire.engine.facts import Facts
+from quire.engine.grammar.grammars import Grammars
+from quire.engine.grammar.wire import Setup
 from quire.errors import ConfigError
 from quire.executor.local import LocalExecutor
 from quire.loading.files import ModelFiles
@@ -20,6 +23,7 @@ from quire.memory.tables import BlockTables
 from quire.platforms import choose
 from quire.platforms.base import Platform
 from quire.scheduler.groups import PrefixGroups
+from quire.scheduler.pacing import Pacer
 from quire.scheduler.policies.registry import make_policy
 from quire.scheduler.scheduler import Scheduler
 from quire.worker.building import build_model
@@ -27,6 +31,9 @@ from quire.worker.memory import MemoryNeeds, MemoryPlan, no_room
 from quire.worker.worker import Worker
 
 logger = logging.getLogger(__name__)
+
+GUIDE_BYTES = 1 << 30
+"""Memory a grammar may take to compile and to follow."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +54,13 @@ def longest_position(model: ModelConfig) -> int:
     return model.max_position
 
 
-def make_engine(config: EngineConfig, files: ModelFiles, model: ModelConfig) -> tuple[EngineCore, EngineFacts]:
-    """Load the model, size the cache, and put the loop together."""
+def make_engine(
+    config: EngineConfig, files: ModelFiles, model: ModelConfig, usual_stretch: float = math.inf
+) -> tuple[EngineCore, EngineFacts]:
+    """Load the model, size the cache, and put the loop together.
+
+    `usual_stretch`: what `max_step_stretch` is where the configuration leaves it open.
+    """
     begin = time.monotonic()
     platform = choose(config.device)
     longest = model_len(config, model)
@@ -60,10 +72,12 @@ def make_engine(config: EngineConfig, files: ModelFiles, model: ModelConfig) -> 
     scheduler = Scheduler(
         tables, make_policy(config.scheduling_policy), keys, rows, tokens, config.enable_chunked_prefill,
         groups=PrefixGroups(config.block_size) if worker.reads_groups else None,
+        pacer=_pacer(config, usual_stretch),
     )  # fmt: skip
     depth = platform.pipeline_depth if config.pipeline_depth is None else config.pipeline_depth
     executor = LocalExecutor(worker, can_give_up=config.step_timeout > 0)
-    core = EngineCore(scheduler, executor, depth, not config.disable_log_stats, config.step_timeout)
+    grammars = Grammars(_vocabulary(config, files, model, rows), config.grammar_timeout)
+    core = EngineCore(scheduler, executor, depth, not config.disable_log_stats, config.step_timeout, grammars)
     facts = EngineFacts(
         files=files,
         model=model,
@@ -103,6 +117,26 @@ def estimate_needs(
     """What the model would take, asked of one that has shapes and no weights."""
     shapes = build_model(config, files, model, platform, longest, device=torch.device("meta"))
     return MemoryNeeds.of(shapes, config, model, longest, rows, tokens)
+
+
+def _vocabulary(config: EngineConfig, files: ModelFiles, model: ModelConfig, rows: int) -> Setup:
+    """Whose tokens grammars are made of; loaded when the first request needs one."""
+    paths = {"gguf": files.gguf, "folder": files.folder}
+    return Setup(
+        tokenizer=config.tokenizer,
+        files={"name": files.name, "path": str(files.path)} | {k: p and str(p) for k, p in paths.items()},
+        trust_remote_code=config.trust_remote_code,
+        revision=config.tokenizer_revision,
+        vocab_size=model.vocab_size,
+        end_ids=[],
+        rows=rows,
+        memory_bytes=GUIDE_BYTES,
+    )
+
+
+def _pacer(config: EngineConfig, usual_stretch: float) -> Pacer | None:
+    stretch = usual_stretch if config.max_step_stretch is None else config.max_step_stretch
+    return Pacer(stretch) if math.isfinite(stretch) and config.enable_chunked_prefill else None
 
 
 def _make_worker(

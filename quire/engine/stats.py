@@ -6,6 +6,7 @@ import logging
 import time
 from dataclasses import dataclass
 
+from quire.messages.tally import COMPILE_BOUNDS, Tally
 from quire.scheduler.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
@@ -54,15 +55,28 @@ class InfoLine:
 
 @dataclass(frozen=True)
 class Metric:
-    """A named figure; `kind` is counter or gauge."""
+    """A named figure; `kind` is counter, gauge or histogram."""
 
     name: str
     kind: str
     value: float
+    """Of a histogram: the sum of what was counted."""
+    bounds: tuple[float, ...] = ()
+    """Of a histogram: the upper bounds of its buckets…"""
+    counts: tuple[int, ...] = ()
+    """…and how many values each bucket holds alone, with one more bucket for those above every bound."""
 
 
-def metrics_of(scheduler: Scheduler) -> list[Metric]:
-    """The engine's figures now, under vLLM's names with our prefix where it has them."""
+def histogram(name: str, tally: Tally) -> Metric:
+    """A tally as a figure."""
+    return Metric(f"quire:{name}", "histogram", tally.total, tally.bounds, tuple(tally.counts))
+
+
+def metrics_of(scheduler: Scheduler, compiling: int = 0, compile_times: Tally | None = None) -> list[Metric]:
+    """The engine's figures now, under vLLM's names with our prefix where it has them.
+
+    `compiling`: requests that wait for their grammar; `compile_times`: what grammars took.
+    """
     stats, pool = scheduler.stats, scheduler.tables.pool
     counters = {
         "prompt_tokens": stats.prompt_tokens,
@@ -75,12 +89,16 @@ def metrics_of(scheduler: Scheduler) -> list[Metric]:
     }
     gauges = {
         "num_requests_running": scheduler.rows.used,
-        "num_requests_waiting": scheduler.waiting,
+        "num_requests_waiting": scheduler.waiting + compiling,
+        "num_requests_deferred": compiling,
         "kv_cache_usage_perc": pool.used / pool.capacity,
         "kv_cache_waste": stats.waste,
         "num_blocks_used": pool.used,
         "num_blocks_free": pool.free,
     }
-    return [Metric(f"quire:{name}", "counter", value) for name, value in counters.items()] + [
-        Metric(f"quire:{name}", "gauge", value) for name, value in gauges.items()
+    return [
+        *(Metric(f"quire:{name}", "counter", value) for name, value in counters.items()),
+        *(Metric(f"quire:{name}", "gauge", value) for name, value in gauges.items()),
+        histogram("iteration_tokens_total", stats.step_tokens),
+        histogram("grammar_compile_seconds", compile_times or Tally(COMPILE_BOUNDS)),
     ]

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from quire.messages.plan import StepPlan, StepResult
+from quire.messages.plan import StepMasks, StepPlan, StepResult
 
 
 class Executor(Protocol):
-    """Runs plans in order. `submit` returns at once; `collect` waits for that step's result."""
+    """Runs plans in order. `submit` returns at once; `collect` waits for that step's result.
+
+    A step with a draw for a row that has a form to keep draws nothing before `supply`, and no other can be submitted.
+    """
 
     def submit(self, plan: StepPlan) -> Any:
         """Launch the step; returns a handle."""
+        ...
+
+    def supply(self, handle: Any, masks: StepMasks) -> None:
+        """What such a step may draw; raises StepError like `collect`."""
         ...
 
     def collect(self, handle: Any) -> StepResult:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from quire.errors import DeviceLostError, StepError, StepMemoryError
-from quire.messages.plan import StepPlan, StepResult
+from quire.messages.plan import StepMasks, StepPlan, StepResult
 from quire.worker.runner import PendingStep
 from quire.worker.worker import Worker
 
@@ -36,6 +36,14 @@ class LocalExecutor:
             return self._failure(error)
         finally:
             self._given_up = ""  # it took long, and came to its end
+
+    def supply(self, handle: Any, masks: StepMasks) -> None:
+        if isinstance(handle, StepError):
+            return  # `collect` tells
+        try:
+            self._worker.supply(handle, masks)
+        except Exception as error:  # as in `submit`
+            raise self._failure(error) from error
 
     def collect(self, handle: Any) -> StepResult:
         if isinstance(handle, StepError):

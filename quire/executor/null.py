@@ -7,7 +7,7 @@ from collections.abc import Callable
 import msgspec
 import numpy as np
 
-from quire.messages.plan import NewRow, StepPlan, StepResult
+from quire.messages.plan import NewRow, StepMasks, StepPlan, StepResult, Vector
 
 
 class NullExecutor:
@@ -18,6 +18,7 @@ class NullExecutor:
         self._rows: dict[int, NewRow] = {}
         self._drawn = np.zeros(max_rows, np.int64)
         self._next_step = 0
+        self._pooled: set[int] = set()
 
     def submit(self, plan: StepPlan) -> StepResult:
         if plan.step != self._next_step:
@@ -29,7 +30,11 @@ class NullExecutor:
             tokens = np.full(draws, 7, np.int32)
         else:
             tokens = self._draw(plan, stopped)
-        return StepResult(plan.step, tokens, np.ones(draws, np.int32), stopped, np.zeros(draws, np.bool_))
+        counts, invalid = np.ones(draws, np.int32), np.zeros(draws, np.bool_)
+        return StepResult(plan.step, tokens, counts, stopped, invalid, vectors=self._pool(plan))
+
+    def supply(self, handle: StepResult, masks: StepMasks) -> None:
+        pass  # tokens are not drawn from anything
 
     def collect(self, handle: StepResult) -> StepResult:
         return handle
@@ -39,6 +44,15 @@ class NullExecutor:
 
     def shutdown(self) -> None:
         self._rows.clear()
+
+    def _pool(self, plan: StepPlan) -> dict[int, Vector]:
+        """A vector for every pooled row whose prompt is done."""
+        self._pooled = set() if plan.reset else self._pooled.difference(plan.drop)
+        for new in plan.add:
+            (self._pooled.discard if new.pooling is None else self._pooled.add)(new.row)
+        if not self._pooled:
+            return {}
+        return {i: np.ones(4, np.float32) for i, row in enumerate(plan.sample_rows.tolist()) if row in self._pooled}
 
     def _draw(self, plan: StepPlan, stopped: np.ndarray) -> np.ndarray:
         for row in plan.add:

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from quire.messages.plan import PromptLogprobs, TokenLogprobs
 
@@ -31,6 +33,8 @@ class Finished(msgspec.Struct):
     preemptions: int = 0
     message: str | None = None
     """What went wrong, when the reason is "error"."""
+    error: str = ""
+    """…and the class of error it is for the caller, where the request itself is at fault."""
 
 
 class StepOutputs(msgspec.Struct):
@@ -43,7 +47,11 @@ class StepOutputs(msgspec.Struct):
     logprobs: dict[int, TokenLogprobs] = {}
     """By index into `keys`."""
     prompt_logprobs: list[tuple[Key, PromptLogprobs]] = []
+    vectors: list[tuple[Key, bytes]] = []
+    """What pooled requests came to, as float32."""
     started: list[Started] = []
+    preempted: list[Key] = []
+    """Samples that lost their row; told as it happens, for who ends a request need not be the engine."""
     finished: list[Finished] = []
 
 
@@ -66,7 +74,11 @@ class RequestMetrics:
     first_token_ts: float = 0.0
     last_token_ts: float = 0.0
     num_generation_tokens: int = 0
+    """Of all samples."""
+    max_num_generation_tokens: int = 0
+    """Of the longest sample that has ended."""
     preemptions: int = 0
+    """How often its samples lost their place and had to be computed again."""
 
     @property
     def first_token_latency(self) -> float:
@@ -112,3 +124,62 @@ class RequestOutput:
     lora_request: Any = None
     error: str | None = field(default=None)
     """What went wrong, when a sample's finish_reason is "error"."""
+
+
+@dataclass
+class PoolingOutput:
+    """The vector of a prompt, float32; empty if there is none because the request was aborted or failed."""
+
+    data: NDArray[np.float32]
+
+
+@dataclass
+class PoolingRequestOutput:
+    """A request for a vector, and the vector."""
+
+    request_id: str
+    outputs: PoolingOutput
+    prompt_token_ids: list[int]
+    num_cached_tokens: int | None
+    finished: bool
+    finish_reason: str | None = "stop"
+    """How it ended: "stop", "abort" or "error"."""
+    error: str | None = None
+    """What went wrong, when finish_reason is "error"."""
+    metrics: RequestMetrics | None = None
+
+
+@dataclass
+class EmbeddingOutput:
+    """The vector of a prompt, as numbers of Python's."""
+
+    embedding: list[float]
+
+    @property
+    def hidden_size(self) -> int:
+        """How many numbers it has."""
+        return len(self.embedding)
+
+
+@dataclass
+class EmbeddingRequestOutput:
+    """As `PoolingRequestOutput`, with the vector as a list."""
+
+    request_id: str
+    outputs: EmbeddingOutput
+    prompt_token_ids: list[int]
+    num_cached_tokens: int | None
+    finished: bool
+    finish_reason: str | None = "stop"
+    error: str | None = None
+    metrics: RequestMetrics | None = None
+
+    @classmethod
+    def from_base(cls, output: PoolingRequestOutput) -> EmbeddingRequestOutput:
+        """The same with the vector as a list."""
+        fields = vars(output) | {"outputs": EmbeddingOutput(output.outputs.data.tolist())}
+        return cls(**fields)
+
+
+Output = RequestOutput | PoolingRequestOutput
+"""What a request yields: samples, or a vector."""

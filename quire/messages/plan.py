@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from quire.messages.sampling import SamplingParams
 
 Ints = NDArray[np.int32]
+Vector = NDArray[np.float32]
 
 
 class NewRow(msgspec.Struct):
@@ -32,6 +33,8 @@ class NewRow(msgspec.Struct):
     params: SamplingParams
     stop_ids: list[int]
     bad_words: list[list[int]]
+    pooling: str | None = None
+    """How hidden states become the one vector the row is for; None: it is for tokens."""
 
 
 class Fork(msgspec.Struct):
@@ -120,6 +123,18 @@ class StepResult(msgspec.Struct):
     """By index into `sample_rows`."""
     prompt_logprobs: dict[int, PromptLogprobs] = {}
     """By index into the plan's `rows`."""
+    vectors: dict[int, Vector] = {}
+    """By index into `sample_rows`: what pooled rows yield. Their tokens mean nothing."""
+
+
+class StepMasks(msgspec.Struct):
+    """Which tokens some of a step's draws may yield. Made while the step runs; only drawing waits for it."""
+
+    step: int
+    draws: Ints
+    """Indices into the plan's `sample_rows`; draws that are not among them are free."""
+    bits: Ints
+    """[draws, vocabulary / 32]: one bit a token, set where it may be drawn."""
 
 
 def _encode_array(value: Any) -> Any:

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from quire.messages.pooling import PoolingParams
 from quire.messages.sampling import SamplingParams
 
 
@@ -53,11 +54,14 @@ class NewRequest(msgspec.Struct):
     priority: int = 0
     tenant: str = ""
     arrival: float = 0.0
+    pooling: PoolingParams | None = None
+    """Given: the request ends when its prompt is computed, and yields a vector instead of tokens."""
 
     @property
     def stop_ids(self) -> list[int]:
         """Every token that ends the request on the device."""
-        eos = [] if self.params.ignore_eos else self.eos_ids
+        ends_by_itself = self.params.structured_outputs is not None  # where the form is complete, nothing else can come
+        eos = self.eos_ids if ends_by_itself or not self.params.ignore_eos else []
         return list(dict.fromkeys([*eos, *(self.params.stop_token_ids or [])]))
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from quire.errors import ValidationError
+from quire.messages.structured import StructuredOutputsParams as StructuredOutputsParams
 
 MAX_N = 16384
 MAX_STOP_STRINGS = 64
@@ -60,6 +61,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=False):
     truncate_prompt_tokens: int | None = None
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     extra_args: dict[str, Any] | None = None
+    structured_outputs: StructuredOutputsParams | None = None
+    """The form the output must have. `min_tokens` and `ignore_eos` yield to it: where it is complete, output ends."""
 
     def __post_init__(self) -> None:
         self.stop = _strings("stop", self.stop)
@@ -125,6 +128,12 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=False):
                 )
         if not isinstance(self.output_kind, RequestOutputKind):
             raise ValidationError(f"output_kind must be a RequestOutputKind, got {self.output_kind!r}", "output_kind")
+        if not isinstance(self.structured_outputs, (StructuredOutputsParams, type(None))):
+            raise ValidationError(
+                f"structured_outputs must be a StructuredOutputsParams, got {self.structured_outputs!r}",
+                "structured_outputs",
+                self.structured_outputs,
+            )
 
     def _check_lists(self) -> None:
         self.stop_token_ids = list(dict.fromkeys(_token_ids("stop_token_ids", self.stop_token_ids) or [])) or None

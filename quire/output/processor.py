@@ -5,20 +5,28 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator
 
+import numpy as np
+
 from quire.messages.outputs import (
     CompletionOutput,
     Finished,
     Key,
     Logprob,
+    Output,
+    PoolingOutput,
+    PoolingRequestOutput,
     RequestMetrics,
     RequestOutput,
     StepOutputs,
 )
 from quire.messages.plan import PromptLogprobs, TokenLogprobs
+from quire.messages.pooling import PoolingParams
 from quire.messages.request import NewRequest
 from quire.messages.sampling import RequestOutputKind
 from quire.output.detokenizer import Detokenizer, Vocabulary
+from quire.output.pooling import finished_vector
 from quire.output.stops import StopStrings
+from quire.output.times import TokenTimes
 
 
 class Sample:
@@ -33,6 +41,8 @@ class Sample:
         self.cumulative = 0.0
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
+        self.last_ts = 0.0
+        """When its last token came; 0 before the first."""
         self._params = params
         self._stops = StopStrings(params.stop_strings, params.include_stop_str_in_output)
         self._detokenizer: Detokenizer | None = None
@@ -66,8 +76,11 @@ class Sample:
         self.finish_reason, self.stop_reason = reason, stop_reason
 
     def _take_text(self, new: str) -> str | None:
-        self.text += new
-        if len(self.tokens) <= self._params.min_tokens:
+        # Held by one name alone a string grows in place; added to as an attribute it would be copied for every token.
+        text, self.text = self.text, ""
+        text += new
+        self.text = text
+        if not self._params.stop or len(self.tokens) <= self._params.min_tokens:
             return None
         found = self._stops.find(self.text, len(new))
         if found is None:
@@ -120,7 +133,7 @@ class Tracked:
             self.prompt_logprobs = None
         return taken
 
-    def view(self) -> RequestOutput:
+    def view(self) -> Output:
         """The request as the user sees it."""
         delta = self.request.params.output_kind is RequestOutputKind.DELTA
         return RequestOutput(
@@ -136,16 +149,46 @@ class Tracked:
         )
 
 
+class TrackedPooling(Tracked):
+    """A request whose vector is being waited for."""
+
+    def __init__(self, request: NewRequest, pooling: PoolingParams, prompt: str | None) -> None:
+        super().__init__(request, prompt, None)
+        self._pooling = pooling
+        self._vector = np.empty(0, np.float32)
+
+    def take_vector(self, data: bytes) -> None:
+        """It has come."""
+        self._vector = finished_vector(data, self._pooling)
+
+    def view(self) -> PoolingRequestOutput:
+        """The request as the user sees it."""
+        return PoolingRequestOutput(
+            request_id=self.request.id,
+            outputs=PoolingOutput(self._vector),
+            prompt_token_ids=self.request.prompt,
+            num_cached_tokens=self.num_cached,
+            finished=self.open == 0,
+            finish_reason=self.samples[0].finish_reason,
+            error=self.error,
+            metrics=self.metrics,
+        )
+
+
 class OutputProcessor:
     """Gathers the outputs of all open requests."""
 
     def __init__(self, vocabulary: Vocabulary | None) -> None:
         self._vocabulary = vocabulary
         self._open: dict[str, Tracked] = {}
+        self.times = TokenTimes()
 
     def add(self, request: NewRequest, prompt: str | None) -> None:
         """Outputs of this request will come."""
-        self._open[request.id] = Tracked(request, prompt, self._vocabulary)
+        if request.pooling is None:
+            self._open[request.id] = Tracked(request, prompt, self._vocabulary)
+        else:
+            self._open[request.id] = TrackedPooling(request, request.pooling, prompt)
 
     def forget(self, request_id: str) -> None:
         """Nobody wants this request's outputs any more."""
@@ -154,7 +197,7 @@ class OutputProcessor:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._open
 
-    def process(self, outputs: StepOutputs) -> tuple[list[RequestOutput], list[tuple[Key, int, str]]]:
+    def process(self, outputs: StepOutputs) -> tuple[list[Output], list[tuple[Key, int, str]]]:
         """What users get to see of a step, and the samples that end here: (key, tokens up to the end, stop string)."""
         now = time.monotonic()
         ends = {end.key: end for end in outputs.finished}
@@ -164,16 +207,22 @@ class OutputProcessor:
             if (tracked := self._open.get(started.key[0])) is not None and started.key[1] == 0:
                 tracked.num_cached = started.num_cached
                 tracked.metrics.scheduled_ts = started.at
+        for key in outputs.preempted:
+            if (tracked := self._open.get(key[0])) is not None:
+                tracked.metrics.preemptions += 1
         for key, prompt_logprobs in outputs.prompt_logprobs:
             if (tracked := self._open.get(key[0])) is not None:
                 self._take_prompt_logprobs(tracked, prompt_logprobs)
+        for key, vector in outputs.vectors:
+            if isinstance(tracked := self._open.get(key[0]), TrackedPooling):
+                tracked.take_vector(vector)
         for key, tokens, logprobs in self._take_plain(outputs, now):
             tracked = self._open.get(key[0])
             if tracked is None or not tokens or tracked.samples[key[1]].finish_reason is not None:
                 continue
             sample = tracked.samples[key[1]]
             touched[key[0]] = tracked
-            self._note_time(tracked, len(tokens), now)
+            self._note_time(tracked, sample, len(tokens), now)
             if logprobs is not None:
                 self._take_logprobs(sample, logprobs)
             found = sample.append(tokens, ends.get(key))
@@ -184,7 +233,6 @@ class OutputProcessor:
             tracked = self._open.get(end.key[0])
             if tracked is not None and tracked.samples[end.key[1]].finish_reason is None:
                 touched[end.key[0]] = tracked
-                tracked.metrics.preemptions += end.preemptions
                 tracked.error = end.message or tracked.error
                 self._close(tracked, tracked.samples[end.key[1]], end.reason, end.stop_reason)
         return [view for tracked in touched.values() if (view := self._show(tracked, now)) is not None], stops
@@ -209,12 +257,11 @@ class OutputProcessor:
                     tracked.metrics.first_token_ts = now
         return others
 
-    def _show(self, tracked: Tracked, now: float) -> RequestOutput | None:
+    def _show(self, tracked: Tracked, now: float) -> Output | None:
         if tracked.open == 0:
             del self._open[tracked.request.id]
             if tracked.is_plain:
-                tracked.metrics.last_token_ts = now
-                tracked.metrics.num_generation_tokens = sum(len(sample.tokens) for sample in tracked.samples)
+                self._note_plain(tracked, now)
         elif tracked.request.params.output_kind is RequestOutputKind.FINAL_ONLY:
             return None
         return tracked.view()
@@ -222,12 +269,25 @@ class OutputProcessor:
     def _close(self, tracked: Tracked, sample: Sample, reason: str, stop_reason: int | str | None) -> None:
         sample.close(reason, stop_reason)
         tracked.open -= 1
+        metrics = tracked.metrics
+        metrics.max_num_generation_tokens = max(metrics.max_num_generation_tokens, len(sample.tokens))
 
-    def _note_time(self, tracked: Tracked, count: int, now: float) -> None:
+    def _note_time(self, tracked: Tracked, sample: Sample, count: int, now: float) -> None:
         metrics = tracked.metrics
         metrics.first_token_ts = metrics.first_token_ts or now
         metrics.last_token_ts = now
         metrics.num_generation_tokens += count
+        if not tracked.is_plain:
+            self.times.note(count, now, sample.last_ts)
+            sample.last_ts = now
+
+    def _note_plain(self, tracked: Tracked, now: float) -> None:
+        """What was not noted token by token."""
+        metrics = tracked.metrics
+        metrics.last_token_ts = now
+        metrics.num_generation_tokens = sum(len(sample.tokens) for sample in tracked.samples)
+        for sample in tracked.samples:
+            self.times.note_whole(len(sample.tokens), now - metrics.first_token_ts)
 
     def _take_logprobs(self, sample: Sample, entry: TokenLogprobs) -> None:
         if sample.logprobs is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.messages.plan import StepResult
+from quire.messages.plan import StepResult, Vector
 from quire.messages.request import Request
 from quire.scheduler.draft import Flight
 from quire.scheduler.ledger import Ledger
@@ -13,6 +13,9 @@ from quire.scheduler.ledger import Ledger
 NOTHING_TO_DRAW = (
     "no token could be drawn: the model's logits are not numbers (NaN), or the request excludes every token"
 )
+
+
+NO_VECTOR = "there is no vector: the model's hidden states are not numbers (NaN or infinite)"
 
 
 class Collector:
@@ -31,7 +34,7 @@ class Collector:
             if not flight.requests[index].is_finished:
                 outputs.prompt_logprobs.append((flight.requests[index].key, entry))
         live = self._rows.epoch[flight.rows] == flight.epochs
-        if live.all() and (result.counts == 1).all() and not result.invalid.any():
+        if live.all() and (result.counts == 1).all() and not result.invalid.any() and not result.vectors:
             self._append_all(flight, result)
         else:
             self._append_each(flight, result, live)
@@ -63,12 +66,26 @@ class Collector:
                 continue
             if not live[i]:
                 request.in_flight -= 1
+            if (vector := result.vectors.get(i)) is not None:
+                self._hand_over(request, vector)
+                continue
             if result.invalid[i]:
-                self._tables.withdraw(request.blocks)  # nobody else shall read what led here
-                self._ledger.finish(request, "error", message=NOTHING_TO_DRAW)
+                self._fail(request, NOTHING_TO_DRAW)
                 continue
             tokens = result.tokens[ends[i] - int(result.counts[i]) : ends[i]].tolist()
             self._append(request, tokens, result, i)
+
+    def _hand_over(self, request: Request, vector: Vector) -> None:
+        """The request's prompt is computed, and this is what it was for."""
+        if np.isfinite(vector).all():
+            self._ledger.outputs.vectors.append((request.key, vector.tobytes()))
+            self._ledger.finish(request, "stop")
+        else:
+            self._fail(request, NO_VECTOR)
+
+    def _fail(self, request: Request, message: str) -> None:
+        self._tables.withdraw(request.blocks)  # nobody else shall read what led here
+        self._ledger.finish(request, "error", message=message)
 
     def _append(self, request: Request, tokens: list[int], result: StepResult, index: int) -> None:
         outputs = self._ledger.outputs

@@ -57,6 +57,8 @@ class Flight:
     rows: NDArray[np.int32]
     """The row of each draw, and that row's epoch at launch."""
     epochs: NDArray[np.int64]
+    num_decodes: int
+    """The first so many draws are not their request's first."""
     published: list[int] = field(default_factory=list)
     """Blocks that went into the prefix index before they were written."""
 

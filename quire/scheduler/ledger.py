@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from quire.errors import CacheTooSmallError, ValidationError
 from quire.memory.prefix import ContentKeys
 from quire.memory.tables import BlockTables
@@ -32,9 +34,12 @@ class Ledger:
         self.stats = SchedulerStats()
         self.groups = groups
         """Decoding rows that begin alike; None if nobody is to be told."""
+        self.on_guided_end: Callable[[Request, bool], None] | None = None
+        """Told when a sample whose output has a form ends, and whether it was the last of its request."""
         self._keys = keys
         self._groups: dict[str, list[Request]] = {}
-        self._arrivals = 0
+        self.arrivals = 0
+        """Requests that have come in all."""
 
     # Who there is
 
@@ -69,15 +74,25 @@ class Ledger:
                 f"{needed} blocks of {size}; the KV cache has {self.tables.pool.capacity}. Lower max_tokens, shorten "
                 "the prompt, or give the cache more memory"
             )
-        samples = [Request(source, index, self._arrivals) for index in range(source.params.n)]
-        self._arrivals += 1
+        samples = [Request(source, index, self.arrivals) for index in range(source.params.n)]
+        self.arrivals += 1
         samples[0].siblings = samples[1:]
-        self.policy.add(samples[0])  # first: a policy of the user's that fails leaves no request behind
+        if source.params.structured_outputs is not None:
+            samples[0].move(State.COMPILING)
+        else:
+            self.policy.add(samples[0])  # first: a policy of the user's that fails leaves no request behind
         self._groups[source.id] = samples
+
+    def end_compiling(self, request_id: str) -> None:
+        """The request's grammar is there: it waits like any other."""
+        for request in self.samples(request_id):
+            if request.state is State.COMPILING:
+                request.move(State.WAITING)
+                self.policy.add(request)
 
     def note_decoding(self, request: Request) -> None:
         """All the request's known tokens are computed: from here on it may share its beginning's reading."""
-        if self.groups is not None:
+        if self.groups is not None and request.source.pooling is None:  # who is done reads nothing any more
             # The last token is left out: a draw that yields nothing computes it again.
             self.groups.join(request.row, request.blocks[: (request.known - 1) // self.tables.block_size])
 
@@ -92,11 +107,13 @@ class Ledger:
         self.prefilling.pop(request, None)
         self.forked.discard(request)
 
-    def finish(self, request: Request, reason: str, stop_reason: object = None, message: str | None = None) -> None:
+    def finish(
+        self, request: Request, reason: str, stop_reason: object = None, message: str | None = None, error: str = ""
+    ) -> None:
         """The one way out: row and blocks come back, the caller is told."""
         if request.row >= 0:
             self.leave_row(request)
-        else:
+        elif request.state is not State.COMPILING:
             self.policy.remove(request)
         request.move(State.FINISHED)
         request.in_flight = 0
@@ -109,7 +126,9 @@ class Ledger:
         group.remove(request)
         if not group:
             del self._groups[request.id]
-        self.outputs.finished.append(Finished(request.key, reason, stop_reason, request.preemptions, message))
+        self.outputs.finished.append(Finished(request.key, reason, stop_reason, request.preemptions, message, error))
+        if self.on_guided_end is not None and request.params.structured_outputs is not None:
+            self.on_guided_end(request, not group)
         self.stats.finished += 1
 
     def start_over(self) -> None:
@@ -148,7 +167,7 @@ class Ledger:
     def has_outputs(self) -> bool:
         """Whether something happened that `take_outputs` has not told yet."""
         outputs = self.outputs
-        return bool(outputs.keys or outputs.finished or outputs.started or outputs.prompt_logprobs)
+        return bool(outputs.keys or outputs.finished or outputs.started or outputs.preempted or outputs.prompt_logprobs)
 
     def take_outputs(self) -> StepOutputs:
         """What happened to requests since this was asked last."""

@@ -6,6 +6,8 @@ import numpy as np
 
 from quire.messages.request import Request
 
+NEVER = np.iinfo(np.int64).max
+
 
 class Rows:
     """One row per running request. Columns are arrays, so that a decode step needs no Python loop over rows."""
@@ -25,6 +27,8 @@ class Rows:
         """The request ends at this many tokens."""
         self.decoding = np.zeros(size, np.bool_)
         """All known tokens are computed or in flight: from here on one at a time."""
+        self.began = np.full(size, NEVER, np.int64)
+        """Requests that had come in all when the row's first token was there."""
         self.epoch = np.zeros(size, np.int64)
         """Goes up with each owner: a result for an earlier one is recognised."""
         self._free = list(range(size - 1, -1, -1))
@@ -46,6 +50,7 @@ class Rows:
         self.computed[row] = computed
         self.limit[row] = request.source.limit
         self.decoding[row] = False
+        self.began[row] = NEVER
         request.row = row
         return row
 

@@ -23,6 +23,7 @@ from quire.scheduler.collector import Collector
 from quire.scheduler.draft import Draft, Flight
 from quire.scheduler.groups import PrefixGroups
 from quire.scheduler.ledger import Ledger
+from quire.scheduler.pacing import Pacer
 from quire.scheduler.policies.base import Policy
 from quire.scheduler.suspects import Suspects
 from quire.scheduler.writer import PlanWriter
@@ -41,8 +42,10 @@ class Scheduler:
         chunked_prefill: bool = True,
         clock: Callable[[], float] = time.monotonic,
         groups: PrefixGroups | None = None,
+        pacer: Pacer | None = None,
     ) -> None:
-        """`groups`: told to the device where its attention reads shared blocks once for all."""
+        """`groups`: told to the device where its attention reads shared blocks once for all. `pacer`: bounds what
+        prompts add to the time of a step that others wait for; without one, tokens are all that is counted."""
         self.ledger = Ledger(tables, policy, keys, max_rows, groups)
         self.tables = tables
         self.policy = policy
@@ -54,6 +57,9 @@ class Scheduler:
         self._budget = token_budget
         self._chunked = chunked_prefill
         self._clock = clock
+        self._pacer = pacer
+        self._fresh: list[Request] = []
+        """Samples whose first token came with the last results."""
         self._flights: deque[Flight] = deque()
 
     # Requests come and go
@@ -62,10 +68,26 @@ class Scheduler:
         """Queue a request. One that could never fit is refused, so that any other always finishes."""
         self.ledger.add(source)
 
-    def abort(self, request_id: str, reason: str = "abort", message: str | None = None) -> None:
+    def abort(self, request_id: str, reason: str = "abort", message: str | None = None, error: str = "") -> None:
         """End every sample of a request, wherever it is. An unknown id is no error: it may just have finished."""
         for request in self.ledger.samples(request_id):
-            self.ledger.finish(request, reason, message=message)
+            self.ledger.finish(request, reason, message=message, error=error)
+
+    def end_compiling(self, request_id: str) -> None:
+        """The request's grammar is there: it waits like any other."""
+        self.ledger.end_compiling(request_id)
+
+    def set_aside(self, request: Request) -> None:
+        """What the request draws now does not count: its grammar is not ready for it. `end_compiling` calls it back."""
+        if request.row >= 0:
+            self.ledger.leave_row(request)
+            request.move(State.WAITING)
+            request.move(State.COMPILING)
+
+    def fail(self, request: Request, message: str) -> None:
+        """End one sample: it cannot go on."""
+        if not request.is_finished:
+            self.ledger.finish(request, "error", message=message)
 
     def abort_all(self) -> None:
         """End everything that is unfinished."""
@@ -94,6 +116,10 @@ class Scheduler:
         flights = [flight for flight in list(self._flights) if flight.step == step]
         return list(dict.fromkeys(request.id for flight in flights for request in flight.requests))
 
+    def draws_of(self, step: int) -> list[Request]:
+        """Whom each draw of a step in flight is for."""
+        return next((flight.draws for flight in reversed(self._flights) if flight.step == step), [])
+
     @property
     def waiting(self) -> int:
         """Requests that wait for a row."""
@@ -113,10 +139,11 @@ class Scheduler:
     def schedule(self) -> StepPlan | None:
         """The next step, or None if there is nothing to compute now."""
         draft = Draft()
+        self._note_streams()
         if (suspect := self._suspects.first) is not None:
             return self._schedule_suspect(draft, suspect)
         decodes = self._schedule_decodes(draft)
-        budget = self._continue_prompts(draft, self._budget - len(decodes))
+        budget = self._continue_prompts(draft, self._prompt_budget(decodes))
         if not draft.preempted:
             self._admit(draft, budget)
         decodes = decodes[self.rows.decoding[decodes]]  # some may have lost their row since
@@ -176,6 +203,25 @@ class Scheduler:
             draft.copies.append((row, source, own))
             draft.assign(row, index, [own])
         self.ledger.forked.discard(request)
+
+    def _note_streams(self) -> None:
+        """Rows that stream from now on. What has come by now was there before them, and does not slow down for them."""
+        for request in self._fresh:
+            if request.row >= 0:
+                self.rows.began[request.row] = self.ledger.arrivals
+        self._fresh.clear()
+
+    def _prompt_budget(self, decodes: NDArray[np.int64]) -> int:
+        """Prompt tokens this step may have: what the decodes leave, and no more than they can wait for."""
+        budget = self._budget - len(decodes)
+        if self._pacer is None or not len(decodes):
+            return budget
+        first = min(self.ledger.prefilling, key=self.policy.rank, default=None) or self.policy.next()
+        elder = 0 if first is None else int(np.count_nonzero(self.rows.began[decodes] <= first.arrival_order))
+        if not elder:
+            return budget
+        pending = len(self.ledger.prefilling) + min(self.waiting, self.rows.free)
+        return min(budget, self._pacer.allowance(len(decodes), elder, pending))
 
     def _continue_prompts(self, draft: Draft, budget: int) -> int:
         """Rows whose known tokens are not all computed go on, best-ranked first."""
@@ -299,6 +345,7 @@ class Scheduler:
         victim.in_flight = sum(flight.draws_for(victim.row, epoch) for flight in self._flights)
         victim.preemptions += 1
         self.stats.preemptions += 1
+        self.ledger.outputs.preempted.append(victim.key)
         draft.withdraw(victim)
         draft.preempted.append(victim)
         self.ledger.leave_row(victim)
@@ -309,6 +356,8 @@ class Scheduler:
         plan, flight = self._writer.write(draft, decodes)
         self._flights.append(flight)
         self.stats.note_step(plan, draft, self.ledger)
+        if self._pacer is not None:
+            self._pacer.launched(plan.num_decodes, len(plan.tokens), self._clock())
         return plan
 
     # A result comes back
@@ -318,6 +367,9 @@ class Scheduler:
         flight = self._flights.popleft()
         if result.step != flight.step:
             raise RuntimeError(f"the result of step {result.step} came where that of step {flight.step} was due")
+        if self._pacer is not None:
+            self._pacer.collected(self._clock())
+            self._fresh += flight.draws[flight.num_decodes :]
         self._suspects.acquit(flight.draws)
         self._collector.apply(flight, result)
 
@@ -327,6 +379,8 @@ class Scheduler:
         for flight in self._flights:
             self.tables.withdraw(flight.published)
         self._flights.clear()
+        if self._pacer is not None:
+            self._pacer.forget_flights()
         self.ledger.start_over()
         self._writer.start_over()
         for culprit in self._suspects.accuse(failed):
@@ -347,7 +401,7 @@ class Scheduler:
 
     def _schedule_suspect(self, draft: Draft, suspect: Request) -> StepPlan | None:
         """A suspect alone, until it has drawn a token: if a step fails again, it was the one."""
-        if self._flights:
+        if self._flights or suspect.state is State.COMPILING:
             return None
         if suspect.row >= 0:
             self._schedule_chunk(draft, suspect, self._budget)

@@ -5,10 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from quire.messages.plan import StepPlan
+from quire.messages.tally import Tally
 from quire.scheduler.draft import Draft
 
 if TYPE_CHECKING:
     from quire.scheduler.ledger import Ledger
+
+
+STEP_TOKEN_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+"""vLLM's buckets for the same figure."""
 
 
 class SchedulerStats:
@@ -16,6 +21,8 @@ class SchedulerStats:
 
     def __init__(self) -> None:
         self.steps = 0
+        self.step_tokens = Tally(STEP_TOKEN_BOUNDS)
+        """Tokens of each step."""
         self.prompt_tokens = 0
         """Known tokens computed (prompts and recomputation)."""
         self.generated_tokens = 0
@@ -50,6 +57,7 @@ class SchedulerStats:
         """Count a step that is about to be launched."""
         rows, pool = ledger.rows, ledger.tables.pool
         self.steps += 1
+        self.step_tokens.add(plan.num_tokens)
         self.prompt_tokens += len(plan.tokens)
         self.cached_tokens += draft.cached_tokens
         self.queried_tokens += draft.queried_tokens

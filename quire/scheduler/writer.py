@@ -71,7 +71,7 @@ class PlanWriter:
         self._step += 1
         self._ledger.dropped = []
         self._reset = False
-        return plan, Flight(plan.step, requests, draws, targets, rows.epoch[targets], draft.published)
+        return plan, Flight(plan.step, requests, draws, targets, rows.epoch[targets], len(decodes), draft.published)
 
     def _groups(self) -> list[PrefixGroup] | None:
         """Rows that begin alike, if the device knows other ones."""
@@ -120,4 +120,5 @@ def _new_row(request: Request, cached: int) -> NewRow:
         params=source.params,
         stop_ids=source.stop_ids,
         bad_words=source.bad_words,
+        pooling=None if source.pooling is None else source.pooling.pooling,
     )

@@ -277,6 +277,13 @@ class DeviceBatch:
         """For each of the step's draws, the row it goes to."""
         return self._draw_rows
 
+    def mask(self, logits: torch.Tensor, indices: np.ndarray, bits: np.ndarray) -> None:
+        """Nothing but the tokens whose bits are set is left in these rows of logits, in place."""
+        allowed = np.unpackbits(bits.view(np.uint8), axis=1, count=logits.shape[-1], bitorder="little")
+        banned = torch.from_numpy(allowed == 0)
+        where = torch.from_numpy(indices.astype(np.int64))
+        logits[where] = logits[where].masked_fill_(banned, float("-inf"))
+
     def draw(self, logits: torch.Tensor, rows: torch.Tensor, start: int, filtered: bool) -> bool:
         """Draw for rows that ask for nothing special, where the device has a kernel for it; False where not."""
         return False

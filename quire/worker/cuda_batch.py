@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from quire.kernels.triton.batch import NEW_ROW_INTS, apply_plan, expand_rows
+from quire.kernels.triton.masking import mask_logits
 from quire.kernels.triton.sampling import Columns, commit, draw_and_commit, workspace
 from quire.layers.attention.base import AttentionInputs
 from quire.messages.plan import NewRow, StepPlan
@@ -213,6 +214,13 @@ class CudaBatch(DeviceBatch):
 
     def draw_rows(self, plan: StepPlan) -> torch.Tensor:
         return self.buffers.draw_rows[: len(plan.samples)]
+
+    def mask(self, logits: torch.Tensor, indices: np.ndarray, bits: np.ndarray) -> None:
+        packed = self._pinned(len(indices), bits.shape[1] + 1)
+        packed.numpy()[:, 0] = indices
+        packed.numpy()[:, 1:] = bits
+        packed = packed.to(self._device, non_blocking=True)
+        mask_logits(logits, packed[:, 0].contiguous(), packed[:, 1:])
 
     def draw(self, logits: torch.Tensor, rows: torch.Tensor, start: int, filtered: bool) -> bool:
         results = self.results[:, :, start:]

@@ -21,6 +21,12 @@ class RowKind(enum.IntFlag):
     """Logit bias, allowed ids, bad words, min_tokens or a custom processor."""
     LOGPROBS = 16
     PROMPT_LOGPROBS = 32
+    GUIDED = 64
+    """Draws under a mask that the host supplies while the step runs."""
+    LAST = 256
+    MEAN = 512
+    POOLED = LAST | MEAN
+    """Draws nothing: its hidden states become a vector."""
     SPECIAL = PENALISED | LISTED | LOGPROBS
     """What takes the general sampler."""
 
@@ -39,6 +45,10 @@ class RowKind(enum.IntFlag):
             kind |= RowKind.LOGPROBS
         if p.prompt_logprobs is not None:
             kind |= RowKind.PROMPT_LOGPROBS
+        if p.structured_outputs is not None:
+            kind |= RowKind.GUIDED
+        if new.pooling is not None:
+            kind |= RowKind.MEAN if new.pooling == "mean" else RowKind.LAST
         return kind
 
 
@@ -55,8 +65,10 @@ class RowExtras:
             self.bias = torch.tensor(list(p.logit_bias.values()), device=device, dtype=torch.float32)
         if p.allowed_token_ids:
             self.allowed = torch.tensor(p.allowed_token_ids, device=device)
-        if p.min_tokens and new.stop_ids:
+        if p.min_tokens and new.stop_ids and p.structured_outputs is None:  # its masks know when it may end
             self.stop_ids = torch.tensor(new.stop_ids, device=device)
         self.bad_words = [torch.tensor(word, device=device) for word in new.bad_words]
         self.last_hidden: torch.Tensor | None = None
         """Of the chunk before: it predicts the first token of the next one (prompt logprobs)."""
+        self.total: torch.Tensor | None = None
+        """Hidden states of the chunks so far, added up (pooling by their mean)."""

@@ -7,13 +7,14 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from quire.messages.plan import PromptLogprobs, StepPlan, StepResult, TokenLogprobs
+from quire.messages.plan import PromptLogprobs, StepMasks, StepPlan, StepResult, TokenLogprobs
 from quire.models.base import CausalLM
 from quire.worker.batch import DeviceBatch, StepDraws, StepInputs
 from quire.worker.extras import RowKind
 from quire.worker.graphs import Graphs
 from quire.worker.logits import LogitsProcessor
 from quire.worker.logprobs import top_logprobs
+from quire.worker.pooling import Vectors, pool
 from quire.worker.sampler import Sampler
 
 LOGIT_ROWS = 512
@@ -23,33 +24,35 @@ LOGIT_ROWS = 512
 class PendingStep:
     """A launched step; `result` waits for it."""
 
-    def __init__(
-        self,
-        plan: StepPlan,
-        draws: StepDraws,
-        logprobs: dict[int, TokenLogprobs],
-        prompt_logprobs: dict[int, PromptLogprobs],
-    ) -> None:
-        self._plan = plan
-        self._draws = draws
-        self._logprobs = logprobs
-        self._prompt_logprobs = prompt_logprobs
+    def __init__(self, plan: StepPlan) -> None:
+        self.plan = plan
+        self.draws: StepDraws | None = None
+        """None while it waits for masks to draw under."""
+        self.hidden: torch.Tensor | None = None
+        """…and what it then draws from; `is_narrow`: one row a draw."""
+        self.is_narrow = False
+        self.logprobs: dict[int, TokenLogprobs] = {}
+        self.prompt_logprobs: dict[int, PromptLogprobs] = {}
+        self.vectors: Vectors | None = None
 
     def ready(self) -> bool:
         """Whether the device is done with it."""
-        return self._draws.ready()
+        return self.draws is None or self.draws.ready()
 
     def result(self) -> StepResult:
         """What it yielded, once it has."""
-        tokens, stopped, invalid = self._draws.wait()
+        if self.draws is None:
+            raise RuntimeError(f"step {self.plan.step} waits for masks: it has drawn nothing")
+        tokens, stopped, invalid = self.draws.wait()
         return StepResult(
-            step=self._plan.step,
+            step=self.plan.step,
             tokens=tokens.astype(np.int32),
             counts=np.ones(len(tokens), np.int32),
             stopped=stopped,
             invalid=invalid,
-            logprobs=self._logprobs,
-            prompt_logprobs=self._prompt_logprobs,
+            logprobs=self.logprobs,
+            prompt_logprobs=self.prompt_logprobs,
+            vectors={} if self.vectors is None else self.vectors.take(),
         )
 
 
@@ -63,6 +66,7 @@ class Runner:
         self._graphs = graphs
         self.batch = self._batch = batch
         self._sampler = Sampler(batch, processors)
+        self._unsupplied: PendingStep | None = None
 
     def launch(self, plan: StepPlan) -> PendingStep:
         """Start the step. Nothing here waits for the device unless a row asks for something out of the ordinary."""
@@ -73,28 +77,53 @@ class Runner:
             raise
 
     @torch.inference_mode()
+    def supply(self, step: PendingStep, masks: StepMasks) -> None:
+        """Let a step draw that has waited for this alone."""
+        if step is not self._unsupplied or step.hidden is None:
+            raise RuntimeError(f"step {step.plan.step} waits for no masks")
+        self._unsupplied = None
+        try:
+            self._finish(step, step.hidden, masks)
+        except BaseException:
+            self._batch.is_broken = True
+            raise
+        step.hidden = None
+
+    @torch.inference_mode()
     def _launch(self, plan: StepPlan) -> PendingStep:
         batch, graphs = self._batch, self._graphs
         kinds = self._batch.kinds
+        if self._unsupplied is not None and not plan.reset:
+            raise RuntimeError(f"plan {plan.step} came while step {self._unsupplied.plan.step} waits for masks")
+        self._unsupplied = None
+        step = PendingStep(plan)
         padded = graphs.padded_rows(plan)
         batch.apply(plan, padded)
-        logprobs: dict[int, TokenLogprobs] = {}
-        prompt_logprobs: dict[int, PromptLogprobs] = {}
         if padded and not (kinds[plan.rows] & ~(RowKind.RANDOM | RowKind.PROMPT_LOGPROBS)).any():
             graphs.run_step(padded)
-        elif padded:
+            step.draws = batch.result(len(plan.samples))
+            return step
+        if padded:
             hidden = graphs.run_forward(padded)
-            logprobs = self._draw(plan, hidden)
         else:
             inputs = batch.inputs(plan)
             batch.fork(plan)
-            is_narrow = self._narrows(plan)
-            if is_narrow:
+            step.is_narrow = self._narrows(plan)
+            if step.is_narrow:
                 inputs.attention.last = batch.last_tokens(plan, inputs)
             hidden = graphs.forward(inputs)
-            prompt_logprobs = self._prompt_logprobs(plan, inputs, hidden)
-            logprobs = self._draw(plan, hidden, is_narrow)
-        return PendingStep(plan, batch.result(len(plan.samples)), logprobs, prompt_logprobs)
+            step.prompt_logprobs = self._prompt_logprobs(plan, inputs, hidden)
+            step.vectors = pool(plan, batch, hidden, step.is_narrow)
+        if (kinds[plan.sample_rows] & RowKind.GUIDED).any():
+            step.hidden, self._unsupplied = hidden, step
+        else:
+            self._finish(step, hidden)
+        return step
+
+    def _finish(self, step: PendingStep, hidden: torch.Tensor, masks: StepMasks | None = None) -> None:
+        """Draw, and start the copy of what was drawn."""
+        step.logprobs = self._draw(step.plan, hidden, step.is_narrow, masks)
+        step.draws = self._batch.result(len(step.plan.samples))
 
     def _narrows(self, plan: StepPlan) -> bool:
         """Whether the model is to return the hidden states alone that something is drawn from, each once."""
@@ -102,33 +131,48 @@ class Runner:
             getattr(self._model, "narrows", False)
             and plan.num_tokens > len(plan.rows)
             and not plan.forks
-            and not (self._batch.kinds[plan.rows] & RowKind.PROMPT_LOGPROBS).any()
+            and not (self._batch.kinds[plan.rows] & (RowKind.PROMPT_LOGPROBS | RowKind.MEAN)).any()
         )
 
-    def _draw(self, plan: StepPlan, hidden: torch.Tensor, is_narrow: bool = False) -> dict[int, TokenLogprobs]:
+    def _draw(
+        self, plan: StepPlan, hidden: torch.Tensor, is_narrow: bool, masks: StepMasks | None
+    ) -> dict[int, TokenLogprobs]:
         """Logits only where a token is drawn, in slices. `is_narrow`: there are no other hidden states."""
         logprobs: dict[int, TokenLogprobs] = {}
         picks, rows = self._batch.picks(plan), self._batch.draw_rows(plan)
         for start in range(0, len(plan.samples), LOGIT_ROWS):
             part = slice(start, start + LOGIT_ROWS)
             host_rows = plan.sample_rows[part]
+            if (self._batch.kinds[host_rows] & RowKind.POOLED).all():
+                nothing = torch.zeros_like(rows[part], dtype=torch.int64)
+                self._batch.commit(nothing, nothing.bool(), rows[part].long(), start)
+                continue
             if is_narrow:
                 logits = self._model.logits(hidden[part])
             else:
                 logits = self._logits(plan.samples[part], hidden, picks[part])
             kinds = self._batch.kinds[host_rows]
             if not (kinds & RowKind.SPECIAL).any():
+                self._mask(logits, masks, start)
                 filtered = bool((kinds & RowKind.FILTERED).any())
                 if self._batch.draw(logits, rows[part], start, filtered):
                     continue
             logits = logits.float()
             reported = self._raw_logprobs(logits, host_rows)
+            self._mask(logits, masks, start)
             draw = self._sampler.draw(logits, rows[part].long(), host_rows, plan.max_context)
             for index, (row_logprobs, count) in reported.items():
                 entries = top_logprobs(row_logprobs[None], draw.tokens[index : index + 1], count)
                 logprobs[start + index] = entries[0]
             self._batch.commit(draw.tokens, draw.invalid, rows[part].long(), start)
         return logprobs
+
+    def _mask(self, logits: torch.Tensor, masks: StepMasks | None, start: int) -> None:
+        """Take away what the rows of this slice may not draw, in place."""
+        if masks is not None:
+            inside = (masks.draws >= start) & (masks.draws < start + len(logits))
+            if inside.any():
+                self._batch.mask(logits, masks.draws[inside] - start, masks.bits[inside])
 
     def _logits(self, samples: np.ndarray, hidden: torch.Tensor, picks: torch.Tensor) -> torch.Tensor:
         """A row of logits a draw. A source that forks draws several times from the same ones."""

@@ -12,6 +12,7 @@ import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -112,6 +113,9 @@ def _sampling_kernels(batch: CudaBatch) -> Iterator[Task]:
     yield lambda: batch.draw(logits, rows, 0, filtered=True)
     yield lambda: batch.draw(logits, rows, 0, filtered=False)
     yield lambda: batch.commit(token, invalid, rows.long(), 0)
+    nothing, words = np.zeros(1, np.int32), np.zeros((1, -(-batch.vocab_size // 32)), np.int32)
+    yield lambda: batch.mask(logits.clone(), nothing, words)
+    yield lambda: batch.mask(logits.float(), nothing, words)
     yield lambda: batch.expand(batch.empty_inputs(1, 1, 1, 1, 0))
     yield lambda: batch.expand(batch.empty_inputs(1, 2, 0, 2, 0))
     yield batch.apply_nothing

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,7 @@ from quire.layers.targets import collect_targets
 from quire.loading.files import ModelFiles
 from quire.loading.load import load_weights, open_checkpoint
 from quire.loading.model_config import ModelConfig
-from quire.messages.plan import NewRow, StepPlan
+from quire.messages.plan import NewRow, StepMasks, StepPlan
 from quire.messages.sampling import SamplingParams
 from quire.platforms.base import Platform
 from quire.worker.batch import DeviceBatch
@@ -28,6 +29,8 @@ from quire.worker.runner import PendingStep, Runner
 
 if TYPE_CHECKING:
     from quire.worker.warmup import WarmUp
+
+logger = logging.getLogger(__name__)
 
 
 def empty_cache_plan(lengths: list[int]) -> StepPlan:
@@ -106,6 +109,7 @@ class Worker:
         now = time.monotonic()
         self.phases[phase] = now - self._since
         self._since = now
+        logger.info("starting: %s done in %.1f s", phase, self.phases[phase])
 
     def _start_compiling(self, trial: Runner | None) -> WarmUp | None:
         """Kernels are compiled while the weights are read."""
@@ -156,6 +160,11 @@ class Worker:
         if self._runner is None:
             raise RuntimeError("a plan came before the cache was made")
         return self._runner.launch(plan)
+
+    def supply(self, step: PendingStep, masks: StepMasks) -> None:
+        """Let a step draw that waits for masks."""
+        if self._runner is not None:
+            self._runner.supply(step, masks)
 
     def shutdown(self) -> None:
         """Let go of the model and the cache."""

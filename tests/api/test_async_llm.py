@@ -412,8 +412,8 @@ class TestProcesses:
     def test_one_that_died_between_loops_is_noticed(self, tiny_model: Path) -> None:
         llm = AsyncLLM(tiny_model, **SETTINGS)
         run(final(llm, "abc"))
-        os.kill(pid_of(llm), signal.SIGTERM)
-        with pytest.raises(EngineDeadError, match="SIGTERM"):
+        os.kill(pid_of(llm), signal.SIGKILL)
+        with pytest.raises(EngineDeadError, match="SIGKILL"):
             run(final(llm, "abc"))
         llm.shutdown()
         llm.shutdown()
@@ -486,6 +486,7 @@ asyncio.run(work())
         process.communicate()
         assert wait_until(lambda: is_gone(pid))
 
-    def test_ctrl_c_is_the_fronts_to_decide(self, allm: AsyncLLM) -> None:
-        os.kill(pid_of(allm), signal.SIGINT)
+    @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+    def test_when_to_end_is_the_fronts_to_decide(self, allm: AsyncLLM, number: signal.Signals) -> None:
+        os.kill(pid_of(allm), number)
         assert run(final(allm, "abc")).finished

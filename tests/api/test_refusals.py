@@ -153,7 +153,7 @@ def test_a_request_bigger_than_the_cache(make_llm: Any) -> None:
         ({"speculative_config": {"method": "ngram"}}, "speculative_config"),
         ({"quantization": "awq"}, "quantization='awq'"),
         ({"data_parallel_size": 4}, "data_parallel_size=4"),
-        ({"runner": "pooling"}, "runner='pooling'"),
+        ({"runner": "draft"}, "runner='draft'"),
         ({"dtype": "int8"}, "dtype.*int8"),
         ({"block_size": 0}, "block_size.*0"),
         ({"max_num_seqs": 0}, "max_num_seqs"),

@@ -28,6 +28,7 @@ VALUES = {
     "pipeline_parallel_size": 1,
     "gpu_memory_utilization": 0.5,
     "cpu_kv_cache_share": 0.125,
+    "max_step_stretch": 1.5,
 }
 ROOT = Path(__file__).parents[2]
 

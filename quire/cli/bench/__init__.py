@@ -9,6 +9,7 @@ from quire.cli.parser import Parser
 BENCHMARKS = {
     "throughput": "many random prompts at once: tokens and requests a second",
     "latency": "one batch from start to end: how long it takes",
+    "serve": "load for any OpenAI-compatible server: latencies, throughput, goodput",
     "waste": "how much of the KV cache holds no token; needs no model",
 }
 

@@ -70,6 +70,11 @@ class Arena(TorchDispatchMode):
         self.foreign: list[str] = []
         self._free: dict[int, list[torch.Tensor]] = {}
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing here is compiled; otherwise torch imports its compiler at the first step, which takes seconds."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func in _ALLOCATE:

@@ -56,6 +56,9 @@ class Compilers:
         self._processes: list[Fork] = []
         if self.is_needed and len(tasks) > EACH:
             count = min(MOST, len(tasks) // EACH, max(1, (os.cpu_count() or 1) * 3 // 4))
+            logger.info(
+                "starting: compiling the kernels of %d tasks in %d processes, for this first time", len(tasks), count
+            )
             card = _card()
             self._processes = [Fork(functools.partial(compile_tasks, *card, tasks[i::count])) for i in range(count)]
 

@@ -1,0 +1,98 @@
+"""An engine that computes nothing: the real loop, scheduler and messages, with words out of a hat for tokens.
+
+It stands in for the engine's process where something else is measured or broken: `AsyncLLM.engine_module =
+"benchmarks.null_engine"`. NULL_ENGINE_PACE is the number of steps a second; unset, a step takes no time. Nor does one
+that begins a request, and whoever arrives ends the wait for the step before: a first token comes at once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import sys
+import time
+
+import numpy as np
+
+from quire.config import EngineConfig
+from quire.engine.core import EngineCore
+from quire.engine.facts import Facts
+from quire.engine.process import main
+from quire.executor.null import NullExecutor
+from quire.loading.files import ModelFiles
+from quire.loading.model_config import ModelConfig
+from quire.memory.prefix import ContentKeys
+from quire.memory.tables import BlockTables
+from quire.messages.plan import StepPlan, StepResult
+from quire.scheduler.policies.registry import make_policy
+from quire.scheduler.scheduler import Scheduler
+
+ROWS = 1024
+
+
+class PacedExecutor(NullExecutor):
+    """Yields a word for every draw, once its time has come."""
+
+    def __init__(self, words: list[int], steps_per_second: float, front: int) -> None:
+        super().__init__(ROWS)
+        self._words = np.array(words, np.int32)
+        self._seconds = 1 / steps_per_second if steps_per_second else 0.0
+        self._due = 0.0
+        self._begins_requests = False
+        self._front = front
+
+    def submit(self, plan: StepPlan) -> StepResult:
+        result = super().submit(plan)
+        self._begins_requests = bool(plan.add)
+        result.tokens = self._words[(np.arange(len(result.tokens)) * 31 + plan.step * 7919) % len(self._words)]
+        return result
+
+    def collect(self, handle: StepResult) -> StepResult:
+        left = self._due - time.monotonic()
+        if left > 0 and not self._begins_requests:
+            select.select([self._front], [], [], left)
+        self._due = max(self._due, time.monotonic() - self._seconds) + self._seconds
+        return handle
+
+
+def make_null_engine(config: EngineConfig, files: ModelFiles, model: ModelConfig) -> tuple[EngineCore, Facts]:
+    """A loop whose steps yield words."""
+    begin = time.monotonic()
+    keys = ContentKeys(config.block_size, b"null")
+    tables = BlockTables(config.num_gpu_blocks_override or 100_000, config.block_size, config.enable_prefix_caching)
+    scheduler = Scheduler(tables, make_policy(config.scheduling_policy), keys, ROWS, 8192)
+    pace = float(os.environ.get("NULL_ENGINE_PACE", "0"))
+    executor = PacedExecutor(_words(files, model), pace, int(sys.argv[1]))
+    core = EngineCore(scheduler, executor, log_stats=False)
+    facts = Facts(
+        files=files,
+        model=model,
+        device="null",
+        dtype="none",
+        max_model_len=config.max_model_len if isinstance(config.max_model_len, int) else model.max_position,
+        max_num_seqs=ROWS,
+        max_num_batched_tokens=8192,
+        block_size=config.block_size,
+        num_blocks=tables.pool.capacity,
+        weight_bytes=0,
+        kv_bytes=0,
+        start_seconds=time.monotonic() - begin,
+        keys=keys,
+    )
+    return core, facts
+
+
+def _words(files: ModelFiles, model: ModelConfig) -> list[int]:
+    """Tokens that are words or parts of words: each shows as text of its own."""
+    if files.folder is None or not (path := files.folder / "tokenizer.json").exists():
+        return list(range(model.vocab_size // 2, model.vocab_size))
+    vocabulary = json.loads(path.read_text())["model"]["vocab"]
+    ends = set(model.eos_token_ids)
+    return [
+        i for text, i in vocabulary.items() if text.removeprefix("Ġ").isalpha() and text.isascii() and i not in ends
+    ] or [*vocabulary.values()]
+
+
+if __name__ == "__main__":
+    sys.exit(main(make_null_engine))

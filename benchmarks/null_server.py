@@ -1,0 +1,28 @@
+"""The real server in front of an engine that computes nothing: `python benchmarks/null_server.py [MODEL [PORT]]`.
+
+Prints its address when it is ready. NULL_ENGINE_PACE sets the engine's steps a second (see null_engine.py).
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from quire.api.async_llm import AsyncLLM
+from quire.config import EngineConfig
+from quire.server.config import ServerConfig
+from quire.server.serve import serve
+
+
+def main() -> int:
+    model = sys.argv[1] if len(sys.argv) > 1 else EngineConfig.model
+    port = sys.argv[2] if len(sys.argv) > 2 else "0"
+    AsyncLLM.engine_module = "benchmarks.null_engine"
+    engine, config = EngineConfig(model=model), ServerConfig(port=int(port))
+    return serve(engine, config, lambda server, url: print(url, flush=True))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

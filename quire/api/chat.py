@@ -1,0 +1,263 @@
+"""Conversations into prompts: messages through a chat template, in a sandbox, then to token ids."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from quire.api.chat_messages import Message, normalized, plain
+from quire.api.templates.budget import Budget, TemplateLimits, on_budget
+from quire.api.templates.environment import TemplateEnvironment, compile_template, render_template
+from quire.api.templates.reading import Expectations
+from quire.errors import QuireError, ValidationError
+
+MAX_CACHED = 32
+_CONTINUE = "CONTINUE_FINAL_MESSAGE_TAG "
+_RESERVED = frozenset(
+    {
+        "messages", "conversation", "tools", "documents", "add_generation_prompt", "continue_final_message",
+        "chat_template", "tokenize", "tokenizer", "tokenizer_kwargs", "return_tensors", "return_dict",
+        "return_assistant_tokens_mask", "sanitize_control_tokens", "padding", "truncation", "max_length",
+        "raise_exception", "strftime_now", "range", "dict", "namespace", "cycler", "joiner", "lipsum", "loop", "self",
+        "super", "caller", "varargs", "kwargs", "context", "environment", "bos_token", "eos_token", "unk_token",
+        "sep_token", "pad_token", "cls_token", "mask_token", "additional_special_tokens", "extra_special_tokens",
+    }
+)  # fmt: skip
+"""What a template is given by us; `chat_template_kwargs` must not stand in for it."""
+
+
+@dataclass(frozen=True)
+class _Compiled:
+    template: jinja2.Template
+    expects: Expectations
+    mentions_content: bool
+
+
+class ChatRenderer:
+    """Renders conversations for one tokenizer. Safe to use from many threads.
+
+    `template` (inline or a file) stands in for the tokenizer's own. A template given with a call comes from further
+    away than the model's, and may be given `request_limits` that are tighter.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        template: str | None = None,
+        *,
+        limits: TemplateLimits | None = None,
+        request_limits: TemplateLimits | None = None,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.limits = limits or TemplateLimits()
+        self.request_limits = request_limits or replace(self.limits, source=min(self.limits.source, 1 << 16))
+        self._template = template_text(template)
+        self._environment = TemplateEnvironment()
+        self._compiled: OrderedDict[str, _Compiled] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def render(
+        self,
+        messages: Sequence[Any],
+        *,
+        tools: Sequence[Any] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        documents: Sequence[Any] | None = None,
+    ) -> tuple[str, list[int]]:
+        """The prompt's text and its token ids. Whatever is wrong with the input raises a `ValidationError`."""
+        text = self.render_text(
+            messages,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            chat_template=chat_template,
+            chat_template_kwargs=chat_template_kwargs,
+            documents=documents,
+        )
+        # The template writes the special tokens itself; the tokenizer must not add its own.
+        return text, list(self.tokenizer.encode(text, add_special_tokens=False))
+
+    def render_text(
+        self,
+        messages: Sequence[Any],
+        *,
+        tools: Sequence[Any] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        documents: Sequence[Any] | None = None,
+    ) -> str:
+        """The prompt's text alone."""
+        if self.tokenizer is None:
+            raise ValidationError("chat needs a tokenizer, and skip_tokenizer_init is set", "messages")
+        if continue_final_message and add_generation_prompt:
+            raise ValidationError(
+                "add_generation_prompt starts a new message and continue_final_message goes on with the last one: "
+                "set one of them",
+                "continue_final_message",
+            )
+        source = self._source(chat_template, tools)
+        limits = self.limits if chat_template is None else self.request_limits
+        compiled = self._compile(source, limits)
+        expects = compiled.expects
+        conversation = normalized(messages, parts=expects.parts, wrap_text=not expects.text, keep_none=expects.none)
+        final = _mark_end(conversation, compiled) if continue_final_message else None
+        variables = {
+            **self._special_tokens(),
+            **_checked_kwargs(chat_template_kwargs),
+            "messages": conversation,
+            "tools": None if tools is None else [_tool(tool) for tool in tools],
+            "documents": None if documents is None else plain(list(documents), "documents"),
+            "add_generation_prompt": add_generation_prompt,
+        }
+        text = _run(compiled.template, variables, limits)
+        return text if final is None else _cut_after(text, final)
+
+    def template(self, tools: Sequence[Any] | None = None) -> str:
+        """The source of the template that is used where a call names none; with tools it may be another."""
+        return self._source(None, tools)
+
+    def _source(self, given: str | None, tools: Sequence[Any] | None) -> str:
+        own = getattr(self.tokenizer, "chat_template", None)
+        named = own if isinstance(own, dict) else {}
+        if given is not None:
+            source = named.get(given, given)
+        elif self._template is not None:
+            source = self._template
+        elif named:
+            source = named.get("tool_use") if tools is not None and "tool_use" in named else named.get("default")
+        else:
+            source = own
+        if source is None:
+            raise ValidationError(
+                "the model has no chat template: give one with chat_template, or send a plain prompt", "chat_template"
+            )
+        if not isinstance(source, str):
+            raise ValidationError(f"chat_template is text, not a {type(source).__name__}", "chat_template")
+        return source
+
+    def _compile(self, source: str, limits: TemplateLimits) -> _Compiled:
+        if len(source) > limits.source:
+            raise ValidationError(
+                f"the chat template has {len(source)} characters; at most {limits.source}", "chat_template"
+            )
+        with self._lock:
+            compiled = self._compiled.get(source)
+            if compiled is not None:
+                self._compiled.move_to_end(source)
+                return compiled
+        try:
+            with on_budget(Budget(limits)):
+                compiled = _Compiled(*compile_template(self._environment, source), "content" in source)
+        except QuireError:
+            raise
+        except Exception as error:
+            raise ValidationError(f"the chat template cannot be read: {_reason(error)}", "chat_template") from error
+        with self._lock:
+            self._compiled[source] = compiled
+            while len(self._compiled) > MAX_CACHED:
+                self._compiled.popitem(last=False)
+        return compiled
+
+    def _special_tokens(self) -> dict[str, str]:
+        return dict(getattr(self.tokenizer, "special_tokens_map", None) or {})
+
+
+def template_text(template: str | None) -> str | None:
+    """A template given inline, or the text of the file it names."""
+    if template is None or "{" in template or not Path(template).is_file():
+        return template
+    return Path(template).read_text()
+
+
+def _run(template: jinja2.Template, variables: dict[str, Any], limits: TemplateLimits) -> str:
+    try:
+        with on_budget(Budget(limits)):
+            return render_template(template, variables)
+    except QuireError:
+        raise
+    except Exception as error:  # a role it does not know, a limit, a mistake in it: all are input
+        raise ValidationError(f"the chat template failed: {_reason(error)}", "messages") from error
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, RecursionError):
+        return "it calls itself too deep"
+    text = str(error) or type(error).__name__
+    return text if len(text) <= 500 else text[:497] + "..."
+
+
+def _checked_kwargs(given: Mapping[str, Any] | None) -> dict[str, Any]:
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping):
+        raise ValidationError(
+            f"chat_template_kwargs is an object, not a {type(given).__name__}", "chat_template_kwargs"
+        )
+    for name in given:
+        if not isinstance(name, str) or not name.isidentifier() or name.startswith("_"):
+            raise ValidationError(
+                f"chat_template_kwargs holds {str(name)[:60]!r}, which is no name of a variable", "chat_template_kwargs"
+            )
+        if name in _RESERVED:
+            raise ValidationError(
+                f"chat_template_kwargs may not set {name!r}: that is the request's own field, or the server's",
+                "chat_template_kwargs",
+                name,
+            )
+    checked: dict[str, Any] = plain(dict(given), "chat_template_kwargs")
+    return checked
+
+
+def _tool(tool: dict[str, Any] | Callable[..., Any]) -> Any:
+    """A tool's schema; Python functions tell theirs by their annotations."""
+    if inspect.isfunction(tool) or inspect.ismethod(tool):
+        from transformers.utils import get_json_schema
+
+        return plain(get_json_schema(tool), "tools")
+    made = plain(tool, "tools")
+    if not isinstance(made, dict):
+        raise ValidationError(f"a tool is an object, not a {type(tool).__name__}", "tools")
+    return made
+
+
+def _mark_end(conversation: list[Message], compiled: _Compiled) -> str:
+    """Put a mark behind the last message's text; returns that text."""
+    last = conversation[-1]
+    content = last["content"]
+    if isinstance(content, list) and content:
+        final: str = content[-1]["text"]
+        content[-1]["text"] = final + _CONTINUE
+    elif isinstance(content, str):
+        final = content
+        last["content"] = final + _CONTINUE
+    else:
+        raise ValidationError(
+            "continue_final_message is set, but the last message has no content to go on with", "messages"
+        )
+    if not compiled.mentions_content:
+        raise ValidationError(
+            "continue_final_message is set, but the chat template does not write the content of messages", "messages"
+        )
+    return final
+
+
+def _cut_after(text: str, final: str) -> str:
+    """The rendered text up to the mark. A template that trims messages takes the spaces before it away too."""
+    at = text.rfind(_CONTINUE.strip())
+    if at < 0 or final.strip() not in text:
+        raise ValidationError(
+            "continue_final_message is set, but the chat template does not write the last message as it is", "messages"
+        )
+    return text[:at] if text[at : at + len(_CONTINUE)] == _CONTINUE else text[:at].rstrip()

@@ -1,0 +1,149 @@
+"""Messages as clients send them, made into what chat templates read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from quire.errors import ValidationError
+
+Message = dict[str, Any]
+MAX_MESSAGES = 16_384
+MAX_NESTING = 64
+_TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+_REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
+"""Names a message's thinking goes by; templates read the first or the second."""
+
+
+def plain(value: Any, parameter: str, level: int = 0) -> Any:
+    """A copy made of nothing but JSON's types: a template must not reach the methods of anything else."""
+    if value is None or type(value) in (str, bool, int, float):
+        return value
+    if level > MAX_NESTING:
+        raise ValidationError(f"{parameter} is nested deeper than {MAX_NESTING} levels", parameter)
+    if isinstance(value, Mapping):
+        return {_plain_key(key, parameter): plain(item, parameter, level + 1) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item, parameter, level + 1) for item in value]
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, int):
+        return int.__int__(value)
+    if isinstance(value, float):
+        return float.__float__(value)
+    if callable(getattr(value, "model_dump", None)):  # messages as the openai client hands them out
+        return plain(value.model_dump(exclude_none=True), parameter, level + 1)
+    raise ValidationError(f"{parameter} holds a {type(value).__name__}, which is not JSON", parameter)
+
+
+def normalized(messages: Sequence[Any], *, parts: bool, wrap_text: bool, keep_none: bool) -> list[Message]:
+    """Checked copies of the messages.
+
+    `parts` says that the template loops over the parts of a content, otherwise they are joined to one text;
+    `wrap_text`, that it knows nothing else, so that a text becomes a part; `keep_none`, that it knows a content which
+    is none, otherwise "" stands for it.
+    """
+    if not messages:
+        raise ValidationError("a conversation is empty: it needs at least one message", "messages", [])
+    if len(messages) > MAX_MESSAGES:
+        raise ValidationError(
+            f"a conversation has {len(messages)} messages; at most {MAX_MESSAGES}", "messages", len(messages)
+        )
+    return [
+        _normalize(message, f"messages[{index}]", parts, wrap_text, keep_none) for index, message in enumerate(messages)
+    ]
+
+
+def _normalize(given: Any, where: str, parts: bool, wrap_text: bool, keep_none: bool) -> Message:
+    message = plain(given, where)
+    if not isinstance(message, dict):
+        raise ValidationError(f"{where} is a {type(given).__name__}; a message is an object", where)
+    role = message.get("role")
+    if not isinstance(role, str) or not role:
+        raise ValidationError(f"{where} needs a role, such as 'user'; got {_shown(role)}", f"{where}.role", role)
+    calls = message.get("tool_calls")
+    if calls is None:
+        message.pop("tool_calls", None)
+    else:
+        message["tool_calls"] = _tool_calls(calls, f"{where}.tool_calls")
+    content = _content(message.get("content"), f"{where}.content", parts)
+    if content is None and role != "assistant" and not calls:
+        raise ValidationError(f"{where} of role {_shown(role)} has no content", f"{where}.content")
+    if content is None and not keep_none:
+        content = ""
+    if wrap_text and isinstance(content, str):
+        content = [{"type": "text", "text": content}]
+    message["content"] = content
+    return _with_reasoning(message)
+
+
+def _content(content: Any, where: str, parts: bool) -> Any:
+    if content is None or isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise ValidationError(f"{where} is text or a list of parts, not {_shown(content)}", where)
+    texts = [_part_text(part, f"{where}[{index}]") for index, part in enumerate(content)]
+    return [{"type": "text", "text": text} for text in texts] if parts else "\n".join(texts)
+
+
+def _part_text(part: Any, where: str) -> str:
+    if isinstance(part, str):
+        return part
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind not in _TEXT_PARTS:
+        raise ValidationError(
+            f"{where} is a content part of type {_shown(kind)}; this server reads text parts only", where, kind
+        )
+    text = part.get(_TEXT_PARTS[kind])
+    if not isinstance(text, str):
+        raise ValidationError(f"{where} is a text part whose text is {_shown(text)}", where)
+    return text
+
+
+def _tool_calls(calls: Any, where: str) -> list[Any]:
+    if not isinstance(calls, list):
+        raise ValidationError(f"{where} is a list of calls, not {_shown(calls)}", where)
+    return [_tool_call(call, f"{where}[{index}]") for index, call in enumerate(calls)]
+
+
+def _tool_call(call: Any, where: str) -> Any:
+    """A call with its arguments as an object: clients send them as JSON text, templates want to write them."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict):
+        raise ValidationError(f"{where} needs a function with a name and arguments", where)
+    if not isinstance(function.get("name"), str):
+        raise ValidationError(f"{where}.function.name is {_shown(function.get('name'))}, not a name", where)
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        arguments = _parsed(arguments, f"{where}.function.arguments")
+    if not isinstance(arguments, dict | None):
+        raise ValidationError(f"{where}.function.arguments is {_shown(arguments)}, not a JSON object", where)
+    return {**call, "function": {**function, "arguments": arguments or {}}}
+
+
+def _parsed(arguments: str, where: str) -> Any:
+    if not arguments.strip():
+        return {}
+    try:
+        return plain(json.loads(arguments), where)
+    except (ValueError, RecursionError) as error:
+        raise ValidationError(f"{where} is not the text of a JSON object: {error}", where) from None
+
+
+def _with_reasoning(message: Message) -> Message:
+    reasoning = next((message[name] for name in _REASONING_NAMES if message.get(name) is not None), None)
+    if reasoning is None:
+        return message
+    return {"thinking": reasoning, **message, "reasoning_content": reasoning}
+
+
+def _plain_key(key: Any, parameter: str) -> Any:
+    if key is None or isinstance(key, (str, bool, int, float)):
+        return plain(key, parameter)
+    raise ValidationError(f"{parameter} holds a key of type {type(key).__name__}", parameter)
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,164 @@
+"""What one rendering may cost. A thread cannot be stopped from outside, so whatever a template does pays here first."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from jinja2.exceptions import TemplateRuntimeError
+
+T = TypeVar("T")
+_LOOK_EVERY = 2048
+_SMALL = 1 << 14
+_MAX_BITS = 1 << 14
+_REFERENCE = 16
+_CONTAINERS: tuple[type, ...] = (list, tuple, dict, set, type({}.keys()), type({}.values()), type({}.items()))
+
+
+class OverBudgetError(TemplateRuntimeError):
+    """A template wanted more time or memory than it may have."""
+
+
+@dataclass(frozen=True)
+class TemplateLimits:
+    """Bounds around one rendering."""
+
+    seconds: float = 1.0
+    """Processor time of the rendering thread: a busy machine fails nobody."""
+    characters: int = 8 << 20
+    """Size of the rendered text, and of any value on the way to it."""
+    total: int = 256 << 20
+    """Size of all values made on the way, together: nothing is counted back."""
+    depth: int = 128
+    """How deep lists and dicts may be nested."""
+    source: int = 1 << 20
+    """Characters of a template."""
+
+
+class Budget:
+    """The account of one rendering.
+
+    Sizes are in characters, as if a value were written out: a list holding one list twice is as large as two, so what
+    is linear in the size is quick, whatever was built.
+    """
+
+    def __init__(self, limits: TemplateLimits) -> None:
+        self.limits = limits
+        self._ends = time.thread_time() + limits.seconds
+        self._until_look = _LOOK_EVERY
+        self._total = 0
+        self._known: dict[int, tuple[Any, int, int]] = {}
+        """Sizes and depths of containers by id; holding them keeps the ids theirs. Templates cannot change them."""
+
+    def spend(self, work: int) -> None:
+        """Pay for work about as long as copying this many characters, or running that many small operations."""
+        self._until_look -= work
+        if self._until_look < 0:
+            self._until_look = _LOOK_EVERY
+            if time.thread_time() > self._ends:
+                raise OverBudgetError(f"the chat template ran longer than its {self.limits.seconds:g} s")
+
+    def step(self) -> None:
+        """Pay for one block of a template's code."""
+        self.spend(8)
+
+    def read(self, value: T) -> T:
+        """Pay for an operation that looks at all of a value."""
+        size = self.size(value)
+        if size > self.limits.characters:
+            self.room(size)
+        self.spend(size if size < _SMALL else _SMALL)
+        return value
+
+    def made(self, value: T) -> T:
+        """Pay for a new value."""
+        size = self.size(value)
+        self.room(size, _REFERENCE * len(value) if isinstance(value, _CONTAINERS) else size)  # type: ignore[arg-type]
+        return value
+
+    def room(self, size: int, memory: int | None = None) -> None:
+        """Refuse before a value of this size is made; pay for it otherwise. A list takes less `memory` than it says."""
+        if size > self.limits.characters:
+            raise OverBudgetError(
+                f"the chat template makes a value of {_short(size)} characters; at most {self.limits.characters}"
+            )
+        self._total += size if memory is None else memory
+        if self._total > self.limits.total:
+            raise OverBudgetError(
+                f"the chat template makes more than {self.limits.total} characters of values on its way"
+            )
+        self.spend(8 + (size >> 4))
+
+    def size(self, value: Any) -> int:
+        """How large a value is when written out, about."""
+        if isinstance(value, str):
+            return len(value)
+        if isinstance(value, int):
+            if value.bit_length() > _MAX_BITS:
+                raise OverBudgetError(f"the chat template makes a number of {value.bit_length()} bits")
+            return 1
+        if isinstance(value, _CONTAINERS):
+            return self._measured(value)[0]
+        return len(value) if isinstance(value, range) else 1
+
+    def depth(self, value: Any) -> int:
+        """How deep a value is nested; 0 for one that holds no others."""
+        return self._measured(value)[1] if isinstance(value, _CONTAINERS) else 0
+
+    def _measured(self, value: Any, level: int = 0) -> tuple[int, int]:
+        known = self._known.get(id(value))
+        if known is not None:
+            return known[1], known[2]
+        size, depth = 2, 0
+        if level > self.limits.depth:
+            raise OverBudgetError(f"a value is nested deeper than {self.limits.depth} levels")
+        for items in (value.keys(), value.values()) if isinstance(value, dict) else (value,):
+            for item in items:
+                if isinstance(item, str):
+                    size += 2 + len(item)
+                elif isinstance(item, _CONTAINERS):
+                    inner, below = self._measured(item, level + 1)
+                    size += 2 + inner
+                    depth = max(depth, below)
+                else:
+                    size += 2 + self.size(item)
+        depth += 1
+        if depth > self.limits.depth:
+            raise OverBudgetError(f"a value is nested deeper than {self.limits.depth} levels")
+        self.spend(8 + len(value))
+        self._known[id(value)] = (value, size, depth)
+        return size, depth
+
+
+_current: ContextVar[Budget] = ContextVar("rendering_budget")
+
+
+def budget() -> Budget:
+    """The account of the rendering that runs in this thread."""
+    return _current.get()
+
+
+@contextmanager
+def on_budget(account: Budget) -> Iterator[Budget]:
+    """Everything inside is paid from this account."""
+    token = _current.set(account)
+    try:
+        yield account
+    finally:
+        _current.reset(token)
+
+
+def metered(items: Any) -> Iterator[Any]:
+    """The same items, each of them paid for."""
+    account = budget()
+    for item in items:
+        account.step()
+        yield item
+
+
+def _short(number: int) -> str:
+    return str(number) if number < 10**15 else "over 10^15"

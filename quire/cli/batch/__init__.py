@@ -1,0 +1,1 @@
+"""`quire run-batch`: a file of requests through the server's own routes, without a server."""

@@ -1,0 +1,165 @@
+"""Batch files in OpenAI's shape: a request a line in, an answer a line out."""
+
+from __future__ import annotations
+
+import sys
+import uuid
+from contextlib import AbstractContextManager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO
+
+import msgspec
+
+from quire.errors import ValidationError
+
+URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
+STANDARD = "-"
+LONGEST_ID = 4096
+
+
+class LineError(Exception):
+    """A line that is no request. `custom_id` is set if that much could be read."""
+
+    def __init__(self, code: str, message: str, custom_id: str | None = None) -> None:
+        super().__init__(message)
+        self.code = code
+        self.custom_id = custom_id
+
+
+class Asked(msgspec.Struct):
+    """A line of the input."""
+
+    custom_id: str
+    url: str
+    body: msgspec.Raw
+    method: str = "POST"
+
+
+class _Named(msgspec.Struct):
+    custom_id: str | None = None
+
+
+class _Body(msgspec.Struct):
+    stream: Any = None
+
+
+class Response(msgspec.Struct):
+    """What the route answered."""
+
+    status_code: int
+    request_id: str
+    body: msgspec.Raw
+
+
+class Error(msgspec.Struct):
+    """Why nothing was asked."""
+
+    code: str
+    message: str
+
+
+class Result(msgspec.Struct):
+    """A line of the output: an answer, good or bad, or the reason why there is none."""
+
+    id: str
+    custom_id: str | None
+    response: Response | None = None
+    error: Error | None = None
+
+    @classmethod
+    def of(cls, custom_id: str, status: int, request_id: str, body: bytes) -> Result:
+        return cls(_new_id(), custom_id, Response(status, request_id, msgspec.Raw(body)))
+
+    @classmethod
+    def of_error(cls, error: LineError) -> Result:
+        return cls(_new_id(), error.custom_id, error=Error(error.code, str(error)))
+
+    @property
+    def ok(self) -> bool:
+        return self.response is not None and self.response.status_code == 200
+
+
+def _new_id() -> str:
+    return f"batch_req_{uuid.uuid4().hex}"
+
+
+def read_line(text: bytes, number: int) -> Asked:
+    """One request; raises `LineError` with the line's number in its message."""
+    where = f"line {number}"
+    try:
+        asked = msgspec.json.decode(text, type=Asked)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise LineError("invalid_line", f"{where}: {error}", _custom_id(text)) from None
+    if not 0 < len(asked.custom_id) <= LONGEST_ID:
+        raise LineError("invalid_line", f"{where}: custom_id must have 1 to {LONGEST_ID} characters")
+    if asked.method != "POST":
+        raise LineError("invalid_method", f"{where}: method must be POST, got {asked.method!r}", asked.custom_id)
+    if asked.url not in URLS:
+        raise LineError("invalid_url", f"{where}: url must be one of {', '.join(URLS)}; got {asked.url!r}",
+                        asked.custom_id)  # fmt: skip
+    try:
+        body = msgspec.json.decode(asked.body, type=_Body)
+    except msgspec.MsgspecError as error:
+        raise LineError("invalid_line", f"{where}: body: {error}", asked.custom_id) from None
+    if body.stream not in (None, False):
+        raise LineError("stream_not_supported", f"{where}: a batch has no streams: leave stream out", asked.custom_id)
+    return asked
+
+
+def _custom_id(text: bytes) -> str | None:
+    try:
+        return msgspec.json.decode(text, type=_Named).custom_id
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+
+
+class Output(AbstractContextManager["Output"]):
+    """Answers as they come, each whole on its line. A file that is there already is continued."""
+
+    def __init__(self, name: str, overwrite: bool = False) -> None:
+        self.done: set[str] = set()
+        """Ids that have their answer from an earlier run."""
+        self._file: BinaryIO
+        if name == STANDARD:
+            self._file = sys.stdout.buffer
+            return
+        path = Path(name)
+        try:
+            if not overwrite and path.exists():
+                self.done = _continue(path)
+            self._file = open(path, "wb" if overwrite else "ab")  # noqa: SIM115  (closed in __exit__)
+        except OSError as error:
+            raise ValidationError(f"--output-file {name}: {error.strerror}") from error
+
+    def write(self, result: Result) -> None:
+        """One line, out of our hands when this returns: what was answered is not lost if we are killed."""
+        self._file.write(msgspec.json.encode(result) + b"\n")
+        self._file.flush()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        if self._file is not sys.stdout.buffer:
+            self._file.close()
+
+
+def _continue(path: Path) -> set[str]:
+    """The ids of an earlier run's output. Its last line, if it was cut off in the middle, is taken away."""
+    done, whole = set(), 0
+    with path.open("r+b") as file:
+        for number, line in enumerate(file, 1):
+            if not line.endswith(b"\n"):
+                file.truncate(whole)
+                break
+            whole += len(line)
+            try:
+                result = msgspec.json.decode(line, type=Result)
+            except msgspec.MsgspecError as error:
+                raise ValidationError(
+                    f"{path}, line {number}, is no answer of a batch ({error}): name another --output-file, or give "
+                    "--overwrite"
+                ) from None
+            if result.custom_id is not None:
+                done.add(result.custom_id)
+    return done

@@ -1,0 +1,96 @@
+"""Lines through the application, so many at once."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from quire.cli.batch.asgi import post
+from quire.cli.batch.files import Asked, LineError, Output, Result, read_line
+from quire.cli.batch.source import Source
+from quire.cli.bench.load.client import Tally
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp
+
+ATTEMPTS = 5
+"""Of a request that meets a full or restarting engine."""
+AGAIN = (429, 503)
+
+
+class _Usage(msgspec.Struct):
+    completion_tokens: int = 0
+    output_tokens: int = 0
+
+
+class _Answered(msgspec.Struct):
+    usage: _Usage | None = None
+
+
+@dataclass
+class Batch:
+    """A run over one input. `tally` tells how far it is."""
+
+    app: ASGIApp
+    key: str
+    concurrency: int
+    tally: Tally
+    skipped: int = 0
+
+    async def run(self, source: Source, output: Output) -> None:
+        """Answer every line that has no answer yet. Leaving early drops what runs, and keeps what was answered."""
+        seen = set(output.done)
+        workers = [asyncio.create_task(self._work(source, seen, output)) for _ in range(self.concurrency)]
+        try:
+            await asyncio.gather(*workers)
+        finally:  # one failed, or we were cancelled: nobody is left behind
+            for worker in workers:
+                worker.cancel()
+            await asyncio.gather(*workers, return_exceptions=True)
+
+    async def _work(self, source: Source, seen: set[str], output: Output) -> None:
+        """Take a line, answer it, and again: no more of the input is held than what runs."""
+        while (line := await source.next()) is not None:
+            number, text = line
+            try:
+                asked = read_line(text, number)
+                if asked.custom_id in output.done:
+                    self.skipped += 1
+                    continue
+                if asked.custom_id in seen:
+                    what = f"line {number}: custom_id {asked.custom_id!r} was there before"
+                    raise LineError("duplicate_custom_id", what, asked.custom_id)
+                seen.add(asked.custom_id)
+            except LineError as error:
+                result = Result.of_error(error)
+                self.tally.sent += 1
+            else:
+                self.tally.sent += 1
+                result = await self._answer(asked)
+            output.write(result)
+            self.tally.done += 1
+            self.tally.failed += not result.ok
+
+    async def _answer(self, asked: Asked) -> Result:
+        request_id = f"batch-{secrets.token_hex(12)}"
+        headers = {"authorization": f"Bearer {self.key}", "x-request-id": request_id}
+        for attempt in range(1, ATTEMPTS + 1):
+            answer = await post(self.app, asked.url, bytes(asked.body), headers)
+            if answer.status not in AGAIN or attempt == ATTEMPTS:
+                break
+            await asyncio.sleep(float(answer.headers.get("retry-after", 1)))
+        if answer.status == 200:
+            self.tally.tokens += _generated(answer.body)
+        return Result.of(asked.custom_id, answer.status, request_id, answer.body or b"null")
+
+
+def _generated(body: bytes) -> int:
+    try:
+        usage = msgspec.json.decode(body, type=_Answered).usage
+    except msgspec.MsgspecError:
+        return 0
+    return 0 if usage is None else usage.completion_tokens or usage.output_tokens

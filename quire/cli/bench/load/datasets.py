@@ -1,0 +1,223 @@
+"""What requests ask: random text, prompts from files, prompts that share beginnings, and traces of real traffic."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quire.cli.bench.load.text import about_tokens, random_characters, random_words
+from quire.errors import ValidationError
+
+Message = dict[str, Any]
+
+
+@dataclass
+class Ask:
+    """One request before it has a form."""
+
+    prompt: str | list[Message]
+    output_len: int
+    input_len: int = 0
+    """About how many tokens the prompt has; the server's own count is what is reported."""
+    at: float | None = None
+    """Seconds after the start, in a trace."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The lengths asked for, and what they are drawn with."""
+
+    count: int | None
+    """How many requests; None is the dataset's own number."""
+    input_len: int
+    output_len: int | None
+    """None is what the dataset says, where it says anything."""
+    seed: int
+    spread: float = 0.0
+    """Lengths are drawn evenly from ±spread around those given."""
+    unit: str = "tokens"
+    path: str | None = None
+    prefix_len: int = 0
+    num_prefixes: int = 1
+    time_unit: str = "ms"
+    speed: float = 1.0
+
+    @property
+    def total(self) -> int:
+        """The number of requests, where nothing else tells it."""
+        return DEFAULT_COUNT if self.count is None else self.count
+
+    @property
+    def output(self) -> int:
+        """The output's length, where nothing else tells it."""
+        return DEFAULT_OUTPUT if self.output_len is None else self.output_len
+
+
+DEFAULT_COUNT = 100
+DEFAULT_OUTPUT = 128
+TRACE_BLOCK = 512
+"""Tokens for each of a trace's `hash_ids`, as in the traces Mooncake published."""
+SHORTEST, LONGEST = 4, 1024
+"""Conversations outside of these, in tokens, are left out: too short to time, or too long for a small context."""
+
+
+def random_text(shape: Shape) -> list[Ask]:
+    """Random words, or with `unit` chars random characters; the first `prefix_len` are the same for all."""
+    draw = random.Random(shape.seed)
+    write = random_words if shape.unit == "tokens" else random_characters
+    opening = write(shape.prefix_len, draw) + " " if shape.prefix_len else ""
+    asks = []
+    for _ in range(shape.total):
+        length, output = _near(shape.input_len, shape.spread, draw), _near(shape.output, shape.spread, draw)
+        text = opening + write(length, draw)
+        tokens = shape.prefix_len + length if shape.unit == "tokens" else about_tokens(text)
+        asks.append(Ask(text, output, tokens))
+    return asks
+
+
+def prefix_repetition(shape: Shape) -> list[Ask]:
+    """`num_prefixes` beginnings of `prefix_len` tokens, each with many ends of `input_len`, in random order."""
+    draw = random.Random(shape.seed)
+    openings = [random_words(shape.prefix_len, draw) for _ in range(shape.num_prefixes)]
+    asks = [
+        Ask(f"{opening} {random_words(shape.input_len, draw)}", shape.output, shape.prefix_len + shape.input_len)
+        for opening in itertools.islice(itertools.cycle(openings), shape.total)
+    ]
+    draw.shuffle(asks)
+    return asks
+
+
+def prompts_file(shape: Shape) -> list[Ask]:
+    """A line of JSON each: `prompt` (text) or `messages` (a conversation), and perhaps `output_tokens`."""
+    asks = []
+    for where, line in _lines(shape):
+        prompt = line.get("messages", line.get("prompt"))
+        if not isinstance(prompt, (str, list)) or not prompt:
+            raise ValidationError(f'{where}: needs a "prompt" that is text, or "messages" that are a list')
+        said = line.get("output_tokens", line.get("max_tokens"))
+        output = shape.output if shape.output_len is not None or said is None else _whole(said, where, "output_tokens")
+        asks.append(Ask(prompt, output, about_tokens(_text(prompt))))
+    return _so_many(asks, shape)
+
+
+def sharegpt(shape: Shape) -> list[Ask]:
+    """First questions of ShareGPT's conversations; outputs are about as long as the answers were."""
+    path = _path(shape)
+    try:
+        conversations = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ValidationError(f"{path} is not JSON: {error}") from error
+    if not isinstance(conversations, list):
+        raise ValidationError(f"{path} is not a list of conversations, as the files of ShareGPT are")
+    asks = []
+    for conversation in conversations:
+        turns = conversation.get("conversations", []) if isinstance(conversation, dict) else []
+        if len(turns) < 2:
+            continue
+        question, answer = (str(turn.get("value", "")) for turn in turns[:2])
+        ask = Ask(question, shape.output_len or about_tokens(answer), about_tokens(question))
+        if SHORTEST <= ask.input_len <= LONGEST and ask.output_len >= SHORTEST:
+            ask.output_len = min(ask.output_len, LONGEST)
+            asks.append(ask)
+    if not asks:
+        raise ValidationError(f"{path} holds no conversation with a question of {SHORTEST} to {LONGEST} tokens")
+    random.Random(shape.seed).shuffle(asks)
+    return _so_many(asks, shape)
+
+
+def trace(shape: Shape) -> list[Ask]:
+    """Traffic as it was: `timestamp`, `input_length` and `output_length` on each line.
+
+    Lines with `hash_ids` share the beginnings they shared then: an id is one block of text. A line may also bring its
+    own `prompt` or `messages`.
+    """
+    seconds = {"ms": 1e-3, "s": 1.0}[shape.time_unit] / shape.speed
+    draw = random.Random(shape.seed)
+    asks = []
+    for where, line in _lines(shape):
+        output = shape.output_len or _whole(line.get("output_length"), where, "output_length")
+        at = line.get("timestamp")
+        if isinstance(at, bool) or not isinstance(at, (int, float)):
+            raise ValidationError(f"{where}: timestamp must be a number, got {at!r}")
+        prompt = line.get("messages", line.get("prompt"))
+        if prompt is None:
+            length = _whole(line.get("input_length"), where, "input_length")
+            prompt = _blocks(line.get("hash_ids") or [], length, draw, shape.seed)
+        else:
+            length = about_tokens(_text(prompt))
+        asks.append(Ask(prompt, output, length, at * seconds))
+    asks.sort(key=lambda ask: ask.at or 0.0)
+    start = asks[0].at or 0.0
+    for ask in asks:
+        ask.at = (ask.at or 0.0) - start
+    return asks[: shape.count]
+
+
+DATASETS: dict[str, Callable[[Shape], list[Ask]]] = {
+    "random": random_text,
+    "prefix_repetition": prefix_repetition,
+    "custom": prompts_file,
+    "sharegpt": sharegpt,
+    "trace": trace,
+}
+
+
+def _blocks(ids: list[Any], tokens: int, draw: random.Random, seed: int) -> str:
+    """Text of `tokens` tokens; block after block is the text of its id, what is left is random."""
+    words = [random_words(TRACE_BLOCK, random.Random(f"{seed}/{block}")) for block in ids[: tokens // TRACE_BLOCK]]
+    if left := tokens - TRACE_BLOCK * len(words):
+        words.append(random_words(left, draw))
+    return " ".join(words)
+
+
+def _near(length: int, spread: float, draw: random.Random) -> int:
+    return max(1, draw.randint(round(length * (1 - spread)), round(length * (1 + spread)))) if spread else length
+
+
+def _text(prompt: str | list[Message]) -> str:
+    return prompt if isinstance(prompt, str) else " ".join(str(message.get("content", "")) for message in prompt)
+
+
+def _so_many(asks: list[Ask], shape: Shape) -> list[Ask]:
+    """As many as were asked for; a short file is read again from its beginning."""
+    return asks if shape.count is None else list(itertools.islice(itertools.cycle(asks), shape.count))
+
+
+def _path(shape: Shape) -> Path:
+    if shape.path is None:
+        raise ValidationError("this dataset is a file: name it with --dataset-path")
+    path = Path(shape.path)
+    if not path.is_file():
+        raise ValidationError(f"there is no file {shape.path!r}")
+    return path
+
+
+def _lines(shape: Shape) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The objects of a JSONL file, each with a name for error messages."""
+    path = _path(shape)
+    is_empty = True
+    with path.open("rb") as file:
+        for number, text in enumerate(file, 1):
+            if not text.strip():
+                continue
+            try:
+                line = json.loads(text)
+            except ValueError as error:
+                raise ValidationError(f"{path}, line {number}: not JSON: {error}") from error
+            if not isinstance(line, dict):
+                raise ValidationError(f"{path}, line {number}: not a JSON object")
+            is_empty = False
+            yield f"{path}, line {number}", line
+    if is_empty:
+        raise ValidationError(f"{path} is empty")
+
+
+def _whole(value: Any, where: str, name: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValidationError(f"{where}: {name} must be an integer of at least 1, got {value!r}")
+    return value

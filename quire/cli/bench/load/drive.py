@@ -1,0 +1,98 @@
+"""Sends requests at their times and waits for them all."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import gc
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from quire.cli.bench.load.client import Client, Outcome
+from quire.cli.interrupts import cancelled_by_interrupt
+
+
+@dataclass
+class Run:
+    """All that was seen of one run."""
+
+    outcomes: list[Outcome]
+    start: float
+    end: float
+    cpu: float
+    """Seconds of processor time this process took."""
+    was_stopped: bool = False
+
+    @property
+    def duration(self) -> float:
+        return self.end - self.start
+
+
+async def drive(client: Client, bodies: Sequence[bytes], times: Sequence[float], concurrency: int | None) -> Run:
+    """Send each body at its time, at most `concurrency` at once; an interrupt ends the run early."""
+    _allow_many_files()
+    gc.freeze()  # what is there now stays: later collections look at what the run makes, and are short
+    tasks: list[asyncio.Task[Outcome]] = []
+    was_stopped = False
+    cpu, start = time.process_time(), time.perf_counter()
+    try:
+        with cancelled_by_interrupt():
+            await _dispatch(client, zip(bodies, times, strict=True), start, concurrency, tasks)
+            await asyncio.gather(*tasks)
+    except asyncio.CancelledError:
+        was_stopped = True
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    end = time.perf_counter()
+    gc.unfreeze()
+    client.host.close()
+    outcomes = [task.result() for task in tasks if not task.cancelled()]  # some may never have begun
+    return Run(outcomes, start, end, time.process_time() - cpu, was_stopped)
+
+
+async def _dispatch(
+    client: Client,
+    schedule: Iterable[tuple[bytes, float]],
+    start: float,
+    concurrency: int | None,
+    tasks: list[asyncio.Task[Outcome]],
+) -> None:
+    """Start every request when its time has come and a slot is free."""
+    slots = asyncio.Semaphore(concurrency) if concurrency else None
+    freed: collections.deque[float] = collections.deque([0.0] * (concurrency or 0))
+    """When each free slot became free: waiting for one is what was asked for, not lateness."""
+
+    async def one(body: bytes, due: float) -> Outcome:
+        try:
+            return await client.send(body, max(0.0, time.perf_counter() - due))
+        finally:
+            if slots is not None:
+                freed.append(time.perf_counter())
+                slots.release()
+
+    for body, at in schedule:
+        if (wait := start + at - time.perf_counter()) > 0:
+            await asyncio.sleep(wait)
+        due = start + at
+        if slots is not None:
+            await slots.acquire()
+            due = max(due, freed.popleft())
+        tasks.append(asyncio.create_task(one(body, due)))
+        if wait <= 0 and len(tasks) % BREATH == 0:
+            await asyncio.sleep(0)
+
+
+BREATH = 16
+"""When everything leaves at once, so many are queued before the loop may send them."""
+
+
+def _allow_many_files() -> None:
+    """Every stream is a socket: raise the limit of open files as far as it may go."""
+    with contextlib.suppress(ImportError, OSError, ValueError):  # not on Windows; macOS refuses its own hard limit
+        import resource
+
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

@@ -1,0 +1,132 @@
+"""A run's figures for people and for machines. The keys are vLLM's where it has them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from quire.cli.bench.load.measure import METRICS, Measured
+from quire.cli.terminal import table
+from quire.errors import ValidationError
+
+LATE = 25.0
+"""Milliseconds at the 99th percentile, above which the load was not what was asked for."""
+BUSY = 0.9
+"""Of a core: a generator that needs more may be what was measured."""
+
+
+def figures(
+    measured: Measured, metrics: Sequence[str], percents: Sequence[float], detailed: bool = False
+) -> dict[str, Any]:
+    """What --save-result writes."""
+    found: dict[str, Any] = {
+        "duration": measured.run.duration,
+        "completed": len(measured.done),
+        "failed": sum(measured.failures.values()),
+        "failures": dict(measured.failures),
+        "total_input_tokens": measured.input_tokens,
+        "total_cached_tokens": measured.cached_tokens,
+        "total_output_tokens": measured.output_tokens,
+        "request_throughput": measured.per_second(len(measured.done)),
+        "request_goodput": measured.per_second(measured.good) if measured.goals else None,
+        "good_requests": measured.good if measured.goals else None,
+        "goodput_slo_ms": measured.goals or None,
+        "output_throughput": measured.per_second(measured.output_tokens),
+        "total_token_throughput": measured.per_second(measured.input_tokens + measured.output_tokens),
+        "max_output_tokens_per_s": max(measured.tokens_over_time()),
+        "max_concurrent_requests": measured.most_open,
+        "client_late_p99_ms": measured.lateness.at(99),
+        "client_cpu_share": measured.cpu_share,
+    }
+    for name in metrics:
+        spread = measured.spreads[name]
+        found |= {f"mean_{name}_ms": spread.mean, f"median_{name}_ms": spread.median, f"std_{name}_ms": spread.std}
+        found |= {f"p{percent:g}_{name}_ms": spread.at(percent) for percent in percents}
+    if detailed:
+        outcomes = measured.run.outcomes
+        found["input_lens"] = [outcome.prompt_tokens for outcome in outcomes]
+        found["output_lens"] = [outcome.output_tokens for outcome in outcomes]
+        found["start_times"] = [outcome.sent - measured.run.start for outcome in outcomes]
+        found["ttfts"] = [outcome.ttft if outcome.first else 0.0 for outcome in outcomes]
+        found["itls"] = [outcome.gaps for outcome in outcomes]
+        found["errors"] = ["" if outcome.ok else f"{outcome.failure}: {outcome.detail}" for outcome in outcomes]
+    return found
+
+
+def show(measured: Measured, metrics: Sequence[str], percents: Sequence[float], title: str) -> None:
+    """The tables on stdout."""
+    from rich.console import Console
+    from rich.table import Table
+
+    print(table(_totals(measured), title))
+    print()
+    if measured.done:
+        grid = Table("milliseconds", box=None, pad_edge=False, header_style="")
+        columns = ["mean", "median", "std", *(f"p{percent:g}" for percent in percents)]
+        for column in columns:
+            grid.add_column(column, justify="right")
+        for name in metrics:
+            spread = measured.spreads[name]
+            values = [spread.mean, spread.median, spread.std, *(spread.at(percent) for percent in percents)]
+            cells = [f"{value:.2f}" for value in values] if spread.values else ["–"] * len(values)
+            grid.add_row(f"{METRICS[name]} ({name})", *cells)
+        Console().print(grid)
+    _show_failures(measured)
+    for remark in _remarks(measured):
+        print(remark)
+
+
+def _totals(measured: Measured) -> list[tuple[str, str]]:
+    run, done = measured.run, len(measured.done)
+    rows = [
+        ("requests", f"{done} completed, {sum(measured.failures.values())} failed, in {run.duration:.2f} s"),
+        ("throughput", f"{measured.per_second(done):.2f} requests/s"),
+        ("", f"{measured.per_second(measured.output_tokens):.1f} output tokens/s, "
+             f"{measured.per_second(measured.input_tokens + measured.output_tokens):.1f} with prompts"),
+        ("tokens", f"{measured.input_tokens} in ({measured.cached_tokens} cached), {measured.output_tokens} out"),
+        ("peaks", f"{measured.most_open} requests at once, {max(measured.tokens_over_time()):.0f} tokens in a second"),
+        ("generator", f"{100 * measured.cpu_share:.0f}% of a core; requests left {measured.lateness.at(99):.1f} ms "
+                      "late (p99)"),
+    ]  # fmt: skip
+    if measured.goals:
+        limits = ", ".join(f"{name} ≤ {limit:g} ms" for name, limit in measured.goals.items())
+        share = 100 * measured.good / len(run.outcomes) if run.outcomes else 0.0
+        rows.append(("goodput", f"{measured.per_second(measured.good):.2f} requests/s: {share:.1f}% with {limits}"))
+    return rows
+
+
+def _show_failures(measured: Measured) -> None:
+    if not measured.failures:
+        return
+    examples = {outcome.failure: outcome.detail for outcome in reversed(measured.run.outcomes) if not outcome.ok}
+    rows = [(f"{count} × {kind}", examples[kind]) for kind, count in measured.failures.most_common()]
+    print("\n" + table(rows, "failures"))
+
+
+def _remarks(measured: Measured) -> list[str]:
+    """What a reader must know before believing the figures."""
+    remarks = []
+    if measured.done and not measured.is_counted_by_server:
+        remarks.append("The server told no usage: every event with text was counted as one token, prompts not at all.")
+    if measured.lateness.at(99) > LATE or measured.cpu_share > BUSY:
+        remarks.append(
+            "The generator could not keep up: requests left late, or it used a whole core. Figures of the server are "
+            "worse than they should be; use less load, or another machine."
+        )
+    return remarks
+
+
+def write(path: str, found: dict[str, Any], flag: str) -> None:
+    """Figures as a file of JSON, a line each."""
+    lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in found.items())
+    write_text(path, f"{{\n{lines}\n}}\n", flag)
+
+
+def write_text(path: str, text: str, flag: str) -> None:
+    """A file, or an error that names the flag."""
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ValidationError(f"{flag} {path}: {error.strerror}") from error

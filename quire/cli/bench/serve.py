@@ -1,0 +1,246 @@
+"""`quire bench serve`: load for any OpenAI-compatible server, and how it bore it."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import datetime
+import math
+from collections.abc import Coroutine, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from quire.cli.bench.load.flags import PATHS, add_load_flags, add_report_flags, add_request_flags, add_server_flags
+from quire.cli.parser import Parser
+from quire.errors import QuireError, ValidationError
+
+if TYPE_CHECKING:
+    from quire.cli.bench.load.client import Client
+    from quire.cli.bench.load.datasets import Ask
+    from quire.cli.bench.load.drive import Run
+    from quire.cli.bench.load.http import Host
+    from quire.cli.bench.load.measure import Measured
+
+T = TypeVar("T")
+
+WHAT = """\
+Send requests to an OpenAI-compatible server and time every token of the answers. Requests leave at --request-rate
+(Poisson; everything at once where none is given), at most --max-concurrency at once, or as a --trace says.
+Ctrl-C ends the run early and reports what there is."""
+EXAMPLES = """
+  quire bench serve --num-prompts 200 --request-rate 10
+  quire bench serve --base-url http://gpu1:8000 --max-concurrency 32 --input-len 512 --output-len 256 --ignore-eos
+  quire bench serve --backend openai-chat --dataset-name sharegpt --dataset-path sharegpt.json --request-rate 4
+  quire bench serve --trace traffic.jsonl --trace-speed 2 --goodput ttft:200 tpot:50
+  quire bench serve --request-rate 8 --save-result run.json --plot run.svg
+"""
+WARMING = 8
+"""Requests at once before the run."""
+
+
+class ServerError(QuireError):
+    """The server cannot be measured: it is not there, or refuses what is asked."""
+
+
+def configure(parser: Parser) -> None:
+    """The flags of `quire bench serve`."""
+    parser.describe(run, WHAT, EXAMPLES)
+    add_server_flags(parser.add_argument_group("server"))
+    add_load_flags(parser.add_argument_group("when requests leave"))
+    add_request_flags(parser.add_argument_group("what they ask"))
+    add_report_flags(parser.add_argument_group("report"))
+
+
+def run(args: argparse.Namespace) -> int:
+    """Load the server, report, and write what was asked for."""
+    from quire.cli.bench.load.http import Host
+    from quire.cli.bench.load.measure import METRICS, Measured, read_goals
+    from quire.cli.bench.load.plot import plot
+    from quire.cli.bench.load.report import figures, show, write, write_text
+
+    goals = read_goals(args.goodput)
+    percents = _percents(args.metric_percentiles)
+    metrics = args.percentile_metrics.split(",")
+    if unknown := set(metrics) - set(METRICS):
+        raise ValidationError(f"--percentile-metrics are {', '.join(METRICS)}; got {', '.join(sorted(unknown))!r}")
+    asks = _asks(args)
+    times = _times(args, asks)
+    host = Host(args.base_url, _headers(args))
+    seen, model = _run_loop(_measure(args, host, asks, times))
+    measured = Measured(seen, goals)
+    title = f"{model} at {host.url}"
+    show(measured, metrics, percents, title)
+    found = {**_circumstances(args, model, len(asks)), **figures(measured, metrics, percents, args.save_detailed)}
+    if args.save_result:
+        write(args.save_result, found, "--save-result")
+    if args.plot:
+        write_text(args.plot, plot(measured, title, _subtitle(args, measured)), "--plot")
+    if seen.was_stopped:
+        return 130
+    return 0 if measured.done else 1
+
+
+async def _measure(args: argparse.Namespace, host: Host, asks: list[Ask], times: list[float]) -> tuple[Run, str]:
+    from quire.cli.bench.load.client import Client
+    from quire.cli.bench.load.drive import drive
+    from quire.cli.bench.load.progress import Watching
+
+    model = await _model(args, host)
+    bodies = [_body(args, model, ask) for ask in asks]
+    client = Client(host, args.endpoint or PATHS[args.backend], args.timeout)
+    await _warm_up(client, [_body(args, model, ask) for ask in _warming_asks(args)])
+    client.tally = type(client.tally)()
+    async with Watching(client.tally, len(bodies), "sending"):
+        return await drive(client, bodies, times, args.max_concurrency), model
+
+
+async def _warm_up(client: Client, bodies: Sequence[bytes]) -> None:
+    """A server that refuses what is asked does so here, once and in its own words."""
+    from quire.cli.bench.load.drive import drive
+
+    seen = await drive(client, bodies, [0.0] * len(bodies), WARMING)
+    if seen.was_stopped:
+        raise KeyboardInterrupt
+    if bodies and not any(outcome.ok for outcome in seen.outcomes):
+        failed = seen.outcomes[0]
+        raise ServerError(f"{client.host.url}{client.path}: {failed.failure}: {failed.detail}")
+
+
+async def _model(args: argparse.Namespace, host: Host) -> str:
+    """The model that is named, or the one the server says it serves, once it is there."""
+    from quire.cli.bench.load.events import error_message, first_model
+    from quire.cli.bench.load.http import LostConnectionError
+
+    patience = args.ready_check_timeout_sec
+    if args.model and not patience:
+        return str(args.model)
+    loop = asyncio.get_running_loop()
+    until = loop.time() + patience
+    while True:
+        try:
+            answer = await host.get("/v1/models")
+            if answer.status == 200 or loop.time() >= until:
+                break
+        except LostConnectionError as error:
+            if loop.time() >= until:
+                raise ServerError(f"{error}; is the server running?") from error
+        await asyncio.sleep(0.5)
+    if args.model:
+        return str(args.model)
+    where = f"{host.url}/v1/models"
+    if answer.status != 200:
+        raise ServerError(f"{where}: HTTP {answer.status}: {error_message(bytes(answer.body))}")
+    if (name := first_model(bytes(answer.body))) is None:
+        raise ServerError(f"{where} names no model: give one with --model")
+    return name
+
+
+def _run_loop(work: Coroutine[Any, Any, T]) -> T:
+    """On uvloop where there is one: it takes half the processor time of the standard loop."""
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.run(work)
+    return uvloop.run(work)
+
+
+def _asks(args: argparse.Namespace) -> list[Ask]:
+    from quire.cli.bench.load.datasets import DATASETS, Shape
+
+    if not 0 <= args.range_ratio <= 1:
+        raise ValidationError(f"--range-ratio must be from 0 to 1, got {args.range_ratio:g}")
+    if not args.trace_speed > 0:
+        raise ValidationError(f"--trace-speed must be above 0, got {args.trace_speed:g}")
+    shape = Shape(
+        count=args.num_prompts, input_len=args.input_len, output_len=args.output_len, seed=args.seed,
+        spread=args.range_ratio, unit=args.input_unit, path=args.trace or args.dataset_path,
+        prefix_len=args.prefix_len, num_prefixes=args.num_prefixes, time_unit=args.trace_time_unit,
+        speed=args.trace_speed,
+    )  # fmt: skip
+    return DATASETS["trace" if args.trace else args.dataset_name](shape)
+
+
+def _warming_asks(args: argparse.Namespace) -> list[Ask]:
+    """Text of the same length that is not in the run: what is measured must not be in a prefix cache."""
+    from quire.cli.bench.load.datasets import Shape, random_text
+
+    return random_text(Shape(args.warmup, args.input_len, args.output_len, args.seed + 1, unit=args.input_unit))
+
+
+def _times(args: argparse.Namespace, asks: list[Ask]) -> list[float]:
+    from quire.cli.bench.load.arrivals import arrivals
+
+    if args.trace:
+        if math.isfinite(args.request_rate):
+            raise ValidationError("--request-rate and --trace contradict each other: a trace has its own times")
+        return [ask.at or 0.0 for ask in asks]
+    return arrivals(len(asks), args.request_rate, args.burstiness, args.burst_size, args.seed)
+
+
+def _body(args: argparse.Namespace, model: str, ask: Ask) -> bytes:
+    """The request as the route wants it. Answers are streamed, with the token counts at the end."""
+    import msgspec
+
+    body: dict[str, Any] = {
+        "model": model,
+        "max_tokens": ask.output_len,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    if (args.endpoint or PATHS[args.backend]).endswith("/chat/completions"):
+        is_text = isinstance(ask.prompt, str)
+        body["messages"] = [{"role": "user", "content": ask.prompt}] if is_text else ask.prompt
+    elif isinstance(ask.prompt, str):
+        body["prompt"] = ask.prompt
+    else:
+        raise ValidationError("the dataset holds messages: they need --backend openai-chat")
+    if args.ignore_eos:
+        body["ignore_eos"] = True
+    if args.temperature is not None:
+        body["temperature"] = args.temperature
+    return msgspec.json.encode({**body, **args.extra_body})
+
+
+def _headers(args: argparse.Namespace) -> dict[str, str]:
+    headers = {"Authorization": f"Bearer {args.api_key}"} if args.api_key else {}
+    for header in args.header:
+        name, equals, value = header.partition("=")
+        if not equals or not name.strip():
+            raise ValidationError(f"--header takes NAME=VALUE, got {header!r}")
+        headers[name.strip()] = value.strip()
+    return headers
+
+
+def _percents(text: str) -> list[float]:
+    try:
+        percents = [float(each) for each in text.split(",")]
+    except ValueError:
+        percents = [-1.0]
+    if not all(0 < percent <= 100 for percent in percents):
+        raise ValidationError(f"--metric-percentiles are numbers up to 100 such as 50,90,99; got {text!r}")
+    return percents
+
+
+def _circumstances(args: argparse.Namespace, model: str, count: int) -> dict[str, Any]:
+    """What a result file needs to be read on its own."""
+    return {
+        "date": datetime.datetime.now().strftime("%Y%m%d-%H%M%S"),
+        "endpoint_type": args.backend,
+        "backend": args.backend,
+        "model_id": model,
+        "dataset_name": "trace" if args.trace else args.dataset_name,
+        "num_prompts": count,
+        "request_rate": args.request_rate if math.isfinite(args.request_rate) else "inf",
+        "burstiness": args.burstiness,
+        "max_concurrency": args.max_concurrency,
+        "seed": args.seed,
+    }
+
+
+def _subtitle(args: argparse.Namespace, measured: Measured) -> str:
+    load = f"{args.request_rate:g} requests/s" if math.isfinite(args.request_rate) else "everything at once"
+    load = f"trace {args.trace}" if args.trace else load
+    if args.max_concurrency:
+        load += f", at most {args.max_concurrency} at once"
+    done, failed = len(measured.done), sum(measured.failures.values())
+    rate = measured.per_second(measured.output_tokens)
+    return f"{load}; {done} completed, {failed} failed; {rate:,.0f} output tokens/s"

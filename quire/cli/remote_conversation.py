@@ -1,0 +1,191 @@
+"""A conversation with a model on an OpenAI-compatible server."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import msgspec
+
+from quire.cli.bench.load.events import (
+    DONE,
+    Choice,
+    Chunk,
+    EventReader,
+    MalformedStreamError,
+    error_message,
+    first_model,
+    read_chunk,
+)
+from quire.cli.reply import Reply
+from quire.cli.terminal import dim, table
+from quire.errors import QuireError
+
+CONNECT_SECONDS = 10.0
+"""A first token may take as long as it likes; a connection not."""
+
+
+class RemoteError(QuireError):
+    """The server is not there, or refused."""
+
+
+class RemoteConversation:
+    """Messages so far. Each question sends all of them; leaving an answer early closes its connection."""
+
+    def __init__(
+        self, url: str, model: str | None, api_key: str | None, fields: dict[str, Any], system: str | None = None
+    ) -> None:
+        self.system = system
+        self.url = url.rstrip("/").removesuffix("/v1")
+        self._fields = fields
+        self._turns: list[dict[str, Any]] = []
+        self._replies: list[Reply] = []
+        try:
+            self._client = httpx.Client(
+                base_url=self.url + "/v1",
+                headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
+                timeout=httpx.Timeout(None, connect=CONNECT_SECONDS),
+            )
+        except (httpx.InvalidURL, ValueError) as error:
+            raise RemoteError(f"{url!r} is not the URL of a server: {error}") from error
+        self.model = model or self._first_model()
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._client.close()
+
+    def reset(self) -> None:
+        """Forget what was said; the system prompt stays."""
+        self._turns = []
+
+    def ask(self, question: str) -> Reply:
+        """Print the answer as it comes. A question that cannot be answered is not remembered."""
+        turn = {"role": "user", "content": question}
+        opening = [{"role": "system", "content": self.system}] if self.system else []
+        body = {
+            "model": self.model,
+            "messages": [*opening, *self._turns, turn],
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **self._fields,
+        }
+        reading = _Reading()
+        try:
+            with self._understood(), self._client.stream("POST", "/chat/completions", json=body) as response:
+                if response.status_code != 200:
+                    raise RemoteError(_refusal(response.status_code, response.read()))
+                reading.follow(response)
+        except KeyboardInterrupt:  # the connection is closed by now, which tells the server
+            reading.reply.remark = "(stopped)"
+        finally:
+            reading.finish()
+        reply = reading.reply
+        if reply.text:
+            self._turns += [turn, {"role": "assistant", "content": reply.text}]
+        self._replies.append(reply)
+        return reply
+
+    def engine_stats(self) -> str:
+        """What this conversation has used, for `/stats`: an engine's own figures are the server's to tell."""
+        replies = self._replies
+        return table(
+            [
+                ("server", self.url),
+                ("model", self.model),
+                ("replies", str(len(replies))),
+                ("prompt tokens", f"{sum(reply.prompt_tokens for reply in replies)}"),
+                ("cached", f"{sum(reply.cached_tokens for reply in replies)}"),
+                ("generated", f"{sum(reply.tokens for reply in replies)}"),
+            ]
+        )
+
+    def _first_model(self) -> str:
+        with self._understood():
+            response = self._client.get("/models")
+        if response.status_code != 200:
+            raise RemoteError(_refusal(response.status_code, response.content))
+        if (name := first_model(response.content)) is None:
+            raise RemoteError(f"{self.url}/v1/models names no model: give one with --model")
+        return name
+
+    @contextmanager
+    def _understood(self) -> Iterator[None]:
+        """Errors of the transport, as sentences."""
+        try:
+            yield
+        except httpx.ConnectError as error:
+            raise RemoteError(f"nothing answers at {self.url}: {error}; is the server running?") from error
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise RemoteError(f"{self.url}: {error or type(error).__name__}") from error
+        except MalformedStreamError as error:
+            raise RemoteError(f"{self.url} sent what is no event: {error}") from error
+
+
+class _Reading:
+    """One answer on its way to the screen."""
+
+    def __init__(self) -> None:
+        self.reply = Reply()
+        self._begin = self._last = time.perf_counter()
+        self._pieces = 0
+
+    def follow(self, response: httpx.Response) -> None:
+        """Print it as it comes."""
+        events, is_done = EventReader(), False
+        for data in response.iter_bytes():
+            for event in events.feed(data):
+                if event == DONE:
+                    is_done = True
+                else:
+                    self._take(read_chunk(event))
+        if not is_done and self.reply.error is None:
+            self._fail("the answer was cut off")
+
+    def finish(self) -> None:
+        """However it ended: the line's end, and the speed."""
+        reply = self.reply
+        if self._pieces:
+            print(flush=True)
+        reply.tokens = reply.tokens or self._pieces
+        elapsed = self._last - self._begin - reply.seconds_to_first
+        reply.tokens_per_second = (reply.tokens - 1) / elapsed if elapsed > 0 and reply.tokens > 1 else 0.0
+
+    def _take(self, chunk: Chunk) -> None:
+        if chunk.error is not None:
+            self._fail(error_message(msgspec.json.encode(chunk.error)))
+        for choice in chunk.choices or ():
+            self._show(choice)
+        if (usage := chunk.usage) is not None:
+            self.reply.tokens = usage.completion_tokens or 0
+            self.reply.prompt_tokens = usage.prompt_tokens or 0
+            if usage.prompt_tokens_details is not None:
+                self.reply.cached_tokens = usage.prompt_tokens_details.cached_tokens or 0
+
+    def _show(self, choice: Choice) -> None:
+        """What a reader sees of a piece: thinking is dim, and not part of what was said."""
+        if choice.finish_reason == "length" and self.reply.error is None:
+            self.reply.remark = "(cut at max_tokens, or at the end of the context)"
+        if choice.delta is None or not choice.has_tokens:
+            return
+        self._pieces += 1
+        self._last = time.perf_counter()
+        if self._pieces == 1:
+            self.reply.seconds_to_first = self._last - self._begin
+        thought = choice.delta.reasoning_content or choice.delta.reasoning
+        if thought and sys.stdout.isatty():
+            print(dim(thought, sys.stdout), end="", flush=True)
+        said = choice.delta.content if isinstance(choice.delta.content, str) else ""
+        self.reply.text += said
+        print(said, end="", flush=True)
+
+    def _fail(self, why: str) -> None:
+        self.reply.error = why
+        self.reply.remark = f"quire: error: {why}"
+
+
+def _refusal(status: int, body: bytes) -> str:
+    return f"the server answered {status}: {error_message(body)}"

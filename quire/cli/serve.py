@@ -1,0 +1,111 @@
+"""`quire serve`: a model behind OpenAI's API."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quire.cli.engine_flags import add_common, add_config_flags, add_engine_flags, add_model, engine_settings
+from quire.cli.parser import Parser
+from quire.cli.values import size
+from quire.config import EngineConfig
+from quire.errors import ConfigError
+from quire.server.config import ServerConfig
+
+if TYPE_CHECKING:
+    from quire.server.state import Server
+
+WHAT = """\
+Serve a model over HTTP: OpenAI's API (chat, completions, embeddings, …), metrics, health. Ctrl-C finishes what runs."""
+EXAMPLES = """
+  quire serve                                         the default model on http://127.0.0.1:8000
+  quire serve qwen3-0.6b --port 9000 --api-key secret
+  quire serve --config server.yaml                    keys are names of flags; the command line wins
+  quire serve --uds /run/quire.sock
+"""
+LOG_LEVEL = "info"
+SIZES = dict.fromkeys(("max_queued_tokens", "max_body_bytes", "max_header_bytes"), size)
+
+
+def configure(parser: Parser) -> None:
+    """The flags of `quire serve`."""
+    parser.describe(run, WHAT, EXAMPLES, "[MODEL]")
+    add_model(parser)
+    parser.add_argument("--config", metavar="FILE", default=argparse.SUPPRESS, help="YAML file of flags")
+    add_config_flags(parser, ServerConfig, "server: ", SIZES)
+    add_engine_flags(parser)
+    add_common(parser, LOG_LEVEL, leaves_trace=False)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until told to stop."""
+    from quire.server.logs import set_up
+    from quire.server.serve import serve
+
+    if hasattr(args, "config"):
+        args = with_file(args, Path(args.config))
+    config = ServerConfig(**_settings(args))
+    set_up(config.log_format, getattr(args, "log_level", LOG_LEVEL))
+    logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # what it would tell, the server tells itself
+    return serve(EngineConfig(**engine_settings(args)), config, _welcome)
+
+
+def _settings(args: argparse.Namespace) -> dict[str, Any]:
+    names = [field.name for field in dataclasses.fields(ServerConfig)]
+    return {name: getattr(args, name) for name in names if hasattr(args, name)}
+
+
+def _welcome(server: Server, url: str) -> None:
+    from quire.cli.banner import show
+
+    show(server, url)
+
+
+def with_file(args: argparse.Namespace, path: Path) -> argparse.Namespace:
+    """The flags of a file, under those of the command line."""
+    parser = Parser(prog="quire serve")
+    configure(parser)
+    written = vars(parser.parse(_as_arguments(_read(path))))
+    given = vars(args)
+    if given.get("named_model") is not None:
+        written.pop("model", None)
+    elif "model" in given:
+        written["named_model"] = None
+    return argparse.Namespace(**{**written, **{name: value for name, value in given.items() if value is not None}})
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    import yaml
+
+    try:
+        content = yaml.safe_load(path.read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"the configuration {path} cannot be read: {error}", "config", str(path)) from error
+    if content is None:
+        return {}
+    if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
+        raise ConfigError(f"the configuration {path} must map names of flags to values", "config", str(path))
+    return content
+
+
+def _as_arguments(settings: Mapping[str, Any]) -> list[str]:
+    """What one would have typed."""
+    arguments: list[str] = []
+    for key, value in settings.items():
+        name = "--" + key.replace("_", "-")
+        if value is None:
+            continue
+        if isinstance(value, bool):
+            arguments.append(name if value else "--no-" + name[2:])
+        elif isinstance(value, list):
+            arguments += [f"{name}={item}" for item in value]
+        elif isinstance(value, dict):
+            arguments.append(f"{name}={json.dumps(value)}")
+        else:
+            arguments.append(f"{name}={value}")
+    return arguments

@@ -1,0 +1,76 @@
+"""`PoolingParams`: how a request wants its prompt made into one vector. Names and meanings are vLLM's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from quire.errors import ValidationError
+
+POOLINGS = ("last", "mean")
+TASK = "embed"
+"""The one thing vectors are made for."""
+
+
+class PoolingParams(msgspec.Struct, omit_defaults=True):
+    """One vector for a prompt, out of the hidden states that the model's final norm leaves."""
+
+    use_activation: bool | None = None
+    """Whether the vector is scaled to length 1; it is, unless False."""
+    dimensions: int | None = None
+    """Keep the first so many numbers: for models that were trained for it (Matryoshka)."""
+    task: str | None = None
+    """What the vector is for: "embed", which None stands for too."""
+    pooling: str | None = None
+    """The last token's hidden state ("last") or the average over all ("mean"). None: as the engine is set up."""
+    truncate_prompt_tokens: int | None = None
+    """Keep the first so many tokens, and an end token where the text has one; -1: as many as the model takes."""
+    normalize: bool | None = None
+    """An older name of `use_activation`."""
+
+    def __post_init__(self) -> None:
+        self._check_choices()
+        self._check_counts()
+        if self.normalize is not None:
+            if self.use_activation not in (None, self.normalize):
+                raise ValidationError(
+                    f"normalize ({self.normalize}) and use_activation ({self.use_activation}) are two names of one "
+                    "thing: give one of them",
+                    "normalize",
+                    self.normalize,
+                )
+            self.use_activation, self.normalize = self.normalize, None
+
+    def clone(self) -> PoolingParams:
+        """A copy that can be changed without touching this one; checked like a new one."""
+        return msgspec.structs.replace(self)
+
+    @property
+    def is_normalized(self) -> bool:
+        """Whether the vector has length 1."""
+        return self.use_activation is not False
+
+    def _check_choices(self) -> None:
+        for name in ("use_activation", "normalize"):
+            if not isinstance(value := getattr(self, name), (bool, type(None))):
+                raise ValidationError(f"{name} must be True, False or None, got {value!r}", name, value)
+        if self.task not in (None, TASK):
+            raise ValidationError(f"task must be {TASK!r}, got {self.task!r}: nothing else is implemented", "task")
+        if self.pooling not in (None, *POOLINGS):
+            raise ValidationError(f"pooling must be one of {', '.join(POOLINGS)}; got {self.pooling!r}", "pooling")
+
+    def _check_counts(self) -> None:
+        if self.dimensions is not None and not _is_integer(self.dimensions, 1):
+            raise ValidationError(
+                f"dimensions must be an integer of at least 1, got {self.dimensions!r}", "dimensions", self.dimensions
+            )
+        keep = self.truncate_prompt_tokens
+        if keep is not None and not (_is_integer(keep, -1) and keep):
+            raise ValidationError(
+                f"truncate_prompt_tokens must be -1 or at least 1, got {keep!r}", "truncate_prompt_tokens", keep
+            )
+
+
+def _is_integer(value: Any, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least

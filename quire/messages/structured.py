@@ -1,0 +1,150 @@
+"""`StructuredOutputsParams`: what form a request's output must have. Names and meanings are vLLM's."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+
+from quire.errors import ValidationError
+from quire.messages.pattern import plain_regex
+from quire.messages.schema import check_schema
+
+KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+MAX_CHARACTERS = 1 << 18
+"""A longer schema, pattern, list or grammar is refused before anything is made of it."""
+MAX_AFTER = 256
+
+
+class StructuredOutputsParams(msgspec.Struct, omit_defaults=True, frozen=True):
+    """The form the output must have: exactly one of `json`, `regex`, `choice`, `grammar`, `json_object` and
+    `structural_tag`. A dict given for a schema or a tag is kept as JSON text."""
+
+    json: str | dict[str, Any] | None = None
+    """A JSON schema. Properties it does not name do not appear in the output."""
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    """A grammar in EBNF (GBNF); its first rule is `root`."""
+    json_object: bool | None = None
+    """True: any JSON object."""
+    disable_any_whitespace: bool = False
+    """JSON on one line, with one space after each colon and comma."""
+    disable_additional_properties: bool = False
+    """Accepted, and always so."""
+    whitespace_pattern: str | None = None
+    """Refused: the grammars have no such thing."""
+    structural_tag: str | dict[str, Any] | None = None
+    after: str | None = None
+    """The form begins after this text has appeared in the output (`</think>`); what comes before is free."""
+    is_checked: bool = False
+    """Set once the schema has been looked at: the engine's process need not do it again."""
+
+    def __post_init__(self) -> None:
+        given = [name for name in KINDS if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ValidationError(
+                f"structured_outputs takes exactly one of {', '.join(KINDS)}; got {', '.join(given) or 'none'}",
+                "structured_outputs",
+                given,
+            )
+        self._check_kind(given[0])
+        for name in ("disable_any_whitespace", "disable_additional_properties"):
+            if not isinstance(getattr(self, name), bool):
+                raise _wrong(name, "true or false", getattr(self, name))
+        if self.whitespace_pattern is not None:
+            raise ValidationError(
+                "structured_outputs.whitespace_pattern is not supported; disable_any_whitespace=True gives JSON on "
+                "one line",
+                "structured_outputs.whitespace_pattern",
+                self.whitespace_pattern,
+            )
+        if self.after is not None:
+            _text("after", self.after, MAX_AFTER)
+
+    @property
+    def kind(self) -> str:
+        """Which of the forms it is."""
+        return next(name for name in KINDS if getattr(self, name) is not None)
+
+    def _check_kind(self, kind: str) -> None:
+        value = getattr(self, kind)
+        if kind in ("json", "structural_tag"):
+            if self.is_checked and isinstance(value, str):
+                return
+            text, parsed = _json_text(kind, value)
+            msgspec.structs.force_setattr(self, kind, text)
+            if kind == "json":
+                check_schema(parsed)
+            msgspec.structs.force_setattr(self, "is_checked", True)
+        elif kind == "choice":
+            _check_choice(value)
+            msgspec.structs.force_setattr(self, kind, list(dict.fromkeys(value)))
+        elif kind == "json_object":
+            if value is not True:
+                raise _wrong(kind, "true, or left out", value)
+        else:
+            _text(kind, value, MAX_CHARACTERS)
+            if kind == "regex":
+                _check_regex(value)
+
+
+def _text(name: str, value: Any, longest: int) -> None:
+    if not isinstance(value, str) or not value.strip():
+        raise _wrong(name, "a string that is not empty", value)
+    if len(value) > longest:
+        raise _too_long(name, len(value), longest)
+
+
+def _check_choice(value: Any) -> None:
+    if not isinstance(value, (list, tuple)) or not value or not all(isinstance(text, str) for text in value):
+        raise _wrong("choice", "a list of strings that is not empty", value)
+    if not any(value):
+        raise _wrong("choice", "a list with some text in it", value)
+    if (length := sum(len(text) for text in value)) > MAX_CHARACTERS:
+        raise _too_long("choice", length, MAX_CHARACTERS)
+
+
+def _check_regex(value: str) -> None:
+    if "\0" in value:
+        raise _wrong("regex", "without a NUL character", value)
+    try:
+        plain_regex(value)
+    except ValueError as error:
+        raise ValidationError(f"structured_outputs.regex: {error}", "structured_outputs.regex", value) from error
+
+
+def _json_text(name: str, value: Any) -> tuple[str, dict[str, Any]]:
+    """A schema or a tag as JSON text, and what it says. Text stays as it is: its order and its numbers count."""
+    if not isinstance(value, (str, dict)):
+        raise _wrong(name, "a JSON object, or the text of one", value)
+    try:
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False) if isinstance(value, dict) else value
+        _text(name, text, MAX_CHARACTERS)
+        parsed = json.loads(text)
+    except ValidationError:
+        raise
+    except RecursionError as error:
+        raise ValidationError(f"structured_outputs.{name} is nested too deep", f"structured_outputs.{name}") from error
+    except (TypeError, ValueError) as error:
+        raise ValidationError(
+            f"structured_outputs.{name} is not JSON: {error}", f"structured_outputs.{name}"
+        ) from error
+    if not isinstance(parsed, dict) or not parsed:
+        raise _wrong(name, "a JSON object that is not empty", value)
+    return text, parsed
+
+
+def _wrong(name: str, wanted: str, value: Any) -> ValidationError:
+    shown = repr(value)
+    shown = shown if len(shown) <= 80 else shown[:77] + "..."
+    return ValidationError(
+        f"structured_outputs.{name} must be {wanted}, got {shown}", f"structured_outputs.{name}", value
+    )
+
+
+def _too_long(name: str, length: int, longest: int) -> ValidationError:
+    return ValidationError(
+        f"structured_outputs.{name} has {length} characters; at most {longest}", f"structured_outputs.{name}", length
+    )

@@ -1,0 +1,136 @@
+"""The ASGI application: keys, then the route, then whatever went wrong as an answer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from importlib import import_module
+
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.routing import Route as StarletteRoute
+from starlette.routing import Router, get_route_path
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from quire.server.auth import tenant_of
+from quire.server.errors import ApiError, as_api_error
+from quire.server.http import Exchange, HungUpError
+from quire.server.openapi import document
+from quire.server.routing import ADMIN, Route
+from quire.server.state import Server
+
+ROUTE_MODULES = ["chat", "completions", "responses", "messages", "embeddings", "models", "tokenize", "system"]
+"""Files of `quire.server.routes`, each with its `ROUTES`."""
+
+EXCHANGE = "quire.exchange"
+ROUTE = "quire.route"
+"""Where a request's scope holds its exchange, and the path of its route as the table has it."""
+
+
+def make_app(server: Server) -> ASGIApp:
+    """The application for one server."""
+    names = [*ROUTE_MODULES, "admin"] if server.admin_keys else ROUTE_MODULES
+    routes = [route for name in names for route in import_module(f"quire.server.routes.{name}").ROUTES]
+    server.openapi = document(server, routes)
+    app: ASGIApp = App(server, routes)
+    if server.config.allowed_origins:
+        app = CORSMiddleware(
+            app,
+            allow_origins=list(server.config.allowed_origins),
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["X-Request-Id", "Retry-After"],
+        )
+    return app
+
+
+class App:
+    """Answers every request, one way or the other."""
+
+    def __init__(self, server: Server, routes: Sequence[Route]) -> None:
+        self._server = server
+        self._open = {route.path for route in routes if route.is_open}
+        self._styles = {route.path: route.failing for route in routes if route.failing is not None}
+        self._router = Router(
+            [
+                StarletteRoute(route.path, Endpoint(server, route), methods=[route.method], name=route.path)
+                for route in routes
+            ],
+            redirect_slashes=False,
+            default=_no_such_route,
+        )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        server, config = self._server, self._server.config
+        exchange = Exchange(scope, receive, send, config.max_body_bytes, config.stall_timeout)
+        scope[EXCHANGE] = exchange
+        if (style := self._styles.get(get_route_path(scope))) is not None:
+            exchange.error_body, exchange.error_event = style.body, style.event
+        scope["app"] = self  # then the router raises for a wrong method
+        server.exchanges.add(exchange)
+        with server.seeing.watching.request(exchange):
+            await self._answer(exchange, receive, send)
+
+    async def _answer(self, exchange: Exchange, receive: Receive, send: Send) -> None:
+        server, scope = self._server, exchange.scope
+        try:
+            self._admit(exchange)
+            await self._router(scope, receive, send)
+        except asyncio.CancelledError:
+            await self._tell_interruption(exchange)
+        except HungUpError:
+            pass
+        except HTTPException as error:
+            await exchange.fail(_of_starlette(error, scope["method"]))
+        except Exception as error:
+            await exchange.fail(as_api_error(error, server.retry_after))
+        finally:
+            server.exchanges.discard(exchange)
+
+    def _admit(self, exchange: Exchange) -> None:
+        """Check the key, and learn for whom the request is."""
+        server = self._server
+        if server.config.enable_request_id_headers:
+            exchange.extra_headers.append((b"x-request-id", exchange.id.encode()))
+        path = get_route_path(exchange.scope)
+        if path in self._open:
+            return
+        if path.startswith(ADMIN) and server.admin_keys:
+            server.admin_keys.check(exchange.headers)
+        elif server.keys:
+            exchange.tenant = server.keys.check(exchange.headers)
+        else:
+            exchange.tenant = tenant_of(exchange.headers)
+
+    async def _tell_interruption(self, exchange: Exchange) -> None:
+        """The route was cancelled: by us, and the client is told why, or by someone else, who is obeyed."""
+        why = exchange.interruption
+        if why is None:
+            raise asyncio.CancelledError
+        if isinstance(why, ApiError):
+            await exchange.fail(why)
+
+
+class Endpoint:
+    """A route as an ASGI application."""
+
+    def __init__(self, server: Server, route: Route) -> None:
+        self._server = server
+        self._route = route
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope[ROUTE] = self._route.path
+        await self._route.handler(self._server, scope[EXCHANGE])
+
+
+async def _no_such_route(scope: Scope, receive: Receive, send: Send) -> None:
+    raise ApiError(404, f"there is no {scope['method']} {scope['path']} here; /openapi.json lists what there is")
+
+
+def _of_starlette(error: HTTPException, method: str) -> ApiError:
+    if error.status_code == 405:
+        allowed = (error.headers or {}).get("Allow", "")
+        return ApiError(405, f"{method} is not for this path: use {allowed}", headers=error.headers)
+    return ApiError(error.status_code, error.detail, headers=error.headers)

@@ -1,0 +1,145 @@
+"""Every setting of the server, documented once: the flags of `quire serve` and its YAML keys come from here."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from quire.config import option
+from quire.errors import ConfigError
+
+LARGEST_PORT = 65535
+LOG_FORMATS = ("text", "json")
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """How the server is set up. Validated when it is made; nothing is changed afterwards."""
+
+    host: str = option("127.0.0.1", "Address to listen on; 0.0.0.0 or :: is every interface", "listening")
+    port: int = option(8000, "Port to listen on; 0: any free one", "listening")
+    uds: str | None = option(None, "Listen on this Unix socket instead of a port", "listening")
+    root_path: str = option("", "Path under which a proxy shows the server", "listening")
+    ssl_certfile: str | None = option(None, "TLS certificate (PEM); with it the server speaks https", "listening")
+    ssl_keyfile: str | None = option(None, "The certificate's key, if it is in a file of its own", "listening")
+    ssl_ca_certs: str | None = option(
+        None, "Certificates (PEM) of those who may sign clients' ones: every client must show one", "listening"
+    )
+    allowed_origins: tuple[str, ...] = option(
+        (), "Origins whose pages may use the server (CORS); * is all, and none if unset", "listening", many=True
+    )
+
+    api_key: tuple[str, ...] = option(
+        (), "A key that opens every route but /health; QUIRE_API_KEY if unset (several: commas)", "access", many=True
+    )
+    admin_key: str | None = option(None, "The key of the /admin routes, which exist only with one", "access")
+    isolate_tenants: bool = option(
+        True, "Requests of different tenants (API keys, or X-Tenant without keys) share no cached prefixes", "access"
+    )
+
+    served_model_name: tuple[str, ...] = option(
+        (), "The model's name in the API; several are aliases, the first is shown", "answers", many=True
+    )
+    enable_auto_tool_choice: bool = option(True, "Look for tool calls where tools are given", "answers")
+    tool_call_parser: str | None = option(
+        None, "Notation of tool calls, by name or dotted path; unset: by the chat template", "answers"
+    )
+    reasoning_parser: str | None = option(
+        None, "How thinking is told from the answer, by name or dotted path; unset: it is not", "answers"
+    )
+    exclude_tools_when_tool_choice_none: bool = option(
+        False, "Leave tools out of the prompt where tool_choice is none", "answers"
+    )
+    trust_request_chat_template: bool = option(False, "Requests may bring a chat template of their own", "answers")
+    default_chat_template_kwargs: Mapping[str, Any] | None = option(
+        None, "Variables of the chat template, under those of the request (JSON)", "answers"
+    )
+    enable_force_include_usage: bool = option(
+        False, "Every stream tells its usage, all along and at the end", "answers"
+    )
+    enable_request_id_headers: bool = option(False, "Answers carry X-Request-Id", "answers")
+    enable_per_request_metrics: bool = option(
+        False, "Every answer tells its times, cached tokens and preemptions, asked or not", "answers"
+    )
+
+    max_queued_requests: int = option(
+        1024, "Samples that may wait beside those that run; above it requests get 429", "limits"
+    )
+    max_queued_tokens: int | None = option(
+        None, "Prompt tokens that may wait; unset: eight times what the KV cache holds", "limits"
+    )
+    max_body_bytes: int = option(32 * 2**20, "Longest request body", "limits")
+    max_header_bytes: int = option(64 * 2**10, "Longest request line and headers together", "limits")
+    max_samples: int = option(128, "Most samples (n) of one prompt", "limits")
+    max_prompts: int = option(1024, "Most prompts in one completions request", "limits")
+    request_timeout: float | None = option(
+        None, "Seconds a request may take, queued and running; a request's own timeout can only be shorter", "limits"
+    )
+    stall_timeout: float = option(
+        60.0, "Seconds a client may leave its body unsent or its answer unread before it is let go", "limits"
+    )
+    shutdown_timeout: float = option(
+        30.0, "Seconds that running requests get to finish after SIGTERM or Ctrl-C; a second signal cuts them off",
+        "limits",
+    )  # fmt: skip
+
+    log_format: str = option("text", "Log lines for people or for machines", "seeing", choices=LOG_FORMATS)
+    enable_log_requests: bool = option(
+        False, "Log prompts and sampling parameters too; without it no prompt is ever logged", "seeing"
+    )
+    vllm_metric_names: bool = option(
+        False, "Show metrics under vLLM's names too (vllm:), for boards and alerts made for it", "seeing"
+    )
+    otlp_traces_endpoint: str | None = option(
+        None, "Send a span of each request there (OTLP over HTTP); needs the extra `traces`", "seeing"
+    )
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            choices = field.metadata.get("choices")
+            if choices and getattr(self, field.name) not in choices:
+                value = getattr(self, field.name)
+                raise ConfigError(f"{field.name} must be one of {', '.join(choices)}; got {value!r}", field.name, value)
+            if field.metadata.get("many"):
+                value = getattr(self, field.name)
+                object.__setattr__(self, field.name, (value,) if isinstance(value, str) else tuple(value))
+        if not self.api_key and (keys := os.environ.get("QUIRE_API_KEY")):
+            object.__setattr__(self, "api_key", tuple(key.strip() for key in keys.split(",")))
+        self._check_numbers()
+        self._check_access()
+
+    def _check_numbers(self) -> None:
+        for name, least in (
+            ("max_queued_requests", 0), ("max_queued_tokens", 0), ("max_body_bytes", 1), ("max_header_bytes", 256),
+            ("max_samples", 1), ("max_prompts", 1), ("port", 0),
+        ):  # fmt: skip
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
+                raise ConfigError(f"{name} must be an integer of at least {least}, got {value!r}", name, value)
+        if self.port > LARGEST_PORT:
+            raise ConfigError(f"port is at most {LARGEST_PORT}, got {self.port}", "port", self.port)
+        for name in ("request_timeout", "stall_timeout", "shutdown_timeout"):
+            value = getattr(self, name)
+            if value is None:
+                continue
+            if not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
+                raise ConfigError(f"{name} must be a number of seconds, got {value!r}", name, value)
+        if self.request_timeout == 0 or self.stall_timeout == 0:
+            raise ConfigError("request_timeout and stall_timeout must be above 0", "request_timeout", 0)
+
+    def _check_access(self) -> None:
+        for name in ("api_key", "served_model_name", "allowed_origins"):
+            if "" in getattr(self, name):
+                raise ConfigError(f"{name} holds an empty string", name, "")
+        if self.admin_key == "":
+            raise ConfigError("admin_key is empty", "admin_key", "")
+        if self.admin_key in self.api_key:
+            raise ConfigError("admin_key is also an api_key: users would be admins", "admin_key")
+        if self.ssl_certfile is None and (self.ssl_keyfile or self.ssl_ca_certs):
+            raise ConfigError("ssl_keyfile and ssl_ca_certs need ssl_certfile", "ssl_certfile")
+        if self.root_path and not self.root_path.startswith("/"):
+            raise ConfigError(f"root_path must begin with /, got {self.root_path!r}", "root_path", self.root_path)

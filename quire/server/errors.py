@@ -1,0 +1,149 @@
+"""Errors as HTTP answers: `{"error": {"message", "type", "param", "code"}}`, the shape OpenAI clients read."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping
+from http import HTTPStatus
+
+import msgspec
+
+from quire.errors import CacheTooSmallError, EngineDeadError, QuireError, ValidationError
+
+logger = logging.getLogger(__name__)
+
+RETRY_SECONDS = 1
+"""What Retry-After says where nobody knows better."""
+
+TYPES = {
+    400: "BadRequestError",
+    401: "AuthenticationError",
+    403: "PermissionDeniedError",
+    404: "NotFoundError",
+    405: "MethodNotAllowedError",
+    408: "timeout",
+    413: "RequestTooLargeError",
+    415: "UnsupportedMediaTypeError",
+    429: "RateLimitError",
+    431: "RequestTooLargeError",
+    500: "InternalServerError",
+    501: "NotImplementedError",
+    503: "ServiceUnavailableError",
+}
+
+
+class ErrorDetail(msgspec.Struct):
+    """What was wrong."""
+
+    message: str
+    type: str
+    param: str | None
+    code: int
+
+
+class ErrorBody(msgspec.Struct):
+    """The body of every answer that is an error, and the event that ends a stream that failed."""
+
+    error: ErrorDetail
+
+
+class ApiError(QuireError):
+    """An error that is to be an answer with this status."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        type: str | None = None,
+        param: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.type = type or TYPES.get(status, "InternalServerError")
+        self.param = param
+        self.headers = dict(headers or {})
+
+    @property
+    def body(self) -> ErrorBody:
+        """What the client gets to read."""
+        return ErrorBody(ErrorDetail(self.message, self.type, self.param, self.status))
+
+
+def bad_request(message: str, param: str | None = None) -> ApiError:
+    """400: the request itself is wrong."""
+    return ApiError(400, message, param=param)
+
+
+def not_found(message: str, param: str | None = None) -> ApiError:
+    """404: no such route or model."""
+    return ApiError(404, message, param=param)
+
+
+def unavailable(message: str, retry_after: float = RETRY_SECONDS) -> ApiError:
+    """503: not now."""
+    return ApiError(503, message, headers={"Retry-After": retry_text(retry_after)})
+
+
+def retry_text(seconds: float) -> str:
+    """Seconds as Retry-After wants them: whole, and at least one."""
+    return str(max(1, round(seconds)))
+
+
+def as_api_error(error: BaseException, retry_after: float = RETRY_SECONDS) -> ApiError:
+    """Any exception as an answer. What nobody foresaw is logged, and told without its details."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, ValidationError):
+        return bad_request(str(error), error.parameter)
+    if isinstance(error, CacheTooSmallError):
+        return bad_request(str(error), "input_tokens")
+    if isinstance(error, EngineDeadError):
+        return unavailable(f"the engine is not running and is being restarted: {error}", retry_after)
+    if isinstance(error, QuireError):
+        return ApiError(500, str(error))
+    logger.error("a request failed in a way nobody foresaw", exc_info=error)
+    return ApiError(500, f"an unexpected {type(error).__name__} was raised; the server's log has more")
+
+
+_AT = re.compile(r" - at (?:`key` in )?`\$?\.?([^`]*)`$")
+_UNKNOWN = re.compile(r"unknown field `([^`]*)`")
+_MISSING = re.compile(r"missing required field `([^`]*)`")
+_NULL_ONLY = re.compile(r"^Expected `null`, got")
+
+
+def as_decode_error(error: Exception, hints: Mapping[str, str]) -> ApiError:
+    """What is wrong with a body, told by field. `hints` says of fields that are refused what to use instead."""
+    if isinstance(error, RecursionError):
+        return bad_request("the body is nested too deep")
+    text = str(error)
+    if not isinstance(error, msgspec.ValidationError):
+        return bad_request(f"the body is not valid JSON: {text}")
+    at = match[1] if (match := _AT.search(text)) else ""
+    for pattern in (_UNKNOWN, _MISSING):
+        if match := pattern.search(text):
+            field = match[1]
+            path = f"{at}.{field}" if at else field
+            hint = hints.get(field) if pattern is _UNKNOWN and not at else None
+            verb = "is not supported" if pattern is _UNKNOWN else "is missing"
+            return bad_request(f"{path} {verb}{': ' + hint if hint else ''}", path)
+    if _NULL_ONLY.match(text):
+        hint = hints.get(at)
+        return bad_request(f"{at} is not supported{': ' + hint if hint else '; leave it out'}", at)
+    message = text.replace("$.", "").replace("$", "the body") if at else text.replace("`object`", "a JSON object")
+    return bad_request(message, at or None)
+
+
+def phrase(status: int) -> str:
+    """A status in words."""
+    try:
+        return HTTPStatus(status).phrase
+    except ValueError:
+        return str(status)
+
+
+def error_json(error: ApiError) -> bytes:
+    """The body as bytes."""
+    return msgspec.json.encode(error.body)

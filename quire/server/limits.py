@@ -1,0 +1,89 @@
+"""Who gets in: a bound on what waits, in samples and in prompt tokens, and an estimate of when to come again."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+
+from quire.server.errors import ApiError, retry_text
+
+REMEMBERED_ENDS = 64
+LONGEST_RETRY = 60.0
+
+
+class Place:
+    """A request that was let in. `start` when its first output has come, `leave` when it is over; both may repeat."""
+
+    def __init__(self, admission: Admission, samples: int, tokens: int) -> None:
+        self._admission = admission
+        self._samples = samples
+        self._tokens = tokens
+
+    def start(self) -> None:
+        """It waits no more."""
+        self._admission.queued_tokens -= self._tokens
+        self._tokens = 0
+
+    def leave(self) -> None:
+        """It is over."""
+        self.start()
+        if self._samples:
+            self._admission.samples -= self._samples
+            self._samples = 0
+            self._admission.requests -= 1
+            self._admission.note_end()
+
+
+class Admission:
+    """Counts what is open. The engine runs `rows` samples at once; beyond them the queue begins."""
+
+    def __init__(self, rows: int, max_requests: int, max_tokens: int) -> None:
+        self._rows = rows
+        self._max_requests = max_requests
+        self._max_tokens = max_tokens
+        self.requests = 0
+        """Let in, and not over."""
+        self.samples = 0
+        """Of all requests that were let in and are not over."""
+        self.queued_tokens = 0
+        """Of prompts that have yielded nothing yet."""
+        self.rejected = {"requests": 0, "tokens": 0}
+        """How often each bound was met."""
+        self._ends: deque[float] = deque(maxlen=REMEMBERED_ENDS)
+
+    def enter(self, samples: int, tokens: int) -> Place:
+        """Let a request in, or raise 429. What comes to an empty server is let in whatever its size."""
+        return self.enter_all([(samples, tokens)])[0]
+
+    def enter_all(self, sizes: Sequence[tuple[int, int]]) -> list[Place]:
+        """The same for requests that belong together, by samples and tokens: all of them come in, or none."""
+        samples, tokens = sum(size[0] for size in sizes), sum(size[1] for size in sizes)
+        waiting = max(0, self.samples - self._rows)
+        if self.samples and self.samples + samples > self._rows + self._max_requests:
+            raise self._full("requests", f"{waiting} requests are waiting; at most {self._max_requests} may", waiting)
+        if self.queued_tokens and self.queued_tokens + tokens > self._max_tokens:
+            what = f"{self.queued_tokens} prompt tokens are waiting; at most {self._max_tokens} may"
+            raise self._full("tokens", what, waiting)
+        self.requests += len(sizes)
+        self.samples += samples
+        self.queued_tokens += tokens
+        return [Place(self, *size) for size in sizes]
+
+    def note_end(self) -> None:
+        """A request is over."""
+        self._ends.append(time.monotonic())
+
+    def retry_after(self, waiting: int) -> float:
+        """Seconds until about half of the queue is gone, at the pace of the last ends."""
+        if len(self._ends) < 2:
+            return 1.0
+        pace = len(self._ends) / max(0.001, time.monotonic() - self._ends[0])
+        return min(LONGEST_RETRY, max(1.0, 0.5 * waiting / pace))
+
+    def _full(self, bound: str, what: str, waiting: int) -> ApiError:
+        self.rejected[bound] += 1
+        seconds = self.retry_after(waiting)
+        return ApiError(
+            429, f"the server is busy: {what}. Try again later", headers={"Retry-After": retry_text(seconds)}
+        )

@@ -1,0 +1,80 @@
+"""Log-probabilities in the shapes of the two completions APIs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from quire.messages.outputs import Logprob
+from quire.server.protocol.chat import ChoiceLogprobs, PromptLogprob, TokenLogprob, TopLogprob
+from quire.server.protocol.completions import CompletionLogprobs
+
+FLOOR = -9999.0
+"""Stands for minus infinity, which JSON has no word for."""
+
+Position = dict[int, Logprob]
+
+
+def chat_logprobs(
+    tokens: Sequence[int], positions: Sequence[Position] | None, top: int, as_ids: bool
+) -> ChoiceLogprobs | None:
+    """Of new tokens, with the `top` likeliest at each place."""
+    if positions is None:
+        return None
+    content = []
+    for token, position in zip(tokens, positions, strict=True):
+        name = _name(token, position[token], as_ids)
+        best = [
+            TopLogprob(_name(other, entry, as_ids), _value(entry), _bytes(_name(other, entry, as_ids)))
+            for other, entry in _best(position, top)
+        ]
+        content.append(TokenLogprob(name, _value(position[token]), _bytes(name), best))
+    return ChoiceLogprobs(content)
+
+
+def completion_logprobs(
+    tokens: Sequence[int], positions: Sequence[Position | None], top: int, as_ids: bool, offset: int
+) -> CompletionLogprobs:
+    """The same in columns; `offset` is the number of characters before them. A place without any has none."""
+    columns = CompletionLogprobs([], [], [], [])
+    for token, position in zip(tokens, positions, strict=True):
+        name = f"token_id:{token}" if position is None and as_ids else ""
+        if position is not None:
+            name = _name(token, position[token], as_ids)
+        columns.text_offset.append(offset)
+        columns.tokens.append(name)
+        columns.token_logprobs.append(None if position is None else _value(position[token]))
+        shown = None
+        if position is not None:
+            shown = {_name(other, entry, as_ids): _value(entry) for other, entry in _best(position, top)}
+            shown.setdefault(name, _value(position[token]))
+        columns.top_logprobs.append(shown)  # type: ignore[union-attr]
+        offset += len(name)
+    return columns
+
+
+def prompt_logprobs(positions: Sequence[Position | None]) -> list[dict[int, PromptLogprob] | None]:
+    """Of the prompt's tokens; the first has none."""
+    return [
+        None
+        if position is None
+        else {t: PromptLogprob(_value(e), e.rank, e.decoded_token) for t, e in position.items()}
+        for position in positions
+    ]
+
+
+def _best(position: Position, count: int) -> list[tuple[int, Logprob]]:
+    """The likeliest tokens, likeliest first. The token itself is among them only if it belongs there."""
+    ranked = sorted(position.items(), key=lambda item: item[1].rank or 0)
+    return [item for item in ranked if count < 0 or (item[1].rank or 0) <= count]
+
+
+def _name(token: int, entry: Logprob, as_ids: bool) -> str:
+    return f"token_id:{token}" if as_ids else entry.decoded_token or ""
+
+
+def _value(entry: Logprob) -> float:
+    return max(entry.logprob, FLOOR)
+
+
+def _bytes(text: str) -> list[int]:
+    return list(text.encode("utf-8", "replace"))

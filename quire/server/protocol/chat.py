@@ -1,0 +1,299 @@
+"""/v1/chat/completions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal, Union
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from quire.server.errors import bad_request
+from quire.server.protocol.common import HINTS, Body, RequestFigures, Usage, check_depth
+from quire.server.protocol.sampling import GenerationFields
+
+MOST_TOOLS = 256
+
+
+class FunctionCall(Body):
+    """What a call calls."""
+
+    name: str
+    arguments: str | None = None
+    """JSON."""
+
+
+class MessageToolCall(Body):
+    """A call that an assistant's message holds."""
+
+    function: FunctionCall
+    id: str | None = None
+    type: Literal["function"] | None = None
+    index: int | None = None
+
+
+class Message(Body):
+    """One message of a conversation."""
+
+    role: str
+    content: str | list[dict[str, Any]] | None = None
+    name: str | None = None
+    tool_calls: list[MessageToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    """The same, as others name it."""
+    refusal: str | None = None
+    annotations: list[Any] | None = None
+    audio: None = None
+    function_call: None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """As chat templates know it."""
+        fields = {name: value for name in self.__struct_fields__ if (value := getattr(self, name)) is not None}
+        fields.pop("annotations", None)
+        fields.pop("refusal", None)
+        reasoning = fields.pop("reasoning_content", None)
+        if reasoning is not None:
+            fields.setdefault("reasoning", reasoning)
+        if self.tool_calls is not None:
+            fields["tool_calls"] = [
+                {"id": call.id or "", "type": "function",
+                 "function": {"name": call.function.name, "arguments": call.function.arguments or "{}"}}
+                for call in self.tool_calls
+            ]  # fmt: skip
+        return fields
+
+
+class Function(Body):
+    """A tool's name, what it is for, and its parameters as a JSON schema."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Body):
+    """Something the model may call."""
+
+    function: Function
+    type: Literal["function"] = "function"
+
+
+class FunctionName(Body):
+    name: str
+
+
+class NamedTool(Body):
+    """The one tool that must be called."""
+
+    function: FunctionName
+    type: Literal["function"] = "function"
+
+
+class ChatRequest(GenerationFields, kw_only=True):
+    """The body of /v1/chat/completions."""
+
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **GenerationFields.neutral,
+        "modalities": (["text"],),
+        "echo": (False,),
+        "add_special_tokens": (False,),
+    }
+
+    messages: list[Message]
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Union[str, NamedTool, None] = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+    """Handed to the chat template; "none" also sets enable_thinking to false."""
+    include_reasoning: bool | None = None
+    """False leaves the thinking out of the answer."""
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[dict[str, Any]] | None = None
+
+    modalities: list[str] | None = None
+    echo: bool | None = None
+    add_special_tokens: bool | None = None
+    verbosity: None = None
+    functions: None = None
+    function_call: None = None
+    audio: None = None
+    prediction: None = None
+    web_search_options: None = None
+
+    hints: ClassVar[Mapping[str, str]] = HINTS
+
+    def check_fields(self) -> None:
+        """What the types alone cannot say."""
+        super().check_fields()
+        if not self.messages:
+            raise bad_request("messages is empty: at least one is needed", "messages")
+        if self.add_generation_prompt and self.continue_final_message:
+            raise bad_request("add_generation_prompt and continue_final_message exclude each other")
+        if self.top_logprobs is not None and not self.logprobs:
+            raise bad_request("top_logprobs needs logprobs=true", "top_logprobs")
+        for name in ("chat_template_kwargs", "documents"):
+            check_depth(name, getattr(self, name))
+        self._check_tools()
+
+    def _check_tools(self) -> None:
+        choice = self.tool_choice
+        if self.tools is None:
+            if choice not in (None, "none", "auto"):
+                raise bad_request("tool_choice needs tools", "tool_choice")
+            return
+        if not 0 < len(self.tools) <= MOST_TOOLS:
+            raise bad_request(f"tools must hold 1 to {MOST_TOOLS} of them, got {len(self.tools)}", "tools")
+        for tool in self.tools:
+            check_depth("tools", tool.function.parameters)
+        names = [tool.function.name for tool in self.tools]
+        if isinstance(choice, str) and choice not in ("none", "auto", "required"):
+            raise bad_request(f"tool_choice must be none, auto, required or a tool; got {choice!r}", "tool_choice")
+        if isinstance(choice, NamedTool) and choice.function.name not in names:
+            raise bad_request(f"tool_choice names {choice.function.name!r}, which is not among tools", "tool_choice")
+        if not all(names):
+            raise bad_request("a tool has an empty name", "tools")
+
+    @property
+    def token_limit(self) -> tuple[int | None, str]:
+        """The most tokens to write, and the name of the field that says so."""
+        if self.max_completion_tokens is not None:
+            return self.max_completion_tokens, "max_completion_tokens"
+        return self.max_tokens, "max_tokens"
+
+
+# Answers
+
+
+class TopLogprob(msgspec.Struct):
+    """A token that might have been there."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class TokenLogprob(msgspec.Struct):
+    """A token that is there."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+    top_logprobs: list[TopLogprob]
+
+
+class ChoiceLogprobs(msgspec.Struct):
+    content: list[TokenLogprob]
+
+
+class CalledFunction(msgspec.Struct):
+    name: str
+    arguments: str
+
+
+class AnsweredCall(msgspec.Struct):
+    """A tool call in an answer."""
+
+    id: str
+    function: CalledFunction
+    type: str = "function"
+
+
+class AnswerMessage(msgspec.Struct, omit_defaults=True):
+    """The assistant's message."""
+
+    role: str
+    content: str | None
+    refusal: None
+    reasoning: str | UnsetType | None = UNSET
+    tool_calls: list[AnsweredCall] | UnsetType = UNSET
+
+
+class Choice(msgspec.Struct, omit_defaults=True):
+    """One sample."""
+
+    index: int
+    message: AnswerMessage
+    logprobs: ChoiceLogprobs | None
+    finish_reason: str | None
+    stop_reason: int | str | None
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatResponse(msgspec.Struct, omit_defaults=True):
+    """The whole answer."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[Choice]
+    usage: Usage
+    system_fingerprint: str | UnsetType | None = UNSET
+    prompt_logprobs: list[dict[int, PromptLogprob] | None] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    metrics: RequestFigures | UnsetType = UNSET
+
+
+class PromptLogprob(msgspec.Struct):
+    """A token of the prompt, or one that might have been there."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str | None
+
+
+class FunctionDelta(msgspec.Struct, omit_defaults=True):
+    name: str | UnsetType = UNSET
+    arguments: str | UnsetType = UNSET
+
+
+class CallDelta(msgspec.Struct, omit_defaults=True):
+    """More of a tool call."""
+
+    index: int
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
+    function: FunctionDelta | UnsetType = UNSET
+
+
+class MessageDelta(msgspec.Struct, omit_defaults=True):
+    """More of a message."""
+
+    role: str | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    tool_calls: list[CallDelta] | UnsetType = UNSET
+
+
+class ChunkChoice(msgspec.Struct, omit_defaults=True):
+    """What is new of one sample."""
+
+    index: int
+    delta: MessageDelta
+    logprobs: ChoiceLogprobs | None
+    finish_reason: str | None
+    stop_reason: int | str | UnsetType | None = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatChunk(msgspec.Struct, omit_defaults=True):
+    """One event of a streamed answer."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[ChunkChoice]
+    usage: Usage | UnsetType | None = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    metrics: RequestFigures | UnsetType = UNSET

@@ -1,0 +1,90 @@
+"""/v1/completions."""
+
+from __future__ import annotations
+
+from typing import Union
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from quire.server.errors import bad_request
+from quire.server.protocol.chat import PromptLogprob
+from quire.server.protocol.common import RequestFigures, Usage
+from quire.server.protocol.sampling import GenerationFields
+
+MAX_TOKENS = 16
+"""What OpenAI's API does where max_tokens is left out."""
+
+Prompts = Union[str, list[Union[str, int, list[int]]]]
+
+
+class CompletionRequest(GenerationFields, kw_only=True):
+    """The body of /v1/completions."""
+
+    prompt: Prompts
+    """Text, token ids, or a list of either."""
+    max_tokens: int | None = None
+    """0 with echo: the prompt alone, scored."""
+    logprobs: int | None = None
+    echo: bool | None = None
+    add_special_tokens: bool | None = None
+    suffix: None = None
+    prompt_embeds: None = None
+
+    def check_fields(self) -> None:
+        """What the types alone cannot say."""
+        super().check_fields()
+        if self.max_tokens == 0 and not self.echo:
+            raise bad_request("max_tokens is 0, and without echo there is nothing to answer", "max_tokens")
+        if self.max_tokens is not None and self.max_tokens < 0:
+            raise bad_request(f"max_tokens must be at least 0, got {self.max_tokens}", "max_tokens")
+        if self.logprobs is not None and self.logprobs < 0:
+            raise bad_request(f"logprobs must be at least 0, got {self.logprobs}", "logprobs")
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """Each prompt by itself."""
+        given = self.prompt
+        if isinstance(given, str):
+            return [given]
+        if not given:
+            raise bad_request("prompt is an empty list", "prompt")
+        if all(isinstance(item, int) for item in given):
+            return [given]  # type: ignore[list-item]
+        if all(isinstance(item, str) for item in given) or all(isinstance(item, list) for item in given):
+            return given  # type: ignore[return-value]
+        raise bad_request("prompt must be text, token ids, or a list of one of the two", "prompt")
+
+
+class CompletionLogprobs(msgspec.Struct):
+    """Columns, one entry a token."""
+
+    text_offset: list[int]
+    token_logprobs: list[float | None]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float] | None] | None
+
+
+class CompletionChoice(msgspec.Struct, omit_defaults=True):
+    """One sample, or what is new of it."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: str | None
+    stop_reason: int | str | None
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: list[dict[int, PromptLogprob] | None] | UnsetType = UNSET
+
+
+class CompletionResponse(msgspec.Struct, omit_defaults=True):
+    """The whole answer, or one event of it."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | UnsetType | None = UNSET
+    metrics: RequestFigures | list[RequestFigures] | UnsetType = UNSET

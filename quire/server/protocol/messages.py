@@ -1,0 +1,348 @@
+"""/v1/messages and /v1/messages/count_tokens: Anthropic's shape of a chat."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal, Union
+
+import msgspec
+
+from quire.server.errors import ApiError, bad_request
+from quire.server.protocol.common import HINTS, Body, check_depth
+
+# What comes in
+
+
+class CacheControl(Body):
+    """Accepted, and without effect: what can be shared is found by itself."""
+
+    type: Literal["ephemeral"] = "ephemeral"
+    ttl: str | None = None
+    scope: str | None = None
+
+
+class TextBlock(Body):
+    """Text."""
+
+    type: Literal["text"]
+    text: str
+    cache_control: CacheControl | None = None
+    citations: None = None
+
+
+class ToolUseBlock(Body):
+    """A call that the model made."""
+
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+    cache_control: CacheControl | None = None
+    caller: dict[str, Any] | None = None
+
+
+class ToolResultBlock(Body):
+    """What the call gave."""
+
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: Union[str, list[dict[str, Any]], None] = None
+    is_error: bool | None = None
+    cache_control: CacheControl | None = None
+
+
+class ThinkingBlock(Body):
+    """What the model thought."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: str | None = None
+
+
+BLOCKS: dict[str, type[Body]] = {
+    "text": TextBlock,
+    "tool_use": ToolUseBlock,
+    "tool_result": ToolResultBlock,
+    "thinking": ThinkingBlock,
+}
+
+
+class InputMessage(Body):
+    """A message of the conversation; one of the assistant at the end is gone on with."""
+
+    role: Literal["user", "assistant", "system"]
+    content: Union[str, list[dict[str, Any]]]
+
+
+class AnthropicTool(Body):
+    """Something the model may call."""
+
+    name: str
+    input_schema: dict[str, Any]
+    type: Literal["custom"] | None = None
+    description: str | None = None
+    strict: bool | None = None
+    cache_control: CacheControl | None = None
+    eager_input_streaming: bool | None = None
+    """Accepted: arguments are always streamed as they come."""
+
+
+class AnthropicToolChoice(Body):
+    """Whether a tool is called, and which."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(Body):
+    """Whether the model is to think first, where its chat template has a switch for that."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: int | None = None
+    """Counts towards max_tokens, which is the bound that holds."""
+    display: str | None = None
+
+
+class OutputFormat(Body):
+    """The form the text must have."""
+
+    type: Literal["json_schema"]
+    schema: dict[str, Any]
+
+
+class OutputConfig(Body):
+    format: OutputFormat | None = None
+    effort: str | None = None
+    """Handed to the chat template."""
+
+
+class MessagesMetadata(Body):
+    user_id: str | None = None
+    """Accepted, and without effect."""
+
+
+class CountTokensRequest(Body):
+    """The body of /v1/messages/count_tokens."""
+
+    hints: ClassVar[Mapping[str, str]] = {
+        **HINTS,
+        "mcp_servers": "the server calls no tools; offer them as tools",
+        "container": "the server runs no code",
+        "context_management": "send what the model is to see",
+        "n": "an answer is one sample",
+        "stop": "use stop_sequences",
+    }
+
+    messages: list[InputMessage]
+    model: str | None = None
+    system: Union[str, list[TextBlock], None] = None
+    tools: list[AnthropicTool] | None = None
+    tool_choice: AnthropicToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    cache_control: CacheControl | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    mcp_servers: None = None
+    context_management: None = None
+
+    def check_fields(self) -> None:
+        """What the types alone cannot say."""
+        self.check_neutral()
+        if not self.messages:
+            raise bad_request("messages is empty: at least one is needed", "messages")
+        for message in self.messages:
+            check_depth("messages", message.content)
+        check_depth("chat_template_kwargs", self.chat_template_kwargs)
+        choice = self.tool_choice
+        if choice is not None and choice.type == "tool" and not choice.name:
+            raise bad_request("tool_choice of type tool needs a name", "tool_choice.name")
+
+
+class MessagesRequest(CountTokensRequest, kw_only=True):
+    """The body of /v1/messages."""
+
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {"service_tier": ("auto", "standard_only")}
+
+    max_tokens: int
+    stop_sequences: list[str] | None = None
+    stream: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    metadata: MessagesMetadata | None = None
+    service_tier: str | None = None
+
+    seed: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    priority: int | None = None
+    timeout: float | None = None
+    cache_salt: str | None = None
+    request_id: str | None = None
+
+    container: None = None
+    inference_geo: None = None
+
+    def check_fields(self) -> None:
+        """What the types alone cannot say."""
+        super().check_fields()
+        if self.max_tokens < 1:
+            raise bad_request(f"max_tokens must be at least 1, got {self.max_tokens}", "max_tokens")
+        budget = None if self.thinking is None else self.thinking.budget_tokens
+        if budget is not None and budget >= self.max_tokens:
+            raise bad_request(
+                f"thinking.budget_tokens is {budget}, and max_tokens {self.max_tokens} must be above it",
+                "thinking.budget_tokens",
+            )
+
+
+# What goes out
+
+
+class AnswerText(msgspec.Struct, tag="text"):
+    """What the model says."""
+
+    text: str
+    citations: None = None
+
+
+class AnswerThinking(msgspec.Struct, tag="thinking"):
+    """What it thought."""
+
+    thinking: str
+    signature: str = ""
+
+
+class AnswerToolUse(msgspec.Struct, tag="tool_use"):
+    """A call that the client is to make."""
+
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+AnswerBlock = Union[AnswerText, AnswerThinking, AnswerToolUse]
+
+
+class MessagesUsage(msgspec.Struct):
+    """Tokens read and written. What came out of the cache is not counted among `input_tokens`."""
+
+    input_tokens: int
+    output_tokens: int
+    cache_read_input_tokens: int = 0
+    cache_creation_input_tokens: int = 0
+
+
+class AnthropicMessage(msgspec.Struct, kw_only=True):
+    """The whole answer."""
+
+    id: str
+    type: str = "message"
+    role: str = "assistant"
+    model: str
+    content: list[AnswerBlock] = msgspec.field(default_factory=list)
+    stop_reason: str | None = None
+    stop_sequence: str | None = None
+    usage: MessagesUsage
+
+
+class TokenCount(msgspec.Struct):
+    """The answer of /v1/messages/count_tokens."""
+
+    input_tokens: int
+
+
+class MessageEvent(msgspec.Struct, tag_field="type"):
+    """An event of a stream."""
+
+    @property
+    def kind(self) -> str:
+        """The event's type, which is its name too."""
+        return str(self.__struct_config__.tag)
+
+
+class MessageStart(MessageEvent, tag="message_start"):
+    message: AnthropicMessage
+
+
+class Ping(MessageEvent, tag="ping"):
+    pass
+
+
+class BlockStart(MessageEvent, tag="content_block_start"):
+    index: int
+    content_block: AnswerBlock
+
+
+class TextPiece(msgspec.Struct, tag="text_delta"):
+    text: str
+
+
+class ThinkingPiece(msgspec.Struct, tag="thinking_delta"):
+    thinking: str
+
+
+class SignaturePiece(msgspec.Struct, tag="signature_delta"):
+    signature: str
+
+
+class InputPiece(msgspec.Struct, tag="input_json_delta"):
+    partial_json: str
+
+
+class BlockDelta(MessageEvent, tag="content_block_delta"):
+    index: int
+    delta: Union[TextPiece, ThinkingPiece, SignaturePiece, InputPiece]
+
+
+class BlockStop(MessageEvent, tag="content_block_stop"):
+    index: int
+
+
+class MessageEnd(msgspec.Struct):
+    stop_reason: str | None
+    stop_sequence: str | None
+
+
+class MessageDelta(MessageEvent, tag="message_delta"):
+    delta: MessageEnd
+    usage: MessagesUsage
+
+
+class MessageStop(MessageEvent, tag="message_stop"):
+    pass
+
+
+class AnthropicErrorDetail(msgspec.Struct):
+    """What was wrong."""
+
+    type: str
+    message: str
+
+
+class AnthropicError(msgspec.Struct, tag_field="type", tag="error"):
+    """The body of every answer that is an error, and the event that ends a stream that failed."""
+
+    error: AnthropicErrorDetail
+
+
+AnyMessageEvent = Union[
+    MessageStart, Ping, BlockStart, BlockDelta, BlockStop, MessageDelta, MessageStop, AnthropicError
+]
+
+_ERROR_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+
+def anthropic_error(error: ApiError) -> AnthropicError:
+    """An error as Anthropic's clients read it."""
+    otherwise = "api_error" if error.status >= 500 else "invalid_request_error"
+    return AnthropicError(AnthropicErrorDetail(_ERROR_TYPES.get(error.status, otherwise), error.message))

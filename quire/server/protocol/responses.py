@@ -1,0 +1,434 @@
+"""/v1/responses: what comes in, what goes out, and the events of a stream."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal, Union
+
+import msgspec
+
+from quire.server.errors import bad_request
+from quire.server.protocol.chat import TokenLogprob
+from quire.server.protocol.common import HINTS, Body, check_depth
+from quire.server.protocol.sampling import StructuredOutputs
+
+LOGPROBS = "message.output_text.logprobs"
+ENCRYPTED_REASONING = "reasoning.encrypted_content"
+"""What this is for, sending the thinking back, works without it: the thinking is there in clear."""
+_NOTHING_KEPT = "nothing is stored; send the whole conversation as input"
+
+
+# What comes in
+
+
+class InputMessage(Body):
+    """A message of the conversation."""
+
+    role: Literal["user", "assistant", "system", "developer"]
+    content: str | list[dict[str, Any]]
+    type: Literal["message"] | None = None
+    id: str | None = None
+    status: str | None = None
+    phase: str | None = None
+
+
+class InputCall(Body):
+    """A call that the model made."""
+
+    type: Literal["function_call"]
+    name: str
+    call_id: str
+    arguments: str
+    id: str | None = None
+    status: str | None = None
+    namespace: None = None
+    caller: dict[str, Any] | None = None
+
+
+class InputCallOutput(Body):
+    """What the call gave."""
+
+    type: Literal["function_call_output"]
+    output: str | list[dict[str, Any]]
+    call_id: str
+    id: str | None = None
+    status: str | None = None
+    name: str | None = None
+    caller: dict[str, Any] | None = None
+
+
+class ReasoningText(Body):
+    text: str
+    type: str = "reasoning_text"
+
+
+class InputReasoning(Body):
+    """What the model thought before the item that follows."""
+
+    type: Literal["reasoning"]
+    summary: list[ReasoningText] | None = None
+    content: list[ReasoningText] | None = None
+    encrypted_content: None = None
+    id: str | None = None
+    status: str | None = None
+
+
+INPUT_ITEMS: dict[str, type[Body]] = {
+    "message": InputMessage,
+    "function_call": InputCall,
+    "function_call_output": InputCallOutput,
+    "reasoning": InputReasoning,
+}
+
+
+class FunctionTool(Body):
+    """Something the model may call."""
+
+    name: str
+    type: Literal["function"] = "function"
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class FunctionChoice(Body):
+    """The one tool that must be called."""
+
+    name: str
+    type: Literal["function"] = "function"
+
+
+class TextFormat(Body):
+    """The form the text must have."""
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    name: str | None = None
+    schema: dict[str, Any] | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class TextOptions(Body):
+    format: TextFormat | None = None
+    verbosity: Literal["medium"] | None = None
+
+
+class ReasoningOptions(Body):
+    effort: str | None = None
+    """Handed to the chat template."""
+    summary: Literal["auto"] | None = None
+    """There are no summaries; "auto" leaves that to the server."""
+    generate_summary: None = None
+
+
+class ResponseStreamOptions(Body):
+    include_obfuscation: bool | None = None
+    """Accepted, and never done."""
+
+
+class ResponsesRequest(Body):
+    """The body of /v1/responses."""
+
+    hints: ClassVar[Mapping[str, str]] = {
+        **HINTS,
+        "previous_response_id": _NOTHING_KEPT,
+        "conversation": _NOTHING_KEPT,
+        "prompt": "prompts are not stored here; send them as instructions and input",
+        "background": "answers come while the client waits; send false or leave it out",
+        "n": "a response is one sample",
+        "max_tokens": "use max_output_tokens",
+        "response_format": "use text.format",
+        "messages": "use input",
+    }
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "store": (False,),
+        "background": (False,),
+        "service_tier": ("auto", "default"),
+    }
+
+    input: Union[str, list[dict[str, Any]]]
+    """Text, or items: messages, reasoning, function calls and their outputs."""
+    model: str | None = None
+    instructions: str | None = None
+    """A system message before all others."""
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_logprobs: int | None = None
+    include: list[str] | None = None
+    tools: list[FunctionTool] | None = None
+    tool_choice: Union[str, FunctionChoice, None] = None
+    parallel_tool_calls: bool | None = None
+    text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    """"auto" drops the beginning of a conversation that is too long."""
+    stream: bool | None = None
+    stream_options: ResponseStreamOptions | None = None
+    metadata: dict[str, str] | None = None
+    """Comes back with the answer."""
+
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = None
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    skip_special_tokens: bool | None = None
+    structured_outputs: StructuredOutputs | None = None
+    include_reasoning: bool | None = None
+    """False leaves the thinking out of the answer."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    priority: int | None = None
+    timeout: float | None = None
+    cache_salt: str | None = None
+    request_id: str | None = None
+    vllm_xargs: dict[str, Any] | None = None
+
+    user: str | None = None
+    """Accepted, and without effect; so are the next three."""
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    max_tool_calls: int | None = None
+    """It bounds calls of tools that a server runs itself, of which there are none."""
+
+    store: bool | None = None
+    background: bool | None = None
+    service_tier: str | None = None
+    previous_response_id: None = None
+    conversation: None = None
+    prompt: None = None
+    context_management: None = None
+    prompt_cache_retention: None = None
+    moderation: None = None
+
+    def check_fields(self) -> None:
+        """What the types alone cannot say."""
+        self.check_neutral()
+        for name in ("input", "chat_template_kwargs", "vllm_xargs"):
+            check_depth(name, getattr(self, name))
+        for wanted in self.include or ():
+            if wanted not in (LOGPROBS, ENCRYPTED_REASONING):
+                raise bad_request(f"include takes {LOGPROBS!r}; {wanted[:80]!r} is not supported", "include")
+        if self.stream_options is not None and not self.stream:
+            raise bad_request("stream_options needs stream=true", "stream_options")
+        if self.top_logprobs is not None and self.top_logprobs < 0:
+            raise bad_request(f"top_logprobs must be 0 or more, got {self.top_logprobs}", "top_logprobs")
+        if self.max_output_tokens is not None and self.max_output_tokens < 1:
+            raise bad_request(
+                f"max_output_tokens must be at least 1, got {self.max_output_tokens}", "max_output_tokens"
+            )
+        if isinstance(self.tool_choice, str) and self.tool_choice not in ("none", "auto", "required"):
+            raise bad_request(
+                f"tool_choice must be none, auto, required or a function; got {self.tool_choice[:80]!r}", "tool_choice"
+            )
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return LOGPROBS in (self.include or ()) or bool(self.top_logprobs)
+
+
+# What goes out
+
+
+class OutputText(msgspec.Struct, tag="output_text"):
+    """Text of a message."""
+
+    text: str
+    annotations: list[Any]
+    logprobs: list[TokenLogprob]
+
+
+class OutputMessage(msgspec.Struct, tag="message"):
+    """What the model says."""
+
+    id: str
+    status: str
+    content: list[OutputText]
+    role: str = "assistant"
+
+
+class OutputReasoningText(msgspec.Struct, tag="reasoning_text"):
+    text: str
+
+
+class OutputReasoning(msgspec.Struct, tag="reasoning"):
+    """What the model thought."""
+
+    id: str
+    status: str
+    content: list[OutputReasoningText]
+    summary: list[Any] = msgspec.field(default_factory=list)
+
+
+class OutputCall(msgspec.Struct, tag="function_call"):
+    """A call that the client is to make."""
+
+    id: str
+    status: str
+    call_id: str
+    name: str
+    arguments: str
+
+
+OutputItem = Union[OutputMessage, OutputReasoning, OutputCall]
+
+
+class InputTokensDetails(msgspec.Struct):
+    cached_tokens: int
+    cache_write_tokens: int = 0
+
+
+class OutputTokensDetails(msgspec.Struct):
+    reasoning_tokens: int
+
+
+class ResponseUsage(msgspec.Struct):
+    """Tokens read and written."""
+
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+
+
+class ResponseFailure(msgspec.Struct):
+    code: str
+    message: str
+
+
+class IncompleteDetails(msgspec.Struct):
+    reason: str
+
+
+class Response(msgspec.Struct, kw_only=True):
+    """The whole answer, or what there is of it so far."""
+
+    id: str
+    object: str = "response"
+    created_at: int
+    model: str
+    status: str = "in_progress"
+    error: ResponseFailure | None = None
+    incomplete_details: IncompleteDetails | None = None
+    output: list[OutputItem] = msgspec.field(default_factory=list)
+    usage: ResponseUsage | None = None
+    instructions: str | None = None
+    metadata: dict[str, str] = msgspec.field(default_factory=dict)
+    max_output_tokens: int | None = None
+    max_tool_calls: int | None = None
+    parallel_tool_calls: bool = True
+    previous_response_id: None = None
+    reasoning: ReasoningOptions | None = None
+    service_tier: str = "default"
+    store: bool = False
+    background: bool = False
+    temperature: float | None = None
+    text: dict[str, Any] = msgspec.field(default_factory=dict)
+    tool_choice: Union[str, FunctionChoice] = "auto"
+    tools: list[FunctionTool] = msgspec.field(default_factory=list)
+    top_logprobs: int = 0
+    top_p: float | None = None
+    truncation: str = "disabled"
+    user: str | None = None
+
+
+class ResponseEvent(msgspec.Struct, tag_field="type", kw_only=True):
+    """An event of a stream; they are numbered from 0."""
+
+    sequence_number: int = 0
+
+    @property
+    def kind(self) -> str:
+        """The event's type, which is its name too."""
+        tag = self.__struct_config__.tag
+        return str(tag)
+
+
+class Created(ResponseEvent, tag="response.created", kw_only=True):
+    response: Response
+
+
+class InProgress(ResponseEvent, tag="response.in_progress", kw_only=True):
+    response: Response
+
+
+class Completed(ResponseEvent, tag="response.completed", kw_only=True):
+    response: Response
+
+
+class Incomplete(ResponseEvent, tag="response.incomplete", kw_only=True):
+    response: Response
+
+
+class Failed(ResponseEvent, tag="response.failed", kw_only=True):
+    response: Response
+
+
+class ItemAdded(ResponseEvent, tag="response.output_item.added", kw_only=True):
+    output_index: int
+    item: OutputItem
+
+
+class ItemDone(ResponseEvent, tag="response.output_item.done", kw_only=True):
+    output_index: int
+    item: OutputItem
+
+
+class _ItemEvent(ResponseEvent, kw_only=True):
+    item_id: str
+    output_index: int
+
+
+class _PartEvent(_ItemEvent, kw_only=True):
+    content_index: int = 0
+
+
+class PartAdded(_PartEvent, tag="response.content_part.added", kw_only=True):
+    part: Union[OutputText, OutputReasoningText]
+
+
+class PartDone(_PartEvent, tag="response.content_part.done", kw_only=True):
+    part: Union[OutputText, OutputReasoningText]
+
+
+class TextDelta(_PartEvent, tag="response.output_text.delta", kw_only=True):
+    delta: str
+    logprobs: list[TokenLogprob]
+
+
+class TextDone(_PartEvent, tag="response.output_text.done", kw_only=True):
+    text: str
+    logprobs: list[TokenLogprob]
+
+
+class ReasoningDelta(_PartEvent, tag="response.reasoning_text.delta", kw_only=True):
+    delta: str
+
+
+class ReasoningDone(_PartEvent, tag="response.reasoning_text.done", kw_only=True):
+    text: str
+
+
+class ArgumentsDelta(_ItemEvent, tag="response.function_call_arguments.delta", kw_only=True):
+    delta: str
+
+
+class ArgumentsDone(_ItemEvent, tag="response.function_call_arguments.done", kw_only=True):
+    name: str
+    arguments: str
+
+
+AnyResponseEvent = Union[
+    Created, InProgress, Completed, Incomplete, Failed, ItemAdded, ItemDone, PartAdded, PartDone, TextDelta, TextDone,
+    ReasoningDelta, ReasoningDone, ArgumentsDelta, ArgumentsDone,
+]  # fmt: skip

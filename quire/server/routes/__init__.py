@@ -1,0 +1,1 @@
+"""One file a family of routes: `async def route(server, exchange)`."""

@@ -1,0 +1,216 @@
+"""POST /v1/completions."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from msgspec import UNSET
+
+from quire.messages.outputs import CompletionOutput, RequestOutput
+from quire.server.errors import bad_request
+from quire.server.generation import Counter, Job, generate
+from quire.server.http import Exchange
+from quire.server.logprobs import Position, completion_logprobs, prompt_logprobs
+from quire.server.protocol.common import figures_of
+from quire.server.protocol.completions import (
+    MAX_TOKENS,
+    CompletionChoice,
+    CompletionLogprobs,
+    CompletionRequest,
+    CompletionResponse,
+)
+from quire.server.protocol.sampling import sampling_params
+from quire.server.routing import Route
+from quire.server.state import Server
+
+
+async def create(server: Server, exchange: Exchange) -> None:
+    """Complete prompts, at once or as it is written."""
+    request = await exchange.read_json(CompletionRequest)
+    async with exchange.watched(server.deadline(request.timeout)):
+        jobs = await prepare(server, exchange, request)
+        answer = CompletionAnswer(server, exchange, request, jobs)
+        await (answer.stream() if request.stream else answer.send())
+
+
+async def prepare(server: Server, exchange: Exchange, request: CompletionRequest) -> list[Job]:
+    """A job for each prompt."""
+    server.check_serving()
+    server.check_model(request.model)
+    request.check_fields()
+    exchange.name_request(request.request_id)
+    prompts = request.prompts
+    if len(prompts) > server.config.max_prompts:
+        raise bad_request(f"prompt holds {len(prompts)}; at most {server.config.max_prompts} (--max-prompts)", "prompt")
+    limit = MAX_TOKENS if request.max_tokens is None else request.max_tokens
+    # Scoring alone still takes a step: its token is made, and left out of the answer.
+    params = sampling_params(request, server.sampling_defaults, max(1, limit), request.logprobs)
+    if request.echo and request.logprobs is not None and params.prompt_logprobs is None:
+        params.prompt_logprobs = request.logprobs
+    jobs = []
+    for prompt in prompts:
+        text = prompt if isinstance(prompt, str) else None
+        if isinstance(prompt, str):
+            tokens = await server.tokenize(prompt, request.add_special_tokens is not False)
+            await asyncio.sleep(0)  # there may be hundreds of them: streams go on between two
+        else:
+            tokens = prompt
+        if params.truncate_prompt_tokens is None:
+            server.check_length(len(tokens), limit)
+        jobs.append(Job(tokens, params, text, request.priority or 0, request.cache_salt))
+    return jobs
+
+
+@dataclass
+class _Progress:
+    """How far one choice has been told."""
+
+    is_over: bool = False
+    offset: int = 0
+    """Characters so far, as the logprobs' columns count them."""
+    is_started: bool = False
+
+
+class CompletionAnswer:
+    """Writes outputs as OpenAI's completions. Choice i of prompt p has the index p * n + i."""
+
+    def __init__(self, server: Server, exchange: Exchange, request: CompletionRequest, jobs: list[Job]) -> None:
+        self._server = server
+        self._exchange = exchange
+        self._request = request
+        self._jobs = jobs
+        self._id = f"cmpl-{exchange.id}"
+        self._created = int(time.time())
+        self._model = request.model or server.names[0]
+        self._n = jobs[0].params.n
+        self._only_echo = request.max_tokens == 0
+        self._as_ids = bool(request.return_tokens_as_token_ids)
+        self._wants_figures = bool(request.return_metrics) or server.config.enable_per_request_metrics
+        self._counter = Counter()
+        self._progress = [_Progress() for _ in range(len(jobs) * self._n)]
+
+    async def send(self) -> None:
+        """The whole answer."""
+        outputs: list[RequestOutput | None] = [None] * len(self._jobs)
+        async with aclosing(generate(self._server, self._exchange, self._jobs)) as coming:
+            async for index, output in coming:
+                outputs[index] = output
+        choices = []
+        for index, whole in enumerate(outputs):
+            assert whole is not None
+            self._count(index, whole)
+            choices += [self._choice(index, whole, sample) for sample in whole.outputs]
+        response = self._response(choices)
+        response.usage = self._counter.usage
+        if self._wants_figures:
+            figures = [figures_of(output) for output in outputs if output is not None]
+            response.metrics = figures[0] if len(figures) == 1 else figures
+        await self._exchange.reply(response)
+
+    async def stream(self) -> None:
+        """Events: what is new of each choice, usage."""
+        request = self._request
+        forced = self._server.config.enable_force_include_usage
+        continuous = request.continuous_usage or forced
+        events = self._exchange.events()
+        ends: dict[int, RequestOutput] = {}
+        async with aclosing(generate(self._server, self._exchange, self._jobs)) as coming:
+            async for index, output in coming:
+                self._count(index, output)
+                ends[index] = output
+                for sample in output.outputs:
+                    progress = self._progress[index * self._n + sample.index]
+                    if progress.is_over or not (sample.token_ids or sample.finish_reason):
+                        continue
+                    progress.is_over = sample.finish_reason is not None
+                    chunk = self._response([self._choice(index, output, sample)])
+                    if continuous:
+                        chunk.usage = self._counter.usage
+                    await events.send(chunk)
+        if request.include_usage or forced or self._wants_figures:
+            closing = self._response([])
+            if request.include_usage or forced:
+                closing.usage = self._counter.usage
+            if self._wants_figures:
+                figures = [figures_of(ends[index]) for index in sorted(ends)]
+                closing.metrics = figures[0] if len(figures) == 1 else figures
+            await events.send(closing)
+        await events.close()
+
+    def _count(self, index: int, output: RequestOutput) -> None:
+        self._counter.add(index, output)
+        if self._only_echo:
+            self._counter.completion = 0
+
+    def _response(self, choices: list[CompletionChoice]) -> CompletionResponse:
+        return CompletionResponse(self._id, "text_completion", self._created, self._model, choices)
+
+    def _choice(self, index: int, output: RequestOutput, sample: CompletionOutput) -> CompletionChoice:
+        """A choice, or what is new of it; the first time with what is told of its prompt."""
+        request = self._request
+        number = index * self._n + sample.index
+        progress = self._progress[number]
+        is_first, progress.is_started = not progress.is_started, True
+        prompt = self._prompt_text(index) if request.echo and is_first else ""
+        choice = CompletionChoice(
+            index=number,
+            text=prompt if self._only_echo else prompt + sample.text,
+            logprobs=None,
+            finish_reason="length" if self._only_echo and sample.finish_reason else sample.finish_reason,
+            stop_reason=None if self._only_echo else sample.stop_reason,
+        )
+        if request.logprobs is not None:
+            choice.logprobs = self._logprobs(progress, output, sample, is_first)
+        if request.return_token_ids:
+            choice.token_ids = [] if self._only_echo else list(sample.token_ids)
+            choice.prompt_token_ids = output.prompt_token_ids if is_first else UNSET
+        if request.prompt_logprobs is not None and output.prompt_logprobs is not None:
+            choice.prompt_logprobs = prompt_logprobs(output.prompt_logprobs)
+        return choice
+
+    def _logprobs(
+        self, progress: _Progress, output: RequestOutput, sample: CompletionOutput, is_first: bool
+    ) -> CompletionLogprobs:
+        tokens: list[int] = []
+        positions: list[Position | None] = []
+        if self._request.echo and is_first:
+            tokens += output.prompt_token_ids
+            positions += output.prompt_logprobs or [None] * len(tokens)
+        if not self._only_echo:
+            tokens += sample.token_ids
+            positions += sample.logprobs or []
+        columns = completion_logprobs(tokens, positions, self._request.logprobs or 0, self._as_ids, progress.offset)
+        if self._request.echo and is_first and columns.tokens and not self._as_ids:
+            self._name_first(columns, tokens[0])
+        if columns.tokens:
+            progress.offset = columns.text_offset[-1] + len(columns.tokens[-1])
+        return columns
+
+    def _name_first(self, columns: CompletionLogprobs, token: int) -> None:
+        """The first token of a prompt has no logprob, and so no name beside it."""
+        if self._server.tokenizer is not None:
+            name = self._server.tokenizer.decode([token])
+            columns.tokens[0] = name
+            columns.text_offset[1:] = [offset + len(name) for offset in columns.text_offset[1:]]
+
+    def _prompt_text(self, index: int) -> str:
+        job = self._jobs[index]
+        if job.text is None:
+            job.text = "" if self._server.tokenizer is None else self._server.tokenizer.decode(job.tokens)
+        return job.text
+
+
+ROUTES = [
+    Route(
+        "POST",
+        "/v1/completions",
+        create,
+        body=CompletionRequest,
+        answer=CompletionResponse,
+        event=CompletionResponse,
+        generates=True,
+    )
+]

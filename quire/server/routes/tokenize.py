@@ -1,0 +1,63 @@
+"""POST /tokenize and /detokenize."""
+
+from __future__ import annotations
+
+import asyncio
+
+from quire.server.errors import bad_request
+from quire.server.http import Exchange
+from quire.server.protocol.chat import ChatRequest
+from quire.server.protocol.tokenize import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
+from quire.server.routing import Route
+from quire.server.state import LONG_TEXT, Server
+from quire.server.turn import render
+
+
+async def tokenize(server: Server, exchange: Exchange) -> None:
+    """Text or a conversation as token ids."""
+    request = await exchange.read_json(TokenizeRequest)
+    server.check_model(request.model)
+    request.check_fields()
+    if request.prompt is not None:
+        tokens = await server.tokenize(request.prompt, request.add_special_tokens is not False)
+    else:
+        if request.add_special_tokens:
+            raise bad_request("add_special_tokens is not supported for messages: the template adds them")
+        tokens = (await render(server, _as_chat(request)))[1]
+    names = None
+    if request.return_token_strs:
+        names = list(server.tokenizer.convert_ids_to_tokens(tokens))
+    await exchange.reply(TokenizeResponse(len(tokens), server.max_model_len, tokens, names))
+
+
+def _as_chat(request: TokenizeRequest) -> ChatRequest:
+    return ChatRequest(
+        messages=request.messages or [],
+        tools=request.tools,
+        add_generation_prompt=request.add_generation_prompt,
+        continue_final_message=request.continue_final_message,
+        chat_template=request.chat_template,
+        chat_template_kwargs=request.chat_template_kwargs,
+    )
+
+
+async def detokenize(server: Server, exchange: Exchange) -> None:
+    """Token ids as text, special tokens included."""
+    request = await exchange.read_json(DetokenizeRequest)
+    server.check_model(request.model)
+    if server.tokenizer is None:
+        raise bad_request("there is no tokenizer: the server runs with --skip-tokenizer-init")
+    vocabulary = server.llm.facts.model.vocab_size
+    if bad := [token for token in request.tokens if not 0 <= token < vocabulary]:
+        raise bad_request(f"token id {bad[0]} is outside the vocabulary of {vocabulary}", "tokens")
+    if len(request.tokens) < LONG_TEXT:
+        text = server.tokenizer.decode(request.tokens)
+    else:
+        text = await asyncio.to_thread(server.tokenizer.decode, request.tokens)
+    await exchange.reply(DetokenizeResponse(text))
+
+
+ROUTES = [
+    Route("POST", "/tokenize", tokenize, body=TokenizeRequest, answer=TokenizeResponse),
+    Route("POST", "/detokenize", detokenize, body=DetokenizeRequest, answer=DetokenizeResponse),
+]

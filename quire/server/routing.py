@@ -1,0 +1,65 @@
+"""`Route`: a path, what answers it, what goes in and comes out: the table and the OpenAPI document are made of it."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from quire.server.errors import ApiError
+    from quire.server.http import Exchange
+    from quire.server.state import Server
+
+Handler = Callable[["Server", "Exchange"], Awaitable[None]]
+
+ADMIN = "/admin/"
+
+BODY_ERRORS = (400, 404, 408, 413, 415)
+GENERATION_ERRORS = (429, 500, 503)
+
+
+@dataclass(frozen=True)
+class ErrorStyle:
+    """How another API's clients read errors."""
+
+    kind: Any
+    """The struct of its body."""
+    body: Callable[[ApiError], bytes]
+    event: Callable[[ApiError], bytes]
+    """The last event of a stream that fails."""
+
+
+@dataclass(frozen=True)
+class Route:
+    """One method of one path. Errors that every guarded route has (401, 431) need no mention."""
+
+    method: str
+    path: str
+    handler: Handler
+    body: Any = None
+    """The struct of the request's body."""
+    answer: Any = None
+    """The struct of the answer, where it is JSON."""
+    event: Any = None
+    """The struct of an event, where the answer can be streamed."""
+    media_type: str = "application/json"
+    errors: tuple[int, ...] = ()
+    generates: bool = False
+    """It takes a place in the engine's queue."""
+    is_open: bool = False
+    """It needs no key."""
+    failing: ErrorStyle | None = None
+    """How its errors look, where they are not OpenAI's."""
+
+    @property
+    def statuses(self) -> list[int]:
+        """Every error status it can answer with."""
+        statuses = {431, *self.errors}
+        if self.body is not None:
+            statuses |= set(BODY_ERRORS)
+        if self.generates:
+            statuses |= set(GENERATION_ERRORS)
+        if not self.is_open:
+            statuses.add(401)
+        return sorted(statuses)

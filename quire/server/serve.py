@@ -1,0 +1,210 @@
+"""A server's life: the socket first, then the engine, then requests, then a quiet end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import stat
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any
+
+import uvicorn
+
+from quire.api.async_llm import AsyncLLM
+from quire.config import EngineConfig
+from quire.errors import ConfigError
+from quire.server.app import make_app
+from quire.server.config import ServerConfig
+from quire.server.connection import LimitedProtocol
+from quire.server.state import Server
+
+logger = logging.getLogger(__name__)
+
+BACKLOG = 2048
+KEEP_ALIVE_SECONDS = 75
+"""A connection with nothing on it stays open so long: longer than clients keep theirs, so that they close first."""
+LAST_SECONDS = 2
+"""What answers that were cut off get to leave the socket."""
+
+
+def serve(engine: EngineConfig, config: ServerConfig, on_ready: Callable[[Server, str], None] | None = None) -> int:
+    """Run a server until it is told to stop. `on_ready` gets it, and its address, when it takes requests."""
+    with listening(config) as (sock, url):
+        llm = AsyncLLM.from_config(engine)
+        try:
+            run_loop(run(llm, config, sock, url, on_ready))
+        finally:
+            llm.shutdown()
+    return 0
+
+
+def run_loop(main: Coroutine[Any, Any, None]) -> None:
+    """Run on uvloop where there is one."""
+    try:
+        import uvloop
+    except ImportError:
+        asyncio.run(main)
+    else:
+        uvloop.run(main)
+
+
+async def run(
+    llm: AsyncLLM,
+    config: ServerConfig,
+    sock: socket.socket,
+    url: str,
+    on_ready: Callable[[Server, str], None] | None = None,
+) -> None:
+    """Serve on a socket until a signal comes."""
+    server = await make_server(llm, config)
+    http = HttpServer(server, config)
+    await server.start()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, http.on_signal)
+    try:
+        await http.serve_on(sock, lambda: on_ready(server, url) if on_ready is not None else None)
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+        await server.stop()
+        if http.force_exit:
+            llm.kill_engine("the server was told twice to stop")
+
+
+async def make_server(llm: AsyncLLM, config: ServerConfig) -> Server:
+    """What the routes need, around an engine that is ready."""
+    from quire.api.chat import ChatRenderer
+
+    tokenizer = None if llm.config.skip_tokenizer_init else await llm.get_tokenizer()
+    renderer = None if tokenizer is None else ChatRenderer(tokenizer, llm.config.chat_template)
+    return Server(llm, config, tokenizer, renderer)
+
+
+class HttpServer(uvicorn.Server):
+    """uvicorn with our signals: the first drains, the second stops at once."""
+
+    def __init__(self, server: Server, config: ServerConfig) -> None:
+        super().__init__(
+            uvicorn.Config(
+                make_app(server),
+                http=LimitedProtocol,
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                proxy_headers=False,
+                root_path=config.root_path,
+                backlog=BACKLOG,
+                timeout_keep_alive=KEEP_ALIVE_SECONDS,
+                timeout_graceful_shutdown=LAST_SECONDS,
+                ssl_certfile=config.ssl_certfile,
+                ssl_keyfile=config.ssl_keyfile,
+                ssl_ca_certs=config.ssl_ca_certs,
+                ssl_cert_reqs=2 if config.ssl_ca_certs else 0,
+            )
+        )
+        self.config.max_header_bytes = config.max_header_bytes  # type: ignore[attr-defined]
+        self._server = server
+        self._settings = config
+        self._stopping = asyncio.Event()
+        self._draining: asyncio.Task[None] | None = None
+
+    async def serve_on(self, sock: socket.socket, on_ready: Callable[[], None]) -> None:
+        """Take requests until told to stop."""
+        self.config.load()
+        self.lifespan = self.config.lifespan_class(self.config)
+        await self.startup(sockets=[sock])
+        on_ready()
+        await self.main_loop()
+        await self.shutdown(sockets=[sock])
+
+    def on_signal(self) -> None:
+        """SIGTERM or Ctrl-C."""
+        if self._draining is None:
+            seconds = self._settings.shutdown_timeout
+            count = len(self._server.exchanges)
+            logger.info("stopping: %d requests get %g seconds to finish; another signal cuts them off", count, seconds)
+            self._draining = asyncio.ensure_future(self._drain(seconds))
+        else:
+            self.force_exit = True
+            self._draining.cancel()
+            self._stopping.set()
+
+    async def _drain(self, seconds: float) -> None:
+        await self._server.drain(seconds)
+        self._stopping.set()
+
+    async def main_loop(self) -> None:
+        """uvicorn wakes ten times a second to look whether it should stop; here it is told, and the date ticks."""
+        while not self._stopping.is_set():
+            await self.on_tick(0)
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), 1.0)
+
+
+@contextlib.contextmanager
+def listening(config: ServerConfig) -> Iterator[tuple[socket.socket, str]]:
+    """A bound socket and its address: whoever cannot have the port learns it before a model is loaded."""
+    if config.uds is not None:
+        sock = _bind_unix(config.uds)
+        try:
+            yield sock, f"unix:{config.uds}"
+        finally:
+            sock.close()
+            with contextlib.suppress(OSError):
+                os.unlink(config.uds)
+        return
+    sock = _bind_port(config.host, config.port)
+    scheme = "http" if config.ssl_certfile is None else "https"
+    host = f"[{config.host}]" if ":" in config.host else config.host
+    with sock:
+        yield sock, f"{scheme}://{host}:{sock.getsockname()[1]}"
+
+
+def _bind_port(host: str, port: int) -> socket.socket:
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        sock = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {host!r}: {error.strerror or error}", "host", host) from error
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+        sock.listen(BACKLOG)
+    except OSError as error:
+        sock.close()
+        raise ConfigError(
+            f"cannot listen on {host}:{port}: {error.strerror}. Choose another with --port", "port", port
+        ) from error
+    return sock
+
+
+def _bind_unix(path: str) -> socket.socket:
+    """Only the user who runs the server may connect. A socket that nobody listens on any more is replaced."""
+    with contextlib.suppress(FileNotFoundError):
+        if not stat.S_ISSOCK(os.stat(path).st_mode):
+            raise ConfigError(f"cannot listen on {path}: there is something else of that name", "uds", path)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            if probe.connect_ex(path) == 0:
+                raise ConfigError(f"cannot listen on {path}: another server does", "uds", path)
+        os.unlink(path)
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        mask = os.umask(0o177)
+        try:
+            sock.bind(path)
+        finally:
+            os.umask(mask)
+        sock.listen(BACKLOG)
+    except OSError as error:
+        sock.close()
+        raise ConfigError(f"cannot listen on {path}: {error.strerror}", "uds", path) from error
+    return sock

@@ -1,0 +1,254 @@
+"""One turn of a conversation: from a chat request to the pieces of its answer, for every API that has chats.
+
+    turn = await prepare(server, exchange, request)
+    async with exchange.watched(server.deadline(request.timeout)):
+        async with aclosing(turn.pieces()) as pieces:
+            async for piece in pieces:
+                ...  # piece.deltas: reasoning, content and tool calls, as `quire.server.deltas` tells them
+
+An API of another shape turns its own request into a `ChatRequest` first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from quire.messages.outputs import CompletionOutput, RequestOutput
+from quire.messages.sampling import RequestOutputKind, SamplingParams
+from quire.server.answer import AnswerReader
+from quire.server.deltas import CallArguments, CallEnd, CallStart, Content, Delta, Reasoning
+from quire.server.errors import bad_request
+from quire.server.generation import Counter, Job, generate
+from quire.server.http import Exchange
+from quire.server.protocol.chat import ChatRequest
+from quire.server.protocol.sampling import sampling_params
+from quire.server.reasoning import ThinkSplit, make_reasoning_split
+from quire.server.state import Server
+from quire.server.toolcalls import ToolPlan, guess_parser
+
+LONG_CHAT = 4096
+"""Characters: a conversation this long is rendered in a thread, and the event loop goes on."""
+
+
+@dataclass
+class Piece:
+    """What is new of one sample."""
+
+    index: int
+    deltas: list[Delta]
+    sample: CompletionOutput
+    """Its new tokens and their logprobs."""
+    output: RequestOutput
+    finish_reason: str | None = None
+    """As OpenAI tells it; set in the sample's last piece."""
+
+
+class Choice:
+    """One sample's answer, being read."""
+
+    def __init__(self, reader: AnswerReader | None, plan: ToolPlan, keeps_reasoning: bool) -> None:
+        self._reader = reader
+        self._plan = plan
+        self._keeps_reasoning = keeps_reasoning
+        self.is_over = False
+        self.calls = 0
+        self.reasoning_tokens = 0
+        self._is_thinking = True
+
+    def read(self, sample: CompletionOutput) -> tuple[list[Delta], str | None]:
+        """What new text says, and how the sample ended if it did."""
+        reason = sample.finish_reason
+        self.is_over = reason is not None
+        if self._reader is None:
+            return [Content(sample.text)] if sample.text else [], reason
+        deltas = self._reader.push(sample.text) if sample.text else []
+        if reason is not None:
+            deltas = deltas + self._reader.finish()
+        self._count_reasoning(deltas, len(sample.token_ids))
+        deltas = [delta for delta in deltas if self._keeps(delta)]
+        return deltas, None if reason is None else self._plan.finish_reason(reason, self.calls)
+
+    @property
+    def seeks_calls(self) -> bool:
+        """Whether the answer is read for tool calls."""
+        return self._plan.is_active
+
+    def _count_reasoning(self, deltas: list[Delta], tokens: int) -> None:
+        kinds = {type(delta) for delta in deltas}
+        if self._is_thinking and kinds <= {Reasoning}:
+            self.reasoning_tokens += tokens
+        elif kinds:
+            self._is_thinking = False
+
+    def _keeps(self, delta: Delta) -> bool:
+        if isinstance(delta, Reasoning):
+            return self._keeps_reasoning
+        if isinstance(delta, CallStart):
+            self.calls = max(self.calls, delta.index + 1 if self._plan.is_parallel else 1)
+        if isinstance(delta, CallStart | CallArguments | CallEnd):
+            return self._plan.is_parallel or delta.index == 0
+        return True
+
+
+@dataclass
+class Turn:
+    """A chat request, ready to be generated."""
+
+    server: Server
+    exchange: Exchange
+    job: Job
+    choices: list[Choice]
+    splits: bool
+    """Whether thinking is told from the answer."""
+    is_streamed: bool = False
+    counter: Counter = field(default_factory=Counter)
+
+    async def pieces(self) -> AsyncGenerator[Piece, None]:
+        """What is new, sample by sample. Where nothing is streamed, each sample comes whole."""
+        async with aclosing(generate(self.server, self.exchange, [self.job])) as outputs:
+            async for _, output in outputs:
+                self.counter.add(0, output)
+                for sample in output.outputs:
+                    choice = self.choices[sample.index]
+                    if choice.is_over or not (sample.token_ids or sample.finish_reason):
+                        continue
+                    deltas, reason = choice.read(sample)
+                    if reason is not None and choice.seeks_calls:
+                        self.server.seeing.metrics.on_tool_parse(self.is_streamed, choice.calls > 0, self.exchange.path)
+                    if self.splits:
+                        self.counter.reasoning = sum(each.reasoning_tokens for each in self.choices)
+                    yield Piece(sample.index, deltas, sample, output, reason)
+
+
+async def prepare(server: Server, exchange: Exchange, request: ChatRequest) -> Turn:
+    """Check a chat request and turn its messages into a prompt."""
+    server.check_serving()
+    server.check_model(request.model)
+    request.check_fields()
+    exchange.name_request(request.request_id)
+    plan = tool_plan(server, request)
+    limit, field_name = request.token_limit
+    params = sampling_params(request, server.sampling_defaults, _checked_limit(server, limit), _logprobs(request))
+    text, tokens = await render(server, request)
+    if params.truncate_prompt_tokens is None:
+        server.check_length(len(tokens), limit, field_name)
+    make_reader, split = _reading(server, plan, text)
+    _constrain(request, params, plan, split, text)
+    readers = [make_reader() for _ in range(min(params.n, server.config.max_samples))]
+    if any(reader is not None and reader.needs_special_tokens for reader in readers):
+        params.skip_special_tokens = False
+    if split is not None and params.output_kind is RequestOutputKind.FINAL_ONLY:
+        params.output_kind = RequestOutputKind.DELTA  # where thinking ends is seen token by token
+    keeps_reasoning = request.include_reasoning is not False
+    return Turn(
+        server=server,
+        exchange=exchange,
+        job=Job(tokens, params, text, request.priority or 0, request.cache_salt),
+        choices=[Choice(reader, plan, keeps_reasoning) for reader in readers],
+        splits=split is not None,
+        is_streamed=bool(request.stream),
+    )
+
+
+def tool_plan(server: Server, request: ChatRequest) -> ToolPlan:
+    """What the request's tools mean for its answers."""
+    parser = server.config.tool_call_parser
+    if parser is None and request.tools is not None and server.renderer is not None:
+        parser = guess_parser(server.renderer.template(request.tools))
+    return ToolPlan(
+        request.tools,
+        request.tool_choice,
+        is_parallel=request.parallel_tool_calls is not False,
+        parser=parser or "json",
+        is_auto_on=server.config.enable_auto_tool_choice,
+    )
+
+
+async def render(server: Server, request: ChatRequest) -> tuple[str, list[int]]:
+    """The conversation as text and as tokens."""
+    if server.renderer is None:
+        raise bad_request("chat needs a tokenizer, and the server runs with --skip-tokenizer-init", "messages")
+    if request.chat_template is not None and not server.config.trust_request_chat_template:
+        raise bad_request(
+            "chat_template is refused: the server must be started with --trust-request-chat-template", "chat_template"
+        )
+    messages = [message.as_dict() for message in request.messages]
+    arguments: dict[str, Any] = {
+        "tools": _rendered_tools(server, request),
+        "add_generation_prompt": _default(request.add_generation_prompt, not request.continue_final_message),
+        "continue_final_message": bool(request.continue_final_message),
+        "chat_template": request.chat_template,
+        "chat_template_kwargs": _template_kwargs(server, request),
+        "documents": request.documents,
+    }
+    length = sum(len(str(message.get("content", ""))) for message in messages)
+    if length < LONG_CHAT and request.tools is None and request.chat_template is None:
+        return server.renderer.render(messages, **arguments)
+    return await asyncio.to_thread(server.renderer.render, messages, **arguments)
+
+
+def _rendered_tools(server: Server, request: ChatRequest) -> list[dict[str, Any]] | None:
+    if request.tools is None:
+        return None
+    if request.tool_choice == "none" and server.config.exclude_tools_when_tool_choice_none:
+        return None
+    return [_without_nulls(msgspec.to_builtins(tool)) for tool in request.tools]
+
+
+def _without_nulls(tool: dict[str, Any]) -> dict[str, Any]:
+    function = {name: value for name, value in tool["function"].items() if value is not None}
+    return {"type": tool["type"], "function": function}
+
+
+def _template_kwargs(server: Server, request: ChatRequest) -> dict[str, Any]:
+    given: dict[str, Any] = {}
+    if request.reasoning_effort is not None:
+        given["reasoning_effort"] = request.reasoning_effort
+        if request.reasoning_effort == "none":
+            given["enable_thinking"] = False
+    return {**(server.config.default_chat_template_kwargs or {}), **given, **(request.chat_template_kwargs or {})}
+
+
+def _checked_limit(server: Server, limit: int | None) -> int | None:
+    return server.max_new_tokens if limit is None else limit
+
+
+def _logprobs(request: ChatRequest) -> int | None:
+    return (request.top_logprobs or 0) if request.logprobs else None
+
+
+def _default(value: bool | None, otherwise: bool) -> bool:
+    return otherwise if value is None else value
+
+
+def _reading(server: Server, plan: ToolPlan, prompt: str) -> tuple[Any, type[ThinkSplit] | None]:
+    """How answers are read: what makes a reader, and the kind of split in it."""
+    name = server.config.reasoning_parser
+    split = None if name is None else type(make_reasoning_split(name, prompt))
+
+    def make_reader() -> AnswerReader | None:
+        if name is None and not plan.is_active:
+            return None
+        return AnswerReader(None if name is None else make_reasoning_split(name, prompt), plan.make_parser())
+
+    return make_reader, split
+
+
+def _constrain(
+    request: ChatRequest, params: SamplingParams, plan: ToolPlan, split: type[ThinkSplit] | None, prompt: str
+) -> None:
+    """The form the answer must have: the request's own, or that of the calls it demands."""
+    wanted = plan.constraint()
+    if wanted is not None:
+        if params.structured_outputs is not None:
+            raise bad_request("a tool_choice that demands calls and a form of the answer exclude each other")
+        params.structured_outputs = wanted
+    if params.structured_outputs is not None and split is not None and split.opens(prompt):
+        # The answer begins inside the thinking, which has no form.
+        params.structured_outputs = msgspec.structs.replace(params.structured_outputs, after=split.closing)

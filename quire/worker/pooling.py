@@ -1,0 +1,61 @@
+"""One vector for a prompt: the last token's hidden state, or the average over all of them.
+
+A prompt may come in chunks. The average is summed up chunk by chunk, on the device, in float32, and kept with the row:
+a row that is preempted gets a new one and begins again.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from quire.messages.plan import StepPlan, Vector
+from quire.worker.batch import DeviceBatch
+from quire.worker.extras import RowKind
+
+
+class Vectors:
+    """What a step's pooled rows came to, on its way to the host."""
+
+    def __init__(self, draws: list[int], vectors: list[torch.Tensor]) -> None:
+        self._draws = draws
+        self._host = _to_host(torch.stack(vectors)) if vectors else torch.empty(0)
+
+    def take(self) -> dict[int, Vector]:
+        """By draw. The step must be done."""
+        return dict(zip(self._draws, self._host.numpy(), strict=True))
+
+
+def pool(plan: StepPlan, batch: DeviceBatch, hidden: torch.Tensor, is_narrow: bool) -> Vectors:
+    """The vectors of rows whose prompt this step ends; sums of those it does not end go on.
+
+    `is_narrow`: `hidden` has a line for each draw, and no other.
+    """
+    kinds = batch.kinds[plan.rows]
+    draws: list[int] = []
+    vectors: list[torch.Tensor] = []
+    if not (kinds & RowKind.POOLED).any():
+        return Vectors(draws, vectors)
+    draw_of = {entry: draw for draw, entry in enumerate(plan.samples.tolist())}
+    ends = np.cumsum(plan.counts).tolist()
+    for i in np.flatnonzero(kinds & RowKind.POOLED).tolist():
+        extras, draw = batch.extras[int(plan.rows[i])], draw_of.get(i)
+        if kinds[i] & RowKind.MEAN:
+            part = hidden[ends[i] - int(plan.counts[i]) : ends[i]].sum(0, dtype=torch.float32)
+            extras.total = part if extras.total is None else extras.total + part
+        if draw is None:
+            continue
+        draws.append(draw)
+        if extras.total is not None:
+            vectors.append(extras.total / extras.prompt_len)
+        else:
+            vectors.append(hidden[draw if is_narrow else ends[i] - 1].float())
+    return Vectors(draws, vectors)
+
+
+def _to_host(vectors: torch.Tensor) -> torch.Tensor:
+    """On their way: who waits for the step's event has waited for the copy too."""
+    if vectors.device.type == "cpu":
+        return vectors
+    host = torch.empty(vectors.shape, dtype=vectors.dtype, pin_memory=True)
+    return host.copy_(vectors, non_blocking=True)

@@ -1,0 +1,112 @@
+"""What requests ask."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from quire.cli.bench.load.datasets import DATASETS, Shape
+from quire.config import EngineConfig
+from quire.errors import ValidationError
+from quire.loading.hub import resolve
+from quire.loading.tokenizer import load_tokenizer
+
+
+def make(name: str, **changes):
+    return DATASETS[name](Shape(**{"count": 20, "input_len": 32, "output_len": None, "seed": 0, **changes}))
+
+
+def lines(path, *objects):
+    path.write_text("\n".join(json.dumps(each) for each in objects))
+    return str(path)
+
+
+def test_random_prompts_have_the_tokens_asked_for_and_no_common_beginning():
+    tokenizer = load_tokenizer(resolve(EngineConfig.model))
+    asks = make("random", input_len=100, output_len=9)
+    lengths = [len(tokenizer.encode(ask.prompt)) for ask in asks]
+    assert all(99 <= length <= 102 for length in lengths), lengths
+    assert len({ask.prompt[:40] for ask in asks}) == 20
+    assert {ask.output_len for ask in asks} == {9}
+
+
+def test_random_characters_are_counted_exactly():
+    assert {len(ask.prompt) for ask in make("random", input_len=77, unit="chars")} == {77}
+
+
+def test_lengths_spread_around_those_given():
+    asks = make("random", count=500, input_len=100, output_len=10, spread=0.5)
+    inputs, outputs = [ask.input_len for ask in asks], [ask.output_len for ask in asks]
+    assert (min(inputs), max(inputs)) == (50, 150)
+    assert (min(outputs), max(outputs)) == (5, 15)
+    assert inputs == [len(ask.prompt.split()) for ask in asks]
+
+
+def test_prefixes_repeat():
+    asks = make("prefix_repetition", prefix_len=16, num_prefixes=4)
+    beginnings = [" ".join(ask.prompt.split()[:16]) for ask in asks]
+    assert len(set(beginnings)) == 4
+    assert {beginnings.count(beginning) for beginning in beginnings} == {5}
+    assert len({ask.prompt for ask in asks}) == 20
+
+
+def test_prompts_of_a_file_come_in_order_and_again(tmp_path):
+    talk = [{"role": "user", "content": "hi"}]
+    path = lines(tmp_path / "p.jsonl", {"prompt": "one", "output_tokens": 5}, {"messages": talk})
+    asks = make("custom", count=3, path=path)
+    assert [(ask.prompt, ask.output_len) for ask in asks] == [("one", 5), (talk, 128), ("one", 5)]
+    assert len(make("custom", count=None, path=path)) == 2
+    assert {ask.output_len for ask in make("custom", output_len=7, path=path)} == {7}
+
+
+def test_sharegpt_asks_first_questions_and_answers_are_as_long_as_they_were(tmp_path):
+    talk = {"conversations": [{"from": "human", "value": "q" * 40}, {"from": "gpt", "value": "a" * 400}]}
+    short = {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}
+    path = tmp_path / "s.json"
+    path.write_text(json.dumps([short, talk, {"conversations": []}]))
+    asks = make("sharegpt", count=2, path=str(path))
+    assert [(ask.prompt, ask.output_len) for ask in asks] == [("q" * 40, 100)] * 2
+
+
+def test_a_trace_keeps_times_lengths_and_shared_blocks(tmp_path):
+    path = lines(
+        tmp_path / "t.jsonl",
+        {"timestamp": 3000, "input_length": 1100, "output_length": 3, "hash_ids": [7, 8, 9]},
+        {"timestamp": 1000, "input_length": 600, "output_length": 5, "hash_ids": [7, 11]},
+        {"timestamp": 2000, "input_length": 20, "output_length": 1},
+    )
+    asks = make("trace", count=None, path=path, speed=2.0)
+    assert [(ask.at, ask.input_len, ask.output_len) for ask in asks] == [(0.0, 600, 5), (0.5, 20, 1), (1.0, 1100, 3)]
+    words = [ask.prompt.split() for ask in asks]
+    assert [len(each) for each in words] == [600, 20, 1100]
+    assert words[0][:512] == words[2][:512]
+    assert words[0][512:600] != words[2][512:600]
+    assert [ask.at for ask in make("trace", count=2, path=path, time_unit="s")] == [0.0, 1000.0]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("custom", "", "is empty"),
+        ("custom", '{"prompt": "x"}\n{"pro', "line 2: not JSON"),
+        ("custom", "[]", "line 1: not a JSON object"),
+        ("custom", '{"text": "x"}', 'needs a "prompt"'),
+        ("custom", '{"prompt": "x", "output_tokens": 0}', "output_tokens must be an integer of at least 1, got 0"),
+        ("trace", '{"timestamp": "x", "input_length": 1, "output_length": 1}', "timestamp must be a number"),
+        ("trace", '{"timestamp": 1, "output_length": 1}', "input_length must be"),
+        ("sharegpt", "{}", "not a list of conversations"),
+        ("sharegpt", "[]", "holds no conversation"),
+    ],
+)
+def test_a_bad_file_is_told_by_its_line(tmp_path, name, text, said):
+    (tmp_path / "f").write_text(text)
+    with pytest.raises(ValidationError, match=said):
+        make(name, path=str(tmp_path / "f"))
+
+
+def test_a_missing_file_is_told():
+    with pytest.raises(ValidationError, match="there is no file '/nowhere'"):
+        make("custom", path="/nowhere")
+    with pytest.raises(ValidationError, match="--dataset-path"):
+        make("custom")

@@ -1,0 +1,280 @@
+"""`quire run-batch`: every line gets its answer, whatever the others are."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from quire.cli.batch.asgi import post
+from quire.cli.batch.files import LineError, Output, Result, read_line
+from quire.cli.batch.runner import Batch
+from quire.cli.batch.source import Source
+from quire.cli.bench.load.client import Tally
+from quire.cli.interrupts import cancelled_by_interrupt
+from quire.errors import ValidationError
+
+ENGINE = ["--dtype", "float32", "--num-gpu-blocks-override", "128", "--device", "cpu", "--served-model-name", "tiny"]
+
+
+def line(custom_id: str = "a", url: str = "/v1/completions", method: str = "POST", **body) -> str:
+    body = {"model": "tiny", **body}
+    return json.dumps({"custom_id": custom_id, "method": method, "url": url, "body": body})
+
+
+def completion(custom_id: str, **more) -> str:
+    return line(custom_id, **{"prompt": "the world", "max_tokens": 4, "temperature": 0, "ignore_eos": True, **more})
+
+
+def by_id(text: str) -> dict[str, dict]:
+    results = [json.loads(each) for each in text.splitlines()]
+    return {result["custom_id"]: result for result in results}
+
+
+def test_a_file_is_answered_line_by_line_and_wrong_lines_stop_nothing(quire, tiny_model, tmp_path, monkeypatch):
+    monkeypatch.setenv("QUIRE_API_KEY", "sk-not-for-batches")
+    chat = {"messages": [{"role": "user", "content": "the world"}], "max_tokens": 3, "ignore_eos": True}
+    lines = [
+        completion("text"),
+        "",
+        line("chat", "/v1/chat/completions", **chat),
+        line("vector", "/v1/embeddings", input="the world"),
+        "this is no JSON",
+        completion("streamed", stream=True),
+        completion("text"),
+        completion("hot", temperature=9),
+        completion("other", model="gpt-4o"),
+        line("elsewhere", "/v1/files"),
+        completion("last"),
+    ]
+    (tmp_path / "in.jsonl").write_text("\n".join(lines))
+    files = ["-i", tmp_path / "in.jsonl", "-o", tmp_path / "out.jsonl"]
+    ran = quire("run-batch", tiny_model, *files, *ENGINE)
+    assert ran.code == 1, ran.err
+    assert "4 answered, 6 failed" in ran.err
+    text = (tmp_path / "out.jsonl").read_text()
+    assert text.count("\n") == 10
+    found = by_id(text)
+    statuses = {name: result["response"]["status_code"] for name, result in found.items() if result["response"]}
+    assert statuses == {"chat": 200, "vector": 200, "hot": 400, "other": 404, "last": 200} | (
+        {"text": 200} if found["text"]["response"] else {}
+    )
+    for result in found.values():
+        assert result["id"].startswith("batch_req_")
+        assert set(result) == {"id", "custom_id", "response", "error"}
+        assert (result["response"] is None) != (result["error"] is None)
+    assert found["last"]["response"]["request_id"]
+    assert found["last"]["response"]["body"]["usage"]["completion_tokens"] == 4
+    assert found["chat"]["response"]["body"]["choices"][0]["message"]["role"] == "assistant"
+    assert found["vector"]["response"]["body"]["data"][0]["embedding"]
+    assert "temperature" in found["hot"]["response"]["body"]["error"]["message"]
+    assert found["streamed"]["error"]["code"] == "stream_not_supported"
+    assert found["elsewhere"]["error"]["code"] == "invalid_url"
+    assert found[None]["error"]["message"].startswith("line 5: ")
+    texts = [each["response"]["body"]["choices"][0]["text"] for each in map(json.loads, text.splitlines())
+             if each["custom_id"] in ("text", "last") and each["response"]]  # fmt: skip
+    assert len(texts) == 2
+    assert len(set(texts)) == 1  # the same greedy request, the same answer
+
+
+@pytest.mark.slow
+def test_ctrl_c_keeps_what_was_answered_and_the_next_run_goes_on(tiny_model, tmp_path):
+    (tmp_path / "in.jsonl").write_text("\n".join(completion(str(i), max_tokens=200) for i in range(60)))
+    out = tmp_path / "out.jsonl"
+    command = [sys.executable, "-m", "quire.cli.main", "run-batch", str(tiny_model), "-i", str(tmp_path / "in.jsonl")]
+    command += ["-o", str(out), "--max-concurrency", "2", *ENGINE]
+    first = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    until = time.monotonic() + 120
+    while not (out.exists() and out.read_text().count("\n") >= 2) and time.monotonic() < until:
+        time.sleep(0.02)
+    first.send_signal(signal.SIGINT)
+    _, said = first.communicate(timeout=60)
+    assert first.returncode == 130, said
+    assert "goes on where this ended" in said
+    answered = out.read_text().count("\n")
+    assert 2 <= answered < 60
+    with out.open("a") as file:
+        file.write('{"id": "batch_req_1", "custom_')  # as a kill in the middle of a line leaves it
+    second = subprocess.run(command[: -len(ENGINE) - 2] + ENGINE, stderr=subprocess.PIPE, text=True, check=False)
+    assert second.returncode == 0, second.stderr
+    assert f"{60 - answered} answered, 0 failed, {answered} had been before" in second.stderr
+    assert out.read_text().count("\n") == 60
+    assert sorted(map(int, by_id(out.read_text()))) == list(range(60))
+
+
+# Without a model: the application is a stand-in that is known.
+
+
+async def busy_twice(scope, receive, send):
+    """Refuses the first two times, then tells what it was sent."""
+    busy_twice.calls += 1
+    body = (await receive())["body"]
+    is_busy = busy_twice.calls <= 2
+    headers = [(b"Retry-After", b"0")] if is_busy else []
+    await send({"type": "http.response.start", "status": 429 if is_busy else 200, "headers": headers})
+    seen = {"path": scope["path"], "body": json.loads(body), "usage": {"completion_tokens": 5}}
+    await send({"type": "http.response.body", "body": json.dumps(seen).encode()})
+
+
+def run_with(app, text: str, output: str, concurrency: int = 4) -> Batch:
+    batch = Batch(app, "key", concurrency, Tally())
+
+    async def work():
+        with Source(text) as source, Output(output) as out:
+            await batch.run(source, out)
+
+    asyncio.run(work())
+    return batch
+
+
+def test_a_busy_engine_is_asked_again(tmp_path):
+    busy_twice.calls = 0
+    (tmp_path / "in").write_text(completion("a"))
+    batch = run_with(busy_twice, str(tmp_path / "in"), str(tmp_path / "out"))
+    result = by_id((tmp_path / "out").read_text())["a"]
+    assert result["response"]["status_code"] == 200
+    assert result["response"]["body"]["body"]["prompt"] == "the world"
+    assert (batch.tally.done, batch.tally.failed, batch.tally.tokens) == (1, 0, 5)
+
+
+def test_an_interrupt_keeps_what_was_answered_and_the_next_run_asks_the_rest(tmp_path):
+    asked, answered = [], []
+
+    async def app(scope, receive, send):
+        name = json.loads((await receive())["body"])["prompt"]
+        asked.append(name)
+        if len(asked) == 6:
+            os.kill(os.getpid(), signal.SIGINT)
+            await asyncio.Event().wait()
+        answered.append(name)
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"{}"})
+
+    async def interrupted():
+        with Source(str(tmp_path / "in")) as source, Output(str(tmp_path / "out")) as output, cancelled_by_interrupt():
+            await Batch(app, "key", 1, Tally()).run(source, output)
+
+    (tmp_path / "in").write_text("\n".join(completion(str(i), prompt=str(i)) for i in range(12)))
+    with pytest.raises((asyncio.CancelledError, KeyboardInterrupt)):
+        asyncio.run(interrupted())
+    assert set(by_id((tmp_path / "out").read_text())) == set(answered) == {"0", "1", "2", "3", "4"}
+    with (tmp_path / "out").open("a") as file:
+        file.write('{"id": "batch_req_1", "custom_')  # as a kill in the middle of a line leaves it
+    batch = run_with(app, str(tmp_path / "in"), str(tmp_path / "out"))
+    assert (batch.skipped, batch.tally.done) == (5, 7)
+    assert asked[6:] == [str(i) for i in range(5, 12)]
+    assert (tmp_path / "out").read_text().count("\n") == 12
+    assert len(by_id((tmp_path / "out").read_text())) == 12
+
+
+def test_answers_may_go_to_standard_output(tmp_path, capsys):
+    busy_twice.calls = 2
+    (tmp_path / "in").write_text(completion("a") + "\n" + completion("b"))
+    run_with(busy_twice, str(tmp_path / "in"), "-")
+    assert set(by_id(capsys.readouterr().out)) == {"a", "b"}
+
+
+def test_never_more_at_once_than_asked_for_and_answers_are_written_at_once(tmp_path):
+    most = now = 0
+    lines_at_fifth = 0
+
+    async def app(scope, receive, send):
+        nonlocal most, now, lines_at_fifth
+        now += 1
+        most = max(most, now)
+        name = json.loads((await receive())["body"])["prompt"]
+        if name == "5":
+            lines_at_fifth = (tmp_path / "out").read_text().count("\n")
+        await asyncio.sleep(0.01)
+        now -= 1
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"{}"})
+
+    (tmp_path / "in").write_text("\n".join(completion(str(i), prompt=str(i)) for i in range(12)))
+    run_with(app, str(tmp_path / "in"), str(tmp_path / "out"), concurrency=2)
+    assert most == 2
+    assert lines_at_fifth >= 3
+    assert len(by_id((tmp_path / "out").read_text())) == 12
+
+
+def test_a_slow_writer_into_the_pipe_holds_nobody_up(tmp_path, monkeypatch):
+    ours, theirs = os.pipe()
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(os.fdopen(ours, "rb")))
+
+    async def app(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"{}"})
+        if json.loads((await receive())["body"])["prompt"] == "first":
+            os.write(theirs, completion("b", prompt="second").encode() + b"\n")  # comes only after the first is asked
+            os.close(theirs)
+
+    os.write(theirs, completion("a", prompt="first").encode() + b"\n")
+    run_with(app, "-", str(tmp_path / "out"))
+    assert set(by_id((tmp_path / "out").read_text())) == {"a", "b"}
+
+
+def test_an_application_called_as_a_function_sees_a_client_that_stays():
+    async def app(scope, receive, send):
+        assert (await receive())["body"] == b"{}"
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(receive(), 0.02)
+        assert scope["method"] == "POST"
+        assert (b"x-a", b"b") in scope["headers"]
+        await send({"type": "http.response.start", "status": 204, "headers": [(b"Retry-After", b"3")]})
+        await send({"type": "http.response.body", "body": b"1", "more_body": True})
+        await send({"type": "http.response.body", "body": b"2"})
+
+    answer = asyncio.run(post(app, "/x", b"{}", {"x-a": "b"}))
+    assert (answer.status, answer.headers, answer.body) == (204, {"retry-after": "3"}, b"12")
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "said", "custom_id"),
+    [
+        ("{", "invalid_line", "line 3", None),
+        ("[]", "invalid_line", "Expected `object`", None),
+        ('{"custom_id": "x"}', "invalid_line", "missing required field `url`", "x"),
+        ('{"custom_id": 5, "url": "/v1/completions", "body": {}}', "invalid_line", "Expected `str`", None),
+        (line(""), "invalid_line", "custom_id must have", None),
+        (line("x", method="GET"), "invalid_method", "'GET'", "x"),
+        (line("x", "/health"), "invalid_url", "'/health'", "x"),
+        (line("x", stream=1), "stream_not_supported", "leave stream out", "x"),
+        ('{"custom_id": "x", "url": "/v1/completions", "body": []}', "invalid_line", "body: Expected `object`", "x"),
+        ('{"custom_id": "x", "url": "/v1/completions", "body": {"a"}}', "invalid_line", "JSON", None),
+    ],
+)
+def test_wrong_lines(text, code, said, custom_id):
+    with pytest.raises(LineError) as caught:
+        read_line(text.encode(), 3)
+    assert (caught.value.code, caught.value.custom_id) == (code, custom_id)
+    assert said in str(caught.value)
+
+
+def test_an_output_that_is_something_else_is_not_added_to(tmp_path):
+    (tmp_path / "notes").write_text("dear diary\n")
+    with pytest.raises(ValidationError, match="line 1, is no answer of a batch"):
+        Output(str(tmp_path / "notes"))
+    with Output(str(tmp_path / "notes"), overwrite=True) as output:
+        output.write(Result.of("a", 200, "r", b"{}"))
+    assert set(by_id((tmp_path / "notes").read_text())) == {"a"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["-i", "/nowhere", "-o", "/tmp/x"], "--input-file /nowhere: No such file"),
+        (["-i", __file__, "-o", "/nowhere/x"], "--output-file /nowhere/x: No such file"),
+        (["-i", __file__], "-o/--output-file"),
+    ],
+)
+def test_bad_input_is_one_line(quire, arguments, said):
+    ran = quire("run-batch", *arguments)
+    assert (ran.code, ran.out, ran.err.count("\n")) == (2, "", 1)
+    assert said in ran.err

@@ -1,0 +1,279 @@
+"""Structured output: what comes out has the form that was asked for, whatever the engine is in the middle of."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema_rs
+import pytest
+
+from quire import LLM, RequestOutput, SamplingParams, StructuredOutputsParams
+from quire.errors import StepError
+from quire.platforms.cpu import CpuPlatform
+from tests.conftest import assert_idle
+from tests.engine.nursery import SharedNursery
+from tests.kernels.triton_target import ON_GPU
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "mood": {"enum": ["glad", "sad"]},
+    },
+    "required": ["name", "age", "mood"],
+}
+PHONE = r"\(\d{3}\) \d{3}-\d{4}"
+SUM = 'root ::= term (" + " term)*\nterm ::= [0-9]{1,3}'
+TAG = {
+    "type": "structural_tag",
+    "format": {
+        "type": "tag",
+        "begin": "<get>",
+        "content": {"type": "json_schema", "json_schema": {"type": "object", "properties": {"a": {"type": "boolean"}}}},
+        "end": "</get>",
+    },
+}
+LEGACY_TAG = {"structures": [{"begin": "<get>", "schema": {"type": "boolean"}, "end": "</get>"}], "triggers": ["<get"]}
+Form = StructuredOutputsParams
+
+
+def is_person(text: str) -> bool:
+    return jsonschema_rs.validator_for(PERSON).is_valid(json.loads(text))
+
+
+def is_tag(text: str) -> bool:
+    found = re.fullmatch("<get>(.*)</get>", text, re.DOTALL)
+    return found is not None and isinstance(json.loads(found[1]), dict)
+
+
+FORMS: dict[str, tuple[Form, Callable[[str], Any]]] = {
+    "json": (Form(json=PERSON), is_person),
+    "json as text, one line": (
+        Form(json=json.dumps(PERSON), disable_any_whitespace=True),
+        lambda text: is_person(text) and json.dumps(json.loads(text), ensure_ascii=False) == text,
+    ),
+    "regex": (Form(regex=PHONE), lambda text: re.fullmatch(PHONE, text)),
+    "choice": (Form(choice=["red", 'a "b" \\n', "bl|ue"]), lambda text: text in ("red", 'a "b" \\n', "bl|ue")),
+    "grammar": (Form(grammar=SUM), lambda text: re.fullmatch(r"\d{1,3}( \+ \d{1,3})*", text)),
+    "tag": (Form(structural_tag=TAG), is_tag),
+}
+
+PROMPT = [20 + 3 * i for i in range(30)]
+
+
+def params(form: Form | None, **fields: Any) -> SamplingParams:
+    return SamplingParams(**({"temperature": 0.9, "seed": 5, "max_tokens": 120, "structured_outputs": form} | fields))
+
+
+def tokens_of(outputs: list[RequestOutput]) -> list[list[int]]:
+    return [list(sample.token_ids) for output in outputs for sample in output.outputs]
+
+
+@pytest.fixture(scope="module")
+def engines(tiny_model: Path) -> Iterator[Callable[..., LLM]]:
+    """Engines over the tiny model, one for each setting."""
+    shared = SharedNursery(tiny_model)
+    yield functools.cache(shared.engine)
+    shared.close()
+
+
+DEPTHS = pytest.mark.parametrize("depth", [0, 1])
+
+
+@DEPTHS
+@pytest.mark.parametrize("kind", FORMS)
+def test_the_output_has_its_form(engines: Callable[..., LLM], kind: str, depth: int) -> None:
+    form, check = FORMS[kind]
+    for fields in ({}, {"temperature": 0}, {"temperature": 1.3, "top_k": 20, "top_p": 0.8, "min_p": 0.01}):
+        (output,) = engines(pipeline_depth=depth).generate([PROMPT], params(form, **fields), use_tqdm=False)
+        (sample,) = output.outputs
+        if sample.finish_reason == "length":
+            assert kind == "grammar"  # a sum may go on for ever
+            continue
+        assert output.error is None and sample.finish_reason == "stop", output
+        assert check(sample.text), sample.text
+
+
+def test_steps_in_flight_change_no_token(engines: Callable[..., LLM]) -> None:
+    wanted = [params(form, n=2) for form, _ in FORMS.values()] + [params(None), params(None, temperature=0)]
+    prompts = [PROMPT[: 5 + 3 * i] for i in range(len(wanted))]
+    results = [tokens_of(engines(pipeline_depth=depth).generate(prompts, wanted, use_tqdm=False)) for depth in (0, 1)]
+    assert results[0] == results[1]
+
+
+@DEPTHS
+def test_rows_without_a_form_draw_what_they_draw_alone(engines: Callable[..., LLM], depth: int) -> None:
+    llm = engines(pipeline_depth=depth)
+    free = [
+        params(None, max_tokens=20, ignore_eos=True),
+        params(None, max_tokens=20, temperature=0, ignore_eos=True),
+        params(None, max_tokens=20, top_k=7, frequency_penalty=0.7, ignore_eos=True),
+    ]
+    prompts = [PROMPT[:9], PROMPT[3:20], PROMPT[7:]]
+    alone = [tokens_of(llm.generate([p], [wanted], use_tqdm=False))[0] for p, wanted in zip(prompts, free, strict=True)]
+    forms = [params(FORMS["json"][0]), params(FORMS["regex"][0])]
+    together = llm.generate([*prompts, PROMPT, PROMPT[2:]], [*free, *forms], use_tqdm=False)
+    assert tokens_of(together)[:3] == alone
+    assert is_person(together[3].outputs[0].text) and re.fullmatch(PHONE, together[4].outputs[0].text)
+
+
+@DEPTHS
+def test_chunks_hits_and_preemption_change_no_token(engines: Callable[..., LLM], depth: int) -> None:
+    """A cache of 26 blocks of 4 for what may take more than that, and prompts in chunks of seven tokens."""
+    wanted = [params(FORMS["json"][0], seed=i, max_tokens=60, logprobs=2) for i in range(6)]
+    prompts = [PROMPT[: 10 + i] for i in range(6)]
+    roomy = engines(pipeline_depth=0)
+    expected = tokens_of([roomy.generate([p], [w], use_tqdm=False)[0] for p, w in zip(prompts, wanted, strict=True)])
+    tight = engines(pipeline_depth=depth, num_gpu_blocks_override=26, block_size=4, max_num_batched_tokens=8)
+    before = tight.llm_engine.core.scheduler.stats.preemptions
+    assert tokens_of(tight.generate(prompts, wanted, use_tqdm=False)) == expected
+    assert tight.llm_engine.core.scheduler.stats.preemptions > before
+
+
+@DEPTHS
+def test_a_failed_step_changes_no_token(
+    engines: Callable[..., LLM], depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = engines(pipeline_depth=depth)
+    wanted = [params(FORMS["json"][0]), params(FORMS["regex"][0]), params(None, max_tokens=20)]
+    expected = tokens_of(llm.generate([PROMPT] * 3, wanted, use_tqdm=False))
+    executor = llm.llm_engine.core._executor
+    for name, at in (("submit", 7), ("supply", 5), ("collect", 6)):
+        calls = iter(range(1000))
+        real = getattr(executor, name)
+
+        def failing(*arguments: Any, real: Any = real, calls: Any = calls, at: int = at) -> Any:
+            if next(calls) == at:
+                raise StepError("a test's own failure")
+            return real(*arguments)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(executor, name, failing)
+            assert tokens_of(llm.generate([PROMPT] * 3, wanted, use_tqdm=False)) == expected
+
+
+# Together with other parameters
+
+
+@pytest.fixture
+def tiny(engines: Callable[..., LLM]) -> Iterator[LLM]:
+    llm = engines(pipeline_depth=0)
+    yield llm
+    assert_idle(llm)
+
+
+def only(llm: LLM, wanted: SamplingParams) -> RequestOutput:
+    return llm.generate([PROMPT], [wanted], use_tqdm=False)[0]
+
+
+def test_samples_of_one_prompt_go_their_own_ways(tiny: LLM) -> None:
+    output = only(tiny, params(Form(regex="[a-z]{6}"), n=4, temperature=1.5))
+    texts = [sample.text for sample in output.outputs]
+    assert all(re.fullmatch("[a-z]{6}", text) for text in texts) and len(set(texts)) > 1
+
+
+def test_the_end_waits_for_min_tokens_where_the_form_lets_it(tiny: LLM) -> None:
+    sample = only(tiny, params(Form(regex="[a-z]*"), min_tokens=15)).outputs[0]
+    assert len(sample.token_ids) > 15 and re.fullmatch("[a-z]+", sample.text)
+
+
+def test_a_complete_form_ends_before_min_tokens_and_with_ignore_eos(tiny: LLM) -> None:
+    for fields in ({"min_tokens": 50}, {"ignore_eos": True}):
+        output = only(tiny, params(Form(choice=["yes", "no"]), **fields))
+        assert output.outputs[0].text in ("yes", "no") and output.outputs[0].finish_reason == "stop"
+
+
+def test_penalties_biases_and_logprobs_work_under_a_form(tiny: LLM) -> None:
+    a, b = (tiny.get_tokenizer().convert_tokens_to_ids(letter) for letter in "ab")
+    form = Form(regex="[ab]{8}")
+    assert only(tiny, params(form, temperature=0, logit_bias={a: 90.0})).outputs[0].text == "a" * 8
+    assert only(tiny, params(form, temperature=0, bad_words=["a"])).outputs[0].text == "b" * 8
+    assert only(tiny, params(form, temperature=0, allowed_token_ids=[b, 1])).outputs[0].text == "b" * 8
+    mixed = only(tiny, params(form, temperature=0, frequency_penalty=2.0, repetition_penalty=1.5, logprobs=3))
+    assert set(mixed.outputs[0].text) == {"a", "b"}
+    assert len(mixed.outputs[0].logprobs or []) == len(mixed.outputs[0].token_ids)
+
+
+def test_stop_strings_and_stop_ids_cut_the_form_short(tiny: LLM) -> None:
+    at = tiny.get_tokenizer().convert_tokens_to_ids("@")
+    form = Form(regex="[a-z]{3}@[a-z]{3}!")
+    by_text = only(tiny, params(form, stop=["@"])).outputs[0]
+    assert re.fullmatch("[a-z]{3}", by_text.text) and by_text.stop_reason == "@"
+    by_id = only(tiny, params(form, stop_token_ids=[at])).outputs[0]
+    assert re.fullmatch("[a-z]{3}", by_id.text) and by_id.stop_reason == at
+
+
+def test_the_form_may_begin_after_a_text(tiny: LLM) -> None:
+    form = Form(choice=["yes", "no"], after="the")
+    output = only(tiny, params(form, max_tokens=200, temperature=1.2, logit_bias={100: 4.0}))
+    before, found, answer = output.outputs[0].text.partition("the")
+    assert found and answer.endswith(("yes", "no")) and len(before) > 0
+    assert output.outputs[0].finish_reason == "stop"
+
+
+def test_who_excludes_every_token_of_the_form_fails_alone(tiny: LLM) -> None:
+    b = tiny.get_tokenizer().convert_tokens_to_ids("b")
+    wanted = [params(Form(regex="a+"), allowed_token_ids=[b]), params(Form(regex="a{3}"))]
+    failed, good = tiny.generate([PROMPT] * 2, wanted, use_tqdm=False)
+    assert failed.outputs[0].finish_reason == "error" and "excludes every token" in (failed.error or "")
+    assert good.outputs[0].text == "aaa"
+
+
+def test_a_form_that_no_text_has_fails_alone(tiny: LLM) -> None:
+    wanted = [params(Form(json={"$ref": "#"})), params(Form(regex="a{3}"))]
+    failed, good = tiny.generate([PROMPT] * 2, wanted, use_tqdm=False)
+    assert failed.outputs[0].finish_reason == "error" and "no text has this form" in (failed.error or "")
+    assert good.outputs[0].text == "aaa"
+
+
+@pytest.mark.parametrize(
+    "form, said",
+    [
+        (Form(grammar="root ::= missing"), 'Rule "missing" is not defined'),
+        (Form(grammar="root :: x"), "EBNF"),
+        (Form(regex="(a"), "parenthesis is not closed"),
+        (Form(json={"type": "strong"}), "Unsupported type"),
+        (Form(structural_tag={"format": {"type": "nothing"}}), "nothing"),
+        (Form(structural_tag={"structures": [{}]}), "begin"),
+    ],
+)
+def test_what_cannot_be_compiled_is_refused_and_says_why(tiny: LLM, form: Form, said: str) -> None:
+    for _ in range(2):  # the second time from memory
+        output = only(tiny, params(form))
+        assert output.outputs[0].finish_reason == "error" and output.outputs[0].token_ids == []
+        assert said in (output.error or "") and "/project/" not in (output.error or "")
+
+
+def test_yesterdays_writing_of_tags(tiny: LLM) -> None:
+    less = tiny.get_tokenizer().convert_tokens_to_ids("<")
+    output = only(
+        tiny, params(Form(structural_tag=LEGACY_TAG), logit_bias={less: 2.0}, max_tokens=100, stop=["</get>"])
+    )
+    found = re.search("<get>(.*)", output.outputs[0].text, re.DOTALL)
+    assert found is None or found[1] in ("true", "false")
+
+
+# Over the GPU's kernels
+
+
+@pytest.mark.skipif(ON_GPU, reason="on a GPU the kernels are compiled: tests/gpu runs the engine there")
+def test_the_gpus_kernels_draw_the_same(engines: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = [
+        params(Form(regex="[a-z]{4}")),
+        params(Form(regex="[a-z]{4}"), temperature=0),
+        params(Form(regex="[a-z]{4}"), n=2, top_k=9, top_p=0.9),
+        params(Form(choice=["aa", "bb"]), logprobs=1, presence_penalty=0.5),
+        params(None, max_tokens=5),
+    ]
+    prompts = [PROMPT[: 4 + 3 * i] for i in range(len(wanted))]
+    expected = tokens_of(engines(pipeline_depth=0).generate(prompts, wanted, use_tqdm=False))
+    monkeypatch.setattr(CpuPlatform, "ops", "quire.kernels.triton.ops.TritonOps")
+    monkeypatch.setattr(CpuPlatform, "attention", "triton")
+    llm = engines(enforce_eager=True, pipeline_depth=1, num_gpu_blocks_override=64)
+    assert tokens_of(llm.generate(prompts, wanted, use_tqdm=False)) == expected

@@ -1,0 +1,291 @@
+"""Structured output from strangers: what explodes, dies or never ends costs its own request, and nobody else."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import re
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire import LLM, AsyncLLM, RequestOutput, SamplingParams, StructuredOutputsParams
+from quire.engine.grammar import grammars as module
+from quire.errors import ValidationError
+from tests.conftest import assert_idle
+from tests.engine.nursery import SharedNursery, grammars_of
+
+Form = StructuredOutputsParams
+PROMPT = [20 + 3 * i for i in range(30)]
+TIMEOUT = 1
+
+TO_COMPILE: dict[str, Form] = {
+    "alternatives": Form(
+        json={"anyOf": [{"type": "object", "properties": {f"p{i}": {"type": "string"}}} for i in range(1500)]}
+    ),
+    "optional properties": Form(
+        json={"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(2000)}}
+    ),
+    "a bomb of references": Form(
+        json={
+            "$defs": {"d0": {"type": "string"}}
+            | {
+                f"d{i}": {"anyOf": [{"type": "array", "prefixItems": [{"$ref": f"#/$defs/d{i - 1}"}] * 8}] * 8}
+                for i in range(1, 30)
+            },
+            "$ref": "#/$defs/d29",
+        }
+    ),
+    "an enum": Form(json={"enum": [f"{i * 7919:x}" * 4 for i in range(8000)]}),
+}  # fmt: skip
+TO_FOLLOW: dict[str, Form] = {
+    "empty words": Form(
+        grammar="root ::= a0\n"
+        + "".join(f"a{i} ::= a{i + 1} a{i + 1} | a{i + 1}\n" for i in range(40))
+        + 'a40 ::= [a-z] | ""'
+    ),
+    "repetitions of repetitions": Form(regex="((a{1,100}){1,100}){1,100}"),
+    "repetitions": Form(regex="(a{1,1000}){1,1000}"),
+    "ambiguous": Form(grammar='root ::= s\ns ::= s s | [a-z] s [a-z] | [a-z] | " "'),
+    "ambiguous and empty": Form(grammar='root ::= a\na ::= "a" | a a | a a a | ""'),
+}
+
+
+def params(form: Form | None = None, **fields: Any) -> SamplingParams:
+    return SamplingParams(**({"temperature": 0.9, "seed": 5, "max_tokens": 60, "structured_outputs": form} | fields))
+
+
+@pytest.fixture(scope="module")
+def nursery(tiny_model: Path) -> Iterator[SharedNursery]:
+    shared = SharedNursery(tiny_model)
+    yield shared
+    shared.close()
+
+
+@pytest.fixture(scope="module")
+def shared(nursery: SharedNursery) -> LLM:
+    llm = nursery.engine(grammar_timeout=TIMEOUT)
+    assert generate(llm, Form(regex="a{3}")).outputs[0].text == "aaa"  # the vocabulary is loaded
+    return llm
+
+
+@pytest.fixture
+def llm(shared: LLM) -> Iterator[LLM]:
+    yield shared
+    assert_idle(shared)
+    grammars = grammars_of(shared)
+    grammars._refused.clear()
+    assert not grammars.is_active and not grammars._followers
+    assert not any(guide.users for guide in grammars._guides.values())
+
+
+def generate(llm: LLM, form: Form, **fields: Any) -> RequestOutput:
+    return llm.generate([PROMPT], [params(form, **fields)], use_tqdm=False)[0]
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def guides(llm: LLM) -> list[int]:
+    """Processes of the nursery's."""
+    nursery = grammars_of(llm)._nursery
+    if nursery is None:
+        return []
+    with open(f"/proc/{nursery.pid}/task/{nursery.pid}/children") as file:
+        return [pid for pid in map(int, file.read().split()) if is_alive(pid)]
+
+
+def run_beside(llm: LLM, wanted: SamplingParams) -> tuple[RequestOutput, float, int]:
+    """The request's end, beside a stream that never ends: how long it took at most between two of its tokens, and how
+    many there were."""
+    engine = llm.llm_engine
+    engine.add_request("free", PROMPT[:3], params(max_tokens=None, ignore_eos=True))
+    engine.step()
+    engine.add_request("hostile", PROMPT, wanted)
+    last, gap, tokens = time.monotonic(), 0.0, 0
+    while True:
+        for output in engine.step():
+            if output.request_id == "hostile" and output.finished:
+                engine.abort_request("free")
+                return output, gap, tokens
+            if output.request_id == "free":
+                if output.finished:
+                    engine.add_request("free", PROMPT[:3], params(max_tokens=None, ignore_eos=True))
+                now = time.monotonic()
+                last, gap, tokens = now, max(gap, now - last), tokens + 1
+
+
+@pytest.mark.parametrize("name", TO_COMPILE)
+def test_what_takes_too_long_to_compile_fails_within_its_time_and_holds_nobody_up(llm: LLM, name: str) -> None:
+    begin = time.monotonic()
+    output, gap, tokens = run_beside(llm, params(TO_COMPILE[name]))
+    took = time.monotonic() - begin
+    print(f"{name}: {took:.2f} s, longest gap {gap * 1000:.0f} ms over {tokens} tokens, {output.error}")
+    assert tokens > 5 and gap < 1.0
+    if output.error is None:  # a machine may be fast enough
+        return
+    assert output.outputs[0].finish_reason == "error"
+    assert "cannot be compiled" in output.error or "longer to compile" in output.error
+    assert took < TIMEOUT + 2
+    if len(grammars_of(llm)._refused):  # not where the machine was too busy to tell: then it is tried again
+        again = time.monotonic()
+        assert generate(llm, TO_COMPILE[name]).error == output.error
+        assert time.monotonic() - again < 1.0
+
+
+@pytest.mark.parametrize("name", TO_FOLLOW)
+def test_what_takes_too_long_to_follow_fails_and_holds_nobody_up_for_long(llm: LLM, name: str) -> None:
+    output, gap, tokens = run_beside(llm, params(TO_FOLLOW[name], max_tokens=100, temperature=1.5))
+    print(f"{name}: longest gap {gap * 1000:.0f} ms over {tokens} tokens, {output.error}")
+    assert tokens > 3 and gap < 1.0
+    if output.error is not None:
+        assert "too long to follow" in output.error or "grammar_timeout" in output.error
+    assert generate(llm, Form(regex="a{3}")).outputs[0].text == "aaa"
+
+
+def test_no_more_grammars_are_kept_than_may_be(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MOST_GUIDES", 3)
+    for i in range(8):
+        assert generate(llm, Form(regex=f"b{{{i + 1}}}")).outputs[0].text == "b" * (i + 1)
+        time.sleep(0.05)
+        assert len(grammars_of(llm)._guides) <= 3 and len(guides(llm)) <= 3
+    kept = guides(llm)
+    assert generate(llm, Form(regex="b{8}")).outputs[0].text == "b" * 8
+    assert guides(llm) == kept  # the last one was still there
+    forms = [params(Form(regex=f"c{{{i + 1}}}")) for i in range(7)]  # more at once than may be kept
+    outputs = llm.generate([PROMPT] * 7, forms, use_tqdm=False)
+    assert [output.outputs[0].text for output in outputs] == ["c" * (i + 1) for i in range(7)]
+
+
+def test_no_more_memory_is_kept_than_may_be(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "CACHE_BYTES", 1)
+    for i in range(3):
+        generate(llm, Form(regex=f"d{{{i + 1}}}"))
+    assert len(grammars_of(llm)._guides) <= 2  # the last one, and the one before until the next comes
+
+
+def test_a_storm_of_aborts_leaves_nothing_behind(nursery: SharedNursery) -> None:
+    """A cache for a few, prompts in chunks, good forms and bad ones and none, ends at any moment."""
+    chaos = random.Random(7)
+    forms = [
+        Form(regex="[a-z]{3,30}"), Form(choice=["yes", "no"]), Form(grammar="root ::= x"), None, Form(json_object=True),
+    ]  # fmt: skip
+    llm = nursery.engine(num_gpu_blocks_override=24, block_size=4, max_num_batched_tokens=9, pipeline_depth=1)
+    generate(llm, forms[0] or Form(regex="a"))  # the vocabulary is loaded
+    engine, ended, open_ids, number = llm.llm_engine, list[RequestOutput](), set[str](), 0
+    while number < 120 or open_ids:
+        while number < 120 and len(open_ids) < 12:
+            wanted = params(chaos.choice(forms), n=chaos.choice([1, 1, 3]), seed=number, max_tokens=20)
+            engine.add_request(str(number), PROMPT[: chaos.randint(2, 20)], wanted)
+            open_ids.add(str(number))
+            number += 1
+        if chaos.random() < 0.3:
+            victim = chaos.choice(sorted(open_ids))
+            engine.abort_request(victim)
+            open_ids.discard(victim)
+        for output in engine.step():
+            if output.finished:
+                ended.append(output)
+                open_ids.discard(output.request_id)
+    assert_idle(llm)
+    assert not grammars_of(llm).is_active and not grammars_of(llm)._followers
+    assert {output.outputs[0].finish_reason for output in ended} == {"stop", "length", "error"}
+
+
+@pytest.mark.slow
+def test_a_killed_nursery_is_replaced(llm: LLM) -> None:
+    grammars = grammars_of(llm)
+    assert grammars._nursery is not None
+    os.kill(grammars._nursery.pid, signal.SIGKILL)
+    time.sleep(0.1)
+    assert generate(llm, Form(regex="a{3}")).outputs[0].text == "aaa"  # compiled before: its guide is gone too
+    assert generate(llm, Form(regex="a{4}")).outputs[0].text == "aaaa"
+
+
+def test_a_nursery_killed_while_it_compiles_is_replaced_and_the_request_served(llm: LLM) -> None:
+    engine = llm.llm_engine
+    slow = Form(regex="e{5}|" + "|".join("".join(chr(97 + i * j % 26) for j in range(1, 24)) for i in range(1500)))
+    engine.add_request("slow", PROMPT, params(slow, max_tokens=40))
+    engine.step()
+    grammars = grammars_of(llm)
+    assert grammars._nursery is not None
+    os.kill(grammars._nursery.pid, signal.SIGKILL)
+    outputs: list[RequestOutput] = []
+    while engine.has_unfinished_requests():
+        outputs += engine.step()
+    assert outputs[-1].error is None and outputs[-1].outputs[0].finish_reason == "stop"
+
+
+def test_a_killed_guide_fails_its_requests_and_no_other(llm: LLM) -> None:
+    engine = llm.llm_engine
+    engine.add_request("a", PROMPT, params(Form(regex="[a-z]{200}"), max_tokens=100))
+    engine.add_request("b", PROMPT, params(Form(regex="f{50}"), max_tokens=100))
+    seen: dict[str, RequestOutput] = {}
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            seen[output.request_id] = output
+            tokens = output.outputs[0].token_ids
+            if output.request_id == "a" and not output.finished and len(tokens) == 5:
+                os.kill(grammars_of(llm)._in_use["a"].pid, signal.SIGKILL)
+    assert seen["a"].outputs[0].finish_reason == "error" and "has ended" in (seen["a"].error or "")
+    assert seen["b"].outputs[0].text == "f" * 50
+    assert generate(llm, Form(regex="[a-z]{200}"), max_tokens=20).outputs[0].finish_reason == "length"
+
+
+def test_a_guide_that_left_by_itself_is_made_again(llm: LLM) -> None:
+    form = Form(regex="g{6}")
+    generate(llm, form)
+    pid = next(guide.pid for guide in grammars_of(llm)._guides.values() if b"g{6}" in guide.form)
+    os.kill(pid, signal.SIGKILL)
+    time.sleep(0.1)
+    assert generate(llm, form).outputs[0].text == "g" * 6
+
+
+def test_an_engine_that_is_shut_down_leaves_no_process(tiny_model: Path) -> None:
+    settings = {"dtype": "float32", "num_gpu_blocks_override": 64, "device": "cpu"}
+    with LLM(str(tiny_model), **settings) as llm:
+        assert grammars_of(llm)._nursery is None  # nothing is started before it is needed
+        assert generate(llm, Form(regex="a{3}")).outputs[0].text == "aaa"
+        llm.llm_engine.add_request("hangs", PROMPT, params(TO_COMPILE["optional properties"]))
+        while len(guides(llm)) < 2:
+            llm.llm_engine.step()
+        nursery = grammars_of(llm)._nursery
+        assert nursery is not None
+        pids = [nursery.pid, *guides(llm)]
+    time.sleep(0.2)
+    assert not [pid for pid in pids if is_alive(pid)]
+
+
+def test_a_refused_form_is_a_validation_error_in_asyncio_programs_and_others_go_on(tiny_model: Path) -> None:
+    async def read(llm: AsyncLLM, form: Form | None, **fields: Any) -> RequestOutput:
+        async for output in llm.generate({"prompt_token_ids": PROMPT}, params(form, **fields)):
+            last = output
+        return last
+
+    async def main() -> None:
+        async with AsyncLLM(str(tiny_model), dtype="float32", num_gpu_blocks_override=64, device="cpu") as llm:
+            bad, good, free = await asyncio.gather(
+                read(llm, Form(grammar="root ::= x"), n=2),
+                read(llm, Form(json={"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]})),
+                read(llm, None, max_tokens=5, ignore_eos=True),
+                return_exceptions=True,
+            )
+            assert isinstance(bad, ValidationError) and "not defined" in str(bad)
+            assert isinstance(good, RequestOutput) and isinstance(free, RequestOutput)
+            assert json.loads(good.outputs[0].text)["a"] in (True, False)
+            assert len(free.outputs[0].token_ids) == 5
+            again = await read(llm, Form(regex="a{3}"))
+            assert re.fullmatch("a{3}", again.outputs[0].text)
+
+    asyncio.run(main())

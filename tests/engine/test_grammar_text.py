@@ -1,0 +1,71 @@
+"""Structured output of the default model, a GGUF file with its own tokenizer: text a person would recognise."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from typing import Any
+
+import jsonschema_rs
+import pytest
+
+from quire import LLM, AsyncLLM, RequestOutput, SamplingParams, StructuredOutputsParams
+
+Form = StructuredOutputsParams
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string"},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "hobbies": {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": 2},
+    },
+    "required": ["name", "age", "hobbies"],
+    "additionalProperties": False,
+}
+DATE = r"(19|20)\d\d-(0[1-9]|1[0-2])-[0-3]\d"
+SUM = 'root ::= number " + " number " = " number\nnumber ::= [1-9] [0-9]{0,2}'
+ASKED: list[tuple[str, Form]] = [
+    ("A person in JSON: ", Form(json=PERSON)),
+    ("The first man landed on the moon on the date ", Form(regex=DATE)),
+    ("The capital of France is", Form(choice=[" London", " Paris", " Berlin"])),
+    ("An easy sum: ", Form(grammar=SUM)),
+]
+
+
+def params(form: Form, **fields: Any) -> SamplingParams:
+    return SamplingParams(**({"temperature": 0, "max_tokens": 100, "structured_outputs": form} | fields))
+
+
+def check(outputs: list[RequestOutput]) -> None:
+    assert [output.outputs[0].finish_reason for output in outputs] == ["stop"] * 4, outputs
+    person, date, city, total = (output.outputs[0].text for output in outputs)
+    assert jsonschema_rs.validator_for(PERSON).is_valid(json.loads(person)), person
+    assert re.fullmatch(DATE, date), date
+    assert city == " Paris"
+    assert re.fullmatch(r"[1-9]\d{0,2} \+ [1-9]\d{0,2} = [1-9]\d{0,2}", total), total
+
+
+def test_the_default_model_keeps_to_every_form(smollm: LLM) -> None:
+    check(smollm.generate([prompt for prompt, _ in ASKED], [params(form) for _, form in ASKED], use_tqdm=False))
+
+
+def test_it_thinks_first_and_then_answers_in_form(smollm: LLM) -> None:
+    form = Form(choice=["yes", "no"], after=".")
+    prompt = "Is the sky blue? First one sentence of thought, then yes or no.\nThe sky"
+    (output,) = smollm.generate([prompt], [params(form)], use_tqdm=False)
+    thought, _, answer = output.outputs[0].text.rpartition(".")
+    assert len(thought) > 5 and answer.strip() in ("yes", "no"), output.outputs[0].text
+
+
+@pytest.mark.slow
+def test_the_default_model_keeps_to_every_form_in_a_process_of_its_own() -> None:
+    async def last(llm: AsyncLLM, prompt: str, form: Form) -> RequestOutput:
+        outputs = [output async for output in llm.generate(prompt, params(form))]
+        return outputs[-1]
+
+    async def main() -> None:
+        async with AsyncLLM(dtype="float32", num_gpu_blocks_override=384, device="cpu", max_model_len=2048) as llm:
+            check(await asyncio.gather(*(last(llm, prompt, form) for prompt, form in ASKED)))
+
+    asyncio.run(main())

@@ -1,0 +1,151 @@
+"""StructuredOutputsParams: what is refused, with which words, and what becomes of what is accepted."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import msgspec
+import pytest
+
+from quire import SamplingParams, StructuredOutputsParams
+from quire.errors import ValidationError
+from quire.messages.pattern import plain_regex
+from quire.messages.schema import MAX_DEPTH
+from quire.messages.structured import KINDS, MAX_CHARACTERS
+
+PERSON = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
+
+
+def nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "string"}
+    for _ in range(depth - 1):
+        schema = {"type": "array", "items": schema}
+    return schema
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({}, "exactly one of json, regex, choice, grammar, json_object, structural_tag; got none"),
+    ({"json": PERSON, "regex": "a"}, "got json, regex"),
+    ({"json": ""}, "not empty"),
+    ({"json": {}}, "not empty"),
+    ({"json": "{"}, "not JSON"),
+    ({"json": "[1]"}, "must be a JSON object"),
+    ({"json": 3}, "must be a JSON object"),
+    ({"json": {"minimum": float("nan")}}, "not JSON"),
+    ({"json": "[" * 50_000}, "nested too deep"),
+    ({"json": '{"a":' * 50_000}, "nested too deep"),
+    ({"json": nested(MAX_DEPTH + 1)}, f"nested more than {MAX_DEPTH} deep"),
+    ({"json": {"enum": ["x" * MAX_CHARACTERS]}}, f"at most {MAX_CHARACTERS}"),
+    ({"regex": ""}, "not empty"),
+    ({"regex": "a\0b"}, "NUL"),
+    ({"regex": "a" * (MAX_CHARACTERS + 1)}, f"{MAX_CHARACTERS + 1} characters"),
+    ({"regex": r"\bword"}, r"'\b' is not supported"),
+    ({"regex": "a^b"}, "'^' is supported only"),
+    ({"regex": "(a$)b"}, "'$' is supported only"),
+    ({"regex": "[[:alpha:]]"}, "named classes"),
+    ({"choice": []}, "not empty"),
+    ({"choice": ["a", 1]}, "list of strings"),
+    ({"choice": "ab"}, "list of strings"),
+    ({"choice": [""]}, "some text"),
+    ({"grammar": " "}, "not empty"),
+    ({"json_object": False}, "true, or left out"),
+    ({"structural_tag": ""}, "not empty"),
+    ({"json_object": True, "whitespace_pattern": " ?"}, "whitespace_pattern is not supported"),
+    ({"json_object": True, "disable_any_whitespace": "yes"}, "true or false"),
+    ({"json_object": True, "after": ""}, "not empty"),
+]
+
+
+@pytest.mark.parametrize("fields, said", BAD, ids=[str(fields)[:40] for fields, _ in BAD])
+def test_what_is_wrong_is_refused_and_named(fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValidationError, match="structured_outputs") as caught:
+        StructuredOutputsParams(**fields)
+    assert said in str(caught.value)
+    assert len(str(caught.value)) < 400
+    assert (caught.value.parameter or "").startswith("structured_outputs")
+
+
+UNKEPT: list[tuple[dict[str, Any], str]] = [
+    ({"not": {"type": "string"}}, "'not'"),
+    ({"type": "array", "uniqueItems": True}, "'uniqueItems'"),
+    ({"type": "array", "contains": {"const": 1}}, "'contains'"),
+    ({"if": {}, "then": {}}, "'if'"),
+    ({"type": "object", "properties": {"a": {"dependentRequired": {"a": ["b"]}}}}, "/properties/a uses"),
+    ({"allOf": [PERSON, PERSON]}, "only one is supported"),
+    ({"anyOf": [PERSON], "properties": {}}, "'anyOf' and 'properties' together"),
+    ({"type": "object", "anyOf": [{"type": "string"}]}, "'anyOf' and 'type' together"),
+    ({"$ref": "https://example.com/x.json"}, "only places inside the schema"),
+    ({"$ref": "#/$defs/missing"}, "only places inside the schema"),
+    ({"$ref": "#/$defs/a", "minimum": 1, "$defs": {"a": {"type": "integer"}}}, "'$ref' and 'minimum' together"),
+    ({"type": "object", "properties": {}, "required": ["a"]}, "requires 'a'"),
+    ({"type": "string", "pattern": "a", "maxLength": 3}, "'pattern' and 'maxLength' together"),
+    ({"type": "string", "pattern": 'say "hi"'}, "would have to be escaped"),
+    ({"type": "string", "pattern": r"\bx"}, "is not supported"),
+    ({"type": "object", "properties": {"a": 3}}, "/properties/a must be an object"),
+    ({"anyOf": "x"}, "must be a list"),
+]
+
+
+@pytest.mark.parametrize("schema, said", UNKEPT, ids=[said for _, said in UNKEPT])
+def test_a_schema_that_a_grammar_would_not_keep_is_refused(schema: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValidationError) as caught:
+        StructuredOutputsParams(json=schema)
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        PERSON,
+        nested(MAX_DEPTH),
+        {"type": "object", "properties": {"not": {"type": "string"}, "if": {"enum": [{"not": 1}]}}},
+        {"anyOf": [{"$ref": "#/$defs/a~1b"}, {"type": "null"}], "title": "t", "$defs": {"a/b": PERSON}},
+        {"allOf": [{"$ref": "#/$defs/a"}], "description": "d", "$defs": {"a": PERSON}},
+        {"type": "string", "anyOf": [{"type": "string", "enum": ["a"]}, {"type": "string", "pattern": "^b+$"}]},
+        {"type": "object", "properties": {"next": {"$ref": "#"}}},
+    ],
+)
+def test_schemas_as_people_write_them_are_accepted(schema: dict[str, Any]) -> None:
+    StructuredOutputsParams(json=schema)
+
+
+@pytest.mark.parametrize(
+    "pattern, same, other",
+    [
+        ("^a.b$", ["axb"], ["a\nb", "axbx"]),
+        ("^a$|^b$", ["a", "b"], ["ab"]),
+        (r"[.$^\]]\.\$", ["$.$", "].$"], ["a.$", ".a$"]),
+        (r"(\d+|[a-z]*)?x", ["12x", "abx", "x"], ["1a"]),
+    ],
+)
+def test_a_pattern_written_plainly_means_the_same(pattern: str, same: list[str], other: list[str]) -> None:
+    written = plain_regex(pattern)
+    for text in same:
+        assert re.fullmatch(pattern, text) and re.fullmatch(written, text)
+    for text in other:
+        assert not re.fullmatch(pattern, text) and not re.fullmatch(written, text)
+
+
+def test_every_form_survives_copies_and_the_process_boundary() -> None:
+    forms = dict(zip(KINDS, [PERSON, "a+", ["x", "y", "x"], 'root ::= "a"', True, {"format": {}}], strict=True))
+    for kind, value in forms.items():
+        form = StructuredOutputsParams(**{kind: value})  # type: ignore[arg-type]
+        assert form.kind == kind
+        params = SamplingParams(structured_outputs=form)
+        assert msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams) == params
+        assert params.clone().structured_outputs == form
+        assert SamplingParams.from_optional(structured_outputs=form, top_k=None).structured_outputs == form
+    assert StructuredOutputsParams(choice=["x", "y", "x"]).choice == ["x", "y"]
+
+
+def test_params_take_nothing_else_for_a_form() -> None:
+    with pytest.raises(ValidationError, match="must be a StructuredOutputsParams"):
+        SamplingParams(structured_outputs={"regex": "a"})  # type: ignore[arg-type]
+
+
+def test_a_form_ends_the_output_whatever_ignore_eos_says() -> None:
+    from quire.messages.request import NewRequest
+
+    params = SamplingParams(ignore_eos=True, stop_token_ids=[7], structured_outputs=StructuredOutputsParams(regex="a"))
+    assert NewRequest("a", [1], params, 10, eos_ids=[2, 3]).stop_ids == [2, 3, 7]

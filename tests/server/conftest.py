@@ -1,0 +1,147 @@
+"""Live servers: real sockets and a real engine with the tiny model, one engine for all of them."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, TypeVar
+
+import httpx
+import openai
+import pytest
+
+from quire import AsyncLLM
+from quire.server.config import ServerConfig
+from quire.server.serve import HttpServer, listening, make_server
+from quire.server.state import Server
+
+T = TypeVar("T")
+SETTINGS: dict[str, Any] = {"dtype": "float32", "num_gpu_blocks_override": 256, "device": "cpu", "max_num_seqs": 16}
+MODEL = "tiny"
+
+
+class Live:
+    """A server that runs, and clients for it."""
+
+    def __init__(self, url: str, server: Server, http: HttpServer, loop: asyncio.AbstractEventLoop) -> None:
+        self.url = url
+        self.server = server
+        self.http = http
+        self._loop = loop
+        self.client = httpx.Client(base_url=url, timeout=60)
+
+    def openai(self, **settings: Any) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, **settings)
+
+    def post(self, path: str, body: Any, **more: Any) -> httpx.Response:
+        return self.client.post(path, json=body, **more)
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """In the server's own loop."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(60)
+
+    def call(self, function: Callable[[], None]) -> None:
+        self._loop.call_soon_threadsafe(function)
+
+    async def _figures(self) -> dict[str, float]:
+        return {metric.name: metric.value for metric in await self.server.llm.get_metrics()}
+
+    def figures(self) -> dict[str, float]:
+        """The engine's own."""
+        return self.run(self._figures())
+
+    def assert_idle(self, seconds: float = 10.0) -> None:
+        """Nothing is open, queued or running, and every block has come back."""
+        deadline = time.monotonic() + seconds
+        names = ("quire:num_requests_running", "quire:num_requests_waiting", "quire:num_blocks_used")
+        while True:
+            figures = self.figures()
+            left = {name: figures[name] for name in names if figures[name]}
+            left |= {"open": len(self.server.exchanges)} if self.server.exchanges else {}
+            left |= {"queued": self.server.admission.queued_tokens} if self.server.admission.queued_tokens else {}
+            left |= {"admitted": self.server.admission.samples} if self.server.admission.samples else {}
+            if not left:
+                return
+            assert time.monotonic() < deadline, left
+            time.sleep(0.02)
+
+
+class Host:
+    """An event loop in a thread, with an engine in it, for as many servers as tests want."""
+
+    def __init__(self, model: Path) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+        self._thread.start()
+        self.llm = AsyncLLM(model, **SETTINGS)
+
+    def start(self, **settings: Any) -> tuple[Live, Callable[[], None]]:
+        config = ServerConfig(**{"port": 0, "served_model_name": (MODEL,), **settings})
+        ready: Future[Live] = Future()
+
+        async def work() -> None:
+            with listening(config) as (sock, url):
+                server = await make_server(self.llm, config)
+                http = HttpServer(server, config)
+                await server.start()
+                await http.serve_on(sock, lambda: ready.set_result(Live(url, server, http, self.loop)))
+                await server.stop()
+
+        done = asyncio.run_coroutine_threadsafe(work(), self.loop)
+        done.add_done_callback(
+            lambda end: end.exception() and not ready.done() and ready.set_exception(end.exception())
+        )
+        live = ready.result(30)
+
+        def stop() -> None:
+            live.client.close()
+            if not done.done():
+                live.call(live.http.on_signal)
+            done.result(30)
+
+        return live, stop
+
+    def close(self) -> None:
+        asyncio.run_coroutine_threadsafe(asyncio.to_thread(self.llm.shutdown), self.loop).result(30)
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(30)
+
+
+@pytest.fixture(scope="session")
+def host(tiny_model: Path) -> Iterator[Host]:
+    made = Host(tiny_model)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="session")
+def plain_server(host: Host) -> Iterator[Live]:
+    live, stop = host.start()
+    yield live
+    stop()
+
+
+@pytest.fixture
+def live(plain_server: Live) -> Iterator[Live]:
+    """A server with no settings of its own; checked to be idle after the test."""
+    yield plain_server
+    plain_server.assert_idle()
+
+
+@pytest.fixture
+def serving(host: Host) -> Iterator[Callable[..., Live]]:
+    """Servers with settings of a test's own, checked and stopped after it."""
+    started: list[tuple[Live, Callable[[], None]]] = []
+
+    def start(**settings: Any) -> Live:
+        started.append(host.start(**settings))
+        return started[-1][0]
+
+    yield start
+    for live, stop in started:
+        live.assert_idle()
+        stop()

@@ -1,0 +1,16 @@
+"""A scheduling policy that never lets anyone in, to be named by its dotted path."""
+
+from __future__ import annotations
+
+import time
+
+from quire.messages.request import Request
+from quire.scheduler.policies.fcfs import FirstComeFirstServed
+
+
+class IdlePolicy(FirstComeFirstServed):
+    """Whoever waits, waits on."""
+
+    def next(self) -> Request | None:
+        time.sleep(0.01)
+        return None

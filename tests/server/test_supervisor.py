@@ -1,0 +1,402 @@
+"""An engine that dies is brought back, one that hangs is found out, and every request gets an answer.
+
+Most of this uses the null engine, whose process starts in a moment: the loop, the scheduler and the messages are real.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import os
+import random
+import signal
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+from quire import AsyncLLM, RequestOutput, SamplingParams, StructuredOutputsParams
+from quire.engine.remote import RemoteEngine
+from quire.errors import EngineDeadError
+from quire.server import supervisor as module
+from quire.server.supervisor import Supervisor, pauses
+
+T = TypeVar("T")
+SETTINGS: dict[str, Any] = {"dtype": "float32", "num_gpu_blocks_override": 128, "device": "cpu"}
+
+
+def params(**fields: Any) -> SamplingParams:
+    return SamplingParams(**{"temperature": 0, "max_tokens": 20, "ignore_eos": True, **fields})
+
+
+def run(work: Awaitable[T], seconds: float = 120) -> T:
+    async def bounded() -> T:
+        return await asyncio.wait_for(work, seconds)
+
+    return asyncio.run(bounded())
+
+
+async def final(llm: AsyncLLM, prompt: str = "abc", **fields: Any) -> RequestOutput:
+    return [output async for output in llm.generate(prompt, params(**fields))][-1]
+
+
+async def until(condition: Any, seconds: float = 180.0) -> None:
+    """Waits, with a look now and then; fails when it takes too long."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it never came"
+        await asyncio.sleep(0.01)
+
+
+class NullLLM(AsyncLLM):
+    """Its engine computes nothing."""
+
+    engine_module = "benchmarks.null_engine"
+
+
+@pytest.fixture(autouse=True)
+def surroundings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The null engine takes its time, as a real one does; temporary files go where nobody else writes."""
+    monkeypatch.setenv("NULL_ENGINE_PACE", "300")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # threads of a tiny model only wait for each other
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+
+
+async def metric(llm: AsyncLLM, name: str) -> float:
+    return next(metric.value for metric in await llm.get_metrics() if metric.name == f"quire:{name}")
+
+
+@contextlib.asynccontextmanager
+async def supervised(
+    model: Path, kind: type[AsyncLLM] = NullLLM, **settings: Any
+) -> AsyncIterator[tuple[AsyncLLM, Supervisor]]:
+    async with kind(model, **SETTINGS) as llm:
+        supervisor = Supervisor(llm, **settings)
+        supervisor.start()
+        yield llm, supervisor
+        await supervisor.stop()
+
+
+def descendants(pid: int) -> list[int]:
+    """Children of a process, and theirs."""
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    children = [int(child) for task in tasks for child in (task / "children").read_text().split()]
+    return children + [pid for child in children for pid in descendants(child)]
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def kill(llm: AsyncLLM, number: signal.Signals = signal.SIGKILL) -> int:
+    os.kill(llm._engine.pid, number)
+    return llm._engine.pid
+
+
+class Belongings:
+    """What this process may leave behind: files and sockets it holds, children, temporary files."""
+
+    def __init__(self) -> None:
+        self.descriptors = Counter(map(self._kind, self._descriptors()))
+        self.children = {pid for task in Path("/proc/self/task").iterdir() for pid in self._children(task)}
+        self.temporary = os.listdir(os.environ["TMPDIR"])
+
+    @staticmethod
+    def _descriptors() -> list[str]:
+        found = []
+        for entry in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(FileNotFoundError):  # the one of the listing itself
+                found.append(os.readlink(f"/proc/self/fd/{entry}"))
+        return found
+
+    @staticmethod
+    def _kind(target: str) -> str:
+        return target.split("[")[0]
+
+    @staticmethod
+    def _children(task: Path) -> list[str]:
+        try:
+            return (task / "children").read_text().split()
+        except FileNotFoundError:  # a thread that has just ended
+            return []
+
+
+class TestPauses:
+    def test_the_first_try_comes_at_once_and_later_ones_later(self) -> None:
+        assert list(itertools.islice(pauses(), 8)) == [0, 1, 2, 4, 8, 16, 30, 30]
+
+    def test_one_that_cannot_start_is_tried_again_and_the_status_says_why(
+        self, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        start, tries = AsyncLLM._start_engine, list[float]()
+
+        def fail(llm: AsyncLLM) -> RemoteEngine:
+            tries.append(time.monotonic())
+            if len(tries) < 4:
+                raise OSError("no more processes")
+            return start(llm)
+
+        async def work() -> None:
+            monkeypatch.setattr(module, "pauses", lambda: (pause / 10 for pause in pauses()))
+            async with supervised(tiny_model) as (llm, supervisor):
+                monkeypatch.setattr(AsyncLLM, "_start_engine", fail)
+                pid = kill(llm)
+                said = set()
+                while not supervisor.restarts:
+                    if not supervisor.is_serving:
+                        said.add(supervisor.status)
+                        assert supervisor.retry_after >= 1
+                        with pytest.raises(EngineDeadError):
+                            await final(llm)
+                        assert not (await supervisor.health()).ok
+                    await asyncio.sleep(0.005)
+                assert len(tries) == 4
+                for wait, (before, after) in zip((0.1, 0.2, 0.4), itertools.pairwise(tries), strict=True):
+                    assert wait <= after - before < wait + 1
+                assert all(f"the engine's process (pid {pid}) was killed by SIGKILL" in status for status in said)
+                assert any("starting a new one failed: no more processes" in status for status in said)
+                assert (await final(llm)).finished and supervisor.status == "serving"
+                assert (await supervisor.health()).ok
+
+        run(work())
+
+
+class TestDeath:
+    def test_every_open_request_is_answered_and_the_next_engine_serves(
+        self, tiny_model: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        async def work() -> None:
+            async with supervised(tiny_model) as (llm, supervisor):
+                assert (await supervisor.health()).ok and supervisor.is_serving
+                streams = [llm.generate("abc", params(max_tokens=200)) for _ in range(5)]
+                for stream in streams:
+                    await anext(stream)
+                kill(llm)
+                begin = time.monotonic()
+                for stream in streams:
+                    with pytest.raises(EngineDeadError, match="SIGKILL"):
+                        async for _ in stream:
+                            pass
+                assert time.monotonic() - begin < 2
+                await asyncio.sleep(0)
+                health = await supervisor.health()
+                assert not health.ok and "SIGKILL" in health.message and "a new one is being started" in health.message
+                assert 1 <= supervisor.retry_after <= 30
+                with pytest.raises(EngineDeadError, match="SIGKILL"):
+                    await final(llm)
+                await until(lambda: supervisor.is_serving)
+                assert (await final(llm)).finished
+                assert (await supervisor.health()).ok
+
+        with caplog.at_level(logging.WARNING):
+            run(work())
+        assert "killed by SIGKILL" in caplog.text and "a new engine serves" in caplog.text
+
+    def test_one_that_dies_with_nobody_there_is_brought_back_too(self, tiny_model: Path) -> None:
+        async def work() -> None:
+            async with supervised(tiny_model) as (llm, supervisor):
+                kill(llm)
+                await until(lambda: supervisor.restarts == 1)
+                assert (await final(llm)).finished
+
+        run(work())
+
+    def test_a_restart_that_someone_else_asked_for_is_left_alone(self, tiny_model: Path) -> None:
+        async def work() -> None:
+            async with supervised(tiny_model) as (llm, supervisor):
+                await llm.restart()
+                pid = llm._engine.pid
+                await asyncio.sleep(0.2)
+                assert llm._engine.pid == pid and supervisor.is_serving
+
+        run(work())
+
+    @pytest.mark.parametrize("how", ["stop the supervisor", "shut the engine down"])
+    def test_stopping_in_the_middle_of_a_restart_leaves_nothing_behind(self, tiny_model: Path, how: str) -> None:
+        async def work() -> None:
+            await asyncio.to_thread(int)  # the pool's first thread, and what comes with it
+            before = Belongings()
+            llm = NullLLM(tiny_model, **SETTINGS)
+            supervisor = Supervisor(llm)
+            supervisor.start()
+            await final(llm)
+            kill(llm)
+            await until(lambda: llm._coming is not None)
+            pid = llm._coming.pid  # type: ignore[union-attr]
+            begin = time.monotonic()
+            if how == "stop the supervisor":
+                await supervisor.stop()
+                llm.shutdown()
+            else:
+                llm.shutdown()
+                await asyncio.sleep(0.1)
+                await supervisor.stop()
+            assert time.monotonic() - begin < 5
+            assert not Path(f"/proc/{pid}").exists()
+            with pytest.raises(EngineDeadError):
+                await final(llm)
+            with pytest.raises(EngineDeadError, match="shut down"):
+                await llm.restart()
+            assert Belongings().children == before.children
+            assert Belongings().descriptors == before.descriptors
+
+        run(work())
+
+    def test_twenty_kills_at_any_moment_under_load(self, tiny_model: Path) -> None:
+        run(kills_under_load(tiny_model, NullLLM, 20))
+
+    def test_kills_of_a_real_engine_under_load(self, tiny_model: Path) -> None:
+        run(kills_under_load(tiny_model, AsyncLLM, 2))
+
+    @pytest.mark.slow
+    def test_many_kills_of_a_real_engine_under_load(self, tiny_model: Path) -> None:
+        """With processes of its own: those that know grammars."""
+        run(kills_under_load(tiny_model, AsyncLLM, 20, with_forms=True), 1800)
+
+
+async def kills_under_load(model: Path, kind: type[AsyncLLM], count: int, with_forms: bool = False) -> None:
+    """Streams all the time, kills now and then: whoever asks gets all tokens or an `EngineDeadError`, at once."""
+    rng = random.Random(count)
+    ends: Counter[str] = Counter()
+    stopping = False
+
+    async def user(llm: AsyncLLM) -> None:
+        while not stopping:
+            size, form = rng.randint(1, 120), None
+            if with_forms and rng.random() < 0.25:
+                form = StructuredOutputsParams(regex=f"[a-z]{{{1 + size % 7}}}")
+            try:
+                # One that is left without an answer shows as a timeout.
+                async with asyncio.timeout(60 if not with_forms else 180):
+                    prompt = "the world"[: rng.randint(1, 9)]
+                    (output,) = (await final(llm, prompt, max_tokens=size, structured_outputs=form)).outputs
+                assert form is not None or (len(output.token_ids) == size and output.finish_reason == "length")
+                ends["answered"] += 1
+            except EngineDeadError:
+                ends["failed"] += 1
+                await asyncio.sleep(0.05)
+
+    async with supervised(model, kind, settled_seconds=0) as (llm, supervisor):
+        users = [asyncio.ensure_future(user(llm)) for _ in range(16)]
+        await until(lambda: ends["answered"] > 20)
+        kill(llm)
+        await until(lambda: supervisor.restarts == 1)
+        before, times = Belongings(), []
+        for killed in range(1, count + 1):
+            answered = ends["answered"]
+            await until(lambda answered=answered: ends["answered"] > answered + 5)
+            await asyncio.sleep(rng.random() / 2)
+            assert "/dev/shm" not in Path(f"/proc/{llm._engine.pid}/maps").read_text()  # so none can be left
+            family = descendants(llm._engine.pid)
+            assert family or not with_forms
+            kill(llm)
+            begin = time.monotonic()
+            await until(lambda killed=killed: supervisor.restarts == killed + 1)
+            answered = ends["answered"]
+            await until(lambda answered=answered: ends["answered"] > answered)
+            times.append(time.monotonic() - begin)
+            assert all(map(is_gone, family))
+        await asyncio.sleep(0.1)
+        after = Belongings()
+        stopping = True
+        await asyncio.gather(*users)
+        assert ends["failed"] >= count
+        assert len(after.children) == len(before.children) == 1
+        assert after.descriptors == before.descriptors
+        assert after.temporary == before.temporary
+        assert llm.num_open_requests == 0 and not llm._by_key and not llm._questions.keys() - {min(llm._questions)}
+        assert await metric(llm, "num_blocks_used") == await metric(llm, "num_requests_running") == 0
+    times.sort()
+    print(
+        f"{count} kills: {dict(ends)}; serving again after {times[len(times) // 2]:.2f} s, at worst {times[-1]:.2f} s"
+    )
+
+
+class TestHanging:
+    def test_a_stopped_loop_is_unhealthy_and_healthy_again_when_it_goes_on(self, tiny_model: Path) -> None:
+        async def work() -> None:
+            async with supervised(tiny_model, stall_seconds=3.0) as (llm, supervisor):
+                await final(llm)
+                kill(llm, signal.SIGSTOP)
+                begin = time.monotonic()
+                first, second = await asyncio.gather(supervisor.health(), supervisor.health())
+                assert time.monotonic() - begin < 5
+                assert not first.ok and not second.ok
+                assert "the engine's loop has made no step for" in first.message
+                assert first.message.endswith("with nothing to do")
+                assert len(llm._questions) == 2  # one open question however many ask, and the wait for its death
+                kill(llm, signal.SIGCONT)
+                await until(lambda: not supervisor._pulse.is_waiting)
+                assert (await supervisor.health()).ok
+
+        run(work())
+
+    def test_a_long_step_is_no_hang_until_it_takes_too_long(self, tiny_model: Path) -> None:
+        async def work() -> None:
+            async with supervised(tiny_model, stall_seconds=4.0) as (llm, supervisor):
+                stream = llm.generate("abc", params(max_tokens=200))
+                await anext(stream)
+                kill(llm, signal.SIGSTOP)
+                assert (await supervisor.health()).ok  # two seconds: a step may take that
+                await asyncio.sleep(2.2)
+                health = await supervisor.health()
+                assert not health.ok and "with 1 requests open" in health.message
+                kill(llm, signal.SIGCONT)
+                assert [output async for output in stream][-1].finished
+
+        run(work())
+
+    def test_a_loop_that_answers_but_makes_no_step_is_unhealthy(self, tiny_model: Path) -> None:
+        """A scheduler that plans nothing for those who wait: the loop goes round and nothing comes of it."""
+        policy = "tests.server.idle_policy.IdlePolicy"
+
+        async def work() -> None:
+            async with NullLLM(tiny_model, **SETTINGS, scheduling_policy=policy) as llm:
+                supervisor = Supervisor(llm, stall_seconds=0.5)
+                waiting = asyncio.ensure_future(final(llm))
+                await until(lambda: llm._by_key)
+                begin = time.monotonic()
+                while (await supervisor.health()).ok:
+                    assert time.monotonic() - begin < 10
+                    await asyncio.sleep(0.1)
+                assert time.monotonic() - begin >= 0.5
+                waiting.cancel()
+
+        run(work())
+
+    def test_one_that_hangs_too_long_is_killed_and_brought_back(self, tiny_model: Path) -> None:
+        async def work() -> None:
+            async with supervised(tiny_model, stall_seconds=0.5, hang_timeout=1.0) as (llm, supervisor):
+                stream = llm.generate("abc", params(max_tokens=200))
+                await anext(stream)
+                pid = kill(llm, signal.SIGSTOP)
+                begin = time.monotonic()
+                with pytest.raises(EngineDeadError, match="killed: the engine's loop has made no step for"):
+                    async for _ in stream:
+                        pass
+                assert 1.0 <= time.monotonic() - begin < 10
+                await until(lambda: supervisor.restarts == 1)
+                assert not Path(f"/proc/{pid}").exists()
+                assert (await final(llm)).finished and (await supervisor.health()).ok
+
+        run(work())
+
+    def test_an_idle_server_is_left_alone(self, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        async def work() -> None:
+            async with supervised(tiny_model, hang_timeout=0.2) as (llm, _):
+                await final(llm)
+                await asyncio.sleep(0.2)
+                monkeypatch.setattr(llm, "report_health", None)  # whoever asked would fail
+                await asyncio.sleep(0.5)
+                monkeypatch.undo()
+                assert (await final(llm)).finished
+
+        run(work())
