@@ -1,8 +1,8 @@
 """An engine that computes nothing: the real loop, scheduler and messages, with words out of a hat for tokens.
 
 It stands in for the engine's process where something else is measured or broken: `AsyncLLM.engine_module =
-"benchmarks.null_engine"`. NULL_ENGINE_PACE is the number of steps a second; unset, a step takes no time. Nor does one
-that begins a request, and whoever arrives ends the wait for the step before: a first token comes at once.
+"benchmarks.null_engine"`. NULL_ENGINE_PACE is the number of steps a second; unset, they follow each other at once. A
+request that arrives between two steps starts one: its first token does not wait.
 """
 
 from __future__ import annotations
@@ -19,11 +19,13 @@ from quire.config import EngineConfig
 from quire.engine.core import EngineCore
 from quire.engine.facts import Facts
 from quire.engine.process import main
+from quire.executor.base import Executor
 from quire.executor.null import NullExecutor
 from quire.loading.files import ModelFiles
 from quire.loading.model_config import ModelConfig
 from quire.memory.prefix import ContentKeys
 from quire.memory.tables import BlockTables
+from quire.messages.outputs import StepOutputs
 from quire.messages.plan import StepPlan, StepResult
 from quire.scheduler.policies.registry import make_policy
 from quire.scheduler.scheduler import Scheduler
@@ -31,29 +33,34 @@ from quire.scheduler.scheduler import Scheduler
 ROWS = 1024
 
 
-class PacedExecutor(NullExecutor):
-    """Yields a word for every draw, once its time has come."""
+class WordExecutor(NullExecutor):
+    """Yields a word for every draw."""
 
-    def __init__(self, words: list[int], steps_per_second: float, front: int) -> None:
+    def __init__(self, words: list[int]) -> None:
         super().__init__(ROWS)
         self._words = np.array(words, np.int32)
-        self._seconds = 1 / steps_per_second if steps_per_second else 0.0
-        self._due = 0.0
-        self._begins_requests = False
-        self._front = front
 
     def submit(self, plan: StepPlan) -> StepResult:
         result = super().submit(plan)
-        self._begins_requests = bool(plan.add)
         result.tokens = self._words[(np.arange(len(result.tokens)) * 31 + plan.step * 7919) % len(self._words)]
         return result
 
-    def collect(self, handle: StepResult) -> StepResult:
+
+class PacedCore(EngineCore):
+    """Makes a step when its time has come, or someone is waiting."""
+
+    def __init__(self, scheduler: Scheduler, executor: Executor, steps_per_second: float, front: int) -> None:
+        super().__init__(scheduler, executor, log_stats=False)
+        self._seconds = 1 / steps_per_second if steps_per_second else 0.0
+        self._due = 0.0
+        self._front = front
+
+    def step(self) -> StepOutputs:
         left = self._due - time.monotonic()
-        if left > 0 and not self._begins_requests:
-            select.select([self._front], [], [], left)
+        if left > 0 and not self.scheduler.waiting and select.select([self._front], [], [], left)[0]:
+            return StepOutputs()  # the loop takes what has come, and calls again
         self._due = max(self._due, time.monotonic() - self._seconds) + self._seconds
-        return handle
+        return super().step()
 
 
 def make_null_engine(config: EngineConfig, files: ModelFiles, model: ModelConfig) -> tuple[EngineCore, Facts]:
@@ -63,8 +70,7 @@ def make_null_engine(config: EngineConfig, files: ModelFiles, model: ModelConfig
     tables = BlockTables(config.num_gpu_blocks_override or 100_000, config.block_size, config.enable_prefix_caching)
     scheduler = Scheduler(tables, make_policy(config.scheduling_policy), keys, ROWS, 8192)
     pace = float(os.environ.get("NULL_ENGINE_PACE", "0"))
-    executor = PacedExecutor(_words(files, model), pace, int(sys.argv[1]))
-    core = EngineCore(scheduler, executor, log_stats=False)
+    core = PacedCore(scheduler, WordExecutor(_words(files, model)), pace, int(sys.argv[1]))
     facts = Facts(
         files=files,
         model=model,

@@ -26,6 +26,9 @@ _EXPORTS = {
     "RequestOutput": "quire.messages.outputs",
     "CompletionOutput": "quire.messages.outputs",
     "Logprob": "quire.messages.outputs",
+    "BeamSearchParams": "quire.messages.beams",
+    "BeamSearchOutput": "quire.messages.outputs",
+    "BeamSearchSequence": "quire.messages.outputs",
     "PoolingParams": "quire.messages.pooling",
     "PoolingOutput": "quire.messages.outputs",
     "PoolingRequestOutput": "quire.messages.outputs",
@@ -45,6 +48,9 @@ if TYPE_CHECKING:
     from quire.api.inputs import TokensPrompt as TokensPrompt
     from quire.api.llm import LLM as LLM
     from quire.config import EngineConfig as EngineConfig
+    from quire.messages.beams import BeamSearchParams as BeamSearchParams
+    from quire.messages.outputs import BeamSearchOutput as BeamSearchOutput
+    from quire.messages.outputs import BeamSearchSequence as BeamSearchSequence
     from quire.messages.outputs import CompletionOutput as CompletionOutput
     from quire.messages.outputs import EmbeddingOutput as EmbeddingOutput
     from quire.messages.outputs import EmbeddingRequestOutput as EmbeddingRequestOutput

@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Any
 
 from quire.api.compat import drop_neutral
+from quire.api.first_tokens import apart
 from quire.api.inputs import InputProcessor, PromptType
 from quire.api.mailbox import Mailbox
 from quire.config import EngineConfig
@@ -36,6 +37,9 @@ logger = logging.getLogger(__name__)
 
 LONG_PROMPT = 4096
 """Characters, or token ids: a prompt this long is prepared in a thread, and the event loop goes on."""
+
+MANY = 8
+"""Outputs that first tokens do not wait for."""
 
 SHUT = "the engine has been shut down; make a new one"
 
@@ -77,6 +81,8 @@ class AsyncLLM:
         """Open requests by the id the caller knows…"""
         self._by_key: dict[str, Mailbox] = {}
         """…and by the one the engine knows: an id may be used again while outputs of its last use are on their way."""
+        self._rest: StepOutputs | None = None
+        """What came with first tokens, and waits until those are with their readers."""
         self._questions: dict[int, asyncio.Future[Any]] = {}
         self._numbers = itertools.count()
         self._restarting = asyncio.Lock()
@@ -306,6 +312,7 @@ class AsyncLLM:
         try:
             request, text = await self._prepare(box.key, prompt, params, priority, tenant)
             box.is_delta = request.params.output_kind is RequestOutputKind.DELTA
+            box.awaits_first = request.params.output_kind is not RequestOutputKind.FINAL_ONLY
             message = ipc.encode(ipc.Add(request))
             self._attach()  # it may have died while the prompt was prepared
         except BaseException:
@@ -360,6 +367,23 @@ class AsyncLLM:
                     answer.set_result(message)
 
     def _take_outputs(self, outputs: StepOutputs) -> None:
+        self._show_rest()
+        boxes = self._by_key
+        new = {key[0] for key in outputs.keys if (box := boxes.get(key[0])) is not None and box.awaits_first}
+        if not new or outputs.counts is not None or len(outputs.keys) - len(new) < MANY:
+            self._show(outputs)
+            return
+        first, self._rest = apart(outputs, new)
+        self._show(first)
+        asyncio.get_running_loop().call_soon(self._show_rest)  # after the readers who have just been woken
+
+    def _show_rest(self) -> None:
+        """What a step told about all others, if that is still to be shown."""
+        rest, self._rest = self._rest, None
+        if rest is not None:
+            self._show(rest)
+
+    def _show(self, outputs: StepOutputs) -> None:
         for end in outputs.finished:
             if end.error:  # the request is at fault, and only the engine could know
                 self._fail(end.key[0], error_of(ipc.Refused(end.key[0], end.error, end.message or "")))
@@ -373,17 +397,10 @@ class AsyncLLM:
             return
         for key, at, string in stops:
             self._engine.send(ipc.Finish(key, at, string))
-        later = []
         for view in views:
-            if (box := self._by_key.get(view.request_id)) is None:
-                continue
-            view.request_id = box.request_id
-            if box.has_begun:
-                later.append((box, view))
-            else:  # who waits for a first token is woken before those who wait for one more
+            if (box := self._by_key.get(view.request_id)) is not None:
+                view.request_id = box.request_id
                 box.put(view)
-        for box, view in later:
-            box.put(view)
 
     def _fail(self, key: str, error: QuireError) -> None:
         if (box := self._by_key.get(key)) is not None:
@@ -392,6 +409,7 @@ class AsyncLLM:
 
     def _fail_all(self, reason: str) -> None:
         """The engine is dead: nobody waits for it any longer."""
+        self._show_rest()
         for key in list(self._by_key):
             self._fail(key, EngineDeadError(reason))
         for answer in self._questions.values():

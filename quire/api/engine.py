@@ -14,6 +14,7 @@ from quire.errors import EngineDeadError, ValidationError
 from quire.loading.hub import find
 from quire.loading.read_config import read_generation_config, read_model_config
 from quire.loading.tokenizer import load_tokenizer
+from quire.messages.beams import BeamSearchParams
 from quire.messages.outputs import Output
 from quire.messages.pooling import PoolingParams
 from quire.messages.sampling import SamplingParams
@@ -51,12 +52,12 @@ class LLMEngine:
         self,
         request_id: str,
         prompt: PromptType,
-        params: SamplingParams | PoolingParams,
+        params: SamplingParams | PoolingParams | BeamSearchParams,
         *,
         priority: int = 0,
         tenant: str = "",
     ) -> None:
-        """Check a request and queue it. With `PoolingParams` it yields a vector."""
+        """Check a request and queue it. `PoolingParams` ask for a vector, `BeamSearchParams` for the best sequences."""
         if self._closed:
             raise EngineDeadError("the engine has been shut down; make a new one")
         if request_id in self._outputs:

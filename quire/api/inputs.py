@@ -7,10 +7,12 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, TypedDict, Union
 
+from quire.api.beams import as_search, row_params
 from quire.api.pooling import PoolingInputs
 from quire.errors import CacheTooSmallError, ValidationError
 from quire.loading.model_config import ModelConfig
 from quire.memory.prefix import ContentKeys
+from quire.messages.beams import BeamSearchParams
 from quire.messages.pooling import PoolingParams
 from quire.messages.request import NewRequest
 from quire.messages.sampling import SamplingParams
@@ -76,12 +78,16 @@ class InputProcessor:
         self,
         request_id: str,
         prompt: PromptType,
-        params: SamplingParams | PoolingParams,
+        params: SamplingParams | PoolingParams | BeamSearchParams,
         arrival: float,
         priority: int = 0,
         tenant: str = "",
     ) -> tuple[NewRequest, str | None]:
         """The request, and its prompt as text where it has one."""
+        if isinstance(params, BeamSearchParams):
+            search = params.clone()
+            request, text = self.make(request_id, prompt, row_params(search), arrival, priority, tenant)
+            return as_search(request, search, self._facts.model.vocab_size), text
         text, tokens, salt = self._read_prompt(prompt)
         if isinstance(params, PoolingParams):
             pooled = self._pooling.make(request_id, tokens, params, salt)

@@ -18,12 +18,13 @@ from quire.api.progress import Progress
 from quire.config import EngineConfig
 from quire.engine.stats import Metric
 from quire.errors import ValidationError
-from quire.messages.outputs import EmbeddingRequestOutput, PoolingRequestOutput, RequestOutput
+from quire.messages.beams import BeamSearchParams
+from quire.messages.outputs import BeamSearchOutput, EmbeddingRequestOutput, PoolingRequestOutput, RequestOutput
 from quire.messages.pooling import PoolingParams
 from quire.messages.sampling import RequestOutputKind, SamplingParams
 
 Message = dict[str, Any]
-Kind = TypeVar("Kind", RequestOutput, PoolingRequestOutput)
+Kind = TypeVar("Kind", RequestOutput, PoolingRequestOutput, BeamSearchOutput)
 Params = TypeVar("Params")
 
 
@@ -110,6 +111,31 @@ class LLM:
         } | template_options
         return self.stream(self._render(messages, **options), sampling_params)
 
+    def beam_search(
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        params: BeamSearchParams,
+        *,
+        use_tqdm: bool | Callable[..., Any] = False,
+        concurrency_limit: int | None = None,
+    ) -> list[BeamSearchOutput]:
+        """The likeliest continuations of one prompt or of each of many, best first: what transformers' beam search
+        finds. `concurrency_limit`: so many prompts are searched from at a time."""
+        if not isinstance(params, BeamSearchParams):
+            raise ValidationError(f"params must be BeamSearchParams, got {type(params).__name__}", "params", params)
+        if concurrency_limit is not None and not (isinstance(concurrency_limit, int) and concurrency_limit > 0):
+            raise ValidationError(
+                f"concurrency_limit must be None or an integer above 0, got {concurrency_limit!r}", "concurrency_limit"
+            )
+        listed = _as_list(prompts)
+        at_once = concurrency_limit or max(1, len(listed))
+        outputs: list[BeamSearchOutput] = []
+        for start in range(0, len(listed), at_once):
+            part = listed[start : start + at_once]
+            ids = self._enqueue(part, [params] * len(part), None, None)
+            outputs += self._gather(ids, BeamSearchOutput, use_tqdm)
+        return outputs
+
     # Vectors
 
     def embed(
@@ -186,7 +212,7 @@ class LLM:
     def _enqueue(
         self,
         prompts: list[PromptType],
-        params: Sequence[SamplingParams | PoolingParams],
+        params: Sequence[SamplingParams | PoolingParams | BeamSearchParams],
         priority: int | Sequence[int] | None,
         kind: RequestOutputKind | None,
     ) -> list[str]:

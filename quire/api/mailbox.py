@@ -21,8 +21,8 @@ class Mailbox:
         self.is_delta = False
         self.is_aborted = False
         """The caller wants it ended."""
-        self.has_begun = False
-        """Something has come."""
+        self.awaits_first = False
+        """Someone reads as it comes, and nothing has come yet."""
         self.is_ended = False
         """Nothing more comes."""
         self.is_finished = False
@@ -37,7 +37,7 @@ class Mailbox:
         if self.is_delta and isinstance(self._output, RequestOutput) and isinstance(output, RequestOutput):
             output = merged(self._output, output)
         self._output = output
-        self.has_begun = True
+        self.awaits_first = False
         self.is_ended = output.finished
         self._wake()
 

@@ -121,10 +121,10 @@ def estimate_needs(
 
 def _vocabulary(config: EngineConfig, files: ModelFiles, model: ModelConfig, rows: int) -> Setup:
     """Whose tokens grammars are made of; loaded when the first request needs one."""
-    paths = {"gguf": files.gguf, "folder": files.folder}
+    places = {"path": files.path, "gguf": files.gguf, "folder": files.folder}
     return Setup(
         tokenizer=config.tokenizer,
-        files={"name": files.name, "path": str(files.path)} | {k: p and str(p) for k, p in paths.items()},
+        files={"name": files.name, **{name: None if path is None else str(path) for name, path in places.items()}},
         trust_remote_code=config.trust_remote_code,
         revision=config.tokenizer_revision,
         vocab_size=model.vocab_size,

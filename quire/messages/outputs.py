@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from quire.messages.beams import Hypothesis
 from quire.messages.plan import PromptLogprobs, TokenLogprobs
 
 Key = tuple[str, int]
@@ -49,6 +50,8 @@ class StepOutputs(msgspec.Struct):
     prompt_logprobs: list[tuple[Key, PromptLogprobs]] = []
     vectors: list[tuple[Key, bytes]] = []
     """What pooled requests came to, as float32."""
+    beams: list[tuple[str, list[Hypothesis]]] = []
+    """What beam searches came to, best first, by request."""
     started: list[Started] = []
     preempted: list[Key] = []
     """Samples that lost their row; told as it happens, for who ends a request need not be the engine."""
@@ -181,5 +184,39 @@ class EmbeddingRequestOutput:
         return cls(**fields)
 
 
-Output = RequestOutput | PoolingRequestOutput
-"""What a request yields: samples, or a vector."""
+@dataclass
+class BeamSearchSequence:
+    """A sequence that a beam search found."""
+
+    tokens: list[int]
+    """The prompt's, then those that were generated."""
+    logprobs: list[dict[int, Logprob]]
+    """Of each generated token, that token's own."""
+    cum_logprob: float = 0.0
+    score: float = 0.0
+    """`cum_logprob` by length: what sequences are ranked by."""
+    text: str | None = None
+    """Of all tokens, the prompt's too; None without a tokenizer."""
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    lora_request: Any = None
+
+
+@dataclass
+class BeamSearchOutput:
+    """A beam search and what it found, best first; nothing if it was aborted or failed."""
+
+    sequences: list[BeamSearchSequence]
+    request_id: str = ""
+    prompt_token_ids: list[int] = field(default_factory=list)
+    num_cached_tokens: int | None = None
+    finished: bool = True
+    finish_reason: str | None = "stop"
+    """How the search ended: "stop", "abort" or "error"."""
+    error: str | None = None
+    """What went wrong, when finish_reason is "error"."""
+    metrics: RequestMetrics | None = None
+
+
+Output = RequestOutput | PoolingRequestOutput | BeamSearchOutput
+"""What a request yields: samples, a vector, or sequences of a beam search."""

@@ -81,6 +81,11 @@ class StepPlan(msgspec.Struct):
     drop: list[int] = []
     add: list[NewRow] = []
     forks: list[Fork] = []
+    """Made when the step's tokens are laid out: the new rows draw in this step from what their source computes."""
+    branches: list[Fork] = []
+    """Made before anything else of the plan: the new rows compute in this step."""
+    forced: list[tuple[int, int]] = []
+    """(row, token): the row's last token is this, whatever was drawn for it."""
     copies: list[tuple[int, int]] = []
     """(from, to) blocks to copy before anything is computed: first writes into shared blocks."""
     groups: list[PrefixGroup] | None = None

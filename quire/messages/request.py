@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from quire.messages.beams import Beam, BeamSearchParams
 from quire.messages.pooling import PoolingParams
 from quire.messages.sampling import SamplingParams
 
@@ -56,6 +57,13 @@ class NewRequest(msgspec.Struct):
     arrival: float = 0.0
     pooling: PoolingParams | None = None
     """Given: the request ends when its prompt is computed, and yields a vector instead of tokens."""
+    beams: BeamSearchParams | None = None
+    """Given: the request is a beam search. `params` then says what its rows report; ends are the search's own."""
+
+    @property
+    def num_samples(self) -> int:
+        """Sequences the request may have at a time."""
+        return self.params.n if self.beams is None else self.beams.beam_width
 
     @property
     def stop_ids(self) -> list[int]:
@@ -69,9 +77,9 @@ class Request:
     """One sequence inside the engine: sample `index` of a `NewRequest`."""
 
     __slots__ = (
-        "arrival_order", "blocks", "failures", "finish_reason", "first_scheduled", "id", "in_flight", "index", "key",
-        "keys", "num_cached", "output", "preemptions", "prompt", "published", "row", "siblings", "source", "state",
-        "stop_reason",
+        "arrival_order", "beam", "blocks", "failures", "finish_reason", "first_scheduled", "id", "in_flight", "index",
+        "key", "keys", "num_cached", "output", "preemptions", "prompt", "published", "row", "siblings", "source",
+        "state", "stop_reason",
     )  # fmt: skip
 
     def __init__(self, source: NewRequest, index: int, arrival_order: int) -> None:
@@ -90,6 +98,8 @@ class Request:
         self.row = -1
         self.siblings: list[Request] = []
         """Samples of the same prompt that fork from this one when its prompt is computed."""
+        self.beam = None if source.beams is None else Beam()
+        """What it is in a beam search."""
         self.in_flight = 0
         """Counted when it is preempted: launched draws that are not collected. Their tokens still count."""
         self.failures = 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import enum
-import math
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,6 +18,8 @@ MAX_STOP_STRINGS = 64
 MAX_TOKEN_ID = 2**31 - 1
 GREEDY_BELOW = 1e-5
 LOWEST_TEMPERATURE = 0.01
+REPETITION_PENALTY = 0.01, 100.0
+"""Logits are divided and multiplied by it: far beyond, they are no numbers any more."""
 
 
 class RequestOutputKind(enum.Enum):
@@ -103,25 +104,25 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=False):
         return self.stop or []  # type: ignore[return-value]
 
     def _check_numbers(self) -> None:
-        _integer("n", self.n, 1, MAX_N)
-        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _number("repetition_penalty", self.repetition_penalty, 0.0, math.inf, open_low=True)
-        _number("temperature", self.temperature, 0.0, 2.0)
-        _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
-        _integer("top_k", self.top_k, -1)
-        _number("min_p", self.min_p, 0.0, 1.0)
-        _integer("min_tokens", self.min_tokens, 0)
+        check_integer("n", self.n, 1, MAX_N)
+        check_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        check_number("repetition_penalty", self.repetition_penalty, *REPETITION_PENALTY)
+        check_number("temperature", self.temperature, 0.0, 2.0)
+        check_number("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        check_integer("top_k", self.top_k, -1)
+        check_number("min_p", self.min_p, 0.0, 1.0)
+        check_integer("min_tokens", self.min_tokens, 0)
         if self.seed is not None:
-            _integer("seed", self.seed, -(2**63), 2**64 - 1)
+            check_integer("seed", self.seed, -(2**63), 2**64 - 1)
         if self.max_tokens is not None:
-            _integer("max_tokens", self.max_tokens, 1)
+            check_integer("max_tokens", self.max_tokens, 1)
         if self.logprobs is not None:
-            _integer("logprobs", self.logprobs, -1)
+            check_integer("logprobs", self.logprobs, -1)
         if self.prompt_logprobs is not None:
-            _integer("prompt_logprobs", self.prompt_logprobs, -1)
+            check_integer("prompt_logprobs", self.prompt_logprobs, -1)
         if self.truncate_prompt_tokens is not None:
-            _integer("truncate_prompt_tokens", self.truncate_prompt_tokens, -1)
+            check_integer("truncate_prompt_tokens", self.truncate_prompt_tokens, -1)
             if self.truncate_prompt_tokens == 0:
                 raise ValidationError(
                     "truncate_prompt_tokens must be -1 or at least 1, got 0", "truncate_prompt_tokens", 0
@@ -136,15 +137,15 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=False):
             )
 
     def _check_lists(self) -> None:
-        self.stop_token_ids = list(dict.fromkeys(_token_ids("stop_token_ids", self.stop_token_ids) or [])) or None
-        self.allowed_token_ids = _token_ids("allowed_token_ids", self.allowed_token_ids)
+        self.stop_token_ids = list(dict.fromkeys(check_token_ids("stop_token_ids", self.stop_token_ids) or [])) or None
+        self.allowed_token_ids = check_token_ids("allowed_token_ids", self.allowed_token_ids)
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise ValidationError("allowed_token_ids is empty: no token could ever be drawn", "allowed_token_ids", [])
         if self.logit_bias:
             if not isinstance(self.logit_bias, Mapping):
                 raise ValidationError(f"logit_bias must map token ids to biases, got {self.logit_bias!r}", "logit_bias")
             for token, bias in self.logit_bias.items():
-                _integer("logit_bias", token, 0, MAX_TOKEN_ID)
+                check_integer("logit_bias", token, 0, MAX_TOKEN_ID)
                 if not _is_finite(bias):
                     raise ValidationError(
                         f"logit_bias of token {token} must be a finite number, got {bias!r}", "logit_bias"
@@ -172,16 +173,16 @@ def _is_finite(value: object) -> bool:
     return is_number and abs(value) <= sys.float_info.max  # type: ignore[arg-type]
 
 
-def _number(name: str, value: float, low: float, high: float, open_low: bool = False) -> None:
+def check_number(name: str, value: float, low: float, high: float, open_low: bool = False) -> None:
+    """Raise unless it is a number in these bounds."""
     inside = _is_finite(value) and (low < value if open_low else low <= value) and value <= high
     if not inside:
         bracket = "(" if open_low else "["
-        upper = "" if math.isinf(high) else f"{high:g}"
-        wanted = f"in {bracket}{low:g}, {upper}]" if upper else f"finite and above {low:g}"
-        raise ValidationError(f"{name} must be {wanted}, got {value!r}", name, value)
+        raise ValidationError(f"{name} must be in {bracket}{low:g}, {high:g}], got {value!r}", name, value)
 
 
-def _integer(name: str, value: int, low: int, high: int | None = None) -> None:
+def check_integer(name: str, value: int, low: int, high: int | None = None) -> None:
+    """Raise unless it is an integer in these bounds."""
     if not isinstance(value, int) or isinstance(value, bool) or value < low or (high is not None and value > high):
         wanted = f"at least {low}" if high is None else f"from {low} to {high}"
         raise ValidationError(f"{name} must be an integer {wanted}, got {value!r}", name, value)
@@ -195,9 +196,10 @@ def _strings(name: str, value: Sequence[str] | str | None) -> list[str] | None:
     return values or None
 
 
-def _token_ids(name: str, value: Sequence[int] | None) -> list[int] | None:
+def check_token_ids(name: str, value: Sequence[int] | None) -> list[int] | None:
+    """The ids as a list; raises unless they may be some."""
     for token in _listed(name, value) or []:
-        _integer(name, token, 0, MAX_TOKEN_ID)
+        check_integer(name, token, 0, MAX_TOKEN_ID)
     return None if value is None else list(value)
 
 

@@ -7,7 +7,10 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
+from quire.messages.beams import BeamSearchParams, Hypothesis
 from quire.messages.outputs import (
+    BeamSearchOutput,
+    BeamSearchSequence,
     CompletionOutput,
     Finished,
     Key,
@@ -23,6 +26,7 @@ from quire.messages.plan import PromptLogprobs, TokenLogprobs
 from quire.messages.pooling import PoolingParams
 from quire.messages.request import NewRequest
 from quire.messages.sampling import RequestOutputKind
+from quire.output.beams import sequence_of
 from quire.output.detokenizer import Detokenizer, Vocabulary
 from quire.output.pooling import finished_vector
 from quire.output.stops import StopStrings
@@ -175,6 +179,40 @@ class TrackedPooling(Tracked):
         )
 
 
+class TrackedSearch(Tracked):
+    """A beam search whose sequences are being waited for."""
+
+    def __init__(
+        self, request: NewRequest, search: BeamSearchParams, prompt: str | None, vocabulary: Vocabulary | None
+    ) -> None:
+        super().__init__(request, prompt, None)
+        self._search = search
+        self._vocabulary = vocabulary
+        self._sequences: list[BeamSearchSequence] = []
+
+    def take(self, found: list[Hypothesis], now: float) -> None:
+        """They have come."""
+        self._sequences = [sequence_of(one, self.request, self._search, self._vocabulary) for one in found]
+        lengths = [len(one.tokens) for one in found]
+        self.metrics.last_token_ts = now
+        self.metrics.first_token_ts = self.metrics.first_token_ts or now
+        self.metrics.num_generation_tokens = sum(lengths)
+        self.metrics.max_num_generation_tokens = max(lengths, default=0)
+
+    def view(self) -> BeamSearchOutput:
+        """The search as the user sees it."""
+        return BeamSearchOutput(
+            sequences=self._sequences,
+            request_id=self.request.id,
+            prompt_token_ids=self.request.prompt,
+            num_cached_tokens=self.num_cached,
+            finished=self.open == 0,
+            finish_reason=self.samples[0].finish_reason,
+            error=self.error,
+            metrics=self.metrics,
+        )
+
+
 class OutputProcessor:
     """Gathers the outputs of all open requests."""
 
@@ -185,10 +223,12 @@ class OutputProcessor:
 
     def add(self, request: NewRequest, prompt: str | None) -> None:
         """Outputs of this request will come."""
-        if request.pooling is None:
-            self._open[request.id] = Tracked(request, prompt, self._vocabulary)
-        else:
+        if request.pooling is not None:
             self._open[request.id] = TrackedPooling(request, request.pooling, prompt)
+        elif request.beams is not None:
+            self._open[request.id] = TrackedSearch(request, request.beams, prompt, self._vocabulary)
+        else:
+            self._open[request.id] = Tracked(request, prompt, self._vocabulary)
 
     def forget(self, request_id: str) -> None:
         """Nobody wants this request's outputs any more."""
@@ -216,6 +256,9 @@ class OutputProcessor:
         for key, vector in outputs.vectors:
             if isinstance(tracked := self._open.get(key[0]), TrackedPooling):
                 tracked.take_vector(vector)
+        for request_id, hypotheses in outputs.beams:
+            if isinstance(tracked := self._open.get(request_id), TrackedSearch):
+                tracked.take(hypotheses, now)
         for key, tokens, logprobs in self._take_plain(outputs, now):
             tracked = self._open.get(key[0])
             if tracked is None or not tokens or tracked.samples[key[1]].finish_reason is not None:

@@ -7,22 +7,24 @@ from numpy.typing import NDArray
 
 from quire.messages.plan import StepResult, Vector
 from quire.messages.request import Request
+from quire.scheduler.branching import Branching
 from quire.scheduler.draft import Flight
 from quire.scheduler.ledger import Ledger
 
+NOT_NUMBERS = "no token could be drawn: the model's logits are not numbers (NaN)"
 NOTHING_TO_DRAW = (
-    "no token could be drawn: the model's logits are not numbers (NaN), or the request excludes every token"
+    "no token could be drawn: the request excludes every token. What it allows, what it forbids and the form of its "
+    "output leave none here"
 )
-
-
 NO_VECTOR = "there is no vector: the model's hidden states are not numbers (NaN or infinite)"
 
 
 class Collector:
     """Applies results to the ledger."""
 
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self, ledger: Ledger, branching: Branching) -> None:
         self._ledger = ledger
+        self._branching = branching
         self._tables = ledger.tables
         self._rows = ledger.rows
         self._stats = ledger.stats
@@ -34,7 +36,8 @@ class Collector:
             if not flight.requests[index].is_finished:
                 outputs.prompt_logprobs.append((flight.requests[index].key, entry))
         live = self._rows.epoch[flight.rows] == flight.epochs
-        if live.all() and (result.counts == 1).all() and not result.invalid.any() and not result.vectors:
+        is_odd = flight.has_beams or result.vectors or result.invalid.any()
+        if live.all() and (result.counts == 1).all() and not is_odd:
             self._append_all(flight, result)
         else:
             self._append_each(flight, result, live)
@@ -70,7 +73,10 @@ class Collector:
                 self._hand_over(request, vector)
                 continue
             if result.invalid[i]:
-                self._fail(request, NOTHING_TO_DRAW)
+                self._fail_to_draw(request)
+                continue
+            if request.beam is not None:
+                self._branching.take(request, result.logprobs.get(i))
                 continue
             tokens = result.tokens[ends[i] - int(result.counts[i]) : ends[i]].tolist()
             self._append(request, tokens, result, i)
@@ -83,9 +89,16 @@ class Collector:
         else:
             self._fail(request, NO_VECTOR)
 
-    def _fail(self, request: Request, message: str) -> None:
+    def _fail_to_draw(self, request: Request) -> None:
+        params = request.params
+        if params.allowed_token_ids or params.bad_words or params.min_tokens or params.structured_outputs:
+            self._fail(request, NOTHING_TO_DRAW, error="ValidationError")
+        else:
+            self._fail(request, NOT_NUMBERS)
+
+    def _fail(self, request: Request, message: str, error: str = "") -> None:
         self._tables.withdraw(request.blocks)  # nobody else shall read what led here
-        self._ledger.finish(request, "error", message=message)
+        self._ledger.finish(request, "error", message=message, error=error)
 
     def _append(self, request: Request, tokens: list[int], result: StepResult, index: int) -> None:
         outputs = self._ledger.outputs

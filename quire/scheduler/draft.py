@@ -59,6 +59,8 @@ class Flight:
     epochs: NDArray[np.int64]
     num_decodes: int
     """The first so many draws are not their request's first."""
+    has_beams: bool = False
+    """Some draws are for beams: what they yield is a choice to make, not tokens."""
     published: list[int] = field(default_factory=list)
     """Blocks that went into the prefix index before they were written."""
 

@@ -8,7 +8,9 @@ from quire.errors import CacheTooSmallError, ValidationError
 from quire.memory.prefix import ContentKeys
 from quire.memory.tables import BlockTables
 from quire.messages.outputs import Finished, Key, StepOutputs
+from quire.messages.plan import Fork
 from quire.messages.request import NewRequest, Request, State
+from quire.scheduler.beams import BeamSearch
 from quire.scheduler.groups import PrefixGroups
 from quire.scheduler.policies.base import Policy
 from quire.scheduler.rows import Rows
@@ -30,6 +32,10 @@ class Ledger:
         """Samples of one prompt whose last block may still be shared: the next write into it copies it."""
         self.dropped: list[int] = []
         """Rows given back that the device has not been told of."""
+        self.searches: dict[str, BeamSearch] = {}
+        """Beam searches, by request."""
+        self.branches: dict[int, Fork] = {}
+        """Rows that beams have begun in and the device has not been told of."""
         self.outputs = StepOutputs()
         self.stats = SchedulerStats()
         self.groups = groups
@@ -74,9 +80,12 @@ class Ledger:
                 f"{needed} blocks of {size}; the KV cache has {self.tables.pool.capacity}. Lower max_tokens, shorten "
                 "the prompt, or give the cache more memory"
             )
-        samples = [Request(source, index, self.arrivals) for index in range(source.params.n)]
+        samples = [Request(source, index, self.arrivals) for index in range(source.num_samples)]
         self.arrivals += 1
-        samples[0].siblings = samples[1:]
+        if source.beams is not None:
+            self.searches[source.id] = BeamSearch(source, source.beams, samples)
+        else:
+            samples[0].siblings = samples[1:]
         if source.params.structured_outputs is not None:
             samples[0].move(State.COMPILING)
         else:
@@ -110,7 +119,21 @@ class Ledger:
     def finish(
         self, request: Request, reason: str, stop_reason: object = None, message: str | None = None, error: str = ""
     ) -> None:
-        """The one way out: row and blocks come back, the caller is told."""
+        """The one way out: row and blocks come back, the caller is told. Beams of a search end together."""
+        together = [request]
+        if self.searches.pop(request.id, None) is not None:
+            together = self.samples(request.id)
+        for one in together:
+            self._take_out(one, reason, stop_reason)
+        group = self._groups.get(request.id)
+        preemptions = sum(one.preemptions for one in together)
+        key = request.key if request.beam is None else (request.id, 0)
+        self.outputs.finished.append(Finished(key, reason, stop_reason, preemptions, message, error))
+        if self.on_guided_end is not None and request.params.structured_outputs is not None:
+            self.on_guided_end(request, not group)
+        self.stats.finished += 1
+
+    def _take_out(self, request: Request, reason: str, stop_reason: object) -> None:
         if request.row >= 0:
             self.leave_row(request)
         elif request.state is not State.COMPILING:
@@ -126,21 +149,23 @@ class Ledger:
         group.remove(request)
         if not group:
             del self._groups[request.id]
-        self.outputs.finished.append(Finished(request.key, reason, stop_reason, request.preemptions, message, error))
-        if self.on_guided_end is not None and request.params.structured_outputs is not None:
-            self.on_guided_end(request, not group)
-        self.stats.finished += 1
 
     def start_over(self) -> None:
         """Everyone with a row waits again, from the tokens that are known; what is in flight is forgotten."""
         for request in self.rows.running():
             self.leave_row(request)
             request.move(State.WAITING)
-            self.policy.add(request)
+            self.queue(request)
         for group in self._groups.values():
             for request in group:
                 request.in_flight = 0
         self.dropped = []
+        self.branches = {}
+
+    def queue(self, request: Request) -> None:
+        """Who has lost its row waits for another; a beam that has drawn, for the choice alone."""
+        if request.beam is None or request.beam.candidates is None:
+            self.policy.add(request)
 
     # What their blocks contain
 

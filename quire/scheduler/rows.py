@@ -27,6 +27,10 @@ class Rows:
         """The request ends at this many tokens."""
         self.decoding = np.zeros(size, np.bool_)
         """All known tokens are computed or in flight: from here on one at a time."""
+        self.is_beam = np.zeros(size, np.bool_)
+        """What follows the row's tokens is chosen by the host, after each draw."""
+        self.held = np.zeros(size, np.bool_)
+        """…and it has drawn: there is nothing to compute until the choice is made."""
         self.began = np.full(size, NEVER, np.int64)
         """Requests that had come in all when the row's first token was there."""
         self.epoch = np.zeros(size, np.int64)
@@ -50,6 +54,8 @@ class Rows:
         self.computed[row] = computed
         self.limit[row] = request.source.limit
         self.decoding[row] = False
+        self.is_beam[row] = request.beam is not None
+        self.held[row] = False
         self.began[row] = NEVER
         request.row = row
         return row

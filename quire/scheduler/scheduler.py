@@ -19,6 +19,7 @@ from quire.memory.tables import BlockTables
 from quire.messages.outputs import Key, Started, StepOutputs
 from quire.messages.plan import StepPlan, StepResult
 from quire.messages.request import NewRequest, Request, State
+from quire.scheduler.branching import Branching
 from quire.scheduler.collector import Collector
 from quire.scheduler.draft import Draft, Flight
 from quire.scheduler.groups import PrefixGroups
@@ -51,7 +52,8 @@ class Scheduler:
         self.policy = policy
         self.rows = self.ledger.rows
         self._writer = PlanWriter(self.ledger)
-        self._collector = Collector(self.ledger)
+        self._branching = Branching(self.ledger)
+        self._collector = Collector(self.ledger, self._branching)
         self.stats = self.ledger.stats
         self._suspects = Suspects()
         self._budget = token_budget
@@ -71,7 +73,8 @@ class Scheduler:
     def abort(self, request_id: str, reason: str = "abort", message: str | None = None, error: str = "") -> None:
         """End every sample of a request, wherever it is. An unknown id is no error: it may just have finished."""
         for request in self.ledger.samples(request_id):
-            self.ledger.finish(request, reason, message=message, error=error)
+            if not request.is_finished:
+                self.ledger.finish(request, reason, message=message, error=error)
 
     def end_compiling(self, request_id: str) -> None:
         """The request's grammar is there: it waits like any other."""
@@ -140,6 +143,7 @@ class Scheduler:
         """The next step, or None if there is nothing to compute now."""
         draft = Draft()
         self._note_streams()
+        self._branching.park()
         if (suspect := self._suspects.first) is not None:
             return self._schedule_suspect(draft, suspect)
         decodes = self._schedule_decodes(draft)
@@ -154,7 +158,7 @@ class Scheduler:
     def _schedule_decodes(self, draft: Draft) -> NDArray[np.int64]:
         """Every row that waits for its next token, each with a slot to write to."""
         rows = self.rows
-        ready = np.flatnonzero(rows.decoding & (rows.bound < rows.limit))
+        ready = np.flatnonzero(rows.decoding & ~rows.held & (rows.bound < rows.limit))
         if len(ready) > self._budget:
             ready = np.array(sorted(ready.tolist(), key=self._rank_of_row)[: self._budget], np.int64)
         short = ready[rows.bound[ready] > rows.capacity[ready]]
@@ -350,7 +354,7 @@ class Scheduler:
         draft.preempted.append(victim)
         self.ledger.leave_row(victim)
         victim.move(State.PREEMPTED)
-        self.policy.add(victim)
+        self.ledger.queue(victim)
 
     def _launch(self, draft: Draft, decodes: NDArray[np.int64]) -> StepPlan:
         plan, flight = self._writer.write(draft, decodes)

@@ -66,12 +66,29 @@ class PlanWriter:
             add=added,
             forks=draft.forks,
             copies=[(source, own) for _, source, own in draft.copies],
+            branches=list(self._ledger.branches.values()),
+            forced=self._forced(decodes),
             groups=self._groups(),
         )
         self._step += 1
         self._ledger.dropped = []
+        self._ledger.branches = {}
         self._reset = False
-        return plan, Flight(plan.step, requests, draws, targets, rows.epoch[targets], len(decodes), draft.published)
+        beams = rows.is_beam[targets]
+        rows.held[targets] = beams
+        epochs = rows.epoch[targets]
+        return plan, Flight(
+            plan.step, requests, draws, targets, epochs, len(decodes), bool(beams.any()), draft.published
+        )
+
+    def _forced(self, decodes: NDArray[np.int64]) -> list[tuple[int, int]]:
+        """Beams continue with what was chosen for them; the device has what it would have drawn."""
+        rows, forced = self._ledger.rows, []
+        for row in decodes[rows.is_beam[decodes]].tolist():
+            beam = rows.requests[row]
+            assert beam is not None
+            forced.append((row, beam.tokens(beam.known - 1, beam.known)[0]))
+        return forced
 
     def _groups(self) -> list[PrefixGroup] | None:
         """Rows that begin alike, if the device knows other ones."""

@@ -82,6 +82,13 @@ class ServerConfig:
     stall_timeout: float = option(
         60.0, "Seconds a client may leave its body unsent or its answer unread before it is let go", "limits"
     )
+    engine_stall_seconds: float = option(
+        20.0, "Seconds without a completed step, while there is work, after which /health says no", "limits"
+    )
+    engine_hang_timeout: float = option(
+        360.0, "Seconds without a completed step, while there is work, after which the engine is made again; 0: never",
+        "limits",
+    )  # fmt: skip
     shutdown_timeout: float = option(
         30.0, "Seconds that running requests get to finish after SIGTERM or Ctrl-C; a second signal cuts them off",
         "limits",
@@ -122,7 +129,9 @@ class ServerConfig:
                 raise ConfigError(f"{name} must be an integer of at least {least}, got {value!r}", name, value)
         if self.port > LARGEST_PORT:
             raise ConfigError(f"port is at most {LARGEST_PORT}, got {self.port}", "port", self.port)
-        for name in ("request_timeout", "stall_timeout", "shutdown_timeout"):
+        for name in (
+            "request_timeout", "stall_timeout", "shutdown_timeout", "engine_stall_seconds", "engine_hang_timeout",
+        ):  # fmt: skip
             value = getattr(self, name)
             if value is None:
                 continue

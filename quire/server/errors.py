@@ -15,6 +15,8 @@ logger = logging.getLogger(__name__)
 
 RETRY_SECONDS = 1
 """What Retry-After says where nobody knows better."""
+LONGEST_MESSAGE = 1000
+"""Characters of an error."""
 
 TYPES = {
     400: "BadRequestError",
@@ -59,6 +61,7 @@ class ApiError(QuireError):
         param: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
+        message, param = shortened(message), None if param is None else shortened(param)
         super().__init__(message)
         self.status = status
         self.message = message
@@ -70,6 +73,11 @@ class ApiError(QuireError):
     def body(self) -> ErrorBody:
         """What the client gets to read."""
         return ErrorBody(ErrorDetail(self.message, self.type, self.param, self.status))
+
+
+def shortened(text: str) -> str:
+    """A value may be megabytes, and what is said of it quotes it: its ends are enough."""
+    return text if len(text) <= LONGEST_MESSAGE else f"{text[: LONGEST_MESSAGE // 2]} … {text[-LONGEST_MESSAGE // 4 :]}"
 
 
 def bad_request(message: str, param: str | None = None) -> ApiError:

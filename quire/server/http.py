@@ -32,6 +32,8 @@ EVENTS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # a proxy that gathers events until a buffer is full would hide the streaming
 ]
+SLOWEST_BODY = 1024
+"""Bytes a second: a body in drops would come for ever, and none of them late."""
 ABORT = "quire.abort"
 """Where the protocol puts what cuts a connection, in a request's scope."""
 DONE = b"data: [DONE]\n\n"
@@ -40,6 +42,9 @@ _encode = msgspec.json.Encoder().encode
 TIMEOUT_HEADER = "x-request-timeout"
 _SECONDS = re.compile(r"\d{1,9}(\.\d{1,9})?")
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+
+_LARGEST_WHOLE = 2**53
+"""Up to here every whole number is a float of its own."""
 
 HeaderList = list[tuple[bytes, bytes]]
 
@@ -107,9 +112,9 @@ class Exchange:
         declared = self.headers.get("content-length", "")
         if declared.isdigit() and int(declared) > self._max_body:
             raise self._too_large(int(declared))
-        body, size = [], 0
+        body, size, begin = [], 0, time.monotonic()
         while True:
-            message = await self._next_message()
+            message = await self._next_message(begin + self._stall + size / SLOWEST_BODY - time.monotonic())
             piece: bytes = message.get("body", b"")
             size += len(piece)
             if size > self._max_body:
@@ -118,9 +123,9 @@ class Exchange:
             if not message.get("more_body", False):
                 return b"".join(body)
 
-    async def _next_message(self) -> Message:
+    async def _next_message(self, seconds: float) -> Message:
         try:
-            message = await asyncio.wait_for(self._receive(), self._stall)
+            message = await asyncio.wait_for(self._receive(), max(0.0, seconds))
         except asyncio.TimeoutError:
             raise ApiError(
                 408, f"the body did not come within {self._stall:g} seconds", headers={"Connection": "close"}
@@ -186,7 +191,9 @@ class Exchange:
         """Status and headers."""
         self.is_started = True
         self.status = status
+        self.sending_since = time.monotonic()  # an answer before this one may still be on its way
         await self._send({"type": "http.response.start", "status": status, "headers": [*headers, *self.extra_headers]})
+        self.sending_since = 0.0
 
     async def send_body(self, data: bytes, more: bool) -> None:
         """A piece of the answer. Waits while the client is behind."""
@@ -247,6 +254,9 @@ class EventStream:
 
     def __init__(self, exchange: Exchange) -> None:
         self._exchange = exchange
+        self._is_kept = exchange.scope.get("http_version", "1.1") != "1.1"
+        """Older versions cannot tell where an answer in pieces ends: they get all of it at once."""
+        self._kept: list[bytes] = []
 
     async def send(self, event: Any) -> None:
         """One event: a struct as its data."""
@@ -259,6 +269,9 @@ class EventStream:
     async def send_bytes(self, data: bytes) -> None:
         """One or several events as they go over the wire."""
         exchange = self._exchange
+        if self._is_kept:
+            self._kept.append(data)
+            return
         if not exchange.is_started:
             await exchange.start(200, EVENTS)
         await exchange.send_body(data, more=True)
@@ -266,8 +279,9 @@ class EventStream:
     async def close(self, last: bytes = DONE) -> None:
         """The end, told in OpenAI's manner unless another is given."""
         if not self._exchange.is_started:
-            await self._exchange.start(200, EVENTS)
-        await self._exchange.send_body(last, more=False)
+            length = [(b"content-length", b"%d" % (sum(map(len, self._kept)) + len(last)))] if self._is_kept else []
+            await self._exchange.start(200, EVENTS + length)
+        await self._exchange.send_body(b"".join([*self._kept, last]), more=False)
 
 
 def named_event(name: str, event: Any) -> bytes:
@@ -284,7 +298,20 @@ def decode(data: bytes, kind: type[T]) -> T:
     """JSON as a struct, or an error that names the field. A struct's `hints` tell what to use for what it refuses."""
     try:
         decoder: msgspec.json.Decoder[T] = _decoder(kind)  # type: ignore[arg-type]
-        value = decoder.decode(data)
+        try:
+            return decoder.decode(data)
+        except msgspec.ValidationError as error:
+            if "got `float`" not in str(error):
+                raise
+            return msgspec.convert(_whole_numbers(msgspec.json.decode(data)), kind, str_keys=True)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValueError) as error:
         raise as_decode_error(error, getattr(kind, "hints", {})) from None
-    return value
+
+
+def _whole_numbers(value: Any) -> Any:
+    """1.0 as 1: to JSON they are the same, and some languages write no other."""
+    if isinstance(value, float) and value.is_integer() and abs(value) < _LARGEST_WHOLE:
+        return int(value)
+    if isinstance(value, dict):
+        return {name: _whole_numbers(item) for name, item in value.items()}
+    return [_whole_numbers(item) for item in value] if isinstance(value, list) else value

@@ -10,19 +10,29 @@ from typing import Any, Union, get_origin
 import msgspec
 
 from quire.server.errors import ErrorBody, phrase
+from quire.server.protocol.common import Body
+from quire.server.protocol.messages import BLOCKS
+from quire.server.protocol.responses import INPUT_ITEMS
 from quire.server.routing import ADMIN, Route
 from quire.server.state import Server
 
 REFERENCES = "#/components/schemas/{name}"
+SHAPES = {"$input_items": INPUT_ITEMS, "$content_blocks": BLOCKS}
+"""Objects that a body holds and that its route decodes itself, by the names that fields have for them."""
 _PARAMETER = re.compile(r"\{(\w+)(?::\w+)?\}")
 
 
 def document(server: Server, routes: Sequence[Route]) -> bytes:
     """The document as JSON."""
     kinds = [kind for route in routes for kind in _kinds(route) if _is_struct(kind)]
-    kinds = list(dict.fromkeys([*kinds, ErrorBody]))
+    shapes = [kind for kinds_by_name in SHAPES.values() for kind in kinds_by_name.values()]
+    kinds = list(dict.fromkeys([*kinds, *shapes, ErrorBody]))
     schemas, components = msgspec.json.schema_components(kinds, ref_template=REFERENCES)
     by_kind = dict(zip(kinds, schemas, strict=True))
+    for kind in kinds:
+        if isinstance(kind, type) and issubclass(kind, Body):
+            _show_neutral(kind, components[by_kind[kind]["$ref"].rpartition("/")[2]])
+    components = _filled(components, _facts(server, by_kind))
     paths: dict[str, dict[str, Any]] = {}
     for route in routes:
         path = _PARAMETER.sub(r"{\1}", route.path)
@@ -30,13 +40,42 @@ def document(server: Server, routes: Sequence[Route]) -> bytes:
     schemes = {name: {"type": "http", "scheme": "bearer"} for name in ("key", "admin")}
     return msgspec.json.encode(
         {
-            "openapi": "3.1.0",
+            "openapi": "3.2.0",  # the first that can tell what the events of a stream hold
             "info": {"title": "quire", "version": server.version, "summary": "An OpenAI-compatible inference server"},
             "servers": [{"url": server.config.root_path or "/"}],
             "paths": paths,
             "components": {"schemas": components, "securitySchemes": schemes},
         }
     )
+
+
+def _show_neutral(kind: type[Body], schema: dict[str, Any]) -> None:
+    """Fields that may be given as long as they ask for nothing: the document names those values."""
+    for name, values in kind.neutral.items():
+        schema["properties"][name] = {"enum": [*values, None], "default": None}
+
+
+def _facts(server: Server, schemas: dict[Any, Any]) -> dict[str, Any]:
+    """What only a running server knows, by the names that the fields' types have for it."""
+    vocabulary, logprobs = server.llm.facts.model.vocab_size, server.llm.config.max_logprobs
+    shapes = {name: [schemas[kind] for kind in kinds.values()] for name, kinds in SHAPES.items()}
+    return shapes | {
+        "$names": list(server.names),
+        "$max_model_len": server.max_model_len,
+        "$max_samples": server.config.max_samples,
+        "$last_token": vocabulary - 1,
+        "$least_logprobs": -1 if logprobs < 0 else 0,
+        "$max_logprobs": vocabulary if logprobs < 0 else logprobs,
+    }
+
+
+def _filled(schema: Any, facts: dict[str, Any]) -> Any:
+    """A schema with the facts in their places."""
+    if isinstance(schema, dict):
+        return {name: _filled(value, facts) for name, value in schema.items()}
+    if isinstance(schema, list):
+        return [_filled(value, facts) for value in schema]
+    return facts.get(schema, schema) if isinstance(schema, str) else schema
 
 
 def _operation(route: Route, schemas: dict[Any, Any], server: Server) -> dict[str, Any]:
@@ -72,9 +111,19 @@ def _answer(route: Route, schemas: dict[Any, Any]) -> dict[str, Any]:
     elif route.media_type != "application/json":
         content[route.media_type] = {"schema": {"type": "string"}}
     if route.event is not None:
-        # Each event's data, up to [DONE], is one of these.
-        content["text/event-stream"] = {"schema": {"type": "string"}, "itemSchema": schemas[route.event]}
+        content["text/event-stream"] = {
+            "itemSchema": {"type": "object", "properties": {"data": _event_data(route, schemas)}, "required": ["data"]}
+        }
     return answer | ({"content": content} if content else {})
+
+
+def _event_data(route: Route, schemas: dict[Any, Any]) -> dict[str, Any]:
+    """JSON in a text: what is new, or in OpenAI's own streams an error, and at the end a word."""
+    if not route.last_data:
+        return {"type": "string", "contentMediaType": "application/json", "contentSchema": schemas[route.event]}
+    content = {"anyOf": [schemas[route.event], schemas[_error_kind(route)]]}
+    data = {"contentMediaType": "application/json", "contentSchema": content}
+    return {"type": "string", "anyOf": [{"const": route.last_data}, data]}
 
 
 def _kinds(route: Route) -> tuple[Any, ...]:

@@ -70,11 +70,13 @@ def _messages(request: ResponsesRequest) -> list[Message]:
         raise bad_request("input is empty: at least one item is needed", "input")
     for index, item in enumerate(request.input):
         made.add(_read_item(item, f"input[{index}]"), f"input[{index}]")
+    if not made.messages:
+        raise bad_request("input holds nothing but thinking: at least one message is needed", "input")
     return made.messages
 
 
 def _read_item(item: dict[str, Any], where: str) -> Any:
-    name = item.get("type", "message")
+    name = item.get("type") or "message"
     kind = INPUT_ITEMS.get(name) if isinstance(name, str) else None
     if kind is None:
         known = ", ".join(INPUT_ITEMS)

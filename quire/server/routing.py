@@ -43,6 +43,8 @@ class Route:
     """The struct of the answer, where it is JSON."""
     event: Any = None
     """The struct of an event, where the answer can be streamed."""
+    last_data: str = ""
+    """What the last event holds, where that is no JSON."""
     media_type: str = "application/json"
     errors: tuple[int, ...] = ()
     generates: bool = False

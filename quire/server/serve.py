@@ -110,6 +110,7 @@ class HttpServer(uvicorn.Server):
             )
         )
         self.config.max_header_bytes = config.max_header_bytes  # type: ignore[attr-defined]
+        self.config.stall_timeout = config.stall_timeout  # type: ignore[attr-defined]
         self._server = server
         self._settings = config
         self._stopping = asyncio.Event()

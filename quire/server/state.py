@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -45,7 +46,9 @@ class Server:
         self.version = __version__
         self.keys = Keys(config.api_key)
         self.admin_keys = Keys([config.admin_key] if config.admin_key else [])
-        self.supervisor = Supervisor(llm)
+        self.supervisor = Supervisor(
+            llm, stall_seconds=config.engine_stall_seconds, hang_timeout=config.engine_hang_timeout
+        )
         self.openapi = b"{}"
         """The OpenAPI document; set with the routes."""
         self.is_draining = False
@@ -141,6 +144,19 @@ class Server:
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
         return ids
+
+    def check_text(self, text: str) -> None:
+        """Raise if a text cannot fit the model whatever its tokens are: tokenizing megabytes takes seconds."""
+        if len(text) > self._longest_text:
+            raise bad_request(
+                f"This model's maximum context length is {self.max_model_len} tokens. However, the prompt has "
+                f"{len(text)} characters, and no more than {self._longest_text} can fit. Shorten the prompt",
+                "input_text",
+            )
+
+    @functools.cached_property
+    def _longest_text(self) -> int:
+        return self.max_model_len * max(map(len, self.tokenizer.get_vocab()))
 
     def check_length(self, prompt: int, output: int | None, field: str = "max_tokens") -> None:
         """Raise unless a prompt of so many tokens, and so many more, fit the model."""

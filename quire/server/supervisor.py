@@ -46,7 +46,7 @@ class Supervisor:
         self, llm: AsyncLLM, stall_seconds: float = 20.0, hang_timeout: float = 0.0, settled_seconds: float = 10.0
     ) -> None:
         """`stall_seconds`: so long a step may take before the engine counts as unhealthy. `hang_timeout`: so long
-        before its process is killed; 0: never. `settled_seconds`: one that served so long is brought back at once again.
+        before its process is killed; 0: never. `settled_seconds`: one that served so long is brought back at once.
         """
         self._llm = llm
         self._pulse = Pulse(llm, stall_seconds)

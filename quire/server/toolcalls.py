@@ -84,13 +84,13 @@ class ToolPlan:
         return make_tool_parser("json" if self.required else self._parser, names)
 
     def constraint(self) -> StructuredOutputsParams | None:
-        """The form that makes sure of the calls that must be there."""
+        """The form that makes sure of the calls that must be there. On one line: weak models break lines for ever."""
+        schema: dict[str, Any] | None = None
         if self.named is not None:
-            function = next(each for each in self._functions if each.name == self.named)
-            return StructuredOutputsParams(json=function.parameters or NO_PARAMETERS)
-        if self.is_active and self.required:
-            return StructuredOutputsParams(json=_calls_schema(self._functions, self.is_parallel))
-        return None
+            schema = next(each for each in self._functions if each.name == self.named).parameters or NO_PARAMETERS
+        elif self.is_active and self.required:
+            schema = _calls_schema(self._functions, self.is_parallel)
+        return None if schema is None else StructuredOutputsParams(json=schema, disable_any_whitespace=True)
 
     def finish_reason(self, reason: str, calls: int) -> str:
         """As OpenAI tells it: a call that was asked for by name ends like any other answer."""

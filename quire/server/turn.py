@@ -189,8 +189,13 @@ async def render(server: Server, request: ChatRequest) -> tuple[str, list[int]]:
     }
     length = sum(len(str(message.get("content", ""))) for message in messages)
     if length < LONG_CHAT and request.tools is None and request.chat_template is None:
-        return server.renderer.render(messages, **arguments)
-    return await asyncio.to_thread(server.renderer.render, messages, **arguments)
+        text = server.renderer.render_text(messages, **arguments)
+    else:
+        text = await asyncio.to_thread(server.renderer.render_text, messages, **arguments)
+    if request.truncate_prompt_tokens is None:
+        server.check_text(text)
+    # The template writes the special tokens itself; the tokenizer must not add its own.
+    return text, await server.tokenize(text, add_special_tokens=False)
 
 
 def _rendered_tools(server: Server, request: ChatRequest) -> list[dict[str, Any]] | None:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from quire.layers.attention.base import AttentionInputs, LastTokens
-from quire.messages.plan import NewRow, StepPlan
+from quire.messages.plan import Fork, NewRow, StepPlan
 from quire.worker.extras import RowExtras, RowKind
 from quire.worker.kv import KVCache
 
@@ -142,6 +142,10 @@ class DeviceBatch:
             raise RuntimeError(f"plan {plan.step} came where plan {self._next_step} was due")
         self._next_step = plan.step + 1
         self._drawn = []
+        self.fork(plan.branches)  # a source may be dropped in this very plan
+        if plan.forced:
+            rows, tokens = self.upload(*zip(*plan.forced, strict=True))
+            self.last_token[rows] = tokens
         for row in plan.drop:
             self.extras.pop(row, None)
 
@@ -250,14 +254,12 @@ class DeviceBatch:
     def _tables_of(self, rows: torch.Tensor, width: int) -> torch.Tensor:
         return self.block_table[rows, :width]
 
-    def fork(self, plan: StepPlan) -> None:
+    def fork(self, forks: list[Fork]) -> None:
         """Rows that branch off become copies of their source, each with a random stream of its own."""
-        if not plan.forks:
+        if not forks:
             return
         sources, rows, samples = self.upload(
-            [fork.source for fork in plan.forks],
-            [fork.row for fork in plan.forks],
-            [fork.sample for fork in plan.forks],
+            [fork.source for fork in forks], [fork.row for fork in forks], [fork.sample for fork in forks]
         )
         for column in (
             self.last_token, self.num_tokens, self.num_computed, self.prompt_len, self.limit, self.active,
@@ -265,7 +267,7 @@ class DeviceBatch:
         ):  # fmt: skip
             column[rows] = column[sources]
         self.sample[rows] = samples
-        for fork in plan.forks:
+        for fork in forks:
             self.kinds[fork.row] = self.kinds[fork.source]
             self.extras[fork.row] = self.extras[fork.source]
 
@@ -279,10 +281,10 @@ class DeviceBatch:
 
     def mask(self, logits: torch.Tensor, indices: np.ndarray, bits: np.ndarray) -> None:
         """Nothing but the tokens whose bits are set is left in these rows of logits, in place."""
-        allowed = np.unpackbits(bits.view(np.uint8), axis=1, count=logits.shape[-1], bitorder="little")
-        banned = torch.from_numpy(allowed == 0)
-        where = torch.from_numpy(indices.astype(np.int64))
-        logits[where] = logits[where].masked_fill_(banned, float("-inf"))
+        flags = np.unpackbits(np.invert(bits).view(np.uint8), axis=1, count=logits.shape[-1], bitorder="little")
+        nothing = logits.new_full((), float("-inf"))
+        for i, banned in zip(indices.tolist(), torch.from_numpy(flags.view(np.bool_)), strict=True):
+            torch.where(banned, nothing, logits[i], out=logits[i])  # reads no flag to branch on: masked_fill_ does
 
     def draw(self, logits: torch.Tensor, rows: torch.Tensor, start: int, filtered: bool) -> bool:
         """Draw for rows that ask for nothing special, where the device has a kernel for it; False where not."""

@@ -107,7 +107,7 @@ class Runner:
             hidden = graphs.run_forward(padded)
         else:
             inputs = batch.inputs(plan)
-            batch.fork(plan)
+            batch.fork(plan.forks)
             step.is_narrow = self._narrows(plan)
             if step.is_narrow:
                 inputs.attention.last = batch.last_tokens(plan, inputs)

@@ -358,7 +358,7 @@ def test_forked_rows_are_copies_with_a_stream_of_their_own() -> None:
     twins.apply(plan)
     twins.lay_out(plan)
     for batch in twins.both:
-        batch.fork(plan)
+        batch.fork(plan.forks)
     twins.commit(plan, [11, 12, 13], [False] * 3)
     assert twins.triton.last_token.tolist()[:7] == [12, 0, 0, 11, 0, 0, 13]
     assert twins.triton.sample.tolist()[6] == 2

@@ -15,9 +15,11 @@ import openai
 import pytest
 
 from quire import AsyncLLM
+from quire.loading.hub import DEFAULT_MODEL
 from quire.server.config import ServerConfig
 from quire.server.serve import HttpServer, listening, make_server
 from quire.server.state import Server
+from tests.server.stronghold import Stronghold, stronghold
 
 T = TypeVar("T")
 SETTINGS: dict[str, Any] = {"dtype": "float32", "num_gpu_blocks_override": 256, "device": "cpu", "max_num_seqs": 16}
@@ -35,7 +37,7 @@ class Live:
         self.client = httpx.Client(base_url=url, timeout=60)
 
     def openai(self, **settings: Any) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, **settings)
+        return openai.OpenAI(**{"base_url": f"{self.url}/v1", "api_key": "none", "max_retries": 0, **settings})
 
     def post(self, path: str, body: Any, **more: Any) -> httpx.Response:
         return self.client.post(path, json=body, **more)
@@ -73,11 +75,11 @@ class Live:
 class Host:
     """An event loop in a thread, with an engine in it, for as many servers as tests want."""
 
-    def __init__(self, model: Path) -> None:
+    def __init__(self, model: str | Path, **settings: Any) -> None:
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self._thread.start()
-        self.llm = AsyncLLM(model, **SETTINGS)
+        self.llm = AsyncLLM(model, **{**SETTINGS, **settings})
 
     def start(self, **settings: Any) -> tuple[Live, Callable[[], None]]:
         config = ServerConfig(**{"port": 0, "served_model_name": (MODEL,), **settings})
@@ -132,6 +134,22 @@ def live(plain_server: Live) -> Iterator[Live]:
     plain_server.assert_idle()
 
 
+@pytest.fixture(scope="session")
+def real_server() -> Iterator[Live]:
+    host = Host(DEFAULT_MODEL, max_model_len=2048)
+    live, stop = host.start(served_model_name=(DEFAULT_MODEL, MODEL))
+    yield live
+    stop()
+    host.close()
+
+
+@pytest.fixture
+def real(real_server: Live) -> Iterator[Live]:
+    """A server with the default model, for tests where the text matters; checked to be idle after the test."""
+    yield real_server
+    real_server.assert_idle()
+
+
 @pytest.fixture
 def serving(host: Host) -> Iterator[Callable[..., Live]]:
     """Servers with settings of a test's own, checked and stopped after it."""
@@ -145,3 +163,17 @@ def serving(host: Host) -> Iterator[Callable[..., Live]]:
     for live, stop in started:
         live.assert_idle()
         stop()
+
+
+@pytest.fixture(scope="session")
+def attacked(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stronghold]:
+    flags = ("--trust-request-chat-template", "--stall-timeout", "2", "--grammar-timeout", "2")
+    with stronghold(tiny_model, tmp_path_factory.mktemp("attacked"), *flags) as made:
+        yield made
+
+
+@pytest.fixture
+def fort(attacked: Stronghold) -> Iterator[Stronghold]:
+    """A `quire serve` process; checked to stand as it stood before, after the test."""
+    yield attacked
+    attacked.assert_standing()

@@ -145,11 +145,15 @@ class TestChat:
                 assert streamed == choice["logprobs"]["content"]
                 assert len(streamed) == 20
 
-    def test_each_token_is_an_event_of_its_own(self, live: Live) -> None:
+    def test_each_token_is_an_event_of_its_own(self, real: Live) -> None:
         body = {"messages": USER, **GREEDY, "return_token_ids": True, "max_tokens": 8}
-        counts = [len(part["token_ids"]) for part in told(list(events(live, CHAT, body))) if "token_ids" in part]
-        # Two steps may come in one read where the machine is busy; that is the most that is gathered here.
-        assert sum(counts) == 8 and max(counts) <= 3
+
+        def counts() -> list[int]:
+            chunks = told(list(events(real, CHAT, body)))
+            return [len(part["token_ids"]) for part in chunks if "token_ids" in part]
+
+        # Where the machine is busy this reader may be late for a step, which is then told with the next: not each time.
+        assert [1] * 8 in (counts() for _ in range(5))
 
     def test_usage_in_streams(self, live: Live) -> None:
         body = {"messages": USER, **GREEDY}
@@ -300,7 +304,7 @@ def test_the_small_routes(live: Live) -> None:
 
 def test_the_document_tells_of_every_route(live: Live) -> None:
     document = live.client.get("/openapi.json").json()
-    assert document["openapi"].startswith("3.1")
+    assert document["openapi"].startswith("3.2")
     assert set(document["paths"]) >= {CHAT, TEXT, "/v1/models", "/v1/models/{model}", "/tokenize", "/health"}
     chat = document["paths"][CHAT]["post"]
     assert set(chat["responses"]) >= {"200", "400", "401", "404", "413", "429", "503"}

@@ -248,3 +248,13 @@ def test_cors_is_off_unless_asked_for(live: Live, serving: Callable[..., Live]) 
     assert answer.status_code == 200 and answer.headers["access-control-allow-origin"] == "https://a.example"
     other = open_to_a.client.get("/health", headers={"origin": "https://b.example"})
     assert "access-control-allow-origin" not in other.headers
+
+
+def test_a_text_that_cannot_fit_is_refused_without_being_tokenized(live: Live) -> None:
+    text = "a b " * 2_000_000
+    began = time.perf_counter()
+    for path, body in ((TEXT, {"prompt": text}), (CHAT, {"messages": [{"role": "user", "content": text}]})):
+        answer = live.post(path, body)
+        assert answer.status_code == 400, answer.text[:200]
+        assert answer.json()["error"]["param"] == "input_text"
+    assert time.perf_counter() - began < 5

@@ -274,10 +274,10 @@ async def kills_under_load(model: Path, kind: type[AsyncLLM], count: int, with_f
             if with_forms and rng.random() < 0.25:
                 form = StructuredOutputsParams(regex=f"[a-z]{{{1 + size % 7}}}")
             try:
+                prompt = "the world"[: rng.randint(1, 9)]
+                asked = final(llm, prompt, max_tokens=size, structured_outputs=form)
                 # One that is left without an answer shows as a timeout.
-                async with asyncio.timeout(60 if not with_forms else 180):
-                    prompt = "the world"[: rng.randint(1, 9)]
-                    (output,) = (await final(llm, prompt, max_tokens=size, structured_outputs=form)).outputs
+                (output,) = (await asyncio.wait_for(asked, 180 if with_forms else 60)).outputs
                 assert form is not None or (len(output.token_ids) == size and output.finish_reason == "length")
                 ends["answered"] += 1
             except EngineDeadError:

@@ -18,7 +18,7 @@ import signal
 import socket
 import sys
 import threading
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
 import numpy as np
@@ -142,7 +142,7 @@ class Guide:
             self._send(wire.Told(refused=_reason(error)))
             return
         self._send(wire.Told(memory=_private_bytes()))
-        decoder = msgspec.msgpack.Decoder(list[list])
+        decoder = msgspec.msgpack.Decoder(list[list[Any]])
         while True:
             self._socket.settimeout(None if self._holds else IDLE_SECONDS)
             data = self._socket.recv(wire.MESSAGE_BYTES)
@@ -150,7 +150,7 @@ class Guide:
                 return
             self._send(wire.Answer(self._do_all(decoder.decode(data))))
 
-    def _do_all(self, operations: list[list]) -> dict[int, str]:  # type: ignore[type-arg]
+    def _do_all(self, operations: list[list[Any]]) -> dict[int, str]:
         failures: dict[int, str] = {}
         for op, *arguments in operations:
             try:
@@ -159,17 +159,17 @@ class Guide:
                 failures[arguments[0]] = _reason(error)
         return failures
 
-    def _do(self, op: Op, number: int = 0, slot: int = 0, *more: object) -> None:
+    def _do(self, op: Op, number: int = 0, slot: int = 0, *more: Any) -> None:
         if op is Op.HOLD:
             self._holds = number
         elif op is Op.DROP:
             self._sequences.pop(number, None)
         elif op is Op.BEGIN:
-            self._sequences[number] = self._begin(*more)  # type: ignore[arg-type]
+            self._sequences[number] = self._begin(*more)
             self._sequences[number].fill(self._masks[slot])
         else:
             sequence = self._sequences[number]
-            for token in more[0] if op is Op.ADVANCE else ():  # type: ignore[attr-defined]
+            for token in more[0] if op is Op.ADVANCE else ():
                 sequence.accept(token)
             sequence.fill(self._masks[slot])
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, Union
+from typing import Annotated, Any, ClassVar, Literal, Union
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -11,6 +11,16 @@ from msgspec import UNSET, UnsetType
 from quire.server.errors import bad_request
 from quire.server.protocol.common import HINTS, Body, RequestFigures, Usage, check_depth
 from quire.server.protocol.sampling import GenerationFields
+from quire.server.protocol.values import (
+    NOT_EMPTY,
+    Logprobs,
+    Name,
+    OutputLimit,
+    Part,
+    TemplateVariables,
+    ToolChoice,
+    told,
+)
 
 MOST_TOOLS = 256
 
@@ -35,8 +45,8 @@ class MessageToolCall(Body):
 class Message(Body):
     """One message of a conversation."""
 
-    role: str
-    content: str | list[dict[str, Any]] | None = None
+    role: Name
+    content: str | list[Part] | None = None
     name: str | None = None
     tool_calls: list[MessageToolCall] | None = None
     tool_call_id: str | None = None
@@ -68,7 +78,7 @@ class Message(Body):
 class Function(Body):
     """A tool's name, what it is for, and its parameters as a JSON schema."""
 
-    name: str
+    name: Name
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
@@ -102,13 +112,13 @@ class ChatRequest(GenerationFields, kw_only=True):
         "add_special_tokens": (False,),
     }
 
-    messages: list[Message]
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None
+    messages: Annotated[list[Message], NOT_EMPTY]
+    max_tokens: OutputLimit | None = None
+    max_completion_tokens: OutputLimit | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
-    tools: list[Tool] | None = None
-    tool_choice: Union[str, NamedTool, None] = None
+    top_logprobs: Logprobs | None = None
+    tools: Annotated[list[Tool], told(minItems=1, maxItems=MOST_TOOLS)] | None = None
+    tool_choice: Union[ToolChoice, NamedTool, None] = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
     """Handed to the chat template; "none" also sets enable_thinking to false."""
@@ -117,7 +127,7 @@ class ChatRequest(GenerationFields, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: TemplateVariables | None = None
     documents: list[dict[str, Any]] | None = None
 
     modalities: list[str] | None = None

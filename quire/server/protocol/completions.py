@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Union
-
 import msgspec
 from msgspec import UNSET, UnsetType
 
@@ -11,21 +9,20 @@ from quire.server.errors import bad_request
 from quire.server.protocol.chat import PromptLogprob
 from quire.server.protocol.common import RequestFigures, Usage
 from quire.server.protocol.sampling import GenerationFields
+from quire.server.protocol.values import Logprobs, Prompt, WithinContext
 
 MAX_TOKENS = 16
 """What OpenAI's API does where max_tokens is left out."""
-
-Prompts = Union[str, list[Union[str, int, list[int]]]]
 
 
 class CompletionRequest(GenerationFields, kw_only=True):
     """The body of /v1/completions."""
 
-    prompt: Prompts
+    prompt: Prompt
     """Text, token ids, or a list of either."""
-    max_tokens: int | None = None
+    max_tokens: WithinContext | None = None
     """0 with echo: the prompt alone, scored."""
-    logprobs: int | None = None
+    logprobs: Logprobs | None = None
     echo: bool | None = None
     add_special_tokens: bool | None = None
     suffix: None = None

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar, Literal, Union
+from typing import ClassVar, Literal
 
 import msgspec
 
 from quire.messages.pooling import PoolingParams
 from quire.server.errors import bad_request
 from quire.server.protocol.common import HINTS, Body, Usage
+from quire.server.protocol.values import ModelName, Positive, Priority, Prompt, RequestId, Seconds, Truncation
 
 MOST_INPUTS = 2048
 """OpenAI's own bound."""
-
-Inputs = Union[str, list[Union[str, int, list[int]]]]
 
 
 class EmbeddingRequest(Body):
@@ -29,12 +28,12 @@ class EmbeddingRequest(Body):
         "endianness": "base64 holds little-endian float32",
     }
 
-    input: Inputs
+    input: Prompt
     """Text, token ids, or a list of either."""
-    model: str | None = None
+    model: ModelName | None = None
     encoding_format: Literal["float", "base64"] | None = None
     """How vectors are written; base64: of float32, little-endian."""
-    dimensions: int | None = None
+    dimensions: Positive | None = None
     """Keep the first so many numbers, of models trained for it."""
     user: str | None = None
     """Accepted, and without effect."""
@@ -43,17 +42,17 @@ class EmbeddingRequest(Body):
     """The last token's hidden state, or the mean of all; as the engine is set up if unset."""
     use_activation: bool | None = None
     """False: vectors are not scaled to length 1."""
-    truncate_prompt_tokens: int | None = None
+    truncate_prompt_tokens: Truncation | None = None
     """Keep the first so many tokens of each input; -1: as many as the model takes."""
     add_special_tokens: bool | None = None
     """False: the tokenizer adds no tokens of its own to texts."""
-    priority: int | None = None
+    priority: Priority | None = None
     """Lower runs first, under the priority policy."""
-    timeout: float | None = None
+    timeout: Seconds | None = None
     """Seconds the request may take, queued and running."""
     cache_salt: str | None = None
     """Only requests with the same salt share cached prefixes."""
-    request_id: str | None = None
+    request_id: RequestId | None = None
 
     def check_fields(self) -> None:
         """What the types alone cannot say."""

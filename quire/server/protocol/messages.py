@@ -3,12 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, Union
+from typing import Annotated, Any, ClassVar, Literal, Union
 
 import msgspec
 
 from quire.server.errors import ApiError, bad_request
 from quire.server.protocol.common import HINTS, Body, check_depth
+from quire.server.protocol.values import (
+    NOT_EMPTY,
+    Factor,
+    ModelName,
+    Name,
+    OutputLimit,
+    PositiveShare,
+    Priority,
+    RequestId,
+    Seconds,
+    Seed,
+    Share,
+    StopList,
+    Temperature,
+    TemplateVariables,
+    TopK,
+    told,
+)
 
 # What comes in
 
@@ -67,17 +85,20 @@ BLOCKS: dict[str, type[Body]] = {
 }
 
 
+ContentBlock = Annotated[dict[str, Any], told(anyOf="$content_blocks")]
+
+
 class InputMessage(Body):
     """A message of the conversation; one of the assistant at the end is gone on with."""
 
     role: Literal["user", "assistant", "system"]
-    content: Union[str, list[dict[str, Any]]]
+    content: Union[str, Annotated[list[ContentBlock], NOT_EMPTY]]
 
 
 class AnthropicTool(Body):
     """Something the model may call."""
 
-    name: str
+    name: Name
     input_schema: dict[str, Any]
     type: Literal["custom"] | None = None
     description: str | None = None
@@ -134,15 +155,15 @@ class CountTokensRequest(Body):
         "stop": "use stop_sequences",
     }
 
-    messages: list[InputMessage]
-    model: str | None = None
+    messages: Annotated[list[InputMessage], NOT_EMPTY]
+    model: ModelName | None = None
     system: Union[str, list[TextBlock], None] = None
     tools: list[AnthropicTool] | None = None
     tool_choice: AnthropicToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     cache_control: CacheControl | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: TemplateVariables | None = None
     mcp_servers: None = None
     context_management: None = None
 
@@ -164,22 +185,22 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
 
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {"service_tier": ("auto", "standard_only")}
 
-    max_tokens: int
-    stop_sequences: list[str] | None = None
+    max_tokens: OutputLimit
+    stop_sequences: StopList | None = None
     stream: bool | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
+    temperature: Temperature | None = None
+    top_p: PositiveShare | None = None
+    top_k: TopK | None = None
     metadata: MessagesMetadata | None = None
     service_tier: str | None = None
 
-    seed: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    priority: int | None = None
-    timeout: float | None = None
+    seed: Seed | None = None
+    min_p: Share | None = None
+    repetition_penalty: Factor | None = None
+    priority: Priority | None = None
+    timeout: Seconds | None = None
     cache_salt: str | None = None
-    request_id: str | None = None
+    request_id: RequestId | None = None
 
     container: None = None
     inference_geo: None = None

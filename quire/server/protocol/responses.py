@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, Union
+from typing import Annotated, Any, ClassVar, Literal, Union
 
 import msgspec
 
@@ -11,6 +11,32 @@ from quire.server.errors import bad_request
 from quire.server.protocol.chat import TokenLogprob
 from quire.server.protocol.common import HINTS, Body, check_depth
 from quire.server.protocol.sampling import StructuredOutputs
+from quire.server.protocol.values import (
+    NOT_EMPTY,
+    AllowedTokens,
+    Factor,
+    LogitBias,
+    Logprobs,
+    ModelName,
+    Name,
+    OutputLimit,
+    Part,
+    Penalty,
+    PositiveShare,
+    Priority,
+    RequestId,
+    Seconds,
+    Seed,
+    Share,
+    StopStrings,
+    Temperature,
+    TemplateVariables,
+    TokenIds,
+    ToolChoice,
+    TopK,
+    WithinContext,
+    told,
+)
 
 LOGPROBS = "message.output_text.logprobs"
 ENCRYPTED_REASONING = "reasoning.encrypted_content"
@@ -25,7 +51,7 @@ class InputMessage(Body):
     """A message of the conversation."""
 
     role: Literal["user", "assistant", "system", "developer"]
-    content: str | list[dict[str, Any]]
+    content: str | list[Part]
     type: Literal["message"] | None = None
     id: str | None = None
     status: str | None = None
@@ -49,7 +75,7 @@ class InputCallOutput(Body):
     """What the call gave."""
 
     type: Literal["function_call_output"]
-    output: str | list[dict[str, Any]]
+    output: str | list[Part]
     call_id: str
     id: str | None = None
     status: str | None = None
@@ -81,10 +107,13 @@ INPUT_ITEMS: dict[str, type[Body]] = {
 }
 
 
+InputItem = Annotated[dict[str, Any], told(anyOf="$input_items")]
+
+
 class FunctionTool(Body):
     """Something the model may call."""
 
-    name: str
+    name: Name
     type: Literal["function"] = "function"
     description: str | None = None
     parameters: dict[str, Any] | None = None
@@ -146,18 +175,18 @@ class ResponsesRequest(Body):
         "service_tier": ("auto", "default"),
     }
 
-    input: Union[str, list[dict[str, Any]]]
+    input: Union[str, Annotated[list[InputItem], NOT_EMPTY]]
     """Text, or items: messages, reasoning, function calls and their outputs."""
-    model: str | None = None
+    model: ModelName | None = None
     instructions: str | None = None
     """A system message before all others."""
-    max_output_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_logprobs: int | None = None
+    max_output_tokens: OutputLimit | None = None
+    temperature: Temperature | None = None
+    top_p: PositiveShare | None = None
+    top_logprobs: Logprobs | None = None
     include: list[str] | None = None
     tools: list[FunctionTool] | None = None
-    tool_choice: Union[str, FunctionChoice, None] = None
+    tool_choice: Union[ToolChoice, FunctionChoice, None] = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
@@ -168,29 +197,29 @@ class ResponsesRequest(Body):
     metadata: dict[str, str] | None = None
     """Comes back with the answer."""
 
-    top_k: int | None = None
-    min_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    top_k: TopK | None = None
+    min_p: Share | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Factor | None = None
+    seed: Seed | None = None
+    stop: StopStrings | None = None
+    stop_token_ids: TokenIds | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
-    min_tokens: int | None = None
-    logit_bias: dict[int, float] | None = None
-    allowed_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
+    min_tokens: WithinContext | None = None
+    logit_bias: LogitBias | None = None
+    allowed_token_ids: AllowedTokens | None = None
+    bad_words: list[Name] | None = None
     skip_special_tokens: bool | None = None
     structured_outputs: StructuredOutputs | None = None
     include_reasoning: bool | None = None
     """False leaves the thinking out of the answer."""
-    chat_template_kwargs: dict[str, Any] | None = None
-    priority: int | None = None
-    timeout: float | None = None
+    chat_template_kwargs: TemplateVariables | None = None
+    priority: Priority | None = None
+    timeout: Seconds | None = None
     cache_salt: str | None = None
-    request_id: str | None = None
+    request_id: RequestId | None = None
     vllm_xargs: dict[str, Any] | None = None
 
     user: str | None = None

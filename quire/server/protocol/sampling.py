@@ -10,6 +10,28 @@ import msgspec
 from quire.messages.sampling import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from quire.server.errors import bad_request
 from quire.server.protocol.common import Body, check_depth
+from quire.server.protocol.values import (
+    AllowedTokens,
+    Factor,
+    LogitBias,
+    ModelName,
+    Name,
+    Penalty,
+    PositiveShare,
+    Priority,
+    PromptLogprobs,
+    RequestId,
+    Samples,
+    Seconds,
+    Seed,
+    Share,
+    StopStrings,
+    Temperature,
+    TokenIds,
+    TopK,
+    Truncation,
+    WithinContext,
+)
 
 FROM_GENERATION_CONFIG = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _PLAIN = (
@@ -75,43 +97,43 @@ class GenerationFields(Body):
         "length_penalty": (1.0,),
     }
 
-    model: str | None = None
+    model: ModelName | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
-    n: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    n: Samples | None = None
+    temperature: Temperature | None = None
+    top_p: PositiveShare | None = None
+    top_k: TopK | None = None
+    min_p: Share | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Factor | None = None
+    seed: Seed | None = None
+    stop: StopStrings | None = None
+    stop_token_ids: TokenIds | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
-    min_tokens: int | None = None
-    logit_bias: dict[int, float] | None = None
-    allowed_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
-    prompt_logprobs: int | None = None
+    min_tokens: WithinContext | None = None
+    logit_bias: LogitBias | None = None
+    allowed_token_ids: AllowedTokens | None = None
+    bad_words: list[Name] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
-    truncate_prompt_tokens: int | None = None
+    truncate_prompt_tokens: Truncation | None = None
     truncation_side: Literal["left"] | None = None
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
 
-    priority: int | None = None
+    priority: Priority | None = None
     """Lower runs first, under the priority policy."""
-    timeout: float | None = None
+    timeout: Seconds | None = None
     """Seconds the request may take, queued and running."""
     cache_salt: str | None = None
     """Only requests with the same salt share cached prefixes."""
-    request_id: str | None = None
+    request_id: RequestId | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     return_metrics: bool | None = None

@@ -2,33 +2,42 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated
 
 import msgspec
 
 from quire.server.errors import bad_request
 from quire.server.protocol.chat import Message, Tool
 from quire.server.protocol.common import Body, check_depth
+from quire.server.protocol.values import NOT_EMPTY, ModelName, TemplateVariables, TokenIds
+
+_OF_MESSAGES = (
+    "add_generation_prompt", "continue_final_message", "chat_template", "chat_template_kwargs", "tools",
+)  # fmt: skip
 
 
 class TokenizeRequest(Body):
     """Text, or a conversation as the model would see it."""
 
-    model: str | None = None
+    model: ModelName | None = None
     prompt: str | None = None
-    messages: list[Message] | None = None
+    messages: Annotated[list[Message], NOT_EMPTY] | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: TemplateVariables | None = None
     tools: list[Tool] | None = None
 
     def check_fields(self) -> None:
         """What the types alone cannot say."""
         if (self.prompt is None) == (self.messages is None):
             raise bad_request("give either prompt or messages", "prompt")
+        if self.prompt is not None:
+            for name in _OF_MESSAGES:
+                if getattr(self, name):
+                    raise bad_request(f"{name} is for messages, and a prompt is given", name)
         if self.messages == []:
             raise bad_request("messages is empty: at least one is needed", "messages")
         if self.add_generation_prompt and self.continue_final_message:
@@ -46,8 +55,8 @@ class TokenizeResponse(msgspec.Struct):
 
 
 class DetokenizeRequest(Body):
-    tokens: list[int]
-    model: str | None = None
+    tokens: TokenIds
+    model: ModelName | None = None
 
 
 class DetokenizeResponse(msgspec.Struct):

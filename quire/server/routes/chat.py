@@ -191,6 +191,7 @@ ROUTES = [
         body=ChatRequest,
         answer=ChatResponse,
         event=ChatChunk,
+        last_data="[DONE]",
         generates=True,
     )
 ]

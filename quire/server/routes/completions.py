@@ -54,6 +54,8 @@ async def prepare(server: Server, exchange: Exchange, request: CompletionRequest
     for prompt in prompts:
         text = prompt if isinstance(prompt, str) else None
         if isinstance(prompt, str):
+            if params.truncate_prompt_tokens is None:
+                server.check_text(prompt)
             tokens = await server.tokenize(prompt, request.add_special_tokens is not False)
             await asyncio.sleep(0)  # there may be hundreds of them: streams go on between two
         else:
@@ -211,6 +213,7 @@ ROUTES = [
         body=CompletionRequest,
         answer=CompletionResponse,
         event=CompletionResponse,
+        last_data="[DONE]",
         generates=True,
     )
 ]

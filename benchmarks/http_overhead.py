@@ -1,0 +1,128 @@
+"""What HTTP costs: 16 concurrent streams from `quire serve` against `LLM.generate` on the same work, in turns.
+
+python benchmarks/http_overhead.py             # five pairs; the server has two processes, this one reads the streams
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import json
+import socket
+import statistics
+import subprocess
+import sys
+import time
+import urllib.request
+
+from async_overhead import check, offline
+from workloads import Work, mixed
+
+from quire import LLM
+from quire.cli.bench.load.client import Client
+from quire.cli.bench.load.http import Host
+
+BAR = 0.90
+KEY = "benchmark"
+SETTINGS = {"device": "cpu", "num_gpu_blocks_override": 768, "max_model_len": 1024}
+
+
+class Served:
+    """A server in processes of its own."""
+
+    def __init__(self) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        flags = [f"--{name.replace('_', '-')}={value}" for name, value in SETTINGS.items()]
+        command = [
+            sys.executable,
+            "-m",
+            "quire.cli.main",
+            "serve",
+            f"--port={self.port}",
+            "--disable-log-stats",
+            *flags,
+        ]
+        self._process = subprocess.Popen([*command, f"--port={self.port}", f"--admin-key={KEY}", "--log-level=warning"])
+        self.url = f"http://127.0.0.1:{self.port}"
+
+    def wait(self) -> None:
+        """Until it answers."""
+        deadline = time.monotonic() + 120
+        while time.monotonic() < deadline and self._process.poll() is None:
+            try:
+                urllib.request.urlopen(f"{self.url}/ready", timeout=5)
+            except OSError:
+                time.sleep(0.2)
+            else:
+                return
+        raise RuntimeError("the server did not become ready")
+
+    def forget(self) -> None:
+        """Empty its prefix cache."""
+        request = urllib.request.Request(
+            f"{self.url}/admin/reset_prefix_cache", method="POST", headers={"Authorization": f"Bearer {KEY}"}
+        )
+        urllib.request.urlopen(request, timeout=10)
+
+    def stop(self) -> None:
+        self._process.terminate()
+        self._process.wait(30)
+
+
+async def streamed(served: Served, work: Work) -> float:
+    """Seconds the work takes as streams read at once."""
+    client = Client(Host(served.url, {}), "/v1/completions")
+    bodies = [
+        json.dumps(
+            {"prompt": prompt, "max_tokens": count, "temperature": 0, "ignore_eos": True, "stream": True,
+             "stream_options": {"include_usage": True}}
+        ).encode()
+        for prompt, count in zip(work.prompts, work.outputs, strict=True)
+    ]  # fmt: skip
+    begin = time.perf_counter()
+    outcomes = await asyncio.gather(*(client.send(body) for body in bodies))
+    seconds = time.perf_counter() - begin
+    for outcome in outcomes:
+        if not outcome.ok:
+            raise RuntimeError(f"{outcome.failure}: {outcome.detail}")
+    check([outcome.output_tokens for outcome in outcomes], work)
+    return seconds
+
+
+def measure(args: argparse.Namespace) -> float:
+    """The median of the pairs' ratios."""
+    served = Served()
+    try:
+        here, work = LLM(**SETTINGS, disable_log_stats=True), mixed(args.quick)
+        served.wait()
+        gc.freeze()
+        ratios = []
+        for pair in range(args.pairs + 1):
+            served.forget()
+            alone, apart = offline(here, work), asyncio.run(streamed(served, work))
+            if pair:  # the first shows the way
+                ratios.append(alone / apart)
+                rates = [work.output_tokens / seconds for seconds in (alone, apart)]
+                print(f"LLM.generate {rates[0]:6.1f} tok/s   HTTP {rates[1]:6.1f} tok/s   {ratios[-1]:.3f}", flush=True)
+        here.shutdown()
+    finally:
+        served.stop()
+    ratio = statistics.median(ratios)
+    print(f"median of {len(ratios)} pairs: {ratio:.3f} (bar: {BAR})")
+    return ratio
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--quick", action="store_true", help="tiny sizes: only shows that it runs")
+    args = parser.parse_args()
+    ratio = measure(args)
+    return 0 if args.quick or ratio >= BAR else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

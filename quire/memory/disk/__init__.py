@@ -1,0 +1,1 @@
+"""What outlives the process: KV blocks on disk, found by content (`store`), and conversations by name (`sessions`)."""

@@ -1,0 +1,90 @@
+"""A session in one file, to take elsewhere.
+
+    magic 8 B, version 4 B, blake3 of the rest 32 B, then name, times, fingerprint, notes and tokens (msgpack)
+
+Tokens only. KV under content keys is shared with everybody, so KV from a file of unknown origin could put words into
+other people's mouths; whoever imports computes it again.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from pathlib import Path
+
+import msgspec
+from blake3 import blake3
+
+from quire.errors import ValidationError
+from quire.memory.disk.errors import StoreError, unavailable
+from quire.memory.disk.files import write_then_rename
+from quire.memory.disk.sessions.state import Session, unpack_tokens
+from quire.memory.disk.sessions.store import SessionStore
+
+MAGIC = b"quireSE\n"
+VERSION = 1
+_HEAD = struct.Struct("<8sI32s")
+
+
+class Exported(msgspec.Struct):
+    """What such a file holds."""
+
+    name: str
+    created: float
+    fingerprint: bytes
+    meta: dict[str, str]
+    tokens: bytes
+
+
+def export_session(store: SessionStore, name: str, path: str | os.PathLike[str]) -> None:
+    """Write the session to a file: all of it, or the file stays as it was."""
+    session, tokens = store.get(name), store.tokens(name)
+    body = msgspec.msgpack.encode(
+        Exported(session.name, session.created, session.fingerprint, session.meta, tokens.tobytes())
+    )
+    target = Path(path).expanduser().absolute()
+    try:
+        write_then_rename(target, _HEAD.pack(MAGIC, VERSION, blake3(body).digest()) + body)
+    except OSError as error:
+        raise unavailable(target.parent, error) from error
+
+
+def import_session(
+    store: SessionStore,
+    path: str | os.PathLike[str],
+    name: str | None = None,
+    *,
+    fingerprint: bytes | None = None,
+    salt: str = "",
+    ttl: float | None = None,
+) -> Session:
+    """Make a session of such a file, under its own name or another. `fingerprint`: refuse tokens of any other model."""
+    exported = read_export(path)
+    if fingerprint is not None and exported.fingerprint != fingerprint:
+        raise ValidationError(f"{path} holds a session of another model: its tokens mean nothing here", "path")
+    return store.create(
+        name or exported.name, unpack_tokens(exported.tokens),
+        fingerprint=exported.fingerprint, salt=salt, ttl=ttl, meta=exported.meta,
+    )  # fmt: skip
+
+
+def read_export(path: str | os.PathLike[str]) -> Exported:
+    """What the file holds. Raises if it is damaged, cut short, or something else."""
+    try:
+        data = Path(path).expanduser().read_bytes()
+    except OSError as error:
+        raise StoreError(f"{path} cannot be read: {error.strerror or error}") from error
+    if len(data) < _HEAD.size or data[: len(MAGIC)] != MAGIC:
+        raise ValidationError(f"{path} is no exported session", "path", str(path))
+    _, version, digest = _HEAD.unpack_from(data)
+    if version != VERSION:
+        raise ValidationError(f"{path} has format {version}, this quire reads {VERSION}", "path", str(path))
+    if blake3(data[_HEAD.size :]).digest() != digest:
+        raise ValidationError(f"{path} is damaged: its checksum does not fit", "path", str(path))
+    try:
+        exported = msgspec.msgpack.decode(data[_HEAD.size :], type=Exported)
+    except msgspec.DecodeError as error:
+        raise ValidationError(f"{path} is no exported session: {error}", "path", str(path)) from None
+    if len(exported.tokens) % 4:
+        raise ValidationError(f"{path} is damaged: a piece of a token", "path", str(path))
+    return exported

@@ -1,0 +1,562 @@
+"""Sessions by name: make, add to, fork, list, end. Tokens are durable; the disk is the truth and memory its index."""
+
+from __future__ import annotations
+
+import heapq
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from quire.errors import ValidationError
+from quire.memory.disk.errors import (
+    SessionExistsError,
+    SessionLostError,
+    SessionNotFoundError,
+    StoreError,
+    unavailable,
+)
+from quire.memory.disk.owner import Ownership
+from quire.memory.disk.sessions.catalog import Catalog, Chunk, Entry
+from quire.memory.disk.sessions.frames import Frame, Kind, digest_of
+from quire.memory.disk.sessions.log import Log, Place
+from quire.memory.disk.sessions.names import check_name
+from quire.memory.disk.sessions.recovery import TIME, Recovery
+from quire.memory.disk.sessions.state import (
+    CHUNK_BYTES,
+    CHUNK_TOKENS,
+    MAX_META_BYTES,
+    Session,
+    State,
+    expiry,
+    num_tokens,
+    pack_tokens,
+    unpack_tokens,
+    view,
+)
+
+logger = logging.getLogger(__name__)
+
+FILE_BYTES = 16 << 20
+MAX_FRAMES = 64
+"""A session told in more frames than this is told anew in one."""
+CLEAN_AT_ONCE = 64
+"""Frames of a kind moved with one operation, so that none of them takes long."""
+FILES_AT_ONCE = 4
+"""Files removed with one operation, for the same reason: each is a sync."""
+_KEEP: Any = object()
+
+
+class Page(msgspec.Struct, frozen=True):
+    """Some sessions in the order they were made. `after` asks for the next page; None: this is the last one."""
+
+    sessions: list[Session]
+    after: int | None
+
+
+class SessionStats(msgspec.Struct, frozen=True, kw_only=True):
+    """What the store holds."""
+
+    sessions: int
+    chunks: int
+    log_bytes: int
+    live_bytes: int
+    files: int
+    damaged_bytes: int
+
+
+class SessionStore:
+    """All sessions of a folder. Safe to call from many threads.
+
+    What an operation changed is durable when it returns; with `durable=False`, when `commit` next returns. An operation
+    that raises has changed nothing.
+    """
+
+    def __init__(self, owner: Ownership, log: Log, lock: threading.RLock, clock: Callable[[], float]) -> None:
+        self.folder = owner.folder
+        self._owner = owner
+        self._log = log
+        self._lock = lock
+        self._clock = clock
+        self._catalog = Catalog()
+        self._due: list[tuple[float, int]] = []
+        self._victim = 0
+        self._uncleanable: set[int] = set()
+        self._damaged_bytes = 0
+        self._closed = False
+
+    @classmethod
+    def open(
+        cls,
+        folder: str | os.PathLike[str],
+        *,
+        make_room: Callable[[int], object] | None = None,
+        file_bytes: int = FILE_BYTES,
+        clock: Callable[[], float] = time.time,
+    ) -> SessionStore:
+        """The sessions in `folder`. `make_room(bytes)` is asked to free disk before a full one refuses tokens."""
+        path = Path(folder).expanduser().absolute()
+        owner = Ownership(path)
+        lock = threading.RLock()
+        log = Log(path, file_bytes, lock, make_room)
+        store = cls(owner, log, lock, clock)
+        try:
+            store._load()
+        except BaseException as error:
+            log.close()
+            owner.release()
+            if isinstance(error, OSError):
+                raise unavailable(path, error) from None
+            raise
+        return store
+
+    def close(self) -> None:
+        """Everything becomes durable and others may have the folder."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._log.close()
+                self._owner.release()
+
+    def __enter__(self) -> SessionStore:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # Looking
+
+    def __len__(self) -> int:
+        return len(self._catalog.by_id)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._catalog.by_name
+
+    def get(self, name: str) -> Session:
+        """The session of that name, lost or not."""
+        with self._lock:
+            entry = self._entry(name)
+            return view(entry.id, entry.state)
+
+    def page(self, after: int = 0, limit: int = 100) -> Page:
+        """Up to `limit` sessions made after the one with the id `after`, in the order they were made."""
+        if limit < 1:
+            raise ValidationError(f"limit is {limit}: a page holds at least one session", "limit", limit)
+        with self._lock:
+            entries, more = self._catalog.after(after, limit)
+            sessions = [view(entry.id, entry.state) for entry in entries]
+        return Page(sessions, sessions[-1].id if more else None)
+
+    def lost(self) -> dict[str, str]:
+        """Names of lost sessions, and why they are lost."""
+        with self._lock:
+            return {entry.state.name: entry.state.lost for entry in self._catalog.by_id.values() if entry.state.lost}
+
+    def tokens(self, name: str, start: int = 0, stop: int | None = None) -> np.ndarray:
+        """The session's tokens, or those from `start` to `stop`. Raises if the session is lost."""
+        with self._lock:
+            entry = self._live(name)
+            total = num_tokens(entry.state)
+            start, stop, _ = slice(start, stop).indices(total)
+            first = start // CHUNK_TOKENS
+            pieces = []
+            for i, number in enumerate(self._chain(entry.state.tip)[first:], start=first):
+                if CHUNK_TOKENS * i >= stop:
+                    break
+                pieces.append(self._chunk_of(entry, number))
+            pieces.append(entry.state.tail)
+            base = min(CHUNK_TOKENS * first, entry.state.chunked)
+        return unpack_tokens(b"".join(pieces))[start - base : max(start, stop) - base]
+
+    def chain(self, name: str) -> list[int]:
+        """Numbers of the session's full chunks of 256 tokens, in order: sessions that share tokens share numbers."""
+        with self._lock:
+            return self._chain(self._live(name).state.tip)
+
+    def stats(self) -> SessionStats:
+        """What the store holds."""
+        with self._lock:
+            catalog = self._catalog
+            return SessionStats(
+                sessions=len(catalog.by_id), chunks=len(catalog.chunks), log_bytes=self._log.size,
+                live_bytes=catalog.live, files=len(self._log.files), damaged_bytes=self._damaged_bytes,
+            )  # fmt: skip
+
+    # Changing
+
+    def create(
+        self,
+        name: str,
+        tokens: Sequence[int] | np.ndarray = (),
+        *,
+        fingerprint: bytes = b"",
+        salt: str = "",
+        ttl: float | None = None,
+        meta: Mapping[str, str] | None = None,
+        durable: bool = True,
+    ) -> Session:
+        """A new session. `ttl`: seconds without use after which `sweep` ends it."""
+        now = self._clock()
+        state = State(
+            check_name(name), now, now, _checked_ttl(ttl), fingerprint, salt, meta=_checked_meta(meta or {})
+        )  # fmt: skip
+        data = pack_tokens(tokens)
+        with self._lock:
+            self._check_new(name)
+            entry = self._begin(*self._grown(state, data))
+        return self._done(entry, durable)
+
+    def append(self, name: str, tokens: Sequence[int] | np.ndarray, *, durable: bool = True) -> Session:
+        """Add tokens to the session."""
+        data = pack_tokens(tokens)
+        with self._lock:
+            entry = self._live(name)
+            state = msgspec.structs.replace(entry.state, used=self._clock())
+            if len(state.tail) + len(data) < CHUNK_BYTES and len(entry.places) < MAX_FRAMES:
+                frame = Frame(Kind.APPEND, entry.id, entry.seq + 1, TIME.pack(state.used) + data)
+                (place,) = self._log.append([frame])
+                self._catalog.extend(entry, msgspec.structs.replace(state, tail=state.tail + data), place)
+                self._clean()
+            else:
+                self._retell(entry, *self._grown(state, data))
+        return self._done(entry, durable)
+
+    def set_kv(self, name: str, tokens: int, fingerprint: bytes, *, durable: bool = False) -> Session:
+        """KV of the session's first `tokens` tokens was handed to the block store of this fingerprint."""
+        with self._lock:
+            entry = self._live(name)
+            if not 0 <= tokens <= num_tokens(entry.state):
+                raise ValidationError(
+                    f"KV of {tokens} tokens for session {name!r} of {num_tokens(entry.state)}", "tokens", tokens
+                )
+            self._retell(entry, msgspec.structs.replace(entry.state, kv_tokens=tokens, kv_fingerprint=fingerprint))
+        return self._done(entry, durable)
+
+    def update(
+        self,
+        name: str,
+        *,
+        ttl: float | None = _KEEP,
+        meta: Mapping[str, str] | None = None,
+        durable: bool = True,
+    ) -> Session:
+        """Another time to live, or other notes."""
+        with self._lock:
+            entry = self._live(name)
+            state = msgspec.structs.replace(entry.state, used=self._clock())
+            if ttl is not _KEEP:
+                state = msgspec.structs.replace(state, ttl=_checked_ttl(ttl))
+            if meta is not None:
+                state = msgspec.structs.replace(state, meta=_checked_meta(meta))
+            self._retell(entry, state)
+            self._watch(entry)
+        return self._done(entry, durable)
+
+    def touch(self, name: str) -> None:
+        """The session is in use, though nothing is added to it."""
+        with self._lock:
+            entry = self._live(name)
+            now = self._clock()
+            # Written only where it could matter, or a session that is read often would fill the log.
+            if now - entry.state.used > min(60.0, (entry.state.ttl or 960.0) / 16):
+                self._retell(entry, msgspec.structs.replace(entry.state, used=now))
+
+    def fork(self, name: str, new_name: str, at: int | None = None, *, durable: bool = True) -> Session:
+        """A new session with the same first `at` tokens (all, unless said otherwise). Costs one small frame."""
+        check_name(new_name)
+        with self._lock:
+            source = self._live(name)
+            self._check_new(new_name)
+            state, total = source.state, num_tokens(source.state)
+            at = total if at is None else at
+            if not 0 <= at <= total:
+                raise ValidationError(f"session {name!r} has {total} tokens: it cannot be forked at {at}", "at", at)
+            tip, chunked, tail = self._cut(source, at)
+            now = self._clock()
+            entry = self._begin(
+                msgspec.structs.replace(
+                    state, name=new_name, created=now, used=now, parent=name, forked_at=at,
+                    tip=tip, chunked=chunked, tail=tail, kv_tokens=min(at, state.kv_tokens),
+                )
+            )  # fmt: skip
+        return self._done(entry, durable)
+
+    def delete(self, name: str, *, durable: bool = True) -> None:
+        """End the session, lost or not. Its forks stay."""
+        with self._lock:
+            entry = self._entry(name)
+            (place,) = self._log.append([Frame(Kind.DELETE, entry.id, entry.seq + 1, b"", name)])
+            self._catalog.remove(entry, place)
+            self._clean()
+        if durable:
+            self._log.commit()
+
+    def recover(self, name: str) -> Session:
+        """Accept what is left of a lost session: the tokens before the damage."""
+        with self._lock:
+            entry = self._entry(name)
+            self._retell(entry, msgspec.structs.replace(entry.state, lost="", used=self._clock()))
+        return self._done(entry, durable=True)
+
+    def sweep(self, limit: int = 1000) -> list[str]:
+        """End sessions whose time is over, at most `limit`; returns their names."""
+        ended: list[str] = []
+        with self._lock:
+            now = self._clock()
+            while self._due and self._due[0][0] <= now and len(ended) < limit:
+                entry = self._catalog.by_id.get(heapq.heappop(self._due)[1])
+                if entry is None:
+                    continue
+                due = expiry(entry.state)
+                if due is None or due > now:
+                    self._watch(entry)
+                    continue
+                try:
+                    self.delete(entry.state.name, durable=False)
+                except StoreError:
+                    self._watch(entry)
+                    raise
+                ended.append(entry.state.name)
+        if ended:
+            self._log.commit()
+        return ended
+
+    def tidy(self) -> bool:
+        """Clean a little more of the log than operations do by themselves; False when there is nothing to clean."""
+        with self._lock:
+            return self._clean()
+
+    def commit(self) -> None:
+        """All that was done so far is durable when this returns."""
+        self._log.commit()
+
+    # Inside, with the lock held
+
+    def _entry(self, name: str) -> Entry:
+        entry = self._catalog.by_name.get(name)
+        if entry is None:
+            check_name(name)
+            raise SessionNotFoundError(f"there is no session {name!r}")
+        return entry
+
+    def _live(self, name: str) -> Entry:
+        entry = self._entry(name)
+        if entry.state.lost:
+            raise SessionLostError(name, entry.state.lost)
+        return entry
+
+    def _check_new(self, name: str) -> None:
+        if name in self._catalog.by_name:
+            raise SessionExistsError(
+                f"a session {name!r} exists already: choose another name, or delete it", "name", name
+            )
+
+    def _done(self, entry: Entry, durable: bool) -> Session:
+        session = view(entry.id, entry.state)
+        if durable:
+            self._log.commit()
+        return session
+
+    def _begin(self, state: State, frames: Sequence[Frame] = (), chunks: Sequence[Chunk] = ()) -> Entry:
+        number = self._catalog.new_id()
+        places = self._log.append([*frames, Frame(Kind.STATE, number, 0, msgspec.msgpack.encode(state), state.name)])
+        self._keep_chunks(chunks, places)
+        entry = Entry(number, 0, state, [places[-1]])
+        self._catalog.put(entry)
+        self._watch(entry)
+        self._clean()
+        return entry
+
+    def _retell(self, entry: Entry, state: State, frames: Sequence[Frame] = (), chunks: Sequence[Chunk] = ()) -> None:
+        """Say all of the session anew. One frame, written last, decides."""
+        places = self._log.append([*frames, _state_frame(entry, state)])
+        self._keep_chunks(chunks, places)
+        self._catalog.replace(entry, state, places[-1])
+        self._clean()
+
+    def _grown(self, state: State, data: bytes) -> tuple[State, list[Frame], list[Chunk]]:
+        """The state with tokens added, and frames for the chunks that nobody wrote before."""
+        data = state.tail + data
+        tip, frames, chunks = state.tip, [], []
+        full = len(data) - len(data) % CHUNK_BYTES
+        for start in range(0, full, CHUNK_BYTES):
+            piece = data[start : start + CHUNK_BYTES]
+            digest = digest_of(piece)
+            known = self._catalog.find_chunk(tip, digest)
+            if known is None:
+                known = self._catalog.new_id()
+                frames.append(Frame(Kind.CHUNK, known, tip, piece))
+                chunks.append(Chunk(known, tip, digest, Place(0, 0, 0)))
+            tip = known
+        grown = msgspec.structs.replace(state, tip=tip, chunked=state.chunked + full // 4, tail=data[full:])
+        return grown, frames, chunks
+
+    def _keep_chunks(self, chunks: Sequence[Chunk], places: Sequence[Place]) -> None:
+        for chunk, place in zip(chunks, places, strict=False):
+            chunk.place = place
+            self._catalog.put_chunk(chunk)
+
+    def _chain(self, tip: int) -> list[int]:
+        chain = []
+        while tip:
+            chain.append(tip)
+            tip = self._catalog.chunks[tip].parent
+        return chain[::-1]
+
+    def _chunk_of(self, entry: Entry, number: int) -> bytes:
+        """Tokens of one of the session's chunks; if they have been damaged meanwhile, the session is lost."""
+        try:
+            found = self._log.read(self._catalog.chunks[number].place)
+        except OSError as error:
+            raise StoreError(f"session {entry.state.name!r} cannot be read: {error.strerror or error}") from error
+        if found is None or found.id != number:
+            self._lose(entry, self._catalog.chunks[number])
+            raise SessionLostError(entry.state.name, entry.state.lost)
+        return found.payload
+
+    def _lose(self, entry: Entry, chunk: Chunk) -> None:
+        depth = len(self._chain(chunk.parent))
+        lost = msgspec.structs.replace(
+            entry.state, lost="some of its tokens were damaged on disk", tip=chunk.parent,
+            chunked=CHUNK_TOKENS * depth, tail=b"", kv_tokens=0,
+        )  # fmt: skip
+        logger.error("session %r is lost: some of its tokens were damaged on disk", entry.state.name)
+        self._retell(entry, lost)
+
+    def _cut(self, source: Entry, at: int) -> tuple[int, int, bytes]:
+        """The last chunk and the tail of the session's first `at` tokens."""
+        state = source.state
+        if at >= state.chunked:
+            return state.tip, state.chunked, state.tail[: 4 * (at - state.chunked)]
+        chain, full = self._chain(state.tip), at // CHUNK_TOKENS
+        rest = at % CHUNK_TOKENS
+        tail = self._chunk_of(source, chain[full])[: 4 * rest] if rest else b""
+        return (chain[full - 1] if full else 0), CHUNK_TOKENS * full, tail
+
+    def _watch(self, entry: Entry) -> None:
+        due = expiry(entry.state)
+        if due is not None:
+            heapq.heappush(self._due, (due, entry.id))
+
+    # Keeping the log short
+
+    def _clean(self) -> bool:
+        """If half of the log is dead, move live frames out of the emptiest files and remove those; a few at a time."""
+        for _ in range(FILES_AT_ONCE):
+            if not self._victim and not self._choose_victim():
+                return False
+            try:
+                if self._empty_some(self._victim):
+                    return True
+            except (OSError, StoreError) as error:
+                logger.warning("%s cannot be cleaned for now: %s", self.folder, error)
+                return False
+        return True
+
+    def _choose_victim(self) -> bool:
+        if self._log.size <= 2 * self._catalog.live + 2 * self._log.file_bytes:
+            return False
+        files = [f for f in self._log.files.values() if f.number not in (self._log.active, *self._uncleanable)]
+        usage = self._catalog.usage
+        victim = min(files, key=lambda f: usage[f.number].live / f.end if f.number in usage else 0.0, default=None)
+        self._victim = victim.number if victim else 0
+        return bool(victim)
+
+    def _empty_some(self, file: int) -> bool:
+        """Move some of what the file holds, or remove it; whether anything had to be moved."""
+        catalog = self._catalog
+        usage = catalog.usage.get(file)
+        if usage is not None:
+            entries = [catalog.by_id[number] for number in _some(usage.sessions)]
+            chunks = [catalog.chunks[number] for number in _some(usage.chunks)]
+            graves = [(number, *catalog.graves[number]) for number in _some(usage.graves)]
+            founds = [self._log.read(chunk.place) for chunk in chunks]
+            frames = [_state_frame(entry, entry.state) for entry in entries]
+            for chunk, found in zip(chunks, founds, strict=True):
+                if found is None:
+                    # Whoever reads it will learn; the evidence stays.
+                    self._uncleanable.add(file)
+                    self._victim = 0
+                    return False
+                frames.append(Frame(Kind.CHUNK, chunk.id, chunk.parent, found.payload))
+            frames += [Frame(Kind.DELETE, number, seq, b"", name) for number, seq, name, _ in graves]
+            if frames:
+                places = iter(self._log.append(frames))
+                for entry in entries:
+                    catalog.replace(entry, entry.state, next(places))
+                for chunk in chunks:
+                    catalog.move_chunk(chunk, next(places))
+                for (number, seq, name, _), place in zip(graves, places, strict=True):
+                    catalog.trace(number, place.file)
+                    catalog.bury(number, seq, name, place)
+                return True
+        self._log.remove(file)
+        if usage is not None:
+            catalog.forget_file(file)
+        self._victim = 0
+        return False
+
+    # Opening
+
+    def _load(self) -> None:
+        recovery = Recovery(self._catalog)
+        for loaded in self._log.load():
+            recovery.read(loaded)
+        recovery.finish()
+        self._damaged_bytes = recovery.damaged_bytes
+        self._log.names = self._name_of
+        for entry in self._catalog.by_id.values():
+            self._watch(entry)
+        for entry in recovery.lost:
+            logger.error("session %r is lost: %s", entry.state.name, entry.state.lost)
+        try:
+            self._note(recovery)
+        except StoreError as error:
+            logger.warning("what was found could not be noted in %s: %s", self.folder, error)
+
+    def _note(self, recovery: Recovery) -> None:
+        """Write down what was found out, so that it stays true when the evidence is gone."""
+        for number, seq, name in recovery.outlived:
+            (place,) = self._log.append([Frame(Kind.DELETE, number, seq, b"", name)])
+            self._catalog.trace(number, place.file)
+            self._catalog.bury(number, seq, name, place)
+        # Nothing is cleaned before all is noted: what is still to be noted rests on the evidence.
+        for entry in recovery.lost:
+            (place,) = self._log.append([_state_frame(entry, entry.state)])
+            self._catalog.replace(entry, entry.state, place)
+        self._log.commit()
+        self._log.forget_missing()
+
+    def _name_of(self, number: int) -> str:
+        if (entry := self._catalog.by_id.get(number)) is not None:
+            return entry.state.name
+        return self._catalog.graves[number][1] if number in self._catalog.graves else ""
+
+
+def _state_frame(entry: Entry, state: State) -> Frame:
+    return Frame(Kind.STATE, entry.id, entry.seq + 1, msgspec.msgpack.encode(state), state.name)
+
+
+def _some(numbers: set[int]) -> list[int]:
+    return [number for number, _ in zip(numbers, range(CLEAN_AT_ONCE), strict=False)]
+
+
+def _checked_ttl(ttl: float | None) -> float | None:
+    if ttl is not None and not 0 < ttl < float("inf"):
+        raise ValidationError(f"ttl is {ttl}: a number of seconds above 0, or None for ever", "ttl", ttl)
+    return ttl
+
+
+def _checked_meta(meta: Mapping[str, str]) -> dict[str, str]:
+    if not all(isinstance(key, str) and isinstance(value, str) for key, value in meta.items()):
+        raise ValidationError("meta maps text to text", "meta")
+    size = sum(len(key.encode()) + len(value.encode()) for key, value in meta.items())
+    if size > MAX_META_BYTES:
+        raise ValidationError(f"meta has {size} bytes, {MAX_META_BYTES} at most", "meta")
+    return dict(meta)

@@ -1,0 +1,95 @@
+"""Beam search: what a caller asks for (`BeamSearchParams`), what a beam carries, and what comes of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import msgspec
+
+from quire.errors import ValidationError
+from quire.messages.plan import TokenLogprobs
+from quire.messages.sampling import check_integer, check_number, check_token_ids
+
+MAX_WIDTH = 1024
+STEEPEST_PENALTY = 50.0
+"""Beyond this a power of a long context is no number any more."""
+
+
+class BeamSearchParams(msgspec.Struct, omit_defaults=True):
+    """How wide a beam search is, how it ranks sequences, and when it ends. Names are vLLM's and transformers'."""
+
+    beam_width: int
+    max_tokens: int
+    ignore_eos: bool = False
+    temperature: float = 0.0
+    """Only 0: beams are ranked by the model's own log-probabilities."""
+    length_penalty: float = 1.0
+    """A sequence's score is its log-probability divided by (generated tokens ** length_penalty)."""
+    include_stop_str_in_output: bool = False
+    """Whether the end token is one of a sequence's tokens."""
+    early_stopping: bool | str = False
+    """When `beam_width` sequences have ended. True: the search is over. False: it goes on while the best open beam, at
+    its present length, beats the worst of them. "never": it goes on while an open beam could beat it at any length."""
+    stop_token_ids: list[int] | None = None
+    """Tokens that end a sequence, beside the model's own."""
+
+    def __post_init__(self) -> None:
+        check_integer("beam_width", self.beam_width, 1, MAX_WIDTH)
+        check_integer("max_tokens", self.max_tokens, 1)
+        check_number("length_penalty", self.length_penalty, -STEEPEST_PENALTY, STEEPEST_PENALTY)
+        self.stop_token_ids = check_token_ids("stop_token_ids", self.stop_token_ids) or None
+        if self.temperature != 0:
+            raise ValidationError(
+                f"temperature must be 0 in a beam search, got {self.temperature!r}: beams are ranked by the model's "
+                "own log-probabilities",
+                "temperature",
+                self.temperature,
+            )
+        if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
+            raise ValidationError(
+                f'early_stopping must be False, True or "never", got {self.early_stopping!r}',
+                "early_stopping",
+                self.early_stopping,
+            )
+
+    def clone(self) -> BeamSearchParams:
+        """A copy that can be changed without touching this one; checked like a new one."""
+        return msgspec.structs.replace(self)
+
+
+class Hypothesis(msgspec.Struct):
+    """A sequence that has ended, its end token included."""
+
+    tokens: list[int]
+    """Generated ones."""
+    logprobs: list[float]
+    ranks: list[int]
+    """What each was worth, and its place among all tokens (1 is best)."""
+    total: float
+    """All log-probabilities together…"""
+    score: float
+    """…and that by length: what sequences are ranked by."""
+    reason: str
+    stop_reason: int | None = None
+    """The token that ended it, where that is not the model's own end."""
+
+
+@dataclass
+class Beam:
+    """What a running beam has beside its tokens."""
+
+    total: float = 0.0
+    logprobs: list[float] = field(default_factory=list)
+    ranks: list[int] = field(default_factory=list)
+    candidates: TokenLogprobs | None = None
+    """What may follow its tokens. Given: the beam waits for the choice."""
+
+    def followed(self, logprob: float, rank: int) -> Beam:
+        """The beam with one token more."""
+        return replace(
+            self,
+            total=self.total + logprob,
+            logprobs=[*self.logprobs, logprob],
+            ranks=[*self.ranks, rank],
+            candidates=None,
+        )

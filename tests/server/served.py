@@ -1,0 +1,61 @@
+"""`quire serve` as a process."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+class Served:
+    """A server in a process of its own, and what it says on stderr."""
+
+    def __init__(self, arguments: list[str], environment: dict[str, str] | None = None) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "quire.cli.main", "serve", *arguments],
+            stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, start_new_session=True,
+            env={**os.environ, "COLUMNS": "200", **(environment or {})},
+        )  # fmt: skip
+        self.said = ""
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.said += line
+
+    def wait_for(self, pattern: str, seconds: float = 90) -> re.Match[str]:
+        deadline = time.monotonic() + seconds
+        while (match := re.search(pattern, self.said)) is None:
+            assert time.monotonic() < deadline and self.process.poll() is None, self.said
+            time.sleep(0.02)
+        return match
+
+    @property
+    def children(self) -> list[int]:
+        path = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
+        return [int(pid) for pid in path.read_text().split()]
+
+    def end(self) -> int:
+        code = self.process.wait(60)
+        self._reader.join(10)
+        return code
+
+
+@contextmanager
+def served(*arguments: str) -> Iterator[Served]:
+    made = Served(list(arguments))
+    try:
+        yield made
+    finally:
+        if made.process.poll() is None:
+            os.killpg(made.process.pid, signal.SIGKILL)
+        made.end()

@@ -1,0 +1,178 @@
+"""Who may ask what: keys on every route, nothing shared between tenants, names that stay names."""
+
+from __future__ import annotations
+
+import hmac
+from importlib import import_module
+from typing import Any
+
+import pytest
+from starlette.datastructures import Headers
+
+from quire.server import auth
+from quire.server.app import ROUTE_MODULES
+from quire.server.auth import Keys
+from quire.server.errors import ApiError
+from tests.server.stronghold import ADMIN, KEYS, Stronghold, head, statuses
+
+pytestmark = pytest.mark.xdist_group("abuse")
+
+TEXT = "/v1/completions"
+ROUTES = [route for name in (*ROUTE_MODULES, "admin") for route in import_module(f"quire.server.routes.{name}").ROUTES]
+METHODS = ("GET", "POST", "PUT", "DELETE", "PATCH", "HEAD", "OPTIONS", "TRACE")
+
+
+class TestKeys:
+    def test_every_path_and_method_but_health_is_shut(self, fort: Stronghold) -> None:
+        assert {route.path for route in ROUTES if route.is_open} == {"/health"}
+        for path in {route.path.replace("{model:path}", "tiny").replace("{model}", "tiny") for route in ROUTES}:
+            for method in METHODS:
+                status = fort.request(method, path, None).status_code
+                assert status == 401 or path == "/health", (method, path, status)
+        assert fort.request("GET", "/health", None).status_code == 200
+
+    @pytest.mark.parametrize(
+        "path",
+        ["/", "/docs", "/redoc", "/v1", "/v1/", "/v1/modelsx", "/nothing", "/admin", "/admin/", "/admin/x", "//v1/models",
+         "/V1/MODELS", "/v1/models/", "/health/../v1/models", "/health/", "/healthx", "/health%2f..%2fv1/models", "/%2e%2e/v1/models",
+         "/health;x", "/HEALTH", "*", "/static/..%2f..%2fetc/passwd", "/admin%2fstats", "/./v1/models"],
+    )  # fmt: skip
+    def test_so_are_paths_that_are_none(self, fort: Stronghold, path: str) -> None:
+        assert statuses(fort.talk(head(path, None, "connection: close", method="GET", key=None))) == [401]
+
+    @pytest.mark.parametrize(
+        "shown",
+        ["Bearer", "Bearer ", "Bearer  ", "alpha", "Basic alpha", "Bearer alph", "Bearer alphaa", "Bearer ALPHA", "bearer  beta x",
+         "Bearer alpha,beta", "Bearer \xff\xfe", "Bearer boss", "Bearer " + "a" * 50_000, "Bearer alpha\tx"],
+    )  # fmt: skip
+    def test_what_is_no_key_opens_nothing(self, fort: Stronghold, shown: str) -> None:
+        data = head("/v1/models", None, "connection: close", method="GET", key=None)
+        data = data[:-2] + b"authorization: " + shown.encode("latin-1") + b"\r\n\r\n"
+        assert statuses(fort.talk(data)) == [401]
+
+    def test_two_of_them_are_not_searched_for_one_that_fits(self, fort: Stronghold) -> None:
+        lines = ["authorization: Bearer wrong", "authorization: Bearer alpha", "connection: close"]
+        assert statuses(fort.talk(head("/v1/models", None, *lines, method="GET", key=None))) == [401]
+
+    def test_admin_routes_are_apart(self, fort: Stronghold) -> None:
+        admin = [route for route in ROUTES if route.path.startswith("/admin/")]
+        assert admin
+        for route in admin:
+            for key in KEYS:
+                assert fort.request(route.method, route.path, key).status_code == 401
+            assert fort.request(route.method, route.path, ADMIN).status_code == 200
+        for route in ROUTES:
+            if route not in admin and not route.is_open:
+                assert fort.request(route.method, route.path.replace("{model}", "tiny"), ADMIN).status_code == 401
+
+    def test_a_key_is_compared_in_constant_time_with_all_there_are(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        compared: list[tuple[bytes, bytes]] = []
+
+        def compare(first: bytes, second: bytes) -> bool:
+            compared.append((first, second))
+            return hmac.compare_digest(first, second)
+
+        class Watched:
+            compare_digest = staticmethod(compare)
+
+        keys = Keys(["first", "second", "third"])
+        monkeypatch.setattr(auth, "hmac", Watched)
+        for shown in ("first", "third", "x", "first" * 1000, "ключ"):
+            compared.clear()
+            raw = [(b"authorization", f"Bearer {shown}".encode())]
+            try:
+                keys.check(Headers(raw=raw))
+            except ApiError as error:
+                assert error.status == 401
+            assert len(compared) == 3
+            assert {len(side) for pair in compared for side in pair} == {32}  # digests: no length shows
+
+    def test_no_key_is_ever_written_down(self, fort: Stronghold) -> None:
+        fort.request("GET", "/v1/models", "not-a-key-of-ours")
+        page = fort.request("GET", "/metrics").text + fort.request("GET", "/openapi.json").text
+        for key in (*KEYS, ADMIN, "not-a-key-of-ours"):
+            assert f" {key}" not in fort.said and f'"{key}"' not in page
+
+
+class TestTenants:
+    """The time to a first token tells whether a prompt was computed before: only its own tenant may learn it."""
+
+    PROMPT = list(range(10, 74))
+
+    def cached(self, fort: Stronghold, body: dict[str, Any], key: str, **headers: str) -> int:
+        answer = fort.post(TEXT, {"prompt": self.PROMPT, "max_tokens": 1, **body}, key, **headers)
+        return int(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+    def test_share_no_prefixes(self, fort: Stronghold) -> None:
+        assert fort.request("POST", "/admin/reset_prefix_cache", ADMIN).json() == {"is_empty": True}
+        assert self.cached(fort, {}, KEYS[0]) == 0
+        assert self.cached(fort, {}, KEYS[0]) == 48
+        assert self.cached(fort, {}, KEYS[1]) == 0
+        assert self.cached(fort, {}, KEYS[1]) == 48
+
+    def test_cannot_stand_in_for_each_other(self, fort: Stronghold) -> None:
+        fort.request("POST", "/admin/reset_prefix_cache", ADMIN)
+        assert self.cached(fort, {"cache_salt": "s"}, KEYS[0]) == 0
+        with pytest.raises(ApiError):
+            Keys(KEYS).check(Headers({"x-api-key": "x"}))
+        name = Keys(KEYS).check(Headers({"x-api-key": KEYS[0]}))
+        for tricks in (
+            {"cache_salt": f"{name}\0s"},
+            {"cache_salt": "s"},
+            {"cache_salt": f"\0{name}\0s"},
+            {"user": name},
+        ):
+            assert self.cached(fort, tricks, KEYS[1], x_tenant=name, x_quire_tenant=name) == 0
+            fort.request("POST", "/admin/reset_prefix_cache", ADMIN)
+            self.cached(fort, {"cache_salt": "s"}, KEYS[0])
+
+    def test_nor_through_other_routes(self, fort: Stronghold) -> None:
+        chat = {"messages": [{"role": "user", "content": "the world " * 30}], "max_tokens": 1}
+        said = {"input": "the world " * 30, "max_output_tokens": 16}
+        for path, body, field in (
+            ("/v1/chat/completions", chat, "prompt_tokens_details"), ("/v1/responses", said, "input_tokens_details"),
+            ("/v1/embeddings", {"input": "the world " * 30}, "prompt_tokens_details"),
+        ):  # fmt: skip
+            fort.request("POST", "/admin/reset_prefix_cache", ADMIN)
+            counts = [fort.post(path, body, key).json()["usage"][field]["cached_tokens"] for key in (*KEYS, KEYS[1])]
+            assert counts[:2] == [0, 0]
+
+
+class TestNames:
+    @pytest.mark.parametrize(
+        "name", ["../../../etc/passwd", "/etc/passwd", "..\\..\\x", "a/../../b", "~root", "%00", "con"]
+    )
+    def test_are_never_paths(self, fort: Stronghold, name: str) -> None:
+        """They come back as they are or are refused; no file is made (the fixture looks) and none is read."""
+        body = {"prompt": "abc", "max_tokens": 1}
+        answer = fort.post(TEXT, {**body, "request_id": name})
+        assert answer.status_code == 200 and answer.json()["id"] == f"cmpl-{name}"
+        assert fort.post(TEXT, body, x_request_id=name).status_code == 200
+        assert fort.post(TEXT, {**body, "model": name}).status_code == 404
+        assert fort.post(TEXT, {**body, "cache_salt": name, "user": name}).status_code == 200
+        answer = fort.request("GET", f"/v1/models/{name}")
+        assert answer.status_code in (404, 405) and "root:" not in answer.text
+        said = {"input": "abc", "max_output_tokens": 16}
+        assert fort.post("/v1/responses", {**said, "previous_response_id": name}).status_code == 400
+        assert fort.post("/v1/responses", {**said, "conversation": name}).status_code == 400
+        grammar = {"grammar": name}
+        assert fort.post(TEXT, {**body, "structured_outputs": grammar}).status_code == 400
+
+    def test_the_same_id_twice_at_once_is_two_requests(self, fort: Stronghold) -> None:
+        one = head(TEXT, None, "x-request-id: same", "transfer-encoding: chunked")
+        data = b'{"prompt": "abc", "n": 8, "max_tokens": 100, "ignore_eos": true}'
+        with fort.connect() as first, fort.connect() as second:
+            for sock in (first, second):
+                sock.sendall(one + b"%x\r\n%b\r\n0\r\n\r\n" % (len(data), data))
+            for sock in (first, second):
+                assert sock.recv(15) == b"HTTP/1.1 200 OK"
+
+    def test_cannot_break_out_of_a_line(self, fort: Stronghold) -> None:
+        """Logs and metrics have lines and labels of their own."""
+        evil = 'a"} 1\nquire:fake{x="'
+        for body in ({"model": evil}, {"request_id": evil}, {"user": evil}, {evil: 1}):
+            assert fort.post(TEXT, {"prompt": "abc", "max_tokens": 1, **body}).status_code in (200, 400, 404)
+        assert fort.request("GET", "/v1/models/a%0d%0aquire:fake%201").status_code == 404
+        assert fort.request("GET", "/a%0aquire:fake%201").status_code == 404
+        assert "\nquire:fake" not in fort.request("GET", "/metrics").text
+        assert "\nquire:fake" not in fort.said

@@ -1,0 +1,190 @@
+"""Crowds that come, leave in the middle, and see the engine die: everyone has an answer, and nothing stays behind."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import time
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.cli.bench.load.http import Host, Whole
+from tests.server.stronghold import KEYS, Stronghold, descendants, is_gone
+from tests.server.traffic import TEXT, Ask, Users, draw, users_of
+
+pytestmark = [pytest.mark.xdist_group("abuse"), pytest.mark.timeout(3000)]
+
+
+def run(fort: Stronghold, work: Coroutine[Any, Any, None], seconds: float = 2700) -> None:
+    """Then the server stands as before, within moments."""
+
+    async def bounded() -> None:
+        await asyncio.wait_for(work, seconds)
+
+    asyncio.run(bounded())
+    fort.assert_standing(10)
+
+
+class TestHangUps:
+    def test_everything_comes_back(self, fort: Stronghold) -> None:
+        run(fort, hang_ups(fort, 60))
+
+    @pytest.mark.slow
+    def test_a_thousand_times(self, fort: Stronghold) -> None:
+        run(fort, hang_ups(fort, 1000))
+
+
+async def hang_ups(fort: Stronghold, count: int) -> None:
+    """Eight at a time, and one who stays and must be served well all along."""
+    begin = time.monotonic()
+    with users_of(fort, count) as users:
+
+        async def leaver() -> None:
+            while users.ends["hung up"] < count:
+                await users.hang_up(draw(users.rng))
+
+        async def stayer() -> None:
+            while users.ends["hung up"] < count:
+                assert await users.ask(draw(users.rng)) == "answered"
+
+        await asyncio.gather(stayer(), *(leaver() for _ in range(8)))
+    print(f"{count} hang-ups in {time.monotonic() - begin:.1f} s; {dict(users.ends)}")
+
+
+class TestStreams:
+    def test_sixty_at_once(self, fort: Stronghold) -> None:
+        run(fort, streams(fort, 60, 40))
+
+    @pytest.mark.slow
+    def test_five_hundred_at_once(self, fort: Stronghold) -> None:
+        run(fort, streams(fort, 500, 100))
+
+
+async def streams(fort: Stronghold, count: int, size: int) -> None:
+    """Each gets its own text, token for token what it gets when it is alone, although the cache holds few of them."""
+    prompts = ["the world", "abc", "on the 7th", "hers"]
+    fields = {"temperature": 0, "max_tokens": size, "ignore_eos": True}
+    alone = [fort.post(TEXT, {"prompt": prompt, **fields}).json()["choices"][0]["text"] for prompt in prompts]
+    host = Host(fort.url, {"Authorization": f"Bearer {KEYS[0]}"})
+    firsts: list[float] = []
+
+    async def stream(index: int) -> str:
+        answer, sent = Timed(), time.monotonic()
+        body = {"prompt": prompts[index % len(prompts)], **fields, "stream": True}
+        await host.post(TEXT, json.dumps(body).encode(), answer)
+        firsts.append(answer.first - sent)
+        *events, done, rest = bytes(answer.body).split(b"\n\n")
+        assert (answer.status, done, rest) == (200, b"data: [DONE]", b""), answer.body[-300:]
+        return "".join(json.loads(event[6:])["choices"][0]["text"] for event in events)
+
+    begin = time.monotonic()
+    texts = await asyncio.gather(*(stream(index) for index in range(count)))
+    took = time.monotonic() - begin
+    host.close()
+    assert all(text == alone[index % len(prompts)] for index, text in enumerate(texts))
+    firsts.sort()
+    preempted = fort.stats()["engine"]["quire:num_preemptions"]
+    print(
+        f"{count} streams of {size} tokens in {took:.1f} s ({count * size / took:.0f} tokens/s), first token after "
+        f"{firsts[count // 2]:.2f} s, at worst {firsts[-1]:.2f} s; {preempted:.0f} preemptions so far"
+    )
+
+
+class Timed(Whole):
+    """Knows when its first piece came."""
+
+    first = 0.0
+
+    def feed(self, body: bytes, at: float) -> None:
+        self.first = self.first or time.monotonic()
+        super().feed(body, at)
+
+
+class TestKills:
+    def test_twice(self, fort: Stronghold) -> None:
+        run(fort, kills(fort, 2, settled=0.0))
+
+    @pytest.mark.slow
+    def test_twenty_times(self, fort: Stronghold) -> None:
+        """Each engine serves for a while first: one that dies young is brought back later and later."""
+        run(fort, kills(fort, 20, settled=11.0))
+
+
+async def kills(fort: Stronghold, count: int, settled: float) -> None:
+    """`kill -9` at any moment, under a load of every kind."""
+    times: list[float] = []
+    with users_of(fort, count) as users:
+        is_over = False
+        restarts = fort.stats()["restarts"]
+
+        async def user() -> None:
+            while not is_over:
+                ask = draw(users.rng)
+                if users.rng.random() < 0.1:
+                    await users.hang_up(ask)
+                elif await users.ask(ask) == "failed":
+                    await asyncio.sleep(0.1)
+
+        crowd = [asyncio.ensure_future(user()) for _ in range(12)]
+        for killed in range(1, count + 1):
+            await more_answers(users, 10)
+            await asyncio.sleep(settled + users.rng.random())
+            engine = fort.engine
+            family = [engine, *descendants(engine)]
+            assert "/dev/shm" not in Path(f"/proc/{engine}/maps").read_text()  # so no piece of it can be left
+            os.kill(engine, signal.SIGKILL)
+            begin = time.monotonic()
+            await told_the_truth(fort)
+            await more_answers(users, 1)
+            times.append(time.monotonic() - begin)
+            assert fort.engine not in (0, engine) and all(map(is_gone, family))
+            assert (await asyncio.to_thread(fort.stats))["restarts"] == restarts + killed
+        is_over = True
+        await asyncio.gather(*crowd)
+    assert users.ends["failed"] >= count
+    times.sort()
+    print(
+        f"{count} kills: {dict(users.ends)}; serving again after {times[count // 2]:.2f} s, at worst {times[-1]:.2f} s"
+    )
+
+
+async def told_the_truth(fort: Stronghold) -> None:
+    """Without an engine there is a 503 that says when to come again; once there is one, requests are answered."""
+    saw = False
+    deadline = time.monotonic() + 120
+    while True:
+        health = await asyncio.to_thread(fort.request, "GET", "/health", None)
+        if health.status_code == 200:
+            assert saw, "it was healthy all the time"
+            return
+        assert health.status_code == 503 and int(health.headers["retry-after"]) >= 1
+        saw = True
+        assert time.monotonic() < deadline, health.text
+        await asyncio.sleep(0.05)
+
+
+async def more_answers(users: Users, count: int) -> None:
+    enough = users.ends["answered"] + count
+    deadline = time.monotonic() + 120
+    while users.ends["answered"] < enough:
+        assert time.monotonic() < deadline, users.wrong
+        await asyncio.sleep(0.02)
+
+
+def test_a_request_that_is_lost_would_show(fort: Stronghold) -> None:
+    """The judge is judged: what it must call wrong, it does."""
+
+    async def work() -> None:
+        users = Users(fort, 1)
+        short = Ask(TEXT, {"prompt": "abc", "max_tokens": 3, "ignore_eos": True}, tokens=4)
+        assert "where 4 tokens were asked for" in await users.ask(short)
+        assert "HTTP 400" in await users.ask(Ask(TEXT, {"prompt": 5}))
+        assert len(users.wrong) == 2
+        users.close()
+
+    run(fort, work())

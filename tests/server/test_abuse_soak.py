@@ -1,0 +1,158 @@
+"""Mixed traffic for ten minutes: memory and descriptors of all processes stay where they are.
+
+`QUIRE_SOAK_SECONDS` sets another length. One line a sample goes to `QUIRE_SOAK_LOG`, if that names a file.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.server.stronghold import Stronghold, descendants, descriptors, rss, stronghold
+from tests.server.traffic import TEXT, Ask, Users, draw, users_of
+
+SECONDS = float(os.environ.get("QUIRE_SOAK_SECONDS", "600"))
+SAMPLE_SECONDS = 2.0
+WARM_UP = 0.3
+"""The part of the time in which caches, pools and the allocator's arenas may still grow."""
+MAY_GROW = 0.02
+"""Of its memory, from the end of the warm-up on: less than what is noise from one minute to the next."""
+LEAST_ROOM = 4 << 20
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("abuse"), pytest.mark.timeout(SECONDS + 900)]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What the processes hold at one moment."""
+
+    at: float
+    front: int
+    engine: int
+    grammars: int
+    """Memory, in bytes: the grammars' processes together."""
+    descriptors: int
+    """Of the front and the engine."""
+    processes: int
+    ended: int
+    """Requests so far."""
+
+
+@pytest.fixture
+def soaked(tiny_model: Path, tmp_path: Path) -> Iterator[Stronghold]:
+    """A short queue, so that bursts are turned away; what stalls is let go soon."""
+    flags = ("--max-queued-requests", "8", "--max-num-seqs", "16", "--stall-timeout", "3", "--grammar-timeout", "5")
+    with stronghold(tiny_model, tmp_path, *flags) as made:
+        yield made
+        made.assert_standing()
+
+
+def test_mixed_traffic_leaves_memory_flat(soaked: Stronghold) -> None:
+    users, samples = asyncio.run(soak(soaked))
+    later = samples[int(len(samples) * WARM_UP) :]
+    print(f"\n{SECONDS:.0f} s: {dict(users.ends)}")
+    for name in ("front", "engine", "grammars"):
+        values = [getattr(sample, name) for sample in later]
+        grown = growth([sample.at for sample in later], values)
+        middle = statistics.median(values)
+        print(
+            f"{name}: {middle / 2**20:.1f} MiB, {grown / 2**20:+.2f} MiB from {later[0].at:.0f} s to {later[-1].at:.0f} s"
+        )
+        if name != "grammars":
+            assert grown < max(MAY_GROW * middle, LEAST_ROOM), name
+    half = len(later) // 2
+    for name in ("descriptors", "processes"):
+        early, late = ([getattr(sample, name) for sample in part] for part in (later[:half], later[half:]))
+        print(f"{name}: {min(early)} to {max(early)} in the first half, {min(late)} to {max(late)} in the second")
+        assert statistics.median(late) <= statistics.median(early) + 4, name
+    assert users.ends["answered"] > SECONDS and users.ends["busy"] and users.ends["hung up"] and users.ends["refused"]
+    assert soaked.stats()["restarts"] == 0
+
+
+async def soak(fort: Stronghold) -> tuple[Users, list[Sample]]:
+    with users_of(fort, 20) as users:
+        return users, await traffic(users)
+
+
+async def traffic(users: Users) -> list[Sample]:
+    samples: list[Sample] = []
+    begin = time.monotonic()
+    ends = begin + SECONDS
+
+    async def user() -> None:
+        while time.monotonic() < ends:
+            match users.rng.random():
+                case luck if luck < 0.70:
+                    await users.ask(draw(users.rng))
+                case luck if luck < 0.85:
+                    await users.hang_up(draw(users.rng))
+                case luck if luck < 0.95:
+                    await users.send_garbage()
+                case _:
+                    await users.talk_nonsense()
+            await asyncio.sleep(users.rng.random() * 0.1)
+
+    async def burst() -> None:
+        """More than the queue takes."""
+        while time.monotonic() < ends:
+            body = {"prompt": "the world", "max_tokens": 50, "ignore_eos": True, "stream": True, "temperature": 1}
+            many = Ask(TEXT, {**body, "n": 4, "stream_options": {"include_usage": True}}, 200)
+            await asyncio.gather(*(users.ask(many) for _ in range(12)))
+            await asyncio.sleep(5)
+
+    async def watch() -> None:
+        with open(os.environ.get("QUIRE_SOAK_LOG", os.devnull), "w") as log:
+            while time.monotonic() < ends:
+                samples.append(sample(users, time.monotonic() - begin))
+                log.write(json.dumps(asdict(samples[-1])) + "\n")
+                log.flush()
+                await asyncio.sleep(SAMPLE_SECONDS)
+
+    await asyncio.gather(watch(), burst(), *(user() for _ in range(8)))
+    return samples
+
+
+def sample(users: Users, at: float) -> Sample:
+    fort = users.fort
+    engine = fort.engine
+    family = descendants(engine)
+    memory = 0
+    for pid in family:
+        try:
+            memory += rss(pid)
+        except OSError:  # one that has just ended
+            continue
+    return Sample(
+        at=round(at, 1),
+        front=rss(fort.pid),
+        engine=rss(engine),
+        grammars=memory,
+        descriptors=sum(descriptors(fort.pid).values()) + sum(descriptors(engine).values()),
+        processes=2 + len(family),
+        ended=users.ends.total(),
+    )
+
+
+def growth(times: Sequence[float], values: Sequence[float]) -> float:
+    """By how much a line through these points rises from the first to the last: the median of all slopes between two
+    points, which single spikes do not move (Theil and Sen)."""
+    points = list(zip(times, values, strict=True))[:: max(1, len(times) // 300)]
+    slopes = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in itertools.combinations(points, 2)]
+    return statistics.median(slopes) * (times[-1] - times[0])
+
+
+def test_the_line_finds_a_leak_and_forgives_a_spike() -> None:
+    times = [2.0 * i for i in range(200)]
+    assert growth(times, [100.0 + (500 if i % 17 == 0 else 0) for i in range(200)]) == 0
+    assert growth(times, [100.0 + 0.1 * i + (500 if i % 17 == 0 else 0) for i in range(200)]) == pytest.approx(
+        19.9, 0.1
+    )

@@ -1,0 +1,195 @@
+"""Tools and forms through the official client: what the model writes is a call, streamed or whole."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from enum import Enum
+from typing import Any, Literal
+
+import openai
+import pytest
+from pydantic import BaseModel, ConfigDict, Field
+
+from tests.server.clients import CHAT, USER, AsyncClient, Client, SyncClient, assembled
+from tests.server.conftest import MODEL, Live
+
+KINDS = {"sync": SyncClient, "async": AsyncClient}
+NUMBER = {"type": "integer", "minimum": 0, "maximum": 9}
+
+
+def tool(name: str) -> dict[str, Any]:
+    parameters = {
+        "type": "object", "properties": {"n": NUMBER}, "required": ["n"], "additionalProperties": False
+    }  # fmt: skip
+    return {"type": "function", "function": {"name": name, "description": f"{name} n", "parameters": parameters}}
+
+
+TOOLS = [tool("add"), tool("take")]
+SAID = {
+    # Notation: how the model is made to write one call after the other, as a regular expression.
+    "hermes": r'<tool_call>\n\{"name": "%s", "arguments": \{"n": [0-9]\}\}\n</tool_call>',
+    "mistral": r'\[TOOL_CALLS\]\[\{"name": "%s", "arguments": \{"n": [0-9]\}\}\]',
+    "llama3_json": r'\{"name": "%s", "parameters": \{"n": [0-9]\}\}',
+    "pythonic": r"\[%s\(n=[0-9]\)\]",
+    "json": r'\{"name": "%s", "arguments": \{"n": [0-9]\}\}',
+}
+SAID_TWICE = {
+    "hermes": SAID["hermes"] % "add" + r"\n" + SAID["hermes"] % "take",
+    "mistral": r'\[TOOL_CALLS\]\[\{"name": "add", "arguments": \{"n": [0-9]\}\}, '
+    r'\{"name": "take", "arguments": \{"n": [0-9]\}\}\]',
+    "llama3_json": SAID["llama3_json"] % "add" + "; " + SAID["llama3_json"] % "take",
+    "pythonic": r"\[add\(n=[0-9]\), take\(n=[0-9]\)\]",
+    "json": r"\[" + SAID["json"] % "add" + ", " + SAID["json"] % "take" + r"\]",
+}
+
+
+def calls_of(message: Any) -> list[tuple[str, Any]]:
+    """Names and arguments; ids are there and differ."""
+    calls = message.tool_calls or []
+    assert len({call.id for call in calls}) == len(calls) and all(call.id and call.type == "function" for call in calls)
+    return [(call.function.name, json.loads(call.function.arguments)) for call in calls]
+
+
+@pytest.fixture(params=KINDS)
+def client(request: pytest.FixtureRequest, live: Live) -> Client:
+    """Each test runs with both clients."""
+    made: Client = KINDS[request.param](live)
+    return made
+
+
+def ask(client: Client, **fields: Any) -> Any:
+    """The choice, whole; it must be what the streamed one adds up to."""
+    fields = {"messages": USER, "tools": TOOLS, "seed": 5, "max_tokens": 150, **fields}
+    (whole,) = client.call(CHAT, **fields).choices
+    (streamed,) = assembled(client.stream(CHAT, **fields)).choices
+    assert calls_of(streamed.message) == calls_of(whole.message)
+    assert (streamed.message.content or None) == (whole.message.content or None)
+    assert streamed.finish_reason == whole.finish_reason
+    return whole
+
+
+@pytest.mark.parametrize("parser", SAID)
+class TestAuto:
+    """The model calls of its own will: a form that is not the tools' own makes it write exactly that."""
+
+    def test_one_call(self, serving: Callable[..., Live], parser: str) -> None:
+        live = serving(tool_call_parser=parser)
+        for kind in KINDS.values():
+            choice = ask(kind(live), extra_body={"structured_outputs": {"regex": SAID[parser] % "add"}})
+            ((name, arguments),) = calls_of(choice.message)
+            assert name == "add" and arguments["n"] in range(10)
+            assert choice.finish_reason == "tool_calls" and choice.message.content is None
+
+    def test_two_calls_and_one_where_only_one_may_be(self, serving: Callable[..., Live], parser: str) -> None:
+        client = SyncClient(serving(tool_call_parser=parser))
+        form = {"structured_outputs": {"regex": SAID_TWICE[parser]}}
+        both = calls_of(ask(client, extra_body=form).message)
+        assert [name for name, _ in both] == ["add", "take"]
+        assert calls_of(ask(client, extra_body=form, parallel_tool_calls=False).message) == both[:1]
+
+    def test_where_no_call_may_be_it_is_text(self, serving: Callable[..., Live], parser: str) -> None:
+        client = SyncClient(serving(tool_call_parser=parser))
+        form = {"structured_outputs": {"regex": SAID[parser] % "add"}}
+        choice = ask(client, extra_body=form, tool_choice="none")
+        assert choice.message.tool_calls is None and "add" in choice.message.content
+        assert choice.finish_reason == "stop"
+
+
+class TestDemanded:
+    def test_required(self, client: Client) -> None:
+        choice = ask(client, tool_choice="required", parallel_tool_calls=False)
+        ((name, arguments),) = calls_of(choice.message)
+        assert name in ("add", "take") and arguments["n"] in range(10)
+        assert choice.finish_reason == "tool_calls"
+
+    def test_named(self, client: Client) -> None:
+        choice = ask(client, tool_choice={"type": "function", "function": {"name": "take"}})
+        ((name, arguments),) = calls_of(choice.message)
+        assert name == "take" and arguments["n"] in range(10)
+
+    def test_several_samples_call_each_for_itself(self, client: Client) -> None:
+        fields: dict[str, Any] = {"messages": USER, "tools": TOOLS, "seed": 5, "max_tokens": 150, "n": 3}
+        fields |= {"temperature": 1.0, "tool_choice": "required", "parallel_tool_calls": False}
+        whole = [calls_of(choice.message) for choice in client.call(CHAT, **fields).choices]
+        streamed = [calls_of(choice.message) for choice in assembled(client.stream(CHAT, **fields)).choices]
+        assert whole == streamed and all(len(calls) == 1 for calls in whole)
+
+    def test_deltas_hold_the_name_once_and_arguments_in_pieces(self, client: Client) -> None:
+        fields: dict[str, Any] = {"messages": USER, "tools": TOOLS, "max_tokens": 150, "tool_choice": "required"}
+        chunks = client.stream(CHAT, parallel_tool_calls=False, seed=5, **fields)
+        deltas = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or []]
+        assert deltas[0].id and deltas[0].function.name and deltas[0].function.arguments == ""
+        assert all(delta.id is None and delta.function.name is None for delta in deltas[1:])
+        assert {delta.index for delta in deltas} == {0}
+
+    def test_the_client_checks_arguments_against_a_model_of_its_own(self, live: Live) -> None:
+        class Take(BaseModel):
+            n: int = Field(ge=0, le=9)
+
+        answer = live.openai().chat.completions.parse(
+            model=MODEL, messages=USER, tools=[openai.pydantic_function_tool(Take)],
+            tool_choice={"type": "function", "function": {"name": "Take"}}, max_tokens=100, seed=1,
+        )  # fmt: skip
+        (call,) = answer.choices[0].message.tool_calls or []
+        assert isinstance(call.function.parsed_arguments, Take)
+
+
+class Colour(str, Enum):
+    RED = "red"
+    BLUE = "blue"
+
+
+class Point(BaseModel):
+    x: int = Field(ge=0, le=9)
+    colour: Colour
+
+
+class Drawing(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    kind: Literal["line", "dot"]
+    points: list[Point] = Field(min_length=1, max_length=2)
+    note: str | None = Field(max_length=4)
+
+
+class TestForms:
+    """Nested models, references, enums and unions, as the client's own schema writer spells them."""
+
+    def test_a_pydantic_model(self, client: Client) -> None:
+        fields: dict[str, Any] = {"messages": USER, "max_tokens": 180, "seed": 3, "temperature": 0.7}
+        fields["extra_body"] = {"logit_bias": {"4": -100, "5": -100}}  # the tiny model loves white space
+        answer = client.call("chat.completions.parse", response_format=Drawing, **fields)
+        drawing = answer.choices[0].message.parsed
+        assert isinstance(drawing, Drawing) and 1 <= len(drawing.points) <= 2
+
+    def test_a_pydantic_model_streamed(self, live: Live) -> None:
+        extra = {"logit_bias": {"4": -100, "5": -100}}
+        with live.openai().chat.completions.stream(
+            model=MODEL, messages=USER, response_format=Point, max_tokens=120, seed=3, extra_body=extra
+        ) as stream:
+            for _ in stream:
+                pass
+            final = stream.get_final_completion()
+        assert isinstance(final.choices[0].message.parsed, Point)
+
+    def test_responses_parse(self, client: Client) -> None:
+        extra = {"logit_bias": {"4": -100, "5": -100}, "seed": 3}
+        answer = client.call("responses.parse", input="abc", text_format=Point, max_output_tokens=120, extra_body=extra)
+        assert isinstance(answer.output_parsed, Point)
+
+    def test_any_json_object(self, client: Client) -> None:
+        extra = {"logit_bias": {"4": -100, "5": -100}}
+        for seed in range(3):
+            answer = client.call(
+                CHAT, messages=USER, response_format={"type": "json_object"}, max_tokens=200, seed=seed,
+                temperature=0.5, extra_body=extra,
+            )  # fmt: skip
+            (choice,) = answer.choices
+            assert choice.message.content.startswith("{")
+            if choice.finish_reason == "stop":
+                assert isinstance(json.loads(choice.message.content), dict)
+
+    def test_a_schema_that_cannot_be_kept_to_is_told(self, client: Client) -> None:
+        form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nonsense"}}}
+        with pytest.raises(openai.BadRequestError, match="nonsense"):
+            client.call(CHAT, messages=USER, response_format=form)

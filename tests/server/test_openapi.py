@@ -1,0 +1,182 @@
+"""schemathesis makes requests of the OpenAPI document, right ones and wrong ones: no 5xx, no hang, nothing left behind.
+
+Answers, and each event of a stream, must have the form that the document tells of. What breaks it must be refused.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import requests
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from schemathesis import Case, GenerationMode
+from schemathesis.checks import CHECKS, load_all_checks
+
+from tests.server.conftest import Live
+
+load_all_checks()
+ALWAYS = CHECKS.get_by_names(
+    ["not_a_server_error", "status_code_conformance", "content_type_conformance", "response_schema_conformance"]
+)
+WRONG = [*ALWAYS, CHECKS.get_one("negative_data_rejection")]
+TOO_LATE = 408
+"""A request that gives itself no time may be over before it is found to be wrong."""
+SECONDS = 60.0
+"""An answer that takes longer counts as a hang; requests of the tiny model take a few milliseconds."""
+
+
+class Fuzz:
+    """Cases for all operations of a live server, and a count of what they were answered with."""
+
+    def __init__(self, live: Live) -> None:
+        self._live = live
+        self._schema = schemathesis.openapi.from_url(f"{live.url}/openapi.json")
+        self._session = requests.Session()
+        self.statuses: dict[GenerationMode, collections.Counter[int]] = collections.defaultdict(collections.Counter)
+
+    def run(self, right: int, wrong: int, first: int = 0) -> None:
+        """So many right and wrong cases of each operation that has a body; others are asked a few times."""
+        for result in self._schema.get_all_operations():
+            operation = result.ok()
+            if operation.body:
+                self._cases(operation, GenerationMode.POSITIVE, right, first)
+                self._cases(operation, GenerationMode.NEGATIVE, wrong, first)
+            else:
+                self._cases(operation, GenerationMode.POSITIVE, 2, first)
+
+    def _cases(self, operation: Any, mode: GenerationMode, count: int, first: int) -> None:
+        checks = ALWAYS if mode is GenerationMode.POSITIVE else WRONG
+
+        @seed(first)
+        @settings(
+            max_examples=count, deadline=None, database=None, suppress_health_check=list(HealthCheck),
+            phases=[Phase.generate],
+        )  # fmt: skip
+        @given(case=operation.as_strategy(generation_mode=mode))
+        def ask(case: Case) -> None:
+            if mode is GenerationMode.POSITIVE:
+                make_sense(case.body, case.operation.path)
+            response = case.call(base_url=self._live.url, session=self._session, timeout=SECONDS)
+            self.statuses[mode][response.status_code] += 1
+            case.validate_response(response, checks=ALWAYS if response.status_code == TOO_LATE else checks)
+
+        ask()
+
+    @property
+    def total(self) -> int:
+        return sum(sum(counts.values()) for counts in self.statuses.values())
+
+
+def make_sense(body: Any, path: str) -> None:
+    """What a schema cannot say: fields that need each other, and roles that the tiny model's template knows."""
+    if not isinstance(body, dict):
+        return
+    if "stream_options" in body:
+        body["stream"] = True
+    if body.get("stream"):
+        body.pop("prompt_logprobs", None)
+    body.pop("chat_template", None)
+    if path == "/tokenize":
+        if body.get("messages"):
+            body |= {"prompt": None, "add_special_tokens": None}
+        else:
+            body["prompt"] = body.get("prompt") or "abc"
+            for name in (
+                "messages",
+                "add_generation_prompt",
+                "continue_final_message",
+                "chat_template_kwargs",
+                "tools",
+            ):
+                body.pop(name, None)
+    for message in body.get("messages") or []:
+        message["role"] = "user" if len(message.get("role", "")) % 2 else "assistant"
+        message["content"] = message.get("content") or "abc"
+        message.pop("tool_calls", None)
+
+
+@pytest.fixture
+def fuzz(live: Live) -> Fuzz:
+    return Fuzz(live)
+
+
+def test_a_few_hundred_requests(fuzz: Fuzz, live: Live) -> None:
+    fuzz.run(right=24, wrong=12)
+    live.assert_idle()
+    assert fuzz.total > 250
+    accepted = fuzz.statuses[GenerationMode.POSITIVE]
+    assert accepted[200] > 0.4 * accepted.total(), "or the document says little of what is right"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_thousands_of_requests(fuzz: Fuzz, live: Live) -> None:
+    fuzz.run(right=600, wrong=300, first=1)
+    live.assert_idle()
+    print(fuzz.total, {mode.name: dict(counts) for mode, counts in fuzz.statuses.items()})
+    assert fuzz.total > 5000
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_request_that_excludes_every_token_is_itself_at_fault(live: Live, streams: bool) -> None:
+    form = {"structured_outputs": {"regex": "[a-c]+"}, "allowed_token_ids": live.server.tokenizer.encode("x")}
+    refused = live.post("/v1/completions", {"prompt": "abc", "stream": streams, **form})
+    assert refused.status_code == 400 and "excludes every token" in refused.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "path, body, param",
+    [
+        ("/v1/completions", {"prompt": "abc", "repetition_penalty": 5e-324}, "repetition_penalty"),
+        ("/tokenize", {"prompt": "abc", "chat_template_kwargs": {"a": 1}}, "chat_template_kwargs"),
+        ("/tokenize", {"prompt": "abc", "tools": [{"function": {"name": "f"}}]}, "tools"),
+        ("/v1/responses", {"input": [{"type": "reasoning", "content": [{"text": "hm"}]}]}, "input"),
+    ],
+)
+def test_what_it_found_is_told(live: Live, path: str, body: dict[str, Any], param: str) -> None:
+    refused = live.post(path, body)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
+
+
+def test_a_message_whose_type_is_null_is_a_message(live: Live) -> None:
+    item = {"type": None, "role": "user", "content": "abc"}
+    assert live.post("/v1/responses", {"input": [item], "max_output_tokens": 1}).status_code == 200
+
+
+def unfilled(schema: Any) -> Iterator[str]:
+    """Texts in a schema that stand for a fact nobody filled in."""
+    if isinstance(schema, dict):
+        for value in schema.values():
+            yield from unfilled(value)
+    elif isinstance(schema, list):
+        for value in schema:
+            yield from unfilled(value)
+    elif isinstance(schema, str) and schema.startswith("$"):
+        yield schema
+
+
+def test_the_document_knows_the_server(serving: Callable[..., Live]) -> None:
+    live = serving(served_model_name=("one", "two"), max_samples=7)
+    document = live.client.get("/openapi.json").json()
+    assert list(unfilled(document)) == []
+    fields = document["components"]["schemas"]["CompletionRequest"]["properties"]
+    assert fields["model"]["anyOf"][0]["enum"] == ["one", "two"]
+    assert fields["n"]["anyOf"][0] == {"type": "integer", "minimum": 1, "maximum": 7}
+    assert fields["max_tokens"]["anyOf"][0]["maximum"] == 256
+    assert fields["stop_token_ids"]["anyOf"][0]["items"]["maximum"] == 127
+    assert fields["best_of"] == {"enum": [1, None], "default": None}
+
+
+def test_a_whole_number_may_be_written_as_a_float(live: Live) -> None:
+    """To JSON, and to languages with one kind of number, 3.0 is 3."""
+    body = b'{"prompt": [5.0, 6.0], "max_tokens": 3.0, "n": 1.0, "logit_bias": {"7": 1.0}, "ignore_eos": true}'
+    answer = live.client.post("/v1/completions", content=body, headers={"content-type": "application/json"})
+    assert answer.json()["usage"]["completion_tokens"] == 3
+    for wrong in (b"3.5", b"1e300", b'"3"', b"true"):
+        body = b'{"prompt": "abc", "max_tokens": ' + wrong + b"}"
+        refused = live.client.post("/v1/completions", content=body, headers={"content-type": "application/json"})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "max_tokens")
