@@ -107,7 +107,9 @@ def sessions(folder: Path, count: int) -> None:
     begin = time.perf_counter()
     for i in range(count):
         tokens = prompt + [rng.randrange(50_000) for _ in range(32)]
-        times.setdefault(i // (count // 4), []).append(timed(lambda i=i, t=tokens: store.create(f"agent-{i}", t, durable=False)))  # type: ignore[misc]  # noqa: E501
+        times.setdefault(i // (count // 4), []).append(
+            timed(lambda i=i, t=tokens: store.create(f"agent-{i}", t, durable=False))
+        )  # type: ignore[misc]
         store.set_kv(f"agent-{i}", len(tokens), b"benchmark")
     store.commit()
     wall = time.perf_counter() - begin

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol, TypedDict, Union
 
 from quire.api.beams import as_search, row_params
@@ -18,6 +18,8 @@ from quire.messages.request import NewRequest
 from quire.messages.sampling import SamplingParams
 
 MAX_BAD_WORDS = 128
+LONGEST_BAD_WORD = 1024
+"""Characters."""
 
 
 class TextPrompt(TypedDict, total=False):
@@ -224,11 +226,11 @@ class InputProcessor:
 
     def _bad_words(self, params: SamplingParams) -> list[list[int]]:
         """Each word as it is tokenized at the start of a text and after a space."""
-        if not params.bad_words:
-            return []
+        words = dict.fromkeys(word.lstrip() for word in params.bad_words or ())
+        self._check_bad_words(words)
         sequences: list[list[int]] = []
-        for word in params.bad_words:
-            for text in (word.lstrip(), f" {word.lstrip()}"):
+        for word in words:
+            for text in (word, f" {word}"):
                 tokens = self.encode(text, add_special_tokens=False)
                 if tokens and tokens not in sequences:
                     sequences.append(tokens)
@@ -237,6 +239,16 @@ class InputProcessor:
                 f"bad_words make {len(sequences)} token sequences; at most {MAX_BAD_WORDS}", "bad_words"
             )
         return sequences
+
+    def _check_bad_words(self, words: Collection[str]) -> None:
+        """Before any of them is tokenized: that takes its time, and the caller may be an event loop."""
+        if len(words) > MAX_BAD_WORDS:
+            raise ValidationError(f"bad_words holds {len(words)} words; at most {MAX_BAD_WORDS}", "bad_words")
+        longest = max(map(len, words), default=0)
+        if longest > LONGEST_BAD_WORD:
+            raise ValidationError(
+                f"bad_words holds a word of {longest} characters; at most {LONGEST_BAD_WORD}", "bad_words", longest
+            )
 
 
 def _token_id(token: object) -> int:

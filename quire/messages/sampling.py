@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import enum
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -16,6 +16,8 @@ from quire.messages.structured import StructuredOutputsParams as StructuredOutpu
 MAX_N = 16384
 MAX_STOP_STRINGS = 64
 MAX_TOKEN_ID = 2**31 - 1
+MAX_TOKEN_IDS = 2**18
+"""In one list: as many as the largest vocabularies have. Each is looked at, by whoever makes the request."""
 GREEDY_BELOW = 1e-5
 LOWEST_TEMPERATURE = 0.01
 REPETITION_PENALTY = 0.01, 100.0
@@ -144,6 +146,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=False):
         if self.logit_bias:
             if not isinstance(self.logit_bias, Mapping):
                 raise ValidationError(f"logit_bias must map token ids to biases, got {self.logit_bias!r}", "logit_bias")
+            check_count("logit_bias", self.logit_bias)
             for token, bias in self.logit_bias.items():
                 check_integer("logit_bias", token, 0, MAX_TOKEN_ID)
                 if not _is_finite(bias):
@@ -196,9 +199,16 @@ def _strings(name: str, value: Sequence[str] | str | None) -> list[str] | None:
     return values or None
 
 
+def check_count(name: str, value: Collection[object]) -> None:
+    """Raise for more token ids than anybody needs."""
+    if len(value) > MAX_TOKEN_IDS:
+        raise ValidationError(f"{name} holds {len(value)} token ids; at most {MAX_TOKEN_IDS}", name, len(value))
+
+
 def check_token_ids(name: str, value: Sequence[int] | None) -> list[int] | None:
     """The ids as a list; raises unless they may be some."""
-    for token in _listed(name, value) or []:
+    check_count(name, _listed(name, value) or [])
+    for token in value or []:
         check_integer(name, token, 0, MAX_TOKEN_ID)
     return None if value is None else list(value)
 

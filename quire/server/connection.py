@@ -1,5 +1,4 @@
-"""uvicorn's HTTP parser for clients that mean no good: bounds on heads, on time and on what is asked ahead, and a way to
-cut a connection."""
+"""uvicorn's HTTP parser for clients that mean no good: bounds on heads, on time and on what is asked ahead."""
 
 from __future__ import annotations
 

@@ -27,12 +27,14 @@ logger = logging.getLogger(__name__)
 BACKLOG = 2048
 KEEP_ALIVE_SECONDS = 75
 """A connection with nothing on it stays open so long: longer than clients keep theirs, so that they close first."""
+MOST_DESCRIPTORS = 65536
 LAST_SECONDS = 2
 """What answers that were cut off get to leave the socket."""
 
 
 def serve(engine: EngineConfig, config: ServerConfig, on_ready: Callable[[Server, str], None] | None = None) -> int:
     """Run a server until it is told to stop. `on_ready` gets it, and its address, when it takes requests."""
+    allow_many_connections()
     with listening(config) as (sock, url):
         llm = AsyncLLM.from_config(engine)
         try:
@@ -40,6 +42,17 @@ def serve(engine: EngineConfig, config: ServerConfig, on_ready: Callable[[Server
         finally:
             llm.shutdown()
     return 0
+
+
+def allow_many_connections() -> None:
+    """A connection is a descriptor, and the usual bound of 1,024 is there for programs that know no better."""
+    with contextlib.suppress(ImportError, OSError, ValueError):  # not everywhere, and not for everybody
+        import resource
+
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        wanted = MOST_DESCRIPTORS if hard < 0 else min(hard, MOST_DESCRIPTORS)  # -1: no bound
+        if 0 <= soft < wanted:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def run_loop(main: Coroutine[Any, Any, None]) -> None:

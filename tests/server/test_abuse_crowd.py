@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import signal
 import time
-from collections.abc import Coroutine
+from collections.abc import AsyncGenerator, Coroutine
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from quire.cli.bench.load.http import Host, Whole
+from quire.server.protocol.embeddings import EmbeddingRequest
+from quire.server.routes.embeddings import _vectors
+from tests.server.conftest import Live
 from tests.server.stronghold import KEYS, Stronghold, descendants, is_gone
 from tests.server.traffic import TEXT, Ask, Users, draw, users_of
 
@@ -174,6 +179,36 @@ async def more_answers(users: Users, count: int) -> None:
     while users.ends["answered"] < enough:
         assert time.monotonic() < deadline, users.wrong
         await asyncio.sleep(0.02)
+
+
+def test_vectors_that_are_left_at_any_moment_give_their_place_back(live: Live) -> None:
+    """Also in the last one, when all is done but tidying up."""
+
+    async def work() -> None:
+        server = live.server
+        (output,) = [output async for output in server.llm.encode("abc")]
+        exchange: Any = SimpleNamespace(id="x", tenant="")
+        body = EmbeddingRequest(input=["abc", "the world"])
+
+        async def encode(*arguments: Any, **more: Any) -> AsyncGenerator[Any, None]:
+            yield output
+
+        stub: Any = SimpleNamespace(llm=SimpleNamespace(encode=encode), config=server.config)
+        stub.admission, stub.observer = server.admission, server.observer
+        done = False
+        for moment in itertools.count():
+            task = asyncio.ensure_future(_vectors(stub, exchange, body, [[5], [6]]))
+            for _ in range(moment):
+                await asyncio.sleep(0)
+            done = task.done()
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            assert server.admission.requests == server.admission.samples == 0, moment
+            if done:
+                break
+        assert moment > 2
+
+    live.run(work())
 
 
 def test_a_request_that_is_lost_would_show(fort: Stronghold) -> None:

@@ -64,9 +64,8 @@ def test_mixed_traffic_leaves_memory_flat(soaked: Stronghold) -> None:
         values = [getattr(sample, name) for sample in later]
         grown = growth([sample.at for sample in later], values)
         middle = statistics.median(values)
-        print(
-            f"{name}: {middle / 2**20:.1f} MiB, {grown / 2**20:+.2f} MiB from {later[0].at:.0f} s to {later[-1].at:.0f} s"
-        )
+        span = f"from {later[0].at:.0f} s to {later[-1].at:.0f} s"
+        print(f"{name}: {middle / 2**20:.1f} MiB, {grown / 2**20:+.2f} MiB {span}")
         if name != "grammars":
             assert grown < max(MAY_GROW * middle, LEAST_ROOM), name
     half = len(later) // 2

@@ -146,10 +146,10 @@ def test_what_is_wrong_is_told(live: Live, body: dict[str, Any], status: int, me
 
 def test_a_client_that_hangs_up_and_one_that_waits_too_long_leave_nothing_behind(live: Live) -> None:
     """The `live` fixture sees that all blocks come back."""
-    inputs = [[4 + (i + j) % 90 for j in range(250)] for i in range(64)]
+    inputs = [[4 + (i + j) % 90 for j in range(250)] for i in range(1024)]
     with pytest.raises(httpx.TimeoutException):
-        httpx.post(f"{live.url}/v1/embeddings", json={"input": inputs}, timeout=0.15)
-    late = post(live, input=inputs, timeout=0.05)
+        httpx.post(f"{live.url}/v1/embeddings", json={"input": inputs}, timeout=0.1)
+    late = post(live, input=inputs, timeout=0.01)
     assert late.status_code == 408
 
 

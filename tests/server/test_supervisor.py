@@ -245,8 +245,9 @@ class TestDeath:
                 await final(llm)
             with pytest.raises(EngineDeadError, match="shut down"):
                 await llm.restart()
-            assert Belongings().children == before.children
-            assert Belongings().descriptors == before.descriptors
+            after = Belongings()
+            assert not after.children - before.children
+            assert not after.descriptors - before.descriptors  # of what other tests hold, some may have gone since
 
         run(work())
 
@@ -309,8 +310,8 @@ async def kills_under_load(model: Path, kind: type[AsyncLLM], count: int, with_f
         stopping = True
         await asyncio.gather(*users)
         assert ends["failed"] >= count
-        assert len(after.children) == len(before.children) == 1
-        assert after.descriptors == before.descriptors
+        assert after.children - before.children == {str(llm._engine.pid)}
+        assert not after.descriptors - before.descriptors  # of what other tests hold, some may have gone since
         assert after.temporary == before.temporary
         assert llm.num_open_requests == 0 and not llm._by_key and not llm._questions.keys() - {min(llm._questions)}
         assert await metric(llm, "num_blocks_used") == await metric(llm, "num_requests_running") == 0

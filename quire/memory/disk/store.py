@@ -47,6 +47,8 @@ SEGMENT_BYTES = 64 << 20
 LARGEST_SEGMENT_BYTES = 4 << 30
 FEWEST_SEGMENTS = 64
 """A store's budget is cut into at least this many segments, once they are of a decent size."""
+MOST_SEGMENTS = 512
+"""Each is an open file."""
 REST_SECONDS = 30.0
 """How long a disk that was full or failing is left alone."""
 
@@ -344,7 +346,7 @@ class DiskStore:
 
     def _grow(self) -> None:
         """Another segment, if the budget and the disk have room for it. Blocks of other models go first."""
-        if time.monotonic() < self._full_until:
+        if time.monotonic() < self._full_until or len(self._segments) >= MOST_SEGMENTS:
             return
         wanted = min(max(SEGMENT_BYTES, self.capacity // FEWEST_SEGMENTS), LARGEST_SEGMENT_BYTES)
         own = sum(segment.size for segment in self._segments)
@@ -354,20 +356,25 @@ class DiskStore:
         size = file_bytes(self.block_bytes, slots)
         while self._bytes_here() + size > self.capacity and self._drop_others():
             pass
-        path = self._folder / f"{self._next_file:08d}.kv"
-        self._next_file += 1
-        try:
-            segment = Segment.create(path, self._identity, self.block_bytes, slots)
-        except OSError as error:
-            self._full_until = time.monotonic() + REST_SECONDS
-            self._counts["failed"] += 1
-            logger.warning(
-                "the KV store in %s stays at %d MiB of its %d: %s",
-                self._folder, own >> 20, self.capacity >> 20, error.strerror or error,
-            )  # fmt: skip
-            return
-        self._segments.append(segment)
-        self._free.extend((segment, slot) for slot in reversed(range(slots)))
+        reason = OSError()
+        # A disk with little room gets small files rather than none.
+        while slots:
+            path = self._folder / f"{self._next_file:08d}.kv"
+            self._next_file += 1
+            try:
+                segment = Segment.create(path, self._identity, self.block_bytes, slots)
+            except OSError as error:
+                reason, slots = error, slots // 4
+            else:
+                self._segments.append(segment)
+                self._free.extend((segment, slot) for slot in reversed(range(slots)))
+                return
+        self._full_until = time.monotonic() + REST_SECONDS
+        self._counts["failed"] += 1
+        logger.warning(
+            "the KV store in %s stays at %d MiB of its %d: %s",
+            self._folder, own >> 20, self.capacity >> 20, reason.strerror or reason,
+        )  # fmt: skip
 
     def _write_failed(self, key: bytes, segment: Segment, slot: int, error: OSError) -> None:
         with self._lock:

@@ -76,10 +76,10 @@ async def _vectors(
         is_input = error.parameter in ("prompt", "prompt_token_ids")
         raise bad_request(str(error), "input" if is_input else error.parameter) from error
     finally:
+        place.leave()  # before anything is waited for: a hang-up may interrupt even this
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        place.leave()
 
 
 async def _vector(

@@ -139,7 +139,7 @@ def nursery() -> None:
         if pid == 0:
             fd = os.open(notes, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             try:
-                run(folder, int(seed), lambda text: os.write(fd, text.encode()))
+                run(folder, int(seed), lambda text, fd=fd: os.write(fd, text.encode()))
             except BaseException as error:
                 os.write(fd, f"e{type(error).__name__}: {error}\n".encode())
             finally:

@@ -50,7 +50,9 @@ def check(folder: Path, model: storm.Model) -> set[str]:
         assert set(store.lost()) == lost, "a loss stays known"
         for name in lost:
             left = store.recover(name)
-            assert store.tokens(name).tolist() == model[name]["tokens"][: left.num_tokens], "what is left is a beginning"
+            assert store.tokens(name).tolist() == model[name]["tokens"][: left.num_tokens], (
+                "what is left is a beginning"
+            )
             store.append(name, [5])
             store.delete(name)
         assert store.lost() == {}
@@ -134,7 +136,11 @@ def test_a_flipped_bit_after_a_crash_costs_a_named_session_or_the_last_operation
 
 
 def test_a_flipped_bit_outside_a_payload_costs_nothing() -> None:
-    frames = [Frame(Kind.STATE, 1, 0, b"first", "a"), Frame(Kind.APPEND, 1, 1, b"second"), Frame(Kind.CHUNK, 2, 0, b"x")]
+    frames = [
+        Frame(Kind.STATE, 1, 0, b"first", "a"),
+        Frame(Kind.APPEND, 1, 1, b"second"),
+        Frame(Kind.CHUNK, 2, 0, b"x"),
+    ]
     data = b"".join(encode(frame, 0, NONCE) for frame in frames)
     whole = list(scan(data, 0, NONCE))
     assert [(f.kind, f.id, f.seq, f.payload, f.name) for f in whole] == [tuple(f) for f in
@@ -207,11 +213,11 @@ def _partly(before: bytes, now: bytes, rng: random.Random) -> bytes:
 
 
 class SmallDisk:
-    """A disk with room for so many bytes more, as far as the session log can tell."""
+    """A disk of so many bytes, as far as the session log can tell."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, room: int) -> None:
-        self.room = room
-        self.sizes: dict[int, int] = {}
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, root: Path, size: int) -> None:
+        self.root = root
+        self.size = size
         real_write, real_reserve = logs.write_all, os.posix_fallocate
 
         def write(fd: int, data: bytes, offset: int) -> None:
@@ -231,10 +237,9 @@ class SmallDisk:
         monkeypatch.setattr(os, "posix_fallocate", reserve)
 
     def grow(self, fd: int, size: int) -> None:
-        more = max(0, size - os.fstat(fd).st_size)
-        if more > self.room:
+        used = sum(path.stat().st_size for path in self.root.rglob("*") if path.is_file())
+        if used + max(0, size - os.fstat(fd).st_size) > self.size:
             raise OSError(errno.ENOSPC, "No space left on device")
-        self.room -= more
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -242,7 +247,7 @@ def test_on_a_full_disk_what_is_refused_changed_nothing(
     tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rng, model = random.Random(seed), storm.Model()
-    disk = SmallDisk(monkeypatch, room=30_000)
+    disk = SmallDisk(monkeypatch, tmp_path, 30_000)
     refused = 0
     store = SessionStore.open(tmp_path, file_bytes=storm.FILE_BYTES)
     for i in range(150):
@@ -252,8 +257,9 @@ def test_on_a_full_disk_what_is_refused_changed_nothing(
         except StoreFullError as error:
             assert "disk is full" in str(error)
             refused += 1
+            assert operation[0] != "delete", "deletions have room put by for them"
             if refused % 20 == 0:
-                disk.room += 20_000
+                disk.size += 10_000
         else:
             storm.apply(operation, model)
         if i % 10 == 0:
@@ -270,15 +276,26 @@ def test_a_full_disk_drops_kv_and_never_tokens(tmp_path: Path, monkeypatch: pyte
     key = bytes([1]) * 32
     with DiskStore.open(tmp_path / "kv", b"model", 4096, 1 << 20) as kv:
         assert kv.write(key, memoryview(bytes(4096)))
-        disk = SmallDisk(monkeypatch, room=0)
-
-        def make_room(size: int) -> None:
-            disk.room += kv.give_back(size)
-
-        with SessionStore.open(tmp_path / "sessions", make_room=make_room) as store:
+        SmallDisk(monkeypatch, tmp_path, kv.stats().disk_bytes)
+        with SessionStore.open(tmp_path / "sessions", make_room=kv.give_back) as store:
             store.create("a", range(1000))
             assert store.tokens("a").tolist() == list(range(1000))
         assert not kv.has(key)
+
+
+def test_deleting_on_a_full_disk_makes_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    SmallDisk(monkeypatch, tmp_path, 100_000)
+    with SessionStore.open(tmp_path, file_bytes=storm.FILE_BYTES) as store:
+        made = 0
+        with pytest.raises(StoreFullError, match="delete sessions"):
+            while True:
+                store.create(f"s{made}", range(made, made + 300))
+                made += 1
+        for i in range(0, made, 2):
+            store.delete(f"s{i}")
+        for i in range(made // 8):
+            store.create(f"t{i}", range(5000 + i, 5300 + i))
+        assert all(store.tokens(f"s{i}").tolist() == list(range(i, i + 300)) for i in range(1, made, 2))
 
 
 def test_a_disk_that_cannot_sync_promises_nothing_more_and_still_reads(

@@ -45,7 +45,7 @@ def store(tmp_path: Path, clock: Clock) -> Iterator[SessionStore]:
 
 
 class SessionMachine(RuleBasedStateMachine):
-    """Everything one can do to sessions, in any order, with restarts between, in files so small that all are cleaned."""
+    """Everything one can do to sessions, in any order, with restarts, in files so small that all are cleaned."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -184,7 +184,7 @@ def test_names_people_use_are_taken(name: str) -> None:
 def test_no_name_reaches_the_file_system(store: SessionStore, tmp_path: Path) -> None:
     store.create("agent-7:turn_2@home", [1, 2, 3])
     names = {path.name for path in tmp_path.rglob("*")}
-    assert names == {"sessions", "lock", "00000001.log"}
+    assert names == {"sessions", "lock", "reserve", "00000001.log"}
 
 
 def test_a_fork_is_its_own_session_and_outlives_its_parent(store: SessionStore) -> None:

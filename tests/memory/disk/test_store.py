@@ -204,7 +204,9 @@ def test_blocks_of_other_models_make_room_for_ours_the_oldest_first(tmp_path: Pa
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_flipped_bit_anywhere_costs_blocks_but_never_changes_one(tmp_path: Path, seed: int, small_segments: None) -> None:
+def test_a_flipped_bit_anywhere_costs_blocks_but_never_changes_one(
+    tmp_path: Path, seed: int, small_segments: None
+) -> None:
     rng = random.Random(seed)
     capacity = 2 * file_bytes(BLOCK, 3)
     with DiskStore.open(tmp_path, b"model", BLOCK, capacity) as store:
@@ -353,9 +355,10 @@ input()
     assert caught.value.pid == process.pid
     process.kill()
     process.communicate()
-    with DiskStore.open(tmp_path, b"model", BLOCK, 1 << 20):
-        with pytest.raises(StoreInUseError, match=f"process {os.getpid()}"):
-            DiskStore.open(tmp_path, b"model", BLOCK, 1 << 20)
+    store = DiskStore.open(tmp_path, b"model", BLOCK, 1 << 20)
+    with pytest.raises(StoreInUseError, match=f"process {os.getpid()}"):
+        DiskStore.open(tmp_path, b"model", BLOCK, 1 << 20)
+    store.close()
     DiskStore.open(tmp_path, b"model", BLOCK, 1 << 20).close()
 
 

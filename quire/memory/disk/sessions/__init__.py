@@ -2,6 +2,7 @@
 
     FOLDER/lock            one process owns the folder
     FOLDER/00000001.log    frames (`frames.py`), appended and never changed
+    FOLDER/reserve         room put by, so that sessions can be deleted on a full disk
     FOLDER/00000001.sum    what the log of that number held when it was closed or left: who would be missed if it is cut
 
 Full chunks of 256 tokens are frames of their own, linked to the chunk before and stored once however many sessions

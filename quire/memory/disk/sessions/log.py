@@ -29,6 +29,8 @@ BODY = HEADER_COPIES * HEADER.size
 STEP_BYTES = 1 << 20
 """Room is reserved in such steps: a commit has no new length to note, and a full disk shows before it hurts."""
 
+SMALLEST_RESERVE_BYTES = 512
+
 
 class Place(NamedTuple):
     """Where a frame lies."""
@@ -108,6 +110,11 @@ class Log:
         return sum(file.end for file in self.files.values())
 
     @property
+    def reserve_bytes(self) -> int:
+        """Room put by for a full disk."""
+        return min(STEP_BYTES, self.file_bytes)
+
+    @property
     def active(self) -> int:
         """The file that frames go to; 0 before the first."""
         return self._active.number if self._active else 0
@@ -144,21 +151,30 @@ class Log:
 
     # Writing
 
-    def append(self, frames: Sequence[Frame]) -> list[Place]:
-        """Add frames at the end, in order. They are durable after the next commit."""
+    def append(self, frames: Sequence[Frame], freeing: bool = False) -> list[Place]:
+        """Add frames at the end, in order. They are durable after the next commit.
+
+        `freeing`: what is added makes other things go, so it may use what is put by for a full disk.
+        """
+        ways_out = [self._make_room] if self._make_room else []
+        if freeing:
+            ways_out.append(self._spend_reserve)
+        spent = False
         with self._lock:
             self._check_works()
-            try:
-                return self._append(frames)
-            except OSError as error:
-                if error.errno not in (errno.ENOSPC, errno.EDQUOT) or self._make_room is None:
-                    raise self._refusal(error) from error
-            try:
+            while True:
+                try:
+                    places = self._append(frames)
+                    break
+                except OSError as error:
+                    if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not ways_out:
+                        raise self._refusal(error) from error
                 # KV on the same disk goes before a single token does.
-                self._make_room(4 * STEP_BYTES)
-                return self._append(frames)
-            except OSError as error:
-                raise self._refusal(error) from error
+                ways_out.pop(0)(4 * STEP_BYTES)
+                spent = True
+            if spent:
+                self.put_by()
+            return places
 
     def commit(self) -> None:
         """All that was appended before is durable when this returns. Many who wait share one sync."""
@@ -193,6 +209,22 @@ class Log:
                 sync_folder(self.folder)
             except OSError as error:
                 logger.warning("%s cannot be removed: %s", file.path, error)
+            self.put_by()
+
+    def put_by(self) -> None:
+        """Keep some room for deletions on a full disk, as much of it as the disk has."""
+        size = self.reserve_bytes
+        while size >= SMALLEST_RESERVE_BYTES:
+            try:
+                fd = os.open(self._reserve_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+                try:
+                    os.posix_fallocate(fd, 0, size)
+                finally:
+                    os.close(fd)
+                return
+            except OSError:
+                self._spend_reserve()
+                size //= 2
 
     def close(self) -> None:
         """Sync, say what the last file holds, and let go."""
@@ -208,6 +240,14 @@ class Log:
             self._active = None
 
     # Inside
+
+    @property
+    def _reserve_path(self) -> Path:
+        return self.folder / "reserve"
+
+    def _spend_reserve(self, size: int = 0) -> None:
+        with contextlib.suppress(OSError):
+            self._reserve_path.unlink(missing_ok=True)
 
     def _append(self, frames: Sequence[Frame]) -> list[Place]:
         # All in one file and one write: what fails has then left nothing behind, not even in part.

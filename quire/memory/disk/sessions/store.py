@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import heapq
 import logging
 import os
@@ -9,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -20,6 +21,7 @@ from quire.memory.disk.errors import (
     SessionLostError,
     SessionNotFoundError,
     StoreError,
+    StoreFullError,
     unavailable,
 )
 from quire.memory.disk.owner import Ownership
@@ -51,6 +53,24 @@ CLEAN_AT_ONCE = 64
 FILES_AT_ONCE = 4
 """Files removed with one operation, for the same reason: each is a sync."""
 _KEEP: Any = object()
+
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def _reclaiming(method: Method) -> Method:
+    """What a full disk refuses is tried again if cleaning the log gives room."""
+
+    @functools.wraps(method)
+    def wrapper(store: SessionStore, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(store, *args, **kwargs)
+        except StoreFullError:
+            if not store._reclaim():
+                raise
+        return method(store, *args, **kwargs)
+
+    return wrapper  # type: ignore[return-value]
 
 
 class Page(msgspec.Struct, frozen=True):
@@ -190,6 +210,7 @@ class SessionStore:
 
     # Changing
 
+    @_reclaiming
     def create(
         self,
         name: str,
@@ -212,6 +233,7 @@ class SessionStore:
             entry = self._begin(*self._grown(state, data))
         return self._done(entry, durable)
 
+    @_reclaiming
     def append(self, name: str, tokens: Sequence[int] | np.ndarray, *, durable: bool = True) -> Session:
         """Add tokens to the session."""
         data = pack_tokens(tokens)
@@ -227,6 +249,7 @@ class SessionStore:
                 self._retell(entry, *self._grown(state, data))
         return self._done(entry, durable)
 
+    @_reclaiming
     def set_kv(self, name: str, tokens: int, fingerprint: bytes, *, durable: bool = False) -> Session:
         """KV of the session's first `tokens` tokens was handed to the block store of this fingerprint."""
         with self._lock:
@@ -238,6 +261,7 @@ class SessionStore:
             self._retell(entry, msgspec.structs.replace(entry.state, kv_tokens=tokens, kv_fingerprint=fingerprint))
         return self._done(entry, durable)
 
+    @_reclaiming
     def update(
         self,
         name: str,
@@ -258,6 +282,7 @@ class SessionStore:
             self._watch(entry)
         return self._done(entry, durable)
 
+    @_reclaiming
     def touch(self, name: str) -> None:
         """The session is in use, though nothing is added to it."""
         with self._lock:
@@ -267,6 +292,7 @@ class SessionStore:
             if now - entry.state.used > min(60.0, (entry.state.ttl or 960.0) / 16):
                 self._retell(entry, msgspec.structs.replace(entry.state, used=now))
 
+    @_reclaiming
     def fork(self, name: str, new_name: str, at: int | None = None, *, durable: bool = True) -> Session:
         """A new session with the same first `at` tokens (all, unless said otherwise). Costs one small frame."""
         check_name(new_name)
@@ -287,16 +313,18 @@ class SessionStore:
             )  # fmt: skip
         return self._done(entry, durable)
 
+    @_reclaiming
     def delete(self, name: str, *, durable: bool = True) -> None:
         """End the session, lost or not. Its forks stay."""
         with self._lock:
             entry = self._entry(name)
-            (place,) = self._log.append([Frame(Kind.DELETE, entry.id, entry.seq + 1, b"", name)])
+            (place,) = self._log.append([Frame(Kind.DELETE, entry.id, entry.seq + 1, b"", name)], freeing=True)
             self._catalog.remove(entry, place)
             self._clean()
         if durable:
             self._log.commit()
 
+    @_reclaiming
     def recover(self, name: str) -> Session:
         """Accept what is left of a lost session: the tokens before the damage."""
         with self._lock:
@@ -446,10 +474,10 @@ class SessionStore:
 
     # Keeping the log short
 
-    def _clean(self) -> bool:
+    def _clean(self, hard: bool = False) -> bool:
         """If half of the log is dead, move live frames out of the emptiest files and remove those; a few at a time."""
         for _ in range(FILES_AT_ONCE):
-            if not self._victim and not self._choose_victim():
+            if not self._victim and not self._choose_victim(hard):
                 return False
             try:
                 if self._empty_some(self._victim):
@@ -459,14 +487,24 @@ class SessionStore:
                 return False
         return True
 
-    def _choose_victim(self) -> bool:
-        if self._log.size <= 2 * self._catalog.live + 2 * self._log.file_bytes:
+    def _choose_victim(self, hard: bool) -> bool:
+        if not hard and self._log.size <= 2 * self._catalog.live + 2 * self._log.file_bytes:
             return False
         files = [f for f in self._log.files.values() if f.number not in (self._log.active, *self._uncleanable)]
         usage = self._catalog.usage
         victim = min(files, key=lambda f: usage[f.number].live / f.end if f.number in usage else 0.0, default=None)
-        self._victim = victim.number if victim else 0
-        return bool(victim)
+        if victim is None or (hard and victim.number in usage and usage[victim.number].live > 0.75 * victim.end):
+            return False
+        self._victim = victim.number
+        return True
+
+    def _reclaim(self) -> bool:
+        """On a full disk: clean whatever gives room; whether anything did."""
+        with self._lock:
+            before = self._log.size
+            while self._clean(hard=True):
+                pass
+            return self._log.size < before
 
     def _empty_some(self, file: int) -> bool:
         """Move some of what the file holds, or remove it; whether anything had to be moved."""
@@ -487,7 +525,8 @@ class SessionStore:
                 frames.append(Frame(Kind.CHUNK, chunk.id, chunk.parent, found.payload))
             frames += [Frame(Kind.DELETE, number, seq, b"", name) for number, seq, name, _ in graves]
             if frames:
-                places = iter(self._log.append(frames))
+                # What is put by for a full disk is spent on a file only if that surely empties it.
+                places = iter(self._log.append(frames, freeing=usage.live <= self._log.reserve_bytes // 2))
                 for entry in entries:
                     catalog.replace(entry, entry.state, next(places))
                 for chunk in chunks:
@@ -532,6 +571,7 @@ class SessionStore:
             self._catalog.replace(entry, entry.state, place)
         self._log.commit()
         self._log.forget_missing()
+        self._log.put_by()
 
     def _name_of(self, number: int) -> str:
         if (entry := self._catalog.by_id.get(number)) is not None:
