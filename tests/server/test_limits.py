@@ -93,6 +93,7 @@ class TestQueue:
             streamed = live.post(TEXT, {"prompt": "abc", "n": 3, "max_tokens": 2, "stream": True})
             error_of(streamed, 429)
             assert live.client.get("/load").json() == {"server_load": 1}
+        live.assert_idle()
         assert live.post(TEXT, {"prompt": "abc", "n": 3, "max_tokens": 2}).status_code == 200
 
     def test_prompts_that_wait_are_counted_in_tokens(self, serving: Callable[..., Live]) -> None:

@@ -281,7 +281,7 @@ def test_many_threads_share_commits(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     def slow(fd: int) -> None:
         syncs.append(fd)
-        time.sleep(0.01)
+        time.sleep(0.05)  # long enough for all the others to come and wait, on a busy machine too
         real(fd)
 
     monkeypatch.setattr(os, "fdatasync", slow)
