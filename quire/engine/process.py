@@ -7,6 +7,7 @@ nothing to do it sleeps in the kernel until something comes.
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import os
 import select
@@ -118,6 +119,7 @@ def main(make: MakeEngine | None = None) -> int:
     core = _start(link, make)
     if core is None:
         return 1
+    gc.freeze()  # what is there now stays: a collection that went through all of it would stop every stream
     try:
         EngineLoop(link, core).run()
     except (EOFError, BrokenPipeError):

@@ -88,6 +88,8 @@ class App:
             await exchange.fail(as_api_error(error, server.retry_after))
         finally:
             server.exchanges.discard(exchange)
+            del scope[EXCHANGE]  # a circle, which only the collector would open, seconds or minutes later
+            exchange.forget_task()
 
     def _admit(self, exchange: Exchange) -> None:
         """Check the key, and learn for whom the request is."""

@@ -50,6 +50,8 @@ class LimitedProtocol(HttpToolsProtocol):
         for cycle in self._waiting():
             _disconnect(cycle)
         super().connection_lost(exc)
+        if self.scope is not None:
+            del self.scope[ABORT]  # type: ignore[misc]  # it leads back here
 
     def data_received(self, data: bytes) -> None:
         """Headers count as they come: one that never ends would be gathered inside the parser."""

@@ -216,6 +216,10 @@ class Exchange:
             self.interruption = why
             self._task.cancel()
 
+    def forget_task(self) -> None:
+        """The route is over: nobody can be interrupted any more."""
+        self._task = None
+
     def abort(self) -> None:
         """Cut the connection: the client does not read what is on its way to it."""
         if (cut := self.scope.get(ABORT)) is not None:

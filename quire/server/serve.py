@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -76,6 +77,7 @@ async def run(
     server = await make_server(llm, config)
     http = HttpServer(server, config)
     await server.start()
+    gc.freeze()  # what is there now stays: collections look at what requests leave behind, and are short
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, http.on_signal)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 import json
 import os
@@ -209,6 +210,32 @@ def test_vectors_that_are_left_at_any_moment_give_their_place_back(live: Live) -
         assert moment > 2
 
     live.run(work())
+
+
+def test_requests_leave_nothing_for_the_collector(live: Live) -> None:
+    """It looks at old objects when there are a quarter more of them: minutes of traffic would lie around."""
+
+    def ask() -> None:
+        for body in ({}, {"stream": True}, {"prompt": ["abc", "abd"]}, {"prompt": 5}, {"temperature": 9}):
+            live.post(TEXT, {"prompt": "abc", "max_tokens": 2, **body})
+        live.post("/v1/embeddings", {"input": "abc"})
+        live.client.get("/health")
+        live.client.get("/nothing")
+
+    ask()
+    gc.collect()
+    gc.disable()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        ask()
+        live.assert_idle()
+        gc.collect()
+        kinds = {type(thing) for thing in gc.garbage}
+        assert not [kind for kind in kinds if kind.__module__.startswith(("quire.", "uvicorn.", "starlette."))]
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
 
 
 def test_a_request_that_is_lost_would_show(fort: Stronghold) -> None:

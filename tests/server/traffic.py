@@ -118,8 +118,8 @@ class Users:
         answer = Whole()
         async with asyncio.timeout(PATIENCE):
             await self._hosts[0].post(path, data, answer)
-        # While there is no engine nothing else can be said of some of them.
-        self._note("refused" if answer.status in (status, 503) else f"HTTP {answer.status}", Ask(path, {}))
+        # Without an engine, or with a full queue, nothing else can be said of some of them.
+        self._note("refused" if answer.status in (status, 429, 503) else f"HTTP {answer.status}", Ask(path, {}))
 
     async def hang_up(self, ask: Ask, seconds: float = 0.05) -> None:
         """Leave at any moment: within the request, while it waits, within the answer, with a word or without."""
