@@ -195,13 +195,26 @@ def decode_up(data: bytes) -> Up:
     return _up_decoder.decode(data)
 
 
+class Inlet:
+    """Reads a socket through one buffer. `recv` would make a new one for every message and cut it down to size, and a
+    heap of such cuts grows although nothing in it does."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        self._buffer = memoryview(bytearray(_READ_BYTES))
+
+    def receive(self) -> memoryview:
+        """What has come, until the next call; empty when the other end is closed. Raises as the socket does."""
+        return self._buffer[: self._socket.recv_into(self._buffer)]
+
+
 class Frames:
     """Cuts a stream of bytes into messages."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
 
-    def feed(self, data: bytes) -> Iterator[bytes]:
+    def feed(self, data: bytes | memoryview) -> Iterator[bytes]:
         """The messages that `data` completes."""
         self._buffer += data
         at = 0
@@ -223,6 +236,7 @@ class Link:
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
+        self._inlet = Inlet(sock)
         self._frames = Frames()
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
@@ -245,9 +259,9 @@ class Link:
         if not self._poll.poll(None if wait else 0):
             return []
         try:
-            data = self._socket.recv(_READ_BYTES)
+            data = self._inlet.receive()
         except ConnectionError:
-            data = b""
+            data = memoryview(b"")
         if not data:
             raise EOFError("the other process has gone")
         return list(self._frames.feed(data))

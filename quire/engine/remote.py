@@ -36,7 +36,6 @@ KILL_SECONDS = 30.0
 """So long a killed process may take to be gone: a driver may hold it for a while. Then it is left to the system."""
 BURIAL_SECONDS = 2.0
 """So long the front waits to learn how a process ended whose end of the socket is closed."""
-_READ_BYTES = 1 << 20
 
 
 class RemoteEngine:
@@ -60,6 +59,7 @@ class RemoteEngine:
         self._burial: asyncio.Task[None] | None = None
         start = ipc.encode(_start_message(config, files))  # what cannot be sent is said before anything is started
         self._socket, theirs = socket.socketpair()
+        self._inlet = ipc.Inlet(self._socket)
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", module, str(theirs.fileno())],
@@ -131,11 +131,11 @@ class RemoteEngine:
 
     def _read(self) -> None:
         try:
-            data = self._socket.recv(_READ_BYTES)
+            data = self._inlet.receive()
         except BlockingIOError:
             return
         except OSError:
-            data = b""
+            data = memoryview(b"")
         if not data:
             self._bury()
         for payload in self._frames.feed(data):
@@ -201,7 +201,7 @@ class RemoteEngine:
         with contextlib.suppress(OSError):
             while (left := deadline - time.monotonic()) > 0:
                 self._socket.settimeout(left)
-                if not self._socket.recv(_READ_BYTES):
+                if not self._inlet.receive():
                     break
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(max(0.0, deadline - time.monotonic()))
@@ -220,11 +220,11 @@ class RemoteEngine:
             self._process.wait(BURIAL_SECONDS)
         raise EngineDeadError(f"{_describe_end(self._process)}, before it was ready")
 
-    def _receive(self) -> bytes:
+    def _receive(self) -> memoryview:
         try:
-            return self._socket.recv(_READ_BYTES)
+            return self._inlet.receive()
         except OSError:  # it is dead, or was killed while another thread waits here
-            return b""
+            return memoryview(b"")
 
 
 def error_of(refused: ipc.Refused) -> QuireError:
