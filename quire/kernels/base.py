@@ -39,6 +39,10 @@ class Ops(Protocol):
         """silu(gate) * up, where gate_up is [tokens, 2 * width]: gate first, then up."""
         ...
 
+    def gated_linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """silu_mul(linear(x))."""
+        ...
+
     def linear_onto(
         self, stream: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor | None:
@@ -59,6 +63,58 @@ class Ops(Protocol):
 
         `gated`: weight is a gate's rows, then as many up rows, and the product goes through `silu_mul`. The stream may
         be written over residual.
+        """
+        ...
+
+    def route(
+        self, logits: torch.Tensor, top_k: int, renormalise: bool, counts: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(weights [tokens, top_k] float32, experts [tokens, top_k] int32): the experts each token goes to.
+
+        logits  [tokens, experts]; their softmax over all experts, in float32, gives the weights. The `top_k` largest
+                logits are chosen, largest first, the lower index first among equals. Indices are in range for any
+                logits, NaN too.
+        renormalise: the chosen weights are divided by their sum
+        counts  [experts] int64, in place: plus how often each expert was chosen; None: not counted
+        """
+        ...
+
+    def experts(
+        self,
+        x: torch.Tensor,
+        weights: torch.Tensor,
+        experts: torch.Tensor,
+        gate_up: torch.Tensor,
+        down: torch.Tensor,
+    ) -> torch.Tensor:
+        """Each token through the experts it was routed to: sum of weight * down_e(silu(gate_e(x)) * up_e(x)).
+
+        x       [tokens, hidden]
+        weights [tokens, top_k] float32, experts [tokens, top_k] int32: what `route` returned
+        gate_up [experts, 2 * width, hidden]: an expert's gate rows, then its up rows
+        down    [experts, hidden, width]
+
+        The result is [tokens, hidden], of x's dtype; the sum over experts is made in float32. An index outside
+        0 .. experts - 1 adds nothing (an expert another rank holds).
+        """
+        ...
+
+    def sparse_mlp(
+        self,
+        x: torch.Tensor | None,
+        residual: torch.Tensor | None,
+        gain: torch.Tensor,
+        eps: float,
+        router: torch.Tensor,
+        gate_up: torch.Tensor,
+        down: torch.Tensor,
+        top_k: int,
+        renormalise: bool,
+        counts: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(`experts` of rms_norm(stream) as `route` says, stream): residual + x, or whichever of them there is.
+
+        router [experts, hidden]: its product with the norm gives the logits. The stream may be written over residual.
         """
         ...
 

@@ -64,6 +64,52 @@ class TorchOps:
         """silu_mul(linear(x))."""
         return self.silu_mul(self.linear(x, weight, bias))
 
+    def route(
+        self, logits: torch.Tensor, top_k: int, renormalise: bool, counts: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        wide = logits.float()
+        chosen = wide.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
+        weights = wide.softmax(dim=-1).gather(1, chosen)
+        if renormalise:
+            weights = weights / weights.sum(dim=-1, keepdim=True)
+        if counts is not None:
+            counts.scatter_add_(0, chosen.flatten(), torch.ones_like(chosen.flatten()))
+        return weights, chosen.int()
+
+    def experts(
+        self,
+        x: torch.Tensor,
+        weights: torch.Tensor,
+        experts: torch.Tensor,
+        gate_up: torch.Tensor,
+        down: torch.Tensor,
+    ) -> torch.Tensor:
+        # Every expert sees every token: which tokens it was chosen for is known to the device alone.
+        total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        for index in range(gate_up.shape[0]):
+            chosen = experts == index
+            product = self.linear(self.gated_linear(x, gate_up[index]), down[index])
+            weight = torch.where(chosen, weights, 0.0).sum(dim=-1, keepdim=True)
+            total += torch.where(chosen.any(dim=-1, keepdim=True), product.float() * weight, 0.0)
+        return total.to(x.dtype)
+
+    def sparse_mlp(
+        self,
+        x: torch.Tensor | None,
+        residual: torch.Tensor | None,
+        gain: torch.Tensor,
+        eps: float,
+        router: torch.Tensor,
+        gate_up: torch.Tensor,
+        down: torch.Tensor,
+        top_k: int,
+        renormalise: bool,
+        counts: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        normed, stream = self.norm_stream(x, residual, gain, eps)
+        weights, experts = self.route(self.linear(normed, router), top_k, renormalise, counts)
+        return self.experts(normed, weights, experts, gate_up, down), stream
+
     def prepare_qkv(
         self,
         qkv: torch.Tensor,

@@ -110,10 +110,20 @@ class GateUpLinear(FusedLinear):
 
     gated = True
 
-    def __init__(self, build: Build, bias: bool, names: tuple[str, str] = ("gate_proj", "up_proj")) -> None:
-        width = build.config.intermediate_size
+    def __init__(
+        self,
+        build: Build,
+        bias: bool,
+        names: tuple[str, str] = ("gate_proj", "up_proj"),
+        width: int | None = None,
+    ) -> None:
+        """`width`: the MLP's, where it is not the model's usual one."""
+        width = width or build.config.intermediate_size
         keep = build.ranks.slice(width, "MLP features")
         super().__init__(build, build.config.hidden_size, [Part(name, width, keep) for name in names], bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.ops.gated_linear(x, self.weight, self.bias)
 
 
 class RowParallelLinear(nn.Module):
@@ -153,6 +163,23 @@ class RowParallelLinear(nn.Module):
         if self.bias is not None:
             collected[f"{self.name}.bias"] = [Target(self.bias, tuple(self.bias.shape))]
         return collected
+
+
+class ReplicatedLinear(nn.Module):
+    """One matrix, whole on every rank."""
+
+    def __init__(self, build: Build, name: str, in_features: int, out_features: int) -> None:
+        super().__init__()
+        self.ops = build.ops
+        self.name = name
+        self.weight = build.parameter(out_features, in_features)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.ops.linear(x, self.weight)
+
+    def targets(self) -> dict[str, list[Target]]:
+        """The weight, whole."""
+        return {f"{self.name}.weight": [Target(self.weight, tuple(self.weight.shape))]}
 
 
 def _transpose(weight: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import nn
 
 from quire.loading.weights import Target
@@ -19,5 +21,13 @@ def collect_targets(model: nn.Module) -> dict[str, list[Target]]:
             continue
         owner = path.rpartition(".")[0]
         for name, targets in module.targets().items():
+            if owner:
+                targets = [_owned(target, owner) for target in targets]
             collected.setdefault(f"{owner}.{name}" if owner else name, []).extend(targets)
     return collected
+
+
+def _owned(target: Target, owner: str) -> Target:
+    if not target.layouts:
+        return target
+    return replace(target, layouts=tuple(layout.under(owner) for layout in target.layouts))

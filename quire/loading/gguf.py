@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +13,7 @@ import torch
 
 from quire.errors import CheckpointError, UnsupportedModelError
 from quire.loading.gguf_header import GGUFHeader, TensorInfo, block_sizes, read_header
-from quire.loading.gguf_names import NAMES, hf_name, is_transposed, row_order
+from quire.loading.gguf_names import NAMES, hf_name, is_flat, is_transposed, row_order
 from quire.loading.shards import REOPEN_AFTER
 
 # Values dequantized at a time: enough to keep threads busy, few enough that temporaries stay out of the peak.
@@ -50,6 +50,8 @@ class GGUFCheckpoint:
                 continue
             flip = is_transposed(family, info.name)
             order = row_order(family, info.name, info.shape[0], heads, kv_heads)
+            if is_flat(info.name) and len(info.shape) == 1:
+                info = replace(info, shape=(1, *info.shape))
             shape = info.shape[::-1] if flip else info.shape
             self._weights[name] = GGUFWeight(name, shape, info, order, flip, pages)
 

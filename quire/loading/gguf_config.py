@@ -14,10 +14,13 @@ from quire.loading.gguf_names import NAMES
 _CLASSES = {
     "llama": ("llama", "LlamaForCausalLM"),
     "qwen2": ("qwen2", "Qwen2ForCausalLM"),
+    "qwen2moe": ("qwen2_moe", "Qwen2MoeForCausalLM"),
     "qwen3": ("qwen3", "Qwen3ForCausalLM"),
+    "qwen3moe": ("qwen3_moe", "Qwen3MoeForCausalLM"),
     "gpt2": ("gpt2", "GPT2LMHeadModel"),
     "gptneox": ("gpt_neox", "GPTNeoXForCausalLM"),
 }
+_MIXTURES = frozenset({"llama", "qwen2moe", "qwen3moe"})
 # general.file_type of files that are not quantized.
 _DTYPES = {0: "float32", 1: "float16", 32: "bfloat16"}
 
@@ -33,8 +36,8 @@ def config_from_gguf(header: GGUFHeader) -> dict[str, Any]:
         raise UnsupportedModelError(
             f"{header.path} is one part of a model split over several GGUF files; join them with `gguf-split --merge`"
         )
-    if header.integer(f"{family}.expert_count", 0):
-        raise UnsupportedModelError(f"{header.path}: mixture-of-experts GGUF files are not supported; use safetensors")
+    if header.integer(f"{family}.expert_count", 0) and family not in _MIXTURES:
+        raise UnsupportedModelError(f"{header.path}: a GGUF file of {family!r} with experts is not supported")
     model_type, architecture = _CLASSES[family]
     raw: dict[str, Any] = {
         "model_type": model_type,
@@ -108,7 +111,32 @@ def _llama_like(header: GGUFHeader, family: str, raw: dict[str, Any]) -> dict[st
     if (window := header.integer(f"{family}.attention.sliding_window", 0)) and family == "llama":
         # llama.cpp stores Mistral as LLaMA; the window is what tells them apart.
         found |= {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": window}
+    if family in _MIXTURES and header.integer(f"{family}.expert_count", 0):
+        found |= _mixture(header, family)
     return found
+
+
+def _mixture(header: GGUFHeader, family: str) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "num_experts": _needed(header, f"{family}.expert_count"),
+        "num_experts_per_tok": _needed(header, f"{family}.expert_used_count"),
+    }
+    if family == "llama":  # llama.cpp stores Mixtral as LLaMA; the experts are what tells them apart
+        return found | {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"]}
+    found["moe_intermediate_size"] = _needed(header, f"{family}.expert_feed_forward_length")
+    found["norm_topk_prob"] = family == "qwen3moe"  # not in the file: llama.cpp knows it of the family
+    if family == "qwen2moe":
+        found["shared_expert_intermediate_size"] = _shared_width(header)
+        found["qkv_bias"] = "blk.0.attn_q.bias" in header.tensors
+    return found
+
+
+def _shared_width(header: GGUFHeader) -> int:
+    if (width := header.integer("qwen2moe.expert_shared_feed_forward_length", 0)) > 0:
+        return width
+    if (gate := header.tensors.get("blk.0.ffn_gate_shexp.weight")) is not None:
+        return gate.shape[0]
+    raise CheckpointError(f"{header.path}: the GGUF header does not tell how wide the shared expert is")
 
 
 def _neox(header: GGUFHeader, raw: dict[str, Any]) -> dict[str, Any]:

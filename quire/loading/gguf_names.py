@@ -31,6 +31,17 @@ _LLAMA = {
     "blk.{}.ffn_down": "model.layers.{}.mlp.down_proj",
 }
 
+_MIXTURE = _LLAMA | {
+    "blk.{}.ffn_gate_inp": "model.layers.{}.mlp.gate",
+    "blk.{}.ffn_gate_exps": "model.layers.{}.mlp.experts.gate_proj",
+    "blk.{}.ffn_up_exps": "model.layers.{}.mlp.experts.up_proj",
+    "blk.{}.ffn_down_exps": "model.layers.{}.mlp.experts.down_proj",
+    "blk.{}.ffn_gate_inp_shexp": "model.layers.{}.mlp.shared_expert_gate",
+    "blk.{}.ffn_gate_shexp": "model.layers.{}.mlp.shared_expert.gate_proj",
+    "blk.{}.ffn_up_shexp": "model.layers.{}.mlp.shared_expert.up_proj",
+    "blk.{}.ffn_down_shexp": "model.layers.{}.mlp.shared_expert.down_proj",
+}
+
 _GPT2 = {
     "token_embd": "transformer.wte",
     "position_embd": "transformer.wpe",
@@ -57,9 +68,11 @@ _NEOX = {
 }
 
 NAMES: Mapping[str, Mapping[str, str]] = {
-    "llama": _LLAMA,
+    "llama": _MIXTURE,
     "qwen2": _LLAMA,
+    "qwen2moe": _MIXTURE,
     "qwen3": _LLAMA,
+    "qwen3moe": _MIXTURE,
     "gpt2": _GPT2,
     "gptneox": _NEOX,
 }
@@ -67,6 +80,8 @@ NAMES: Mapping[str, Mapping[str, str]] = {
 # Tables llama.cpp computes its rotary embedding from; the model's config carries the same facts.
 _NOT_WEIGHTS = re.compile(r"rope_freqs\.weight|rope_factors_(long|short)\.weight")
 _BLOCK = re.compile(r"blk\.(\d+)\.")
+# The first files of mixtures had a tensor for each expert.
+_EXPERT = re.compile(r"blk\.(\d+)\.ffn_(gate|up|down)\.(\d+)\.weight")
 _CONV1D = re.compile(r"blk\.\d+\.(attn_qkv|attn_output|ffn_up|ffn_down)\.weight")
 
 
@@ -74,6 +89,8 @@ def hf_name(architecture: str, name: str) -> str | None:
     """The tensor's name in Hugging Face's code; its own name where none is known; None for what is no weight."""
     if _NOT_WEIGHTS.fullmatch(name):
         return None
+    if one := _EXPERT.fullmatch(name):
+        return f"model.layers.{one[1]}.mlp.experts.{one[3]}.{one[2]}_proj.weight"
     stem, _, suffix = name.rpartition(".")
     layer = _BLOCK.match(name)
     found = NAMES[architecture].get(_BLOCK.sub("blk.{}.", stem))
@@ -83,6 +100,11 @@ def hf_name(architecture: str, name: str) -> str | None:
 def is_transposed(architecture: str, name: str) -> bool:
     """Whether the file holds the transpose of Hugging Face's tensor."""
     return architecture == "gpt2" and _CONV1D.fullmatch(name) is not None
+
+
+def is_flat(name: str) -> bool:
+    """Whether the file holds as a vector what is a matrix of one row."""
+    return name.endswith(".ffn_gate_inp_shexp.weight")
 
 
 def row_order(architecture: str, name: str, rows: int, heads: int, kv_heads: int) -> np.ndarray | None:

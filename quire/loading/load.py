@@ -13,7 +13,7 @@ from quire.loading.files import ModelFiles
 from quire.loading.pieces import Piece, copy_part, cut
 from quire.loading.progress import bytes_bar
 from quire.loading.readers import read_pieces
-from quire.loading.weights import Checkpoint, Target, Weight
+from quire.loading.weights import Checkpoint, Target, Weight, fitting
 
 _SHOWN = 10
 
@@ -138,7 +138,14 @@ def _match(
     targets: Mapping[str, Sequence[Target]], ignores: Callable[[str], bool], checkpoint: Checkpoint
 ) -> tuple[list[tuple[Weight, Sequence[Target]]], _Misfits]:
     weights = list(checkpoint)
-    rename = _prefix_rule(targets, [weight.name for weight in weights])
+    names = [weight.name for weight in weights]
+    lacking, extra = _prefixes(targets, names)
+    candidates = {*names, *(lacking + name for name in names), *(name.removeprefix(extra) for name in names)}
+    targets = fitting(targets, candidates)
+
+    def rename(name: str) -> str:
+        return lacking + name if lacking and lacking + name in targets else name.removeprefix(extra)
+
     matched: list[tuple[Weight, Sequence[Target]]] = []
     misfits, seen = _Misfits(), set()
     for weight in weights:
@@ -159,8 +166,8 @@ def _match(
     return matched, misfits
 
 
-def _prefix_rule(targets: Iterable[str], names: list[str]) -> Callable[[str], str]:
-    """How checkpoint names that lack a leading part of the model's names, or have one more, become the model's.
+def _prefixes(targets: Iterable[str], names: list[str]) -> tuple[str, str]:
+    """The leading part of the model's names that the checkpoint's lack, and the one that those have more.
 
     Checkpoints of a bare base model say `layers.0…` for `model.layers.0…`. A rule is used only when no name fits as
     it is under that prefix and most names fit with it.
@@ -176,12 +183,7 @@ def _prefix_rule(targets: Iterable[str], names: list[str]) -> Callable[[str], st
         return not wanted & present and 2 * len(stripped & wanted) > len(wanted)
 
     lacking = next(filter(lacks, _first_parts(wanted)), "")
-    extra = "" if lacking else next(filter(has_more, _first_parts(names)), "")
-
-    def rename(name: str) -> str:
-        return lacking + name if lacking and lacking + name in wanted else name.removeprefix(extra)
-
-    return rename
+    return lacking, "" if lacking else next(filter(has_more, _first_parts(names)), "")
 
 
 def _first_parts(names: Iterable[str]) -> list[str]:

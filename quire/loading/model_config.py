@@ -47,9 +47,9 @@ class ModelConfig:
                 f"the model's config names no architecture (model_type {raw.get('model_type')!r}); "
                 "config.json needs an 'architectures' list"
             )
-        hidden = _integer(raw, "hidden_size", "n_embd")
-        layers = _integer(raw, "num_hidden_layers", "n_layer")
-        heads = _integer(raw, "num_attention_heads", "n_head")
+        hidden = positive_integer(raw, "hidden_size", "n_embd")
+        layers = positive_integer(raw, "num_hidden_layers", "n_layer")
+        heads = positive_integer(raw, "num_attention_heads", "n_head")
         kv_heads = raw.get("num_key_value_heads") or heads
         head_dim = raw.get("head_dim") or hidden // heads
         if heads % kv_heads:
@@ -59,14 +59,14 @@ class ModelConfig:
         eos = raw.get("eos_token_id")
         return cls(
             architecture=architectures[0],
-            vocab_size=_integer(raw, "vocab_size"),
+            vocab_size=positive_integer(raw, "vocab_size"),
             hidden_size=hidden,
             num_layers=layers,
             num_heads=heads,
             num_kv_heads=kv_heads,
             head_dim=head_dim,
             intermediate_size=raw.get("intermediate_size") or raw.get("n_inner") or 4 * hidden,
-            max_position=_integer(raw, "max_position_embeddings", "n_positions", "n_ctx"),
+            max_position=positive_integer(raw, "max_position_embeddings", "n_positions", "n_ctx"),
             norm_eps=float(_first(raw, "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", default=1e-5)),
             tie_embeddings=bool(raw.get("tie_word_embeddings", _TIED_BY_DEFAULT.get(raw.get("model_type", ""), False))),
             dtype=_dtype_name(raw.get("dtype") or raw.get("torch_dtype")),
@@ -80,6 +80,7 @@ class ModelConfig:
 
 # A config.json leaves out what equals its family's default.
 _TIED_BY_DEFAULT = {"gpt2": True}
+_WINDOWED = frozenset({"mistral", "mixtral"})
 _WINDOW_BY_DEFAULT = {"mistral": 4096}
 _ROTARY_PART_BY_DEFAULT = {"gpt_neox": 0.25}
 _FULL_LAYERS_BY_DEFAULT = 28
@@ -90,7 +91,8 @@ def _first(raw: Mapping[str, Any], *names: str, default: Any = None) -> Any:
     return next((raw[name] for name in names if raw.get(name) is not None), default)
 
 
-def _integer(raw: Mapping[str, Any], *names: str) -> int:
+def positive_integer(raw: Mapping[str, Any], *names: str) -> int:
+    """The field of a config, under whichever of its names is there."""
     value = _first(raw, *names)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValidationError(
@@ -119,10 +121,13 @@ def _rope(raw: Mapping[str, Any]) -> dict[str, Any]:
 def _windows(raw: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
     family = raw.get("model_type", "")
     window = raw.get("sliding_window", _WINDOW_BY_DEFAULT.get(family))
-    if window is None or not raw.get("use_sliding_window", family == "mistral"):
+    if window is None or not raw.get("use_sliding_window", family in _WINDOWED):
         return (None,) * layers
     kinds = raw.get("layer_types")
-    if kinds is None:
-        first = raw.get("max_window_layers", _FULL_LAYERS_BY_DEFAULT) if "use_sliding_window" in raw else 0
-        kinds = ["sliding_attention" if layer >= first else "full_attention" for layer in range(layers)]
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    if kinds is not None:
+        return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    border = raw.get("max_window_layers", _FULL_LAYERS_BY_DEFAULT)
+    if family == "qwen2_moe":  # below the border every other layer; elsewhere in the family, all above it
+        return tuple(window if layer % 2 == 0 and layer < border else None for layer in range(layers))
+    first = border if "use_sliding_window" in raw and family != "qwen3_moe" else 0
+    return tuple(window if layer >= first else None for layer in range(layers))

@@ -78,6 +78,9 @@ def _cut_rows(rows: Stored, target: Target) -> Iterator[Piece]:
     if not target.keep and target.into.is_contiguous():
         rows, target = rows.flat(), replace(target, into=target.into.view(-1))
     step = max(1, PIECE // rows.rows(0, 1).nbytes)
+    if rows.shape[0] <= step:
+        yield Piece(rows, (target,))
+        return
     for first in range(0, rows.shape[0], step):
         last = min(first + step, rows.shape[0])
         yield Piece(rows.rows(first, last), (replace(target, into=target.into[first:last]),))

@@ -6,7 +6,7 @@ this rank keeps, and where it lands. `load.py` joins the two.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -50,3 +50,29 @@ class Target:
     """The part this rank keeps; missing dimensions are kept whole."""
     arrange: Callable[[torch.Tensor], torch.Tensor] | None = None
     """Applied to the part before it is copied: a transpose, a regrouping of heads."""
+    layouts: tuple[Layout, ...] = ()
+    """Other ways checkpoints hold this tensor; all targets of a name have the same."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A tensor held otherwise: in several pieces, or under another name."""
+
+    names: tuple[str, ...]
+    targets: Callable[[], Mapping[str, Sequence[Target]]]
+    """Made when they are wanted: of experts held one by one there are tens of thousands."""
+
+    def under(self, owner: str) -> Layout:
+        """The same, with names that begin with their owner's path."""
+        names = tuple(f"{owner}.{name}" for name in self.names)
+        return Layout(names, lambda: {f"{owner}.{name}": wanted for name, wanted in self.targets().items()})
+
+
+def fitting(targets: Mapping[str, Sequence[Target]], present: Collection[str]) -> dict[str, Sequence[Target]]:
+    """The targets by the names that a checkpoint with the tensors `present` has for them."""
+    fitted: dict[str, Sequence[Target]] = {}
+    for name, wanted in targets.items():
+        layouts = wanted[0].layouts if wanted and name not in present else ()
+        found = next((layout for layout in layouts if any(each in present for each in layout.names)), None)
+        fitted |= {name: wanted} if found is None else found.targets()
+    return fitted

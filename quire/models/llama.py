@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +28,8 @@ class Variant:
     output_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    mlp: Callable[[Build, int], nn.Module] | None = None
+    """Makes the MLP of a layer; unset: one like Llama's. Called as `LlamaMLP` is."""
 
 
 class LlamaAttention(nn.Module):
@@ -63,13 +65,25 @@ class LlamaAttention(nn.Module):
 class LlamaMLP(nn.Module):
     """down(silu(gate(x)) * up(x))."""
 
-    def __init__(self, build: Build, variant: Variant) -> None:
+    def __init__(self, build: Build, bias: bool = False, width: int | None = None) -> None:
+        """`width`: where it is not the model's usual one."""
         super().__init__()
         config = build.config
-        self.gate_up_proj = GateUpLinear(build, variant.mlp_bias)
+        self.gate_up_proj = GateUpLinear(build, bias, width=width)
         self.down_proj = RowParallelLinear(
-            build, "down_proj", config.intermediate_size, config.hidden_size, variant.mlp_bias
+            build, "down_proj", width or config.intermediate_size, config.hidden_size, bias
         )
+
+    def forward(
+        self, norm: RMSNorm, x: torch.Tensor | None, residual: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """Of the norm of the stream: (what is still to be added to the residual stream, the stream)."""
+        gated, residual = self.gate_up_proj.after(norm, x, residual)
+        return self.down_proj.onto(residual, gated), residual
+
+    def of(self, normed: torch.Tensor) -> torch.Tensor:
+        """Of what has been normed already."""
+        return self.down_proj(self.gate_up_proj(normed))
 
 
 class LlamaLayer(nn.Module):
@@ -85,7 +99,7 @@ class LlamaLayer(nn.Module):
         self.input_layernorm = RMSNorm(build, "input_layernorm", size)
         self.self_attn = LlamaAttention(build, variant, layer, cos_sin)
         self.post_attention_layernorm = RMSNorm(build, "post_attention_layernorm", size)
-        self.mlp = LlamaMLP(build, variant)
+        self.mlp = LlamaMLP(build, variant.mlp_bias) if variant.mlp is None else variant.mlp(build, layer)
         self.is_last = layer == build.config.num_layers - 1
 
     def forward(
@@ -103,8 +117,7 @@ class LlamaLayer(nn.Module):
         if last is not None:  # of a prompt's tokens only the last one's hidden state is read: the others end here
             residual = residual[last.tokens]
         hidden = self.self_attn.o_proj.onto(residual, found)
-        gated, residual = self.mlp.gate_up_proj.after(self.post_attention_layernorm, hidden, residual)
-        return self.mlp.down_proj.onto(residual, gated), residual
+        return self.mlp(self.post_attention_layernorm, hidden, residual)
 
 
 class LlamaModel(nn.Module):

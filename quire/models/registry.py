@@ -11,8 +11,11 @@ _KNOWN = {
     "GPTNeoXForCausalLM": "quire.models.gpt_neox.GPTNeoXForCausalLM",
     "LlamaForCausalLM": "quire.models.llama.LlamaForCausalLM",
     "MistralForCausalLM": "quire.models.mistral.MistralForCausalLM",
+    "MixtralForCausalLM": "quire.models.mixtral.MixtralForCausalLM",
     "Qwen2ForCausalLM": "quire.models.qwen2.Qwen2ForCausalLM",
+    "Qwen2MoeForCausalLM": "quire.models.qwen2_moe.Qwen2MoeForCausalLM",
     "Qwen3ForCausalLM": "quire.models.qwen3.Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM": "quire.models.qwen3_moe.Qwen3MoeForCausalLM",
 }
 
 

@@ -15,7 +15,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from quire.kernels.triton import compiler
+from quire.kernels.triton import compiler, moe
+from quire.kernels.triton.moe_parts import Block, ExpertsConfig
 from quire.kernels.triton.thin_candidates import Shape
 from quire.kernels.triton.thin_parts import Config
 from quire.kernels.triton.tuning import Job
@@ -30,11 +31,22 @@ def compile_jobs() -> None:
     compiler.compile_tasks(90, 132, [job.compile for job in JOBS])
 
 
-def compile_in_process(cache: Path) -> set[str]:
+def compile_experts() -> None:
+    """The kernels of mixtures of experts: vectors, tiles by the copy engine, and what stands around them."""
+    gate_up = torch.empty(16, 256, 128, dtype=torch.bfloat16, device="meta")
+    configs = [
+        ExpertsConfig("vector", Block(2, warps=1), Block(2, warps=1)),
+        ExpertsConfig("tile", Block(64, 64, 4, 3), Block(64, 64, 4, 3), 16, True),
+    ]
+    tasks = moe.launches(gate_up, gate_up.new_empty(16, 128, 128), 4, True, configs)
+    compiler.compile_tasks(90, 132, list(tasks.values()))
+
+
+def compile_in_process(cache: Path, what: str = "compile_jobs") -> set[str]:
     """Names of the machine code in Triton's cache afterwards."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     subprocess.run(
-        [sys.executable, "-c", "from tests.kernels import test_compiler; test_compiler.compile_jobs()"],
+        [sys.executable, "-c", f"from tests.kernels import test_compiler; test_compiler.{what}()"],
         check=True, env=environment | {"TRITON_CACHE_DIR": str(cache)}, timeout=120,
         cwd=Path(__file__).parents[2],
     )  # fmt: skip
@@ -45,6 +57,12 @@ def test_a_process_without_a_card_compiles_for_hopper_once(tmp_path: Path) -> No
     made = compile_in_process(tmp_path)
     assert len(made) == len(JOBS)
     assert compile_in_process(tmp_path) == made
+
+
+def test_mixtures_of_experts_compile_for_hopper(tmp_path: Path) -> None:
+    # Routing, sum, two products twice as vectors (with the routing found, and given) and once in tiles, one kernel
+    # that counts and three that arrange.
+    assert len(compile_in_process(tmp_path, "compile_experts")) == 2 + 2 * 2 + 2 + 1 + 3
 
 
 Script = Callable[[int], object]

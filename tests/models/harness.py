@@ -18,6 +18,7 @@ from quire.layers.attention.torch_paged import TorchPagedAttention
 from quire.layers.build import Build
 from quire.layers.targets import collect_targets
 from quire.loading.model_config import ModelConfig
+from quire.loading.weights import fitting
 from quire.models.registry import model_class
 
 
@@ -84,7 +85,7 @@ def checkpoint_tensors(reference: Any) -> dict[str, torch.Tensor]:
 
 def load(model: Any, tensors: Mapping[str, torch.Tensor]) -> None:
     """Copy a checkpoint's tensors into our model; every name must be wanted or ignored, and every want answered."""
-    targets = collect_targets(model)
+    targets = fitting(collect_targets(model), tensors)
     missing = set(targets)
     for name, tensor in tensors.items():
         if name not in targets:

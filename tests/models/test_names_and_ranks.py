@@ -30,7 +30,7 @@ from tests.models.zoo import ZOO
 
 TOKENS = torch.randint(0, 97, (17,), generator=torch.Generator().manual_seed(3)).tolist()
 # Heads, KV heads and MLP features divide by 2 in these; vocabulary 97 does not.
-SPLITTABLE = ["llama", "llama-tied", "llama-mqa", "llama-biases", "qwen2", "qwen3-biases"]
+SPLITTABLE = ["llama", "llama-tied", "llama-mqa", "llama-biases", "qwen2", "qwen3-biases", "mixtral", "qwen2-moe"]
 FOUR_HEADS = {"gpt-neox": {"num_attention_heads": 4}, "gpt2": {"n_head": 4}}
 
 
@@ -102,6 +102,7 @@ class Gang:
 def test_two_ranks_together_compute_the_whole_model(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     gang = Gang(2)
     monkeypatch.setattr("quire.layers.linear.all_reduce", gang.all_reduce)
+    monkeypatch.setattr("quire.layers.moe.all_reduce", gang.all_reduce)
     monkeypatch.setattr("quire.layers.embedding.all_reduce", gang.all_reduce)
     monkeypatch.setattr("quire.layers.embedding.all_gather_last", gang.all_gather_last)
     reference = reference_for(name)
@@ -121,7 +122,9 @@ def test_two_ranks_together_compute_the_whole_model(name: str, monkeypatch: pyte
         assert_same(result, expected)
 
 
-@pytest.mark.parametrize("name", ["llama", "llama-tied", "gpt-neox", "gpt-neox-tied-no-bias", "gpt2", "gpt2-untied"])
+@pytest.mark.parametrize(
+    "name", ["llama", "llama-tied", "qwen3-moe", "gpt-neox", "gpt-neox-tied-no-bias", "gpt2", "gpt2-untied"]
+)
 def test_pipeline_stages_in_turn_compute_the_whole_model(name: str) -> None:
     reference = reference_for(name)
     stages = [loaded_model(reference, Ranks(pp_rank=r, pp_size=2)) for r in range(2)]

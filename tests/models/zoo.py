@@ -9,9 +9,12 @@ from transformers import (
     GPTNeoXConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     PretrainedConfig,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 
@@ -43,6 +46,17 @@ def _neox(**changes: Any) -> GPTNeoXConfig:
 def _gpt2(**changes: Any) -> GPT2Config:
     shape: dict[str, Any] = {"vocab_size": 97, "n_embd": 36, "n_layer": 3, "n_head": 3, "n_positions": 64}
     return GPT2Config(**(shape | changes))
+
+
+def _mixture(kind: type[PretrainedConfig], **changes: Any) -> PretrainedConfig:
+    """Experts and MLPs of unlike widths, more experts than tokens of a short step."""
+    shape: dict[str, Any] = {
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 20,
+        "shared_expert_intermediate_size": 28,
+    }
+    return _llama_like(kind, **(shape | changes))
 
 
 def _scaled(**rope: Any) -> PretrainedConfig:
@@ -84,6 +98,17 @@ ZOO: dict[str, PretrainedConfig] = {
     ),
     "qwen3": _llama_like(Qwen3Config, head_dim=16, tie_word_embeddings=True),
     "qwen3-biases": _llama_like(Qwen3Config, head_dim=12, attention_bias=True),
+    "mixtral": _llama_like(MixtralConfig, num_local_experts=5),
+    "mixtral-window": _llama_like(MixtralConfig, sliding_window=5, num_local_experts=3, num_experts_per_tok=3),
+    "qwen2-moe": _mixture(Qwen2MoeConfig),
+    "qwen2-moe-windows": _mixture(
+        Qwen2MoeConfig, use_sliding_window=True, sliding_window=6, max_window_layers=1, qkv_bias=False
+    ),
+    "qwen3-moe": _mixture(Qwen3MoeConfig, head_dim=16, norm_topk_prob=True),
+    "qwen3-moe-dense-layers": _mixture(
+        Qwen3MoeConfig, num_hidden_layers=5, decoder_sparse_step=2, mlp_only_layers=[3], head_dim=12
+    ),
+    "qwen3-moe-one-of-many": _mixture(Qwen3MoeConfig, num_experts=33, num_experts_per_tok=1, norm_topk_prob=True),
     "gpt-neox": _neox(),
     "gpt-neox-sequential": _neox(use_parallel_residual=False),
     "gpt-neox-tied-no-bias": _neox(tie_word_embeddings=True, attention_bias=False, hidden_act="gelu_new"),

@@ -31,7 +31,7 @@ from quire.paths import cache_dir
 logger = logging.getLogger(__name__)
 
 _FOLDER = Path(__file__).parent
-_SOURCES = ("attention.cpp", "elementwise.cpp", "linear.cpp", "replay.cpp")
+_SOURCES = ("attention.cpp", "elementwise.cpp", "experts.cpp", "linear.cpp", "replay.cpp")
 _HEADERS = ("outer.h", "scratch.h", "simd.h")
 # Contraction makes a * b + c one fused operation, which the kernels count on; -ffast-math would lose NaN.
 _FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-fPIC")
@@ -47,9 +47,11 @@ _LAYOUTS = {
     "silu_mul": "6q",
     "prepare_qkv": "16qdq",
     "embedding": "6q",
+    "route": "9q",
+    "experts": "13q",
 }
 # Calls of a microsecond or so keep the GIL: giving it up could cost a whole switch interval to get it back.
-_SHORT = {"rms_norm", "add_rms_norm", "silu_mul", "prepare_qkv", "embedding"}
+_SHORT = {"rms_norm", "add_rms_norm", "silu_mul", "prepare_qkv", "embedding", "route"}
 _SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}
 
 

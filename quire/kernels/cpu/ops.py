@@ -31,6 +31,8 @@ class CpuOps(TorchOps):
         self._silu_mul = kernel("silu_mul")
         self._prepare_qkv = kernel("prepare_qkv")
         self._embedding = kernel("embedding")
+        self._route = kernel("route")
+        self._experts = kernel("experts")
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         dtype = x.dtype
@@ -97,6 +99,59 @@ class CpuOps(TorchOps):
         out = gate_up.new_empty(rows, width)
         run(pack(gate_up.data_ptr(), out.data_ptr(), rows, width, gate_up.stride(0), torch.get_num_threads()))
         return out
+
+    def route(
+        self, logits: torch.Tensor, top_k: int, renormalise: bool, counts: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        kernel = self._route.get(logits.dtype)
+        if kernel is None or logits.stride(1) != 1:
+            return super().route(logits, top_k, renormalise, counts)
+        run, pack = kernel
+        rows, width = logits.shape
+        weights = logits.new_empty(rows, top_k, dtype=torch.float32)
+        experts = logits.new_empty(rows, top_k, dtype=torch.int32)
+        counted = 0 if counts is None else counts.data_ptr()
+        pointers = (logits.data_ptr(), weights.data_ptr(), experts.data_ptr(), counted)
+        run(pack(*pointers, rows, width, logits.stride(0), top_k, renormalise))
+        return weights, experts
+
+    def experts(
+        self,
+        x: torch.Tensor,
+        weights: torch.Tensor,
+        experts: torch.Tensor,
+        gate_up: torch.Tensor,
+        down: torch.Tensor,
+    ) -> torch.Tensor:
+        """One product for each expert that is used, over all of its tokens."""
+        kernel = self._experts.get(x.dtype)
+        if kernel is None or gate_up.dtype != x.dtype or not (gate_up.is_contiguous() and down.is_contiguous()):
+            return self._experts_one_by_one(x, weights, experts, gate_up, down)
+        run, pack = kernel
+        rows, hidden = x.shape
+        out = x.new_empty(rows, hidden)
+        pointers = (t.data_ptr() for t in (x, weights, experts, gate_up, down, out))
+        count, width, top_k = gate_up.size(0), down.size(2), experts.size(1)
+        run(pack(*pointers, rows, hidden, width, count, top_k, x.stride(0), torch.get_num_threads()))
+        return out
+
+    def _experts_one_by_one(
+        self,
+        x: torch.Tensor,
+        weights: torch.Tensor,
+        experts: torch.Tensor,
+        gate_up: torch.Tensor,
+        down: torch.Tensor,
+    ) -> torch.Tensor:
+        """The same where there are no kernels: here the host may look which experts are used."""
+        total = torch.zeros(x.shape, dtype=torch.float32)
+        for index in experts.unique().tolist():
+            if not 0 <= index < gate_up.size(0):
+                continue
+            tokens, choice = (experts == index).nonzero(as_tuple=True)
+            product = self.linear(self.gated_linear(x[tokens], gate_up[index]), down[index])
+            total.index_add_(0, tokens, product.float() * weights[tokens, choice, None])
+        return total.to(x.dtype)
 
     def prepare_qkv(
         self,

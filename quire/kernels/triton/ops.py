@@ -5,9 +5,12 @@ from __future__ import annotations
 import torch
 
 from quire.kernels.reference import TorchOps
-from quire.kernels.triton import norm
+from quire.kernels.triton import moe, moe_candidates, norm
 from quire.kernels.triton.activation import silu_mul
 from quire.kernels.triton.launch import INTERPRETED
+from quire.kernels.triton.moe_parts import ExpertsConfig
+from quire.kernels.triton.moe_tuning import BUCKETS as EXPERT_BUCKETS
+from quire.kernels.triton.moe_tuning import choose_experts
 from quire.kernels.triton.qkv import prepare_qkv
 from quire.kernels.triton.thin import Config, thin_linear, thin_norm_linear, thin_silu_linear
 from quire.kernels.triton.thin_candidates import Shape
@@ -118,6 +121,78 @@ class TritonOps(TorchOps):
 
         buckets = [rows for rows in BUCKETS if rows < 2 * max_rows]
         return jobs_for([Shape(kind, n, k, bias) for kind in kinds], weight.dtype, buckets, chosen)
+
+    def route(
+        self, logits: torch.Tensor, top_k: int, renormalise: bool, counts: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if _takes(logits) and logits.shape[1] <= moe.MAX_EXPERTS:
+            return moe.route(logits, top_k, renormalise, counts)
+        return super().route(logits, top_k, renormalise, counts)
+
+    def experts(
+        self,
+        x: torch.Tensor,
+        weights: torch.Tensor,
+        experts: torch.Tensor,
+        gate_up: torch.Tensor,
+        down: torch.Tensor,
+    ) -> torch.Tensor:
+        config = self._experts_config(x, gate_up, down, experts.shape[1])
+        if config is None:
+            return super().experts(x, weights, experts, gate_up, down)
+        return moe.experts(x, weights.contiguous(), experts.contiguous(), gate_up, down, config)
+
+    def sparse_mlp(
+        self,
+        x: torch.Tensor | None,
+        residual: torch.Tensor | None,
+        gain: torch.Tensor,
+        eps: float,
+        router: torch.Tensor,
+        gate_up: torch.Tensor,
+        down: torch.Tensor,
+        top_k: int,
+        renormalise: bool,
+        counts: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        count = router.shape[0]
+        if x is not None and count == gate_up.shape[0] and count <= moe.MAX_RANKED:
+            config = self._experts_config(x, gate_up, down, top_k)
+            if config is not None and config.kernel == "vector":
+                # Three kernels: each program finds its experts in the logits, and norms its input by itself.
+                logits, stream = self.norm_linear(x, residual, gain, eps, router)
+                routing = moe.Routing(top_k, logits=logits, renormalise=renormalise, counts=counts)
+                return moe.vector_experts(stream, routing, gate_up, down, config, (gain, eps)), stream
+        return super().sparse_mlp(
+            x, residual, gain, eps, router, gate_up, down, top_k, renormalise, counts
+        )  # fmt: skip
+
+    def _experts_config(
+        self, x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, top_k: int
+    ) -> ExpertsConfig | None:
+        """How x goes through experts; None: not by kernels of ours."""
+        if not (
+            THIN
+            and _takes(x)
+            and x.is_contiguous()
+            and gate_up.is_contiguous()
+            and down.is_contiguous()
+            and x.dtype == gate_up.dtype
+            and gate_up.shape[0] <= moe.MAX_EXPERTS
+        ):
+            return None
+        if self._invariant:
+            return moe_candidates.INVARIANT
+        return choose_experts(moe.shape_of(gate_up, top_k), x.shape[0], x.dtype)
+
+    def expert_kernels_of(
+        self, gate_up: torch.Tensor, down: torch.Tensor, top_k: int, renormalise: bool, max_tokens: int
+    ) -> dict[object, moe.Task]:
+        """Launches of the kernels that take up to `max_tokens` tokens through such experts, each with a name."""
+        buckets = [tokens for tokens in EXPERT_BUCKETS if tokens < 2 * max_tokens]
+        inputs = (gate_up.new_empty(tokens, gate_up.shape[2], device="meta") for tokens in buckets)
+        configs = [self._experts_config(x, gate_up, down, top_k) for x in inputs]
+        return moe.launches(gate_up, down, top_k, renormalise, [config for config in configs if config is not None])
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         return silu_mul(gate_up) if _takes(gate_up) else super().silu_mul(gate_up)

@@ -92,9 +92,9 @@ class GraphTimer:
             for i in range(launches):
                 run(shape, plan, inputs, inputs.weights[i % count])
 
-        return self._replay(chain) / launches
+        return self.replay(chain) / launches
 
-    def _replay(self, chain: Callable[[], None]) -> float:
+    def replay(self, chain: Callable[[], None]) -> float:
         """Microseconds of one run of `chain`, the fastest of three series of replays."""
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()

@@ -25,7 +25,7 @@ MAX_ROWS = 4
 
 
 @triton.jit
-def _weight_rows(weight, first, N, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+def weight_rows(weight, first, N, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
     """Rows [first, first + BLOCK_N) of a weight [N, K], as tiles [BLOCK_N, BLOCK_K]. Past its end, the last again."""
     rows = tl.minimum(first + tl.arange(0, BLOCK_N), N - 1).to(tl.int64)
     tiles = ()
@@ -44,14 +44,14 @@ def _weight_rows(weight, first, N, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK
 @triton.jit
 def _tiles(weight, first, N, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SILU: tl.constexpr):
     """The weight tiles of outputs [first, first + BLOCK_N): of the gate, then of the values it gates, under SILU."""
-    tiles = _weight_rows(weight, first, N, K, BLOCK_N, BLOCK_K)
+    tiles = weight_rows(weight, first, N, K, BLOCK_N, BLOCK_K)
     if SILU:
-        tiles = tiles + _weight_rows(weight + N.to(tl.int64) * K, first, N, K, BLOCK_N, BLOCK_K)
+        tiles = tiles + weight_rows(weight + N.to(tl.int64) * K, first, N, K, BLOCK_N, BLOCK_K)
     return tiles
 
 
 @triton.jit
-def _chunks(vector, K: tl.constexpr, BLOCK_K: tl.constexpr):
+def in_chunks(vector, K: tl.constexpr, BLOCK_K: tl.constexpr):
     """A vector of K values in chunks, zeros past its end."""
     chunks = ()
     for chunk in tl.static_range((K + BLOCK_K - 1) // BLOCK_K):
@@ -61,7 +61,7 @@ def _chunks(vector, K: tl.constexpr, BLOCK_K: tl.constexpr):
 
 
 @triton.jit
-def _stream(row, carried, gain, stream, writes, K: tl.constexpr, BLOCK_K: tl.constexpr):
+def gained_stream(row, carried, gain, stream, writes, K: tl.constexpr, BLOCK_K: tl.constexpr):
     """(stream * gain in chunks, squares of the stream), where stream = row + carried, rounded as it is stored."""
     chunks = ()
     squares = tl.zeros((BLOCK_K,), tl.float32)
@@ -106,7 +106,7 @@ def _places(columns, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _partials(
+def partials(
     tiles, vectors,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, CHUNKS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
@@ -130,9 +130,9 @@ def _write(
     """Outputs [first, first + BLOCK_N) of every row; `scale` is the rows', joined."""
     column, row = _places(first + tl.arange(0, BLOCK_N), ROWS)
     inside = column < N
-    part = _partials(tiles[:CHUNKS], vectors, ROWS, BLOCK_N, BLOCK_K, CHUNKS, WIDE)
+    part = partials(tiles[:CHUNKS], vectors, ROWS, BLOCK_N, BLOCK_K, CHUNKS, WIDE)
     if SILU:
-        gated = _partials(tiles[CHUNKS:], vectors, ROWS, BLOCK_N, BLOCK_K, CHUNKS, WIDE)
+        gated = partials(tiles[CHUNKS:], vectors, ROWS, BLOCK_N, BLOCK_K, CHUNKS, WIDE)
         out, up = tl.split(tl.sum(tl.join(part, gated), 1))
         if scale is not None:
             out *= scale
@@ -161,7 +161,7 @@ def _vector(
     tiles = _tiles(weight, program * BLOCK_N, N, K, BLOCK_N, BLOCK_K, SILU)
     gains = None
     if gain is not None:
-        gains = _chunks(gain, K, BLOCK_K)
+        gains = in_chunks(gain, K, BLOCK_K)
     if PDL:
         # Early, the next kernel's weights come in behind ours while both still wait; it finds less room then.
         if EARLY:
@@ -174,9 +174,9 @@ def _vector(
     carried = ()
     for row in tl.static_range(ROWS):
         at = tl.minimum(row, rows - 1) * K
-        vectors = vectors + (_chunks(x + at, K, BLOCK_K),)
+        vectors = vectors + (in_chunks(x + at, K, BLOCK_K),)
         if residual is not None:
-            carried = carried + (_chunks(residual + at, K, BLOCK_K),)
+            carried = carried + (in_chunks(residual + at, K, BLOCK_K),)
     scale = None
     if gain is not None:
         weighted = ()
@@ -185,9 +185,9 @@ def _vector(
             if residual is not None:
                 # One program writes the new stream, into a tensor of its own: the others may still read the old one.
                 writes = (program == 0) & (row < rows)
-                chunks, square = _stream(vectors[row], carried[row], gains, stream + row * K, writes, K, BLOCK_K)
+                chunks, square = gained_stream(vectors[row], carried[row], gains, stream + row * K, writes, K, BLOCK_K)
             else:
-                chunks, square = _stream(vectors[row], None, gains, None, False, K, BLOCK_K)
+                chunks, square = gained_stream(vectors[row], None, gains, None, False, K, BLOCK_K)
             weighted = weighted + (chunks,)
             squares = squares + (square,)
         vectors = weighted

@@ -1,0 +1,156 @@
+"""Where a sparse MLP's tensors lie in a checkpoint, and which part of them a rank keeps.
+
+Checkpoints hold the experts stacked in two tensors, or one by one in thousands, under names that differ from family to
+family; a `Spelling` is one way to name them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from quire.distributed.groups import Ranks
+from quire.loading.weights import Layout, Target
+
+
+@dataclass(frozen=True)
+class ExpertShare:
+    """The experts of this rank, as a range of the whole model's, and which of each one's features it keeps."""
+
+    total: int
+    """Experts there are in all."""
+    total_width: int
+    """Features of a whole expert."""
+    experts: range
+    features: slice
+
+    @classmethod
+    def of(cls, ranks: Ranks, total: int, width: int) -> ExpertShare:
+        """Every expert, an equal share of each one's features."""
+        return cls(total, width, range(total), ranks.slice(width, "expert features"))
+
+    @property
+    def width(self) -> int:
+        """Features kept of each expert."""
+        return self.features.stop - self.features.start
+
+
+@dataclass(frozen=True)
+class Spelling:
+    """Names of a sparse MLP's tensors, relative to the decoder layer.
+
+    `{}` stands for an expert's number; a name without it is of one tensor that holds all experts.
+    """
+
+    router: str
+    gate: str
+    up: str
+    down: str
+
+
+STACKED_APART = Spelling(
+    "mlp.gate.weight", "mlp.experts.gate_proj.weight", "mlp.experts.up_proj.weight", "mlp.experts.down_proj.weight"
+)
+"""GGUF files, in the names that loading/gguf_names.py gives their tensors."""
+ONE_BY_ONE = Spelling(
+    "mlp.gate.weight",
+    "mlp.experts.{}.gate_proj.weight",
+    "mlp.experts.{}.up_proj.weight",
+    "mlp.experts.{}.down_proj.weight",
+)
+# How transformers 5 holds every mixture in memory, and writes it if asked to.
+ROUTER, GATE_UP, DOWN = "mlp.gate.weight", "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
+
+
+@dataclass(frozen=True)
+class _Matrix:
+    """One matrix of every expert: where this rank's part of it lies."""
+
+    into: torch.Tensor
+    """[experts kept, rows kept, columns kept]"""
+    shape: tuple[int, int]
+    """Of an expert's whole matrix."""
+    keep: tuple[slice, slice]
+
+    def names(self, name: str, share: ExpertShare) -> list[str]:
+        """The tensors that a name, or a pattern of names, stands for."""
+        return [name.format(expert) for expert in range(share.total)] if "{}" in name else [name]
+
+    def targets(self, name: str, share: ExpertShare) -> dict[str, list[Target]]:
+        """Where those tensors go; those of experts that other ranks keep go nowhere."""
+        if "{}" not in name:
+            return {name: [self.stacked(share)]}
+        keep = _unless_whole(self.keep, self.shape)
+        kept = dict(zip(share.experts, self.into, strict=True))
+        return {
+            name.format(expert): [Target(kept[expert], self.shape, keep)] if expert in kept else []
+            for expert in range(share.total)
+        }
+
+    def stacked(self, share: ExpertShare, before: int = 0, after: int = 0) -> Target:
+        """All experts in one tensor, in which each has so many rows of something else before and after its own."""
+        shape = (share.total, before + self.shape[0] + after, self.shape[1])
+        rows, columns = self.keep
+        kept = slice(share.experts.start, share.experts.stop)
+        keep = (kept, slice(before + rows.start, before + rows.stop), columns)
+        return Target(self.into, shape, _unless_whole(keep, shape))
+
+
+def _unless_whole(keep: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[slice, ...]:
+    """`keep`; empty where it is everything, so that bytes can go from a file to their place as they are."""
+    return () if all(part == slice(0, size) for part, size in zip(keep, shape, strict=True)) else keep
+
+
+@dataclass(frozen=True)
+class ExpertWeights:
+    """The parameters of a sparse MLP, and the names their tensors go by."""
+
+    router: torch.Tensor
+    """[experts, hidden]"""
+    gate_up: torch.Tensor
+    """[experts kept, 2 * width kept, hidden]"""
+    down: torch.Tensor
+    """[experts kept, hidden, width kept]"""
+    share: ExpertShare
+    spellings: Sequence[Spelling]
+    """The ways checkpoints may name them, beside the stacked one."""
+
+    def targets(self) -> dict[str, list[Target]]:
+        """Router and experts, stacked; or, where the checkpoint holds them so, under other names or one by one."""
+        share, (gate, up, down) = self.share, self._matrices()
+        width = share.total_width
+        whole = share.width == width and len(share.experts) == share.total
+        shape = (share.total, 2 * width, self.router.shape[1])
+        fused = [gate.stacked(share, after=width), up.stacked(share, before=width)]
+        gate_up = [Target(self.gate_up, shape)] if whole else fused
+        router = Target(self.router, tuple(self.router.shape))
+        return {
+            ROUTER: [replace(router, layouts=self._router_layouts(router))],
+            GATE_UP: [replace(target, layouts=self._layouts({"gate": gate, "up": up})) for target in gate_up],
+            DOWN: [replace(down.stacked(share), layouts=self._layouts({"down": down}))],
+        }
+
+    def _matrices(self) -> tuple[_Matrix, _Matrix, _Matrix]:
+        """Gate, up and down."""
+        features, width, hidden = self.share.features, self.share.total_width, self.router.shape[1]
+        tall, wide = ((width, hidden), (features, slice(0, hidden))), ((hidden, width), (slice(0, hidden), features))
+        gate, up = self.gate_up.split(self.share.width, dim=1)
+        return _Matrix(gate, *tall), _Matrix(up, *tall), _Matrix(self.down, *wide)
+
+    def _router_layouts(self, target: Target) -> tuple[Layout, ...]:
+        names = {spelling.router for spelling in self.spellings} - {ROUTER}
+        return tuple(Layout((name,), lambda name=name: {name: [target]}) for name in names)  # type: ignore[misc]
+
+    def _layouts(self, matrices: Mapping[str, _Matrix]) -> tuple[Layout, ...]:
+        """For each spelling, the tensors that together hold these matrices."""
+
+        def layout(spelling: Spelling) -> Layout:
+            named = [(getattr(spelling, kind), matrix) for kind, matrix in matrices.items()]
+            return Layout(
+                tuple(full for name, matrix in named for full in matrix.names(name, self.share)),
+                lambda: {k: t for name, matrix in named for k, t in matrix.targets(name, self.share).items()},
+            )
+
+        return tuple(map(layout, self.spellings))

@@ -1,0 +1,29 @@
+"""Mixtral (arXiv 2401.04088): Mistral with a mixture of experts in the place of each MLP."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from quire.layers.build import Build
+from quire.layers.expert_weights import ONE_BY_ONE, Spelling
+from quire.layers.moe import Routing, SparseMLP
+from quire.models.llama import LlamaForCausalLM, Variant
+
+_PUBLISHED = Spelling(
+    "block_sparse_moe.gate.weight",
+    "block_sparse_moe.experts.{}.w1.weight",
+    "block_sparse_moe.experts.{}.w3.weight",
+    "block_sparse_moe.experts.{}.w2.weight",
+)
+
+
+class MixtralForCausalLM(LlamaForCausalLM):
+    """Mixtral 8x7B, 8x22B and their relatives."""
+
+    def __init__(self, build: Build) -> None:
+        routing = Routing.of(build.config, "intermediate_size", renormalise=True)
+
+        def experts(build: Build, layer: int) -> nn.Module:
+            return SparseMLP(build, routing, layer, (_PUBLISHED, ONE_BY_ONE))
+
+        super().__init__(build, Variant(mlp=experts))

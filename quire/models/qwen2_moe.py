@@ -1,0 +1,65 @@
+"""Qwen2-MoE (arXiv 2407.10671): Qwen2 with mixtures of experts, beside which one shared expert sees every token."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from quire.errors import ValidationError
+from quire.layers.build import Build
+from quire.layers.linear import ReplicatedLinear
+from quire.layers.moe import Routing, SparseMLP
+from quire.layers.norm import RMSNorm
+from quire.loading.model_config import ModelConfig, positive_integer
+from quire.models.llama import LlamaForCausalLM, LlamaMLP, Variant
+
+
+class SharedExpertMLP(SparseMLP):
+    """A mixture, and an expert for all tokens whose share each token's own gate decides."""
+
+    def __init__(self, build: Build, routing: Routing, layer: int, shared_width: int) -> None:
+        super().__init__(build, routing, layer)
+        self.shared_expert = LlamaMLP(build, width=shared_width)
+        self.shared_expert_gate = ReplicatedLinear(build, "shared_expert_gate", build.config.hidden_size, 1)
+
+    def forward(
+        self, norm: RMSNorm, x: torch.Tensor | None, residual: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """(what is still to be added to the residual stream, the stream)."""
+        normed, residual = norm(x, residual)
+        share = torch.sigmoid(self.shared_expert_gate(normed))
+        return self.mix(normed) + share * self.shared_expert.of(normed), residual
+
+
+class Qwen2MoeForCausalLM(LlamaForCausalLM):
+    """Qwen1.5-MoE and Qwen2-57B-A14B."""
+
+    def __init__(self, build: Build) -> None:
+        config = build.config
+        routing = qwen_routing(config)
+        sparse = sparse_layers(config)
+        shared = positive_integer(config.raw, "shared_expert_intermediate_size")
+
+        def mlp(build: Build, layer: int) -> nn.Module:
+            return SharedExpertMLP(build, routing, layer, shared) if layer in sparse else LlamaMLP(build)
+
+        super().__init__(build, Variant(qkv_bias=bool(config.raw.get("qkv_bias", True)), mlp=mlp))
+
+
+def qwen_routing(config: ModelConfig) -> Routing:
+    """Qwen's mixtures, as their config has them."""
+    renormalise = bool(config.raw.get("norm_topk_prob", False))
+    return Routing.of(config, "moe_intermediate_size", renormalise)
+
+
+def sparse_layers(config: ModelConfig) -> set[int]:
+    """The layers that have a mixture: each `decoder_sparse_step`-th one, but for `mlp_only_layers`."""
+    step = positive_integer({"decoder_sparse_step": 1} | dict(config.raw), "decoder_sparse_step")
+    dense = config.raw.get("mlp_only_layers") or []
+    if not isinstance(dense, (list, tuple)) or not all(isinstance(layer, int) for layer in dense):
+        raise ValidationError(
+            f"the model's config has mlp_only_layers = {dense!r}; a list of layer numbers is needed",
+            "mlp_only_layers",
+            dense,
+        )
+    return set(range(step - 1, config.num_layers, step)) - set(dense)

@@ -1,0 +1,169 @@
+"""How a way through experts is chosen, by tables, guesses and measuring; and that `Ops` takes it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.kernels.triton_target import DEVICE, HALF, ON_GPU
+
+from quire.kernels.reference import TorchOps  # isort: skip
+from quire.kernels.triton import moe, moe_candidates, moe_tuning, ops  # isort: skip
+from quire.kernels.triton.moe_candidates import families, guess  # isort: skip
+from quire.kernels.triton.moe_parts import Block, ExpertsConfig, ExpertsShape  # isort: skip
+from quire.kernels.triton.moe_tuning import BUCKETS, chosen, config_of, entry_of, key_of, tune  # isort: skip
+from quire.kernels.triton.thin_candidates import Gpu  # isort: skip
+from quire.kernels.triton.tuning import Tuner, read_table, write_table  # isort: skip
+
+BF16 = torch.bfloat16
+H200 = Gpu("NVIDIA H200", 132, True)
+QWEN3 = ExpertsShape(128, 8, 768, 2048)
+MIXTRAL = ExpertsShape(8, 2, 14336, 4096)
+VECTOR = ExpertsConfig("vector", Block(2, warps=4), Block(1, warps=2))
+TILE = ExpertsConfig("tile", Block(64, 64, 4, 5), Block(128, 64, 4, 5), 32, True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    "shape", [QWEN3, MIXTRAL, ExpertsShape(60, 4, 1408, 2048), ExpertsShape(3, 1, 20, 36)], ids=str
+)
+def test_a_guess_fits_any_shape(shape: ExpertsShape, dtype: torch.dtype) -> None:
+    for tokens in BUCKETS:
+        found = families(shape, tokens, dtype, H200)
+        assert guess(shape, tokens, dtype, H200) == found[0].base
+        for base, gate_ups, downs in found:
+            if base.kernel == "vector":
+                assert tokens <= 8
+                continue
+            assert not base.tma or shape.hidden * dtype.itemsize % 16 == shape.width * dtype.itemsize % 16 == 0
+            for blocks, folds in ((gate_ups, 2), (downs, 1)):
+                for block in blocks:
+                    assert block.stages >= 1
+                    tile = (folds * block.n + base.block_m) * block.k * dtype.itemsize
+                    assert tile * block.stages <= 227 * 1024
+
+
+def test_few_tokens_go_by_themselves_and_many_in_tall_tiles() -> None:
+    assert guess(QWEN3, 1, BF16, H200).kernel == "vector"
+    heights = [guess(QWEN3, tokens, BF16, H200).block_m for tokens in (16, 256, 512, 1024, 8192)]
+    assert heights == [16, 32, 64, 128, 128]
+
+
+@pytest.mark.parametrize("config", [VECTOR, TILE, replace(TILE, tma=False)], ids=str)
+def test_a_table_keeps_a_configuration(config: ExpertsConfig, tmp_path: Path) -> None:
+    path = tmp_path / "own.json"
+    write_table(path, {key_of(QWEN3, 256, BF16): entry_of(config) | {"us": 1.0}})
+    tables = Tuner(H200, None, path)
+    assert chosen(tables, QWEN3, 256, BF16) == config
+    assert chosen(tables, QWEN3, 128, BF16) == guess(QWEN3, 128, BF16, H200)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [{}, {"kernel": "tile"}, {"gate_up": [64, 64]}, {"down": [1, 2, 3, "4"]}, {"kernel": "warp"}, {"block_m": 3}],
+    ids=str,
+)
+def test_an_entry_this_version_does_not_know_is_a_guess(damage: dict, tmp_path: Path) -> None:
+    entry = {} if damage in ({}, {"kernel": "tile"}) else entry_of(TILE)
+    assert config_of(entry | damage) is None
+
+
+def test_the_fastest_of_each_product_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "own.json"
+    families_of = families(QWEN3, 256, BF16, H200)
+    gate_up, down = families_of[1].gate_ups[-1], families_of[1].downs[1]
+
+    def timer(shape: ExpertsShape, tokens: int, dtype: torch.dtype, config: ExpertsConfig, part: str = "") -> float:
+        if part == "gate_up":
+            return 5.0 if config.gate_up == gate_up else 6.0
+        if part == "down":
+            return 5.0 if config.down == down else 6.0
+        return 12.0 - (config.block_m == families_of[1].base.block_m) - (not config.tma)
+
+    found = tune(Tuner(H200, None, path), QWEN3, BF16, [256], timer)
+    best = replace(families_of[1].base, gate_up=gate_up, down=down, tma=False)
+    assert found == {key_of(QWEN3, 256, BF16): entry_of(best) | {"us": 10.0}} == read_table(path)
+
+
+def test_what_cannot_be_measured_is_not_kept() -> None:
+    assert tune(Tuner(H200, None, None), QWEN3, BF16, [1, 256], lambda *_: float("inf")) == {}
+
+
+def test_time_that_is_up_ends_measuring() -> None:
+    assert tune(Tuner(H200, None, None), QWEN3, BF16, [1, 256], lambda *_: 1.0, expired=lambda: True) == {}
+
+
+HIDDEN, WIDTH, COUNT, TOP = 64, 32, 8, 2
+SMALL = {
+    "vector": ExpertsConfig("vector", Block(16, warps=1), Block(16, warps=2)),
+    "tile": ExpertsConfig("tile", Block(64 if ON_GPU else 32, 32, 4, 2), Block(64, 32, 4, 2), 16),
+}
+
+
+def random(*size: int) -> torch.Tensor:
+    return torch.randn(size, device=DEVICE).to(HALF)
+
+
+def layer() -> tuple[torch.Tensor, ...]:
+    """Gain, router, experts. No two logits are so near each other that rounding decides."""
+    scale = HIDDEN**-0.5
+    router = torch.arange(1, COUNT + 1, device=DEVICE)[:, None].to(HALF) * random(HIDDEN) * scale
+    return random(HIDDEN), router, random(COUNT, 2 * WIDTH, HIDDEN) * scale, random(COUNT, HIDDEN, WIDTH) * scale
+
+
+@pytest.fixture
+def ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels as on a card; thin products stay torch's, which takes no time."""
+    monkeypatch.setattr(ops, "THIN", True)
+    if not ON_GPU:
+        monkeypatch.setattr(ops, "choose", lambda *_: None)
+        monkeypatch.setattr(ops, "INVARIANT", None)
+
+
+@pytest.mark.parametrize("kernel", ["vector", "tile"])
+@pytest.mark.parametrize("given", ["x", "residual", "both"])
+def test_a_sparse_mlp_is_that_of_torch(kernel: str, given: str, ours: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops, "choose_experts", lambda *_: SMALL[kernel])
+    gain, *weights = layer()
+    x = None if given == "residual" else random(3, HIDDEN)
+    residual = None if given == "x" else random(3, HIDDEN)
+    counts = torch.zeros(COUNT, dtype=torch.int64, device=DEVICE)
+    expected_counts = counts.clone()
+    copy = None if residual is None else residual.clone()
+    good, good_stream = TorchOps().sparse_mlp(x, copy, gain, 1e-5, *weights, TOP, True, expected_counts)
+    out, stream = ops.TritonOps().sparse_mlp(x, residual, gain, 1e-5, *weights, TOP, True, counts)
+    torch.testing.assert_close(out, good, rtol=2e-2, atol=2e-2)
+    assert torch.equal(stream, good_stream)
+    assert torch.equal(counts, expected_counts)
+
+
+def test_in_batch_invariant_mode_a_row_is_the_same_in_any_batch(ours: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not ON_GPU:
+        monkeypatch.setattr(moe_candidates, "INVARIANT", SMALL["tile"])
+    invariant = ops.TritonOps(batch_invariant=True)
+    _, router, gate_up, down = layer()
+    x = random(9, HIDDEN)
+    routing = TorchOps().route(x @ router.T, TOP, True)
+    whole = invariant.experts(x, *routing, gate_up, down)
+    for rows in ([4], [5, 4, 0]):
+        part = invariant.experts(x[rows], *(given[rows] for given in routing), gate_up, down)
+        assert torch.equal(part, whole[rows])
+
+
+def test_kernels_of_a_start_are_those_of_the_steps(ours: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops, "choose_experts", lambda _, tokens, __: SMALL["vector" if tokens <= 2 else "tile"])
+    _, _, gate_up, down = layer()
+    tasks = ops.TritonOps().expert_kernels_of(gate_up, down, TOP, True, 4)
+    assert len(tasks) == len({str(kernel) for kernel in tasks}) == 9
+    for name, task in tasks.items():
+        if ON_GPU or "arrange" not in str(name):
+            task()
+
+
+def test_a_shape_is_read_from_the_weights() -> None:
+    assert moe.shape_of(torch.empty(128, 1536, 2048, device="meta"), 8) == QWEN3
+    assert moe_tuning.bucket_of(17) == 32
+    assert moe_tuning.bucket_of(100_000) == BUCKETS[-1]

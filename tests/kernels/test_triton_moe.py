@@ -1,0 +1,214 @@
+"""Mixtures of experts in Triton: routing, arranging, and both ways through the experts, against plain torch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.kernels.triton_target import DEVICE, HALF, ON_GPU
+
+from quire.kernels.reference import TorchOps  # isort: skip
+from quire.kernels.triton.moe_layout import LARGE, SMALL, arrange, most_tiles  # isort: skip
+from quire.kernels.triton.moe_parts import Block, ExpertsConfig  # isort: skip
+from quire.kernels.triton.moe_route import route  # isort: skip
+from quire.kernels.triton.moe_tile import tile_experts  # isort: skip
+from quire.kernels.triton.moe_vector import Routing, vector_experts  # isort: skip
+
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+EPS = 1e-5
+
+# Small enough for the interpreter; 40 features and 96 inputs are no multiple of any block.
+HIDDEN, WIDTH = 96, 40
+VECTOR = ExpertsConfig("vector", Block(16, warps=2), Block(16, warps=4))
+STEP = 64 if ON_GPU else 32
+TILE = ExpertsConfig("tile", Block(64 if ON_GPU else 16, STEP, 4, 3), Block(64 if ON_GPU else 32, STEP, 4, 3), 16)
+WIDE_TILE = replace(TILE, block_m=128)
+"""Not transposed."""
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a kernel should write holds NaN, or nonsense, before."""
+    new_empty = torch.Tensor.new_empty
+
+    def poison(self: torch.Tensor, *size: object, **options: object) -> torch.Tensor:
+        made = new_empty(self, *size, **options)  # type: ignore[arg-type]
+        return made.fill_(float("nan") if made.is_floating_point() else 0x5555)
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", poison)
+
+
+def random(*size: int) -> torch.Tensor:
+    return torch.randn(size, device=DEVICE)
+
+
+def expert_weights(
+    count: int, dtype: torch.dtype, hidden: int = HIDDEN, width: int = WIDTH
+) -> tuple[torch.Tensor, torch.Tensor]:
+    gate_up = random(count, 2 * width, hidden) * hidden**-0.5
+    return gate_up.to(dtype), (random(count, hidden, width) * width**-0.5).to(dtype)
+
+
+def reference(
+    x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor
+) -> torch.Tensor:
+    """Token by token, in float64."""
+    out = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
+    for token, (row, chosen) in enumerate(zip(x.double(), experts.tolist(), strict=True)):
+        for slot, expert in enumerate(chosen):
+            if 0 <= expert < len(gate_up):
+                gate, up = (gate_up[expert].double() @ row).chunk(2)
+                out[token] += weights[token, slot].double() * (down[expert].double() @ (F.silu(gate) * up))
+    return out
+
+
+def assert_close(out: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
+    assert out.shape == expected.shape
+    assert out.dtype == dtype
+    error = (out.double() - expected).norm() / expected.norm()
+    assert error < TOLERANCE[dtype], f"{error:.1e}"
+
+
+def run(
+    config: ExpertsConfig, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, gate_up: torch.Tensor,
+    down: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
+    if config.kernel == "vector":
+        return vector_experts(x, Routing(experts.shape[1], weights, experts), gate_up, down, config)
+    return tile_experts(x, weights, experts, gate_up, down, config)
+
+
+def choices(tokens: int, count: int, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    weights, experts = TorchOps().route(random(tokens, count), top_k, True)
+    return weights.contiguous(), experts.contiguous()
+
+
+@pytest.mark.parametrize("renormalise", [False, True])
+@pytest.mark.parametrize("tokens, count, top_k", [(1, 8, 2), (5, 128, 8), (7, 60, 4), (3, 3, 3), (9, 5, 1)])
+@pytest.mark.parametrize("dtype", [HALF, torch.float32], ids=str)
+def test_each_token_gets_its_likeliest_experts(
+    tokens: int, count: int, top_k: int, renormalise: bool, dtype: torch.dtype
+) -> None:
+    logits = (random(tokens, count) * 3).to(dtype)
+    counts = torch.arange(count, device=DEVICE)
+    expected = counts.clone()
+    weights, experts = route(logits, top_k, renormalise, counts)
+    good_weights, good_experts = TorchOps().route(logits, top_k, renormalise, expected)
+    assert torch.equal(experts, good_experts)
+    assert torch.equal(counts, expected)
+    assert weights.dtype == torch.float32
+    torch.testing.assert_close(weights, good_weights)
+    assert torch.equal(route(logits, top_k, renormalise, None)[1], experts)
+
+
+def test_among_equals_the_lower_index_comes_first_and_nothing_outside_is_chosen() -> None:
+    inf, nan = float("inf"), float("nan")
+    logits = torch.tensor(
+        [[0.0, 1.0, 1.0, 0.0, -0.0], [-inf, -inf, 2.0, -inf, -inf], [nan, 1.0, -nan, nan, 3.0], [-inf] * 5],
+        device=DEVICE,
+    )
+    experts = route(logits, 4, True, None)[1]
+    assert experts.tolist() == [[1, 2, 0, 3], [2, 0, 1, 3], [0, 2, 3, 4], [0, 1, 2, 3]]
+
+
+@pytest.mark.parametrize("tokens", [1, 40, SMALL // 2, LARGE // 2, LARGE // 2 + 3])
+@pytest.mark.parametrize("skewed", [False, True])
+def test_pairs_are_arranged_by_expert(tokens: int, skewed: bool) -> None:
+    count, block_m = 12, 16
+    experts = torch.randint(-1, 4 if skewed else count + 1, (tokens, 2), device=DEVICE).int()
+    layout = arrange(experts, count, block_m)
+    flat = experts.flatten().tolist()
+    ours = [pair for pair, expert in enumerate(flat) if 0 <= expert < count]
+    order = layout.order.tolist()
+    assert sorted(order[: len(ours)]) == ours
+    assert layout.tiles == most_tiles(2 * tokens, count, block_m)
+    seen = []
+    for expert, first, end, _ in layout.spans.tolist():
+        if expert < count:
+            rows = order[first : min(first + block_m, end)]
+            assert rows
+            assert {flat[pair] for pair in rows} == {expert}
+            seen += rows
+    assert sorted(seen) == ours
+
+
+@pytest.mark.parametrize("dtype", [HALF, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    "config, tokens",
+    [
+        *((VECTOR, tokens) for tokens in (1, 3)),
+        *((TILE, tokens) for tokens in (1, 5, 21)),
+        *((replace(config, tma=True), 21) for config in (replace(TILE, block_m=32), WIDE_TILE)),
+        (WIDE_TILE, 21),
+    ],
+    ids=lambda value: str(value) if isinstance(value, int) else f"{value.kernel}{value.block_m}{value.tma * '-tma'}",
+)
+def test_any_number_of_tokens(config: ExpertsConfig, tokens: int, dtype: torch.dtype) -> None:
+    gate_up, down = expert_weights(6, dtype)
+    x, routing = random(tokens, HIDDEN).to(dtype), choices(tokens, 6, 3)
+    out = run(config, x, *routing, gate_up, down)
+    assert_close(out, reference(x, *routing, gate_up, down), dtype)
+
+
+@pytest.mark.parametrize("config", [VECTOR, TILE, WIDE_TILE], ids=["vector", "tile", "wide"])
+def test_experts_of_others_add_nothing(config: ExpertsConfig) -> None:
+    gate_up, down = expert_weights(4, HALF)
+    x, weights = random(3, HIDDEN).to(HALF), random(3, 2).abs()
+    experts = torch.tensor([[0, 4], [-1, 3], [7, -5]], dtype=torch.int32, device=DEVICE)
+    out = run(config, x, weights, experts, gate_up, down)
+    assert_close(out, reference(x, weights, experts, gate_up, down), HALF)
+    assert not out[2].any()
+
+
+@pytest.mark.parametrize("config", [TILE, WIDE_TILE], ids=["tile", "wide"])
+def test_all_tokens_to_one_expert(config: ExpertsConfig) -> None:
+    gate_up, down = expert_weights(5, HALF)
+    x, weights = random(70, HIDDEN).to(HALF), random(70, 1)
+    experts = torch.full((70, 1), 3, dtype=torch.int32, device=DEVICE)
+    out = run(config, x, weights, experts, gate_up, down)
+    assert_close(out, reference(x, weights, experts, gate_up, down), HALF)
+
+
+@pytest.mark.parametrize("config", [VECTOR, TILE, WIDE_TILE], ids=["vector", "tile", "wide"])
+def test_a_token_comes_out_the_same_in_any_batch(config: ExpertsConfig) -> None:
+    gate_up, down = expert_weights(5, HALF)
+    x, (weights, experts) = random(9, HIDDEN).to(HALF), choices(9, 5, 2)
+    out = run(config, x, weights, experts, gate_up, down)
+    for chosen in ([7], [7, 3, 8]) if config is VECTOR else ([7], [7, 3, 8], list(reversed(range(9)))):
+        again = run(config, x[chosen], weights[chosen], experts[chosen], gate_up, down)
+        assert torch.equal(again, out[chosen])
+
+
+@pytest.mark.parametrize(
+    "count, top_k, renormalise, normed, dtype",
+    [
+        (8, 2, True, True, HALF),
+        (12, 5, False, True, HALF),
+        (12, 5, True, False, torch.float32),
+        (40, 3, False, True, torch.float32),
+    ],
+)
+def test_few_tokens_find_their_experts_themselves(
+    count: int, top_k: int, renormalise: bool, normed: bool, dtype: torch.dtype
+) -> None:
+    gate_up, down = expert_weights(count, dtype)
+    x, gain = random(2, HIDDEN).to(dtype), random(HIDDEN).to(dtype)
+    logits, counts = random(2, count).to(dtype), torch.zeros(count, dtype=torch.int64, device=DEVICE)
+    routing = Routing(top_k, logits=logits, renormalise=renormalise, counts=counts)
+    out = vector_experts(x, routing, gate_up, down, VECTOR, (gain, EPS) if normed else None)
+    expected_counts = torch.zeros_like(counts)
+    chosen = TorchOps().route(logits, top_k, renormalise, expected_counts)
+    inputs = TorchOps().rms_norm(x.float(), gain.float(), EPS) if normed else x
+    assert_close(out, reference(inputs, *chosen, gate_up, down), dtype)
+    assert torch.equal(counts, expected_counts)
+
+
+def test_wide_experts_are_read_in_pieces() -> None:
+    gate_up, down = expert_weights(2, HALF, 32, 4500)
+    x, routing = random(1, 32).to(HALF), choices(1, 2, 2)
+    config = VECTOR if ON_GPU else replace(VECTOR, gate_up=Block(512, warps=1))
+    out = run(config, x, *routing, gate_up, down)
+    assert_close(out, reference(x, *routing, gate_up, down), HALF)
