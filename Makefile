@@ -55,7 +55,7 @@ soak: setup
 
 docs: setup
 	@$(BIN)/python -m quire.cli.reference > docs/configuration.md
-	@$(BIN)/python -m quire.server.metrics_page > docs/metrics.md
+	@$(BIN)/python -m quire.server.seeing.metrics_page > docs/metrics.md
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache *.egg-info

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from quire.messages.beams import BeamSearchParams, Hypothesis
-from quire.messages.outputs import BeamSearchSequence, Logprob
+from quire.messages.outputs import BeamSearchOutput, BeamSearchSequence, CompletionOutput, Logprob, RequestOutput
 from quire.messages.request import NewRequest
 from quire.output.detokenizer import Vocabulary
 
@@ -25,4 +25,37 @@ def sequence_of(
         text=None if vocabulary is None else vocabulary.tokenizer.decode(tokens),
         finish_reason=found.reason,
         stop_reason=found.stop_reason,
+    )
+
+
+def as_samples(output: BeamSearchOutput, vocabulary: Vocabulary | None, skip_special: bool = True) -> RequestOutput:
+    """A search's sequences as the samples of a request, best first: the text of each is what was generated alone."""
+    prompt = output.prompt_token_ids
+    samples = []
+    for index, found in enumerate(output.sequences):
+        tokens = found.tokens[len(prompt) :]
+        text = ""
+        if vocabulary is not None:
+            reader = vocabulary.detokenizer(prompt, skip_special)
+            text = reader.push(tokens) + reader.flush()
+        samples.append(
+            CompletionOutput(
+                index=index,
+                text=text,
+                token_ids=tokens,
+                cumulative_logprob=found.cum_logprob,
+                logprobs=found.logprobs,
+                finish_reason=found.finish_reason,
+                stop_reason=found.stop_reason,
+            )
+        )
+    return RequestOutput(
+        request_id=output.request_id,
+        prompt=None,
+        prompt_token_ids=prompt,
+        outputs=samples,
+        finished=output.finished,
+        metrics=output.metrics,
+        num_cached_tokens=output.num_cached_tokens,
+        error=output.error,
     )

@@ -64,7 +64,7 @@ class App:
         if scope["type"] != "http":
             return
         server, config = self._server, self._server.config
-        exchange = Exchange(scope, receive, send, config.max_body_bytes, config.stall_timeout)
+        exchange = Exchange(scope, receive, send, config.max_body_bytes, config.stall_timeout, server.bodies)
         scope[EXCHANGE] = exchange
         if (style := self._styles.get(get_route_path(scope))) is not None:
             exchange.error_body, exchange.error_event = style.body, style.event
@@ -89,7 +89,7 @@ class App:
         finally:
             server.exchanges.discard(exchange)
             del scope[EXCHANGE]  # a circle, which only the collector would open, seconds or minutes later
-            exchange.forget_task()
+            exchange.end()
 
     def _admit(self, exchange: Exchange) -> None:
         """Check the key, and learn for whom the request is."""

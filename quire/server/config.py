@@ -37,9 +37,6 @@ class ServerConfig:
         (), "A key that opens every route but /health; QUIRE_API_KEY if unset (several: commas)", "access", many=True
     )
     admin_key: str | None = option(None, "The key of the /admin routes, which exist only with one", "access")
-    isolate_tenants: bool = option(
-        True, "Requests of different tenants (API keys, or X-Tenant without keys) share no cached prefixes", "access"
-    )
 
     served_model_name: tuple[str, ...] = option(
         (), "The model's name in the API; several are aliases, the first is shown", "answers", many=True
@@ -47,6 +44,9 @@ class ServerConfig:
     enable_auto_tool_choice: bool = option(True, "Look for tool calls where tools are given", "answers")
     tool_call_parser: str | None = option(
         None, "Notation of tool calls, by name or dotted path; unset: by the chat template", "answers"
+    )
+    enable_tool_preamble: bool = option(
+        True, "Tell the model of tools in its system message where the chat template would not", "answers"
     )
     reasoning_parser: str | None = option(
         None, "How thinking is told from the answer, by name or dotted path; unset: it is not", "answers"
@@ -73,9 +73,12 @@ class ServerConfig:
         None, "Prompt tokens that may wait; unset: eight times what the KV cache holds", "limits"
     )
     max_body_bytes: int = option(32 * 2**20, "Longest request body", "limits")
+    max_open_body_bytes: int | None = option(
+        None, "Bytes of all bodies held at once, above which requests get 429; unset: eight of the longest", "limits"
+    )
     max_header_bytes: int = option(64 * 2**10, "Longest request line and headers together", "limits")
     max_samples: int = option(128, "Most samples (n) of one prompt", "limits")
-    max_prompts: int = option(1024, "Most prompts in one completions request", "limits")
+    max_prompts: int = option(1024, "Most prompts in one completions request, each counted n times", "limits")
     request_timeout: float | None = option(
         None, "Seconds a request may take, queued and running; a request's own timeout can only be shorter", "limits"
     )
@@ -121,7 +124,8 @@ class ServerConfig:
 
     def _check_numbers(self) -> None:
         for name, least in (
-            ("max_queued_requests", 0), ("max_queued_tokens", 0), ("max_body_bytes", 1), ("max_header_bytes", 256),
+            ("max_queued_requests", 0), ("max_queued_tokens", 0), ("max_body_bytes", 1), ("max_open_body_bytes", 1),
+            ("max_header_bytes", 256),
             ("max_samples", 1), ("max_prompts", 1), ("port", 0),
         ):  # fmt: skip
             value = getattr(self, name)

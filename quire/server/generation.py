@@ -18,8 +18,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.api.inputs import TokensPrompt
+from quire.messages.beams import BeamSearchParams
 from quire.messages.outputs import RequestOutput
 from quire.messages.sampling import SamplingParams
+from quire.output.beams import as_samples
 from quire.server.errors import ApiError, bad_request
 from quire.server.http import Exchange
 from quire.server.limits import Place
@@ -38,6 +40,8 @@ class Job:
     text: str | None = None
     priority: int = 0
     cache_salt: str | None = None
+    search: BeamSearchParams | None = None
+    """Given: a beam search, whose sequences are the samples; `params` says how they are shown."""
 
 
 async def generate(
@@ -72,11 +76,15 @@ def _check_samples(server: Server, jobs: Sequence[Job]) -> None:
 async def _run(server: Server, exchange: Exchange, job: Job, place: Place) -> AsyncGenerator[RequestOutput, None]:
     """One job, told to whoever watches."""
     request_id = f"{exchange.id}:{next(_numbers)}"
-    prompt: TokensPrompt = {"prompt_token_ids": job.tokens, "cache_salt": cache_salt(server, exchange, job.cache_salt)}
+    prompt: TokensPrompt = {"prompt_token_ids": job.tokens, "cache_salt": job.cache_salt or ""}
     if job.text is not None:
         prompt["prompt"] = job.text
     seen = server.observer.on_submit(request_id, job.params, job.tokens if job.text is None else job.text)
-    stream = server.llm.generate(prompt, job.params, request_id, priority=job.priority, tenant=exchange.tenant)
+    asked: dict[str, Any] = {"priority": job.priority, "tenant": exchange.tenant}
+    if job.search is None:
+        stream = server.llm.generate(prompt, job.params, request_id, **asked)
+    else:
+        stream = _search(server, job.search, job, prompt, request_id, **asked)
     try:
         async with aclosing(stream):
             async for output in stream:
@@ -93,10 +101,14 @@ async def _run(server: Server, exchange: Exchange, job: Job, place: Place) -> As
         place.leave()
 
 
-def cache_salt(server: Server, exchange: Exchange, asked: str | None) -> str:
-    """What keeps cached prefixes apart: the request's own salt, and its tenant."""
-    tenant = exchange.tenant if server.config.isolate_tenants else ""
-    return f"{tenant}\0{asked or ''}" if tenant else asked or ""
+async def _search(
+    server: Server, search: BeamSearchParams, job: Job, prompt: TokensPrompt, request_id: str, **asked: Any
+) -> AsyncGenerator[RequestOutput, None]:
+    """A beam search as one output."""
+    found = await server.llm.beam_search(prompt, search, request_id, **asked)
+    if not found.sequences:
+        raise ApiError(500, f"the engine could not go on with this request: {found.error or 'it was aborted'}")
+    yield as_samples(found, server.vocabulary, job.params.skip_special_tokens)
 
 
 async def _merged(

@@ -23,6 +23,7 @@ from starlette.datastructures import Headers
 from starlette.types import Message, Receive, Scope, Send
 
 from quire.server.errors import ApiError, as_decode_error, bad_request, error_json
+from quire.server.limits import Bodies
 
 T = TypeVar("T")
 
@@ -63,7 +64,7 @@ def error_event(error: ApiError) -> bytes:
 class Exchange:
     """One HTTP request and its answer."""
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send, max_body: int, stall: float) -> None:
+    def __init__(self, scope: Scope, receive: Receive, send: Send, max_body: int, stall: float, bodies: Bodies) -> None:
         self.scope = scope
         self.headers = Headers(scope=scope)
         self.arrived = time.monotonic()
@@ -90,6 +91,8 @@ class Exchange:
         self._send = send
         self._max_body = max_body
         self._stall = stall
+        self._bodies = bodies
+        self._body_bytes = 0
         self._watchers = 0
 
     # Reading
@@ -112,7 +115,7 @@ class Exchange:
     async def read_body(self) -> bytes:
         """The whole body, within the limit."""
         declared = self.headers.get("content-length", "")
-        if declared.isdigit() and int(declared) > self._max_body:
+        if declared.isdecimal() and int(declared) > self._max_body:
             raise self._too_large(int(declared))
         body, size, begin = [], 0, time.monotonic()
         while True:
@@ -121,6 +124,8 @@ class Exchange:
             size += len(piece)
             if size > self._max_body:
                 raise self._too_large(size)
+            self._bodies.take(len(piece))
+            self._body_bytes = size
             body.append(piece)
             if not message.get("more_body", False):
                 return b"".join(body)
@@ -216,9 +221,11 @@ class Exchange:
             self.interruption = why
             self._task.cancel()
 
-    def forget_task(self) -> None:
-        """The route is over: nobody can be interrupted any more."""
+    def end(self) -> None:
+        """The route is over: nobody can be interrupted any more, and nothing is held."""
         self._task = None
+        self._bodies.give_back(self._body_bytes)
+        self._body_bytes = 0
 
     def abort(self) -> None:
         """Cut the connection: the client does not read what is on its way to it."""

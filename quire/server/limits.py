@@ -12,6 +12,30 @@ REMEMBERED_ENDS = 64
 LONGEST_RETRY = 60.0
 
 
+class Bodies:
+    """What clients have sent and is still held. Each body has a bound of its own; thousands of them need another."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self.held = 0
+        """Bytes of the bodies of all open requests."""
+
+    def take(self, size: int) -> None:
+        """Hold so many bytes more, or raise 429. What comes where nothing is held is taken whatever its size."""
+        if self.held and self.held + size > self._most:
+            raise ApiError(
+                429,
+                f"the server is busy: bodies of {self.held} bytes are open; at most {self._most} may be "
+                "(--max-open-body-bytes). Try again later",
+                headers={"Retry-After": retry_text(1.0), "Connection": "close"},
+            )
+        self.held += size
+
+    def give_back(self, size: int) -> None:
+        """Their request is over."""
+        self.held -= size
+
+
 class Place:
     """A request that was let in. `start` when its first output has come, `leave` when it is over; both may repeat."""
 

@@ -15,8 +15,8 @@ Handler = Callable[["Server", "Exchange"], Awaitable[None]]
 
 ADMIN = "/admin/"
 
-BODY_ERRORS = (400, 404, 408, 413, 415)
-GENERATION_ERRORS = (429, 500, 503)
+BODY_ERRORS = (400, 404, 408, 413, 415, 429)
+GENERATION_ERRORS = (500, 503)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from quire.config import EngineConfig
 from quire.errors import ConfigError
 from quire.server.app import make_app
 from quire.server.config import ServerConfig
-from quire.server.connection import LimitedProtocol
+from quire.server.life.connection import LimitedProtocol
 from quire.server.state import Server
 
 logger = logging.getLogger(__name__)

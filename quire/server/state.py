@@ -11,14 +11,16 @@ from quire import __version__
 from quire.api.async_llm import AsyncLLM
 from quire.errors import ValidationError
 from quire.loading.read_config import read_generation_config
+from quire.output.detokenizer import Vocabulary
 from quire.server.auth import Keys
 from quire.server.config import ServerConfig
 from quire.server.errors import ApiError, bad_request, not_found, unavailable
 from quire.server.http import Exchange, HungUpError
-from quire.server.limits import Admission
+from quire.server.life.supervisor import Supervisor
+from quire.server.limits import Admission, Bodies
+from quire.server.offering import Offering
 from quire.server.protocol.sampling import FROM_GENERATION_CONFIG
-from quire.server.seeing import Seeing
-from quire.server.supervisor import Supervisor
+from quire.server.seeing.watchers import Seeing
 
 if TYPE_CHECKING:
     from quire.api.chat import ChatRenderer
@@ -27,6 +29,8 @@ LONG_TEXT = 4096
 """Characters: a text this long is tokenized in a thread, and the event loop goes on."""
 TOKENS_OF_QUEUE = 8
 """Prompts that may wait, in sizes of the KV cache, where nothing else is said."""
+BODIES_AT_ONCE = 8
+"""Bodies that may be held at once, in sizes of the longest, where nothing else is said."""
 LOOK_SECONDS = 5.0
 """Clients that stopped reading are looked for so often."""
 
@@ -41,6 +45,8 @@ class Server:
         """None where the engine takes token ids only."""
         self.renderer = renderer
         """The same."""
+        self.offering = None if renderer is None else Offering(renderer, config.tool_call_parser)
+        """How models hear of tools."""
         self.names = config.served_model_name or (llm.config.model,)
         self.created = int(time.time())
         self.version = __version__
@@ -54,6 +60,8 @@ class Server:
         self.is_draining = False
         self.exchanges: set[Exchange] = set()
         """Requests being answered."""
+        most_bytes = config.max_open_body_bytes
+        self.bodies = Bodies(BODIES_AT_ONCE * config.max_body_bytes if most_bytes is None else most_bytes)
         facts = llm.facts
         max_tokens = config.max_queued_tokens
         self.admission = Admission(
@@ -145,13 +153,18 @@ class Server:
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
         return ids
 
-    def check_text(self, text: str) -> None:
+    @functools.cached_property
+    def vocabulary(self) -> Vocabulary | None:
+        """Its tokens as text; None without a tokenizer."""
+        return None if self.tokenizer is None else Vocabulary(self.tokenizer)
+
+    def check_text(self, text: str, field: str = "input_text") -> None:
         """Raise if a text cannot fit the model whatever its tokens are: tokenizing megabytes takes seconds."""
-        if len(text) > self._longest_text:
+        if self.tokenizer is not None and len(text) > self._longest_text:
             raise bad_request(
                 f"This model's maximum context length is {self.max_model_len} tokens. However, the prompt has "
                 f"{len(text)} characters, and no more than {self._longest_text} can fit. Shorten the prompt",
-                "input_text",
+                field,
             )
 
     @functools.cached_property

@@ -4,7 +4,7 @@
     async with exchange.watched(server.deadline(request.timeout)):
         async with aclosing(turn.pieces()) as pieces:
             async for piece in pieces:
-                ...  # piece.deltas: reasoning, content and tool calls, as `quire.server.deltas` tells them
+                ...  # piece.deltas: reasoning, content and tool calls, as `quire.output.answers.deltas` tells them
 
 An API of another shape turns its own request into a `ChatRequest` first.
 """
@@ -12,25 +12,27 @@ An API of another shape turns its own request into a `ChatRequest` first.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from quire.messages.outputs import CompletionOutput, RequestOutput
 from quire.messages.sampling import RequestOutputKind, SamplingParams
-from quire.server.answer import AnswerReader
-from quire.server.deltas import CallArguments, CallEnd, CallStart, Content, Delta, Reasoning
+from quire.output.answers.deltas import CallArguments, CallEnd, CallStart, Content, Delta, Reasoning
+from quire.output.answers.reader import AnswerReader
+from quire.output.answers.reasoning import ThinkSplit, make_reasoning_split
+from quire.output.answers.toolcalls import ToolPlan
 from quire.server.errors import bad_request
 from quire.server.generation import Counter, Job, generate
 from quire.server.http import Exchange
-from quire.server.protocol.chat import ChatRequest
-from quire.server.protocol.sampling import sampling_params
-from quire.server.reasoning import ThinkSplit, make_reasoning_split
+from quire.server.protocol.chat import ChatRequest, NamedTool
+from quire.server.protocol.sampling import beam_search_params, sampling_params
 from quire.server.state import Server
-from quire.server.toolcalls import ToolPlan, guess_parser
+
+T = TypeVar("T")
 
 LONG_CHAT = 4096
 """Characters: a conversation this long is rendered in a thread, and the event loop goes on."""
@@ -132,7 +134,7 @@ async def prepare(server: Server, exchange: Exchange, request: ChatRequest) -> T
     server.check_model(request.model)
     request.check_fields()
     exchange.name_request(request.request_id)
-    plan = tool_plan(server, request)
+    plan = await _aside(tool_plan, server, request)
     limit, field_name = request.token_limit
     params = sampling_params(request, server.sampling_defaults, _checked_limit(server, limit), _logprobs(request))
     text, tokens = await render(server, request)
@@ -140,6 +142,9 @@ async def prepare(server: Server, exchange: Exchange, request: ChatRequest) -> T
         server.check_length(len(tokens), limit, field_name)
     make_reader, split = _reading(server, plan, text)
     _constrain(request, params, plan, split, text)
+    search = beam_search_params(request, limit or max(1, server.max_model_len - len(tokens)))
+    if search is not None and params.structured_outputs is not None:
+        raise bad_request("a tool_choice that demands calls means nothing with use_beam_search", "tool_choice")
     readers = [make_reader() for _ in range(min(params.n, server.config.max_samples))]
     if any(reader is not None and reader.needs_special_tokens for reader in readers):
         params.skip_special_tokens = False
@@ -149,7 +154,7 @@ async def prepare(server: Server, exchange: Exchange, request: ChatRequest) -> T
     return Turn(
         server=server,
         exchange=exchange,
-        job=Job(tokens, params, text, request.priority or 0, request.cache_salt),
+        job=Job(tokens, params, text, request.priority or 0, request.cache_salt, search),
         choices=[Choice(reader, plan, keeps_reasoning) for reader in readers],
         splits=split is not None,
         is_streamed=bool(request.stream),
@@ -158,28 +163,29 @@ async def prepare(server: Server, exchange: Exchange, request: ChatRequest) -> T
 
 def tool_plan(server: Server, request: ChatRequest) -> ToolPlan:
     """What the request's tools mean for its answers."""
-    parser = server.config.tool_call_parser
-    if parser is None and request.tools is not None and server.renderer is not None:
-        parser = guess_parser(server.renderer.template(request.tools))
+    parser = "json"
+    _check_template(server, request)
+    if request.tools is not None and server.offering is not None:
+        parser = server.offering.parser(request.chat_template)
+    choice = request.tool_choice
     return ToolPlan(
-        request.tools,
-        request.tool_choice,
+        [tool.function for tool in request.tools or ()],
+        choice if isinstance(choice, str) else None,
+        named=choice.function.name if isinstance(choice, NamedTool) else None,
         is_parallel=request.parallel_tool_calls is not False,
-        parser=parser or "json",
+        parser=parser,
         is_auto_on=server.config.enable_auto_tool_choice,
     )
 
 
 async def render(server: Server, request: ChatRequest) -> tuple[str, list[int]]:
     """The conversation as text and as tokens."""
-    if server.renderer is None:
+    if server.offering is None:
         raise bad_request("chat needs a tokenizer, and the server runs with --skip-tokenizer-init", "messages")
-    if request.chat_template is not None and not server.config.trust_request_chat_template:
-        raise bad_request(
-            "chat_template is refused: the server must be started with --trust-request-chat-template", "chat_template"
-        )
+    _check_template(server, request)
     messages = [message.as_dict() for message in request.messages]
     arguments: dict[str, Any] = {
+        "preamble": await _aside(_preamble, server, request),
         "tools": _rendered_tools(server, request),
         "add_generation_prompt": _default(request.add_generation_prompt, not request.continue_final_message),
         "continue_final_message": bool(request.continue_final_message),
@@ -189,13 +195,34 @@ async def render(server: Server, request: ChatRequest) -> tuple[str, list[int]]:
     }
     length = sum(len(str(message.get("content", ""))) for message in messages)
     if length < LONG_CHAT and request.tools is None and request.chat_template is None:
-        text = server.renderer.render_text(messages, **arguments)
+        text = server.offering.render(messages, **arguments)
     else:
-        text = await asyncio.to_thread(server.renderer.render_text, messages, **arguments)
+        text = await asyncio.to_thread(server.offering.render, messages, **arguments)
     if request.truncate_prompt_tokens is None:
         server.check_text(text)
     # The template writes the special tokens itself; the tokenizer must not add its own.
     return text, await server.tokenize(text, add_special_tokens=False)
+
+
+def _check_template(server: Server, request: ChatRequest) -> None:
+    if request.chat_template is not None and not server.config.trust_request_chat_template:
+        raise bad_request(
+            "chat_template is refused: the server must be started with --trust-request-chat-template", "chat_template"
+        )
+
+
+async def _aside(work: Callable[[Server, ChatRequest], T], server: Server, request: ChatRequest) -> T:
+    """In a thread where a template has to be tried that nobody has seen before: it may take its time."""
+    if request.tools is None or request.chat_template is None:
+        return work(server, request)
+    return await asyncio.to_thread(work, server, request)
+
+
+def _preamble(server: Server, request: ChatRequest) -> str | None:
+    """What the model is told of tools, where its template would not."""
+    if request.tools is None or server.offering is None or not server.config.enable_tool_preamble:
+        return None
+    return tool_plan(server, request).preamble() if server.offering.is_silent(request.chat_template) else None
 
 
 def _rendered_tools(server: Server, request: ChatRequest) -> list[dict[str, Any]] | None:

@@ -66,6 +66,7 @@ class Live:
             left |= {"open": len(self.server.exchanges)} if self.server.exchanges else {}
             left |= {"queued": self.server.admission.queued_tokens} if self.server.admission.queued_tokens else {}
             left |= {"admitted": self.server.admission.samples} if self.server.admission.samples else {}
+            left |= {"bodies": self.server.bodies.held} if self.server.bodies.held else {}
             if not left:
                 return
             assert time.monotonic() < deadline, left
@@ -80,9 +81,12 @@ class Host:
         self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self._thread.start()
         self.llm = AsyncLLM(model, **{**SETTINGS, **settings})
+        self.is_tiny = self.llm.facts.max_model_len <= 256
 
     def start(self, **settings: Any) -> tuple[Live, Callable[[], None]]:
-        config = ServerConfig(**{"port": 0, "served_model_name": (MODEL,), **settings})
+        # The tiny model's context is 256 characters: no room for words about tools.
+        tiny = {"enable_tool_preamble": False} if self.is_tiny else {}
+        config = ServerConfig(**{"port": 0, "served_model_name": (MODEL,), **tiny, **settings})
         ready: Future[Live] = Future()
 
         async def work() -> None:

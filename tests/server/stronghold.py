@@ -23,7 +23,7 @@ KEYS = ("alpha", "beta")
 ADMIN = "boss"
 FLAGS = (
     "--device", "cpu", "--dtype", "float32", "--num-gpu-blocks-override", "256", "--port", "0", "--log-level",
-    "warning", "--served-model-name", "tiny", "--api-key", *KEYS, "--admin-key", ADMIN,
+    "warning", "--served-model-name", "tiny", "--no-enable-tool-preamble", "--api-key", *KEYS, "--admin-key", ADMIN,
 )  # fmt: skip
 IDLE = ("quire:num_requests_running", "quire:num_requests_waiting", "quire:num_blocks_used")
 LONG = {"max_tokens": 200, "ignore_eos": True, "temperature": 1.0}

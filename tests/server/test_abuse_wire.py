@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from quire.server import connection, serve
+from quire.server import serve
+from quire.server.life import connection
 from tests.server.conftest import Live
 from tests.server.stronghold import LONG, Stronghold, head, hear, rss, statuses, whole
 

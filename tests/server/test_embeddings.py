@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import base64
-from collections.abc import Iterator
+import json
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +17,11 @@ import openai
 import pytest
 
 from quire import LLM, PoolingParams
+from quire.cli.main import main
+from quire.messages.outputs import PoolingRequestOutput
 from tests.conftest import tiny_tokenizer
 from tests.server.conftest import Live
+from tests.server.scrape import Scrape
 
 TEXTS = ["the world", "a word in the world", "x"]
 
@@ -151,6 +157,64 @@ def test_a_client_that_hangs_up_and_one_that_waits_too_long_leave_nothing_behind
         httpx.post(f"{live.url}/v1/embeddings", json={"input": inputs}, timeout=0.1)
     late = post(live, input=inputs, timeout=0.01)
     assert late.status_code == 408
+
+
+def test_a_client_that_hangs_up_while_it_waits_gives_its_place_back_at_once(
+    live: Live, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not when the engine has let go of its requests: nobody may be there any more to see that."""
+    admission, lets_go, has_gone = live.server.admission, threading.Event(), threading.Event()
+
+    async def stuck(*_: Any, **__: Any) -> AsyncIterator[PoolingRequestOutput]:
+        try:
+            await asyncio.sleep(60)
+            yield  # type: ignore[misc]
+        finally:
+            while not lets_go.is_set():
+                await asyncio.sleep(0.01)
+            has_gone.set()
+
+    monkeypatch.setattr(live.server.llm, "encode", stuck)
+    try:
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{live.url}/v1/embeddings", json={"input": [[5, 6, 7]] * 3}, timeout=0.3)
+        deadline = time.monotonic() + 5
+        while admission.samples and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert not has_gone.is_set()
+        assert (admission.requests, admission.samples, admission.queued_tokens) == (0, 0, 0)
+    finally:
+        lets_go.set()
+    assert has_gone.wait(5)
+
+
+def test_it_is_counted_like_every_other_request(live: Live) -> None:
+    """In requests, prompt tokens and latency; there is no token that anything else could be told of."""
+    before = Scrape(live.client.get("/metrics").text)
+    tokens = [11 + i % 80 for i in range(40)]
+    post(live, input=[tokens, tokens[:7]], cache_salt="counted")
+    after = Scrape(live.client.get("/metrics").text)
+
+    def grown(name: str, **labels: str) -> float:
+        return after.sum(f"quire:{name}", **labels) - before.sum(f"quire:{name}", **labels)
+
+    assert grown("request_success_total", finished_reason="stop") == 2
+    assert grown("prompt_tokens_total") == grown("request_prompt_tokens_sum") == 47
+    for name in ("e2e_request_latency_seconds", "request_queue_time_seconds", "request_prompt_tokens"):
+        assert grown(f"{name}_count") == 2, name
+    for name in ("time_to_first_token_seconds", "request_generation_tokens", "request_params_max_tokens"):
+        assert grown(f"{name}_count") == 0, name
+    labels = {"handler": "/v1/embeddings", "method": "POST", "status": "200"}
+    assert grown("http_responses_total", **labels) == 1
+
+
+def test_the_load_generator_speaks_it(live: Live, tmp_path: Path) -> None:
+    flags = ["--backend", "openai-embeddings", "--num-prompts", "6", "--input-len", "4", "--max-concurrency", "3"]
+    path = tmp_path / "result.json"
+    code = main(["bench", "serve", "--base-url", live.url, "--save-result", str(path), *flags])
+    found = json.loads(path.read_text())
+    assert code == 0 and (found["completed"], found["failed"], found["total_output_tokens"]) == (6, 0, 0)
+    assert found["total_input_tokens"] >= 24 and found["mean_e2el_ms"] > 0 and "mean_ttft_ms" not in found
 
 
 def test_one_bad_input_refuses_all_of_them(live: Live) -> None:

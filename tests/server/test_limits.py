@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any, ClassVar
 
 import httpx
@@ -16,7 +17,7 @@ import pytest
 
 from quire.server import state
 from quire.server.limits import Admission
-from tests.server.conftest import Live
+from tests.server.conftest import Host, Live
 from tests.server.test_errors import error_of, read_all
 
 CHAT = "/v1/chat/completions"
@@ -67,7 +68,7 @@ class TestKeys:
         stats = live.client.get("/admin/stats", headers=headers).json()
         assert stats["status"] == "serving" and stats["open_requests"] == 0
 
-    def test_tenants_share_no_cache_unless_told_to(self, live: Live, serving: Callable[..., Live]) -> None:
+    def test_tenants_share_no_cache(self, live: Live, serving: Callable[..., Live]) -> None:
         def cached(where: Live, **headers: str) -> int:
             body = {"prompt": list(range(10, 60)), "max_tokens": 1}
             usage = where.post(TEXT, body, headers=headers).json()["usage"]
@@ -78,8 +79,6 @@ class TestKeys:
         assert [cached(keyed, **first), cached(keyed, **first), cached(keyed, **second)] == [0, 48, 0]
         assert [cached(keyed, **second, **{"x-tenant": "x"}), cached(keyed, **second)] == [48, 48]
         assert [cached(live, **{"x-tenant": "a"}), cached(live, **{"x-tenant": "b"})] == [0, 0]
-        shared = serving(isolate_tenants=False)
-        assert [cached(shared, **{"x-tenant": "c"}), cached(shared, **{"x-tenant": "d"})] == [0, 48]
 
 
 class TestQueue:
@@ -251,11 +250,79 @@ def test_cors_is_off_unless_asked_for(live: Live, serving: Callable[..., Live]) 
     assert "access-control-allow-origin" not in other.headers
 
 
+class TestBodies:
+    """Each within its own bound, and too many of them together."""
+
+    def test_what_is_too_much_together_is_turned_away(self, serving: Callable[..., Live]) -> None:
+        live = serving(max_body_bytes=300_000, max_open_body_bytes=500_000)
+        body = json.dumps({"prompt": "abc", "max_tokens": 1, "user": "x" * 200_000}).encode()
+        with half_sent(live, body), half_sent(live, body):
+            wait_until(lambda: live.server.bodies.held > 300_000)
+            refused = live.client.post(TEXT, content=body, headers={"content-type": "application/json"})
+            assert (
+                refused.headers["retry-after"] == "1" and "--max-open-body-bytes" in error_of(refused, 429)["message"]
+            )
+            assert live.post(TEXT, {"prompt": "abc", "max_tokens": 1}).status_code == 200
+        wait_until(lambda: live.server.bodies.held == 0)
+        again = live.client.post(TEXT, content=body, headers={"content-type": "application/json"})
+        assert again.status_code == 200
+
+    def test_they_are_held_while_they_are_answered(self, live: Live) -> None:
+        with full_server(live):
+            assert live.server.bodies.held > 0
+        wait_until(lambda: live.server.bodies.held == 0)
+
+
+@contextmanager
+def half_sent(live: Live, body: bytes) -> Iterator[None]:
+    """A client that has sent most of its body, and then leaves."""
+    host, port = live.url.removeprefix("http://").split(":")
+    head = f"POST {TEXT} HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    with socket.create_connection((host, int(port))) as sock:
+        sock.sendall(head.encode() + body[:-10])
+        yield
+
+
+def wait_until(holds: Callable[[], bool], seconds: float = 10) -> None:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_prompts_times_samples_have_a_bound(serving: Callable[..., Live]) -> None:
+    live = serving(max_prompts=6)
+    assert live.post(TEXT, {"prompt": ["a", "b"], "n": 3, "max_tokens": 1}).status_code == 200
+    assert live.post(TEXT, {"prompt": "a", "n": 7, "max_tokens": 1}).status_code == 200
+    assert error_of(live.post(TEXT, {"prompt": ["a", "b"], "n": 4, "max_tokens": 1}), 400)["param"] == "n"
+    assert error_of(live.post(TEXT, {"prompt": ["a"] * 7, "max_tokens": 1}), 400)["param"] == "prompt"
+
+
 def test_a_text_that_cannot_fit_is_refused_without_being_tokenized(live: Live) -> None:
     text = "a b " * 2_000_000
     began = time.perf_counter()
-    for path, body in ((TEXT, {"prompt": text}), (CHAT, {"messages": [{"role": "user", "content": text}]})):
+    for path, body, param in (
+        (TEXT, {"prompt": text}, "input_text"),
+        (CHAT, {"messages": [{"role": "user", "content": text}]}, "input_text"),
+        ("/v1/embeddings", {"input": ["a", text]}, "input"),
+    ):
         answer = live.post(path, body)
         assert answer.status_code == 400, answer.text[:200]
-        assert answer.json()["error"]["param"] == "input_text"
+        assert answer.json()["error"]["param"] == param
     assert time.perf_counter() - began < 5
+
+
+def test_without_a_tokenizer_text_is_refused_and_token_ids_are_not(tiny_model: Path) -> None:
+    host = Host(tiny_model, skip_tokenizer_init=True)
+    live, stop = host.start()
+    try:
+        for path, body in ((TEXT, {"prompt": "abc"}), (CHAT, {"messages": [{"role": "user", "content": "abc"}]})):
+            assert "--skip-tokenizer-init" in error_of(live.post(path, body), 400)["message"]
+        assert "--skip-tokenizer-init" in error_of(live.post("/v1/embeddings", {"input": "abc"}), 400)["message"]
+        answer = live.post(TEXT, {"prompt": [5, 6], "max_tokens": 3, "return_token_ids": True, "ignore_eos": True})
+        assert len(answer.json()["choices"][0]["token_ids"]) == 3
+        tools = [{"type": "function", "function": {"name": "f"}}]
+        error_of(live.post(CHAT, {"messages": [{"role": "user", "content": "abc"}], "tools": tools}), 400)
+    finally:
+        stop()
+        host.close()

@@ -17,15 +17,16 @@ import pytest
 
 from quire import SamplingParams
 from quire.config import EngineConfig
+from quire.engine.experts import expert_figures
 from quire.engine.stats import Metric
 from quire.errors import EngineDeadError
 from quire.messages.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from quire.messages.tally import Tally
 from quire.output.times import TokenTimes
-from quire.server.metric_table import BY_LENGTH, TABLE, bounds_by_length
-from quire.server.metrics import ServerMetrics
-from quire.server.metrics_page import page
-from quire.server.observer import HttpRecord, Observer, current_record
+from quire.server.seeing.metric_table import BY_LENGTH, TABLE, bounds_by_length
+from quire.server.seeing.metrics import ServerMetrics
+from quire.server.seeing.metrics_page import page
+from quire.server.seeing.observer import HttpRecord, Observer, current_record
 from tests.server.conftest import Live
 from tests.server.scrape import Scrape
 
@@ -193,6 +194,14 @@ def test_names_and_buckets_are_also_vllms_by_a_switch_and_two_servers_do_not_cla
 def test_bounds_follow_the_models_length() -> None:
     assert bounds_by_length(300) == (1, 2, 5, 10, 20, 50, 100, 200)
     assert bounds_by_length(1000)[-2:] == (500, 1000)
+
+
+def test_the_load_of_experts_is_shown_by_layer_and_each_expert_is_not() -> None:
+    figures = expert_figures({0: [3, 1], 2: [2, 2]})
+    seen = look(ServerMetrics(FakeEngine(figures), "m"))
+    assert seen.sum("quire:expert_tokens_total") == 8
+    assert seen.sum("quire:expert_load_max_over_mean", layer="0") == 1.5
+    assert seen.sum("quire:expert_load_max_over_mean") == 2.5
 
 
 def test_a_busy_engine_is_waited_for_a_second_and_asked_once() -> None:

@@ -13,14 +13,14 @@ from openai.types.responses import Response as TheirResponse
 from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from quire.server.deltas import CallArguments, CallEnd, CallStart, Content, Delta, Reasoning
+from quire.output.answers.deltas import CallArguments, CallEnd, CallStart, Content, Delta, Reasoning
 from quire.server.errors import ApiError
 from quire.server.http import decode, named_event
 from quire.server.protocol.chat import NamedTool
 from quire.server.protocol.common import CompletionTokensDetails, PromptTokensDetails, Usage
 from quire.server.protocol.responses import ResponseEvent, ResponsesRequest
-from quire.server.responses_chat import as_chat
-from quire.server.responses_writer import ResponseWriter, new_response
+from quire.server.shapes.responses_chat import as_chat
+from quire.server.shapes.responses_writer import ResponseWriter, new_response
 from tests.server.conftest import MODEL, Live
 
 PATH = "/v1/responses"

@@ -23,8 +23,8 @@ import pytest
 from quire import AsyncLLM, RequestOutput, SamplingParams, StructuredOutputsParams
 from quire.engine.remote import RemoteEngine
 from quire.errors import EngineDeadError
-from quire.server import supervisor as module
-from quire.server.supervisor import Supervisor, pauses
+from quire.server.life import supervisor as module
+from quire.server.life.supervisor import Supervisor, pauses
 
 T = TypeVar("T")
 SETTINGS: dict[str, Any] = {"dtype": "float32", "num_gpu_blocks_override": 128, "device": "cpu"}

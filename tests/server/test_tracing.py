@@ -15,9 +15,9 @@ from opentelemetry.trace import SpanKind, StatusCode
 
 from quire import SamplingParams
 from quire.errors import ConfigError
-from quire.server.observer import HttpRecord, Observer, current_record
-from quire.server.tracing import RequestTraces, make_traces
-from quire.server.watching import Watching
+from quire.server.seeing.observer import HttpRecord, Observer, current_record
+from quire.server.seeing.tracing import RequestTraces, make_traces
+from quire.server.seeing.watching import Watching
 from tests.server.conftest import Live
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -95,6 +95,7 @@ def test_a_bad_address_and_a_missing_package_are_told_with_the_remedy(monkeypatc
 
 
 def test_nothing_of_it_is_imported_unless_asked_for() -> None:
-    code = "import quire.server.seeing, sys; print([name for name in sys.modules if name.startswith('opentelemetry')])"
+    listing = "[name for name in sys.modules if name.startswith('opentelemetry')]"
+    code = f"import quire.server.seeing.watchers, sys; print({listing})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.strip() == "[]"

@@ -151,6 +151,8 @@ class ChatRequest(GenerationFields, kw_only=True):
             raise bad_request("add_generation_prompt and continue_final_message exclude each other")
         if self.top_logprobs is not None and not self.logprobs:
             raise bad_request("top_logprobs needs logprobs=true", "top_logprobs")
+        if self.use_beam_search and self.top_logprobs:
+            raise bad_request("a beam search tells of its own tokens only: top_logprobs must be 0", "top_logprobs")
         for name in ("chat_template_kwargs", "documents"):
             check_depth(name, getattr(self, name))
         self._check_tools()

@@ -29,7 +29,6 @@ HINTS: Mapping[str, str] = {
     "prediction": "leave it out",
     "web_search_options": "the server fetches nothing; offer a search tool of your own",
     "store": "nothing is stored; send false or leave it out",
-    "use_beam_search": "sample, or use n",
     "thinking_token_budget": "leave it out",
     "mm_processor_kwargs": "the model reads text only",
     "media_io_kwargs": "the model reads text only",

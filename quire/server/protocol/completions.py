@@ -37,6 +37,10 @@ class CompletionRequest(GenerationFields, kw_only=True):
             raise bad_request(f"max_tokens must be at least 0, got {self.max_tokens}", "max_tokens")
         if self.logprobs is not None and self.logprobs < 0:
             raise bad_request(f"logprobs must be at least 0, got {self.logprobs}", "logprobs")
+        if self.use_beam_search and self.logprobs:
+            raise bad_request("a beam search tells of its own tokens only: logprobs must be 0", "logprobs")
+        if self.use_beam_search and self.echo and self.logprobs is not None:
+            raise bad_request("a beam search does not score its prompt: leave echo or logprobs out", "echo")
 
     @property
     def prompts(self) -> list[str | list[int]]:

@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Literal
 
 import msgspec
 
+from quire.messages.beams import BeamSearchParams
 from quire.messages.sampling import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from quire.server.errors import bad_request
 from quire.server.protocol.common import Body, check_depth
@@ -18,6 +19,7 @@ from quire.server.protocol.values import (
     Name,
     Penalty,
     PositiveShare,
+    Power,
     Priority,
     PromptLogprobs,
     RequestId,
@@ -40,6 +42,22 @@ _PLAIN = (
     "include_stop_str_in_output", "bad_words", "logit_bias", "allowed_token_ids", "truncate_prompt_tokens",
 )  # fmt: skip
 """Fields that mean the same in a body and in `SamplingParams`."""
+
+
+_IN_SEARCHES = ("n", "skip_special_tokens", "spaces_between_special_tokens")
+_NOT_IN_SEARCHES: Mapping[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("presence_penalty", "frequency_penalty", "min_p", "min_tokens"), (0,)),
+    **dict.fromkeys(("top_p", "repetition_penalty"), (1,)),
+    "top_k": (0, -1),
+    "stop": ([],),
+    "logit_bias": ({},),
+    "bad_words": ([],),
+    "stream": (False,),
+    **dict.fromkeys(
+        ("prompt_logprobs", "allowed_token_ids", "truncate_prompt_tokens", "structured_outputs", "vllm_xargs"), ()
+    ),
+}
+"""Fields that a beam search cannot do, and the values that ask for nothing."""
 
 
 class StreamOptions(Body):
@@ -93,8 +111,6 @@ class GenerationFields(Body):
         "best_of": (1,),
         "store": (False,),
         "service_tier": ("auto", "default"),
-        "use_beam_search": (False,),
-        "length_penalty": (1.0,),
     }
 
     model: ModelName | None = None
@@ -151,8 +167,11 @@ class GenerationFields(Body):
     best_of: int | None = None
     store: bool | None = None
     service_tier: str | None = None
+
     use_beam_search: bool | None = None
-    length_penalty: float | None = None
+    """The answer is the `n` likeliest texts, best first, as a beam search of that width finds them."""
+    length_penalty: Power | None = None
+    """How that search weighs length: above 0 favours long texts, below 0 short ones."""
 
     @property
     def include_usage(self) -> bool:
@@ -175,13 +194,27 @@ class GenerationFields(Body):
             raise bad_request("priority must fit in 32 bits", "priority")
         for name in ("metadata", "vllm_xargs"):
             check_depth(name, getattr(self, name))
+        self._check_search()
+
+    def _check_search(self) -> None:
+        """A beam search draws nothing: whatever says how tokens are drawn has no meaning there."""
+        if not self.use_beam_search:
+            if self.length_penalty not in (None, 1.0):
+                raise bad_request("length_penalty needs use_beam_search=true", "length_penalty")
+            return
+        for name, neutral in _NOT_IN_SEARCHES.items():
+            value = getattr(self, name)
+            if value is not None and value not in neutral:
+                raise bad_request(f"{name}={value!r} means nothing with use_beam_search: leave it out", name)
 
 
 def sampling_params(
     body: GenerationFields, defaults: Mapping[str, Any], max_tokens: int | None, logprobs: int | None
 ) -> SamplingParams:
     """The parameters a body asks for, over the model's own. Raises `ValidationError` for values out of range."""
-    given = {name: value for name in _PLAIN if (value := getattr(body, name)) is not None}
+    names = _IN_SEARCHES if body.use_beam_search else _PLAIN
+    given = {name: value for name in names if (value := getattr(body, name)) is not None}
+    defaults = {} if body.use_beam_search else defaults
     if body.logit_bias:
         given["logit_bias"] = {token: min(100.0, max(-100.0, bias)) for token, bias in body.logit_bias.items()}
     params = SamplingParams(
@@ -193,6 +226,23 @@ def sampling_params(
     )
     params.structured_outputs = structured_outputs(body)
     return params
+
+
+def beam_search_params(body: GenerationFields, max_tokens: int) -> BeamSearchParams | None:
+    """The search that a body asks for, if it does. Raises `ValidationError` for values out of range."""
+    if not body.use_beam_search:
+        return None
+    if body.response_format is not None and body.response_format.type != "text":
+        raise bad_request("response_format means nothing with use_beam_search: leave it out", "response_format")
+    return BeamSearchParams(
+        beam_width=body.n or 1,
+        max_tokens=max_tokens,
+        ignore_eos=bool(body.ignore_eos),
+        temperature=body.temperature or 0.0,
+        length_penalty=1.0 if body.length_penalty is None else body.length_penalty,
+        include_stop_str_in_output=bool(body.include_stop_str_in_output),
+        stop_token_ids=body.stop_token_ids,
+    )
 
 
 def structured_outputs(body: GenerationFields) -> StructuredOutputsParams | None:

@@ -7,7 +7,7 @@ from contextlib import aclosing
 
 from msgspec import UNSET, UnsetType
 
-from quire.server.deltas import CallArguments, CallStart, Content, Delta, Reasoning, gather
+from quire.output.answers.deltas import CallArguments, CallStart, Content, Delta, Reasoning, gather
 from quire.server.http import EventStream, Exchange
 from quire.server.logprobs import chat_logprobs, prompt_logprobs
 from quire.server.protocol.chat import (

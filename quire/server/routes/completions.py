@@ -22,7 +22,7 @@ from quire.server.protocol.completions import (
     CompletionRequest,
     CompletionResponse,
 )
-from quire.server.protocol.sampling import sampling_params
+from quire.server.protocol.sampling import beam_search_params, sampling_params
 from quire.server.routing import Route
 from quire.server.state import Server
 
@@ -43,11 +43,11 @@ async def prepare(server: Server, exchange: Exchange, request: CompletionRequest
     request.check_fields()
     exchange.name_request(request.request_id)
     prompts = request.prompts
-    if len(prompts) > server.config.max_prompts:
-        raise bad_request(f"prompt holds {len(prompts)}; at most {server.config.max_prompts} (--max-prompts)", "prompt")
+    _check_count(server, len(prompts), request.n or 1)
     limit = MAX_TOKENS if request.max_tokens is None else request.max_tokens
     # Scoring alone still takes a step: its token is made, and left out of the answer.
     params = sampling_params(request, server.sampling_defaults, max(1, limit), request.logprobs)
+    search = beam_search_params(request, max(1, limit))
     if request.echo and request.logprobs is not None and params.prompt_logprobs is None:
         params.prompt_logprobs = request.logprobs
     jobs = []
@@ -62,8 +62,21 @@ async def prepare(server: Server, exchange: Exchange, request: CompletionRequest
             tokens = prompt
         if params.truncate_prompt_tokens is None:
             server.check_length(len(tokens), limit)
-        jobs.append(Job(tokens, params, text, request.priority or 0, request.cache_salt))
+        jobs.append(Job(tokens, params, text, request.priority or 0, request.cache_salt, search))
     return jobs
+
+
+def _check_count(server: Server, prompts: int, samples: int) -> None:
+    """Each bound alone would let a hundred thousand samples pass."""
+    most = server.config.max_prompts
+    if prompts > most:
+        raise bad_request(f"prompt holds {prompts}; at most {most} (--max-prompts)", "prompt")
+    if prompts > 1 and prompts * samples > most:
+        raise bad_request(
+            f"prompt holds {prompts}, and with n={samples} that makes {prompts * samples} samples; at most {most} "
+            "(--max-prompts)",
+            "n",
+        )
 
 
 @dataclass

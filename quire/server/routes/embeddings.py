@@ -17,9 +17,7 @@ from quire.api.inputs import TokensPrompt
 from quire.errors import ValidationError
 from quire.messages.outputs import CompletionOutput, PoolingRequestOutput, RequestOutput
 from quire.messages.pooling import PoolingParams
-from quire.messages.sampling import SamplingParams
 from quire.server.errors import ApiError, bad_request
-from quire.server.generation import cache_salt
 from quire.server.http import Exchange
 from quire.server.limits import Place
 from quire.server.protocol.common import PromptTokensDetails, Usage
@@ -55,6 +53,8 @@ async def _tokenized(server: Server, body: EmbeddingRequest) -> list[list[int]]:
     adds = body.add_special_tokens is not False
     prompts: list[list[int]] = []
     for item in body.inputs:
+        if isinstance(item, str) and body.truncate_prompt_tokens is None:
+            server.check_text(item, "input")
         prompts.append(await server.tokenize(item, adds) if isinstance(item, str) else item)
         await asyncio.sleep(0)
     return prompts
@@ -64,19 +64,24 @@ async def _vectors(
     server: Server, exchange: Exchange, body: EmbeddingRequest, prompts: Sequence[list[int]]
 ) -> list[PoolingRequestOutput]:
     """All of them, let in together or not at all. Leaving in any way ends the requests in the engine."""
-    params, salt = body.pooling_params, cache_salt(server, exchange, body.cache_salt)
-    place = server.admission.enter(len(prompts), sum(map(len, prompts)))
+    params, salt = body.pooling_params, body.cache_salt or ""
+    places = server.admission.enter_all([(1, len(tokens)) for tokens in prompts])
     tasks: list[asyncio.Future[PoolingRequestOutput]] = []
     try:
-        for tokens in prompts:
+        for tokens, place in zip(prompts, places, strict=True):
             prompt: TokensPrompt = {"prompt_token_ids": tokens, "cache_salt": salt}
             tasks.append(asyncio.ensure_future(_vector(server, exchange, prompt, params, body.priority or 0, place)))
-        return await asyncio.gather(*tasks)
+        # Not `gather`: cancelled, it would wait for all of them before anybody could leave.
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        for failed in (task for task in done if task.exception() is not None):
+            failed.result()
+        return [task.result() for task in tasks]
     except ValidationError as error:
         is_input = error.parameter in ("prompt", "prompt_token_ids")
         raise bad_request(str(error), "input" if is_input else error.parameter) from error
     finally:
-        place.leave()  # before anything is waited for: a hang-up may interrupt even this
+        for place in places:
+            place.leave()  # before anything is waited for: a hang-up may interrupt even this
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -87,13 +92,12 @@ async def _vector(
 ) -> PoolingRequestOutput:
     """One input's, told to whoever watches."""
     request_id = f"{exchange.id}:{next(_numbers)}"
-    seen = server.observer.on_submit(request_id, SamplingParams(temperature=0, max_tokens=1))
+    seen = server.observer.on_submit(request_id, params, prompt["prompt_token_ids"])
     stream = server.llm.encode(prompt, params, request_id, priority=priority, tenant=exchange.tenant)
     try:
         async with aclosing(stream):
             async for output in stream:
                 seen.on_output(_as_watched(output))
-                place.start()
                 if output.finish_reason != "stop":
                     why = output.error or "it was aborted"
                     raise ApiError(500, f"the engine could not go on with this request: {why}")
@@ -103,6 +107,7 @@ async def _vector(
         raise
     finally:
         seen.on_finish()
+        place.leave()
     raise ApiError(500, "the engine ended the request without a vector")
 
 

@@ -8,8 +8,6 @@ import msgspec
 
 from quire.server.errors import ApiError
 from quire.server.http import Exchange, named_event
-from quire.server.messages_chat import as_chat
-from quire.server.messages_writer import MessageWriter
 from quire.server.protocol.messages import (
     AnthropicError,
     AnthropicMessage,
@@ -21,6 +19,8 @@ from quire.server.protocol.messages import (
     anthropic_error,
 )
 from quire.server.routing import ErrorStyle, Route
+from quire.server.shapes.messages_chat import as_chat
+from quire.server.shapes.messages_writer import MessageWriter
 from quire.server.state import Server
 from quire.server.turn import Piece, Turn, prepare, render
 

@@ -10,9 +10,9 @@ from quire.server.http import Exchange, named_event
 from quire.server.logprobs import chat_logprobs
 from quire.server.protocol.chat import TokenLogprob
 from quire.server.protocol.responses import AnyResponseEvent, Response, ResponseEvent, ResponsesRequest
-from quire.server.responses_chat import as_chat
-from quire.server.responses_writer import ResponseWriter, new_response
 from quire.server.routing import Route
+from quire.server.shapes.responses_chat import as_chat
+from quire.server.shapes.responses_writer import ResponseWriter, new_response
 from quire.server.state import Server
 from quire.server.turn import Piece, Turn, prepare
 

@@ -1,0 +1,1 @@
+"""Who watches a server: metrics, log, traces."""

@@ -1,0 +1,36 @@
+"""Everything that watches a server: metrics, log, traces."""
+
+from __future__ import annotations
+
+from quire.server.config import ServerConfig
+from quire.server.seeing.logs import AccessLog, RequestLog
+from quire.server.seeing.metrics import MeasuredEngine, Refusing, Restarting, ServerMetrics
+from quire.server.seeing.observer import GenerationWatch, Observer
+from quire.server.seeing.tracing import RequestTraces, make_traces
+from quire.server.seeing.watching import HttpWatch, Watching
+
+
+class Seeing:
+    """The watchers that a configuration asks for."""
+
+    def __init__(
+        self, llm: MeasuredEngine, config: ServerConfig, model_name: str, supervisor: Restarting, admission: Refusing
+    ) -> None:
+        self.metrics = ServerMetrics(llm, model_name, config.vllm_metric_names, supervisor, admission)
+        self._traces: RequestTraces | None = None
+        of_requests: list[HttpWatch] = [self.metrics, AccessLog()]
+        of_generations: list[GenerationWatch] = [self.metrics]
+        if config.otlp_traces_endpoint is not None:
+            self._traces = make_traces(config.otlp_traces_endpoint, model_name)
+            of_requests.append(self._traces)
+        if config.enable_log_requests:
+            of_generations.append(RequestLog())
+        self.watching = Watching(of_requests)
+        """Sees HTTP requests."""
+        self.observer = Observer(*of_generations)
+        """Sees requests to the engine."""
+
+    def close(self) -> None:
+        """Send what is not sent yet. May take a few seconds where a collector of traces does not answer."""
+        if self._traces is not None:
+            self._traces.shutdown()

@@ -1,0 +1,1 @@
+"""Other APIs' conversations and answers, in terms of a chat and back."""
