@@ -1,6 +1,7 @@
 """Host cost of the planning half: decodes with a null executor, planning + update per step.
 
 python benchmarks/planning.py            # 256 and 1,024 running requests
+python benchmarks/planning.py --fair     # …of 16 tenants under the fair policy, while more wait
 """
 
 from __future__ import annotations
@@ -20,16 +21,17 @@ from quire.scheduler.scheduler import Scheduler
 BLOCK_SIZE = 16
 
 
-def measure(running: int, steps: int = 600, prompt: int = 100) -> tuple[float, float]:
+def measure(running: int, steps: int = 600, prompt: int = 100, policy: str = "fcfs") -> tuple[float, float]:
     """Median and 99th percentile of milliseconds a decode step costs the host."""
     keys = ContentKeys(BLOCK_SIZE, b"benchmark")
     tables = BlockTables(running * (prompt + steps + 64) // BLOCK_SIZE + 64, BLOCK_SIZE)
-    scheduler = Scheduler(tables, make_policy("fcfs"), keys, max_rows=running, token_budget=8192)
+    scheduler = Scheduler(tables, make_policy(policy), keys, max_rows=running, token_budget=8192)
     executor = NullExecutor(running)
     params = SamplingParams(max_tokens=None, ignore_eos=True)
-    for i in range(running):
+    for i in range(running if policy == "fcfs" else 2 * running):
         tokens = [(7 * i + j) % 1000 for j in range(prompt + i % BLOCK_SIZE)]
         request = NewRequest(str(i), tokens, params, limit=len(tokens) + steps + 32, keys=keys.of(tokens))
+        request.tenant = str(i % 16)
         scheduler.add(request)
     times = []
     while len(times) < steps:
@@ -48,10 +50,11 @@ def measure(running: int, steps: int = 600, prompt: int = 100) -> tuple[float, f
 
 
 def main() -> None:
-    sizes = [int(size) for size in sys.argv[1:]] or [256, 1024]
+    policy = "fair" if "--fair" in sys.argv else "fcfs"
+    sizes = [int(size) for size in sys.argv[1:] if size != "--fair"] or [256, 1024]
     print(f"{'running':>8} {'median ms':>10} {'p99 ms':>8} {'µs/row':>8}")
     for size in sizes:
-        median, p99 = measure(size)
+        median, p99 = measure(size, policy=policy)
         print(f"{size:>8} {median:>10.3f} {p99:>8.3f} {1000 * median / size:>8.2f}")
 
 

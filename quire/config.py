@@ -96,6 +96,26 @@ class EngineConfig:
     enable_prefix_caching: bool = option(
         True, "Keep finished blocks and share them with requests that begin alike", "memory"
     )
+    swap_space: float = option(
+        0.0,
+        "GiB of host memory below the device's cache: preempted rows, cached prefixes and sleeping sessions move "
+        "there and come back. 0: none",
+        "memory",
+    )
+    kv_disk: str | None = option(
+        None, "Folder of the tier below that: blocks and sessions that survive a restart. One process owns it", "memory"
+    )
+    kv_disk_size: float = option(32.0, "GiB of blocks in that folder at most; sessions' tokens come on top", "memory")
+    isolate_tenants: bool = option(
+        True,
+        "Requests of different tenants share no cached prefixes: how fast one is answered tells nothing about others. "
+        "Over HTTP a tenant is an API key, or X-Tenant without keys",
+        "memory",
+    )
+    session_idle_seconds: float | None = option(
+        60.0, "A session without a turn for so long leaves the device for the tiers below; unset: only when it must",
+        "memory",
+    )  # fmt: skip
     kv_cache_dtype: str = option("auto", "Element type of the cache; auto: the model's", "memory", choices=("auto",))
 
     max_num_seqs: int | None = option(None, "Most requests in one step; unset: by device", "scheduling")
@@ -118,7 +138,24 @@ class EngineConfig:
         5, "Seconds a schema, regex or grammar of structured_outputs may take to compile; then its request is refused",
         "scheduling",
     )  # fmt: skip
-    scheduling_policy: str = option("fcfs", "fcfs, priority (lower first, ageing), or a dotted path", "scheduling")
+    scheduling_policy: str = option(
+        "fcfs", "fcfs, priority (lower first, ageing), fair (shares between tenants), or a dotted path", "scheduling"
+    )
+    tenant_weights: Mapping[str, float] | None = option(
+        None,
+        'With fair: how many times as much as others a tenant gets, by name; "*" is everyone else, 1 if unset (JSON)',
+        "scheduling",
+    )
+    tenant_max_rows: Mapping[str, float] | None = option(
+        None,
+        'With fair: most rows a tenant has, by name or "*"; a count, or below 1 a share of max_num_seqs (JSON)',
+        "scheduling",
+    )
+    tenant_max_blocks: Mapping[str, float] | None = option(
+        None,
+        'With fair: most KV blocks a tenant\'s rows hold, by name or "*"; a count, or below 1 a share of all (JSON)',
+        "scheduling",
+    )
 
     step_timeout: int = option(
         300,
@@ -139,10 +176,12 @@ class EngineConfig:
         object.__setattr__(self, "logits_processors", tuple(self.logits_processors))
         self._check_counts()
         self._check_shares()
+        self._check_tiers()
         self._check_model_len()
         self._check_budgets()
         self._check_stretch()
         self._check_parallel()
+        self._check_tenants()
 
     def _check_counts(self) -> None:
         for name, least in (
@@ -161,6 +200,16 @@ class EngineConfig:
             value = getattr(self, name)
             if not isinstance(value, (int, float)) or not math.isfinite(value) or not 0 < value <= 1:
                 raise ConfigError(f"{name} must be in (0, 1], got {value!r}", name, value)
+
+    def _check_tiers(self) -> None:
+        for name, least in (("swap_space", 0), ("kv_disk_size", 2**-20)):
+            value = getattr(self, name)
+            if not isinstance(value, (int, float)) or isinstance(value, bool) or not least <= value < math.inf:
+                raise ConfigError(f"{name} must be a number of GiB of at least {least:g}, got {value!r}", name, value)
+
+        idle = self.session_idle_seconds
+        if idle is not None and (not isinstance(idle, (int, float)) or isinstance(idle, bool) or not idle >= 0):
+            raise ConfigError(f"session_idle_seconds must be at least 0, got {idle!r}", "session_idle_seconds", idle)
 
     def _check_model_len(self) -> None:
         value = self.max_model_len
@@ -202,6 +251,35 @@ class EngineConfig:
                 raise ConfigError(
                     f"{name} must be 1: running over several ranks is not implemented yet", name, getattr(self, name)
                 )
+
+    def _check_tenants(self) -> None:
+        for name in ("tenant_weights", "tenant_max_rows", "tenant_max_blocks"):
+            table = getattr(self, name)
+            if table is None:
+                continue
+            if not isinstance(table, Mapping):
+                raise ConfigError(f'{name} must map tenants to numbers, as {{"*": 1}}; got {table!r}', name, table)
+            if self.scheduling_policy in ("fcfs", "priority"):
+                raise ConfigError(
+                    f"{name} needs scheduling_policy='fair'; {self.scheduling_policy!r} knows no tenants", name, table
+                )
+            for tenant, value in table.items():
+                if not isinstance(tenant, str):
+                    raise ConfigError(f"{name} must have names of tenants as keys, got {tenant!r}", name, tenant)
+                self._check_tenant_value(name, tenant, value)
+
+    def _check_tenant_value(self, name: str, tenant: str, value: object) -> None:
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if name == "tenant_weights":
+            if not is_number or not 0 < value < math.inf:  # type: ignore[operator]
+                raise ConfigError(f"{name}[{tenant!r}] must be a number above 0, got {value!r}", name, value)
+        elif not is_number or not (0 < value < 1 or (isinstance(value, int) and value >= 1)):  # type: ignore[operator]
+            raise ConfigError(
+                f"{name}[{tenant!r}] must be an integer of at least 1 (a count) or a number between 0 and 1 (a share), "
+                f"got {value!r}",
+                name,
+                value,
+            )
 
     @property
     def wants_longest_len(self) -> bool:

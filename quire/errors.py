@@ -56,3 +56,46 @@ class DeviceLostError(StepError):
 
 class EngineDeadError(QuireError, RuntimeError):
     """The engine has been shut down or cannot go on."""
+
+
+class StoreError(QuireError, RuntimeError):
+    """A folder that keeps memory on disk cannot do what was asked of it."""
+
+
+class StoreInUseError(StoreError):
+    """Another process owns the folder. `pid` is that process, where known."""
+
+    def __init__(self, message: str, pid: int | None = None) -> None:
+        super().__init__(message)
+        self.pid = pid
+
+
+class StoreUnavailableError(StoreError):
+    """The folder cannot be used at all: read-only, no folder, no permission, or of a newer version."""
+
+
+class StoreFullError(StoreError):
+    """The disk has no room left for something that must not be dropped."""
+
+
+class SessionNotFoundError(QuireError, KeyError):
+    """No session answers to this name."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class SessionExistsError(ValidationError):
+    """A session of this name exists already."""
+
+
+class SessionBusyError(QuireError, RuntimeError):
+    """The session is in the middle of a turn, or has changed under the caller's feet."""
+
+
+class SessionLostError(StoreError):
+    """The session's tokens were damaged on disk. `name` says which session, the message what happened."""
+
+    def __init__(self, message: str, name: str = "") -> None:
+        super().__init__(message)
+        self.name = name

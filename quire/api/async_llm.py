@@ -9,9 +9,13 @@ import os
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
+from functools import cached_property
 from types import TracebackType
 from typing import Any
 
+from quire.api.async_sessions import AsyncSessions, Turn
+from quire.api.chat import ChatRenderer
 from quire.api.compat import drop_neutral
 from quire.api.first_tokens import apart
 from quire.api.inputs import InputProcessor, PromptType
@@ -20,12 +24,15 @@ from quire.config import EngineConfig
 from quire.engine import ipc
 from quire.engine.facts import Facts
 from quire.engine.remote import RemoteEngine, error_of
+from quire.engine.session_calls import CutSession, RewriteSession, SessionAnswer, SessionOp
 from quire.engine.stats import Metric
 from quire.errors import EngineDeadError, QuireError, ValidationError
 from quire.loading.hub import find
 from quire.loading.read_config import read_generation_config, read_model_config
 from quire.loading.tokenizer import load_tokenizer
-from quire.messages.outputs import PoolingRequestOutput, RequestOutput, StepOutputs
+from quire.memory.disk.sessions import session_key
+from quire.messages.beams import BeamSearchParams
+from quire.messages.outputs import BeamSearchOutput, PoolingRequestOutput, RequestOutput, StepOutputs
 from quire.messages.pooling import PoolingParams
 from quire.messages.request import NewRequest
 from quire.messages.sampling import RequestOutputKind, SamplingParams
@@ -102,20 +109,52 @@ class AsyncLLM:
         *,
         priority: int = 0,
         tenant: str = "",
+        session: str | None = None,
+        session_id: str | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Outputs of one request as they come. Each holds everything so far, or with `output_kind=DELTA` only what is
         new. Who reads slowly gets several steps in one output. Leaving early, or being cancelled, aborts the request.
+
+        `session` (or `session_id`) names a session that the prompt is all of: the session is made, or becomes that,
+        and goes on with what is generated. What begins as it did is not computed again.
         """
+        name = session if session_id is None else session_id
+        turn = None if name is None else Turn(session_key(tenant, name), rewrites=True)
+        async with aclosing(self.run(prompt, sampling_params, request_id, priority, tenant, turn)) as outputs:
+            async for output in outputs:
+                yield output
+
+    async def run(
+        self,
+        prompt: PromptType,
+        sampling_params: SamplingParams | None,
+        request_id: str | None,
+        priority: int,
+        tenant: str,
+        turn: Turn | None = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """As `generate`; `turn`: of which session it is one."""
         if isinstance(sampling_params, PoolingParams):
             raise ValidationError(
                 "sampling_params must be SamplingParams, got PoolingParams: `encode` makes vectors", "sampling_params"
             )
-        box = await self._submit(prompt, sampling_params, request_id, priority, tenant)
+        box = await self._submit(prompt, sampling_params, request_id, priority, tenant, turn)
+        written = 0
         try:
             while not box.is_finished:
-                yield await box.take()
+                output: RequestOutput = await box.take()
+                if turn is not None:
+                    written = len(output.outputs[0].token_ids) + (written if box.is_delta else 0)
+                    await self._end_turn(turn.key, output, written)
+                yield output
         finally:
             self._leave(box)
+
+    async def _end_turn(self, key: str, output: RequestOutput, written: int) -> None:
+        """Where a stop string was found here, the engine may have gone on meanwhile, and nothing is durable yet."""
+        sample = output.outputs[0]
+        if sample.finish_reason == "stop" and isinstance(sample.stop_reason, str):
+            await self.ask_sessions(CutSession(key, len(output.prompt_token_ids) + written))
 
     async def encode(
         self,
@@ -139,6 +178,25 @@ class AsyncLLM:
         finally:
             self._leave(box)
 
+    async def beam_search(
+        self,
+        prompt: PromptType,
+        params: BeamSearchParams,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        tenant: str = "",
+    ) -> BeamSearchOutput:
+        """The likeliest continuations of one prompt, best first. Being cancelled aborts the search."""
+        if not isinstance(params, BeamSearchParams):
+            raise ValidationError(f"params must be BeamSearchParams, got {type(params).__name__}", "params", params)
+        box = await self._submit(prompt, params, request_id, priority, tenant)
+        try:
+            found: BeamSearchOutput = await box.take()
+            return found
+        finally:
+            self._leave(box)
+
     async def abort(self, request_id: str | list[str]) -> None:
         """End requests; their readers get a last output with `finish_reason="abort"`. Unknown ids are no error."""
         for one in [request_id] if isinstance(request_id, str) else request_id:
@@ -146,6 +204,31 @@ class AsyncLLM:
                 box.is_aborted = True
                 if box.key in self._by_key:
                     self._engine.send(ipc.Abort(box.key))
+
+    # Sessions
+
+    @property
+    def sessions(self) -> AsyncSessions:
+        """Conversations by name, which outlive their turns, and with `kv_disk` the engine."""
+        return AsyncSessions(self)
+
+    async def ask_sessions(self, op: SessionOp) -> SessionAnswer:
+        """Ask the engine something about sessions. What it changed is durable when this returns."""
+        reply: ipc.SessionReply = await self._ask(lambda question: ipc.SessionCall(question, op))
+        if reply.refused is not None:
+            raise error_of(reply.refused)
+        assert reply.answer is not None
+        return reply.answer
+
+    @property
+    def inputs(self) -> InputProcessor:
+        """What checks requests."""
+        return self._inputs
+
+    @cached_property
+    def renderer(self) -> ChatRenderer:
+        """Writes conversations as the model's chat template does."""
+        return ChatRenderer(self._tokenizer, self.config.chat_template)
 
     # Asking
 
@@ -283,8 +366,9 @@ class AsyncLLM:
         engine.on_message, engine.on_death = self._take, self._fail_all
         config = self.config
         self._inputs = InputProcessor(
-            engine.facts, self._tokenizer, self._generation, config.seed, config.max_logprobs, config.pooling
-        )
+            engine.facts, self._tokenizer, self._generation, config.seed, config.max_logprobs, config.pooling,
+            config.isolate_tenants,
+        )  # fmt: skip
         self._inputs.hashes_ahead = config.enable_prefix_caching
 
     def _attach(self) -> None:
@@ -296,10 +380,11 @@ class AsyncLLM:
     async def _submit(
         self,
         prompt: PromptType,
-        params: SamplingParams | PoolingParams | None,
+        params: SamplingParams | PoolingParams | BeamSearchParams | None,
         request_id: str | None,
         priority: int,
         tenant: str,
+        turn: Turn | None = None,
     ) -> Mailbox:
         """Check a request and send it off."""
         self._attach()
@@ -311,6 +396,8 @@ class AsyncLLM:
         box = self._streams[request_id] = Mailbox(request_id, f"{request_id}-{number}")
         try:
             request, text = await self._prepare(box.key, prompt, params, priority, tenant)
+            if turn is not None:
+                await self._begin_turn(request, turn)
             box.is_delta = request.params.output_kind is RequestOutputKind.DELTA
             box.awaits_first = request.params.output_kind is not RequestOutputKind.FINAL_ONLY
             message = ipc.encode(ipc.Add(request))
@@ -325,8 +412,20 @@ class AsyncLLM:
             self._engine.send(ipc.Abort(box.key))
         return box
 
+    async def _begin_turn(self, request: NewRequest, turn: Turn) -> None:
+        if request.params.n != 1:  # before anything is written
+            raise ValidationError("a turn of a session has one sample: n must be 1", "n", request.params.n)
+        request.session = turn.key
+        if turn.rewrites:
+            await self.ask_sessions(RewriteSession(turn.key, request.prompt, request.salt))
+
     async def _prepare(
-        self, key: str, prompt: PromptType, params: SamplingParams | PoolingParams, priority: int, tenant: str
+        self,
+        key: str,
+        prompt: PromptType,
+        params: SamplingParams | PoolingParams | BeamSearchParams,
+        priority: int,
+        tenant: str,
     ) -> tuple[NewRequest, str | None]:
         arguments = (key, prompt, params, time.monotonic(), priority, tenant)
         if _size(prompt) < LONG_PROMPT:
@@ -361,7 +460,7 @@ class AsyncLLM:
                 self._take_outputs(outputs)
             case ipc.Refused(id=key):
                 self._fail(key, error_of(message))
-            case ipc.HealthReport() | ipc.StatsReport() | ipc.ResetReport():
+            case ipc.HealthReport() | ipc.StatsReport() | ipc.ResetReport() | ipc.SessionReply():
                 answer = self._questions.get(message.question)
                 if answer is not None and not answer.done():
                     answer.set_result(message)

@@ -17,7 +17,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tokenizer_mode": ("auto", "hf", "slow"),
     "quantization": (None, "gguf"),
     "cpu_offload_gb": (0, 0.0),
-    "swap_space": (0, 0.0, 4, 4.0),
     "disable_custom_all_reduce": (True, False),
     "disable_log_requests": (True, False),
     "use_v2_block_manager": (True, False),

@@ -33,7 +33,7 @@ class LLMEngine:
         tokenizer = None if config.skip_tokenizer_init else _tokenizer(config, files)
         self.core, self.facts = make_engine(config, files, model)
         self.inputs = InputProcessor(
-            self.facts, tokenizer, generation, config.seed, config.max_logprobs, config.pooling
+            self.facts, tokenizer, generation, config.seed, config.max_logprobs, config.pooling, config.isolate_tenants
         )
         self._outputs = OutputProcessor(None if tokenizer is None else Vocabulary(tokenizer))
         self._closed = False
@@ -56,13 +56,16 @@ class LLMEngine:
         *,
         priority: int = 0,
         tenant: str = "",
+        session: str = "",
     ) -> None:
-        """Check a request and queue it. `PoolingParams` ask for a vector, `BeamSearchParams` for the best sequences."""
+        """Check a request and queue it. `PoolingParams` ask for a vector, `BeamSearchParams` for the best sequences.
+        `session`: what the session goes by whose turn this is."""
         if self._closed:
             raise EngineDeadError("the engine has been shut down; make a new one")
         if request_id in self._outputs:
             raise ValidationError(f"request id {request_id!r} is in use", "request_id", request_id)
         request, text = self.inputs.make(request_id, prompt, params, time.monotonic(), priority, tenant)
+        request.session = session
         self.core.add(request)
         self._outputs.add(request, text)
         self._queued_tokens += len(request.prompt)

@@ -27,7 +27,7 @@ class Inbox:
 
         def take() -> list[Output]:
             if not box:
-                self._step()
+                self.step()
             taken, box[:] = list(box), []
             return taken
 
@@ -38,7 +38,8 @@ class Inbox:
                 del self._boxes[request_id]
             self._engine.abort_request(ids)
 
-    def _step(self) -> None:
+    def step(self) -> None:
+        """One step; what it brings is put where it is waited for."""
         for output in self._engine.step():
             if (box := self._boxes.get(output.request_id)) is not None:
                 box.append(output)

@@ -65,14 +65,17 @@ class InputProcessor:
         seed: int,
         max_logprobs: int,
         pooling: str = "last",
+        isolate_tenants: bool = True,
     ) -> None:
         self.tokenizer = tokenizer
         self._facts = facts
         self._generation_config = generation_config
         self._max_logprobs = facts.model.vocab_size if max_logprobs < 0 else max_logprobs
         self._seeds = random.Random(seed)
-        self._eos_ids = self._end_tokens()
+        self.eos_ids = self._end_tokens()
+        """Every token that ends an answer."""
         self._pooling = PoolingInputs(facts, tokenizer, pooling)
+        self._isolate_tenants = isolate_tenants
         self.hashes_ahead = False
         """Whether content keys are computed here, or by the loop when it admits the request: while the device works."""
 
@@ -91,9 +94,12 @@ class InputProcessor:
             request, text = self.make(request_id, prompt, row_params(search), arrival, priority, tenant)
             return as_search(request, search, self._facts.model.vocab_size), text
         text, tokens, salt = self._read_prompt(prompt)
+        if not isinstance(tenant, str):
+            raise ValidationError(f"a tenant is a string, got {tenant!r}", "tenant", tenant)
+        salt = self.salt_of(tenant, salt)
         if isinstance(params, PoolingParams):
             pooled = self._pooling.make(request_id, tokens, params, salt)
-            self._check_vocabulary(pooled.prompt)
+            self.check_vocabulary(pooled.prompt)
             pooled.keys = self._facts.keys.of(pooled.prompt, salt) if self.hashes_ahead else []
             pooled.priority, pooled.tenant, pooled.arrival = priority, tenant, arrival
             return pooled, text
@@ -106,7 +112,7 @@ class InputProcessor:
             prompt=tokens,
             params=params,
             limit=self._limit(len(tokens), params),
-            eos_ids=self._eos_ids,
+            eos_ids=self.eos_ids,
             bad_words=self._bad_words(params),
             keys=self._facts.keys.of(tokens, salt) if self.hashes_ahead else [],
             salt=salt,
@@ -150,12 +156,40 @@ class InputProcessor:
         if isinstance(prompt, str):
             return prompt, self.encode(prompt), salt
         if isinstance(prompt, Sequence) and not isinstance(prompt, bytes):
-            if set(map(type, prompt)) <= {int}:
-                return text, list(prompt), salt  # type: ignore[arg-type]
-            return text, [_token_id(token) for token in prompt], salt
+            return text, self.token_ids(prompt), salt
         raise ValidationError(
             f"a prompt is text, token ids, or a dict of them; got {type(prompt).__name__}", "prompt", prompt
         )
+
+    def salt_of(self, tenant: str, salt: str = "") -> str:
+        """What keeps a tenant's blocks apart from others'."""
+        return own_salt(tenant, salt) if self._isolate_tenants else salt
+
+    def token_ids(self, given: Sequence[Any]) -> list[int]:
+        """A list of integers of any kind as one of Python's; anything else raises."""
+        if not isinstance(given, Sequence) and not hasattr(given, "__array__"):
+            raise ValidationError(f"token ids are a list of integers; got {type(given).__name__}", "prompt_token_ids")
+        if set(map(type, given)) <= {int}:
+            return list(given)
+        return [_token_id(token) for token in given]
+
+    def first_text(self, text: str) -> list[int]:
+        """Text as it begins a sequence: with what the tokenizer puts in front, and without what it puts at an end."""
+        ids, plain = self.encode(text), self.encode(text, add_special_tokens=False)
+        starts = range(len(ids) - len(plain) + 1)
+        start = next((start for start in starts if ids[start : start + len(plain)] == plain), None)
+        return ids if start is None else ids[: start + len(plain)]
+
+    def check_room(self, length: int) -> None:
+        """Raise if so many tokens leave the model no room to add one."""
+        longest = self._facts.max_model_len
+        if length >= longest:
+            raise ValidationError(
+                f"the session would have {length} tokens; with max_model_len {longest} it may have {longest - 1}, so "
+                "that one can be generated",
+                "input",
+                length,
+            )
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Text as token ids."""
@@ -173,7 +207,8 @@ class InputProcessor:
             return tokens
         return tokens[-(self._facts.max_model_len - 1 if keep == -1 else keep) :]
 
-    def _check_vocabulary(self, tokens: list[int]) -> None:
+    def check_vocabulary(self, tokens: list[int]) -> None:
+        """Raise unless the model knows these tokens, and there are some."""
         if not tokens:
             raise ValidationError("the prompt is empty: at least one token is needed", "prompt", tokens)
         vocab = self._facts.model.vocab_size
@@ -182,7 +217,7 @@ class InputProcessor:
             raise ValidationError(f"token id {bad} is outside the vocabulary of {vocab}", "prompt_token_ids", bad)
 
     def _check_tokens(self, tokens: list[int]) -> None:
-        self._check_vocabulary(tokens)
+        self.check_vocabulary(tokens)
         longest = self._facts.max_model_len
         if len(tokens) >= longest:
             raise ValidationError(
@@ -249,6 +284,12 @@ class InputProcessor:
             raise ValidationError(
                 f"bad_words holds a word of {longest} characters; at most {LONGEST_BAD_WORD}", "bad_words", longest
             )
+
+
+def own_salt(tenant: str, salt: str) -> str:
+    """What keeps a tenant's cached prefixes apart from all others', whatever salts they think of. Requests with neither
+    a tenant nor a salt share one cache."""
+    return f"{len(tenant)}:{tenant}{salt}" if tenant or salt else ""
 
 
 def _token_id(token: object) -> int:

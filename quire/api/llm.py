@@ -15,6 +15,7 @@ from quire.api.engine import LLMEngine
 from quire.api.inbox import Inbox
 from quire.api.inputs import PromptType
 from quire.api.progress import Progress
+from quire.api.sessions import Sessions
 from quire.config import EngineConfig
 from quire.engine.stats import Metric
 from quire.errors import ValidationError
@@ -49,12 +50,13 @@ class LLM:
         *,
         use_tqdm: bool | Callable[..., Any] = True,
         priority: int | Sequence[int] | None = None,
+        tenant: str | Sequence[str] = "",
     ) -> list[RequestOutput]:
-        """Complete one prompt or many; outputs come in the prompts' order."""
+        """Complete one prompt or many; outputs come in the prompts' order. `priority` and `tenant` are for all, or one
+        for each."""
         listed = _as_list(prompts)
-        ids = self._enqueue(
-            listed, self._each_params(sampling_params, len(listed)), priority, RequestOutputKind.FINAL_ONLY
-        )
+        params = self._each_params(sampling_params, len(listed))
+        ids = self._enqueue(listed, params, priority, RequestOutputKind.FINAL_ONLY, tenant)
         return self._gather(ids, RequestOutput, use_tqdm)
 
     def stream(
@@ -63,11 +65,12 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         priority: int | Sequence[int] | None = None,
+        tenant: str | Sequence[str] = "",
     ) -> Iterator[RequestOutput]:
         """Outputs as they come, in the order steps bring them. Each holds everything so far, or with
         `output_kind=DELTA` only what is new. Leaving the loop early aborts what is unfinished."""
         listed = _as_list(prompts)
-        ids = self._enqueue(listed, self._each_params(sampling_params, len(listed)), priority, None)
+        ids = self._enqueue(listed, self._each_params(sampling_params, len(listed)), priority, None, tenant)
         stream = self._stream(ids)
         next(stream)  # it is inside its `with` now: a stream that is dropped unread aborts its requests too
         return stream
@@ -93,12 +96,14 @@ class LLM:
         continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
+        priority: int | Sequence[int] | None = None,
+        tenant: str | Sequence[str] = "",
     ) -> list[RequestOutput]:
         """Answer one conversation or many."""
         prompts = self._render(
             messages, chat_template, add_generation_prompt, continue_final_message, tools, chat_template_kwargs
         )
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, priority=priority, tenant=tenant)
 
     def chat_stream(
         self, messages: Sequence[Message], sampling_params: SamplingParams | None = None, **template_options: Any
@@ -118,6 +123,7 @@ class LLM:
         *,
         use_tqdm: bool | Callable[..., Any] = False,
         concurrency_limit: int | None = None,
+        tenant: str = "",
     ) -> list[BeamSearchOutput]:
         """The likeliest continuations of one prompt or of each of many, best first: what transformers' beam search
         finds. `concurrency_limit`: so many prompts are searched from at a time."""
@@ -132,7 +138,7 @@ class LLM:
         outputs: list[BeamSearchOutput] = []
         for start in range(0, len(listed), at_once):
             part = listed[start : start + at_once]
-            ids = self._enqueue(part, [params] * len(part), None, None)
+            ids = self._enqueue(part, [params] * len(part), None, None, tenant)
             outputs += self._gather(ids, BeamSearchOutput, use_tqdm)
         return outputs
 
@@ -144,9 +150,10 @@ class LLM:
         *,
         use_tqdm: bool | Callable[..., Any] = True,
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        tenant: str | Sequence[str] = "",
     ) -> list[EmbeddingRequestOutput]:
         """A vector for one prompt or for each of many, in their order. It has length 1 unless asked otherwise."""
-        pooled = self.encode(prompts, pooling_params, use_tqdm=use_tqdm, pooling_task="embed")
+        pooled = self.encode(prompts, pooling_params, use_tqdm=use_tqdm, pooling_task="embed", tenant=tenant)
         return [EmbeddingRequestOutput.from_base(output) for output in pooled]
 
     def encode(
@@ -156,6 +163,7 @@ class LLM:
         *,
         use_tqdm: bool | Callable[..., Any] = True,
         pooling_task: str = "embed",
+        tenant: str | Sequence[str] = "",
     ) -> list[PoolingRequestOutput]:
         """As `embed`, with the vectors as arrays. "embed" is the only task there is."""
         listed = _as_list(prompts)
@@ -166,7 +174,7 @@ class LLM:
                 raise ValidationError(
                     f"pooling_params must be PoolingParams, got {type(one).__name__}", "pooling_params", one
                 )
-        return self._gather(self._enqueue(listed, params, None, None), PoolingRequestOutput, use_tqdm)
+        return self._gather(self._enqueue(listed, params, None, None, tenant), PoolingRequestOutput, use_tqdm)
 
     # Asking and tidying up
 
@@ -203,7 +211,16 @@ class LLM:
     ) -> None:
         self.shutdown()
 
+    @cached_property
+    def sessions(self) -> Sessions:
+        """Conversations by name, which outlive their turns, and with `kv_disk` this process."""
+        return Sessions(self.llm_engine, self._inbox, self._next_id, lambda: self._renderer)
+
     # How it is done
+
+    def _next_id(self) -> str:
+        self._requests += 1
+        return str(self._requests - 1)
 
     @cached_property
     def _renderer(self) -> ChatRenderer:
@@ -215,8 +232,12 @@ class LLM:
         params: Sequence[SamplingParams | PoolingParams | BeamSearchParams],
         priority: int | Sequence[int] | None,
         kind: RequestOutputKind | None,
+        tenant: str | Sequence[str] = "",
     ) -> list[str]:
         """Queue all or none."""
+        tenants = [tenant] * len(prompts) if isinstance(tenant, str) else list(tenant)
+        if len(tenants) != len(prompts):
+            raise ValidationError(f"{len(prompts)} prompts, but {len(tenants)} tenants", "tenant", len(tenants))
         priorities = [priority or 0] * len(prompts) if priority is None or isinstance(priority, int) else list(priority)
         if len(priorities) != len(prompts):
             raise ValidationError(
@@ -224,13 +245,12 @@ class LLM:
             )
         ids: list[str] = []
         try:
-            for prompt, asked, level in zip(prompts, params, priorities, strict=True):
-                request_id = str(self._requests)
-                self._requests += 1
+            for prompt, asked, level, owner in zip(prompts, params, priorities, tenants, strict=True):
+                request_id = self._next_id()
                 if kind is not None and isinstance(asked, SamplingParams):
                     asked = asked.clone()
                     asked.output_kind = kind
-                self.llm_engine.add_request(request_id, prompt, asked, priority=level)
+                self.llm_engine.add_request(request_id, prompt, asked, priority=level, tenant=owner)
                 ids.append(request_id)
                 self.llm_engine.begin_when_full()
         except BaseException:

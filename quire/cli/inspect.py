@@ -74,11 +74,27 @@ def _shape_facts(model: ModelConfig) -> list[tuple[str, str]]:
     window = f", sliding window {windows[0]} in {sum(w is not None for w in model.windows)} layers" if windows else ""
     return [
         ("layers", f"{model.num_layers} of width {model.hidden_size}, MLP {model.intermediate_size}"),
+        *_expert_facts(model),
         ("heads", f"{model.num_heads} query, {model.num_kv_heads} KV, {model.head_dim} each"),
         ("context", f"{longest_position(model)} tokens{window}"),
         ("vocabulary", f"{model.vocab_size} tokens{', tied embeddings' if model.tie_embeddings else ''}"),
         ("dtype", f"{model.dtype or 'not named'} in the checkpoint"),
     ]
+
+
+def _expert_facts(model: ModelConfig) -> list[tuple[str, str]]:
+    count = model.raw.get("num_experts") or model.raw.get("num_local_experts")
+    if not count or not model.raw.get("num_experts_per_tok"):
+        return []
+    width = model.raw.get("moe_intermediate_size") or model.intermediate_size
+    shared = model.raw.get("shared_expert_intermediate_size") if model.architecture.startswith("Qwen2Moe") else None
+    beside = f", a shared one of width {shared}" if shared else ""
+    return [("experts", f"{count} of width {width}, {model.raw['num_experts_per_tok']} for each token{beside}")]
+
+
+def _parameter_facts(total: int, active: int) -> str:
+    share = f", {active / 1e6:.1f} million of them for each token" if active < total else ""
+    return f"{total / 1e6:.1f} million{share}"
 
 
 def _tokenizer_facts(config: EngineConfig, files: ModelFiles) -> str:
@@ -104,7 +120,7 @@ def _print_plan(config: EngineConfig, files: ModelFiles, model: ModelConfig) -> 
     print(
         table(
             [
-                ("parameters", f"{outlook.parameters / 1e6:.1f} million"),
+                ("parameters", _parameter_facts(outlook.parameters, outlook.active_parameters)),
                 ("weights", f"{readable_bytes(plan.weights)} in {outlook.dtype}"),
                 ("KV cache", f"{readable_bytes(outlook.token_bytes)} a token; {readable_bytes(plan.cache)} in all"),
                 ("holds", f"{plan.cache_tokens} tokens in {plan.num_blocks - 1} blocks of {config.block_size}"),

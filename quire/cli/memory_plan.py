@@ -20,6 +20,7 @@ class Outlook:
     dtype: str
     free_bytes: int
     parameters: int
+    active_parameters: int
     token_bytes: float
     max_model_len: int
     max_num_seqs: int
@@ -38,6 +39,7 @@ def plan_memory(config: EngineConfig, files: ModelFiles, model: ModelConfig) -> 
         dtype=str(needs.dtype).removeprefix("torch."),
         free_bytes=free,
         parameters=needs.parameters,
+        active_parameters=needs.active_parameters,
         token_bytes=needs.block_bytes / config.block_size,
         max_model_len=longest,
         max_num_seqs=rows,

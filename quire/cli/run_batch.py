@@ -31,7 +31,7 @@ EXAMPLES = """
   cat in.jsonl | quire run-batch -i - -o - > out.jsonl
 """
 ANSWERS = (
-    "served_model_name", "enable_auto_tool_choice", "tool_call_parser", "reasoning_parser",
+    "served_model_name", "enable_auto_tool_choice", "tool_call_parser", "enable_tool_preamble", "reasoning_parser",
     "exclude_tools_when_tool_choice_none", "trust_request_chat_template", "default_chat_template_kwargs",
     "max_samples", "max_prompts", "request_timeout",
 )  # fmt: skip

@@ -44,7 +44,7 @@ def configure(parser: Parser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve until told to stop."""
-    from quire.server.logs import set_up
+    from quire.server.seeing.logs import set_up
     from quire.server.serve import serve
 
     if hasattr(args, "config"):

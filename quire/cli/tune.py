@@ -14,14 +14,17 @@ from quire.errors import QuireError
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
     from quire.config import EngineConfig
+    from quire.kernels.triton.moe_parts import ExpertsShape
     from quire.kernels.triton.thin_candidates import Shape
     from quire.kernels.triton.tuning import Entry, Tuner
     from quire.platforms.base import Platform
 
 WHAT = """\
-Measure which kernel does each matrix product of a model fastest on this GPU, and keep the result for later starts.
+Measure which kernel does each matrix product of a model fastest on this GPU, and how tokens go through a mixture's
+experts, and keep the result for later starts.
 What is known already, because it comes with quire or was measured here before, is shown and not measured again.
 No weights are loaded (a model that is not here yet is downloaded). Nothing else should use the GPU meanwhile."""
 EXAMPLES = """
@@ -66,7 +69,8 @@ def run(args: argparse.Namespace) -> int:
     buckets = args.buckets or list(tuning.MEASURED_BUCKETS)
     if wrong := [rows for rows in buckets if rows not in tuning.BUCKETS]:
         args.parser.error(f"--buckets are of {', '.join(map(str, tuning.BUCKETS))}; got {wrong[0]}")
-    shapes, dtype = products(config, platform)
+    model = shape_model(config, platform)
+    shapes, dtype = products(model)
     gpu = tuning.current_gpu()
     tuner = tuning.Tuner(gpu, tuning.shipped_table(gpu), tuning.own_table(gpu))
     unknown = {
@@ -96,7 +100,32 @@ def run(args: argparse.Namespace) -> int:
         say(f"{count} cases measured in {time.monotonic() - begin:.0f} s, kept in {tuner.own}")
     else:
         say("everything was known already; --again measures it anew")
+    for experts in mixtures(model):
+        tune_experts(tuner, experts, dtype, args.buckets, args.again)
     return 0
+
+
+def tune_experts(
+    tuner: Tuner, shape: ExpertsShape, dtype: torch.dtype, buckets: list[int] | None, again: bool
+) -> None:  # fmt: skip
+    """Measure how tokens go through experts fastest, and print it, a number of tokens at a time."""
+    from quire.kernels.triton import moe_timing, moe_tuning
+
+    buckets = buckets or list(moe_tuning.BUCKETS)
+    unknown = [tokens for tokens in buckets if again or moe_tuning.known(tuner, shape, tokens, dtype) is None]
+    print(f"{shape.experts} experts of {shape.width} x {shape.hidden}, {shape.top_k} a token")
+    print(f"{'tokens':>6}{'us':>10}  kernel", flush=True)
+    timer = None
+    if unknown:
+        timer = moe_timing.GraphExpertsTimer()
+        configs = moe_tuning.tried(shape, dtype, unknown, tuner)
+        moe_timing.compile_experts(shape, timer.weights(shape, dtype)[0], configs)
+    for tokens in buckets:
+        if timer is not None and tokens in unknown:
+            moe_tuning.tune(tuner, shape, dtype, [tokens], timer)  # kept at once: who interrupts loses little
+        entry = moe_tuning.known(tuner, shape, tokens, dtype) or {}
+        note = "" if tokens in unknown else "  (known)"
+        print(f"{tokens:>6}{entry.get('us', 0.0):>10.2f}  {moe_tuning.describe(entry)}{note}", flush=True)
 
 
 def usable_gpu() -> Platform:
@@ -114,28 +143,42 @@ def usable_gpu() -> Platform:
     return platform
 
 
-def products(config: EngineConfig, platform: Platform) -> tuple[list[Shape], torch.dtype]:
-    """The products of a step, parts before wholes, asked of a model that has shapes and no weights; their dtype."""
+def shape_model(config: EngineConfig, platform: Platform) -> nn.Module:
+    """The model, with shapes and no weights."""
     import torch
 
     from quire.engine.setup import model_len
-    from quire.kernels.triton.thin_candidates import Shape
-    from quire.kernels.triton.tuning import KINDS, with_parts
-    from quire.layers.products import layer_products
     from quire.loading.hub import find
     from quire.loading.read_config import read_model_config
     from quire.worker.building import build_model
 
     files = find(config)
     facts = read_model_config(files, config.hf_overrides)
-    model = build_model(config, files, facts, platform, model_len(config, facts), device=torch.device("meta"))
-    found = layer_products(model)  # type: ignore[arg-type]
+    length = model_len(config, facts)
+    return build_model(config, files, facts, platform, length, device=torch.device("meta"))  # type: ignore[return-value]
+
+
+def products(model: nn.Module) -> tuple[list[Shape], torch.dtype]:
+    """The products of a step, parts before wholes; their dtype."""
+    from quire.kernels.triton.thin_candidates import Shape
+    from quire.kernels.triton.tuning import KINDS, with_parts
+    from quire.layers.products import layer_products
+
+    found = layer_products(model)
     shapes: dict[Shape, None] = {}
     for product in found:
         kind = ("norm_silu_linear" if product.gated else "norm_linear") if product.normed else "linear"
         n, k = product.weight.shape
         shapes |= dict.fromkeys(with_parts(Shape(kind, n, k)))  # a bias adds no time, and tables know of none
     return sorted(shapes, key=lambda shape: KINDS.index(shape.kind)), found[0].weight.dtype
+
+
+def mixtures(model: nn.Module) -> list[ExpertsShape]:
+    """The experts of a step, if there are any."""
+    from quire.kernels.triton.moe import shape_of
+    from quire.layers.products import layer_experts
+
+    return list(dict.fromkeys(shape_of(experts.gate_up, experts.top_k) for experts in layer_experts(model)))
 
 
 def _compile(unknown: dict[Shape, list[int]], dtype: torch.dtype, tuner: Tuner) -> None:

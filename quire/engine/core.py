@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from collections.abc import Callable
 from typing import Any, NoReturn
 
+from quire.engine.experts import expert_figures
 from quire.engine.grammar.grammars import Grammars
 from quire.engine.stats import InfoLine, Metric, metrics_of
 from quire.engine.watchdog import Watchdog
 from quire.errors import DeviceLostError, EngineDeadError, StepError, StepMemoryError, ValidationError
 from quire.executor.base import Executor
+from quire.memory.sessions import SessionKeeper
 from quire.messages.outputs import Key, StepOutputs
 from quire.messages.plan import StepPlan
 from quire.messages.request import NewRequest
@@ -37,9 +40,12 @@ class EngineCore:
         log_stats: bool = True,
         step_timeout: float = 0,
         grammars: Grammars | None = None,
+        make_sessions: Callable[[], SessionKeeper] | None = None,
     ) -> None:
-        """`grammars`: keeps outputs to the form that requests ask for; without them such requests are refused."""
+        """`grammars`: keeps outputs to the form that requests ask for; without them such requests are refused.
+        `make_sessions`: what keeps sessions, made when the first is asked for."""
         self.scheduler = scheduler
+        self._make_sessions = make_sessions
         self._grammars = grammars
         if grammars is not None:
             scheduler.ledger.on_guided_end = grammars.forget
@@ -80,9 +86,25 @@ class EngineCore:
         self.scheduler.finish(key, at, stop_reason)
 
     @property
+    def sessions(self) -> SessionKeeper:
+        """The engine's sessions."""
+        if self.scheduler.sessions is None:
+            if self._make_sessions is None:
+                raise ValidationError("this engine keeps no sessions", "session")
+            self.scheduler.attach(self._make_sessions())
+        assert self.scheduler.sessions is not None
+        return self.scheduler.sessions
+
+    def rest(self) -> float | None:
+        """Look after what changes by itself; returns for how many seconds nothing needs to be done, None for ever."""
+        sessions = self.scheduler.sessions
+        return None if sessions is None or self.has_work else sessions.rest()
+
+    @property
     def has_work(self) -> bool:
         """Whether `step` has something to do, or something to tell."""
-        return bool(self.scheduler.unfinished or self._launched or self.scheduler.has_outputs)
+        scheduler = self.scheduler
+        return bool(scheduler.unfinished or self._launched or scheduler.has_outputs or scheduler.is_busy)
 
     def begin(self) -> None:
         """Launch a step if none is in flight, and wait for nothing: the device works while more requests are added."""
@@ -100,6 +122,8 @@ class EngineCore:
             self._launch(plan)
         elif self._grammars is not None and self.compiling and not self._launched:
             self._grammars.wait(WAIT_SECONDS, self.wakes)
+        elif self.scheduler.tiers is not None and not self._launched:
+            self.scheduler.tiers.wait(WAIT_SECONDS, self.wakes)
         if self._launched and (plan is None or len(self._launched) > self._depth):
             self._collect()
         if self._info is not None:
@@ -215,9 +239,11 @@ class EngineCore:
 
     def metrics(self) -> list[Metric]:
         """The engine's figures now."""
+        experts = expert_figures(self._executor.expert_counts())
         if self._grammars is None:
-            return metrics_of(self.scheduler)
-        return metrics_of(self.scheduler, self._grammars.num_waiting, self._grammars.compile_times)
+            return [*metrics_of(self.scheduler), *experts]
+        waiting, times = self._grammars.num_waiting, self._grammars.compile_times
+        return [*metrics_of(self.scheduler, waiting, times), *experts]
 
     def shutdown(self) -> None:
         """End everything that is unfinished and give the memory back."""
@@ -226,6 +252,7 @@ class EngineCore:
             self._watchdog.stop()
             self._launched.clear()
             self.scheduler.abort_all()
+            self.scheduler.close()
             if self._grammars is not None:
                 self._grammars.shutdown()
             self._executor.shutdown()

@@ -15,6 +15,7 @@ from typing import Any, Union
 
 import msgspec
 
+from quire.engine.session_calls import SessionAnswer, SessionOp
 from quire.engine.stats import Metric
 from quire.errors import ValidationError
 from quire.messages.outputs import Key, StepOutputs
@@ -78,11 +79,18 @@ class GetStats(msgspec.Struct, tag=True):
     question: int
 
 
+class SessionCall(msgspec.Struct, tag=True):
+    """Something about sessions. Answered by `SessionReply`, when it is durable."""
+
+    question: int
+    op: SessionOp
+
+
 class Shutdown(msgspec.Struct, tag=True):
     """End everything and leave."""
 
 
-Down = Union[Start, Add, Abort, Finish, ResetPrefixCache, Ping, GetStats, Shutdown]
+Down = Union[Start, Add, Abort, Finish, ResetPrefixCache, Ping, GetStats, SessionCall, Shutdown]
 
 
 # Up: to the front
@@ -140,6 +148,14 @@ class ResetReport(msgspec.Struct, tag=True):
     """No block had to stay with a running request."""
 
 
+class SessionReply(msgspec.Struct, tag=True):
+    """What came of a question about sessions, or why nothing did."""
+
+    question: int
+    answer: SessionAnswer | None = None
+    refused: Refused | None = None
+
+
 class Log(msgspec.Struct, tag=True):
     """A line of the engine's log, for the front's handlers: there the user has set logging up."""
 
@@ -154,7 +170,7 @@ class Died(msgspec.Struct, tag=True):
     message: str
 
 
-Up = Union[Ready, Outputs, Refused, HealthReport, StatsReport, ResetReport, Log, Died]
+Up = Union[Ready, Outputs, Refused, HealthReport, StatsReport, ResetReport, SessionReply, Log, Died]
 
 _encoder = msgspec.msgpack.Encoder()
 _down_decoder = msgspec.msgpack.Decoder(Down)
@@ -169,6 +185,14 @@ class MalformedRequestError(ValidationError):
         self.request_id = request_id
 
 
+class MalformedCallError(ValidationError):
+    """The same, of a question about sessions."""
+
+    def __init__(self, question: int, message: str) -> None:
+        super().__init__(message, "session")
+        self.question = question
+
+
 def encode(message: Down | Up) -> bytes:
     """A message as it goes over the socket. A value that is no plain data raises."""
     try:
@@ -181,13 +205,15 @@ def encode(message: Down | Up) -> bytes:
 
 
 def decode_down(data: bytes) -> Down:
-    """A message to the engine. One `Add` that is not as declared raises in a way that names its request."""
+    """A message to the engine. One that asks for something and is not as declared raises in a way that names it."""
     try:
         return _down_decoder.decode(data)
     except msgspec.ValidationError as error:
         raw = msgspec.msgpack.decode(data)
         if isinstance(raw, dict) and raw.get("type") == "Add" and isinstance(raw.get("request"), dict):
             raise MalformedRequestError(str(raw["request"].get("id", "")), str(error)) from error
+        if isinstance(raw, dict) and raw.get("type") == "SessionCall" and isinstance(raw.get("question"), int):
+            raise MalformedCallError(raw["question"], str(error)) from error
         raise
 
 
@@ -251,12 +277,14 @@ class Link:
         with self._lock:
             self._socket.sendall(data)
 
-    def receive(self, wait: bool) -> list[bytes]:
-        """Messages that have come; with `wait`, at least one read's worth. Raises EOFError when the other end is gone.
+    def receive(self, wait: bool, seconds: float | None = None) -> list[bytes]:
+        """Messages that have come; with `wait`, at least one read's worth, unless `seconds` pass. Raises EOFError when
+        the other end is gone.
 
         A read may end inside a message: then the list can be empty although something came.
         """
-        if not self._poll.poll(None if wait else 0):
+        longest = None if seconds is None else 1000 * seconds
+        if not self._poll.poll(longest if wait else 0):
             return []
         try:
             data = self._inlet.receive()

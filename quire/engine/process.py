@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quire.engine import ipc
+from quire.engine.session_calls import SessionAnswer, SessionDesk
 from quire.errors import EngineDeadError, QuireError
 
 if TYPE_CHECKING:
@@ -42,23 +43,29 @@ class EngineLoop:
         self._link = link
         self._core = core
         self._is_open = True
+        self._sessions = SessionDesk(lambda: core.sessions)
         core.wakes.append(link.fileno())
 
     def run(self) -> None:
         """Until told to stop. While there is work nothing is waited for."""
         while self._is_open:
-            for data in self._link.receive(wait=not self._core.has_work):
+            seconds = self._core.rest()
+            for data in self._link.receive(not self._core.has_work, seconds):
                 self._take(data)
             if self._is_open and self._core.has_work:
                 outputs = self._core.step()
                 if _tells_something(outputs):
                     self._link.send(ipc.Outputs(outputs))
+                self._sessions.settle()
 
     def _take(self, data: bytes) -> None:
         try:
             message = ipc.decode_down(data)
         except ipc.MalformedRequestError as error:
             self._link.send(refusal(error.request_id, error))
+            return
+        except ipc.MalformedCallError as error:
+            self._tell_session(error.question, error)
             return
         core, send = self._core, self._link.send
         match message:
@@ -77,15 +84,29 @@ class EngineLoop:
                 send(ipc.HealthReport(question, core.scheduler.unfinished - core.compiling, core.scheduler.stats.steps))
             case ipc.GetStats(question=question):
                 send(ipc.StatsReport(question, core.metrics()))
+            case ipc.SessionCall(question=question, op=op):
+                self._sessions.take(op, lambda outcome: self._tell_session(question, outcome))
             case ipc.Shutdown():
                 self._is_open = False
             case ipc.Start():
                 raise RuntimeError("a second Start came: an engine is made once")
 
 
+    def _tell_session(self, question: int, outcome: SessionAnswer | Exception) -> None:
+        if isinstance(outcome, SessionAnswer):
+            self._link.send(ipc.SessionReply(question, outcome))
+            return
+        if not isinstance(outcome, QuireError):
+            logger.error("a question about sessions failed", exc_info=outcome)
+        self._link.send(ipc.SessionReply(question, refused=refusal(str(question), outcome)))
+
+
+_MALFORMED = (ipc.MalformedRequestError, ipc.MalformedCallError)
+
+
 def refusal(request_id: str, error: Exception) -> ipc.Refused:
     """An error as a message."""
-    name = next(kind.__name__ for kind in type(error).__mro__ if kind is not ipc.MalformedRequestError)
+    name = next(kind.__name__ for kind in type(error).__mro__ if kind not in _MALFORMED)
     return ipc.Refused(request_id, name, str(error), getattr(error, "parameter", None))
 
 

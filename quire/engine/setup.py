@@ -14,11 +14,13 @@ from quire.engine.core import EngineCore
 from quire.engine.facts import Facts
 from quire.engine.grammar.grammars import Grammars
 from quire.engine.grammar.wire import Setup
+from quire.engine.tiers import kv_fingerprint, make_sessions, make_tiers
 from quire.errors import ConfigError
 from quire.executor.local import LocalExecutor
 from quire.loading.files import ModelFiles
 from quire.loading.model_config import ModelConfig
 from quire.memory.prefix import ContentKeys
+from quire.memory.sessions import SessionKeeper
 from quire.memory.tables import BlockTables
 from quire.platforms import choose
 from quire.platforms.base import Platform
@@ -68,16 +70,22 @@ def make_engine(
     worker, memory = _make_worker(config, files, model, platform, longest, rows, tokens)
     needs = worker.needs
     tables = BlockTables(memory.num_blocks, config.block_size, config.enable_prefix_caching)
-    keys = ContentKeys(config.block_size, f"{files.path}|{model.architecture}|{needs.dtype}".encode())
+    fingerprint = kv_fingerprint(config, files, model, str(needs.dtype))
+    keys = ContentKeys(config.block_size, fingerprint)
+    tiers = make_tiers(config, fingerprint, tables, worker.mover)
+
+    def keeper() -> SessionKeeper:
+        return make_sessions(config, model, fingerprint, tables, keys, tiers)
+
     scheduler = Scheduler(
-        tables, make_policy(config.scheduling_policy), keys, rows, tokens, config.enable_chunked_prefill,
+        tables, make_policy(config.scheduling_policy, config), keys, rows, tokens, config.enable_chunked_prefill,
         groups=PrefixGroups(config.block_size) if worker.reads_groups else None,
-        pacer=_pacer(config, usual_stretch),
+        pacer=_pacer(config, usual_stretch), tiers=tiers, sessions=None if config.kv_disk is None else keeper(),
     )  # fmt: skip
     depth = platform.pipeline_depth if config.pipeline_depth is None else config.pipeline_depth
     executor = LocalExecutor(worker, can_give_up=config.step_timeout > 0)
     grammars = Grammars(_vocabulary(config, files, model, rows), config.grammar_timeout)
-    core = EngineCore(scheduler, executor, depth, not config.disable_log_stats, config.step_timeout, grammars)
+    core = EngineCore(scheduler, executor, depth, not config.disable_log_stats, config.step_timeout, grammars, keeper)
     facts = EngineFacts(
         files=files,
         model=model,

@@ -65,6 +65,8 @@ class Metric:
     """Of a histogram: the upper bounds of its buckets…"""
     counts: tuple[int, ...] = ()
     """…and how many values each bucket holds alone, with one more bucket for those above every bound."""
+    series: tuple[tuple[tuple[str, ...], float], ...] = ()
+    """Of a figure with labels: its values by them. `value` sums them up."""
 
 
 def histogram(name: str, tally: Tally) -> Metric:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from quire.messages.plan import StepMasks, StepPlan, StepResult
@@ -23,6 +24,10 @@ class Executor(Protocol):
 
     def collect(self, handle: Any) -> StepResult:
         """The step's result; raises StepError if it failed, DeviceLostError if no other can follow."""
+        ...
+
+    def expert_counts(self) -> Mapping[int, Sequence[int]]:
+        """How often each expert was chosen, by layer; empty for a model without. Waits for the device."""
         ...
 
     def give_up(self, message: str) -> None:

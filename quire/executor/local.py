@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import traceback
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -56,6 +57,12 @@ class LocalExecutor:
             raise
         except RuntimeError as error:  # an asynchronous device error surfaces where it is waited for
             raise self._failure(error) from error
+
+    def expert_counts(self) -> Mapping[int, Sequence[int]]:
+        try:
+            return {} if self._lost else self._worker.expert_counts()
+        except RuntimeError:  # a step has failed on the device; who waits for it will tell
+            return {}
 
     def give_up(self, message: str) -> None:
         """Whoever waits for a step is to wait no longer. May be called from any thread."""

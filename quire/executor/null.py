@@ -39,6 +39,9 @@ class NullExecutor:
     def collect(self, handle: StepResult) -> StepResult:
         return handle
 
+    def expert_counts(self) -> dict[int, list[int]]:
+        return {}  # no model, no experts
+
     def give_up(self, message: str) -> None:
         pass  # nobody ever waits here
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
@@ -30,6 +31,8 @@ class BlockPool:
         self._empty = list(range(num_blocks - 1, NULL_BLOCK, -1))
         self._idle: OrderedDict[int, None] = OrderedDict()
         self._content = bytearray(num_blocks)
+        self.evicted = 0
+        """Blocks whose content went to make room, in all."""
 
     @property
     def capacity(self) -> int:
@@ -51,6 +54,15 @@ class BlockPool:
         """Free blocks that still hold content."""
         return len(self._idle)
 
+    @property
+    def empty(self) -> int:
+        """Free blocks that hold nothing."""
+        return len(self._empty)
+
+    def oldest(self, count: int) -> list[int]:
+        """The idle blocks that would be taken next, at most `count`."""
+        return list(itertools.islice(self._idle, count))
+
     def allocate(self, count: int) -> list[int]:
         """`count` blocks, each held once. Raises if there are not that many: ask `free` first."""
         if count > self.free:
@@ -71,8 +83,11 @@ class BlockPool:
                 del self._idle[block]
             self.refs[block] += 1
 
-    def release(self, blocks: Sequence[int]) -> None:
-        """Let go of each block once. Tails become evictable before heads: a prefix is useless without its head."""
+    def release(self, blocks: Sequence[int], as_oldest: bool = False) -> None:
+        """Let go of each block once. Tails become evictable before heads: a prefix is useless without its head.
+
+        `as_oldest`: they were held for a moment alone, and are as old as they were.
+        """
         for block in reversed(blocks):
             count = self.refs[block] - 1
             if count < 0:
@@ -81,6 +96,8 @@ class BlockPool:
             if count == 0:
                 if self._content[block]:
                     self._idle[block] = None
+                    if as_oldest:
+                        self._idle.move_to_end(block, last=False)
                 else:
                     self._empty.append(block)
 
@@ -104,5 +121,6 @@ class BlockPool:
     def _evict(self) -> int:
         block, _ = self._idle.popitem(last=False)
         self._content[block] = 0
+        self.evicted += 1
         self._on_evict(block)
         return block

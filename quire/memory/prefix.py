@@ -84,6 +84,10 @@ class PrefixIndex:
         del self._block_of[key]
         return True
 
+    def key_of(self, block: int) -> bytes | None:
+        """What the block contains, if that is known."""
+        return self._key_of.get(block)
+
     def blocks(self) -> list[int]:
         """Every block with known content."""
         return list(self._key_of)

@@ -54,8 +54,30 @@ class PrefixGroup(msgspec.Struct):
     """Tokens in those blocks, all of them full."""
 
 
+class Moves(msgspec.Struct):
+    """Blocks to copy between the device's cache and host memory, beside whatever the step computes.
+
+    They are copied as all steps before have left them. Nobody may touch either side until a result reports them done.
+    """
+
+    out: list[tuple[int, int]] = []
+    """(block, slot): from the device to the host."""
+    back: list[tuple[int, int]] = []
+    """(slot, block): from the host to the device."""
+    tokens: Ints = np.empty(0, np.int32)
+    """Token ids of the blocks that come back, a block's worth each."""
+
+
+class MovesDone(msgspec.Struct):
+    """The moves of a plan are done."""
+
+    step: int
+    out_seconds: float
+    back_seconds: float
+
+
 class StepPlan(msgspec.Struct):
-    """One step's work. Steps are numbered without gaps; a rank refuses any other."""
+    """One step's work. It may have no rows, and then waits for moves alone. Steps are numbered without gaps; a rank refuses any other."""
 
     step: int
     rows: Ints
@@ -88,6 +110,7 @@ class StepPlan(msgspec.Struct):
     """(row, token): the row's last token is this, whatever was drawn for it."""
     copies: list[tuple[int, int]] = []
     """(from, to) blocks to copy before anything is computed: first writes into shared blocks."""
+    moves: Moves | None = None
     groups: list[PrefixGroup] | None = None
     """Rows that share their beginnings, all of them; None: as the last plan that told some."""
 
@@ -130,6 +153,8 @@ class StepResult(msgspec.Struct):
     """By index into the plan's `rows`."""
     vectors: dict[int, Vector] = {}
     """By index into `sample_rows`: what pooled rows yield. Their tokens mean nothing."""
+    moves_done: list[MovesDone] = []
+    """Moves of this plan and of those before that are done since the last result."""
 
 
 class StepMasks(msgspec.Struct):

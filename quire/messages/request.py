@@ -59,6 +59,8 @@ class NewRequest(msgspec.Struct):
     """Given: the request ends when its prompt is computed, and yields a vector instead of tokens."""
     beams: BeamSearchParams | None = None
     """Given: the request is a beam search. `params` then says what its rows report; ends are the search's own."""
+    session: str = ""
+    """The session whose turn this is: what the request computes stays with it."""
 
     @property
     def num_samples(self) -> int:
@@ -78,8 +80,8 @@ class Request:
 
     __slots__ = (
         "arrival_order", "beam", "blocks", "failures", "finish_reason", "first_scheduled", "id", "in_flight", "index",
-        "key", "keys", "num_cached", "output", "preemptions", "prompt", "published", "row", "siblings", "source",
-        "state", "stop_reason",
+        "key", "keys", "num_cached", "output", "owned_keys", "preemptions", "prompt", "published", "row", "saved",
+        "siblings", "source", "state", "stop_reason",
     )  # fmt: skip
 
     def __init__(self, source: NewRequest, index: int, arrival_order: int) -> None:
@@ -95,6 +97,10 @@ class Request:
         self.blocks: list[int] = []
         self.published = 0
         """Leading blocks that the prefix index has been told of."""
+        self.saved = 0
+        """Leading tokens whose KV was put by in the tiers below when it last left its row, the last block's too…"""
+        self.owned_keys: list[bytes] = []
+        """…and the blocks it owns there meanwhile."""
         self.row = -1
         self.siblings: list[Request] = []
         """Samples of the same prompt that fork from this one when its prompt is computed."""

@@ -30,7 +30,8 @@ class StructuredOutputsParams(msgspec.Struct, omit_defaults=True, frozen=True):
     json_object: bool | None = None
     """True: any JSON object."""
     disable_any_whitespace: bool = False
-    """JSON on one line, with one space after each colon and comma."""
+    """JSON on one line, with one space after each colon and comma; otherwise white space is the model's own choice,
+    within a bound on how much of it stands in a row."""
     disable_additional_properties: bool = False
     """Accepted, and always so."""
     whitespace_pattern: str | None = None

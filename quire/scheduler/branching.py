@@ -86,7 +86,7 @@ class Branching:
         child.beam = parent.beam.followed(choice.logprob, choice.rank)
         child.keys = list(parent.keys)
         child.first_scheduled, child.num_cached = parent.first_scheduled, parent.num_cached
-        if parent.row < 0 or not rows.free:
+        if parent.row < 0 or not ledger.has_row_for(child):
             ledger.policy.add(child)
             return child
         ledger.tables.fork(parent, child)

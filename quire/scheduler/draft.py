@@ -61,6 +61,8 @@ class Flight:
     """The first so many draws are not their request's first."""
     has_beams: bool = False
     """Some draws are for beams: what they yield is a choice to make, not tokens."""
+    prompt_tokens: int = 0
+    launched: float = 0.0
     published: list[int] = field(default_factory=list)
     """Blocks that went into the prefix index before they were written."""
 

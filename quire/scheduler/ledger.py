@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from quire.errors import CacheTooSmallError, ValidationError
 from quire.memory.prefix import ContentKeys
+from quire.memory.sessions import SessionKeeper
 from quire.memory.tables import BlockTables
 from quire.messages.outputs import Finished, Key, StepOutputs
 from quire.messages.plan import Fork
@@ -13,8 +16,12 @@ from quire.messages.request import NewRequest, Request, State
 from quire.scheduler.beams import BeamSearch
 from quire.scheduler.groups import PrefixGroups
 from quire.scheduler.policies.base import Policy
+from quire.scheduler.policies.sharing import SharingPolicy
 from quire.scheduler.rows import Rows
 from quire.scheduler.stats import SchedulerStats
+
+if TYPE_CHECKING:
+    from quire.scheduler.moving import Moving
 
 
 class Ledger:
@@ -26,6 +33,11 @@ class Ledger:
         self.tables = tables
         self.policy = policy
         self.rows = Rows(max_rows)
+        self.sharing = policy if isinstance(policy, SharingPolicy) else None
+        """The policy, if it shares out rows and blocks."""
+        if self.sharing is not None:
+            self.sharing.attach(self)
+            self.rows.watcher = self.sharing
         self.prefilling: dict[Request, None] = {}
         """Requests with a row whose known tokens are not all computed."""
         self.forked: set[Request] = set()
@@ -42,6 +54,10 @@ class Ledger:
         """Decoding rows that begin alike; None if nobody is to be told."""
         self.on_guided_end: Callable[[Request, bool], None] | None = None
         """Told when a sample whose output has a form ends, and whether it was the last of its request."""
+        self.moving: Moving | None = None
+        """Requests and blocks on their way between tiers, where there are any below the device's."""
+        self.sessions: SessionKeeper | None = None
+        """Whose turns some requests are."""
         self._keys = keys
         self._groups: dict[str, list[Request]] = {}
         self.arrivals = 0
@@ -80,7 +96,11 @@ class Ledger:
                 f"{needed} blocks of {size}; the KV cache has {self.tables.pool.capacity}. Lower max_tokens, shorten "
                 "the prompt, or give the cache more memory"
             )
+        if self.sharing is not None:
+            self.sharing.accept(source)
+        saved = self._begin_turn(source)
         samples = [Request(source, index, self.arrivals) for index in range(source.num_samples)]
+        samples[0].saved = saved
         self.arrivals += 1
         if source.beams is not None:
             self.searches[source.id] = BeamSearch(source, source.beams, samples)
@@ -92,12 +112,24 @@ class Ledger:
             self.policy.add(samples[0])  # first: a policy of the user's that fails leaves no request behind
         self._groups[source.id] = samples
 
+    def _begin_turn(self, source: NewRequest) -> int:
+        """How many of the request's tokens the tiers below may have, where it is a session's turn."""
+        if not source.session:
+            return 0
+        if self.sessions is None:
+            raise ValidationError("this engine keeps no sessions", "session", source.session)
+        return self.sessions.begin(source)
+
     def end_compiling(self, request_id: str) -> None:
         """The request's grammar is there: it waits like any other."""
         for request in self.samples(request_id):
             if request.state is State.COMPILING:
                 request.move(State.WAITING)
                 self.policy.add(request)
+
+    def has_row_for(self, request: Request) -> bool:
+        """Whether a row is free, and the request may have it."""
+        return self.rows.free > 0 and (self.sharing is None or self.sharing.allows(request))
 
     def note_decoding(self, request: Request) -> None:
         """All the request's known tokens are computed: from here on it may share its beginning's reading."""
@@ -124,20 +156,44 @@ class Ledger:
         if self.searches.pop(request.id, None) is not None:
             together = self.samples(request.id)
         for one in together:
+            self._end_turn(one, reason)
             self._take_out(one, reason, stop_reason)
         group = self._groups.get(request.id)
         preemptions = sum(one.preemptions for one in together)
         key = request.key if request.beam is None else (request.id, 0)
-        self.outputs.finished.append(Finished(key, reason, stop_reason, preemptions, message, error))
+        self._tell_end(request, Finished(key, reason, stop_reason, preemptions, message, error))
         if self.on_guided_end is not None and request.params.structured_outputs is not None:
             self.on_guided_end(request, not group)
         self.stats.finished += 1
 
+    def _end_turn(self, request: Request, reason: str) -> None:
+        """What a session's turn has computed stays with the session; what it said, if it came to its end."""
+        if self.sessions is None or not request.source.session:
+            return
+        is_kept = reason in ("stop", "length")
+        if request.row >= 0 and reason != "error":
+            self.extend_keys(request)
+            # Where a row has ended on the device, its last token is not computed, whatever was launched since.
+            most = request.known - 1 if is_kept else len(request.prompt)
+            self.sessions.keep(request, min(int(self.rows.computed[request.row]), most))
+        self.sessions.end(request, is_kept)
+
+    def _tell_end(self, request: Request, finished: Finished) -> None:
+        """A session's answer is told when it is durable."""
+        if self.sessions is None or not request.source.session:
+            self.outputs.finished.append(finished)
+        else:
+            self.sessions.commit(lambda: self.outputs.finished.append(finished))
+
     def _take_out(self, request: Request, reason: str, stop_reason: object) -> None:
         if request.row >= 0:
             self.leave_row(request)
+        elif request.state is State.LOADING and self.moving is not None:
+            self.moving.give_up(request)
         elif request.state is not State.COMPILING:
             self.policy.remove(request)
+        if self.moving is not None:
+            self.moving.disown(request)
         request.move(State.FINISHED)
         request.in_flight = 0
         request.finish_reason, request.stop_reason = reason, stop_reason
@@ -171,13 +227,21 @@ class Ledger:
 
     def extend_keys(self, request: Request) -> None:
         """Content keys for every full block of known tokens."""
+        if not self.tables.prefix_caching and self.moving is None:
+            return
         size = self.tables.block_size
         keys, full = request.keys, request.known // self.tables.block_size
-        if self.tables.prefix_caching and not keys and full:
+        if not keys and full:
             keys += self._keys.of(request.tokens(0, full * size), request.source.salt)
-        while self.tables.prefix_caching and len(keys) < full:
+        while len(keys) < full:
             parent = keys[-1] if keys else self._keys.root(request.source.salt)
             keys.append(self._keys.following(parent, request.tokens(len(keys) * size, (len(keys) + 1) * size)))
+
+    def partial_key(self, request: Request, tokens: int) -> bytes:
+        """The content key of a last block that holds the request's tokens up to `tokens` and has room for more."""
+        full = tokens // self.tables.block_size
+        parent = request.keys[full - 1] if full else self._keys.root(request.source.salt)
+        return self._keys.following(parent, request.tokens(full * self.tables.block_size, tokens))
 
     def publish_output(self, request: Request) -> None:
         """Blocks of generated tokens are findable once their tokens are known (the last token has no KV yet)."""
@@ -202,9 +266,12 @@ class Ledger:
     def check_idle(self) -> None:
         """Raise unless every block and row has come back; to be called when nothing is unfinished."""
         pool = self.tables.pool
-        held = [block for block, count in enumerate(pool.refs) if count]
-        if self.unfinished or self.rows.used or pool.used or held or len(self.policy):
+        kept = Counter[int]() if self.sessions is None else self.sessions.held()
+        held = [block for block, count in enumerate(pool.refs) if count != kept[block]]
+        if self.unfinished or self.rows.used or pool.used != len(kept) or held or len(self.policy):
             raise RuntimeError(
                 f"not idle: {self.unfinished} requests, {self.rows.used} rows, {pool.used} blocks used, "
                 f"held blocks {held[:8]}, {len(self.policy)} waiting"
             )
+        if self.sharing is not None:
+            self.sharing.check_idle()

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import numpy as np
 
 from quire.messages.request import Request
 
 NEVER = np.iinfo(np.int64).max
+
+
+class RowWatcher(Protocol):
+    """Told who has a row."""
+
+    def took_row(self, request: Request) -> None: ...
+    def left_row(self, request: Request) -> None: ...
 
 
 class Rows:
@@ -35,6 +44,7 @@ class Rows:
         """Requests that had come in all when the row's first token was there."""
         self.epoch = np.zeros(size, np.int64)
         """Goes up with each owner: a result for an earlier one is recognised."""
+        self.watcher: RowWatcher | None = None
         self._free = list(range(size - 1, -1, -1))
 
     @property
@@ -58,10 +68,14 @@ class Rows:
         self.held[row] = False
         self.began[row] = NEVER
         request.row = row
+        if self.watcher is not None:
+            self.watcher.took_row(request)
         return row
 
     def give_back(self, request: Request) -> int:
         """The request leaves its row."""
+        if self.watcher is not None:
+            self.watcher.left_row(request)
         row = request.row
         self.requests[row] = None
         self.decoding[row] = False

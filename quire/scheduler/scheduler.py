@@ -15,7 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.memory.prefix import ContentKeys
+from quire.memory.sessions import SessionKeeper
 from quire.memory.tables import BlockTables
+from quire.memory.tiers import Tiers
 from quire.messages.outputs import Key, Started, StepOutputs
 from quire.messages.plan import StepPlan, StepResult
 from quire.messages.request import NewRequest, Request, State
@@ -24,8 +26,10 @@ from quire.scheduler.collector import Collector
 from quire.scheduler.draft import Draft, Flight
 from quire.scheduler.groups import PrefixGroups
 from quire.scheduler.ledger import Ledger
+from quire.scheduler.moving import AHEAD_STEPS, Moving
 from quire.scheduler.pacing import Pacer
 from quire.scheduler.policies.base import Policy
+from quire.scheduler.pressure import Pressure
 from quire.scheduler.suspects import Suspects
 from quire.scheduler.writer import PlanWriter
 
@@ -44,17 +48,27 @@ class Scheduler:
         clock: Callable[[], float] = time.monotonic,
         groups: PrefixGroups | None = None,
         pacer: Pacer | None = None,
+        tiers: Tiers | None = None,
+        sessions: SessionKeeper | None = None,
     ) -> None:
-        """`groups`: told to the device where its attention reads shared blocks once for all. `pacer`: bounds what
+        """`tiers`: where blocks go that the device has no room for. `sessions`: what keeps some of them.
+
+        `groups`: told to the device where its attention reads shared blocks once for all. `pacer`: bounds what
         prompts add to the time of a step that others wait for; without one, tokens are all that is counted."""
         self.ledger = Ledger(tables, policy, keys, max_rows, groups)
         self.tables = tables
         self.policy = policy
         self.rows = self.ledger.rows
-        self._writer = PlanWriter(self.ledger)
+        self._sharing = self.ledger.sharing
+        self._turn = policy.rank if self._sharing is None else self._sharing.turn
+        self._moving = self.ledger.moving = None if tiers is None else Moving(self.ledger, tiers)
+        self.tiers = tiers
+        self.attach(sessions)
+        self._writer = PlanWriter(self.ledger, self._moving, clock)
         self._branching = Branching(self.ledger)
         self._collector = Collector(self.ledger, self._branching)
         self.stats = self.ledger.stats
+        self.pressure = Pressure()
         self._suspects = Suspects()
         self._budget = token_budget
         self._chunked = chunked_prefill
@@ -137,23 +151,43 @@ class Scheduler:
         """What happened to requests since this was asked last."""
         return self.ledger.take_outputs()
 
+    def attach(self, sessions: SessionKeeper | None) -> None:
+        """Some requests are turns of these sessions, from now on."""
+        self.sessions = self.ledger.sessions = sessions
+
     # A step is planned
 
     def schedule(self) -> StepPlan | None:
         """The next step, or None if there is nothing to compute now."""
         draft = Draft()
+        self._take_turn(draft)
         self._note_streams()
         self._branching.park()
         if (suspect := self._suspects.first) is not None:
             return self._schedule_suspect(draft, suspect)
         decodes = self._schedule_decodes(draft)
         budget = self._continue_prompts(draft, self._prompt_budget(decodes))
+        budget = self._board_landed(draft, budget)
         if not draft.preempted:
             self._admit(draft, budget)
         decodes = decodes[self.rows.decoding[decodes]]  # some may have lost their row since
-        if not len(decodes) and not draft.prompts:
+        if not len(decodes) and not draft.prompts and (self._flights or self.tiers is None or not self.tiers.is_moving):
             return None
         return self._launch(draft, decodes)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether blocks are on their way somewhere: steps are to be made until they have arrived."""
+        return self.tiers is not None and self.tiers.is_busy
+
+    def _take_turn(self, draft: Draft) -> None:
+        """See what has arrived, and make room before it is needed."""
+        if self.sessions is not None:
+            self.sessions.tick()
+        if self.tiers is not None:
+            self.tiers.turn()
+        if self._suspects.first is None:
+            self._relieve(draft)
 
     def _schedule_decodes(self, draft: Draft) -> NDArray[np.int64]:
         """Every row that waits for its next token, each with a slot to write to."""
@@ -166,20 +200,27 @@ class Scheduler:
             return ready
         scheduled = {rows.requests[row] for row in ready.tolist()}
         in_need = {rows.requests[row] for row in short.tolist()} | (self.ledger.forked & scheduled)
-        self._give_slots(draft, sorted(in_need, key=self.policy.rank))
+        if not self._give_slots(draft, sorted(in_need, key=self.policy.rank)):
+            return ready[:0]  # one row is left, and the blocks it needs are on their way
         return ready
 
     def _rank_of_row(self, row: int) -> Any:
         return self.policy.rank(self.rows.requests[row])  # type: ignore[arg-type]
 
-    def _give_slots(self, draft: Draft, requests: list[Request]) -> None:
+    def _give_slots(self, draft: Draft, requests: list[Request]) -> bool:
         """Room for one more token each. Whoever must leave leaves first: a block that is copied from in this step is
-        then never one that is copied to, and copies need no order."""
-        while self._slots_cost(requests) > self.tables.pool.free:
-            self._preempt_one(draft)
+        then never one that is copied to, and copies need no order. False: there is none before blocks have moved."""
+        if self._sharing is not None:
+            growing = [request for request in requests if self._next_block(request) >= len(request.blocks)]
+            for victim in self._sharing.exceeding(growing):
+                self._preempt(draft, victim)
+        while (lacking := self._slots_cost(requests) - self.tables.pool.free) > 0:
+            if not self._reclaim(lacking) and self._preempt_one(draft) is None:
+                return False
         for request in requests:
             if request.row >= 0:
                 self._give_slot(draft, request)
+        return True
 
     def _slots_cost(self, requests: list[Request]) -> int:
         """Blocks it takes to give each request that still has its row one more slot."""
@@ -220,16 +261,23 @@ class Scheduler:
         budget = self._budget - len(decodes)
         if self._pacer is None or not len(decodes):
             return budget
-        first = min(self.ledger.prefilling, key=self.policy.rank, default=None) or self.policy.next()
+        first = min(self.ledger.prefilling, key=self._turn, default=None)
+        if first is None or self._sharing is not None:
+            first = min(filter(None, (first, self.policy.next())), key=self._turn, default=None)
         elder = 0 if first is None else int(np.count_nonzero(self.rows.began[decodes] <= first.arrival_order))
-        if not elder:
+        if first is None or not elder:
             return budget
         pending = len(self.ledger.prefilling) + min(self.waiting, self.rows.free)
-        return min(budget, self._pacer.allowance(len(decodes), elder, pending))
+        allowance = self._pacer.allowance(len(decodes), elder, pending)
+        if self._sharing is not None and self._sharing.is_owed(first, decodes):
+            allowance = max(allowance, first.known)
+        return min(budget, allowance)
 
     def _continue_prompts(self, draft: Draft, budget: int) -> int:
         """Rows whose known tokens are not all computed go on, best-ranked first."""
-        for request in sorted(self.ledger.prefilling, key=self.policy.rank):
+        for request in sorted(self.ledger.prefilling, key=self._turn):
+            if self._sharing is not None and not draft.preempted:
+                budget = self._admit(draft, budget, before=request)
             if budget <= 0:
                 break
             if request.row >= 0:
@@ -243,6 +291,7 @@ class Scheduler:
         computed, bound = int(self.rows.computed[request.row]), int(self.rows.bound[request.row])
         count = min(bound - computed, budget)
         if self.tables.missing(request, computed + count) > self.tables.pool.free:
+            self._reclaim(self.tables.missing(request, computed + count) - self.tables.pool.free)
             room = int(self.rows.capacity[request.row]) + self.tables.pool.free * self.tables.block_size - computed
             if room > 0:
                 count = min(count, room)
@@ -252,49 +301,123 @@ class Scheduler:
                 return 0
         self._grow(draft, request, computed + count)
         draft.prompts[request] = count
+        if self._sharing is not None:
+            self._sharing.charge(request, count)
         return count
 
-    def _admit(self, draft: Draft, budget: int) -> None:
-        """Waiting requests join in the policy's order, as long as rows, blocks and budget last."""
-        while budget > 0 and self.rows.free:
+    def _admit(self, draft: Draft, budget: int, before: Request | None = None) -> int:
+        """Waiting requests join in the policy's order, as long as rows, blocks and budget last; given `before`, only
+        those whose turn comes before that one's. Returns what is left of the budget."""
+        loading = 0 if self._moving is None else self._moving.num_loading
+        while budget > 0 and (self.rows.free > loading or self._sharing is not None):
             request = self.policy.next()
             if request is None or request.in_flight:
-                return
+                break
+            if before is not None and self._turn(request) > self._turn(before):
+                break
+            if self.rows.free <= loading:
+                self._make_way(draft, request)
+                break
             admitted = self._admit_one(draft, request, budget)
-            if not admitted:
-                return
+            if admitted is None:
+                break
             budget -= admitted
+        return budget
 
-    def _admit_one(self, draft: Draft, request: Request, budget: int, alone: bool = False) -> int:
-        """Give the request a row and schedule its first chunk; returns the chunk's tokens, 0 if it does not fit."""
+    def _make_way(self, draft: Draft, request: Request, blocks: int = 0) -> None:
+        """A tenant above its share may have to give a row to one below it, which takes it in a later step: who has
+        joined in this one is not preempted, and a step that preempts admits nobody."""
+        if self._sharing is not None and not draft.admitted and not draft.preempted:
+            victim = self._sharing.makes_way(request, blocks)
+            if victim is not None:
+                # What it was to write in this step may be findable already, and nobody has found it yet.
+                own = set(victim.blocks)
+                self.tables.withdraw([block for block in draft.published if block in own])
+                draft.published = [block for block in draft.published if block not in own]
+                self._preempt(draft, victim)
+
+    def _admit_one(self, draft: Draft, request: Request, budget: int, alone: bool = False) -> int | None:
+        """Give the request a row and schedule its first chunk; returns the chunk's tokens, None if it does not fit.
+
+        One whose blocks lie in a tier below waits for them first: it costs the step nothing.
+        """
         tables, known = self.tables, request.known
         self.ledger.extend_keys(request)
-        hit = tables.match(request.keys, known) if request.source.reads_cache else []
-        cached = len(hit) * tables.block_size
-        needed = tables.blocks_for(known) - len(hit) + tables.cost_of_sharing(hit)
+        own = 0 if self.sessions is None else self.sessions.tokens_for(request)
+        hit = tables.match(request.keys, known) if request.source.reads_cache and not own else []
+        cached = own or len(hit) * tables.block_size
+        # One more than that where the last block, half full, is somebody else's too.
+        needed = tables.blocks_for(known) - tables.blocks_for(cached) + tables.cost_of_sharing(hit) + bool(own)
         spare = 0 if alone else self._promised() + self._headroom()
+        self._reclaim(needed + spare - tables.pool.free, request)
         if needed + spare > tables.pool.free:
-            return 0
+            if not alone:
+                self._make_way(draft, request, tables.blocks_for(known))
+            return None
         count = min(known - cached, budget)
         if count < known - cached <= self._budget and not self._chunked:
-            return 0  # a later step has room for all of it; what exceeds any step goes in chunks all the same
+            return None  # a later step has room for all of it; what exceeds any step goes in chunks all the same
+        if own and self.sessions is not None:
+            self.sessions.take(request)
+        else:
+            tables.adopt(request, hit)
+            if self._moving is not None and not alone and (arrival := self._moving.find(request, len(hit))):
+                self._moving.load(request, arrival)
+                return 0
         self.policy.remove(request)
+        return self._board(draft, request, cached, budget)
+
+    def _board(self, draft: Draft, request: Request, cached: int, budget: int) -> int:
+        """The request, whose blocks hold its first `cached` tokens, takes a row and computes its first chunk."""
+        count = min(request.known - cached, budget)
         request.move(State.RUNNING)
-        tables.adopt(request, hit)
-        row = self.rows.take(request, computed=cached, bound=known)
-        self.rows.capacity[row] = cached
-        draft.assign(row, 0, hit)
+        row = self.rows.take(request, computed=cached, bound=request.known)
+        self.rows.capacity[row] = len(request.blocks) * self.tables.block_size
+        self._own_last(draft, request, cached)
+        draft.assign(row, 0, request.blocks)
         self._grow(draft, request, cached + count)
         draft.prompts[request] = count
         draft.admitted.append(request)
+        if self._sharing is not None:
+            self._sharing.charge(request, count)
         self.ledger.prefilling[request] = None
         self._publish_chunk(draft, request)
         self._note_start(draft, request, cached)
         return count
 
+    def _board_landed(self, draft: Draft, budget: int) -> int:
+        """Requests whose blocks have come from a tier below take their rows; returns what is left of the budget."""
+        if self._moving is None or not self._moving.num_loading:
+            return budget
+        for request, cached in self._moving.landed():
+            if budget <= 0 or not self.rows.free:
+                break
+            if not self.ledger.has_row_for(request):
+                continue  # its tenant has as many as it may
+            room = (len(request.blocks) + self.tables.pool.free) * self.tables.block_size - cached
+            if room <= 0:
+                if not self.rows.used:  # those that wait with it hold what it needs
+                    self._moving.give_up_all(but=request)
+                break
+            self._moving.board(request)
+            self.tables.publish(request, request.keys, cached // self.tables.block_size)
+            budget -= self._board(draft, request, cached, min(budget, room))
+        return budget
+
+    def _own_last(self, draft: Draft, request: Request, cached: int) -> None:
+        """The next token goes into a block that holds some: one that is the request's alone, and that nobody finds."""
+        index, filled = divmod(cached, self.tables.block_size)
+        if not filled:
+            return
+        if self.tables.is_shared(request, index):
+            draft.copies.append((request.row, *self.tables.copy_on_write(request, index)))
+        else:
+            self.tables.withdraw([request.blocks[index]])
+
     def _promised(self) -> int:
         """Blocks that admitted prompts will still ask for."""
-        return sum(self.tables.missing(request, request.known) for request in self.ledger.prefilling)
+        coming = () if self._moving is None else self._moving.requests
+        return sum(self.tables.missing(request, request.known) for request in (*self.ledger.prefilling, *coming))
 
     def _headroom(self) -> int:
         """Blocks left alone at admission, so that running rows can grow a while before anyone must be preempted."""
@@ -325,16 +448,26 @@ class Scheduler:
     def _make_room(self, draft: Draft, request: Request, blocks: int) -> bool:
         """Preempt until `blocks` are free; False if that cost the request itself its row."""
         while self.tables.pool.free < blocks:
-            if self._preempt_one(draft) is request:
+            if self._preempt_one(draft) in (request, None):
                 return False
         return True
 
-    def _preempt_one(self, draft: Draft) -> Request:
-        """The policy names who must leave, never the best-ranked: it always goes on, so everyone finishes in turn."""
+    def _reclaim(self, blocks: int, request: Request | None = None) -> bool:
+        """Sessions that do not run, but for the request's own, give blocks back before anyone is kept from running."""
+        name = "" if request is None else request.source.session
+        return blocks > 0 and self.sessions is not None and self.sessions.reclaim(blocks, name) > 0
+
+    def _preempt_one(self, draft: Draft) -> Request | None:
+        """The policy names who must leave, never the best-ranked: it always goes on, so everyone finishes in turn.
+
+        None: nobody is left to leave, but blocks are on their way, and will be free when they have arrived.
+        """
         running = self.rows.running()
         first = min(running, key=self.policy.rank)
         others = [other for other in running if other is not first]
         if not others:
+            if self._moving is not None and (self._moving.give_up_all() or self._moving.tiers.is_busy):
+                return None
             pool = self.tables.pool
             raise RuntimeError(
                 f"{first} runs alone and lacks blocks: {pool.free} of {pool.capacity} free, {len(first.blocks)} held"
@@ -356,11 +489,39 @@ class Scheduler:
         victim.move(State.PREEMPTED)
         self.ledger.queue(victim)
 
+    # Before there is one
+
+    def _relieve(self, draft: Draft) -> None:
+        """Past the first watermark idle sessions fall asleep and cached blocks are saved; past the second, where rows
+        will lack blocks within a few steps, the policy's victim is put by, if that is cheaper than to compute again."""
+        pool, rows = self.tables.pool, self.rows
+        level = self.pressure.level(pool.free, pool.capacity)
+        if level and self.sessions is not None and self.sessions.sleep_one():
+            self.pressure.slept += 1
+        if self._moving is None:
+            return
+        self._moving.save_idle(self._budget // self.tables.block_size + rows.used)
+        if rows.used < 2 or self._moving.is_putting_by:
+            return
+        growing = int(np.count_nonzero(rows.decoding & (rows.capacity - rows.bound < AHEAD_STEPS)))
+        if growing + self._promised() <= pool.free:
+            return
+        first = min(rows.running(), key=self.policy.rank)
+        victim = self.policy.victim([other for other in rows.running() if other is not first])
+        tokens = min(int(rows.computed[victim.row]), victim.known)
+        if self._moving.is_swappable(victim, tokens):
+            self._moving.put_by(victim, tokens)
+            self._preempt(draft, victim)
+            self.stats.swaps += 1
+
     def _launch(self, draft: Draft, decodes: NDArray[np.int64]) -> StepPlan:
+        if self._sharing is not None:
+            self._sharing.charge_decodes(decodes)
         plan, flight = self._writer.write(draft, decodes)
         self._flights.append(flight)
-        self.stats.note_step(plan, draft, self.ledger)
-        if self._pacer is not None:
+        if len(plan.rows):
+            self.stats.note_step(plan, draft, self.ledger)
+        if self._pacer is not None and len(plan.rows):
             self._pacer.launched(plan.num_decodes, len(plan.tokens), self._clock())
         return plan
 
@@ -371,9 +532,13 @@ class Scheduler:
         flight = self._flights.popleft()
         if result.step != flight.step:
             raise RuntimeError(f"the result of step {result.step} came where that of step {flight.step} was due")
-        if self._pacer is not None:
+        if self._pacer is not None and flight.requests:
             self._pacer.collected(self._clock())
             self._fresh += flight.draws[flight.num_decodes :]
+        if self._moving is not None:
+            self._moving.collected(flight, self._clock())
+            for done in result.moves_done:
+                self._moving.tiers.arrived(done)
         self._suspects.acquit(flight.draws)
         self._collector.apply(flight, result)
 
@@ -385,6 +550,10 @@ class Scheduler:
         self._flights.clear()
         if self._pacer is not None:
             self._pacer.forget_flights()
+        if self._moving is not None:
+            self._moving.reset()
+        if self.sessions is not None:
+            self.sessions.forget_device()
         self.ledger.start_over()
         self._writer.start_over()
         for culprit in self._suspects.accuse(failed):
@@ -410,7 +579,7 @@ class Scheduler:
         if suspect.row >= 0:
             self._schedule_chunk(draft, suspect, self._budget)
             self._publish_chunk(draft, suspect)
-        elif not (self.rows.free and self._admit_one(draft, suspect, self._budget, alone=True)):
+        elif not (self.ledger.has_row_for(suspect) and self._admit_one(draft, suspect, self._budget, alone=True)):
             for passed in self.rows.running():
                 self._preempt(draft, passed)
             self._admit_one(draft, suspect, self._budget, alone=True)
@@ -422,6 +591,16 @@ class Scheduler:
         """Forget cached content; False if requests are running (their blocks stay, and theirs alone)."""
         self.tables.reset_prefix()
         return self.rows.used == 0
+
+    def close(self) -> None:
+        """Blocks on their way are given up, but for those that go to disk; sessions are durable."""
+        if self.tiers is not None:
+            self.tiers.reset()
+            self.tiers.close()
+        if self.sessions is not None:
+            self.sessions.close()
+        if self.tiers is not None and self.tiers.disk is not None:
+            self.tiers.disk.store.close()
 
     def check_idle(self) -> None:
         """Raise unless every block and row has come back; to be called when nothing is unfinished."""

@@ -30,6 +30,8 @@ class SchedulerStats:
         self.queried_tokens = 0
         """Known tokens of admitted requests, of which `cached_tokens` were found in the cache."""
         self.preemptions = 0
+        self.swaps = 0
+        """Of these, rows whose blocks were put by."""
         self.finished = 0
         self.allocated_slots = 0
         """Token slots held, summed over steps…"""

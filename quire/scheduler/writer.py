@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -9,13 +12,18 @@ from quire.messages.plan import Fork, Ints, NewRow, PrefixGroup, StepPlan
 from quire.messages.request import Request, State
 from quire.scheduler.draft import Draft, Flight
 from quire.scheduler.ledger import Ledger
+from quire.scheduler.moving import Moving
 
 
 class PlanWriter:
     """Numbers the plans, and tells each one what the device does not know yet."""
 
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(
+        self, ledger: Ledger, moving: Moving | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._ledger = ledger
+        self._moving = moving
+        self._clock = clock
         self._step = 0
         self._reset = False
 
@@ -60,7 +68,7 @@ class PlanWriter:
             block_rows=_ints(draft.block_rows),
             block_indices=_ints(draft.block_indices),
             blocks=_ints(draft.blocks),
-            max_context=int(rows.computed[scheduled].max()),
+            max_context=int(rows.computed[scheduled].max(initial=0)),
             reset=self._reset,
             drop=self._ledger.dropped,
             add=added,
@@ -68,6 +76,7 @@ class PlanWriter:
             copies=[(source, own) for _, source, own in draft.copies],
             branches=list(self._ledger.branches.values()),
             forced=self._forced(decodes),
+            moves=None if self._moving is None else self._moving.take(self._step, alone=not requests),
             groups=self._groups(),
         )
         self._step += 1
@@ -78,8 +87,9 @@ class PlanWriter:
         rows.held[targets] = beams
         epochs = rows.epoch[targets]
         return plan, Flight(
-            plan.step, requests, draws, targets, epochs, len(decodes), bool(beams.any()), draft.published
-        )
+            plan.step, requests, draws, targets, epochs, len(decodes), bool(beams.any()), len(tokens), self._clock(),
+            draft.published,
+        )  # fmt: skip
 
     def _forced(self, decodes: NDArray[np.int64]) -> list[tuple[int, int]]:
         """Beams continue with what was chosen for them; the device has what it would have drawn."""
@@ -101,7 +111,7 @@ class PlanWriter:
         for child in parent.siblings:
             if child.is_finished:
                 continue
-            if rows.free:
+            if self._ledger.has_row_for(child):
                 self._ledger.tables.fork(parent, child)
                 row = rows.take(child, computed=parent.known, bound=parent.known + 1)
                 rows.capacity[row] = rows.capacity[parent.row]

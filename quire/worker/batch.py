@@ -302,9 +302,13 @@ class DeviceBatch:
     def result(self, draws: int) -> StepDraws:
         """What the step drew, to be waited for."""
         if not self._drawn:
-            nothing = torch.zeros(0, dtype=torch.int64)
-            return Drawn(nothing, nothing.bool(), nothing.bool())
+            return self.nothing_drawn()
         return Drawn(*(torch.cat(parts) for parts in zip(*self._drawn, strict=True)))
+
+    def nothing_drawn(self) -> StepDraws:
+        """The result of a step that has nothing to draw."""
+        nothing = torch.zeros(0, dtype=torch.int64)
+        return Drawn(nothing, nothing.bool(), nothing.bool())
 
     def row_tokens(self, rows: torch.Tensor, longest: int) -> torch.Tensor:
         """[len(rows), longest] token ids of the rows, read from their pages; garbage past a row's own length."""

@@ -16,6 +16,11 @@ def block_bytes(spec: KVSpec, block_size: int, dtype: torch.dtype) -> int:
     return block_size * slot
 
 
+def stored_bytes(spec: KVSpec, block_size: int, dtype: torch.dtype) -> int:
+    """Bytes of a block as other tiers keep it: keys and values alone. What its tokens are, who asks for it knows."""
+    return block_bytes(spec, block_size, dtype) - 4 * block_size
+
+
 class KVCache:
     """Keys, values and token ids of every block.
 

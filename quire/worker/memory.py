@@ -15,6 +15,7 @@ import torch
 
 from quire.config import EngineConfig
 from quire.errors import CacheTooSmallError, ModelTooLargeError
+from quire.layers.moe import active_parameters, widest_mixture
 from quire.loading.model_config import ModelConfig
 from quire.models.base import CausalLM
 from quire.platforms.base import Platform
@@ -100,6 +101,8 @@ class MemoryNeeds:
     is_measured: bool = False
     """Whether `activation_bytes` was measured in such a step."""
     reserve_bytes: int = RESERVE
+    active_parameters: int = 0
+    """Those that one token meets: fewer than all where it goes to some of many experts."""
 
     @classmethod
     def of(
@@ -115,10 +118,12 @@ class MemoryNeeds:
         weights = list(model.parameters())  # type: ignore[attr-defined]
         dtype = weights[0].dtype
         tokens = max_tokens or max(config.max_num_batched_tokens or 0, 8192)
-        widest = 4 * max(shape.intermediate_size, shape.hidden_size) * tokens * dtype.itemsize
+        widest = max(4 * max(shape.intermediate_size, shape.hidden_size), widest_mixture(model))  # type: ignore[arg-type]
+        widest *= tokens * dtype.itemsize
         return cls(
             dtype=dtype,
             parameters=sum(weight.numel() for weight in weights),
+            active_parameters=active_parameters(model),  # type: ignore[arg-type]
             weight_bytes=sum(weight.numel() * weight.itemsize for weight in weights),
             block_bytes=block_bytes(model.kv_shape, config.block_size, dtype),
             activation_bytes=widest + logit_bytes(shape, max_rows),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -14,9 +15,12 @@ from quire.worker.extras import RowKind
 from quire.worker.graphs import Graphs
 from quire.worker.logits import LogitsProcessor
 from quire.worker.logprobs import top_logprobs
+from quire.worker.moves import Mover
 from quire.worker.pooling import Vectors, pool
 from quire.worker.sampler import Sampler
 
+MOVE_SECONDS = 0.0002
+"""How often a step that waits for moves alone looks whether they are done."""
 LOGIT_ROWS = 512
 """Logits exist for at most so many rows at a time: a row of a large vocabulary is half a megabyte."""
 
@@ -34,15 +38,21 @@ class PendingStep:
         self.logprobs: dict[int, TokenLogprobs] = {}
         self.prompt_logprobs: dict[int, PromptLogprobs] = {}
         self.vectors: Vectors | None = None
+        self.mover: Mover | None = None
+        """Tells of moves that are done; a step without rows is over when it has something to tell."""
 
     def ready(self) -> bool:
         """Whether the device is done with it."""
+        if not len(self.plan.rows):
+            return self.mover is None or self.mover.has_news
         return self.draws is None or self.draws.ready()
 
     def result(self) -> StepResult:
         """What it yielded, once it has."""
         if self.draws is None:
             raise RuntimeError(f"step {self.plan.step} waits for masks: it has drawn nothing")
+        if not len(self.plan.rows):
+            self._wait_for_moves()
         tokens, stopped, invalid = self.draws.wait()
         return StepResult(
             step=self.plan.step,
@@ -53,7 +63,12 @@ class PendingStep:
             logprobs=self.logprobs,
             prompt_logprobs=self.prompt_logprobs,
             vectors={} if self.vectors is None else self.vectors.take(),
+            moves_done=[] if self.mover is None else self.mover.take_done(),
         )
+
+    def _wait_for_moves(self) -> None:
+        while not self.ready():
+            time.sleep(MOVE_SECONDS)
 
 
 class Runner:
@@ -66,6 +81,8 @@ class Runner:
         self._graphs = graphs
         self.batch = self._batch = batch
         self._sampler = Sampler(batch, processors)
+        self.mover: Mover | None = None
+        """Copies blocks to host memory and back, where there is such a tier."""
         self._unsupplied: PendingStep | None = None
 
     def launch(self, plan: StepPlan) -> PendingStep:
@@ -97,8 +114,17 @@ class Runner:
             raise RuntimeError(f"plan {plan.step} came while step {self._unsupplied.plan.step} waits for masks")
         self._unsupplied = None
         step = PendingStep(plan)
-        padded = graphs.padded_rows(plan)
+        step.mover = self.mover
+        padded = graphs.padded_rows(plan) if len(plan.rows) else 0
         batch.apply(plan, padded)
+        if self.mover is not None:
+            if plan.reset:
+                self.mover.forget()
+            if plan.moves is not None:
+                self.mover.start(plan.step, plan.moves)
+        if not len(plan.rows):
+            step.draws = batch.nothing_drawn()
+            return step
         if padded and not (kinds[plan.rows] & ~(RowKind.RANDOM | RowKind.PROMPT_LOGPROBS)).any():
             graphs.run_step(padded)
             step.draws = batch.result(len(plan.samples))

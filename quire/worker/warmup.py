@@ -22,7 +22,7 @@ from quire.kernels.triton.prefill_attention import LONG_CONTEXT
 from quire.layers.attention.base import AttentionInputs
 from quire.layers.attention.layer import Attention
 from quire.layers.linear import FusedLinear
-from quire.layers.products import layer_products
+from quire.layers.products import layer_experts, layer_products
 from quire.worker.cuda_batch import CudaBatch
 
 logger = logging.getLogger(__name__)
@@ -49,7 +49,13 @@ class WarmUp:
 def warm_up(model: nn.Module, ops: Ops, batch: CudaBatch, max_tokens: int, grouped: bool) -> WarmUp:
     """Start compiling what a step launches. The weights need not be filled; `batch` is one that nobody uses."""
     # The longest first: attention.
-    tasks = [*_attention_kernels(model, batch, grouped), *_sampling_kernels(batch), *_row_kernels(model, ops)]
+    experts = _expert_kernels(model, ops, max_tokens)
+    tasks = [
+        *_attention_kernels(model, batch, grouped),
+        *experts.values(),
+        *_sampling_kernels(batch),
+        *_row_kernels(model, ops),
+    ]
     products = layer_products(model)
     kernels_of = getattr(ops, "kernels_of", None)
     jobs = [] if kernels_of is None else [job for product in products for job in kernels_of(*product, max_tokens)]
@@ -57,7 +63,7 @@ def warm_up(model: nn.Module, ops: Ops, batch: CudaBatch, max_tokens: int, group
     weights = {(tuple(product.weight.shape), *product[1:]) for product in products}
     kv = batch.kv.data
     identity = (
-        f"{type(ops)} {sorted(map(str, {*layers, *weights, *jobs}))} {kv.shape[1:]} {kv.dtype} "
+        f"{type(ops)} {sorted(map(str, {*layers, *weights, *experts, *jobs}))} {kv.shape[1:]} {kv.dtype} "
         f"{batch.block_table.shape} {batch.vocab_size} {grouped}"
     )
     return WarmUp([*tasks, *(job.compile for job in jobs)], identity, batch.kv.data.device)
@@ -103,6 +109,18 @@ def _attend(
     qkv = torch.zeros(tokens, width, dtype=kv.dtype, device=kv.device)
     q = qkv[:, : layer.num_heads * layer.head_dim].view(tokens, layer.num_heads, layer.head_dim)
     layer.backend.attend(q, kv, inputs, layer.scale, layer.window)
+
+
+def _expert_kernels(model: nn.Module, ops: Ops, max_tokens: int) -> dict[object, Task]:
+    """One token of zeros through experts of each form, in every way that a step may go."""
+    kernels_of = getattr(ops, "expert_kernels_of", None)
+    tasks: dict[object, Task] = {}
+    if kernels_of is None:
+        return tasks
+    for experts in layer_experts(model):
+        form = (tuple(experts.gate_up.shape), *experts[2:])
+        tasks |= {(form, kernel): task for kernel, task in kernels_of(*experts, max_tokens).items()}
+    return tasks
 
 
 def _sampling_kernels(batch: CudaBatch) -> Iterator[Task]:

@@ -12,6 +12,7 @@ import torch
 from quire.config import EngineConfig
 from quire.distributed.groups import Ranks
 from quire.layers.attention.registry import attention_backend
+from quire.layers.moe import expert_counts, forget_counts
 from quire.layers.targets import collect_targets
 from quire.loading.files import ModelFiles
 from quire.loading.load import load_weights, open_checkpoint
@@ -22,9 +23,10 @@ from quire.platforms.base import Platform
 from quire.worker.batch import DeviceBatch
 from quire.worker.building import backend_name, build_model, make_ops
 from quire.worker.graphs import DecodeGraphs
-from quire.worker.kv import KVCache
+from quire.worker.kv import KVCache, stored_bytes
 from quire.worker.logits import load_processors
 from quire.worker.memory import MemoryNeeds, logit_bytes, profile_activations
+from quire.worker.moves import HostMemory, Mover, host_slots
 from quire.worker.runner import PendingStep, Runner
 
 if TYPE_CHECKING:
@@ -89,7 +91,10 @@ class Worker:
         )
         """Whether plans should tell of rows that begin alike."""
         self._runner: Runner | None = None
+        self.mover: Mover | None = None
+        """Copies blocks to host memory and back, where there is such a tier; known once the cache is made."""
         self.needs = MemoryNeeds.of(self.model, config, model, max_model_len, max_rows, max_tokens)
+        self._host_memory = self._start_host_memory()
         trial = self._make_runner(2, enabled=False) if self._device.type == "cuda" else None
         warming = self._start_compiling(trial)
         self._done("model")
@@ -111,6 +116,12 @@ class Worker:
         self._since = now
         logger.info("starting: %s done in %.1f s", phase, self.phases[phase])
 
+    def _start_host_memory(self) -> HostMemory | None:
+        """The tier below the device's memory, as large as the configuration says."""
+        size = stored_bytes(self.model.kv_shape, self._config.block_size, self.needs.dtype)
+        slots = host_slots(self._config, size)
+        return HostMemory(slots, size, pinned=self._device.type == "cuda") if slots else None
+
     def _start_compiling(self, trial: Runner | None) -> WarmUp | None:
         """Kernels are compiled while the weights are read."""
         if trial is None or not getattr(self._ops, "whole_steps", False):
@@ -131,6 +142,9 @@ class Worker:
     def make_cache(self, num_blocks: int) -> None:
         """Allocate the cache and the batch; plans can come from here on."""
         self._runner = self._make_runner(num_blocks, enabled=not self._config.enforce_eager)
+        if self._host_memory is not None:
+            self.mover = self._runner.mover = Mover(self._runner.batch.kv, self._host_memory)
+        forget_counts(self.model)  # type: ignore[arg-type]  # of steps that were nobody's
         self._done("cache, graphs")
 
     def _make_runner(self, num_blocks: int, enabled: bool) -> Runner:
@@ -166,9 +180,13 @@ class Worker:
         if self._runner is not None:
             self._runner.supply(step, masks)
 
+    def expert_counts(self) -> dict[int, list[int]]:
+        """How often each expert was chosen since the start, by layer. Waits for the device."""
+        return {} if self._runner is None else expert_counts(self.model)  # type: ignore[arg-type]
+
     def shutdown(self) -> None:
         """Let go of the model and the cache."""
-        self._runner = None
+        self._runner = self.mover = self._host_memory = None
         del self.model
         if self._device.type == "cuda":
             torch.cuda.empty_cache()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 
@@ -49,6 +50,14 @@ def test_inspect_tells_shape_and_plan(quire, byte_llama):
     assert f"{2 * 2 * 2 * 16 * 4 + 4} bytes a token" in ran.out
     assert "holds         512 tokens in 32 blocks of 16" in ran.out
     assert "4.0 sequences of the full 128 tokens" in ran.out
+
+
+def test_inspect_tells_experts_and_the_parameters_a_token_meets(quire):
+    folder = Path(__file__).parents[2] / "benchmarks" / "gpu" / "models" / "qwen3-30b-a3b"
+    ran = quire("inspect", folder, "--load-format", "dummy", "--num-gpu-blocks-override", 8)
+    assert ran.code == 0, ran.err
+    assert "128 of width 768, 8 for each token" in ran.out
+    assert "30532.1 million, 3353.0 million of them for each token" in ran.out
 
 
 def test_inspect_plans_what_the_engine_then_does(byte_llama, monkeypatch):

@@ -29,7 +29,12 @@ VALUES = {
     "gpu_memory_utilization": 0.5,
     "cpu_kv_cache_share": 0.125,
     "max_step_stretch": 1.5,
+    "tenant_weights": {"gold": 2.5, "*": 1},
+    "tenant_max_rows": {"gold": 0.5, "*": 3},
+    "tenant_max_blocks": {"*": 0.25},
 }
+NEEDS = dict.fromkeys(("tenant_weights", "tenant_max_rows", "tenant_max_blocks"), {"scheduling_policy": "fair"})
+"""Fields that mean something only beside others."""
 ROOT = Path(__file__).parents[2]
 
 
@@ -61,7 +66,7 @@ def test_every_engine_field_makes_the_round_trip(field):
         arguments = [flag(field.name), json.dumps(value) if isinstance(value, dict) else str(value)]
     settings = engine_settings(parse(*arguments))
     assert list(settings) == [field.name]
-    assert getattr(EngineConfig(**settings), field.name) == value
+    assert getattr(EngineConfig(**settings, **NEEDS.get(field.name, {})), field.name) == value
 
 
 def test_a_pipeline_has_a_deepest_depth():

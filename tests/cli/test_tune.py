@@ -14,7 +14,8 @@ from quire.platforms import choose
 pytest.importorskip("triton")
 
 from quire.cli import tune
-from quire.kernels.triton import thin_timing, tuning
+from quire.kernels.triton import moe_timing, thin_timing, tuning
+from quire.kernels.triton.moe_parts import ExpertsShape
 from quire.kernels.triton.thin_candidates import Gpu, Shape
 
 GPU = Gpu("NVIDIA Imaginary 9000", 100, True)
@@ -133,3 +134,29 @@ def test_without_triton_there_is_one_line(quire, monkeypatch):
     assert (ran.code, ran.out) == (2, "")
     assert ran.err.count("\n") == 1
     assert "triton, which is not installed" in ran.err
+
+
+def test_experts_are_measured_too(quire, byte_llama, measured, monkeypatch):
+    timed = []
+
+    class ExpertsTimer:
+        def __call__(self, shape, tokens, dtype, config, part=""):
+            timed.append((shape, tokens, dtype))
+            return 2.5 if config.kernel == "tile" else 3.0
+
+        def weights(self, shape, dtype):
+            return [None]
+
+    monkeypatch.setattr(moe_timing, "GraphExpertsTimer", ExpertsTimer)
+    monkeypatch.setattr(moe_timing, "compile_experts", lambda *_: None)
+    mixture = {"architectures": ["MixtralForCausalLM"], "num_local_experts": 8, "num_experts_per_tok": 2}
+    command = ["tune", byte_llama, "--buckets", "1,4", "--dtype", "bfloat16", "--hf-overrides", json.dumps(mixture)]
+    ran = quire(*command)
+    assert ran.code == 0, ran.err
+    assert set(timed) == {(ExpertsShape(8, 2, 128, 64), tokens, torch.bfloat16) for tokens in (1, 4)}
+    assert {Shape("norm_linear", 8, 64), Shape("linear", 8, 64)} <= {shape for shape, _ in cases(measured)}
+    assert "8 experts of 128 x 64, 2 a token" in ran.out
+    assert re.search(r"^ +4 +2\.50  tile m\d+, gate_up n\d+", ran.out, re.M)
+    timed.clear()
+    assert re.search(r"^ +1 +2\.50  tile .* \(known\)$", quire(*command).out, re.M)
+    assert timed == []

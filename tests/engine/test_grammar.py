@@ -13,6 +13,7 @@ import jsonschema_rs
 import pytest
 
 from quire import LLM, RequestOutput, SamplingParams, StructuredOutputsParams
+from quire.engine.grammar.rules import MOST_SPACES
 from quire.errors import StepError
 from quire.platforms.cpu import CpuPlatform
 from tests.conftest import assert_idle
@@ -156,6 +157,20 @@ def test_a_failed_step_changes_no_token(
         with monkeypatch.context() as patch:
             patch.setattr(executor, name, failing)
             assert tokens_of(llm.generate([PROMPT] * 3, wanted, use_tqdm=False)) == expected
+
+
+def test_a_model_in_love_with_white_space_comes_to_an_end(engines: Callable[..., LLM]) -> None:
+    """JSON lets white space stand almost anywhere, and without a bound this answer would be nothing else."""
+    llm = engines(pipeline_depth=0)
+    line_breaks = {llm.get_tokenizer().convert_tokens_to_ids("Ċ"): 100.0}  # which no string of JSON can hold
+    schema = {"type": "object", "properties": {"a": {"type": "integer", "maximum": 9, "minimum": 0}}, "required": ["a"]}
+    for form in (Form(json=schema), Form(json_object=True)):
+        fields = {"logit_bias": line_breaks, "max_tokens": 200, "temperature": 0}
+        (sample,) = llm.generate([PROMPT[:9]], params(form, **fields), use_tqdm=False)[0].outputs
+        runs = [len(run) for run in re.findall(r"\s+", sample.text)]
+        assert max(runs) == MOST_SPACES
+        if form.json is not None:  # any object may have any number of members
+            assert sample.finish_reason == "stop" and set(json.loads(sample.text)) == {"a"}
 
 
 # Together with other parameters

@@ -10,16 +10,24 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 
+from quire.config import EngineConfig
 from quire.engine.core import EngineCore
 from quire.errors import StepError
 from quire.memory.blocks import NULL_BLOCK
+from quire.memory.costs import Costs
+from quire.memory.disk.sessions import SessionStore
+from quire.memory.disk.transfers import Ticket
+from quire.memory.host import HostTier
 from quire.memory.prefix import ContentKeys
+from quire.memory.sessions import SessionKeeper
 from quire.memory.tables import BlockTables
+from quire.memory.tiers import Tiers
 from quire.messages.outputs import Finished, Key, Started, StepOutputs
-from quire.messages.plan import PrefixGroup, StepPlan, StepResult
+from quire.messages.plan import Moves, MovesDone, PrefixGroup, StepPlan, StepResult
 from quire.messages.request import NewRequest
 from quire.messages.sampling import SamplingParams
 from quire.scheduler.groups import PrefixGroups
@@ -82,6 +90,73 @@ class Truth:
         self.content = np.array(content, np.int64)
 
 
+class MemoryDisk:
+    """A disk tier that is a dictionary: transfers take a while, and some of what was written cannot be read."""
+
+    def __init__(self, capacity: int = 10_000, seed: int = 0, failing: float = 0.1) -> None:
+        self.kept: dict[bytes, bytes] = {}
+        self.capacity = capacity
+        self.on_finished: Callable[[], object] | None = None
+        self.read = 0
+        self._rng = rng_of("disk", seed)
+        self._failing = failing
+        self._queue: list[Ticket] = []
+
+    @property
+    def store(self) -> MemoryDisk:
+        return self
+
+    def has(self, key: bytes) -> bool:
+        return key in self.kept
+
+    def discard(self, keys: Iterable[bytes]) -> None:
+        for key in keys:
+            self.kept.pop(key, None)
+
+    def submit_read(self, key: bytes, into: memoryview) -> Ticket:
+        return self._submit(Ticket("read", key, into))
+
+    def submit_write(self, key: bytes, payload: memoryview) -> Ticket:
+        return self._submit(Ticket("write", key, payload))
+
+    def submit_call(self, call: Callable[[], object]) -> Ticket:
+        return self._submit(Ticket("call", call=call))
+
+    def _submit(self, ticket: Ticket) -> Ticket:
+        self._queue.append(ticket)
+        self._ring()
+        return ticket
+
+    def _ring(self) -> None:
+        """Nobody is to sleep: the next time it is asked, it may be done."""
+        if self._queue and self.on_finished is not None:
+            self.on_finished()
+
+    def poll(self) -> list[Ticket]:
+        done = [ticket for ticket in self._queue if self._rng.random() < 0.4]
+        self._queue = [ticket for ticket in self._queue if ticket not in done]
+        for ticket in done:
+            ticket.ok = self._rng.random() >= self._failing or ticket.kind == "call"
+            if ticket.call is not None:
+                ticket.call()
+            elif ticket.kind == "read":
+                assert ticket.buffer is not None
+                ticket.ok = ticket.ok and ticket.key in self.kept
+                ticket.buffer[:] = self.kept[ticket.key] if ticket.ok else bytes(len(ticket.buffer))
+                self.read += ticket.ok
+                if not ticket.ok:
+                    self.kept.pop(ticket.key, None)
+            elif ticket.ok:
+                assert ticket.buffer is not None
+                if len(self.kept) >= self.capacity:
+                    self.kept.pop(next(iter(self.kept)))
+                self.kept[ticket.key] = bytes(ticket.buffer)
+        self._ring()
+        return done
+
+    def close(self) -> None: ...
+
+
 @dataclass
 class DeviceRow:
     """One row of the device batch."""
@@ -116,6 +191,7 @@ class CheckingExecutor:
         fails: Callable[[StepPlan, set[str]], str] = lambda plan, requests: "",
         yields_nothing: Callable[[Key, int], bool] = lambda key, position: False,
         is_invalid: Callable[[Key, int], bool] = lambda key, position: False,
+        host_slots: int = 0,
     ) -> None:
         self.block_size = block_size
         self.max_rows = max_rows
@@ -129,6 +205,9 @@ class CheckingExecutor:
         self.truths: dict[Key, Truth] = {}
         self.rows: dict[int, DeviceRow] = {}
         self.content = np.full(num_blocks * block_size, GARBAGE, np.int64)
+        self.host = np.full((host_slots, block_size), GARBAGE, np.int64)
+        self.moving: list[tuple[int, int, Moves]] = []
+        """Moves under way: the step at whose collection they are done, the step they came with, and what they are."""
         self.table_width = num_blocks
         self.groups: list[PrefixGroup] = []
         self.grouped_rows = 0
@@ -164,9 +243,11 @@ class CheckingExecutor:
         if plan.reset:
             self.rows.clear()
             self.pending.clear()
+            self.moving.clear()
             self.is_broken = False
         self._check_budgets(plan)
         self._apply_differences(plan)
+        self._start_moves(plan)
         requests = {self.rows[row].request for row in plan.rows.tolist()}
         failure = self.fails(plan, requests)
         if failure or self.is_broken:
@@ -192,16 +273,44 @@ class CheckingExecutor:
         assert self.pending.pop(0) is handle, "results are read in order"
         if handle.failed:
             raise StepError(f"step {handle.result.step} failed on the device")
+        handle.result.moves_done = self._end_moves(handle.result.step, wait=not handle.requests)
         return handle.result
 
     def shutdown(self) -> None:
         self.rows.clear()
 
+    # Blocks that move
+
+    def _start_moves(self, plan: StepPlan) -> None:
+        """Copies see what is there at the latest moment, and until then nobody knows what is in their targets."""
+        if plan.moves is None:
+            return
+        blocks = self.content.reshape(-1, self.block_size)
+        assert len(plan.moves.tokens) == len(plan.moves.back) * self.block_size
+        for _, block in plan.moves.back:
+            assert block != NULL_BLOCK
+            blocks[block] = GARBAGE
+        for _, slot in plan.moves.out:
+            self.host[slot] = GARBAGE
+        self.moving.append((plan.step + mixed("moves", plan.step) % 4, plan.step, plan.moves))
+
+    def _end_moves(self, step: int, wait: bool) -> list[MovesDone]:
+        """Moves that are done by now; `wait`: one at least is waited for."""
+        blocks = self.content.reshape(-1, self.block_size)
+        due = [entry for entry in self.moving if entry[0] <= step] or (self.moving[:1] if wait else [])
+        for _, _, moves in due:
+            for block, slot in moves.out:
+                self.host[slot] = blocks[block]
+            for slot, block in moves.back:
+                blocks[block] = self.host[slot]
+        self.moving = [entry for entry in self.moving if entry not in due]
+        return [MovesDone(came, 1.0, 1.0) for _, came, _ in due]
+
     # One step
 
     def _check_budgets(self, plan: StepPlan) -> None:
         rows = plan.rows.tolist()
-        assert rows, "a plan without work"
+        assert rows or plan.moves or self.moving, "a plan without work"
         assert plan.num_tokens == int(plan.counts.sum()) <= self.token_budget, (plan.num_tokens, self.token_budget)
         assert len(set(rows)) == len(rows) == len(plan.counts), "a row is scheduled twice"
         assert all(0 <= row < self.max_rows for row in rows)
@@ -403,22 +512,42 @@ class Bench:
         yields_nothing: Callable[[Key, int], bool] = lambda key, position: False,
         is_invalid: Callable[[Key, int], bool] = lambda key, position: False,
         least_shared: int = 1,
+        config: EngineConfig | None = None,
+        host_slots: int = 0,
+        disk: MemoryDisk | None = None,
+        sessions: Path | None = None,
     ) -> None:
-        """`least_shared`: tokens rows must have in common, and save together, to be told as a group."""
+        """`least_shared`: tokens rows must have in common, and save together, to be told as a group. `host_slots`,
+        `disk`: tiers below the device. `sessions`: a folder to keep them in."""
         self.now = 0.0
         self.keys = ContentKeys(block_size, b"model")
         self.tables = BlockTables(blocks + 1, block_size, prefix_caching)
-        self.scheduler = Scheduler(
-            self.tables, make_policy(policy), self.keys, max_rows, budget, chunked, clock=lambda: self.now,
-            groups=PrefixGroups(block_size, least_shared, least_shared),
-        )  # fmt: skip
         self.device = CheckingExecutor(
-            blocks + 1, block_size, max_rows, budget, draws, fails, yields_nothing, is_invalid
+            blocks + 1, block_size, max_rows, budget, draws, fails, yields_nothing, is_invalid, host_slots
         )
+        self.tiers = self._make_tiers(host_slots, disk) if host_slots else None
+        self.scheduler = Scheduler(
+            self.tables, make_policy(policy, config), self.keys, max_rows, budget, chunked, clock=lambda: self.now,
+            groups=PrefixGroups(block_size, least_shared, least_shared), tiers=self.tiers,
+        )  # fmt: skip
+        if self.scheduler.ledger.moving is not None:
+            self.scheduler.ledger.moving.least_swap = 1
+        if sessions is not None:
+            store = SessionStore.open(sessions, clock=lambda: self.now)
+            self.scheduler.attach(
+                SessionKeeper(self.tables, self.keys, store, b"model", self.tiers, clock=lambda: self.now)
+            )
         self.device.keep_plans = True
         self.core = EngineCore(self.scheduler, self.device, depth)
         self.samples: dict[Key, Ended] = {}
         self.started: list[Started] = []
+
+    def _make_tiers(self, slots: int, disk: MemoryDisk | None) -> Tiers:
+        costs = Costs(1, out=1e9, back=1e9)
+        costs.prefill.value = 1.0
+        backed = (lambda key: False) if disk is None else disk.store.has
+        slot_bytes = lambda slot: memoryview(self.device.host[slot]).cast("B")  # noqa: E731
+        return Tiers(self.tables, HostTier(slots, backed), costs, disk, slot_bytes)  # type: ignore[arg-type]
 
     @property
     def plans(self) -> list[StepPlan]:
@@ -433,6 +562,8 @@ class Bench:
         priority: int = 0,
         salt: str = "",
         reads_cache: bool = True,
+        tenant: str = "",
+        session: str = "",
     ) -> NewRequest:
         """A request for `output` tokens; an integer prompt stands for that many tokens of its own."""
         tokens = prompt if isinstance(prompt, list) else [2 + mixed("prompt", id, i) % 30 for i in range(prompt)]
@@ -447,6 +578,8 @@ class Bench:
             salt=salt,
             reads_cache=reads_cache,
             priority=priority,
+            tenant=tenant,
+            session=session,
             arrival=self.now,
         )
 
@@ -494,6 +627,11 @@ class Bench:
         """Reference counts are what the requests' own tables say."""
         running = self.scheduler.rows.running()
         owners = Counter(block for request in running for block in request.blocks)
+        if self.scheduler.ledger.moving is not None and self.tiers is not None:
+            owners += Counter(block for request in self.scheduler.ledger.moving.requests for block in request.blocks)
+            owners += self.tiers.held()
+        if self.scheduler.sessions is not None:
+            owners += self.scheduler.sessions.held()
         refs = {block: count for block, count in enumerate(self.tables.pool.refs) if count}
         assert refs == dict(owners)
         assert NULL_BLOCK not in owners

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from quire.config import EngineConfig
 from quire.engine.core import EngineCore
 from quire.errors import StepError
 from quire.memory.prefix import ContentKeys
@@ -185,11 +186,12 @@ class Sequences:
         policy: str = "fcfs",
         prefix_caching: bool = True,
         fails: Callable[[StepPlan], str] = lambda plan: "",
+        config: EngineConfig | None = None,
     ) -> None:
         self.keys = ContentKeys(block_size, b"model")
         self.tables = BlockTables(blocks + 1, block_size, prefix_caching)
         groups = PrefixGroups(block_size, 1, 1)
-        self.scheduler = Scheduler(self.tables, make_policy(policy), self.keys, rows, budget, groups=groups)
+        self.scheduler = Scheduler(self.tables, make_policy(policy, config), self.keys, rows, budget, groups=groups)
         self.device = HashDevice(blocks + 1, block_size, fails)
         self.core = EngineCore(self.scheduler, self.device, depth)  # type: ignore[arg-type]
         self.sources: dict[str, NewRequest] = {}

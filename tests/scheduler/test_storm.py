@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 import pytest
 
-from quire.errors import CacheTooSmallError
+from quire.config import EngineConfig
+from quire.errors import CacheTooSmallError, ValidationError
 from quire.messages.plan import StepPlan
-from tests.scheduler.harness import Bench, ending, mixed, rng_of
+from tests.scheduler.harness import Bench, MemoryDisk, ending, mixed, rng_of
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,12 @@ class Weather:
     """Draws that yield no token."""
     abort_rate: float = 0.05
     longest: int = 40
+    tenants: tuple[str, ...] = ("",)
+    host: int = 0
+    """Slots of host memory."""
+    disk: int = 0
+    """Blocks on disk."""
+    config: EngineConfig | None = None
 
 
 class Storm:
@@ -40,6 +47,8 @@ class Storm:
         self.bench = Bench(
             weather.blocks, weather.block_size, weather.rows, weather.budget, weather.policy, weather.depth,
             weather.prefix_caching, weather.chunked, ending, self._fails, self._yields_nothing,
+            config=weather.config, host_slots=weather.host,
+            disk=MemoryDisk(weather.disk, seed) if weather.disk else None,
         )  # fmt: skip
         self.bench.device.keep_plans = False
         self.cuts: dict[tuple[str, int], int] = {}
@@ -101,10 +110,11 @@ class Storm:
                 priority=rng.choice([0, 0, 1, 5, -3]),
                 salt=rng.choice(["", "", "", "tenant"]),
                 reads_cache=rng.random() < 0.9,
+                tenant=self.weather.tenants[mixed("tenant", id) % len(self.weather.tenants)],
             )
             try:
                 self.bench.put(source)
-            except CacheTooSmallError:
+            except (CacheTooSmallError, ValidationError):
                 self.refused += 1
                 continue
             self.open.append(id)
@@ -169,7 +179,7 @@ class Storm:
         stats = bench.scheduler.stats
         assert 0.0 <= stats.waste < 1.0
         assert 0.0 <= stats.hit_rate <= 1.0
-        if not self.weather.prefix_caching:
+        if not self.weather.prefix_caching and not self.weather.host:  # what was put by is found again
             assert stats.cached_tokens == 0
         assert stats.finished == len(bench.samples)
 
@@ -212,16 +222,28 @@ FAILING = [
 ]
 
 
+TIERED = [
+    Weather(host=host, disk=disk, depth=depth, blocks=blocks, policy=policy, failure_rate=rate, prefix_caching=caching)
+    for (host, disk), (depth, blocks), (policy, rate, caching) in zip(
+        itertools.cycle([(400, 0), (30, 0), (8, 500), (100, 200), (3, 60)]),
+        itertools.product([0, 1, 2], [22, 30, 60]),
+        itertools.cycle([("fcfs", 0.0, True), ("priority", 0.0, True), ("fcfs", 0.02, True), ("fcfs", 0.0, False)]),
+        strict=False,
+    )
+]
+
+
 def describe(weather: Weather) -> str:
     unusual = {name: value for name, value in vars(weather).items() if value != getattr(Weather, name)}
     return "-".join(f"{name}={value}" for name, value in unusual.items()) or "plain"
 
 
-def random_weather(seed: int) -> Weather:
+def random_weather(seed: int, tiered: bool = False) -> Weather:
     """Any engine that can hold its longest request."""
     rng = rng_of("weather", seed)
     size, longest = rng.choice([1, 2, 3, 4, 7, 16]), rng.choice([5, 20, 60])
     least = -(-3 * longest // size)
+    host = rng.choice([1, 10, 100, 1000])
     return Weather(
         block_size=size,
         blocks=max(2, int(least * rng.choice([0.5, 1, 1, 1.3, 3]))),
@@ -235,6 +257,8 @@ def random_weather(seed: int) -> Weather:
         empty_rate=rng.choice([0.0, 0.0, 0.05]),
         abort_rate=rng.choice([0.0, 0.05, 0.3]),
         longest=longest,
+        host=host if tiered else 0,
+        disk=rng.choice([0, 40, 1000]) if tiered and host else 0,
     )
 
 
@@ -253,6 +277,18 @@ def test_failing_steps(weather: Weather) -> None:
     Storm(weather, requests=200, seed=3).run()
 
 
+@pytest.mark.parametrize("weather", TIERED, ids=describe)
+def test_tiers_below(weather: Weather) -> None:
+    storm = Storm(weather, requests=150, seed=4)
+    storm.run()
+    assert storm.bench.tiers is not None and storm.bench.tiers.saved
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_any_weather_with_tiers(seed: int) -> None:
+    Storm(random_weather(seed, tiered=True), requests=60, seed=seed).run()
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_any_weather(seed: int) -> None:
     Storm(random_weather(seed), requests=60, seed=seed).run()
@@ -260,12 +296,13 @@ def test_any_weather(seed: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [100])
-@pytest.mark.parametrize("weather", MIXED + TIGHT + FAILING, ids=describe)
+@pytest.mark.parametrize("weather", MIXED + TIGHT + FAILING + TIERED, ids=describe)
 def test_long_storm(weather: Weather, seed: int) -> None:
     Storm(weather, requests=3000, seed=seed).run()
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("tiered", [False, True], ids=["one tier", "tiers"])
 @pytest.mark.parametrize("seed", range(1000, 1300))
-def test_long_any_weather(seed: int) -> None:
-    Storm(random_weather(seed), requests=300, seed=seed).run()
+def test_long_any_weather(seed: int, tiered: bool) -> None:
+    Storm(random_weather(seed, tiered), requests=300, seed=seed).run()

@@ -30,9 +30,12 @@ EXAMPLES = """
   quire bench serve --num-prompts 200 --request-rate 10
   quire bench serve --base-url http://gpu1:8000 --max-concurrency 32 --input-len 512 --output-len 256 --ignore-eos
   quire bench serve --backend openai-chat --dataset-name sharegpt --dataset-path sharegpt.json --request-rate 4
+  quire bench serve --backend openai-embeddings --input-len 512 --max-concurrency 16
   quire bench serve --trace traffic.jsonl --trace-speed 2 --goodput ttft:200 tpot:50
   quire bench serve --request-rate 8 --save-result run.json --plot run.svg
 """
+EMBEDDINGS = "openai-embeddings"
+"""The backend that streams nothing."""
 WARMING = 8
 """Requests at once before the run."""
 
@@ -59,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
 
     goals = read_goals(args.goodput)
     percents = _percents(args.metric_percentiles)
-    metrics = args.percentile_metrics.split(",")
+    metrics = ["e2el"] if args.backend == EMBEDDINGS else args.percentile_metrics.split(",")
     if unknown := set(metrics) - set(METRICS):
         raise ValidationError(f"--percentile-metrics are {', '.join(METRICS)}; got {', '.join(sorted(unknown))!r}")
     asks = _asks(args)
@@ -86,7 +89,7 @@ async def _measure(args: argparse.Namespace, host: Host, asks: list[Ask], times:
 
     model = await _model(args, host)
     bodies = [_body(args, model, ask) for ask in asks]
-    client = Client(host, args.endpoint or PATHS[args.backend], args.timeout)
+    client = Client(host, args.endpoint or PATHS[args.backend], args.timeout, args.backend != EMBEDDINGS)
     await _warm_up(client, [_body(args, model, ask) for ask in _warming_asks(args)])
     client.tally = type(client.tally)()
     async with Watching(client.tally, len(bodies), "sending"):
@@ -180,6 +183,10 @@ def _body(args: argparse.Namespace, model: str, ask: Ask) -> bytes:
     """The request as the route wants it. Answers are streamed, with the token counts at the end."""
     import msgspec
 
+    if args.backend == EMBEDDINGS:
+        if not isinstance(ask.prompt, str):
+            raise ValidationError("the dataset holds messages: they need --backend openai-chat")
+        return msgspec.json.encode({"model": model, "input": ask.prompt, **args.extra_body})
     body: dict[str, Any] = {
         "model": model,
         "max_tokens": ask.output_len,

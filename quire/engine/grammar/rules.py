@@ -10,15 +10,18 @@ import xgrammar
 from quire.messages.pattern import plain_regex
 from quire.messages.structured import StructuredOutputsParams
 
+MOST_SPACES = 24
+"""White space in a row that JSON may have: seven levels of indentation by three. Without a bound a weak model goes on
+with it until its tokens are spent. Each place of the run costs a mask of the vocabulary in every grammar."""
+
 
 def compile_form(compiler: xgrammar.GrammarCompiler, form: StructuredOutputsParams) -> xgrammar.CompiledGrammar:
     """The grammar of a form; raises ValueError or RuntimeError where there is none."""
     match form.kind:
         case "json":
-            return compiler.compile_json_schema(str(form.json), any_whitespace=not form.disable_any_whitespace)
+            return _compile_schema(compiler, str(form.json), form)
         case "json_object":
-            schema = '{"type": "object", "additionalProperties": true}'
-            return compiler.compile_json_schema(schema, any_whitespace=not form.disable_any_whitespace)
+            return _compile_schema(compiler, '{"type": "object", "additionalProperties": true}', form)
         case "regex":
             return compiler.compile_regex(plain_regex(form.regex or ""))
         case "choice":
@@ -27,6 +30,14 @@ def compile_form(compiler: xgrammar.GrammarCompiler, form: StructuredOutputsPara
             return compiler.compile_grammar(form.grammar or "")
         case _:
             return compiler.compile_structural_tag(structural_tag(json.loads(str(form.structural_tag))))
+
+
+def _compile_schema(
+    compiler: xgrammar.GrammarCompiler, schema: str, form: StructuredOutputsParams
+) -> xgrammar.CompiledGrammar:
+    if form.disable_any_whitespace:
+        return compiler.compile_json_schema(schema, any_whitespace=False)
+    return compiler.compile_json_schema(schema, max_whitespace_cnt=MOST_SPACES)
 
 
 def choice_grammar(choices: list[str]) -> str:

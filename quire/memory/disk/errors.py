@@ -5,54 +5,24 @@ from __future__ import annotations
 import errno
 from pathlib import Path
 
-from quire.errors import QuireError, ValidationError
+from quire.errors import SessionLostError, StoreInUseError, StoreUnavailableError
 
 
-class StoreError(QuireError, RuntimeError):
-    """A folder that keeps memory on disk cannot do what was asked of it."""
+def in_use(folder: Path, pid: int | None) -> StoreInUseError:
+    """Another process owns the folder."""
+    owner = f"process {pid}" if pid else "another process"
+    return StoreInUseError(
+        f"{folder} is in use by {owner}: a folder of KV blocks or sessions has one owner at a time. "
+        "Stop that process, or choose another folder",
+        pid,
+    )
 
 
-class StoreInUseError(StoreError):
-    """Another process owns the folder. `pid` is that process, where known."""
-
-    def __init__(self, folder: Path, pid: int | None) -> None:
-        owner = f"process {pid}" if pid else "another process"
-        super().__init__(
-            f"{folder} is in use by {owner}: a folder of KV blocks or sessions has one owner at a time. "
-            "Stop that process, or choose another folder"
-        )
-        self.folder = folder
-        self.pid = pid
-
-
-class StoreUnavailableError(StoreError):
-    """The folder cannot be used at all: read-only, no folder, no permission, or of a newer version."""
-
-
-class StoreFullError(StoreError):
-    """The disk has no room left for something that must not be dropped."""
-
-
-class SessionNotFoundError(QuireError, KeyError):
-    """No session answers to this name."""
-
-    def __str__(self) -> str:
-        return str(self.args[0])
-
-
-class SessionExistsError(ValidationError):
-    """A session of this name exists already."""
-
-
-class SessionLostError(StoreError):
-    """The session's tokens were damaged on disk. `name` says which session, the message what happened."""
-
-    def __init__(self, name: str, reason: str) -> None:
-        super().__init__(
-            f"session {name!r} is lost: {reason}. Delete it and start again, or accept what is left of it (recover)"
-        )
-        self.name = name
-        self.reason = reason
+def lost(name: str, reason: str) -> SessionLostError:
+    """The session cannot be read as it was written."""
+    return SessionLostError(
+        f"session {name!r} is lost: {reason}. Delete it and start again, or accept what is left of it (recover)", name
+    )
 
 
 def unavailable(folder: Path, error: OSError) -> StoreUnavailableError:

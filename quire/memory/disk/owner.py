@@ -8,7 +8,7 @@ import os
 import threading
 from pathlib import Path
 
-from quire.memory.disk.errors import StoreInUseError, unavailable
+from quire.memory.disk.errors import in_use, unavailable
 
 LOCK_NAME = "lock"
 
@@ -34,7 +34,7 @@ class Ownership:
         with _guard:
             # Before the file is opened: closing any descriptor of it would drop the lock we already hold.
             if self._identity in _held:
-                raise StoreInUseError(folder, os.getpid())
+                raise in_use(folder, os.getpid())
             self._fd = self._lock()
             _held[self._identity] = folder
 
@@ -48,7 +48,7 @@ class Ownership:
         except BlockingIOError:
             text = os.pread(fd, 32, 0).strip()
             os.close(fd)
-            raise StoreInUseError(self.folder, int(text) if text.isdigit() else None) from None
+            raise in_use(self.folder, int(text) if text.isdigit() else None) from None
         except OSError as error:
             os.close(fd)
             raise unavailable(self.folder, error) from None

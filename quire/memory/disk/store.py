@@ -132,6 +132,11 @@ class DiskStore:
             raise unavailable(path, error) from None
         return store
 
+    @property
+    def folder(self) -> Path:
+        """Where the blocks of this model lie."""
+        return self._folder
+
     # What is there
 
     def __len__(self) -> int:

@@ -38,7 +38,8 @@ class DiskTransfers:
 
     def __init__(self, store: DiskStore, threads: int = 2, on_finished: Callable[[], object] | None = None) -> None:
         self.store = store
-        self._on_finished = on_finished
+        self.on_finished = on_finished
+        """Called from a thread when a transfer is done."""
         self._urgent: deque[Ticket] = deque()
         self._patient: deque[Ticket] = deque()
         self._finished: deque[Ticket] = deque()
@@ -110,8 +111,8 @@ class DiskTransfers:
             with self._changed:
                 self._finished.append(ticket)
                 self._changed.notify_all()
-            if self._on_finished is not None:
-                self._on_finished()
+            if self.on_finished is not None:
+                self.on_finished()
 
     def _run(self, ticket: Ticket) -> None:
         begin = time.perf_counter()

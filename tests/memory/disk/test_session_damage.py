@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from quire.errors import SessionLostError, StoreError, StoreFullError, StoreUnavailableError
 from quire.memory.disk import files
-from quire.memory.disk.errors import SessionLostError, StoreError, StoreFullError, StoreUnavailableError
 from quire.memory.disk.sessions import SessionStore
 from quire.memory.disk.sessions import log as logs
 from quire.memory.disk.sessions.frames import Frame, Kind, encode, scan

@@ -18,8 +18,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from quire.errors import QuireError, ValidationError
-from quire.memory.disk.errors import SessionExistsError, SessionNotFoundError, StoreError, StoreInUseError
+from quire.errors import (
+    QuireError,
+    SessionExistsError,
+    SessionNotFoundError,
+    StoreError,
+    StoreInUseError,
+    ValidationError,
+)
 from quire.memory.disk.sessions import SessionStore, check_name, export_session, import_session
 from tests.memory.disk import storm
 

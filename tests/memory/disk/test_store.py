@@ -19,10 +19,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from quire.errors import ConfigError
+from quire.errors import ConfigError, StoreInUseError, StoreUnavailableError
 from quire.memory.disk import segment as segments
 from quire.memory.disk import store as stores
-from quire.memory.disk.errors import StoreInUseError, StoreUnavailableError
 from quire.memory.disk.segment import file_bytes
 from quire.memory.disk.store import DiskStore
 

@@ -147,19 +147,51 @@ class TimedAnswer:
             outcome.last = at
 
 
+class WholeAnswer:
+    """Reads an answer that comes at once: a vector has no tokens that could be timed."""
+
+    def __init__(self, outcome: Outcome, tally: Tally) -> None:
+        self.outcome = outcome
+        self._status = 0
+        self._body = bytearray()
+        self._at = 0.0
+        self.is_done = False
+
+    def begin(self, status: int) -> None:
+        self._status = status
+
+    def feed(self, body: bytes, at: float) -> None:
+        self._body += body
+        self._at = at
+
+    def finish(self) -> None:
+        """The answer is here: what does it say it read?"""
+        outcome = self.outcome
+        if self._status != 200:
+            outcome.fail(f"HTTP {self._status}", error_message(bytes(self._body)))
+            return
+        usage = read_chunk(bytes(self._body)).usage
+        outcome.first = outcome.last = self._at
+        if usage is not None:
+            outcome.prompt_tokens, outcome.is_counted_by_server = usage.prompt_tokens or 0, True
+            if usage.prompt_tokens_details is not None:
+                outcome.cached_tokens = usage.prompt_tokens_details.cached_tokens or 0
+
+
 class Client:
     """Sends requests to one route of a server."""
 
-    def __init__(self, host: Host, path: str, timeout: float | None = None) -> None:
+    def __init__(self, host: Host, path: str, timeout: float | None = None, is_streamed: bool = True) -> None:
         self.host = host
         self.path = path
         self.tally = Tally()
         self._timeout = timeout
+        self._is_streamed = is_streamed
 
     async def send(self, body: bytes, late: float = 0.0) -> Outcome:
         """One request, to its end. A failure is an outcome too: nothing but cancelling raises."""
         outcome = Outcome(sent=time.perf_counter(), late=late)
-        answer = TimedAnswer(outcome, self.tally)
+        answer = TimedAnswer(outcome, self.tally) if self._is_streamed else WholeAnswer(outcome, self.tally)
         self.tally.sent += 1
         try:
             await asyncio.wait_for(self.host.post(self.path, body, answer), self._timeout)

@@ -9,7 +9,12 @@ from typing import Any
 
 from quire.cli.values import json_object, positive, size
 
-PATHS = {"openai": "/v1/completions", "vllm": "/v1/completions", "openai-chat": "/v1/chat/completions"}
+PATHS = {
+    "openai": "/v1/completions",
+    "vllm": "/v1/completions",
+    "openai-chat": "/v1/chat/completions",
+    "openai-embeddings": "/v1/embeddings",
+}
 
 # fmt: off
 
@@ -19,7 +24,8 @@ def add_server_flags(group: Any) -> None:
     group.add_argument("--base-url", "--url", default="http://127.0.0.1:8000", metavar="URL",
                        help="with or without /v1 (default: http://127.0.0.1:8000)")
     group.add_argument("--backend", choices=tuple(PATHS), default="openai",
-                       help="openai, vllm: /v1/completions; openai-chat: /v1/chat/completions (default: openai)")
+                       help="openai, vllm: /v1/completions; openai-chat: /v1/chat/completions; openai-embeddings: "
+                            "/v1/embeddings, of which only e2el is timed (default: openai)")
     group.add_argument("--endpoint", metavar="PATH", help="another path than the backend's")
     group.add_argument("--model", metavar="NAME", help="the first of /v1/models if not given")
     group.add_argument("--api-key", metavar="KEY", default=os.environ.get("OPENAI_API_KEY"),

@@ -15,8 +15,19 @@ into the last one, a few frames with each operation.
 """
 
 from quire.memory.disk.sessions.exchange import export_session, import_session
-from quire.memory.disk.sessions.names import check_name
+from quire.memory.disk.sessions.names import check_name, name_of, owner_id, owner_of, session_key
 from quire.memory.disk.sessions.state import Session
 from quire.memory.disk.sessions.store import Page, SessionStore
 
-__all__ = ["Page", "Session", "SessionStore", "check_name", "export_session", "import_session"]
+__all__ = [
+    "Page",
+    "Session",
+    "SessionStore",
+    "check_name",
+    "export_session",
+    "import_session",
+    "name_of",
+    "owner_id",
+    "owner_of",
+    "session_key",
+]

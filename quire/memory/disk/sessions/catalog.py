@@ -6,6 +6,7 @@ from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, field
 
 from quire.memory.disk.sessions.log import Place
+from quire.memory.disk.sessions.names import owner_of
 from quire.memory.disk.sessions.state import State
 
 
@@ -56,6 +57,8 @@ class Catalog:
         self._chunk_of: dict[tuple[int, bytes], int] = {}
         self._traces: dict[int, set[int]] = {}
         self._order: list[int] = []
+        self._orders: dict[str, list[int]] = {}
+        """The same, of each owner's."""
         self._next_id = 1
 
     # Sessions
@@ -73,6 +76,7 @@ class Catalog:
         """A session that was not there before."""
         self.by_name[entry.state.name] = self.by_id[entry.id] = entry
         self._order.append(entry.id)
+        self._orders.setdefault(owner_of(entry.state.name), []).append(entry.id)
         self._hold(entry.state.tip)
         for place in entry.places:
             self._count(entry.id, place)
@@ -96,7 +100,11 @@ class Catalog:
         del self.by_name[entry.state.name], self.by_id[entry.id]
         self._uncount(entry)
         self._let_go(entry.state.tip)
-        del self._order[bisect_left(self._order, entry.id)]
+        owner = owner_of(entry.state.name)
+        for order in (self._order, self._orders[owner]):
+            del order[bisect_left(order, entry.id)]
+        if not self._orders[owner]:
+            del self._orders[owner]
         self.trace(entry.id, grave.file)
         self.bury(entry.id, entry.seq + 1, entry.state.name, grave)
 
@@ -108,15 +116,21 @@ class Catalog:
             self._file(place.file).graves.add(number)
             self._add(place.file, place.size)
 
-    def after(self, number: int, limit: int) -> tuple[list[Entry], bool]:
-        """The next sessions made after the one of that number, and whether there are more."""
-        start = bisect_right(self._order, number)
-        page = self._order[start : start + limit]
-        return [self.by_id[i] for i in page], start + limit < len(self._order)
+    def after(self, number: int, limit: int, owner: str | None = None) -> tuple[list[Entry], bool]:
+        """The next sessions (of one owner, if said) made after the one of that number, and whether there are more."""
+        order = self._order if owner is None else self._orders.get(owner, [])
+        start = bisect_right(order, number)
+        page = order[start : start + limit]
+        return [self.by_id[i] for i in page], start + limit < len(order)
+
+    def count(self, owner: str) -> int:
+        """How many sessions one owner has."""
+        return len(self._orders.get(owner, ()))
 
     def sort(self) -> None:
         """Put sessions that came in any order into the order of their numbers."""
-        self._order.sort()
+        for order in (self._order, *self._orders.values()):
+            order.sort()
 
     # Chunks
 

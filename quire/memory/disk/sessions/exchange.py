@@ -15,9 +15,10 @@ from pathlib import Path
 import msgspec
 from blake3 import blake3
 
-from quire.errors import ValidationError
-from quire.memory.disk.errors import StoreError, unavailable
+from quire.errors import StoreError, ValidationError
+from quire.memory.disk.errors import unavailable
 from quire.memory.disk.files import write_then_rename
+from quire.memory.disk.sessions.names import name_of
 from quire.memory.disk.sessions.state import Session, unpack_tokens
 from quire.memory.disk.sessions.store import SessionStore
 
@@ -36,15 +37,25 @@ class Exported(msgspec.Struct):
     tokens: bytes
 
 
-def export_session(store: SessionStore, name: str, path: str | os.PathLike[str]) -> None:
-    """Write the session to a file: all of it, or the file stays as it was."""
+def exported_bytes(store: SessionStore, name: str) -> bytes:
+    """What such a file holds of this session."""
     session, tokens = store.get(name), store.tokens(name)
     body = msgspec.msgpack.encode(
-        Exported(session.name, session.created, session.fingerprint, session.meta, tokens.tobytes())
+        Exported(name_of(session.name), session.created, session.fingerprint, session.meta, tokens.tobytes())
     )
+    return _HEAD.pack(MAGIC, VERSION, blake3(body).digest()) + body
+
+
+def export_session(store: SessionStore, name: str, path: str | os.PathLike[str]) -> None:
+    """Write the session to a file: all of it, or the file stays as it was."""
+    write_export(exported_bytes(store, name), path)
+
+
+def write_export(data: bytes, path: str | os.PathLike[str]) -> None:
+    """Write such a file: all of it, or the file stays as it was."""
     target = Path(path).expanduser().absolute()
     try:
-        write_then_rename(target, _HEAD.pack(MAGIC, VERSION, blake3(body).digest()) + body)
+        write_then_rename(target, data)
     except OSError as error:
         raise unavailable(target.parent, error) from error
 
@@ -60,20 +71,34 @@ def import_session(
 ) -> Session:
     """Make a session of such a file, under its own name or another. `fingerprint`: refuse tokens of any other model."""
     exported = read_export(path)
-    if fingerprint is not None and exported.fingerprint != fingerprint:
-        raise ValidationError(f"{path} holds a session of another model: its tokens mean nothing here", "path")
+    check_model(exported, fingerprint, path)
     return store.create(
         name or exported.name, unpack_tokens(exported.tokens),
         fingerprint=exported.fingerprint, salt=salt, ttl=ttl, meta=exported.meta,
     )  # fmt: skip
 
 
-def read_export(path: str | os.PathLike[str]) -> Exported:
-    """What the file holds. Raises if it is damaged, cut short, or something else."""
+def check_model(exported: Exported, fingerprint: bytes | None, source: object) -> None:
+    """Raise if its tokens mean something else to the model of this fingerprint."""
+    if fingerprint is not None and exported.fingerprint != fingerprint:
+        raise ValidationError(f"{source} holds a session of another model: its tokens mean nothing here", "path")
+
+
+def read_file(path: str | os.PathLike[str]) -> bytes:
+    """The bytes of such a file, unchecked."""
     try:
-        data = Path(path).expanduser().read_bytes()
+        return Path(path).expanduser().read_bytes()
     except OSError as error:
         raise StoreError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+def read_export(path: str | os.PathLike[str]) -> Exported:
+    """What the file holds. Raises if it is damaged, cut short, or something else."""
+    return decode_export(read_file(path), path)
+
+
+def decode_export(data: bytes, path: object = "the file") -> Exported:
+    """What such bytes hold. `path`: what to call them."""
     if len(data) < _HEAD.size or data[: len(MAGIC)] != MAGIC:
         raise ValidationError(f"{path} is no exported session", "path", str(path))
     _, version, digest = _HEAD.unpack_from(data)

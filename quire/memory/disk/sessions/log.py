@@ -15,7 +15,7 @@ from typing import NamedTuple
 import msgspec
 from blake3 import blake3
 
-from quire.memory.disk.errors import StoreError, StoreFullError, StoreUnavailableError
+from quire.errors import StoreError, StoreFullError, StoreUnavailableError
 from quire.memory.disk.files import sync_folder, write_all, write_then_rename
 from quire.memory.disk.sessions.frames import Found, Frame, Kind, encode, frame_bytes, scan
 

@@ -15,20 +15,13 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 
-from quire.errors import ValidationError
-from quire.memory.disk.errors import (
-    SessionExistsError,
-    SessionLostError,
-    SessionNotFoundError,
-    StoreError,
-    StoreFullError,
-    unavailable,
-)
+from quire.errors import SessionExistsError, SessionNotFoundError, StoreError, StoreFullError, ValidationError
+from quire.memory.disk.errors import lost, unavailable
 from quire.memory.disk.owner import Ownership
 from quire.memory.disk.sessions.catalog import Catalog, Chunk, Entry
 from quire.memory.disk.sessions.frames import Frame, Kind, digest_of
 from quire.memory.disk.sessions.log import Log, Place
-from quire.memory.disk.sessions.names import check_name
+from quire.memory.disk.sessions.names import check_key, name_of
 from quire.memory.disk.sessions.recovery import TIME, Recovery
 from quire.memory.disk.sessions.state import (
     CHUNK_BYTES,
@@ -155,6 +148,11 @@ class SessionStore:
     def __len__(self) -> int:
         return len(self._catalog.by_id)
 
+    def count(self, owner: str) -> int:
+        """How many sessions one owner has."""
+        with self._lock:
+            return self._catalog.count(owner)
+
     def __contains__(self, name: object) -> bool:
         return name in self._catalog.by_name
 
@@ -164,12 +162,13 @@ class SessionStore:
             entry = self._entry(name)
             return view(entry.id, entry.state)
 
-    def page(self, after: int = 0, limit: int = 100) -> Page:
-        """Up to `limit` sessions made after the one with the id `after`, in the order they were made."""
+    def page(self, after: int = 0, limit: int = 100, owner: str | None = None) -> Page:
+        """Up to `limit` sessions made after the one with the id `after`, in the order they were made; one owner's
+        only, if said (`names.owner_id`)."""
         if limit < 1:
             raise ValidationError(f"limit is {limit}: a page holds at least one session", "limit", limit)
         with self._lock:
-            entries, more = self._catalog.after(after, limit)
+            entries, more = self._catalog.after(after, limit, owner)
             sessions = [view(entry.id, entry.state) for entry in entries]
         return Page(sessions, sessions[-1].id if more else None)
 
@@ -225,7 +224,7 @@ class SessionStore:
         """A new session. `ttl`: seconds without use after which `sweep` ends it."""
         now = self._clock()
         state = State(
-            check_name(name), now, now, _checked_ttl(ttl), fingerprint, salt, meta=_checked_meta(meta or {})
+            check_key(name), now, now, _checked_ttl(ttl), fingerprint, salt, meta=_checked_meta(meta or {})
         )  # fmt: skip
         data = pack_tokens(tokens)
         with self._lock:
@@ -256,7 +255,9 @@ class SessionStore:
             entry = self._live(name)
             if not 0 <= tokens <= num_tokens(entry.state):
                 raise ValidationError(
-                    f"KV of {tokens} tokens for session {name!r} of {num_tokens(entry.state)}", "tokens", tokens
+                    f"KV of {tokens} tokens for session {name_of(name)!r} of {num_tokens(entry.state)}",
+                    "tokens",
+                    tokens,
                 )
             self._retell(entry, msgspec.structs.replace(entry.state, kv_tokens=tokens, kv_fingerprint=fingerprint))
         return self._done(entry, durable)
@@ -295,14 +296,16 @@ class SessionStore:
     @_reclaiming
     def fork(self, name: str, new_name: str, at: int | None = None, *, durable: bool = True) -> Session:
         """A new session with the same first `at` tokens (all, unless said otherwise). Costs one small frame."""
-        check_name(new_name)
+        check_key(new_name)
         with self._lock:
             source = self._live(name)
             self._check_new(new_name)
             state, total = source.state, num_tokens(source.state)
             at = total if at is None else at
             if not 0 <= at <= total:
-                raise ValidationError(f"session {name!r} has {total} tokens: it cannot be forked at {at}", "at", at)
+                raise ValidationError(
+                    f"session {name_of(name)!r} has {total} tokens: it cannot be forked at {at}", "at", at
+                )
             tip, chunked, tail = self._cut(source, at)
             now = self._clock()
             entry = self._begin(
@@ -310,6 +313,26 @@ class SessionStore:
                     state, name=new_name, created=now, used=now, parent=name, forked_at=at,
                     tip=tip, chunked=chunked, tail=tail, kv_tokens=min(at, state.kv_tokens),
                 )
+            )  # fmt: skip
+        return self._done(entry, durable)
+
+    @_reclaiming
+    def truncate(self, name: str, at: int, *, durable: bool = True) -> Session:
+        """Keep the session's first `at` tokens and forget the rest."""
+        with self._lock:
+            entry = self._live(name)
+            total = num_tokens(entry.state)
+            if not 0 <= at <= total:
+                raise ValidationError(
+                    f"session {name_of(name)!r} has {total} tokens: it cannot be cut at {at}", "at", at
+                )
+            tip, chunked, tail = self._cut(entry, at)
+            self._retell(
+                entry,
+                msgspec.structs.replace(
+                    entry.state, used=self._clock(), tip=tip, chunked=chunked, tail=tail,
+                    kv_tokens=min(at, entry.state.kv_tokens),
+                ),
             )  # fmt: skip
         return self._done(entry, durable)
 
@@ -325,14 +348,14 @@ class SessionStore:
             self._log.commit()
 
     @_reclaiming
-    def recover(self, name: str) -> Session:
+    def recover(self, name: str, *, durable: bool = True) -> Session:
         """Accept what is left of a lost session: the tokens before the damage."""
         with self._lock:
             entry = self._entry(name)
             self._retell(entry, msgspec.structs.replace(entry.state, lost="", used=self._clock()))
-        return self._done(entry, durable=True)
+        return self._done(entry, durable)
 
-    def sweep(self, limit: int = 1000) -> list[str]:
+    def sweep(self, limit: int = 1000, *, durable: bool = True) -> list[str]:
         """End sessions whose time is over, at most `limit`; returns their names."""
         ended: list[str] = []
         with self._lock:
@@ -351,9 +374,15 @@ class SessionStore:
                     self._watch(entry)
                     raise
                 ended.append(entry.state.name)
-        if ended:
+        if ended and durable:
             self._log.commit()
         return ended
+
+    @property
+    def next_due(self) -> float | None:
+        """Seconds until `sweep` may have something to do; None if it never will."""
+        with self._lock:
+            return self._due[0][0] - self._clock() if self._due else None
 
     def tidy(self) -> bool:
         """Clean a little more of the log than operations do by themselves; False when there is nothing to clean."""
@@ -369,20 +398,19 @@ class SessionStore:
     def _entry(self, name: str) -> Entry:
         entry = self._catalog.by_name.get(name)
         if entry is None:
-            check_name(name)
-            raise SessionNotFoundError(f"there is no session {name!r}")
+            raise SessionNotFoundError(f"there is no session {name_of(check_key(name))!r}")
         return entry
 
     def _live(self, name: str) -> Entry:
         entry = self._entry(name)
         if entry.state.lost:
-            raise SessionLostError(name, entry.state.lost)
+            raise lost(name_of(name), entry.state.lost)
         return entry
 
     def _check_new(self, name: str) -> None:
         if name in self._catalog.by_name:
             raise SessionExistsError(
-                f"a session {name!r} exists already: choose another name, or delete it", "name", name
+                f"a session {name_of(name)!r} exists already: choose another name, or delete it", "name", name
             )
 
     def _done(self, entry: Entry, durable: bool) -> Session:
@@ -442,10 +470,11 @@ class SessionStore:
         try:
             found = self._log.read(self._catalog.chunks[number].place)
         except OSError as error:
-            raise StoreError(f"session {entry.state.name!r} cannot be read: {error.strerror or error}") from error
+            name = name_of(entry.state.name)
+            raise StoreError(f"session {name!r} cannot be read: {error.strerror or error}") from error
         if found is None or found.id != number:
             self._lose(entry, self._catalog.chunks[number])
-            raise SessionLostError(entry.state.name, entry.state.lost)
+            raise lost(name_of(entry.state.name), entry.state.lost)
         return found.payload
 
     def _lose(self, entry: Entry, chunk: Chunk) -> None:

@@ -1,0 +1,80 @@
+"""Tiers below the device's cache, and the sessions that live in them: from a configuration to what the loop uses."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from pathlib import Path
+
+from quire.config import EngineConfig
+from quire.loading.files import ModelFiles
+from quire.loading.fingerprint import tokens_fingerprint, weights_fingerprint
+from quire.loading.model_config import ModelConfig
+from quire.memory.costs import Costs
+from quire.memory.disk.holds import SessionBlocks
+from quire.memory.disk.sessions import SessionStore
+from quire.memory.disk.store import DiskStore
+from quire.memory.disk.transfers import DiskTransfers
+from quire.memory.host import HostTier
+from quire.memory.prefix import ContentKeys
+from quire.memory.sessions import SessionKeeper
+from quire.memory.tables import BlockTables
+from quire.memory.tiers import Tiers
+from quire.worker.moves import Mover
+
+logger = logging.getLogger(__name__)
+
+LAYOUT = 1
+"""Of a block's bytes: goes up when they mean something else."""
+
+
+def kv_fingerprint(config: EngineConfig, files: ModelFiles, model: ModelConfig, dtype: str) -> bytes:
+    """What the content of blocks depends on besides their tokens."""
+    weights = weights_fingerprint(files, model, config.load_format, config.seed)
+    return weights + f"|{dtype}|{config.block_size}|{LAYOUT}".encode()
+
+
+def make_tiers(config: EngineConfig, fingerprint: bytes, tables: BlockTables, mover: Mover | None) -> Tiers | None:
+    """Host memory, and disk if there is a folder for it; None where there is neither."""
+    if mover is None:
+        return None
+    out, back = mover.measure()
+    size = mover.memory.slot_bytes
+    costs = Costs(size, out, back)
+    if config.kv_disk is None:
+        tiers = Tiers(tables, HostTier(mover.memory.num_slots), costs)
+    else:
+        folder = Path(config.kv_disk).expanduser()
+        store = DiskStore.open(folder / "blocks", fingerprint, size, int(config.kv_disk_size * 2**30))
+        host = HostTier(mover.memory.num_slots, is_backed=store.has)
+        tiers = Tiers(tables, host, costs, DiskTransfers(store), mover.memory.slot)
+        logger.info("KV blocks on disk: %s, %d there", store.folder, len(store))
+    logger.info(
+        "tiers: %.2f GiB of host memory = %d blocks; %.1f GB/s out, %.1f GB/s back",
+        mover.memory.num_slots * size / 2**30, mover.memory.num_slots, out / 1e9, back / 1e9,
+    )  # fmt: skip
+    return tiers
+
+
+def make_sessions(
+    config: EngineConfig, model: ModelConfig, fingerprint: bytes, tables: BlockTables, keys: ContentKeys,
+    tiers: Tiers | None,
+) -> SessionKeeper:  # fmt: skip
+    """Sessions in the folder of the disk tier; without one they end with the engine."""
+    disk = None if tiers is None or tiers.disk is None else tiers.disk.store
+    scratch = None
+    if config.kv_disk is None:
+        scratch = tempfile.TemporaryDirectory(prefix="quire-sessions-", ignore_cleanup_errors=True)
+        store = SessionStore.open(scratch.name)
+    else:
+        store = SessionStore.open(
+            Path(config.kv_disk).expanduser() / "sessions", make_room=None if disk is None else disk.give_back
+        )
+    held = None if disk is None else SessionBlocks(store, disk, keys, fingerprint)
+    if held is not None:
+        held.hold_all()
+        logger.info("%d sessions on disk: %s", len(store), store.folder)
+    return SessionKeeper(
+        tables, keys, store, fingerprint, tiers, held, config.session_idle_seconds,
+        token_fingerprint=tokens_fingerprint(model), scratch=scratch,
+    )  # fmt: skip

@@ -1,0 +1,531 @@
+"""Sessions: conversations by name whose memory outlives their turns.
+
+A session's tokens are in the `SessionStore`, durable, and that is the truth. Its KV is best effort and lies where there
+is room: on the device between turns (IDLE: the session holds the blocks, the partial last one too), or in the tiers
+below (ASLEEP: no device block is held). Each turn is a request (LIVE), which takes the session's blocks over and gives
+them back, longer, when it ends. What was lost is computed again.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from quire.errors import SessionBusyError, StoreError, ValidationError
+from quire.memory.disk.holds import SessionBlocks
+from quire.memory.disk.sessions import Session, SessionStore, name_of
+from quire.memory.disk.sessions.exchange import check_model, decode_export, exported_bytes
+from quire.memory.disk.sessions.names import check_name
+from quire.memory.disk.sessions.state import unpack_tokens
+from quire.memory.prefix import ContentKeys
+from quire.memory.tables import BlockTables
+from quire.memory.tiers import Save, Tiers
+from quire.messages.request import NewRequest, Request
+
+logger = logging.getLogger(__name__)
+
+KEEP: Any = object()
+"""Leave it as it is."""
+TICK_SECONDS = 1.0
+"""How often expiry and idleness are looked at."""
+
+
+class Phase(enum.Enum):
+    """Where a session's KV is."""
+
+    LIVE = "live"
+    """A turn is running."""
+    IDLE = "idle"
+    """On the device, held by the session."""
+    ASLEEP = "asleep"
+    """In the tiers below, or nowhere: the session holds no device block."""
+
+
+class SessionInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """A session as its users see it."""
+
+    name: str
+    phase: str
+    num_tokens: int
+    created: float
+    used: float
+    expires: float | None
+    parent: str | None
+    forked_at: int
+    device_tokens: int
+    """Tokens whose KV is on the device, held by the session."""
+    kv_tokens: int
+    """Tokens whose KV is, or was, put by when it last fell asleep."""
+    meta: dict[str, str]
+    lost: str | None
+    """Why its tokens are lost, if they are."""
+
+
+class SessionPage(msgspec.Struct, frozen=True):
+    """Some sessions, in the order they were made; `after` asks for the next page, None: there is none."""
+
+    sessions: list[SessionInfo]
+    after: int | None
+
+
+@dataclass(eq=False)
+class Live:
+    """What a session holds on the device."""
+
+    name: str
+    blocks: list[int] = field(default_factory=list)
+    published: int = 0
+    keys: list[bytes] = field(default_factory=list)
+    """Content keys of its full blocks."""
+    tokens: int = 0
+    """Leading tokens with KV in those blocks."""
+    turn: str = ""
+    """The request that is its turn now."""
+    sleeps: bool = False
+    """It is to fall asleep when the turn ends."""
+    since: float = 0.0
+
+
+class SessionKeeper:
+    """All sessions of an engine. Knows tokens and blocks, neither text nor tensors."""
+
+    def __init__(
+        self,
+        tables: BlockTables,
+        keys: ContentKeys,
+        store: SessionStore,
+        fingerprint: bytes,
+        tiers: Tiers | None = None,
+        disk_blocks: SessionBlocks | None = None,
+        idle_seconds: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        token_fingerprint: bytes = b"",
+        scratch: TemporaryDirectory[str] | None = None,
+    ) -> None:
+        """`fingerprint`: of the model and the KV's layout; `token_fingerprint`: of what token ids mean. `disk_blocks`:
+        what sessions own in the disk tier, if there is one. `idle_seconds`: a session that has had no turn for so long
+        falls asleep by itself. `scratch`: the store's folder, where it is to go with the keeper."""
+        self.store = store
+        self._tables = tables
+        self._keys = keys
+        self._fingerprint = fingerprint
+        self._tiers = tiers
+        self._disk_blocks = disk_blocks
+        self._idle_seconds = idle_seconds
+        self._clock = clock
+        self._token_fingerprint = token_fingerprint
+        self._scratch = scratch
+        self._live: OrderedDict[str, Live] = OrderedDict()
+        """Least recently used first."""
+        self._leaving: dict[str, Save] = {}
+        self._owned: dict[str, list[bytes]] = {}
+        """Blocks that sleeping sessions own in host memory, where there is no disk to own them."""
+        self._ticked = clock()
+        self.slept = 0
+        """Times a session fell asleep…"""
+        self.dropped = 0
+        """…or lost its blocks to a shortage."""
+
+    # What users ask for
+
+    def create(
+        self,
+        name: str,
+        tokens: Sequence[int] = (),
+        *,
+        salt: str = "",
+        ttl: float | None = None,
+        meta: Mapping[str, str] | None = None,
+        durable: bool = True,
+    ) -> SessionInfo:
+        """A new session."""
+        self.store.create(
+            name, tokens, fingerprint=self._token_fingerprint, salt=salt, ttl=ttl, meta=meta, durable=durable
+        )
+        return self.get(name)
+
+    def append(self, name: str, tokens: Sequence[int], *, at: int | None = None, durable: bool = True) -> SessionInfo:
+        """Add tokens, after the first `at` if said; they are computed with the next turn."""
+        self._check_free(name)
+        if at is not None:
+            self.cut(name, at, durable=False)
+        self.store.append(name, tokens, durable=durable)
+        return self.get(name)
+
+    def rewrite(self, name: str, tokens: Sequence[int], *, salt: str = "", durable: bool = True) -> SessionInfo:
+        """The session holds these tokens from now on; what they begin alike with it keeps its KV. It may be new."""
+        if name not in self.store:
+            return self.create(name, tokens, salt=salt, durable=durable)
+        self._check_free(name)
+        before, new = self.store.tokens(name), np.asarray(tokens, np.int32)
+        same = min(len(before), len(new))
+        differ = np.flatnonzero(before[:same] != new[:same])
+        same = int(differ[0]) if len(differ) else same
+        if same < len(before):
+            self.store.truncate(name, same, durable=False)
+            self._cut(name, same)
+        self.store.append(name, new[same:], durable=durable)
+        return self.get(name)
+
+    def fork(self, name: str, new_name: str, at: int | None = None, *, durable: bool = True) -> SessionInfo:
+        """A session with the same first tokens (all, unless said otherwise). It shares every block it can."""
+        session = self.store.fork(name, new_name, at, durable=durable)
+        if (live := self._live.get(name)) is not None and live.blocks:
+            child = Live(new_name, since=self._clock(), keys=list(live.keys))
+            child.tokens = min(live.tokens, session.num_tokens)
+            self._tables.adopt(child, live.blocks[: self._tables.blocks_for(child.tokens)])
+            child.published = min(live.published, child.tokens // self._tables.block_size)
+            self._live[new_name] = child
+        if self._disk_blocks is not None:
+            self._disk_blocks.hold(new_name)
+        elif name in self._owned and self._tiers is not None:
+            self._owned[new_name] = list(self._owned[name])
+            self._tiers.host.pin(self._owned[new_name])
+        return self.get(new_name)
+
+    def get(self, name: str) -> SessionInfo:
+        """The session of that name."""
+        self._end_expired()
+        return self._describe(self.store.get(name))
+
+    def page(self, after: int = 0, limit: int = 100, owner: str | None = None) -> SessionPage:
+        """Up to `limit` sessions, in the order they were made; one owner's only, if said."""
+        self._end_expired()
+        page = self.store.page(after, limit, owner)
+        return SessionPage([self._describe(session) for session in page.sessions], page.after)
+
+    def count(self, owner: str) -> int:
+        """How many sessions one owner has."""
+        self._end_expired()
+        return self.store.count(owner)
+
+    def tokens(self, name: str, start: int = 0) -> list[int]:
+        """The session's tokens, or those from `start` on (below 0: so many of the last)."""
+        return self.store.tokens(name, start).tolist()
+
+    def touch(self, name: str) -> SessionInfo:
+        """The session is in use; raises if it is lost."""
+        self.store.touch(name)
+        return self.get(name)
+
+    def update(
+        self, name: str, *, ttl: float | None = KEEP, meta: Mapping[str, str] | None = None, durable: bool = True
+    ) -> SessionInfo:
+        """Another time to live, or other notes."""
+        changes = {} if ttl is KEEP else {"ttl": ttl}
+        self.store.update(name, meta=meta, durable=durable, **changes)
+        return self.get(name)
+
+    def cut(self, name: str, at: int, *, durable: bool = True) -> SessionInfo:
+        """The session keeps its first `at` tokens, if it has more."""
+        self._check_free(name)
+        if at < self.store.get(name).num_tokens:
+            self.store.truncate(name, at, durable=durable)
+            self._cut(name, at)
+        return self.get(name)
+
+    def export(self, name: str) -> bytes:
+        """The session's tokens and notes, to be taken elsewhere."""
+        return exported_bytes(self.store, name)
+
+    def import_(
+        self,
+        data: bytes,
+        key: Callable[[str], str],
+        *,
+        salt: str = "",
+        ttl: float | None = None,
+        durable: bool = True,
+    ) -> SessionInfo:
+        """A new session of what `export` gave, here or elsewhere. `key`: what it goes by, given the name in there."""
+        exported = decode_export(data)
+        check_model(exported, self._token_fingerprint, "the file")
+        tokens, name = unpack_tokens(exported.tokens), key(check_name(exported.name))
+        return self.create(name, tokens, salt=salt, ttl=ttl, meta=exported.meta, durable=durable)  # type: ignore[arg-type]
+
+    def suspend(self, name: str) -> SessionInfo:
+        """The session gives its device blocks up, now or when its turn ends; copies take steps (`is_settled`)."""
+        self.store.get(name)
+        if (live := self._live.get(name)) is not None:
+            if live.turn:
+                live.sleeps = True
+            else:
+                self._put_to_sleep(live)
+        return self.get(name)
+
+    def is_settled(self, name: str) -> bool:
+        """Whether all there was to save of a suspended session is saved."""
+        return name not in self._leaving or self._leaving[name].is_done
+
+    def delete(self, name: str, *, durable: bool = True) -> None:
+        """End a session. Its forks stay."""
+        self._check_free(name)
+        self.store.delete(name, durable=durable)
+        self._forget(name)
+
+    def recover(self, name: str, *, durable: bool = True) -> SessionInfo:
+        """Accept what is left of a lost session."""
+        self.store.recover(name, durable=durable)
+        return self.get(name)
+
+    def _check_free(self, name: str) -> None:
+        if (live := self._live.get(name)) is not None and live.turn:
+            raise SessionBusyError(
+                f"session {name_of(name)!r} is in the middle of a turn: wait for it to end, or abort it"
+            )
+
+    def _describe(self, session: Session) -> SessionInfo:
+        live = self._live.get(session.name)
+        phase = Phase.ASLEEP if live is None else Phase.LIVE if live.turn else Phase.IDLE
+        return SessionInfo(
+            name=name_of(session.name), phase=phase.value, num_tokens=session.num_tokens, created=session.created,
+            used=session.used, expires=session.expires,
+            parent=None if session.parent is None else name_of(session.parent), forked_at=session.forked_at,
+            device_tokens=0 if live is None else live.tokens, kv_tokens=session.kv_tokens, meta=session.meta,
+            lost=session.lost,
+        )  # fmt: skip
+
+    # A turn
+
+    def begin(self, source: NewRequest) -> int:
+        """A request is the session's turn; returns how many of its tokens the tiers below may have."""
+        self._check_free(source.session)
+        session = self.store.get(source.session)
+        if session.fingerprint != self._token_fingerprint:
+            raise ValidationError(
+                f"session {name_of(source.session)!r} was made with another model: its tokens mean nothing to this one",
+                "session",
+            )
+        if source.num_samples != 1 or source.beams is not None:
+            raise ValidationError("a turn of a session has one sample: n must be 1", "n", source.num_samples)
+        if not np.array_equal(self.store.tokens(source.session), source.prompt):
+            raise SessionBusyError(
+                f"session {name_of(source.session)!r} has changed since its tokens were read: begin again"
+            )
+        if session.salt != source.salt:  # its blocks lie under the salt it was made with
+            source.salt, source.keys = session.salt, []
+        self.store.touch(source.session)
+        live = self._live.setdefault(source.session, Live(source.session))
+        self._live.move_to_end(source.session)
+        live.turn, live.sleeps = source.id, False
+        return session.kv_tokens if session.kv_fingerprint == self._fingerprint else 0
+
+    def tokens_for(self, request: Request) -> int:
+        """How many of the request's tokens its session holds on the device."""
+        live = self._live.get(request.source.session) if request.source.session else None
+        if live is None or not live.blocks or not request.source.reads_cache:
+            return 0
+        return min(live.tokens, request.known - 1)
+
+    def take(self, request: Request) -> None:
+        """The session's blocks become the request's."""
+        live = self._live[request.source.session]
+        size, tokens = self._tables.block_size, self.tokens_for(request)
+        count = self._tables.blocks_for(tokens)
+        self._tables.pool.release(live.blocks[count:])
+        request.blocks.extend(live.blocks[:count])
+        request.published = min(live.published, tokens // size)
+        live.blocks, live.tokens, live.published = [], 0, 0
+
+    def keep(self, request: Request, tokens: int) -> None:
+        """The turn is over: the request's blocks with its first `tokens` tokens stay with the session."""
+        live = self._live.get(request.source.session)
+        if live is None:
+            return
+        size = self._tables.block_size
+        count = self._tables.blocks_for(tokens)
+        self._release(live)  # what the turn made no use of
+        self._tables.pool.release(request.blocks[count:])
+        live.blocks, live.tokens = request.blocks[:count], tokens
+        live.published = min(request.published, tokens // size)
+        live.keys = request.keys[: tokens // size]
+        request.blocks.clear()
+        request.published = 0
+
+    def end(self, request: Request, is_kept: bool) -> None:
+        """The turn has ended; `is_kept`: what it said is part of the session."""
+        name = request.source.session
+        live = self._live.get(name)
+        try:
+            if is_kept and request.output:
+                self.store.append(name, request.output, durable=False)
+        except (StoreError, KeyError) as error:
+            logger.error("the answer of request %s is not in session %r: %s", request.id, name, error)
+            if live is not None:
+                self._release(live)
+        if live is None:
+            return
+        live.turn, live.since = "", self._clock()
+        if not live.blocks:
+            del self._live[name]
+        elif live.sleeps:
+            self._put_to_sleep(live)
+
+    def commit(self, then: Callable[[], object], failed: Callable[[Exception], object] | None = None) -> None:
+        """Call `then` when all that was done so far is durable. Where sessions end with the process, that is now.
+
+        `failed` is called instead where it never will be; without it, the log has to do.
+        """
+        if self._tiers is None or self._tiers.disk is None:
+            then()
+            return
+
+        def tell(error: Exception | None) -> None:
+            if error is not None:
+                logger.error("sessions could not be made durable: %s", error)
+            if error is not None and failed is not None:
+                failed(error)
+            else:
+                then()
+
+        self._tiers.call(self.store.commit, tell)
+
+    # Blocks come and go
+
+    def tick(self) -> None:
+        """From time to time: expired sessions end, idle ones fall asleep."""
+        now = self._clock()
+        if now - self._ticked < TICK_SECONDS:
+            return
+        self._ticked = now
+        self._end_expired()
+        self._leaving = {name: save for name, save in self._leaving.items() if not save.is_done}
+        if self._idle_seconds is not None:
+            for live in list(self._live.values()):
+                if not live.turn and now - live.since >= self._idle_seconds:
+                    self._put_to_sleep(live)
+
+    def rest(self) -> float | None:
+        """Tick, and tell in how many seconds to do so again; None where nothing changes by itself."""
+        self.tick()
+        waits = [TICK_SECONDS] if self._live and self._idle_seconds is not None else []
+        if (due := self.store.next_due) is not None:
+            waits.append(min(max(TICK_SECONDS, due), 3600.0))
+        return min(waits, default=None)
+
+    def _end_expired(self) -> None:
+        try:
+            ended = self.store.sweep(durable=False)  # who comes back after a crash has expired just the same
+        except StoreError as error:
+            logger.warning("sessions whose time is over cannot be ended: %s", error)
+            return
+        for name in ended:
+            self._forget(name)
+
+    def sleep_one(self) -> bool:
+        """The session that has been idle longest falls asleep; False if none is idle."""
+        live = next((live for live in self._live.values() if not live.turn), None)
+        if live is not None:
+            self._put_to_sleep(live)
+        return live is not None
+
+    def reclaim(self, count: int, but: str = "") -> int:
+        """Give up to `count` blocks back now, of sessions idle longest, `but` for one; returns how many.
+
+        There is no time to save them: what others could find of them stays where it is until it is evicted.
+        """
+        pool = self._tables.pool
+        before = pool.free
+        for live in list(self._live.values()):
+            if pool.free - before >= count:
+                break
+            if not live.blocks or live.name == but:
+                continue
+            self._note_kv(live)
+            self._release(live)
+            self.dropped += 1
+            if not live.turn:  # one whose turn waits for a row is waited for itself
+                del self._live[live.name]
+        return pool.free - before
+
+    def held(self) -> Counter[int]:
+        """How often sessions hold each block."""
+        return Counter(block for live in self._live.values() for block in live.blocks)
+
+    def forget_device(self) -> None:
+        """The device's memory is not to be trusted any more."""
+        for live in list(self._live.values()):
+            self._release(live)
+            if not live.turn:
+                del self._live[live.name]
+
+    def close(self) -> None:
+        """Blocks come back; tokens are durable."""
+        self.forget_device()
+        self.store.close()
+        if self._scratch is not None:
+            self._scratch.cleanup()
+
+    def _put_to_sleep(self, live: Live) -> None:
+        self.slept += 1
+        self._note_kv(live)
+        if self._tiers is not None:
+            pairs = list(zip(live.keys, live.blocks, strict=False))
+            if live.tokens % self._tables.block_size:
+                pairs.append((self._partial_key(live), live.blocks[-1]))
+            if self._disk_blocks is None:
+                self._own(live.name, [key for key, _ in pairs])
+            self._leaving[live.name] = self._tiers.save(pairs, to_disk=True, in_host=self._disk_blocks is None)
+        self._release(live)
+        del self._live[live.name]
+
+    def _note_kv(self, live: Live) -> None:
+        """Write down how far the session's KV goes, so that whoever wakes it knows what to look for."""
+        try:
+            self.store.set_kv(live.name, live.tokens, self._fingerprint)
+            if self._disk_blocks is not None:
+                self._disk_blocks.hold(live.name)
+        except (StoreError, KeyError) as error:
+            logger.warning("the KV of session %r will be computed again: %s", live.name, error)
+
+    def _own(self, name: str, keys: list[bytes]) -> None:
+        assert self._tiers is not None
+        before = self._owned.pop(name, [])
+        self._tiers.host.pin(keys)
+        self._tiers.host.unpin(before)
+        self._owned[name] = keys
+
+    def _partial_key(self, live: Live) -> bytes:
+        size = self._tables.block_size
+        full = live.tokens // size
+        session = self.store.get(live.name)
+        parent = live.keys[full - 1] if full else self._keys.root(session.salt)
+        return self._keys.following(parent, self.store.tokens(live.name, full * size, live.tokens).tolist())
+
+    def _cut(self, name: str, tokens: int) -> None:
+        """The session's tokens from `tokens` on are others now."""
+        live = self._live.get(name)
+        if live is not None and tokens < live.tokens:
+            # To a whole block: one that others may find must not be written to.
+            live.tokens = tokens - tokens % self._tables.block_size
+            count = live.tokens // self._tables.block_size
+            self._tables.pool.release(live.blocks[count:])
+            del live.blocks[count:], live.keys[count:]
+            live.published = min(live.published, count)
+        if self._disk_blocks is not None:
+            self._disk_blocks.hold(name)
+
+    def _forget(self, name: str) -> None:
+        live = self._live.get(name)
+        if live is not None:
+            self._release(live)
+            if not live.turn:
+                del self._live[name]
+        self._leaving.pop(name, None)
+        if self._disk_blocks is not None:
+            self._disk_blocks.release(name)
+        if name in self._owned and self._tiers is not None:
+            self._tiers.host.unpin(self._owned.pop(name))
+
+    def _release(self, live: Live) -> None:
+        self._tables.pool.release(live.blocks)
+        live.blocks, live.tokens, live.published = [], 0, 0

@@ -1,0 +1,176 @@
+"""Blocks between the device's cache and pinned host memory, beside whatever the device computes."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from quire.config import EngineConfig
+from quire.messages.plan import Moves, MovesDone
+from quire.worker.kv import KVCache
+
+STAGING_SLOTS = 64
+"""Blocks in host memory on their way to disk and back, where it keeps none for good."""
+TRIAL_BYTES = 64 << 20
+"""So much is copied each way when the links are measured."""
+
+
+def host_slots(config: EngineConfig, slot_bytes: int) -> int:
+    """Blocks that fit into host memory as configured; where there is a disk below, at least a few to pass through."""
+    slots = int(config.swap_space * 2**30) // slot_bytes
+    return max(slots, STAGING_SLOTS) if config.kv_disk is not None else slots
+
+
+class HostMemory:
+    """Slots for blocks in host memory. On a GPU's host it is pinned: page-locking gigabytes takes a second or two, so
+    a thread does it while the model is loaded."""
+
+    def __init__(self, num_slots: int, slot_bytes: int, pinned: bool) -> None:
+        self.num_slots, self.slot_bytes = num_slots, slot_bytes
+        self._pinned = pinned
+        self._data: torch.Tensor | None = None
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._allocate, name="host-tier", daemon=True)
+        self._thread.start()
+
+    def _allocate(self) -> None:
+        try:
+            self._data = torch.empty((self.num_slots, self.slot_bytes), dtype=torch.uint8, pin_memory=self._pinned)
+        except BaseException as error:
+            self._failure = error
+
+    @property
+    def data(self) -> torch.Tensor:
+        """[slots, bytes]."""
+        self._thread.join()
+        if self._failure is not None:
+            raise self._failure
+        assert self._data is not None
+        return self._data
+
+    def slot(self, number: int) -> memoryview:
+        """A slot's bytes."""
+        return self.data[number].numpy().data
+
+
+class Mover:
+    """Copies blocks as plans say, on streams of its own: one out, one back, so that both ways are used at once."""
+
+    def __init__(self, kv: KVCache, memory: HostMemory) -> None:
+        self._kv = kv
+        self.memory = memory
+        shape = kv.data.shape[1:]
+        self._host = memory.data.view(kv.data.dtype).view(memory.num_slots, *shape)
+        self._device = kv.data.device
+        self._on_gpu = self._device.type == "cuda"
+        self._done: list[MovesDone] = []
+        self._pending: deque[tuple[int, Any, Any]] = deque()
+        if self._on_gpu:
+            self._out, self._back = torch.cuda.Stream(self._device), torch.cuda.Stream(self._device)
+
+    def start(self, step: int, moves: Moves) -> None:
+        """Begin the copies of a plan; they see what all launched steps have left."""
+        if moves.back:
+            blocks = [block for _, block in moves.back]
+            ids = torch.from_numpy(moves.tokens.reshape(len(blocks), -1))
+            if self._on_gpu:
+                ids = ids.pin_memory().to(self._device, non_blocking=True)
+            self._kv.tokens[torch.tensor(blocks).to(self._device, non_blocking=True)] = ids
+        if self._on_gpu:
+            self._pending.append((step, *self._launch(moves)))
+            return
+        times = []
+        for copy, pairs in ((self._copy_out, moves.out), (self._copy_back, moves.back)):
+            begin = time.perf_counter()
+            for run in _runs(pairs):
+                copy(*run)
+            times.append(time.perf_counter() - begin)
+        self._done.append(MovesDone(step, *times))
+
+    def _launch(self, moves: Moves) -> tuple[Any, Any]:
+        now = torch.cuda.Event()
+        now.record()
+        return (
+            self._timed(self._out, now, self._copy_out, moves.out),
+            self._timed(self._back, now, self._copy_back, moves.back),
+        )
+
+    def _timed(
+        self,
+        stream: torch.cuda.Stream,
+        after: torch.cuda.Event,
+        copy: Callable[..., None],
+        pairs: list[tuple[int, int]],
+    ) -> tuple[torch.cuda.Event, torch.cuda.Event] | None:
+        if not pairs:
+            return None
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        with torch.cuda.stream(stream):
+            stream.wait_event(after)
+            begin.record()
+            for run in _runs(pairs):
+                copy(*run)
+            end.record()
+        return begin, end
+
+    def _copy_out(self, block: int, slot: int, count: int) -> None:
+        self._host[slot : slot + count].copy_(self._kv.data[block : block + count], non_blocking=True)
+
+    def _copy_back(self, slot: int, block: int, count: int) -> None:
+        self._kv.data[block : block + count].copy_(self._host[slot : slot + count], non_blocking=True)
+
+    @property
+    def has_news(self) -> bool:
+        """Whether moves are done that were not told yet, or there are none."""
+        return bool(self._done) or not self._pending or _is_over(self._pending[0])
+
+    def take_done(self) -> list[MovesDone]:
+        """Moves done since this was asked last."""
+        while self._pending and _is_over(self._pending[0]):
+            step, *timers = self._pending.popleft()
+            self._done.append(MovesDone(step, *(_seconds(timer) for timer in timers)))
+        done, self._done = self._done, []
+        return done
+
+    def forget(self) -> None:
+        """Nobody waits for what is under way any more. The device has come to its end before anything else is done."""
+        self._pending.clear()
+        self._done = []
+
+    def measure(self) -> tuple[float, float]:
+        """Bytes a second out and back, by copying blocks that hold nothing yet."""
+        size = self.memory.slot_bytes
+        count = max(1, min(TRIAL_BYTES // size, self._kv.num_blocks - 1, self.memory.num_slots))
+        pairs = [(i, i) for i in range(count)]
+        tokens = np.zeros(count * self._kv.block_size, np.int32)
+        best = [0.0, 0.0]
+        for _ in range(3):
+            self.start(-1, Moves(out=pairs, back=pairs, tokens=tokens))
+            if self._on_gpu:
+                torch.cuda.synchronize(self._device)
+            for done in self.take_done():
+                for way, seconds in enumerate((done.out_seconds, done.back_seconds)):
+                    best[way] = max(best[way], count * size / max(seconds, 1e-9))
+        return best[0], best[1]
+
+
+def _runs(pairs: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
+    """Neighbours that stay neighbours go in one copy: (from, to, count)."""
+    for _, run in itertools.groupby(enumerate(pairs), lambda item: (item[1][0] - item[0], item[1][1] - item[0])):
+        moved = [pair for _, pair in run]
+        yield *moved[0], len(moved)
+
+
+def _is_over(pending: tuple[int, Any, Any]) -> bool:
+    return all(timer is None or timer[1].query() for timer in pending[1:])
+
+
+def _seconds(timer: tuple[torch.cuda.Event, torch.cuda.Event] | None) -> float:
+    return 0.0 if timer is None else timer[0].elapsed_time(timer[1]) / 1000

@@ -1,0 +1,74 @@
+"""Mixtures of experts on a CUDA device: transformers' tokens from captured steps and eager ones, and counts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from quire import LLM, SamplingParams
+from tests.conftest import TINY_VOCAB, tiny_tokenizer
+from tests.gpu.near_ties import NearTies, greedy
+from tests.gpu.target import DEVICE, ON_A_GPU
+from tests.models.harness import random_reference
+from tests.models.zoo import ZOO
+
+pytestmark = ON_A_GPU
+
+PROMPTS = [[(7 * i + 3 * j) % TINY_VOCAB for j in range(5 + 9 * i)] for i in range(5)]
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+
+
+@pytest.fixture(scope="module", params=["mixtral", "qwen2-moe", "qwen3-moe"])
+def mixture(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """A tiny mixture's folder, and the same in transformers."""
+    changes = {"vocab_size": TINY_VOCAB, "max_position_embeddings": 256, "hidden_size": 64, "head_dim": 16}
+    kind = type(ZOO[request.param])
+    reference = random_reference(kind(**(ZOO[request.param].to_dict() | changes)))
+    folder = tmp_path_factory.mktemp(request.param)
+    reference.save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder, reference.to(DEVICE)
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"enforce_eager": True}, {"max_num_batched_tokens": 24}], ids=["captured", "eager", "tiny chunks"]
+)
+def test_greedy_tokens_equal_transformers(
+    engine: Callable[..., LLM], mixture: tuple[Path, Any], settings: dict[str, Any]
+) -> None:
+    folder, reference = mixture
+    ties = NearTies(reference)
+    expected = greedy(reference, PROMPTS, 24)
+    llm = engine(folder, **settings)
+    for _ in range(2):  # the second time the prompts are cached
+        for i, output in enumerate(llm.generate(PROMPTS, GREEDY, use_tqdm=False)):
+            ties.compare(PROMPTS[i], output.outputs[0].token_ids, expected[i], f"prompt {i}")
+    ties.report("greedy", most=2)
+
+
+def test_counts_are_exact_where_nothing_pads_a_step(engine: Callable[..., LLM], mixture: tuple[Path, Any]) -> None:
+    llm = engine(mixture[0])
+    assert total(llm, "0") == 0, "the steps of the start are nobody's"
+    llm.generate([PROMPTS[2]], GREEDY, use_tqdm=False)
+    top_k = llm.llm_engine.facts.model.raw["num_experts_per_tok"]
+    computed = len(PROMPTS[2]) + GREEDY.max_tokens - 1
+    # A step that was under way when the last token came may have been computed for nobody.
+    assert total(llm, "0") in (computed * top_k, (computed + 1) * top_k)
+
+
+def total(llm: LLM, layer: str) -> float:
+    tokens = next(metric for metric in llm.get_metrics() if metric.name == "quire:expert_tokens")
+    return sum(count for (of, _), count in tokens.series if of == layer)
+
+
+def test_bfloat16_runs_in_every_rung(engine: Callable[..., LLM], mixture: tuple[Path, Any]) -> None:
+    """From one row to all there may be; the same prompt gives the same tokens alone and in company, near-ties aside."""
+    llm = engine(mixture[0], dtype="bfloat16")
+    for count in (1, 2, 5, 16):
+        outputs = llm.generate([PROMPTS[1]] * count, GREEDY, use_tqdm=False)
+        assert all(output.error is None and len(output.outputs[0].token_ids) == 24 for output in outputs)
+    torch.cuda.synchronize()

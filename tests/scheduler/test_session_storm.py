@@ -1,0 +1,210 @@
+"""Storms of sessions: create, append, take turns, fall asleep, fork, rewrite, delete, among strangers and shortages.
+
+The checking device sees to it that every token is computed over the right KV, wherever that has been meanwhile; here
+it is checked that sessions hold the tokens they must, and that every block comes back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from quire.errors import CacheTooSmallError, SessionBusyError
+from quire.memory.sessions import SessionKeeper
+from quire.messages.plan import StepPlan
+from tests.scheduler.harness import Bench, MemoryDisk, ending, rng_of
+
+
+@dataclass(frozen=True)
+class Weather:
+    """One shape of engine."""
+
+    block_size: int = 4
+    blocks: int = 60
+    rows: int = 6
+    budget: int = 24
+    depth: int = 0
+    host: int = 0
+    disk: int = 0
+    failure_rate: float = 0.0
+    prefix_caching: bool = True
+
+
+class SessionStorm:
+    """Users of sessions, and a few strangers, around a bench."""
+
+    def __init__(self, weather: Weather, folder: Path, seed: int) -> None:
+        self.weather = weather
+        self.rng = rng_of("sessions", seed)
+        self.bench = Bench(
+            weather.blocks, weather.block_size, weather.rows, weather.budget, depth=weather.depth, draws=ending,
+            prefix_caching=weather.prefix_caching, fails=self._fails, host_slots=weather.host,
+            disk=MemoryDisk(weather.disk, seed) if weather.disk else None, sessions=folder,
+        )  # fmt: skip
+        self.bench.device.keep_plans = False
+        assert self.bench.scheduler.sessions is not None
+        self.keeper: SessionKeeper = self.bench.scheduler.sessions
+        self.longest = weather.blocks * weather.block_size // 3
+        self.truth: dict[str, list[int]] = {}
+        """What each session must hold."""
+        self.turns: dict[str, str] = {}
+        """Turns under way, by session."""
+        self.aborted: set[str] = set()
+        self.made = 0
+        self.resumed = 0
+
+    def run(self, operations: int) -> None:
+        for _ in range(operations):
+            self.rng.choice(self._choices())()
+            self.bench.now += self.rng.random()
+            for _ in range(self.rng.choice([0, 0, 1, 3])):
+                self._step()
+        for _ in range(20_000):
+            if not self.bench.core.has_work:
+                break
+            self._step()
+        assert not self.bench.core.has_work and not self.turns
+        self.bench.scheduler.check_idle()
+        self.bench.audit()
+        for name, tokens in self.truth.items():
+            assert self.keeper.tokens(name) == tokens
+            assert self.keeper.get(name).num_tokens == len(tokens)
+        for name in list(self.truth):
+            self.keeper.suspend(name)
+        while self.bench.core.has_work:
+            self._step()
+        assert self.bench.tables.pool.used == 0, "sleeping sessions hold blocks"
+
+    def _choices(self) -> list[object]:
+        usual = [self._create, self._turn, self._turn, self._turn, self._suspend, self._stranger]
+        return [*usual, self._fork, self._append, self._rewrite, self._abort, self._delete]  # type: ignore[list-item]
+
+    def _step(self) -> None:
+        outputs = self.bench.core.step()
+        self.bench.note(outputs)
+        for end in outputs.finished:
+            name = self.turns.pop(end.key[0], "")
+            if not name:
+                continue
+            told = self.bench.samples[end.key]
+            if end.reason in ("stop", "length"):
+                assert told.tokens == self.bench.device.truth(*end.key).output
+                self.truth[name] += told.tokens
+            assert self.keeper.tokens(name) == self.truth[name], (name, end)
+        if self.rng.random() < 0.2:
+            self.bench.audit()
+
+    def _fails(self, plan: StepPlan, requests: set[str]) -> str:
+        return "collect" if self.rng.random() < self.weather.failure_rate else ""
+
+    # What users do
+
+    def _some(self, longest: int = 12) -> list[int]:
+        return [self.rng.randint(2, 9) for _ in range(self.rng.randint(1, longest))]
+
+    def _any(self) -> str | None:
+        return self.rng.choice(list(self.truth)) if self.truth else None
+
+    def _name(self) -> str:
+        self.made += 1
+        return f"s{self.made}"
+
+    def _create(self) -> None:
+        name, shared = self._name(), [3] * 10
+        self.truth[name] = shared + self._some()
+        self.keeper.create(name, self.truth[name])
+
+    def _turn(self) -> None:
+        name = self._any()
+        if name is None or len(self.truth[name]) > self.longest:
+            return
+        id, output = f"t{self.made}", self.rng.randint(1, 12)
+        self.made += 1
+        was_busy = name in self.turns.values()
+        try:
+            if not was_busy and self.rng.random() < 0.5:
+                more = self._some(6)
+                self.keeper.append(name, more)
+                self.truth[name] += more
+            self.bench.put(self.bench.request(id, list(self.truth[name]), output, session=name))
+        except SessionBusyError:
+            assert was_busy
+            return
+        except CacheTooSmallError:
+            return
+        assert not was_busy
+        self.turns[id] = name
+
+    def _append(self) -> None:
+        name = self._any()
+        if name is not None and name not in self.turns.values():
+            more = self._some()
+            self.keeper.append(name, more)
+            self.truth[name] += more
+
+    def _rewrite(self) -> None:
+        name = self._any()
+        if name is not None and name not in self.turns.values():
+            at = self.rng.randint(0, len(self.truth[name]))
+            self.truth[name] = self.truth[name][:at] + self._some()
+            self.keeper.rewrite(name, self.truth[name])
+
+    def _suspend(self) -> None:
+        if (name := self._any()) is not None:
+            self.keeper.suspend(name)
+
+    def _fork(self) -> None:
+        name = self._any()
+        if name is not None and len(self.truth) < 40:
+            at = self.rng.choice([None, self.rng.randint(0, len(self.truth[name]))])
+            tokens, new = self.keeper.tokens(name), self._name()  # an answer may be there before it is told
+            self.keeper.fork(name, new, at)
+            self.truth[new] = tokens[:at]
+            if not self.truth[new]:
+                self.truth[new] = self._some()
+                self.keeper.append(new, self.truth[new])
+
+    def _delete(self) -> None:
+        name = self._any()
+        if name is not None and len(self.truth) > 10 and name not in self.turns.values():
+            self.keeper.delete(name)
+            del self.truth[name]
+
+    def _abort(self) -> None:
+        if self.turns and self.rng.random() < 0.3:
+            self.bench.core.abort(self.rng.choice(list(self.turns)))
+
+    def _stranger(self) -> None:
+        id = f"r{self.made}"
+        self.made += 1
+        prompt = self.rng.choice([[3] * 10 + self._some(20), self._some(40)])
+        self.bench.put(self.bench.request(id, prompt, self.rng.randint(1, 15), n=self.rng.choice([1, 1, 3])))
+
+
+WEATHERS = {
+    "device alone": Weather(),
+    "device alone, overlapped": Weather(depth=1, blocks=40),
+    "no prefix cache": Weather(prefix_caching=False, host=50, depth=1),
+    "host": Weather(host=200),
+    "host, tight": Weather(host=20, blocks=36, depth=1),
+    "disk": Weather(host=8, disk=2000, depth=1),
+    "disk, tight": Weather(host=4, disk=60, blocks=36),
+    "small blocks": Weather(block_size=1, blocks=130, host=300, depth=1),
+    "failing": Weather(host=100, disk=300, failure_rate=0.02, depth=1),
+}
+
+
+@pytest.mark.parametrize("kind", WEATHERS)
+def test_sessions_in_any_weather(kind: str, tmp_path: Path) -> None:
+    storm = SessionStorm(WEATHERS[kind], tmp_path, seed=1)
+    storm.run(600)
+    assert storm.keeper.slept
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(10, 30))
+@pytest.mark.parametrize("kind", WEATHERS)
+def test_long_storms_of_sessions(kind: str, seed: int, tmp_path: Path) -> None:
+    SessionStorm(WEATHERS[kind], tmp_path, seed).run(3000)
