@@ -42,6 +42,8 @@ async def measure(args: argparse.Namespace, policy: str, greedy: int) -> list[tu
         await asyncio.sleep(2.0 if greedy else 0.0)
         count = args.requests if policy == "fair" or not greedy else args.fcfs_requests
         seen = [await ask(llm, rng, args.prompt, args.output, "light") for _ in range(count)]
+        if policy == "fair" and greedy and all(task.done() for task in crowd):
+            raise SystemExit("the greedy tenant was done before the light one: give it more with --greedy")
         for task in crowd:
             task.cancel()
         await asyncio.gather(*crowd, return_exceptions=True)
@@ -64,7 +66,7 @@ async def main() -> None:
     parser.add_argument("--greedy", type=int, default=48, help="requests of the greedy tenant")
     parser.add_argument("--greedy-prompt", type=int, default=256)
     parser.add_argument("--greedy-output", type=int, default=64)
-    parser.add_argument("--requests", type=int, default=20, help="requests of the light tenant")
+    parser.add_argument("--requests", type=int, default=10, help="requests of the light tenant")
     parser.add_argument("--fcfs-requests", type=int, default=1, help="…under fcfs, where each waits for all before it")
     parser.add_argument("--prompt", type=int, default=64)
     parser.add_argument("--output", type=int, default=16)

@@ -20,6 +20,7 @@ from quire.api.compat import drop_neutral
 from quire.api.first_tokens import apart
 from quire.api.inputs import InputProcessor, PromptType
 from quire.api.mailbox import Mailbox
+from quire.api.session_input import whole_turns_only
 from quire.config import EngineConfig
 from quire.engine import ipc
 from quire.engine.facts import Facts
@@ -139,16 +140,19 @@ class AsyncLLM:
                 "sampling_params must be SamplingParams, got PoolingParams: `encode` makes vectors", "sampling_params"
             )
         box = await self._submit(prompt, sampling_params, request_id, priority, tenant, turn)
-        written = 0
+        written, is_kept = 0, False
         try:
             while not box.is_finished:
                 output: RequestOutput = await box.take()
                 if turn is not None:
                     written = len(output.outputs[0].token_ids) + (written if box.is_delta else 0)
                     await self._end_turn(turn.key, output, written)
+                    is_kept = output.outputs[0].finish_reason in ("stop", "length")
                 yield output
         finally:
             self._leave(box)
+            if turn is not None and not is_kept:
+                self._undo(turn)
 
     async def _end_turn(self, key: str, output: RequestOutput, written: int) -> None:
         """Where a stop string was found here, the engine may have gone on meanwhile, and nothing is durable yet."""
@@ -394,16 +398,20 @@ class AsyncLLM:
             raise ValidationError(f"request id {request_id!r} is in use", "request_id", request_id)
         params = self.get_default_sampling_params() if params is None else params
         box = self._streams[request_id] = Mailbox(request_id, f"{request_id}-{number}")
+        begun: Turn | None = None
         try:
             request, text = await self._prepare(box.key, prompt, params, priority, tenant)
             if turn is not None:
                 await self._begin_turn(request, turn)
+                begun = turn
             box.is_delta = request.params.output_kind is RequestOutputKind.DELTA
             box.awaits_first = request.params.output_kind is not RequestOutputKind.FINAL_ONLY
             message = ipc.encode(ipc.Add(request))
             self._attach()  # it may have died while the prompt was prepared
         except BaseException:
             del self._streams[request_id]
+            if begun is not None:
+                self._undo(begun)
             raise
         self._by_key[box.key] = box
         self._outputs.add(request, text)
@@ -416,8 +424,21 @@ class AsyncLLM:
         if request.params.n != 1:  # before anything is written
             raise ValidationError("a turn of a session has one sample: n must be 1", "n", request.params.n)
         request.session = turn.key
+        if request.params.truncate_prompt_tokens is not None and not turn.rewrites:
+            raise whole_turns_only()
         if turn.rewrites:
             await self.ask_sessions(RewriteSession(turn.key, request.prompt, request.salt))
+        elif turn.before is not None:
+            try:
+                await self.ask_sessions(turn.before)
+            except asyncio.CancelledError:  # it is on its way, and will be done
+                self._undo(turn)
+                raise
+
+    def _undo(self, turn: Turn) -> None:
+        """Take back what the turn added to its session; nobody waits for that."""
+        if turn.undo is not None and not self._engine.death:
+            self._engine.send(ipc.SessionCall(next(self._numbers), turn.undo))
 
     async def _prepare(
         self,

@@ -33,6 +33,10 @@ class Turn(NamedTuple):
     """What the session goes by in the engine."""
     rewrites: bool = False
     """The session becomes the prompt first."""
+    before: calls.SessionOp | None = None
+    """To be done when the request is known to be right, before it is queued…"""
+    undo: calls.SessionOp | None = None
+    """…and to be done if the turn is not finished."""
 
 
 class AsyncSessions:
@@ -56,22 +60,24 @@ class AsyncSessions:
         ttl: float | None = None,
         meta: Mapping[str, str] | None = None,
         tenant: str | None = None,
-        render: RenderText | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        first_render: RenderText | None = None,
     ) -> AsyncSession:
         """A new session, empty or beginning with a prompt or messages. `ttl`: seconds without use after which it
-        ends. `render`: writes the messages, where the model's chat template alone is not to."""
+        ends. `first_render`: writes the messages, where the model's chat template alone is not to."""
         if tenant is not None and tenant != self.tenant:
             return await self.of(tenant).create(
-                name, prompt, messages=messages, tools=tools, ttl=ttl, meta=meta, render=render
-            )
+                name, prompt, messages=messages, tools=tools, ttl=ttl, meta=meta,
+                chat_template_kwargs=chat_template_kwargs, first_render=first_render,
+            )  # fmt: skip
         if prompt is not None and messages is not None:
             raise ValidationError("a session begins with a prompt or with messages, not with both", "messages")
         session = self._handle(name, tools)
         tokens: list[int] = []
         if (begin := messages if prompt is None else prompt) is not None:
-            tokens = (await session.read(begin, [], 0, tools, None, render)).tokens
+            tokens = (await session.read(begin, [], 0, tools, chat_template_kwargs, first_render)).tokens
         salt = self._llm.inputs.salt_of(self.tenant)
-        await self._llm.ask_sessions(calls.CreateSession(session.key, tokens, salt, _ttl(ttl), dict(meta or {})))
+        await self._llm.ask_sessions(calls.CreateSession(session.key, tokens, salt, _ttl(ttl), _notes(meta or {})))
         return session
 
     async def resume(self, name: str) -> AsyncSession:
@@ -159,13 +165,13 @@ class AsyncSession:
         *,
         tools: Sequence[Any] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
-        render: RenderText | None = None,
+        first_render: RenderText | None = None,
     ) -> SessionInfo:
         """Add text, token ids or messages. They are durable when this returns, and computed with the next turn."""
         tools = self._tools if tools is None and is_messages(given) else tools
         answer = await self._llm.ask_sessions(calls.ReadTokens(self.key, -TAIL_TOKENS))
         length = _info(answer).num_tokens
-        addition = await self.read(given, answer.tokens or [], length, tools, chat_template_kwargs, render)
+        addition = await self.read(given, answer.tokens or [], length, tools, chat_template_kwargs, first_render)
         self._tools = tools if tools is not None else self._tools
         return _info(await self._llm.ask_sessions(calls.AppendTokens(self.key, addition.tokens, addition.drop, length)))
 
@@ -176,7 +182,7 @@ class AsyncSession:
         length: int,
         tools: Sequence[Any] | None,
         chat_template_kwargs: Mapping[str, Any] | None,
-        render: RenderText | None,
+        first_render: RenderText | None,
     ) -> Any:
         """What is to be added to a session of so many tokens that ends with `tail`."""
         inputs = self._llm.inputs
@@ -184,7 +190,9 @@ class AsyncSession:
         reader = SessionReader(inputs, usual)
 
         def read() -> Any:
-            addition = reader.read(given, tail, tools=tools, chat_template_kwargs=chat_template_kwargs, render=render)
+            addition = reader.read(
+                given, tail, tools=tools, chat_template_kwargs=chat_template_kwargs, first_render=first_render
+            )
             reader.check_room(length, addition)
             return addition
 
@@ -229,6 +237,29 @@ class AsyncSession:
         if answer.tokens and self._tools and calls_tools(answer.tokens, self._tools, self._llm.renderer):
             await self.suspend(wait=False)
 
+    async def prepare(
+        self,
+        given: SessionInput | None,
+        *,
+        tools: Sequence[Any] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        first_render: RenderText | None = None,
+    ) -> tuple[list[int], Turn]:
+        """A turn that begins by appending: its prompt, and what adds to the session once the request is queued. If
+        the turn does not come to its end, the session is as it was before."""
+        answer = await self._llm.ask_sessions(calls.ReadTokens(self.key))
+        tokens, length = answer.tokens or [], _info(answer).num_tokens
+        if given is None:
+            return tokens, Turn(self.key)
+        addition = await self.read(given, tokens[-TAIL_TOKENS:], length, tools, chat_template_kwargs, first_render)
+        kept = tokens[: length - addition.drop]
+        prompt = kept + addition.tokens
+        if not addition.tokens:
+            return prompt, Turn(self.key)
+        added = calls.AppendTokens(self.key, addition.tokens, addition.drop, length)
+        undo = calls.AppendTokens(self.key, tokens[len(kept) :], len(addition.tokens), len(prompt))
+        return prompt, Turn(self.key, before=added, undo=undo)
+
     async def suspend(self, wait: bool = True) -> SessionInfo:
         """Leave the device. With `wait`, when this returns all there was to save is saved."""
         return _info(await self._llm.ask_sessions(calls.SuspendSession(self.key, wait)))
@@ -251,7 +282,7 @@ class AsyncSession:
     async def update(self, *, ttl: float | None = KEEP, meta: Mapping[str, str] | None = None) -> SessionInfo:
         """Another time to live (None: for ever), or other notes."""
         keeps = ttl is KEEP
-        notes = None if meta is None else dict(meta)
+        notes = None if meta is None else _notes(meta)
         op = calls.UpdateSession(self.key, None if keeps else _ttl(ttl), keeps, notes)
         return _info(await self._llm.ask_sessions(op))
 
@@ -284,6 +315,12 @@ class AsyncSession:
 def _info(answer: calls.SessionAnswer) -> SessionInfo:
     assert answer.info is not None
     return answer.info
+
+
+def _notes(meta: Mapping[str, str]) -> dict[str, str]:
+    if not all(isinstance(key, str) and isinstance(value, str) for key, value in meta.items()):
+        raise ValidationError("meta maps text to text", "meta")
+    return dict(meta)
 
 
 def _ttl(ttl: float | None) -> float | None:

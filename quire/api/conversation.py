@@ -24,6 +24,17 @@ _WAITING = ("user", *_RESULTS)
 """Roles whose messages an assistant answers."""
 
 
+class RewritingTemplateError(ValidationError):
+    """The chat template does not let a conversation go on piece by piece."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the chat template writes earlier messages otherwise once more follow, so a session cannot go on message "
+            "by message: send the whole conversation each time (session_id of a chat), or append text",
+            "messages",
+        )
+
+
 class Conversation:
     """What a template writes, piece by piece."""
 
@@ -54,7 +65,9 @@ class Conversation:
         """From the end of an assistant's text on."""
         try:
             return self._after_text(messages)
-        except ValidationError:
+        except ValidationError as error:
+            if isinstance(error, RewritingTemplateError):
+                raise
             results = [message for message in messages if message.get("role") in _RESULTS]
             if not results or messages[0] is not results[0]:
                 raise
@@ -66,7 +79,7 @@ class Conversation:
         if not mark:
             raise _hides()
         if not before.startswith(self._render([_USER], False)):
-            raise _rewrites()
+            raise RewritingTemplateError
         return after
 
     def _after_calls(self, messages: Sequence[Message], results: Sequence[Message]) -> str:
@@ -75,7 +88,7 @@ class Conversation:
         start = self._render(before, False)
         whole = self._render([*before, *messages], _is_waiting(messages))
         if not whole.startswith(start):
-            raise _rewrites()
+            raise RewritingTemplateError
         return self._answer_end() + whole[len(start) :]
 
     def _answer_end(self) -> str:
@@ -98,11 +111,13 @@ class Conversation:
             between = [_ASSISTANT] if _is_waiting(messages) else []
             whole = self._render([*messages, *between, *question], True)
             after = self._after_answer(question)
+        except RewritingTemplateError:
+            raise
         except ValidationError:
             return  # such a conversation cannot go on like that, and whoever tries is told so
         expected = after if between else begun + without_overlap(begun, after)
         if not whole.startswith(begun) or not whole.endswith(expected):
-            raise _rewrites()
+            raise RewritingTemplateError
 
 
 def without_overlap(text: str, following: str) -> str:
@@ -128,12 +143,4 @@ def _call(call_id: Any) -> dict[str, Any]:
 def _hides() -> ValidationError:
     return ValidationError(
         "the chat template does not write assistants' messages as they are: append text, or token ids", "messages"
-    )
-
-
-def _rewrites() -> ValidationError:
-    return ValidationError(
-        "the chat template writes earlier messages otherwise once more follow, so a session cannot go on message by "
-        "message: send the whole conversation each time (session_id of a chat), or append text",
-        "messages",
     )

@@ -41,11 +41,13 @@ class SessionReader:
         *,
         tools: Sequence[Any] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
-        render: RenderText | None = None,
+        first_render: RenderText | None = None,
     ) -> Addition:
-        """`tail`: the session's last tokens (`TAIL_TOKENS` of them, if it has as many). `render`: other than usual."""
+        """`tail`: the session's last tokens (`TAIL_TOKENS` of them, if it has as many). `first_render`: what writes a
+        session's first messages, if something else is to."""
         if is_messages(given):
-            return self._read_messages(given, tail, tools, chat_template_kwargs, render or self._render)  # type: ignore[arg-type]
+            render = self._render if tail or first_render is None else first_render
+            return self._read_messages(given, tail, tools, chat_template_kwargs, render)  # type: ignore[arg-type]
         if tools is not None or chat_template_kwargs is not None:
             raise ValidationError("tools and chat_template_kwargs belong to messages", "tools")
         tokens = self._inputs.first_text(given) if isinstance(given, str) and not tail else self._plain(given)
@@ -87,6 +89,14 @@ class SessionReader:
         if addition.tokens:
             self._inputs.check_vocabulary(addition.tokens)
         return addition
+
+
+def whole_turns_only() -> ValidationError:
+    """A session is not cut short for a turn."""
+    return ValidationError(
+        "truncate_prompt_tokens is not for sessions: fork one where it is to begin, or start another",
+        "truncate_prompt_tokens",
+    )
 
 
 def is_messages(given: object) -> bool:

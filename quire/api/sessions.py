@@ -19,7 +19,7 @@ from quire.api.engine import LLMEngine
 from quire.api.inbox import Inbox
 from quire.api.interrupts import deferred_interrupts
 from quire.api.progress import Progress
-from quire.api.session_input import TAIL_TOKENS, SessionInput, SessionReader, is_messages
+from quire.api.session_input import TAIL_TOKENS, SessionInput, SessionReader, is_messages, whole_turns_only
 from quire.api.session_tools import calls_tools
 from quire.errors import SessionNotFoundError, ValidationError
 from quire.memory.disk.sessions import owner_id, session_key
@@ -62,11 +62,15 @@ class Sessions:
         ttl: float | None = None,
         meta: Mapping[str, str] | None = None,
         tenant: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> SessionHandle:
         """A new session, empty or beginning with a prompt or messages. `ttl`: seconds without use after which it ends.
         `tools`: what the model is told it may call, and what answers are read for."""
         if tenant is not None and tenant != self._tenant:
-            return self.of(tenant).create(name, prompt, messages=messages, tools=tools, ttl=ttl, meta=meta)
+            return self.of(tenant).create(
+                name, prompt, messages=messages, tools=tools, ttl=ttl, meta=meta,
+                chat_template_kwargs=chat_template_kwargs,
+            )  # fmt: skip
         if prompt is not None and messages is not None:
             raise ValidationError("a session begins with a prompt or with messages, not with both", "messages")
         key = self.key_of(name)
@@ -74,7 +78,7 @@ class Sessions:
         tokens: list[int] = []
         if begin is not None:
             reader = self.reader
-            addition = reader.read(begin, [], tools=tools)
+            addition = reader.read(begin, [], tools=tools, chat_template_kwargs=chat_template_kwargs)
             reader.check_room(0, addition)
             tokens = addition.tokens
         with deferred_interrupts():
@@ -158,6 +162,8 @@ class Sessions:
             raise ValidationError(
                 f"sampling_params must be SamplingParams, got {type(params).__name__}", "sampling_params", params
             )
+        if params.truncate_prompt_tokens is not None:
+            raise whole_turns_only()
         if kind is not None:
             params = params.clone()
             params.output_kind = kind

@@ -17,14 +17,16 @@ from quire.server.errors import ApiError, as_api_error
 from quire.server.http import Exchange, HungUpError
 from quire.server.openapi import document
 from quire.server.routing import ADMIN, Route
+from quire.server.seeing.watching import ROUTE
 from quire.server.state import Server
 
-ROUTE_MODULES = ["chat", "completions", "responses", "messages", "embeddings", "models", "tokenize", "system"]
+ROUTE_MODULES = [
+    "chat", "completions", "responses", "messages", "embeddings", "models", "tokenize", "sessions", "system",
+]  # fmt: skip
 """Files of `quire.server.routes`, each with its `ROUTES`."""
 
 EXCHANGE = "quire.exchange"
-ROUTE = "quire.route"
-"""Where a request's scope holds its exchange, and the path of its route as the table has it."""
+"""Where a request's scope holds its exchange."""
 
 
 def make_app(server: Server) -> ASGIApp:

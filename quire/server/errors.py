@@ -9,7 +9,18 @@ from http import HTTPStatus
 
 import msgspec
 
-from quire.errors import CacheTooSmallError, EngineDeadError, QuireError, ValidationError
+from quire.errors import (
+    CacheTooSmallError,
+    EngineDeadError,
+    QuireError,
+    SessionBusyError,
+    SessionExistsError,
+    SessionLostError,
+    SessionNotFoundError,
+    StoreError,
+    StoreFullError,
+    ValidationError,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +36,8 @@ TYPES = {
     404: "NotFoundError",
     405: "MethodNotAllowedError",
     408: "timeout",
+    409: "ConflictError",
+    410: "GoneError",
     413: "RequestTooLargeError",
     415: "UnsupportedMediaTypeError",
     429: "RateLimitError",
@@ -32,7 +45,17 @@ TYPES = {
     500: "InternalServerError",
     501: "NotImplementedError",
     503: "ServiceUnavailableError",
+    507: "InsufficientStorageError",
 }
+SESSION_ERRORS: tuple[tuple[type[QuireError], int], ...] = (
+    (SessionNotFoundError, 404),
+    (SessionExistsError, 409),
+    (SessionBusyError, 409),
+    (SessionLostError, 410),
+    (StoreFullError, 507),
+    (StoreError, 503),
+)
+"""What went wrong with a session, the more particular first."""
 
 
 class ErrorDetail(msgspec.Struct):
@@ -104,6 +127,8 @@ def as_api_error(error: BaseException, retry_after: float = RETRY_SECONDS) -> Ap
     """Any exception as an answer. What nobody foresaw is logged, and told without its details."""
     if isinstance(error, ApiError):
         return error
+    if (status := next((status for kind, status in SESSION_ERRORS if isinstance(error, kind)), 0)) != 0:
+        return ApiError(status, str(error), param="session")
     if isinstance(error, ValidationError):
         return bad_request(str(error), error.parameter)
     if isinstance(error, CacheTooSmallError):

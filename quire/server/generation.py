@@ -17,6 +17,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
+from quire.api.async_sessions import Turn as SessionTurn
 from quire.api.inputs import TokensPrompt
 from quire.messages.beams import BeamSearchParams
 from quire.messages.outputs import RequestOutput
@@ -42,6 +43,8 @@ class Job:
     cache_salt: str | None = None
     search: BeamSearchParams | None = None
     """Given: a beam search, whose sequences are the samples; `params` says how they are shown."""
+    turn: SessionTurn | None = None
+    """The session whose turn it is."""
 
 
 async def generate(
@@ -82,7 +85,7 @@ async def _run(server: Server, exchange: Exchange, job: Job, place: Place) -> As
     seen = server.observer.on_submit(request_id, job.params, job.tokens if job.text is None else job.text)
     asked: dict[str, Any] = {"priority": job.priority, "tenant": exchange.tenant}
     if job.search is None:
-        stream = server.llm.generate(prompt, job.params, request_id, **asked)
+        stream = server.llm.run(prompt, job.params, request_id, **asked, turn=job.turn)
     else:
         stream = _search(server, job.search, job, prompt, request_id, **asked)
     try:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Sequence
-from typing import Any, Union, get_origin
+from types import UnionType
+from typing import Any, Union, get_args, get_origin
 
 import msgspec
 
@@ -13,6 +14,7 @@ from quire.server.errors import ErrorBody, phrase
 from quire.server.protocol.common import Body
 from quire.server.protocol.messages import BLOCKS
 from quire.server.protocol.responses import INPUT_ITEMS
+from quire.server.protocol.values import SESSION_NAME
 from quire.server.routing import ADMIN, Route
 from quire.server.state import Server
 
@@ -20,15 +22,19 @@ REFERENCES = "#/components/schemas/{name}"
 SHAPES = {"$input_items": INPUT_ITEMS, "$content_blocks": BLOCKS}
 """Objects that a body holds and that its route decodes itself, by the names that fields have for them."""
 _PARAMETER = re.compile(r"\{(\w+)(?::\w+)?\}")
+_SOME_TEXT = {"type": "string", "minLength": 1}
+_PATH_SCHEMAS = {"session": {"type": "string", "pattern": SESSION_NAME}}
 
 
 def document(server: Server, routes: Sequence[Route]) -> bytes:
     """The document as JSON."""
-    kinds = [kind for route in routes for kind in _kinds(route) if _is_struct(kind)]
+    named = [kind for route in routes for kind in _kinds(route)]
+    kinds = [kind for whole in named for kind in _parts(whole) if _is_struct(kind)]
     shapes = [kind for kinds_by_name in SHAPES.values() for kind in kinds_by_name.values()]
     kinds = list(dict.fromkeys([*kinds, *shapes, ErrorBody]))
     schemas, components = msgspec.json.schema_components(kinds, ref_template=REFERENCES)
-    by_kind = dict(zip(kinds, schemas, strict=True))
+    by_kind: dict[Any, Any] = dict(zip(kinds, schemas, strict=True))
+    by_kind |= {kind: {"anyOf": [by_kind[part] for part in _parts(kind)]} for kind in named if _is_choice(kind)}
     for kind in kinds:
         if isinstance(kind, type) and issubclass(kind, Body):
             _show_neutral(kind, components[by_kind[kind]["$ref"].rpartition("/")[2]])
@@ -84,11 +90,11 @@ def _operation(route: Route, schemas: dict[Any, Any], server: Server) -> dict[st
         "summary": (inspect.getdoc(route.handler) or "").partition("\n")[0],
         "responses": {"200": _answer(route, schemas)},
     }
-    if names := _PARAMETER.findall(route.path):
-        operation["parameters"] = [
-            {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
-            for name in names
-        ]
+    if parameters := _parameters(route):
+        operation["parameters"] = parameters
+    if route.body_type != "application/json":
+        schema = {"type": "string", "format": "binary"}
+        operation["requestBody"] = {"required": True, "content": {route.body_type: {"schema": schema}}}
     if route.body is not None:
         operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schemas[route.body]}}}
     for status in route.statuses:
@@ -103,11 +109,22 @@ def _operation(route: Route, schemas: dict[Any, Any], server: Server) -> dict[st
     return operation
 
 
+def _parameters(route: Route) -> list[dict[str, Any]]:
+    in_path = [
+        {"name": name, "in": "path", "required": True, "schema": _PATH_SCHEMAS.get(name, _SOME_TEXT)}
+        for name in _PARAMETER.findall(route.path)
+    ]
+    in_query = [
+        {"name": name, "in": "query", "required": False, "schema": schema} for name, schema in route.query.items()
+    ]
+    return in_path + in_query
+
+
 def _answer(route: Route, schemas: dict[Any, Any]) -> dict[str, Any]:
     answer: dict[str, Any] = {"description": "OK"}
     content: dict[str, Any] = {}
     if route.answer is not None:
-        content["application/json"] = {"schema": schemas.get(route.answer, {"type": "object"})}
+        content["application/json"] = {"schema": _schema(route.answer, schemas)}
     elif route.media_type != "application/json":
         content[route.media_type] = {"schema": {"type": "string"}}
     if route.event is not None:
@@ -120,14 +137,28 @@ def _answer(route: Route, schemas: dict[Any, Any]) -> dict[str, Any]:
 def _event_data(route: Route, schemas: dict[Any, Any]) -> dict[str, Any]:
     """JSON in a text: what is new, or in OpenAI's own streams an error, and at the end a word."""
     if not route.last_data:
-        return {"type": "string", "contentMediaType": "application/json", "contentSchema": schemas[route.event]}
-    content = {"anyOf": [schemas[route.event], schemas[_error_kind(route)]]}
+        return {
+            "type": "string",
+            "contentMediaType": "application/json",
+            "contentSchema": _schema(route.event, schemas),
+        }
+    content = {"anyOf": [_schema(route.event, schemas), schemas[_error_kind(route)]]}
     data = {"contentMediaType": "application/json", "contentSchema": content}
     return {"type": "string", "anyOf": [{"const": route.last_data}, data]}
 
 
 def _kinds(route: Route) -> tuple[Any, ...]:
-    return route.body, route.answer, route.event, _error_kind(route)
+    return route.body, *_each(route.answer), *_each(route.event), _error_kind(route)
+
+
+def _each(kind: Any) -> tuple[Any, ...]:
+    return kind if isinstance(kind, tuple) else (kind,)
+
+
+def _schema(kind: Any, schemas: dict[Any, Any]) -> dict[str, Any]:
+    """Of one kind, or of one of several."""
+    found = [schemas.get(each, {"type": "object"}) for each in _each(kind)]
+    return found[0] if len(found) == 1 else {"anyOf": found}
 
 
 def _error_kind(route: Route) -> Any:
@@ -137,3 +168,12 @@ def _error_kind(route: Route) -> Any:
 def _is_struct(kind: Any) -> bool:
     """Or several of them."""
     return get_origin(kind) is Union or (isinstance(kind, type) and issubclass(kind, msgspec.Struct))
+
+
+def _is_choice(kind: Any) -> bool:
+    """`A | B` of structs that nothing in them tells apart, which msgspec could not decode and so does not describe."""
+    return isinstance(kind, UnionType)
+
+
+def _parts(kind: Any) -> tuple[Any, ...]:
+    return get_args(kind) if _is_choice(kind) else (kind,)

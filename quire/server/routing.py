@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -17,6 +17,7 @@ ADMIN = "/admin/"
 
 BODY_ERRORS = (400, 404, 408, 413, 415, 429)
 GENERATION_ERRORS = (500, 503)
+SESSION_ERRORS = (400, 404, 409, 410, 503, 507)
 
 
 @dataclass(frozen=True)
@@ -40,13 +41,19 @@ class Route:
     body: Any = None
     """The struct of the request's body."""
     answer: Any = None
-    """The struct of the answer, where it is JSON."""
+    """The struct of the answer, where it is JSON; a tuple of those it may be."""
     event: Any = None
     """The struct of an event, where the answer can be streamed."""
     last_data: str = ""
     """What the last event holds, where that is no JSON."""
+    query: Mapping[str, Any] = field(default_factory=dict)
+    """Schemas of what the address may say after a question mark."""
+    body_type: str = "application/json"
+    """Other than JSON: bytes, and `body` says nothing."""
     media_type: str = "application/json"
     errors: tuple[int, ...] = ()
+    takes_sessions: bool = False
+    """It reads or writes sessions."""
     generates: bool = False
     """It takes a place in the engine's queue."""
     is_open: bool = False
@@ -58,8 +65,10 @@ class Route:
     def statuses(self) -> list[int]:
         """Every error status it can answer with."""
         statuses = {431, *self.errors}
-        if self.body is not None:
+        if self.body is not None or self.body_type != "application/json":
             statuses |= set(BODY_ERRORS)
+        if self.takes_sessions:
+            statuses |= set(SESSION_ERRORS)
         if self.generates:
             statuses |= set(GENERATION_ERRORS)
         if not self.is_open:

@@ -30,6 +30,7 @@ from quire.server.generation import Counter, Job, generate
 from quire.server.http import Exchange
 from quire.server.protocol.chat import ChatRequest, NamedTool
 from quire.server.protocol.sampling import beam_search_params, sampling_params
+from quire.server.session_turns import SessionPrompt, fall_asleep, session_turn
 from quire.server.state import Server
 
 T = TypeVar("T")
@@ -125,11 +126,15 @@ class Turn:
                         self.server.seeing.metrics.on_tool_parse(self.is_streamed, choice.calls > 0, self.exchange.path)
                     if self.splits:
                         self.counter.reasoning = sum(each.reasoning_tokens for each in self.choices)
+                    if reason is not None and choice.calls and self.job.turn is not None:
+                        await fall_asleep(self.server, self.job.turn)
                     yield Piece(sample.index, deltas, sample, output, reason)
 
 
-async def prepare(server: Server, exchange: Exchange, request: ChatRequest) -> Turn:
-    """Check a chat request and turn its messages into a prompt."""
+async def prepare(
+    server: Server, exchange: Exchange, request: ChatRequest, session: SessionPrompt | None = None
+) -> Turn:
+    """Check a chat request and turn its messages into a prompt. `session`: what it goes on with instead."""
     server.check_serving()
     server.check_model(request.model)
     request.check_fields()
@@ -137,7 +142,7 @@ async def prepare(server: Server, exchange: Exchange, request: ChatRequest) -> T
     plan = await _aside(tool_plan, server, request)
     limit, field_name = request.token_limit
     params = sampling_params(request, server.sampling_defaults, _checked_limit(server, limit), _logprobs(request))
-    text, tokens = await render(server, request)
+    text, tokens = await render(server, request) if session is None else (session.text, session.tokens)
     if params.truncate_prompt_tokens is None:
         server.check_length(len(tokens), limit, field_name)
     make_reader, split = _reading(server, plan, text)
@@ -151,10 +156,11 @@ async def prepare(server: Server, exchange: Exchange, request: ChatRequest) -> T
     if split is not None and params.output_kind is RequestOutputKind.FINAL_ONLY:
         params.output_kind = RequestOutputKind.DELTA  # where thinking ends is seen token by token
     keeps_reasoning = request.include_reasoning is not False
+    turn = session_turn(exchange, request, search) if session is None else session.turn
     return Turn(
         server=server,
         exchange=exchange,
-        job=Job(tokens, params, text, request.priority or 0, request.cache_salt, search),
+        job=Job(tokens, params, text, request.priority or 0, request.cache_salt, search, turn),
         choices=[Choice(reader, plan, keeps_reasoning) for reader in readers],
         splits=split is not None,
         is_streamed=bool(request.stream),
@@ -185,12 +191,12 @@ async def render(server: Server, request: ChatRequest) -> tuple[str, list[int]]:
     _check_template(server, request)
     messages = [message.as_dict() for message in request.messages]
     arguments: dict[str, Any] = {
-        "preamble": await _aside(_preamble, server, request),
-        "tools": _rendered_tools(server, request),
+        "preamble": await _aside(preamble_of, server, request),
+        "tools": rendered_tools(server, request),
         "add_generation_prompt": _default(request.add_generation_prompt, not request.continue_final_message),
         "continue_final_message": bool(request.continue_final_message),
         "chat_template": request.chat_template,
-        "chat_template_kwargs": _template_kwargs(server, request),
+        "chat_template_kwargs": template_kwargs(server, request),
         "documents": request.documents,
     }
     length = sum(len(str(message.get("content", ""))) for message in messages)
@@ -218,14 +224,15 @@ async def _aside(work: Callable[[Server, ChatRequest], T], server: Server, reque
     return await asyncio.to_thread(work, server, request)
 
 
-def _preamble(server: Server, request: ChatRequest) -> str | None:
+def preamble_of(server: Server, request: ChatRequest) -> str | None:
     """What the model is told of tools, where its template would not."""
     if request.tools is None or server.offering is None or not server.config.enable_tool_preamble:
         return None
     return tool_plan(server, request).preamble() if server.offering.is_silent(request.chat_template) else None
 
 
-def _rendered_tools(server: Server, request: ChatRequest) -> list[dict[str, Any]] | None:
+def rendered_tools(server: Server, request: ChatRequest) -> list[dict[str, Any]] | None:
+    """Tools as chat templates are given them."""
     if request.tools is None:
         return None
     if request.tool_choice == "none" and server.config.exclude_tools_when_tool_choice_none:
@@ -238,7 +245,8 @@ def _without_nulls(tool: dict[str, Any]) -> dict[str, Any]:
     return {"type": tool["type"], "function": function}
 
 
-def _template_kwargs(server: Server, request: ChatRequest) -> dict[str, Any]:
+def template_kwargs(server: Server, request: ChatRequest) -> dict[str, Any]:
+    """The template's own switches: the server's, over them the request's."""
     given: dict[str, Any] = {}
     if request.reasoning_effort is not None:
         given["reasoning_effort"] = request.reasoning_effort

@@ -29,7 +29,6 @@ from quire.kernels.triton.launch import gdc_launch_dependents, gdc_wait, pdl
 from quire.kernels.triton.moe_parts import TAKEN, Block, ExpertsConfig, expert_of, logit_of, rank_experts, sort_keys
 from quire.kernels.triton.thin_vector import gained_stream, in_chunks, partials, weight_rows
 
-MAX_TOKENS = 64
 MAX_RANKED = 256
 """Experts among which a program finds its own."""
 
@@ -111,6 +110,32 @@ def _chosen(
 
 
 @triton.jit
+def _pieces(at, ours, first, K: tl.constexpr, BLOCK_K: tl.constexpr, CHUNKS: tl.constexpr):
+    """Weights [SLOTS, BLOCK_N, BLOCK_K] of inputs `first` on, in CHUNKS; zeros past the end, and of others' experts."""
+    tiles = ()
+    for chunk in tl.static_range(CHUNKS):
+        k = first + chunk * BLOCK_K + tl.arange(0, BLOCK_K)
+        inside = ours[:, None, None] & (k < K)[None, None, :]
+        tiles = tiles + (tl.load(at + k[None, None, :], mask=inside, other=0.0, eviction_policy="evict_first"),)
+    return tiles
+
+
+@triton.jit
+def _add_pieces(
+    part, tiles, source, ours, first,
+    K: tl.constexpr, SLOTS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WIDE: tl.constexpr,
+    CHUNKS: tl.constexpr,
+):  # fmt: skip
+    """Add each thread's share of the products of such weights with the features."""
+    for chunk in tl.static_range(CHUNKS):
+        k = first + chunk * BLOCK_K + tl.arange(0, BLOCK_K)
+        value = tl.load(source + k[None, :], mask=ours[:, None] & (k < K)[None, :], other=0.0)
+        product = tiles[chunk].to(tl.float32) * value.to(tl.float32)[:, None, :]
+        part += tl.sum(tl.reshape(product, (SLOTS, BLOCK_N, BLOCK_K // WIDE, WIDE)), 3)
+    return part
+
+
+@triton.jit
 def _down(
     x, logits, weights, experts, weight, y,
     E: tl.constexpr, TOP: tl.constexpr, RENORMALISE: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
@@ -118,6 +143,7 @@ def _down(
     CHUNKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     BLOCKS: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    STEP: tl.constexpr = CHUNKS * BLOCK_K
     program = tl.program_id(0)
     token = (program // BLOCKS).to(tl.int64)
     column = program % BLOCKS * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -126,21 +152,18 @@ def _down(
     line = expert.to(tl.int64)[:, None] * N + tl.minimum(column, N - 1)[None, :]
     at = weight + line[:, :, None] * K
     source = x + (token * TOP + tl.arange(0, SLOTS))[:, None] * K
+    tiles = _pieces(at, ours, 0, K, BLOCK_K, CHUNKS)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     part = tl.zeros((SLOTS, BLOCK_N, BLOCK_K // WIDE), tl.float32)
-    for first in tl.static_range(0, K, CHUNKS * BLOCK_K):
-        tiles = ()
-        for chunk in tl.static_range(CHUNKS):
-            k = first + chunk * BLOCK_K + tl.arange(0, BLOCK_K)
-            inside = ours[:, None, None] & (k < K)[None, None, :]
-            tiles = tiles + (tl.load(at + k[None, None, :], mask=inside, other=0.0, eviction_policy="evict_first"),)
-        if PDL and first == 0:
-            gdc_wait()
-            gdc_launch_dependents()
-        for chunk in tl.static_range(CHUNKS):
-            k = first + chunk * BLOCK_K + tl.arange(0, BLOCK_K)
-            value = tl.load(source + k[None, :], mask=ours[:, None] & (k < K)[None, :], other=0.0)
-            product = tiles[chunk].to(tl.float32) * value.to(tl.float32)[:, None, :]
-            part += tl.sum(tl.reshape(product, (SLOTS, BLOCK_N, BLOCK_K // WIDE, WIDE)), 3)
+    if STEP >= K:
+        part = _add_pieces(part, tiles, source, ours, 0, K, SLOTS, BLOCK_N, BLOCK_K, WIDE, CHUNKS)
+    else:
+        for first in range(0, K, STEP):
+            ahead = _pieces(at, ours, first + STEP, K, BLOCK_K, CHUNKS)
+            part = _add_pieces(part, tiles, source, ours, first, K, SLOTS, BLOCK_N, BLOCK_K, WIDE, CHUNKS)
+            tiles = ahead
     out = tl.sum(tl.sum(part, 2) * share[:, None], 0)
     tl.store(y + token * N + column, out.to(y.dtype.element_ty), mask=column < N)
 
@@ -235,8 +258,10 @@ def _down_meta(
     slots = triton.next_power_of_2(top_k)
     block_k = 32 * wide * max(1, block.warps // (slots * block.n))
     chunks = triton.cdiv(width, block_k)
-    # 16 bytes are 4 registers; 64 of them hold weights.
-    held = max(1, 16 * 32 * wide * block.warps // (slots * block.n * block_k))
+    # 16 bytes are 4 registers, of which 64 hold weights: all of them, or half of those now and half of those next.
+    held = 16 * 32 * wide * block.warps // (slots * block.n * block_k)
+    if chunks > held:
+        chunks = max(1, held // 2)
     return {
         "E": experts,
         "TOP": top_k,
@@ -248,7 +273,7 @@ def _down_meta(
         "BLOCK_N": block.n,
         "BLOCK_K": block_k,
         "WIDE": wide,
-        "CHUNKS": min(chunks, held),
+        "CHUNKS": chunks,
         "num_warps": block.warps,
         **pdl(),
     }

@@ -26,6 +26,7 @@ from quire.server.protocol.values import (
     Samples,
     Seconds,
     Seed,
+    SessionName,
     Share,
     StopStrings,
     Temperature,
@@ -150,6 +151,9 @@ class GenerationFields(Body):
     cache_salt: str | None = None
     """Only requests with the same salt share cached prefixes."""
     request_id: RequestId | None = None
+    session_id: SessionName | None = None
+    """A session that the prompt is all of: it becomes that, and goes on with the answer. The header X-Session-Id says
+    the same."""
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     return_metrics: bool | None = None

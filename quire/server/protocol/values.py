@@ -31,6 +31,10 @@ RequestId = Annotated[str, told(pattern="^[!-~]{1,128}$")]
 Truncation = Annotated[int, told(anyOf=[{"const": -1}, {"minimum": 1}])]
 """-1: as much as fits."""
 
+SESSION_NAME = "^[A-Za-z0-9_][A-Za-z0-9_.:@-]{0,127}$"
+SessionName = Annotated[str, told(pattern=SESSION_NAME)]
+"""Checked by `quire.memory.disk.sessions.names`."""
+
 # How tokens are drawn
 
 Samples = Annotated[int, told(minimum=1, maximum="$max_samples")]

@@ -192,6 +192,7 @@ ROUTES = [
         answer=ChatResponse,
         event=ChatChunk,
         last_data="[DONE]",
+        takes_sessions=True,
         generates=True,
     )
 ]

@@ -24,6 +24,7 @@ from quire.server.protocol.completions import (
 )
 from quire.server.protocol.sampling import beam_search_params, sampling_params
 from quire.server.routing import Route
+from quire.server.session_turns import session_turn
 from quire.server.state import Server
 
 
@@ -50,6 +51,9 @@ async def prepare(server: Server, exchange: Exchange, request: CompletionRequest
     search = beam_search_params(request, max(1, limit))
     if request.echo and request.logprobs is not None and params.prompt_logprobs is None:
         params.prompt_logprobs = request.logprobs
+    turn = session_turn(exchange, request, search)
+    if turn is not None and (len(prompts) > 1 or request.max_tokens == 0):
+        raise bad_request("a turn of a session has one prompt, and at least one token to add", "session_id")
     jobs = []
     for prompt in prompts:
         text = prompt if isinstance(prompt, str) else None
@@ -62,7 +66,7 @@ async def prepare(server: Server, exchange: Exchange, request: CompletionRequest
             tokens = prompt
         if params.truncate_prompt_tokens is None:
             server.check_length(len(tokens), limit)
-        jobs.append(Job(tokens, params, text, request.priority or 0, request.cache_salt, search))
+        jobs.append(Job(tokens, params, text, request.priority or 0, request.cache_salt, search, turn))
     return jobs
 
 
@@ -227,6 +231,7 @@ ROUTES = [
         answer=CompletionResponse,
         event=CompletionResponse,
         last_data="[DONE]",
+        takes_sessions=True,
         generates=True,
     )
 ]

@@ -11,7 +11,7 @@ from quire.server.http import Exchange
 from quire.server.seeing.observer import HttpRecord, current_record
 
 ROUTE = "quire.route"
-"""Where a request's scope holds the path of its route."""
+"""Where a request's scope holds the path of its route, as the table has it."""
 TRACE_HEADERS = ("traceparent", "tracestate")
 
 

@@ -1,0 +1,114 @@
+"""How fast a sleeping session answers again: from host memory, from disk, and if its prompt had to be computed.
+
+python benchmarks/resume.py                                              # default model, CPU, 2,048 tokens
+python benchmarks/resume.py --model benchmarks/gpu/models/llama-3.1-8b --load-format dummy --tokens 8192   # on a GPU
+
+The first token of a turn, all of it timed: asking, loading or computing, one decode step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import sys
+import tempfile
+import time
+
+from quire import LLM, SamplingParams
+
+HIGHEST = 10_000
+ONE = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False)
+BARS = {"cpu": (20.0, 10.0), "gpu": (5.0, 5.0)}
+
+
+class Bench:
+    """An engine with tiers, and a session in it."""
+
+    def __init__(self, args: argparse.Namespace, folder: str) -> None:
+        self.args = args
+        self.llm = LLM(
+            args.model, load_format=args.load_format, swap_space=args.swap_space, kv_disk=folder, kv_disk_size=8,
+            skip_tokenizer_init=True, disable_log_stats=True, max_model_len=args.tokens + 512,
+        )  # fmt: skip
+        self.core = self.llm.llm_engine.core
+        self._random = random.Random(1)
+
+    def tokens(self) -> list[int]:
+        return [self._random.randint(0, HIGHEST) for _ in range(self.args.tokens)]
+
+    def forget(self, host: bool) -> None:
+        """What others could find on the device is gone; `host`: in host memory too."""
+        self.llm.reset_prefix_cache()
+        tiers = self.core.scheduler.tiers
+        assert tiers is not None
+        if host:
+            tiers.host.discard(list(tiers.host.oldest()))
+
+    def prefill(self) -> float:
+        """The first token of a prompt nobody has seen."""
+        prompt = self.tokens()
+        begin = time.perf_counter()
+        self.llm.generate([{"prompt_token_ids": prompt}], ONE, use_tqdm=False)
+        return time.perf_counter() - begin
+
+    def resume(self, name: str, from_disk: bool) -> tuple[float, int]:
+        """The first token of a session that was asleep, and how many of its tokens were computed for it."""
+        session = self.llm.sessions.resume(name)
+        session.suspend()
+        self.forget(host=from_disk)
+        computed = self.core.scheduler.stats.prompt_tokens
+        begin = time.perf_counter()
+        session.generate(ONE)
+        return time.perf_counter() - begin, self.core.scheduler.stats.prompt_tokens - computed
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--load-format", default="auto")
+    parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--swap-space", type=float, default=4.0, help="GiB of host memory")
+    parser.add_argument("--repeats", type=int, default=5)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        bench = Bench(args, folder)
+        name = "benchmark"
+        session = bench.llm.sessions.create(name)
+        session.append(bench.tokens())
+        session.generate(ONE)
+        times: dict[str, list[float]] = {"prefill": [], "host": [], "disk": []}
+        for _ in range(args.repeats):
+            times["prefill"].append(bench.prefill())
+            for tier in ("host", "disk"):
+                seconds, computed = bench.resume(name, from_disk=tier == "disk")
+                assert computed == 1, f"{computed} tokens were computed to resume from {tier}"
+                times[tier].append(seconds)
+        tiers = bench.core.scheduler.tiers
+        assert tiers is not None
+        size = -(-args.tokens // bench.core.scheduler.tables.block_size) * tiers.costs.block_bytes
+        step = bench.llm.generate([{"prompt_token_ids": bench.tokens()[:32]}], _many(65), use_tqdm=False)
+        decode = step[0].metrics.inter_token_latency if hasattr(step[0].metrics, "inter_token_latency") else None
+        facts = bench.llm.llm_engine.facts
+        print(f"{facts.device}, {facts.dtype}, a session of {args.tokens} tokens = {size / 2**20:.0f} MiB")
+        middle = {tier: statistics.median(values) for tier, values in times.items()}
+        for tier, seconds in middle.items():
+            low, high = min(times[tier]), max(times[tier])
+            print(
+                f"{tier:<8} {1000 * seconds:9.1f} ms ({1000 * low:.1f} to {1000 * high:.1f}) "
+                f"{middle['prefill'] / seconds:8.1f}x"
+            )
+        link = size / tiers.costs.back.value
+        print(f"link {tiers.costs.back.value / 1e9:.1f} GB/s: {1000 * link:.1f} ms for the bytes alone", decode or "")
+        bars = BARS["cpu" if facts.device == "cpu" or "CPU" in facts.device else "gpu"]
+        met = all(middle["prefill"] / middle[tier] >= bar for tier, bar in zip(("host", "disk"), bars, strict=True))
+        bench.llm.shutdown()
+    return 0 if met else 1
+
+
+def _many(tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,202 @@
+"""/v1/sessions."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Union
+
+import msgspec
+
+from quire.server.errors import bad_request
+from quire.server.protocol.chat import ChatRequest, Message, NamedTool, Tool
+from quire.server.protocol.common import Body, check_depth
+from quire.server.protocol.completions import CompletionRequest
+from quire.server.protocol.sampling import GenerationFields
+from quire.server.protocol.values import (
+    NOT_EMPTY,
+    Logprobs,
+    ModelName,
+    OutputLimit,
+    Seconds,
+    SessionName,
+    TemplateVariables,
+    TokenId,
+    ToolChoice,
+    told,
+)
+
+LARGEST_PAGE = 1000
+
+Input = Union[
+    str,
+    Annotated[
+        list[Union[TokenId, Message]],
+        told(minItems=1, anyOf=[{"items": {"type": kind}} for kind in ("integer", "object")]),
+    ],
+]
+"""Text, token ids or messages."""
+Tools = Annotated[list[Tool], NOT_EMPTY]
+Notes = Annotated[dict[str, str], told(maxProperties=64)]
+
+
+class Appending(Body):
+    """Fields that say what is added."""
+
+    chat_template_kwargs: TemplateVariables | None = None
+    tools: Tools | None = None
+    """What the model is told it may call, with messages."""
+
+    def check_fields(self) -> None:
+        """What the types alone cannot say."""
+        check_depth("chat_template_kwargs", self.chat_template_kwargs)
+        for tool in self.tools or ():
+            check_depth("tools", tool.function.parameters)
+
+
+class SessionCreateRequest(Appending):
+    """The body of POST /v1/sessions."""
+
+    id: SessionName | None = None
+    name: SessionName | None = None
+    """The same."""
+    input: Input | None = None
+    ttl: Seconds | None = None
+    """Seconds without use after which the session ends."""
+    metadata: Notes | None = None
+    model: ModelName | None = None
+
+    @property
+    def wanted_name(self) -> str | None:
+        """Its name, if one is given."""
+        if self.id is not None and self.name is not None and self.id != self.name:
+            raise bad_request("id and name are the same thing: give one of them", "name")
+        return self.name if self.id is None else self.id
+
+
+class SessionAppendRequest(Appending, kw_only=True):
+    """The body of POST /v1/sessions/{session}/append."""
+
+    input: Input
+
+
+class SessionUpdateRequest(Body):
+    """The body of PATCH /v1/sessions/{session}."""
+
+    ttl: Seconds | msgspec.UnsetType | None = msgspec.UNSET
+    """Null: it does not end by itself."""
+    metadata: Notes | None = None
+
+
+class SessionForkRequest(Body, kw_only=True):
+    """The body of POST /v1/sessions/{session}/fork."""
+
+    id: SessionName
+    at: Annotated[int, told(minimum=0)] | None = None
+    """Tokens that the two have in common; all, unless said otherwise."""
+
+
+class SessionGenerateRequest(GenerationFields, kw_only=True):
+    """The body of POST /v1/sessions/{session}/generate: what is added first, and how the answer is made."""
+
+    input: Input | None = None
+    answer: Literal["chat", "text"] | None = None
+    """As /v1/chat/completions or as /v1/completions answers; unless given, as the input is messages or not."""
+    max_tokens: OutputLimit | None = None
+    max_completion_tokens: OutputLimit | None = None
+    logprobs: bool | Logprobs | None = None
+    """True or false with messages; otherwise how many."""
+    top_logprobs: Logprobs | None = None
+    tools: Tools | None = None
+    tool_choice: Union[ToolChoice, NamedTool, None] = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+    include_reasoning: bool | None = None
+    chat_template_kwargs: TemplateVariables | None = None
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether the answer is a message."""
+        return has_messages(self.input) if self.answer is None else self.answer == "chat"
+
+    def as_chat(self) -> ChatRequest:
+        """The same, as the chat route knows it."""
+        if isinstance(self.logprobs, int) and not isinstance(self.logprobs, bool):
+            raise bad_request("logprobs is true or false with messages; top_logprobs says how many", "logprobs")
+        fields = _shared(self, ChatRequest)
+        messages = _as_messages(self.input) if has_messages(self.input) else [Message(role="user", content="-")]
+        return ChatRequest(messages=messages, **fields)
+
+    def as_completion(self) -> CompletionRequest:
+        """The same, as the completions route knows it."""
+        for name in ("top_logprobs", "tools", "tool_choice", "reasoning_effort", "chat_template_kwargs"):
+            if getattr(self, name) is not None:
+                raise bad_request(f"{name} is for messages, or for answer=chat", name)
+        if isinstance(self.logprobs, bool):
+            raise bad_request("logprobs is a number here: how many to tell of each token", "logprobs")
+        fields = _shared(self, CompletionRequest)
+        fields["max_tokens"] = self.max_completion_tokens if self.max_tokens is None else self.max_tokens
+        return CompletionRequest(prompt="-", **fields)
+
+
+def has_messages(given: Any) -> bool:
+    """Whether an input is messages."""
+    return isinstance(given, list) and bool(given) and isinstance(given[0], Message)
+
+
+def plain_input(given: Input) -> Any:
+    """An input as sessions read it: text, numbers, or messages as templates know them."""
+    if isinstance(given, str):
+        return given
+    if not given:
+        raise bad_request("input is an empty list", "input")
+    if len({isinstance(item, Message) for item in given}) > 1:
+        raise bad_request("input must be text, token ids or messages, not a mixture", "input")
+    return [item.as_dict() for item in _as_messages(given)] if has_messages(given) else given
+
+
+def _as_messages(given: Any) -> list[Message]:
+    return [item for item in given if isinstance(item, Message)]
+
+
+def _shared(body: msgspec.Struct, kind: type[msgspec.Struct]) -> dict[str, Any]:
+    return {name: getattr(body, name) for name in body.__struct_fields__ if name in kind.__struct_fields__}
+
+
+# Answers
+
+
+class SessionObject(msgspec.Struct, kw_only=True):
+    """A session."""
+
+    id: str
+    object: str = "session"
+    status: str
+    """live: a turn is running; idle: on the device; asleep: in the tiers below, or to be computed again."""
+    created_at: int
+    last_used_at: int
+    expires_at: int | None
+    num_tokens: int
+    device_tokens: int
+    """Tokens whose KV is on the device."""
+    saved_tokens: int
+    """Tokens whose KV was put by when it last fell asleep."""
+    parent: str | None
+    forked_at: int
+    metadata: dict[str, str]
+    lost: str | None
+    """Why its tokens are lost, if they are."""
+
+
+class SessionList(msgspec.Struct, kw_only=True):
+    """A page of sessions, in the order they were made. `last_id` is what `after` asks for the next one with."""
+
+    object: str = "list"
+    data: list[SessionObject]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class SessionDeleted(msgspec.Struct, kw_only=True):
+    id: str
+    object: str = "session.deleted"
+    deleted: bool = True

@@ -1,0 +1,322 @@
+"""/v1/sessions: conversations by name that outlive their turns."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from msgspec import UNSET
+from starlette.datastructures import QueryParams
+
+from quire.api.async_sessions import AsyncSession, AsyncSessions
+from quire.api.session_input import RenderText, is_messages
+from quire.memory.sessions import KEEP, SessionInfo
+from quire.server.errors import ApiError, bad_request
+from quire.server.http import Exchange
+from quire.server.protocol.chat import ChatChunk, ChatRequest, ChatResponse, Message
+from quire.server.protocol.completions import CompletionResponse
+from quire.server.protocol.sessions import (
+    LARGEST_PAGE,
+    Appending,
+    SessionAppendRequest,
+    SessionCreateRequest,
+    SessionDeleted,
+    SessionForkRequest,
+    SessionGenerateRequest,
+    SessionList,
+    SessionObject,
+    SessionUpdateRequest,
+    plain_input,
+)
+from quire.server.protocol.values import SESSION_NAME
+from quire.server.routes.chat import ChatAnswer
+from quire.server.routes.completions import CompletionAnswer
+from quire.server.routes.completions import prepare as prepare_completion
+from quire.server.routing import Route
+from quire.server.session_turns import SessionPrompt
+from quire.server.state import Server
+from quire.server.turn import preamble_of, rendered_tools, template_kwargs
+from quire.server.turn import prepare as prepare_chat
+
+PAGE = 100
+FILE = "application/octet-stream"
+PIECE_BYTES = 1 << 18
+
+
+@asynccontextmanager
+async def asking(server: Server, exchange: Exchange) -> AsyncIterator[AsyncSessions]:
+    """The sessions of whoever asks, while the engine can be asked."""
+    server.check_serving()
+    async with exchange.watched(server.deadline(None)):
+        yield server.llm.sessions.of(exchange.tenant)
+
+
+def _named(sessions: AsyncSessions, exchange: Exchange) -> AsyncSession:
+    return sessions.handle(exchange.path_params["session"])
+
+
+# What there is
+
+
+async def create(server: Server, exchange: Exchange) -> None:
+    """A new session, empty or beginning with text, token ids or messages."""
+    request = await exchange.read_json(SessionCreateRequest)
+    server.check_model(request.model)
+    request.check_fields()
+    name = request.wanted_name
+    if name is None:
+        name = f"session-{secrets.token_hex(8)}"
+    async with asking(server, exchange) as sessions:
+        arguments: dict[str, Any] = {"ttl": request.ttl, "meta": request.metadata}
+        if request.input is not None:
+            given = plain_input(request.input)
+            if is_messages(given):
+                arguments |= {"messages": given, **_told(server, request)}
+            else:
+                arguments |= {"prompt": given}
+        session = await sessions.create(name, **arguments)
+        await exchange.reply(_shown(await session.info()))
+
+
+async def list_sessions(server: Server, exchange: Exchange) -> None:
+    """A page of sessions, in the order they were made."""
+    query = QueryParams(exchange.scope["query_string"])
+    given = query.get("limit", str(PAGE))
+    if not given.isdecimal() or not 1 <= int(given[:9]) <= LARGEST_PAGE:
+        raise bad_request(f"limit must be 1 to {LARGEST_PAGE}, got {given[:40]!r}", "limit")
+    async with asking(server, exchange) as sessions:
+        page = await sessions.page(query.get("after"), int(given))
+    data = [_shown(info) for info in page.sessions]
+    ends = (data[0].id, data[-1].id) if data else (None, None)
+    await exchange.reply(SessionList(data=data, first_id=ends[0], last_id=ends[1], has_more=page.after is not None))
+
+
+async def retrieve(server: Server, exchange: Exchange) -> None:
+    """One session."""
+    async with asking(server, exchange) as sessions:
+        await exchange.reply(_shown(await _named(sessions, exchange).info()))
+
+
+async def update(server: Server, exchange: Exchange) -> None:
+    """Another time to live, or other notes."""
+    request = await exchange.read_json(SessionUpdateRequest)
+    async with asking(server, exchange) as sessions:
+        ttl = KEEP if request.ttl is UNSET else request.ttl
+        await exchange.reply(_shown(await _named(sessions, exchange).update(ttl=ttl, meta=request.metadata)))
+
+
+async def delete(server: Server, exchange: Exchange) -> None:
+    """End a session. Its forks stay."""
+    async with asking(server, exchange) as sessions:
+        session = _named(sessions, exchange)
+        await session.delete()
+        await exchange.reply(SessionDeleted(id=session.name))
+
+
+# What is done with one
+
+
+async def append(server: Server, exchange: Exchange) -> None:
+    """Add text, token ids or messages. They are durable when this is answered, and computed with the next turn."""
+    request = await exchange.read_json(SessionAppendRequest)
+    request.check_fields()
+    given = plain_input(request.input)
+    async with asking(server, exchange) as sessions:
+        told = _told(server, request) if is_messages(given) else {}
+        await exchange.reply(_shown(await _named(sessions, exchange).append(given, **told)))
+
+
+async def generate(server: Server, exchange: Exchange) -> None:
+    """One turn, after adding the input if there is one: answered as chats are, or as completions."""
+    request = await exchange.read_json(SessionGenerateRequest)
+    async with exchange.watched(server.deadline(request.timeout)):
+        server.check_serving()
+        session = _named(server.llm.sessions.of(exchange.tenant), exchange)
+        if request.session_id is not None and request.session_id != session.name:
+            raise bad_request("session_id is another session than the address names", "session_id")
+        request.session_id = session.name
+        answer = (
+            await _chat(server, exchange, request, session)
+            if request.is_chat
+            else await _completion(server, exchange, request, session)
+        )
+        await (answer.stream() if request.stream else answer.send())
+
+
+async def _chat(
+    server: Server, exchange: Exchange, request: SessionGenerateRequest, session: AsyncSession
+) -> ChatAnswer:
+    chat = request.as_chat()
+    chat.check_fields()
+    given = None if request.input is None else plain_input(request.input)
+    told = _told_of_chat(server, chat) if is_messages(given) else {}
+    prompt = await _prompt(server, session, given, told)
+    return ChatAnswer(server, exchange, chat, await prepare_chat(server, exchange, chat, prompt))
+
+
+async def _completion(
+    server: Server, exchange: Exchange, request: SessionGenerateRequest, session: AsyncSession
+) -> CompletionAnswer:
+    completion = request.as_completion()
+    given = None if request.input is None else plain_input(request.input)
+    prompt = await _prompt(server, session, given, {})
+    completion.prompt = list(prompt.tokens)
+    jobs = await prepare_completion(server, exchange, completion)
+    jobs[0].turn, jobs[0].text = prompt.turn, prompt.text
+    return CompletionAnswer(server, exchange, completion, jobs)
+
+
+async def _prompt(server: Server, session: AsyncSession, given: Any, told: dict[str, Any]) -> SessionPrompt:
+    tokens, turn = await session.prepare(given, **told)
+    if not tokens:
+        raise bad_request("the session is empty, and nothing can follow: give an input", "input")
+    text = None if server.tokenizer is None else server.tokenizer.decode(tokens, skip_special_tokens=False)
+    return SessionPrompt(text or "", tokens, turn)
+
+
+async def suspend(server: Server, exchange: Exchange) -> None:
+    """Leave the device, now or when the turn ends. With wait=true, answered when all there was to save is saved."""
+    wait = QueryParams(exchange.scope["query_string"]).get("wait", "false")
+    if wait not in ("true", "false"):
+        raise bad_request(f"wait must be true or false, got {wait[:40]!r}", "wait")
+    async with asking(server, exchange) as sessions:
+        await exchange.reply(_shown(await _named(sessions, exchange).suspend(wait == "true")))
+
+
+async def resume(server: Server, exchange: Exchange) -> None:
+    """The session is to be used again: its time to live begins anew. Its next turn loads what it needs."""
+    async with asking(server, exchange) as sessions:
+        session = await sessions.resume(exchange.path_params["session"])
+        await exchange.reply(_shown(await session.info()))
+
+
+async def recover(server: Server, exchange: Exchange) -> None:
+    """Accept what is left of a session that is lost."""
+    async with asking(server, exchange) as sessions:
+        await exchange.reply(_shown(await _named(sessions, exchange).recover()))
+
+
+async def fork(server: Server, exchange: Exchange) -> None:
+    """A session with the same first tokens, which shares what it can."""
+    request = await exchange.read_json(SessionForkRequest)
+    async with asking(server, exchange) as sessions:
+        made = await _named(sessions, exchange).fork(request.id, request.at)
+        await exchange.reply(_shown(await made.info()))
+
+
+# To and from files
+
+
+async def export(server: Server, exchange: Exchange) -> None:
+    """The session as a file: its tokens and notes."""
+    async with asking(server, exchange) as sessions:
+        session = _named(sessions, exchange)
+        data = await session.exported()
+        name = f'attachment; filename="{session.name}.session"'.encode()
+        headers = [
+            (b"content-type", FILE.encode()),
+            (b"content-disposition", name),
+            (b"content-length", b"%d" % len(data)),
+        ]
+        await exchange.start(200, headers)
+        for start in range(0, len(data), PIECE_BYTES):
+            await exchange.send_body(data[start : start + PIECE_BYTES], more=start + PIECE_BYTES < len(data))
+
+
+async def import_session(server: Server, exchange: Exchange) -> None:
+    """A session from such a file, under its own name or another."""
+    given = exchange.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if given != FILE:
+        raise ApiError(415, f"the body must be {FILE}, and Content-Type is {given or 'missing'}")
+    name = QueryParams(exchange.scope["query_string"]).get("id")
+    data = await exchange.read_body()
+    async with asking(server, exchange) as sessions:
+        session = await sessions.import_(data, name)
+        await exchange.reply(_shown(await session.info()))
+
+
+# Words
+
+
+def _told(server: Server, request: Appending) -> dict[str, Any]:
+    """How messages are written: as the chat route would."""
+    chat = ChatRequest(
+        messages=[Message(role="user", content="-")],
+        tools=request.tools,
+        chat_template_kwargs=request.chat_template_kwargs,
+    )
+    return _told_of_chat(server, chat)
+
+
+def _told_of_chat(server: Server, chat: ChatRequest) -> dict[str, Any]:
+    told: dict[str, Any] = {"tools": rendered_tools(server, chat)}
+    told["chat_template_kwargs"] = template_kwargs(server, chat)
+    preamble = preamble_of(server, chat)
+    if preamble is not None and server.offering is not None:
+        told["first_render"] = _with_preamble(server, preamble)
+    return told
+
+
+def _with_preamble(server: Server, preamble: str) -> RenderText:
+    assert server.offering is not None
+    offering = server.offering
+
+    def render(messages: Any, **arguments: Any) -> str:
+        return offering.render(list(messages), preamble, **arguments)
+
+    return render
+
+
+def _shown(info: SessionInfo) -> SessionObject:
+    return SessionObject(
+        id=info.name,
+        status=info.phase,
+        created_at=int(info.created),
+        last_used_at=int(info.used),
+        expires_at=None if info.expires is None else int(info.expires),
+        num_tokens=info.num_tokens,
+        device_tokens=info.device_tokens,
+        saved_tokens=info.kv_tokens,
+        parent=info.parent,
+        forked_at=info.forked_at,
+        metadata=info.meta,
+        lost=info.lost,
+    )
+
+
+_ONE = "/v1/sessions/{session}"
+_NAME = {"type": "string", "pattern": SESSION_NAME}
+_LIMIT = {"type": "integer", "minimum": 1, "maximum": LARGEST_PAGE, "default": PAGE}
+
+
+def _route(method: str, path: str, handler: Any, **more: Any) -> Route:
+    more.setdefault("answer", SessionObject)
+    return Route(method, path, handler, takes_sessions=True, errors=(408,), **more)
+
+
+ROUTES = [
+    _route("POST", "/v1/sessions", create, body=SessionCreateRequest),
+    _route("GET", "/v1/sessions", list_sessions, answer=SessionList, query={"after": _NAME, "limit": _LIMIT}),
+    _route("POST", "/v1/sessions/import", import_session, body_type=FILE, query={"id": _NAME}),
+    _route("GET", _ONE, retrieve),
+    _route("PATCH", _ONE, update, body=SessionUpdateRequest),
+    _route("DELETE", _ONE, delete, answer=SessionDeleted),
+    _route("POST", f"{_ONE}/append", append, body=SessionAppendRequest),
+    _route(
+        "POST",
+        f"{_ONE}/generate",
+        generate,
+        body=SessionGenerateRequest,
+        answer=(ChatResponse, CompletionResponse),
+        event=(ChatChunk, CompletionResponse),
+        last_data="[DONE]",
+        generates=True,
+    ),
+    _route("POST", f"{_ONE}/suspend", suspend, query={"wait": {"type": "boolean", "default": False}}),
+    _route("POST", f"{_ONE}/resume", resume),
+    _route("POST", f"{_ONE}/recover", recover),
+    _route("POST", f"{_ONE}/fork", fork, body=SessionForkRequest),
+    _route("GET", f"{_ONE}/export", export, answer=None, media_type=FILE),
+]

@@ -1,0 +1,82 @@
+"""Tiers below a CUDA device: rows that are swapped, prefixes and sessions that come back, on streams of their own."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire import LLM, SamplingParams
+from tests.conftest import TINY_VOCAB
+from tests.gpu.near_ties import NearTies
+from tests.gpu.storm import check, disturbed, make_asks, undisturbed
+from tests.gpu.target import ON_A_GPU
+from tests.gpu.test_storm import CALM, TIGHT
+
+pytestmark = ON_A_GPU
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, detokenize=False)
+
+
+@pytest.fixture
+def eager_swaps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short rows are swapped, and copies are taken for cheap: a tiny model computes faster than any link."""
+    monkeypatch.setattr("quire.scheduler.moving.LEAST_SWAP", 1)
+    monkeypatch.setattr("quire.memory.costs.Costs.swapping_pays", lambda *_: True)
+    monkeypatch.setattr("quire.memory.costs.Costs.loading_pays", lambda *_: True)
+
+
+@pytest.mark.usefixtures("small_groups", "eager_swaps")
+@pytest.mark.parametrize("disk", [False, True], ids=["host", "disk"])
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_a_storm_over_tiers(engine: Callable[..., LLM], ties: NearTies, depth: int, disk: bool, tmp_path: Path) -> None:
+    rng = random.Random(70 + depth)
+    asks = make_asks(150, rng)
+    expected = undisturbed(engine(**CALM), asks)
+    tiers: dict[str, Any] = {"swap_space": 0.0002, "kv_disk": str(tmp_path)} if disk else {"swap_space": 0.05}
+    llm = engine(**TIGHT, **tiers, pipeline_depth=depth)
+    ours = disturbed(llm, asks, rng, 0.03)
+    llm.llm_engine.check_idle()
+    check(asks, ours, expected, ties)
+    scheduler = llm.llm_engine.core.scheduler
+    assert scheduler.tiers is not None
+    print(f"\n{scheduler.stats.swaps} swaps, {scheduler.tiers.saved} blocks out, {scheduler.tiers.loaded} back")
+    ties.report("tiers", most=2)
+    assert scheduler.stats.swaps and scheduler.tiers.loaded
+
+
+@pytest.mark.usefixtures("eager_swaps")
+@pytest.mark.parametrize("depth", [0, 1])
+def test_sessions_say_the_same_wherever_they_slept(
+    engine: Callable[..., LLM], ties: NearTies, depth: int, tmp_path: Path
+) -> None:
+    rng = random.Random(depth)
+    calm = engine(**CALM)
+    llm = engine(pipeline_depth=depth, block_size=8, num_gpu_blocks_override=60, swap_space=0.01, kv_disk=str(tmp_path))
+    truth: dict[str, list[int]] = {}
+    for i in range(6):
+        truth[f"s{i}"] = [rng.randrange(4, TINY_VOCAB) for _ in range(rng.randint(3, 60))]
+        llm.sessions.create(f"s{i}", truth[f"s{i}"])
+    for turn in range(30):
+        name = rng.choice(list(truth))
+        if len(truth[name]) > 180:
+            continue
+        session = llm.sessions.resume(name)
+        more = [rng.randrange(4, TINY_VOCAB) for _ in range(rng.randint(0, 5))]
+        session.append(more)
+        ours = list(session.generate(GREEDY).outputs[0].token_ids)
+        prompt = truth[name] + more
+        theirs = list(calm.generate([prompt], GREEDY, use_tqdm=False)[0].outputs[0].token_ids)
+        ties.compare(prompt, ours, theirs, name)
+        truth[name] = prompt + ours
+        assert session.tokens == truth[name]
+        if rng.random() < 0.6:
+            session.suspend()
+            llm.reset_prefix_cache()
+        if rng.random() < 0.2:
+            session.fork(f"f{turn}")
+            truth[f"f{turn}"] = list(truth[name])
+    ties.report("sessions", most=2)
