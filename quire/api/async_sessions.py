@@ -77,19 +77,20 @@ class AsyncSessions:
         if (begin := messages if prompt is None else prompt) is not None:
             tokens = (await session.read(begin, [], 0, tools, chat_template_kwargs, first_render)).tokens
         salt = self._llm.inputs.salt_of(self.tenant)
-        await self._llm.ask_sessions(calls.CreateSession(session.key, tokens, salt, _ttl(ttl), _notes(meta or {})))
+        op = calls.CreateSession(session.key, tokens, salt, _ttl(ttl), _notes(meta or {}))
+        session.found = _info(await self._llm.ask_sessions(op))
         return session
 
     async def resume(self, name: str) -> AsyncSession:
         """A session that is there; raises if there is none, or if it is lost. Its next turn loads what it needs."""
         session = self._handle(name)
-        await self._llm.ask_sessions(calls.TouchSession(session.key))
+        session.found = _info(await self._llm.ask_sessions(calls.TouchSession(session.key)))
         return session
 
     async def get(self, name: str) -> AsyncSession:
         """A session that is there, lost or not. It is not used by that."""
         session = self._handle(name)
-        await session.info()
+        session.found = await session.info()
         return session
 
     async def page(self, after: str | None = None, limit: int = PAGE) -> SessionPage:
@@ -136,7 +137,9 @@ class AsyncSessions:
         data = source if isinstance(source, bytes) else await asyncio.to_thread(read_file, source)
         salt = self._llm.inputs.salt_of(self.tenant)
         answer = await self._llm.ask_sessions(calls.ImportSession(data, self.tenant, name, salt, _ttl(ttl)))
-        return self._handle(_info(answer).name)
+        session = self._handle(_info(answer).name)
+        session.found = _info(answer)
+        return session
 
     def handle(self, name: str, tools: Sequence[Any] | None = None) -> AsyncSession:
         """A session by its name, which nobody has looked for yet."""
@@ -158,6 +161,8 @@ class AsyncSession:
         self.name = name
         self.key = key
         """What it goes by in the engine."""
+        self.found: SessionInfo | None = None
+        """How it was when it was made, or looked for."""
 
     async def append(
         self,
@@ -267,7 +272,7 @@ class AsyncSession:
     async def fork(self, name: str, at: int | None = None) -> AsyncSession:
         """A session with the same first tokens (all of them, unless said otherwise). They share what they can."""
         made = self._sessions.handle(name, self._tools)
-        await self._llm.ask_sessions(calls.ForkSession(self.key, made.key, at))
+        made.found = _info(await self._llm.ask_sessions(calls.ForkSession(self.key, made.key, at)))
         return made
 
     async def export(self, path: str | os.PathLike[str]) -> None:

@@ -167,7 +167,7 @@ class InputProcessor:
 
     def token_ids(self, given: Sequence[Any]) -> list[int]:
         """A list of integers of any kind as one of Python's; anything else raises."""
-        if not isinstance(given, Sequence) and not hasattr(given, "__array__"):
+        if isinstance(given, bytes) or not (isinstance(given, Sequence) or hasattr(given, "__array__")):
             raise ValidationError(f"token ids are a list of integers; got {type(given).__name__}", "prompt_token_ids")
         if set(map(type, given)) <= {int}:
             return list(given)

@@ -20,6 +20,7 @@ COMMANDS = {
     "bench": "measure throughput, latency, KV cache waste, or any server under load",
     "pull": "download a model and print where it is",
     "inspect": "say what a model is, and what of it fits here",
+    "sessions": "list, show, delete, export or import the sessions of a folder",
     "tune": "measure which GPU kernels suit a model best, and remember it",
     "env": "show versions, devices and caches, for a bug report",
 }

@@ -91,7 +91,6 @@ class EngineLoop:
             case ipc.Start():
                 raise RuntimeError("a second Start came: an engine is made once")
 
-
     def _tell_session(self, question: int, outcome: SessionAnswer | Exception) -> None:
         if isinstance(outcome, SessionAnswer):
             self._link.send(ipc.SessionReply(question, outcome))

@@ -151,7 +151,7 @@ class SessionKeeper:
         self.store.create(
             name, tokens, fingerprint=self._token_fingerprint, salt=salt, ttl=ttl, meta=meta, durable=durable
         )
-        return self.get(name)
+        return self._shown(name)
 
     def append(self, name: str, tokens: Sequence[int], *, at: int | None = None, durable: bool = True) -> SessionInfo:
         """Add tokens, after the first `at` if said; they are computed with the next turn."""
@@ -159,7 +159,7 @@ class SessionKeeper:
         if at is not None:
             self.cut(name, at, durable=False)
         self.store.append(name, tokens, durable=durable)
-        return self.get(name)
+        return self._shown(name)
 
     def rewrite(self, name: str, tokens: Sequence[int], *, salt: str = "", durable: bool = True) -> SessionInfo:
         """The session holds these tokens from now on; what they begin alike with it keeps its KV. It may be new."""
@@ -174,7 +174,7 @@ class SessionKeeper:
             self.store.truncate(name, same, durable=False)
             self._cut(name, same)
         self.store.append(name, new[same:], durable=durable)
-        return self.get(name)
+        return self._shown(name)
 
     def fork(self, name: str, new_name: str, at: int | None = None, *, durable: bool = True) -> SessionInfo:
         """A session with the same first tokens (all, unless said otherwise). It shares every block it can."""
@@ -190,12 +190,12 @@ class SessionKeeper:
         elif name in self._owned and self._tiers is not None:
             self._owned[new_name] = list(self._owned[name])
             self._tiers.host.pin(self._owned[new_name])
-        return self.get(new_name)
+        return self._shown(new_name)
 
     def get(self, name: str) -> SessionInfo:
         """The session of that name."""
         self._end_expired()
-        return self._describe(self.store.get(name))
+        return self._shown(name)
 
     def page(self, after: int = 0, limit: int = 100, owner: str | None = None) -> SessionPage:
         """Up to `limit` sessions, in the order they were made; one owner's only, if said."""
@@ -215,7 +215,7 @@ class SessionKeeper:
     def touch(self, name: str) -> SessionInfo:
         """The session is in use; raises if it is lost."""
         self.store.touch(name)
-        return self.get(name)
+        return self._shown(name)
 
     def update(
         self, name: str, *, ttl: float | None = KEEP, meta: Mapping[str, str] | None = None, durable: bool = True
@@ -223,7 +223,7 @@ class SessionKeeper:
         """Another time to live, or other notes."""
         changes = {} if ttl is KEEP else {"ttl": ttl}
         self.store.update(name, meta=meta, durable=durable, **changes)
-        return self.get(name)
+        return self._shown(name)
 
     def cut(self, name: str, at: int, *, durable: bool = True) -> SessionInfo:
         """The session keeps its first `at` tokens, if it has more."""
@@ -231,7 +231,7 @@ class SessionKeeper:
         if at < self.store.get(name).num_tokens:
             self.store.truncate(name, at, durable=durable)
             self._cut(name, at)
-        return self.get(name)
+        return self._shown(name)
 
     def export(self, name: str) -> bytes:
         """The session's tokens and notes, to be taken elsewhere."""
@@ -260,7 +260,7 @@ class SessionKeeper:
                 live.sleeps = True
             else:
                 self._put_to_sleep(live)
-        return self.get(name)
+        return self._shown(name)
 
     def is_settled(self, name: str) -> bool:
         """Whether all there was to save of a suspended session is saved."""
@@ -275,13 +275,16 @@ class SessionKeeper:
     def recover(self, name: str, *, durable: bool = True) -> SessionInfo:
         """Accept what is left of a lost session."""
         self.store.recover(name, durable=durable)
-        return self.get(name)
+        return self._shown(name)
 
     def _check_free(self, name: str) -> None:
         if (live := self._live.get(name)) is not None and live.turn:
             raise SessionBusyError(
                 f"session {name_of(name)!r} is in the middle of a turn: wait for it to end, or abort it"
             )
+
+    def _shown(self, name: str) -> SessionInfo:
+        return self._describe(self.store.get(name))
 
     def _describe(self, session: Session) -> SessionInfo:
         live = self._live.get(session.name)

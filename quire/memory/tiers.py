@@ -334,7 +334,8 @@ class Tiers:
             return
         fetch, index = self._reads.pop(ticket)
         if ticket.ok:
-            self.costs.disk.note(self.costs.block_bytes, ticket.seconds)
+            assert self.disk is not None
+            self.costs.disk.note(self.disk.num_threads * self.costs.block_bytes, ticket.seconds)
             self.host.arrived(ticket.key)
             self._start_back(fetch, index, is_held=True)
         else:

@@ -237,6 +237,10 @@ class DeviceBatch:
             tokens, rows = self.upload([int(plan.counts[0]) - 1], [int(plan.rows[0])])
         return LastTokens(tokens, self._one_token_each(rows, inputs.attention))
 
+    def last_of(self, draws: int, inputs: StepInputs) -> LastTokens:
+        """The tokens that the step's `draws` draws are made from, where these are laid out already."""
+        raise NotImplementedError("only a batch whose steps are captured has its draws laid out")
+
     def _one_token_each(self, rows: torch.Tensor, step: AttentionInputs) -> AttentionInputs:
         """A step of the last tokens of these rows, which it has computed."""
         return AttentionInputs(

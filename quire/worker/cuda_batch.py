@@ -11,7 +11,7 @@ import torch
 from quire.kernels.triton.batch import NEW_ROW_INTS, apply_plan, expand_rows
 from quire.kernels.triton.masking import mask_logits
 from quire.kernels.triton.sampling import Columns, commit, draw_and_commit, workspace
-from quire.layers.attention.base import AttentionInputs
+from quire.layers.attention.base import AttentionInputs, LastTokens
 from quire.messages.plan import NewRow, StepPlan
 from quire.worker.batch import DeviceBatch, StepInputs, effective_top_k
 from quire.worker.device_groups import DeviceGroups
@@ -180,6 +180,10 @@ class CudaBatch(DeviceBatch):
             groups=self.groups.inputs if grouped else None,
         )
         return StepInputs(longs[0], longs[1], attention)
+
+    def last_of(self, draws: int, inputs: StepInputs) -> LastTokens:
+        rows = self.buffers.draw_rows[:draws]
+        return LastTokens(self.buffers.picks[:draws], self._one_token_each(rows, inputs.attention))
 
     def _one_token_each(self, rows: torch.Tensor, step: AttentionInputs) -> AttentionInputs:
         inputs = super()._one_token_each(rows, step)

@@ -17,6 +17,7 @@ from quire.layers.attention.base import AttentionInputs
 from quire.messages.plan import StepPlan
 from quire.models.base import CausalLM
 from quire.worker.batch import StepInputs
+from quire.worker.mixed_steps import MixedShape
 
 MOST_ROWS = 32
 """With more rows a step is long enough for Python to keep up."""
@@ -59,6 +60,22 @@ class Graphs(Protocol):
         """Its forward pass alone: hidden states, valid until the next step."""
         ...
 
+    def mixed_shape(self, plan: StepPlan) -> MixedShape | None:
+        """The captured shape that a step with prompts can be padded to; None where it runs as it is."""
+        ...
+
+    def padded(self, plan: StepPlan, shape: MixedShape) -> StepPlan:
+        """The plan brought to that shape."""
+        ...
+
+    def run_mixed_step(self, shape: MixedShape) -> None:
+        """The captured step of that shape, as `run_step`."""
+        ...
+
+    def run_mixed_forward(self, shape: MixedShape) -> torch.Tensor:
+        """Its forward pass alone: one hidden state a draw, valid until the next step."""
+        ...
+
     def forward(self, step: StepInputs) -> torch.Tensor:
         """Hidden states of the step's tokens."""
         ...
@@ -77,6 +94,18 @@ class DecodeGraphs:
 
     def padded_rows(self, plan: StepPlan) -> int:
         return 0
+
+    def mixed_shape(self, plan: StepPlan) -> MixedShape | None:
+        return None
+
+    def padded(self, plan: StepPlan, shape: MixedShape) -> StepPlan:
+        raise NotImplementedError("steps with prompts run as they are here")
+
+    def run_mixed_step(self, shape: MixedShape) -> None:
+        raise NotImplementedError("steps with prompts run as they are here")
+
+    def run_mixed_forward(self, shape: MixedShape) -> torch.Tensor:
+        raise NotImplementedError("steps with prompts run as they are here")
 
     def run_step(self, rows: int) -> None:
         raise NotImplementedError("steps are not captured whole on this device")

@@ -116,7 +116,8 @@ class Runner:
         step = PendingStep(plan)
         step.mover = self.mover
         padded = graphs.padded_rows(plan) if len(plan.rows) else 0
-        batch.apply(plan, padded)
+        mixed = graphs.mixed_shape(plan) if len(plan.rows) and not padded and self._can_be_padded(plan) else None
+        batch.apply(plan if mixed is None else graphs.padded(plan, mixed), padded)
         if self.mover is not None:
             if plan.reset:
                 self.mover.forget()
@@ -129,7 +130,14 @@ class Runner:
             graphs.run_step(padded)
             step.draws = batch.result(len(plan.samples))
             return step
-        if padded:
+        if mixed is not None and not (kinds[plan.rows] & ~RowKind.RANDOM).any():
+            graphs.run_mixed_step(mixed)
+            step.draws = batch.result(len(plan.samples))
+            return step
+        if mixed is not None:
+            step.is_narrow = True
+            hidden = graphs.run_mixed_forward(mixed)[: len(plan.samples)]
+        elif padded:
             hidden = graphs.run_forward(padded)
         else:
             inputs = batch.inputs(plan)
@@ -150,6 +158,12 @@ class Runner:
         """Draw, and start the copy of what was drawn."""
         step.logprobs = self._draw(step.plan, hidden, step.is_narrow, masks)
         step.draws = self._batch.result(len(step.plan.samples))
+
+    def _can_be_padded(self, plan: StepPlan) -> bool:
+        """Whether nobody asks for more of a step with prompts than what is drawn. New rows are not in `kinds` yet."""
+        added = {new.row: RowKind.of(new) for new in plan.add}
+        kinds = [added.get(row, self._batch.kinds[row]) for row in plan.rows[plan.num_decodes :].tolist()]
+        return not any(kind & (RowKind.PROMPT_LOGPROBS | RowKind.POOLED | RowKind.MEAN) for kind in kinds)
 
     def _narrows(self, plan: StepPlan) -> bool:
         """Whether the model is to return the hidden states alone that something is drawn from, each once."""

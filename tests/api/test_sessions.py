@@ -20,6 +20,7 @@ from quire.errors import (
     StoreInUseError,
     ValidationError,
 )
+from quire.messages.sampling import StructuredOutputsParams
 from tests.conftest import ENDS
 
 BEGIN, MORE = "hello the world one two three four five six", " and more"
@@ -79,6 +80,26 @@ def test_turns_between_which_everything_sleeps(make_llm: MakeLLM, tiers: dict[st
     u.generate(GREEDY)
     assert u.tokens == expected
     assert s.text == llm.get_tokenizer().decode(expected)
+
+
+def test_forks_of_a_session_on_the_device_do_not_write_over_each_other(make_llm: MakeLLM) -> None:
+    llm = make_llm(enable_prefix_caching=False)
+    s = llm.sessions.create("s", BEGIN)
+    s.generate(GREEDY)
+    before, texts = s.tokens, [" one", " x", " world"]
+    forks = [s.fork(f"f{i}") for i in range(2)]
+    assert used(llm) == len(before) // 16 + 1, "all of them hold the same blocks"
+    everyone = [s, *forks]
+    for session, text in zip(everyone, texts, strict=True):
+        session.append(text)
+    for streams in zip(*[session.stream(GREEDY) for session in everyone], strict=False):
+        assert len(streams) == 3
+    for session, text in zip(everyone, texts, strict=True):
+        prompt = before + llm.get_tokenizer().encode(text, add_special_tokens=False)
+        alone = llm.generate({"prompt_token_ids": prompt}, GREEDY, use_tqdm=False)[0].outputs[0].token_ids
+        for _ in session.stream(SamplingParams(max_tokens=1)):
+            pass
+        assert session.tokens[: len(prompt) + 20] == [*prompt, *alone]
 
 
 def test_another_process_goes_on_where_this_one_ended(
@@ -185,12 +206,8 @@ def test_an_end_that_is_not_the_templates_gives_way_to_it(make_llm: MakeLLM) -> 
 
 def test_after_a_tool_call_it_sleeps(make_llm: MakeLLM) -> None:
     llm = make_llm(swap_space=0.02)
-    schema = {
-        "type": "array", "minItems": 1, "maxItems": 1,
-        "items": {"type": "object", "properties": {"name": {"const": "f"}, "parameters": {"const": {}}},
-                  "required": ["name", "parameters"], "additionalProperties": False},
-    }  # fmt: skip
-    params = SamplingParams(temperature=0, max_tokens=100, structured_outputs={"json": schema})  # type: ignore[arg-type]
+    call = '[{"name": "f", "parameters": {}}]'
+    params = SamplingParams(temperature=0, max_tokens=100, structured_outputs=StructuredOutputsParams(choice=[call]))
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
     s = llm.sessions.create("s", messages=[{"role": "user", "content": "go"}], tools=tools)
     s.generate(params)

@@ -33,7 +33,7 @@ VALUES = {
     "tenant_max_rows": {"gold": 0.5, "*": 3},
     "tenant_max_blocks": {"*": 0.25},
 }
-NEEDS = dict.fromkeys(("tenant_weights", "tenant_max_rows", "tenant_max_blocks"), {"scheduling_policy": "fair"})
+NEEDS = {key: {"scheduling_policy": "fair"} for key in ("tenant_weights", "tenant_max_rows", "tenant_max_blocks")}
 """Fields that mean something only beside others."""
 ROOT = Path(__file__).parents[2]
 

@@ -159,3 +159,24 @@ def test_seeded_draws_are_the_same_captured_and_eager(engine: Callable[..., LLM]
         llm = engine(enforce_eager=eager, pipeline_depth=depth)
         outputs.append(tokens_of(llm.generate(PROMPTS[:8], params, use_tqdm=False)))
     assert outputs[0] == outputs[1]
+
+
+def test_steps_with_prompts_are_captured_too(
+    engine: Callable[..., LLM], expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts that come while others run share steps with them, padded to shapes that are graphs."""
+    from quire.worker.cuda_graphs import CudaGraphs
+
+    shapes: list[Any] = []
+    for name in ("run_mixed_step", "run_mixed_forward"):
+        run = getattr(CudaGraphs, name)
+        monkeypatch.setattr(
+            CudaGraphs,
+            name,
+            lambda self, shape, run=run, name=name: (shapes.append((name, shape)), run(self, shape))[1],
+        )
+    llm = engine(max_num_batched_tokens=40, max_num_seqs=32)
+    params = [greedy_params(length, **({"logprobs": 1} if i % 3 == 2 else {})) for i, length in enumerate(LENGTHS)]
+    assert tokens_of(llm.generate(PROMPTS, params, use_tqdm=False)) == expected
+    assert {name for name, _ in shapes} == {"run_mixed_step", "run_mixed_forward"}
+    assert len({shape for _, shape in shapes}) > 1

@@ -102,6 +102,8 @@ class MemoryDisk:
         self._failing = failing
         self._queue: list[Ticket] = []
 
+    num_threads = 1
+
     @property
     def store(self) -> MemoryDisk:
         return self

@@ -38,6 +38,7 @@ class DiskTransfers:
 
     def __init__(self, store: DiskStore, threads: int = 2, on_finished: Callable[[], object] | None = None) -> None:
         self.store = store
+        self.num_threads = threads
         self.on_finished = on_finished
         """Called from a thread when a transfer is done."""
         self._urgent: deque[Ticket] = deque()

@@ -77,7 +77,7 @@ async def create(server: Server, exchange: Exchange) -> None:
             else:
                 arguments |= {"prompt": given}
         session = await sessions.create(name, **arguments)
-        await exchange.reply(_shown(await session.info()))
+        await exchange.reply(_shown(session.found))
 
 
 async def list_sessions(server: Server, exchange: Exchange) -> None:
@@ -189,7 +189,7 @@ async def resume(server: Server, exchange: Exchange) -> None:
     """The session is to be used again: its time to live begins anew. Its next turn loads what it needs."""
     async with asking(server, exchange) as sessions:
         session = await sessions.resume(exchange.path_params["session"])
-        await exchange.reply(_shown(await session.info()))
+        await exchange.reply(_shown(session.found))
 
 
 async def recover(server: Server, exchange: Exchange) -> None:
@@ -203,7 +203,7 @@ async def fork(server: Server, exchange: Exchange) -> None:
     request = await exchange.read_json(SessionForkRequest)
     async with asking(server, exchange) as sessions:
         made = await _named(sessions, exchange).fork(request.id, request.at)
-        await exchange.reply(_shown(await made.info()))
+        await exchange.reply(_shown(made.found))
 
 
 # To and from files
@@ -234,7 +234,7 @@ async def import_session(server: Server, exchange: Exchange) -> None:
     data = await exchange.read_body()
     async with asking(server, exchange) as sessions:
         session = await sessions.import_(data, name)
-        await exchange.reply(_shown(await session.info()))
+        await exchange.reply(_shown(session.found))
 
 
 # Words
@@ -269,7 +269,8 @@ def _with_preamble(server: Server, preamble: str) -> RenderText:
     return render
 
 
-def _shown(info: SessionInfo) -> SessionObject:
+def _shown(info: SessionInfo | None) -> SessionObject:
+    assert info is not None
     return SessionObject(
         id=info.name,
         status=info.phase,

@@ -1,0 +1,82 @@
+"""Steps that compute prompts beside decodes, brought to one of a few shapes, so that they can be CUDA graphs too.
+
+Launched kernel by kernel such a step keeps Python busy for longer than the device: hundreds of launches, however small
+the chunk. So a plan is *padded*: its decodes to a rung of rows, its prompt tokens to a rung of tokens. What is added
+are rows of the batch's padding row, which is never active: they write to the null block, attend to nothing, and their
+draws come after the real ones and are read by nobody. A padded plan is a plan like any other.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from quire.messages.plan import StepPlan
+
+DECODES = (0, 16, 32, 64, 128, 256)
+TOKENS = (32, 64, 96, 128, 192, 256, 384, 512)
+"""All multiples of 16, so that no kernel is compiled for one of them alone."""
+PROMPTS = 8
+"""Rows with prompt tokens; steps with more are launched kernel by kernel."""
+
+
+@dataclass(frozen=True)
+class MixedShape:
+    """What a graph is for."""
+
+    decodes: int
+    tokens: int
+    """Prompt tokens."""
+    is_long: bool
+    """Attention has other tiles for long contexts."""
+    grouped: bool
+    """Some decodes begin alike."""
+
+    @property
+    def rows(self) -> int:
+        """One more than may be needed: it takes the tokens that are lacking."""
+        return self.decodes + PROMPTS + 1
+
+    @property
+    def draws(self) -> int:
+        return self.decodes + PROMPTS
+
+
+def shape_of(plan: StepPlan, long_context: int, grouped: bool, most_rows: int, most_tokens: int) -> MixedShape | None:
+    """The shape a step with prompts is padded to; None if it is too large for any, or a batch of so many rows and
+    prompt tokens a step is too small."""
+    prompts, tokens = len(plan.rows) - plan.num_decodes, len(plan.tokens)
+    if not 0 < prompts <= PROMPTS or plan.num_decodes > DECODES[-1] or tokens > TOKENS[-1] or plan.forks:
+        return None
+    shape = MixedShape(
+        DECODES[bisect_left(DECODES, plan.num_decodes)],
+        TOKENS[bisect_left(TOKENS, tokens)],
+        plan.max_context > long_context,
+        grouped,
+    )
+    return shape if shape.draws <= most_rows and shape.tokens <= most_tokens else None
+
+
+def padded(plan: StepPlan, shape: MixedShape, pad_row: int) -> StepPlan:
+    """The plan with rows of nobody, so that it has the shape."""
+    decodes, prompts = plan.num_decodes, len(plan.rows) - plan.num_decodes
+    more, lacking = shape.decodes - decodes, shape.tokens - len(plan.tokens)
+    pads = shape.rows - shape.decodes - prompts
+    nobody = np.full(max(more, pads, shape.draws), pad_row, np.int32)
+    zeros = np.zeros(shape.tokens, np.int32)
+    counts = np.concatenate([plan.counts[:decodes], np.ones(more, np.int32), plan.counts[decodes:], zeros[:pads]])
+    counts[-1] = lacking
+    samples = plan.samples + np.where(plan.samples < decodes, 0, more).astype(np.int32)
+    unread = shape.draws - len(samples)
+    return msgspec.structs.replace(
+        plan,
+        rows=np.concatenate([plan.rows[:decodes], nobody[:more], plan.rows[decodes:], nobody[:pads]]),
+        counts=counts,
+        num_decodes=shape.decodes,
+        tokens=np.concatenate([plan.tokens, zeros[:lacking]]),
+        samples=np.concatenate([samples, np.full(unread, shape.rows - 1, np.int32)]),
+        sample_rows=np.concatenate([plan.sample_rows, nobody[:unread]]),
+    )

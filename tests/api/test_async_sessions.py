@@ -1,0 +1,176 @@
+"""`AsyncLLM.sessions`: sessions of an engine in another process, which no question keeps waiting."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+from quire import LLM, AsyncLLM, SamplingParams
+from quire.errors import EngineDeadError, SessionBusyError, SessionExistsError, SessionNotFoundError, ValidationError
+
+T = TypeVar("T")
+BEGIN, MORE = "hello the world one two three four five six", " and more"
+SETTINGS: dict[str, Any] = {
+    "dtype": "float32", "num_gpu_blocks_override": 128, "device": "cpu", "swap_space": 0.02,
+    "session_idle_seconds": 0.2,
+}  # fmt: skip
+
+
+def greedy(**more: Any) -> SamplingParams:
+    return SamplingParams(**{"temperature": 0, "ignore_eos": True, "max_tokens": 20, **more})
+
+
+def run(work: Coroutine[Any, Any, T]) -> T:
+    async def bounded() -> T:
+        return await asyncio.wait_for(work, 60)
+
+    return asyncio.run(bounded())
+
+
+@pytest.fixture(scope="module")
+def shared(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[AsyncLLM]:
+    llm = AsyncLLM(tiny_model, **SETTINGS, kv_disk=str(tmp_path_factory.mktemp("kv")))
+    yield llm
+    llm.shutdown()
+
+
+@pytest.fixture
+def allm(shared: AsyncLLM) -> Iterator[AsyncLLM]:
+    """One for all tests; none of them leaves a session behind."""
+    yield shared
+
+    async def forget() -> None:
+        for name in [info.name async for info in shared.sessions]:
+            await shared.sessions.delete(name)
+        used = {metric.name: metric.value for metric in await shared.get_metrics()}
+        assert used["quire:num_blocks_used"] == 0
+
+    run(forget())
+
+
+@pytest.fixture(scope="module")
+def expected(shared_tiny: LLM) -> list[int]:
+    tokens = shared_tiny.get_tokenizer().encode(BEGIN)
+    for text in ("", MORE):
+        tokens = tokens + shared_tiny.get_tokenizer().encode(text, add_special_tokens=False)
+        out = shared_tiny.generate({"prompt_token_ids": tokens}, greedy(), use_tqdm=False)[0]
+        tokens = [*tokens, *out.outputs[0].token_ids]
+    return tokens
+
+
+def test_turns_sleep_and_wake(allm: AsyncLLM, expected: list[int]) -> None:
+    async def work() -> None:
+        s = await allm.sessions.create("s")
+        await s.append(BEGIN)
+        await s.generate(greedy())
+        asleep = await s.suspend()
+        assert (asleep.phase, asleep.kv_tokens) == ("asleep", asleep.num_tokens - 1)
+        await allm.reset_prefix_cache()
+        t = await (await allm.sessions.resume("s")).fork("t")
+        await t.append(MORE)
+        out = await t.generate(greedy())
+        assert out.num_cached_tokens == asleep.kv_tokens
+        assert await t.tokens() == expected
+        assert await s.tokens() == expected[: asleep.num_tokens]
+
+    run(work())
+
+
+def test_an_idle_engine_puts_idle_sessions_to_sleep_and_ends_old_ones(allm: AsyncLLM) -> None:
+    async def work() -> None:
+        s = await allm.sessions.create("s", BEGIN)
+        await s.generate(greedy())
+        await allm.sessions.create("t", ttl=1.0)
+        assert (await s.info()).phase == "idle"
+        await asyncio.sleep(2.5)  # nobody asks anything meanwhile
+        assert (await s.info()).phase == "asleep"
+        assert not await allm.sessions.exists("t")
+
+    run(work())
+
+
+def test_a_prompt_that_is_the_whole_conversation(allm: AsyncLLM, expected: list[int]) -> None:
+    async def work() -> None:
+        first = [out async for out in allm.generate(BEGIN, greedy(), session="s")][-1]
+        s = await allm.sessions.get("s")
+        tokens = await s.tokens()
+        assert tokens == [*first.prompt_token_ids, *first.outputs[0].token_ids] == expected[: len(tokens)]
+        tokenizer = await allm.get_tokenizer()
+        prompt = {"prompt_token_ids": [*tokens, *tokenizer.encode(MORE, add_special_tokens=False)]}
+        second = [out async for out in allm.generate(prompt, greedy(), session_id="s")][-1]  # type: ignore[arg-type]
+        assert await s.tokens() == expected
+        assert second.num_cached_tokens == len(tokens) - 1
+        with pytest.raises(ValidationError, match="one sample"):
+            [out async for out in allm.generate("other", greedy(n=2, temperature=1), session="s")]
+        assert await s.tokens() == expected, "what is refused changes nothing"
+
+    run(work())
+
+
+def test_a_stop_string_ends_what_the_session_keeps(allm: AsyncLLM, expected: list[int]) -> None:
+    async def work() -> None:
+        tokenizer = await allm.get_tokenizer()
+        length = len(tokenizer.encode(BEGIN))
+        text = tokenizer.decode(expected[length : length + 6], skip_special_tokens=True)
+        for i, stop in enumerate(text):
+            s = await allm.sessions.create(f"s{i}", BEGIN)
+            out = await s.generate(greedy(stop=[stop]))
+            assert out.outputs[0].finish_reason == "stop"
+            assert await s.tokens() == expected[: length + len(out.outputs[0].token_ids)]
+
+    run(work())
+
+
+def test_a_turn_that_is_left_changes_nothing(allm: AsyncLLM) -> None:
+    async def work() -> None:
+        s = await allm.sessions.create("s", BEGIN)
+        before = await s.tokens()
+        stream = s.stream(greedy(max_tokens=150))
+        await stream.__anext__()
+        for refused in (s.append("x"), s.generate(greedy()), s.delete()):
+            with pytest.raises(SessionBusyError):
+                await refused
+        await stream.aclose()
+        assert await s.tokens() == before and (await s.info()).phase == "idle"
+
+    run(work())
+
+
+def test_what_is_wrong_is_told_here_as_there(allm: AsyncLLM) -> None:
+    async def work() -> None:
+        sessions = allm.sessions
+        await sessions.create("s")
+        for kind, wrong in (
+            (SessionExistsError, sessions.create("s")),
+            (SessionNotFoundError, sessions.resume("t")),
+            (SessionNotFoundError, sessions.of("somebody").get("s")),
+            (ValidationError, sessions.create("a/b")),
+            (ValidationError, sessions.create("t", ttl=-1)),
+            (ValidationError, sessions.create("t", meta={"a": 1})),  # type: ignore[dict-item]
+            (ValidationError, sessions.create("t", [10**9])),
+            (ValidationError, sessions.import_(b"no file")),
+        ):
+            with pytest.raises(kind):
+                await wrong
+        assert await sessions.count() == 1
+
+    run(work())
+
+
+def test_a_new_engine_has_the_sessions_of_the_old_one(allm: AsyncLLM, expected: list[int]) -> None:
+    async def work() -> None:
+        s = await allm.sessions.create("s", BEGIN)
+        await s.generate(greedy())
+        allm.kill_engine("for a test")
+        with pytest.raises(EngineDeadError):
+            await s.info()
+        await allm.restart()
+        await s.append(MORE)
+        await s.generate(greedy())
+        assert await s.tokens() == expected
+
+    run(work())
