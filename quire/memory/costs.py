@@ -8,7 +8,7 @@ MEMORY = 0.2
 """Weight of the newest measurement."""
 LEAST_TOKENS = 64
 """A step with fewer prompt tokens says little about what prompt tokens cost."""
-LEAST_BYTES = 1 << 20
+LEAST_BYTES = 32 << 20
 """The same for copies."""
 
 

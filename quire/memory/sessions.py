@@ -477,7 +477,7 @@ class SessionKeeper:
                 pairs.append((self._partial_key(live), live.blocks[-1]))
             if self._disk_blocks is None:
                 self._own(live.name, [key for key, _ in pairs])
-            self._leaving[live.name] = self._tiers.save(pairs, to_disk=True, in_host=self._disk_blocks is None)
+            self._leaving[live.name] = self._tiers.save(pairs, to_disk=True)
         self._release(live)
         del self._live[live.name]
 

@@ -77,7 +77,7 @@ class MovesDone(msgspec.Struct):
 
 
 class StepPlan(msgspec.Struct):
-    """One step's work. It may have no rows, and then waits for moves alone. Steps are numbered without gaps; a rank refuses any other."""
+    """One step's work. Steps are numbered without gaps; a rank refuses any other. One without rows waits for moves."""
 
     step: int
     rows: Ints
@@ -107,7 +107,7 @@ class StepPlan(msgspec.Struct):
     branches: list[Fork] = []
     """Made before anything else of the plan: the new rows compute in this step."""
     forced: list[tuple[int, int]] = []
-    """(row, token): the row's last token is this, whatever was drawn for it."""
+    """(row, token): the row's last token is this, whatever was drawn for it; also for rows that this plan adds."""
     copies: list[tuple[int, int]] = []
     """(from, to) blocks to copy before anything is computed: first writes into shared blocks."""
     moves: Moves | None = None

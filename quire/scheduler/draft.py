@@ -18,6 +18,10 @@ class Draft:
         self.prompts: dict[Request, int] = {}
         """Rows that compute known tokens, and how many."""
         self.admitted: list[Request] = []
+        self.ready: list[Request] = []
+        """…of them, those whose last known token alone is to be computed: they decode at once."""
+        self.is_stalled = False
+        """Somebody lacks blocks that are on their way."""
         self.forks: list[Fork] = []
         self.copies: list[tuple[int, int, int]] = []
         """(row, from, to)."""
@@ -38,6 +42,7 @@ class Draft:
     def withdraw(self, request: Request) -> None:
         """The request leaves its row; nothing of it may stay in this step."""
         self.prompts.pop(request, None)
+        self.ready = [other for other in self.ready if other is not request]
         self.copies = [copy for copy in self.copies if copy[0] != request.row]
         kept = [i for i, row in enumerate(self.block_rows) if row != request.row]
         self.block_rows = [self.block_rows[i] for i in kept]

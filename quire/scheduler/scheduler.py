@@ -167,11 +167,11 @@ class Scheduler:
             return self._schedule_suspect(draft, suspect)
         decodes = self._schedule_decodes(draft)
         budget = self._continue_prompts(draft, self._prompt_budget(decodes))
-        budget = self._board_landed(draft, budget)
-        if not draft.preempted:
-            self._admit(draft, budget)
+        if not draft.preempted and not draft.is_stalled:
+            self._admit(draft, self._board_landed(draft, budget))
         decodes = decodes[self.rows.decoding[decodes]]  # some may have lost their row since
-        if not len(decodes) and not draft.prompts and (self._flights or self.tiers is None or not self.tiers.is_moving):
+        is_idle = not len(decodes) and not draft.prompts and not draft.ready
+        if is_idle and (self._flights or self.tiers is None or not self.tiers.is_moving):
             return None
         return self._launch(draft, decodes)
 
@@ -376,13 +376,19 @@ class Scheduler:
         self._own_last(draft, request, cached)
         draft.assign(row, 0, request.blocks)
         self._grow(draft, request, cached + count)
-        draft.prompts[request] = count
         draft.admitted.append(request)
+        self._note_start(draft, request, cached)
+        if cached == request.known - 1 and _can_decode(request):
+            draft.ready.append(request)
+            self.rows.decoding[row] = True
+            self.rows.began[row] = self.ledger.arrivals
+            self.ledger.note_decoding(request)
+            return 1
+        draft.prompts[request] = count
         if self._sharing is not None:
             self._sharing.charge(request, count)
         self.ledger.prefilling[request] = None
         self._publish_chunk(draft, request)
-        self._note_start(draft, request, cached)
         return count
 
     def _board_landed(self, draft: Draft, budget: int) -> int:
@@ -467,6 +473,7 @@ class Scheduler:
         others = [other for other in running if other is not first]
         if not others:
             if self._moving is not None and (self._moving.give_up_all() or self._moving.tiers.is_busy):
+                draft.is_stalled = True  # nobody else may take what is about to be free
                 return None
             pool = self.tables.pool
             raise RuntimeError(
@@ -515,6 +522,7 @@ class Scheduler:
             self.stats.swaps += 1
 
     def _launch(self, draft: Draft, decodes: NDArray[np.int64]) -> StepPlan:
+        decodes = np.concatenate([decodes, np.array([request.row for request in draft.ready], np.int64)])
         if self._sharing is not None:
             self._sharing.charge_decodes(decodes)
         plan, flight = self._writer.write(draft, decodes)
@@ -605,3 +613,8 @@ class Scheduler:
     def check_idle(self) -> None:
         """Raise unless every block and row has come back; to be called when nothing is unfinished."""
         self.ledger.check_idle()
+
+
+def _can_decode(request: Request) -> bool:
+    """Whether the request's last token, the only one to compute, can go the way of tokens that were drawn."""
+    return request.source.pooling is None and request.beam is None and not request.siblings

@@ -60,7 +60,7 @@ class SchedulerStats:
         rows, pool = ledger.rows, ledger.tables.pool
         self.steps += 1
         self.step_tokens.add(plan.num_tokens)
-        self.prompt_tokens += len(plan.tokens)
+        self.prompt_tokens += len(plan.tokens) + len(draft.ready)
         self.cached_tokens += draft.cached_tokens
         self.queried_tokens += draft.queried_tokens
         self.allocated_slots += pool.used * ledger.tables.block_size

@@ -75,7 +75,7 @@ class PlanWriter:
             forks=draft.forks,
             copies=[(source, own) for _, source, own in draft.copies],
             branches=list(self._ledger.branches.values()),
-            forced=self._forced(decodes),
+            forced=self._forced(decodes, draft.ready),
             moves=None if self._moving is None else self._moving.take(self._step, alone=not requests),
             groups=self._groups(),
         )
@@ -91,9 +91,11 @@ class PlanWriter:
             draft.published,
         )  # fmt: skip
 
-    def _forced(self, decodes: NDArray[np.int64]) -> list[tuple[int, int]]:
-        """Beams continue with what was chosen for them; the device has what it would have drawn."""
-        rows, forced = self._ledger.rows, []
+    def _forced(self, decodes: NDArray[np.int64], ready: list[Request]) -> list[tuple[int, int]]:
+        """Beams continue with what was chosen for them, where the device has what it would have drawn; rows that have
+        just joined, with their last token, of which it knows nothing."""
+        rows = self._ledger.rows
+        forced = [(request.row, request.tokens(request.known - 1, request.known)[0]) for request in ready]
         for row in decodes[rows.is_beam[decodes]].tolist():
             beam = rows.requests[row]
             assert beam is not None

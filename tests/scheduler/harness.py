@@ -351,6 +351,7 @@ class CheckingExecutor:
     def _write(self, plan: StepPlan) -> None:
         """Every scheduled row writes the KV of its tokens through its table."""
         given = plan.tokens.tolist()
+        added, forced = {new.row for new in plan.add}, dict(plan.forced)
         at = 0
         for i, (row, count) in enumerate(zip(plan.rows.tolist(), plan.counts.tolist(), strict=True)):
             state = self.rows[row]
@@ -360,6 +361,8 @@ class CheckingExecutor:
                 if not state.active:
                     continue  # to block 0: nobody reads it
                 assert start == state.num_tokens - 1, f"{state} decodes, but {start} tokens are computed"
+                if row in added:
+                    assert forced[row] == truth.tokens[start], f"{state} joins with another token than its last"
             else:
                 assert given[at : at + count] == truth.tokens[start : start + count], f"wrong tokens for {state}"
                 assert start + count <= state.num_tokens

@@ -113,8 +113,10 @@ class HashDevice:
         assert len(set(targets)) == len(targets)
         copies = {fork.row: replace(line := self.rows[fork.source], table=line.table.copy()) for fork in plan.branches}
         self.rows.update(copies)
+        added = {new.row for new in plan.add}
         for row, token in plan.forced:
-            self.rows[row].last = token
+            if row not in added:
+                self.rows[row].last = token
         for row in plan.drop:
             assert self.rows.pop(row, None) is not None, f"row {row} is dropped but not there"
         for new in plan.add:
@@ -123,6 +125,9 @@ class HashDevice:
             self.rows[new.row] = Line(
                 new.limit, new.stop_ids, new.params.logprobs, new.num_tokens, new.num_computed, table
             )
+        for row, token in plan.forced:
+            if row in added:
+                self.rows[row].last = token
         for row, index, block in zip(plan.block_rows, plan.block_indices, plan.blocks, strict=True):
             self.rows[int(row)].table[index] = block
         blocks = self.content.reshape(-1, self.size)

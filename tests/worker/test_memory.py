@@ -208,6 +208,7 @@ def test_the_table_is_logged_on_a_gpu(
     class Idle:
         needs = NEEDS
         reads_groups = False
+        mover = None
         phases: ClassVar[dict[str, float]] = {"weights": 1.25}
 
         def __init__(self, *arguments: Any) -> None:

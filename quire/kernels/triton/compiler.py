@@ -137,6 +137,7 @@ def compile_tasks(arch: int, multiprocessors: int, tasks: Sequence[Task]) -> Non
             try:
                 task()
             except Exception as error:  # the others may still be compiled
+                logger.debug("a kernel could not be compiled ahead", exc_info=error)
                 failures.append(error)
     if failures:
         raise failures[0]
