@@ -72,6 +72,7 @@ class BlockPool:
             block = self._empty.pop() if self._empty else self._evict()
             self.refs[block] = 1
             blocks.append(block)
+        blocks.sort()  # neighbours can be moved in one copy
         return blocks
 
     def share(self, blocks: Iterable[int]) -> None:

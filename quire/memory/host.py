@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 
 class HostTier:
@@ -59,6 +59,13 @@ class HostTier:
             return None
         self._arriving[key] = self._empty.pop()
         return self._arriving[key]
+
+    def reserve_all(self, keys: Sequence[bytes]) -> list[tuple[bytes, int]]:
+        """Slots for as many of the keys as there is room for, in rising order: neighbours can be moved in one copy."""
+        reserved = [key for key in keys if self.reserve(key) is not None]
+        slots = sorted(self._arriving[key] for key in reserved)
+        self._arriving.update(zip(reserved, slots, strict=True))
+        return list(zip(reserved, slots, strict=True))
 
     def arrived(self, key: bytes) -> None:
         """The bytes are there: the block can be found."""

@@ -75,7 +75,7 @@ class Fetch:
             self.good += 1
 
 
-@dataclass
+@dataclass(slots=True)
 class _Out:
     key: bytes
     block: int
@@ -85,7 +85,7 @@ class _Out:
     """Nobody holds the block but its journey."""
 
 
-@dataclass
+@dataclass(slots=True)
 class _Back:
     key: bytes
     slot: int
@@ -195,20 +195,18 @@ class Tiers:
         `to_disk`: and on to disk. `in_host`: to be in host memory, also if the disk has it.
         """
         save = Save(to_disk=to_disk and self.disk is not None)
+        missing: dict[bytes, int] = {}
         for key, block in pairs:
-            if self.host.has(key):
-                if save.to_disk:
-                    self._write(key, save)
-                continue
-            if self.host.is_coming(key) or (not in_host and self._on_disk(key)):
-                continue
-            slot = self.host.reserve(key)
-            if slot is None:
-                save.lost += 1
-                continue
-            self._tables.pool.share([block])
-            save.pending += 1
-            self._outs.append(_Out(key, block, slot, save, is_idle))
+            if not self.host.has(key):
+                if not self.host.is_coming(key) and (in_host or not self._on_disk(key)):
+                    missing[key] = block
+            elif save.to_disk:
+                self._write(key, save)
+        reserved = self.host.reserve_all(list(missing))
+        save.lost = len(missing) - len(reserved)
+        save.pending += len(reserved)
+        self._tables.pool.share(missing[key] for key, _ in reserved)
+        self._outs.extend(_Out(key, missing[key], slot, save, is_idle) for key, slot in reserved)
         return save
 
     def save_idle(self, count: int) -> int:
@@ -235,30 +233,33 @@ class Tiers:
         while fetch.begun < len(fetch.keys) and not fetch.is_cancelled:
             key, index = fetch.keys[fetch.begun], fetch.begun
             if self.host.has(key):
-                self._start_back(fetch, index)
-            elif self.host.is_coming(key):
+                self._start_backs(fetch, index)
+                continue
+            if self.host.is_coming(key):
                 return  # for somebody else; soon
-            elif self._on_disk(key):
-                slot = self.host.reserve(key)
-                if slot is None:
-                    if not fetch.pending and not self._reads and not self._journeys:
-                        fetch.is_cancelled = True  # nothing that is under way will make room
-                    return
-                assert self.disk is not None and self._slot_bytes is not None
-                self._tables.pool.share([fetch.blocks[index]])
-                fetch.pending += 1
-                self._reads[self.disk.submit_read(key, self._slot_bytes(slot))] = fetch, index
-            else:
+            if not self._on_disk(key):
                 fetch.is_cancelled = True
                 return
-            fetch.begun += 1
-
-    def _start_back(self, fetch: Fetch, index: int, is_held: bool = False) -> None:
-        if not is_held:
+            slot = self.host.reserve(key)
+            if slot is None:
+                if not fetch.pending and not self._reads and not self._journeys:
+                    fetch.is_cancelled = True  # nothing that is under way will make room
+                return
+            assert self.disk is not None and self._slot_bytes is not None
             self._tables.pool.share([fetch.blocks[index]])
             fetch.pending += 1
-        key = fetch.keys[index]
-        self._backs.append(_Back(key, self.host.use(key), fetch, index))
+            self._reads[self.disk.submit_read(key, self._slot_bytes(slot))] = fetch, index
+            fetch.begun += 1
+
+    def _start_backs(self, fetch: Fetch, first: int) -> None:
+        """The blocks from `first` on that are in host memory are copied back."""
+        host, end = self.host, first
+        while end < len(fetch.keys) and host.has(fetch.keys[end]):
+            end += 1
+        self._tables.pool.share(fetch.blocks[first:end])
+        fetch.pending += end - first
+        fetch.begun = end
+        self._backs.extend(_Back(fetch.keys[i], host.use(fetch.keys[i]), fetch, i) for i in range(first, end))
 
     # Plans carry the copies
 
@@ -289,8 +290,7 @@ class Tiers:
             if out.save.to_disk:
                 self._write(out.key, out.save)
             self._end_out(out)
-        for back in journey.backs:
-            self._end_back(back, ok=True)
+        self._end_backs(journey.backs, ok=True)
         self._unwritten = min(self._unwritten + len(journey.outs), self.host.num_slots)
         self.saved += len(journey.outs)
         self.loaded += len(journey.backs)
@@ -299,10 +299,11 @@ class Tiers:
         out.save.pending -= 1
         self._tables.pool.release([out.block], as_oldest=out.is_idle)
 
-    def _end_back(self, back: _Back, ok: bool) -> None:
-        self.host.let_go(back.key)
-        self._tables.pool.release([back.fetch.blocks[back.index]])
-        back.fetch.ended(back.index, ok)
+    def _end_backs(self, backs: Sequence[_Back], ok: bool) -> None:
+        self._tables.pool.release([back.fetch.blocks[back.index] for back in backs])
+        for back in backs:
+            self.host.let_go(back.key)
+            back.fetch.ended(back.index, ok)
 
     # The disk
 
@@ -315,9 +316,10 @@ class Tiers:
         if self._fetches:
             for fetch in self._fetches:
                 self._advance(fetch)
-            for back in [back for back in self._backs if back.fetch.is_cancelled]:
-                self._backs.remove(back)
-                self._end_back(back, ok=False)
+            if any(fetch.is_cancelled for fetch in self._fetches):
+                cancelled = [back for back in self._backs if back.fetch.is_cancelled]
+                self._backs = deque(back for back in self._backs if not back.fetch.is_cancelled)
+                self._end_backs(cancelled, ok=False)
             self._fetches = [fetch for fetch in self._fetches if not fetch.is_done]
 
     def _end_ticket(self, ticket: Ticket) -> None:
@@ -337,7 +339,7 @@ class Tiers:
             assert self.disk is not None
             self.costs.disk.note(self.disk.num_threads * self.costs.block_bytes, ticket.seconds)
             self.host.arrived(ticket.key)
-            self._start_back(fetch, index, is_held=True)
+            self._backs.append(_Back(ticket.key, self.host.use(ticket.key), fetch, index))
         else:
             self.host.cancel(ticket.key)
             self._tables.pool.release([fetch.blocks[index]])
@@ -413,8 +415,7 @@ class Tiers:
             self.host.cancel(out.key)
             out.save.lost += 1
             self._end_out(out)
-        for back in backs:
-            self._end_back(back, ok=False)
+        self._end_backs(backs, ok=False)
         for fetch in self._fetches:
             fetch.is_cancelled = True
 

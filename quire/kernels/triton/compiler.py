@@ -176,6 +176,8 @@ class ShapesOnly(TorchFunctionMode):
         kwargs = kwargs or {}
         if "device" in kwargs and torch.device(kwargs["device"]).type == "cuda":
             kwargs = kwargs | {"device": "meta"}
+        if "pin_memory" in kwargs:
+            kwargs = kwargs | {"pin_memory": False}
         args, kwargs = tree_map(_shape_of, (args, kwargs))
         if func is torch.empty_like:
             return args[0].new_empty(args[0].shape)  # the other way has torch import sympy, which takes seconds

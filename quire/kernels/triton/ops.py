@@ -159,9 +159,10 @@ class TritonOps(TorchOps):
         if x is not None and count == gate_up.shape[0] and count <= moe.MAX_RANKED:
             config = self._experts_config(x, gate_up, down, top_k)
             if config is not None and config.kernel == "vector":
-                # Three kernels: each program finds its experts in the logits, and norms its input by itself.
+                # Four kernels: the router's product has the norm folded in, and so have the experts' programs.
                 logits, stream = self.norm_linear(x, residual, gain, eps, router)
-                routing = moe.Routing(top_k, logits=logits, renormalise=renormalise, counts=counts)
+                weights, chosen = self.route(logits, top_k, renormalise, counts)
+                routing = moe.Routing(top_k, weights=weights, experts=chosen)
                 return moe.vector_experts(stream, routing, gate_up, down, config, (gain, eps)), stream
         return super().sparse_mlp(
             x, residual, gain, eps, router, gate_up, down, top_k, renormalise, counts
