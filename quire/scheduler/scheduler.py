@@ -347,10 +347,13 @@ class Scheduler:
         hit = tables.match(request.keys, known) if request.source.reads_cache and not own else []
         cached = own or len(hit) * tables.block_size
         # One more than that where the last block, half full, is somebody else's too.
-        needed = tables.blocks_for(known) - tables.blocks_for(cached) + tables.cost_of_sharing(hit) + bool(own)
+        fresh = tables.blocks_for(known) - tables.blocks_for(cached) + bool(own)
         spare = 0 if alone else self._promised() + self._headroom()
-        self._reclaim(needed + spare - tables.pool.free, request)
-        if needed + spare > tables.pool.free:
+        # What sessions give back may be what was hit: it costs from then on.
+        while (lacking := fresh + spare + tables.cost_of_sharing(hit) - tables.pool.free) > 0:
+            if not self._reclaim(lacking, request):
+                break
+        if lacking > 0:
             if not alone:
                 self._make_way(draft, request, tables.blocks_for(known))
             return None

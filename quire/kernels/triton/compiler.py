@@ -187,4 +187,6 @@ class ShapesOnly(TorchFunctionMode):
 def _shape_of(value: Any) -> Any:
     if isinstance(value, torch.Tensor) and value.is_cuda:
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+    if isinstance(value, torch.device) and value.type == "cuda":
+        return torch.device("meta")
     return value
