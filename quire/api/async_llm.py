@@ -33,6 +33,7 @@ from quire.loading.read_config import read_generation_config, read_model_config
 from quire.loading.tokenizer import load_tokenizer
 from quire.memory.disk.sessions import session_key
 from quire.messages.beams import BeamSearchParams
+from quire.messages.memory_map import MemoryMap
 from quire.messages.outputs import BeamSearchOutput, PoolingRequestOutput, RequestOutput, StepOutputs
 from quire.messages.pooling import PoolingParams
 from quire.messages.request import NewRequest
@@ -259,6 +260,14 @@ class AsyncLLM:
         metrics: list[Metric] = (await self._ask(ipc.GetStats)).metrics
         return metrics
 
+    async def memory_map(self) -> MemoryMap:
+        """Who holds what now, on the device and in the tiers below."""
+        block_bytes = self.facts.block_bytes
+        report: ipc.MemoryReport = await self._ask(lambda question: ipc.GetMemoryMap(question, block_bytes))
+        if report.map is None:
+            raise QuireError(f"the engine's memory could not be mapped: {report.error}")
+        return report.map
+
     async def reset_prefix_cache(self) -> bool:
         """Forget all cached blocks; True if none had to stay with a running request."""
         return bool((await self._ask(ipc.ResetPrefixCache)).is_empty)
@@ -481,7 +490,7 @@ class AsyncLLM:
                 self._take_outputs(outputs)
             case ipc.Refused(id=key):
                 self._fail(key, error_of(message))
-            case ipc.HealthReport() | ipc.StatsReport() | ipc.ResetReport() | ipc.SessionReply():
+            case ipc.HealthReport() | ipc.StatsReport() | ipc.ResetReport() | ipc.SessionReply() | ipc.MemoryReport():
                 answer = self._questions.get(message.question)
                 if answer is not None and not answer.done():
                     answer.set_result(message)

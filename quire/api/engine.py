@@ -15,6 +15,7 @@ from quire.loading.hub import find
 from quire.loading.read_config import read_generation_config, read_model_config
 from quire.loading.tokenizer import load_tokenizer
 from quire.messages.beams import BeamSearchParams
+from quire.messages.memory_map import MemoryMap
 from quire.messages.outputs import Output
 from quire.messages.pooling import PoolingParams
 from quire.messages.sampling import SamplingParams
@@ -106,6 +107,10 @@ class LLMEngine:
     def get_metrics(self) -> list[Metric]:
         """Counters and gauges of this engine."""
         return self.core.metrics()
+
+    def memory_map(self) -> MemoryMap:
+        """Who holds what now, on the device and in the tiers below."""
+        return self.core.memory_map(self.facts.block_bytes)
 
     def check_idle(self) -> None:
         """Raise unless every block and row has come back."""

@@ -20,6 +20,7 @@ from quire.config import EngineConfig
 from quire.engine.stats import Metric
 from quire.errors import ValidationError
 from quire.messages.beams import BeamSearchParams
+from quire.messages.memory_map import MemoryMap
 from quire.messages.outputs import BeamSearchOutput, EmbeddingRequestOutput, PoolingRequestOutput, RequestOutput
 from quire.messages.pooling import PoolingParams
 from quire.messages.sampling import RequestOutputKind, SamplingParams
@@ -189,6 +190,10 @@ class LLM:
     def get_metrics(self) -> list[Metric]:
         """Counters and gauges of the engine."""
         return self.llm_engine.get_metrics()
+
+    def memory_map(self) -> MemoryMap:
+        """Who holds what now, on the device and in the tiers below. `quire inspect --snapshot` draws its `to_json`."""
+        return self.llm_engine.memory_map()
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached blocks."""

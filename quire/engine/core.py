@@ -9,11 +9,13 @@ from typing import Any, NoReturn
 
 from quire.engine.experts import expert_figures
 from quire.engine.grammar.grammars import Grammars
+from quire.engine.memory_map import map_memory
 from quire.engine.stats import InfoLine, Metric, metrics_of
 from quire.engine.watchdog import Watchdog
 from quire.errors import DeviceLostError, EngineDeadError, StepError, StepMemoryError, ValidationError
 from quire.executor.base import Executor
 from quire.memory.sessions import SessionKeeper
+from quire.messages.memory_map import MemoryMap
 from quire.messages.outputs import Key, StepOutputs
 from quire.messages.plan import StepPlan
 from quire.messages.request import NewRequest
@@ -244,6 +246,10 @@ class EngineCore:
             return [*metrics_of(self.scheduler), *experts]
         waiting, times = self._grammars.num_waiting, self._grammars.compile_times
         return [*metrics_of(self.scheduler, waiting, times), *experts]
+
+    def memory_map(self, block_bytes: int) -> MemoryMap:
+        """Who holds what in every tier now. `block_bytes`: what a block takes on the device."""
+        return map_memory(self.scheduler, self._executor.expert_counts(), block_bytes)
 
     def shutdown(self) -> None:
         """End everything that is unfinished and give the memory back."""

@@ -29,6 +29,11 @@ class Facts:
     keys: ContentKeys
 
     @property
+    def block_bytes(self) -> int:
+        """What a block takes."""
+        return self.kv_bytes // (self.num_blocks + 1)
+
+    @property
     def cache_tokens(self) -> int:
         """Tokens the KV cache holds."""
         return self.num_blocks * self.block_size

@@ -18,6 +18,7 @@ import msgspec
 from quire.engine.session_calls import SessionAnswer, SessionOp
 from quire.engine.stats import Metric
 from quire.errors import ValidationError
+from quire.messages.memory_map import MemoryMap
 from quire.messages.outputs import Key, StepOutputs
 from quire.messages.request import NewRequest
 
@@ -79,6 +80,14 @@ class GetStats(msgspec.Struct, tag=True):
     question: int
 
 
+class GetMemoryMap(msgspec.Struct, tag=True):
+    """Answered by `MemoryReport`."""
+
+    question: int
+    block_bytes: int
+    """What a block takes on the device."""
+
+
 class SessionCall(msgspec.Struct, tag=True):
     """Something about sessions. Answered by `SessionReply`, when it is durable."""
 
@@ -90,7 +99,7 @@ class Shutdown(msgspec.Struct, tag=True):
     """End everything and leave."""
 
 
-Down = Union[Start, Add, Abort, Finish, ResetPrefixCache, Ping, GetStats, SessionCall, Shutdown]
+Down = Union[Start, Add, Abort, Finish, ResetPrefixCache, Ping, GetStats, GetMemoryMap, SessionCall, Shutdown]
 
 
 # Up: to the front
@@ -142,6 +151,13 @@ class StatsReport(msgspec.Struct, tag=True):
     metrics: list[Metric]
 
 
+class MemoryReport(msgspec.Struct, tag=True):
+    question: int
+    map: MemoryMap | None = None
+    error: str = ""
+    """Why there is none."""
+
+
 class ResetReport(msgspec.Struct, tag=True):
     question: int
     is_empty: bool
@@ -170,7 +186,7 @@ class Died(msgspec.Struct, tag=True):
     message: str
 
 
-Up = Union[Ready, Outputs, Refused, HealthReport, StatsReport, ResetReport, SessionReply, Log, Died]
+Up = Union[Ready, Outputs, Refused, HealthReport, StatsReport, MemoryReport, ResetReport, SessionReply, Log, Died]
 
 _encoder = msgspec.msgpack.Encoder()
 _down_decoder = msgspec.msgpack.Decoder(Down)

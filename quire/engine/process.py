@@ -84,12 +84,21 @@ class EngineLoop:
                 send(ipc.HealthReport(question, core.scheduler.unfinished - core.compiling, core.scheduler.stats.steps))
             case ipc.GetStats(question=question):
                 send(ipc.StatsReport(question, core.metrics()))
+            case ipc.GetMemoryMap(question=question, block_bytes=block_bytes):
+                send(self._map_memory(question, block_bytes))
             case ipc.SessionCall(question=question, op=op):
                 self._sessions.take(op, lambda outcome: self._tell_session(question, outcome))
             case ipc.Shutdown():
                 self._is_open = False
             case ipc.Start():
                 raise RuntimeError("a second Start came: an engine is made once")
+
+    def _map_memory(self, question: int, block_bytes: int) -> ipc.MemoryReport:
+        try:
+            return ipc.MemoryReport(question, self._core.memory_map(block_bytes))
+        except Exception as error:  # who only looks must not end anything
+            logger.exception("the memory could not be mapped")
+            return ipc.MemoryReport(question, error=f"{type(error).__name__}: {error}")
 
     def _tell_session(self, question: int, outcome: SessionAnswer | Exception) -> None:
         if isinstance(outcome, SessionAnswer):

@@ -91,13 +91,27 @@ def metrics_of(scheduler: Scheduler, compiling: int = 0, compile_times: Tally | 
     }
     gauges = {
         "num_requests_running": scheduler.rows.used,
-        "num_requests_waiting": scheduler.waiting + compiling,
+        "num_requests_waiting": scheduler.waiting + scheduler.loading + compiling,
         "num_requests_deferred": compiling,
         "kv_cache_usage_perc": pool.used / pool.capacity,
         "kv_cache_waste": stats.waste,
         "num_blocks_used": pool.used,
         "num_blocks_free": pool.free,
+        "pressure_device": scheduler.pressure.device,
+        "pressure_host": scheduler.pressure.host,
+        "pressure_disk": scheduler.pressure.disk,
     }
+    counters |= {"swaps": stats.swaps, "admissions_slowed": scheduler.pressure.slowed}
+    if (tiers := scheduler.tiers) is not None:
+        counters |= {"blocks_saved": tiers.saved, "blocks_loaded": tiers.loaded, "host_blocks_lost": tiers.host.lost}
+        gauges |= {
+            "host_blocks_used": tiers.host.used,
+            "host_blocks_owned": tiers.host.owned,
+            "disk_blocks": 0 if tiers.disk is None else len(tiers.disk.store),
+        }
+    if (sessions := scheduler.sessions) is not None:
+        counters |= {"sessions_slept": sessions.slept, "sessions_dropped": sessions.dropped}
+        gauges |= {"sessions": len(sessions.store), "sessions_on_device": sessions.num_live}
     return [
         *(Metric(f"quire:{name}", "counter", value) for name, value in counters.items()),
         *(Metric(f"quire:{name}", "gauge", value) for name, value in gauges.items()),

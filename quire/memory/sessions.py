@@ -9,6 +9,7 @@ them back, longer, when it ends. What was lost is computed again.
 from __future__ import annotations
 
 import enum
+import itertools
 import logging
 import time
 from collections import Counter, OrderedDict
@@ -449,6 +450,25 @@ class SessionKeeper:
             if not live.turn:  # one whose turn waits for a row is waited for itself
                 del self._live[live.name]
         return pool.free - before
+
+    @property
+    def num_live(self) -> int:
+        """Sessions with a turn, or with blocks on the device."""
+        return len(self._live)
+
+    def on_device(self) -> list[Live]:
+        """…and who they are, least recently used first."""
+        return list(self._live.values())
+
+    def put_by(self, limit: int) -> tuple[list[tuple[str, bytes]], int]:
+        """Up to `limit` sleeping sessions that had blocks when they fell asleep, the latest first, each with the key of
+        its last one; and how many more there are."""
+        if self._disk_blocks is not None:
+            last = self._disk_blocks.last_keys()
+        else:
+            last = ((name, keys[-1]) for name, keys in reversed(self._owned.items()) if keys)
+        asleep = ((name, key) for name, key in last if name not in self._live)
+        return list(itertools.islice(asleep, limit)), sum(1 for _ in asleep)
 
     def held(self) -> Counter[int]:
         """How often sessions hold each block."""

@@ -178,12 +178,27 @@ class Tiers:
         """The disk has something to do."""
         return bool(self._reads or self._writes or self._calls)
 
+    @property
+    def going(self) -> list[int]:
+        """Device blocks that are being saved…"""
+        outs = (*self._outs, *(out for journey in self._journeys.values() for out in journey.outs))
+        return [out.block for out in outs]
+
+    @property
+    def coming(self) -> list[int]:
+        """…and those that are being filled."""
+        backs = (*self._backs, *(back for journey in self._journeys.values() for back in journey.backs))
+        fetches = [(back.fetch, back.index) for back in backs] + list(self._reads.values())
+        return [fetch.blocks[index] for fetch, index in fetches]
+
+    @property
+    def num_writes(self) -> int:
+        """Blocks on their way to disk."""
+        return len(self._writes)
+
     def held(self) -> Counter[int]:
         """How often each device block is held because it is on its way."""
-        outs = (*self._outs, *(out for journey in self._journeys.values() for out in journey.outs))
-        backs = (*self._backs, *(back for journey in self._journeys.values() for back in journey.backs))
-        coming = [(back.fetch, back.index) for back in backs] + list(self._reads.values())
-        return Counter([out.block for out in outs] + [fetch.blocks[index] for fetch, index in coming])
+        return Counter(self.going + self.coming)
 
     # Going out
 

@@ -143,6 +143,11 @@ class Scheduler:
         return len(self.policy)
 
     @property
+    def loading(self) -> int:
+        """Requests whose blocks are coming from a tier below."""
+        return 0 if self._moving is None else self._moving.num_loading
+
+    @property
     def has_outputs(self) -> bool:
         """Whether something happened that `take_outputs` has not told yet."""
         return self.ledger.has_outputs
@@ -312,6 +317,9 @@ class Scheduler:
         while budget > 0 and (self.rows.free > loading or self._sharing is not None):
             request = self.policy.next()
             if request is None or request.in_flight:
+                break
+            if self.pressure.device and draft.admitted:
+                self.pressure.slowed += 1
                 break
             if before is not None and self._turn(request) > self._turn(before):
                 break
@@ -505,8 +513,8 @@ class Scheduler:
         """Past the first watermark idle sessions fall asleep and cached blocks are saved; past the second, where rows
         will lack blocks within a few steps, the policy's victim is put by, if that is cheaper than to compute again."""
         pool, rows = self.tables.pool, self.rows
-        level = self.pressure.level(pool.free, pool.capacity)
-        if level and self.sessions is not None and self.sessions.sleep_one():
+        self.pressure.look(pool, self.tiers)
+        if self.pressure.device and self.sessions is not None and self.sessions.sleep_one():
             self.pressure.slept += 1
         if self._moving is None:
             return
@@ -531,7 +539,7 @@ class Scheduler:
         plan, flight = self._writer.write(draft, decodes)
         self._flights.append(flight)
         if len(plan.rows):
-            self.stats.note_step(plan, draft, self.ledger)
+            self.stats.note_step(plan, draft, self.ledger, self.pressure)
         if self._pacer is not None and len(plan.rows):
             self._pacer.launched(plan.num_decodes, len(plan.tokens), self._clock())
         return plan

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from quire.messages.plan import StepPlan
 from quire.messages.tally import Tally
 from quire.scheduler.draft import Draft
+from quire.scheduler.pressure import Pressure
 
 if TYPE_CHECKING:
     from quire.scheduler.ledger import Ledger
@@ -55,7 +56,7 @@ class SchedulerStats:
         resident = self.allocated_slots - self.unused_slots
         return 1 - resident / (self.row_steps * tokens) if self.row_steps else 0.0
 
-    def note_step(self, plan: StepPlan, draft: Draft, ledger: Ledger) -> None:
+    def note_step(self, plan: StepPlan, draft: Draft, ledger: Ledger, pressure: Pressure) -> None:
         """Count a step that is about to be launched."""
         rows, pool = ledger.rows, ledger.tables.pool
         self.steps += 1
@@ -67,16 +68,18 @@ class SchedulerStats:
         self.unused_slots += int((rows.capacity - rows.computed).sum()) - _counted_twice(ledger)
         self.row_steps += rows.used
         self._last = (plan, draft, pool.used, pool.free)
+        self._pressure = pressure
 
     def describe_step(self) -> str:
         """The last step in one readable line."""
         plan, draft, used, free = self._last
         prompts = len(plan.rows) - plan.num_decodes
+        moves = "" if plan.moves is None else f", {len(plan.moves.out)} out, {len(plan.moves.back)} back"
         victims = "".join(f" {request.id}/{request.index}" for request in draft.preempted)
         return (
             f"step {plan.step}: {plan.num_decodes} decodes + {prompts} prompts ({len(plan.tokens)} tokens), "
             f"blocks {used} used / {free} free, cache hits {draft.cached_tokens} of {draft.queried_tokens} tokens, "
-            f"{len(draft.preempted)} preempted{victims}, {len(draft.copies)} copied"
+            f"{len(draft.preempted)} preempted{victims}, {len(draft.copies)} copied{moves}, {self._pressure}"
         )
 
 

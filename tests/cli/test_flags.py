@@ -52,6 +52,8 @@ def another(field: dataclasses.Field) -> object:
         return choices[-1]
     if isinstance(field.default, bool):
         return not field.default
+    if isinstance(field.default, float):
+        return 7.5
     return 77 if isinstance(field.default, int) or "int" in str(field.type) else "something"
 
 

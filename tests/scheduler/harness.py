@@ -105,6 +105,10 @@ class MemoryDisk:
     num_threads = 1
 
     @property
+    def room(self) -> tuple[int, int]:
+        return self.capacity, self.capacity
+
+    @property
     def store(self) -> MemoryDisk:
         return self
 

@@ -5,6 +5,8 @@ the one before has ended, and the card idles for a microsecond or two in between
 (Hopper and later) a kernel starts early, does what does not depend on its predecessor (reads weights), and waits at
 `gdc_wait` for the rest. The rule that keeps it right: **every** kernel launched with `**pdl()` calls `gdc_wait` (under
 `PDL: tl.constexpr`) before it reads or writes anything another kernel touches, weights excepted.
+One exception: `moe_vector._down` reads the routing before it waits, since the kernel that wrote it had ended when the
+one in between passed its own wait, and that one lets its successor start only after that.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -77,6 +78,14 @@ class SessionBlocks:
         former = self._held.pop(name, None)
         if former is not None:
             self._let_go(*former)
+
+    def last_keys(self) -> Iterator[tuple[str, bytes]]:
+        """Sessions whose blocks are held, the latest first, each with the key of its last block."""
+        for name, (salt, tip, own) in reversed(self._held.items()):
+            if own:
+                yield name, own[-1]
+            elif tip:
+                yield name, self._chunks[salt, tip].last
 
     def _hold_chain(self, salt: str, name: str, chain: list[int]) -> int:
         """Hold the last chunk of a chain, and through it all before; returns its number, 0 for none."""

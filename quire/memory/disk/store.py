@@ -137,6 +137,12 @@ class DiskStore:
         """Where the blocks of this model lie."""
         return self._folder
 
+    @property
+    def room(self) -> tuple[int, int]:
+        """Blocks that no session owns, or that could be there, and all there could be."""
+        most = max(1, self.capacity // self.block_bytes)
+        return most - len(self._owned), most
+
     # What is there
 
     def __len__(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from quire.messages.memory_map import MemoryMap
 from quire.server.http import Exchange
 from quire.server.routing import Route
 from quire.server.state import Server
@@ -41,7 +42,13 @@ async def stats(server: Server, exchange: Exchange) -> None:
     )
 
 
+async def memory(server: Server, exchange: Exchange) -> None:
+    """Who holds which blocks, on the device and in the tiers below; `quire inspect --url` draws it."""
+    await exchange.reply(await server.llm.memory_map())
+
+
 ROUTES = [
     Route("POST", "/admin/reset_prefix_cache", reset_prefix_cache, answer=ResetAnswer, errors=(503,)),
+    Route("GET", "/admin/memory", memory, answer=MemoryMap, errors=(503,)),
     Route("GET", "/admin/stats", stats, answer=Stats, errors=(503,)),
 ]

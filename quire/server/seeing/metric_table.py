@@ -80,6 +80,21 @@ ENGINE_FIGURES = (
     _histogram(
         "grammar_compile_seconds", "Time it took to compile a grammar that was not cached", COMPILE_BOUNDS, is_ours=True
     ),
+    _counter("swaps", "Of the preemptions, those whose blocks were put by instead of computed again", is_ours=True),
+    _counter("blocks_saved", "KV blocks copied to host memory", is_ours=True),
+    _counter("blocks_loaded", "KV blocks copied back from host memory", is_ours=True),
+    _counter("host_blocks_lost", "KV blocks that host memory had no room for and that were nowhere else", is_ours=True),
+    _gauge("host_blocks_used", "Slots of host memory in use", is_ours=True),
+    _gauge("host_blocks_owned", "KV blocks in host memory that swapped rows or sessions own", is_ours=True),
+    _gauge("disk_blocks", "KV blocks on disk", is_ours=True),
+    _gauge("pressure_device", "Watermarks the device's cache is past: 0, 1 or 2", is_ours=True),
+    _gauge("pressure_host", "Watermarks that what is owned in host memory is past", is_ours=True),
+    _gauge("pressure_disk", "Watermarks that what is owned on disk is past", is_ours=True),
+    _counter("admissions_slowed", "Steps in which requests waited for calmer times", is_ours=True),
+    _gauge("sessions", "Sessions there are", is_ours=True),
+    _gauge("sessions_on_device", "Sessions with a turn, or with blocks on the device", is_ours=True),
+    _counter("sessions_slept", "Times a session left the device", is_ours=True),
+    _counter("sessions_dropped", "Times a session lost its device blocks to a shortage", is_ours=True),
     _counter("expert_tokens", "Times an expert was chosen for a token, over all experts and layers", is_ours=True),
     _gauge(
         "expert_load_max_over_mean",

@@ -1,0 +1,214 @@
+"""Takes the map of an engine's memory. It costs nothing until somebody asks, then some milliseconds."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.memory.blocks import NULL_BLOCK, BlockPool
+from quire.memory.disk.sessions import Session, name_of, owner_of
+from quire.memory.disk.store import DiskStats
+from quire.memory.sessions import Live, SessionKeeper
+from quire.memory.tiers import Tiers
+from quire.messages.memory_map import (
+    CACHED,
+    EMPTY,
+    HELD,
+    MOVING,
+    SHARED,
+    DeviceBlocks,
+    DiskBlocks,
+    ExpertLoad,
+    HostBlocks,
+    Journeys,
+    MemoryMap,
+    Owner,
+    OwnerKind,
+    Owners,
+    Place,
+    Pressure,
+    Sharing,
+    Sleeper,
+    Sleeping,
+)
+from quire.messages.request import Request, State
+from quire.scheduler.scheduler import Scheduler
+
+MOST_CELLS = 65_536
+"""A cache of more blocks is shown by every second, third, … of them."""
+NAMED = 200
+"""So many owners, and so many sleepers, are named; of the others there are figures."""
+LOOKED_UP = 20_000
+"""Of more sleeping sessions it is not looked up where each lies: the loop waits meanwhile."""
+
+_Counts = NDArray[np.int64]
+
+
+def map_memory(scheduler: Scheduler, experts: Mapping[int, Sequence[int]], block_bytes: int) -> MemoryMap:
+    """The memory of this engine now. `experts`: how often each of each layer was chosen."""
+    pool, tiers, sessions, ledger = scheduler.tables.pool, scheduler.tiers, scheduler.sessions, scheduler.ledger
+    requests = [request for request_id in ledger.ids() for request in ledger.samples(request_id)]
+    keeping = [] if sessions is None else [live for live in sessions.on_device() if live.blocks]
+    held_by = _count((owner.blocks for owner in (*requests, *keeping)), pool.num_blocks)
+    going, coming = ([], []) if tiers is None else (tiers.going, tiers.coming)
+    cells = _cells(pool, held_by, [*going, *coming])
+    stride = -(-len(cells) // MOST_CELLS)
+    named = [*(_requester(request, held_by) for request in requests), *(_keeper(live, held_by) for live in keeping)]
+    return MemoryMap(
+        object="memory_map",
+        taken=time.time(),
+        device=_device(cells, scheduler.tables.block_size, block_bytes),
+        blocks=cells[::stride].tobytes().decode("ascii"),
+        stride=stride,
+        sharing=_sharing(pool, held_by, [*going, *coming]),
+        owners=_owners([owner for owner in named if owner is not None], len(requests)),
+        journeys=Journeys(out=len(going), back=len(coming), writes=0 if tiers is None else tiers.num_writes),
+        pressure=_pressure(scheduler),
+        host=None if tiers is None else _host(tiers),
+        disk=None if tiers is None or tiers.disk is None else _disk(tiers.disk.store.stats()),
+        sleeping=None if sessions is None else _sleeping(sessions, tiers),
+        experts=[ExpertLoad(layer=layer, chosen=list(chosen)) for layer, chosen in experts.items()],
+    )
+
+
+# Blocks
+
+
+def _count(tables: Iterable[Sequence[int]], num_blocks: int) -> _Counts:
+    """How often each block is in these tables."""
+    blocks = np.fromiter(itertools.chain.from_iterable(tables), np.int64)
+    return np.bincount(blocks, minlength=num_blocks)
+
+
+def _cells(pool: BlockPool, held_by: _Counts, moving: list[int]) -> NDArray[np.uint8]:
+    """What each block is, the reserved one left out."""
+    cells = np.full(pool.num_blocks, ord(EMPTY), np.uint8)
+    cells[pool.oldest(pool.idle)] = ord(CACHED)
+    cells[np.asarray(pool.refs) > 0] = ord(HELD)
+    cells[held_by > 1] = ord(SHARED)
+    cells[moving] = ord(MOVING)
+    return cells[NULL_BLOCK + 1 :]
+
+
+def _device(cells: NDArray[np.uint8], block_size: int, block_bytes: int) -> DeviceBlocks:
+    counts = {state: int((cells == ord(state)).sum()) for state in (EMPTY, CACHED, HELD, SHARED, MOVING)}
+    return DeviceBlocks(
+        capacity=len(cells), block_size=block_size, block_bytes=block_bytes, empty=counts[EMPTY],
+        cached=counts[CACHED], held=counts[HELD], shared=counts[SHARED], moving=counts[MOVING],
+    )  # fmt: skip
+
+
+def _sharing(pool: BlockPool, held_by: _Counts, moving: list[int]) -> Sharing:
+    known = held_by + _count([moving], pool.num_blocks)
+    return Sharing(
+        by_one=int((held_by == 1).sum()),
+        by_two=int((held_by == 2).sum()),
+        by_more=int((held_by > 2).sum()),
+        most=int(held_by.max()),
+        saved=int(np.maximum(held_by - 1, 0).sum()),
+        unaccounted=int((known != pool.refs).sum()),
+    )
+
+
+# Owners
+
+
+def _requester(request: Request, held_by: _Counts) -> Owner | None:
+    """The request as an owner, if it is one."""
+    source, kind, blocks = request.source, _kind(request), len(request.blocks)
+    if kind is None:
+        return None
+    return Owner(
+        kind=kind,
+        name=request.id if source.num_samples == 1 else f"{request.id}/{request.index}",
+        tenant=source.tenant,
+        session=name_of(source.session),
+        tokens=request.known,
+        blocks=blocks or len(request.owned_keys),
+        shared=_shared(request.blocks, held_by),
+    )
+
+
+def _kind(request: Request) -> OwnerKind | None:
+    if request.row >= 0:
+        return "running"
+    if request.state is State.LOADING:
+        return "loading"
+    return "put by" if request.owned_keys else None
+
+
+def _keeper(live: Live, held_by: _Counts) -> Owner:
+    return Owner(
+        kind="session", name=name_of(live.name), tenant=owner_of(live.name), tokens=live.tokens,
+        blocks=len(live.blocks), shared=_shared(live.blocks, held_by),
+    )  # fmt: skip
+
+
+def _shared(blocks: list[int], held_by: _Counts) -> int:
+    return int((held_by[blocks] > 1).sum()) if blocks else 0
+
+
+def _owners(owners: list[Owner], num_requests: int) -> Owners:
+    kinds = Counter(owner.kind for owner in owners)
+    return Owners(
+        running=kinds["running"],
+        loading=kinds["loading"],
+        put_by=kinds["put by"],
+        sessions=kinds["session"],
+        waiting=num_requests - kinds["running"] - kinds["loading"],
+        largest=heapq.nlargest(NAMED, owners, key=lambda owner: owner.blocks),
+    )
+
+
+# The tiers below
+
+
+def _pressure(scheduler: Scheduler) -> Pressure:
+    levels = scheduler.pressure
+    levels.look(scheduler.tables.pool, scheduler.tiers)  # an engine that rests has not looked for a while
+    return Pressure(device=levels.device, host=levels.host, disk=levels.disk)
+
+
+def _host(tiers: Tiers) -> HostBlocks:
+    host = tiers.host
+    return HostBlocks(slots=host.num_slots, used=host.used, owned=host.owned, block_bytes=tiers.costs.block_bytes)
+
+
+def _disk(stats: DiskStats) -> DiskBlocks:
+    return DiskBlocks(
+        blocks=stats.blocks, owned=stats.owned_blocks, block_bytes=stats.block_bytes, disk_bytes=stats.disk_bytes,
+        capacity=stats.capacity, is_resting=stats.resting,
+    )  # fmt: skip
+
+
+def _sleeping(sessions: SessionKeeper, tiers: Tiers | None) -> Sleeping:
+    put_by, more = sessions.put_by(LOOKED_UP)
+    places = [(name, _place(key, tiers)) for name, key in put_by]
+    counts, count = Counter(place for _, place in places), len(sessions.store) - sessions.num_live
+    return Sleeping(
+        count=count,
+        in_host=counts["host"],
+        on_disk=counts["disk"],
+        nowhere=count - counts["host"] - counts["disk"] - more,
+        unknown=more,
+        latest=[_sleeper(sessions.store.get(name), place) for name, place in places[:NAMED]],
+    )
+
+
+def _place(key: bytes, tiers: Tiers | None) -> Place:
+    if tiers is None or not (found := tiers.find([key])):
+        return "nowhere"
+    return "host" if found[0] else "disk"
+
+
+def _sleeper(session: Session, place: Place) -> Sleeper:
+    return Sleeper(
+        name=name_of(session.name), tenant=owner_of(session.name), tokens=session.num_tokens,
+        kv_tokens=session.kv_tokens, place=place,
+    )  # fmt: skip

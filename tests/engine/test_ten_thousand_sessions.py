@@ -1,0 +1,167 @@
+"""Ten thousand conversations asleep on disk: what they share is stored once, and none is slower for the others."""
+
+from __future__ import annotations
+
+import json
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+
+import pytest
+
+from quire import LLM, SamplingParams
+from quire.api.sessions import SessionHandle
+from tests.conftest import write_tiny_model
+
+SHARED, OWN, BLOCK = 512, 32, 16
+FEW, MANY = 1_000, 10_000
+AT_ONCE = 100
+HOST_SLOTS = 2_000
+"""Blocks that host memory holds: a tenth of what sleeps."""
+BLOCK_BYTES = 2 * 2 * 2 * 16 * BLOCK * 4
+"""Of the tiny model: keys and values, layers, heads, a head's size, float32."""
+MakeLLM = Callable[..., LLM]
+Costs = dict[str, tuple[float, float]]
+
+
+def greedy(tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+
+
+@pytest.fixture(scope="module")
+def long_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model, with room for the shared prompt."""
+    folder = write_tiny_model(tmp_path_factory.mktemp("long"))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 1024}))
+    return folder
+
+
+class Town:
+    """An engine full of sessions that begin alike."""
+
+    def __init__(self, llm: LLM) -> None:
+        self.llm = llm
+        self.rng = random.Random(7)
+        self.system = llm.sessions.create("system", self._tokens(SHARED))
+        self.system.generate(greedy(1))
+        self.prompts: dict[str, list[int]] = {}
+        """What each session held before it first spoke."""
+        self._born = 0
+
+    def _tokens(self, count: int) -> list[int]:
+        return [self.rng.randrange(4, 110) for _ in range(count)]
+
+    def _birth(self) -> SessionHandle:
+        name, self._born = f"agent-{self._born}", self._born + 1
+        session = self.system.fork(name, SHARED)
+        own = self._tokens(OWN - 1)
+        session.append(own)
+        self.prompts[name] = [*self.system.tokens[:SHARED], *own]
+        return session
+
+    def grow_to(self, count: int) -> None:
+        """Sessions are forked, hear something, say something and fall asleep, until there are so many."""
+        while len(self.prompts) < count:
+            born = [self._birth() for _ in range(min(AT_ONCE, count - len(self.prompts)))]
+            for stream in [session.stream(greedy(1)) for session in born]:
+                for _ in stream:
+                    pass
+            for session in born:
+                session.suspend()
+
+    def costs(self, repeats: int = 15) -> Costs:
+        """Operations and seconds, in the middle, of what must not depend on how many there are."""
+        sessions, woken = self.llm.sessions, self.rng.sample(list(self.prompts), repeats)
+        measured: dict[str, list[tuple[int, float]]] = {"create": [], "list": [], "resume": []}
+        for name in woken:
+            measured["create"].append(cost(lambda: sessions.create("passer-by", [5, 6, 7])))
+            sessions.delete("passer-by")
+            measured["list"].append(cost(lambda name=name: sessions.list(after=name, limit=20)))
+            measured["resume"].append(cost(lambda name=name: sessions.resume(name).generate(greedy(1))))
+            sessions.delete(name)
+            del self.prompts[name]
+        return {
+            act: (statistics.median(count for count, _ in values), statistics.median(spent for _, spent in values))
+            for act, values in measured.items()
+        }
+
+
+def cost(act: Callable[[], object]) -> tuple[int, float]:
+    """How many functions an act calls, and how long it takes."""
+    count = 0
+
+    def note(frame: FrameType, event: str, value: object) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(note)
+    begin = time.perf_counter()
+    try:
+        act()
+    finally:
+        seconds = time.perf_counter() - begin
+        sys.setprofile(None)
+    return count, seconds
+
+
+def undisturbed(llm: LLM, prompts: list[list[int]], tokens: int) -> list[list[int]]:
+    """What follows the prompts where nothing sleeps, wakes or is shared."""
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], greedy(tokens), use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def test_ten_thousand_sessions_asleep(make_llm: MakeLLM, long_model: Path, tmp_path: Path) -> None:
+    settings = {
+        "swap_space": HOST_SLOTS * BLOCK_BYTES / 2**30, "kv_disk": str(tmp_path), "num_gpu_blocks_override": 1024,
+        "max_num_seqs": AT_ONCE, "max_num_batched_tokens": 4096, "block_size": BLOCK,
+    }  # fmt: skip
+    llm = make_llm(long_model, **settings)
+    core = llm.llm_engine.core
+    town = Town(llm)
+    town.grow_to(FEW)
+    few = town.costs()
+    town.grow_to(MANY)
+    town.system.suspend()
+    tiers = core.scheduler.tiers
+    assert tiers is not None and tiers.disk is not None
+    assert core.scheduler.tables.pool.used == 0, "who sleeps holds nothing on the device"
+    assert tiers.host.num_slots == HOST_SLOTS
+    stats = tiers.disk.store.stats()
+    assert stats.owned_blocks == SHARED // BLOCK + MANY * OWN // BLOCK, "the shared part is there once"
+    assert (stats.refused, stats.failed, stats.damaged) == (0, 0, 0)
+
+    many = town.costs()
+    for act, (count, seconds) in many.items():
+        before, seconds_before = few[act]
+        assert count <= 1.3 * before, f"{act}: {before} operations among {FEW} sessions, {count} among {MANY}"
+        assert seconds <= 5 * seconds_before, f"{act}: {seconds_before} s among {FEW} sessions, {seconds} s among {MANY}"
+
+    names = town.rng.sample(list(town.prompts), 12)
+    reference = make_llm(long_model, enable_prefix_caching=False, num_gpu_blocks_override=1024)
+    expected = undisturbed(reference, [town.prompts[name] for name in names], 9)
+    for name, answer in zip(names[:6], expected[:6], strict=True):
+        session = llm.sessions.resume(name)
+        output = session.generate(greedy(8))
+        assert output.num_cached_tokens == SHARED + OWN - 1, "all there was to compute had been computed"
+        assert session.tokens == [*town.prompts[name], *answer]
+        session.suspend()
+    llm.shutdown()
+
+    llm = make_llm(long_model, **settings)  # after a restart just the same
+    assert len(llm.sessions) == len(town.prompts) + 1
+    listed, after = 0, None
+    while page := llm.sessions.list(after, limit=1000):
+        listed, after = listed + len(page), page[-1].name
+    assert listed == len(llm.sessions)
+    for name, answer in zip(names, expected, strict=True):
+        session = llm.sessions.resume(name)
+        if name in names[6:]:
+            output = session.generate(greedy(8))
+            assert output.num_cached_tokens == SHARED + OWN - 1
+        assert session.tokens == [*town.prompts[name], *answer]
+        session.suspend()
