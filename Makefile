@@ -27,14 +27,14 @@ test: setup lint
 
 # For a machine with a GPU and no network: nothing is installed, python3 has torch, triton and pytest.
 GPU_PYTHON ?= $(firstword $(wildcard $(BIN)/python) $(PYTHON))
-SANITIZED ?= batch or decode or prefill or sampling or elementwise or thin or prefix
+SANITIZED ?= batch or decode or prefill or sampling or elementwise or thin or prefix or masking or moe
 
 test-gpu:
 	$(GPU_PYTHON) -m pytest tests/gpu tests/kernels -m "not slow" --durations=15 $(ARGS)
 
 # Without torch's memory pool every tensor is an allocation of its own, and a step past its end is seen.
 sanitize:
-	PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 --target-processes all \
+	QUIRE_SANITIZED=1 PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 --target-processes all \
 		$(GPU_PYTHON) -m pytest tests/kernels -m "not slow" -k "triton and ($(SANITIZED))" --timeout=600 $(ARGS)
 
 lint: setup

@@ -18,18 +18,19 @@ from quire.memory.prefix import ContentKeys
 from quire.memory.sessions import SessionKeeper
 from quire.memory.tables import BlockTables
 from quire.memory.tiers import Tiers
-from quire.messages.outputs import Key, Started, StepOutputs
+from quire.messages.outputs import Key, StepOutputs
 from quire.messages.plan import StepPlan, StepResult
 from quire.messages.request import NewRequest, Request, State
+from quire.scheduler.admission import Admission
 from quire.scheduler.branching import Branching
 from quire.scheduler.collector import Collector
 from quire.scheduler.draft import Draft, Flight
 from quire.scheduler.groups import PrefixGroups
 from quire.scheduler.ledger import Ledger
-from quire.scheduler.moving import AHEAD_STEPS, Moving
+from quire.scheduler.moving import Moving
 from quire.scheduler.pacing import Pacer
 from quire.scheduler.policies.base import Policy
-from quire.scheduler.pressure import Pressure
+from quire.scheduler.space import Space
 from quire.scheduler.suspects import Suspects
 from quire.scheduler.writer import PlanWriter
 
@@ -60,23 +61,24 @@ class Scheduler:
         self.policy = policy
         self.rows = self.ledger.rows
         self._sharing = self.ledger.sharing
-        self._turn = policy.rank if self._sharing is None else self._sharing.turn
         self._moving = self.ledger.moving = None if tiers is None else Moving(self.ledger, tiers)
         self.tiers = tiers
         self.attach(sessions)
+        self._flights: deque[Flight] = deque()
+        self._space = Space(self.ledger, self._moving, tiers, self._flights)
+        self._admission = Admission(self.ledger, self._space, self._moving, token_budget, chunked_prefill, clock)
+        self._turn = self._admission.turn
         self._writer = PlanWriter(self.ledger, self._moving, clock)
         self._branching = Branching(self.ledger)
         self._collector = Collector(self.ledger, self._branching)
         self.stats = self.ledger.stats
-        self.pressure = Pressure()
+        self.pressure = self._space.pressure
         self._suspects = Suspects()
         self._budget = token_budget
-        self._chunked = chunked_prefill
         self._clock = clock
         self._pacer = pacer
         self._fresh: list[Request] = []
         """Samples whose first token came with the last results."""
-        self._flights: deque[Flight] = deque()
 
     # Requests come and go
 
@@ -173,7 +175,7 @@ class Scheduler:
         decodes = self._schedule_decodes(draft)
         budget = self._continue_prompts(draft, self._prompt_budget(decodes))
         if not draft.preempted and not draft.is_stalled:
-            self._admit(draft, self._board_landed(draft, budget))
+            self._admission.admit(draft, self._admission.board_landed(draft, budget))
         decodes = decodes[self.rows.decoding[decodes]]  # some may have lost their row since
         is_idle = not len(decodes) and not draft.prompts and not draft.ready
         if is_idle and (self._flights or self.tiers is None or not self.tiers.is_moving):
@@ -192,7 +194,7 @@ class Scheduler:
         if self.tiers is not None:
             self.tiers.turn()
         if self._suspects.first is None:
-            self._relieve(draft)
+            self._space.relieve(draft, self._budget)
 
     def _schedule_decodes(self, draft: Draft) -> NDArray[np.int64]:
         """Every row that waits for its next token, each with a slot to write to."""
@@ -218,9 +220,9 @@ class Scheduler:
         if self._sharing is not None:
             growing = [request for request in requests if self._next_block(request) >= len(request.blocks)]
             for victim in self._sharing.exceeding(growing):
-                self._preempt(draft, victim)
+                self._space.preempt(draft, victim)
         while (lacking := self._slots_cost(requests) - self.tables.pool.free) > 0:
-            if not self._reclaim(lacking) and self._preempt_one(draft) is None:
+            if not self._space.reclaim(lacking) and self._space.preempt_one(draft) is None:
                 return False
         for request in requests:
             if request.row >= 0:
@@ -247,7 +249,7 @@ class Scheduler:
         """The next token goes to a block that is the request's alone."""
         row, index = request.row, self._next_block(request)
         if index >= len(request.blocks):
-            self._grow(draft, request, int(self.rows.bound[row]))
+            self._space.grow(draft, request, int(self.rows.bound[row]))
         elif self.tables.is_shared(request, index):
             source, own = self.tables.copy_on_write(request, index)
             draft.copies.append((row, source, own))
@@ -282,13 +284,13 @@ class Scheduler:
         """Rows whose known tokens are not all computed go on, best-ranked first."""
         for request in sorted(self.ledger.prefilling, key=self._turn):
             if self._sharing is not None and not draft.preempted:
-                budget = self._admit(draft, budget, before=request)
+                budget = self._admission.admit(draft, budget, before=request)
             if budget <= 0:
                 break
             if request.row >= 0:
                 budget -= self._schedule_chunk(draft, request, budget)
         for request in draft.prompts:
-            self._publish_chunk(draft, request)
+            self._admission.publish_chunk(draft, request)
         return budget
 
     def _schedule_chunk(self, draft: Draft, request: Request, budget: int) -> int:
@@ -296,241 +298,19 @@ class Scheduler:
         computed, bound = int(self.rows.computed[request.row]), int(self.rows.bound[request.row])
         count = min(bound - computed, budget)
         if self.tables.missing(request, computed + count) > self.tables.pool.free:
-            self._reclaim(self.tables.missing(request, computed + count) - self.tables.pool.free)
+            self._space.reclaim(self.tables.missing(request, computed + count) - self.tables.pool.free)
             room = int(self.rows.capacity[request.row]) + self.tables.pool.free * self.tables.block_size - computed
             if room > 0:
                 count = min(count, room)
-            elif self._make_room(draft, request, 1):
+            elif self._space.make_room(draft, request, 1):
                 count = min(count, self.tables.block_size)
             else:
                 return 0
-        self._grow(draft, request, computed + count)
+        self._space.grow(draft, request, computed + count)
         draft.prompts[request] = count
         if self._sharing is not None:
             self._sharing.charge(request, count)
         return count
-
-    def _admit(self, draft: Draft, budget: int, before: Request | None = None) -> int:
-        """Waiting requests join in the policy's order, as long as rows, blocks and budget last; given `before`, only
-        those whose turn comes before that one's. Returns what is left of the budget."""
-        loading = 0 if self._moving is None else self._moving.num_loading
-        while budget > 0 and (self.rows.free > loading or self._sharing is not None):
-            request = self.policy.next()
-            if request is None or request.in_flight:
-                break
-            if self.pressure.device and draft.admitted:
-                self.pressure.slowed += 1
-                break
-            if before is not None and self._turn(request) > self._turn(before):
-                break
-            if self.rows.free <= loading:
-                self._make_way(draft, request)
-                break
-            admitted = self._admit_one(draft, request, budget)
-            if admitted is None:
-                break
-            budget -= admitted
-        return budget
-
-    def _make_way(self, draft: Draft, request: Request, blocks: int = 0) -> None:
-        """A tenant above its share may have to give a row to one below it, which takes it in a later step: who has
-        joined in this one is not preempted, and a step that preempts admits nobody."""
-        if self._sharing is not None and not draft.admitted and not draft.preempted:
-            victim = self._sharing.makes_way(request, blocks)
-            if victim is not None:
-                # What it was to write in this step may be findable already, and nobody has found it yet.
-                own = set(victim.blocks)
-                self.tables.withdraw([block for block in draft.published if block in own])
-                draft.published = [block for block in draft.published if block not in own]
-                self._preempt(draft, victim)
-
-    def _admit_one(self, draft: Draft, request: Request, budget: int, alone: bool = False) -> int | None:
-        """Give the request a row and schedule its first chunk; returns the chunk's tokens, None if it does not fit.
-
-        One whose blocks lie in a tier below waits for them first: it costs the step nothing.
-        """
-        tables, known = self.tables, request.known
-        self.ledger.extend_keys(request)
-        own = 0 if self.sessions is None else self.sessions.tokens_for(request)
-        hit = tables.match(request.keys, known) if request.source.reads_cache and not own else []
-        cached = own or len(hit) * tables.block_size
-        # One more than that where the last block, half full, is somebody else's too.
-        fresh = tables.blocks_for(known) - tables.blocks_for(cached) + bool(own)
-        spare = 0 if alone else self._promised() + self._headroom()
-        # What sessions give back may be what was hit: it costs from then on.
-        while (lacking := fresh + spare + tables.cost_of_sharing(hit) - tables.pool.free) > 0:
-            if not self._reclaim(lacking, request):
-                break
-        if lacking > 0:
-            if not alone:
-                self._make_way(draft, request, tables.blocks_for(known))
-            return None
-        count = min(known - cached, budget)
-        if count < known - cached <= self._budget and not self._chunked:
-            return None  # a later step has room for all of it; what exceeds any step goes in chunks all the same
-        if own and self.sessions is not None:
-            self.sessions.take(request)
-        else:
-            tables.adopt(request, hit)
-            if self._moving is not None and not alone and (arrival := self._moving.find(request, len(hit))):
-                self._moving.load(request, arrival)
-                return 0
-        self.policy.remove(request)
-        return self._board(draft, request, cached, budget)
-
-    def _board(self, draft: Draft, request: Request, cached: int, budget: int) -> int:
-        """The request, whose blocks hold its first `cached` tokens, takes a row and computes its first chunk."""
-        count = min(request.known - cached, budget)
-        request.move(State.RUNNING)
-        row = self.rows.take(request, computed=cached, bound=request.known)
-        self.rows.capacity[row] = len(request.blocks) * self.tables.block_size
-        self._own_last(draft, request, cached)
-        draft.assign(row, 0, request.blocks)
-        self._grow(draft, request, cached + count)
-        draft.admitted.append(request)
-        self._note_start(draft, request, cached)
-        if cached == request.known - 1 and _can_decode(request):
-            draft.ready.append(request)
-            self.rows.decoding[row] = True
-            self.rows.began[row] = self.ledger.arrivals
-            self.ledger.note_decoding(request)
-            return 1
-        draft.prompts[request] = count
-        if self._sharing is not None:
-            self._sharing.charge(request, count)
-        self.ledger.prefilling[request] = None
-        self._publish_chunk(draft, request)
-        return count
-
-    def _board_landed(self, draft: Draft, budget: int) -> int:
-        """Requests whose blocks have come from a tier below take their rows; returns what is left of the budget."""
-        if self._moving is None or not self._moving.num_loading:
-            return budget
-        for request, cached in self._moving.landed():
-            if budget <= 0 or not self.rows.free:
-                break
-            if not self.ledger.has_row_for(request):
-                continue  # its tenant has as many as it may
-            room = (len(request.blocks) + self.tables.pool.free) * self.tables.block_size - cached
-            if room <= 0:
-                if not self.rows.used:  # those that wait with it hold what it needs
-                    self._moving.give_up_all(but=request)
-                break
-            self._moving.board(request)
-            self.tables.publish(request, request.keys, cached // self.tables.block_size)
-            budget -= self._board(draft, request, cached, min(budget, room))
-        return budget
-
-    def _own_last(self, draft: Draft, request: Request, cached: int) -> None:
-        """The next token goes into a block that holds some: one that is the request's alone, and that nobody finds."""
-        index, filled = divmod(cached, self.tables.block_size)
-        if not filled:
-            return
-        if self.tables.is_shared(request, index):
-            draft.copies.append((request.row, *self.tables.copy_on_write(request, index)))
-        else:
-            self.tables.withdraw([request.blocks[index]])
-
-    def _promised(self) -> int:
-        """Blocks that admitted prompts will still ask for."""
-        coming = () if self._moving is None else self._moving.requests
-        return sum(self.tables.missing(request, request.known) for request in (*self.ledger.prefilling, *coming))
-
-    def _headroom(self) -> int:
-        """Blocks left alone at admission, so that running rows can grow a while before anyone must be preempted."""
-        return min(self.rows.used, self.tables.pool.capacity // 16)
-
-    def _grow(self, draft: Draft, request: Request, tokens: int) -> None:
-        index = len(request.blocks)
-        fresh = self.tables.grow(request, tokens)
-        if fresh:
-            draft.assign(request.row, index, fresh)
-            self.rows.capacity[request.row] = len(request.blocks) * self.tables.block_size
-
-    def _publish_chunk(self, draft: Draft, request: Request) -> None:
-        """Blocks this step fills can be hit by requests of this very step: all KV is written before it is read."""
-        filled = int(self.rows.computed[request.row]) + draft.prompts[request]
-        draft.published += self.tables.publish(request, request.keys, filled // self.tables.block_size)
-
-    def _note_start(self, draft: Draft, request: Request, cached: int) -> None:
-        draft.cached_tokens += cached
-        draft.queried_tokens += request.known
-        if request.first_scheduled is None:
-            request.first_scheduled = self._clock()
-            request.num_cached = cached
-            self.ledger.outputs.started.append(Started(request.key, request.first_scheduled, cached))
-
-    # A shortage
-
-    def _make_room(self, draft: Draft, request: Request, blocks: int) -> bool:
-        """Preempt until `blocks` are free; False if that cost the request itself its row."""
-        while self.tables.pool.free < blocks:
-            if self._preempt_one(draft) in (request, None):
-                return False
-        return True
-
-    def _reclaim(self, blocks: int, request: Request | None = None) -> bool:
-        """Sessions that do not run, but for the request's own, give blocks back before anyone is kept from running."""
-        name = "" if request is None else request.source.session
-        return blocks > 0 and self.sessions is not None and self.sessions.reclaim(blocks, name) > 0
-
-    def _preempt_one(self, draft: Draft) -> Request | None:
-        """The policy names who must leave, never the best-ranked: it always goes on, so everyone finishes in turn.
-
-        None: nobody is left to leave, but blocks are on their way, and will be free when they have arrived.
-        """
-        running = self.rows.running()
-        first = min(running, key=self.policy.rank)
-        others = [other for other in running if other is not first]
-        if not others:
-            if self._moving is not None and (self._moving.give_up_all() or self._moving.tiers.is_busy):
-                draft.is_stalled = True  # nobody else may take what is about to be free
-                return None
-            pool = self.tables.pool
-            raise RuntimeError(
-                f"{first} runs alone and lacks blocks: {pool.free} of {pool.capacity} free, {len(first.blocks)} held"
-            )
-        victim = self.policy.victim(others)
-        self._preempt(draft, victim)
-        return victim
-
-    def _preempt(self, draft: Draft, victim: Request) -> None:
-        """Take row and blocks; the tokens stay, and are computed again when there is room."""
-        epoch = int(self.rows.epoch[victim.row])
-        victim.in_flight = sum(flight.draws_for(victim.row, epoch) for flight in self._flights)
-        victim.preemptions += 1
-        self.stats.preemptions += 1
-        self.ledger.outputs.preempted.append(victim.key)
-        draft.withdraw(victim)
-        draft.preempted.append(victim)
-        self.ledger.leave_row(victim)
-        victim.move(State.PREEMPTED)
-        self.ledger.queue(victim)
-
-    # Before there is one
-
-    def _relieve(self, draft: Draft) -> None:
-        """Past the first watermark idle sessions fall asleep and cached blocks are saved; past the second, where rows
-        will lack blocks within a few steps, the policy's victim is put by, if that is cheaper than to compute again."""
-        pool, rows = self.tables.pool, self.rows
-        self.pressure.look(pool, self.tiers)
-        if self.pressure.device and self.sessions is not None and self.sessions.sleep_one():
-            self.pressure.slept += 1
-        if self._moving is None:
-            return
-        self._moving.save_idle(self._budget // self.tables.block_size + rows.used)
-        if rows.used < 2 or self._moving.is_putting_by:
-            return
-        growing = int(np.count_nonzero(rows.decoding & (rows.capacity - rows.bound < AHEAD_STEPS)))
-        if growing + self._promised() <= pool.free:
-            return
-        first = min(rows.running(), key=self.policy.rank)
-        victim = self.policy.victim([other for other in rows.running() if other is not first])
-        tokens = min(int(rows.computed[victim.row]), victim.known)
-        if self._moving.is_swappable(victim, tokens):
-            self._moving.put_by(victim, tokens)
-            self._preempt(draft, victim)
-            self.stats.swaps += 1
 
     def _launch(self, draft: Draft, decodes: NDArray[np.int64]) -> StepPlan:
         decodes = np.concatenate([decodes, np.array([request.row for request in draft.ready], np.int64)])
@@ -582,7 +362,7 @@ class Scheduler:
 
     def lower_budget(self, tokens: int) -> int:
         """Steps have at most `tokens` tokens from now on, if that is fewer; returns how many they may have."""
-        self._budget = min(self._budget, tokens)
+        self._budget = self._admission.step_tokens = min(self._budget, tokens)
         return self._budget
 
     def _part_of(self, step: int | None) -> list[Request]:
@@ -597,11 +377,13 @@ class Scheduler:
             return None
         if suspect.row >= 0:
             self._schedule_chunk(draft, suspect, self._budget)
-            self._publish_chunk(draft, suspect)
-        elif not (self.ledger.has_row_for(suspect) and self._admit_one(draft, suspect, self._budget, alone=True)):
+            self._admission.publish_chunk(draft, suspect)
+        elif not (
+            self.ledger.has_row_for(suspect) and self._admission.admit_one(draft, suspect, self._budget, alone=True)
+        ):
             for passed in self.rows.running():
-                self._preempt(draft, passed)
-            self._admit_one(draft, suspect, self._budget, alone=True)
+                self._space.preempt(draft, passed)
+            self._admission.admit_one(draft, suspect, self._budget, alone=True)
         return self._launch(draft, np.empty(0, np.int64))
 
     # Housekeeping
@@ -624,8 +406,3 @@ class Scheduler:
     def check_idle(self) -> None:
         """Raise unless every block and row has come back; to be called when nothing is unfinished."""
         self.ledger.check_idle()
-
-
-def _can_decode(request: Request) -> bool:
-    """Whether the request's last token, the only one to compute, can go the way of tokens that were drawn."""
-    return request.source.pooling is None and request.beam is None and not request.siblings

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
 pytest.importorskip("triton")
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
+IS_SANITIZED = bool(os.environ.get("QUIRE_SANITIZED"))
+"""Under compute-sanitizer a launch takes a thousand times as long: fewer of the same say as much."""
 # The interpreter keeps bfloat16 as raw bits and cannot multiply matrices of it; float16 walks the same lines there.
 HALF = torch.bfloat16 if ON_GPU else torch.float16

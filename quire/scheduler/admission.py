@@ -1,0 +1,182 @@
+"""Who joins a step: waiting requests in the policy's order, and those whose blocks have come from a tier below."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from quire.messages.outputs import Started
+from quire.messages.request import Request, State
+from quire.scheduler.draft import Draft
+from quire.scheduler.ledger import Ledger
+from quire.scheduler.moving import Moving
+from quire.scheduler.space import Space
+
+
+class Admission:
+    """Gives rows to requests."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        space: Space,
+        moving: Moving | None,
+        step_tokens: int,
+        chunked: bool,
+        clock: Callable[[], float],
+    ) -> None:
+        """`step_tokens`: the most a step has. `chunked`: a prompt may be cut where the rest of it fits a later step."""
+        self.step_tokens = step_tokens
+        self.turn = ledger.policy.rank if ledger.sharing is None else ledger.sharing.turn
+        """Whose turn it is, as a sort key: the policy's rank, or what it makes of tenants' shares."""
+        self._ledger = ledger
+        self._tables = ledger.tables
+        self._policy = ledger.policy
+        self._rows = ledger.rows
+        self._sharing = ledger.sharing
+        self._space = space
+        self._moving = moving
+        self._chunked = chunked
+        self._clock = clock
+
+    def admit(self, draft: Draft, budget: int, before: Request | None = None) -> int:
+        """Waiting requests join in the policy's order, as long as rows, blocks and budget last; given `before`, only
+        those whose turn comes before that one's. Returns what is left of the budget."""
+        loading = 0 if self._moving is None else self._moving.num_loading
+        while budget > 0 and (self._rows.free > loading or self._sharing is not None):
+            request = self._policy.next()
+            if request is None or request.in_flight:
+                break
+            if self._space.pressure.device and draft.admitted:
+                self._space.pressure.slowed += 1
+                break
+            if before is not None and self.turn(request) > self.turn(before):
+                break
+            if self._rows.free <= loading:
+                self._make_way(draft, request)
+                break
+            admitted = self.admit_one(draft, request, budget)
+            if admitted is None:
+                break
+            budget -= admitted
+        return budget
+
+    def _make_way(self, draft: Draft, request: Request, blocks: int = 0) -> None:
+        """A tenant above its share may have to give a row to one below it, which takes it in a later step: who has
+        joined in this one is not preempted, and a step that preempts admits nobody."""
+        if self._sharing is not None and not draft.admitted and not draft.preempted:
+            victim = self._sharing.makes_way(request, blocks)
+            if victim is not None:
+                # What it was to write in this step may be findable already, and nobody has found it yet.
+                own = set(victim.blocks)
+                self._tables.withdraw([block for block in draft.published if block in own])
+                draft.published = [block for block in draft.published if block not in own]
+                self._space.preempt(draft, victim)
+
+    def admit_one(self, draft: Draft, request: Request, budget: int, alone: bool = False) -> int | None:
+        """Give the request a row and schedule its first chunk; returns the chunk's tokens, None if it does not fit.
+
+        One whose blocks lie in a tier below waits for them first: it costs the step nothing.
+        """
+        tables, known = self._tables, request.known
+        self._ledger.extend_keys(request)
+        own = 0 if self._ledger.sessions is None else self._ledger.sessions.tokens_for(request)
+        hit = tables.match(request.keys, known) if request.source.reads_cache and not own else []
+        cached = own or len(hit) * tables.block_size
+        # One more than that where the last block, half full, is somebody else's too.
+        fresh = tables.blocks_for(known) - tables.blocks_for(cached) + bool(own)
+        spare = 0 if alone else self._space.promised() + self._headroom()
+        # What sessions give back may be what was hit: it costs from then on.
+        while (lacking := fresh + spare + tables.cost_of_sharing(hit) - tables.pool.free) > 0:
+            if not self._space.reclaim(lacking, request):
+                break
+        if lacking > 0:
+            if not alone:
+                self._make_way(draft, request, tables.blocks_for(known))
+            return None
+        count = min(known - cached, budget)
+        if count < known - cached <= self.step_tokens and not self._chunked:
+            return None  # a later step has room for all of it; what exceeds any step goes in chunks all the same
+        if own and self._ledger.sessions is not None:
+            self._ledger.sessions.take(request)
+        else:
+            tables.adopt(request, hit)
+            if self._moving is not None and not alone and (arrival := self._moving.find(request, len(hit))):
+                self._moving.load(request, arrival)
+                return 0
+        self._policy.remove(request)
+        return self._board(draft, request, cached, budget)
+
+    def _board(self, draft: Draft, request: Request, cached: int, budget: int) -> int:
+        """The request, whose blocks hold its first `cached` tokens, takes a row and computes its first chunk."""
+        count = min(request.known - cached, budget)
+        request.move(State.RUNNING)
+        row = self._rows.take(request, computed=cached, bound=request.known)
+        self._rows.capacity[row] = len(request.blocks) * self._tables.block_size
+        self._own_last(draft, request, cached)
+        draft.assign(row, 0, request.blocks)
+        self._space.grow(draft, request, cached + count)
+        draft.admitted.append(request)
+        self._note_start(draft, request, cached)
+        if cached == request.known - 1 and _can_decode(request):
+            draft.ready.append(request)
+            self._rows.decoding[row] = True
+            self._rows.began[row] = self._ledger.arrivals
+            self._ledger.note_decoding(request)
+            return 1
+        draft.prompts[request] = count
+        if self._sharing is not None:
+            self._sharing.charge(request, count)
+        self._ledger.prefilling[request] = None
+        self.publish_chunk(draft, request)
+        return count
+
+    def board_landed(self, draft: Draft, budget: int) -> int:
+        """Requests whose blocks have come from a tier below take their rows; returns what is left of the budget."""
+        if self._moving is None or not self._moving.num_loading:
+            return budget
+        for request, cached in self._moving.landed():
+            if budget <= 0 or not self._rows.free:
+                break
+            if not self._ledger.has_row_for(request):
+                continue  # its tenant has as many as it may
+            room = (len(request.blocks) + self._tables.pool.free) * self._tables.block_size - cached
+            if room <= 0:
+                if not self._rows.used:  # those that wait with it hold what it needs
+                    self._moving.give_up_all(but=request)
+                break
+            self._moving.board(request)
+            self._tables.publish(request, request.keys, cached // self._tables.block_size)
+            budget -= self._board(draft, request, cached, min(budget, room))
+        return budget
+
+    def _own_last(self, draft: Draft, request: Request, cached: int) -> None:
+        """The next token goes into a block that holds some: one that is the request's alone, and that nobody finds."""
+        index, filled = divmod(cached, self._tables.block_size)
+        if not filled:
+            return
+        if self._tables.is_shared(request, index):
+            draft.copies.append((request.row, *self._tables.copy_on_write(request, index)))
+        else:
+            self._tables.withdraw([request.blocks[index]])
+
+    def _headroom(self) -> int:
+        """Blocks left alone at admission, so that running rows can grow a while before anyone must be preempted."""
+        return min(self._rows.used, self._tables.pool.capacity // 16)
+
+    def publish_chunk(self, draft: Draft, request: Request) -> None:
+        """Blocks this step fills can be hit by requests of this very step: all KV is written before it is read."""
+        filled = int(self._rows.computed[request.row]) + draft.prompts[request]
+        draft.published += self._tables.publish(request, request.keys, filled // self._tables.block_size)
+
+    def _note_start(self, draft: Draft, request: Request, cached: int) -> None:
+        draft.cached_tokens += cached
+        draft.queried_tokens += request.known
+        if request.first_scheduled is None:
+            request.first_scheduled = self._clock()
+            request.num_cached = cached
+            self._ledger.outputs.started.append(Started(request.key, request.first_scheduled, cached))
+
+
+def _can_decode(request: Request) -> bool:
+    """Whether the request's last token, the only one to compute, can go the way of tokens that were drawn."""
+    return request.source.pooling is None and request.beam is None and not request.siblings

@@ -1,0 +1,133 @@
+"""`quire inspect --snapshot` and `--url`: a map as people read it, and one clear line where there is none."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from quire.messages.memory_map import (
+    DeviceBlocks,
+    DiskBlocks,
+    ExpertLoad,
+    HostBlocks,
+    Journeys,
+    MemoryMap,
+    Owner,
+    Owners,
+    Pressure,
+    Sharing,
+    Sleeper,
+    Sleeping,
+)
+from tests.cli.stub_server import running
+
+OWNERS = [
+    Owner(kind="running", name=f"cmpl-{i}", tenant="acme", tokens=900 - i, blocks=60 - i, shared=3) for i in range(24)
+]
+FOUND = MemoryMap(
+    object="memory_map",
+    taken=time.time(),
+    device=DeviceBlocks(
+        capacity=100, block_size=16, block_bytes=1 << 20, empty=40, cached=20, held=25, shared=10, moving=5
+    ),
+    blocks="." * 40 + "c" * 20 + "1" * 25 + "s" * 10 + ">" * 5,
+    stride=1,
+    sharing=Sharing(by_one=25, by_two=4, by_more=6, most=8, saved=37, unaccounted=0),
+    owners=Owners(running=28, loading=1, put_by=1, sessions=2, waiting=9, largest=OWNERS),
+    journeys=Journeys(out=3, back=2, writes=1),
+    pressure=Pressure(device=1),
+    host=HostBlocks(slots=64, used=32, owned=16, block_bytes=1 << 20),
+    disk=DiskBlocks(blocks=7, owned=7, block_bytes=1 << 20, disk_bytes=9 << 20, capacity=1 << 30, is_resting=True),
+    sleeping=Sleeping(
+        count=10_000, in_host=400, on_disk=9_500, nowhere=100, unknown=0,
+        latest=[Sleeper(name="agent-7", tokens=544, kv_tokens=543, place="disk")],
+    ),
+    experts=[ExpertLoad(layer=0, chosen=[10, 10, 10, 10]), ExpertLoad(layer=1, chosen=[0, 30, 10, 0])],
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "110")
+    monkeypatch.delenv("QUIRE_ADMIN_KEY", raising=False)
+
+
+def saved(folder: Path, found: MemoryMap = FOUND) -> Path:
+    path = folder / "map.json"
+    path.write_bytes(found.to_json())
+    return path
+
+
+def test_a_snapshot_is_drawn(quire, tmp_path):
+    ran = quire("inspect", "--snapshot", saved(tmp_path))
+    assert (ran.code, ran.err) == (0, "")
+    lines = ran.out.splitlines()
+    assert "map.json" in lines[0]
+    assert "40 of 100 blocks" in lines[1] and "40.0 MiB of 100.0 MiB" in lines[1] and "past watermark 1" in lines[1]
+    assert "32 of 64 blocks" in lines[2] and "16 owned" in lines[2]
+    assert "7 blocks" in lines[3] and "not written to now" in lines[3]
+    assert lines[4] == "  " + "·" * 40 + "░" * 20 + "▒" * 25 + "█" * 10 + "»" * 5
+    assert "(a cell is a block)" in lines[5]
+    assert "saves 37 blocks (37.0 MiB)" in ran.out
+    assert "3 blocks out, 2 back, 1 on to disk" in ran.out
+    assert "28 running, 1 loading, 9 waiting (1 put by), 2 sessions between turns" in ran.out
+    owners = [line.split() for line in lines if line.strip().startswith("cmpl-")]
+    assert owners[0] == ["cmpl-0", "running", "acme", "900", "60", "3"]
+    assert len(owners) == 20 and "and 12 more" in ran.out
+    assert "10000 sessions: 400 in host memory, 9500 on disk, 100 as tokens alone" in ran.out
+    assert ["agent-7", "disk", "544", "543"] in [line.split() for line in lines]
+    assert "2.00 times as often as the mean of its layer, at worst 3.00 times" in ran.out
+    assert ["1", "40", "3.00", "1:", "75.0%", "2:", "25.0%"] in [line.split() for line in lines]
+
+
+def test_a_large_cache_is_drawn_in_few_lines(quire, tmp_path):
+    large = msgspec.structs.replace(FOUND, blocks="s" * 40_000 + "." * 25_536, stride=2)
+    ran = quire("inspect", "--snapshot", saved(tmp_path, large))
+    cells = [line for line in ran.out.splitlines() if set(line.strip()) <= {"█", "·"} and line.strip()]
+    assert len(cells) <= 16
+    drawn = "".join(line.strip() for line in cells)
+    assert drawn.count("█") / len(drawn) == pytest.approx(40_000 / 65_536, abs=0.01)
+    assert "every second looked at" in ran.out
+
+
+def test_names_cannot_speak_to_the_terminal(quire, tmp_path):
+    rude = Owner(kind="running", name="\x1b[2J\x07[red]x\n" + "y" * 99, tokens=1, blocks=1, shared=0)
+    owners = msgspec.structs.replace(FOUND.owners, largest=[rude])
+    ran = quire("inspect", "--snapshot", saved(tmp_path, msgspec.structs.replace(FOUND, owners=owners)))
+    assert ran.code == 0
+    assert "\x1b" not in ran.out and "\x07" not in ran.out
+    assert "?[2J?[red]x?yyy" in ran.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--snapshot", "MISSING"], "MISSING cannot be read: No such file"),
+        (["--snapshot", __file__], "is no memory map"),
+        (["--snapshot", Path(__file__).parent], "cannot be read: Is a directory"),
+        (["--url", "http://127.0.0.1:1"], "nothing answers at http://127.0.0.1:1"),
+        (["--url", "127.0.0.1:8000"], "'http://'"),
+        (["--url", "http://[::1"], "http://[::1"),
+        (["--watch", "2"], "--watch needs --url"),
+        (["--url", "http://x", "--watch", "0"], "from 0.1 to 86400 seconds, got 0"),
+        (["--url", "http://x", "--watch", "soon"], "from 0.1 to 86400 seconds, got soon"),
+        (["--url", "http://x", "--snapshot", "y"], "one memory at a time"),
+        (["some-model", "--snapshot", "y"], "is for a model"),
+        (["--snapshot", "y", "--dtype", "float32"], "--dtype is for a model"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_shown_is_told_in_one_line(quire, arguments, said):
+    ran = quire("inspect", *arguments)
+    assert (ran.code, ran.out) == (2, "")
+    assert said in ran.err
+    assert ran.err.count("\n") == 1
+
+
+def test_a_server_that_has_no_map_is_told_apart(quire):
+    with running() as stub:
+        ran = quire("inspect", "--url", stub.url)
+    assert ran.code == 2
+    assert "has no /admin/memory: start the server with --admin-key" in ran.err
