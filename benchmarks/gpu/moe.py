@@ -104,7 +104,7 @@ def check(shape: ExpertsShape, experts: Experts, tokens: int, used: int) -> list
     if tokens <= MAX_VECTOR_TOKENS:
         gain = torch.randn(shape.hidden, dtype=DTYPE, device="cuda")
         base = next(family.base for family in families(shape, bucket, DTYPE, gpu) if family.base.kernel == "vector")
-        routing = moe.Routing(shape.top_k, logits=logits, renormalise=True)
+        routing = moe.Routing(shape.top_k, weights, chosen)
         out = moe.vector_experts(x, routing, *experts, base, (gain, 1e-6))
         normed = F.rms_norm(x.float(), (shape.hidden,), gain.float(), 1e-6)
         if not (error := error_of(out, reference(normed, weights, chosen, experts))) < TOLERANCE:

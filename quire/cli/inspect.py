@@ -1,4 +1,4 @@
-"""`quire inspect`: what a model is, and what it would take to run it here."""
+"""`quire inspect`: what a model is, and what it would take to run it here; or how an engine uses its memory."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from quire.cli.engine_flags import add_common, add_engine_flags, add_model, engine_settings
+from quire.cli.inspect_memory import add_memory_flags, wants_memory
 from quire.cli.parser import Parser
 from quire.cli.terminal import table
 from quire.cli.values import readable_bytes
@@ -18,11 +19,17 @@ if TYPE_CHECKING:
 
 WHAT = """\
 Say what a model is, and what its weights and cache would take on this machine. The weights are not loaded
-(a model that is not here yet is downloaded). Takes the engine's flags: try --dtype, --block-size, --max-model-len."""
+(a model that is not here yet is downloaded). Takes the engine's flags: try --dtype, --block-size, --max-model-len.
+
+With --url, show the memory of a running server instead: how full each tier is, block by block, who holds what, what
+is shared, what sleeps where, how evenly a mixture's experts are chosen. --snapshot shows the same of a file."""
 EXAMPLES = """
   quire inspect
   quire inspect qwen3-0.6b --dtype float32
   quire inspect ./my-model --kv-cache-memory-bytes 4G
+  quire inspect --url http://127.0.0.1:8000 --api-key ADMIN_KEY --watch 2
+  quire inspect --url http://127.0.0.1:8000 --save map.json
+  quire inspect --snapshot map.json
 """
 
 
@@ -30,12 +37,17 @@ def configure(parser: Parser) -> None:
     """The flags of `quire inspect`."""
     parser.describe(run, WHAT, EXAMPLES, "[MODEL]")
     add_model(parser)
+    add_memory_flags(parser)
     add_engine_flags(parser)
     add_common(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the facts, then the plan. A model that cannot be run gets its facts, then an error."""
+    if wants_memory(args):
+        from quire.cli.inspect_memory import run as show_memory
+
+        return show_memory(args)
     from quire.config import EngineConfig
     from quire.loading.hub import find
     from quire.loading.read_config import read_model_config, read_raw_config

@@ -19,7 +19,7 @@ COMMANDS = {
     "run-batch": "answer a file of requests, in OpenAI's batch shape",
     "bench": "measure throughput, latency, KV cache waste, or any server under load",
     "pull": "download a model and print where it is",
-    "inspect": "say what a model is, and what of it fits here",
+    "inspect": "say what a model is and what of it fits here, or show the memory of a server",
     "sessions": "list, show, delete, export or import the sessions of a folder",
     "tune": "measure which GPU kernels suit a model best, and remember it",
     "env": "show versions, devices and caches, for a bug report",

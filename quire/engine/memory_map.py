@@ -55,7 +55,8 @@ def map_memory(scheduler: Scheduler, experts: Mapping[int, Sequence[int]], block
     pool, tiers, sessions, ledger = scheduler.tables.pool, scheduler.tiers, scheduler.sessions, scheduler.ledger
     requests = [request for request_id in ledger.ids() for request in ledger.samples(request_id)]
     keeping = [] if sessions is None else [live for live in sessions.on_device() if live.blocks]
-    held_by = _count((owner.blocks for owner in (*requests, *keeping)), pool.num_blocks)
+    tables = [*(request.blocks for request in requests), *(live.blocks for live in keeping)]
+    held_by = _count(tables, pool.num_blocks)
     going, coming = ([], []) if tiers is None else (tiers.going, tiers.coming)
     cells = _cells(pool, held_by, [*going, *coming])
     stride = -(-len(cells) // MOST_CELLS)

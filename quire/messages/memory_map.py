@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -19,6 +19,7 @@ class DeviceBlocks(msgspec.Struct, frozen=True, kw_only=True):
     """Blocks on the device. Every block is one of empty, cached, held, shared and moving."""
 
     capacity: int
+    """Blocks that can be handed out."""
     block_size: int
     """Tokens a block holds."""
     block_bytes: int
@@ -176,7 +177,7 @@ class MemoryMap(msgspec.Struct, frozen=True, kw_only=True):
     """The engine's memory at one moment."""
 
     object: Literal["memory_map"]
-    taken: float
+    taken: Annotated[float, msgspec.Meta(ge=0, lt=253_402_300_800)]
     """Seconds since 1970."""
     device: DeviceBlocks
     blocks: str

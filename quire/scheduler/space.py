@@ -93,8 +93,9 @@ class Space:
         return sum(self._tables.missing(request, request.known) for request in (*self._ledger.prefilling, *coming))
 
     def relieve(self, draft: Draft, step_tokens: int) -> None:
-        """Past the first watermark idle sessions fall asleep and cached blocks are saved; past the second, where rows
-        will lack blocks within a few steps, the policy's victim is put by, if that is cheaper than to compute again.
+        """Past the first watermark idle sessions fall asleep and cached blocks are saved; past the second, or
+        where rows will lack blocks within a few steps, the policy's victim is put by, if that is cheaper than to
+        compute it again.
 
         `step_tokens`: the most a step has.
         """
@@ -108,7 +109,7 @@ class Space:
         if rows.used < 2 or self._moving.is_putting_by:
             return
         growing = int(np.count_nonzero(rows.decoding & (rows.capacity - rows.bound < AHEAD_STEPS)))
-        if growing + self.promised() <= pool.free:
+        if growing + self.promised() <= pool.free and self.pressure.device < 2:
             return
         first = min(rows.running(), key=self._policy.rank)
         victim = self._policy.victim([other for other in rows.running() if other is not first])

@@ -79,7 +79,7 @@ def test_a_snapshot_is_drawn(quire, tmp_path):
     assert len(owners) == 20 and "and 12 more" in ran.out
     assert "10000 sessions: 400 in host memory, 9500 on disk, 100 as tokens alone" in ran.out
     assert ["agent-7", "disk", "544", "543"] in [line.split() for line in lines]
-    assert "2.00 times as often as the mean of its layer, at worst 3.00 times" in ran.out
+    assert "4 in each of 2 layers; busiest over mean 2.00, at worst 3.00" in ran.out
     assert ["1", "40", "3.00", "1:", "75.0%", "2:", "25.0%"] in [line.split() for line in lines]
 
 
@@ -126,8 +126,9 @@ def test_what_cannot_be_shown_is_told_in_one_line(quire, arguments, said):
     assert ran.err.count("\n") == 1
 
 
-def test_a_server_that_has_no_map_is_told_apart(quire):
+def test_a_server_of_another_kind_is_told_apart(quire):
     with running() as stub:
         ran = quire("inspect", "--url", stub.url)
     assert ran.code == 2
-    assert "has no /admin/memory: start the server with --admin-key" in ran.err
+    assert f"what {stub.url}/admin/memory sent is no memory map" in ran.err
+    assert ran.err.count("\n") == 1

@@ -60,9 +60,9 @@ def test_a_process_without_a_card_compiles_for_hopper_once(tmp_path: Path) -> No
 
 
 def test_mixtures_of_experts_compile_for_hopper(tmp_path: Path) -> None:
-    # Routing, sum, two products twice as vectors (with the routing found, and given) and once in tiles, one kernel
-    # that counts and three that arrange.
-    assert len(compile_in_process(tmp_path, "compile_experts")) == 2 + 2 * 2 + 2 + 1 + 3
+    # Routing, sum, the first product as vectors with the norm folded in and without, the second, both in tiles, one
+    # kernel that counts and three that arrange.
+    assert len(compile_in_process(tmp_path, "compile_experts")) == 2 + 2 + 1 + 2 + 1 + 3
 
 
 Script = Callable[[int], object]

@@ -15,7 +15,7 @@ from quire.kernels.triton.moe_layout import LARGE, SMALL, arrange
 from quire.kernels.triton.moe_parts import ExpertsConfig, ExpertsShape
 from quire.kernels.triton.moe_route import MAX_EXPERTS, route
 from quire.kernels.triton.moe_tile import combine, tile_down, tile_experts, tile_gate_up
-from quire.kernels.triton.moe_vector import MAX_RANKED, Routing, vector_experts
+from quire.kernels.triton.moe_vector import Routing, vector_experts
 
 Task = Callable[[], object]
 """Launches kernels."""
@@ -57,11 +57,9 @@ def launches(
     def chosen(tokens: int = 1) -> torch.Tensor:
         return zeros(tokens, top_k, dtype=torch.int32)
 
-    def vector(config: ExpertsConfig, ranked: bool) -> None:
-        counts = zeros(count, dtype=torch.int64)
-        found = Routing(top_k, logits=zeros(1, count), renormalise=renormalise, counts=counts)
-        routing = found if ranked else Routing(top_k, weights(), chosen())
-        vector_experts(zeros(1, hidden), routing, gate_up, down, config, (zeros(hidden), 1e-6) if ranked else None)
+    def vector(config: ExpertsConfig, folded: bool) -> None:
+        norm = (zeros(hidden), 1e-6) if folded else None
+        vector_experts(zeros(1, hidden), Routing(top_k, weights(), chosen()), gate_up, down, config, norm)
 
     def gate_up_tiles(config: ExpertsConfig) -> None:
         tile_gate_up(zeros(1, hidden), arrange(chosen(), count, config.block_m), gate_up, top_k, config)
@@ -75,8 +73,8 @@ def launches(
     }
     for config in configs:
         if config.kernel == "vector":
-            for ranked in (True, False) if count <= MAX_RANKED else (False,):
-                tasks[config, ranked] = functools.partial(vector, config, ranked)
+            for folded in (True, False):
+                tasks[config, folded] = functools.partial(vector, config, folded)
         else:
             tasks["gate_up", config.gate_up, config.block_m, config.tma] = functools.partial(gate_up_tiles, config)
             tasks["down", config.down, config.block_m, config.tma] = functools.partial(down_tiles, config)
@@ -86,4 +84,4 @@ def launches(
     return tasks
 
 
-__all__ = ["MAX_EXPERTS", "MAX_RANKED", "Routing", "experts", "launches", "route", "shape_of", "vector_experts"]
+__all__ = ["MAX_EXPERTS", "Routing", "experts", "launches", "route", "shape_of", "vector_experts"]

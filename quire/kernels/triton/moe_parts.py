@@ -1,6 +1,6 @@
 """What the kernels of mixtures of experts share: how a call is configured, and in which order experts are taken."""
 
-# ruff: noqa: N803, N806
+# ruff: noqa: N803
 
 from __future__ import annotations
 
@@ -73,22 +73,3 @@ def logit_of(key):
     """The logit from which a sort key was made."""
     bits = (key >> 32).to(tl.int32)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def rank_experts(logits, E: tl.constexpr, LANES: tl.constexpr):
-    """The rank of each expert, for the token whose logits begin there; the likeliest has rank 0.
-
-    Each is compared with every other: a program that needs one of a later rank has it sooner than by looking for one
-    maximum after the other. Some at a time, since a thread holds what it compares with.
-    """
-    SOME: tl.constexpr = min(LANES, 16)
-    lane = tl.arange(0, LANES)
-    values = tl.load(logits + lane, mask=lane < E, other=float("-inf")).to(tl.float32)
-    keys = sort_keys(values, lane, E)
-    better = tl.zeros((LANES, SOME), tl.int32)
-    for first in tl.range(0, LANES, SOME, num_stages=1):
-        other = first + tl.arange(0, SOME)
-        others = sort_keys(tl.load(logits + other, mask=other < E, other=float("-inf")).to(tl.float32), other, E)
-        better += (others[None, :] > keys[:, None]).to(tl.int32)
-    return tl.sum(better, 1)

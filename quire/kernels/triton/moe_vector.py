@@ -5,8 +5,8 @@ nothing sorted before them: one for gate, up and what joins them, a program owni
 down, a program owning a few outputs of one token and going through all its experts, so that the sum over them needs no
 exchange and has one order.
 
-Which experts those are may be left to these kernels: given the router's logits, each program finds its own. That is
-less work than waiting for a kernel that does nothing else. The norm before can be folded in, as in `thin`.
+The norm before can be folded in, as in `thin`. Which experts those are is found by a kernel before (`moe_route`): left
+to every program, one for each few features, it had cost more than that kernel's launch.
 
 The second kernel reads the routing, and with it its weights, before it waits for the first: whoever wrote the routing
 had ended when the first kernel let the second start, because it does so only after its own wait.
@@ -26,17 +26,14 @@ import triton
 import triton.language as tl
 
 from quire.kernels.triton.launch import gdc_launch_dependents, gdc_wait, pdl
-from quire.kernels.triton.moe_parts import TAKEN, Block, ExpertsConfig, expert_of, logit_of, rank_experts, sort_keys
+from quire.kernels.triton.moe_parts import Block, ExpertsConfig
 from quire.kernels.triton.thin_vector import gained_stream, in_chunks, partials, weight_rows
-
-MAX_RANKED = 256
-"""Experts among which a program finds its own."""
 
 
 @triton.jit
 def _gate_up(
-    x, gain, logits, experts, counts, weight, y, eps,
-    E: tl.constexpr, TOP: tl.constexpr, N: tl.constexpr, K: tl.constexpr, LANES: tl.constexpr, BLOCK_N: tl.constexpr,
+    x, gain, experts, weight, y, eps,
+    E: tl.constexpr, TOP: tl.constexpr, N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     CHUNKS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
@@ -51,15 +48,9 @@ def _gate_up(
         gdc_wait()
         gdc_launch_dependents()
     vector = in_chunks(x + token * K, K, BLOCK_K)
-    if logits is not None:
-        rank = rank_experts(logits + token * E, E, LANES)
-        expert = tl.sum(tl.where(rank == pair % TOP, tl.arange(0, LANES), 0), 0)
-        if counts is not None:
-            tl.atomic_add(counts + expert, tl.full((), 1, tl.int64), mask=first == 0, sem="relaxed")
-    else:
-        expert = tl.load(experts + pair)
-        if (expert < 0) | (expert >= E):
-            return  # another's; what is not written here is not read
+    expert = tl.load(experts + pair)
+    if (expert < 0) | (expert >= E):
+        return  # another's; what is not written here is not read
     own = weight + expert.to(tl.int64) * (2 * N * K)
     tiles = weight_rows(own, first, N, K, BLOCK_N, BLOCK_K)
     tiles = tiles + weight_rows(own + N * K, first, N, K, BLOCK_N, BLOCK_K)
@@ -74,39 +65,6 @@ def _gate_up(
     out = out / (1 + tl.exp(-out)) * (up * scale)
     column = first + tl.arange(0, BLOCK_N)
     tl.store(y + pair * N + column, out.to(y.dtype.element_ty), mask=column < N)
-
-
-@triton.jit
-def _chosen(
-    logits, weights, experts, token, E: tl.constexpr, TOP: tl.constexpr, RENORMALISE: tl.constexpr,
-    LANES: tl.constexpr, SLOTS: tl.constexpr,
-):  # fmt: skip
-    """(experts, weights, whether it counts) of a token's choices [SLOTS]."""
-    slot = tl.arange(0, SLOTS)
-    ours = slot < TOP
-    if logits is not None:
-        lane = tl.arange(0, LANES)
-        values = tl.load(logits + token * E + lane, mask=lane < E, other=float("-inf")).to(tl.float32)
-        largest = tl.max(values, 0)
-        keys = sort_keys(values, lane, E)
-        expert = tl.zeros((SLOTS,), tl.int32)
-        logit = tl.full((SLOTS,), float("-inf"), tl.float32)
-        for rank in tl.static_range(TOP):
-            best = tl.max(keys, 0)
-            expert = tl.where(slot == rank, expert_of(best), expert)
-            logit = tl.where(slot == rank, logit_of(best), logit)
-            keys = tl.where(keys == best, TAKEN, keys)
-        weight = tl.exp(logit - largest)
-        if RENORMALISE:
-            weight /= tl.sum(weight, 0)
-        else:
-            weight /= tl.sum(tl.exp(values - largest), 0)
-    else:
-        at = token * TOP + slot
-        expert = tl.load(experts + at, mask=ours, other=-1)
-        ours = (expert >= 0) & (expert < E)
-        weight = tl.load(weights + at, mask=ours, other=0.0)
-    return expert, tl.where(ours, weight, 0.0), ours
 
 
 @triton.jit
@@ -137,17 +95,19 @@ def _add_pieces(
 
 @triton.jit
 def _down(
-    x, logits, weights, experts, weight, y,
-    E: tl.constexpr, TOP: tl.constexpr, RENORMALISE: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
-    LANES: tl.constexpr, SLOTS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WIDE: tl.constexpr,
-    CHUNKS: tl.constexpr, PDL: tl.constexpr,
+    x, weights, experts, weight, y,
+    E: tl.constexpr, TOP: tl.constexpr, N: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, WIDE: tl.constexpr, CHUNKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     BLOCKS: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     STEP: tl.constexpr = CHUNKS * BLOCK_K
     program = tl.program_id(0)
     token = (program // BLOCKS).to(tl.int64)
     column = program % BLOCKS * BLOCK_N + tl.arange(0, BLOCK_N)
-    expert, share, ours = _chosen(logits, weights, experts, token, E, TOP, RENORMALISE, LANES, SLOTS)
+    slot = tl.arange(0, SLOTS)
+    expert = tl.load(experts + token * TOP + slot, mask=slot < TOP, other=-1)
+    ours = (expert >= 0) & (expert < E)
+    share = tl.load(weights + token * TOP + slot, mask=ours, other=0.0)
     # Outputs past the end repeat the last, and are not stored.
     line = expert.to(tl.int64)[:, None] * N + tl.minimum(column, N - 1)[None, :]
     at = weight + line[:, :, None] * K
@@ -170,15 +130,11 @@ def _down(
 
 @dataclass(frozen=True)
 class Routing:
-    """Where tokens go: what `route` returned, or the logits it would be given."""
+    """Where tokens go: what `route` returned."""
 
     top_k: int
-    weights: torch.Tensor | None = None
-    experts: torch.Tensor | None = None
-    logits: torch.Tensor | None = None
-    renormalise: bool = False
-    counts: torch.Tensor | None = None
-    """Counted here if the logits are given; `route` has counted already."""
+    weights: torch.Tensor
+    experts: torch.Tensor
 
 
 def vector_experts(
@@ -199,8 +155,8 @@ def vector_gate_up(
 ) -> torch.Tensor:
     """silu(gate) * up of every pair [tokens * top_k, width].
 
-    Bytes: the two weights of each pair's expert; the input, the gain and the logits once a program, from the cache.
-    Operations: one conversion and one multiplication a weight; experts squared comparisons a program.
+    Bytes: the two weights of each pair's expert; the input and the gain once a program, from the cache. Operations:
+    one conversion and one multiplication a weight.
     """
     tokens, depth = x.shape
     experts, double, _ = weight.shape
@@ -208,7 +164,7 @@ def vector_gate_up(
     out = x.new_empty((pairs, width))
     gain, eps = norm or (None, 0.0)
     _gate_up[(pairs * triton.cdiv(width, block.n),)](
-        x, gain, routing.logits, routing.experts, routing.counts, weight, out, eps,
+        x, gain, routing.experts, weight, out, eps,
         **_gate_up_meta(experts, routing.top_k, width, depth, block, x.element_size()),
     )  # fmt: skip
     return out
@@ -224,8 +180,8 @@ def vector_down(features: torch.Tensor, routing: Routing, weight: torch.Tensor, 
     tokens = features.shape[0] // routing.top_k
     out = features.new_empty((tokens, hidden))
     _down[(tokens * triton.cdiv(hidden, block.n),)](
-        features, routing.logits, routing.weights, routing.experts, weight, out,
-        **_down_meta(experts, routing.top_k, routing.renormalise, hidden, width, block, features.element_size()),
+        features, routing.weights, routing.experts, weight, out,
+        **_down_meta(experts, routing.top_k, hidden, width, block, features.element_size()),
     )  # fmt: skip
     return out
 
@@ -239,7 +195,6 @@ def _gate_up_meta(experts: int, top_k: int, width: int, depth: int, block: Block
         "TOP": top_k,
         "N": width,
         "K": depth,
-        "LANES": triton.next_power_of_2(experts),
         "BLOCK_N": block.n,
         "BLOCK_K": 32 * block.warps * wide,
         "WIDE": wide,
@@ -249,9 +204,7 @@ def _gate_up_meta(experts: int, top_k: int, width: int, depth: int, block: Block
 
 
 @functools.cache
-def _down_meta(
-    experts: int, top_k: int, renormalise: bool, hidden: int, width: int, block: Block, itemsize: int
-) -> dict[str, Any]:
+def _down_meta(experts: int, top_k: int, hidden: int, width: int, block: Block, itemsize: int) -> dict[str, Any]:
     """What a launch is compiled with: a warp reads 512 bytes of a weight row at a time, warps side by side read
     different rows first, and then the same."""
     wide = 16 // itemsize
@@ -265,10 +218,8 @@ def _down_meta(
     return {
         "E": experts,
         "TOP": top_k,
-        "RENORMALISE": renormalise,
         "N": hidden,
         "K": width,
-        "LANES": triton.next_power_of_2(experts),
         "SLOTS": slots,
         "BLOCK_N": block.n,
         "BLOCK_K": block_k,

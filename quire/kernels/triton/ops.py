@@ -155,8 +155,7 @@ class TritonOps(TorchOps):
         renormalise: bool,
         counts: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        count = router.shape[0]
-        if x is not None and count == gate_up.shape[0] and count <= moe.MAX_RANKED:
+        if x is not None and router.shape[0] == gate_up.shape[0]:
             config = self._experts_config(x, gate_up, down, top_k)
             if config is not None and config.kernel == "vector":
                 # Four kernels: the router's product has the norm folded in, and so have the experts' programs.

@@ -1,0 +1,168 @@
+"""The router beside simpler ways to share out requests, on replayed traces over simulated replicas.
+
+python benchmarks/router.py                       # 5 traces × 3 seeds over 4 replicas; about two minutes
+python benchmarks/router.py --traces mixed --seeds 1 --replicas 8 --rate 2
+python benchmarks/router.py --choose              # what a choice costs
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+from prefix_traces import BLOCK, TRACES, Arrival, trace
+from replica_simulation import Machine, Outcome, Policy, replay
+
+from quire.router import Flight, RoutedRequest, Router
+
+
+class RoundRobin(Policy):
+    """In turns."""
+
+    def __init__(self, replicas: int) -> None:
+        self._replicas, self._next = replicas, -1
+
+    def send(self, arrival: Arrival, now: float) -> int:
+        self._next = (self._next + 1) % self._replicas
+        return self._next
+
+
+class Random(Policy):
+    """By lot."""
+
+    def __init__(self, replicas: int) -> None:
+        self._replicas, self._rng = replicas, random.Random(0)
+
+    def send(self, arrival: Arrival, now: float) -> int:
+        return self._rng.randrange(self._replicas)
+
+
+class LeastLoaded(Policy):
+    """To whoever has the fewest requests open."""
+
+    def __init__(self, replicas: int) -> None:
+        self._open, self._at = [0] * replicas, dict[Arrival, int]()
+
+    def send(self, arrival: Arrival, now: float) -> int:
+        chosen = self._at[arrival] = self._open.index(min(self._open))
+        self._open[chosen] += 1
+        return chosen
+
+    def ended(self, arrival: Arrival, now: float) -> None:
+        self._open[self._at.pop(arrival)] -= 1
+
+
+class Routed(Policy):
+    """As the router says. It is told no speeds and measures them."""
+
+    def __init__(self, replicas: int, machine: Machine, **settings: float) -> None:
+        self._now = 0.0
+        self.router = Router(BLOCK, clock=lambda: self._now, **settings)  # type: ignore[arg-type]
+        self._flights: dict[Arrival, Flight] = {}
+        for number in range(replicas):
+            self.router.add(str(number), machine.blocks, machine.rows)
+
+    def send(self, arrival: Arrival, now: float) -> int:
+        self._now = now
+        request = RoutedRequest("", arrival.prompt_keys, arrival.prompt_tokens)
+        name = self.router.choose(request)
+        self._flights[arrival] = self.router.launched(request, name)
+        return int(name)
+
+    def started(self, arrival: Arrival, cached: int, now: float) -> None:
+        self._now = now
+        self.router.progress(self._flights[arrival], 1, cached)
+
+    def got_on(self, arrival: Arrival, generated: int, now: float) -> None:
+        self._now = now
+        self.router.progress(self._flights[arrival], generated)
+
+    def ended(self, arrival: Arrival, now: float) -> None:
+        self._now = now
+        flight = self._flights.pop(arrival)
+        self.router.progress(flight, arrival.output_tokens)
+        self.router.finished(flight, arrival.keys)
+
+
+def contestants(replicas: int, machine: Machine) -> dict[str, Callable[[], Policy]]:
+    """Every way to share out requests, by name."""
+    return {
+        "round robin": lambda: RoundRobin(replicas),
+        "random": lambda: Random(replicas),
+        "least loaded": lambda: LeastLoaded(replicas),
+        "router": lambda: Routed(replicas, machine),
+    }
+
+
+def compare(arrivals: Sequence[Arrival], replicas: int, machine: Machine) -> dict[str, Outcome]:
+    """One trace through all of them."""
+    return {name: replay(arrivals, make, replicas, machine) for name, make in contestants(replicas, machine).items()}
+
+
+def tell(name: str, seed: int, outcomes: dict[str, Outcome]) -> None:
+    base = outcomes["round robin"]
+    for policy, outcome in outcomes.items():
+        share = outcome.hit_tokens / outcome.prompt_tokens
+        ratio = outcome.hit_tokens / base.hit_tokens if base.hit_tokens else float("nan")
+        print(
+            f"{name:>7} {seed:>4} {policy:>13} {share:>7.1%} {ratio:>6.2f}× {outcome.work_balance:>7.3f} "
+            f"{outcome.window_balance:>7.3f} {outcome.longest:>7.1f} "
+            f"{1000 * outcome.ttft_p50:>9.0f} {1000 * outcome.ttft_p99:>9.0f}",
+            flush=True,
+        )
+
+
+def choice_microseconds(blocks: int = 512, replicas: int = 16, rounds: int = 300) -> tuple[float, float]:
+    """Median microseconds of `choose` and of `launched`, each prompt's keys as fresh as if it had just come."""
+    router = Router(BLOCK)
+    rng = random.Random(0)
+    shared = [rng.randbytes(32) for _ in range(blocks)]
+    for number in range(replicas):
+        router.add(str(number), 50_000, 256)
+        for _ in range(40):
+            filler = [rng.randbytes(32) for _ in range(blocks)]
+            router.launched(RoutedRequest("", filler, blocks * BLOCK), str(number))
+        # Each knows another length of the prompt.
+        known = shared[: blocks * (number + 1) // replicas]
+        router.launched(RoutedRequest("", known, len(known) * BLOCK), str(number))
+    choosing, launching = [], []
+    for _ in range(rounds):
+        request = RoutedRequest("", [bytes(bytearray(key)) for key in shared], blocks * BLOCK)
+        begin = time.perf_counter()
+        name = router.choose(request)
+        middle = time.perf_counter()
+        flight = router.launched(request, name)
+        end = time.perf_counter()
+        router.finished(flight)
+        choosing.append(middle - begin)
+        launching.append(end - middle)
+    return 1e6 * statistics.median(choosing), 1e6 * statistics.median(launching)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--traces", nargs="+", default=TRACES, choices=TRACES)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=120.0)
+    parser.add_argument("--rate", type=float, default=1.0, help="times the traffic")
+    parser.add_argument("--replicas", type=int, default=4)
+    parser.add_argument("--blocks", type=int, default=Machine.blocks, help="KV blocks of a replica")
+    parser.add_argument("--choose", action="store_true", help="time a choice, and nothing else")
+    args = parser.parse_args()
+    if args.choose:
+        choosing, launching = choice_microseconds()
+        print(f"512 blocks, 16 replicas: choose {choosing:.0f} µs, launched {launching:.0f} µs")
+        return
+    print(f"{'trace':>7} {'seed':>4} {'':>13} {'cached':>7} {'hits':>7} {'work':>7} {'10 s':>7} {'longest':>7} "
+          f"{'TTFT p50':>9} {'p99 ms':>9}")  # fmt: skip
+    for name in args.traces:
+        for seed in range(args.seeds):
+            arrivals = trace(name, seed, args.seconds, args.rate)
+            tell(name, seed, compare(arrivals, args.replicas, Machine(blocks=args.blocks)))
+
+
+if __name__ == "__main__":
+    main()

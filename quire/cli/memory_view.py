@@ -1,0 +1,220 @@
+"""A map of an engine's memory, drawn for a terminal: bars, cells and tables. Without colours it reads the same."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from quire.cli.values import readable_bytes
+from quire.messages.memory_map import CACHED, EMPTY, HELD, MOVING, SHARED, ExpertLoad, MemoryMap, Sleeping
+
+LOOKS = {
+    HELD: ("▒", "green", "held once"),
+    SHARED: ("█", "magenta", "shared"),
+    MOVING: ("»", "yellow", "moving"),
+    CACHED: ("░", "blue", "cached"),
+    EMPTY: ("·", "bright_black", "empty"),
+}
+"""How a block's state is drawn, in what colour, and what it is called. Where two are as frequent the first is shown."""
+MAP_ROWS = 16
+WIDEST_BAR = 32
+NAMED = 20
+"""Owners, and layers, in a table."""
+BESIDE_NAMES = 56
+"""Columns that the figures beside a name take."""
+HOTTEST = 4
+
+
+def draw(found: MemoryMap, console: Console, where: str) -> RenderableType:
+    """The whole view. `where`: what it is a map of."""
+    parts = [_title(found, where), _tiers(found, console), *_cells(found, console), _facts(found)]
+    parts += _owners(found, console)
+    if found.sleeping is not None:
+        parts += _sleeping(found.sleeping, console)
+    if found.experts:
+        parts += _experts(found.experts)
+    return Group(*parts)
+
+
+def _title(found: MemoryMap, where: str) -> Text:
+    taken = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(found.taken))
+    return Text.assemble(("memory", "bold"), f" at {taken} of {where}", no_wrap=True, overflow="crop")
+
+
+# How full each tier is
+
+
+def _tiers(found: MemoryMap, console: Console) -> Table:
+    device, pressure, grid = found.device, found.pressure, _grid()
+    parts = {
+        HELD: device.held, SHARED: device.shared, MOVING: device.moving, CACHED: device.cached, EMPTY: device.empty,
+    }  # fmt: skip
+    used = f"{device.used} of {device.capacity} blocks"
+    size = (
+        f"{readable_bytes(device.used * device.block_bytes)} of {readable_bytes(device.capacity * device.block_bytes)}"
+    )
+    grid.add_row("device", _bar(parts, console), used, size, f"{device.cached} cached{_level(pressure.device)}")
+    if (host := found.host) is not None:
+        parts = {HELD: host.owned, CACHED: max(0, host.used - host.owned), EMPTY: host.slots - host.used}
+        size = f"{readable_bytes(host.used * host.block_bytes)} of {readable_bytes(host.slots * host.block_bytes)}"
+        used = f"{host.used} of {host.slots} blocks"
+        grid.add_row("host", _bar(parts, console), used, size, f"{host.owned} owned{_level(pressure.host)}")
+    if (disk := found.disk) is not None:
+        most = max(disk.blocks, disk.capacity // max(1, disk.block_bytes))
+        parts = {HELD: disk.owned, CACHED: disk.blocks - disk.owned, EMPTY: most - disk.blocks}
+        size = f"{readable_bytes(disk.blocks * disk.block_bytes)} of {readable_bytes(disk.capacity)}"
+        resting = ", not written to now" if disk.is_resting else ""
+        notes = f"{disk.owned} owned{resting}{_level(pressure.disk)}"
+        grid.add_row("disk", _bar(parts, console), f"{disk.blocks} blocks", size, notes)
+    return grid
+
+
+def _level(level: int) -> str:
+    return f"; past watermark {level}" if level else ""
+
+
+def _bar(parts: dict[str, int], console: Console) -> Text:
+    """Shares of a whole; what there is at all is seen."""
+    whole = min(WIDEST_BAR, max(8, console.width - 72))  # the figures beside it matter more
+    total, bar, left = sum(parts.values()) or 1, Text(), whole
+    for state, count in parts.items():
+        width = min(left, max(1, round(whole * count / total))) if count else 0
+        width = left if state == EMPTY else width
+        bar.append(_glyph(state, console) * width, LOOKS[state][1])
+        left -= width
+    return bar
+
+
+def _glyph(state: str, console: Console) -> str:
+    return LOOKS[state][0] if console.encoding.startswith("utf") else state
+
+
+# The blocks
+
+
+def _cells(found: MemoryMap, console: Console) -> Iterator[RenderableType]:
+    width = max(16, console.width - 2)
+    each = max(1, -(-len(found.blocks) // (width * MAP_ROWS)))
+    states = [_most_frequent(found.blocks[i : i + each]) for i in range(0, len(found.blocks), each)]
+    for start in range(0, len(states), width):
+        line = Text("  ", no_wrap=True, overflow="crop")
+        for state, run in itertools.groupby(states[start : start + width]):
+            line.append(_glyph(state, console) * len(list(run)), LOOKS[state][1])
+        yield line
+    legend = Text("  ")
+    for state, (_, colour, meaning) in LOOKS.items():
+        legend.append(f"{_glyph(state, console)} ", colour).append(f"{meaning}  ")
+    blocks, sampled = each * found.stride, f", every {_nth(found.stride)} looked at" if found.stride > 1 else ""
+    yield legend.append("(a cell is a block)" if blocks == 1 else f"(a cell is {blocks} blocks{sampled})")
+
+
+def _most_frequent(states: str) -> str:
+    counts = Counter(states)
+    return max(LOOKS, key=lambda state: counts[state])
+
+
+def _nth(number: int) -> str:
+    return {2: "second", 3: "third"}.get(number, f"{number}th")
+
+
+def _facts(found: MemoryMap) -> Table:
+    sharing, journeys, owners, grid = found.sharing, found.journeys, found.owners, _grid()
+    saved = readable_bytes(sharing.saved * found.device.block_bytes)
+    grid.add_row(
+        "sharing",
+        f"{sharing.by_one} blocks with one owner, {sharing.by_two} with two, {sharing.by_more} with more; saves "
+        f"{sharing.saved} blocks ({saved})",
+    )
+    if journeys.out or journeys.back or journeys.writes:
+        grid.add_row("moving", f"{journeys.out} blocks out, {journeys.back} back, {journeys.writes} on to disk")
+    if sharing.unaccounted:
+        grid.add_row("lost", f"{sharing.unaccounted} blocks are held by nobody who is known: please report this")
+    put_by = f" ({owners.put_by} put by)" if owners.put_by else ""
+    grid.add_row(
+        "owners",
+        f"{owners.running} running, {owners.loading} loading, {owners.waiting} waiting{put_by}, "
+        f"{owners.sessions} sessions between turns",
+    )
+    return grid
+
+
+# Who holds them
+
+
+def _owners(found: MemoryMap, console: Console) -> list[RenderableType]:
+    owners = found.owners
+    if not owners.largest:
+        return []
+    grid = _listing("owner", "kind", "tenant", "tokens", "blocks", "shared", words=3)
+    for owner in owners.largest[:NAMED]:
+        name = owner.name if not owner.session else f"{owner.name} (session {owner.session})"
+        figures = (str(owner.tokens), str(owner.blocks), str(owner.shared))
+        grid.add_row(_shown(name, console), owner.kind, _shown(owner.tenant), *figures)
+    more = owners.running + owners.loading + owners.put_by + owners.sessions - len(owners.largest[:NAMED])
+    return [Text(""), grid, *([Text(f"  and {more} more")] if more else [])]
+
+
+def _sleeping(sleeping: Sleeping, console: Console) -> list[RenderableType]:
+    unknown = f", {sleeping.unknown} not looked up" if sleeping.unknown else ""
+    title = Text.assemble(
+        ("\nasleep", "bold"),
+        f" {sleeping.count} sessions: {sleeping.in_host} in host memory, {sleeping.on_disk} on disk, "
+        f"{sleeping.nowhere} as tokens alone{unknown}",
+    )
+    if not sleeping.latest:
+        return [title]
+    grid = _listing("session", "tenant", "in", "tokens", "saved", words=3)
+    for one in sleeping.latest[:NAMED]:
+        grid.add_row(_shown(one.name, console), _shown(one.tenant), one.place, str(one.tokens), str(one.kv_tokens))
+    return [title, grid]
+
+
+# Experts
+
+
+def _experts(layers: Sequence[ExpertLoad]) -> list[RenderableType]:
+    loads = [load.max_over_mean for load in layers]
+    title = Text.assemble(
+        ("\nexperts", "bold"),
+        f" {len(layers[0].chosen)} in each of {len(layers)} layers; busiest over mean {sum(loads) / len(loads):.2f}, "
+        f"at worst {max(loads):.2f}",
+    )
+    grid = _listing("layer", "choices", "max / mean", f"hottest {HOTTEST}", words=0)
+    uneven = sorted(layers, key=lambda load: -load.max_over_mean)[:NAMED]
+    for load in sorted(uneven, key=lambda load: load.layer):
+        hottest = "  ".join(f"{expert}: {100 * share:.1f}%" for expert, share in load.hottest(HOTTEST))
+        grid.add_row(str(load.layer), str(sum(load.chosen)), f"{load.max_over_mean:.2f}", hottest)
+    more = len(layers) - len(uneven)
+    return [title, grid, *([Text(f"  and {more} layers that are more even")] if more else [])]
+
+
+# Tables
+
+
+def _grid() -> Table:
+    grid = Table(box=None, show_header=False, padding=(0, 1), pad_edge=True)
+    grid.add_column(style="bold", no_wrap=True, overflow="crop")
+    return grid
+
+
+def _listing(*names: str, words: int) -> Table:
+    """Columns of figures, but for the first `words`."""
+    grid = Table(box=None, pad_edge=True, padding=(0, 1), header_style="bold")
+    for i, name in enumerate(names):
+        grid.add_column(name, justify="left" if i < words else "right", no_wrap=True, overflow="crop")
+    return grid
+
+
+def _shown(name: str, console: Console | None = None) -> Text:
+    """A name as somebody chose it: what it holds must not move the cursor. Its end may tell samples apart."""
+    room = 16 if console is None else max(16, console.width - BESIDE_NAMES)
+    clean = "".join(character if character.isprintable() else "?" for character in name)
+    if len(clean) > room:
+        clean = f"{clean[: room - room // 3 - 2]}..{clean[-(room // 3) :]}"
+    return Text(clean)

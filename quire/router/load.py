@@ -1,0 +1,126 @@
+"""How busy a replica is, as seen from outside: what was sent there, and what came back."""
+
+from __future__ import annotations
+
+from quire.router.request import Flight
+
+HALF_LIFE = 30.0
+"""Seconds after which work done counts half."""
+KEEP = 0.97
+"""What the memory of speeds keeps at each new measurement."""
+GUESS = 4000.0
+"""Prompt tokens a second, until something was measured."""
+
+
+class Rate:
+    """Things a second, over the last few dozen measurements; a guess counts as one of them, a second long.
+
+    Amounts and times are summed apart. Prompts computed in one step end together, and the second of them took no time
+    of its own: a mean of ratios would take that for infinite speed.
+    """
+
+    def __init__(self, guess: float) -> None:
+        self._amount, self._seconds = guess, 1.0
+
+    def note(self, amount: float, seconds: float) -> None:
+        """So much was done in so much time."""
+        self._amount = KEEP * self._amount + amount
+        self._seconds = KEEP * self._seconds + seconds
+
+    @property
+    def value(self) -> float:
+        return self._amount / self._seconds
+
+
+class Load:
+    """Bookkeeping of one replica's flights. All of it is zero again when they are over, but for `work`, which fades."""
+
+    def __init__(self, rows: int, kv_tokens: int, prefill_speed: float | None = None) -> None:
+        """Rows and tokens of KV that the replica has room for; prompt tokens a second, where known."""
+        self.max_rows, self.max_kv_tokens = rows, kv_tokens
+        self.queued = 0
+        """Prompt tokens that are to be computed still."""
+        self.rows = 0
+        """Sequences there, those whose prompt waits too."""
+        self.kv_tokens = 0
+        """Tokens of KV that all flights hold, or will when their prompts are computed."""
+        self.generated = 0
+        """Tokens that flights have generated."""
+        self.flights: dict[Flight, None] = {}
+        self.prefill = Rate(GUESS if prefill_speed is None else prefill_speed)
+        self._waiting: dict[Flight, None] = {}
+        self._busy_since = 0.0
+        """When the last prompt was done, or the first came: what is computed since is not known."""
+        self._stay = Rate(1.0)
+        """Seconds a flight stays, as seconds "a flight"."""
+        self._work, self._work_at = 0.0, 0.0
+
+    # What happens
+
+    def launched(self, flight: Flight, now: float) -> None:
+        """A request goes there."""
+        request = flight.request
+        if not self._waiting:
+            self._busy_since = now
+        self.flights[flight] = self._waiting[flight] = None
+        self.queued += flight.uncached
+        self.rows += request.samples
+        self.kv_tokens += request.prompt_tokens
+        self._add_work(flight.uncached, now)
+
+    def started(self, flight: Flight, now: float, cached: int | None = None) -> None:
+        """Its first token came; `cached` prompt tokens had not to be computed, where the replica says so."""
+        believed = flight.uncached
+        del self._waiting[flight]
+        self.queued -= believed
+        flight.started = now
+        if cached is not None:
+            flight.uncached = flight.request.prompt_tokens - cached
+            self._add_work(flight.uncached - believed, now)
+        self.prefill.note(flight.uncached, now - self._busy_since)
+        self._busy_since = now
+
+    def generated_more(self, flight: Flight, tokens: int, now: float) -> None:
+        """More tokens of it came."""
+        flight.generated += tokens
+        self.generated += tokens
+        self.kv_tokens += tokens
+        self._add_work(tokens, now)
+
+    def finished(self, flight: Flight, now: float) -> None:
+        """It is over, for whatever reason."""
+        flight.is_over = True
+        del self.flights[flight]
+        if flight in self._waiting:  # given up before its first token
+            del self._waiting[flight]
+            self.queued -= flight.uncached
+            self._add_work(-flight.uncached, now)
+        else:
+            self._stay.note(now - flight.launched, 1.0)
+        self.rows -= flight.request.samples
+        self.generated -= flight.generated
+        self.kv_tokens -= flight.request.prompt_tokens + flight.generated
+
+    # What follows from it
+
+    def wait(self, now: float) -> float:
+        """Seconds until a prompt that comes now would be begun."""
+        seconds = 0.0
+        if self._waiting:
+            speed = self.prefill.value
+            first = next(iter(self._waiting)).uncached
+            # Nobody says how far the prompt under way is. No more than all of it can be done: a replica that hangs
+            # must not look as if it had caught up.
+            seconds = (self.queued - min(first, speed * (now - self._busy_since))) / speed
+        crowding = max(self.rows / self.max_rows, self.kv_tokens / self.max_kv_tokens)
+        if crowding > 1:
+            seconds += (crowding - 1) * self._stay.value
+        return seconds
+
+    def work(self, now: float) -> float:
+        """Tokens computed lately, of prompts and outputs; the older, the less they count."""
+        return self._work * 0.5 ** ((now - self._work_at) / HALF_LIFE)
+
+    def _add_work(self, tokens: float, now: float) -> None:
+        self._work = self.work(now) + tokens
+        self._work_at = now
