@@ -164,8 +164,8 @@ def _sleeping(sleeping: Sleeping, console: Console) -> list[RenderableType]:
     unknown = f", {sleeping.unknown} not looked up" if sleeping.unknown else ""
     title = Text.assemble(
         ("\nasleep", "bold"),
-        f" {sleeping.count} sessions: {sleeping.in_host} in host memory, {sleeping.on_disk} on disk, "
-        f"{sleeping.nowhere} as tokens alone{unknown}",
+        f" {sleeping.count} session{'s' if sleeping.count != 1 else ''}: {sleeping.in_host} in host memory, "
+        f"{sleeping.on_disk} on disk, {sleeping.nowhere} as tokens alone{unknown}",
     )
     if not sleeping.latest:
         return [title]

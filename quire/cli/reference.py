@@ -58,6 +58,7 @@ ENVIRONMENT = """\
 | `QUIRE_CPU_KVCACHE_SPACE` | size of the KV cache on a CPU, in GiB; `kv_cache_memory_bytes` wins |
 | `HF_TOKEN`, `HF_HOME`, `HF_ENDPOINT`, `HF_HUB_OFFLINE` | as the Hugging Face libraries define them |
 | `QUIRE_API_KEY` | as `--api-key`; several are parted by commas |
+| `QUIRE_ADMIN_KEY` | as `--api-key` of `quire inspect --url` |
 | `OMP_NUM_THREADS` | threads on a CPU |
 | `CUDA_VISIBLE_DEVICES` | which GPUs are seen; the first of them is used |
 | `TRITON_CACHE_DIR` | where Triton keeps compiled GPU kernels; `~/.triton/cache` if unset |

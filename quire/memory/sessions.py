@@ -355,24 +355,26 @@ class SessionKeeper:
         request.blocks.clear()
         request.published = 0
 
-    def end(self, request: Request, is_kept: bool) -> None:
-        """The turn has ended; `is_kept`: what it said is part of the session."""
-        name = request.source.session
+    def end(self, request: Request, is_kept: bool) -> str | None:
+        """The turn has ended; `is_kept`: what it said is part of the session. Returns why it is not, where it is not."""
+        name, wrong = request.source.session, None
         live = self._live.get(name)
         try:
             if is_kept and request.output:
                 self.store.append(name, request.output, durable=False)
         except (StoreError, KeyError) as error:
-            logger.error("the answer of request %s is not in session %r: %s", request.id, name, error)
+            wrong = f"the answer is not in session {name_of(name)!r}: {error}"
+            logger.error("request %s: %s", request.id, wrong)
             if live is not None:
                 self._release(live)
         if live is None:
-            return
+            return wrong
         live.turn, live.since = "", self._clock()
         if not live.blocks:
             del self._live[name]
         elif live.sleeps:
             self._put_to_sleep(live)
+        return wrong
 
     def commit(self, then: Callable[[], object], failed: Callable[[Exception], object] | None = None) -> None:
         """Call `then` when all that was done so far is durable. Where sessions end with the process, that is now.

@@ -25,6 +25,7 @@ from quire.memory.host import HostTier
 from quire.memory.tables import BlockTables
 from quire.messages.plan import Moves, MovesDone
 
+NO_SLOT = -1
 WRITES_AT_ONCE = 32
 """Blocks on their way to disk: each keeps a slot of host memory from being taken."""
 
@@ -117,6 +118,8 @@ class Tiers:
         self._tables = tables
         self._slot_bytes = slot_bytes
         self._outs: deque[_Out] = deque()
+        self._queue: deque[_Out] = deque()
+        """Blocks on their way to disk for which host memory has no slot yet."""
         self._backs: deque[_Back] = deque()
         self._journeys: dict[int, _Journey] = {}
         self._fetches: list[Fetch] = []
@@ -171,7 +174,7 @@ class Tiers:
     @property
     def is_busy(self) -> bool:
         """Anything at all is on its way."""
-        return self.is_moving or self.waits_for_disk or bool(self._fetches)
+        return self.is_moving or self.waits_for_disk or bool(self._fetches or self._queue)
 
     @property
     def waits_for_disk(self) -> bool:
@@ -181,7 +184,7 @@ class Tiers:
     @property
     def going(self) -> list[int]:
         """Device blocks that are being saved…"""
-        outs = (*self._outs, *(out for journey in self._journeys.values() for out in journey.outs))
+        outs = (*self._outs, *self._queue, *(out for journey in self._journeys.values() for out in journey.outs))
         return [out.block for out in outs]
 
     @property
@@ -217,12 +220,31 @@ class Tiers:
                     missing[key] = block
             elif save.to_disk:
                 self._write(key, save)
-        reserved = self.host.reserve_all(list(missing))
-        save.lost = len(missing) - len(reserved)
-        save.pending += len(reserved)
-        self._tables.pool.share(missing[key] for key, _ in reserved)
-        self._outs.extend(_Out(key, missing[key], slot, save, is_idle) for key, slot in reserved)
+        reserved = dict(self.host.reserve_all(list(missing)))
+        for key, block in missing.items():
+            if key not in reserved and not save.to_disk:
+                save.lost += 1
+                continue
+            self._tables.pool.share([block])
+            save.pending += 1
+            (self._outs if key in reserved else self._queue).append(
+                _Out(key, block, reserved.get(key, NO_SLOT), save, is_idle)
+            )
         return save
+
+    def _dequeue(self) -> None:
+        """Blocks that waited for a slot go on; where none will ever be free, they are lost."""
+        while self._queue:
+            out = self._queue[0]
+            slot = None if self.is_saved(out.key) else self.host.reserve(out.key)
+            if slot is not None:
+                out.slot = slot
+                self._outs.append(self._queue.popleft())
+            elif self.is_saved(out.key) or not (self.is_moving or self.waits_for_disk):
+                out.save.lost += not self.is_saved(out.key)
+                self._end_out(self._queue.popleft())
+            else:
+                return
 
     def save_idle(self, count: int) -> int:
         """Save the cached blocks that would be evicted next, up to `count` of them; returns how many go."""
@@ -328,6 +350,7 @@ class Tiers:
             for ticket in self.disk.poll():
                 self._end_ticket(ticket)
             self._save_oldest()
+            self._dequeue()
         if self._fetches:
             for fetch in self._fetches:
                 self._advance(fetch)
@@ -423,11 +446,14 @@ class Tiers:
         """What plans carried is lost, and what waited for a plan is given up. Reads and writes of the disk go on."""
         outs = [*self._outs, *(out for journey in self._journeys.values() for out in journey.outs)]
         backs = [*self._backs, *(back for journey in self._journeys.values() for back in journey.backs)]
+        queued = list(self._queue)
         self._outs.clear()
+        self._queue.clear()
         self._backs.clear()
         self._journeys.clear()
         for out in outs:
             self.host.cancel(out.key)
+        for out in (*outs, *queued):
             out.save.lost += 1
             self._end_out(out)
         self._end_backs(backs, ok=False)

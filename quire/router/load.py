@@ -4,39 +4,56 @@ from __future__ import annotations
 
 from quire.router.request import Flight
 
-HALF_LIFE = 30.0
+HALF_LIFE = 20.0
 """Seconds after which work done counts half."""
-KEEP = 0.97
-"""What the memory of speeds keeps at each new measurement."""
 GUESS = 4000.0
 """Prompt tokens a second, until something was measured."""
+LEAST_TOKENS = 256
+"""A prompt with fewer to compute says more about what a step costs than about what a token does."""
+ALIKE = 1.4
+"""Replicas whose speeds are within this factor of the fleet's count as equally fast: what differs is mostly noise, and
+a replica that looks slower for no reason would get less work for none."""
+ROW_TOKENS = 200
+"""A sequence under way counts as so many prompt tokens before one's own: it has a part in every step."""
 
 
 class Rate:
-    """Things a second, over the last few dozen measurements; a guess counts as one of them, a second long.
+    """Things a second, over the last `span` measurements or so; a guess counts as one of them, a second long.
 
     Amounts and times are summed apart. Prompts computed in one step end together, and the second of them took no time
     of its own: a mean of ratios would take that for infinite speed.
     """
 
-    def __init__(self, guess: float) -> None:
+    def __init__(self, guess: float, span: int) -> None:
         self._amount, self._seconds = guess, 1.0
+        self._keep = 1 - 1 / span
 
     def note(self, amount: float, seconds: float) -> None:
         """So much was done in so much time."""
-        self._amount = KEEP * self._amount + amount
-        self._seconds = KEEP * self._seconds + seconds
+        self._amount = self._keep * self._amount + amount
+        self._seconds = self._keep * self._seconds + seconds
 
     @property
     def value(self) -> float:
         return self._amount / self._seconds
 
 
+class Fleet:
+    """What the replicas have in common."""
+
+    def __init__(self) -> None:
+        self.prefill: Rate | None = None
+        """Prompt tokens a second of one of them."""
+
+
 class Load:
     """Bookkeeping of one replica's flights. All of it is zero again when they are over, but for `work`, which fades."""
 
-    def __init__(self, rows: int, kv_tokens: int, prefill_speed: float | None = None) -> None:
+    def __init__(self, fleet: Fleet, rows: int, kv_tokens: int, prefill_speed: float | None = None) -> None:
         """Rows and tokens of KV that the replica has room for; prompt tokens a second, where known."""
+        guess = GUESS if prefill_speed is None else prefill_speed
+        fleet.prefill = fleet.prefill or Rate(guess, span=200)
+        self._fleet = fleet.prefill
         self.max_rows, self.max_kv_tokens = rows, kv_tokens
         self.queued = 0
         """Prompt tokens that are to be computed still."""
@@ -47,12 +64,12 @@ class Load:
         self.generated = 0
         """Tokens that flights have generated."""
         self.flights: dict[Flight, None] = {}
-        self.prefill = Rate(GUESS if prefill_speed is None else prefill_speed)
+        self._own = Rate(guess, span=50)
         self._waiting: dict[Flight, None] = {}
         self._busy_since = 0.0
         """When the last prompt was done, or the first came: what is computed since is not known."""
-        self._stay = Rate(1.0)
-        """Seconds a flight stays, as seconds "a flight"."""
+        self._stay = Rate(1.0, span=50)
+        """Seconds that a flight stays."""
         self._work, self._work_at = 0.0, 0.0
 
     # What happens
@@ -77,7 +94,9 @@ class Load:
         if cached is not None:
             flight.uncached = flight.request.prompt_tokens - cached
             self._add_work(flight.uncached - believed, now)
-        self.prefill.note(flight.uncached, now - self._busy_since)
+        if flight.uncached >= LEAST_TOKENS:
+            for rate in (self._own, self._fleet):
+                rate.note(flight.uncached, now - self._busy_since)
         self._busy_since = now
 
     def generated_more(self, flight: Flight, tokens: int, now: float) -> None:
@@ -103,15 +122,21 @@ class Load:
 
     # What follows from it
 
+    @property
+    def prefill_speed(self) -> float:
+        """Prompt tokens a second."""
+        own, fleet = self._own.value, self._fleet.value
+        return fleet if fleet / ALIKE < own < fleet * ALIKE else own
+
     def wait(self, now: float) -> float:
         """Seconds until a prompt that comes now would be begun."""
-        seconds = 0.0
+        speed = self.prefill_speed
+        tokens: float = self.queued + ROW_TOKENS * self.rows
         if self._waiting:
-            speed = self.prefill.value
-            first = next(iter(self._waiting)).uncached
             # Nobody says how far the prompt under way is. No more than all of it can be done: a replica that hangs
             # must not look as if it had caught up.
-            seconds = (self.queued - min(first, speed * (now - self._busy_since))) / speed
+            tokens -= min(next(iter(self._waiting)).uncached, speed * (now - self._busy_since))
+        seconds = tokens / speed
         crowding = max(self.rows / self.max_rows, self.kv_tokens / self.max_kv_tokens)
         if crowding > 1:
             seconds += (crowding - 1) * self._stay.value

@@ -9,12 +9,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from quire.errors import EngineDeadError, ValidationError
-from quire.router.load import Load
+from quire.router.load import Fleet, Load
 from quire.router.request import Flight, Lost, RoutedRequest
 from quire.router.sent import SentBlocks
 
-TUNE = 0.0
-EVENNESS = 0.1
+EVENNESS = 0.6
 """Seconds of waiting that a second of work more than others, done lately, counts as. Queues alone even out only what
 is overloaded; with this, replicas that share the load age alike."""
 MAX_INDEX_BLOCKS = 1_000_000
@@ -63,6 +62,7 @@ class Router:
         self._max_index_blocks, self._max_sessions = max_index_blocks, max_sessions
         self._evenness = evenness
         self._clock = clock
+        self._fleet = Fleet()
         self._replicas: dict[str, Replica] = {}
         self._homes: OrderedDict[tuple[str, str], Replica] = OrderedDict()
         """Where sessions live, by tenant and name; those of a replica that is gone move when they are next used."""
@@ -77,7 +77,7 @@ class Router:
             raise ValidationError(
                 f"replica {name!r} needs room for a block and a row, got {capacity_blocks} blocks, {max_rows} rows"
             )
-        load = Load(max_rows, capacity_blocks * self.block_size, prefill_speed)
+        load = Load(self._fleet, max_rows, capacity_blocks * self.block_size, prefill_speed)
         self._replicas[name] = Replica(name, capacity_blocks, SentBlocks(0), load)
         self._share_index()
 
@@ -109,7 +109,7 @@ class Router:
         return [
             ReplicaFigures(
                 replica.name, len(load.flights), load.rows, load.queued, load.kv_tokens, len(replica.sent),
-                load.prefill.value, load.wait(now),
+                load.prefill_speed, load.wait(now),
             )
             for replica in self._replicas.values()
             for load in [replica.load]
@@ -126,8 +126,8 @@ class Router:
         now, best, least = self._clock(), None, math.inf
         for replica in self._replicas.values():
             load = replica.load
-            tokens = self._uncached(request, replica) + self._evenness * load.work(now) + TUNE * load.rows
-            cost = load.wait(now) + tokens / load.prefill.value
+            tokens = self._uncached(request, replica) + self._evenness * load.work(now)
+            cost = load.wait(now) + tokens / load.prefill_speed
             if cost < least:
                 best, least = replica, cost
         if best is None:

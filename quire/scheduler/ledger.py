@@ -156,7 +156,8 @@ class Ledger:
         if self.searches.pop(request.id, None) is not None:
             together = self.samples(request.id)
         for one in together:
-            self._end_turn(one, reason)
+            if wrong := self._end_turn(one, reason):
+                reason, message = "error", wrong
             self._take_out(one, reason, stop_reason)
         group = self._groups.get(request.id)
         preemptions = sum(one.preemptions for one in together)
@@ -166,24 +167,31 @@ class Ledger:
             self.on_guided_end(request, not group)
         self.stats.finished += 1
 
-    def _end_turn(self, request: Request, reason: str) -> None:
-        """What a session's turn has computed stays with the session; what it said, if it came to its end."""
+    def _end_turn(self, request: Request, reason: str) -> str | None:
+        """What a session's turn has computed stays with the session; what it said, if it came to its end.
+
+        Returns why the session could not have it, if it could not."""
         if self.sessions is None or not request.source.session:
-            return
+            return None
         is_kept = reason in ("stop", "length")
         if request.row >= 0 and reason != "error":
             self.extend_keys(request)
             # Where a row has ended on the device, its last token is not computed, whatever was launched since.
             most = request.known - 1 if is_kept else len(request.prompt)
             self.sessions.keep(request, min(int(self.rows.computed[request.row]), most))
-        self.sessions.end(request, is_kept)
+        return self.sessions.end(request, is_kept)
 
     def _tell_end(self, request: Request, finished: Finished) -> None:
         """A session's answer is told when it is durable."""
         if self.sessions is None or not request.source.session:
             self.outputs.finished.append(finished)
         else:
-            self.sessions.commit(lambda: self.outputs.finished.append(finished))
+
+            def fail(error: Exception) -> None:
+                finished.reason, finished.message = "error", f"the answer is not durable: {error}"
+                self.outputs.finished.append(finished)
+
+            self.sessions.commit(lambda: self.outputs.finished.append(finished), fail)
 
     def _take_out(self, request: Request, reason: str, stop_reason: object) -> None:
         if request.row >= 0:

@@ -295,3 +295,20 @@ def test_what_a_turn_cannot_do(make_llm: MakeLLM) -> None:
     assert again.prompt_logprobs is not None and logprobs.prompt_logprobs is not None
     assert len(again.prompt_logprobs) == len(again.prompt_token_ids), "every position is computed for them"
     assert again.prompt_logprobs[1 : len(logprobs.prompt_logprobs)][-1].keys() == logprobs.prompt_logprobs[-1].keys()  # type: ignore[union-attr]
+
+
+def test_a_session_larger_than_the_way_to_disk_is_kept_whole(make_llm: MakeLLM, tmp_path: Path) -> None:
+    """With a disk and no host memory to keep blocks in, a few slots are all there is to pass through."""
+    llm = make_llm(kv_disk=str(tmp_path), block_size=2, num_gpu_blocks_override=256)
+    scheduler = llm.llm_engine.core.scheduler
+    s = llm.sessions.create("long", [5 + i % 50 for i in range(220)])
+    s.generate(GREEDY)
+    s.suspend()
+    tiers = scheduler.tiers
+    assert tiers is not None and tiers.disk is not None
+    assert tiers.host.num_slots < len(tiers.disk.store)
+    llm.reset_prefix_cache()
+    tiers.host.discard(list(tiers.host.oldest()))
+    computed = scheduler.stats.prompt_tokens
+    s.generate(GREEDY)
+    assert scheduler.stats.prompt_tokens == computed + 1

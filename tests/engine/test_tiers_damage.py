@@ -102,6 +102,14 @@ def disk_stats(llm: LLM) -> DiskStats:
     return tiers.disk.store.stats()
 
 
+def forget(llm: LLM) -> None:
+    """Neither the device nor host memory has anything that could be found."""
+    tiers = llm.llm_engine.core.scheduler.tiers
+    assert tiers is not None
+    llm.reset_prefix_cache()
+    tiers.host.discard(list(tiers.host.oldest()))
+
+
 def flip_used(path: Path, rng: random.Random) -> None:
     """A bit of the table's or the slots' first part, where blocks lie."""
     data = path.stat().st_size
@@ -203,7 +211,7 @@ def test_a_disk_tier_too_small_for_them(asleep: Asleep, start: Start, tmp_path: 
 def test_no_room_for_blocks_while_the_engine_runs(
     asleep: Asleep, start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    llm = start(tmp_path / "kv", swap_space=4 * 8192 / 2**30)
+    llm = start(tmp_path / "kv")
 
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -215,9 +223,14 @@ def test_no_room_for_blocks_while_the_engine_runs(
         llm.sessions.get(name).generate(GREEDY)
         info = llm.sessions.get(name).suspend()
         assert info.phase == "asleep", "there is nowhere to go, and it goes"
-    llm.reset_prefix_cache()
-    assert disk_stats(llm).failed + disk_stats(llm).refused > 0 and len(block_files(tmp_path)) == 0
-    assert asleep.go_on(llm) > 0
+    assert disk_stats(llm).failed > 0 and disk_stats(llm).blocks == 0
+    assert asleep.go_on(llm) == 0, "host memory still has them"
+    for name, tokens in asleep.tokens.items():
+        fork = llm.sessions.get(name).fork(f"{name}-again", len(tokens))
+        llm.sessions.delete(name)
+        forget(llm)
+        fork.generate(GREEDY)
+        assert fork.tokens == tokens + asleep.next[name], "computed again"
 
 
 def test_no_room_for_tokens_is_told_and_changes_nothing(
@@ -276,8 +289,9 @@ def test_a_disk_that_turns_read_only_under_the_engine(
             with pytest.raises(StoreError):
                 act()
         llm.generate("hello", GREEDY, use_tqdm=False)
-        with pytest.raises(StoreError):
-            llm.sessions.get("short").generate(GREEDY)
+        output = llm.sessions.get("short").generate(GREEDY)
+        assert output.error is not None and "not in session 'short'" in output.error
+        assert output.outputs[0].finish_reason == "error"
         assert llm.sessions.get("short").tokens == asleep.tokens["short"]
         llm.sessions.get("short").suspend()
 
