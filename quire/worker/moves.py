@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from quire.config import EngineConfig
+from quire.errors import ConfigError
 from quire.messages.plan import Moves, MovesDone
 from quire.worker.kv import KVCache
 
@@ -51,7 +52,11 @@ class HostMemory:
         """[slots, bytes]."""
         self._thread.join()
         if self._failure is not None:
-            raise self._failure
+            size = self.num_slots * self.slot_bytes / 2**30
+            raise ConfigError(
+                f"{size:.1f} GiB of host memory for KV blocks cannot be had here: {self._failure}. Lower swap_space",
+                "swap_space",
+            ) from self._failure
         assert self._data is not None
         return self._data
 

@@ -200,7 +200,7 @@ def weather(make_llm: MakeLLM, reference: LLM, folder: Path, tiers: str, seed: i
 def test_a_storm_changes_no_token(
     make_llm: MakeLLM, shared_tiny: LLM, tmp_path: Path, tiers: str, depth: int
 ) -> None:
-    seen = weather(make_llm, shared_tiny, tmp_path, tiers, seed=10 + depth, operations=120)
+    seen = weather(make_llm, shared_tiny, tmp_path, tiers, seed=10 + depth, operations=60)
     assert seen["found"] > 0.3 * seen["tokens"], "most of what was computed is found again"
 
 

@@ -1,0 +1,38 @@
+"""Requests for the router, by the texts their prompts are made of."""
+
+from __future__ import annotations
+
+from quire.memory.prefix import ContentKeys
+from quire.router import RoutedRequest, Router
+
+BLOCK = 16
+KEYS = ContentKeys(BLOCK, b"model")
+
+
+class Clock:
+    """Time that passes when it is told to."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def words(text: int, tokens: int) -> list[int]:
+    """Tokens that no other text has."""
+    return [text * 100_000 + i for i in range(tokens)]
+
+
+def request(*texts: list[int], name: str = "", session: str = "", tenant: str = "", samples: int = 1) -> RoutedRequest:
+    """A request whose prompt is these texts."""
+    tokens = [token for text in texts for token in text]
+    return RoutedRequest(name, KEYS.of(tokens, tenant), len(tokens), samples, tenant, session)
+
+
+def router_of(*names: str, clock: Clock | None = None, blocks: int = 10_000, rows: int = 64, **settings: int) -> Router:
+    """A router with these replicas."""
+    router = Router(BLOCK, clock=clock or Clock(), **settings)
+    for name in names:
+        router.add(name, blocks, rows, prefill_speed=10_000)
+    return router

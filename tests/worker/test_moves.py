@@ -1,0 +1,70 @@
+"""Blocks between the cache and host memory: every byte arrives where it was sent, with its tokens."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from quire.errors import ConfigError
+from quire.layers.attention.base import KVSpec
+from quire.messages.plan import Moves
+from quire.worker.kv import KVCache, stored_bytes
+from quire.worker.moves import HostMemory, Mover
+
+SPEC = KVSpec(2, 2, 8)
+BLOCKS, SLOTS, SIZE = 12, 9, 4
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+
+
+@pytest.fixture(params=DEVICES)
+def mover(request: pytest.FixtureRequest) -> Mover:
+    device = torch.device(request.param)
+    kv = KVCache(SPEC, BLOCKS, SIZE, torch.float32, device)
+    kv.data.copy_(torch.arange(kv.data.numel(), device=device).view(kv.data.shape))
+    return Mover(kv, HostMemory(SLOTS, stored_bytes(SPEC, SIZE, torch.float32), pinned=device.type == "cuda"))
+
+
+def finish(mover: Mover) -> list[int]:
+    done = []
+    while not mover.has_news:
+        pass
+    done += [each.step for each in mover.take_done()]
+    return done
+
+
+def test_blocks_go_out_and_come_back_elsewhere(mover: Mover) -> None:
+    kv, rng = mover._kv, random.Random(3)
+    before = kv.data.clone()
+    out = list(zip(rng.sample(range(1, BLOCKS), SLOTS), rng.sample(range(SLOTS), SLOTS), strict=True))
+    mover.start(0, Moves(out=out))
+    assert finish(mover) == [0]
+    kv.data.zero_()
+    targets = rng.sample(range(1, BLOCKS), SLOTS)
+    tokens = np.arange(SLOTS * SIZE, dtype=np.int32)
+    mover.start(1, Moves(back=[(slot, target) for (_, slot), target in zip(out, targets, strict=True)], tokens=tokens))
+    assert finish(mover) == [1]
+    for (block, _), target, ids in zip(out, targets, tokens.reshape(SLOTS, SIZE), strict=True):
+        assert torch.equal(kv.data[target], before[block])
+        assert kv.tokens[target].tolist() == ids.tolist()
+
+
+def test_neighbours_go_together(mover: Mover) -> None:
+    before = mover._kv.data.clone()
+    mover.start(7, Moves(out=[(3, 0), (4, 1), (5, 2), (9, 3), (8, 4)]))
+    assert finish(mover) == [7]
+    host = mover.memory.data.view(torch.float32).view(SLOTS, *before.shape[1:])
+    for block, slot in ((3, 0), (4, 1), (5, 2), (9, 3), (8, 4)):
+        assert torch.equal(host[slot], before[block].cpu())
+
+
+def test_both_links_are_measured(mover: Mover) -> None:
+    assert all(speed > 0 for speed in mover.measure())
+
+
+def test_memory_that_cannot_be_had_is_said() -> None:
+    memory = HostMemory(1 << 40, 1 << 20, pinned=False)
+    with pytest.raises(ConfigError, match="GiB of host memory .* Lower swap_space"):
+        _ = memory.data
