@@ -115,9 +115,11 @@ def report(args: argparse.Namespace, llm: LLM, times: dict[str, list[float]], fo
     alone, there = args.sessions * each * stats.block_bytes, stats.blocks * stats.block_bytes
     log = sum(path.stat().st_size for path in (folder / "sessions").iterdir())
     woken = len(times.get("resume", []))
-    print(f"\nKV on disk {there / 2**20:.0f} MiB in {stats.blocks} blocks; not shared it were {alone / 2**20:.0f} MiB: ")
-    print(f"{alone / there:.1f}x. Tokens and names: {log / 2**20:.1f} MiB. Computed again when woken: {computed} tokens")
-    print(f"of {woken} sessions, {woken} of them the last ones of their answers, which never are before.")
+    print(
+        f"\nKV on disk: {stats.blocks} blocks, {there / 2**20:.0f} MiB; if nothing were shared: {alone / 2**20:.0f} MiB"
+    )
+    print(f"({alone / there:.1f}x). Tokens and names: {log / 2**20:.1f} MiB.")
+    print(f"Computed when {woken} were woken: {computed} tokens (one each is the least: the last of an answer)")
 
 
 if __name__ == "__main__":

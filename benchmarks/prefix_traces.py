@@ -1,4 +1,4 @@
-"""Made-up traffic whose prompts begin alike: conversations, agents, crowds at one document, and prompts like no other."""
+"""Made-up traffic whose prompts begin alike: conversations, agents, a crowd at one document, and prompts apart."""
 
 from __future__ import annotations
 

@@ -158,6 +158,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--traces", nargs="+", default=TRACES, choices=TRACES)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=120.0)
     parser.add_argument("--rate", type=float, default=1.0, help="times the traffic")
     parser.add_argument("--replicas", type=int, default=4)
@@ -171,7 +172,7 @@ def main() -> None:
     print(f"{'trace':>7} {'seed':>4} {'':>13} {'cached':>7} {'hits':>7} {'work':>7} {'10 s':>7} {'longest':>7} "
           f"{'TTFT p50':>9} {'p99 ms':>9}")  # fmt: skip
     for name in args.traces:
-        for seed in range(args.seeds):
+        for seed in range(args.first_seed, args.first_seed + args.seeds):
             arrivals = trace(name, seed, args.seconds, args.rate)
             tell(name, seed, arrivals, compare(arrivals, args.replicas, Machine(blocks=args.blocks)))
 

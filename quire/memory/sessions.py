@@ -356,7 +356,7 @@ class SessionKeeper:
         request.published = 0
 
     def end(self, request: Request, is_kept: bool) -> str | None:
-        """The turn has ended; `is_kept`: what it said is part of the session. Returns why it is not, where it is not."""
+        """The turn has ended; `is_kept`: what it said is part of the session. Returns why it could not be, if so."""
         name, wrong = request.source.session, None
         live = self._live.get(name)
         try:

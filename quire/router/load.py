@@ -110,10 +110,10 @@ class Load:
         """It is over, for whatever reason."""
         flight.is_over = True
         del self.flights[flight]
-        if flight in self._waiting:  # given up before its first token
+        if flight in self._waiting:
+            # It counts as work though it was not done: a replica that fails all it gets must not look idle for it.
             del self._waiting[flight]
             self.queued -= flight.uncached
-            self._add_work(-flight.uncached, now)
         else:
             self._stay.note(now - flight.launched, 1.0)
         self.rows -= flight.request.samples

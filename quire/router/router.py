@@ -17,7 +17,7 @@ EVENNESS = 0.6
 """Seconds of waiting that a second of work more than others, done lately, counts as. Queues alone even out only what
 is overloaded; with this, replicas that share the load age alike."""
 MAX_INDEX_BLOCKS = 1_000_000
-"""Blocks remembered in all, a quarter of a kilobyte each."""
+"""Blocks remembered in all, about 170 bytes each."""
 MAX_SESSIONS = 1_000_000
 """Sessions whose home is remembered."""
 

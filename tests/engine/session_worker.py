@@ -1,4 +1,4 @@
-"""An engine whose sessions are worked on at random until somebody kills it. It tells what it begins and what it was promised.
+"""An engine whose sessions are worked on at random until somebody kills it. It tells what it begins, and what is done.
 
 Run as a program it makes such workers by fork, so that they need not start Python each time.
 """

@@ -31,11 +31,12 @@ class Nursery:
         root = Path(__file__).parents[2]
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.engine.session_worker", str(model)], stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE, text=True, cwd=root, env={**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE, text=True, cwd=root,
+            env={**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
         )  # fmt: skip
 
     def live_and_die(self, folder: Path, seed: int, notes: Path, seconds: float, early: bool) -> list[list[Any]]:
-        """An engine works on the folder for so long once it is up (`early`: since it began), and is killed. What it told."""
+        """An engine works on the folder, is killed so long after it was up (`early`: was begun). What it told."""
         assert self._process.stdin and self._process.stdout
         self._process.stdin.write(f"{folder} {seed} {seed % 2} {notes}\n")
         self._process.stdin.flush()

@@ -49,6 +49,7 @@ class Town:
         self.rng = random.Random(7)
         self.system = llm.sessions.create("system", self._tokens(SHARED))
         self.system.generate(greedy(1))
+        self._shared = self.system.tokens[:SHARED]
         self.prompts: dict[str, list[int]] = {}
         """What each session held before it first spoke."""
         self._born = 0
@@ -61,7 +62,7 @@ class Town:
         session = self.system.fork(name, SHARED)
         own = self._tokens(OWN - 1)
         session.append(own)
-        self.prompts[name] = [*self.system.tokens[:SHARED], *own]
+        self.prompts[name] = [*self._shared, *own]
         return session
 
     def grow_to(self, count: int) -> None:
@@ -75,7 +76,7 @@ class Town:
                 session.suspend()
 
     def costs(self, repeats: int = 15) -> Costs:
-        """Operations and seconds, in the middle, of what must not depend on how many there are."""
+        """Operations in the middle, and seconds at best, of what must not depend on how many there are."""
         sessions, woken = self.llm.sessions, self.rng.sample(list(self.prompts), repeats)
         measured: dict[str, list[tuple[int, float]]] = {"create": [], "list": [], "resume": []}
         for name in woken:
@@ -86,7 +87,7 @@ class Town:
             sessions.delete(name)
             del self.prompts[name]
         return {
-            act: (statistics.median(count for count, _ in values), statistics.median(spent for _, spent in values))
+            act: (statistics.median(count for count, _ in values), min(spent for _, spent in values))
             for act, values in measured.items()
         }
 
@@ -115,6 +116,7 @@ def undisturbed(llm: LLM, prompts: list[list[int]], tokens: int) -> list[list[in
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
+@pytest.mark.timeout(900)
 def test_ten_thousand_sessions_asleep(make_llm: MakeLLM, long_model: Path, tmp_path: Path) -> None:
     settings = {
         "swap_space": HOST_SLOTS * BLOCK_BYTES / 2**30, "kv_disk": str(tmp_path), "num_gpu_blocks_override": 1024,
@@ -139,7 +141,9 @@ def test_ten_thousand_sessions_asleep(make_llm: MakeLLM, long_model: Path, tmp_p
     for act, (count, seconds) in many.items():
         before, seconds_before = few[act]
         assert count <= 1.3 * before, f"{act}: {before} operations among {FEW} sessions, {count} among {MANY}"
-        assert seconds <= 5 * seconds_before, f"{act}: {seconds_before} s among {FEW} sessions, {seconds} s among {MANY}"
+        assert seconds <= 5 * seconds_before, (
+            f"{act}: {seconds_before} s among {FEW} sessions, {seconds} s among {MANY}"
+        )
 
     names = town.rng.sample(list(town.prompts), 12)
     reference = make_llm(long_model, enable_prefix_caching=False, num_gpu_blocks_override=1024)

@@ -150,7 +150,7 @@ def test_blocks_that_spoil_while_the_engine_runs(asleep: Asleep, start: Start, t
     for path in block_files(folder):
         slots = segments.HEADER.unpack(path.read_bytes()[: segments.HEADER.size])[2]
         with path.open("r+b") as file:
-            for slot in range(0, 30):
+            for slot in range(30):
                 file.seek(64 + 64 * slots + 8192 * slot + 77)
                 file.write(b"\x55\xaa")
     assert asleep.go_on(llm) > 0
@@ -167,9 +167,7 @@ def test_blocks_that_spoil_while_the_engine_runs(asleep: Asleep, start: Start, t
 
 
 @pytest.mark.parametrize("harm", [flip, cut, wipe])
-def test_a_damaged_log_costs_sessions_that_are_named(
-    asleep: Asleep, start: Start, tmp_path: Path, harm: Harm
-) -> None:
+def test_a_damaged_log_costs_sessions_that_are_named(asleep: Asleep, start: Start, tmp_path: Path, harm: Harm) -> None:
     rng, lost = random.Random(3), 0
     for _ in range(6):
         folder = asleep.copy(tmp_path / "kv")

@@ -1,4 +1,4 @@
-"""Storms over the real engine: suspend, resume, fork, evict, swap, cut and abort; every token as in an undisturbed run."""
+"""Storms over the real engine: suspend, resume, fork, evict, swap, cut, abort. Every token as in an undisturbed run."""
 
 from __future__ import annotations
 
@@ -116,9 +116,7 @@ class Storm:
     def _strangers(self) -> None:
         """Requests without a session, enough of them to be swapped or computed again."""
         prompts = [self._some(80) for _ in range(self.rng.randint(1, 6))]
-        outputs = self.llm.generate(
-            [{"prompt_token_ids": prompt} for prompt in prompts], greedy(40), use_tqdm=False
-        )
+        outputs = self.llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], greedy(40), use_tqdm=False)
         for prompt, output in zip(prompts, outputs, strict=True):
             assert list(output.outputs[0].token_ids) == self._answer(prompt, 40), "a stranger says something else"
 
@@ -197,9 +195,7 @@ def weather(make_llm: MakeLLM, reference: LLM, folder: Path, tiers: str, seed: i
 
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("tiers", ["none", "host", "disk"])
-def test_a_storm_changes_no_token(
-    make_llm: MakeLLM, shared_tiny: LLM, tmp_path: Path, tiers: str, depth: int
-) -> None:
+def test_a_storm_changes_no_token(make_llm: MakeLLM, shared_tiny: LLM, tmp_path: Path, tiers: str, depth: int) -> None:
     seen = weather(make_llm, shared_tiny, tmp_path, tiers, seed=10 + depth, operations=60)
     assert seen["found"] > 0.3 * seen["tokens"], "most of what was computed is found again"
 

@@ -83,12 +83,16 @@ class TestPrefixes:
 
 class TestLoad:
     def test_prompts_like_no_other_are_shared_out_evenly(self) -> None:
-        router = router_of("a", "b", "c", "d", clock=Clock())
+        clock = Clock()
+        router = router_of("a", "b", "c", "d", clock=clock)
         rng = random.Random(0)
         tokens = dict.fromkeys("abcd", 0)
         for i in range(400):
-            asked = request(words(i, rng.randint(50, 1500)))
-            tokens[serve(router, asked)] += asked.prompt_tokens
+            flight = send(router, request(words(i, rng.randint(50, 1500))))
+            clock.now += flight.uncached / 10_000
+            router.progress(flight, 1)
+            router.finished(flight)
+            tokens[flight.replica] += flight.uncached
         assert max(tokens.values()) < 1.02 * sum(tokens.values()) / 4
 
     def test_rows_count_though_their_prompts_are_done(self) -> None:
@@ -130,6 +134,19 @@ class TestLoad:
             router.launched(request(words(i, 4000)), "a")
         clock.now += 3600
         assert {serve(router, request(words(i, 1000))) for i in range(10, 30)} == {"b"}
+
+    def test_a_replica_that_fails_everything_at_once_does_not_draw_all_there_is(self) -> None:
+        clock = Clock()
+        router = router_of("good", "bad", clock=clock)
+        sent = {"good": 0, "bad": 0}
+        for i in range(400):
+            flight = send(router, request(words(i, 500)))
+            sent[flight.replica] += 1
+            if flight.replica == "good":
+                clock.now += 0.05
+                router.progress(flight, 1)
+            router.finished(flight)
+        assert sent["bad"] < 1.1 * sent["good"]
 
     def test_what_the_replica_says_was_cached_replaces_what_was_believed(self) -> None:
         router = router_of("a")

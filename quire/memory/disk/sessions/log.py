@@ -95,7 +95,8 @@ class Log:
         self.files: dict[int, LogFile] = {}
         self._active: LogFile | None = None
         self._lock = lock
-        self._sync_lock = threading.Lock()
+        self._synced_some = threading.Condition(lock)
+        self._is_syncing = False
         self._make_room = make_room
         self._last_number = 0
         self._written = 0
@@ -178,24 +179,29 @@ class Log:
 
     def commit(self) -> None:
         """All that was appended before is durable when this returns. Many who wait share one sync."""
-        with self._lock:
+        with self._synced_some:
             target = self._written
-        with self._sync_lock:
-            with self._lock:
-                self._check_works()
-                file, mark = self._active, self._written
-                if self._synced >= target or file is None:
-                    return
-                end, fd = file.end, os.dup(file.fd)
-            try:
-                os.fdatasync(fd)
-            except OSError as error:
-                self._break(error)
-            finally:
-                os.close(fd)
+            # Whoever another's sync covers leaves as soon as that is done; the first of the others does the next.
+            while self._is_syncing and self._synced < target:
+                self._synced_some.wait()
+            self._check_works()
+            file, mark = self._active, self._written
+            if self._synced >= target or file is None:
+                return
+            end, fd = file.end, os.dup(file.fd)
+            self._is_syncing = True
+        try:
+            os.fdatasync(fd)
             with self._lock:
                 self._synced = max(self._synced, mark)
                 file.safe = max(file.safe, end)
+        except OSError as error:
+            self._break(error)
+        finally:
+            os.close(fd)
+            with self._synced_some:
+                self._is_syncing = False
+                self._synced_some.notify_all()
 
     def remove(self, number: int) -> None:
         """Drop a file, once what it held is durable elsewhere."""
