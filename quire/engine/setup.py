@@ -68,7 +68,7 @@ def make_engine(
     tables = BlockTables(memory.num_blocks, config.block_size, config.enable_prefix_caching)
     fingerprint = kv_fingerprint(config, files, model, workers.dtype)
     keys = ContentKeys(config.block_size, fingerprint)
-    tiers = make_tiers(config, fingerprint, tables, workers.mover)
+    tiers = make_tiers(config, fingerprint, tables, workers.host_room)
 
     def keeper() -> SessionKeeper:
         return make_sessions(config, model, fingerprint, tables, keys, tiers)

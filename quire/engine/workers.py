@@ -16,7 +16,7 @@ from quire.loading.model_config import ModelConfig
 from quire.platforms.base import Platform
 from quire.worker.building import build_model
 from quire.worker.memory import MemoryNeeds, MemoryPlan, no_room
-from quire.worker.moves import Mover
+from quire.worker.moves import HostRoom
 from quire.worker.worker import Worker
 
 
@@ -42,7 +42,7 @@ class Workers:
     """Of all ranks together; so is the cache."""
     cache_bytes: int
     reads_groups: bool
-    mover: Mover | None = None
+    host_room: HostRoom | None = None
     phases: dict[str, float] = field(default_factory=dict)
     """Seconds each part of the start took."""
 
@@ -93,7 +93,7 @@ def _start_here(
         weight_bytes=worker.needs.weight_bytes,
         cache_bytes=memory.cache,
         reads_groups=worker.reads_groups,
-        mover=worker.mover,
+        host_room=None if worker.mover is None else worker.mover.room(),
         phases=worker.phases,
     )
 
@@ -116,6 +116,7 @@ def _start_ranks(
         weight_bytes=executor.weight_bytes,
         cache_bytes=executor.cache_bytes,
         reads_groups=executor.first.reads_groups,
+        host_room=executor.host_room,
         phases=executor.first.phases,
     )
 

@@ -10,7 +10,6 @@ import dataclasses
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -24,19 +23,10 @@ from quire.loading.files import ModelFiles
 from quire.messages.plan import MovesDone, StepMasks, StepPlan, StepResult, decode_result, encode
 from quire.paths import child_environment
 from quire.worker.memory import MemoryPlan
+from quire.worker.moves import HostRoom
 
 FAILURE_SECONDS = 5.0
 """After one rank failed a step the others have so long to say that they did too; else they wait for it for ever."""
-
-
-@dataclass(frozen=True)
-class RemoteSlots:
-    """The ranks' host memory as one: a slot is a part of a block on each."""
-
-    num_slots: int
-    slot_bytes: int
-    rates: tuple[float, float]
-    """Bytes a second out and back, of all ranks together."""
 
 
 class MultiprocessExecutor:
@@ -115,14 +105,14 @@ class MultiprocessExecutor:
         return sum(self.num_blocks * (plan["cache"] // plan["num_blocks"]) for plan in plans)
 
     @property
-    def host_slots(self) -> RemoteSlots | None:
-        """The tier in host memory, if there is one."""
-        ready = list(self._ready.values())
-        slots = min(each.host_slots for each in ready)
+    def host_room(self) -> HostRoom | None:
+        """The ranks' tiers in host memory as one: each keeps its part of a block in the same slot."""
+        rooms = list(self._ready.values())
+        slots = min(room.host_slots for room in rooms)
         if not slots:
             return None
-        slowest = [len(ready) * min(getattr(each, way) for each in ready) for way in ("out_rate", "back_rate")]
-        return RemoteSlots(slots, sum(each.slot_bytes for each in ready), (slowest[0], slowest[1]))
+        out, back = min(room.out_rate for room in rooms), min(room.back_rate for room in rooms)
+        return HostRoom(slots, sum(room.slot_bytes for room in rooms), len(rooms) * out, len(rooms) * back)
 
     # Steps
 

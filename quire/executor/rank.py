@@ -252,9 +252,8 @@ def _blocks(link: Link) -> int:
 def _ready(worker: Worker) -> wire.Ready:
     if worker.mover is None:
         return wire.Ready()
-    out, back = worker.mover.measure()
-    memory = worker.mover.memory
-    return wire.Ready(memory.num_slots, memory.slot_bytes, out, back)
+    room = worker.mover.room()
+    return wire.Ready(room.num_slots, room.slot_bytes, room.out_rate, room.back_rate)
 
 
 def _place(config: EngineConfig, start: wire.Start) -> tuple[Platform, EngineConfig, str]:
