@@ -175,9 +175,12 @@ class MultiprocessExecutor:
         if self._ranks.lost:
             return {}
         self._counts.clear()
-        # Only the first rank is asked; all of them see all tokens.
-        self._ranks.send_bytes([wire.encode(wire.CountExperts())])
-        self._ranks.receive(lambda: bool(self._counts), self._take)
+        try:
+            # Only the first rank is asked; all of them see all tokens.
+            self._ranks.send_bytes([wire.encode(wire.CountExperts())])
+            self._ranks.receive(lambda: bool(self._counts), self._take)
+        except errors.RankLostError:  # who waits for a step will tell
+            return {}
         return self._counts.popleft()
 
     def check(self) -> None:
