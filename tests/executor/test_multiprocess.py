@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import signal
 import tempfile
@@ -19,6 +20,7 @@ from quire.config import EngineConfig
 from quire.errors import ConfigError, EngineDeadError, ValidationError
 from quire.executor import pulse
 from quire.messages.sampling import StructuredOutputsParams
+from tests.engine.test_tiers_engine import weather
 from tests.models.harness import random_reference
 from tests.models.zoo import ZOO, _gpt2, _neox
 
@@ -165,6 +167,17 @@ def test_architectures_over_two_ranks(name: str, tmp_path: Path, make_llm: Calla
     settings = {**TIGHT, "skip_tokenizer_init": True, "swap_space": 0.001}
     alone = tokens(make_llm(folder, **settings), prompts)
     assert tokens(make_llm(folder, **settings, tensor_parallel_size=2), prompts) == alone
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("tiers", ["none", "host"])
+def test_sessions_and_tiers_over_two_ranks(
+    make_llm: Callable[..., LLM], shared_tiny: LLM, tmp_path: Path, tiers: str, depth: int
+) -> None:
+    make = functools.partial(make_llm, tensor_parallel_size=2)
+    seen = weather(make, shared_tiny, tmp_path, tiers, seed=10 + depth, operations=100)
+    assert seen["found"] > 0.3 * seen["tokens"], "most of what was computed is found again"
 
 
 @pytest.mark.slow
