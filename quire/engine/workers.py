@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 
 import torch
@@ -123,6 +124,8 @@ def _start_ranks(
 
 def _check_devices(config: EngineConfig, platform: Platform) -> None:
     size = config.tensor_parallel_size
+    if os.environ.get("QUIRE_SHARE_GPU") == "1":
+        return
     if platform.device.type == "cuda" and size > torch.cuda.device_count():
         raise ConfigError(
             f"tensor_parallel_size is {size}, and this machine shows {torch.cuda.device_count()} GPUs; "
