@@ -26,12 +26,6 @@ def join(ranks: Ranks, rendezvous: Path, backend: str, seconds: float) -> None:
     )
 
 
-def leave() -> None:
-    """Close the connections to the others."""
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
-
-
 def one_machine(environment: dict[str, str]) -> dict[str, str]:
     """For ranks that are all on this machine: they talk over its loopback alone, unless told otherwise."""
     loopback = "lo0" if sys.platform == "darwin" else "lo"

@@ -111,7 +111,7 @@ class RankProcesses:
             if ready:
                 continue
             if self.given_up:
-                raise self.lose(self.given_up)
+                raise self.lose(f"the ranks do not answer: {self.given_up}")
             if watch and (rank := self._pulses.silent()) is not None:
                 raise self.lose(f"{self._name(rank)} (pid {self.pids[rank]}) hangs: it is stopped, or cannot go on")
 

@@ -181,9 +181,14 @@ def main() -> int:
         link.send(wire.Refused(type(error).__name__, str(error), getattr(error, "parameter", None)))
         return 1
     gc.freeze()  # what is there now stays: a collection that went through all of it would stop every stream
-    with contextlib.suppress(EOFError, BrokenPipeError):
-        loop.run()
-    os._exit(0)  # the system takes everything back faster than we could, and nobody hangs in a destructor
+    code = 0
+    try:
+        with contextlib.suppress(EOFError, BrokenPipeError):
+            loop.run()
+    except Exception:
+        logger.exception("the rank's loop failed")
+        code = 1
+    os._exit(code)  # the system takes everything back faster than we could, and nobody hangs in a destructor
 
 
 def _first(link: Link) -> wire.Start:
