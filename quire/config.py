@@ -14,6 +14,7 @@ from quire.errors import ConfigError
 DTYPES = ("auto", "float32", "float", "bfloat16", "float16", "half")
 LOAD_FORMATS = ("auto", "safetensors", "pt", "gguf", "dummy")
 DEVICES = ("auto", "cpu", "cuda")
+EXECUTORS = ("uni", "mp")
 
 
 def option(default: Any, help: str, group: str, **facts: Any) -> Any:
@@ -81,6 +82,12 @@ class EngineConfig:
     )
     tensor_parallel_size: int = option(1, "Ranks the layers are split over", "device")
     pipeline_parallel_size: int = option(1, "Stages the layers are spread over", "device")
+    distributed_executor_backend: str | None = option(
+        None,
+        "How ranks run: uni (in the engine's own process), mp (a process each, on this machine); unset: mp where there "
+        "are several",
+        "device",
+    )
 
     block_size: int = option(16, "Tokens a KV block holds", "memory")
     gpu_memory_utilization: float = option(0.92, "Share of a GPU's memory for weights, activations and cache", "memory")
@@ -246,11 +253,35 @@ class EngineConfig:
             )
 
     def _check_parallel(self) -> None:
-        for name in ("tensor_parallel_size", "pipeline_parallel_size"):
-            if getattr(self, name) != 1:
-                raise ConfigError(
-                    f"{name} must be 1: running over several ranks is not implemented yet", name, getattr(self, name)
-                )
+        size, backend = self.tensor_parallel_size, self.distributed_executor_backend
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise ConfigError(
+                f"tensor_parallel_size must be an integer of at least 1, got {size!r}", "tensor_parallel_size", size
+            )
+        if self.pipeline_parallel_size != 1:
+            raise ConfigError(
+                "pipeline_parallel_size must be 1: running in stages is not implemented yet", "pipeline_parallel_size",
+                self.pipeline_parallel_size,
+            )  # fmt: skip
+        if backend not in (None, *EXECUTORS):
+            raise ConfigError(
+                f"distributed_executor_backend must be one of {', '.join(EXECUTORS)}; got {backend!r}",
+                "distributed_executor_backend",
+                backend,
+            )
+        if backend == "uni" and size > 1:
+            raise ConfigError(
+                f"distributed_executor_backend 'uni' is one rank, tensor_parallel_size is {size}: use 'mp'",
+                "distributed_executor_backend",
+                backend,
+            )
+        if self.is_multiprocess and self.kv_disk is not None:
+            raise ConfigError(
+                "kv_disk is not implemented yet where ranks run in processes of their own: leave it out, or "
+                "tensor_parallel_size and distributed_executor_backend",
+                "kv_disk",
+                self.kv_disk,
+            )
 
     def _check_tenants(self) -> None:
         for name in ("tenant_weights", "tenant_max_rows", "tenant_max_blocks"):
@@ -280,6 +311,11 @@ class EngineConfig:
                 name,
                 value,
             )
+
+    @property
+    def is_multiprocess(self) -> bool:
+        """Whether ranks run in processes of their own."""
+        return self.tensor_parallel_size > 1 or self.distributed_executor_backend == "mp"
 
     @property
     def wants_longest_len(self) -> bool:

@@ -54,6 +54,10 @@ class DeviceLostError(StepError):
     """A step failed, or hangs, and took the device with it: nothing more can run there in this process."""
 
 
+class RankLostError(DeviceLostError):
+    """A process that holds a part of the model has died, hangs, or is out of step with the others."""
+
+
 class EngineDeadError(QuireError, RuntimeError):
     """The engine has been shut down or cannot go on."""
 

@@ -1,4 +1,8 @@
-"""Sums and gathers over the tensor-parallel group; the identity when a rank is alone."""
+"""Sums and gathers over the tensor-parallel group; the identity when a rank is alone.
+
+A sum has the same bits on every rank: it is added up in one place and passed on, by gloo and by NCCL. Logits are
+gathered whole, so every rank draws the same tokens by itself.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +10,13 @@ import torch
 
 from quire.distributed.groups import Ranks
 
+_calls = 0
+
 
 def all_reduce(x: torch.Tensor, ranks: Ranks) -> torch.Tensor:
     """Sum `x` over the tensor-parallel ranks, in place."""
     if ranks.tp_size > 1:
+        _count()
         torch.distributed.all_reduce(x)
     return x
 
@@ -18,6 +25,17 @@ def all_gather_last(x: torch.Tensor, ranks: Ranks) -> torch.Tensor:
     """Join the ranks' slices of the last dimension."""
     if ranks.tp_size == 1:
         return x
-    parts = [torch.empty_like(x) for _ in range(ranks.tp_size)]
+    _count()
+    parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(ranks.tp_size)]
     torch.distributed.all_gather(parts, x.contiguous())
     return torch.cat(parts, dim=-1)
+
+
+def calls() -> int:
+    """Collectives this process has begun. Ranks that differ here wait for each other for ever."""
+    return _calls
+
+
+def _count() -> None:
+    global _calls
+    _calls += 1

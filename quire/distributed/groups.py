@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from quire.errors import ConfigError
+
 
 @dataclass(frozen=True)
 class Ranks:
@@ -17,7 +19,13 @@ class Ranks:
     def split(self, total: int, what: str) -> int:
         """This rank's share of `total` equal parts."""
         if total % self.tp_size:
-            raise ValueError(f"{what} ({total}) cannot be split over {self.tp_size} tensor-parallel ranks")
+            fitting = [str(size) for size in range(1, min(total, 64) + 1) if total % size == 0]
+            raise ConfigError(
+                f"{total} {what} cannot be split over {self.tp_size} tensor-parallel ranks; sizes that divide them: "
+                f"{', '.join(fitting)}",
+                "tensor_parallel_size",
+                self.tp_size,
+            )
         return total // self.tp_size
 
     def slice(self, total: int, what: str) -> slice:

@@ -12,7 +12,7 @@ from quire.engine.grammar.grammars import Grammars
 from quire.engine.memory_map import map_memory
 from quire.engine.stats import InfoLine, Metric, metrics_of
 from quire.engine.watchdog import Watchdog
-from quire.errors import DeviceLostError, EngineDeadError, StepError, StepMemoryError, ValidationError
+from quire.errors import DeviceLostError, EngineDeadError, RankLostError, StepError, StepMemoryError, ValidationError
 from quire.executor.base import Executor
 from quire.memory.sessions import SessionKeeper
 from quire.messages.memory_map import MemoryMap
@@ -27,6 +27,8 @@ LEAST_BUDGET = 256
 """A shortage of memory does not make steps smaller than this: what fails then is one request's fault."""
 WAIT_SECONDS = 0.05
 """A step with nothing to do but wait for a grammar returns after so long, whatever comes."""
+CHECK_SECONDS = 1.0
+"""So often an idle engine looks after its ranks."""
 NAMED_REQUESTS = 8
 """So many are named where a step is described."""
 
@@ -99,8 +101,22 @@ class EngineCore:
 
     def rest(self) -> float | None:
         """Look after what changes by itself; returns for how many seconds nothing needs to be done, None for ever."""
+        if self.has_work:
+            return None
         sessions = self.scheduler.sessions
-        return None if sessions is None or self.has_work else sessions.rest()
+        pauses = (self._check_ranks(), None if sessions is None else sessions.rest())
+        return min((seconds for seconds in pauses if seconds is not None), default=None)
+
+    def _check_ranks(self) -> float | None:
+        """Whether ranks elsewhere live, also while nobody waits for them; seconds until one should look again."""
+        check = getattr(self._executor, "check", None)
+        if check is None or self._death:
+            return None
+        try:
+            check()
+        except DeviceLostError as error:
+            self._end(f"the engine is dead: {error}, while there was nothing to do", error)
+        return CHECK_SECONDS
 
     @property
     def has_work(self) -> bool:
@@ -217,10 +233,16 @@ class EngineCore:
 
     def _die(self, error: DeviceLostError, plan: StepPlan) -> NoReturn:
         """Nothing can run on the device any more: the engine is over, and says so to everyone who asks."""
-        self._death = (
+        if isinstance(error, RankLostError):
+            self._end(f"the engine is dead: {error}, in {self._name(plan)}", error)
+        self._end(
             f"the engine is dead: {self._name(plan)} took the device with it: {error}. Start again in a new process; "
-            "CUDA_LAUNCH_BLOCKING=1 and enforce_eager show which kernel it was"
+            "CUDA_LAUNCH_BLOCKING=1 and enforce_eager show which kernel it was",
+            error,
         )
+
+    def _end(self, why: str, error: DeviceLostError) -> NoReturn:
+        self._death = why
         logger.error("%s", self._death)
         self._watchdog.stop()
         raise EngineDeadError(self._death) from error

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import select
 import socket
-import struct
 import threading
-from collections.abc import Iterator
 from typing import Any, Union
 
 import msgspec
@@ -18,14 +16,10 @@ import msgspec
 from quire.engine.session_calls import SessionAnswer, SessionOp
 from quire.engine.stats import Metric
 from quire.errors import ValidationError
+from quire.messages.frames import LARGEST, Frames, Inlet, frame
 from quire.messages.memory_map import MemoryMap
 from quire.messages.outputs import Key, StepOutputs
 from quire.messages.request import NewRequest
-
-_LENGTH = struct.Struct("<I")
-_LARGEST = 2**32 - 1
-_READ_BYTES = 1 << 20
-
 
 # Down: to the engine
 
@@ -215,9 +209,9 @@ def encode(message: Down | Up) -> bytes:
         data = _encoder.encode(message)
     except (TypeError, ValueError, OverflowError, NotImplementedError) as error:
         raise ValidationError(f"this cannot be sent to the engine's process: {error}") from error
-    if len(data) > _LARGEST:
+    if len(data) > LARGEST:
         raise ValidationError(f"a message of {len(data)} bytes is too large for the engine's process")
-    return _LENGTH.pack(len(data)) + data
+    return frame(data)
 
 
 def decode_down(data: bytes) -> Down:
@@ -235,42 +229,6 @@ def decode_down(data: bytes) -> Down:
 
 def decode_up(data: bytes) -> Up:
     return _up_decoder.decode(data)
-
-
-class Inlet:
-    """Reads a socket through one buffer. `recv` would make a new one for every message and cut it down to size, and a
-    heap of such cuts grows although nothing in it does."""
-
-    def __init__(self, sock: socket.socket) -> None:
-        self._socket = sock
-        self._buffer = memoryview(bytearray(_READ_BYTES))
-
-    def receive(self) -> memoryview:
-        """What has come, until the next call; empty when the other end is closed. Raises as the socket does."""
-        return self._buffer[: self._socket.recv_into(self._buffer)]
-
-
-class Frames:
-    """Cuts a stream of bytes into messages."""
-
-    def __init__(self) -> None:
-        self._buffer = bytearray()
-
-    def feed(self, data: bytes | memoryview) -> Iterator[bytes]:
-        """The messages that `data` completes."""
-        self._buffer += data
-        at = 0
-        try:
-            while len(self._buffer) - at >= _LENGTH.size:
-                (length,) = _LENGTH.unpack_from(self._buffer, at)
-                end = at + _LENGTH.size + length
-                if len(self._buffer) < end:
-                    break
-                message = bytes(self._buffer[at + _LENGTH.size : end])
-                at = end
-                yield message
-        finally:
-            del self._buffer[:at]
 
 
 class Link:

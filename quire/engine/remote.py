@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import logging
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -22,10 +20,13 @@ from quire import errors
 from quire.config import EngineConfig
 from quire.engine import ipc
 from quire.engine.facts import Facts
-from quire.errors import ConfigError, EngineDeadError, QuireError
+from quire.errors import EngineDeadError, QuireError
+from quire.executor import wire
+from quire.executor.ends import describe_end
 from quire.loading.files import ModelFiles
 from quire.loading.model_config import ModelConfig
 from quire.memory.prefix import ContentKeys
+from quire.messages.frames import Frames, Inlet
 from quire.paths import child_environment
 
 logger = logging.getLogger(__name__)
@@ -54,12 +55,12 @@ class RemoteEngine:
         self.on_message: Callable[[ipc.Up], None] = lambda message: None
         self.on_death: Callable[[str], None] = lambda reason: None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._frames = ipc.Frames()
+        self._frames = Frames()
         self._unsent = bytearray()
         self._burial: asyncio.Task[None] | None = None
         start = ipc.encode(_start_message(config, files))  # what cannot be sent is said before anything is started
         self._socket, theirs = socket.socketpair()
-        self._inlet = ipc.Inlet(self._socket)
+        self._inlet = Inlet(self._socket)
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", module, str(theirs.fileno())],
@@ -240,34 +241,12 @@ def error_of(refused: ipc.Refused) -> QuireError:
 
 
 def _start_message(config: EngineConfig, files: ModelFiles) -> ipc.Start:
-    settings = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    settings["logits_processors"] = [_dotted(item) for item in config.logits_processors]
-    settings["hf_overrides"] = None if config.hf_overrides is None else dict(config.hf_overrides)
-    paths = {"gguf": files.gguf, "folder": files.folder}
     return ipc.Start(
-        settings=settings,
-        files={
-            "name": files.name,
-            "path": str(files.path),
-            **{name: None if path is None else str(path) for name, path in paths.items()},
-        },
-        import_path=list(sys.path),
-        log_level=logging.getLogger("quire").getEffectiveLevel(),
+        settings=wire.settings_of(config),
+        files=wire.files_of(files),
+        import_path=wire.import_path(),
+        log_level=wire.log_level(),
     )
-
-
-def _dotted(item: str | type) -> str:
-    """A class by its path: the engine's process imports it by itself."""
-    if isinstance(item, str):
-        return item
-    if item.__module__ == "__main__" or item.__qualname__ != item.__name__:
-        raise ConfigError(
-            f"the engine's process cannot import {item.__qualname__} of {item.__module__}: put it at the top of a "
-            "module and give its dotted path",
-            "logits_processors",
-            item,
-        )
-    return f"{item.__module__}.{item.__name__}"
 
 
 def _facts(ready: ipc.Ready, files: ModelFiles, model: ModelConfig) -> Facts:
@@ -280,18 +259,7 @@ def _relay(line: ipc.Log) -> None:
 
 
 def _describe_end(process: subprocess.Popen[bytes]) -> str:
-    code = process.poll()
-    name = f"the engine's process (pid {process.pid})"
-    if code is None:
-        return f"{name} has closed its connection"
-    if code >= 0:
-        return f"{name} has ended with exit code {code}"
-    try:
-        by = signal.Signals(-code).name
-    except ValueError:
-        by = f"signal {-code}"
-    hint = ": the system does that when memory runs out" if by == "SIGKILL" else ""
-    return f"{name} was killed by {by}{hint}"
+    return describe_end(process, "the engine's process")
 
 
 def _kill(process: subprocess.Popen[bytes], sock: socket.socket, owner: int) -> None:

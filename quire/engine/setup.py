@@ -7,16 +7,14 @@ import math
 import time
 from dataclasses import dataclass
 
-import torch
-
 from quire.config import EngineConfig
 from quire.engine.core import EngineCore
 from quire.engine.facts import Facts
 from quire.engine.grammar.grammars import Grammars
 from quire.engine.grammar.wire import Setup
 from quire.engine.tiers import kv_fingerprint, make_sessions, make_tiers
+from quire.engine.workers import Limits, estimate_needs, start_workers
 from quire.errors import ConfigError
-from quire.executor.local import LocalExecutor
 from quire.loading.files import ModelFiles
 from quire.loading.model_config import ModelConfig
 from quire.memory.prefix import ContentKeys
@@ -28,9 +26,7 @@ from quire.scheduler.groups import PrefixGroups
 from quire.scheduler.pacing import Pacer
 from quire.scheduler.policies.registry import make_policy
 from quire.scheduler.scheduler import Scheduler
-from quire.worker.building import build_model
-from quire.worker.memory import MemoryNeeds, MemoryPlan, no_room
-from quire.worker.worker import Worker
+from quire.worker.memory import MemoryPlan
 
 logger = logging.getLogger(__name__)
 
@@ -67,37 +63,38 @@ def make_engine(
     platform = choose(config.device)
     longest = model_len(config, model)
     rows, tokens = budgets(config, platform, longest)
-    worker, memory = _make_worker(config, files, model, platform, longest, rows, tokens)
-    needs = worker.needs
+    workers = start_workers(config, files, model, platform, Limits(longest, rows, tokens))
+    memory = workers.memory
     tables = BlockTables(memory.num_blocks, config.block_size, config.enable_prefix_caching)
-    fingerprint = kv_fingerprint(config, files, model, str(needs.dtype))
+    fingerprint = kv_fingerprint(config, files, model, workers.dtype)
     keys = ContentKeys(config.block_size, fingerprint)
-    tiers = make_tiers(config, fingerprint, tables, worker.mover)
+    tiers = make_tiers(config, fingerprint, tables, workers.host_room)
 
     def keeper() -> SessionKeeper:
         return make_sessions(config, model, fingerprint, tables, keys, tiers)
 
     scheduler = Scheduler(
         tables, make_policy(config.scheduling_policy, config), keys, rows, tokens, config.enable_chunked_prefill,
-        groups=PrefixGroups(config.block_size) if worker.reads_groups else None,
+        groups=PrefixGroups(config.block_size) if workers.reads_groups else None,
         pacer=_pacer(config, usual_stretch), tiers=tiers, sessions=None if config.kv_disk is None else keeper(),
     )  # fmt: skip
     depth = platform.pipeline_depth if config.pipeline_depth is None else config.pipeline_depth
-    executor = LocalExecutor(worker, can_give_up=config.step_timeout > 0)
     grammars = Grammars(_vocabulary(config, files, model, rows), config.grammar_timeout)
-    core = EngineCore(scheduler, executor, depth, not config.disable_log_stats, config.step_timeout, grammars, keeper)
+    core = EngineCore(
+        scheduler, workers.executor, depth, not config.disable_log_stats, config.step_timeout, grammars, keeper
+    )
     facts = EngineFacts(
         files=files,
         model=model,
-        device=platform.describe(),
-        dtype=str(needs.dtype).removeprefix("torch."),
+        device=workers.device,
+        dtype=workers.dtype.removeprefix("torch."),
         max_model_len=_fitting_len(config, longest, tables.pool.capacity * config.block_size + 1),
         max_num_seqs=rows,
         max_num_batched_tokens=tokens,
         block_size=config.block_size,
         num_blocks=tables.pool.capacity,
-        weight_bytes=needs.weight_bytes,
-        kv_bytes=memory.cache,
+        weight_bytes=workers.weight_bytes,
+        kv_bytes=workers.cache_bytes,
         memory=memory,
         start_seconds=time.monotonic() - begin,
         keys=keys,
@@ -107,24 +104,10 @@ def make_engine(
         files.name, facts.device, facts.dtype, facts.weight_bytes / 2**30, facts.kv_bytes / 2**30,
         facts.cache_tokens, facts.num_blocks, facts.block_size, facts.start_seconds,
     )  # fmt: skip
-    logger.info("start: %s", ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in worker.phases.items()))
+    logger.info("start: %s", ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in workers.phases.items()))
     if platform.device.type != "cpu":
         logger.info("memory of %s:\n%s", facts.device, memory)
     return core, facts
-
-
-def estimate_needs(
-    config: EngineConfig,
-    files: ModelFiles,
-    model: ModelConfig,
-    platform: Platform,
-    longest: int,
-    rows: int,
-    tokens: int,
-) -> MemoryNeeds:
-    """What the model would take, asked of one that has shapes and no weights."""
-    shapes = build_model(config, files, model, platform, longest, device=torch.device("meta"))
-    return MemoryNeeds.of(shapes, config, model, longest, rows, tokens)
 
 
 def _vocabulary(config: EngineConfig, files: ModelFiles, model: ModelConfig, rows: int) -> Setup:
@@ -145,30 +128,6 @@ def _vocabulary(config: EngineConfig, files: ModelFiles, model: ModelConfig, row
 def _pacer(config: EngineConfig, usual_stretch: float) -> Pacer | None:
     stretch = usual_stretch if config.max_step_stretch is None else config.max_step_stretch
     return Pacer(stretch) if math.isfinite(stretch) and config.enable_chunked_prefill else None
-
-
-def _make_worker(
-    config: EngineConfig,
-    files: ModelFiles,
-    model: ModelConfig,
-    platform: Platform,
-    longest: int,
-    rows: int,
-    tokens: int,
-) -> tuple[Worker, MemoryPlan]:
-    """Load the model and give the cache what is left; where it does not fit, say what would."""
-    before = platform.free_memory()
-    needs = estimate_needs(config, files, model, platform, longest, rows, tokens)
-    needs.check_weights(config, platform, before)
-    doing = "while the model was loaded and a first step tried"
-    try:
-        worker = Worker(config, files, model, platform, longest, rows, tokens)
-        memory = worker.needs.plan(config, platform, before, platform.free_memory())
-        doing = f"with a KV cache of {memory.cache / 2**30:.2f} GiB"
-        worker.make_cache(memory.num_blocks)
-    except torch.OutOfMemoryError as error:
-        raise no_room(error, needs, platform, doing) from error
-    return worker, memory
 
 
 def model_len(config: EngineConfig, model: ModelConfig) -> int:
@@ -219,3 +178,6 @@ def budgets(config: EngineConfig, platform: Platform, longest: int) -> tuple[int
             tokens,
         )
     return rows, tokens
+
+
+__all__ = ["EngineFacts", "budgets", "estimate_needs", "longest_position", "make_engine", "model_len"]

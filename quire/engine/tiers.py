@@ -20,7 +20,7 @@ from quire.memory.prefix import ContentKeys
 from quire.memory.sessions import SessionKeeper
 from quire.memory.tables import BlockTables
 from quire.memory.tiers import Tiers
-from quire.worker.moves import Mover
+from quire.worker.moves import HostRoom
 
 logger = logging.getLogger(__name__)
 
@@ -34,24 +34,23 @@ def kv_fingerprint(config: EngineConfig, files: ModelFiles, model: ModelConfig, 
     return weights + f"|{dtype}|{config.block_size}|{LAYOUT}".encode()
 
 
-def make_tiers(config: EngineConfig, fingerprint: bytes, tables: BlockTables, mover: Mover | None) -> Tiers | None:
+def make_tiers(config: EngineConfig, fingerprint: bytes, tables: BlockTables, room: HostRoom | None) -> Tiers | None:
     """Host memory, and disk if there is a folder for it; None where there is neither."""
-    if mover is None:
+    if room is None:
         return None
-    out, back = mover.measure()
-    size = mover.memory.slot_bytes
-    costs = Costs(size, out, back)
+    size = room.slot_bytes
+    costs = Costs(size, room.out_rate, room.back_rate)
     if config.kv_disk is None:
-        tiers = Tiers(tables, HostTier(mover.memory.num_slots), costs)
+        tiers = Tiers(tables, HostTier(room.num_slots), costs)
     else:
         folder = Path(config.kv_disk).expanduser()
         store = DiskStore.open(folder / "blocks", fingerprint, size, int(config.kv_disk_size * 2**30))
-        host = HostTier(mover.memory.num_slots, is_backed=store.has)
-        tiers = Tiers(tables, host, costs, DiskTransfers(store), mover.memory.slot)
+        host = HostTier(room.num_slots, is_backed=store.has)
+        tiers = Tiers(tables, host, costs, DiskTransfers(store), room.slot)
         logger.info("KV blocks on disk: %s, %d there", store.folder, len(store))
     logger.info(
         "tiers: %.2f GiB of host memory = %d blocks; %.1f GB/s out, %.1f GB/s back",
-        mover.memory.num_slots * size / 2**30, mover.memory.num_slots, out / 1e9, back / 1e9,
+        room.num_slots * size / 2**30, room.num_slots, room.out_rate / 1e9, room.back_rate / 1e9,
     )  # fmt: skip
     return tiers
 

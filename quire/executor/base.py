@@ -12,6 +12,7 @@ class Executor(Protocol):
     """Runs plans in order. `submit` returns at once; `collect` waits for that step's result.
 
     A step with a draw for a row that has a form to keep draws nothing before `supply`, and no other can be submitted.
+    One whose ranks are elsewhere also has `check()`, which raises DeviceLostError if one died while nobody waited.
     """
 
     def submit(self, plan: StepPlan) -> Any:

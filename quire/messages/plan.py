@@ -181,9 +181,10 @@ def _decode_array(kind: type, value: Any) -> Any:
 _encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)
 _plan_decoder = msgspec.msgpack.Decoder(StepPlan, dec_hook=_decode_array)
 _result_decoder = msgspec.msgpack.Decoder(StepResult, dec_hook=_decode_array)
+_masks_decoder = msgspec.msgpack.Decoder(StepMasks, dec_hook=_decode_array)
 
 
-def encode(message: StepPlan | StepResult) -> bytes:
+def encode(message: StepPlan | StepResult | StepMasks) -> bytes:
     """A message as bytes, for another process."""
     return _encoder.encode(message)
 
@@ -194,3 +195,9 @@ def decode_plan(data: bytes) -> StepPlan:
 
 def decode_result(data: bytes) -> StepResult:
     return _result_decoder.decode(data)
+
+
+def decode_masks(data: bytes) -> StepMasks:
+    masks = _masks_decoder.decode(data)
+    masks.bits = masks.bits.reshape(len(masks.draws), -1)
+    return masks

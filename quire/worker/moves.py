@@ -7,6 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,21 @@ def host_slots(config: EngineConfig, slot_bytes: int) -> int:
     """Blocks that fit into host memory as configured; where there is a disk below, at least a few to pass through."""
     slots = int(config.swap_space * 2**30) // slot_bytes
     return max(slots, STAGING_SLOTS) if config.kv_disk is not None else slots
+
+
+@dataclass(frozen=True)
+class HostRoom:
+    """The tier in host memory, as those see it who decide what goes there."""
+
+    num_slots: int
+    slot_bytes: int
+    """What a block takes there; with several ranks, on all of them."""
+    out_rate: float
+    """Bytes a second to there…"""
+    back_rate: float
+    """…and back."""
+    slot: Callable[[int], memoryview] | None = None
+    """A slot's bytes; None where they lie in other processes."""
 
 
 class HostMemory:
@@ -148,6 +164,10 @@ class Mover:
         """Nobody waits for what is under way any more. The device has come to its end before anything else is done."""
         self._pending.clear()
         self._done = []
+
+    def room(self) -> HostRoom:
+        """The tier, its links measured."""
+        return HostRoom(self.memory.num_slots, self.memory.slot_bytes, *self.measure(), self.memory.slot)
 
     def measure(self) -> tuple[float, float]:
         """Bytes a second out and back, by copying blocks that hold nothing yet."""

@@ -72,6 +72,7 @@ class Worker:
         """Seconds each part of the start took."""
         self._since = time.monotonic()
         self._config = config
+        self._ranks = ranks
         self._max_tokens = max_tokens
         self._device = platform.device
         self._ops = make_ops(config, platform)
@@ -100,7 +101,7 @@ class Worker:
         self._done("model")
         targets = collect_targets(self.model)  # type: ignore[arg-type]
         checkpoint = open_checkpoint(files, config.load_format, targets=targets, seed=config.seed)
-        load_weights(targets, self.model.ignores, checkpoint)
+        load_weights(targets, self.model.ignores, checkpoint, progress=ranks.tp_rank == 0)
         self._done("weights")
         if warming is not None:
             warming.wait()
@@ -153,6 +154,7 @@ class Worker:
         if not getattr(self._ops, "whole_steps", False):
             batch = DeviceBatch(self._max_rows, self._max_model_len, self._vocab_size, kv, self._device)
             width = batch.block_table.shape[1]
+            enabled = enabled and self._ranks.tp_size == 1  # a tape holds native calls alone, no collectives
             return Runner(self.model, batch, DecodeGraphs(self.model, kv.layers, self._ops, width, enabled), processors)
         from quire.worker.cuda_batch import CudaBatch
         from quire.worker.cuda_graphs import CudaGraphs

@@ -148,7 +148,7 @@ def test_a_request_bigger_than_the_cache(make_llm: Any) -> None:
         ({"gpu_memory_utilisation": 0.9}, "gpu_memory_utilisation.*gpu_memory_utilization"),
         ({"max_model_length": 10}, "max_model_length.*max_model_len"),
         ({"frobnicate": 7}, "frobnicate.*7"),
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size"),
+        ({"tensor_parallel_size": 3}, "heads cannot be split over 3"),
         ({"enable_lora": True}, "enable_lora=True is not supported"),
         ({"speculative_config": {"method": "ngram"}}, "speculative_config"),
         ({"quantization": "awq"}, "quantization='awq'"),

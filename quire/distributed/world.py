@@ -1,0 +1,32 @@
+"""Where ranks find each other."""
+
+from __future__ import annotations
+
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+
+from quire.distributed.groups import Ranks
+
+BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
+
+
+def join(ranks: Ranks, rendezvous: Path, backend: str, seconds: float) -> None:
+    """Meet the other ranks in the file `rendezvous`, which nobody else may write; alone there is nobody to meet.
+
+    `seconds`: so long a rank waits for the others, now and in every collective.
+    """
+    if ranks.tp_size == 1:
+        return
+    store = torch.distributed.FileStore(str(rendezvous), ranks.tp_size)
+    torch.distributed.init_process_group(
+        backend, store=store, rank=ranks.tp_rank, world_size=ranks.tp_size, timeout=timedelta(seconds=seconds)
+    )
+
+
+def one_machine(environment: dict[str, str]) -> dict[str, str]:
+    """For ranks that are all on this machine: they talk over its loopback alone, unless told otherwise."""
+    loopback = "lo0" if sys.platform == "darwin" else "lo"
+    return {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback, **environment}

@@ -1,0 +1,135 @@
+"""What runs the plans: a worker in this process, or ranks in processes of their own."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+
+import torch
+
+from quire.config import EngineConfig
+from quire.distributed.groups import Ranks
+from quire.errors import ConfigError
+from quire.executor.base import Executor
+from quire.executor.local import LocalExecutor
+from quire.loading.files import ModelFiles
+from quire.loading.model_config import ModelConfig
+from quire.platforms.base import Platform
+from quire.worker.building import build_model
+from quire.worker.memory import MemoryNeeds, MemoryPlan, no_room
+from quire.worker.moves import HostRoom
+from quire.worker.worker import Worker
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The most a sequence and a step have."""
+
+    model_len: int
+    rows: int
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Workers:
+    """An executor that takes plans, and what is behind it."""
+
+    executor: Executor
+    memory: MemoryPlan
+    """Where the memory of the (first) device goes."""
+    device: str
+    dtype: str
+    weight_bytes: int
+    """Of all ranks together; so is the cache."""
+    cache_bytes: int
+    reads_groups: bool
+    host_room: HostRoom | None = None
+    phases: dict[str, float] = field(default_factory=dict)
+    """Seconds each part of the start took."""
+
+
+def start_workers(
+    config: EngineConfig, files: ModelFiles, model: ModelConfig, platform: Platform, limits: Limits
+) -> Workers:
+    """Load the model and give the cache what is left; where it does not fit, say what would."""
+    if config.is_multiprocess:
+        return _start_ranks(config, files, model, platform, limits)
+    return _start_here(config, files, model, platform, limits)
+
+
+def estimate_needs(
+    config: EngineConfig,
+    files: ModelFiles,
+    model: ModelConfig,
+    platform: Platform,
+    longest: int,
+    rows: int,
+    tokens: int,
+) -> MemoryNeeds:
+    """What the model would take on each rank, asked of one that has shapes and no weights."""
+    ranks = Ranks(tp_size=config.tensor_parallel_size)
+    shapes = build_model(config, files, model, platform, longest, ranks, torch.device("meta"))
+    return MemoryNeeds.of(shapes, config, model, longest, rows, tokens)
+
+
+def _start_here(
+    config: EngineConfig, files: ModelFiles, model: ModelConfig, platform: Platform, limits: Limits
+) -> Workers:
+    before = platform.free_memory()
+    needs = estimate_needs(config, files, model, platform, limits.model_len, limits.rows, limits.tokens)
+    needs.check_weights(config, platform, before)
+    doing = "while the model was loaded and a first step tried"
+    try:
+        worker = Worker(config, files, model, platform, limits.model_len, limits.rows, limits.tokens)
+        memory = worker.needs.plan(config, platform, before, platform.free_memory())
+        doing = f"with a KV cache of {memory.cache / 2**30:.2f} GiB"
+        worker.make_cache(memory.num_blocks)
+    except torch.OutOfMemoryError as error:
+        raise no_room(error, needs, platform, doing) from error
+    return Workers(
+        executor=LocalExecutor(worker, can_give_up=config.step_timeout > 0),
+        memory=memory,
+        device=platform.describe(),
+        dtype=str(worker.needs.dtype),
+        weight_bytes=worker.needs.weight_bytes,
+        cache_bytes=memory.cache,
+        reads_groups=worker.reads_groups,
+        host_room=None if worker.mover is None else worker.mover.room(),
+        phases=worker.phases,
+    )
+
+
+def _start_ranks(
+    config: EngineConfig, files: ModelFiles, model: ModelConfig, platform: Platform, limits: Limits
+) -> Workers:
+    from quire.executor.multiprocess import MultiprocessExecutor
+
+    _check_devices(config, platform)
+    # A model that cannot be cut, or does not fit, is refused before any process is started.
+    needs = estimate_needs(config, files, model, platform, limits.model_len, limits.rows, limits.tokens)
+    needs.check_weights(config, platform, platform.free_memory())
+    executor = MultiprocessExecutor(config, files, limits.model_len, limits.rows, limits.tokens)
+    return Workers(
+        executor=executor,
+        memory=executor.memory,
+        device=executor.device,
+        dtype=executor.first.dtype,
+        weight_bytes=executor.weight_bytes,
+        cache_bytes=executor.cache_bytes,
+        reads_groups=executor.first.reads_groups,
+        host_room=executor.host_room,
+        phases=executor.first.phases,
+    )
+
+
+def _check_devices(config: EngineConfig, platform: Platform) -> None:
+    size = config.tensor_parallel_size
+    if os.environ.get("QUIRE_SHARE_GPU") == "1":
+        return
+    if platform.device.type == "cuda" and size > torch.cuda.device_count():
+        raise ConfigError(
+            f"tensor_parallel_size is {size}, and this machine shows {torch.cuda.device_count()} GPUs; "
+            "lower it, or look at CUDA_VISIBLE_DEVICES",
+            "tensor_parallel_size",
+            size,
+        )

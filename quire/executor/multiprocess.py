@@ -1,0 +1,222 @@
+"""The `mp` executor: the model cut over processes of this machine, all of which run every plan.
+
+Plans go to every rank as bytes over a socket; the first rank's results come back, and from the others that they drew
+the same. The engine's own process computes nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from quire import errors
+from quire.config import EngineConfig
+from quire.distributed.world import one_machine
+from quire.errors import EngineDeadError, QuireError, StepError, StepMemoryError, ValidationError
+from quire.executor import wire
+from quire.executor.processes import RankProcesses
+from quire.loading.files import ModelFiles
+from quire.messages.plan import MovesDone, StepMasks, StepPlan, StepResult, decode_result, encode
+from quire.paths import child_environment
+from quire.worker.memory import MemoryPlan
+from quire.worker.moves import HostRoom
+
+FAILURE_SECONDS = 5.0
+"""After one rank failed a step the others have so long to say that they did too; else they wait for it for ever."""
+
+
+class MultiprocessExecutor:
+    """Runs plans on all ranks. One rank lost is all lost: make another executor."""
+
+    def __init__(
+        self, config: EngineConfig, files: ModelFiles, max_model_len: int, max_rows: int, max_tokens: int
+    ) -> None:
+        """Starts the ranks and waits until they are loaded and have their caches; raises what kept one from that."""
+        size = config.tensor_parallel_size
+        threads = max(1, torch.get_num_threads() // size)
+        settings, model_files = wire.settings_of(config), wire.files_of(files)
+        environment = one_machine({**child_environment(), "OMP_NUM_THREADS": str(threads)})
+        self._ranks = RankProcesses(size, environment)
+        self._loaded: dict[int, wire.Loaded] = {}
+        self._ready: dict[int, wire.Ready] = {}
+        self._answers: dict[int, dict[int, wire.Done | wire.Failed]] = {}
+        """By step, then by rank."""
+        self._moves: dict[int, list[MovesDone]] = {}
+        """Moves that some ranks have done."""
+        self._counts: deque[Mapping[int, Sequence[int]]] = deque()
+        try:
+            starts = [
+                wire.Start(
+                    settings=settings, files=model_files, rank=rank, size=size,
+                    rendezvous=str(self._ranks.folder / "meeting"), threads=threads, max_model_len=max_model_len,
+                    max_rows=max_rows, max_tokens=max_tokens, import_path=wire.import_path(),
+                    log_level=wire.log_level(),
+                )
+                for rank in range(size)
+            ]  # fmt: skip
+            self._ranks.send_bytes([wire.encode(start) for start in starts])
+            self._ranks.receive(lambda: len(self._loaded) == size, self._take, watch=False)
+            # Ranks may have found different amounts of free memory; blocks are the same everywhere.
+            self.num_blocks = min(int(loaded.memory["num_blocks"]) for loaded in self._loaded.values())
+            self._ranks.send(wire.MakeCache(self.num_blocks))
+            self._ranks.receive(lambda: len(self._ready) == size, self._take, watch=False)
+        except errors.RankLostError as error:
+            raise EngineDeadError(f"{error}, before it was ready") from error
+        except BaseException:
+            self._ranks.end()
+            raise
+
+    # What the ranks turned out to be
+
+    @property
+    def first(self) -> wire.Loaded:
+        """What the first rank said of itself."""
+        return self._loaded[0]
+
+    @property
+    def device(self) -> str:
+        return f"{len(self._ranks)} × {self.first.device}"
+
+    @property
+    def pids(self) -> list[int]:
+        """The ranks' processes."""
+        return self._ranks.pids
+
+    @property
+    def weight_bytes(self) -> int:
+        """What all ranks hold together."""
+        return sum(loaded.weight_bytes for loaded in self._loaded.values())
+
+    @property
+    def memory(self) -> MemoryPlan:
+        """Where the memory of the first rank's device goes."""
+        plan = MemoryPlan(**self.first.memory)
+        block_bytes = plan.cache // plan.num_blocks
+        return dataclasses.replace(plan, cache=self.num_blocks * block_bytes, num_blocks=self.num_blocks)
+
+    @property
+    def cache_bytes(self) -> int:
+        """The caches of all ranks."""
+        plans = [loaded.memory for loaded in self._loaded.values()]
+        return sum(self.num_blocks * (plan["cache"] // plan["num_blocks"]) for plan in plans)
+
+    @property
+    def host_room(self) -> HostRoom | None:
+        """The ranks' tiers in host memory as one: each keeps its part of a block in the same slot."""
+        rooms = list(self._ready.values())
+        slots = min(room.host_slots for room in rooms)
+        if not slots:
+            return None
+        out, back = min(room.out_rate for room in rooms), min(room.back_rate for room in rooms)
+        return HostRoom(slots, sum(room.slot_bytes for room in rooms), len(rooms) * out, len(rooms) * back)
+
+    # Steps
+
+    def submit(self, plan: StepPlan) -> int:
+        if plan.reset:
+            self._moves.clear()
+        self._ranks.send(wire.Step(encode(plan)))
+        return plan.step
+
+    def supply(self, handle: int, masks: StepMasks) -> None:
+        self._ranks.send(wire.Supply(encode(masks)))
+
+    def collect(self, handle: int) -> StepResult:
+        answers = self._answers.setdefault(handle, {})
+        failed_at: float | None = None
+
+        def is_over() -> bool:
+            nonlocal failed_at
+            if len(answers) == len(self._ranks):
+                return True
+            if failed_at is None and any(isinstance(answer, wire.Failed) for answer in answers.values()):
+                failed_at = time.monotonic()
+            return failed_at is not None and time.monotonic() - failed_at > FAILURE_SECONDS
+
+        self._ranks.receive(is_over, self._take)
+        for step in [step for step in self._answers if step <= handle]:
+            del self._answers[step]  # those before are of steps that were given up
+        if any(isinstance(answer, wire.Failed) for answer in answers.values()):
+            raise self._failure(answers)
+        return self._result(handle, answers)
+
+    def _failure(self, answers: Mapping[int, wire.Done | wire.Failed]) -> StepError:
+        """What the loop is to make of it. Ranks that all failed in the same place can go on together."""
+        failures = {rank: answer for rank, answer in answers.items() if isinstance(answer, wire.Failed)}
+        rank, first = next(iter(sorted(failures.items())))
+        said = f"rank {rank} of {len(self._ranks)}: {first.message}"
+        lost = any(issubclass(_kind(each.error), errors.DeviceLostError) for each in failures.values())
+        if lost or len(failures) < len(self._ranks) or len({each.collectives for each in failures.values()}) > 1:
+            return self._ranks.lose(said)
+        no_memory = any(issubclass(_kind(each.error), StepMemoryError) for each in failures.values())
+        return StepMemoryError(said) if no_memory else StepError(said)
+
+    def _result(self, step: int, answers: Mapping[int, wire.Done | wire.Failed]) -> StepResult:
+        done = {rank: answer for rank, answer in answers.items() if isinstance(answer, wire.Done)}
+        strange = [rank for rank, answer in done.items() if answer.drawn != done[0].drawn]
+        if strange:
+            raise self._ranks.lose(f"rank {strange[0]} drew other tokens in step {step} than rank 0")
+        result = decode_result(done[0].result)
+        for answer in done.values():
+            for move in answer.moves_done:
+                self._moves.setdefault(move.step, []).append(move)
+        for moved, parts in list(self._moves.items()):
+            if len(parts) == len(self._ranks):
+                del self._moves[moved]
+                seconds = (max(part.out_seconds for part in parts), max(part.back_seconds for part in parts))
+                result.moves_done.append(MovesDone(moved, *seconds))
+        return result
+
+    def expert_counts(self) -> Mapping[int, Sequence[int]]:
+        if self._ranks.lost:
+            return {}
+        self._counts.clear()
+        try:
+            # Only the first rank is asked; all of them see all tokens.
+            self._ranks.send_bytes([wire.encode(wire.CountExperts())])
+            self._ranks.receive(lambda: bool(self._counts), self._take)
+        except errors.RankLostError:  # who waits for a step will tell
+            return {}
+        return self._counts.popleft()
+
+    def check(self) -> None:
+        """Raise RankLostError if a rank has died while nobody waited for it."""
+        self._ranks.look(self._take)
+
+    def give_up(self, message: str) -> None:
+        self._ranks.given_up = message
+
+    def shutdown(self) -> None:
+        self._ranks.stop()
+
+    def _take(self, rank: int, message: wire.Up) -> None:
+        match message:
+            case wire.Done(step=step) | wire.Failed(step=step):
+                self._answers.setdefault(step, {})[rank] = message
+            case wire.Loaded():
+                self._loaded[rank] = message
+            case wire.Ready():
+                self._ready[rank] = message
+            case wire.ExpertCounts(counts=counts):
+                self._counts.append(counts)
+            case wire.Refused():
+                raise _refusal(message, rank, len(self._ranks))
+
+
+def _kind(name: str) -> type[Exception]:
+    kind = getattr(errors, name, StepError)
+    return kind if isinstance(kind, type) and issubclass(kind, Exception) else StepError
+
+
+def _refusal(refused: wire.Refused, rank: int, size: int) -> QuireError:
+    """The error that kept a rank from starting."""
+    kind = getattr(errors, refused.error, None)
+    if isinstance(kind, type) and issubclass(kind, ValidationError):
+        return kind(refused.message, refused.parameter)
+    if isinstance(kind, type) and issubclass(kind, QuireError):
+        return kind(refused.message)
+    return EngineDeadError(f"rank {rank} of {size} could not start: {refused.error}: {refused.message}")

@@ -1,0 +1,196 @@
+"""The messages between an engine and its ranks. Tagged structs in msgpack; nothing is pickled."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import sys
+from typing import Any, Union
+
+import msgspec
+
+from quire.config import EngineConfig
+from quire.errors import ConfigError, ValidationError
+from quire.loading.files import ModelFiles
+from quire.messages.frames import frame
+from quire.messages.plan import MovesDone
+
+# Down: to a rank
+
+
+class Start(msgspec.Struct, tag=True):
+    """The first message: which part of which model."""
+
+    settings: dict[str, Any]
+    """The fields of an `EngineConfig`."""
+    files: dict[str, Any]
+    """The fields of `ModelFiles`, paths as text."""
+    rank: int
+    size: int
+    rendezvous: str
+    """The file in which ranks find each other."""
+    threads: int
+    max_model_len: int
+    max_rows: int
+    max_tokens: int
+    import_path: list[str]
+    log_level: int
+
+
+class MakeCache(msgspec.Struct, tag=True):
+    """All ranks are loaded; this is how many blocks each of them has room for."""
+
+    num_blocks: int
+
+
+class Step(msgspec.Struct, tag=True):
+    """Run a plan. Answered by `Done` or `Failed`."""
+
+    plan: bytes
+
+
+class Supply(msgspec.Struct, tag=True):
+    """Masks for a step that waits for them."""
+
+    masks: bytes
+
+
+class CountExperts(msgspec.Struct, tag=True):
+    """Answered by `ExpertCounts`."""
+
+
+class Shutdown(msgspec.Struct, tag=True):
+    """Leave."""
+
+
+Down = Union[Start, MakeCache, Step, Supply, CountExperts, Shutdown]
+
+
+# Up: from a rank
+
+
+class Loaded(msgspec.Struct, tag=True):
+    """The rank has its part of the model. What it takes, and what it leaves for the cache."""
+
+    device: str
+    dtype: str
+    weight_bytes: int
+    reads_groups: bool
+    memory: dict[str, Any]
+    """The fields of a `MemoryPlan`."""
+    phases: dict[str, float]
+
+
+class Ready(msgspec.Struct, tag=True):
+    """The rank takes plans."""
+
+    host_slots: int = 0
+    """Blocks of its tier in host memory."""
+    slot_bytes: int = 0
+    out_rate: float = 0.0
+    """Bytes a second to there and back."""
+    back_rate: float = 0.0
+
+
+class Done(msgspec.Struct, tag=True):
+    """A step is over."""
+
+    step: int
+    drawn: int
+    """A checksum of its tokens: every rank must have drawn the same."""
+    moves_done: list[MovesDone]
+    result: bytes = b""
+    """From the first rank alone."""
+
+
+class Failed(msgspec.Struct, tag=True):
+    """A step failed here."""
+
+    step: int
+    error: str
+    """The error's class."""
+    message: str
+    collectives: int
+    """How many this rank has begun. Where all ranks failed at the same one, they can go on together."""
+
+
+class ExpertCounts(msgspec.Struct, tag=True):
+    counts: dict[int, list[int]]
+
+
+class Refused(msgspec.Struct, tag=True):
+    """The rank could not start."""
+
+    error: str
+    message: str
+    parameter: str | None = None
+
+
+class Log(msgspec.Struct, tag=True):
+    """A line of the rank's log."""
+
+    name: str
+    level: int
+    message: str
+
+
+Up = Union[Loaded, Ready, Done, Failed, ExpertCounts, Refused, Log]
+
+_encoder = msgspec.msgpack.Encoder()
+_down_decoder = msgspec.msgpack.Decoder(Down)
+_up_decoder = msgspec.msgpack.Decoder(Up)
+
+
+def encode(message: Down | Up) -> bytes:
+    """A message as it goes over the socket. A setting that is no plain data raises."""
+    try:
+        return frame(_encoder.encode(message))
+    except (TypeError, ValueError, OverflowError, NotImplementedError) as error:
+        raise ValidationError(f"this cannot be sent to another process: {error}") from error
+
+
+def decode_down(data: bytes) -> Down:
+    return _down_decoder.decode(data)
+
+
+def decode_up(data: bytes) -> Up:
+    return _up_decoder.decode(data)
+
+
+def settings_of(config: EngineConfig) -> dict[str, Any]:
+    """A configuration as plain data."""
+    settings = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    settings["logits_processors"] = [_dotted(item) for item in config.logits_processors]
+    settings["hf_overrides"] = None if config.hf_overrides is None else dict(config.hf_overrides)
+    return settings
+
+
+def files_of(files: ModelFiles) -> dict[str, Any]:
+    """A model's files as plain data."""
+    paths = {"gguf": files.gguf, "folder": files.folder}
+    texts = {name: None if path is None else str(path) for name, path in paths.items()}
+    return {"name": files.name, "path": str(files.path), **texts}
+
+
+def log_level() -> int:
+    """What this process shows of quire's log."""
+    return logging.getLogger("quire").getEffectiveLevel()
+
+
+def import_path() -> list[str]:
+    """Where this process imports from: dotted paths in settings mean the same in another."""
+    return list(sys.path)
+
+
+def _dotted(item: str | type) -> str:
+    """A class by its path: the other process imports it by itself."""
+    if isinstance(item, str):
+        return item
+    if item.__module__ == "__main__" or item.__qualname__ != item.__name__:
+        raise ConfigError(
+            f"the engine's process cannot import {item.__qualname__} of {item.__module__}: put it at the top of a "
+            "module and give its dotted path",
+            "logits_processors",
+            item,
+        )
+    return f"{item.__module__}.{item.__name__}"

@@ -1,0 +1,29 @@
+"""Logits processors that ranks import by themselves."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from quire.messages.sampling import SamplingParams
+
+
+class FailsOnce:
+    """Raises at its third row, on every rank or only on one; then does nothing."""
+
+    calls = 0
+
+    def applies(self, params: SamplingParams) -> bool:
+        return "fails" in (params.extra_args or {})
+
+    def apply(
+        self, logits: torch.Tensor, prompt: torch.Tensor, output: torch.Tensor, params: SamplingParams
+    ) -> torch.Tensor:
+        from torch import distributed
+
+        self.calls += 1
+        rank = distributed.get_rank() if distributed.is_initialized() else 0
+        if self.calls == 3 and params.extra_args["fails"] in (rank, "everywhere"):
+            raise RuntimeError(f"a processor that fails, in {os.getpid()}")
+        return logits
