@@ -193,8 +193,14 @@ def weather(make_llm: MakeLLM, reference: LLM, folder: Path, tiers: str, seed: i
     return storm.seen
 
 
-@pytest.mark.parametrize("depth", [0, 1])
-@pytest.mark.parametrize("tiers", ["none", "host", "disk"])
+@pytest.mark.parametrize(
+    "tiers, depth",
+    [
+        ("host", 0),
+        ("disk", 1),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("none", 0), ("none", 1), ("host", 1), ("disk", 0))),
+    ],
+)
 def test_a_storm_changes_no_token(make_llm: MakeLLM, shared_tiny: LLM, tmp_path: Path, tiers: str, depth: int) -> None:
     seen = weather(make_llm, shared_tiny, tmp_path, tiers, seed=10 + depth, operations=60)
     assert seen["found"] > 0.3 * seen["tokens"], "most of what was computed is found again"

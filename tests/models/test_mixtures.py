@@ -385,7 +385,7 @@ def test_a_config_that_cannot_be_is_refused_in_one_line(name: str, changes: dict
 
 
 def test_features_that_ranks_cannot_share_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"expert features \(20\) cannot be split over 8"):
+    with pytest.raises(ValueError, match="20 expert features cannot be split over 8"):
         config = model_config(reference_of("qwen3-moe"))
         raw = dict(config.raw) | {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 4}
         empty_model(ModelConfig.from_dict(raw), Ranks(tp_size=8))

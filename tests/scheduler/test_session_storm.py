@@ -203,7 +203,7 @@ WEATHERS = {
 @pytest.mark.parametrize("kind", WEATHERS)
 def test_sessions_in_any_weather(kind: str, tmp_path: Path) -> None:
     storm = SessionStorm(WEATHERS[kind], tmp_path, seed=1)
-    storm.run(600)
+    storm.run(300)
     assert storm.keeper.slept
 
 

@@ -284,7 +284,7 @@ def test_tiers_below(weather: Weather) -> None:
     assert storm.bench.tiers is not None and storm.bench.tiers.saved
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(16))
 def test_any_weather_with_tiers(seed: int) -> None:
     Storm(random_weather(seed, tiered=True), requests=60, seed=seed).run()
 
