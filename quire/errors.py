@@ -103,3 +103,13 @@ class SessionLostError(StoreError):
     def __init__(self, message: str, name: str = "") -> None:
         super().__init__(message)
         self.name = name
+
+
+def told(name: str, message: str, parameter: str | None = None) -> QuireError | None:
+    """An error that was raised in another process, by the name of its class; None if it is none of these."""
+    kind = globals().get(name)
+    if isinstance(kind, type) and issubclass(kind, ValidationError):
+        return kind(message, parameter)
+    if isinstance(kind, type) and issubclass(kind, QuireError):
+        return kind(message)
+    return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ if not torch.cuda.is_available():
 from quire import LLM
 
 ENDS = "</s>"
+LOGGERS = ("quire", "uvicorn", "uvicorn.error", "uvicorn.access", "uvicorn.asgi")
 SPECIALS = ("<s>", ENDS, "<|user|>", "<|assistant|>")
 # Words of the tiny vocabulary; Ġ is how byte-level vocabularies write a space, Ċ a line break.
 MERGES = ("h e", "t he", "Ġ the", "i n", "a n", "Ġ a", "e r", "o n", "Ġ s", "r e", "Ġ w", "o r", "Ġw or", "l d", "Ġ x")
@@ -69,6 +71,17 @@ def write_tiny_model(folder: Path, **changes: Any) -> Path:
         json.dumps({"temperature": 0.6, "top_k": 40, "top_p": 0.9, "max_new_tokens": 7, "eos_token_id": [1, 3]})
     )
     return folder
+
+
+@pytest.fixture(autouse=True)
+def _logging_as_it_was() -> Iterator[None]:
+    """Commands set up logging for the whole process; the next test does not inherit it."""
+    loggers = [logging.getLogger(name) for name in LOGGERS]
+    before = [(list(logger.handlers), logger.level, logger.propagate) for logger in loggers]
+    yield
+    for logger, (handlers, level, propagate) in zip(loggers, before, strict=True):
+        logger.handlers, logger.propagate = handlers, propagate
+        logger.setLevel(level)
 
 
 @pytest.fixture(scope="session")

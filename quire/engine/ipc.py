@@ -6,17 +6,16 @@ arrives is data of the declared types, or an error.
 
 from __future__ import annotations
 
-import select
-import socket
-import threading
-from typing import Any, Union
+from typing import Union
 
 import msgspec
 
 from quire.engine.session_calls import SessionAnswer, SessionOp
 from quire.engine.stats import Metric
 from quire.errors import ValidationError
-from quire.messages.frames import LARGEST, Frames, Inlet, frame
+from quire.executor import child
+from quire.executor.child import Log, Surroundings
+from quire.messages.frames import LARGEST, frame
 from quire.messages.memory_map import MemoryMap
 from quire.messages.outputs import Key, StepOutputs
 from quire.messages.request import NewRequest
@@ -24,16 +23,8 @@ from quire.messages.request import NewRequest
 # Down: to the engine
 
 
-class Start(msgspec.Struct, tag=True):
+class Start(Surroundings, tag=True):
     """The first message: what to make an engine of."""
-
-    settings: dict[str, Any]
-    """The fields of an `EngineConfig`."""
-    files: dict[str, Any]
-    """The fields of `ModelFiles`, paths as text: the model is looked up once, in front."""
-    import_path: list[str]
-    """Where the front process imports from: dotted paths in settings mean the same here."""
-    log_level: int
 
 
 class Add(msgspec.Struct, tag=True):
@@ -166,14 +157,6 @@ class SessionReply(msgspec.Struct, tag=True):
     refused: Refused | None = None
 
 
-class Log(msgspec.Struct, tag=True):
-    """A line of the engine's log, for the front's handlers: there the user has set logging up."""
-
-    name: str
-    level: int
-    message: str
-
-
 class Died(msgspec.Struct, tag=True):
     """The last message of an engine that cannot go on."""
 
@@ -231,39 +214,13 @@ def decode_up(data: bytes) -> Up:
     return _up_decoder.decode(data)
 
 
-class Link:
-    """One end of the socket, for a process that does nothing while it waits."""
-
-    def __init__(self, sock: socket.socket) -> None:
-        self._socket = sock
-        self._inlet = Inlet(sock)
-        self._frames = Frames()
-        self._poll = select.poll()
-        self._poll.register(sock, select.POLLIN)
-        self._lock = threading.Lock()
-
-    def fileno(self) -> int:
-        return self._socket.fileno()
+class Link(child.Link):
+    """The engine's end of the socket."""
 
     def send(self, message: Down | Up) -> None:
         """Waits while the other end is behind. May be called from any thread."""
-        data = encode(message)
-        with self._lock:
-            self._socket.sendall(data)
+        self.send_bytes(encode(message))
 
     def receive(self, wait: bool, seconds: float | None = None) -> list[bytes]:
-        """Messages that have come; with `wait`, at least one read's worth, unless `seconds` pass. Raises EOFError when
-        the other end is gone.
-
-        A read may end inside a message: then the list can be empty although something came.
-        """
-        longest = None if seconds is None else 1000 * seconds
-        if not self._poll.poll(longest if wait else 0):
-            return []
-        try:
-            data = self._inlet.receive()
-        except ConnectionError:
-            data = memoryview(b"")
-        if not data:
-            raise EOFError("the other process has gone")
-        return list(self._frames.feed(data))
+        """Messages that have come; with `wait`, at least one read's worth, unless `seconds` pass."""
+        return self.take(seconds if wait else 0.0)

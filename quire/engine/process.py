@@ -10,18 +10,15 @@ import contextlib
 import gc
 import logging
 import os
-import select
-import signal
 import socket
 import sys
-import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quire.engine import ipc
 from quire.engine.session_calls import SessionAnswer, SessionDesk
 from quire.errors import EngineDeadError, QuireError
+from quire.executor.child import adopt, leave_signals, leave_with, model_of
 
 if TYPE_CHECKING:
     from quire.config import EngineConfig
@@ -122,28 +119,12 @@ def _tells_something(outputs: StepOutputs) -> bool:
     return bool(outputs.keys or outputs.finished or outputs.started or outputs.preempted or outputs.prompt_logprobs)
 
 
-class _LogSender(logging.Handler):
-    """Hands log lines to the front process."""
-
-    def __init__(self, link: ipc.Link) -> None:
-        super().__init__()
-        self._link = link
-
-    def emit(self, record: logging.LogRecord) -> None:
-        try:
-            self._link.send(ipc.Log(record.name, record.levelno, self.format(record)))
-        except Exception:  # nobody is there to read it
-            self.handleError(record)
-
-
 def main(make: MakeEngine | None = None) -> int:
     """The process, from its first message to its end. `make`: another engine than the usual one."""
-    for signal_number in (signal.SIGINT, signal.SIGTERM):
-        # Ctrl-C reaches the whole terminal, a service's stop all its processes; the front decides what it means.
-        signal.signal(signal_number, signal.SIG_IGN)
+    leave_signals()
     sock = socket.socket(fileno=int(sys.argv[1]))
     sock.set_inheritable(False)
-    threading.Thread(target=_leave_with_front, args=(sock,), name="quire-front-watch", daemon=True).start()
+    leave_with(sock)
     link = ipc.Link(sock)
     core = _start(link, make)
     if core is None:
@@ -161,24 +142,11 @@ def main(make: MakeEngine | None = None) -> int:
 
 def _start(link: ipc.Link, make: MakeEngine | None) -> EngineCore | None:
     """An engine as the first message wants it; None if it cannot be made, and the front knows why."""
-    start = ipc.decode_down(_first(link))
+    start = ipc.decode_down(link.first())
     assert isinstance(start, ipc.Start)
-    sys.path[:] = start.import_path
-    root = logging.getLogger("quire")
-    root.setLevel(start.log_level)
-    root.addHandler(_LogSender(link))
-    root.propagate = False
+    adopt(start, start.log_level, link.send)
     try:
-        # Imported now and not above: torch takes its time, and the watch on the front must stand before.
-        from quire.config import EngineConfig
-        from quire.loading.files import ModelFiles
-        from quire.loading.read_config import read_model_config
-
-        config = EngineConfig(**start.settings)
-        paths = {name: None if start.files[name] is None else Path(start.files[name]) for name in ("gguf", "folder")}
-        files = ModelFiles(start.files["name"], Path(start.files["path"]), **paths)
-        model = read_model_config(files, config.hf_overrides)
-        core, facts = (make or _make_usual)(config, files, model)
+        core, facts = (make or _make_usual)(*model_of(start))
     except Exception as error:
         if not isinstance(error, QuireError):
             logger.exception("the engine could not be made")
@@ -209,12 +177,6 @@ def _make_usual(config: EngineConfig, files: ModelFiles, model: ModelConfig) -> 
     return make_engine(config, files, model, STREAM_STRETCH)
 
 
-def _first(link: ipc.Link) -> bytes:
-    while not (messages := link.receive(wait=True)):
-        pass
-    return messages[0]
-
-
 def _die(link: ipc.Link, error: Exception) -> None:
     """Tell why, and leave at once: a device that is lost lets nobody tidy up."""
     if not isinstance(error, EngineDeadError):
@@ -222,17 +184,6 @@ def _die(link: ipc.Link, error: Exception) -> None:
     message = str(error) if isinstance(error, EngineDeadError) else f"its loop failed: {type(error).__name__}: {error}"
     with contextlib.suppress(OSError):
         link.send(ipc.Died(message))
-    os._exit(1)
-
-
-def _leave_with_front(sock: socket.socket) -> None:
-    """In a thread: when the front's end of the socket closes, go, whatever the loop is in the middle of.
-
-    PR_SET_PDEATHSIG would not do: it fires when the thread that started us ends, and the front may start us from any.
-    """
-    poll = select.poll()
-    poll.register(sock, getattr(select, "POLLRDHUP", 0))  # what comes to read wakes nobody here
-    poll.poll()
     os._exit(1)
 
 

@@ -16,12 +16,11 @@ from typing import Any
 
 import msgspec
 
-from quire import errors
 from quire.config import EngineConfig
 from quire.engine import ipc
 from quire.engine.facts import Facts
-from quire.errors import EngineDeadError, QuireError
-from quire.executor import wire
+from quire.errors import EngineDeadError, QuireError, told
+from quire.executor.child import surroundings
 from quire.executor.ends import describe_end
 from quire.loading.files import ModelFiles
 from quire.loading.model_config import ModelConfig
@@ -58,7 +57,9 @@ class RemoteEngine:
         self._frames = Frames()
         self._unsent = bytearray()
         self._burial: asyncio.Task[None] | None = None
-        start = ipc.encode(_start_message(config, files))  # what cannot be sent is said before anything is started
+        start = ipc.encode(
+            ipc.Start(**surroundings(config, files))
+        )  # what cannot be sent is said before anything is started
         self._socket, theirs = socket.socketpair()
         self._inlet = Inlet(self._socket)
         with theirs:
@@ -149,7 +150,7 @@ class RemoteEngine:
             self._announce(f"the engine's process (pid {self.pid}) sent what cannot be read: {error}")
             return
         if isinstance(message, ipc.Log):
-            _relay(message)
+            message.relay()
         elif isinstance(message, ipc.Died):
             self._announce(f"the engine's process (pid {self.pid}) has ended: {message.message}")
         else:
@@ -216,7 +217,7 @@ class RemoteEngine:
                 if isinstance(message, ipc.Refused):
                     raise error_of(message)
                 if isinstance(message, ipc.Log):
-                    _relay(message)
+                    message.relay()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(BURIAL_SECONDS)
         raise EngineDeadError(f"{_describe_end(self._process)}, before it was ready")
@@ -230,32 +231,16 @@ class RemoteEngine:
 
 def error_of(refused: ipc.Refused) -> QuireError:
     """The error that was raised in the other process."""
-    kind = getattr(errors, refused.error, None)
-    if isinstance(kind, type) and issubclass(kind, errors.ValidationError):
-        return kind(refused.message, refused.parameter)
-    if isinstance(kind, type) and issubclass(kind, QuireError):
-        return kind(refused.message)
+    if (known := told(refused.error, refused.message, refused.parameter)) is not None:
+        return known
     if not refused.id:
         return EngineDeadError(f"the engine could not be made: {refused.error}: {refused.message}")
     return QuireError(f"the engine failed to take the request: {refused.error}: {refused.message}")
 
 
-def _start_message(config: EngineConfig, files: ModelFiles) -> ipc.Start:
-    return ipc.Start(
-        settings=wire.settings_of(config),
-        files=wire.files_of(files),
-        import_path=wire.import_path(),
-        log_level=wire.log_level(),
-    )
-
-
 def _facts(ready: ipc.Ready, files: ModelFiles, model: ModelConfig) -> Facts:
     said: dict[str, Any] = {name: getattr(ready, name) for name in ready.__struct_fields__ if name != "key_root"}
     return Facts(files=files, model=model, keys=ContentKeys.rooted(ready.block_size, ready.key_root), **said)
-
-
-def _relay(line: ipc.Log) -> None:
-    logging.getLogger(line.name).log(line.level, "%s", line.message)
 
 
 def _describe_end(process: subprocess.Popen[bytes]) -> str:

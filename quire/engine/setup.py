@@ -112,10 +112,9 @@ def make_engine(
 
 def _vocabulary(config: EngineConfig, files: ModelFiles, model: ModelConfig, rows: int) -> Setup:
     """Whose tokens grammars are made of; loaded when the first request needs one."""
-    places = {"path": files.path, "gguf": files.gguf, "folder": files.folder}
     return Setup(
         tokenizer=config.tokenizer,
-        files={"name": files.name, **{name: None if path is None else str(path) for name, path in places.items()}},
+        files=files.to_plain(),
         trust_remote_code=config.trust_remote_code,
         revision=config.tokenizer_revision,
         vocab_size=model.vocab_size,

@@ -7,6 +7,16 @@ from typing import Any, Protocol
 
 from quire.messages.plan import StepMasks, StepPlan, StepResult
 
+SPIN_SECONDS = 0.005
+"""So long a wait asks again and again, as the driver's own does; Python would not switch threads sooner either."""
+PAUSE_SHARE = 0.01
+"""Then it sleeps a hundredth of the time it has waited: no wait is longer by more than that."""
+
+
+def pause_after(waited: float) -> float:
+    """How long to sleep before asking the device again, after so many seconds of waiting for it."""
+    return 0.0 if waited < SPIN_SECONDS else min(PAUSE_SHARE * waited, 0.001)
+
 
 class Executor(Protocol):
     """Runs plans in order. `submit` returns at once; `collect` waits for that step's result.

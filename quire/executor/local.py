@@ -10,14 +10,10 @@ from typing import Any
 import torch
 
 from quire.errors import DeviceLostError, StepError, StepMemoryError
+from quire.executor.base import pause_after
 from quire.messages.plan import StepMasks, StepPlan, StepResult
 from quire.worker.runner import PendingStep
 from quire.worker.worker import Worker
-
-SPIN_SECONDS = 0.005
-"""So long a wait asks again and again, as the driver's own does; Python would not switch threads sooner either."""
-PAUSE_SHARE = 0.01
-"""Then it sleeps a hundredth of the time it has waited: no wait is longer by more than that."""
 
 
 class LocalExecutor:
@@ -77,13 +73,13 @@ class LocalExecutor:
         begin = time.monotonic()
         self._given_up = ""
         while not handle.ready():
-            waited = time.monotonic() - begin
-            if waited < SPIN_SECONDS:
+            pause = pause_after(time.monotonic() - begin)
+            if not pause:
                 continue
             if self._given_up:
                 self._lost = True
                 raise DeviceLostError(self._given_up)
-            time.sleep(min(PAUSE_SHARE * waited, 0.001))
+            time.sleep(pause)
         self._given_up = ""  # it was slow, and no more than that
 
     def _failure(self, error: Exception) -> StepError:

@@ -16,8 +16,9 @@ import torch
 from quire import errors
 from quire.config import EngineConfig
 from quire.distributed.world import one_machine
-from quire.errors import EngineDeadError, QuireError, StepError, StepMemoryError, ValidationError
+from quire.errors import EngineDeadError, QuireError, StepError, StepMemoryError
 from quire.executor import wire
+from quire.executor.child import surroundings
 from quire.executor.processes import RankProcesses
 from quire.loading.files import ModelFiles
 from quire.messages.plan import MovesDone, StepMasks, StepPlan, StepResult, decode_result, encode
@@ -38,7 +39,7 @@ class MultiprocessExecutor:
         """Starts the ranks and waits until they are loaded and have their caches; raises what kept one from that."""
         size = config.tensor_parallel_size
         threads = max(1, torch.get_num_threads() // size)
-        settings, model_files = wire.settings_of(config), wire.files_of(files)
+        told = surroundings(config, files)
         environment = one_machine({**child_environment(), "OMP_NUM_THREADS": str(threads)})
         self._ranks = RankProcesses(size, environment)
         self._loaded: dict[int, wire.Loaded] = {}
@@ -51,10 +52,8 @@ class MultiprocessExecutor:
         try:
             starts = [
                 wire.Start(
-                    settings=settings, files=model_files, rank=rank, size=size,
-                    rendezvous=str(self._ranks.folder / "meeting"), threads=threads, max_model_len=max_model_len,
-                    max_rows=max_rows, max_tokens=max_tokens, import_path=wire.import_path(),
-                    log_level=wire.log_level(),
+                    **told, rank=rank, size=size, rendezvous=str(self._ranks.folder / "meeting"), threads=threads,
+                    max_model_len=max_model_len, max_rows=max_rows, max_tokens=max_tokens,
                 )
                 for rank in range(size)
             ]  # fmt: skip
@@ -214,9 +213,6 @@ def _kind(name: str) -> type[Exception]:
 
 def _refusal(refused: wire.Refused, rank: int, size: int) -> QuireError:
     """The error that kept a rank from starting."""
-    kind = getattr(errors, refused.error, None)
-    if isinstance(kind, type) and issubclass(kind, ValidationError):
-        return kind(refused.message, refused.parameter)
-    if isinstance(kind, type) and issubclass(kind, QuireError):
-        return kind(refused.message)
-    return EngineDeadError(f"rank {rank} of {size} could not start: {refused.error}: {refused.message}")
+    return errors.told(refused.error, refused.message, refused.parameter) or EngineDeadError(
+        f"rank {rank} of {size} could not start: {refused.error}: {refused.message}"
+    )

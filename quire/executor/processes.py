@@ -133,7 +133,7 @@ class RankProcesses:
             except msgspec.MsgspecError as error:
                 raise self.lose(f"{self._name(rank)} sent what cannot be read: {error}") from error
             if isinstance(message, wire.Log):
-                logging.getLogger(message.name).log(message.level, "%s", message.message)
+                message.relay()
             else:
                 take(rank, message)
 

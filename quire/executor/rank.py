@@ -11,9 +11,7 @@ import gc
 import logging
 import mmap
 import os
-import select
 import shutil
-import signal
 import socket
 import sys
 import threading
@@ -24,9 +22,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quire.errors import QuireError, StepError
-from quire.executor import wire
+from quire.executor import child, wire
+from quire.executor.base import pause_after
 from quire.executor.pulse import beat
-from quire.messages.frames import Frames, Inlet
 from quire.messages.plan import decode_masks, decode_plan, encode
 
 if TYPE_CHECKING:
@@ -37,41 +35,20 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("quire.executor.rank")
 
-SPIN_SECONDS = 0.005
-PAUSE_SHARE = 0.01
-"""How a wait for the device asks: at first without pause, then as seldom as it has waited long."""
 JOIN_SECONDS = 600.0
 """So long ranks wait for each other. A dead one is noticed long before, by the engine."""
 
 
-class Link:
+class Link(child.Link):
     """The rank's end of the socket."""
-
-    def __init__(self, sock: socket.socket) -> None:
-        self._socket = sock
-        self._inlet = Inlet(sock)
-        self._frames = Frames()
-        self._poll = select.poll()
-        self._poll.register(sock, select.POLLIN)
-        self._lock = threading.Lock()
 
     def send(self, message: wire.Up) -> None:
         """May be called from any thread."""
-        data = wire.encode(message)
-        with self._lock:
-            self._socket.sendall(data)
+        self.send_bytes(wire.encode(message))
 
     def receive(self, seconds: float | None) -> list[wire.Down]:
         """What has come; waits at most so long, None for ever. Raises EOFError when the engine is gone."""
-        if not self._poll.poll(None if seconds is None else 1000 * seconds):
-            return []
-        try:
-            data = self._inlet.receive()
-        except ConnectionError:
-            data = memoryview(b"")
-        if not data:
-            raise EOFError("the engine has gone")
-        return [wire.decode_down(each) for each in self._frames.feed(data)]
+        return [wire.decode_down(each) for each in self.take(seconds)]
 
 
 class RankLoop:
@@ -96,8 +73,7 @@ class RankLoop:
         """How long nothing but a message needs to be looked for."""
         if not self._launched or _waits_for_masks(self._launched[0][1]):
             return None
-        waited = time.monotonic() - self._waiting_since
-        return 0.0 if waited < SPIN_SECONDS else min(PAUSE_SHARE * waited, 0.001)
+        return pause_after(time.monotonic() - self._waiting_since)
 
     def _take(self, message: wire.Down) -> None:
         match message:
@@ -141,38 +117,21 @@ def _is_over(handle: Any) -> bool:
     return isinstance(handle, StepError) or (handle.draws is not None and handle.ready())
 
 
-class _LogSender(logging.Handler):
-    """Hands log lines to the engine."""
-
-    def __init__(self, link: Link, rank: int) -> None:
-        super().__init__()
-        self._link, self._rank = link, rank
-
-    def emit(self, record: logging.LogRecord) -> None:
-        try:
-            self._link.send(wire.Log(record.name, record.levelno, f"rank {self._rank}: {self.format(record)}"))
-        except Exception:  # nobody is there to read it
-            self.handleError(record)
-
-
 def main() -> int:
     """The process, from its first message to its end."""
-    for signal_number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signal_number, signal.SIG_IGN)  # the engine decides when ranks leave
+    child.leave_signals()
     sock = socket.socket(fileno=int(sys.argv[1]))
     sock.set_inheritable(False)
     pulses, rank = mmap.mmap(int(sys.argv[2]), 0), int(sys.argv[3])
     os.close(int(sys.argv[2]))
     threading.Thread(target=beat, args=(pulses, rank), name="quire-pulse", daemon=True).start()
     link = Link(sock)
-    start = _first(link)
+    start = wire.decode_down(link.first())
+    assert isinstance(start, wire.Start)
     folder = Path(start.rendezvous).parent
-    threading.Thread(target=_leave_with_engine, args=(sock, folder), name="quire-engine-watch", daemon=True).start()
-    sys.path[:] = start.import_path
-    root = logging.getLogger("quire")
-    root.setLevel(start.log_level if start.rank == 0 else max(start.log_level, logging.WARNING))
-    root.addHandler(_LogSender(link, start.rank))
-    root.propagate = False
+    child.leave_with(sock, lambda: shutil.rmtree(folder, ignore_errors=True))  # the engine's doing, where it lived to
+    level = start.log_level if start.rank == 0 else max(start.log_level, logging.WARNING)
+    child.adopt(start, level, link.send, f"rank {start.rank}: ")
     try:
         loop = _start(link, start)
     except Exception as error:
@@ -191,32 +150,19 @@ def main() -> int:
     os._exit(code)  # the system takes everything back faster than we could, and nobody hangs in a destructor
 
 
-def _first(link: Link) -> wire.Start:
-    while not (messages := link.receive(None)):
-        pass
-    assert isinstance(messages[0], wire.Start)
-    return messages[0]
-
-
 def _start(link: Link, start: wire.Start) -> RankLoop:
     """Load this rank's part; the cache comes when all ranks have said what they have room for."""
     # Imported now and not above: torch takes its time, and the watch on the engine must stand before.
     import torch
 
-    from quire.config import EngineConfig
     from quire.distributed.groups import Ranks
     from quire.distributed.world import join
     from quire.executor.local import LocalExecutor
-    from quire.loading.files import ModelFiles
-    from quire.loading.read_config import read_model_config
     from quire.worker.memory import no_room
     from quire.worker.worker import Worker
 
     torch.set_num_threads(start.threads)
-    config = EngineConfig(**start.settings)
-    paths = {name: None if start.files[name] is None else Path(start.files[name]) for name in ("gguf", "folder")}
-    files = ModelFiles(start.files["name"], Path(start.files["path"]), **paths)
-    model = read_model_config(files, config.hf_overrides)
+    config, files, model = child.model_of(start)
     platform, config, backend = _place(config, start)
     ranks = Ranks(tp_rank=start.rank, tp_size=start.size)
     join(ranks, Path(start.rendezvous), backend, JOIN_SECONDS)
@@ -248,10 +194,9 @@ def _start(link: Link, start: wire.Start) -> RankLoop:
 
 
 def _blocks(link: Link) -> int:
-    while not (messages := link.receive(None)):
-        pass
-    assert isinstance(messages[0], wire.MakeCache)
-    return messages[0].num_blocks
+    message = wire.decode_down(link.first())
+    assert isinstance(message, wire.MakeCache)
+    return message.num_blocks
 
 
 def _ready(worker: Worker) -> wire.Ready:
@@ -280,15 +225,6 @@ def _place(config: EngineConfig, start: wire.Start) -> tuple[Platform, EngineCon
         share |= {"gpu_memory_utilization": config.gpu_memory_utilization / size, "enforce_eager": True}
         backend = "gloo"
     return platform, dataclasses.replace(config, **share), backend
-
-
-def _leave_with_engine(sock: socket.socket, folder: Path) -> None:
-    """In a thread: when the engine's end of the socket closes, go, whatever the loop is in the middle of."""
-    poll = select.poll()
-    poll.register(sock, getattr(select, "POLLRDHUP", 0))  # what comes to read wakes nobody here
-    poll.poll()
-    shutil.rmtree(folder, ignore_errors=True)  # the engine's doing, where it lived to do it
-    os._exit(1)
 
 
 if __name__ == "__main__":

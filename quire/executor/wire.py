@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
-import logging
-import sys
 from typing import Any, Union
 
 import msgspec
 
-from quire.config import EngineConfig
-from quire.errors import ConfigError, ValidationError
-from quire.loading.files import ModelFiles
+from quire.errors import ValidationError
+from quire.executor.child import Log, Surroundings
 from quire.messages.frames import frame
 from quire.messages.plan import MovesDone
 
 # Down: to a rank
 
 
-class Start(msgspec.Struct, tag=True):
+class Start(Surroundings, tag=True):
     """The first message: which part of which model."""
 
-    settings: dict[str, Any]
-    """The fields of an `EngineConfig`."""
-    files: dict[str, Any]
-    """The fields of `ModelFiles`, paths as text."""
     rank: int
     size: int
     rendezvous: str
@@ -33,8 +25,6 @@ class Start(msgspec.Struct, tag=True):
     max_model_len: int
     max_rows: int
     max_tokens: int
-    import_path: list[str]
-    log_level: int
 
 
 class MakeCache(msgspec.Struct, tag=True):
@@ -126,14 +116,6 @@ class Refused(msgspec.Struct, tag=True):
     parameter: str | None = None
 
 
-class Log(msgspec.Struct, tag=True):
-    """A line of the rank's log."""
-
-    name: str
-    level: int
-    message: str
-
-
 Up = Union[Loaded, Ready, Done, Failed, ExpertCounts, Refused, Log]
 
 _encoder = msgspec.msgpack.Encoder()
@@ -155,42 +137,3 @@ def decode_down(data: bytes) -> Down:
 
 def decode_up(data: bytes) -> Up:
     return _up_decoder.decode(data)
-
-
-def settings_of(config: EngineConfig) -> dict[str, Any]:
-    """A configuration as plain data."""
-    settings = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    settings["logits_processors"] = [_dotted(item) for item in config.logits_processors]
-    settings["hf_overrides"] = None if config.hf_overrides is None else dict(config.hf_overrides)
-    return settings
-
-
-def files_of(files: ModelFiles) -> dict[str, Any]:
-    """A model's files as plain data."""
-    paths = {"gguf": files.gguf, "folder": files.folder}
-    texts = {name: None if path is None else str(path) for name, path in paths.items()}
-    return {"name": files.name, "path": str(files.path), **texts}
-
-
-def log_level() -> int:
-    """What this process shows of quire's log."""
-    return logging.getLogger("quire").getEffectiveLevel()
-
-
-def import_path() -> list[str]:
-    """Where this process imports from: dotted paths in settings mean the same in another."""
-    return list(sys.path)
-
-
-def _dotted(item: str | type) -> str:
-    """A class by its path: the other process imports it by itself."""
-    if isinstance(item, str):
-        return item
-    if item.__module__ == "__main__" or item.__qualname__ != item.__name__:
-        raise ConfigError(
-            f"the engine's process cannot import {item.__qualname__} of {item.__module__}: put it at the top of a "
-            "module and give its dotted path",
-            "logits_processors",
-            item,
-        )
-    return f"{item.__module__}.{item.__name__}"

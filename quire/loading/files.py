@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,6 +44,17 @@ class ModelFiles:
         if kind == "pt":
             return _pick(self.folder, "*.bin", "pytorch_model.bin", "consolidated")
         return ()
+
+    def to_plain(self) -> dict[str, str | None]:
+        """As plain data, for another process."""
+        places = {"path": self.path, "gguf": self.gguf, "folder": self.folder}
+        return {"name": self.name, **{name: None if path is None else str(path) for name, path in places.items()}}
+
+    @classmethod
+    def from_plain(cls, fields: Mapping[str, str | None]) -> ModelFiles:
+        """What `to_plain` made plain."""
+        gguf, folder = (None if fields[name] is None else Path(str(fields[name])) for name in ("gguf", "folder"))
+        return cls(str(fields["name"]), Path(str(fields["path"])), gguf, folder)
 
     def weight_index(self, kind: str) -> Path | None:
         """The json file that says which shard holds which tensor, where there is one."""

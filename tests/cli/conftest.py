@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import io
-import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,7 +56,7 @@ class Ran:
 
 
 @pytest.fixture
-def quire(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Ran]]:
+def quire(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Ran]:
     """Run `quire` with these arguments, perhaps with something on its standard input."""
 
     def run(*arguments: object, stdin: str = "") -> Ran:
@@ -71,8 +70,4 @@ def quire(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -
         return Ran(code, captured.out, captured.err)
 
     monkeypatch.setenv("QUIRE_CPU_KVCACHE_SPACE", "0.01")
-    logger = logging.getLogger("quire")
-    handlers, level = list(logger.handlers), logger.level
-    yield run
-    logger.handlers[:] = handlers
-    logger.setLevel(level)
+    return run

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from quire.errors import DeviceLostError, StepError, StepMemoryError
-from quire.executor import local
+from quire.executor import base
 from quire.executor.local import LocalExecutor
 from quire.messages.plan import StepResult
 
@@ -147,7 +147,7 @@ def test_a_slow_step_that_ends_after_all_is_no_hang(monkeypatch: pytest.MonkeyPa
     runs, worker = executor(None)
     runs.give_up("it hangs")
     assert runs.collect(Step()) is RESULT
-    monkeypatch.setattr(local, "SPIN_SECONDS", 0.0)
+    monkeypatch.setattr(base, "SPIN_SECONDS", 0.0)
     assert runs.collect(Step()) is RESULT
     runs.shutdown()
     assert worker.is_shut_down

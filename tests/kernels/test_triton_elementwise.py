@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import pytest
@@ -44,8 +45,9 @@ def assert_near(actual: torch.Tensor, expected: torch.Tensor) -> None:
     actual, expected = actual.double(), expected.double()
     difference = (actual - expected).abs()
     assert (difference <= step * expected.abs().amax(-1, keepdim=True)).all()
-    # A rounding left out, or one too many, is a fifth of a step.
-    assert difference.norm() <= step / (4 if single else 16) * expected.norm()
+    # A rounding left out, or one too many, is a fifth of a step. In a handful of values one may round the other way.
+    whole = step / (4 if single else 16) * expected.norm()
+    assert difference.norm() <= math.hypot(whole, step * expected.abs().max())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,21 +18,15 @@ SECRET = "xx the secret words xx"
 
 
 @pytest.fixture
-def log() -> Iterator[Callable[[str], io.StringIO]]:
-    """Logging set up as a test wants it; as it was after the test."""
-    names = ("quire", "uvicorn", "uvicorn.error", "uvicorn.access", "uvicorn.asgi")
-    loggers = [logging.getLogger(name) for name in names]
-    before = [(logger.handlers, logger.level, logger.propagate) for logger in loggers]
+def log() -> Callable[[str], io.StringIO]:
+    """Logging set up as a test wants it."""
 
     def start(format: str, level: str = "info") -> io.StringIO:
         stream = io.StringIO()
         set_up(format, level, stream)
         return stream
 
-    yield start
-    for logger, (handlers, level, propagate) in zip(loggers, before, strict=True):
-        logger.handlers, logger.propagate = handlers, propagate
-        logger.setLevel(level)
+    return start
 
 
 def lines(stream: io.StringIO, logger: str = "") -> list[dict[str, Any]]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import xgrammar
 
 from quire.engine.grammar.wire import Setup
@@ -16,7 +14,7 @@ class GrammarVocabulary:
 
     def __init__(self, setup: Setup) -> None:
         tokenizer = load_tokenizer(
-            _files(setup.files) if setup.tokenizer is None else setup.tokenizer,
+            ModelFiles.from_plain(setup.files) if setup.tokenizer is None else setup.tokenizer,
             trust_remote_code=setup.trust_remote_code,
             revision=setup.revision,
         )
@@ -36,8 +34,3 @@ class GrammarVocabulary:
             add_prefix_space=found.add_prefix_space,
         )
         self.compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
-
-
-def _files(fields: dict[str, str | None]) -> ModelFiles:
-    gguf, folder = (None if fields[name] is None else Path(str(fields[name])) for name in ("gguf", "folder"))
-    return ModelFiles(str(fields["name"]), Path(str(fields["path"])), gguf, folder)
