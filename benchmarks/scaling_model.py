@@ -202,7 +202,8 @@ def most_rows(shape: Shape, layout: Layout, context: float, card: Card, seconds:
 
 def print_tensor_table() -> None:
     print(
-        "| model | cards | ms a token, 1 row | tok/s a card, 64 rows | tok/s a card within 25 ms | summed a step, 64 rows |"
+        "| model | cards | ms a token, 1 row | tok/s a card, 64 rows | tok/s a card within 25 ms | "
+        "summed a step, 64 rows |"
     )
     print("|---|---|---|---|---|---|")
     card, context = Card(), 2048
