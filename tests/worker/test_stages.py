@@ -15,6 +15,7 @@ from quire.config import EngineConfig
 from quire.distributed.groups import Ranks
 from quire.distributed.pipeline import Pipeline
 from quire.engine import workers
+from quire.kernels.cpu.build import library
 from quire.messages.plan import StepMasks, StepPlan
 from quire.platforms.cpu import CpuPlatform
 from quire.worker import cuda_graphs
@@ -57,6 +58,8 @@ class Stages:
         return {}
 
     def shutdown(self) -> None:
+        if library() is not None and getattr(self._stages[0]._ops, "whole_steps", False) is False:
+            assert all(stage._runner._graphs._graphs for stage in self._stages), "decodes are replayed, in each stage"
         for stage in self._stages:
             stage.shutdown()
 
