@@ -19,6 +19,7 @@ from quire.distributed.world import one_machine
 from quire.errors import EngineDeadError, QuireError, StepError, StepMemoryError
 from quire.executor import wire
 from quire.executor.child import surroundings
+from quire.executor.links import RankLinks
 from quire.executor.processes import RankProcesses
 from quire.loading.files import ModelFiles
 from quire.messages.plan import MovesDone, StepMasks, StepPlan, StepResult, decode_result, encode
@@ -38,10 +39,8 @@ class MultiprocessExecutor:
     ) -> None:
         """Starts the ranks and waits until they are loaded and have their caches; raises what kept one from that."""
         size = config.tensor_parallel_size
-        threads = max(1, torch.get_num_threads() // size)
         told = surroundings(config, files)
-        environment = one_machine({**child_environment(), "OMP_NUM_THREADS": str(threads)})
-        self._ranks = RankProcesses(size, environment)
+        self._ranks = RankLinks(_start_processes(size))
         self._loaded: dict[int, wire.Loaded] = {}
         self._ready: dict[int, wire.Ready] = {}
         self._answers: dict[int, dict[int, wire.Done | wire.Failed]] = {}
@@ -52,10 +51,10 @@ class MultiprocessExecutor:
         try:
             starts = [
                 wire.Start(
-                    **told, rank=rank, size=size, rendezvous=str(self._ranks.folder / "meeting"), threads=threads,
+                    **told, rank=rank, size=size, rendezvous=self._ranks.ranks.rendezvous, **dataclasses.asdict(place),
                     max_model_len=max_model_len, max_rows=max_rows, max_tokens=max_tokens,
                 )
-                for rank in range(size)
+                for rank, place in enumerate(self._ranks.ranks.places)
             ]  # fmt: skip
             self._ranks.send_bytes([wire.encode(start) for start in starts])
             self._ranks.receive(lambda: len(self._loaded) == size, self._take, watch=False)
@@ -204,6 +203,11 @@ class MultiprocessExecutor:
                 self._counts.append(counts)
             case wire.Refused():
                 raise _refusal(message, rank, len(self._ranks))
+
+
+def _start_processes(size: int) -> RankProcesses:
+    threads = max(1, torch.get_num_threads() // size)
+    return RankProcesses(size, threads, one_machine({**child_environment(), "OMP_NUM_THREADS": str(threads)}))
 
 
 def _kind(name: str) -> type[Exception]:

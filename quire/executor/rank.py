@@ -1,4 +1,4 @@
-"""A rank's own process: `python -m quire.executor.rank SOCKET PULSE RANK`, started by `quire.executor.processes`.
+"""A rank's own process: `python -m quire.executor.rank SOCKET PULSE RING RANK SIZE` by `quire.executor.processes`.
 
 It loads its part of the model and then does nothing but steps: take plans, run them, tell.
 """
@@ -9,7 +9,6 @@ import contextlib
 import dataclasses
 import gc
 import logging
-import mmap
 import os
 import shutil
 import socket
@@ -25,7 +24,9 @@ from quire.errors import QuireError, StepError
 from quire.executor import child, wire
 from quire.executor.base import pause_after
 from quire.executor.pulse import beat
+from quire.executor.shared_ring import RingReader
 from quire.messages.plan import decode_masks, decode_plan, encode
+from quire.messages.shared import map_shared
 
 if TYPE_CHECKING:
     from quire.config import EngineConfig
@@ -40,7 +41,11 @@ JOIN_SECONDS = 600.0
 
 
 class Link(child.Link):
-    """The rank's end of the socket."""
+    """The rank's end of the socket, and of the memory that is shared with the engine, where some is."""
+
+    def __init__(self, sock: socket.socket, ring: RingReader | None = None) -> None:
+        super().__init__(sock)
+        self._ring = ring
 
     def send(self, message: wire.Up) -> None:
         """May be called from any thread."""
@@ -48,7 +53,19 @@ class Link(child.Link):
 
     def receive(self, seconds: float | None) -> list[wire.Down]:
         """What has come; waits at most so long, None for ever. Raises EOFError when the engine is gone."""
-        return [wire.decode_down(each) for each in self.take(seconds)]
+        return [self._decode(each) for each in self.take(seconds)]
+
+    def next(self) -> wire.Down:
+        """The next message, waited for."""
+        return self._decode(self.first())
+
+    def _decode(self, data: bytes) -> wire.Down:
+        message = wire.decode_down(data)
+        if not isinstance(message, wire.Shared):
+            return message
+        if self._ring is None:
+            raise RuntimeError("a rank that shares no memory was told to look there")
+        return wire.decode_down(self._ring.take(message.at, message.length))
 
 
 class RankLoop:
@@ -118,18 +135,20 @@ def _is_over(handle: Any) -> bool:
 
 
 def main() -> int:
-    """The process, from its first message to its end."""
-    child.leave_signals()
-    sock = socket.socket(fileno=int(sys.argv[1]))
+    """A process of the engine's own machine, with what it inherits."""
+    descriptor, pulse, ring, rank, size = map(int, sys.argv[1:])
+    sock = socket.socket(fileno=descriptor)
     sock.set_inheritable(False)
-    pulses, rank = mmap.mmap(int(sys.argv[2]), 0), int(sys.argv[3])
-    os.close(int(sys.argv[2]))
-    threading.Thread(target=beat, args=(pulses, rank), name="quire-pulse", daemon=True).start()
-    link = Link(sock)
-    start = wire.decode_down(link.first())
+    threading.Thread(target=beat, args=(map_shared(pulse), rank), name="quire-pulse", daemon=True).start()
+    return serve(sock, Link(sock, RingReader.inherit(ring, size, rank)))
+
+
+def serve(sock: socket.socket, link: Link) -> int:
+    """A rank from its first message to its end, which is the process's where it has begun to run."""
+    child.leave_signals()
+    start = link.next()
     assert isinstance(start, wire.Start)
-    folder = Path(start.rendezvous).parent
-    child.leave_with(sock, lambda: shutil.rmtree(folder, ignore_errors=True))  # the engine's doing, where it lived to
+    child.leave_with(sock, lambda: _tidy_up(start))
     level = start.log_level if start.rank == 0 else max(start.log_level, logging.WARNING)
     child.adopt(start, level, link.send, f"rank {start.rank}: ")
     try:
@@ -150,6 +169,12 @@ def main() -> int:
     os._exit(code)  # the system takes everything back faster than we could, and nobody hangs in a destructor
 
 
+def _tidy_up(start: wire.Start) -> None:
+    """The engine's doing, where it lived to."""
+    if "://" not in start.rendezvous:
+        shutil.rmtree(Path(start.rendezvous).parent, ignore_errors=True)
+
+
 def _start(link: Link, start: wire.Start) -> RankLoop:
     """Load this rank's part; the cache comes when all ranks have said what they have room for."""
     # Imported now and not above: torch takes its time, and the watch on the engine must stand before.
@@ -165,7 +190,7 @@ def _start(link: Link, start: wire.Start) -> RankLoop:
     config, files, model = child.model_of(start)
     platform, config, backend = _place(config, start)
     ranks = Ranks(tp_rank=start.rank, tp_size=start.size)
-    join(ranks, Path(start.rendezvous), backend, JOIN_SECONDS)
+    join(ranks, start.rendezvous, backend, JOIN_SECONDS)
     before = platform.free_memory()
     doing = "while the model was loaded and a first step tried"
     worker: Worker | None = None
@@ -194,7 +219,7 @@ def _start(link: Link, start: wire.Start) -> RankLoop:
 
 
 def _blocks(link: Link) -> int:
-    message = wire.decode_down(link.first())
+    message = link.next()
     assert isinstance(message, wire.MakeCache)
     return message.num_blocks
 
@@ -213,7 +238,7 @@ def _place(config: EngineConfig, start: wire.Start) -> tuple[Platform, EngineCon
     from quire.distributed.world import BACKENDS
     from quire.platforms import choose
 
-    size = start.size
+    size = start.neighbours
     if config.device != "cpu" and torch.cuda.is_available():
         torch.cuda.set_device(start.rank % torch.cuda.device_count())
     platform = choose(config.device)
@@ -221,7 +246,8 @@ def _place(config: EngineConfig, start: wire.Start) -> tuple[Platform, EngineCon
     share: dict[str, Any] = {"swap_space": config.swap_space / size}  # all ranks share the machine's memory
     if platform.device.type == "cpu":
         share["cpu_kv_cache_share"] = config.cpu_kv_cache_share / size
-    elif size > torch.cuda.device_count():  # several to a card, which NCCL refuses and gloo cannot capture
+    elif not start.own_device and size > torch.cuda.device_count():
+        # Several to a card, which NCCL refuses and gloo cannot capture.
         share |= {"gpu_memory_utilization": config.gpu_memory_utilization / size, "enforce_eager": True}
         backend = "gloo"
     return platform, dataclasses.replace(config, **share), backend

@@ -11,6 +11,9 @@ from quire.executor.child import Log, Surroundings
 from quire.messages.frames import frame
 from quire.messages.plan import MovesDone
 
+LARGEST = 1 << 30
+"""Bytes a message may have: far more than any has, and less than a machine."""
+
 # Down: to a rank
 
 
@@ -20,8 +23,12 @@ class Start(Surroundings, tag=True):
     rank: int
     size: int
     rendezvous: str
-    """The file in which ranks find each other."""
+    """Where ranks find each other: a file's path, or tcp://HOST:PORT."""
     threads: int
+    neighbours: int
+    """Ranks on the same machine, itself included: they share its memory."""
+    own_device: bool
+    """Whether the GPU it sees is its own."""
     max_model_len: int
     max_rows: int
     max_tokens: int
@@ -49,11 +56,18 @@ class CountExperts(msgspec.Struct, tag=True):
     """Answered by `ExpertCounts`."""
 
 
+class Shared(msgspec.Struct, tag=True):
+    """A message that lies in the memory all ranks share."""
+
+    at: int
+    length: int
+
+
 class Shutdown(msgspec.Struct, tag=True):
     """Leave."""
 
 
-Down = Union[Start, MakeCache, Step, Supply, CountExperts, Shutdown]
+Down = Union[Start, MakeCache, Step, Supply, CountExperts, Shared, Shutdown]
 
 
 # Up: from a rank

@@ -18,7 +18,7 @@ import pytest
 from quire import LLM, AsyncLLM, SamplingParams
 from quire.config import EngineConfig
 from quire.errors import ConfigError, EngineDeadError, ValidationError
-from quire.executor import pulse
+from quire.executor import links, pulse
 from quire.messages.sampling import StructuredOutputsParams
 from tests.engine.test_tiers_engine import weather
 from tests.models.harness import random_reference
@@ -160,7 +160,10 @@ IN_CI = ("qwen3",)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in IN_CI else pytest.mark.slow) for name in MODELS]
 )
-def test_architectures_over_two_ranks(name: str, tmp_path: Path, make_llm: Callable[..., LLM]) -> None:
+def test_architectures_over_two_ranks(
+    name: str, tmp_path: Path, make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(links, "LEAST_BYTES", 0)  # every plan goes through shared memory, also the short ones
     folder = tmp_path / name
     random_reference(MODELS[name]).save_pretrained(folder)
     prompts = [[(7 * i + 3 * j) % 97 for j in range(20 + 5 * i)] for i in range(4)]
