@@ -7,6 +7,7 @@ from datetime import timedelta
 
 import torch
 
+from quire.distributed.collectives import use_group
 from quire.distributed.groups import Ranks
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
@@ -20,12 +21,15 @@ def join(ranks: Ranks, rendezvous: str, backend: str, seconds: float) -> None:
 
     `seconds`: so long a rank waits for the others, now and in every collective.
     """
-    if ranks.tp_size == 1:
+    if ranks.size == 1:
         return
-    store = _store(rendezvous, ranks.tp_size, timedelta(seconds=seconds))
-    torch.distributed.init_process_group(
-        backend, store=store, rank=ranks.tp_rank, world_size=ranks.tp_size, timeout=timedelta(seconds=seconds)
-    )
+    patience = timedelta(seconds=seconds)
+    store = _store(rendezvous, ranks.size, patience)
+    torch.distributed.init_process_group(backend, store=store, rank=ranks.rank, world_size=ranks.size, timeout=patience)
+    if ranks.pp_size > 1 and ranks.tp_size > 1:
+        firsts = range(0, ranks.size, ranks.tp_size)  # all ranks make all groups, in the same order
+        stages = [torch.distributed.new_group(range(i, i + ranks.tp_size), timeout=patience) for i in firsts]
+        use_group(stages[ranks.pp_rank])
 
 
 def _store(rendezvous: str, size: int, timeout: timedelta) -> torch.distributed.Store:
