@@ -19,7 +19,7 @@ from quire.distributed.world import one_machine
 from quire.errors import EngineDeadError, QuireError, StepError, StepMemoryError
 from quire.executor import wire
 from quire.executor.child import surroundings
-from quire.executor.links import RankLinks
+from quire.executor.links import RankLinks, Ranks
 from quire.executor.processes import RankProcesses
 from quire.loading.files import ModelFiles
 from quire.messages.plan import MovesDone, StepMasks, StepPlan, StepResult, decode_result, encode
@@ -35,13 +35,24 @@ class MultiprocessExecutor:
     """Runs plans on all ranks. One rank lost is all lost: make another executor."""
 
     def __init__(
-        self, config: EngineConfig, files: ModelFiles, max_model_len: int, max_rows: int, max_tokens: int
+        self,
+        config: EngineConfig,
+        files: ModelFiles,
+        max_model_len: int,
+        max_rows: int,
+        max_tokens: int,
+        ranks: Ranks | None = None,
     ) -> None:
-        """Starts the ranks and waits until they are loaded and have their caches; raises what kept one from that."""
+        """Waits until the ranks are loaded and have their caches; raises what kept one from that.
+
+        `ranks`: those that were started elsewhere; else they are started here.
+        """
         size = config.num_ranks
         self._stage_size = config.tensor_parallel_size
         told = surroundings(config, files)
-        self._ranks = RankLinks(_start_processes(size))
+        self._ranks = RankLinks(_start_processes(size) if ranks is None else ranks)
+        if ranks is not None:
+            told["import_path"] = []
         self._loaded: dict[int, wire.Loaded] = {}
         self._ready: dict[int, wire.Ready] = {}
         self._answers: dict[int, dict[int, wire.Done | wire.Failed]] = {}

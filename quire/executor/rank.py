@@ -20,9 +20,12 @@ from collections import deque
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from quire.distributed.interfaces import use_interface_of
 from quire.errors import QuireError, StepError
 from quire.executor import child, wire
 from quire.executor.base import pause_after
+from quire.executor.gate import BEATS, MESSAGES, dial
+from quire.executor.heartbeats import beat_over
 from quire.executor.pulse import beat
 from quire.executor.shared_ring import RingReader
 from quire.messages.plan import StepMasks, decode_masks, decode_plan, encode
@@ -151,6 +154,7 @@ def _is_over(handle: Any) -> bool:
 
 def main() -> int:
     """A process of the engine's own machine, with what it inherits."""
+    child.leave_signals()
     descriptor, pulse, ring, rank, size = map(int, sys.argv[1:])
     sock = socket.socket(fileno=descriptor)
     sock.set_inheritable(False)
@@ -158,9 +162,17 @@ def main() -> int:
     return serve(sock, Link(sock, RingReader.inherit(ring, size, rank)))
 
 
+def serve_engine_at(address: tuple[str, int], secret: bytes, rank: int) -> int:
+    """A rank of an engine on another machine, or on this one: everything goes over the network."""
+    sock = dial(address, secret, rank, MESSAGES)
+    beats = dial(address, secret, rank, BEATS)
+    use_interface_of(sock)
+    threading.Thread(target=beat_over, args=(beats,), name="quire-pulse", daemon=True).start()
+    return serve(sock, Link(sock))
+
+
 def serve(sock: socket.socket, link: Link) -> int:
     """A rank from its first message to its end, which is the process's where it has begun to run."""
-    child.leave_signals()
     start = link.next()
     assert isinstance(start, wire.Start)
     child.leave_with(sock, lambda: _tidy_up(start))
