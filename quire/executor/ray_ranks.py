@@ -271,8 +271,6 @@ def _end(held: _Held, owner: int) -> None:
 
     def release() -> None:
         ray = ray_cluster.import_ray()
-        if not ray.is_initialized():
-            return
         for actor in held.actors:
             ray.kill(actor)
         if held.group is not None:
