@@ -137,7 +137,9 @@ def _start_ranks(
     if config.distributed_executor_backend == "ray":
         from quire.executor.ray_ranks import RayRanks
 
-        ranks = RayRanks(config, files, config.num_ranks, on_gpus=platform.device.type == "cuda")
+        # Each rank is to use what Ray gives it, not whatever else it finds on its node.
+        config = dataclasses.replace(config, device=platform.device.type)
+        ranks = RayRanks(config, files, config.num_ranks, on_gpus=config.device == "cuda")
     else:
         _check_devices(config, platform)
         needs.check_weights(config, platform, platform.free_memory())

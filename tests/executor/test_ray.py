@@ -22,12 +22,15 @@ import pytest
 
 from quire import LLM, AsyncLLM, SamplingParams
 from quire.config import EngineConfig
+from quire.engine.workers import estimate_needs
 from quire.errors import ClusterError, ConfigError, EngineDeadError, QuireError
 from quire.executor import ray_ranks
 from quire.executor.gate import BEATS, MESSAGES, SECRET_BYTES, Gate, dial
 from quire.executor.heartbeats import Heartbeats
 from quire.executor.ray_ranks import carried
-from quire.loading.files import ModelFiles
+from quire.loading.files import ModelFiles, local_files
+from quire.loading.read_config import read_model_config
+from quire.platforms.elsewhere import CudaElsewhere
 from tests.executor.test_multiprocess import BEGIN, TIGHT, everything, is_running, ranks_of, tokens
 
 ray = pytest.importorskip("ray")
@@ -92,6 +95,12 @@ def test_ranks_on_two_nodes_say_what_one_process_says_and_a_lost_one_is_named(
     llm.llm_engine.abort_request(["0", "1", "2"])
     said = capfd.readouterr()
     assert "raylet" not in said.out + said.err
+
+
+@pytest.mark.slow
+def test_stages_on_two_nodes(two_nodes: Any, make_llm: Callable[..., LLM]) -> None:
+    stages = {**RAY, "tensor_parallel_size": 1, "pipeline_parallel_size": 2}
+    assert everything(make_llm(**stages, ray_address=two_nodes.address)) == everything(make_llm(**TIGHT))
 
 
 # What cannot be
@@ -284,7 +293,8 @@ sys.stdin.read()
             else:
                 assert engine.stdin is not None
                 engine.stdin.close()
-        assert {pid: name for pid, name in children.items() if not goes(pid)} == {}, end
+        # Agents of Ray take a minute to believe that their head has gone.
+        assert {pid: name for pid, name in children.items() if not goes(pid, 90)} == {}, end
 
 
 def descendants(root: int) -> dict[int, str]:
@@ -353,3 +363,13 @@ def test_which_variables_ranks_get() -> None:
         "HOME": "e",
     }
     assert carried(["MINE"], here) == {"QUIRE_CACHE": "a", "HF_HOME": "b", "NCCL_DEBUG": "c", "MINE": "d"}
+
+
+def test_an_engine_without_a_gpu_plans_for_ranks_that_have_some(tiny_model: Path) -> None:
+    """As on the head node of a cluster: what a rank will take is known there."""
+    files = local_files("m", tiny_model)
+    config = EngineConfig(str(tiny_model), distributed_executor_backend="ray", tensor_parallel_size=2)
+    needs = estimate_needs(config, files, read_model_config(files), CudaElsewhere({"H100"}), 256, 8, 64)
+    alone = estimate_needs(EngineConfig("m"), files, read_model_config(files), CudaElsewhere(), 256, 8, 64)
+    assert 0.4 * alone.weight_bytes < needs.weight_bytes < 0.6 * alone.weight_bytes
+    assert CudaElsewhere({"H100", "H200"}).max_num_seqs > CudaElsewhere({"H100", "T4"}).max_num_seqs
