@@ -59,15 +59,11 @@ def choose_platform(config: EngineConfig) -> Platform:
     from quire.executor import ray_cluster
 
     ray_cluster.connect(config.ray_address)
-    try:
-        nodes = ray_cluster.alive_nodes().values()
-        kinds = {name for node in nodes for name, count in node["Resources"].items() if count}
-        if "GPU" in kinds:
-            return CudaElsewhere({kind.removeprefix("accelerator_type:") for kind in kinds if ":" in kind})
-        return choose(config.device)
-    except BaseException:
-        ray_cluster.leave()
-        raise
+    kinds = {name for node in ray_cluster.alive_nodes().values() for name, count in node["Resources"].items() if count}
+    if config.device == "cuda" or "GPU" in kinds:
+        label = "accelerator_type:"
+        return CudaElsewhere({kind.removeprefix(label) for kind in kinds if kind.startswith(label)})
+    return choose("cpu")
 
 
 def start_workers(

@@ -25,6 +25,8 @@ _HTTP2_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
 T = TypeVar("T")
 _ours = False
 """Whether this process was connected by us, and not by its user."""
+_holders = 0
+"""Engines of this process that have ranks there."""
 
 
 def connect(address: str | None) -> str:
@@ -56,13 +58,25 @@ def connect(address: str | None) -> str:
     return _address(ray)
 
 
+def hold() -> None:
+    """An engine has ranks there, until it calls `leave`."""
+    global _holders
+    _holders += 1
+
+
 def leave() -> None:
-    """Let go of the cluster, if we joined or started it. One of our own ends."""
+    """The engine has none any more."""
+    global _holders
+    _holders -= 1
+    let_go()
+
+
+def let_go() -> None:
+    """Leave the cluster if no engine has ranks there and we joined or started it. One of our own ends."""
     global _ours
-    if not _ours:
-        return
-    _ours = False
-    bounded(import_ray().shutdown, 2 * CALL_SECONDS)
+    if _ours and not _holders:
+        _ours = False
+        bounded(import_ray().shutdown, 2 * CALL_SECONDS)
 
 
 def import_ray() -> Any:

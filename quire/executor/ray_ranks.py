@@ -53,6 +53,7 @@ class RayRanks:
     def __init__(self, config: EngineConfig, files: ModelFiles, size: int, on_gpus: bool) -> None:
         """`on_gpus`: a GPU for each; else a CPU."""
         self._held = _Held()
+        ray_cluster.hold()
         self.end = weakref.finalize(self, _end, self._held, os.getpid())
         self._size = size
         try:

@@ -173,6 +173,7 @@ def test_a_cluster_that_does_not_do(two_nodes: Any, tiny_model: Path, monkeypatc
     here = {"ray_address": two_nodes.address}
     said = refused(tiny_model, **here, tensor_parallel_size=4)
     assert f"4 ranks need 4 CPUs, and the Ray cluster at {two_nodes.address} has 2" in said
+    assert "2 ranks need 2 GPUs, and the Ray cluster" in refused(tiny_model, **here, device="cuda")
     monkeypatch.setattr("quire.__version__", "9.9.9")
     assert "has quire 0." in (said := refused(tiny_model, **here))
     assert "mixed versions: node" in said
@@ -252,6 +253,19 @@ def test_a_node_that_goes_is_named_and_the_engine_comes_back_with_another(two_no
             llm.shutdown()
 
     asyncio.run(live())
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_stopped_is_noticed(
+    two_nodes: Any, make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quire.executor.pulse.SILENT_SECONDS", 3.0)
+    llm = make_llm(**RAY, ray_address=two_nodes.address)
+    pids = ranks_of(llm)
+    os.kill(pids[0], signal.SIGSTOP)
+    with pytest.raises(EngineDeadError, match=rf"rank 0 of 2 \(pid {pids[0]} on node [0-9.]+\) hangs"):
+        tokens(llm, [BEGIN])
+    assert all(goes(pid) for pid in pids)
 
 
 @pytest.mark.slow
