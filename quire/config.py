@@ -295,10 +295,10 @@ class EngineConfig:
                 backend,
             )
         self._check_ray()
-        if self.is_multiprocess and self.kv_disk is not None:
+        if backend == "ray" and self.kv_disk is not None:
             raise ConfigError(
-                "kv_disk is not implemented yet where ranks run in processes of their own: leave it out, or "
-                "tensor_parallel_size, pipeline_parallel_size and distributed_executor_backend",
+                "kv_disk needs all ranks on the engine's machine, and distributed_executor_backend is 'ray': leave it "
+                "out, or use 'mp'",
                 "kv_disk",
                 self.kv_disk,
             )

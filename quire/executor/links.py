@@ -67,6 +67,11 @@ class Ranks(Protocol):
         ...
 
     @property
+    def host_file(self) -> int | None:
+        """An empty file that all of them have open, for host memory that this process sees too; None where not."""
+        ...
+
+    @property
     def rendezvous(self) -> str:
         """Where they find each other: a file's path, or tcp://HOST:PORT."""
         ...

@@ -19,6 +19,7 @@ from quire.distributed.world import one_machine
 from quire.errors import EngineDeadError, QuireError, StepError, StepMemoryError
 from quire.executor import wire
 from quire.executor.child import surroundings
+from quire.executor.host import EngineHost
 from quire.executor.links import RankLinks, Ranks
 from quire.executor.processes import RankProcesses
 from quire.loading.files import ModelFiles
@@ -72,13 +73,22 @@ class MultiprocessExecutor:
             self._ranks.receive(lambda: len(self._loaded) == size, self._take, watch=False)
             # Ranks may have found different amounts of free memory; blocks are the same everywhere.
             self.num_blocks = min(int(loaded.memory["num_blocks"]) for loaded in self._loaded.values())
-            self._ranks.send(wire.MakeCache(self.num_blocks))
+            self._host = None if config.kv_disk is None else self._share_host()
+            shares = [None] * size if self._host is None else self._host.shares
+            self._ranks.send_bytes([wire.encode(wire.MakeCache(self.num_blocks, share)) for share in shares])
             self._ranks.receive(lambda: len(self._ready) == size, self._take, watch=False)
         except errors.RankLostError as error:
             raise EngineDeadError(f"{error}, before it was ready") from error
         except BaseException:
             self._ranks.end()
             raise
+
+    def _share_host(self) -> EngineHost | None:
+        """Host memory of all ranks that this process sees, for the disk below it."""
+        file = self._ranks.ranks.host_file
+        loaded = [self._loaded[rank] for rank in range(len(self._ranks))]
+        slots = min(each.host_slots for each in loaded)
+        return None if file is None or not slots else EngineHost(file, slots, [each.slot_bytes for each in loaded])
 
     # What the ranks turned out to be
 
@@ -122,7 +132,8 @@ class MultiprocessExecutor:
         if not slots:
             return None
         out, back = min(room.out_rate for room in rooms), min(room.back_rate for room in rooms)
-        return HostRoom(slots, sum(room.slot_bytes for room in rooms), len(rooms) * out, len(rooms) * back)
+        slot = None if self._host is None else self._host.slot
+        return HostRoom(slots, sum(room.slot_bytes for room in rooms), len(rooms) * out, len(rooms) * back, slot)
 
     # Steps
 

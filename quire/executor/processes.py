@@ -19,6 +19,7 @@ from quire.executor.ends import describe_end
 from quire.executor.links import Place
 from quire.executor.pulse import Pulses
 from quire.executor.shared_ring import RingWriter
+from quire.messages.shared import unnamed_file
 
 logger = logging.getLogger(__name__)
 
@@ -37,10 +38,18 @@ class RankProcesses:
         self.rendezvous = str(self._folder / "meeting")
         self.pulse = Pulses(size)
         self.ring = RingWriter(size)
+        self.host_file = unnamed_file()
         self._processes: list[subprocess.Popen[bytes]] = []
         self.sockets: list[socket.socket] = []
         self.end = weakref.finalize(
-            self, _end, self._processes, [self.pulse, self.ring], self.sockets, self._folder, os.getpid()
+            self,
+            _end,
+            self._processes,
+            [self.pulse, self.ring],
+            self.sockets,
+            self.host_file,
+            self._folder,
+            os.getpid(),
         )
         try:
             for rank in range(size):
@@ -56,7 +65,7 @@ class RankProcesses:
     def _start(self, rank: int, size: int, environment: Mapping[str, str]) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
-            inherited = [theirs.fileno(), self.pulse.fileno(), self.ring.fileno()]
+            inherited = [theirs.fileno(), self.pulse.fileno(), self.ring.fileno(), self.host_file]
             process = subprocess.Popen(
                 [sys.executable, "-m", "quire.executor.rank", *map(str, [*inherited, rank, size])],
                 pass_fds=inherited,
@@ -88,6 +97,7 @@ def _end(
     processes: list[subprocess.Popen[bytes]],
     memories: list[Pulses | RingWriter],
     sockets: list[socket.socket],
+    host_file: int,
     folder: Path,
     owner: int,
 ) -> None:
@@ -104,4 +114,5 @@ def _end(
             logger.error("a rank (pid %d) does not end, although it was killed", process.pid)
     for each in (*sockets, *memories):
         each.close()
+    os.close(host_file)
     shutil.rmtree(folder, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""A rank's own process: `python -m quire.executor.rank SOCKET PULSE RING RANK SIZE` by `quire.executor.processes`.
+"""A rank's own process: `python -m quire.executor.rank SOCKET PULSE RING HOST RANK SIZE` by `executor/processes.py`.
 
 It loads its part of the model and then does nothing but steps: take plans, run them, tell.
 """
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from quire.distributed.groups import Ranks
     from quire.executor.local import LocalExecutor
     from quire.platforms.base import Platform
+    from quire.worker.moves import HostMemory
     from quire.worker.worker import Worker
 
 logger = logging.getLogger("quire.executor.rank")
@@ -155,11 +156,11 @@ def _is_over(handle: Any) -> bool:
 def main() -> int:
     """A process of the engine's own machine, with what it inherits."""
     child.leave_signals()
-    descriptor, pulse, ring, rank, size = map(int, sys.argv[1:])
+    descriptor, pulse, ring, host, rank, size = map(int, sys.argv[1:])
     sock = socket.socket(fileno=descriptor)
     sock.set_inheritable(False)
     threading.Thread(target=beat, args=(map_shared(pulse), rank), name="quire-pulse", daemon=True).start()
-    return serve(sock, Link(sock, RingReader.inherit(ring, size, rank)))
+    return serve(sock, Link(sock, RingReader.inherit(ring, size, rank)), host)
 
 
 def serve_engine_at(address: tuple[str, int], secret: bytes, rank: int) -> int:
@@ -171,15 +172,18 @@ def serve_engine_at(address: tuple[str, int], secret: bytes, rank: int) -> int:
     return serve(sock, Link(sock))
 
 
-def serve(sock: socket.socket, link: Link) -> int:
-    """A rank from its first message to its end, which is the process's where it has begun to run."""
+def serve(sock: socket.socket, link: Link, host: int | None = None) -> int:
+    """A rank from its first message to its end, which is the process's where it has begun to run.
+
+    `host`: descriptor of the file for host memory that is shared with the engine.
+    """
     start = link.next()
     assert isinstance(start, wire.Start)
     child.leave_with(sock, lambda: _tidy_up(start))
     level = start.log_level if start.rank == 0 else max(start.log_level, logging.WARNING)
     child.adopt(start, level, link.send, f"rank {start.rank}: ")
     try:
-        loop = _start(link, start)
+        loop = _start(link, start, host)
     except Exception as error:
         if not isinstance(error, QuireError):
             logger.exception("the rank could not start")
@@ -202,7 +206,7 @@ def _tidy_up(start: wire.Start) -> None:
         shutil.rmtree(Path(start.rendezvous).parent, ignore_errors=True)
 
 
-def _start(link: Link, start: wire.Start) -> RankLoop:
+def _start(link: Link, start: wire.Start, host: int | None) -> RankLoop:
     """Load this rank's part; the cache comes when all ranks have said what they have room for."""
     # Imported now and not above: torch takes its time, and the watch on the engine must stand before.
     import torch
@@ -222,7 +226,9 @@ def _start(link: Link, start: wire.Start) -> RankLoop:
     doing = "while the model was loaded and a first step tried"
     worker: Worker | None = None
     try:
-        worker = Worker(config, files, model, platform, start.max_model_len, start.max_rows, start.max_tokens, ranks)
+        limits = (start.max_model_len, start.max_rows, start.max_tokens)
+        shares_host = host is not None and config.kv_disk is not None
+        worker = Worker(config, files, model, platform, *limits, ranks, host_comes_later=shares_host)
         memory = worker.needs.plan(config, platform, before, platform.free_memory())
         link.send(
             wire.Loaded(
@@ -232,11 +238,13 @@ def _start(link: Link, start: wire.Start) -> RankLoop:
                 reads_groups=worker.reads_groups,
                 memory=dataclasses.asdict(memory),
                 phases=worker.phases,
+                host_slots=worker.host_slots,
+                slot_bytes=worker.slot_bytes,
             )
         )
-        num_blocks = _blocks(link)
-        doing = f"with a KV cache of {num_blocks} blocks"
-        worker.make_cache(num_blocks)
+        given = _cache(link)
+        doing = f"with a KV cache of {given.num_blocks} blocks"
+        worker.make_cache(given.num_blocks, _host_memory(given.host, host, worker.slot_bytes, platform))
     except torch.OutOfMemoryError as error:
         if worker is None:
             raise
@@ -245,10 +253,23 @@ def _start(link: Link, start: wire.Start) -> RankLoop:
     return RankLoop(link, worker, LocalExecutor(worker, can_give_up=False), ranks)
 
 
-def _blocks(link: Link) -> int:
+def _cache(link: Link) -> wire.MakeCache:
     message = link.next()
     assert isinstance(message, wire.MakeCache)
-    return message.num_blocks
+    return message
+
+
+def _host_memory(
+    share: wire.HostShare | None, descriptor: int | None, part_bytes: int, platform: Platform
+) -> HostMemory | None:
+    """This rank's part of the host memory that it shares with the others and the engine."""
+    from quire.worker.moves import HostMemory
+    from quire.worker.shared_host import open_part
+
+    if share is None or descriptor is None:
+        return None
+    place = (descriptor, share.slots, share.slot_bytes, share.offset, part_bytes, platform.device)
+    return HostMemory(share.slots, part_bytes, platform.device.type == "cuda", lambda: open_part(*place))
 
 
 def _ready(worker: Worker) -> wire.Ready:

@@ -48,7 +48,7 @@ NOT_CARRIED = ("CUDA_VISIBLE_DEVICES",)
 class RayRanks:
     """One actor a rank, with two connections to each."""
 
-    ring = None
+    ring = host_file = None
 
     def __init__(self, config: EngineConfig, files: ModelFiles, size: int, on_gpus: bool) -> None:
         """`on_gpus`: a GPU for each; else a CPU."""

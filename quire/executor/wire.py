@@ -34,10 +34,22 @@ class Start(Surroundings, tag=True):
     max_tokens: int
 
 
+class HostShare(msgspec.Struct):
+    """A rank's part of every slot in a memory of slots."""
+
+    slots: int
+    slot_bytes: int
+    """Of all ranks together."""
+    offset: int
+    """Where this rank's part of a slot begins."""
+
+
 class MakeCache(msgspec.Struct, tag=True):
     """All ranks are loaded; this is how many blocks each of them has room for."""
 
     num_blocks: int
+    host: HostShare | None = None
+    """Its part of host memory that all ranks and the engine share; None: it has its own, if any."""
 
 
 class Step(msgspec.Struct, tag=True):
@@ -83,6 +95,10 @@ class Loaded(msgspec.Struct, tag=True):
     memory: dict[str, Any]
     """The fields of a `MemoryPlan`."""
     phases: dict[str, float]
+    host_slots: int = 0
+    """Blocks it has room for in host memory…"""
+    slot_bytes: int = 0
+    """…and what its part of one takes."""
 
 
 class Ready(msgspec.Struct, tag=True):

@@ -7,16 +7,19 @@ import os
 import tempfile
 
 
+def unnamed_file() -> int:
+    """A descriptor of an empty file in memory, or on disk where the system has no such."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("quire")  # a name for people who look into /proc, and no path
+    with tempfile.TemporaryFile(prefix="quire-") as file:
+        return os.dup(file.fileno())
+
+
 class SharedMemory:
     """Zeros at first. Other processes map it by its descriptor, which they inherit."""
 
     def __init__(self, size: int) -> None:
-        if hasattr(os, "memfd_create"):
-            self._descriptor = os.memfd_create("quire")  # a name for people who look into /proc, and no path
-        else:
-            with tempfile.TemporaryFile(prefix="quire-") as file:
-                self._descriptor = os.dup(file.fileno())
-                os.set_inheritable(self._descriptor, False)
+        self._descriptor = unnamed_file()
         os.truncate(self._descriptor, size)
         self.data = mmap.mmap(self._descriptor, size)
 

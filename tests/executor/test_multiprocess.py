@@ -132,7 +132,7 @@ def test_a_rank_that_cannot_start_says_why(tiny_model: Path) -> None:
         ({"tensor_parallel_size": 0}, "tensor_parallel_size must be an integer of at least 1"),
         ({"tensor_parallel_size": 2, "distributed_executor_backend": "uni"}, "'uni' is one rank"),
         ({"distributed_executor_backend": "slurm"}, "must be one of uni, mp, ray; got 'slurm'"),
-        ({"tensor_parallel_size": 2, "kv_disk": "somewhere"}, "kv_disk is not implemented yet"),
+        ({"distributed_executor_backend": "ray", "kv_disk": "somewhere"}, "kv_disk needs all ranks on the engine's m"),
     ],
 )
 def test_what_cannot_be_is_said_in_a_line(settings: dict[str, Any], message: str, tiny_model: Path) -> None:
@@ -171,9 +171,30 @@ def test_architectures_over_two_ranks(
     assert tokens(make_llm(folder, **settings, tensor_parallel_size=2), prompts) == alone
 
 
+def test_a_session_sleeps_on_disk_with_all_ranks_parts(make_llm: Callable[..., LLM], tmp_path: Path) -> None:
+    """It comes back in another engine without being computed again, and not where the model is cut otherwise."""
+    prompt, more = [(5 * i) % 90 + 4 for i in range(60)], [9, 8, 7]
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    expected = tokens(make_llm(**TIGHT), [[*prompt, *more]], max_tokens=20)[0][0]
+    settings = {**TIGHT, "kv_disk": str(tmp_path / "disk")}
+    llm = make_llm(**settings, tensor_parallel_size=2)
+    session = llm.sessions.create("s", prompt)
+    session.generate(SamplingParams(temperature=0, max_tokens=1, ignore_eos=True))
+    session.suspend()
+    llm.shutdown()
+    for size, found in ((2, True), (1, False)):
+        llm = make_llm(**settings, tensor_parallel_size=size)
+        llm.sessions.get("s").fork(f"of-{size}", len(prompt))
+        session = llm.sessions.resume(f"of-{size}")
+        session.append(more)
+        assert list(session.generate(params).outputs[0].token_ids) == expected
+        assert (metric(llm, "prefix_cache_hits") >= 56) == found
+        llm.shutdown()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("depth", [0, 1])
-@pytest.mark.parametrize("tiers", ["none", "host"])
+@pytest.mark.parametrize("tiers", ["none", "host", "disk"])
 def test_sessions_and_tiers_over_two_ranks(
     make_llm: Callable[..., LLM], shared_tiny: LLM, tmp_path: Path, tiers: str, depth: int
 ) -> None:
