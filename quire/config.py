@@ -14,7 +14,7 @@ from quire.errors import ConfigError
 DTYPES = ("auto", "float32", "float", "bfloat16", "float16", "half")
 LOAD_FORMATS = ("auto", "safetensors", "pt", "gguf", "dummy")
 DEVICES = ("auto", "cpu", "cuda")
-EXECUTORS = ("uni", "mp")
+EXECUTORS = ("uni", "mp", "ray")
 
 
 def option(default: Any, help: str, group: str, **facts: Any) -> Any:
@@ -90,10 +90,26 @@ class EngineConfig:
     )
     distributed_executor_backend: str | None = option(
         None,
-        "How ranks run: uni (in the engine's own process), mp (a process each, on this machine); unset: mp where there "
-        "are several",
+        "How ranks run: uni (in the engine's own process), mp (a process each, on this machine), ray (an actor each, "
+        "on the nodes of a Ray cluster); unset: mp where there are several",
         "device",
     )
+    ray_address: str | None = option(
+        None,
+        "The Ray cluster's head, as 10.0.0.1:6379; local: one of our own on this machine. unset: RAY_ADDRESS, the "
+        "cluster that runs on this machine, or one of our own",
+        "device",
+    )
+    ray_placement_timeout: int | None = option(
+        None,
+        "Seconds to wait until the Ray cluster has GPUs (or CPUs) for all ranks; unset: 60 if others use them, 5 if "
+        "there are too few",
+        "device",
+    )
+    ray_env: tuple[str, ...] = option(
+        (), "Variables that ranks on Ray get from the engine's environment, besides QUIRE_*, HF_*, CUDA_*, NCCL_* and "
+        "the like", "device", many=True,
+    )  # fmt: skip
 
     block_size: int = option(16, "Tokens a KV block holds", "memory")
     gpu_memory_utilization: float = option(0.92, "Share of a GPU's memory for weights, activations and cache", "memory")
@@ -200,7 +216,7 @@ class EngineConfig:
         for name, least in (
             ("block_size", 1), ("max_num_seqs", 1), ("max_num_batched_tokens", 1), ("kv_cache_memory_bytes", 1),
             ("num_gpu_blocks_override", 1), ("pipeline_depth", 0), ("max_logprobs", -1),
-            ("step_timeout", 0), ("grammar_timeout", 1),
+            ("step_timeout", 0), ("grammar_timeout", 1), ("ray_placement_timeout", 0),
         ):  # fmt: skip
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
@@ -278,13 +294,27 @@ class EngineConfig:
                 "distributed_executor_backend",
                 backend,
             )
-        if self.is_multiprocess and self.kv_disk is not None:
+        self._check_ray()
+        if backend == "ray" and self.kv_disk is not None:
             raise ConfigError(
-                "kv_disk is not implemented yet where ranks run in processes of their own: leave it out, or "
-                "tensor_parallel_size, pipeline_parallel_size and distributed_executor_backend",
+                "kv_disk needs all ranks on the engine's machine, and distributed_executor_backend is 'ray': leave it "
+                "out, or use 'mp'",
                 "kv_disk",
                 self.kv_disk,
             )
+
+    def _check_ray(self) -> None:
+        object.__setattr__(self, "ray_env", tuple(self.ray_env))
+        if self.distributed_executor_backend == "ray":
+            return
+        for name in ("ray_address", "ray_placement_timeout", "ray_env"):
+            if getattr(self, name) not in (None, ()):
+                raise ConfigError(
+                    f"{name} is set, and distributed_executor_backend is {self.distributed_executor_backend!r}: set it "
+                    f"to 'ray', or leave out {name}",
+                    name,
+                    getattr(self, name),
+                )
 
     def _check_stages(self) -> None:
         if self.pipeline_layers is None:
@@ -335,7 +365,7 @@ class EngineConfig:
     @property
     def is_multiprocess(self) -> bool:
         """Whether ranks run in processes of their own."""
-        return self.num_ranks > 1 or self.distributed_executor_backend == "mp"
+        return self.num_ranks > 1 or self.distributed_executor_backend in ("mp", "ray")
 
     @property
     def num_ranks(self) -> int:

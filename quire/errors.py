@@ -62,6 +62,10 @@ class EngineDeadError(QuireError, RuntimeError):
     """The engine has been shut down or cannot go on."""
 
 
+class ClusterError(QuireError, RuntimeError):
+    """The cluster that is to hold the ranks cannot be reached, has too little, or has other software."""
+
+
 class StoreError(QuireError, RuntimeError):
     """A folder that keeps memory on disk cannot do what was asked of it."""
 

@@ -13,14 +13,13 @@ from quire.engine.facts import Facts
 from quire.engine.grammar.grammars import Grammars
 from quire.engine.grammar.wire import Setup
 from quire.engine.tiers import kv_fingerprint, make_sessions, make_tiers
-from quire.engine.workers import Limits, estimate_needs, start_workers
+from quire.engine.workers import Limits, choose_platform, estimate_needs, start_workers
 from quire.errors import ConfigError
 from quire.loading.files import ModelFiles
 from quire.loading.model_config import ModelConfig
 from quire.memory.prefix import ContentKeys
 from quire.memory.sessions import SessionKeeper
 from quire.memory.tables import BlockTables
-from quire.platforms import choose
 from quire.platforms.base import Platform
 from quire.scheduler.groups import PrefixGroups
 from quire.scheduler.pacing import Pacer
@@ -60,7 +59,7 @@ def make_engine(
     `usual_stretch`: what `max_step_stretch` is where the configuration leaves it open.
     """
     begin = time.monotonic()
-    platform = choose(config.device)
+    platform = choose_platform(config)
     longest = model_len(config, model)
     rows, tokens = budgets(config, platform, longest)
     workers = start_workers(config, files, model, platform, Limits(longest, rows, tokens))

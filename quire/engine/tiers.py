@@ -31,7 +31,10 @@ LAYOUT = 1
 def kv_fingerprint(config: EngineConfig, files: ModelFiles, model: ModelConfig, dtype: str) -> bytes:
     """What the content of blocks depends on besides their tokens."""
     weights = weights_fingerprint(files, model, config.load_format, config.seed)
-    return weights + f"|{dtype}|{config.block_size}|{LAYOUT}".encode()
+    # Over several ranks a block is their parts one after another.
+    sizes = (config.tensor_parallel_size, config.pipeline_parallel_size, config.pipeline_layers)
+    cut = "" if config.num_ranks == 1 else "|{}|{}|{}".format(*sizes)
+    return weights + f"|{dtype}|{config.block_size}|{LAYOUT}{cut}".encode()
 
 
 def make_tiers(config: EngineConfig, fingerprint: bytes, tables: BlockTables, room: HostRoom | None) -> Tiers | None:

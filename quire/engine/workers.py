@@ -12,10 +12,13 @@ from quire.config import EngineConfig
 from quire.distributed.groups import Ranks
 from quire.errors import ConfigError
 from quire.executor.base import Executor
+from quire.executor.links import Ranks as StartedRanks
 from quire.executor.local import LocalExecutor
 from quire.loading.files import ModelFiles
 from quire.loading.model_config import ModelConfig
+from quire.platforms import choose
 from quire.platforms.base import Platform
+from quire.platforms.elsewhere import CudaElsewhere
 from quire.worker.building import build_model
 from quire.worker.memory import MemoryNeeds, MemoryPlan, no_room
 from quire.worker.moves import HostRoom
@@ -47,6 +50,20 @@ class Workers:
     host_room: HostRoom | None = None
     phases: dict[str, float] = field(default_factory=dict)
     """Seconds each part of the start took."""
+
+
+def choose_platform(config: EngineConfig) -> Platform:
+    """The platform the ranks run on. On a Ray cluster they have GPUs if the cluster has, whatever this machine has."""
+    if config.distributed_executor_backend != "ray" or config.device == "cpu":
+        return choose(config.device)
+    from quire.executor import ray_cluster
+
+    ray_cluster.connect(config.ray_address)
+    kinds = {name for node in ray_cluster.alive_nodes().values() for name, count in node["Resources"].items() if count}
+    if config.device == "cuda" or "GPU" in kinds:
+        label = "accelerator_type:"
+        return CudaElsewhere({kind.removeprefix(label) for kind in kinds if kind.startswith(label)})
+    return choose("cpu")
 
 
 def start_workers(
@@ -110,11 +127,19 @@ def _start_ranks(
 ) -> Workers:
     from quire.executor.multiprocess import MultiprocessExecutor
 
-    _check_devices(config, platform)
+    ranks: StartedRanks | None = None
     # A model that cannot be cut, or does not fit, is refused before any process is started.
     needs = estimate_needs(config, files, model, platform, limits.model_len, limits.rows, limits.tokens)
-    needs.check_weights(config, platform, platform.free_memory())
-    executor = MultiprocessExecutor(config, files, limits.model_len, limits.rows, limits.tokens)
+    if config.distributed_executor_backend == "ray":
+        from quire.executor.ray_ranks import RayRanks
+
+        # Each rank is to use what Ray gives it, not whatever else it finds on its node.
+        config = dataclasses.replace(config, device=platform.device.type)
+        ranks = RayRanks(config, files, config.num_ranks, on_gpus=config.device == "cuda")
+    else:
+        _check_devices(config, platform)
+        needs.check_weights(config, platform, platform.free_memory())
+    executor = MultiprocessExecutor(config, files, limits.model_len, limits.rows, limits.tokens, ranks)
     return Workers(
         executor=executor,
         memory=executor.memory,

@@ -32,7 +32,8 @@ class Surroundings(msgspec.Struct):
     files: dict[str, str | None]
     """`ModelFiles` as plain data: the model is looked up once, by whoever the user has asked."""
     import_path: list[str]
-    """Where the other process imports from: dotted paths in settings mean the same here."""
+    """Where the other process imports from: dotted paths in settings mean the same here. Empty: it is another machine,
+    where this means nothing."""
     log_level: int
 
 
@@ -60,7 +61,8 @@ def surroundings(config: EngineConfig, files: ModelFiles) -> dict[str, Any]:
 
 def adopt(told: Surroundings, level: int, tell: Callable[[Log], object], prefix: str = "") -> None:
     """Import from where the other process does, and hand it this one's log, from `level` on."""
-    sys.path[:] = told.import_path
+    if told.import_path:
+        sys.path[:] = told.import_path
     root = logging.getLogger("quire")
     root.setLevel(level)
     root.addHandler(_LogSender(tell, prefix))

@@ -19,6 +19,8 @@ from quire.distributed.world import one_machine
 from quire.errors import EngineDeadError, QuireError, StepError, StepMemoryError
 from quire.executor import wire
 from quire.executor.child import surroundings
+from quire.executor.host import EngineHost
+from quire.executor.links import RankLinks, Ranks
 from quire.executor.processes import RankProcesses
 from quire.loading.files import ModelFiles
 from quire.messages.plan import MovesDone, StepMasks, StepPlan, StepResult, decode_result, encode
@@ -34,15 +36,24 @@ class MultiprocessExecutor:
     """Runs plans on all ranks. One rank lost is all lost: make another executor."""
 
     def __init__(
-        self, config: EngineConfig, files: ModelFiles, max_model_len: int, max_rows: int, max_tokens: int
+        self,
+        config: EngineConfig,
+        files: ModelFiles,
+        max_model_len: int,
+        max_rows: int,
+        max_tokens: int,
+        ranks: Ranks | None = None,
     ) -> None:
-        """Starts the ranks and waits until they are loaded and have their caches; raises what kept one from that."""
+        """Waits until the ranks are loaded and have their caches; raises what kept one from that.
+
+        `ranks`: those that were started elsewhere; else they are started here.
+        """
         size = config.num_ranks
         self._stage_size = config.tensor_parallel_size
-        threads = max(1, torch.get_num_threads() // size)
         told = surroundings(config, files)
-        environment = one_machine({**child_environment(), "OMP_NUM_THREADS": str(threads)})
-        self._ranks = RankProcesses(size, environment)
+        self._ranks = RankLinks(_start_processes(size) if ranks is None else ranks)
+        if ranks is not None:
+            told["import_path"] = []
         self._loaded: dict[int, wire.Loaded] = {}
         self._ready: dict[int, wire.Ready] = {}
         self._answers: dict[int, dict[int, wire.Done | wire.Failed]] = {}
@@ -53,22 +64,31 @@ class MultiprocessExecutor:
         try:
             starts = [
                 wire.Start(
-                    **told, rank=rank, size=size, rendezvous=str(self._ranks.folder / "meeting"), threads=threads,
+                    **told, rank=rank, size=size, rendezvous=self._ranks.ranks.rendezvous, **dataclasses.asdict(place),
                     max_model_len=max_model_len, max_rows=max_rows, max_tokens=max_tokens,
                 )
-                for rank in range(size)
+                for rank, place in enumerate(self._ranks.ranks.places)
             ]  # fmt: skip
             self._ranks.send_bytes([wire.encode(start) for start in starts])
             self._ranks.receive(lambda: len(self._loaded) == size, self._take, watch=False)
             # Ranks may have found different amounts of free memory; blocks are the same everywhere.
             self.num_blocks = min(int(loaded.memory["num_blocks"]) for loaded in self._loaded.values())
-            self._ranks.send(wire.MakeCache(self.num_blocks))
+            self._host = None if config.kv_disk is None else self._share_host()
+            shares = [None] * size if self._host is None else self._host.shares
+            self._ranks.send_bytes([wire.encode(wire.MakeCache(self.num_blocks, share)) for share in shares])
             self._ranks.receive(lambda: len(self._ready) == size, self._take, watch=False)
         except errors.RankLostError as error:
             raise EngineDeadError(f"{error}, before it was ready") from error
         except BaseException:
             self._ranks.end()
             raise
+
+    def _share_host(self) -> EngineHost | None:
+        """Host memory of all ranks that this process sees, for the disk below it."""
+        file = self._ranks.ranks.host_file
+        loaded = [self._loaded[rank] for rank in range(len(self._ranks))]
+        slots = min(each.host_slots for each in loaded)
+        return None if file is None or not slots else EngineHost(file, slots, [each.slot_bytes for each in loaded])
 
     # What the ranks turned out to be
 
@@ -112,7 +132,8 @@ class MultiprocessExecutor:
         if not slots:
             return None
         out, back = min(room.out_rate for room in rooms), min(room.back_rate for room in rooms)
-        return HostRoom(slots, sum(room.slot_bytes for room in rooms), len(rooms) * out, len(rooms) * back)
+        slot = None if self._host is None else self._host.slot
+        return HostRoom(slots, sum(room.slot_bytes for room in rooms), len(rooms) * out, len(rooms) * back, slot)
 
     # Steps
 
@@ -213,6 +234,11 @@ class MultiprocessExecutor:
                 self._counts[rank] = counts
             case wire.Refused():
                 raise _refusal(message, rank, len(self._ranks))
+
+
+def _start_processes(size: int) -> RankProcesses:
+    threads = max(1, torch.get_num_threads() // size)
+    return RankProcesses(size, threads, one_machine({**child_environment(), "OMP_NUM_THREADS": str(threads)}))
 
 
 def _kind(name: str) -> type[Exception]:

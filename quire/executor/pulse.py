@@ -4,8 +4,9 @@ for ever, shows there. A step that takes long does not."""
 from __future__ import annotations
 
 import mmap
-import tempfile
 import time
+
+from quire.messages.shared import SharedMemory
 
 BEAT_SECONDS = 0.25
 SILENT_SECONDS = 10.0
@@ -23,25 +24,22 @@ class Pulses:
     """The engine's view of them."""
 
     def __init__(self, size: int) -> None:
-        # A file without a name: it is gone with the last process that has it open, however that ends.
-        self._file = tempfile.TemporaryFile(prefix="quire-pulse-")  # noqa: SIM115
-        self._file.truncate(size)
-        self._memory = mmap.mmap(self._file.fileno(), size)
+        self._memory = SharedMemory(size)
         self._seen = bytes(size)
         self._since = [0.0] * size
 
     def fileno(self) -> int:
         """For the ranks to inherit."""
-        return self._file.fileno()
+        return self._memory.fileno()
 
     def watch(self) -> None:
         """Begin to look: what was before is forgotten."""
-        self._seen = bytes(self._memory)
+        self._seen = bytes(self._memory.data)
         self._since = [time.monotonic()] * len(self._seen)
 
     def silent(self) -> int | None:
         """A rank whose pulse has stood still for too long since `watch`."""
-        now, new = time.monotonic(), bytes(self._memory)
+        now, new = time.monotonic(), bytes(self._memory.data)
         for rank, (old, value) in enumerate(zip(self._seen, new, strict=True)):
             if old != value:
                 self._since[rank] = now
@@ -50,4 +48,3 @@ class Pulses:
 
     def close(self) -> None:
         self._memory.close()
-        self._file.close()

@@ -1,4 +1,4 @@
-"""A rank's own process: `python -m quire.executor.rank SOCKET PULSE RANK`, started by `quire.executor.processes`.
+"""A rank's own process: `python -m quire.executor.rank SOCKET PULSE RING HOST RANK SIZE` by `executor/processes.py`.
 
 It loads its part of the model and then does nothing but steps: take plans, run them, tell.
 """
@@ -9,7 +9,6 @@ import contextlib
 import dataclasses
 import gc
 import logging
-import mmap
 import os
 import shutil
 import socket
@@ -21,17 +20,23 @@ from collections import deque
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from quire.distributed.interfaces import use_interface_of
 from quire.errors import QuireError, StepError
 from quire.executor import child, wire
 from quire.executor.base import pause_after
+from quire.executor.gate import BEATS, MESSAGES, dial
+from quire.executor.heartbeats import beat_over
 from quire.executor.pulse import beat
+from quire.executor.shared_ring import RingReader
 from quire.messages.plan import StepMasks, decode_masks, decode_plan, encode
+from quire.messages.shared import map_shared
 
 if TYPE_CHECKING:
     from quire.config import EngineConfig
     from quire.distributed.groups import Ranks
     from quire.executor.local import LocalExecutor
     from quire.platforms.base import Platform
+    from quire.worker.moves import HostMemory
     from quire.worker.worker import Worker
 
 logger = logging.getLogger("quire.executor.rank")
@@ -41,7 +46,11 @@ JOIN_SECONDS = 600.0
 
 
 class Link(child.Link):
-    """The rank's end of the socket."""
+    """The rank's end of the socket, and of the memory that is shared with the engine, where some is."""
+
+    def __init__(self, sock: socket.socket, ring: RingReader | None = None) -> None:
+        super().__init__(sock)
+        self._ring = ring
 
     def send(self, message: wire.Up) -> None:
         """May be called from any thread."""
@@ -49,7 +58,19 @@ class Link(child.Link):
 
     def receive(self, seconds: float | None) -> list[wire.Down]:
         """What has come; waits at most so long, None for ever. Raises EOFError when the engine is gone."""
-        return [wire.decode_down(each) for each in self.take(seconds)]
+        return [self._decode(each) for each in self.take(seconds)]
+
+    def next(self) -> wire.Down:
+        """The next message, waited for."""
+        return self._decode(self.first())
+
+    def _decode(self, data: bytes) -> wire.Down:
+        message = wire.decode_down(data)
+        if not isinstance(message, wire.Shared):
+            return message
+        if self._ring is None:
+            raise RuntimeError("a rank that shares no memory was told to look there")
+        return wire.decode_down(self._ring.take(message.at, message.length))
 
 
 class RankLoop:
@@ -133,22 +154,36 @@ def _is_over(handle: Any) -> bool:
 
 
 def main() -> int:
-    """The process, from its first message to its end."""
+    """A process of the engine's own machine, with what it inherits."""
     child.leave_signals()
-    sock = socket.socket(fileno=int(sys.argv[1]))
+    descriptor, pulse, ring, host, rank, size = map(int, sys.argv[1:])
+    sock = socket.socket(fileno=descriptor)
     sock.set_inheritable(False)
-    pulses, rank = mmap.mmap(int(sys.argv[2]), 0), int(sys.argv[3])
-    os.close(int(sys.argv[2]))
-    threading.Thread(target=beat, args=(pulses, rank), name="quire-pulse", daemon=True).start()
-    link = Link(sock)
-    start = wire.decode_down(link.first())
+    threading.Thread(target=beat, args=(map_shared(pulse), rank), name="quire-pulse", daemon=True).start()
+    return serve(sock, Link(sock, RingReader.inherit(ring, size, rank)), host)
+
+
+def serve_engine_at(address: tuple[str, int], secret: bytes, rank: int) -> int:
+    """A rank of an engine on another machine, or on this one: everything goes over the network."""
+    sock = dial(address, secret, rank, MESSAGES)
+    beats = dial(address, secret, rank, BEATS)
+    use_interface_of(sock)
+    threading.Thread(target=beat_over, args=(beats,), name="quire-pulse", daemon=True).start()
+    return serve(sock, Link(sock))
+
+
+def serve(sock: socket.socket, link: Link, host: int | None = None) -> int:
+    """A rank from its first message to its end, which is the process's where it has begun to run.
+
+    `host`: descriptor of the file for host memory that is shared with the engine.
+    """
+    start = link.next()
     assert isinstance(start, wire.Start)
-    folder = Path(start.rendezvous).parent
-    child.leave_with(sock, lambda: shutil.rmtree(folder, ignore_errors=True))  # the engine's doing, where it lived to
+    child.leave_with(sock, lambda: _tidy_up(start))
     level = start.log_level if start.rank == 0 else max(start.log_level, logging.WARNING)
     child.adopt(start, level, link.send, f"rank {start.rank}: ")
     try:
-        loop = _start(link, start)
+        loop = _start(link, start, host)
     except Exception as error:
         if not isinstance(error, QuireError):
             logger.exception("the rank could not start")
@@ -165,7 +200,13 @@ def main() -> int:
     os._exit(code)  # the system takes everything back faster than we could, and nobody hangs in a destructor
 
 
-def _start(link: Link, start: wire.Start) -> RankLoop:
+def _tidy_up(start: wire.Start) -> None:
+    """The engine's doing, where it lived to."""
+    if "://" not in start.rendezvous:
+        shutil.rmtree(Path(start.rendezvous).parent, ignore_errors=True)
+
+
+def _start(link: Link, start: wire.Start, host: int | None) -> RankLoop:
     """Load this rank's part; the cache comes when all ranks have said what they have room for."""
     # Imported now and not above: torch takes its time, and the watch on the engine must stand before.
     import torch
@@ -180,12 +221,14 @@ def _start(link: Link, start: wire.Start) -> RankLoop:
     config, files, model = child.model_of(start)
     platform, config, backend = _place(config, start)
     ranks = Ranks.at(start.rank, config.tensor_parallel_size, config.pipeline_parallel_size, config.stage_layers)
-    join(ranks, Path(start.rendezvous), backend, JOIN_SECONDS)
+    join(ranks, start.rendezvous, backend, JOIN_SECONDS)
     before = platform.free_memory()
     doing = "while the model was loaded and a first step tried"
     worker: Worker | None = None
     try:
-        worker = Worker(config, files, model, platform, start.max_model_len, start.max_rows, start.max_tokens, ranks)
+        limits = (start.max_model_len, start.max_rows, start.max_tokens)
+        shares_host = host is not None and config.kv_disk is not None
+        worker = Worker(config, files, model, platform, *limits, ranks, host_comes_later=shares_host)
         memory = worker.needs.plan(config, platform, before, platform.free_memory())
         link.send(
             wire.Loaded(
@@ -195,11 +238,13 @@ def _start(link: Link, start: wire.Start) -> RankLoop:
                 reads_groups=worker.reads_groups,
                 memory=dataclasses.asdict(memory),
                 phases=worker.phases,
+                host_slots=worker.host_slots,
+                slot_bytes=worker.slot_bytes,
             )
         )
-        num_blocks = _blocks(link)
-        doing = f"with a KV cache of {num_blocks} blocks"
-        worker.make_cache(num_blocks)
+        given = _cache(link)
+        doing = f"with a KV cache of {given.num_blocks} blocks"
+        worker.make_cache(given.num_blocks, _host_memory(given.host, host, worker.slot_bytes, platform))
     except torch.OutOfMemoryError as error:
         if worker is None:
             raise
@@ -208,10 +253,23 @@ def _start(link: Link, start: wire.Start) -> RankLoop:
     return RankLoop(link, worker, LocalExecutor(worker, can_give_up=False), ranks)
 
 
-def _blocks(link: Link) -> int:
-    message = wire.decode_down(link.first())
+def _cache(link: Link) -> wire.MakeCache:
+    message = link.next()
     assert isinstance(message, wire.MakeCache)
-    return message.num_blocks
+    return message
+
+
+def _host_memory(
+    share: wire.HostShare | None, descriptor: int | None, part_bytes: int, platform: Platform
+) -> HostMemory | None:
+    """This rank's part of the host memory that it shares with the others and the engine."""
+    from quire.worker.moves import HostMemory
+    from quire.worker.shared_host import open_part
+
+    if share is None or descriptor is None:
+        return None
+    place = (descriptor, share.slots, share.slot_bytes, share.offset, part_bytes, platform.device)
+    return HostMemory(share.slots, part_bytes, platform.device.type == "cuda", lambda: open_part(*place))
 
 
 def _ready(worker: Worker) -> wire.Ready:
@@ -228,7 +286,7 @@ def _place(config: EngineConfig, start: wire.Start) -> tuple[Platform, EngineCon
     from quire.distributed.world import BACKENDS
     from quire.platforms import choose
 
-    size = start.size
+    size = start.neighbours
     if config.device != "cpu" and torch.cuda.is_available():
         torch.cuda.set_device(start.rank % torch.cuda.device_count())
     platform = choose(config.device)
@@ -236,7 +294,8 @@ def _place(config: EngineConfig, start: wire.Start) -> tuple[Platform, EngineCon
     share: dict[str, Any] = {"swap_space": config.swap_space / size}  # all ranks share the machine's memory
     if platform.device.type == "cpu":
         share["cpu_kv_cache_share"] = config.cpu_kv_cache_share / size
-    elif size > torch.cuda.device_count():  # several to a card, which NCCL refuses and gloo cannot capture
+    elif not start.own_device and size > torch.cuda.device_count():
+        # Several to a card, which NCCL refuses and gloo cannot capture.
         eager = config.enforce_eager or config.tensor_parallel_size > 1  # between stages nothing is captured
         share |= {"gpu_memory_utilization": config.gpu_memory_utilization / size, "enforce_eager": eager}
         backend = "gloo"

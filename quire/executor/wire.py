@@ -11,6 +11,9 @@ from quire.executor.child import Log, Surroundings
 from quire.messages.frames import frame
 from quire.messages.plan import MovesDone
 
+LARGEST = 1 << 30
+"""Bytes a message may have: far more than any has, and less than a machine."""
+
 # Down: to a rank
 
 
@@ -20,17 +23,33 @@ class Start(Surroundings, tag=True):
     rank: int
     size: int
     rendezvous: str
-    """The file in which ranks find each other."""
+    """Where ranks find each other: a file's path, or tcp://HOST:PORT."""
     threads: int
+    neighbours: int
+    """Ranks on the same machine, itself included: they share its memory."""
+    own_device: bool
+    """Whether the GPU it sees is its own."""
     max_model_len: int
     max_rows: int
     max_tokens: int
+
+
+class HostShare(msgspec.Struct):
+    """A rank's part of every slot in a memory of slots."""
+
+    slots: int
+    slot_bytes: int
+    """Of all ranks together."""
+    offset: int
+    """Where this rank's part of a slot begins."""
 
 
 class MakeCache(msgspec.Struct, tag=True):
     """All ranks are loaded; this is how many blocks each of them has room for."""
 
     num_blocks: int
+    host: HostShare | None = None
+    """Its part of host memory that all ranks and the engine share; None: it has its own, if any."""
 
 
 class Step(msgspec.Struct, tag=True):
@@ -49,11 +68,18 @@ class CountExperts(msgspec.Struct, tag=True):
     """Answered by `ExpertCounts`."""
 
 
+class Shared(msgspec.Struct, tag=True):
+    """A message that lies in the memory all ranks share."""
+
+    at: int
+    length: int
+
+
 class Shutdown(msgspec.Struct, tag=True):
     """Leave."""
 
 
-Down = Union[Start, MakeCache, Step, Supply, CountExperts, Shutdown]
+Down = Union[Start, MakeCache, Step, Supply, CountExperts, Shared, Shutdown]
 
 
 # Up: from a rank
@@ -69,6 +95,10 @@ class Loaded(msgspec.Struct, tag=True):
     memory: dict[str, Any]
     """The fields of a `MemoryPlan`."""
     phases: dict[str, float]
+    host_slots: int = 0
+    """Blocks it has room for in host memory…"""
+    slot_bytes: int = 0
+    """…and what its part of one takes."""
 
 
 class Ready(msgspec.Struct, tag=True):

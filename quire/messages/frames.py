@@ -17,6 +17,11 @@ def frame(data: bytes) -> bytes:
     return _LENGTH.pack(len(data)) + data
 
 
+def unframe(data: bytes) -> memoryview:
+    """The message in a whole frame."""
+    return memoryview(data)[_LENGTH.size :]
+
+
 class Inlet:
     """Reads a socket through one buffer. `recv` would make a new one for every message and cut it down to size, and a
     heap of such cuts grows although nothing in it does."""
@@ -33,16 +38,20 @@ class Inlet:
 class Frames:
     """Cuts a stream of bytes into messages."""
 
-    def __init__(self) -> None:
+    def __init__(self, largest: int = LARGEST) -> None:
+        """`largest`: bytes a message may have."""
+        self._largest = largest
         self._buffer = bytearray()
 
     def feed(self, data: bytes | memoryview) -> Iterator[bytes]:
-        """The messages that `data` completes."""
+        """The messages that `data` completes. Raises ValueError when one is announced that is too large."""
         self._buffer += data
         at = 0
         try:
             while len(self._buffer) - at >= _LENGTH.size:
                 (length,) = _LENGTH.unpack_from(self._buffer, at)
+                if length > self._largest:
+                    raise ValueError(f"a message of {length} bytes is announced, {self._largest} are allowed")
                 end = at + _LENGTH.size + length
                 if len(self._buffer) < end:
                     break

@@ -49,9 +49,13 @@ class HostMemory:
     """Slots for blocks in host memory. On a GPU's host it is pinned: page-locking gigabytes takes a second or two, so
     a thread does it while the model is loaded."""
 
-    def __init__(self, num_slots: int, slot_bytes: int, pinned: bool) -> None:
+    def __init__(
+        self, num_slots: int, slot_bytes: int, pinned: bool, find: Callable[[], torch.Tensor] | None = None
+    ) -> None:
+        """`find`: the memory, [slots, bytes], where it is not to be a new one."""
         self.num_slots, self.slot_bytes = num_slots, slot_bytes
         self._pinned = pinned
+        self._find = find or self._make
         self._data: torch.Tensor | None = None
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._allocate, name="host-tier", daemon=True)
@@ -59,9 +63,12 @@ class HostMemory:
 
     def _allocate(self) -> None:
         try:
-            self._data = torch.empty((self.num_slots, self.slot_bytes), dtype=torch.uint8, pin_memory=self._pinned)
+            self._data = self._find()
         except BaseException as error:
             self._failure = error
+
+    def _make(self) -> torch.Tensor:
+        return torch.empty((self.num_slots, self.slot_bytes), dtype=torch.uint8, pin_memory=self._pinned)
 
     @property
     def data(self) -> torch.Tensor:
@@ -91,6 +98,8 @@ class Mover:
         self._host = memory.data.view(kv.data.dtype).view(memory.num_slots, *shape)
         self._device = kv.data.device
         self._on_gpu = self._device.type == "cuda"
+        # Slots that do not lie side by side are copied one by one: of many at once torch would make a copy first.
+        self._in_runs = self._host.is_contiguous() or not self._on_gpu
         self._done: list[MovesDone] = []
         self._pending: deque[tuple[int, Any, Any]] = deque()
         if self._on_gpu:
@@ -110,7 +119,7 @@ class Mover:
         times = []
         for copy, pairs in ((self._copy_out, moves.out), (self._copy_back, moves.back)):
             begin = time.perf_counter()
-            for run in _runs(pairs):
+            for run in self._runs(pairs):
                 copy(*run)
             times.append(time.perf_counter() - begin)
         self._done.append(MovesDone(step, *times))
@@ -136,10 +145,13 @@ class Mover:
         with torch.cuda.stream(stream):
             stream.wait_event(after)
             begin.record()
-            for run in _runs(pairs):
+            for run in self._runs(pairs):
                 copy(*run)
             end.record()
         return begin, end
+
+    def _runs(self, pairs: list[tuple[int, int]]) -> Iterable[tuple[int, int, int]]:
+        return _runs(pairs) if self._in_runs else ((*pair, 1) for pair in pairs)
 
     def _copy_out(self, block: int, slot: int, count: int) -> None:
         self._host[slot : slot + count].copy_(self._kv.data[block : block + count], non_blocking=True)

@@ -67,8 +67,9 @@ class Worker:
         max_rows: int,
         max_tokens: int,
         ranks: Ranks = Ranks(),
+        host_comes_later: bool = False,
     ) -> None:
-        """`max_rows`, `max_tokens`: the most a step has."""
+        """`max_rows`, `max_tokens`: the most a step has. `host_comes_later`: host memory is given with the cache."""
         self.phases: dict[str, float] = {}
         """Seconds each part of the start took."""
         self._since = time.monotonic()
@@ -100,7 +101,11 @@ class Worker:
         if ranks.pp_size > 1:
             most = max_tokens + max_rows  # a step that is padded may have more than it was planned with
             self._pipeline = Pipeline(ranks, model.hidden_size, most, self.needs.dtype, self._device)
-        self._host_memory = self._start_host_memory()
+        self.slot_bytes = stored_bytes(self.model.kv_shape, config.block_size, self.needs.dtype)
+        """What a block takes in host memory…"""
+        self.host_slots = host_slots(config, self.slot_bytes)
+        """…and how many are to be there."""
+        self._host_memory = None if host_comes_later else self._start_host_memory()
         trial = self._make_runner(2, enabled=False) if self._device.type == "cuda" else None
         warming = self._start_compiling(trial)
         self._done("model")
@@ -124,8 +129,7 @@ class Worker:
 
     def _start_host_memory(self) -> HostMemory | None:
         """The tier below the device's memory, as large as the configuration says."""
-        size = stored_bytes(self.model.kv_shape, self._config.block_size, self.needs.dtype)
-        slots = host_slots(self._config, size)
+        slots, size = self.host_slots, self.slot_bytes
         return HostMemory(slots, size, pinned=self._device.type == "cuda") if slots else None
 
     def _start_compiling(self, trial: Runner | None) -> WarmUp | None:
@@ -145,8 +149,9 @@ class Worker:
         lengths = [*lengths, self._max_tokens - sum(lengths)][: self._max_rows]
         return empty_cache_plan([length for length in lengths if length])
 
-    def make_cache(self, num_blocks: int) -> None:
-        """Allocate the cache and the batch; plans can come from here on."""
+    def make_cache(self, num_blocks: int, host: HostMemory | None = None) -> None:
+        """Allocate the cache and the batch; plans can come from here on. `host`: the memory that comes later."""
+        self._host_memory = host or self._host_memory
         self._runner = self._make_runner(num_blocks, enabled=not self._config.enforce_eager)
         if self._host_memory is not None:
             self.mover = self._runner.mover = Mover(self._runner.batch.kv, self._host_memory)

@@ -28,6 +28,7 @@ VALUES = {
     "distributed_executor_backend": "mp",
     "pipeline_parallel_size": 3,
     "pipeline_layers": "7,9",
+    "ray_env": ("A_VARIABLE", "ANOTHER"),
     "gpu_memory_utilization": 0.5,
     "cpu_kv_cache_share": 0.125,
     "max_step_stretch": 1.5,
@@ -36,6 +37,7 @@ VALUES = {
     "tenant_max_blocks": {"*": 0.25},
 }
 NEEDS = {key: {"scheduling_policy": "fair"} for key in ("tenant_weights", "tenant_max_rows", "tenant_max_blocks")}
+NEEDS |= {key: {"distributed_executor_backend": "ray"} for key in ("ray_address", "ray_placement_timeout", "ray_env")}
 NEEDS["pipeline_layers"] = {"pipeline_parallel_size": 2}
 """Fields that mean something only beside others."""
 ROOT = Path(__file__).parents[2]

@@ -18,7 +18,7 @@ import pytest
 from quire import LLM, AsyncLLM, SamplingParams
 from quire.config import EngineConfig
 from quire.errors import ConfigError, EngineDeadError, ValidationError
-from quire.executor import pulse
+from quire.executor import links, pulse
 from quire.messages.sampling import StructuredOutputsParams
 from tests.engine.test_tiers_engine import weather
 from tests.models.harness import random_reference
@@ -131,8 +131,8 @@ def test_a_rank_that_cannot_start_says_why(tiny_model: Path) -> None:
         ({"tensor_parallel_size": 3}, "4 attention heads cannot be split over 3 tensor-parallel ranks.*1, 2, 4"),
         ({"tensor_parallel_size": 0}, "tensor_parallel_size must be an integer of at least 1"),
         ({"tensor_parallel_size": 2, "distributed_executor_backend": "uni"}, "'uni' is one rank"),
-        ({"distributed_executor_backend": "ray"}, "must be one of uni, mp; got 'ray'"),
-        ({"tensor_parallel_size": 2, "kv_disk": "somewhere"}, "kv_disk is not implemented yet"),
+        ({"distributed_executor_backend": "slurm"}, "must be one of uni, mp, ray; got 'slurm'"),
+        ({"distributed_executor_backend": "ray", "kv_disk": "somewhere"}, "kv_disk needs all ranks on the engine's m"),
     ],
 )
 def test_what_cannot_be_is_said_in_a_line(settings: dict[str, Any], message: str, tiny_model: Path) -> None:
@@ -159,7 +159,10 @@ IN_CI = ("qwen3",)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in IN_CI else pytest.mark.slow) for name in MODELS]
 )
-def test_architectures_over_two_ranks(name: str, tmp_path: Path, make_llm: Callable[..., LLM]) -> None:
+def test_architectures_over_two_ranks(
+    name: str, tmp_path: Path, make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(links, "LEAST_BYTES", 0)  # every plan goes through shared memory, also the short ones
     folder = tmp_path / name
     random_reference(MODELS[name]).save_pretrained(folder)
     prompts = [[(7 * i + 3 * j) % 97 for j in range(20 + 5 * i)] for i in range(4)]
@@ -168,9 +171,30 @@ def test_architectures_over_two_ranks(name: str, tmp_path: Path, make_llm: Calla
     assert tokens(make_llm(folder, **settings, tensor_parallel_size=2), prompts) == alone
 
 
+def test_a_session_sleeps_on_disk_with_all_ranks_parts(make_llm: Callable[..., LLM], tmp_path: Path) -> None:
+    """It comes back in another engine without being computed again, and not where the model is cut otherwise."""
+    prompt, more = [(5 * i) % 90 + 4 for i in range(60)], [9, 8, 7]
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    expected = tokens(make_llm(**TIGHT), [[*prompt, *more]], max_tokens=20)[0][0]
+    settings = {**TIGHT, "kv_disk": str(tmp_path / "disk")}
+    llm = make_llm(**settings, tensor_parallel_size=2)
+    session = llm.sessions.create("s", prompt)
+    session.generate(SamplingParams(temperature=0, max_tokens=1, ignore_eos=True))
+    session.suspend()
+    llm.shutdown()
+    for size, found in ((2, True), (1, False)):
+        llm = make_llm(**settings, tensor_parallel_size=size)
+        llm.sessions.get("s").fork(f"of-{size}", len(prompt))
+        session = llm.sessions.resume(f"of-{size}")
+        session.append(more)
+        assert list(session.generate(params).outputs[0].token_ids) == expected
+        assert (metric(llm, "prefix_cache_hits") >= 56) == found
+        llm.shutdown()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("depth", [0, 1])
-@pytest.mark.parametrize("tiers", ["none", "host"])
+@pytest.mark.parametrize("tiers", ["none", "host", "disk"])
 def test_sessions_and_tiers_over_two_ranks(
     make_llm: Callable[..., LLM], shared_tiny: LLM, tmp_path: Path, tiers: str, depth: int
 ) -> None:

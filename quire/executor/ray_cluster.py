@@ -1,0 +1,194 @@
+"""The Ray cluster an engine runs its ranks on: found, joined or started, and left; each within a bounded time."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+from quire.errors import ClusterError, ConfigError
+
+logger = logging.getLogger(__name__)
+
+CONNECT_SECONDS = 5.0
+"""So long the head of a cluster may take to answer."""
+CALL_SECONDS = 10.0
+"""So long Ray may take for a question. It would wait for minutes for a head that has gone."""
+_HTTP2_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
+"""What opens a connection of gRPC, which Ray speaks: the preface, and settings that set nothing."""
+
+T = TypeVar("T")
+_ours = False
+"""Whether this process was connected by us, and not by its user."""
+_holders = 0
+"""Engines of this process that have ranks there."""
+
+
+def connect(address: str | None) -> str:
+    """Join the cluster at `address` ("local": one of our own; None: RAY_ADDRESS, the one that `ray start` has started
+    here, or one of our own). Returns the address. A process that is connected already stays where it is."""
+    global _ours
+    ray = import_ray()
+    if ray.is_initialized():
+        return _address(ray)
+    found = _find(address)
+    quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False, "configure_logging": False}
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # asked for by nobody, and prints a page
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # else Ray warns that this will come
+    logging.getLogger("ray").setLevel(logging.ERROR)
+    if found is not None:
+        _check_answers(found)
+    try:
+        with _signals_kept():
+            if found is None:
+                logger.info("a Ray cluster of this machine alone is started")
+                ray.init(address="local", include_dashboard=False, **quiet)
+            else:
+                ray.init(address=found, **quiet)
+    except (Exception, SystemExit) as error:  # Ray ends the process where its head does not answer
+        where = "started here" if found is None else f"joined at {found}"
+        raise ClusterError(f"the Ray cluster cannot be {where}: {_first_line(error)}") from error
+    _ours = True
+    _hush()
+    return _address(ray)
+
+
+def hold() -> None:
+    """An engine has ranks there, until it calls `leave`."""
+    global _holders
+    _holders += 1
+
+
+def leave() -> None:
+    """The engine has none any more."""
+    global _holders
+    _holders -= 1
+    let_go()
+
+
+def let_go() -> None:
+    """Leave the cluster if no engine has ranks there and we joined or started it. One of our own ends."""
+    global _ours
+    if _ours and not _holders:
+        _ours = False
+        bounded(import_ray().shutdown, 2 * CALL_SECONDS)
+
+
+def import_ray() -> Any:
+    """Ray, or the error that says how to get it."""
+    try:
+        import ray
+    except ImportError as error:
+        raise ConfigError(
+            "distributed_executor_backend is 'ray', and Ray is not installed here: pip install 'quire[ray]'",
+            "distributed_executor_backend",
+            "ray",
+        ) from error
+    return ray
+
+
+def bounded(call: Callable[[], T], seconds: float = CALL_SECONDS) -> T | None:
+    """What Ray answers; None if it does not within the time, or cannot."""
+    answers: list[T] = []
+
+    def ask() -> None:
+        with contextlib.suppress(Exception):
+            if import_ray().is_initialized():  # else it would connect, somewhere, to answer
+                answers.append(call())
+
+    thread = threading.Thread(target=ask, name="quire-ray", daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:  # the interpreter ends, and starts no threads any more
+        ask()
+    else:
+        thread.join(seconds)
+    return answers[0] if answers else None
+
+
+def alive_nodes() -> dict[str, dict[str, Any]]:
+    """The cluster's nodes by id: `NodeManagerAddress`, `Resources`."""
+    ray = import_ray()
+    return {node["NodeID"]: node for node in bounded(ray.nodes) or [] if node["Alive"]}
+
+
+def _find(address: str | None) -> str | None:
+    """The address to join; None: start one."""
+    if address == "local":
+        return None
+    if address is None or address == "auto":
+        try:
+            from ray._private.services import get_ray_address_from_environment
+
+            find: Callable[..., str | None] = get_ray_address_from_environment  # as Ray's own programs look for it
+            address = find(address, None)
+        except ImportError:
+            address = os.environ.get("RAY_ADDRESS") or None
+        except ConnectionError as error:
+            raise ClusterError(f"ray_address is 'auto', and no Ray cluster runs here: {_first_line(error)}") from error
+        if address is None or address == "local":
+            return None
+    if "://" in address:
+        raise ConfigError(
+            f"ray_address must be HOST:PORT of the cluster's head, 'local' or 'auto', got {address!r}: an engine runs "
+            "on a node of the cluster, not as a client from outside",
+            "ray_address",
+            address,
+        )
+    return address
+
+
+def _check_answers(address: str) -> None:
+    """Whether a Ray head is there. Ray itself would wait for minutes, and then end the process."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise ConfigError(f"ray_address must be HOST:PORT, as 10.0.0.1:6379; got {address!r}", "ray_address", address)
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS) as sock:
+            if os.environ.get("RAY_USE_TLS", "0") not in ("", "0"):
+                return
+            sock.sendall(_HTTP2_HELLO)
+            answer = sock.recv(9)
+    except OSError as error:
+        why = "no answer" if isinstance(error, TimeoutError) else (error.strerror or str(error)).lower()
+        raise ClusterError(
+            f"no Ray cluster can be reached at {address} ({why} within {CONNECT_SECONDS:.0f} s): look at ray_address "
+            "or RAY_ADDRESS, and whether `ray start --head` runs there"
+        ) from error
+    if len(answer) < 4 or answer[3] != 4:  # no frame of settings
+        raise ClusterError(f"what answers at {address} is no Ray cluster: look at ray_address or RAY_ADDRESS")
+
+
+@contextlib.contextmanager
+def _signals_kept() -> Iterator[None]:
+    """Ray takes over SIGTERM; whose it was gets it back."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before if before is not None else signal.SIG_DFL)
+
+
+def _hush() -> None:
+    """What Ray prints about nodes that went is for our log: the error that follows says it in a line."""
+    with contextlib.suppress(Exception):
+        from ray._private import worker
+
+        if hasattr(worker, "print_to_stdstream"):
+            worker.print_to_stdstream = lambda data, *_, **__: logger.debug("ray: %s", data.get("lines"))
+
+
+def _address(ray: Any) -> str:
+    return str(ray.get_runtime_context().gcs_address)
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

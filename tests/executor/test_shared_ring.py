@@ -1,0 +1,135 @@
+"""The ring of shared memory: every reader gets every message whole and in order, and nobody holds the writer up."""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+import threading
+import time
+from collections import deque
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quire.errors import RankLostError
+from quire.executor import links, wire
+from quire.executor.links import RankLinks
+from quire.executor.pulse import Pulses
+from quire.executor.rank import Link
+from quire.executor.shared_ring import RingReader, RingWriter
+
+SIZE = 64
+
+
+@settings(deadline=None)
+@given(
+    readers=st.integers(1, 3),
+    acts=st.lists(st.one_of(st.binary(max_size=SIZE + 8), st.integers(0, 2)), max_size=120),
+)
+def test_messages_arrive_whole_whatever_the_readers_do(readers: int, acts: list[bytes | int]) -> None:
+    """An act is a message to write, or a reader that reads its oldest. Beside queues, which forget nothing."""
+    writer = RingWriter(readers, SIZE)
+    ends = [RingReader.inherit(os.dup(writer.fileno()), readers, reader) for reader in range(readers)]
+    queues: list[deque[tuple[int, bytes]]] = [deque() for _ in range(readers)]
+    try:
+        for act in acts:
+            if isinstance(act, bytes):
+                at = writer.put(act)
+                assert at is not None or len(act) > SIZE or any(queues), "an empty ring takes what fits into it"
+                for queue in queues:
+                    if at is not None:
+                        queue.append((at, act))
+            elif act < readers and queues[act]:
+                at, message = queues[act].popleft()
+                assert ends[act].take(at, len(message)) == message
+        for end, queue in zip(ends, queues, strict=True):
+            for at, message in queue:
+                assert end.take(at, len(message)) == message
+    finally:
+        writer.close()
+
+
+class Listeners:
+    """Ranks that are threads of the test, each with its end of a socket and of a ring."""
+
+    def __init__(self, count: int, ring_bytes: int) -> None:
+        pairs = [socket.socketpair() for _ in range(count)]
+        self.sockets = [ours for ours, _ in pairs]
+        self.ring = RingWriter(count, ring_bytes)
+        self.links = [
+            Link(theirs, RingReader.inherit(os.dup(self.ring.fileno()), count, rank))
+            for rank, (_, theirs) in enumerate(pairs)
+        ]
+        self.theirs = [theirs for _, theirs in pairs]
+        self.pulse = Pulses(count)
+        self.pids, self.places, self.rendezvous = [0] * count, [], ""
+        self.end = _End()
+
+    def name(self, rank: int) -> str:
+        return f"rank {rank}"
+
+    def describe_end(self, rank: int) -> str:
+        return f"rank {rank} has gone"
+
+    def wait(self, seconds: float) -> None: ...
+
+
+class _End:
+    alive = True
+
+    def __call__(self) -> None:
+        self.alive = False
+
+
+def test_slow_readers_get_everything_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In turns through the ring and, while one is behind or a message is too long for it, over the sockets."""
+    monkeypatch.setattr(links, "LEAST_BYTES", 100)
+    ranks = Listeners(3, ring_bytes=50_000)
+    chance = random.Random(3)
+    plans = [chance.randbytes(chance.choice([10, 1000, 20_000, 60_000])) for _ in range(200)]
+    got: list[list[bytes]] = [[] for _ in range(3)]
+
+    def listen(rank: int) -> None:
+        pauses = random.Random(rank)
+        while len(got[rank]) < len(plans):
+            got[rank] += [message.plan for message in ranks.links[rank].receive(None)]  # type: ignore[union-attr]
+            time.sleep(pauses.choice([0, 0, 0.001 * rank]))
+
+    threads = [threading.Thread(target=listen, args=(rank,)) for rank in range(3)]
+    for thread in threads:
+        thread.start()
+    senders = RankLinks(ranks)
+    through_ring = 0
+    for plan in plans:
+        before = ranks.ring._end
+        senders.send(wire.Step(plan))
+        through_ring += ranks.ring._end > before
+    for thread in threads:
+        thread.join()
+    assert got == [plans] * 3
+    assert 0 < through_ring < sum(len(plan) >= 100 for plan in plans)
+
+
+def test_a_dead_reader_does_not_hold_the_writer_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(links, "LEAST_BYTES", 100)
+    ranks = Listeners(2, ring_bytes=10_000)
+    senders = RankLinks(ranks)
+    for _ in range(3):
+        senders.send(wire.Step(bytes(4000)))  # nobody reads: the third finds no room and waits in the sockets
+    assert len([message for message in ranks.links[0].receive(None) if isinstance(message, wire.Step)]) == 3
+    ranks.theirs[1].close()
+    with pytest.raises(RankLostError, match="rank 1 has gone"):
+        senders.send(wire.Step(bytes(4000)))
+
+
+def test_a_message_above_the_bound_is_refused_before_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "LARGEST", 1000)
+    ranks = Listeners(1, ring_bytes=1000)
+    senders = RankLinks(ranks)
+    ranks.links[0].send(wire.Refused("A", "b" * 1000))
+    with pytest.raises(
+        RankLostError, match="rank 0 of 1 sent what cannot be read: a message of 1.* bytes is announced"
+    ):
+        senders.receive(lambda: False, lambda rank, message: None)
