@@ -82,6 +82,12 @@ class EngineConfig:
     )
     tensor_parallel_size: int = option(1, "Ranks the layers are split over", "device")
     pipeline_parallel_size: int = option(1, "Stages the layers are spread over", "device")
+    data_parallel_size: int = option(
+        1,
+        "Engines behind one front, each with its own share of the devices; a request goes where its beginning is "
+        "cached, unless it would wait longer there",
+        "device",
+    )
     distributed_executor_backend: str | None = option(
         None,
         "How ranks run: uni (in the engine's own process), mp (a process each, on this machine); unset: mp where there "
@@ -257,6 +263,11 @@ class EngineConfig:
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
             raise ConfigError(
                 f"tensor_parallel_size must be an integer of at least 1, got {size!r}", "tensor_parallel_size", size
+            )
+        replicas = self.data_parallel_size
+        if not isinstance(replicas, int) or isinstance(replicas, bool) or replicas < 1:
+            raise ConfigError(
+                f"data_parallel_size must be an integer of at least 1, got {replicas!r}", "data_parallel_size", replicas
             )
         if self.pipeline_parallel_size != 1:
             raise ConfigError(
