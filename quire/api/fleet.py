@@ -160,7 +160,12 @@ class Fleet:
         assert self.router is not None
         self.attach()
         keys = self.facts.keys.of(tokens, salt) if self._config.enable_prefix_caching else []
-        return self.replicas[int(self.router.choose(RoutedRequest("", keys, len(tokens))))]
+        routed = RoutedRequest("", keys, len(tokens))
+        name = self.router.choose(routed)
+        self.router.finished(
+            self.router.launched(routed, name)
+        )  # it will be work there: the next one may live elsewhere
+        return self.replicas[int(name)]
 
     def launch(self, replica: Replica, box: Mailbox, request: NewRequest, message: bytes) -> None:
         """Send a request there; `message` is its `Add`. The only way a request reaches an engine."""
