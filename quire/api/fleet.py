@@ -7,7 +7,6 @@ home; when an engine dies, requests that nobody has seen anything of begin again
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from functools import partial
@@ -29,8 +28,6 @@ from quire.loading.model_config import ModelConfig
 from quire.messages.request import NewRequest
 from quire.output.processor import OutputProcessor
 from quire.router import RoutedRequest, Router
-
-logger = logging.getLogger(__name__)
 
 MOST_MOVES = 2
 """A request that was there when so many engines died is not given another one: it may be why they did."""

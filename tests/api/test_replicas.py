@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import pytest
 
 from quire import LLM, AsyncLLM, RequestOutput, RequestOutputKind, SamplingParams
+from quire.api.replica import Replica
 from quire.errors import (
     ConfigError,
     EngineDeadError,
@@ -380,3 +381,38 @@ class TestStarting:
         assert run(pair.memory_map(1)) is not None
         with pytest.raises(ValidationError, match="there is no replica 2: there are 2, counted from 0"):
             run(pair.memory_map(2))
+
+
+class TestOffline:
+    def test_an_llm_over_two_engines(self, tiny_model: Path, llm: LLM) -> None:
+        prompts = [f"{i} the world" for i in range(30)]
+        wanted = llm.generate(prompts, greedy(), use_tqdm=False)
+        with LLM(tiny_model, **SETTINGS) as both:
+            for ours, theirs in zip(both.generate(prompts, greedy(), use_tqdm=False), wanted, strict=True):
+                assert ours.outputs[0].token_ids == theirs.outputs[0].token_ids and ours.prompt == theirs.prompt
+            steps = [run_in(both, replica.report_health()).steps for replica in engines(both)]
+            assert all(steps)
+            streamed = list(both.stream("abc", greedy()))
+            assert streamed[-1].outputs == llm.generate("abc", greedy(), use_tqdm=False)[0].outputs
+            stream = both.stream("abc", greedy(max_tokens=200))
+            next(stream)
+            stream.close()  # leaving early aborts
+            assert len(both.embed(["abc", "def"], use_tqdm=False)) == 2
+            with pytest.raises(ValidationError, match="outside the vocabulary"):
+                both.generate([[5], [4000]], greedy(), use_tqdm=False)
+            with pytest.raises(ConfigError, match="use AsyncLLM or the server"):
+                _ = both.sessions
+            both.llm_engine.check_idle()
+            os.kill(engines(both)[0].pid, signal.SIGKILL)
+            for ours, theirs in zip(both.generate(prompts, greedy(), use_tqdm=False), wanted, strict=True):
+                assert ours.outputs[0].token_ids == theirs.outputs[0].token_ids
+
+
+def engines(llm: LLM) -> list[Replica]:
+    found: list[Replica] = llm.llm_engine._llm.replicas  # type: ignore[attr-defined]
+    return found
+
+
+def run_in(llm: LLM, work: Coroutine[Any, Any, T]) -> T:
+    result: T = llm.llm_engine._wait(work)  # type: ignore[attr-defined]
+    return result
