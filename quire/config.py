@@ -88,6 +88,12 @@ class EngineConfig:
     pipeline_layers: str | Sequence[int] | None = option(
         None, "How many layers each of these stages has, as 7,9; unset: spread evenly", "device"
     )
+    data_parallel_size: int = option(
+        1,
+        "Engines behind one front, each with its own share of the devices; a request goes where its beginning is "
+        "cached, unless it would wait longer there",
+        "device",
+    )
     distributed_executor_backend: str | None = option(
         None,
         "How ranks run: uni (in the engine's own process), mp (a process each, on this machine), ray (an actor each, "
@@ -276,7 +282,7 @@ class EngineConfig:
 
     def _check_parallel(self) -> None:
         backend = self.distributed_executor_backend
-        for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+        for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
             size = getattr(self, name)
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise ConfigError(f"{name} must be an integer of at least 1, got {size!r}", name, size)

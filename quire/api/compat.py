@@ -21,7 +21,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "disable_log_requests": (True, False),
     "use_v2_block_manager": (True, False),
     "async_scheduling": (None, True, False),
-    "data_parallel_size": (1,),
     "enable_lora": (False,),
     "enable_expert_parallel": (False,),
     "enable_sleep_mode": (False,),

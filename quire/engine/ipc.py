@@ -26,6 +26,11 @@ from quire.messages.request import NewRequest
 class Start(Surroundings, tag=True):
     """The first message: what to make an engine of."""
 
+    replica: int = 0
+    """Which engine this is of those behind one front…"""
+    replicas: int = 1
+    """…and how many there are: they share the machine."""
+
 
 class Add(msgspec.Struct, tag=True):
     """Queue a request. Answered by its outputs, or by `Refused`."""

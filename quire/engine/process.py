@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from quire.engine import ipc
 from quire.engine.session_calls import SessionAnswer, SessionDesk
+from quire.engine.shares import take_share
 from quire.errors import EngineDeadError, QuireError
 from quire.executor.child import adopt, leave_signals, leave_with, model_of
 
@@ -144,9 +145,13 @@ def _start(link: ipc.Link, make: MakeEngine | None) -> EngineCore | None:
     """An engine as the first message wants it; None if it cannot be made, and the front knows why."""
     start = ipc.decode_down(link.first())
     assert isinstance(start, ipc.Start)
-    adopt(start, start.log_level, link.send)
+    prefix = f"replica {start.replica}: " if start.replicas > 1 else ""
+    adopt(start, start.log_level, link.send, prefix)
     try:
-        core, facts = (make or _make_usual)(*model_of(start))
+        config, files, model = model_of(start)
+        if make is None:
+            take_share(config, start.replica, start.replicas)
+        core, facts = (make or _make_usual)(config, files, model)
     except Exception as error:
         if not isinstance(error, QuireError):
             logger.exception("the engine could not be made")

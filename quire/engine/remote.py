@@ -45,9 +45,16 @@ class RemoteEngine:
     """Known once it is ready."""
 
     def __init__(
-        self, config: EngineConfig, files: ModelFiles, model: ModelConfig, module: str = "quire.engine.process"
+        self,
+        config: EngineConfig,
+        files: ModelFiles,
+        model: ModelConfig,
+        module: str = "quire.engine.process",
+        replica: int = 0,
+        replicas: int = 1,
     ) -> None:
-        """Starts the process, which runs `module`, and waits for nothing: `wait_until_ready` comes next."""
+        """Starts the process, which runs `module`, and waits for nothing: `wait_until_ready` comes next. `replica`:
+        which engine it is, of how many that share the machine."""
         self._files, self._model = files, model
         self.death = ""
         """Why nothing can be asked of it any more; empty while it lives."""
@@ -57,9 +64,8 @@ class RemoteEngine:
         self._frames = Frames()
         self._unsent = bytearray()
         self._burial: asyncio.Task[None] | None = None
-        start = ipc.encode(
-            ipc.Start(**surroundings(config, files))
-        )  # what cannot be sent is said before anything is started
+        # What cannot be sent is said before anything is started.
+        start = ipc.encode(ipc.Start(**surroundings(config, files), replica=replica, replicas=replicas))
         self._socket, theirs = socket.socketpair()
         self._inlet = Inlet(self._socket)
         with theirs:
