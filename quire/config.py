@@ -82,12 +82,28 @@ class EngineConfig:
     )
     tensor_parallel_size: int = option(1, "Ranks the layers are split over", "device")
     pipeline_parallel_size: int = option(1, "Stages the layers are spread over", "device")
+    data_parallel_size: int = option(
+        1,
+        "Engines behind one front, each with its own share of the devices; a request goes where its beginning is "
+        "cached, unless it would wait longer there",
+        "device",
+    )
     distributed_executor_backend: str | None = option(
         None,
         "How ranks run: uni (in the engine's own process), mp (a process each, on this machine); unset: mp where there "
         "are several",
         "device",
     )
+    enable_expert_parallel: bool = option(
+        False,
+        "Spread a mixture's experts whole over the ranks, rather than a part of each; with data_parallel_size > 1 over "
+        "all replicas, which then step together and send each other tokens",
+        "device",
+    )
+    num_redundant_experts: int = option(
+        0, "With enable_expert_parallel: slots, over all ranks, for second copies of experts that are chosen often",
+        "device",
+    )  # fmt: skip
 
     block_size: int = option(16, "Tokens a KV block holds", "memory")
     gpu_memory_utilization: float = option(0.92, "Share of a GPU's memory for weights, activations and cache", "memory")
@@ -188,6 +204,7 @@ class EngineConfig:
         self._check_budgets()
         self._check_stretch()
         self._check_parallel()
+        self._check_experts()
         self._check_tenants()
 
     def _check_counts(self) -> None:
@@ -258,6 +275,11 @@ class EngineConfig:
             raise ConfigError(
                 f"tensor_parallel_size must be an integer of at least 1, got {size!r}", "tensor_parallel_size", size
             )
+        replicas = self.data_parallel_size
+        if not isinstance(replicas, int) or isinstance(replicas, bool) or replicas < 1:
+            raise ConfigError(
+                f"data_parallel_size must be an integer of at least 1, got {replicas!r}", "data_parallel_size", replicas
+            )
         if self.pipeline_parallel_size != 1:
             raise ConfigError(
                 "pipeline_parallel_size must be 1: running in stages is not implemented yet", "pipeline_parallel_size",
@@ -281,6 +303,28 @@ class EngineConfig:
                 "tensor_parallel_size and distributed_executor_backend",
                 "kv_disk",
                 self.kv_disk,
+            )
+
+    def _check_experts(self) -> None:
+        spare = self.num_redundant_experts
+        if not isinstance(spare, int) or isinstance(spare, bool) or spare < 0:
+            raise ConfigError(
+                f"num_redundant_experts must be an integer of at least 0, got {spare!r}", "num_redundant_experts", spare
+            )
+        if spare and not self.enable_expert_parallel:
+            raise ConfigError(
+                f"num_redundant_experts ({spare}) needs enable_expert_parallel: without it every rank has a part of "
+                "every expert",
+                "num_redundant_experts",
+                spare,
+            )
+        if self.steps_together and self.is_multiprocess:
+            raise ConfigError(
+                f"enable_expert_parallel over {self.data_parallel_size} replicas (data_parallel_size) needs engines of "
+                "one rank so far: leave out tensor_parallel_size, pipeline_parallel_size and "
+                "distributed_executor_backend",
+                "enable_expert_parallel",
+                True,
             )
 
     def _check_tenants(self) -> None:
@@ -316,6 +360,18 @@ class EngineConfig:
     def is_multiprocess(self) -> bool:
         """Whether ranks run in processes of their own."""
         return self.tensor_parallel_size > 1 or self.distributed_executor_backend == "mp"
+
+    @property
+    def steps_together(self) -> bool:
+        """Whether replicas share the experts: then all of them make every step."""
+        return self.enable_expert_parallel and self.data_parallel_size > 1
+
+    @property
+    def expert_ranks(self) -> int:
+        """Processes that whole experts are spread over."""
+        if not self.enable_expert_parallel:
+            return 1
+        return self.data_parallel_size if self.steps_together else self.tensor_parallel_size
 
     @property
     def wants_longest_len(self) -> bool:

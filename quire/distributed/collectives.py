@@ -6,17 +6,20 @@ gathered whole, so every rank draws the same tokens by itself.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from quire.distributed.groups import Ranks
 
+Collective = Callable[[], object]
 _calls = 0
 
 
 def all_reduce(x: torch.Tensor, ranks: Ranks) -> torch.Tensor:
     """Sum `x` over the tensor-parallel ranks, in place."""
     if ranks.tp_size > 1:
-        _count()
+        count()
         torch.distributed.all_reduce(x)
     return x
 
@@ -25,7 +28,7 @@ def all_gather_last(x: torch.Tensor, ranks: Ranks) -> torch.Tensor:
     """Join the ranks' slices of the last dimension."""
     if ranks.tp_size == 1:
         return x
-    _count()
+    count()
     parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(ranks.tp_size)]
     torch.distributed.all_gather(parts, x.contiguous())
     return torch.cat(parts, dim=-1)
@@ -36,6 +39,7 @@ def calls() -> int:
     return _calls
 
 
-def _count() -> None:
+def count() -> None:
+    """One more is begun."""
     global _calls
     _calls += 1

@@ -19,8 +19,10 @@ from quire.distributed.world import one_machine
 from quire.errors import EngineDeadError, QuireError, StepError, StepMemoryError
 from quire.executor import wire
 from quire.executor.child import surroundings
+from quire.executor.expert_balance import ExpertBalance
 from quire.executor.processes import RankProcesses
 from quire.loading.files import ModelFiles
+from quire.messages.experts import Rebalanced
 from quire.messages.plan import MovesDone, StepMasks, StepPlan, StepResult, decode_result, encode
 from quire.paths import child_environment
 from quire.worker.memory import MemoryPlan
@@ -49,6 +51,9 @@ class MultiprocessExecutor:
         self._moves: dict[int, list[MovesDone]] = {}
         """Moves that some ranks have done."""
         self._counts: deque[Mapping[int, Sequence[int]]] = deque()
+        self._placed: set[int] = set()
+        self.balance = ExpertBalance(size, config.num_redundant_experts) if config.enable_expert_parallel else None
+        """Of whole experts over the ranks, where they are so."""
         try:
             starts = [
                 wire.Start(
@@ -182,6 +187,19 @@ class MultiprocessExecutor:
             return {}
         return self._counts.popleft()
 
+    def rebalance_experts(self) -> Rebalanced:
+        """Between two steps, move experts to where the load since the last time says they had better be."""
+        assert self.balance is not None
+        counts = self.expert_counts()
+        placements, outcome = self.balance.plan(counts)
+        if placements:
+            slots = {layer: [list(held) for held in placement.slots] for layer, placement in placements.items()}
+            self._placed.clear()
+            self._ranks.send(wire.PlaceExperts(slots))
+            self._ranks.receive(lambda: len(self._placed) == len(self._ranks), self._take)
+        self.balance.commit(placements, counts)
+        return outcome
+
     def check(self) -> None:
         """Raise RankLostError if a rank has died while nobody waited for it."""
         self._ranks.look(self._take)
@@ -202,6 +220,8 @@ class MultiprocessExecutor:
                 self._ready[rank] = message
             case wire.ExpertCounts(counts=counts):
                 self._counts.append(counts)
+            case wire.Placed():
+                self._placed.add(rank)
             case wire.Refused():
                 raise _refusal(message, rank, len(self._ranks))
 

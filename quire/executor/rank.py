@@ -25,6 +25,7 @@ from quire.errors import QuireError, StepError
 from quire.executor import child, wire
 from quire.executor.base import pause_after
 from quire.executor.pulse import beat
+from quire.layers.expert_placement import Placement
 from quire.messages.plan import decode_masks, decode_plan, encode
 
 if TYPE_CHECKING:
@@ -91,6 +92,9 @@ class RankLoop:
             case wire.CountExperts():
                 counts = {layer: list(map(int, each)) for layer, each in self._executor.expert_counts().items()}
                 self._link.send(wire.ExpertCounts(counts))
+            case wire.PlaceExperts(placements=placements):
+                self._executor.place_experts({layer: Placement.of(slots) for layer, slots in placements.items()})
+                self._link.send(wire.Placed())
             case wire.Shutdown():
                 self._is_open = False
             case _:

@@ -34,7 +34,8 @@ VALUES = {
     "tenant_max_rows": {"gold": 0.5, "*": 3},
     "tenant_max_blocks": {"*": 0.25},
 }
-NEEDS = {key: {"scheduling_policy": "fair"} for key in ("tenant_weights", "tenant_max_rows", "tenant_max_blocks")}
+NEEDS = {
+    "num_redundant_experts": {"enable_expert_parallel": True},key: {"scheduling_policy": "fair"} for key in ("tenant_weights", "tenant_max_rows", "tenant_max_blocks")}
 """Fields that mean something only beside others."""
 ROOT = Path(__file__).parents[2]
 
