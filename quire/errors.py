@@ -62,6 +62,10 @@ class EngineDeadError(QuireError, RuntimeError):
     """The engine has been shut down or cannot go on."""
 
 
+class ReplicaDownError(EngineDeadError):
+    """One of several engines is down, and what was asked for is there. The others go on."""
+
+
 class StoreError(QuireError, RuntimeError):
     """A folder that keeps memory on disk cannot do what was asked of it."""
 

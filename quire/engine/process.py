@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from quire.engine import ipc
 from quire.engine.session_calls import SessionAnswer, SessionDesk
+from quire.engine.shares import take_share
 from quire.errors import EngineDeadError, QuireError
 from quire.executor.child import adopt, leave_signals, leave_with, model_of
 
@@ -169,10 +170,14 @@ def _start(link: ipc.Link, make: MakeEngine | None) -> EngineCore | None:
     """An engine as the first message wants it; None if it cannot be made, and the front knows why."""
     start = ipc.decode_down(link.first())
     assert isinstance(start, ipc.Start)
-    adopt(start, start.log_level, link.send)
+    prefix = f"replica {start.replica}: " if start.replicas > 1 else ""
+    adopt(start, start.log_level, link.send, prefix)
     try:
+        config, files, model = model_of(start)
+        if make is None:
+            take_share(config, start.replica, start.replicas)
         usual = functools.partial(_make_usual, meeting=(start.replica, start.replicas, start.meeting))
-        core, facts = (make or usual)(*model_of(start))
+        core, facts = (make or usual)(config, files, model)
     except Exception as error:
         if not isinstance(error, QuireError):
             logger.exception("the engine could not be made")

@@ -35,7 +35,9 @@ VALUES = {
     "tenant_max_blocks": {"*": 0.25},
 }
 NEEDS = {
-    "num_redundant_experts": {"enable_expert_parallel": True},key: {"scheduling_policy": "fair"} for key in ("tenant_weights", "tenant_max_rows", "tenant_max_blocks")}
+    **{key: {"scheduling_policy": "fair"} for key in ("tenant_weights", "tenant_max_rows", "tenant_max_blocks")},
+    "num_redundant_experts": {"enable_expert_parallel": True},
+}
 """Fields that mean something only beside others."""
 ROOT = Path(__file__).parents[2]
 

@@ -172,6 +172,11 @@ class SessionStore:
             sessions = [view(entry.id, entry.state) for entry in entries]
         return Page(sessions, sessions[-1].id if more else None)
 
+    def last_made(self, when: float, owner: str | None = None) -> int:
+        """The id of the last session (of one owner, if said) made at that time or before; 0: there is none."""
+        with self._lock:
+            return self._catalog.last_made(when, owner)
+
     def lost(self) -> dict[str, str]:
         """Names of lost sessions, and why they are lost."""
         with self._lock:
