@@ -204,7 +204,14 @@ class Replica:
                 self._take_outputs(outputs)
             case ipc.Refused(id=key):
                 self._fail(key, error_of(message))
-            case ipc.HealthReport() | ipc.StatsReport() | ipc.ResetReport() | ipc.SessionReply() | ipc.MemoryReport():
+            case (
+                ipc.HealthReport()
+                | ipc.StatsReport()
+                | ipc.ResetReport()
+                | ipc.SessionReply()
+                | ipc.MemoryReport()
+                | ipc.RebalanceReport()
+            ):
                 answer = self.questions.get(message.question)
                 if answer is not None and not answer.done():
                     answer.set_result(message)

@@ -52,8 +52,10 @@ class MultiprocessExecutor:
         """Moves that some ranks have done."""
         self._counts: deque[Mapping[int, Sequence[int]]] = deque()
         self._placed: set[int] = set()
-        self.balance = ExpertBalance(size, config.num_redundant_experts) if config.enable_expert_parallel else None
-        """Of whole experts over the ranks, where they are so."""
+        self.balance: ExpertBalance | None = None
+        """Of whole experts over the ranks of a stage, where they are so."""
+        if config.enable_expert_parallel and config.expert_ranks > 1:
+            self.balance = ExpertBalance(config.expert_ranks, config.num_redundant_experts)
         try:
             starts = [
                 wire.Start(

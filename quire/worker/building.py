@@ -89,7 +89,7 @@ def build_model(
         experts=_expert_ranks(config, ranks, replica),
     )
     built: CausalLM = model_class(model.architecture)(build)  # type: ignore[call-arg]
-    if config.enable_expert_parallel and not has_experts(built):  # type: ignore[arg-type]
+    if config.enable_expert_parallel and ranks.pp_size == 1 and not has_experts(built):  # type: ignore[arg-type]
         raise ConfigError(
             f"enable_expert_parallel needs a mixture of experts, and {model.architecture} has none: leave it out",
             "enable_expert_parallel",

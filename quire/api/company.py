@@ -1,0 +1,52 @@
+"""Engines that step together, because each holds a part of the experts: they meet, wake and end together."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+import tempfile
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+
+from quire.api.replica import Replica
+from quire.engine import ipc
+
+
+class Company:
+    """What a fleet does for such engines that others do not need."""
+
+    def __init__(self, replicas: Sequence[Replica]) -> None:
+        self._replicas = replicas
+        self._folder = Path(tempfile.mkdtemp(prefix="quire-meeting-"))
+        self.close = weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
+        """Nothing stays behind; also when this object or the interpreter goes."""
+        self._generation = 0
+        self._invited: set[int] = set()
+        self._requests = itertools.count(1)
+        self._rebalances = itertools.count(1)
+
+    def meeting(self, number: int) -> str:
+        """The file in which an engine that is being started finds the others. Those of one generation have the same;
+        an engine that is started again begins another."""
+        if number in self._invited:
+            self._generation += 1
+            self._invited.clear()
+        self._invited.add(number)
+        return str(self._folder / f"meeting-{self._generation}")
+
+    def rouse(self) -> None:
+        """A request is about to be sent to one of them: all wake up."""
+        message = ipc.encode(ipc.Rouse(next(self._requests)))
+        for replica in self._replicas:
+            replica.engine.send(message)
+
+    def next_rebalance(self) -> int:
+        """The number that all are asked with to move experts."""
+        return next(self._rebalances)
+
+    def follow(self, lost: Replica) -> None:
+        """One is dead: the others can do nothing without its experts."""
+        for replica in self._replicas:
+            if not replica.death:
+                replica.kill_engine(f"it shares the experts with replica {lost.number}, and {lost.death}")
