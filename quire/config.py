@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,10 +78,16 @@ class EngineConfig:
         False, "The same tokens whatever else is in the batch, bit by bit; on a GPU, in 16 bits, at some cost", "device"
     )
     pipeline_depth: int | None = option(
-        None, "Steps planned and launched before the oldest is collected; unset: 1 on a GPU, 0 on a CPU", "device"
+        None,
+        "Steps planned and launched before the oldest is collected; unset: one for each stage but one, without "
+        "stages 1 on a GPU, 0 on a CPU",
+        "device",
     )
     tensor_parallel_size: int = option(1, "Ranks the layers are split over", "device")
-    pipeline_parallel_size: int = option(1, "Stages the layers are spread over", "device")
+    pipeline_parallel_size: int = option(1, "Stages the layers are spread over, each in ranks of its own", "device")
+    pipeline_layers: str | Sequence[int] | None = option(
+        None, "How many layers each of these stages has, as 7,9; unset: spread evenly", "device"
+    )
     data_parallel_size: int = option(
         1,
         "Engines behind one front, each with its own share of the devices; a request goes where its beginning is "
@@ -270,40 +276,49 @@ class EngineConfig:
             )
 
     def _check_parallel(self) -> None:
-        size, backend = self.tensor_parallel_size, self.distributed_executor_backend
-        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            raise ConfigError(
-                f"tensor_parallel_size must be an integer of at least 1, got {size!r}", "tensor_parallel_size", size
-            )
-        replicas = self.data_parallel_size
-        if not isinstance(replicas, int) or isinstance(replicas, bool) or replicas < 1:
-            raise ConfigError(
-                f"data_parallel_size must be an integer of at least 1, got {replicas!r}", "data_parallel_size", replicas
-            )
-        if self.pipeline_parallel_size != 1:
-            raise ConfigError(
-                "pipeline_parallel_size must be 1: running in stages is not implemented yet", "pipeline_parallel_size",
-                self.pipeline_parallel_size,
-            )  # fmt: skip
+        backend = self.distributed_executor_backend
+        for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
+            size = getattr(self, name)
+            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+                raise ConfigError(f"{name} must be an integer of at least 1, got {size!r}", name, size)
+        self._check_stages()
         if backend not in (None, *EXECUTORS):
             raise ConfigError(
                 f"distributed_executor_backend must be one of {', '.join(EXECUTORS)}; got {backend!r}",
                 "distributed_executor_backend",
                 backend,
             )
-        if backend == "uni" and size > 1:
+        if backend == "uni" and self.num_ranks > 1:
+            name = "tensor_parallel_size" if self.tensor_parallel_size > 1 else "pipeline_parallel_size"
             raise ConfigError(
-                f"distributed_executor_backend 'uni' is one rank, tensor_parallel_size is {size}: use 'mp'",
+                f"distributed_executor_backend 'uni' is one rank, {name} is {getattr(self, name)}: use 'mp'",
                 "distributed_executor_backend",
                 backend,
             )
         if self.is_multiprocess and self.kv_disk is not None:
             raise ConfigError(
                 "kv_disk is not implemented yet where ranks run in processes of their own: leave it out, or "
-                "tensor_parallel_size and distributed_executor_backend",
+                "tensor_parallel_size, pipeline_parallel_size and distributed_executor_backend",
                 "kv_disk",
                 self.kv_disk,
             )
+
+    def _check_stages(self) -> None:
+        if self.pipeline_layers is None:
+            return
+        given, stages = self.pipeline_layers, self.pipeline_parallel_size
+        try:
+            counts = [int(str(each)) for each in (given.split(",") if isinstance(given, str) else given)]
+        except (TypeError, ValueError):
+            counts = []
+        if len(counts) != stages or min(counts) < 1:
+            raise ConfigError(
+                f"pipeline_layers must be a number of layers of at least 1 for each of the {stages} stages "
+                f"(pipeline_parallel_size), as {','.join(['8'] * stages)}; got {given!r}",
+                "pipeline_layers",
+                given,
+            )
+        object.__setattr__(self, "pipeline_layers", ",".join(map(str, counts)))
 
     def _check_experts(self) -> None:
         spare = self.num_redundant_experts
@@ -359,7 +374,17 @@ class EngineConfig:
     @property
     def is_multiprocess(self) -> bool:
         """Whether ranks run in processes of their own."""
-        return self.tensor_parallel_size > 1 or self.distributed_executor_backend == "mp"
+        return self.num_ranks > 1 or self.distributed_executor_backend == "mp"
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes the model is cut over: stages, times the ranks of each."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def stage_layers(self) -> tuple[int, ...]:
+        """`pipeline_layers` as numbers; empty: spread evenly."""
+        return tuple(map(int, self.pipeline_layers.split(","))) if isinstance(self.pipeline_layers, str) else ()
 
     @property
     def steps_together(self) -> bool:

@@ -14,13 +14,20 @@ from quire.distributed.groups import Ranks
 
 Collective = Callable[[], object]
 _calls = 0
+_group: torch.distributed.ProcessGroup | None = None
+
+
+def use_group(group: torch.distributed.ProcessGroup) -> None:
+    """The tensor-parallel ranks are these, and not all there are."""
+    global _group
+    _group = group
 
 
 def all_reduce(x: torch.Tensor, ranks: Ranks) -> torch.Tensor:
     """Sum `x` over the tensor-parallel ranks, in place."""
     if ranks.tp_size > 1:
         count()
-        torch.distributed.all_reduce(x)
+        torch.distributed.all_reduce(x, group=_group)
     return x
 
 
@@ -30,7 +37,7 @@ def all_gather_last(x: torch.Tensor, ranks: Ranks) -> torch.Tensor:
         return x
     count()
     parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(ranks.tp_size)]
-    torch.distributed.all_gather(parts, x.contiguous())
+    torch.distributed.all_gather(parts, x.contiguous(), group=_group)
     return torch.cat(parts, dim=-1)
 
 

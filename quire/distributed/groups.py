@@ -15,6 +15,23 @@ class Ranks:
     tp_size: int = 1
     pp_rank: int = 0
     pp_size: int = 1
+    stage_layers: tuple[int, ...] = ()
+    """How many layers each stage has; spread evenly where empty."""
+
+    @classmethod
+    def at(cls, rank: int, tp_size: int, pp_size: int = 1, stage_layers: tuple[int, ...] = ()) -> Ranks:
+        """The place of a process among all of them: those of a stage are neighbours."""
+        return cls(rank % tp_size, tp_size, rank // tp_size, pp_size, stage_layers)
+
+    @property
+    def rank(self) -> int:
+        """This process among all."""
+        return self.pp_rank * self.tp_size + self.tp_rank
+
+    @property
+    def size(self) -> int:
+        """Processes in all."""
+        return self.pp_size * self.tp_size
 
     def split(self, total: int, what: str) -> int:
         """This rank's share of `total` equal parts."""
@@ -34,10 +51,17 @@ class Ranks:
         return slice(self.tp_rank * share, (self.tp_rank + 1) * share)
 
     def layers(self, total: int) -> range:
-        """This stage's range of layers; earlier stages take the remainder."""
-        share, extra = divmod(total, self.pp_size)
-        start = self.pp_rank * share + min(self.pp_rank, extra)
-        return range(start, start + share + (self.pp_rank < extra))
+        """This stage's range of layers."""
+        counts = self.stage_layers or spread(total, self.pp_size)
+        if sum(counts) != total or len(counts) != self.pp_size:
+            raise ConfigError(
+                f"pipeline_layers ({', '.join(map(str, counts))}) must be {self.pp_size} numbers that sum up to the "
+                f"model's {total} layers; they sum up to {sum(counts)}",
+                "pipeline_layers",
+                counts,
+            )
+        start = sum(counts[: self.pp_rank])
+        return range(start, start + counts[self.pp_rank])
 
     @property
     def is_first_stage(self) -> bool:
@@ -46,3 +70,11 @@ class Ranks:
     @property
     def is_last_stage(self) -> bool:
         return self.pp_rank == self.pp_size - 1
+
+
+def spread(layers: int, stages: int) -> tuple[int, ...]:
+    """Layers over stages, as evenly as can be. What is left over goes to the middle, then to the first stage, which
+    also has the embedding, never to the last, which has the head and draws."""
+    share, extra = divmod(layers, stages)
+    larger = [*range(1, stages - 1), 0][:extra]
+    return tuple(share + (stage in larger) for stage in range(stages))

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from quire.distributed.collectives import use_group
 from quire.distributed.groups import Ranks
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
@@ -18,12 +19,15 @@ def join(ranks: Ranks, rendezvous: Path, backend: str, seconds: float) -> None:
 
     `seconds`: so long a rank waits for the others, now and in every collective.
     """
-    if ranks.tp_size == 1:
+    if ranks.size == 1:
         return
-    store = torch.distributed.FileStore(str(rendezvous), ranks.tp_size)
-    torch.distributed.init_process_group(
-        backend, store=store, rank=ranks.tp_rank, world_size=ranks.tp_size, timeout=timedelta(seconds=seconds)
-    )
+    patience = timedelta(seconds=seconds)
+    store = torch.distributed.FileStore(str(rendezvous), ranks.size)
+    torch.distributed.init_process_group(backend, store=store, rank=ranks.rank, world_size=ranks.size, timeout=patience)
+    if ranks.pp_size > 1 and ranks.tp_size > 1:
+        firsts = range(0, ranks.size, ranks.tp_size)  # all ranks make all groups, in the same order
+        stages = [torch.distributed.new_group(range(i, i + ranks.tp_size), timeout=patience) for i in firsts]
+        use_group(stages[ranks.pp_rank])
 
 
 def one_machine(environment: dict[str, str]) -> dict[str, str]:

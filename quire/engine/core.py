@@ -242,8 +242,8 @@ class EngineCore:
         draws = self.scheduler.draws_of(plan.step)
         if not any(request.params.structured_outputs is not None for request in draws):
             return
-        while len(self._launched) > 1:  # what may come next depends on every token before
-            self._collect()
+        while len(self._launched) > 1 and not self.scheduler.knows_draws:
+            self._collect()  # what may come next depends on every token before
         if not self._launched:
             return  # a step before has failed, and everyone begins again
         masks, late, failed = self._grammars.masks(plan.step, draws)

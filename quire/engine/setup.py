@@ -79,12 +79,16 @@ def make_engine(
     def keeper() -> SessionKeeper:
         return make_sessions(config, model, fingerprint, tables, keys, tiers)
 
+    stages = config.pipeline_parallel_size
+    depth = platform.pipeline_depth if stages == 1 else stages - 1
+    if config.pipeline_depth is not None:
+        depth = config.pipeline_depth
     scheduler = Scheduler(
         tables, make_policy(config.scheduling_policy, config), keys, rows, tokens, config.enable_chunked_prefill,
         groups=PrefixGroups(config.block_size) if workers.reads_groups else None,
         pacer=_pacer(config, usual_stretch), tiers=tiers, sessions=None if config.kv_disk is None else keeper(),
+        waves=None if stages == 1 else depth + 1,
     )  # fmt: skip
-    depth = platform.pipeline_depth if config.pipeline_depth is None else config.pipeline_depth
     grammars = Grammars(_vocabulary(config, files, model, rows), config.grammar_timeout)
     core = EngineCore(
         scheduler, workers.executor, depth, not config.disable_log_stats, config.step_timeout, grammars, keeper

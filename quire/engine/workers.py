@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from dataclasses import dataclass, field
 
@@ -87,10 +88,15 @@ def estimate_needs(
     rows: int,
     tokens: int,
 ) -> MemoryNeeds:
-    """What the model would take on each rank, asked of one that has shapes and no weights."""
-    ranks = Ranks(tp_size=config.tensor_parallel_size)
-    shapes = build_model(config, files, model, platform, longest, ranks, torch.device("meta"))
-    return MemoryNeeds.of(shapes, config, model, longest, rows, tokens)
+    """What the model would take on each rank, or on those of the heaviest stage; asked of models that have shapes and
+    no weights."""
+    stages: list[MemoryNeeds] = []
+    for stage in range(config.pipeline_parallel_size):
+        ranks = Ranks(0, config.tensor_parallel_size, stage, config.pipeline_parallel_size, config.stage_layers)
+        shapes = build_model(config, files, model, platform, longest, ranks, torch.device("meta"))
+        stages.append(MemoryNeeds.of(shapes, config, model, longest, rows, tokens))
+    heaviest = max(stages, key=lambda needs: needs.weight_bytes)
+    return dataclasses.replace(heaviest, block_bytes=max(needs.block_bytes for needs in stages))
 
 
 def _start_here(
@@ -165,13 +171,19 @@ def _start_ranks(
 
 
 def _check_devices(config: EngineConfig, platform: Platform) -> None:
-    size = config.tensor_parallel_size
+    size = config.num_ranks
     if os.environ.get("QUIRE_SHARE_GPU") == "1":
         return
     if platform.device.type == "cuda" and size > torch.cuda.device_count():
         raise ConfigError(
-            f"tensor_parallel_size is {size}, and this machine shows {torch.cuda.device_count()} GPUs; "
+            f"{_sizes(config)}, and this machine shows {torch.cuda.device_count()} GPUs; "
             "lower it, or look at CUDA_VISIBLE_DEVICES",
-            "tensor_parallel_size",
+            "tensor_parallel_size" if config.tensor_parallel_size > 1 else "pipeline_parallel_size",
             size,
         )
+
+
+def _sizes(config: EngineConfig) -> str:
+    """The sizes that ask for several ranks."""
+    names = ("tensor_parallel_size", "pipeline_parallel_size")
+    return " and ".join(f"{name} is {getattr(config, name)}" for name in names if getattr(config, name) > 1)

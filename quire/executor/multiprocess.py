@@ -1,14 +1,14 @@
 """The `mp` executor: the model cut over processes of this machine, all of which run every plan.
 
-Plans go to every rank as bytes over a socket; the first rank's results come back, and from the others that they drew
-the same. The engine's own process computes nothing.
+Plans go to every rank as bytes over a socket. The result of the last stage's first rank comes back, from the others
+of that stage that they drew the same, and from the stages before that they are done. The engine's own process computes
+nothing.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import time
-from collections import deque
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -39,7 +39,8 @@ class MultiprocessExecutor:
         self, config: EngineConfig, files: ModelFiles, max_model_len: int, max_rows: int, max_tokens: int
     ) -> None:
         """Starts the ranks and waits until they are loaded and have their caches; raises what kept one from that."""
-        size = config.tensor_parallel_size
+        size = config.num_ranks
+        self._stage_size = config.tensor_parallel_size
         threads = max(1, torch.get_num_threads() // size)
         told = surroundings(config, files)
         environment = one_machine({**child_environment(), "OMP_NUM_THREADS": str(threads)})
@@ -50,7 +51,7 @@ class MultiprocessExecutor:
         """By step, then by rank."""
         self._moves: dict[int, list[MovesDone]] = {}
         """Moves that some ranks have done."""
-        self._counts: deque[Mapping[int, Sequence[int]]] = deque()
+        self._counts: dict[int, Mapping[int, Sequence[int]]] = {}
         self._placed: set[int] = set()
         self.balance: ExpertBalance | None = None
         """Of whole experts over the ranks of a stage, where they are so."""
@@ -151,22 +152,30 @@ class MultiprocessExecutor:
         return self._result(handle, answers)
 
     def _failure(self, answers: Mapping[int, wire.Done | wire.Failed]) -> StepError:
-        """What the loop is to make of it. Ranks that all failed in the same place can go on together."""
+        """What the loop is to make of it. A stage whose ranks all failed in the same place can go on."""
         failures = {rank: answer for rank, answer in answers.items() if isinstance(answer, wire.Failed)}
         rank, first = next(iter(sorted(failures.items())))
         said = f"rank {rank} of {len(self._ranks)}: {first.message}"
         lost = any(issubclass(_kind(each.error), errors.DeviceLostError) for each in failures.values())
-        if lost or len(failures) < len(self._ranks) or len({each.collectives for each in failures.values()}) > 1:
+        if lost or len(answers) < len(self._ranks) or not self._are_together(failures):
             return self._ranks.lose(said)
         no_memory = any(issubclass(_kind(each.error), StepMemoryError) for each in failures.values())
         return StepMemoryError(said) if no_memory else StepError(said)
 
+    def _are_together(self, failures: Mapping[int, wire.Failed]) -> bool:
+        """Whether no rank of a stage is where the others of it are not."""
+        stages: dict[int, list[int]] = {}
+        for rank, failed in failures.items():
+            stages.setdefault(rank // self._stage_size, []).append(failed.collectives)
+        return all(len(calls) == self._stage_size and len(set(calls)) == 1 for calls in stages.values())
+
     def _result(self, step: int, answers: Mapping[int, wire.Done | wire.Failed]) -> StepResult:
         done = {rank: answer for rank, answer in answers.items() if isinstance(answer, wire.Done)}
-        strange = [rank for rank, answer in done.items() if answer.drawn != done[0].drawn]
+        first = len(self._ranks) - self._stage_size  # of the last stage, which draws
+        strange = [rank for rank, answer in done.items() if rank > first and answer.drawn != done[first].drawn]
         if strange:
-            raise self._ranks.lose(f"rank {strange[0]} drew other tokens in step {step} than rank 0")
-        result = decode_result(done[0].result)
+            raise self._ranks.lose(f"rank {strange[0]} drew other tokens in step {step} than rank {first}")
+        result = decode_result(done[first].result)
         for answer in done.values():
             for move in answer.moves_done:
                 self._moves.setdefault(move.step, []).append(move)
@@ -182,12 +191,12 @@ class MultiprocessExecutor:
             return {}
         self._counts.clear()
         try:
-            # Only the first rank is asked; all of them see all tokens.
-            self._ranks.send_bytes([wire.encode(wire.CountExperts())])
-            self._ranks.receive(lambda: bool(self._counts), self._take)
+            self._ranks.send(wire.CountExperts())
+            self._ranks.receive(lambda: len(self._counts) == len(self._ranks), self._take)
         except errors.RankLostError:  # who waits for a step will tell
             return {}
-        return self._counts.popleft()
+        # Ranks of a stage have the same layers, and see all tokens.
+        return {layer: counts for _, each in sorted(self._counts.items()) for layer, counts in each.items()}
 
     def rebalance_experts(self) -> Rebalanced:
         """Between two steps, move experts to where the load since the last time says they had better be."""
@@ -221,7 +230,7 @@ class MultiprocessExecutor:
             case wire.Ready():
                 self._ready[rank] = message
             case wire.ExpertCounts(counts=counts):
-                self._counts.append(counts)
+                self._counts[rank] = counts
             case wire.Placed():
                 self._placed.add(rank)
             case wire.Refused():

@@ -26,10 +26,11 @@ from quire.executor import child, wire
 from quire.executor.base import pause_after
 from quire.executor.pulse import beat
 from quire.layers.expert_placement import Placement
-from quire.messages.plan import decode_masks, decode_plan, encode
+from quire.messages.plan import StepMasks, decode_masks, decode_plan, encode
 
 if TYPE_CHECKING:
     from quire.config import EngineConfig
+    from quire.distributed.groups import Ranks
     from quire.executor.local import LocalExecutor
     from quire.platforms.base import Platform
     from quire.worker.worker import Worker
@@ -55,8 +56,10 @@ class Link(child.Link):
 class RankLoop:
     """Plans in, steps, answers out; steps are launched as soon as they come and told in their order."""
 
-    def __init__(self, link: Link, worker: Worker, executor: LocalExecutor, rank: int) -> None:
-        self._link, self._worker, self._executor, self._rank = link, worker, executor, rank
+    def __init__(self, link: Link, worker: Worker, executor: LocalExecutor, ranks: Ranks) -> None:
+        self._link, self._worker, self._executor = link, worker, executor
+        self._draws = ranks.is_last_stage
+        self._reports = ranks.is_last_stage and ranks.tp_rank == 0
         self._launched: deque[tuple[int, Any]] = deque()
         self._waiting_since = 0.0
         self._is_open = True
@@ -66,9 +69,14 @@ class RankLoop:
         while self._is_open:
             for message in self._link.receive(self._pause()):
                 self._take(message)
-            while self._launched and _is_over(self._launched[0][1]):
-                self._tell(*self._launched.popleft())
-                self._waiting_since = time.monotonic()
+                self._tell_all()  # before the next step: it may wait long for the stage before
+            self._tell_all()
+
+    def _tell_all(self) -> None:
+        """Of every step that is over."""
+        while self._launched and _is_over(self._launched[0][1]):
+            self._tell(*self._launched.popleft())
+            self._waiting_since = time.monotonic()
 
     def _pause(self) -> float | None:
         """How long nothing but a message needs to be looked for."""
@@ -84,11 +92,8 @@ class RankLoop:
                     self._waiting_since = time.monotonic()
                 self._launched.append((plan.step, self._executor.submit(plan)))
             case wire.Supply(masks=data):
-                step, handle = self._launched[-1]
-                try:
-                    self._executor.supply(handle, decode_masks(data))
-                except StepError as error:
-                    self._launched[-1] = (step, error)
+                if self._draws:
+                    self._supply(decode_masks(data))
             case wire.CountExperts():
                 counts = {layer: list(map(int, each)) for layer, each in self._executor.expert_counts().items()}
                 self._link.send(wire.ExpertCounts(counts))
@@ -100,6 +105,16 @@ class RankLoop:
             case _:
                 raise RuntimeError(f"a rank that runs was sent {type(message).__name__}")
 
+    def _supply(self, masks: StepMasks) -> None:
+        """For the step launched last; for none if that has failed, and been told."""
+        if not self._launched or self._launched[-1][0] != masks.step:
+            return
+        step, handle = self._launched[-1]
+        try:
+            self._executor.supply(handle, masks)
+        except StepError as error:
+            self._launched[-1] = (step, error)
+
     def _tell(self, step: int, handle: Any) -> None:
         from quire.distributed.collectives import calls
 
@@ -110,7 +125,7 @@ class RankLoop:
             return
         moves, result.moves_done = result.moves_done, []
         drawn = zlib.crc32(result.tokens.tobytes())
-        self._link.send(wire.Done(step, drawn, moves, encode(result) if self._rank == 0 else b""))
+        self._link.send(wire.Done(step, drawn, moves, encode(result) if self._reports else b""))
 
 
 def _waits_for_masks(handle: Any) -> bool:
@@ -168,7 +183,7 @@ def _start(link: Link, start: wire.Start) -> RankLoop:
     torch.set_num_threads(start.threads)
     config, files, model = child.model_of(start)
     platform, config, backend = _place(config, start)
-    ranks = Ranks(tp_rank=start.rank, tp_size=start.size)
+    ranks = Ranks.at(start.rank, config.tensor_parallel_size, config.pipeline_parallel_size, config.stage_layers)
     join(ranks, Path(start.rendezvous), backend, JOIN_SECONDS)
     before = platform.free_memory()
     doing = "while the model was loaded and a first step tried"
@@ -194,7 +209,7 @@ def _start(link: Link, start: wire.Start) -> RankLoop:
             raise
         raise no_room(error, worker.needs, platform, doing) from error
     link.send(_ready(worker))
-    return RankLoop(link, worker, LocalExecutor(worker, can_give_up=False), start.rank)
+    return RankLoop(link, worker, LocalExecutor(worker, can_give_up=False), ranks)
 
 
 def _blocks(link: Link) -> int:
@@ -226,7 +241,8 @@ def _place(config: EngineConfig, start: wire.Start) -> tuple[Platform, EngineCon
     if platform.device.type == "cpu":
         share["cpu_kv_cache_share"] = config.cpu_kv_cache_share / size
     elif size > torch.cuda.device_count():  # several to a card, which NCCL refuses and gloo cannot capture
-        share |= {"gpu_memory_utilization": config.gpu_memory_utilization / size, "enforce_eager": True}
+        eager = config.enforce_eager or config.tensor_parallel_size > 1  # between stages nothing is captured
+        share |= {"gpu_memory_utilization": config.gpu_memory_utilization / size, "enforce_eager": eager}
         backend = "gloo"
     return platform, dataclasses.replace(config, **share), backend
 

@@ -94,10 +94,10 @@ class Done(msgspec.Struct, tag=True):
 
     step: int
     drawn: int
-    """A checksum of its tokens: every rank must have drawn the same."""
+    """A checksum of its tokens: every rank of the last stage must have drawn the same."""
     moves_done: list[MovesDone]
     result: bytes = b""
-    """From the first rank alone."""
+    """From the first rank of the last stage alone."""
 
 
 class Failed(msgspec.Struct, tag=True):
@@ -108,7 +108,7 @@ class Failed(msgspec.Struct, tag=True):
     """The error's class."""
     message: str
     collectives: int
-    """How many this rank has begun. Where all ranks failed at the same one, they can go on together."""
+    """How many this rank has begun. Where all ranks of a stage failed at the same one, they can go on together."""
 
 
 class ExpertCounts(msgspec.Struct, tag=True):

@@ -50,14 +50,13 @@ class CausalLM(Protocol):
 
 def stage_layers(build: Build) -> range:
     """The layers of this pipeline stage; each stage must have one."""
-    layers = build.ranks.layers(build.config.num_layers)
-    if not layers:
+    if build.config.num_layers < build.ranks.pp_size:
         raise ConfigError(
             f"{build.config.num_layers} layers cannot fill {build.ranks.pp_size} pipeline stages",
             "pipeline_parallel_size",
             build.ranks.pp_size,
         )
-    return layers
+    return build.ranks.layers(build.config.num_layers)
 
 
 def in_other_stage(name: str, prefix: str, build: Build) -> bool:

@@ -55,6 +55,7 @@ class Collector:
         outputs.tokens += tokens
         known = self._rows.known[rows] + 1
         self._rows.known[rows] = known
+        self._rows.held[rows] = False
         for i in np.flatnonzero((known - 1) % self._tables.block_size == 0).tolist():
             self._ledger.publish_output(flight.draws[i])
         for i in np.flatnonzero(result.stopped | (known >= self._rows.limit[rows])).tolist():
@@ -115,6 +116,7 @@ class Collector:
         self._stats.generated_tokens += len(tokens)
         if request.row >= 0:
             self._rows.known[request.row] = request.known
+            self._rows.held[request.row] = False
             # One token was counted on at launch. All but a row's last token are computed, however many came.
             self._rows.bound[request.row] += len(tokens) - 1
             self._rows.computed[request.row] += len(tokens) - 1

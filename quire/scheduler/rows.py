@@ -39,7 +39,10 @@ class Rows:
         self.is_beam = np.zeros(size, np.bool_)
         """What follows the row's tokens is chosen by the host, after each draw."""
         self.held = np.zeros(size, np.bool_)
-        """…and it has drawn: there is nothing to compute until the choice is made."""
+        """…and it has drawn: there is nothing to compute until the choice is made. With waves, the same for any row:
+        until its draw is collected."""
+        self.planned = np.zeros(size, np.int64)
+        """The last step the row has drawn in."""
         self.began = np.full(size, NEVER, np.int64)
         """Requests that had come in all when the row's first token was there."""
         self.epoch = np.zeros(size, np.int64)

@@ -51,8 +51,13 @@ class Scheduler:
         pacer: Pacer | None = None,
         tiers: Tiers | None = None,
         sessions: SessionKeeper | None = None,
+        waves: int | None = None,
     ) -> None:
-        """`tiers`: where blocks go that the device has no room for. `sessions`: what keeps some of them.
+        """`waves`: the device is a pipeline that so many plans go through at once. A row is then in one of them, until
+        what it has drawn is collected; its share of the rows decodes in each. None: one plan follows the other, and
+        the next may have rows whose draws only the device knows.
+
+        `tiers`: where blocks go that the device has no room for. `sessions`: what keeps some of them.
 
         `groups`: told to the device where its attention reads shared blocks once for all. `pacer`: bounds what
         prompts add to the time of a step that others wait for; without one, tokens are all that is counted."""
@@ -68,7 +73,8 @@ class Scheduler:
         self._space = Space(self.ledger, self._moving, tiers, self._flights)
         self._admission = Admission(self.ledger, self._space, self._moving, token_budget, chunked_prefill, clock)
         self._turn = self._admission.turn
-        self._writer = PlanWriter(self.ledger, self._moving, clock)
+        self._waves = waves
+        self._writer = PlanWriter(self.ledger, self._moving, clock, holds=waves is not None)
         self._branching = Branching(self.ledger)
         self._collector = Collector(self.ledger, self._branching)
         self.stats = self.ledger.stats
@@ -200,6 +206,8 @@ class Scheduler:
         """Every row that waits for its next token, each with a slot to write to."""
         rows = self.rows
         ready = np.flatnonzero(rows.decoding & ~rows.held & (rows.bound < rows.limit))
+        if self._waves is not None:
+            ready = self._wave_of(ready, self._waves)
         if len(ready) > self._budget:
             ready = np.array(sorted(ready.tolist(), key=self._rank_of_row)[: self._budget], np.int64)
         short = ready[rows.bound[ready] > rows.capacity[ready]]
@@ -210,6 +218,18 @@ class Scheduler:
         if not self._give_slots(draft, sorted(in_need, key=self.policy.rank)):
             return ready[:0]  # one row is left, and the blocks it needs are on their way
         return ready
+
+    def _wave_of(self, ready: NDArray[np.int64], waves: int) -> NDArray[np.int64]:
+        """Of these rows those that have waited longest, and no more than one of so many plans is to have."""
+        most = -(-int(np.count_nonzero(self.rows.decoding)) // waves)
+        if len(ready) <= most:
+            return ready
+        return np.sort(ready[np.argsort(self.rows.planned[ready], kind="stable")[:most]])
+
+    @property
+    def knows_draws(self) -> bool:
+        """Whether every token before a row's next one is known when that is planned."""
+        return self._waves is not None
 
     def _rank_of_row(self, row: int) -> Any:
         return self.policy.rank(self.rows.requests[row])  # type: ignore[arg-type]
@@ -266,6 +286,8 @@ class Scheduler:
     def _prompt_budget(self, decodes: NDArray[np.int64]) -> int:
         """Prompt tokens this step may have: what the decodes leave, and no more than they can wait for."""
         budget = self._budget - len(decodes)
+        if self._waves is not None and self._flights:
+            decodes = np.flatnonzero(self.rows.decoding)  # those in the plans before wait for this one too
         if self._pacer is None or not len(decodes):
             return budget
         first = min(self.ledger.prefilling, key=self._turn, default=None)

@@ -19,8 +19,15 @@ class PlanWriter:
     """Numbers the plans, and tells each one what the device does not know yet."""
 
     def __init__(
-        self, ledger: Ledger, moving: Moving | None = None, clock: Callable[[], float] = time.monotonic
+        self,
+        ledger: Ledger,
+        moving: Moving | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        holds: bool = False,
     ) -> None:
+        """`holds`: a row is planned again when its draw is collected, and the plan says what was drawn; else the
+        device has it."""
+        self._holds = holds
         self._ledger = ledger
         self._moving = moving
         self._clock = clock
@@ -84,7 +91,8 @@ class PlanWriter:
         self._ledger.branches = {}
         self._reset = False
         beams = rows.is_beam[targets]
-        rows.held[targets] = beams
+        rows.held[targets] = beams | self._holds
+        rows.planned[targets] = plan.step
         epochs = rows.epoch[targets]
         return plan, Flight(
             plan.step, requests, draws, targets, epochs, len(decodes), bool(beams.any()), len(tokens), self._clock(),
@@ -93,14 +101,13 @@ class PlanWriter:
 
     def _forced(self, decodes: NDArray[np.int64], ready: list[Request]) -> list[tuple[int, int]]:
         """Beams continue with what was chosen for them, where the device has what it would have drawn; rows that have
-        just joined, with their last token, of which it knows nothing."""
+        just joined, with their last token, of which it knows nothing; and all rows where only some ranks draw."""
         rows = self._ledger.rows
-        forced = [(request.row, request.tokens(request.known - 1, request.known)[0]) for request in ready]
-        for row in decodes[rows.is_beam[decodes]].tolist():
-            beam = rows.requests[row]
-            assert beam is not None
-            forced.append((row, beam.tokens(beam.known - 1, beam.known)[0]))
-        return forced
+        if self._holds:
+            told = [rows.requests[row] for row in decodes.tolist()]
+        else:
+            told = [*ready, *(rows.requests[row] for row in decodes[rows.is_beam[decodes]].tolist())]
+        return [(request.row, request.tokens(request.known - 1, request.known)[0]) for request in told if request]
 
     def _groups(self) -> list[PrefixGroup] | None:
         """Rows that begin alike, if the device knows other ones."""

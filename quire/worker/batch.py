@@ -37,6 +37,8 @@ class StepInputs:
     tokens: torch.Tensor
     positions: torch.Tensor
     attention: AttentionInputs
+    hidden: torch.Tensor | None = None
+    """What the pipeline stage before has made of the tokens; None on the first."""
 
 
 class StepDraws(Protocol):
@@ -84,6 +86,8 @@ class DeviceBatch:
         self._next_step = 0
         self.is_broken = False
         """A step failed on the way: the rows may have missed some of its plan."""
+        self.given: torch.Tensor | None = None
+        """Where hidden states of the pipeline stage before arrive, if there is one."""
         self._drawn: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
         self._picks = self._draw_rows = torch.empty(0)
 
@@ -227,7 +231,10 @@ class DeviceBatch:
             max_query_len=longest,
             max_context_len=plan.max_context,
         )
-        return StepInputs(tokens, positions, attention)
+        return StepInputs(tokens, positions, attention, self._given(total))
+
+    def _given(self, tokens: int) -> torch.Tensor | None:
+        return None if self.given is None else self.given[:tokens]
 
     def last_tokens(self, plan: StepPlan, inputs: StepInputs) -> LastTokens:
         """The tokens that something is drawn from; where nothing is, any one will do."""

@@ -18,7 +18,7 @@ from quire.worker.device_groups import DeviceGroups
 from quire.worker.kv import KVCache
 
 IN_FLIGHT = 8
-"""Plans and results that have a buffer of their own: more than are ever in flight."""
+"""Plans and results that have a buffer of their own: more than are ever in flight, but where stages are many."""
 STOP_IDS = 8
 
 
@@ -60,8 +60,9 @@ class CudaBatch(DeviceBatch):
 
     def __init__(
         self, max_rows: int, max_tokens_per_row: int, vocab_size: int, kv: KVCache, device: torch.device,
-        max_step_tokens: int,
+        max_step_tokens: int, in_flight: int = IN_FLIGHT,
     ) -> None:  # fmt: skip
+        """`in_flight`: more plans than are ever in flight."""
         super().__init__(max_rows, max_tokens_per_row, vocab_size, kv, device)
         self.pad_row = max_rows
         self._on_gpu = device.type == "cuda"
@@ -78,9 +79,9 @@ class CudaBatch(DeviceBatch):
             draw_rows=ints(max_rows),
             slot=ints(1),
         )
-        self.groups = DeviceGroups(max_rows, device, IN_FLIGHT)
-        self._packed = [self._pinned(4 * max_step_tokens) for _ in range(IN_FLIGHT)]
-        self.results = self._pinned(IN_FLIGHT, 2, max_rows)
+        self.groups = DeviceGroups(max_rows, device, in_flight)
+        self._packed = [self._pinned(4 * max_step_tokens) for _ in range(in_flight)]
+        self.results = self._pinned(in_flight, 2, max_rows)
         self._result_values = self.results.numpy()
         self._slot = 0
         self._workspace = workspace(max_rows, vocab_size, device)
@@ -96,7 +97,7 @@ class CudaBatch(DeviceBatch):
         if plan.reset and self._on_gpu:
             torch.cuda.synchronize(self._device)  # a failed step may still be reading what the next one writes
         self._begin(plan)
-        self._slot = (self._slot + 1) % IN_FLIGHT
+        self._slot = (self._slot + 1) % len(self._packed)
         added = {new.row for new in plan.add}
         drop = [row for row in plan.drop if row not in added]
         ends = np.cumsum(plan.counts, dtype=np.int32)
@@ -179,7 +180,7 @@ class CudaBatch(DeviceBatch):
             rows=self.buffers.rows[:rows],
             groups=self.groups.inputs if grouped else None,
         )
-        return StepInputs(longs[0], longs[1], attention)
+        return StepInputs(longs[0], longs[1], attention, self._given(tokens))
 
     def last_of(self, draws: int, inputs: StepInputs) -> LastTokens:
         rows = self.buffers.draw_rows[:draws]

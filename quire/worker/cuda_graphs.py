@@ -44,9 +44,11 @@ class CudaGraphs:
     """Runs the model on a GPU."""
 
     def __init__(
-        self, model: CausalLM, batch: CudaBatch, max_rows: int, enabled: bool, reads_groups: bool = False
-    ) -> None:
-        """`reads_groups`: whether there will be steps with groups; their kernels are loaded by `capture` then."""
+        self, model: CausalLM, batch: CudaBatch, max_rows: int, enabled: bool, reads_groups: bool = False,
+        draws: bool = True,
+    ) -> None:  # fmt: skip
+        """`reads_groups`: whether there will be steps with groups; their kernels are loaded by `capture` then.
+        `draws`: whether this is the last pipeline stage; others have no steps but forward passes."""
         self._model = model
         self._batch = batch
         self._kv = batch.kv.layers
@@ -55,6 +57,7 @@ class CudaGraphs:
         self._stream = torch.cuda.Stream() if enabled else None
         self._pool = torch.cuda.graph_pool_handle() if enabled else None
         self._reads_groups = reads_groups
+        self._draws = draws
         self._steps: dict[Shape, torch.cuda.CUDAGraph] = {}
         self._forwards: dict[Shape, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
         self._mixed_steps: dict[MixedShape, torch.cuda.CUDAGraph] = {}
@@ -90,13 +93,27 @@ class CudaGraphs:
         starts = torch.arange(shape.rows + 1, dtype=torch.int32, device=buffers.rows.device).clamp(max=shape.decodes)
         starts[-1] = shape.decodes + shape.tokens
         buffers.query_starts[: shape.rows + 1] = starts
-        self._mixed_steps[shape] = self._captured(lambda: self._mixed_step(shape), warm_up=True)
+        if self._draws:
+            self._mixed_steps[shape] = self._captured(lambda: self._mixed_step(shape), warm_up=True)
+        else:
+            self._mixed_forwards[shape] = self._captured_pass(lambda: self._mixed_forward(shape), warm_up=True)
 
     @torch.inference_mode()
     def _capture_step(self, shape: Shape) -> None:
         """Kernels are loaded by a run over padding rows, which write to the null block and nowhere else."""
         self._batch.buffers.rows.fill_(self._batch.pad_row)
-        self._steps[shape] = self._captured(lambda: self._step(shape), warm_up=True)
+        if self._draws:
+            self._steps[shape] = self._captured(lambda: self._step(shape), warm_up=True)
+        else:
+            self._forwards[shape] = self._captured_pass(lambda: self._forward(shape), warm_up=True)
+
+    def _captured_pass(
+        self, run: Callable[[], torch.Tensor], warm_up: bool = False
+    ) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+        """A graph, and where its hidden states are."""
+        hidden: list[torch.Tensor] = []
+        graph = self._captured(lambda: hidden.append(run()), warm_up)
+        return graph, hidden[-1]
 
     def _captured(self, run: Callable[[], object], warm_up: bool = False) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
@@ -130,11 +147,13 @@ class CudaGraphs:
         self._batch.draw(self._model.logits(hidden), self._batch.buffers.draw_rows[: shape.draws], 0, filtered=False)
 
     def _mixed_forward(self, shape: MixedShape) -> torch.Tensor:
-        """Hidden states that something is drawn from, one a draw."""
-        batch, tokens = self._batch, shape.decodes + shape.tokens
+        """Hidden states that something is drawn from, one a draw; of all tokens where another stage follows."""
+        batch, tokens = self._batch, shape.num_tokens
         context = LONG_CONTEXT + 1 if shape.is_long else 1
         inputs = batch.empty_inputs(shape.rows, tokens, shape.decodes, shape.tokens, context, shape.grouped)
         batch.expand(inputs)
+        if not self._draws:
+            return self.forward(inputs)
         if not getattr(self._model, "narrows", False):
             return self.forward(inputs)[batch.buffers.picks[: shape.draws]]
         inputs.attention.last = batch.last_of(shape.draws, inputs)
@@ -157,9 +176,7 @@ class CudaGraphs:
     def run_forward(self, rows: int) -> torch.Tensor:
         shape = (rows, self._batch.groups.exist)
         if shape not in self._forwards:
-            hidden: list[torch.Tensor] = []
-            graph = self._captured(lambda: hidden.append(self._forward(shape)))
-            self._forwards[shape] = (graph, hidden[0])
+            self._forwards[shape] = self._captured_pass(lambda: self._forward(shape))
         graph, states = self._forwards[shape]
         graph.replay()
         return states
@@ -183,9 +200,7 @@ class CudaGraphs:
 
     def run_mixed_forward(self, shape: MixedShape) -> torch.Tensor:
         if shape not in self._mixed_forwards:
-            hidden: list[torch.Tensor] = []
-            graph = self._captured(lambda: hidden.append(self._mixed_forward(shape)))
-            self._mixed_forwards[shape] = (graph, hidden[0])
+            self._mixed_forwards[shape] = self._captured_pass(lambda: self._mixed_forward(shape))
         graph, states = self._mixed_forwards[shape]
         graph.replay()
         return states
@@ -197,7 +212,7 @@ class CudaGraphs:
         self._stops = self._batch.stop_ids
 
     def forward(self, step: StepInputs) -> torch.Tensor:
-        return self._model.forward(step.tokens, step.positions, self._kv, step.attention)
+        return self._model.forward(step.tokens, step.positions, self._kv, step.attention, step.hidden)
 
 
 def _next_rung(rungs: Sequence[int]) -> list[int]:

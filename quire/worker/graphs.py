@@ -6,6 +6,7 @@ but the number of rows, so the device can learn it over buffers that stay, and l
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -73,7 +74,8 @@ class Graphs(Protocol):
         ...
 
     def run_mixed_forward(self, shape: MixedShape) -> torch.Tensor:
-        """Its forward pass alone: one hidden state a draw, valid until the next step."""
+        """Its forward pass alone: one hidden state a draw (on the last pipeline stage; else one a token, padding too),
+        valid until the next step."""
         ...
 
     def forward(self, step: StepInputs) -> torch.Tensor:
@@ -118,7 +120,7 @@ class DecodeGraphs:
         inputs = step.attention
         rows = inputs.num_rows
         if not self._enabled or rows > MOST_ROWS or inputs.num_decodes < rows:
-            return self._model.forward(step.tokens, step.positions, self._kv, inputs)
+            return self._model.forward(step.tokens, step.positions, self._kv, inputs, step.hidden)
         # A graph has the number of threads in it: one per number of rows and threads.
         key = (rows, torch.get_num_threads())
         graph = self._graphs.get(key)
@@ -140,7 +142,9 @@ class DecodeGraphs:
             max_query_len=1,
             max_context_len=given.max_context_len,
         )
-        hidden, replay = self._ops.capture(lambda: self._model.forward(tokens, positions, self._kv, inputs))
+        # What comes from the stage before stays where it is.
+        run = functools.partial(self._model.forward, tokens, positions, self._kv, inputs, step.hidden)
+        hidden, replay = self._ops.capture(run)
         if replay is None:
             self._enabled = False  # this model, or this device, cannot be learned
         else:

@@ -41,6 +41,11 @@ class MixedShape:
         return self.decodes + PROMPTS + 1
 
     @property
+    def num_tokens(self) -> int:
+        """All of a step's, the padding's too."""
+        return self.decodes + self.tokens
+
+    @property
     def draws(self) -> int:
         return self.decodes + PROMPTS
 

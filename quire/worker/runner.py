@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from quire.distributed.pipeline import Pipeline
 from quire.messages.plan import PromptLogprobs, StepMasks, StepPlan, StepResult, TokenLogprobs
 from quire.models.base import CausalLM
 from quire.worker.batch import DeviceBatch, StepDraws, StepInputs
@@ -15,6 +16,7 @@ from quire.worker.extras import RowKind
 from quire.worker.graphs import Graphs
 from quire.worker.logits import LogitsProcessor
 from quire.worker.logprobs import top_logprobs
+from quire.worker.mixed_steps import MixedShape
 from quire.worker.moves import Mover
 from quire.worker.pooling import Vectors, pool
 from quire.worker.sampler import Sampler
@@ -75,8 +77,17 @@ class Runner:
     """Runs plans on one device."""
 
     def __init__(
-        self, model: CausalLM, batch: DeviceBatch, graphs: Graphs, processors: Sequence[LogitsProcessor] = ()
+        self,
+        model: CausalLM,
+        batch: DeviceBatch,
+        graphs: Graphs,
+        processors: Sequence[LogitsProcessor] = (),
+        pipeline: Pipeline | None = None,
     ) -> None:
+        """`pipeline`: the ways to the stages before and after this one, where the model has several."""
+        self._pipeline = pipeline
+        if pipeline is not None:
+            batch.given = pipeline.given
         self._model = model
         self._graphs = graphs
         self.batch = self._batch = batch
@@ -91,6 +102,8 @@ class Runner:
             return self._launch(plan)
         except BaseException:
             self._batch.is_broken = True
+            if self._pipeline is not None:
+                self._pipeline.make_up()
             raise
 
     @torch.inference_mode()
@@ -110,13 +123,17 @@ class Runner:
     def _launch(self, plan: StepPlan) -> PendingStep:
         batch, graphs = self._batch, self._graphs
         kinds = self._batch.kinds
+        padded = graphs.padded_rows(plan) if len(plan.rows) else 0
+        mixed = graphs.mixed_shape(plan) if len(plan.rows) and not padded and self._can_be_padded(plan) else None
+        # Stages pad alike: what travels has the places that the padded plan gives it.
+        num_tokens = plan.num_tokens if mixed is None else mixed.num_tokens
+        if self._pipeline is not None and len(plan.rows):
+            self._pipeline.begin(num_tokens)
         if self._unsupplied is not None and not plan.reset:
             raise RuntimeError(f"plan {plan.step} came while step {self._unsupplied.plan.step} waits for masks")
         self._unsupplied = None
         step = PendingStep(plan)
         step.mover = self.mover
-        padded = graphs.padded_rows(plan) if len(plan.rows) else 0
-        mixed = graphs.mixed_shape(plan) if len(plan.rows) and not padded and self._can_be_padded(plan) else None
         batch.apply(plan if mixed is None else graphs.padded(plan, mixed), padded)
         if self.mover is not None:
             if plan.reset:
@@ -125,6 +142,10 @@ class Runner:
                 self.mover.start(plan.step, plan.moves)
         if not len(plan.rows):
             step.draws = batch.nothing_drawn()
+            return step
+        if self._pipeline is not None and not self._pipeline.is_last:
+            self._pipeline.send(self._pass(plan, padded, mixed)[:num_tokens])
+            step.draws = batch.result(0)
             return step
         if padded and not (kinds[plan.rows] & ~(RowKind.RANDOM | RowKind.PROMPT_LOGPROBS)).any():
             graphs.run_step(padded)
@@ -153,6 +174,16 @@ class Runner:
         else:
             self._finish(step, hidden)
         return step
+
+    def _pass(self, plan: StepPlan, padded: int, mixed: MixedShape | None) -> torch.Tensor:
+        """Hidden states of all tokens, for the stage that follows."""
+        if mixed is not None:
+            return self._graphs.run_mixed_forward(mixed)
+        if padded:
+            return self._graphs.run_forward(padded)
+        inputs = self._batch.inputs(plan)
+        self._batch.fork(plan.forks)
+        return self._graphs.forward(inputs)
 
     def _finish(self, step: PendingStep, hidden: torch.Tensor, masks: StepMasks | None = None) -> None:
         """Draw, and start the copy of what was drawn."""

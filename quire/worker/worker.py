@@ -12,6 +12,7 @@ import torch
 
 from quire.config import EngineConfig
 from quire.distributed.groups import Ranks
+from quire.distributed.pipeline import Pipeline
 from quire.layers.attention.registry import attention_backend
 from quire.layers.expert_placement import Placement
 from quire.layers.moe import expert_counts, forget_counts, rearrange_experts, serve_others
@@ -98,13 +99,17 @@ class Worker:
         self.mover: Mover | None = None
         """Copies blocks to host memory and back, where there is such a tier; known once the cache is made."""
         self.needs = MemoryNeeds.of(self.model, config, model, max_model_len, max_rows, max_tokens)
+        self._pipeline: Pipeline | None = None
+        if ranks.pp_size > 1:
+            most = max_tokens + max_rows  # a step that is padded may have more than it was planned with
+            self._pipeline = Pipeline(ranks, model.hidden_size, most, self.needs.dtype, self._device)
         self._host_memory = self._start_host_memory()
         trial = self._make_runner(2, enabled=False) if self._device.type == "cuda" else None
         warming = self._start_compiling(trial)
         self._done("model")
         targets = collect_targets(self.model)  # type: ignore[arg-type]
         checkpoint = open_checkpoint(files, config.load_format, targets=targets, seed=config.seed)
-        load_weights(targets, self.model.ignores, checkpoint, progress=ranks.tp_rank == 0)
+        load_weights(targets, self.model.ignores, checkpoint, progress=ranks.rank == 0)
         self._done("weights")
         if warming is not None:
             warming.wait()
@@ -159,19 +164,22 @@ class Worker:
             width = batch.block_table.shape[1]
             # A tape holds native calls alone, no collectives.
             enabled = enabled and self._ranks.tp_size == 1 and not self._config.steps_together
-            return Runner(self.model, batch, DecodeGraphs(self.model, kv.layers, self._ops, width, enabled), processors)
-        from quire.worker.cuda_batch import CudaBatch
+            decodes = DecodeGraphs(self.model, kv.layers, self._ops, width, enabled)
+            return Runner(self.model, batch, decodes, processors, self._pipeline)
+        from quire.worker.cuda_batch import IN_FLIGHT, CudaBatch
         from quire.worker.cuda_graphs import CudaGraphs
 
         on_gpu = self._device.type == "cuda"  # or in Triton's interpreter
         cuda_batch = CudaBatch(
-            self._max_rows, self._max_model_len, self._vocab_size, kv, self._device, self._max_tokens
-        )
+            self._max_rows, self._max_model_len, self._vocab_size, kv, self._device, self._max_tokens,
+            max(IN_FLIGHT, self._ranks.pp_size + 2),
+        )  # fmt: skip
         # What is sent to other replicas' experts depends on the tokens: the host must know how much it is.
         enabled = enabled and self._graph_safe and on_gpu and not self._config.steps_together
-        graphs = CudaGraphs(self.model, cuda_batch, self._max_rows, enabled, self.reads_groups)
+        draws = self._ranks.is_last_stage
+        graphs = CudaGraphs(self.model, cuda_batch, self._max_rows, enabled, self.reads_groups, draws)
+        runner = Runner(self.model, cuda_batch, graphs, processors, self._pipeline)
         graphs.capture()
-        runner = Runner(self.model, cuda_batch, graphs, processors)
         if enabled:  # torch keeps the memory of a large step for the next one, and asks the driver no more
             runner.launch(self._largest_plan()).result()
         return runner

@@ -26,7 +26,8 @@ VALUES = {
     "pipeline_depth": 4,
     "tensor_parallel_size": 2,
     "distributed_executor_backend": "mp",
-    "pipeline_parallel_size": 1,
+    "pipeline_parallel_size": 3,
+    "pipeline_layers": "7,9",
     "gpu_memory_utilization": 0.5,
     "cpu_kv_cache_share": 0.125,
     "max_step_stretch": 1.5,
@@ -37,6 +38,7 @@ VALUES = {
 NEEDS = {
     **{key: {"scheduling_policy": "fair"} for key in ("tenant_weights", "tenant_max_rows", "tenant_max_blocks")},
     "num_redundant_experts": {"enable_expert_parallel": True},
+    "pipeline_layers": {"pipeline_parallel_size": 2},
 }
 """Fields that mean something only beside others."""
 ROOT = Path(__file__).parents[2]

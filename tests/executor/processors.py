@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 
 import torch
 
@@ -26,4 +27,17 @@ class FailsOnce:
         rank = distributed.get_rank() if distributed.is_initialized() else 0
         if self.calls == 3 and params.extra_args["fails"] in (rank, "everywhere"):
             raise RuntimeError(f"a processor that fails, in {os.getpid()}")
+        return logits
+
+
+class TakesLong:
+    """Does nothing, slowly. Only ranks that draw call it."""
+
+    def applies(self, params: SamplingParams) -> bool:
+        return "seconds" in (params.extra_args or {})
+
+    def apply(
+        self, logits: torch.Tensor, prompt: torch.Tensor, output: torch.Tensor, params: SamplingParams
+    ) -> torch.Tensor:
+        time.sleep(params.extra_args["seconds"])
         return logits

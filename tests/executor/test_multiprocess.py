@@ -133,7 +133,6 @@ def test_a_rank_that_cannot_start_says_why(tiny_model: Path) -> None:
         ({"tensor_parallel_size": 2, "distributed_executor_backend": "uni"}, "'uni' is one rank"),
         ({"distributed_executor_backend": "ray"}, "must be one of uni, mp; got 'ray'"),
         ({"tensor_parallel_size": 2, "kv_disk": "somewhere"}, "kv_disk is not implemented yet"),
-        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size must be 1"),
     ],
 )
 def test_what_cannot_be_is_said_in_a_line(settings: dict[str, Any], message: str, tiny_model: Path) -> None:

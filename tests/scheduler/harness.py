@@ -182,6 +182,7 @@ class Launched:
     result: StepResult
     requests: set[str]
     failed: bool
+    draws: set[Key] = field(default_factory=set)
 
 
 class CheckingExecutor:
@@ -198,7 +199,10 @@ class CheckingExecutor:
         yields_nothing: Callable[[Key, int], bool] = lambda key, position: False,
         is_invalid: Callable[[Key, int], bool] = lambda key, position: False,
         host_slots: int = 0,
+        draws_elsewhere: bool = False,
     ) -> None:
+        """`draws_elsewhere`: this is a pipeline stage that learns what was drawn from plans alone."""
+        self.draws_elsewhere = draws_elsewhere
         self.block_size = block_size
         self.max_rows = max_rows
         self.token_budget = token_budget
@@ -269,7 +273,9 @@ class CheckingExecutor:
         self._verify_reads(plan)
         self._verify_groups(plan)
         self._fork(plan)
-        return self._launched(self._draw(plan), requests, failed=False)
+        launched = self._launched(self._draw(plan), requests, failed=False)
+        launched.draws = {(self.rows[row].request, self.rows[row].sample) for row in plan.sample_rows.tolist()}
+        return launched
 
     def _launched(self, result: StepResult, requests: set[str], failed: bool) -> Launched:
         self.pending.append(Launched(result, requests, failed))
@@ -322,6 +328,11 @@ class CheckingExecutor:
         assert all(0 <= row < self.max_rows for row in rows)
         assert (plan.counts > 0).all() and (plan.counts[: plan.num_decodes] == 1).all()
         assert len(set(plan.sample_rows.tolist())) == len(plan.sample_rows), "a row draws twice"
+        if self.draws_elsewhere and not plan.reset:
+            computing = {(self.rows[row].request, self.rows[row].sample) for row in rows if row in self.rows}
+            drawing = {key for launched in self.pending for key in launched.draws}
+            gone = {(self.rows[row].request, self.rows[row].sample) for row in plan.drop}
+            assert not (computing - gone) & drawing, "a row computes again before its draw is known"
 
     def _apply_differences(self, plan: StepPlan) -> None:
         for row in plan.drop:
@@ -365,7 +376,7 @@ class CheckingExecutor:
                 if not state.active:
                     continue  # to block 0: nobody reads it
                 assert start == state.num_tokens - 1, f"{state} decodes, but {start} tokens are computed"
-                if row in added:
+                if row in added or self.draws_elsewhere:
                     assert forced[row] == truth.tokens[start], f"{state} joins with another token than its last"
             else:
                 assert given[at : at + count] == truth.tokens[start : start + count], f"wrong tokens for {state}"
@@ -525,6 +536,7 @@ class Bench:
         host_slots: int = 0,
         disk: MemoryDisk | None = None,
         sessions: Path | None = None,
+        waves: int | None = None,
     ) -> None:
         """`least_shared`: tokens rows must have in common, and save together, to be told as a group. `host_slots`,
         `disk`: tiers below the device. `sessions`: a folder to keep them in."""
@@ -532,12 +544,13 @@ class Bench:
         self.keys = ContentKeys(block_size, b"model")
         self.tables = BlockTables(blocks + 1, block_size, prefix_caching)
         self.device = CheckingExecutor(
-            blocks + 1, block_size, max_rows, budget, draws, fails, yields_nothing, is_invalid, host_slots
-        )
+            blocks + 1, block_size, max_rows, budget, draws, fails, yields_nothing, is_invalid, host_slots,
+            waves is not None,
+        )  # fmt: skip
         self.tiers = self._make_tiers(host_slots, disk) if host_slots else None
         self.scheduler = Scheduler(
             self.tables, make_policy(policy, config), self.keys, max_rows, budget, chunked, clock=lambda: self.now,
-            groups=PrefixGroups(block_size, least_shared, least_shared), tiers=self.tiers,
+            groups=PrefixGroups(block_size, least_shared, least_shared), tiers=self.tiers, waves=waves,
         )  # fmt: skip
         if self.scheduler.ledger.moving is not None:
             self.scheduler.ledger.moving.least_swap = 1

@@ -36,6 +36,8 @@ class Weather:
     disk: int = 0
     """Blocks on disk."""
     config: EngineConfig | None = None
+    waves: bool = False
+    """The device is a pipeline of as many stages as plans are in flight."""
 
 
 class Storm:
@@ -49,6 +51,7 @@ class Storm:
             weather.prefix_caching, weather.chunked, ending, self._fails, self._yields_nothing,
             config=weather.config, host_slots=weather.host,
             disk=MemoryDisk(weather.disk, seed) if weather.disk else None,
+            waves=weather.depth + 1 if weather.waves else None,
         )  # fmt: skip
         self.bench.device.keep_plans = False
         self.cuts: dict[tuple[str, int], int] = {}
@@ -233,6 +236,16 @@ TIERED = [
 ]
 
 
+PIPELINED = [
+    Weather(waves=True, depth=1),
+    Weather(waves=True, depth=3, rows=9, policy="priority"),
+    Weather(waves=True, depth=2, blocks=22, budget=9, chunked=False),
+    Weather(waves=True, depth=1, blocks=25, failure_rate=0.02, empty_rate=0.1),
+    Weather(waves=True, depth=2, blocks=30, host=30, failure_rate=0.01),
+    Weather(waves=True, depth=1, rows=1, block_size=1, blocks=90),
+]
+
+
 def describe(weather: Weather) -> str:
     unusual = {name: value for name, value in vars(weather).items() if value != getattr(Weather, name)}
     return "-".join(f"{name}={value}" for name, value in unusual.items()) or "plain"
@@ -284,6 +297,11 @@ def test_tiers_below(weather: Weather) -> None:
     assert storm.bench.tiers is not None and storm.bench.tiers.saved
 
 
+@pytest.mark.parametrize("weather", PIPELINED, ids=describe)
+def test_plans_through_a_pipeline(weather: Weather) -> None:
+    Storm(weather, requests=120, seed=5).run()
+
+
 @pytest.mark.parametrize("seed", range(16))
 def test_any_weather_with_tiers(seed: int) -> None:
     Storm(random_weather(seed, tiered=True), requests=60, seed=seed).run()
@@ -296,7 +314,7 @@ def test_any_weather(seed: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [100])
-@pytest.mark.parametrize("weather", MIXED + TIGHT + FAILING + TIERED, ids=describe)
+@pytest.mark.parametrize("weather", MIXED + TIGHT + FAILING + TIERED + PIPELINED, ids=describe)
 def test_long_storm(weather: Weather, seed: int) -> None:
     Storm(weather, requests=3000, seed=seed).run()
 

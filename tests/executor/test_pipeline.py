@@ -1,0 +1,212 @@
+"""A model in stages, several plans under way: the same tokens as in one process, and the stages work at once."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire import LLM, BeamSearchParams, SamplingParams
+from quire.config import EngineConfig
+from quire.distributed.groups import Ranks, spread
+from quire.errors import ConfigError, EngineDeadError
+from quire.executor.multiprocess import MultiprocessExecutor
+from tests.engine.test_tiers_engine import weather
+from tests.executor.test_multiprocess import BEGIN, FAILS, MODELS, TIGHT, everything, is_running, metric, tokens
+from tests.models.harness import random_reference
+from tests.models.zoo import ZOO, _gpt2
+
+SLOW = "tests.executor.processors.TakesLong"
+SWAPS = {**TIGHT, "swap_space": 0.001}
+
+
+@pytest.fixture(autouse=True)
+def _nothing_stays_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Whatever a test does to its ranks, no file of theirs is left."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    yield
+    assert not list(tmp_path.glob("quire-ranks-*"))
+
+
+def all_of_it(llm: LLM) -> dict[str, Any]:
+    """`everything`, and what needs the host after each token, or keeps blocks between turns."""
+    found = everything(llm)
+    beams = llm.beam_search([BEGIN, BEGIN[:5]], BeamSearchParams(beam_width=3, max_tokens=9, ignore_eos=True))
+    found["beams"] = [[sequence.tokens for sequence in output.sequences] for output in beams]
+    session = llm.sessions.create("talk", BEGIN)
+    greedy = SamplingParams(temperature=0, max_tokens=7, ignore_eos=True)
+    found["a session"] = [list(session.generate(greedy).outputs[0].token_ids)]
+    session.suspend()
+    llm.reset_prefix_cache()
+    later = session.generate(greedy)
+    found["a session"] += [list(later.outputs[0].token_ids), later.num_cached_tokens]
+    llm.sessions.delete("talk")
+    return found
+
+
+@pytest.fixture(scope="module")
+def alone(tiny_model: Path) -> dict[str, Any]:
+    """What one process says."""
+    with LLM(str(tiny_model), **SWAPS) as llm:
+        return all_of_it(llm)
+
+
+def test_two_stages_say_what_one_process_says(alone: dict[str, Any], make_llm: Callable[..., LLM]) -> None:
+    llm = make_llm(**SWAPS, pipeline_parallel_size=2)
+    assert all_of_it(llm) == alone
+    assert alone["a session"][2] > 0
+    assert metric(llm, "num_preemptions") > 0
+    assert metric(llm, "prefix_cache_hits") > 0
+    facts = llm.llm_engine.facts
+    assert facts.device.startswith("2 × ")
+    assert facts.kv_bytes == 2 * facts.memory.cache
+
+
+def test_stages_of_two_ranks_each_say_it_too(alone: dict[str, Any], make_llm: Callable[..., LLM]) -> None:
+    assert all_of_it(make_llm(**SWAPS, pipeline_parallel_size=2, tensor_parallel_size=2)) == alone
+
+
+def test_a_stage_works_while_the_next_one_does_and_failures_are_the_same_as_in_one_process(
+    make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ahead: list[int] = []
+    collect = MultiprocessExecutor.collect
+
+    def watched(executor: MultiprocessExecutor, handle: int) -> Any:
+        result = collect(executor, handle)
+        # The first stage has told of the next step before the last stage has of this one.
+        ahead.append(0 in executor._answers.get(handle + 1, {}))
+        return result
+
+    monkeypatch.setattr(MultiprocessExecutor, "collect", watched)
+    llm = make_llm(**TIGHT, pipeline_parallel_size=2, logits_processors=[SLOW, FAILS])
+    prompts = [[3 + i, *BEGIN] for i in range(4)]
+    expected = tokens(llm, prompts)
+    ahead.clear()
+    assert tokens(llm, prompts, extra_args={"seconds": 0.02}) == expected
+    assert sum(ahead) > len(ahead) / 2, "while the last stage draws, the first one is done with the next plan"
+    # A step that fails in the last stage, with another behind it: everyone begins again, and nothing is mixed up.
+    assert tokens(llm, prompts, extra_args={"fails": "everywhere"}) == expected
+    pids = llm.llm_engine.core._executor.pids
+    params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+    for i in range(3):
+        llm.llm_engine.add_request(str(i), prompts[i], params)
+    for _ in range(5):
+        llm.llm_engine.step()
+    os.kill(pids[1], signal.SIGKILL)
+    with pytest.raises(EngineDeadError, match=rf"rank 1 of 2 \(pid {pids[1]}\) was killed by SIGKILL"):
+        while True:
+            llm.llm_engine.step()
+    assert not any(is_running(pid) for pid in pids)
+    llm.llm_engine.abort_request(["0", "1", "2"])
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"pipeline_parallel_size": 3}, "2 layers cannot fill 3 pipeline stages"),
+        ({"pipeline_parallel_size": 0}, "pipeline_parallel_size must be an integer of at least 1"),
+        ({"pipeline_parallel_size": 2, "pipeline_layers": "3,1"}, "sum up to the model's 2 layers; they sum up to 4"),
+        ({"pipeline_parallel_size": 2, "pipeline_layers": "2"}, "each of the 2 stages .* as 8,8; got '2'"),
+        ({"pipeline_parallel_size": 2, "pipeline_layers": [0, 2]}, "of at least 1 for each"),
+        ({"pipeline_parallel_size": 2, "pipeline_layers": "one,two"}, "got 'one,two'"),
+        ({"pipeline_layers": "1,1"}, "each of the 1 stages"),
+        ({"pipeline_parallel_size": 2, "distributed_executor_backend": "uni"}, "'uni' is one rank, pipeline_par"),
+        ({"pipeline_parallel_size": 2, "kv_disk": "somewhere"}, "kv_disk is not implemented yet"),
+    ],
+)
+def test_what_cannot_be_is_said_in_a_line(settings: dict[str, Any], message: str, tiny_model: Path) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        LLM(str(tiny_model), **TIGHT, **settings)
+    assert "\n" not in str(caught.value)
+
+
+def test_layers_are_spread_evenly_or_as_told() -> None:
+    assert [spread(24, 3), spread(30, 4), spread(31, 4), spread(7, 2)] == [
+        (8, 8, 8),
+        (7, 8, 8, 7),
+        (8, 8, 8, 7),
+        (4, 3),
+    ]
+    for stages in range(1, 9):
+        for layers in range(stages, 40):
+            counts = spread(layers, stages)
+            assert sum(counts) == layers and max(counts) - min(counts) <= 1 and counts[-1] == min(counts)
+    told = EngineConfig("m", pipeline_parallel_size=3, pipeline_layers=[2, 5, 1]).stage_layers
+    ranges = [Ranks.at(rank, 2, 3, told).layers(8) for rank in range(6)]
+    assert ranges == [range(2)] * 2 + [range(2, 7)] * 2 + [range(7, 8)] * 2
+
+
+STAGES = {
+    **{name: (config, 2, "") for name, config in MODELS.items()},
+    "gpt2 in three": (_gpt2(), 3, ""),
+    "llama-tied": (ZOO["llama-tied"], 2, ""),
+    "mixture in uneven stages": (ZOO["qwen3-moe-dense-layers"], 3, "1,3,1"),
+    "windows above": (ZOO["qwen2-upper-windows"], 2, "1,2"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2], ids=["one rank each", "two ranks each"])
+@pytest.mark.parametrize("name", STAGES)
+def test_architectures_in_stages(name: str, ranks: int, tmp_path: Path, make_llm: Callable[..., LLM]) -> None:
+    config, stages, layers = STAGES[name]
+    if ranks == 2 and name == "gpt2 in three":
+        pytest.skip("three heads")
+    random_reference(config).save_pretrained(tmp_path / "model")
+    prompts = [[(7 * i + 3 * j) % 97 for j in range(20 + 5 * i)] for i in range(4)]
+    settings = {**SWAPS, "skip_tokenizer_init": True}
+    one = make_llm(tmp_path / "model", **settings)
+    several = make_llm(
+        tmp_path / "model", **settings, pipeline_parallel_size=stages, pipeline_layers=layers or None,
+        tensor_parallel_size=ranks,
+    )  # fmt: skip
+    assert tokens(several, prompts) == tokens(one, prompts)
+    assert experts(several) == experts(one)
+
+
+def experts(llm: LLM) -> set[int]:
+    """The layers that tell of their experts."""
+    return set(llm.llm_engine.core._executor.expert_counts())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("ranks", [1, 2], ids=["one rank each", "two ranks each"])
+def test_sessions_and_tiers_in_stages(
+    make_llm: Callable[..., LLM], shared_tiny: LLM, tmp_path: Path, depth: int, ranks: int
+) -> None:
+    make = functools.partial(make_llm, pipeline_parallel_size=2, tensor_parallel_size=ranks)
+    seen = weather(make, shared_tiny, tmp_path, "host", seed=20 + depth, operations=100)
+    assert seen["found"] > 0.3 * seen["tokens"], "most of what was computed is found again"
+
+
+@pytest.mark.slow
+def test_three_stages_of_the_default_model(make_llm: Callable[..., LLM]) -> None:
+    """Thirty layers, eight in one stage and twelve in another; embedding and head are one tensor."""
+    settings = {"max_num_batched_tokens": 128, "num_gpu_blocks_override": 64, "max_model_len": 512}
+    prompts = ["The capital of France is", "Once upon a time", "def fibonacci(n):\n", "The capital of France " * 30]
+    params = SamplingParams(temperature=0, max_tokens=48)
+    texts = []
+    for stages in ({}, {"pipeline_parallel_size": 3, "pipeline_layers": "10,12,8"}):
+        llm = make_llm("smollm2-135m", **settings, **stages)
+        texts.append([output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)])
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.slow
+def test_a_step_that_fails_on_one_rank_of_a_stage_ends_the_engine(make_llm: Callable[..., LLM]) -> None:
+    llm = make_llm(**TIGHT, pipeline_parallel_size=2, tensor_parallel_size=2, logits_processors=[FAILS])
+    assert tokens(llm, [BEGIN], extra_args={"fails": "everywhere"}) == tokens(llm, [BEGIN])
+    llm.shutdown()
+    llm = make_llm(**TIGHT, pipeline_parallel_size=2, tensor_parallel_size=2, logits_processors=[FAILS])
+    pids = llm.llm_engine.core._executor.pids
+    with pytest.raises(EngineDeadError, match="rank 3 of 4: RuntimeError: a processor that fails"):
+        tokens(llm, [BEGIN], extra_args={"fails": 3})
+    assert not any(is_running(pid) for pid in pids)
