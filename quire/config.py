@@ -111,6 +111,13 @@ class EngineConfig:
         "device",
     )  # fmt: skip
 
+    expert_rebalance_interval: int = option(
+        0,
+        "With enable_expert_parallel: steps after which experts are moved to where the load since the last time says "
+        "they had better be; 0: only when asked (rebalance_experts)",
+        "device",
+    )
+
     block_size: int = option(16, "Tokens a KV block holds", "memory")
     gpu_memory_utilization: float = option(0.92, "Share of a GPU's memory for weights, activations and cache", "memory")
     cpu_kv_cache_share: float = option(
@@ -321,18 +328,16 @@ class EngineConfig:
         object.__setattr__(self, "pipeline_layers", ",".join(map(str, counts)))
 
     def _check_experts(self) -> None:
-        spare = self.num_redundant_experts
-        if not isinstance(spare, int) or isinstance(spare, bool) or spare < 0:
-            raise ConfigError(
-                f"num_redundant_experts must be an integer of at least 0, got {spare!r}", "num_redundant_experts", spare
-            )
-        if spare and not self.enable_expert_parallel:
-            raise ConfigError(
-                f"num_redundant_experts ({spare}) needs enable_expert_parallel: without it every rank has a part of "
-                "every expert",
-                "num_redundant_experts",
-                spare,
-            )
+        for name in ("num_redundant_experts", "expert_rebalance_interval"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+                raise ConfigError(f"{name} must be an integer of at least 0, got {value!r}", name, value)
+            if value and not self.enable_expert_parallel:
+                raise ConfigError(
+                    f"{name} ({value}) needs enable_expert_parallel: without it every rank has a part of every expert",
+                    name,
+                    value,
+                )
         if self.steps_together and self.is_multiprocess:
             raise ConfigError(
                 f"enable_expert_parallel over {self.data_parallel_size} replicas (data_parallel_size) needs engines of "

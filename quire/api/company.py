@@ -5,12 +5,16 @@ from __future__ import annotations
 import itertools
 import shutil
 import tempfile
+import time
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
 
 from quire.api.replica import Replica
 from quire.engine import ipc
+
+LOOK_SECONDS = 0.1
+"""So long a process that is about to end by itself is given, so that it can be said how."""
 
 
 class Company:
@@ -46,7 +50,12 @@ class Company:
         return next(self._rebalances)
 
     def follow(self, lost: Replica) -> None:
-        """One is dead: the others can do nothing without its experts."""
-        for replica in self._replicas:
-            if not replica.death:
-                replica.kill_engine(f"it shares the experts with replica {lost.number}, and {lost.death}")
+        """One is dead: the others can do nothing without its experts.
+
+        It may be a survivor that was told first, and the one that took it along has not been heard of yet.
+        """
+        others = [replica for replica in self._replicas if not replica.death]
+        deadline = time.monotonic() + LOOK_SECONDS
+        for replica in others:
+            own = replica.engine.ended(max(0.0, deadline - time.monotonic()))
+            replica.kill_engine(own or f"it shares the experts with replica {lost.number}, which is down: {lost.death}")

@@ -6,6 +6,7 @@ gathered whole, so every rank draws the same tokens by itself.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import torch
@@ -39,6 +40,12 @@ def all_gather_last(x: torch.Tensor, ranks: Ranks) -> torch.Tensor:
     parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(ranks.tp_size)]
     torch.distributed.all_gather(parts, x.contiguous(), group=_group)
     return torch.cat(parts, dim=-1)
+
+
+def words_of(error: Exception) -> str:
+    """What a backend says of a collective that failed, without its own lines of code and good advice."""
+    line = (str(error).strip().splitlines() or [""])[0]
+    return re.sub(r"^\[[^\]]*\]\s*", "", line).partition(". ")[0]
 
 
 def calls() -> int:

@@ -83,4 +83,4 @@ def _run(collective: collectives.Collective) -> None:
     try:
         collective()
     except RuntimeError as error:
-        raise RankLostError(f"another rank is gone, or does not answer: {str(error).splitlines()[0]}") from error
+        raise RankLostError(f"another rank is gone, or does not answer: {collectives.words_of(error)}") from error

@@ -15,6 +15,7 @@ from datetime import timedelta
 
 import torch
 
+from quire.distributed.collectives import words_of
 from quire.distributed.world import one_machine
 from quire.errors import RankLostError
 
@@ -92,7 +93,7 @@ class Lockstep:
         except RuntimeError as error:
             raise RankLostError(
                 f"another engine of the {self.place.size} that share the experts is gone, or does not answer: "
-                f"{str(error).splitlines()[0]}"
+                f"{words_of(error)}"
             ) from error
         return tensor.tolist()
 

@@ -187,6 +187,13 @@ class RemoteEngine:
             self.detach()
             self.on_death(reason)
 
+    def ended(self, seconds: float) -> str:
+        """How the process has ended, if it has, or does so within these seconds; else empty."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(seconds)
+            return _describe_end(self._process)
+        return ""
+
     def end(self, reason: str) -> None:
         """Kill the process, whatever it is in the middle of, and say why."""
         if self._process.poll() is None:

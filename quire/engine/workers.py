@@ -125,7 +125,9 @@ def _start_here(
         raise no_room(error, needs, platform, doing) from error
     executor: Executor = (local := LocalExecutor(worker, can_give_up=config.step_timeout > 0))
     if world is not None:
-        balance = ExpertBalance(config.expert_ranks, config.num_redundant_experts)
+        balance = ExpertBalance(
+            config.expert_ranks, config.num_redundant_experts, config.expert_rebalance_interval
+        )  # fmt: skip
         executor = LockstepExecutor(local, worker, world, balance)
     return Workers(
         executor=executor,

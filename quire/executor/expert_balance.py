@@ -17,11 +17,18 @@ WORTH = 0.02
 class ExpertBalance:
     """Remembers the placement of every layer's experts, and the counts at which it was made."""
 
-    def __init__(self, ranks: int, spare: int) -> None:
+    def __init__(self, ranks: int, spare: int, interval: int = 0) -> None:
+        """`interval`: steps after which experts should be moved; 0: never by itself."""
         self._ranks, self._spare = ranks, spare
+        self._interval, self._steps = interval, 0
         self._placements: dict[int, Placement] = {}
         self._since: Counts = {}
         self._seen: Counts = {}
+
+    def is_due(self) -> bool:
+        """To be asked once a step: whether experts should be moved before it."""
+        self._steps += 1
+        return bool(self._interval) and self._steps % self._interval == 0
 
     def skews(self, counts: Counts) -> dict[int, float]:
         """For each layer the fullest rank's load ÷ the mean, by what this engine counted since experts last moved."""

@@ -46,8 +46,9 @@ class LockstepExecutor:
 
     def _take_turn(self, has_plan: bool, has_work: bool) -> bool:
         turn = self._world.agree(has_plan, has_work)
-        if turn.rebalances:
-            self._rebalance()
+        # All make the same passes: experts are due everywhere at once.
+        if turn.rebalances or (turn.runs and self.balance.is_due()):
+            self._rebalance(is_asked=turn.rebalances)
         if turn.runs and not has_plan:
             self._worker.serve_others()
         return turn.runs
@@ -94,13 +95,14 @@ class LockstepExecutor:
         taken, self._rebalanced = self._rebalanced, []
         return taken
 
-    def _rebalance(self) -> None:
+    def _rebalance(self, is_asked: bool) -> None:
         """All engines compute the same placement from the same counts, and move the experts."""
         counts = self._world.sum(own := self._local.expert_counts())
         placements, outcome = self.balance.plan(counts)
         self._worker.place_experts(placements)
         self.balance.commit(placements, counts, own)
-        self._rebalanced.append(outcome)
+        if is_asked:
+            self._rebalanced.append(outcome)
 
     def give_up(self, message: str) -> None:
         self._local.give_up(message)

@@ -56,7 +56,9 @@ class MultiprocessExecutor:
         self.balance: ExpertBalance | None = None
         """Of whole experts over the ranks of a stage, where they are so."""
         if config.enable_expert_parallel and config.expert_ranks > 1:
-            self.balance = ExpertBalance(config.expert_ranks, config.num_redundant_experts)
+            self.balance = ExpertBalance(
+                config.expert_ranks, config.num_redundant_experts, config.expert_rebalance_interval
+            )
         try:
             starts = [
                 wire.Start(
@@ -126,6 +128,8 @@ class MultiprocessExecutor:
     def submit(self, plan: StepPlan) -> int:
         if plan.reset:
             self._moves.clear()
+        if self.balance is not None and self.balance.is_due():
+            self.rebalance_experts()
         self._ranks.send(wire.Step(encode(plan)))
         return plan.step
 
@@ -199,7 +203,10 @@ class MultiprocessExecutor:
         return {layer: counts for _, each in sorted(self._counts.items()) for layer, counts in each.items()}
 
     def rebalance_experts(self) -> Rebalanced:
-        """Between two steps, move experts to where the load since the last time says they had better be."""
+        """Between two steps, move experts to where the load since the last time says they had better be.
+
+        Steps that were launched before are waited for.
+        """
         assert self.balance is not None
         counts = self.expert_counts()
         placements, outcome = self.balance.plan(counts)

@@ -91,7 +91,10 @@ def test_families(name: str, more: dict[str, Any], tmp_path: Path, make_llm: Cal
     compare(name, tmp_path / "model", make_llm, **more)
 
 
-def test_one_dead_is_all_dead_and_all_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("victims", [[1], pytest.param([0, 1] * 5, marks=pytest.mark.slow)], ids=len)
+def test_one_dead_is_all_dead_and_all_come_back(
+    victims: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "tmp").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
     folder = write_mixture(tmp_path / "model", "mixtral")
@@ -100,7 +103,7 @@ def test_one_dead_is_all_dead_and_all_come_back(tmp_path: Path, monkeypatch: pyt
         llm = AsyncLLM(folder, **SETTINGS, **TOGETHER)
         try:
             before = await asked(llm, PROMPTS[:4], greedy())
-            for victim in (0, 1):
+            for victim in victims:
                 pids = [replica.pid for replica in llm.replicas]
                 running = [asyncio.create_task(final(llm, prompt, greedy(max_tokens=60))) for prompt in PROMPTS[:4]]
                 await asyncio.sleep(0.3)
@@ -118,6 +121,7 @@ def test_one_dead_is_all_dead_and_all_come_back(tmp_path: Path, monkeypatch: pyt
     assert not list((tmp_path / "tmp").glob("quire-meeting-*"))
 
 
+@pytest.mark.slow
 def test_a_dense_model_is_refused_in_a_line(tiny_model: Path) -> None:
     with pytest.raises(ConfigError, match="enable_expert_parallel needs a mixture of experts, and LlamaForCausalLM"):
         AsyncLLM(tiny_model, **SETTINGS, **TOGETHER)

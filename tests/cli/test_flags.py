@@ -38,6 +38,7 @@ VALUES = {
 NEEDS = {
     **{key: {"scheduling_policy": "fair"} for key in ("tenant_weights", "tenant_max_rows", "tenant_max_blocks")},
     "num_redundant_experts": {"enable_expert_parallel": True},
+    "expert_rebalance_interval": {"enable_expert_parallel": True},
     "pipeline_layers": {"pipeline_parallel_size": 2},
 }
 """Fields that mean something only beside others."""

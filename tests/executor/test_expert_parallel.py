@@ -66,11 +66,11 @@ def make_pair() -> Iterator[Callable[..., Pair]]:
 # Over the ranks of one engine
 
 
-def over_ranks(name: str, folder: Path, make_llm: Callable[..., LLM], ranks: int, spare: int) -> None:
+def over_ranks(name: str, folder: Path, make_llm: Callable[..., LLM], ranks: int, spare: int, **more: Any) -> None:
     write(name, folder, skewed=True)
     alone = everything(make_llm(folder, **SETTINGS))
     settings = {"tensor_parallel_size": ranks, "enable_expert_parallel": True, "num_redundant_experts": spare}
-    llm = make_llm(folder, **SETTINGS, **settings)
+    llm = make_llm(folder, **SETTINGS, **settings, **more)
     assert everything(llm) == alone
     assert metric(llm, "num_preemptions") > 0
     assert metric(llm, "prefix_cache_hits") > 0
@@ -92,6 +92,27 @@ def test_five_experts_over_two_ranks_say_what_one_process_says(tmp_path: Path, m
 @pytest.mark.parametrize("name", FAMILIES)
 def test_families_over_ranks(name: str, ranks: int, spare: int, tmp_path: Path, make_llm: Callable[..., LLM]) -> None:
     over_ranks(name, tmp_path / "model", make_llm, ranks, spare)
+
+
+@pytest.mark.slow
+def test_over_the_ranks_of_each_stage(tmp_path: Path, make_llm: Callable[..., LLM]) -> None:
+    over_ranks("qwen2-moe", tmp_path / "model", make_llm, ranks=2, spare=1, pipeline_parallel_size=2)
+
+
+@pytest.mark.slow
+def test_experts_move_by_themselves(tmp_path: Path, make_llm: Callable[..., LLM]) -> None:
+    folder = write("qwen3-moe", tmp_path / "model", skewed=True)
+    alone = everything(make_llm(folder, **SETTINGS))
+    over_two = {"tensor_parallel_size": 2, "enable_expert_parallel": True, "num_redundant_experts": 2}
+    llm = make_llm(folder, **SETTINGS, **over_two, expert_rebalance_interval=20)
+    moved = []
+    balance = llm.llm_engine.core._executor.balance
+    commit, balance.commit = (
+        balance.commit,
+        lambda placements, counts: (moved.append(placements), commit(placements, counts)),
+    )
+    assert everything(llm) == alone
+    assert len(moved) > 3 and any(moved)
 
 
 # Over engines that step together
@@ -135,7 +156,7 @@ def over_engines(
         assert outcomes[0].moved > 0 and 1 <= outcomes[0].after < outcomes[0].before
         for index in range(size):
             assert (await pair.ask(index, ipc.ResetPrefixCache(7))).is_empty
-        await step_together(pair, alone)
+        assert (await pair.generate({0: PROMPTS, 1: PROMPTS[:1]})) == {0: alone["prompts"], 1: alone["prompts"][:1]}
 
     asyncio.run(live())
     return pair

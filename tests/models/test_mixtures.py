@@ -229,7 +229,12 @@ def test_gguf_files_are_loaded(name: str, family: str, one_by_one: bool, tmp_pat
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    assert_same(in_chunks(load_from(tmp_path / "model.gguf"), TOKENS, 29), reference_logits(reference, TOKENS))
+    whole = load_from(tmp_path / "model.gguf")
+    assert_same(in_chunks(whole, TOKENS, 29), reference_logits(reference, TOKENS))
+    for rank in range(2):
+        part = sparse(load_from(tmp_path / "model.gguf", experts=ExpertRanks(rank, 2, spare=1)))[0]
+        assert torch.equal(part.gate_up, sparse(whole)[0].gate_up[list(part.share.experts)])
+        assert torch.equal(part.down, sparse(whole)[0].down[list(part.share.experts)])
 
 
 # Routing
