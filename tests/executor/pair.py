@@ -48,9 +48,9 @@ class Pair:
             self.told.append(message)
             return
         outputs = message.outputs
-        assert outputs.counts is None
-        for key, token in zip(outputs.keys, outputs.tokens, strict=True):
-            self.tokens[tuple(key)].append(token)
+        tokens = iter(outputs.tokens)
+        for key, count in zip(outputs.keys, outputs.counts or [1] * len(outputs.keys), strict=True):
+            self.tokens[tuple(key)].extend(next(tokens) for _ in range(count))
         for finished in outputs.finished:
             self.ended[tuple(finished.key)] = finished.reason
 
@@ -59,10 +59,9 @@ class Pair:
         self.number += 1
         for each in self.engines:
             each.send(ipc.Rouse(self.number))
-        request = NewRequest(
-            request_id, list(prompt), params, len(prompt) + (params.max_tokens or 16), keys=facts.keys.of(prompt, ""),
-            seed=params.seed or 0,
-        )  # fmt: skip
+        limit = min(len(prompt) + (params.max_tokens or 16), facts.max_model_len)
+        keys = facts.keys.of(prompt, "")
+        request = NewRequest(request_id, list(prompt), params, limit, keys=keys, seed=params.seed or 0)
         self.engines[engine].send(ipc.Add(request))
 
     async def generate(self, prompts: Mapping[int, Sequence[list[int]]], **params: Any) -> dict[int, list[list[int]]]:
