@@ -32,6 +32,7 @@ from quire.loading.read_config import read_generation_config, read_model_config
 from quire.loading.tokenizer import load_tokenizer
 from quire.memory.disk.sessions import session_key
 from quire.messages.beams import BeamSearchParams
+from quire.messages.experts import Rebalanced
 from quire.messages.memory_map import MemoryMap
 from quire.messages.outputs import BeamSearchOutput, PoolingRequestOutput, RequestOutput
 from quire.messages.pooling import PoolingParams
@@ -293,6 +294,10 @@ class AsyncLLM:
     async def reset_prefix_cache(self) -> bool:
         """Forget all cached blocks; True if none had to stay with a running request."""
         return all(report.is_empty for report in await self._fleet.ask_all(ipc.ResetPrefixCache))
+
+    async def rebalance_experts(self) -> Rebalanced:
+        """With enable_expert_parallel: move experts to where the load since the last time says they had better be."""
+        return await self._fleet.rebalance_experts()
 
     async def get_tokenizer(self) -> Any:
         """The model's tokenizer, as transformers knows it."""

@@ -22,7 +22,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "use_v2_block_manager": (True, False),
     "async_scheduling": (None, True, False),
     "enable_lora": (False,),
-    "enable_expert_parallel": (False,),
     "enable_sleep_mode": (False,),
     "speculative_config": (None,),
     "compilation_config": (None, 0, 1, 2, 3),

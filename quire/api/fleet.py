@@ -12,6 +12,7 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from functools import partial
 from typing import Any
 
+from quire.api.company import Company
 from quire.api.mailbox import Mailbox
 from quire.api.replica import SHUT, Replica, aside
 from quire.api.session_homes import SessionHomes
@@ -19,12 +20,13 @@ from quire.api.traffic import Traffic, as_routed
 from quire.config import EngineConfig
 from quire.engine import ipc
 from quire.engine.facts import Facts
-from quire.engine.remote import RemoteEngine
+from quire.engine.remote import RemoteEngine, error_of
 from quire.engine.session_calls import SessionAnswer, SessionOp
 from quire.engine.shares import replica_config, warn_of_orphans
 from quire.errors import EngineDeadError
 from quire.loading.files import ModelFiles
 from quire.loading.model_config import ModelConfig
+from quire.messages.experts import Rebalanced
 from quire.messages.request import NewRequest
 from quire.output.processor import OutputProcessor
 from quire.router import RoutedRequest, Router
@@ -45,6 +47,9 @@ class Fleet:
         self.replicas = [Replica(number, partial(self.start_engine, number), outputs) for number in range(size)]
         self.router: Router | None = None
         """Where there are several."""
+        self.company = Company(self.replicas) if config.steps_together else None
+        """Where they step together, all of them or none."""
+        self._restarting = asyncio.Lock()
         self.homes = SessionHomes(self, config.kv_disk is not None)
         self.on_ready: Callable[[], None] = lambda: None
         """An engine has taken the place of another."""
@@ -58,6 +63,8 @@ class Fleet:
         for replica in self.replicas:
             replica.title = f"replica {replica.number} of {len(self.replicas)}"
             replica.on_lost, replica.rescue = self._lose, self._rescue
+            if self.company is not None:
+                replica.restart_all = self._restart_together
 
     # Starting
 
@@ -74,8 +81,9 @@ class Fleet:
     def start_engine(self, number: int) -> RemoteEngine:
         """The process of one of them."""
         return RemoteEngine(
-            replica_config(self._config, number), self._files, self._model, self._module, number, len(self.replicas)
-        )
+            replica_config(self._config, number), self._files, self._model, self._module, number, len(self.replicas),
+            "" if self.company is None else self.company.meeting(number),
+        )  # fmt: skip
 
     def wait_until_ready(self) -> None:
         """Blocks until all engines are made. If one cannot be, none stays, and its error is raised."""
@@ -170,6 +178,8 @@ class Fleet:
         if replica.traffic is not None:
             replica.traffic.launch(request)
         replica.add(box, message)
+        if self.company is not None:
+            self.company.rouse()
 
     # Coming and going
 
@@ -182,14 +192,13 @@ class Fleet:
         self.on_ready()
 
     def _lose(self, replica: Replica) -> None:
-        """An engine is dead: nothing goes there any more. Its requests are rescued, or fail, next.
-
-        Engines that step together (experts split over all of them) cannot go on without it: they would end here.
-        """
+        """An engine is dead: nothing goes there any more. Its requests are rescued, or fail, next."""
         assert self.router is not None
         self.router.remove(str(replica.number))
         replica.traffic = None
         self.homes.lose(replica)
+        if self.company is not None and not replica.is_shut:
+            self.company.follow(replica)
 
     def _rescue(self, box: Mailbox) -> bool:
         """Let a request of a dead engine begin again elsewhere, unseen; False if that cannot be."""
@@ -218,6 +227,15 @@ class Fleet:
             raise next(answer for answer in answers if isinstance(answer, BaseException))
         return good
 
+    async def rebalance_experts(self) -> Rebalanced:
+        """Move experts to where the load is; raises where they have no other place to go."""
+        number = 0 if self.company is None else self.company.next_rebalance()
+        reports = await self.ask_all(lambda question: ipc.RebalanceExperts(question, number))
+        if (error := reports[0].error) is not None:
+            raise error_of(error)
+        outcome: Rebalanced = reports[0].outcome
+        return outcome
+
     async def ask_sessions(self, op: SessionOp) -> SessionAnswer:
         """Ask something about sessions. What it changed is durable when this returns."""
         return await (self.replicas[0] if self.router is None else self.homes).ask_sessions(op)
@@ -242,7 +260,31 @@ class Fleet:
         """Make new engines in place of those that died, or of all."""
         if all(replica.is_shut for replica in self.replicas):
             raise EngineDeadError(SHUT)
-        await asyncio.gather(*(replica.restart(only_if_dead) for replica in self.replicas))
+        if self.company is not None:
+            await self._restart_together(only_if_dead)
+        else:
+            await asyncio.gather(*(replica.restart(only_if_dead) for replica in self.replicas))
+
+    async def _restart_together(self, only_if_dead: bool) -> None:
+        """All or none: one that waits for another that will not come is not waited for."""
+        async with self._restarting:
+            if not only_if_dead or len(self.living) < len(self.replicas):
+                await self._restart_each(only_if_dead)
+
+    async def _restart_each(self, only_if_dead: bool) -> None:
+        restarts = [asyncio.ensure_future(replica.restart_alone(only_if_dead)) for replica in self.replicas]
+        try:
+            _, waiting = await asyncio.wait(restarts, return_when=asyncio.FIRST_EXCEPTION)
+            while waiting:
+                self.kill()
+                _, waiting = await asyncio.wait(waiting, timeout=0.1)
+        except asyncio.CancelledError:
+            self.kill()
+            raise
+        failed = next((error for each in restarts if (error := each.exception()) is not None), None)
+        if failed is not None:
+            self.kill_engines(f"not all engines could be started again: {failed}")
+            raise failed
 
     def kill_engines(self, reason: str) -> None:
         """End all processes at once. Open requests fail with the reason."""
@@ -257,6 +299,8 @@ class Fleet:
             replica.is_shut = True
         for replica in self.replicas:
             replica.shut()
+        if self.company is not None:
+            self.company.close()
 
     def stop(self) -> None:
         """End the processes of engines that are shut, and wait for that. Blocks."""

@@ -20,6 +20,7 @@ from quire.config import EngineConfig
 from quire.engine.stats import Metric
 from quire.errors import ConfigError, ValidationError
 from quire.messages.beams import BeamSearchParams
+from quire.messages.experts import Rebalanced
 from quire.messages.memory_map import MemoryMap
 from quire.messages.outputs import BeamSearchOutput, EmbeddingRequestOutput, PoolingRequestOutput, RequestOutput
 from quire.messages.pooling import PoolingParams
@@ -198,6 +199,10 @@ class LLM:
     def reset_prefix_cache(self) -> bool:
         """Forget all cached blocks."""
         return self.llm_engine.reset_prefix_cache()
+
+    def rebalance_experts(self) -> Rebalanced:
+        """With enable_expert_parallel: move experts to where the load since the last time says they had better be."""
+        return self.llm_engine.rebalance_experts()
 
     @property
     def model_path(self) -> Path:

@@ -25,7 +25,7 @@ def replica_config(config: EngineConfig, replica: int) -> EngineConfig:
     if replicas == 1:
         return config
     share: dict[str, Any] = {
-        "data_parallel_size": 1,
+        "data_parallel_size": replicas if config.steps_together else 1,
         "cpu_kv_cache_share": config.cpu_kv_cache_share / replicas,
         "swap_space": config.swap_space / replicas,
         "kv_disk_size": config.kv_disk_size / replicas,

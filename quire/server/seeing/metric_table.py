@@ -102,6 +102,12 @@ ENGINE_FIGURES = (
         "layer",
         is_ours=True,
     ),
+    _gauge(
+        "expert_rank_load_max_over_mean",
+        "With enable_expert_parallel: the same of the ranks that hold the experts, since experts last moved",
+        "layer",
+        is_ours=True,
+    ),
 )
 """Told by the engine when somebody looks. They begin at zero again when it is restarted."""
 
