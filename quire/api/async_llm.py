@@ -292,7 +292,7 @@ class AsyncLLM:
 
     async def reset_prefix_cache(self) -> bool:
         """Forget all cached blocks; True if none had to stay with a running request."""
-        return all(report.is_empty for report in await self._fleet.ask_all(ipc.ResetPrefixCache))
+        return await self._fleet.reset_prefix_cache()
 
     async def get_tokenizer(self) -> Any:
         """The model's tokenizer, as transformers knows it."""

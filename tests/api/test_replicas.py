@@ -142,6 +142,16 @@ class TestPrefixes:
 
         assert run(work()) == [0, 0, 192, 192]
 
+    def test_what_the_engines_forget_the_router_forgets(self, pair: AsyncLLM) -> None:
+        async def work() -> None:
+            await final(pair, [7] * 200)
+            assert pair.router is not None and sum(load.known_blocks for load in pair.router.figures()) > 0
+            assert await pair.reset_prefix_cache()
+            assert sum(load.known_blocks for load in pair.router.figures()) == 0
+            assert (await final(pair, [7] * 200)).num_cached_tokens == 0
+
+        run(work())
+
     def test_answers_are_known_to_the_router_too(self, pair: AsyncLLM) -> None:
         async def work() -> int | None:
             first = await final(pair, [11] * 100, greedy(max_tokens=120))
