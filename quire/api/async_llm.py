@@ -293,7 +293,7 @@ class AsyncLLM:
 
     async def reset_prefix_cache(self) -> bool:
         """Forget all cached blocks; True if none had to stay with a running request."""
-        return all(report.is_empty for report in await self._fleet.ask_all(ipc.ResetPrefixCache))
+        return await self._fleet.reset_prefix_cache()
 
     async def rebalance_experts(self) -> Rebalanced:
         """With enable_expert_parallel: move experts to where the load since the last time says they had better be."""

@@ -91,7 +91,7 @@ def _part_text(part: Any, where: str) -> str:
     if isinstance(part, str):
         return part
     kind = part.get("type") if isinstance(part, dict) else None
-    if kind not in _TEXT_PARTS:
+    if not isinstance(kind, str) or kind not in _TEXT_PARTS:
         raise ValidationError(
             f"{where} is a content part of type {_shown(kind)}; this server reads text parts only", where, kind
         )

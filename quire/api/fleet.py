@@ -167,9 +167,8 @@ class Fleet:
         keys = self.facts.keys.of(tokens, salt) if self._config.enable_prefix_caching else []
         routed = RoutedRequest("", keys, len(tokens))
         name = self.router.choose(routed)
-        self.router.finished(
-            self.router.launched(routed, name)
-        )  # it will be work there: the next one may live elsewhere
+        # It will be work there: the next one may live elsewhere.
+        self.router.finished(self.router.launched(routed, name))
         return self.replicas[int(name)]
 
     def launch(self, replica: Replica, box: Mailbox, request: NewRequest, message: bytes) -> None:
@@ -226,6 +225,12 @@ class Fleet:
         if not good:
             raise next(answer for answer in answers if isinstance(answer, BaseException))
         return good
+
+    async def reset_prefix_cache(self) -> bool:
+        """Forget all cached blocks everywhere; True if none had to stay with a running request."""
+        if self.router is not None:
+            self.router.forget_blocks()
+        return all(report.is_empty for report in await self.ask_all(ipc.ResetPrefixCache))
 
     async def rebalance_experts(self) -> Rebalanced:
         """Move experts to where the load is; raises where they have no other place to go."""

@@ -167,6 +167,11 @@ class Router:
         if flight.started is not None:
             self._touch(replica, keys or flight.request.keys)
 
+    def forget_blocks(self) -> None:
+        """Nothing is cached any more: the replicas were told to forget."""
+        for replica in self._replicas.values():
+            replica.sent.trim(0)
+
     def forget_session(self, tenant: str, session: str) -> None:
         """The session is no more."""
         self._homes.pop((tenant, session), None)
