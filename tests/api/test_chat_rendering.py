@@ -146,6 +146,11 @@ class TestMessages:
         with pytest.raises(ValidationError, match=rf"messages\[0\].content\[0\].*{kind}.*text parts only"):
             self.render(tokenizer, [{"role": "user", "content": [part]}])
 
+    @pytest.mark.parametrize("kind", [{"a": 1}, ["text"], 7, None])
+    def test_parts_whose_kind_is_no_name_are_refused(self, tokenizer: Any, kind: Any) -> None:
+        with pytest.raises(ValidationError, match=r"messages\[0\].content\[0\].*text parts only"):
+            self.render(tokenizer, [{"role": "user", "content": [{"type": kind, "text": "a"}]}])
+
     def test_arguments_sent_as_text_are_written_as_an_object(self, tokenizer: Any) -> None:
         def asked(arguments: Any) -> list[dict[str, Any]]:
             call = {"id": "abcdefghi", "type": "function", "function": {"name": "search", "arguments": arguments}}
