@@ -88,6 +88,12 @@ class EngineConfig:
     pipeline_layers: str | Sequence[int] | None = option(
         None, "How many layers each of these stages has, as 7,9; unset: spread evenly", "device"
     )
+    data_parallel_size: int = option(
+        1,
+        "Engines behind one front, each with its own share of the devices; a request goes where its beginning is "
+        "cached, unless it would wait longer there",
+        "device",
+    )
     distributed_executor_backend: str | None = option(
         None,
         "How ranks run: uni (in the engine's own process), mp (a process each, on this machine), ray (an actor each, "
@@ -110,6 +116,22 @@ class EngineConfig:
         (), "Variables that ranks on Ray get from the engine's environment, besides QUIRE_*, HF_*, CUDA_*, NCCL_* and "
         "the like", "device", many=True,
     )  # fmt: skip
+    enable_expert_parallel: bool = option(
+        False,
+        "Spread a mixture's experts whole over the ranks, rather than a part of each; with data_parallel_size > 1 over "
+        "all replicas, which then step together and send each other tokens",
+        "device",
+    )
+    num_redundant_experts: int = option(
+        0, "With enable_expert_parallel: slots, over all ranks, for second copies of experts that are chosen often",
+        "device",
+    )  # fmt: skip
+    expert_rebalance_interval: int = option(
+        0,
+        "With enable_expert_parallel: steps after which experts are moved to where the load since the last time says "
+        "they had better be; 0: only when asked (rebalance_experts)",
+        "device",
+    )
 
     block_size: int = option(16, "Tokens a KV block holds", "memory")
     gpu_memory_utilization: float = option(0.92, "Share of a GPU's memory for weights, activations and cache", "memory")
@@ -210,6 +232,7 @@ class EngineConfig:
         self._check_budgets()
         self._check_stretch()
         self._check_parallel()
+        self._check_experts()
         self._check_tenants()
 
     def _check_counts(self) -> None:
@@ -276,7 +299,7 @@ class EngineConfig:
 
     def _check_parallel(self) -> None:
         backend = self.distributed_executor_backend
-        for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+        for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
             size = getattr(self, name)
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise ConfigError(f"{name} must be an integer of at least 1, got {size!r}", name, size)
@@ -333,6 +356,26 @@ class EngineConfig:
             )
         object.__setattr__(self, "pipeline_layers", ",".join(map(str, counts)))
 
+    def _check_experts(self) -> None:
+        for name in ("num_redundant_experts", "expert_rebalance_interval"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+                raise ConfigError(f"{name} must be an integer of at least 0, got {value!r}", name, value)
+            if value and not self.enable_expert_parallel:
+                raise ConfigError(
+                    f"{name} ({value}) needs enable_expert_parallel: without it every rank has a part of every expert",
+                    name,
+                    value,
+                )
+        if self.steps_together and self.is_multiprocess:
+            raise ConfigError(
+                f"enable_expert_parallel over {self.data_parallel_size} replicas (data_parallel_size) needs engines of "
+                "one rank so far: leave out tensor_parallel_size, pipeline_parallel_size and "
+                "distributed_executor_backend",
+                "enable_expert_parallel",
+                True,
+            )
+
     def _check_tenants(self) -> None:
         for name in ("tenant_weights", "tenant_max_rows", "tenant_max_blocks"):
             table = getattr(self, name)
@@ -376,6 +419,18 @@ class EngineConfig:
     def stage_layers(self) -> tuple[int, ...]:
         """`pipeline_layers` as numbers; empty: spread evenly."""
         return tuple(map(int, self.pipeline_layers.split(","))) if isinstance(self.pipeline_layers, str) else ()
+
+    @property
+    def steps_together(self) -> bool:
+        """Whether replicas share the experts: then all of them make every step."""
+        return self.enable_expert_parallel and self.data_parallel_size > 1
+
+    @property
+    def expert_ranks(self) -> int:
+        """Processes that whole experts are spread over."""
+        if not self.enable_expert_parallel:
+            return 1
+        return self.data_parallel_size if self.steps_together else self.tensor_parallel_size
 
     @property
     def wants_longest_len(self) -> bool:

@@ -66,6 +66,10 @@ class ClusterError(QuireError, RuntimeError):
     """The cluster that is to hold the ranks cannot be reached, has too little, or has other software."""
 
 
+class ReplicaDownError(EngineDeadError):
+    """One of several engines is down, and what was asked for is there. The others go on."""
+
+
 class StoreError(QuireError, RuntimeError):
     """A folder that keeps memory on disk cannot do what was asked of it."""
 

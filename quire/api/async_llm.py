@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import logging
 import os
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from functools import cached_property
 from types import TracebackType
@@ -17,40 +15,36 @@ from typing import Any
 from quire.api.async_sessions import AsyncSessions, Turn
 from quire.api.chat import ChatRenderer
 from quire.api.compat import drop_neutral
-from quire.api.first_tokens import apart
+from quire.api.fleet import Fleet
+from quire.api.fleet_metrics import merged
 from quire.api.inputs import InputProcessor, PromptType
 from quire.api.mailbox import Mailbox
+from quire.api.replica import Replica
 from quire.api.session_input import whole_turns_only
 from quire.config import EngineConfig
 from quire.engine import ipc
 from quire.engine.facts import Facts
-from quire.engine.remote import RemoteEngine, error_of
 from quire.engine.session_calls import CutSession, RewriteSession, SessionAnswer, SessionOp
 from quire.engine.stats import Metric
-from quire.errors import EngineDeadError, QuireError, ValidationError
+from quire.errors import EngineDeadError, ValidationError
 from quire.loading.hub import find
 from quire.loading.read_config import read_generation_config, read_model_config
 from quire.loading.tokenizer import load_tokenizer
 from quire.memory.disk.sessions import session_key
 from quire.messages.beams import BeamSearchParams
+from quire.messages.experts import Rebalanced
 from quire.messages.memory_map import MemoryMap
-from quire.messages.outputs import BeamSearchOutput, PoolingRequestOutput, RequestOutput, StepOutputs
+from quire.messages.outputs import BeamSearchOutput, PoolingRequestOutput, RequestOutput
 from quire.messages.pooling import PoolingParams
 from quire.messages.request import NewRequest
 from quire.messages.sampling import RequestOutputKind, SamplingParams
 from quire.output.detokenizer import Vocabulary
 from quire.output.processor import OutputProcessor
 from quire.output.times import TokenTimes
-
-logger = logging.getLogger(__name__)
+from quire.router import Router
 
 LONG_PROMPT = 4096
 """Characters, or token ids: a prompt this long is prepared in a thread, and the event loop goes on."""
-
-MANY = 8
-"""Outputs that first tokens do not wait for."""
-
-SHUT = "the engine has been shut down; make a new one"
 
 
 class AsyncLLM:
@@ -78,28 +72,25 @@ class AsyncLLM:
         self._files = find(config)
         self._model = read_model_config(self._files, config.hf_overrides)
         self._generation = read_generation_config(self._files) if config.generation_config == "auto" else {}
-        engine = self._start_engine()
-        try:  # the tokenizer is loaded while the engine is
+        self._outputs = OutputProcessor()
+        self._fleet = Fleet(config, self._files, self._model, self.engine_module, self._outputs)
+        self._fleet.start()
+        try:  # the tokenizer is loaded while the engines are
             self._tokenizer = None if config.skip_tokenizer_init else self._load_tokenizer()
         except BaseException:
-            engine.kill()
+            self._fleet.kill()
             raise
-        engine.wait_until_ready()
-        self._outputs = OutputProcessor(None if self._tokenizer is None else Vocabulary(self._tokenizer))
+        self._fleet.wait_until_ready()
+        self._fleet.on_ready = self._make_inputs
+        self._make_inputs()
+        if self._tokenizer is not None:
+            self._outputs.vocabulary = Vocabulary(self._tokenizer)
         self._streams: dict[str, Mailbox] = {}
-        """Open requests by the id the caller knows…"""
-        self._by_key: dict[str, Mailbox] = {}
-        """…and by the one the engine knows: an id may be used again while outputs of its last use are on their way."""
-        self._rest: StepOutputs | None = None
-        """What came with first tokens, and waits until those are with their readers."""
-        self._questions: dict[int, asyncio.Future[Any]] = {}
+        """Open requests by the id the caller knows. Engines know them by another: an id may be used again while outputs
+        of its last use are on their way."""
         self._numbers = itertools.count()
-        self._restarting = asyncio.Lock()
-        self._coming: RemoteEngine | None = None
-        """The engine that a restart is making."""
         self.is_shut = False
         """Whether it has been shut down: nothing brings it back."""
-        self._adopt(engine)
 
     # Generating
 
@@ -140,7 +131,7 @@ class AsyncLLM:
             raise ValidationError(
                 "sampling_params must be SamplingParams, got PoolingParams: `encode` makes vectors", "sampling_params"
             )
-        box = await self._submit(prompt, sampling_params, request_id, priority, tenant, turn)
+        box = await self.submit(prompt, sampling_params, request_id, priority, tenant, turn)
         written, is_kept = 0, False
         try:
             while not box.is_finished:
@@ -151,7 +142,7 @@ class AsyncLLM:
                     is_kept = output.outputs[0].finish_reason in ("stop", "length")
                 yield output
         finally:
-            self._leave(box)
+            self.leave(box)
             if turn is not None and not is_kept:
                 self._undo(turn)
 
@@ -176,12 +167,12 @@ class AsyncLLM:
             raise ValidationError(
                 f"pooling_params must be PoolingParams, got {type(params).__name__}", "pooling_params", params
             )
-        box = await self._submit(prompt, params, request_id, priority, tenant)
+        box = await self.submit(prompt, params, request_id, priority, tenant)
         try:
             while not box.is_finished:
                 yield await box.take()
         finally:
-            self._leave(box)
+            self.leave(box)
 
     async def beam_search(
         self,
@@ -195,20 +186,62 @@ class AsyncLLM:
         """The likeliest continuations of one prompt, best first. Being cancelled aborts the search."""
         if not isinstance(params, BeamSearchParams):
             raise ValidationError(f"params must be BeamSearchParams, got {type(params).__name__}", "params", params)
-        box = await self._submit(prompt, params, request_id, priority, tenant)
+        box = await self.submit(prompt, params, request_id, priority, tenant)
         try:
             found: BeamSearchOutput = await box.take()
             return found
         finally:
-            self._leave(box)
+            self.leave(box)
+
+    async def submit(
+        self,
+        prompt: PromptType,
+        params: SamplingParams | PoolingParams | BeamSearchParams | None,
+        request_id: str | None,
+        priority: int,
+        tenant: str,
+        turn: Turn | None = None,
+    ) -> Mailbox:
+        """Check a request and send it off; what comes of it is read from its box, until `leave`."""
+        self._fleet.attach()
+        number = next(self._numbers)
+        request_id = str(number) if request_id is None else request_id
+        if request_id in self._streams:
+            raise ValidationError(f"request id {request_id!r} is in use", "request_id", request_id)
+        params = self.get_default_sampling_params() if params is None else params
+        box = self._streams[request_id] = Mailbox(request_id, f"{request_id}-{number}")
+        begun: Turn | None = None
+        try:
+            request, text = await self._prepare(box.key, prompt, params, priority, tenant)
+            if turn is not None:
+                await self._begin_turn(request, turn)
+                begun = turn
+            box.is_delta = request.params.output_kind is RequestOutputKind.DELTA
+            box.is_streamed = box.awaits_first = request.params.output_kind is not RequestOutputKind.FINAL_ONLY
+            message = ipc.encode(ipc.Add(request))
+            replica = self._fleet.choose(request)  # which may have died while the prompt was prepared
+        except BaseException:
+            del self._streams[request_id]
+            if begun is not None:
+                self._undo(begun)
+            raise
+        self._outputs.add(request, text)
+        self._fleet.launch(replica, box, request, message)
+        return box
+
+    def leave(self, box: Mailbox) -> None:
+        """Nobody reads this request any more."""
+        del self._streams[box.request_id]
+        if box.replica is not None:
+            box.replica.leave(box)
 
     async def abort(self, request_id: str | list[str]) -> None:
         """End requests; their readers get a last output with `finish_reason="abort"`. Unknown ids are no error."""
         for one in [request_id] if isinstance(request_id, str) else request_id:
             if (box := self._streams.get(one)) is not None:
                 box.is_aborted = True
-                if box.key in self._by_key:
-                    self._engine.send(ipc.Abort(box.key))
+                if box.replica is not None:
+                    box.replica.abort(box)
 
     # Sessions
 
@@ -219,11 +252,7 @@ class AsyncLLM:
 
     async def ask_sessions(self, op: SessionOp) -> SessionAnswer:
         """Ask the engine something about sessions. What it changed is durable when this returns."""
-        reply: ipc.SessionReply = await self._ask(lambda question: ipc.SessionCall(question, op))
-        if reply.refused is not None:
-            raise error_of(reply.refused)
-        assert reply.answer is not None
-        return reply.answer
+        return await self._fleet.ask_sessions(op)
 
     @property
     def inputs(self) -> InputProcessor:
@@ -242,35 +271,33 @@ class AsyncLLM:
         await self.report_health()
 
     async def report_health(self) -> ipc.HealthReport:
-        """How far the engine's loop has come, in its own words."""
-        report: ipc.HealthReport = await self._ask(ipc.Ping)
-        return report
+        """How far the engines' loops have come, in their own words."""
+        reports = await self._fleet.ask_all(ipc.Ping)
+        return ipc.HealthReport(0, sum(one.unfinished for one in reports), sum(one.steps for one in reports))
 
     async def wait_until_dead(self) -> str:
-        """Returns once the engine is dead, with the reason. Until then it costs nothing."""
-        try:
-            self._attach()
-            await self._answer_to(next(self._numbers))
-        except EngineDeadError as error:
-            return str(error)
-        raise AssertionError("nobody answers what was not asked")
+        """Returns once no engine lives, with the reason. Until then it costs nothing."""
+        return await self._fleet.wait_until_dead()
 
     async def get_metrics(self) -> list[Metric]:
-        """Counters and gauges of the engine."""
-        metrics: list[Metric] = (await self._ask(ipc.GetStats)).metrics
-        return metrics
+        """Counters and gauges of the engine; of several, of all together."""
+        return merged([report.metrics for report in await self._fleet.ask_all(ipc.GetStats)])
 
-    async def memory_map(self) -> MemoryMap:
-        """Who holds what now, on the device and in the tiers below."""
-        block_bytes = self.facts.block_bytes
-        report: ipc.MemoryReport = await self._ask(lambda question: ipc.GetMemoryMap(question, block_bytes))
-        if report.map is None:
-            raise QuireError(f"the engine's memory could not be mapped: {report.error}")
-        return report.map
+    async def memory_map(self, replica: int = 0) -> MemoryMap:
+        """Who holds what now, on the device and in the tiers below. `replica`: whose memory, of several engines."""
+        if not 0 <= replica < len(self.replicas):
+            raise ValidationError(
+                f"there is no replica {replica}: there are {len(self.replicas)}, counted from 0", "replica", replica
+            )
+        return await self.replicas[replica].memory_map()
 
     async def reset_prefix_cache(self) -> bool:
         """Forget all cached blocks; True if none had to stay with a running request."""
-        return bool((await self._ask(ipc.ResetPrefixCache)).is_empty)
+        return all(report.is_empty for report in await self._fleet.ask_all(ipc.ResetPrefixCache))
+
+    async def rebalance_experts(self) -> Rebalanced:
+        """With enable_expert_parallel: move experts to where the load since the last time says they had better be."""
+        return await self._fleet.rebalance_experts()
 
     async def get_tokenizer(self) -> Any:
         """The model's tokenizer, as transformers knows it."""
@@ -286,8 +313,18 @@ class AsyncLLM:
 
     @property
     def facts(self) -> Facts:
-        """What the engine turned out to be."""
-        return self._engine.facts
+        """What the engine turned out to be; of several, the smallest."""
+        return self._fleet.facts
+
+    @property
+    def replicas(self) -> list[Replica]:
+        """The engines, of which there are `data_parallel_size`."""
+        return self._fleet.replicas
+
+    @property
+    def router(self) -> Router | None:
+        """What shares requests out among several engines."""
+        return self._fleet.router
 
     @property
     def token_times(self) -> TokenTimes:
@@ -296,8 +333,8 @@ class AsyncLLM:
 
     @property
     def errored(self) -> bool:
-        """Whether the engine is dead, for whatever reason."""
-        return bool(self._engine.death)
+        """Whether the engine is dead, for whatever reason; of several, all of them."""
+        return self._fleet.errored
 
     @property
     def is_running(self) -> bool:
@@ -306,7 +343,7 @@ class AsyncLLM:
     @property
     def dead_error(self) -> EngineDeadError:
         """What every call raises once the engine is dead."""
-        return EngineDeadError(self._engine.death)
+        return self._fleet.dead_error
 
     @property
     def num_open_requests(self) -> int:
@@ -316,24 +353,18 @@ class AsyncLLM:
 
     async def restart(self, only_if_dead: bool = False) -> None:
         """Make a new engine in place of one that died, or of one that lives: then its requests fail."""
-        async with self._restarting:
-            if self.is_shut:
-                raise EngineDeadError(SHUT)
-            if only_if_dead and not self.errored:
-                return  # someone else was quicker
-            self._close("the engine is being restarted")
-            await _aside(self._engine.stop)
-            self._adopt(await self._make_engine())
+        await self._fleet.restart(only_if_dead)
 
     def kill_engine(self, reason: str) -> None:
         """End the engine's process at once: it cannot be talked to. Open requests fail with the reason."""
-        self._engine.end(reason)
+        self._fleet.kill_engines(reason)
 
     def shutdown(self) -> None:
-        """End everything: open requests fail, the process is gone when this returns. Calling it twice is fine."""
+        """End everything: open requests fail, the processes are gone when this returns. Calling it twice is fine."""
         if not self.is_shut:
-            self._shut()
-            self._engine.stop()
+            self.is_shut = True
+            self._fleet.shut()
+            self._fleet.stop()
 
     async def __aenter__(self) -> AsyncLLM:
         return self
@@ -342,8 +373,9 @@ class AsyncLLM:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if not self.is_shut:
-            self._shut()
-            await _aside(self._engine.stop)
+            self.is_shut = True
+            self._fleet.shut()
+            await self._fleet.stop_aside()
 
     # How it is done
 
@@ -352,82 +384,14 @@ class AsyncLLM:
         source = self._files if config.tokenizer is None else config.tokenizer
         return load_tokenizer(source, trust_remote_code=config.trust_remote_code, revision=config.tokenizer_revision)
 
-    def _start_engine(self) -> RemoteEngine:
-        return RemoteEngine(self.config, self._files, self._model, self.engine_module)
-
-    async def _make_engine(self) -> RemoteEngine:
-        """A new one, ready. Nothing of it is left if nobody wants it any more."""
-        if self.is_shut:
-            raise EngineDeadError(SHUT)
-        engine = self._coming = self._start_engine()
-        try:
-            await _aside(engine.wait_until_ready)
-        except BaseException as error:
-            engine.kill()  # also ends the thread's wait
-            if self.is_shut and isinstance(error, Exception):
-                raise EngineDeadError(SHUT) from error
-            raise
-        finally:
-            self._coming = None
-        if self.is_shut:
-            engine.kill()
-            raise EngineDeadError(SHUT)
-        return engine
-
-    def _adopt(self, engine: RemoteEngine) -> None:
-        self._engine = engine
-        engine.on_message, engine.on_death = self._take, self._fail_all
+    def _make_inputs(self) -> None:
+        """What checks requests, for the engines that are there now."""
         config = self.config
         self._inputs = InputProcessor(
-            engine.facts, self._tokenizer, self._generation, config.seed, config.max_logprobs, config.pooling,
+            self.facts, self._tokenizer, self._generation, config.seed, config.max_logprobs, config.pooling,
             config.isolate_tenants,
         )  # fmt: skip
         self._inputs.hashes_ahead = config.enable_prefix_caching
-
-    def _attach(self) -> None:
-        """Whoever asks something must be able to get an answer."""
-        if self._engine.death:
-            raise self.dead_error
-        self._engine.attach()
-
-    async def _submit(
-        self,
-        prompt: PromptType,
-        params: SamplingParams | PoolingParams | BeamSearchParams | None,
-        request_id: str | None,
-        priority: int,
-        tenant: str,
-        turn: Turn | None = None,
-    ) -> Mailbox:
-        """Check a request and send it off."""
-        self._attach()
-        number = next(self._numbers)
-        request_id = str(number) if request_id is None else request_id
-        if request_id in self._streams:
-            raise ValidationError(f"request id {request_id!r} is in use", "request_id", request_id)
-        params = self.get_default_sampling_params() if params is None else params
-        box = self._streams[request_id] = Mailbox(request_id, f"{request_id}-{number}")
-        begun: Turn | None = None
-        try:
-            request, text = await self._prepare(box.key, prompt, params, priority, tenant)
-            if turn is not None:
-                await self._begin_turn(request, turn)
-                begun = turn
-            box.is_delta = request.params.output_kind is RequestOutputKind.DELTA
-            box.awaits_first = request.params.output_kind is not RequestOutputKind.FINAL_ONLY
-            message = ipc.encode(ipc.Add(request))
-            self._attach()  # it may have died while the prompt was prepared
-        except BaseException:
-            del self._streams[request_id]
-            if begun is not None:
-                self._undo(begun)
-            raise
-        self._by_key[box.key] = box
-        self._outputs.add(request, text)
-        self._engine.send(message)
-        if box.is_aborted:
-            self._engine.send(ipc.Abort(box.key))
-        return box
 
     async def _begin_turn(self, request: NewRequest, turn: Turn) -> None:
         if request.params.n != 1:  # before anything is written
@@ -446,8 +410,8 @@ class AsyncLLM:
 
     def _undo(self, turn: Turn) -> None:
         """Take back what the turn added to its session; nobody waits for that."""
-        if turn.undo is not None and not self._engine.death:
-            self._engine.send(ipc.SessionCall(next(self._numbers), turn.undo))
+        if turn.undo is not None:
+            self._fleet.tell_sessions(turn.key, turn.undo)
 
     async def _prepare(
         self,
@@ -461,108 +425,6 @@ class AsyncLLM:
         if _size(prompt) < LONG_PROMPT:
             return self._inputs.make(*arguments)
         return await asyncio.to_thread(self._inputs.make, *arguments)
-
-    def _leave(self, box: Mailbox) -> None:
-        """Nobody reads this request any more."""
-        del self._streams[box.request_id]
-        if self._by_key.pop(box.key, None) is not None:
-            self._outputs.forget(box.key)
-            if not box.is_ended:
-                self._engine.send(ipc.Abort(box.key))
-
-    async def _ask(self, question: Callable[[int], ipc.Down]) -> Any:
-        self._attach()
-        number = next(self._numbers)
-        self._engine.send(question(number))
-        return await self._answer_to(number)
-
-    async def _answer_to(self, number: int) -> Any:
-        answer = self._questions[number] = asyncio.get_running_loop().create_future()
-        try:
-            return await answer
-        finally:
-            del self._questions[number]
-
-    def _take(self, message: ipc.Up) -> None:
-        """Something came from the engine."""
-        match message:
-            case ipc.Outputs(outputs=outputs):
-                self._take_outputs(outputs)
-            case ipc.Refused(id=key):
-                self._fail(key, error_of(message))
-            case ipc.HealthReport() | ipc.StatsReport() | ipc.ResetReport() | ipc.SessionReply() | ipc.MemoryReport():
-                answer = self._questions.get(message.question)
-                if answer is not None and not answer.done():
-                    answer.set_result(message)
-
-    def _take_outputs(self, outputs: StepOutputs) -> None:
-        self._show_rest()
-        boxes = self._by_key
-        new = {key[0] for key in outputs.keys if (box := boxes.get(key[0])) is not None and box.awaits_first}
-        if not new or outputs.counts is not None or len(outputs.keys) - len(new) < MANY:
-            self._show(outputs)
-            return
-        first, self._rest = apart(outputs, new)
-        self._show(first)
-        asyncio.get_running_loop().call_soon(self._show_rest)  # after the readers who have just been woken
-
-    def _show_rest(self) -> None:
-        """What a step told about all others, if that is still to be shown."""
-        rest, self._rest = self._rest, None
-        if rest is not None:
-            self._show(rest)
-
-    def _show(self, outputs: StepOutputs) -> None:
-        for end in outputs.finished:
-            if end.error:  # the request is at fault, and only the engine could know
-                self._fail(end.key[0], error_of(ipc.Refused(end.key[0], end.error, end.message or "")))
-        try:
-            views, stops = self._outputs.process(outputs)
-        except Exception as error:  # what cannot be shown must not be waited for
-            logger.exception("the outputs of a step cannot be shown")
-            for request in {key[0] for key in (*outputs.keys, *(key for key, _ in outputs.vectors))}:
-                self._engine.send(ipc.Abort(request))
-                self._fail(request, QuireError(f"the output cannot be shown: {type(error).__name__}: {error}"))
-            return
-        for key, at, string in stops:
-            self._engine.send(ipc.Finish(key, at, string))
-        for view in views:
-            if (box := self._by_key.get(view.request_id)) is not None:
-                view.request_id = box.request_id
-                box.put(view)
-
-    def _fail(self, key: str, error: QuireError) -> None:
-        if (box := self._by_key.get(key)) is not None:
-            self._outputs.forget(key)
-            box.fail(error)
-
-    def _fail_all(self, reason: str) -> None:
-        """The engine is dead: nobody waits for it any longer."""
-        self._show_rest()
-        for key in list(self._by_key):
-            self._fail(key, EngineDeadError(reason))
-        for answer in self._questions.values():
-            if not answer.done():
-                answer.set_exception(EngineDeadError(reason))
-
-    def _shut(self) -> None:
-        self.is_shut = True
-        if self._coming is not None:
-            self._coming.kill()
-        self._close(SHUT)
-
-    def _close(self, reason: str) -> None:
-        self._engine.close(reason)
-        self._fail_all(self._engine.death)
-
-
-async def _aside(wait: Callable[[], None]) -> None:
-    """In a thread of its own: those of the pool may all be busy with prompts."""
-    pool = ThreadPoolExecutor(1)
-    try:
-        await asyncio.get_running_loop().run_in_executor(pool, wait)
-    finally:
-        pool.shutdown(wait=False)
 
 
 def _size(prompt: Any) -> int:

@@ -10,11 +10,12 @@ from quire.api.interrupts import deferred_interrupts
 from quire.config import EngineConfig
 from quire.engine.setup import EngineFacts, make_engine
 from quire.engine.stats import Metric
-from quire.errors import EngineDeadError, ValidationError
+from quire.errors import ConfigError, EngineDeadError, ValidationError
 from quire.loading.hub import find
 from quire.loading.read_config import read_generation_config, read_model_config
 from quire.loading.tokenizer import load_tokenizer
 from quire.messages.beams import BeamSearchParams
+from quire.messages.experts import Rebalanced
 from quire.messages.memory_map import MemoryMap
 from quire.messages.outputs import Output
 from quire.messages.pooling import PoolingParams
@@ -27,6 +28,13 @@ class LLMEngine:
     """Text in, text out, over one `EngineCore`."""
 
     def __init__(self, config: EngineConfig) -> None:
+        if config.data_parallel_size > 1:
+            raise ConfigError(
+                f"data_parallel_size is {config.data_parallel_size}, and this is one engine: use LLM, AsyncLLM or the "
+                "server",
+                "data_parallel_size",
+                config.data_parallel_size,
+            )
         self.config = config
         files = find(config)
         model = read_model_config(files, config.hf_overrides)
@@ -103,6 +111,12 @@ class LLMEngine:
     def reset_prefix_cache(self) -> bool:
         """Forget all cached blocks; True if none had to stay with a running request."""
         return self.core.scheduler.reset_prefix_cache()
+
+    def rebalance_experts(self) -> Rebalanced:
+        """Move experts to where the load since the last time says they had better be."""
+        outcome = self.core.rebalance_experts()
+        assert outcome is not None, "engines that step together are in processes of their own"
+        return outcome
 
     def get_metrics(self) -> list[Metric]:
         """Counters and gauges of this engine."""

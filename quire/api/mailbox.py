@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quire.errors import QuireError
 from quire.messages.outputs import CompletionOutput, Output, RequestOutput
+
+if TYPE_CHECKING:
+    from quire.api.replica import Replica
+    from quire.messages.request import NewRequest
 
 
 class Mailbox:
@@ -18,11 +22,19 @@ class Mailbox:
         """The caller's name for the request."""
         self.key = key
         """The engine's."""
+        self.request: NewRequest | None = None
+        """What was sent, once it was…"""
+        self.replica: Replica | None = None
+        """…and where."""
+        self.moves = 0
+        """How often it had to begin again elsewhere."""
         self.is_delta = False
         self.is_aborted = False
         """The caller wants it ended."""
+        self.is_streamed = False
+        """Someone reads as it comes…"""
         self.awaits_first = False
-        """Someone reads as it comes, and nothing has come yet."""
+        """…and nothing has come yet."""
         self.is_ended = False
         """Nothing more comes."""
         self.is_finished = False
@@ -31,6 +43,11 @@ class Mailbox:
         self._error: QuireError | None = None
         self._reader: asyncio.Future[None] | None = None
         """Someone who waits for what comes."""
+
+    @property
+    def is_untouched(self) -> bool:
+        """Nobody has seen anything of it: it can begin again."""
+        return not self.is_ended and (self.awaits_first or not self.is_streamed)
 
     def put(self, output: Output) -> None:
         """Something new to read."""

@@ -6,10 +6,14 @@ gathered whole, so every rank draws the same tokens by itself.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
+
 import torch
 
 from quire.distributed.groups import Ranks
 
+Collective = Callable[[], object]
 _calls = 0
 _group: torch.distributed.ProcessGroup | None = None
 
@@ -23,7 +27,7 @@ def use_group(group: torch.distributed.ProcessGroup) -> None:
 def all_reduce(x: torch.Tensor, ranks: Ranks) -> torch.Tensor:
     """Sum `x` over the tensor-parallel ranks, in place."""
     if ranks.tp_size > 1:
-        _count()
+        count()
         torch.distributed.all_reduce(x, group=_group)
     return x
 
@@ -32,10 +36,16 @@ def all_gather_last(x: torch.Tensor, ranks: Ranks) -> torch.Tensor:
     """Join the ranks' slices of the last dimension."""
     if ranks.tp_size == 1:
         return x
-    _count()
+    count()
     parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(ranks.tp_size)]
     torch.distributed.all_gather(parts, x.contiguous(), group=_group)
     return torch.cat(parts, dim=-1)
+
+
+def words_of(error: Exception) -> str:
+    """What a backend says of a collective that failed, without its own lines of code and good advice."""
+    line = (str(error).strip().splitlines() or [""])[0]
+    return re.sub(r"^\[[^\]]*\]\s*", "", line).partition(". ")[0]
 
 
 def calls() -> int:
@@ -43,6 +53,7 @@ def calls() -> int:
     return _calls
 
 
-def _count() -> None:
+def count() -> None:
+    """One more is begun."""
     global _calls
     _calls += 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 from quire.engine.experts import expert_figures
 from quire.engine.grammar.grammars import Grammars
@@ -13,8 +13,9 @@ from quire.engine.memory_map import map_memory
 from quire.engine.stats import InfoLine, Metric, metrics_of
 from quire.engine.watchdog import Watchdog
 from quire.errors import DeviceLostError, EngineDeadError, RankLostError, StepError, StepMemoryError, ValidationError
-from quire.executor.base import Executor
+from quire.executor.base import Executor, Lockstep
 from quire.memory.sessions import SessionKeeper
+from quire.messages.experts import Rebalanced
 from quire.messages.memory_map import MemoryMap
 from quire.messages.outputs import Key, StepOutputs
 from quire.messages.plan import StepPlan
@@ -56,6 +57,8 @@ class EngineCore:
         self.wakes: list[int] = []
         """Files that end the sleep of a `step` with nothing to do but wait for a grammar."""
         self._executor = executor
+        self._lockstep = cast(Lockstep, executor) if hasattr(executor, "accompany") else None
+        """The executor, where it steps together with other engines'."""
         self._depth = pipeline_depth
         self._launched: deque[tuple[StepPlan, Any]] = deque()
         self._info = InfoLine(scheduler) if log_stats else None
@@ -122,7 +125,8 @@ class EngineCore:
     def has_work(self) -> bool:
         """Whether `step` has something to do, or something to tell."""
         scheduler = self.scheduler
-        return bool(scheduler.unfinished or self._launched or scheduler.has_outputs or scheduler.is_busy)
+        own = bool(scheduler.unfinished or self._launched or scheduler.has_outputs or scheduler.is_busy)
+        return own or (self._lockstep is not None and self._lockstep.is_on)
 
     def begin(self) -> None:
         """Launch a step if none is in flight, and wait for nothing: the device works while more requests are added."""
@@ -138,6 +142,8 @@ class EngineCore:
         plan = self.scheduler.schedule()
         if plan is not None:
             self._launch(plan)
+        elif self._lockstep is not None and self._accompany(self._lockstep):
+            pass
         elif self._grammars is not None and self.compiling and not self._launched:
             self._grammars.wait(WAIT_SECONDS, self.wakes)
         elif self.scheduler.tiers is not None and not self._launched:
@@ -147,6 +153,16 @@ class EngineCore:
         if self._info is not None:
             self._info.tick()
         return self.scheduler.take_outputs()
+
+    def _accompany(self, lockstep: Lockstep) -> bool:
+        """Take a turn without a plan; whether nothing is left to wait for."""
+        has_work = bool(self.scheduler.unfinished or self._launched)
+        if not (lockstep.is_on or has_work):
+            return False
+        try:
+            return lockstep.accompany(has_work) or not has_work
+        except DeviceLostError as error:
+            self._end(f"the engine is dead: {error}", error)
 
     def _launch(self, plan: StepPlan) -> None:
         if logger.isEnabledFor(logging.DEBUG):
@@ -174,6 +190,31 @@ class EngineCore:
                 self._grammars.follow()
         finally:
             self._watchdog.end()
+
+    # Engines that share experts
+
+    def rouse(self, number: int) -> None:
+        """There is work for one of the engines that step together."""
+        if self._lockstep is not None:
+            self._lockstep.rouse(number)
+
+    def rebalance_experts(self, number: int = 0) -> Rebalanced | None:
+        """Move experts to where the load is. With engines that step together, once all of them were asked with this
+        number: None for now, and `take_rebalanced` tells."""
+        if self._lockstep is not None:
+            self._lockstep.ask_to_rebalance(number)
+            return None
+        if getattr(self._executor, "balance", None) is None:
+            raise ValidationError("experts are moved between ranks: that needs enable_expert_parallel over several")
+        try:
+            outcome: Rebalanced = self._executor.rebalance_experts()  # type: ignore[attr-defined]
+        except DeviceLostError as error:
+            self._end(f"the engine is dead: {error}, while experts were moved", error)
+        return outcome
+
+    def take_rebalanced(self) -> list[Rebalanced]:
+        """What came of it, of each time since this was asked last."""
+        return [] if self._lockstep is None else self._lockstep.take_rebalanced()
 
     # Requests whose output has a form
 
@@ -263,7 +304,7 @@ class EngineCore:
 
     def metrics(self) -> list[Metric]:
         """The engine's figures now."""
-        experts = expert_figures(self._executor.expert_counts())
+        experts = expert_figures(self._executor.expert_counts(), getattr(self._executor, "balance", None))
         if self._grammars is None:
             return [*metrics_of(self.scheduler), *experts]
         waiting, times = self._grammars.num_waiting, self._grammars.compile_times

@@ -15,6 +15,7 @@ from quire.engine.stats import Metric
 from quire.errors import ValidationError
 from quire.executor import child
 from quire.executor.child import Log, Surroundings
+from quire.messages.experts import Rebalanced
 from quire.messages.frames import LARGEST, frame
 from quire.messages.memory_map import MemoryMap
 from quire.messages.outputs import Key, StepOutputs
@@ -25,6 +26,13 @@ from quire.messages.request import NewRequest
 
 class Start(Surroundings, tag=True):
     """The first message: what to make an engine of."""
+
+    replica: int = 0
+    """Which engine this is of those behind one front…"""
+    replicas: int = 1
+    """…and how many there are: they share the machine."""
+    meeting: str = ""
+    """The file in which engines that step together find each other."""
 
 
 class Add(msgspec.Struct, tag=True):
@@ -80,11 +88,28 @@ class SessionCall(msgspec.Struct, tag=True):
     op: SessionOp
 
 
+class Rouse(msgspec.Struct, tag=True):
+    """The so many-th request has been sent, to one of the engines that step together: all of them wake up."""
+
+    number: int
+
+
+class RebalanceExperts(msgspec.Struct, tag=True):
+    """Move experts to where the load is. Answered by `RebalanceReport`; engines that step together are all asked, with
+    the same number, and do it together."""
+
+    question: int
+    number: int = 0
+
+
 class Shutdown(msgspec.Struct, tag=True):
     """End everything and leave."""
 
 
-Down = Union[Start, Add, Abort, Finish, ResetPrefixCache, Ping, GetStats, GetMemoryMap, SessionCall, Shutdown]
+Down = Union[
+    Start, Add, Abort, Finish, ResetPrefixCache, Ping, GetStats, GetMemoryMap, SessionCall, Rouse, RebalanceExperts,
+    Shutdown,
+]  # fmt: skip
 
 
 # Up: to the front
@@ -149,6 +174,13 @@ class ResetReport(msgspec.Struct, tag=True):
     """No block had to stay with a running request."""
 
 
+class RebalanceReport(msgspec.Struct, tag=True):
+    question: int
+    outcome: Rebalanced | None = None
+    error: Refused | None = None
+    """Why there is none."""
+
+
 class SessionReply(msgspec.Struct, tag=True):
     """What came of a question about sessions, or why nothing did."""
 
@@ -163,7 +195,10 @@ class Died(msgspec.Struct, tag=True):
     message: str
 
 
-Up = Union[Ready, Outputs, Refused, HealthReport, StatsReport, MemoryReport, ResetReport, SessionReply, Log, Died]
+Up = Union[
+    Ready, Outputs, Refused, HealthReport, StatsReport, MemoryReport, ResetReport, RebalanceReport, SessionReply, Log,
+    Died,
+]  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()
 _down_decoder = msgspec.msgpack.Decoder(Down)

@@ -7,6 +7,7 @@ nothing to do it sleeps in the kernel until something comes.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import logging
 import os
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from quire.engine import ipc
 from quire.engine.session_calls import SessionAnswer, SessionDesk
+from quire.engine.shares import take_share
 from quire.errors import EngineDeadError, QuireError
 from quire.executor.child import adopt, leave_signals, leave_with, model_of
 
@@ -40,6 +42,7 @@ class EngineLoop:
         self._link = link
         self._core = core
         self._is_open = True
+        self._rebalances: list[int] = []
         self._sessions = SessionDesk(lambda: core.sessions)
         core.wakes.append(link.fileno())
 
@@ -54,6 +57,7 @@ class EngineLoop:
                 if _tells_something(outputs):
                     self._link.send(ipc.Outputs(outputs))
                 self._sessions.settle()
+                self._tell_rebalanced()
 
     def _take(self, data: bytes) -> None:
         try:
@@ -83,12 +87,34 @@ class EngineLoop:
                 send(ipc.StatsReport(question, core.metrics()))
             case ipc.GetMemoryMap(question=question, block_bytes=block_bytes):
                 send(self._map_memory(question, block_bytes))
+            case ipc.Rouse(number=number):
+                core.rouse(number)
+            case ipc.RebalanceExperts(question=question, number=number):
+                self._rebalance(question, number)
             case ipc.SessionCall(question=question, op=op):
                 self._sessions.take(op, lambda outcome: self._tell_session(question, outcome))
             case ipc.Shutdown():
                 self._is_open = False
             case ipc.Start():
                 raise RuntimeError("a second Start came: an engine is made once")
+
+    def _rebalance(self, question: int, number: int) -> None:
+        try:
+            outcome = self._core.rebalance_experts(number)
+        except QuireError as error:
+            self._link.send(ipc.RebalanceReport(question, error=refusal(str(question), error)))
+            return
+        if outcome is None:
+            self._rebalances.append(question)
+        else:
+            self._link.send(ipc.RebalanceReport(question, outcome))
+
+    def _tell_rebalanced(self) -> None:
+        """Who asked for experts to be moved learns what came of it, once all engines have done it."""
+        if self._rebalances and (outcomes := self._core.take_rebalanced()):
+            for question in self._rebalances:
+                self._link.send(ipc.RebalanceReport(question, outcomes[-1]))
+            self._rebalances.clear()
 
     def _map_memory(self, question: int, block_bytes: int) -> ipc.MemoryReport:
         try:
@@ -144,9 +170,14 @@ def _start(link: ipc.Link, make: MakeEngine | None) -> EngineCore | None:
     """An engine as the first message wants it; None if it cannot be made, and the front knows why."""
     start = ipc.decode_down(link.first())
     assert isinstance(start, ipc.Start)
-    adopt(start, start.log_level, link.send)
+    prefix = f"replica {start.replica}: " if start.replicas > 1 else ""
+    adopt(start, start.log_level, link.send, prefix)
     try:
-        core, facts = (make or _make_usual)(*model_of(start))
+        config, files, model = model_of(start)
+        if make is None:
+            take_share(config, start.replica, start.replicas)
+        usual = functools.partial(_make_usual, meeting=(start.replica, start.replicas, start.meeting))
+        core, facts = (make or usual)(config, files, model)
     except Exception as error:
         if not isinstance(error, QuireError):
             logger.exception("the engine could not be made")
@@ -170,11 +201,15 @@ def _start(link: ipc.Link, make: MakeEngine | None) -> EngineCore | None:
     return core
 
 
-def _make_usual(config: EngineConfig, files: ModelFiles, model: ModelConfig) -> tuple[EngineCore, Facts]:
+def _make_usual(
+    config: EngineConfig, files: ModelFiles, model: ModelConfig, meeting: tuple[int, int, str] = (0, 1, "")
+) -> tuple[EngineCore, Facts]:
+    from quire.distributed.lockstep import Place
     from quire.engine.setup import make_engine
     from quire.scheduler.pacing import STREAM_STRETCH
 
-    return make_engine(config, files, model, STREAM_STRETCH)
+    place = Place(*meeting) if config.steps_together else None
+    return make_engine(config, files, model, STREAM_STRETCH, place)
 
 
 def _die(link: ipc.Link, error: Exception) -> None:

@@ -45,9 +45,18 @@ class RemoteEngine:
     """Known once it is ready."""
 
     def __init__(
-        self, config: EngineConfig, files: ModelFiles, model: ModelConfig, module: str = "quire.engine.process"
+        self,
+        config: EngineConfig,
+        files: ModelFiles,
+        model: ModelConfig,
+        module: str = "quire.engine.process",
+        replica: int = 0,
+        replicas: int = 1,
+        meeting: str = "",
     ) -> None:
-        """Starts the process, which runs `module`, and waits for nothing: `wait_until_ready` comes next."""
+        """Starts the process, which runs `module`, and waits for nothing: `wait_until_ready` comes next. `replica`:
+        which engine it is, of how many that share the machine; `meeting`: a file in which those find each other that
+        step together."""
         self._files, self._model = files, model
         self.death = ""
         """Why nothing can be asked of it any more; empty while it lives."""
@@ -57,9 +66,10 @@ class RemoteEngine:
         self._frames = Frames()
         self._unsent = bytearray()
         self._burial: asyncio.Task[None] | None = None
+        # What cannot be sent is said before anything is started.
         start = ipc.encode(
-            ipc.Start(**surroundings(config, files))
-        )  # what cannot be sent is said before anything is started
+            ipc.Start(**surroundings(config, files), replica=replica, replicas=replicas, meeting=meeting)
+        )
         self._socket, theirs = socket.socketpair()
         self._inlet = Inlet(self._socket)
         with theirs:
@@ -176,6 +186,13 @@ class RemoteEngine:
             self.death = reason
             self.detach()
             self.on_death(reason)
+
+    def ended(self, seconds: float) -> str:
+        """How the process has ended, if it has, or does so within these seconds; else empty."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(seconds)
+            return _describe_end(self._process)
+        return ""
 
     def end(self, reason: str) -> None:
         """Kill the process, whatever it is in the middle of, and say why."""

@@ -77,6 +77,8 @@ class ListSessions(msgspec.Struct, tag=True):
     after: str | None
     """The key of the last session of the page before."""
     limit: int
+    made_after: float | None = None
+    """Instead of a key: those made later than that, in seconds since the epoch."""
 
 
 class CountSessions(msgspec.Struct, tag=True):
@@ -196,6 +198,8 @@ def apply(keeper: SessionKeeper, op: SessionOp) -> SessionAnswer:
             return SessionAnswer(info=keeper.get(op.key), tokens=keeper.tokens(op.key, op.start))
         case ListSessions():
             after = 0 if op.after is None else keeper.store.get(op.after).id
+            if op.made_after is not None:
+                after = keeper.store.last_made(op.made_after, op.owner)
             return SessionAnswer(page=keeper.page(after, op.limit, op.owner))
         case CountSessions():
             return SessionAnswer(count=keeper.count(op.owner))

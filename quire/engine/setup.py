@@ -8,6 +8,7 @@ import time
 from dataclasses import dataclass
 
 from quire.config import EngineConfig
+from quire.distributed.lockstep import Place
 from quire.engine.core import EngineCore
 from quire.engine.facts import Facts
 from quire.engine.grammar.grammars import Grammars
@@ -52,17 +53,22 @@ def longest_position(model: ModelConfig) -> int:
 
 
 def make_engine(
-    config: EngineConfig, files: ModelFiles, model: ModelConfig, usual_stretch: float = math.inf
+    config: EngineConfig,
+    files: ModelFiles,
+    model: ModelConfig,
+    usual_stretch: float = math.inf,
+    place: Place | None = None,
 ) -> tuple[EngineCore, EngineFacts]:
     """Load the model, size the cache, and put the loop together.
 
-    `usual_stretch`: what `max_step_stretch` is where the configuration leaves it open.
+    `usual_stretch`: what `max_step_stretch` is where the configuration leaves it open. `place`: this engine's, where
+    several step together.
     """
     begin = time.monotonic()
     platform = choose_platform(config)
     longest = model_len(config, model)
     rows, tokens = budgets(config, platform, longest)
-    workers = start_workers(config, files, model, platform, Limits(longest, rows, tokens))
+    workers = start_workers(config, files, model, platform, Limits(longest, rows, tokens), place)
     memory = workers.memory
     tables = BlockTables(memory.num_blocks, config.block_size, config.enable_prefix_caching)
     fingerprint = kv_fingerprint(config, files, model, workers.dtype)

@@ -10,10 +10,14 @@ import torch
 
 from quire.config import EngineConfig
 from quire.distributed.groups import Ranks
+from quire.distributed.lockstep import Lockstep, Place
+from quire.distributed.world import BACKENDS
 from quire.errors import ConfigError
 from quire.executor.base import Executor
+from quire.executor.expert_balance import ExpertBalance
 from quire.executor.links import Ranks as StartedRanks
 from quire.executor.local import LocalExecutor
+from quire.executor.lockstep import LockstepExecutor
 from quire.loading.files import ModelFiles
 from quire.loading.model_config import ModelConfig
 from quire.platforms import choose
@@ -23,6 +27,9 @@ from quire.worker.building import build_model
 from quire.worker.memory import MemoryNeeds, MemoryPlan, no_room
 from quire.worker.moves import HostRoom
 from quire.worker.worker import Worker
+
+JOIN_SECONDS = 600.0
+"""So long engines that step together wait for each other where `step_timeout` sets no limit."""
 
 
 @dataclass(frozen=True)
@@ -67,12 +74,26 @@ def choose_platform(config: EngineConfig) -> Platform:
 
 
 def start_workers(
-    config: EngineConfig, files: ModelFiles, model: ModelConfig, platform: Platform, limits: Limits
+    config: EngineConfig,
+    files: ModelFiles,
+    model: ModelConfig,
+    platform: Platform,
+    limits: Limits,
+    place: Place | None = None,
 ) -> Workers:
-    """Load the model and give the cache what is left; where it does not fit, say what would."""
+    """Load the model and give the cache what is left; where it does not fit, say what would.
+
+    `place`: this engine's, where several share the experts.
+    """
     if config.is_multiprocess:
         return _start_ranks(config, files, model, platform, limits)
-    return _start_here(config, files, model, platform, limits)
+    if config.steps_together and place is None:
+        raise ConfigError(
+            "enable_expert_parallel over replicas needs them in processes of their own: use AsyncLLM or quire serve",
+            "data_parallel_size",
+            config.data_parallel_size,
+        )
+    return _start_here(config, files, model, platform, limits, place)
 
 
 def estimate_needs(
@@ -96,21 +117,37 @@ def estimate_needs(
 
 
 def _start_here(
-    config: EngineConfig, files: ModelFiles, model: ModelConfig, platform: Platform, limits: Limits
+    config: EngineConfig,
+    files: ModelFiles,
+    model: ModelConfig,
+    platform: Platform,
+    limits: Limits,
+    place: Place | None,
 ) -> Workers:
     before = platform.free_memory()
     needs = estimate_needs(config, files, model, platform, limits.model_len, limits.rows, limits.tokens)
     needs.check_weights(config, platform, before)
     doing = "while the model was loaded and a first step tried"
+    # Before anything is loaded: on a GPU the first step meets the others' already.
+    world = None if place is None else _join(config, platform, place)
+    replica = 0 if place is None else place.rank
     try:
-        worker = Worker(config, files, model, platform, limits.model_len, limits.rows, limits.tokens)
+        worker = Worker(
+            config, files, model, platform, limits.model_len, limits.rows, limits.tokens, replica=replica
+        )  # fmt: skip
         memory = worker.needs.plan(config, platform, before, platform.free_memory())
         doing = f"with a KV cache of {memory.cache / 2**30:.2f} GiB"
         worker.make_cache(memory.num_blocks)
     except torch.OutOfMemoryError as error:
         raise no_room(error, needs, platform, doing) from error
+    executor: Executor = (local := LocalExecutor(worker, can_give_up=config.step_timeout > 0))
+    if world is not None:
+        balance = ExpertBalance(
+            config.expert_ranks, config.num_redundant_experts, config.expert_rebalance_interval
+        )  # fmt: skip
+        executor = LockstepExecutor(local, worker, world, balance)
     return Workers(
-        executor=LocalExecutor(worker, can_give_up=config.step_timeout > 0),
+        executor=executor,
         memory=memory,
         device=platform.describe(),
         dtype=str(worker.needs.dtype),
@@ -120,6 +157,13 @@ def _start_here(
         host_room=None if worker.mover is None else worker.mover.room(),
         phases=worker.phases,
     )
+
+
+def _join(config: EngineConfig, platform: Platform, place: Place) -> Lockstep:
+    backend = BACKENDS[platform.device.type]
+    if os.environ.get("QUIRE_SHARE_GPU") == "1":  # several to a card, which NCCL refuses
+        backend = "gloo"
+    return Lockstep(place, backend, config.step_timeout or JOIN_SECONDS)
 
 
 def _start_ranks(

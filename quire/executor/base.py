@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+from quire.messages.experts import Rebalanced
 from quire.messages.plan import StepMasks, StepPlan, StepResult
 
 SPIN_SECONDS = 0.005
@@ -22,7 +23,8 @@ class Executor(Protocol):
     """Runs plans in order. `submit` returns at once; `collect` waits for that step's result.
 
     A step with a draw for a row that has a form to keep draws nothing before `supply`, and no other can be submitted.
-    One whose ranks are elsewhere also has `check()`, which raises DeviceLostError if one died while nobody waited.
+    One whose ranks are elsewhere also has `check()`, which raises DeviceLostError if one died while nobody waited; one
+    whose ranks share experts has `balance` and `rebalance_experts()`; `Lockstep` steps together with other engines.
     """
 
     def submit(self, plan: StepPlan) -> Any:
@@ -47,4 +49,29 @@ class Executor(Protocol):
 
     def shutdown(self) -> None:
         """Give everything back."""
+        ...
+
+
+class Lockstep(Executor, Protocol):
+    """Runs plans when it is the turn of all engines that share the experts."""
+
+    @property
+    def is_on(self) -> bool:
+        """Whether the engines take turns: then there is a step to make, with or without a plan."""
+        ...
+
+    def rouse(self, number: int) -> None:
+        """A request, the `number`-th of all, has come to one of the engines."""
+        ...
+
+    def accompany(self, has_work: bool) -> bool:
+        """There is no plan here: take a turn with the others. Whether a pass was made."""
+        ...
+
+    def ask_to_rebalance(self, number: int) -> None:
+        """Move experts when all engines have been asked; `take_rebalanced` tells."""
+        ...
+
+    def take_rebalanced(self) -> list[Rebalanced]:
+        """What came of it, of each time since this was asked last."""
         ...

@@ -11,6 +11,7 @@ import torch
 
 from quire.errors import DeviceLostError, StepError, StepMemoryError
 from quire.executor.base import pause_after
+from quire.layers.expert_placement import Placement
 from quire.messages.plan import StepMasks, StepPlan, StepResult
 from quire.worker.runner import PendingStep
 from quire.worker.worker import Worker
@@ -59,6 +60,10 @@ class LocalExecutor:
             return {} if self._lost else self._worker.expert_counts()
         except RuntimeError:  # a step has failed on the device; who waits for it will tell
             return {}
+
+    def place_experts(self, placements: Mapping[int, Placement]) -> None:
+        """Hold other experts from the next step on."""
+        self._worker.place_experts(placements)
 
     def give_up(self, message: str) -> None:
         """Whoever waits for a step is to wait no longer. May be called from any thread."""

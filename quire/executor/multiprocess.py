@@ -19,10 +19,12 @@ from quire.distributed.world import one_machine
 from quire.errors import EngineDeadError, QuireError, StepError, StepMemoryError
 from quire.executor import wire
 from quire.executor.child import surroundings
+from quire.executor.expert_balance import ExpertBalance
 from quire.executor.host import EngineHost
 from quire.executor.links import RankLinks, Ranks
 from quire.executor.processes import RankProcesses
 from quire.loading.files import ModelFiles
+from quire.messages.experts import Rebalanced
 from quire.messages.plan import MovesDone, StepMasks, StepPlan, StepResult, decode_result, encode
 from quire.paths import child_environment
 from quire.worker.memory import MemoryPlan
@@ -61,6 +63,13 @@ class MultiprocessExecutor:
         self._moves: dict[int, list[MovesDone]] = {}
         """Moves that some ranks have done."""
         self._counts: dict[int, Mapping[int, Sequence[int]]] = {}
+        self._placed: set[int] = set()
+        self.balance: ExpertBalance | None = None
+        """Of whole experts over the ranks of a stage, where they are so."""
+        if config.enable_expert_parallel and config.expert_ranks > 1:
+            self.balance = ExpertBalance(
+                config.expert_ranks, config.num_redundant_experts, config.expert_rebalance_interval
+            )
         try:
             starts = [
                 wire.Start(
@@ -140,6 +149,8 @@ class MultiprocessExecutor:
     def submit(self, plan: StepPlan) -> int:
         if plan.reset:
             self._moves.clear()
+        if self.balance is not None and self.balance.is_due():
+            self.rebalance_experts()
         self._ranks.send(wire.Step(encode(plan)))
         return plan.step
 
@@ -212,6 +223,22 @@ class MultiprocessExecutor:
         # Ranks of a stage have the same layers, and see all tokens.
         return {layer: counts for _, each in sorted(self._counts.items()) for layer, counts in each.items()}
 
+    def rebalance_experts(self) -> Rebalanced:
+        """Between two steps, move experts to where the load since the last time says they had better be.
+
+        Steps that were launched before are waited for.
+        """
+        assert self.balance is not None
+        counts = self.expert_counts()
+        placements, outcome = self.balance.plan(counts)
+        if placements:
+            slots = {layer: [list(held) for held in placement.slots] for layer, placement in placements.items()}
+            self._placed.clear()
+            self._ranks.send(wire.PlaceExperts(slots))
+            self._ranks.receive(lambda: len(self._placed) == len(self._ranks), self._take)
+        self.balance.commit(placements, counts)
+        return outcome
+
     def check(self) -> None:
         """Raise RankLostError if a rank has died while nobody waited for it."""
         self._ranks.look(self._take)
@@ -232,6 +259,8 @@ class MultiprocessExecutor:
                 self._ready[rank] = message
             case wire.ExpertCounts(counts=counts):
                 self._counts[rank] = counts
+            case wire.Placed():
+                self._placed.add(rank)
             case wire.Refused():
                 raise _refusal(message, rank, len(self._ranks))
 

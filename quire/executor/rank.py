@@ -28,6 +28,7 @@ from quire.executor.gate import BEATS, MESSAGES, dial
 from quire.executor.heartbeats import beat_over
 from quire.executor.pulse import beat
 from quire.executor.shared_ring import RingReader
+from quire.layers.expert_placement import Placement
 from quire.messages.frames import Frames
 from quire.messages.plan import StepMasks, decode_masks, decode_plan, encode
 from quire.messages.shared import map_shared
@@ -119,6 +120,9 @@ class RankLoop:
             case wire.CountExperts():
                 counts = {layer: list(map(int, each)) for layer, each in self._executor.expert_counts().items()}
                 self._link.send(wire.ExpertCounts(counts))
+            case wire.PlaceExperts(placements=placements):
+                self._executor.place_experts({layer: Placement.of(slots) for layer, slots in placements.items()})
+                self._link.send(wire.Placed())
             case wire.Shutdown():
                 self._is_open = False
             case _:

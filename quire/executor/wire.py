@@ -75,11 +75,18 @@ class Shared(msgspec.Struct, tag=True):
     length: int
 
 
+class PlaceExperts(msgspec.Struct, tag=True):
+    """Hold other experts from the next step on. Answered by `Placed`."""
+
+    placements: dict[int, list[list[int]]]
+    """By layer, the experts of each rank."""
+
+
 class Shutdown(msgspec.Struct, tag=True):
     """Leave."""
 
 
-Down = Union[Start, MakeCache, Step, Supply, CountExperts, Shared, Shutdown]
+Down = Union[Start, MakeCache, Step, Supply, CountExperts, PlaceExperts, Shared, Shutdown]
 
 
 # Up: from a rank
@@ -138,6 +145,10 @@ class ExpertCounts(msgspec.Struct, tag=True):
     counts: dict[int, list[int]]
 
 
+class Placed(msgspec.Struct, tag=True):
+    """The experts are where they were to go."""
+
+
 class Refused(msgspec.Struct, tag=True):
     """The rank could not start."""
 
@@ -146,7 +157,7 @@ class Refused(msgspec.Struct, tag=True):
     parameter: str | None = None
 
 
-Up = Union[Loaded, Ready, Done, Failed, ExpertCounts, Refused, Log]
+Up = Union[Loaded, Ready, Done, Failed, ExpertCounts, Placed, Refused, Log]
 
 _encoder = msgspec.msgpack.Encoder()
 _down_decoder = msgspec.msgpack.Decoder(Down)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from quire.distributed.experts import ExpertRanks
 from quire.distributed.groups import Ranks
 from quire.kernels.base import Ops
 from quire.layers.attention.base import AttentionBackend
@@ -25,6 +26,8 @@ class Build:
     ops: Ops
     attention: AttentionBackend
     max_model_len: int
+    experts: ExpertRanks | None = None
+    """The ranks that whole experts are spread over; None: each keeps a part of every expert."""
     memory: Arena = field(init=False)
     """Where the weights go."""
 

@@ -17,19 +17,36 @@ from quire.loading.weights import Layout, Target
 
 @dataclass(frozen=True)
 class ExpertShare:
-    """The experts of this rank, as a range of the whole model's, and which of each one's features it keeps."""
+    """The experts of this rank, by their numbers in the whole model, and which of each one's features it keeps."""
 
     total: int
     """Experts there are in all."""
     total_width: int
     """Features of a whole expert."""
-    experts: range
+    experts: Sequence[int]
     features: slice
 
     @classmethod
     def of(cls, ranks: Ranks, total: int, width: int) -> ExpertShare:
         """Every expert, an equal share of each one's features."""
         return cls(total, width, range(total), ranks.slice(width, "expert features"))
+
+    @property
+    def runs(self) -> list[tuple[int, range]]:
+        """The experts as ranges of successive numbers, each with the place of its first."""
+        runs: list[tuple[int, range]] = []
+        for place, expert in enumerate(self.experts):
+            if runs and expert == runs[-1][1].stop:
+                begin, run = runs[-1]
+                runs[-1] = (begin, range(run.start, expert + 1))
+            else:
+                runs.append((place, range(expert, expert + 1)))
+        return runs
+
+    @property
+    def is_whole(self) -> bool:
+        """Everything there is, in its order."""
+        return self.width == self.total_width and list(self.experts) == list(range(self.total))
 
     @property
     def width(self) -> int:
@@ -81,7 +98,7 @@ class _Matrix:
     def targets(self, name: str, share: ExpertShare) -> dict[str, list[Target]]:
         """Where those tensors go; those of experts that other ranks keep go nowhere."""
         if "{}" not in name:
-            return {name: [self.stacked(share)]}
+            return {name: self.stacked(share)}
         keep = _unless_whole(self.keep, self.shape)
         kept = dict(zip(share.experts, self.into, strict=True))
         return {
@@ -89,13 +106,19 @@ class _Matrix:
             for expert in range(share.total)
         }
 
-    def stacked(self, share: ExpertShare, before: int = 0, after: int = 0) -> Target:
+    def stacked(self, share: ExpertShare, before: int = 0, after: int = 0) -> list[Target]:
         """All experts in one tensor, in which each has so many rows of something else before and after its own."""
         shape = (share.total, before + self.shape[0] + after, self.shape[1])
         rows, columns = self.keep
-        kept = slice(share.experts.start, share.experts.stop)
-        keep = (kept, slice(before + rows.start, before + rows.stop), columns)
-        return Target(self.into, shape, _unless_whole(keep, shape))
+        inside = (slice(before + rows.start, before + rows.stop), columns)
+        return [
+            Target(
+                self.into[place : place + len(run)],
+                shape,
+                _unless_whole((slice(run.start, run.stop), *inside), shape),
+            )
+            for place, run in share.runs
+        ]
 
 
 def _unless_whole(keep: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[slice, ...]:
@@ -121,15 +144,14 @@ class ExpertWeights:
         """Router and experts, stacked; or, where the checkpoint holds them so, under other names or one by one."""
         share, (gate, up, down) = self.share, self._matrices()
         width = share.total_width
-        whole = share.width == width and len(share.experts) == share.total
         shape = (share.total, 2 * width, self.router.shape[1])
-        fused = [gate.stacked(share, after=width), up.stacked(share, before=width)]
-        gate_up = [Target(self.gate_up, shape)] if whole else fused
+        fused = [*gate.stacked(share, after=width), *up.stacked(share, before=width)]
+        gate_up = [Target(self.gate_up, shape)] if share.is_whole else fused
         router = Target(self.router, tuple(self.router.shape))
         return {
             ROUTER: [replace(router, layouts=self._router_layouts(router))],
             GATE_UP: [replace(target, layouts=self._layouts({"gate": gate, "up": up})) for target in gate_up],
-            DOWN: [replace(down.stacked(share), layouts=self._layouts({"down": down}))],
+            DOWN: [replace(target, layouts=self._layouts({"down": down})) for target in down.stacked(share)],
         }
 
     def _matrices(self) -> tuple[_Matrix, _Matrix, _Matrix]:

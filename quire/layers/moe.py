@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +11,8 @@ from torch import nn
 from quire.distributed.collectives import all_reduce
 from quire.errors import ValidationError
 from quire.layers.build import Build
+from quire.layers.expert_parallel import ExpertSpread
+from quire.layers.expert_placement import Placement
 from quire.layers.expert_weights import ONE_BY_ONE, STACKED_APART, ExpertShare, ExpertWeights, Spelling
 from quire.layers.norm import RMSNorm
 from quire.loading.model_config import ModelConfig, positive_integer
@@ -62,7 +64,13 @@ class SparseMLP(nn.Module):
         self.ranks = build.ranks
         self.routing = routing
         self.spellings = (*spellings, STACKED_APART)
-        self.share = share = ExpertShare.of(build.ranks, routing.num_experts, routing.width)
+        self.spread: ExpertSpread | None = None
+        if build.experts is None:
+            self.share = share = ExpertShare.of(build.ranks, routing.num_experts, routing.width)
+        else:
+            self.spread = ExpertSpread(build.experts, routing.num_experts, build.device)
+            whole = slice(0, routing.width)
+            self.share = share = ExpertShare(routing.num_experts, routing.width, self.spread.held, whole)
         hidden = build.config.hidden_size
         self.router = build.parameter(routing.num_experts, hidden)
         self.gate_up = build.parameter(len(share.experts), 2 * share.width, hidden)
@@ -74,7 +82,7 @@ class SparseMLP(nn.Module):
         self, norm: RMSNorm, x: torch.Tensor | None, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
         """(what is still to be added to the residual stream, the stream)."""
-        if self.share.experts.start:
+        if self.spread is not None:
             normed, residual = norm(x, residual)
             return self.mix(normed), residual
         routing = self.routing
@@ -88,9 +96,26 @@ class SparseMLP(nn.Module):
         """What the experts make of x."""
         logits = self.ops.linear(x, self.router)
         weights, experts = self.ops.route(logits, self.routing.top_k, self.routing.renormalise, self.counts)
-        if self.share.experts.start:
-            experts = experts - self.share.experts.start  # those of other ranks are then out of range, and add nothing
-        return all_reduce(self.ops.experts(x, weights, experts, self.gate_up, self.down), self.ranks)
+        if self.spread is None:
+            return all_reduce(self._run(x, weights, experts), self.ranks)
+        if self.spread.ranks.exchanges:
+            return self.spread.exchange(x, weights, experts, self._run)
+        return all_reduce(self._run(x, weights, self.spread.here(experts)), self.ranks)
+
+    def _run(self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+        return self.ops.experts(x, weights, experts, self.gate_up, self.down)
+
+    def serve(self) -> None:
+        """Compute what other ranks send, without a token of our own."""
+        assert self.spread is not None
+        top_k, none = self.routing.top_k, self.router[:0]
+        pairs = torch.empty(0, top_k, device=none.device)
+        self.spread.exchange(none, pairs, pairs.int(), self._run)
+
+    def rearrange(self, placement: Placement) -> None:
+        """Hold the experts that `placement` gives this rank. All ranks do so, at the same time."""
+        assert self.spread is not None
+        self.spread.change(placement, self.gate_up, self.down)
 
     @property
     def idle_parameters(self) -> int:
@@ -112,6 +137,19 @@ def expert_counts(model: nn.Module) -> dict[int, list[int]]:
     return {layer.layer: chosen for layer, chosen in zip(layers, counts, strict=True)}
 
 
+def serve_others(model: nn.Module) -> None:
+    """A pass without tokens: nothing but what other ranks need of this one's experts."""
+    for layer in _sparse(model):
+        layer.serve()
+
+
+def rearrange_experts(model: nn.Module, placements: Mapping[int, Placement]) -> None:
+    """Hold other experts, in the layers that are named."""
+    for layer in _sparse(model):
+        if layer.layer in placements:
+            layer.rearrange(placements[layer.layer])
+
+
 def forget_counts(model: nn.Module) -> None:
     """Begin to count anew."""
     for layer in _sparse(model):
@@ -125,8 +163,19 @@ def active_parameters(model: nn.Module) -> int:
 
 def widest_mixture(model: nn.Module) -> int:
     """Numbers a token has at once on its way through a mixture, at most; 0 where there is none."""
-    sizes = [layer.routing.top_k * (3 * layer.share.width + layer.router.shape[1]) for layer in _sparse(model)]
-    return max(sizes, default=0)
+    return max(map(_token_numbers, _sparse(model)), default=0)
+
+
+def _token_numbers(layer: SparseMLP) -> int:
+    numbers = layer.routing.top_k * (3 * layer.share.width + layer.router.shape[1])
+    spread = layer.spread
+    # At worst every rank sends all of its tokens to the same one.
+    return numbers if spread is None or not spread.ranks.exchanges else numbers * spread.ranks.size
+
+
+def has_experts(model: nn.Module) -> bool:
+    """Whether there is a mixture in it."""
+    return bool(_sparse(model))
 
 
 def _sparse(model: nn.Module) -> list[SparseMLP]:

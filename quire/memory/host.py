@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
+
+from quire.memory.shelves import Shelves
 
 
 class HostTier:
@@ -18,9 +20,7 @@ class HostTier:
         self.num_slots = num_slots
         self._is_backed = is_backed
         self._empty = list(range(num_slots - 1, -1, -1))
-        self._anonymous: OrderedDict[bytes, int] = OrderedDict()
-        self._owned: OrderedDict[bytes, int] = OrderedDict()
-        self._pins: dict[bytes, int] = {}
+        self._here: Shelves[int] = Shelves()
         self._arriving: dict[bytes, int] = {}
         self._busy: dict[bytes, int] = {}
         self.evicted = 0
@@ -29,7 +29,7 @@ class HostTier:
         """…and were nowhere else."""
 
     def __len__(self) -> int:
-        return len(self._anonymous) + len(self._owned)
+        return len(self._here)
 
     @property
     def free(self) -> int:
@@ -43,11 +43,11 @@ class HostTier:
     @property
     def owned(self) -> int:
         """Blocks that rows or sessions own."""
-        return len(self._owned)
+        return len(self._here.owned)
 
     def has(self, key: bytes) -> bool:
         """Whether the block's bytes are here."""
-        return key in self._owned or key in self._anonymous
+        return key in self._here
 
     def is_coming(self, key: bytes) -> bool:
         """Whether the block's bytes are on their way here."""
@@ -55,7 +55,7 @@ class HostTier:
 
     def reserve(self, key: bytes) -> int | None:
         """A slot for a block that is to arrive; None if everything here is owned by others, busy or arriving."""
-        if not self._empty and not self._evict(for_owner=key in self._pins):
+        if not self._empty and not self._evict(for_owner=key in self._here.pins):
             return None
         self._arriving[key] = self._empty.pop()
         return self._arriving[key]
@@ -69,7 +69,7 @@ class HostTier:
 
     def arrived(self, key: bytes) -> None:
         """The bytes are there: the block can be found."""
-        self._queue_of(key)[key] = self._arriving.pop(key)
+        self._here.put(key, self._arriving.pop(key))
 
     def cancel(self, key: bytes) -> None:
         """The bytes never came."""
@@ -77,10 +77,12 @@ class HostTier:
 
     def use(self, key: bytes) -> int:
         """The block's slot, which stays what it is until `let_go`."""
-        queue = self._queue_of(key)
-        queue.move_to_end(key)
+        slot = self._here.get(key)
+        if slot is None:
+            raise KeyError(key)
+        self._here.touch(key)
         self._busy[key] = self._busy.get(key, 0) + 1
-        return queue[key]
+        return slot
 
     def let_go(self, key: bytes) -> None:
         """One reader less."""
@@ -91,49 +93,30 @@ class HostTier:
 
     def pin(self, keys: Iterable[bytes]) -> None:
         """Somebody owns these blocks, those to arrive later too. Counted: to be unpinned as often."""
-        for key in keys:
-            self._pins[key] = self._pins.get(key, 0) + 1
-            if (slot := self._anonymous.pop(key, None)) is not None:
-                self._owned[key] = slot
+        self._here.pin(keys)
 
     def unpin(self, keys: Iterable[bytes]) -> None:
         """One owner less; without any the block stays, as an anonymous one."""
-        for key in keys:
-            left = self._pins[key] - 1
-            if left:
-                self._pins[key] = left
-                continue
-            del self._pins[key]
-            if (slot := self._owned.pop(key, None)) is not None:
-                self._anonymous[key] = slot
+        self._here.unpin(keys)
 
     def discard(self, keys: Iterable[bytes]) -> None:
         """These blocks are to be found no more."""
         for key in keys:
-            queue = self._queue_of(key)
-            if key in queue and key not in self._busy:
-                self._empty.append(queue.pop(key))
+            if key in self._here and key not in self._busy:
+                self._empty.append(self._here.pop(key))
 
     def oldest(self) -> Iterable[bytes]:
         """Blocks in the order in which they would go."""
-        yield from self._anonymous
-        yield from self._owned
-
-    def _queue_of(self, key: bytes) -> OrderedDict[bytes, int]:
-        return self._owned if key in self._pins else self._anonymous
+        return iter(self._here)
 
     def _evict(self, for_owner: bool) -> bool:
-        for queue in (self._anonymous, self._owned) if for_owner else (self._anonymous,):
-            for key in queue:
-                if key not in self._busy:
-                    self._empty.append(queue.pop(key))
-                    self.evicted += 1
-                    self.lost += not self._is_backed(key)
-                    return True
-        if not for_owner:  # what sessions own gives way too where it can be had again
-            for key in self._owned:
-                if key not in self._busy and self._is_backed(key):
-                    self._empty.append(self._owned.pop(key))
-                    self.evicted += 1
-                    return True
-        return False
+        """Make room: anonymous blocks go first, then owned ones; for strangers only those that can be had again."""
+        here = self._here
+        owned = (key for key in here.owned if for_owner or self._is_backed(key))
+        victim = next((key for key in chain(here.anonymous, owned) if key not in self._busy), None)
+        if victim is None:
+            return False
+        self._empty.append(here.pop(victim))
+        self.evicted += 1
+        self.lost += not self._is_backed(victim)
+        return True

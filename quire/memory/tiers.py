@@ -11,7 +11,6 @@ been copied; the plan carries the copies, and a result reports them done.
 from __future__ import annotations
 
 import contextlib
-import select
 import socket
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -24,6 +23,7 @@ from quire.memory.disk.transfers import DiskTransfers, Ticket
 from quire.memory.host import HostTier
 from quire.memory.tables import BlockTables
 from quire.messages.plan import Moves, MovesDone
+from quire.sleeping import sleep_until
 
 NO_SLOT = -1
 WRITES_AT_ONCE = 32
@@ -205,18 +205,16 @@ class Tiers:
 
     # Going out
 
-    def save(
-        self, pairs: Sequence[tuple[bytes, int]], to_disk: bool = False, in_host: bool = True, is_idle: bool = False
-    ) -> Save:
-        """Copy blocks out that are not there yet: (content key, block). Each is held until its bytes are safe.
+    def save(self, pairs: Sequence[tuple[bytes, int]], to_disk: bool = False, is_idle: bool = False) -> Save:
+        """Copy blocks out that are not in host memory yet: (content key, block). Each is held until its bytes are safe.
 
-        `to_disk`: and on to disk. `in_host`: to be in host memory, also if the disk has it.
+        `to_disk`: and on to disk. `is_idle`: nobody else holds them.
         """
         save = Save(to_disk=to_disk and self.disk is not None)
         missing: dict[bytes, int] = {}
         for key, block in pairs:
             if not self.host.has(key):
-                if not self.host.is_coming(key) and (in_host or not self._on_disk(key)):
+                if not self.host.is_coming(key):
                     missing[key] = block
             elif save.to_disk:
                 self._write(key, save)
@@ -423,8 +421,7 @@ class Tiers:
         """Sleep until the disk has done something, or one of the files `wakes` can be read."""
         if self._bell is not None and self.waits_for_disk:
             bell = self._bell[0].fileno()
-            ready, _, _ = select.select([bell, *wakes], [], [], seconds)
-            if bell in ready:
+            if bell in sleep_until([bell, *wakes], seconds):
                 self._quiet()
 
     def _ring(self) -> None:

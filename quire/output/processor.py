@@ -216,8 +216,9 @@ class TrackedSearch(Tracked):
 class OutputProcessor:
     """Gathers the outputs of all open requests."""
 
-    def __init__(self, vocabulary: Vocabulary | None) -> None:
-        self._vocabulary = vocabulary
+    def __init__(self, vocabulary: Vocabulary | None = None) -> None:
+        self.vocabulary = vocabulary
+        """What makes text of tokens; without it there is none."""
         self._open: dict[str, Tracked] = {}
         self.times = TokenTimes()
 
@@ -226,9 +227,21 @@ class OutputProcessor:
         if request.pooling is not None:
             self._open[request.id] = TrackedPooling(request, request.pooling, prompt)
         elif request.beams is not None:
-            self._open[request.id] = TrackedSearch(request, request.beams, prompt, self._vocabulary)
+            self._open[request.id] = TrackedSearch(request, request.beams, prompt, self.vocabulary)
         else:
-            self._open[request.id] = Tracked(request, prompt, self._vocabulary)
+            self._open[request.id] = Tracked(request, prompt, self.vocabulary)
+
+    def begin_again(self, request_id: str) -> Tracked:
+        """The request is computed anew: what has come of it is forgotten, but for when it arrived."""
+        before = self._open[request_id]
+        self.add(before.request, before.prompt)
+        tracked = self._open[request_id]
+        tracked.metrics.arrival_time, tracked.metrics.queued_ts = before.metrics.arrival_time, before.metrics.queued_ts
+        return tracked
+
+    def tracked(self, request_id: str) -> Tracked:
+        """An open request, as far as it has come."""
+        return self._open[request_id]
 
     def forget(self, request_id: str) -> None:
         """Nobody wants this request's outputs any more."""
@@ -344,7 +357,7 @@ class OutputProcessor:
 
     def _report(self, entry: TokenLogprobs) -> dict[int, Logprob]:
         """The token itself first, then the best ones; the token's own rank may lie among theirs."""
-        name = self._vocabulary.text_of if self._vocabulary is not None else lambda token: None
+        name = self.vocabulary.text_of if self.vocabulary is not None else lambda token: None
         report = {entry.ids[0]: Logprob(entry.values[0], entry.rank, name(entry.ids[0]))}
         for rank, (token, value) in enumerate(zip(entry.ids[1:], entry.values[1:], strict=True), start=1):
             report.setdefault(token, Logprob(value, rank, name(token)))

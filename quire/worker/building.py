@@ -7,12 +7,14 @@ from typing import Any
 import torch
 
 from quire.config import EngineConfig
+from quire.distributed.experts import ExpertRanks
 from quire.distributed.groups import Ranks
 from quire.errors import ConfigError
 from quire.kernels.base import Ops
 from quire.layers.attention.base import AttentionBackend
 from quire.layers.attention.registry import attention_backend
 from quire.layers.build import Build
+from quire.layers.moe import has_experts
 from quire.loading.files import ModelFiles
 from quire.loading.model_config import ModelConfig
 from quire.models.base import CausalLM
@@ -67,8 +69,12 @@ def build_model(
     max_model_len: int,
     ranks: Ranks = Ranks(),
     device: torch.device | None = None,
+    replica: int = 0,
 ) -> CausalLM:
-    """The model's layers, their weights not filled. `device` other than the platform's: "meta" for shapes alone."""
+    """The model's layers, their weights not filled. `device` other than the platform's: "meta" for shapes alone.
+
+    `replica`: which of those that share the experts this is.
+    """
     dtype = choose_dtype(config.dtype, model, files, platform)
     _check_invariance(config, platform, dtype)
     _check_block_size(config, platform)
@@ -80,5 +86,23 @@ def build_model(
         ops=make_ops(config, platform),
         attention=_make_attention(config, platform),
         max_model_len=max_model_len,
+        experts=_expert_ranks(config, ranks, replica),
     )
-    return model_class(model.architecture)(build)  # type: ignore[call-arg]
+    built: CausalLM = model_class(model.architecture)(build)  # type: ignore[call-arg]
+    if config.enable_expert_parallel and ranks.pp_size == 1 and not has_experts(built):  # type: ignore[arg-type]
+        raise ConfigError(
+            f"enable_expert_parallel needs a mixture of experts, and {model.architecture} has none: leave it out",
+            "enable_expert_parallel",
+            True,
+        )
+    return built
+
+
+def _expert_ranks(config: EngineConfig, ranks: Ranks, replica: int) -> ExpertRanks | None:
+    """The ranks that whole experts are spread over, where they are."""
+    if not config.enable_expert_parallel:
+        return None
+    spare = config.num_redundant_experts
+    if config.steps_together:
+        return ExpertRanks(replica, config.data_parallel_size, spare, exchanges=True)
+    return ExpertRanks(ranks.tp_rank, ranks.tp_size, spare, first=ranks.pp_rank * ranks.tp_size)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,7 +14,8 @@ from quire.config import EngineConfig
 from quire.distributed.groups import Ranks
 from quire.distributed.pipeline import Pipeline
 from quire.layers.attention.registry import attention_backend
-from quire.layers.moe import expert_counts, forget_counts
+from quire.layers.expert_placement import Placement
+from quire.layers.moe import expert_counts, forget_counts, rearrange_experts, serve_others
 from quire.layers.targets import collect_targets
 from quire.loading.files import ModelFiles
 from quire.loading.load import load_weights, open_checkpoint
@@ -68,8 +70,10 @@ class Worker:
         max_tokens: int,
         ranks: Ranks = Ranks(),
         host_comes_later: bool = False,
+        replica: int = 0,
     ) -> None:
-        """`max_rows`, `max_tokens`: the most a step has. `host_comes_later`: host memory is given with the cache."""
+        """`max_rows`, `max_tokens`: the most a step has. `host_comes_later`: host memory is given with the cache.
+        `replica`: which of those that share the experts this is."""
         self.phases: dict[str, float] = {}
         """Seconds each part of the start took."""
         self._since = time.monotonic()
@@ -81,7 +85,7 @@ class Worker:
         self._vocab_size = model.vocab_size
         self._max_model_len = max_model_len
         self._max_rows = max_rows
-        self.model = build_model(config, files, model, platform, max_model_len, ranks)
+        self.model = build_model(config, files, model, platform, max_model_len, ranks, replica=replica)
         backend = attention_backend(backend_name(config, platform))
         self._graph_safe = getattr(backend, "graph_safe", False)
         self.reads_groups = (
@@ -164,7 +168,8 @@ class Worker:
         if not getattr(self._ops, "whole_steps", False):
             batch = DeviceBatch(self._max_rows, self._max_model_len, self._vocab_size, kv, self._device)
             width = batch.block_table.shape[1]
-            enabled = enabled and self._ranks.tp_size == 1  # a tape holds native calls alone, no collectives
+            # A tape holds native calls alone, no collectives.
+            enabled = enabled and self._ranks.tp_size == 1 and not self._config.steps_together
             decodes = DecodeGraphs(self.model, kv.layers, self._ops, width, enabled)
             return Runner(self.model, batch, decodes, processors, self._pipeline)
         from quire.worker.cuda_batch import IN_FLIGHT, CudaBatch
@@ -175,7 +180,8 @@ class Worker:
             self._max_rows, self._max_model_len, self._vocab_size, kv, self._device, self._max_tokens,
             max(IN_FLIGHT, self._ranks.pp_size + 2),
         )  # fmt: skip
-        enabled = enabled and self._graph_safe and on_gpu
+        # What is sent to other replicas' experts depends on the tokens: the host must know how much it is.
+        enabled = enabled and self._graph_safe and on_gpu and not self._config.steps_together
         draws = self._ranks.is_last_stage
         graphs = CudaGraphs(self.model, cuda_batch, self._max_rows, enabled, self.reads_groups, draws)
         runner = Runner(self.model, cuda_batch, graphs, processors, self._pipeline)
@@ -198,6 +204,16 @@ class Worker:
     def expert_counts(self) -> dict[int, list[int]]:
         """How often each expert was chosen since the start, by layer. Waits for the device."""
         return {} if self._runner is None else expert_counts(self.model)  # type: ignore[arg-type]
+
+    @torch.inference_mode()
+    def serve_others(self) -> None:
+        """A pass without tokens of our own, for those that share the experts."""
+        serve_others(self.model)  # type: ignore[arg-type]
+
+    @torch.inference_mode()
+    def place_experts(self, placements: Mapping[int, Placement]) -> None:
+        """Hold other experts from the next step on, in the layers that are named. All ranks do so together."""
+        rearrange_experts(self.model, placements)  # type: ignore[arg-type]
 
     def shutdown(self) -> None:
         """Let go of the model and the cache."""

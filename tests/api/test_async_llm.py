@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 import pytest
 
 from quire import LLM, AsyncLLM, EngineConfig, RequestOutput, RequestOutputKind, SamplingParams
-from quire.engine import ipc
 from quire.engine.remote import RemoteEngine
 from quire.errors import (
     CacheTooSmallError,
@@ -61,7 +60,7 @@ async def assert_idle(llm: AsyncLLM) -> None:
     assert llm.num_open_requests == 0
     for name in ("num_requests_running", "num_requests_waiting", "num_blocks_used"):
         assert await metric(llm, name) == 0, name
-    assert (await llm._ask(ipc.Ping)).unfinished == 0
+    assert (await llm.report_health()).unfinished == 0
 
 
 def is_gone(pid: int) -> bool:
@@ -80,7 +79,7 @@ def wait_until(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
 
 
 def pid_of(llm: AsyncLLM) -> int:
-    return llm._engine.pid
+    return llm.replicas[0].pid
 
 
 @pytest.fixture(scope="module")
@@ -442,7 +441,7 @@ llm = AsyncLLM(sys.argv[1], dtype="float32", num_gpu_blocks_override=128, device
 async def work():
     async for output in llm.generate("abc", SamplingParams(temperature=0, max_tokens=5)):
         pass
-    print(llm._engine.pid, output.outputs[0].token_ids, flush=True)
+    print(llm.replicas[0].pid, output.outputs[0].token_ids, flush=True)
 
 asyncio.run(work())
 """

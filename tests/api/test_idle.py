@@ -47,7 +47,7 @@ def test_idle_takes_no_cpu(allm: AsyncLLM) -> None:
     async def use_and_rest() -> dict[str, float]:
         await first_token_after(allm)
         await asyncio.sleep(0.3)
-        pids = {"front": os.getpid(), "engine": allm._engine.pid}
+        pids = {"front": os.getpid(), "engine": allm.replicas[0].pid}
         before = {name: cpu_seconds(pid) for name, pid in pids.items()}
         await asyncio.sleep(IDLE_SECONDS)
         return {name: cpu_seconds(pid) - before[name] for name, pid in pids.items()}

@@ -36,9 +36,13 @@ VALUES = {
     "tenant_max_rows": {"gold": 0.5, "*": 3},
     "tenant_max_blocks": {"*": 0.25},
 }
-NEEDS = {key: {"scheduling_policy": "fair"} for key in ("tenant_weights", "tenant_max_rows", "tenant_max_blocks")}
-NEEDS |= {key: {"distributed_executor_backend": "ray"} for key in ("ray_address", "ray_placement_timeout", "ray_env")}
-NEEDS["pipeline_layers"] = {"pipeline_parallel_size": 2}
+NEEDS = {
+    **{key: {"scheduling_policy": "fair"} for key in ("tenant_weights", "tenant_max_rows", "tenant_max_blocks")},
+    "num_redundant_experts": {"enable_expert_parallel": True},
+    "expert_rebalance_interval": {"enable_expert_parallel": True},
+    **{key: {"distributed_executor_backend": "ray"} for key in ("ray_address", "ray_placement_timeout", "ray_env")},
+    "pipeline_layers": {"pipeline_parallel_size": 2},
+}
 """Fields that mean something only beside others."""
 ROOT = Path(__file__).parents[2]
 

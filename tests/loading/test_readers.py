@@ -203,13 +203,13 @@ def test_the_first_error_stops_the_other_threads(tmp_path: Path) -> None:
 
 
 INTERRUPTED = r"""
-import sys, time, torch
+import os, sys, time, torch
 from pathlib import Path
 from quire.loading.files import local_files
 from quire.loading.load import load_weights, open_checkpoint
 from quire.loading.weights import Target
 def slow(part):
-    print("reading", flush=True)
+    os.write(1, b"reading\n")  # whole, whichever thread it is
     time.sleep(0.1)
     return part
 checkpoint = open_checkpoint(local_files("m", Path(sys.argv[1])))

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
+from quire.distributed.experts import ExpertRanks
 from quire.distributed.groups import Ranks
 from quire.kernels.base import Ops
 from quire.kernels.reference import TorchOps
@@ -56,7 +57,11 @@ PLAIN = Target()
 
 
 def empty_model(
-    config: ModelConfig, ranks: Ranks | None = None, max_model_len: int = 64, target: Target = PLAIN
+    config: ModelConfig,
+    ranks: Ranks | None = None,
+    max_model_len: int = 64,
+    target: Target = PLAIN,
+    experts: ExpertRanks | None = None,
 ) -> Any:
     """Our model of that shape, weights unset."""
     build = Build(
@@ -67,6 +72,7 @@ def empty_model(
         ops=target.ops(),
         attention=target.attention(),
         max_model_len=max_model_len,
+        experts=experts,
     )
     model = model_class(config.architecture)(build)
     if build.ranks.tp_size == 1:  # otherwise a padded vocabulary has rows that no tensor fills

@@ -14,12 +14,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quire import LLM, SamplingParams
+from quire.distributed.experts import ExpertRanks
 from quire.distributed.groups import Ranks
 from quire.engine.experts import expert_figures
 from quire.errors import CheckpointError, ValidationError
 from quire.kernels.cpu.ops import CpuOps
 from quire.layers.attention.cpu import CpuPagedAttention
-from quire.layers.expert_weights import ExpertShare
 from quire.layers.moe import SparseMLP, active_parameters, expert_counts
 from quire.layers.targets import collect_targets
 from quire.loading.files import local_files
@@ -30,8 +30,10 @@ from tests.conftest import tiny_tokenizer
 from tests.models.harness import (
     Target,
     assert_same,
+    checkpoint_tensors,
     empty_model,
     in_chunks,
+    load,
     loaded_model,
     model_config,
     random_reference,
@@ -51,10 +53,10 @@ def reference_of(name: str) -> Any:
     return random_reference(ZOO[name])
 
 
-def load_from(path: Path, ranks: Ranks | None = None) -> Any:
+def load_from(path: Path, ranks: Ranks | None = None, **settings: Any) -> Any:
     """Our model with the weights that lie at `path`, read as the engine reads them."""
     files = local_files("m", path)
-    model = empty_model(read_model_config(files), ranks)
+    model = empty_model(read_model_config(files), ranks, **settings)
     targets = collect_targets(model)
     load_weights(targets, model.ignores, open_checkpoint(files, targets=targets), progress=False)
     return model
@@ -106,16 +108,37 @@ def test_ranks_read_their_features_of_every_expert_from_either_layout(name: str,
 
 
 @pytest.mark.parametrize("stacked", [False, True], ids=["published", "stacked"])
+@pytest.mark.parametrize("ranks, spare", [(2, 0), (3, 0), (3, 4)])
 def test_ranks_that_keep_some_whole_experts_sum_to_the_whole(
-    stacked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    stacked: bool, ranks: int, spare: int, tmp_path: Path
 ) -> None:
     reference_of("qwen3-moe").save_pretrained(tmp_path, save_original_format=not stacked)
     (whole, *_) = sparse(load_from(tmp_path))
-    parts = []
-    for kept in (range(3), range(3, 8)):
-        monkeypatch.setattr(ExpertShare, "of", lambda ranks, total, width, k=kept: ExpertShare(8, 20, k, slice(0, 20)))
-        parts.append(sparse(load_from(tmp_path))[0])
+    places = [ExpertRanks(rank, ranks, spare) for rank in range(ranks)]
+    parts = [sparse(load_from(tmp_path, target=ON_CPU, experts=place))[0] for place in places]
+    assert sum(len(part.gate_up) for part in parts) == 8 + spare
+    for part in parts:
+        for slot, expert in enumerate(part.share.experts):
+            assert torch.equal(part.gate_up[slot], whole.gate_up[expert])
+            assert torch.equal(part.down[slot], whole.down[expert])
     x = torch.randn(11, 32, generator=torch.Generator().manual_seed(1))
+    torch.testing.assert_close(sum(part.mix(x) for part in parts), whole.mix(x))
+
+
+@pytest.mark.parametrize("tokens", [1, 40], ids=["pair by pair", "in tiles"])
+def test_the_same_with_the_kernels_for_gpus(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    from quire.kernels.triton import ops
+
+    monkeypatch.setattr(ops, "THIN", True)
+    reference = reference_of("qwen3-moe")
+    (whole, *_) = sparse(loaded_model(reference))
+    parts = []
+    for rank in range(2):
+        model = empty_model(model_config(reference), target=Target(ops=ops.TritonOps), experts=ExpertRanks(rank, 2, 1))
+        load(model, checkpoint_tensors(reference))
+        parts.append(sparse(model)[0])
+    x = torch.randn(tokens, 32, generator=torch.Generator().manual_seed(1))
     torch.testing.assert_close(sum(part.mix(x) for part in parts), whole.mix(x))
 
 
@@ -225,7 +248,12 @@ def test_gguf_files_are_loaded(name: str, family: str, one_by_one: bool, tmp_pat
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    assert_same(in_chunks(load_from(tmp_path / "model.gguf"), TOKENS, 29), reference_logits(reference, TOKENS))
+    whole = load_from(tmp_path / "model.gguf")
+    assert_same(in_chunks(whole, TOKENS, 29), reference_logits(reference, TOKENS))
+    for rank in range(2):
+        part = sparse(load_from(tmp_path / "model.gguf", experts=ExpertRanks(rank, 2, spare=1)))[0]
+        assert torch.equal(part.gate_up, sparse(whole)[0].gate_up[list(part.share.experts)])
+        assert torch.equal(part.down, sparse(whole)[0].down[list(part.share.experts)])
 
 
 # Routing

@@ -31,7 +31,8 @@ LONG = {"max_tokens": 200, "ignore_eos": True, "temperature": 1.0}
 
 @dataclass(frozen=True)
 class Holdings:
-    """What a server could leave behind: descriptors by kind, processes, temporary files."""
+    """What a server could leave behind: descriptors by kind, processes, temporary files by what they are called before
+    the letters that tell them apart."""
 
     descriptors: dict[str, int]
     engines: int
@@ -94,7 +95,8 @@ class Stronghold:
         return stats
 
     def holdings(self) -> Holdings:
-        return Holdings(descriptors(self.pid), len(children(self.pid)), tuple(sorted(os.listdir(self._temporary))))
+        temporary = tuple(sorted(name.rpartition("-")[0] or name for name in os.listdir(self._temporary)))
+        return Holdings(descriptors(self.pid), len(children(self.pid)), temporary)
 
     @property
     def said(self) -> str:

@@ -7,9 +7,10 @@ import gc
 import itertools
 import json
 import os
+import random
 import signal
 import time
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -121,8 +122,14 @@ class TestKills:
         run(fort, kills(fort, 20, settled=11.0))
 
 
-async def kills(fort: Stronghold, count: int, settled: float) -> None:
-    """`kill -9` at any moment, under a load of every kind."""
+def the_engine(engine: int, rng: random.Random) -> int:
+    return engine
+
+
+async def kills(
+    fort: Stronghold, count: int, settled: float, victim: Callable[[int, random.Random], int] = the_engine
+) -> None:
+    """`kill -9` at any moment, under a load of every kind. `victim`: which process, given the engine's."""
     times: list[float] = []
     with users_of(fort, count) as users:
         is_over = False
@@ -143,7 +150,7 @@ async def kills(fort: Stronghold, count: int, settled: float) -> None:
             engine = fort.engine
             family = [engine, *descendants(engine)]
             assert "/dev/shm" not in Path(f"/proc/{engine}/maps").read_text()  # so no piece of it can be left
-            os.kill(engine, signal.SIGKILL)
+            os.kill(victim(engine, users.rng), signal.SIGKILL)
             begin = time.monotonic()
             await told_the_truth(fort)
             await more_answers(users, 1)

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import pytest
 
 from quire import AsyncLLM, RequestOutput, SamplingParams, StructuredOutputsParams
-from quire.engine.remote import RemoteEngine
+from quire.api.replica import Replica
 from quire.errors import EngineDeadError
 from quire.server.life import supervisor as module
 from quire.server.life.supervisor import Supervisor, pauses
@@ -97,8 +97,8 @@ def is_gone(pid: int) -> bool:
 
 
 def kill(llm: AsyncLLM, number: signal.Signals = signal.SIGKILL) -> int:
-    os.kill(llm._engine.pid, number)
-    return llm._engine.pid
+    os.kill(llm.replicas[0].pid, number)
+    return llm.replicas[0].pid
 
 
 class Belongings:
@@ -136,18 +136,18 @@ class TestPauses:
     def test_one_that_cannot_start_is_tried_again_and_the_status_says_why(
         self, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        start, tries = AsyncLLM._start_engine, list[float]()
+        start, tries = Replica.start, list[float]()
 
-        def fail(llm: AsyncLLM) -> RemoteEngine:
+        def fail(replica: Replica) -> None:
             tries.append(time.monotonic())
             if len(tries) < 4:
                 raise OSError("no more processes")
-            return start(llm)
+            start(replica)
 
         async def work() -> None:
             monkeypatch.setattr(module, "pauses", lambda: (pause / 10 for pause in pauses()))
             async with supervised(tiny_model) as (llm, supervisor):
-                monkeypatch.setattr(AsyncLLM, "_start_engine", fail)
+                monkeypatch.setattr(Replica, "start", fail)
                 pid = kill(llm)
                 said = set()
                 while not supervisor.restarts:
@@ -213,9 +213,9 @@ class TestDeath:
         async def work() -> None:
             async with supervised(tiny_model) as (llm, supervisor):
                 await llm.restart()
-                pid = llm._engine.pid
+                pid = llm.replicas[0].pid
                 await asyncio.sleep(0.2)
-                assert llm._engine.pid == pid and supervisor.is_serving
+                assert llm.replicas[0].pid == pid and supervisor.is_serving
 
         run(work())
 
@@ -229,8 +229,8 @@ class TestDeath:
             supervisor.start()
             await final(llm)
             kill(llm)
-            await until(lambda: llm._coming is not None)
-            pid = llm._coming.pid  # type: ignore[union-attr]
+            await until(lambda: llm.replicas[0].coming is not None)
+            pid = llm.replicas[0].coming.pid  # type: ignore[union-attr]
             begin = time.monotonic()
             if how == "stop the supervisor":
                 await supervisor.stop()
@@ -295,8 +295,8 @@ async def kills_under_load(model: Path, kind: type[AsyncLLM], count: int, with_f
             answered = ends["answered"]
             await until(lambda answered=answered: ends["answered"] > answered + 5)
             await asyncio.sleep(rng.random() / 2)
-            assert "/dev/shm" not in Path(f"/proc/{llm._engine.pid}/maps").read_text()  # so none can be left
-            family = descendants(llm._engine.pid)
+            assert "/dev/shm" not in Path(f"/proc/{llm.replicas[0].pid}/maps").read_text()  # so none can be left
+            family = descendants(llm.replicas[0].pid)
             assert family or not with_forms
             kill(llm)
             begin = time.monotonic()
@@ -310,10 +310,12 @@ async def kills_under_load(model: Path, kind: type[AsyncLLM], count: int, with_f
         stopping = True
         await asyncio.gather(*users)
         assert ends["failed"] >= count
-        assert after.children - before.children == {str(llm._engine.pid)}
+        assert after.children - before.children == {str(llm.replicas[0].pid)}
         assert not after.descriptors - before.descriptors  # of what other tests hold, some may have gone since
         assert after.temporary == before.temporary
-        assert llm.num_open_requests == 0 and not llm._by_key and not llm._questions.keys() - {min(llm._questions)}
+        (replica,) = llm.replicas
+        assert llm.num_open_requests == 0 and not replica.boxes
+        assert not replica.questions.keys() - {min(replica.questions)}
         assert await metric(llm, "num_blocks_used") == await metric(llm, "num_requests_running") == 0
     times.sort()
     print(
@@ -333,7 +335,8 @@ class TestHanging:
                 assert not first.ok and not second.ok
                 assert "the engine's loop has made no step for" in first.message
                 assert first.message.endswith("with nothing to do")
-                assert len(llm._questions) == 2  # one open question however many ask, and the wait for its death
+                questions = llm.replicas[0].questions
+                assert len(questions) == 2  # one open question however many ask, and the wait for its death
                 kill(llm, signal.SIGCONT)
                 await until(lambda: not supervisor._pulse.is_waiting)
                 assert (await supervisor.health()).ok
@@ -363,7 +366,7 @@ class TestHanging:
             async with NullLLM(tiny_model, **SETTINGS, scheduling_policy=policy) as llm:
                 supervisor = Supervisor(llm, stall_seconds=0.5)
                 waiting = asyncio.ensure_future(final(llm))
-                await until(lambda: llm._by_key)
+                await until(lambda: llm.replicas[0].boxes)
                 begin = time.monotonic()
                 while (await supervisor.health()).ok:
                     assert time.monotonic() - begin < 10

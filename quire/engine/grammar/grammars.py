@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import select
 import time
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
@@ -20,6 +19,7 @@ from quire.messages.outputs import Key
 from quire.messages.plan import StepMasks
 from quire.messages.request import NewRequest, Request
 from quire.messages.tally import COMPILE_BOUNDS, Tally
+from quire.sleeping import sleep_until
 
 logger = logging.getLogger(__name__)
 
@@ -145,7 +145,7 @@ class Grammars:
         for guide in guides:
             if guide.pid and not guide.is_compiled:
                 seconds = min(seconds, guide.begun + self._timeout - time.monotonic())
-        _sleep(files, seconds)
+        sleep_until(files, seconds)
 
     def _settle(self, request_id: str, refusal: str) -> None:
         guide = self._waiting.pop(request_id)
@@ -341,7 +341,7 @@ class Grammars:
             left = deadline - time.monotonic()
             if left <= 0:
                 return
-            _sleep([guide.fileno() for guide in late], left)
+            sleep_until([guide.fileno() for guide in late], left)
             for guide in late:
                 guide.read()
 
@@ -400,11 +400,3 @@ class Grammars:
         if self._nursery is not None:
             self._nursery.close()
             self._nursery = None
-
-
-def _sleep(files: Iterable[int], seconds: float) -> None:
-    """Until one of the files has something, or time is up."""
-    poll = select.poll()
-    for file in files:
-        poll.register(file, select.POLLIN)
-    poll.poll(max(0.0, seconds) * 1000)

@@ -56,14 +56,14 @@ def test_the_blocks_of_all_sessions_held_are_pinned_and_no_others(tmp_path: Path
                 blocks.hold(name)
                 held[name] = expected_keys(keys, sessions.tokens(name).tolist()[:count], session.salt)
                 assert blocks.keys_of(name) == held[name]
-            assert set(disk._pins) == {key for own in held.values() for key in own}
+            assert set(disk.pins) == {key for own in held.values() for key in own}
         again = SessionBlocks(sessions, DiskStore.open(tmp_path / "kv2", MODEL, BLOCK, 1 << 20), keys, MODEL)
         again.hold_all()
-        assert set(again._disk._pins) == set(disk._pins)
+        assert set(again._disk.pins) == set(disk.pins)
         again._disk.close()
         for name in held:
             blocks.release(name)
-        assert disk._pins == {}
+        assert disk.pins == {}
 
 
 def test_kv_of_another_model_is_nobodys(tmp_path: Path) -> None:
@@ -76,7 +76,7 @@ def test_kv_of_another_model_is_nobodys(tmp_path: Path) -> None:
         blocks = SessionBlocks(sessions, disk, ContentKeys(16, MODEL), MODEL)
         blocks.hold_all()
         assert blocks.keys_of("a") == []
-        assert disk._pins == {}
+        assert disk.pins == {}
 
 
 def test_a_sessions_blocks_outlast_a_flood_of_anonymous_ones(tmp_path: Path) -> None:

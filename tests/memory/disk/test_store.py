@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from quire.errors import ConfigError, StoreInUseError, StoreUnavailableError
+from quire.memory.disk import room
 from quire.memory.disk import segment as segments
 from quire.memory.disk import store as stores
 from quire.memory.disk.segment import file_bytes
@@ -45,8 +46,8 @@ def disk_bytes(folder: Path) -> int:
 @pytest.fixture
 def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three blocks a file, so that a few blocks make several files."""
-    monkeypatch.setattr(stores, "SEGMENT_BYTES", file_bytes(BLOCK, 3))
-    monkeypatch.setattr(stores, "LARGEST_SEGMENT_BYTES", file_bytes(BLOCK, 3))
+    monkeypatch.setattr(room, "SEGMENT_BYTES", file_bytes(BLOCK, 3))
+    monkeypatch.setattr(room, "LARGEST_SEGMENT_BYTES", file_bytes(BLOCK, 3))
 
 
 @pytest.fixture
@@ -62,8 +63,8 @@ class StoreMachine(RuleBasedStateMachine):
         super().__init__()
         self.folder = Path(tempfile.mkdtemp(prefix="quire-kv-"))
         self.capacity = 2 * file_bytes(BLOCK, 3) + 10
-        self.sizes = stores.SEGMENT_BYTES, stores.LARGEST_SEGMENT_BYTES
-        stores.SEGMENT_BYTES = stores.LARGEST_SEGMENT_BYTES = file_bytes(BLOCK, 3)
+        self.sizes = room.SEGMENT_BYTES, room.LARGEST_SEGMENT_BYTES
+        room.SEGMENT_BYTES = room.LARGEST_SEGMENT_BYTES = file_bytes(BLOCK, 3)
         self.present: list[bytes] = []
         """Anonymous and owned blocks alike, the least recently used first."""
         self.pins: dict[bytes, int] = {}
@@ -74,7 +75,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         self.store.close()
-        stores.SEGMENT_BYTES, stores.LARGEST_SEGMENT_BYTES = self.sizes
+        room.SEGMENT_BYTES, room.LARGEST_SEGMENT_BYTES = self.sizes
         shutil.rmtree(self.folder)
 
     @rule(key=st.sampled_from(KEYS))
@@ -282,7 +283,7 @@ def test_a_full_disk_stops_growth_and_nothing_else(
         assert [path.name for path in (tmp_path).rglob("*") if path.name.endswith(".new")] == []
         assert read(store, KEYS[5]) == payload_of(KEYS[5])
         monkeypatch.undo()
-        store._full_until = 0.0
+        store._room.full_until = 0.0
         assert store.write(KEYS[6], payload_of(KEYS[6]))
         assert len(store) == 4, "it grows again when the disk has room again"
 

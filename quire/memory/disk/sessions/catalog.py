@@ -123,6 +123,12 @@ class Catalog:
         page = order[start : start + limit]
         return [self.by_id[i] for i in page], start + limit < len(order)
 
+    def last_made(self, when: float, owner: str | None = None) -> int:
+        """The number of the last session (of one owner, if said) made at that time or before; 0: there is none."""
+        order = self._order if owner is None else self._orders.get(owner, [])
+        at = bisect_right(order, when, key=lambda number: self.by_id[number].state.created)
+        return order[at - 1] if at else 0
+
     def count(self, owner: str) -> int:
         """How many sessions one owner has."""
         return len(self._orders.get(owner, ()))

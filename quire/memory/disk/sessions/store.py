@@ -19,6 +19,7 @@ from quire.errors import SessionExistsError, SessionNotFoundError, StoreError, S
 from quire.memory.disk.errors import lost, unavailable
 from quire.memory.disk.owner import Ownership
 from quire.memory.disk.sessions.catalog import Catalog, Chunk, Entry
+from quire.memory.disk.sessions.cleaning import Cleaner, state_frame
 from quire.memory.disk.sessions.frames import Frame, Kind, digest_of
 from quire.memory.disk.sessions.log import Log, Place
 from quire.memory.disk.sessions.names import check_key, name_of
@@ -41,10 +42,6 @@ logger = logging.getLogger(__name__)
 FILE_BYTES = 16 << 20
 MAX_FRAMES = 64
 """A session told in more frames than this is told anew in one."""
-CLEAN_AT_ONCE = 64
-"""Frames of a kind moved with one operation, so that none of them takes long."""
-FILES_AT_ONCE = 4
-"""Files removed with one operation, for the same reason: each is a sync."""
 _KEEP: Any = object()
 
 
@@ -99,8 +96,7 @@ class SessionStore:
         self._clock = clock
         self._catalog = Catalog()
         self._due: list[tuple[float, int]] = []
-        self._victim = 0
-        self._uncleanable: set[int] = set()
+        self._cleaner = Cleaner(log, self._catalog)
         self._damaged_bytes = 0
         self._closed = False
 
@@ -171,6 +167,11 @@ class SessionStore:
             entries, more = self._catalog.after(after, limit, owner)
             sessions = [view(entry.id, entry.state) for entry in entries]
         return Page(sessions, sessions[-1].id if more else None)
+
+    def last_made(self, when: float, owner: str | None = None) -> int:
+        """The id of the last session (of one owner, if said) made at that time or before; 0: there is none."""
+        with self._lock:
+            return self._catalog.last_made(when, owner)
 
     def lost(self) -> dict[str, str]:
         """Names of lost sessions, and why they are lost."""
@@ -243,7 +244,7 @@ class SessionStore:
                 frame = Frame(Kind.APPEND, entry.id, entry.seq + 1, TIME.pack(state.used) + data)
                 (place,) = self._log.append([frame])
                 self._catalog.extend(entry, msgspec.structs.replace(state, tail=state.tail + data), place)
-                self._clean()
+                self._cleaner.clean()
             else:
                 self._retell(entry, *self._grown(state, data))
         return self._done(entry, durable)
@@ -343,7 +344,7 @@ class SessionStore:
             entry = self._entry(name)
             (place,) = self._log.append([Frame(Kind.DELETE, entry.id, entry.seq + 1, b"", name)], freeing=True)
             self._catalog.remove(entry, place)
-            self._clean()
+            self._cleaner.clean()
         if durable:
             self._log.commit()
 
@@ -387,7 +388,7 @@ class SessionStore:
     def tidy(self) -> bool:
         """Clean a little more of the log than operations do by themselves; False when there is nothing to clean."""
         with self._lock:
-            return self._clean()
+            return self._cleaner.clean()
 
     def commit(self) -> None:
         """All that was done so far is durable when this returns."""
@@ -426,15 +427,15 @@ class SessionStore:
         entry = Entry(number, 0, state, [places[-1]])
         self._catalog.put(entry)
         self._watch(entry)
-        self._clean()
+        self._cleaner.clean()
         return entry
 
     def _retell(self, entry: Entry, state: State, frames: Sequence[Frame] = (), chunks: Sequence[Chunk] = ()) -> None:
         """Say all of the session anew. One frame, written last, decides."""
-        places = self._log.append([*frames, _state_frame(entry, state)])
+        places = self._log.append([*frames, state_frame(entry, state)])
         self._keep_chunks(chunks, places)
         self._catalog.replace(entry, state, places[-1])
-        self._clean()
+        self._cleaner.clean()
 
     def _grown(self, state: State, data: bytes) -> tuple[State, list[Frame], list[Chunk]]:
         """The state with tokens added, and frames for the chunks that nobody wrote before."""
@@ -501,74 +502,9 @@ class SessionStore:
         if due is not None:
             heapq.heappush(self._due, (due, entry.id))
 
-    # Keeping the log short
-
-    def _clean(self, hard: bool = False) -> bool:
-        """If half of the log is dead, move live frames out of the emptiest files and remove those; a few at a time."""
-        for _ in range(FILES_AT_ONCE):
-            if not self._victim and not self._choose_victim(hard):
-                return False
-            try:
-                if self._empty_some(self._victim):
-                    return True
-            except (OSError, StoreError) as error:
-                logger.warning("%s cannot be cleaned for now: %s", self.folder, error)
-                return False
-        return True
-
-    def _choose_victim(self, hard: bool) -> bool:
-        if not hard and self._log.size <= 2 * self._catalog.live + 2 * self._log.file_bytes:
-            return False
-        files = [f for f in self._log.files.values() if f.number not in (self._log.active, *self._uncleanable)]
-        usage = self._catalog.usage
-        victim = min(files, key=lambda f: usage[f.number].live / f.end if f.number in usage else 0.0, default=None)
-        if victim is None or (hard and victim.number in usage and usage[victim.number].live > 0.75 * victim.end):
-            return False
-        self._victim = victim.number
-        return True
-
     def _reclaim(self) -> bool:
-        """On a full disk: clean whatever gives room; whether anything did."""
         with self._lock:
-            before = self._log.size
-            while self._clean(hard=True):
-                pass
-            return self._log.size < before
-
-    def _empty_some(self, file: int) -> bool:
-        """Move some of what the file holds, or remove it; whether anything had to be moved."""
-        catalog = self._catalog
-        usage = catalog.usage.get(file)
-        if usage is not None:
-            entries = [catalog.by_id[number] for number in _some(usage.sessions)]
-            chunks = [catalog.chunks[number] for number in _some(usage.chunks)]
-            graves = [(number, *catalog.graves[number]) for number in _some(usage.graves)]
-            founds = [self._log.read(chunk.place) for chunk in chunks]
-            frames = [_state_frame(entry, entry.state) for entry in entries]
-            for chunk, found in zip(chunks, founds, strict=True):
-                if found is None:
-                    # Whoever reads it will learn; the evidence stays.
-                    self._uncleanable.add(file)
-                    self._victim = 0
-                    return False
-                frames.append(Frame(Kind.CHUNK, chunk.id, chunk.parent, found.payload))
-            frames += [Frame(Kind.DELETE, number, seq, b"", name) for number, seq, name, _ in graves]
-            if frames:
-                # What is put by for a full disk is spent on a file only if that surely empties it.
-                places = iter(self._log.append(frames, freeing=usage.live <= self._log.reserve_bytes // 2))
-                for entry in entries:
-                    catalog.replace(entry, entry.state, next(places))
-                for chunk in chunks:
-                    catalog.move_chunk(chunk, next(places))
-                for (number, seq, name, _), place in zip(graves, places, strict=True):
-                    catalog.trace(number, place.file)
-                    catalog.bury(number, seq, name, place)
-                return True
-        self._log.remove(file)
-        if usage is not None:
-            catalog.forget_file(file)
-        self._victim = 0
-        return False
+            return self._cleaner.reclaim()
 
     # Opening
 
@@ -596,7 +532,7 @@ class SessionStore:
             self._catalog.bury(number, seq, name, place)
         # Nothing is cleaned before all is noted: what is still to be noted rests on the evidence.
         for entry in recovery.lost:
-            (place,) = self._log.append([_state_frame(entry, entry.state)])
+            (place,) = self._log.append([state_frame(entry, entry.state)])
             self._catalog.replace(entry, entry.state, place)
         self._log.commit()
         self._log.forget_missing()
@@ -606,14 +542,6 @@ class SessionStore:
         if (entry := self._catalog.by_id.get(number)) is not None:
             return entry.state.name
         return self._catalog.graves[number][1] if number in self._catalog.graves else ""
-
-
-def _state_frame(entry: Entry, state: State) -> Frame:
-    return Frame(Kind.STATE, entry.id, entry.seq + 1, msgspec.msgpack.encode(state), state.name)
-
-
-def _some(numbers: set[int]) -> list[int]:
-    return [number for number, _ in zip(numbers, range(CLEAN_AT_ONCE), strict=False)]
 
 
 def _checked_ttl(ttl: float | None) -> float | None:

@@ -1,0 +1,91 @@
+"""Engines behind one front share a machine: what each of them gets of its devices, cores, memory and disk."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+from quire.config import EngineConfig
+from quire.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+CPU_SPACE = "QUIRE_CPU_KVCACHE_SPACE"
+SHARE_GPU = "QUIRE_SHARE_GPU"
+"""1: all engines use the same devices."""
+
+
+def replica_config(config: EngineConfig, replica: int) -> EngineConfig:
+    """The settings of one of the engines. What is said for the machine is divided."""
+    replicas = config.data_parallel_size
+    if replicas == 1:
+        return config
+    share: dict[str, Any] = {
+        "data_parallel_size": replicas if config.steps_together else 1,
+        "cpu_kv_cache_share": config.cpu_kv_cache_share / replicas,
+        "swap_space": config.swap_space / replicas,
+        "kv_disk_size": config.kv_disk_size / replicas,
+    }
+    if os.environ.get(SHARE_GPU) == "1":
+        share["gpu_memory_utilization"] = config.gpu_memory_utilization / replicas
+    if config.kv_disk is not None:
+        share["kv_disk"] = str(replica_folder(config.kv_disk, replica))
+    return dataclasses.replace(config, **share)
+
+
+def replica_folder(kv_disk: str, replica: int) -> Path:
+    """Where one of several engines keeps its blocks and sessions: a folder has one owner."""
+    return Path(kv_disk).expanduser() / f"replica-{replica}"
+
+
+def warn_of_orphans(config: EngineConfig) -> None:
+    """Say which sessions on disk are not seen, because there are fewer engines than there were, or more than one."""
+    if config.kv_disk is None:
+        return
+    folder, replicas = Path(config.kv_disk).expanduser(), config.data_parallel_size
+    others = sorted(
+        path.name
+        for path in folder.glob("replica-*")
+        if path.name[8:].isdecimal() and (replicas == 1 or int(path.name[8:]) >= replicas)
+    )
+    if replicas > 1 and (folder / "sessions").is_dir():
+        others.append("sessions")
+    if others:
+        logger.warning(
+            "%s holds %s of a run with another data_parallel_size: what is there is not seen with %d",
+            folder, ", ".join(others), replicas,
+        )  # fmt: skip
+
+
+def take_share(config: EngineConfig, replica: int, replicas: int) -> None:
+    """In the engine's own process, before anything touches a device: leave the others theirs."""
+    if replicas == 1:
+        return
+    import torch
+
+    torch.set_num_threads(max(1, torch.get_num_threads() // replicas))
+    if (space := config.cpu_kv_cache_bytes) is not None:
+        os.environ[CPU_SPACE] = str(space / replicas / 2**30)
+    if config.device == "cpu" or os.environ.get(SHARE_GPU) == "1":
+        return
+    # Counted by the driver's library: asking CUDA itself would settle what this process sees.
+    if count := torch.cuda.device_count():
+        each = config.tensor_parallel_size * config.pipeline_parallel_size
+        os.environ[VISIBLE] = own_devices(os.environ.get(VISIBLE), count, replica, replicas, each)
+
+
+def own_devices(visible: str | None, count: int, replica: int, replicas: int, each: int) -> str:
+    """CUDA_VISIBLE_DEVICES of one engine: its slice of the `count` that are visible to all."""
+    if replicas * each > count:
+        raise ConfigError(
+            f"data_parallel_size is {replicas} with {each} GPU{'s' if each > 1 else ''} each: {replicas * each} are "
+            f"needed, and this machine shows {count}; lower it, or look at {VISIBLE}",
+            "data_parallel_size",
+            replicas,
+        )
+    names = visible.split(",")[:count] if visible else [str(number) for number in range(count)]
+    return ",".join(names[replica * each : (replica + 1) * each])

@@ -1,0 +1,235 @@
+"""Which rank holds which experts, and how a placement is found for the load that is seen. Numbers, no tensors.
+
+An expert may have copies on several ranks; its tokens are dealt evenly over them.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from quire.errors import ConfigError
+
+TRIES = 64
+"""So many exchanges of two experts are made at most to even a placement out…"""
+NEIGHBOURS = 4
+"""…each between the fullest rank and one of so many that have the least to do."""
+SHARINGS = 4
+"""So many ways to share out the spare slots are tried…"""
+EVEN = 1.01
+"""…until the fullest rank has no more to do than this much of the mean."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The experts on each rank, slot by slot. Every expert is somewhere, none is twice on a rank."""
+
+    slots: tuple[tuple[int, ...], ...]
+    num_experts: int
+
+    @classmethod
+    def even(cls, num_experts: int, ranks: int, spare: int = 0) -> Placement:
+        """Ranges of experts, the earlier ranks one more where they do not divide; copies in the `spare` slots."""
+        sizes = capacities(num_experts, ranks, spare)
+        ranges, start = [], 0
+        for rank in range(ranks):
+            stop = start + num_experts // ranks + (rank < num_experts % ranks)
+            ranges.append(list(range(start, stop)))
+            start = stop
+        copies = Counter(range(num_experts))
+        for held, size in zip(ranges, sizes, strict=True):
+            while len(held) < size:
+                others = (expert for expert in range(num_experts) if expert not in held)
+                chosen = min(others, key=lambda expert: (copies[expert], expert))
+                copies[chosen] += 1
+                held.append(chosen)
+        return cls(tuple(map(tuple, ranges)), num_experts)
+
+    @classmethod
+    def of(cls, slots: Sequence[Sequence[int]]) -> Placement:
+        """The experts on each rank, as plain lists."""
+        return cls(tuple(map(tuple, slots)), 1 + max(expert for held in slots for expert in held))
+
+    @property
+    def ranks(self) -> int:
+        return len(self.slots)
+
+    @property
+    def homes(self) -> list[list[tuple[int, int]]]:
+        """For each expert its copies, as (rank, slot), in the order of ranks."""
+        homes: list[list[tuple[int, int]]] = [[] for _ in range(self.num_experts)]
+        for rank, held in enumerate(self.slots):
+            for slot, expert in enumerate(held):
+                homes[expert].append((rank, slot))
+        return homes
+
+    def loads(self, counts: Sequence[float]) -> list[float]:
+        """What each rank has to do where each expert is chosen so often."""
+        copies = Counter(expert for held in self.slots for expert in held)
+        return [sum(counts[expert] / copies[expert] for expert in held) for held in self.slots]
+
+    def skew(self, counts: Sequence[float]) -> float:
+        """The fullest rank's load ÷ the mean; 1 is perfectly even. 0 where there is no load."""
+        loads = self.loads(counts)
+        return max(loads) * len(loads) / total if (total := sum(loads)) else 0.0
+
+
+@dataclass(frozen=True)
+class Move:
+    """An expert's weights go from a slot to another, on the same rank or from rank to rank."""
+
+    source: tuple[int, int]
+    """(rank, slot)"""
+    target: tuple[int, int]
+
+
+def capacities(num_experts: int, ranks: int, spare: int) -> list[int]:
+    """Slots on each rank."""
+    share, extra = divmod(num_experts + spare, ranks)
+    return [share + (rank < extra) for rank in range(ranks)]
+
+
+def check_ranks(num_experts: int, ranks: int, spare: int) -> None:
+    """Raise where so many ranks cannot share so many experts."""
+    if ranks > num_experts:
+        raise ConfigError(
+            f"{num_experts} experts cannot be spread over {ranks} ranks: enable_expert_parallel needs at least an "
+            "expert a rank; use fewer ranks",
+            "enable_expert_parallel",
+            True,
+        )
+    most = num_experts * (ranks - 1)
+    if spare > most:
+        raise ConfigError(
+            f"num_redundant_experts is at most {most} here ({num_experts} experts, each once on each of {ranks} "
+            f"ranks), got {spare}",
+            "num_redundant_experts",
+            spare,
+        )
+
+
+def place(counts: Sequence[float], before: Placement) -> Placement:
+    """A placement in as many slots as `before` has, in which the fullest rank has as little to do as can be found.
+
+    Hot experts get several copies where there are spare slots. Experts stay where they are if that costs nothing;
+    where nothing better is found, so does everything.
+    """
+    sizes = [len(held) for held in before.slots]
+    spare = sum(sizes) - len(counts)
+    best, lowest = before, max(before.loads(counts)) * (1 - 1e-9)
+    for useful in sorted({spare * i // (SHARINGS - 1) for i in range(SHARINGS)}, reverse=True):
+        if lowest <= EVEN * sum(counts) / before.ranks:
+            break
+        copies = _share_out(counts, before.ranks, useful, spare - useful)
+        weights = [count / share for count, share in zip(counts, copies, strict=True)]
+        ranks = _pack(weights, copies, sizes)
+        _even_out(weights, ranks)
+        found = Placement(_settle(ranks, before.slots), before.num_experts)
+        if (highest := max(found.loads(counts))) < lowest:
+            best, lowest = found, highest
+    return best
+
+
+def moves(before: Placement, after: Placement) -> list[Move]:
+    """What must be copied so that ranks which hold `before` hold `after`; a rank's own copy comes first."""
+    homes, found = before.homes, []
+    dealt: Counter[int] = Counter()
+    for rank, held in enumerate(after.slots):
+        for slot, expert in enumerate(held):
+            if before.slots[rank][slot] == expert:
+                continue
+            own = [home for home in homes[expert] if home[0] == rank]
+            source = own[0] if own else homes[expert][dealt[expert] % len(homes[expert])]
+            dealt[expert] += not own
+            found.append(Move(source, (rank, slot)))
+    return found
+
+
+def _share_out(counts: Sequence[float], ranks: int, useful: int, idle: int) -> list[int]:
+    """Copies of each expert: `useful` slots go, one by one, to the one whose copies have most to do.
+
+    The `idle` ones go to those that have least: a copy takes tokens to its rank, where others may have more.
+    """
+    copies = [1] * len(counts)
+    heap = [(-count, expert) for expert, count in enumerate(counts)]
+    heapq.heapify(heap)
+    for _ in range(useful):
+        _, expert = heapq.heappop(heap)
+        copies[expert] += 1
+        if copies[expert] < ranks:
+            heapq.heappush(heap, (-counts[expert] / copies[expert], expert))
+    for expert in sorted(range(len(counts)), key=lambda expert: counts[expert]):
+        added = min(idle, ranks - copies[expert])
+        copies[expert] += added
+        idle -= added
+    return copies
+
+
+def _pack(weights: Sequence[float], copies: Sequence[int], sizes: Sequence[int]) -> list[set[int]]:
+    """Heaviest first, each to the rank with the least to do that has room and does not hold it."""
+    ranks: list[set[int]] = [set() for _ in sizes]
+    loads = [0.0] * len(sizes)
+    for expert in sorted(range(len(weights)), key=lambda expert: -weights[expert]):
+        for _ in range(copies[expert]):
+            room = [rank for rank, held in enumerate(ranks) if len(held) < sizes[rank]]
+            fitting = [rank for rank in room if expert not in ranks[rank]]
+            if fitting:
+                rank = min(fitting, key=lambda rank: (loads[rank], rank))
+            else:
+                # All that have room hold it already. A full rank that does not gives up something for it, which one
+                # with room takes: it holds no more than the full one, and this one beside, so there is something.
+                rank = next(rank for rank, held in enumerate(ranks) if expert not in held)
+                taker = room[0]
+                given = min(ranks[rank] - ranks[taker], key=lambda other: (weights[other], other))
+                ranks[rank].remove(given)
+                ranks[taker].add(given)
+                loads[rank] -= weights[given]
+                loads[taker] += weights[given]
+            ranks[rank].add(expert)
+            loads[rank] += weights[expert]
+    return ranks
+
+
+def _even_out(weights: Sequence[float], ranks: list[set[int]]) -> None:
+    """Exchange experts between the fullest rank and those with little to do, while that helps; in place."""
+    loads = [sum(weights[expert] for expert in held) for held in ranks]
+    for _ in range(TRIES):
+        order = sorted(range(len(ranks)), key=lambda rank: loads[rank])
+        full = order[-1]
+        best: tuple[float, int, int, int] | None = None
+        for other in order[: min(NEIGHBOURS, len(ranks) - 1)]:
+            for given in ranks[full] - ranks[other]:
+                for taken in ranks[other] - ranks[full]:
+                    less = weights[given] - weights[taken]
+                    highest = max(loads[full] - less, loads[other] + less)
+                    if highest < loads[full] * (1 - 1e-9) and (best is None or (highest, other, given, taken) < best):
+                        best = (highest, other, given, taken)
+        if best is None:
+            return
+        _, other, given, taken = best
+        ranks[full] = ranks[full] - {given} | {taken}
+        ranks[other] = ranks[other] - {taken} | {given}
+        loads[full] -= weights[given] - weights[taken]
+        loads[other] += weights[given] - weights[taken]
+
+
+def _settle(ranks: Sequence[set[int]], before: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+    """Which set goes to which rank, and in which slots, so that much stays where it is."""
+    pairs = sorted(
+        ((-len(held & set(old)), rank, index) for index, held in enumerate(ranks) for rank, old in enumerate(before)
+         if len(held) == len(old)),
+    )  # fmt: skip
+    chosen: dict[int, set[int]] = {}
+    used: set[int] = set()
+    for _, rank, index in pairs:
+        if rank not in chosen and index not in used:
+            chosen[rank] = ranks[index]
+            used.add(index)
+    settled = []
+    for rank, old in enumerate(before):
+        stays = set(old) & chosen[rank]
+        new = iter(sorted(chosen[rank] - stays))
+        settled.append(tuple(expert if expert in stays else next(new) for expert in old))
+    return tuple(settled)

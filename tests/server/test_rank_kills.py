@@ -1,0 +1,40 @@
+"""One rank of several is killed under load: everyone has an answer, and the server goes on by itself."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.server.stronghold import Stronghold, children, stronghold
+from tests.server.test_abuse_crowd import kills, run
+
+pytestmark = [pytest.mark.xdist_group("abuse"), pytest.mark.timeout(3000)]
+
+
+@pytest.fixture
+def fort(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stronghold]:
+    """A server whose model is cut over two processes."""
+    with stronghold(tiny_model, tmp_path_factory.mktemp("ranks"), "--tensor-parallel-size", "2") as made:
+        yield made
+        made.assert_standing()
+
+
+def a_rank(engine: int, rng: random.Random) -> int:
+    """Any of the engine's ranks."""
+    ranks = [pid for pid in children(engine) if b"quire.executor.rank" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    assert len(ranks) == 2
+    return rng.choice(ranks)
+
+
+def test_once(fort: Stronghold) -> None:
+    run(fort, kills(fort, 1, settled=0.0, victim=a_rank))
+    assert "was killed by SIGKILL" in fort.said
+
+
+@pytest.mark.slow
+def test_fifty_times(fort: Stronghold) -> None:
+    """Each engine serves for a while first: one that dies young is brought back later and later."""
+    run(fort, kills(fort, 50, settled=10.5, victim=a_rank))
