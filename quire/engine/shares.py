@@ -70,8 +70,8 @@ def take_share(config: EngineConfig, replica: int, replicas: int) -> None:
     torch.set_num_threads(max(1, torch.get_num_threads() // replicas))
     if (space := config.cpu_kv_cache_bytes) is not None:
         os.environ[CPU_SPACE] = str(space / replicas / 2**30)
-    if config.device == "cpu" or os.environ.get(SHARE_GPU) == "1":
-        return
+    if config.device == "cpu" or os.environ.get(SHARE_GPU) == "1" or config.distributed_executor_backend == "ray":
+        return  # on a Ray cluster each rank is given its device
     # Counted by the driver's library: asking CUDA itself would settle what this process sees.
     if count := torch.cuda.device_count():
         each = config.tensor_parallel_size * config.pipeline_parallel_size

@@ -29,6 +29,7 @@ from quire.executor.heartbeats import beat_over
 from quire.executor.pulse import beat
 from quire.executor.shared_ring import RingReader
 from quire.layers.expert_placement import Placement
+from quire.messages.frames import Frames
 from quire.messages.plan import StepMasks, decode_masks, decode_plan, encode
 from quire.messages.shared import map_shared
 
@@ -51,6 +52,7 @@ class Link(child.Link):
 
     def __init__(self, sock: socket.socket, ring: RingReader | None = None) -> None:
         super().__init__(sock)
+        self._frames = Frames(wire.LARGEST)
         self._ring = ring
 
     def send(self, message: wire.Up) -> None:

@@ -19,6 +19,8 @@ CONNECT_SECONDS = 5.0
 """So long the head of a cluster may take to answer."""
 CALL_SECONDS = 10.0
 """So long Ray may take for a question. It would wait for minutes for a head that has gone."""
+STORE_BYTES = 100 << 20
+"""Memory for objects on a cluster of our own: it carries none."""
 _HTTP2_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
 """What opens a connection of gRPC, which Ray speaks: the preface, and settings that set nothing."""
 
@@ -47,7 +49,7 @@ def connect(address: str | None) -> str:
         with _signals_kept():
             if found is None:
                 logger.info("a Ray cluster of this machine alone is started")
-                ray.init(address="local", include_dashboard=False, **quiet)
+                ray.init(address="local", include_dashboard=False, object_store_memory=STORE_BYTES, **quiet)
             else:
                 ray.init(address=found, **quiet)
     except (Exception, SystemExit) as error:  # Ray ends the process where its head does not answer

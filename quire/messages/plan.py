@@ -199,5 +199,6 @@ def decode_result(data: bytes) -> StepResult:
 
 def decode_masks(data: bytes) -> StepMasks:
     masks = _masks_decoder.decode(data)
-    masks.bits = masks.bits.reshape(len(masks.draws), -1)
+    count = len(masks.draws)  # none where every mask came too late
+    masks.bits = masks.bits.reshape(count, masks.bits.size // max(count, 1))
     return masks

@@ -19,9 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from quire import LLM, AsyncLLM, SamplingParams
 from quire.config import EngineConfig
+from quire.engine.shares import take_share
 from quire.engine.workers import estimate_needs
 from quire.errors import ClusterError, ConfigError, EngineDeadError, QuireError
 from quire.executor import ray_ranks
@@ -101,6 +103,27 @@ def test_ranks_on_two_nodes_say_what_one_process_says_and_a_lost_one_is_named(
 def test_stages_on_two_nodes(two_nodes: Any, make_llm: Callable[..., LLM]) -> None:
     stages = {**RAY, "tensor_parallel_size": 1, "pipeline_parallel_size": 2}
     assert everything(make_llm(**stages, ray_address=two_nodes.address)) == everything(make_llm(**TIGHT))
+
+
+@pytest.mark.slow
+def test_two_engines_on_one_cluster(two_nodes: Any, tiny_model: Path, make_llm: Callable[..., LLM]) -> None:
+    expected = [samples[0] for samples in tokens(make_llm(**TIGHT), [[3 + i, *BEGIN] for i in range(6)])]
+
+    async def live() -> list[list[int]]:
+        replicas = {**RAY, "tensor_parallel_size": 1, "data_parallel_size": 2}
+        llm = AsyncLLM(str(tiny_model), **replicas, ray_address=two_nodes.address)
+        params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+
+        async def ask(i: int) -> list[int]:
+            outputs = [output async for output in llm.generate([3 + i, *BEGIN], params, str(i))]
+            return list(outputs[-1].outputs[0].token_ids)
+
+        try:
+            return await asyncio.gather(*(ask(i) for i in range(6)))
+        finally:
+            llm.shutdown()
+
+    assert asyncio.run(live()) == expected
 
 
 # What cannot be
@@ -365,6 +388,17 @@ def test_a_rank_that_does_not_beat_is_noticed(monkeypatch: pytest.MonkeyPatch) -
         time.sleep(0.05)
     assert silent == 1
     beats.close()
+
+
+def test_engines_on_a_cluster_need_no_devices_of_their_own_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    config = EngineConfig("m", data_parallel_size=2, tensor_parallel_size=2, distributed_executor_backend="ray")
+    take_share(config, 1, 2)
+    assert "CUDA_VISIBLE_DEVICES" not in os.environ
+    with pytest.raises(ConfigError, match="4 are needed, and this machine shows 1"):
+        take_share(EngineConfig("m", data_parallel_size=2, tensor_parallel_size=2), 1, 2)
 
 
 def test_which_variables_ranks_get() -> None:

@@ -15,9 +15,11 @@ from quire.messages.plan import (
     NewRow,
     PrefixGroup,
     PromptLogprobs,
+    StepMasks,
     StepPlan,
     StepResult,
     TokenLogprobs,
+    decode_masks,
     decode_plan,
     decode_result,
     encode,
@@ -63,6 +65,16 @@ def test_a_result_comes_back_as_it_was(
         9, tokens, counts, stopped, invalid, {0: entry, 7: entry}, {2: PromptLogprobs(3, [entry, entry])}
     )
     assert_same(decode_result(encode(result)), result)
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_masks_come_back_as_they_were(count: int) -> None:
+    """Also none at all: on a busy machine every mask may be late."""
+    masks = StepMasks(7, np.arange(count, dtype=np.int32), np.arange(count * 4, dtype=np.int32).reshape(count, 4))
+    back = decode_masks(encode(masks))
+    assert back.step == 7
+    assert back.draws.tolist() == masks.draws.tolist()
+    assert back.bits.tolist() == masks.bits.tolist()
 
 
 def test_tokens_of_a_plan_are_decodes_and_packed_ones() -> None:
