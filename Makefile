@@ -3,8 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+DEV_STAMP := $(VENV)/.installed-dev
 
-.PHONY: setup serve chat test test-gpu sanitize lint format bench soak docs clean
+.PHONY: setup setup-dev serve chat test test-gpu sanitize lint format bench soak docs clean
 
 setup: $(STAMP)
 
@@ -12,8 +13,15 @@ $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "setting up $(VENV) (a minute or two the first time)"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
 	@touch $(STAMP)
+
+# What tests, checks and benchmarks need besides.
+setup-dev: $(DEV_STAMP)
+
+$(DEV_STAMP): $(STAMP)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $(DEV_STAMP)
 
 # More flags: make serve ARGS="--port 8001 --api-key secret"
 serve: setup
@@ -22,7 +30,7 @@ serve: setup
 chat: setup
 	@$(BIN)/quire chat $(ARGS)
 
-test: setup lint
+test: setup-dev lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow and not gpu"
 
 # For a machine with a GPU and no network: nothing is installed, python3 has torch, triton and pytest.
@@ -37,23 +45,23 @@ sanitize:
 	QUIRE_SANITIZED=1 PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 --target-processes all \
 		$(GPU_PYTHON) -m pytest tests/kernels -m "not slow" -k "triton and ($(SANITIZED))" --timeout=600 $(ARGS)
 
-lint: setup
+lint: setup-dev
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
 
-format: setup
+format: setup-dev
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
-bench: setup
+bench: setup-dev
 	@$(BIN)/python benchmarks/run.py
 
-soak: setup
+soak: setup-dev
 	$(BIN)/python -m pytest -m slow --timeout=3600
 
-docs: setup
+docs: setup-dev
 	@$(BIN)/python -m quire.cli.reference > docs/configuration.md
 	@$(BIN)/python -m quire.server.seeing.metrics_page > docs/metrics.md
 
