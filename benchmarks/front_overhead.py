@@ -3,6 +3,7 @@
 python benchmarks/front_overhead.py                     # chat, 64 streams; the two lines that must hold
 python benchmarks/front_overhead.py --route completions
 python benchmarks/front_overhead.py --python            # AsyncLLM alone, without HTTP
+python benchmarks/front_overhead.py --python --replicas 2
 
 The engine is benchmarks/null_engine.py in its own process, the client is this one. Streams are paced: every step yields
 a token to each, every token is an event of its own, and the front's time is what the kernel says it ran.
@@ -254,8 +255,8 @@ def engine_first_tokens(model: str, streams: int, probes: int, pace: float) -> f
     return statistics.median(times)
 
 
-def python_load(model: str, streams: int, tokens: int, pace: float) -> Load:
-    """`AsyncLLM.generate` without HTTP, in this process."""
+def python_load(model: str, streams: int, tokens: int, pace: float, replicas: int = 1) -> Load:
+    """`AsyncLLM.generate` without HTTP, in this process. `replicas`: engines behind it."""
     from quire.api.async_llm import AsyncLLM
     from quire.messages.sampling import RequestOutputKind, SamplingParams
 
@@ -267,7 +268,8 @@ def python_load(model: str, streams: int, tokens: int, pace: float) -> Load:
         return sum([1 async for _ in llm.generate([5, 6, 7], params)])
 
     async def work() -> Load:
-        async with NullLLM(model) as llm:
+        several = {"data_parallel_size": replicas} if replicas > 1 else {}
+        async with NullLLM(model, **several) as llm:
             await asyncio.gather(*(read(llm, 20) for _ in range(streams)))
             ran, begin = _own_seconds(), time.perf_counter()
             events = sum(await asyncio.gather(*(read(llm, tokens) for _ in range(streams))))
@@ -291,10 +293,11 @@ def main() -> int:
     parser.add_argument("--pace", type=float, default=100.0, help="tokens a second of each stream")
     parser.add_argument("--probes", type=int, default=200)
     parser.add_argument("--python", action="store_true", help="AsyncLLM alone")
+    parser.add_argument("--replicas", type=int, default=1, help="with --python: engines behind it")
     args = parser.parse_args()
     tokens = int(args.seconds * args.pace)
     if args.python:
-        print("AsyncLLM:", python_load(args.model, args.streams, tokens, args.pace))
+        print("AsyncLLM:", python_load(args.model, args.streams, tokens, args.pace, args.replicas))
         return 0
     with null_server(args.pace, args.model) as address:
         load = http_load(address, args.route, args.streams, tokens)

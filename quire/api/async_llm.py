@@ -131,7 +131,7 @@ class AsyncLLM:
             raise ValidationError(
                 "sampling_params must be SamplingParams, got PoolingParams: `encode` makes vectors", "sampling_params"
             )
-        box = await self._submit(prompt, sampling_params, request_id, priority, tenant, turn)
+        box = await self.submit(prompt, sampling_params, request_id, priority, tenant, turn)
         written, is_kept = 0, False
         try:
             while not box.is_finished:
@@ -142,7 +142,7 @@ class AsyncLLM:
                     is_kept = output.outputs[0].finish_reason in ("stop", "length")
                 yield output
         finally:
-            self._leave(box)
+            self.leave(box)
             if turn is not None and not is_kept:
                 self._undo(turn)
 
@@ -167,12 +167,12 @@ class AsyncLLM:
             raise ValidationError(
                 f"pooling_params must be PoolingParams, got {type(params).__name__}", "pooling_params", params
             )
-        box = await self._submit(prompt, params, request_id, priority, tenant)
+        box = await self.submit(prompt, params, request_id, priority, tenant)
         try:
             while not box.is_finished:
                 yield await box.take()
         finally:
-            self._leave(box)
+            self.leave(box)
 
     async def beam_search(
         self,
@@ -186,12 +186,54 @@ class AsyncLLM:
         """The likeliest continuations of one prompt, best first. Being cancelled aborts the search."""
         if not isinstance(params, BeamSearchParams):
             raise ValidationError(f"params must be BeamSearchParams, got {type(params).__name__}", "params", params)
-        box = await self._submit(prompt, params, request_id, priority, tenant)
+        box = await self.submit(prompt, params, request_id, priority, tenant)
         try:
             found: BeamSearchOutput = await box.take()
             return found
         finally:
-            self._leave(box)
+            self.leave(box)
+
+    async def submit(
+        self,
+        prompt: PromptType,
+        params: SamplingParams | PoolingParams | BeamSearchParams | None,
+        request_id: str | None,
+        priority: int,
+        tenant: str,
+        turn: Turn | None = None,
+    ) -> Mailbox:
+        """Check a request and send it off; what comes of it is read from its box, until `leave`."""
+        self._fleet.attach()
+        number = next(self._numbers)
+        request_id = str(number) if request_id is None else request_id
+        if request_id in self._streams:
+            raise ValidationError(f"request id {request_id!r} is in use", "request_id", request_id)
+        params = self.get_default_sampling_params() if params is None else params
+        box = self._streams[request_id] = Mailbox(request_id, f"{request_id}-{number}")
+        begun: Turn | None = None
+        try:
+            request, text = await self._prepare(box.key, prompt, params, priority, tenant)
+            if turn is not None:
+                await self._begin_turn(request, turn)
+                begun = turn
+            box.is_delta = request.params.output_kind is RequestOutputKind.DELTA
+            box.is_streamed = box.awaits_first = request.params.output_kind is not RequestOutputKind.FINAL_ONLY
+            message = ipc.encode(ipc.Add(request))
+            replica = self._fleet.choose(request)  # which may have died while the prompt was prepared
+        except BaseException:
+            del self._streams[request_id]
+            if begun is not None:
+                self._undo(begun)
+            raise
+        self._outputs.add(request, text)
+        self._fleet.launch(replica, box, request, message)
+        return box
+
+    def leave(self, box: Mailbox) -> None:
+        """Nobody reads this request any more."""
+        del self._streams[box.request_id]
+        if box.replica is not None:
+            box.replica.leave(box)
 
     async def abort(self, request_id: str | list[str]) -> None:
         """End requests; their readers get a last output with `finish_reason="abort"`. Unknown ids are no error."""
@@ -351,42 +393,6 @@ class AsyncLLM:
         )  # fmt: skip
         self._inputs.hashes_ahead = config.enable_prefix_caching
 
-    async def _submit(
-        self,
-        prompt: PromptType,
-        params: SamplingParams | PoolingParams | BeamSearchParams | None,
-        request_id: str | None,
-        priority: int,
-        tenant: str,
-        turn: Turn | None = None,
-    ) -> Mailbox:
-        """Check a request and send it off."""
-        self._fleet.attach()
-        number = next(self._numbers)
-        request_id = str(number) if request_id is None else request_id
-        if request_id in self._streams:
-            raise ValidationError(f"request id {request_id!r} is in use", "request_id", request_id)
-        params = self.get_default_sampling_params() if params is None else params
-        box = self._streams[request_id] = Mailbox(request_id, f"{request_id}-{number}")
-        begun: Turn | None = None
-        try:
-            request, text = await self._prepare(box.key, prompt, params, priority, tenant)
-            if turn is not None:
-                await self._begin_turn(request, turn)
-                begun = turn
-            box.is_delta = request.params.output_kind is RequestOutputKind.DELTA
-            box.is_streamed = box.awaits_first = request.params.output_kind is not RequestOutputKind.FINAL_ONLY
-            message = ipc.encode(ipc.Add(request))
-            replica = self._fleet.choose(request)  # which may have died while the prompt was prepared
-        except BaseException:
-            del self._streams[request_id]
-            if begun is not None:
-                self._undo(begun)
-            raise
-        self._outputs.add(request, text)
-        self._fleet.launch(replica, box, request, message)
-        return box
-
     async def _begin_turn(self, request: NewRequest, turn: Turn) -> None:
         if request.params.n != 1:  # before anything is written
             raise ValidationError("a turn of a session has one sample: n must be 1", "n", request.params.n)
@@ -419,12 +425,6 @@ class AsyncLLM:
         if _size(prompt) < LONG_PROMPT:
             return self._inputs.make(*arguments)
         return await asyncio.to_thread(self._inputs.make, *arguments)
-
-    def _leave(self, box: Mailbox) -> None:
-        """Nobody reads this request any more."""
-        del self._streams[box.request_id]
-        if box.replica is not None:
-            box.replica.leave(box)
 
 
 def _size(prompt: Any) -> int:

@@ -10,7 +10,7 @@ from quire.api.interrupts import deferred_interrupts
 from quire.config import EngineConfig
 from quire.engine.setup import EngineFacts, make_engine
 from quire.engine.stats import Metric
-from quire.errors import EngineDeadError, ValidationError
+from quire.errors import ConfigError, EngineDeadError, ValidationError
 from quire.loading.hub import find
 from quire.loading.read_config import read_generation_config, read_model_config
 from quire.loading.tokenizer import load_tokenizer
@@ -27,6 +27,13 @@ class LLMEngine:
     """Text in, text out, over one `EngineCore`."""
 
     def __init__(self, config: EngineConfig) -> None:
+        if config.data_parallel_size > 1:
+            raise ConfigError(
+                f"data_parallel_size is {config.data_parallel_size}, and this is one engine: use LLM, AsyncLLM or the "
+                "server",
+                "data_parallel_size",
+                config.data_parallel_size,
+            )
         self.config = config
         files = find(config)
         model = read_model_config(files, config.hf_overrides)

@@ -7,7 +7,6 @@ home; when an engine dies, requests that nobody has seen anything of begin again
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from functools import partial
@@ -31,8 +30,6 @@ from quire.messages.experts import Rebalanced
 from quire.messages.request import NewRequest
 from quire.output.processor import OutputProcessor
 from quire.router import RoutedRequest, Router
-
-logger = logging.getLogger(__name__)
 
 MOST_MOVES = 2
 """A request that was there when so many engines died is not given another one: it may be why they did."""
@@ -165,7 +162,12 @@ class Fleet:
         assert self.router is not None
         self.attach()
         keys = self.facts.keys.of(tokens, salt) if self._config.enable_prefix_caching else []
-        return self.replicas[int(self.router.choose(RoutedRequest("", keys, len(tokens))))]
+        routed = RoutedRequest("", keys, len(tokens))
+        name = self.router.choose(routed)
+        self.router.finished(
+            self.router.launched(routed, name)
+        )  # it will be work there: the next one may live elsewhere
+        return self.replicas[int(name)]
 
     def launch(self, replica: Replica, box: Mailbox, request: NewRequest, message: bytes) -> None:
         """Send a request there; `message` is its `Add`. The only way a request reaches an engine."""

@@ -18,7 +18,7 @@ from quire.api.progress import Progress
 from quire.api.sessions import Sessions
 from quire.config import EngineConfig
 from quire.engine.stats import Metric
-from quire.errors import ValidationError
+from quire.errors import ConfigError, ValidationError
 from quire.messages.beams import BeamSearchParams
 from quire.messages.experts import Rebalanced
 from quire.messages.memory_map import MemoryMap
@@ -39,7 +39,7 @@ class LLM:
 
     def __init__(self, model: str | os.PathLike[str] = EngineConfig.model, **settings: Any) -> None:
         name = os.fspath(model) if isinstance(model, os.PathLike) else model
-        self.llm_engine = LLMEngine(EngineConfig(model=name, **drop_neutral(settings)))
+        self.llm_engine = _make_engine(EngineConfig(model=name, **drop_neutral(settings)))
         self._inbox = Inbox(self.llm_engine)
         self._requests = 0
 
@@ -226,6 +226,12 @@ class LLM:
     @cached_property
     def sessions(self) -> Sessions:
         """Conversations by name, which outlive their turns, and with `kv_disk` this process."""
+        if (size := self.llm_engine.config.data_parallel_size) > 1:
+            raise ConfigError(
+                f"LLM has sessions with one engine, and data_parallel_size is {size}: use AsyncLLM or the server",
+                "data_parallel_size",
+                size,
+            )
         return Sessions(self.llm_engine, self._inbox, self._next_id, lambda: self._renderer)
 
     # How it is done
@@ -317,6 +323,15 @@ class LLM:
             )
             prompts.append({"prompt": text, "prompt_token_ids": tokens})
         return prompts
+
+
+def _make_engine(config: EngineConfig) -> LLMEngine:
+    """One in this process, or several in processes of their own."""
+    if config.data_parallel_size == 1:
+        return LLMEngine(config)
+    from quire.api.replicated import ReplicatedEngine
+
+    return ReplicatedEngine(config)
 
 
 def _as_list(prompts: PromptType | Sequence[PromptType]) -> list[PromptType]:

@@ -265,9 +265,14 @@ class Replica:
         """The engine is dead: nobody waits for it any longer."""
         self._show_rest()
         self.on_lost(self)
+        rescued = 0
         for box in list(self.boxes.values()):
-            if box.is_ended or not self.rescue(box):
+            if not box.is_ended and self.rescue(box):
+                rescued += 1
+            else:
                 self._fail(box.key, self.dead_error)
+        if rescued:
+            logger.warning("%s is down: %d requests begin again elsewhere", self.title, rescued)
         for answer in self.questions.values():
             if not answer.done():
                 answer.set_exception(self.dead_error)

@@ -33,6 +33,7 @@ def add_memory_flags(parser: Parser) -> None:
     group = parser.add_argument_group("memory of an engine")
     group.add_argument("--url", metavar="URL", help="show the memory of this server, which runs with --admin-key")
     group.add_argument("--api-key", metavar="KEY", help=f"that server's admin key (default: ${KEY})")
+    group.add_argument("--replica", metavar="N", type=int, help="of several engines, which (default: 0, the first)")
     group.add_argument("--watch", metavar="SECONDS", type=_seconds, help="again and again, until Ctrl-C")
     group.add_argument("--save", metavar="FILE", help="keep what was shown, for --snapshot")
     group.add_argument("--snapshot", metavar="FILE", help="show what --save, or LLM.memory_map().to_json(), kept")
@@ -40,7 +41,7 @@ def add_memory_flags(parser: Parser) -> None:
 
 def wants_memory(args: argparse.Namespace) -> bool:
     """Whether one of these flags was given; wrong company is refused."""
-    given = [name for name in ("api_key", "watch", "save") if getattr(args, name) is not None]
+    given = [name for name in ("api_key", "replica", "watch", "save") if getattr(args, name) is not None]
     if args.url is None and given:
         args.parser.error(f"{flag(given[0])} needs --url")
     if args.url is not None and args.snapshot is not None:
@@ -96,7 +97,7 @@ def _watch(args: argparse.Namespace, console: Console) -> None:
 
 
 def _fetch_and_save(args: argparse.Namespace) -> MemoryMap:
-    found = fetch(args.url, args.api_key or os.environ.get(KEY))
+    found = fetch(args.url, args.api_key or os.environ.get(KEY), args.replica)
     if args.save is not None:
         try:
             Path(args.save).write_bytes(found.to_json())
@@ -105,8 +106,8 @@ def _fetch_and_save(args: argparse.Namespace) -> MemoryMap:
     return found
 
 
-def fetch(url: str, key: str | None) -> MemoryMap:
-    """The memory of a server."""
+def fetch(url: str, key: str | None, replica: int | None = None) -> MemoryMap:
+    """The memory of a server; `replica`: of which of its engines."""
     import httpx
 
     from quire.cli.bench.load.events import error_message
@@ -115,7 +116,8 @@ def fetch(url: str, key: str | None) -> MemoryMap:
     base = url.rstrip("/").removesuffix("/v1")
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     try:
-        answer = httpx.get(base + PATH, headers=headers, timeout=ANSWER_SECONDS)
+        asked = {} if replica is None else {"replica": replica}
+        answer = httpx.get(base + PATH, headers=headers, params=asked, timeout=ANSWER_SECONDS)
     except httpx.ConnectError as error:
         raise NoAnswerError(f"nothing answers at {url}: {error}; is the server running?") from error
     except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:

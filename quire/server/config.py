@@ -67,10 +67,10 @@ class ServerConfig:
     )
 
     max_queued_requests: int = option(
-        1024, "Samples that may wait beside those that run; above it requests get 429", "limits"
+        1024, "Samples that may wait, for each engine, beside those that run; above it requests get 429", "limits"
     )
     max_queued_tokens: int | None = option(
-        None, "Prompt tokens that may wait; unset: eight times what the KV cache holds", "limits"
+        None, "Prompt tokens that may wait, for each engine; unset: eight times what its KV cache holds", "limits"
     )
     max_body_bytes: int = option(32 * 2**20, "Longest request body", "limits")
     max_open_body_bytes: int | None = option(

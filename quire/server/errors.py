@@ -13,6 +13,7 @@ from quire.errors import (
     CacheTooSmallError,
     EngineDeadError,
     QuireError,
+    ReplicaDownError,
     SessionBusyError,
     SessionExistsError,
     SessionLostError,
@@ -133,6 +134,8 @@ def as_api_error(error: BaseException, retry_after: float = RETRY_SECONDS) -> Ap
         return bad_request(str(error), error.parameter)
     if isinstance(error, CacheTooSmallError):
         return bad_request(str(error), "input_tokens")
+    if isinstance(error, ReplicaDownError):
+        return unavailable(str(error), retry_after)
     if isinstance(error, EngineDeadError):
         return unavailable(f"the engine is not running and is being restarted: {error}", retry_after)
     if isinstance(error, QuireError):

@@ -16,7 +16,7 @@ from quire.server.auth import Keys
 from quire.server.config import ServerConfig
 from quire.server.errors import ApiError, bad_request, not_found, unavailable
 from quire.server.http import Exchange, HungUpError
-from quire.server.life.supervisor import Supervisor
+from quire.server.life.replicas import supervise
 from quire.server.limits import Admission, Bodies
 from quire.server.offering import Offering
 from quire.server.protocol.sampling import FROM_GENERATION_CONFIG
@@ -52,9 +52,7 @@ class Server:
         self.version = __version__
         self.keys = Keys(config.api_key)
         self.admin_keys = Keys([config.admin_key] if config.admin_key else [])
-        self.supervisor = Supervisor(
-            llm, stall_seconds=config.engine_stall_seconds, hang_timeout=config.engine_hang_timeout
-        )
+        self.supervisor = supervise(llm, config.engine_stall_seconds, config.engine_hang_timeout)
         self.openapi = b"{}"
         """The OpenAPI document; set with the routes."""
         self.is_draining = False
@@ -62,12 +60,12 @@ class Server:
         """Requests being answered."""
         most_bytes = config.max_open_body_bytes
         self.bodies = Bodies(BODIES_AT_ONCE * config.max_body_bytes if most_bytes is None else most_bytes)
-        facts = llm.facts
+        facts, engines = llm.facts, len(llm.replicas)
         max_tokens = config.max_queued_tokens
         self.admission = Admission(
-            facts.max_num_seqs,
-            config.max_queued_requests,
-            TOKENS_OF_QUEUE * facts.cache_tokens if max_tokens is None else max_tokens,
+            engines * facts.max_num_seqs,
+            engines * config.max_queued_requests,
+            engines * (TOKENS_OF_QUEUE * facts.cache_tokens if max_tokens is None else max_tokens),
         )
         self.seeing = Seeing(llm, config, self.names[0], self.supervisor, self.admission)
         self.observer = self.seeing.observer

@@ -3,19 +3,35 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from collections.abc import Coroutine, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
 
-from quire import LLM, AsyncLLM, RequestOutput, SamplingParams
+from quire import LLM, AsyncLLM, RequestOutput, RequestOutputKind, SamplingParams
+from quire.api.replica import Replica
 from quire.errors import (
     ConfigError,
+    EngineDeadError,
+    ReplicaDownError,
+    SessionExistsError,
+    SessionNotFoundError,
     ValidationError,
 )
+from quire.server.life.replicas import ReplicaSupervisor
 
 T = TypeVar("T")
+
+
+class NullLLM(AsyncLLM):
+    """Its engines compute nothing."""
+
+    engine_module = "benchmarks.null_engine"
+
+
 SETTINGS: dict[str, Any] = {
     "dtype": "float32", "num_gpu_blocks_override": 128, "device": "cpu", "max_num_seqs": 8,
     "max_num_batched_tokens": 32, "data_parallel_size": 2,
@@ -133,6 +149,221 @@ class TestPrefixes:
         assert run(work()) == 48
 
 
+def home(llm: AsyncLLM, name: str) -> int:
+    found = llm._fleet.homes.known(name)
+    assert found is not None
+    return found.number
+
+
+class TestSessions:
+    def test_they_stay_where_they_were_made_and_say_what_one_engine_says(self, pair: AsyncLLM, llm: LLM) -> None:
+        texts = [f"{i} hello the world one two three" for i in range(6)]
+        tokenizer = llm.get_tokenizer()
+        wanted = []
+        for text in texts:
+            tokens = tokenizer.encode(text)
+            for more in ("", " and more"):
+                tokens = tokens + tokenizer.encode(more, add_special_tokens=False)
+                tokens += llm.generate([tokens], greedy(), use_tqdm=False)[0].outputs[0].token_ids
+            wanted.append(tokens)
+
+        async def talk(i: int) -> list[int]:
+            session = await pair.sessions.create(f"talk-{i}", texts[i])
+            await session.generate(greedy())
+            await session.append(" and more")
+            before = home(pair, f"talk-{i}")
+            await session.generate(greedy())
+            assert home(pair, f"talk-{i}") == before
+            return await session.tokens()
+
+        async def work() -> None:
+            assert await asyncio.gather(*(talk(i) for i in range(6))) == wanted
+            assert {home(pair, f"talk-{i}") for i in range(6)} == {0, 1}
+            fork = await (await pair.sessions.get("talk-3")).fork("branch")
+            assert home(pair, "branch") == home(pair, "talk-3") and await fork.tokens() == wanted[3]
+            data = await (await pair.sessions.get("talk-0")).exported()
+            copy = await pair.sessions.import_(data, "copy")
+            assert await copy.tokens() == wanted[0]
+            names = [info.name async for info in pair.sessions]
+            assert sorted(names[:6]) == [f"talk-{i}" for i in range(6)] and names[6:] == ["branch", "copy"]
+            assert await pair.sessions.count() == 8
+            for info in await pair.sessions.list():
+                await pair.sessions.delete(info.name)
+            assert await pair.sessions.count() == 0
+
+        run(work())
+
+    def test_a_name_is_given_once_whoever_is_asked(self, pair: AsyncLLM) -> None:
+        async def work() -> None:
+            made = await asyncio.gather(
+                *(pair.sessions.create("one", "x " * i) for i in range(1, 9)), return_exceptions=True
+            )
+            assert sum(isinstance(one, SessionExistsError) for one in made) == 7
+            other = 1 - home(pair, "one")
+            for i in range(100):  # until one lives elsewhere: they are shared out
+                two = await pair.sessions.create("two", [5 + i] * 200)
+                if home(pair, "two") == other:
+                    break
+                await two.delete()
+            pair._fleet.homes._homes.clear()  # as after a restart: nobody knows who lives where
+            with pytest.raises(SessionExistsError, match="a session 'one' exists already"):
+                await pair.sessions.create("one")
+            with pytest.raises(SessionExistsError, match="a session 'one' exists already"):
+                await (await pair.sessions.get("two")).fork("one")
+            with pytest.raises(SessionExistsError):
+                await pair.sessions.import_(await (await pair.sessions.get("two")).exported(), "one")
+            with pytest.raises(SessionNotFoundError, match="three"):
+                await pair.sessions.get("three")
+            assert await pair.sessions.count() == 2
+            for name in ("one", "two"):
+                await pair.sessions.delete(name)
+
+        run(work())
+
+    def test_pages_follow_each_other_in_the_order_sessions_were_made(self, pair: AsyncLLM) -> None:
+        async def work() -> None:
+            names = [f"s{i}" for i in range(17)]
+            for i, name in enumerate(names):
+                await pair.sessions.create(name, [5 + i] * 200, tenant="t")
+            mine = pair.sessions.of("t")
+            assert len({home(pair, one.key) for one in [mine.handle(name) for name in names]}) == 2
+            for size in (1, 4, 17, 100):
+                seen: list[str] = []
+                while True:
+                    page = await mine.page(seen[-1] if seen else None, size)
+                    seen += [info.name for info in page.sessions]
+                    assert len(page.sessions) == size or page.after is None
+                    if page.after is None:
+                        break
+                assert seen == names
+            with pytest.raises(SessionNotFoundError):
+                await mine.page("nobody")
+            for name in names:
+                await mine.delete(name)
+
+        run(work())
+
+    def test_a_chat_by_session_id_goes_home(self, pair: AsyncLLM) -> None:
+        async def work() -> None:
+            first = await final(pair, [7] * 40, session="chat")
+            whole = [*first.prompt_token_ids, *first.outputs[0].token_ids, 9, 9]
+            await asyncio.gather(*(final(pair, f"{i} abc") for i in range(6)))
+            again = await final(pair, whole, session="chat")
+            assert again.num_cached_tokens == len(whole) - 3  # the last token said has no KV
+            await pair.sessions.delete("chat")
+
+        run(work())
+
+
+class TestDeath:
+    def test_what_nobody_has_seen_begins_again_elsewhere_and_it_comes_back(self, tiny_model: Path, llm: LLM) -> None:
+        prompts = [f"{i} the world" for i in range(60)]
+        wanted = [one.outputs[0].token_ids for one in llm.generate(prompts, greedy(max_tokens=60), use_tqdm=False)]
+
+        async def read(pair: AsyncLLM, prompt: str, first: asyncio.Event | None = None) -> list[int] | Exception:
+            kind = RequestOutputKind.DELTA if first else RequestOutputKind.FINAL_ONLY
+            tokens: list[int] = []
+            try:
+                async for output in pair.generate(prompt, greedy(max_tokens=60, output_kind=kind)):
+                    tokens += output.outputs[0].token_ids
+                    if first:
+                        first.set()
+            except EngineDeadError as error:
+                return error
+            return tokens
+
+        async def work() -> None:
+            async with AsyncLLM(tiny_model, **SETTINGS) as pair:
+                supervisor = ReplicaSupervisor(pair)
+                supervisor.start()
+                events = [asyncio.Event() for _ in prompts[:8]]  # these are read as they come
+                streams = [
+                    asyncio.ensure_future(read(pair, prompt, event))
+                    for prompt, event in zip(prompts, events, strict=False)
+                ]
+                await asyncio.gather(*(event.wait() for event in events))
+                silent = [asyncio.ensure_future(read(pair, prompt)) for prompt in prompts[8:]]
+                await asyncio.sleep(0.02)
+                victim = max(pair.replicas, key=lambda replica: replica.num_open_requests)
+                pid = victim.pid
+                os.kill(pid, signal.SIGKILL)
+                assert await asyncio.gather(*silent) == wanted[8:]  # nobody has noticed anything
+                for got, right in zip(await asyncio.gather(*streams), wanted, strict=False):
+                    if isinstance(got, Exception):
+                        assert isinstance(got, ReplicaDownError)
+                        assert str(got).startswith(f"replica {victim.number} of 2 is down: ")
+                        assert f"pid {pid}) was killed by SIGKILL" in str(got)
+                    else:
+                        assert got == right
+                while supervisor.restarts == 0:
+                    assert supervisor.is_serving  # the other one
+                    assert (await supervisor.health()).message.startswith("1 of 2 replicas serve")
+                    await asyncio.sleep(0.02)
+                assert (await supervisor.health()).message == "serving" and victim.pid != pid
+                assert await read(pair, prompts[0]) == wanted[0]
+                await assert_idle(pair)
+                await supervisor.stop()
+
+        run(work())
+
+    def test_a_request_that_saw_engines_die_is_not_given_another(self, tiny_model: Path) -> None:
+        async def work() -> None:
+            async with NullLLM(tiny_model, **{**SETTINGS, "data_parallel_size": 4}) as four:
+                params = greedy(max_tokens=200, output_kind=RequestOutputKind.FINAL_ONLY)
+                task = asyncio.ensure_future(final(four, "abc", params))
+                for _ in range(3):
+                    while not (at := [replica for replica in four.replicas if replica.boxes]):
+                        await asyncio.sleep(0.01)
+                    os.kill(at[0].pid, signal.SIGKILL)
+                    while not at[0].death:
+                        await asyncio.sleep(0.01)
+                with pytest.raises(ReplicaDownError, match="was killed by SIGKILL"):
+                    await task
+                assert len(four._fleet.living) == 1 and not four.errored
+                four.kill_engine("enough")
+                with pytest.raises(EngineDeadError, match="replica 0 of 4 is down: .*replica 3 of 4 is down: enough"):
+                    await final(four, "abc")
+
+        run(work())
+
+    def test_sessions_of_a_dead_engine_wait_for_it(self, tiny_model: Path, tmp_path: Path, llm: LLM) -> None:
+        settings = {**SETTINGS, "kv_disk": str(tmp_path / "kv"), "swap_space": 0.02}
+        wanted = llm.generate("hello the world", greedy(), use_tqdm=False)[0]
+        whole = [*wanted.prompt_token_ids, *wanted.outputs[0].token_ids]
+
+        async def begin() -> dict[str, int]:
+            async with AsyncLLM(tiny_model, **settings) as pair:
+                for i in range(4):
+                    session = await pair.sessions.create(f"s{i}", "hello the world")
+                    await session.generate(greedy())
+                homes = {f"s{i}": home(pair, f"s{i}") for i in range(4)}
+                assert set(homes.values()) == {0, 1}
+                victim = pair.replicas[0]
+                victim.kill_engine("for a test")
+                gone, there = (next(name for name, at in homes.items() if at == number) for number in (0, 1))
+                with pytest.raises(ReplicaDownError, match=f"session '{gone}' lives at a replica that is down"):
+                    await (await pair.sessions.get(gone)).generate(greedy())
+                with pytest.raises(ReplicaDownError, match="may be at one that does not"):
+                    await pair.sessions.create("new")
+                with pytest.raises(ReplicaDownError, match="not all sessions can be seen now"):
+                    await pair.sessions.list()
+                assert await (await pair.sessions.get(there)).tokens() == whole
+                await pair.restart(only_if_dead=True)
+                assert await (await pair.sessions.get(gone)).tokens() == whole
+                return homes
+
+        async def go_on(homes: dict[str, int]) -> None:
+            async with AsyncLLM(tiny_model, **settings) as pair:
+                assert [info.name async for info in pair.sessions] == sorted(homes)
+                for name in homes:
+                    with pytest.raises(SessionExistsError):
+                        await pair.sessions.create(name)
+                    assert await (await pair.sessions.get(name)).tokens() == whole
+                assert {name: home(pair, name) for name in homes} == homes
+
+        run(go_on(run(begin())))
+
+
 class TestStarting:
     def test_one_that_cannot_start_ends_all_and_is_told_once(self, tiny_model: Path, tmp_path: Path) -> None:
         (tmp_path / "replica-1").write_text("in the way")
@@ -150,3 +381,38 @@ class TestStarting:
         assert run(pair.memory_map(1)) is not None
         with pytest.raises(ValidationError, match="there is no replica 2: there are 2, counted from 0"):
             run(pair.memory_map(2))
+
+
+class TestOffline:
+    def test_an_llm_over_two_engines(self, tiny_model: Path, llm: LLM) -> None:
+        prompts = [f"{i} the world" for i in range(30)]
+        wanted = llm.generate(prompts, greedy(), use_tqdm=False)
+        with LLM(tiny_model, **SETTINGS) as both:
+            for ours, theirs in zip(both.generate(prompts, greedy(), use_tqdm=False), wanted, strict=True):
+                assert ours.outputs[0].token_ids == theirs.outputs[0].token_ids and ours.prompt == theirs.prompt
+            steps = [run_in(both, replica.report_health()).steps for replica in engines(both)]
+            assert all(steps)
+            streamed = list(both.stream("abc", greedy()))
+            assert streamed[-1].outputs == llm.generate("abc", greedy(), use_tqdm=False)[0].outputs
+            stream = both.stream("abc", greedy(max_tokens=200))
+            next(stream)
+            stream.close()  # leaving early aborts
+            assert len(both.embed(["abc", "def"], use_tqdm=False)) == 2
+            with pytest.raises(ValidationError, match="outside the vocabulary"):
+                both.generate([[5], [4000]], greedy(), use_tqdm=False)
+            with pytest.raises(ConfigError, match="use AsyncLLM or the server"):
+                _ = both.sessions
+            both.llm_engine.check_idle()
+            os.kill(engines(both)[0].pid, signal.SIGKILL)
+            for ours, theirs in zip(both.generate(prompts, greedy(), use_tqdm=False), wanted, strict=True):
+                assert ours.outputs[0].token_ids == theirs.outputs[0].token_ids
+
+
+def engines(llm: LLM) -> list[Replica]:
+    found: list[Replica] = llm.llm_engine._llm.replicas  # type: ignore[attr-defined]
+    return found
+
+
+def run_in(llm: LLM, work: Coroutine[Any, Any, T]) -> T:
+    result: T = llm.llm_engine._wait(work)  # type: ignore[attr-defined]
+    return result

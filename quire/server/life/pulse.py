@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import time
+from typing import Protocol
 
-from quire.api.async_llm import AsyncLLM
 from quire.engine.ipc import HealthReport
 from quire.errors import EngineDeadError
 
 IDLE_SECONDS = 2.0
 """With nothing to do the loop answers at once; so late an answer means that it hangs."""
+
+
+class Beating(Protocol):
+    """What has a pulse."""
+
+    @property
+    def num_open_requests(self) -> int: ...
+
+    async def report_health(self) -> HealthReport: ...
 
 
 class Pulse:
@@ -20,7 +29,7 @@ class Pulse:
     stays the same say that they do not even begin.
     """
 
-    def __init__(self, llm: AsyncLLM, stall_seconds: float) -> None:
+    def __init__(self, llm: Beating, stall_seconds: float) -> None:
         self._llm = llm
         self._stall_seconds = stall_seconds
         self._question: asyncio.Task[HealthReport] | None = None

@@ -8,9 +8,11 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
-from quire.api.async_llm import AsyncLLM
-from quire.server.life.pulse import IDLE_SECONDS, Pulse
+from quire.engine.facts import Facts
+from quire.errors import EngineDeadError
+from quire.server.life.pulse import IDLE_SECONDS, Beating, Pulse
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +38,27 @@ class Health:
     message: str
 
 
+class Kept(Beating, Protocol):
+    """What is kept alive: `AsyncLLM`, or one of its replicas."""
+
+    is_shut: bool
+
+    @property
+    def facts(self) -> Facts: ...
+
+    @property
+    def errored(self) -> bool: ...
+
+    @property
+    def dead_error(self) -> EngineDeadError: ...
+
+    async def wait_until_dead(self) -> str: ...
+
+    async def restart(self, only_if_dead: bool = False) -> None: ...
+
+    def kill_engine(self, reason: str) -> None: ...
+
+
 class Supervisor:
     """Restarts an engine that died, kills one that hangs, and knows how things stand.
 
@@ -43,15 +66,22 @@ class Supervisor:
     """
 
     def __init__(
-        self, llm: AsyncLLM, stall_seconds: float = 20.0, hang_timeout: float = 0.0, settled_seconds: float = 10.0
+        self,
+        llm: Kept,
+        stall_seconds: float = 20.0,
+        hang_timeout: float = 0.0,
+        settled_seconds: float = 10.0,
+        place: str = "",
     ) -> None:
         """`stall_seconds`: so long a step may take before the engine counts as unhealthy. `hang_timeout`: so long
         before its process is killed; 0: never. `settled_seconds`: one that served so long is brought back at once.
+        `place`: which of several it is, for the log.
         """
         self._llm = llm
         self._pulse = Pulse(llm, stall_seconds)
         self._hang_timeout = hang_timeout
         self._settled_seconds = settled_seconds
+        self._at = f"{place}: " if place else ""
         self._pauses = pauses()
         self._ready_at = time.monotonic()
         self._cause = ""
@@ -64,6 +94,11 @@ class Supervisor:
         self._tasks: list[asyncio.Task[None]] = []
         self.restarts = 0
         """Engines brought back so far."""
+
+    @property
+    def each(self) -> list[Supervisor]:
+        """One for each engine: only this."""
+        return [self]
 
     def start(self) -> None:
         """Watch, in the running event loop."""
@@ -137,12 +172,12 @@ class Supervisor:
             await self._llm.restart(only_if_dead=True)
         except Exception as error:  # whatever it is, the next try may go better
             self._remedy = f"starting a new one failed: {error}"
-            logger.error("the engine could not be started again: %s", error)
+            logger.error("%sthe engine could not be started again: %s", self._at, error)
             return
         self._ready_at = time.monotonic()
         self._start_seconds = self._ready_at - begin - pause
         self.restarts += 1
-        logger.warning("a new engine serves, %.1f s after the last one died", self._ready_at - begin)
+        logger.warning("%sa new engine serves, %.1f s after the last one died", self._at, self._ready_at - begin)
 
     # One that hangs
 
@@ -156,7 +191,7 @@ class Supervisor:
             await self._pulse.feel(0.0)
             silence = self._pulse.silence
             if silence >= self._pulse.limit and not told:
-                logger.warning("%s", self._describe_silence())
+                logger.warning("%s%s", self._at, self._describe_silence())
             told = silence >= self._pulse.limit
             if self._hang_timeout and silence >= self._hang_timeout:
                 self._llm.kill_engine(f"the engine was killed: {self._describe_silence()}")

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-import msgspec
+import contextlib
 
+import msgspec
+from starlette.datastructures import QueryParams
+
+from quire.errors import EngineDeadError
 from quire.messages.memory_map import MemoryMap
+from quire.server.errors import bad_request
 from quire.server.http import Exchange
 from quire.server.routing import Route
 from quire.server.state import Server
@@ -15,12 +20,25 @@ class ResetAnswer(msgspec.Struct):
     """No block had to stay with a running request."""
 
 
-class Stats(msgspec.Struct):
+class ReplicaStats(msgspec.Struct):
+    """One of several engines."""
+
+    status: str
+    open_requests: int
+    restarts: int
+    engine: dict[str, float]
+    """Empty while it is down."""
+
+
+class Stats(msgspec.Struct, omit_defaults=True):
     status: str
     open_requests: int
     queued_tokens: int
     restarts: int
     engine: dict[str, float]
+    """Of several engines, of all together."""
+    replicas: list[ReplicaStats] = []
+    """Each of them, where there are several."""
 
 
 async def reset_prefix_cache(server: Server, exchange: Exchange) -> None:
@@ -38,17 +56,33 @@ async def stats(server: Server, exchange: Exchange) -> None:
             queued_tokens=server.admission.queued_tokens,
             restarts=server.supervisor.restarts,
             engine=figures,
+            replicas=await _replicas(server) if len(server.llm.replicas) > 1 else [],
         )
     )
 
 
+async def _replicas(server: Server) -> list[ReplicaStats]:
+    found = []
+    for replica, supervisor in zip(server.llm.replicas, server.supervisor.each, strict=True):
+        figures: dict[str, float] = {}
+        with contextlib.suppress(EngineDeadError):
+            figures = {metric.name: metric.value for metric in await replica.get_metrics()}
+        found.append(ReplicaStats(supervisor.status, replica.num_open_requests, supervisor.restarts, figures))
+    return found
+
+
 async def memory(server: Server, exchange: Exchange) -> None:
     """Who holds which blocks, on the device and in the tiers below; `quire inspect --url` draws it."""
-    await exchange.reply(await server.llm.memory_map())
+    given = QueryParams(exchange.scope["query_string"]).get("replica", "0")
+    if not given.isdecimal():
+        raise bad_request(f"replica must be a number, got {given[:40]!r}", "replica")
+    await exchange.reply(await server.llm.memory_map(int(given[:9])))
 
+
+_REPLICA = {"type": "integer", "minimum": 0, "default": 0}
 
 ROUTES = [
     Route("POST", "/admin/reset_prefix_cache", reset_prefix_cache, answer=ResetAnswer, errors=(503,)),
-    Route("GET", "/admin/memory", memory, answer=MemoryMap, errors=(503,)),
+    Route("GET", "/admin/memory", memory, answer=MemoryMap, errors=(503,), query={"replica": _REPLICA}),
     Route("GET", "/admin/stats", stats, answer=Stats, errors=(503,)),
 ]

@@ -111,6 +111,16 @@ ENGINE_FIGURES = (
 )
 """Told by the engine when somebody looks. They begin at zero again when it is restarted."""
 
+ROUTER_FIGURES = (
+    _gauge("router_open_requests", "Requests sent to the engine and not over", is_ours=True),
+    _gauge("router_queued_tokens", "Prompt tokens that the engine is believed to have to compute still", is_ours=True),
+    _gauge("router_wait_seconds", "How long a prompt is believed to wait there", is_ours=True),
+    _gauge("router_known_blocks", "KV blocks that the engine is believed to have cached", is_ours=True),
+    _counter("router_prompt_tokens", "Prompt tokens sent to the engine", is_ours=True),
+    _counter("router_expected_hits", "Of these, tokens that were believed to be cached there", is_ours=True),
+)
+"""Known in the front process, of each engine, where there are several."""
+
 SERVER_FIGURES = (
     _gauge("cache_config_info", "1; its labels tell how the KV cache is made"),
     _gauge("engine_up", "Whether there is an engine that takes requests: 1 or 0", is_ours=True),
@@ -157,7 +167,7 @@ REQUEST_FIGURES = (
 )
 """Histograms of whole requests count those that ended by themselves (stop, length)."""
 
-TABLE = (*REQUEST_FIGURES, *ENGINE_FIGURES, *SERVER_FIGURES)
+TABLE = (*REQUEST_FIGURES, *ENGINE_FIGURES, *ROUTER_FIGURES, *SERVER_FIGURES)
 
 
 def bounds_by_length(longest: int) -> tuple[float, ...]:

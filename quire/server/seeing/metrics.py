@@ -6,21 +6,30 @@ is global: two servers in one process have figures of their own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import asyncio
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Protocol
 
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
 from quire.config import EngineConfig
-from quire.engine.facts import Facts
-from quire.engine.stats import Metric
 from quire.messages.pooling import PoolingParams
 from quire.messages.tally import Tally
 from quire.output.times import TokenTimes
-from quire.server.seeing.engine_figures import EngineFigures
+from quire.router.router import ReplicaFigures
+from quire.server.seeing.engine_figures import (
+    PER_ENGINE,
+    EngineView,
+    Labels,
+    Measured,
+    MeasuredReplica,
+    ReplicaView,
+    Restarting,
+    Values,
+)
 from quire.server.seeing.metric_table import (
     BY_LENGTH,
     ENGINE_FIGURES,
@@ -38,34 +47,19 @@ HUNG_UP = 499
 """What stands for a status where the client did not wait for one."""
 REQUEST_TYPES = {"/v1/chat/completions": "chat_completions", "/v1/responses": "responses"}
 ENDED_WELL = ("stop", "length")
-GONE_WITH_ENGINE = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "num_blocks_used")
-"""Gauges that are zero where there is no engine."""
+ALL_ENGINES = "all"
+"""What stands for an engine, where there are several, in figures that are of requests and not of engines."""
 
-Labels = tuple[str, ...]
 Family = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
 
 
-class MeasuredEngine(Protocol):
-    """What is looked at of an engine; `AsyncLLM` has it."""
+class MeasuredEngine(Measured, Protocol):
+    """What is looked at of the engine, or of all together; `AsyncLLM` has it."""
 
     config: EngineConfig
 
     @property
-    def facts(self) -> Facts: ...
-
-    @property
     def token_times(self) -> TokenTimes: ...
-
-    @property
-    def errored(self) -> bool: ...
-
-    async def get_metrics(self) -> list[Metric]: ...
-
-
-class Restarting(Protocol):
-    """What counts restarts; `Supervisor` does."""
-
-    restarts: int
 
 
 class Refusing(Protocol):
@@ -85,14 +79,18 @@ class ServerMetrics:
         vllm_names: bool = False,
         supervisor: Restarting | None = None,
         admission: Refusing | None = None,
+        replicas: Sequence[tuple[MeasuredReplica, Restarting]] = (),
+        routing: Callable[[], Sequence[ReplicaFigures]] = tuple,
     ) -> None:
-        """`vllm_names`: show every figure that vLLM has a second time under its prefix, for boards made for it."""
+        """`vllm_names`: show every figure that vLLM has a second time under its prefix, for boards made for it.
+        `replicas`: the engines, where there are several, each with its supervisor; `routing`: what the router knows."""
         self._llm = llm
-        self._supervisor = supervisor
         self._admission = admission
         self._prefixes = (OURS, THEIRS) if vllm_names else (OURS,)
-        self._model = (model_name, "0")
-        self._engine = EngineFigures(llm.get_metrics)
+        self._model_name = model_name
+        self._engines = [EngineView(llm, llm.config, supervisor)]
+        if len(replicas) > 1:
+            self._engines = [ReplicaView(one, llm.config, keeper, routing) for one, keeper in replicas]
         by_length = bounds_by_length(llm.facts.max_model_len)
         self._bounds = {figure.name: by_length if figure.bounds == BY_LENGTH else figure.bounds for figure in TABLE}
         self._counts: dict[str, dict[Labels, float]] = {
@@ -188,81 +186,42 @@ class ServerMetrics:
 
     async def page(self) -> bytes:
         """All figures in Prometheus' text format, at once: an engine that does not answer is not waited for long."""
-        await self._engine.refresh()
+        await asyncio.gather(*(engine.refresh() for engine in self._engines))
         return generate_latest(self.registry)
 
     def families(self) -> Iterator[Family]:
         """Every figure that can be shown now."""
         for figure in TABLE:
-            labels, values = self._values(figure)
             if figure.is_bare:
-                yield _family(figure.name, figure, labels, (), values)
+                yield _family(figure.name, figure, [((), self._values(figure))])
                 continue
+            values = self._values_by_engine(figure)
             for prefix in self._prefixes:
                 if prefix == OURS or not figure.is_ours:
-                    yield _family(prefix + figure.name, figure, labels, self._model, values)
+                    yield _family(prefix + figure.name, figure, values)
 
-    def _values(self, figure: Figure) -> tuple[Sequence[str], dict[Labels, Any]]:
+    def _values_by_engine(self, figure: Figure) -> list[tuple[Labels, Values]]:
+        """A figure's values, by the labels that say whose they are."""
+        if figure in ENGINE_FIGURES or figure.name in PER_ENGINE:
+            return [((self._model_name, str(i)), engine.values(figure)) for i, engine in enumerate(self._engines)]
+        engine = "0" if len(self._engines) == 1 else ALL_ENGINES
+        return [((self._model_name, engine), self._values(figure))]
+
+    def _values(self, figure: Figure) -> Values:
         """A figure's own labels, and its values by theirs."""
-        name = figure.name
-        if name == "cache_config_info":
-            facts = self._cache_facts()
-            return tuple(facts), {tuple(facts.values()): 1.0}
-        if figure in ENGINE_FIGURES:
-            return figure.labels, self._engine_values(figure)
         if figure.kind == "histogram":
-            if name == "inter_token_latency_seconds":
+            if figure.name == "inter_token_latency_seconds":
                 return (), {(): self._llm.token_times.gaps}
-            return figure.labels, self._tallies[name]
-        return figure.labels, self._plain_values(name)
+            return figure.labels, self._tallies[figure.name]
+        return figure.labels, self._plain_values(figure.name)
 
     def _plain_values(self, name: str) -> dict[Labels, float]:
         match name:
             case "generation_tokens":
                 return {(): self._llm.token_times.tokens}
-            case "engine_up":
-                return {(): 0.0 if self._llm.errored else 1.0}
-            case "engine_restarts":
-                return {(): 0 if self._supervisor is None else self._supervisor.restarts}
             case "requests_rejected":
                 return {} if self._admission is None else {(key,): n for key, n in self._admission.rejected.items()}
         return self._counts.get(name, {})
-
-    def _engine_values(self, figure: Figure) -> dict[Labels, Any]:
-        known = self._engine.known
-        if figure.name == "num_requests_waiting_by_reason":
-            waiting = self._engine_value("num_requests_waiting")
-            deferred = self._engine_value("num_requests_deferred")
-            return {("capacity",): max(0.0, waiting - deferred), ("deferred",): deferred}
-        metric = known.get(figure.name)
-        if figure.labels:
-            return {} if metric is None else dict(metric.series)
-        if figure.kind != "histogram":
-            return {(): self._engine_value(figure.name)}
-        if metric is None:
-            return {(): Tally(figure.bounds)}
-        tally = Tally(metric.bounds)
-        tally.counts, tally.total = list(metric.counts), metric.value
-        return {(): tally}
-
-    def _engine_value(self, name: str) -> float:
-        metric = self._engine.known.get(name)
-        return 0.0 if metric is None or (self._llm.errored and name in GONE_WITH_ENGINE) else metric.value
-
-    def _cache_facts(self) -> dict[str, str]:
-        facts, config = self._llm.facts, self._llm.config
-        shown = {
-            "block_size": facts.block_size,
-            "num_gpu_blocks": facts.num_blocks,
-            "kv_cache_size_tokens": facts.cache_tokens,
-            "kv_cache_max_concurrency": round(facts.cache_tokens / facts.max_model_len, 2),
-            "kv_cache_memory_bytes": facts.kv_bytes,
-            "gpu_memory_utilization": config.gpu_memory_utilization,
-            "cache_dtype": config.kv_cache_dtype,
-            "enable_prefix_caching": config.enable_prefix_caching,
-            "num_gpu_blocks_override": config.num_gpu_blocks_override,
-        }
-        return {name: str(value) for name, value in shown.items()}
 
 
 class _Families(Collector):
@@ -279,17 +238,21 @@ class _Families(Collector):
         return []
 
 
-def _family(name: str, figure: Figure, labels: Sequence[str], model: Labels, values: Mapping[Labels, Any]) -> Family:
-    names = [*(("model_name", "engine") if model else ()), *labels]
+def _family(name: str, figure: Figure, sources: Sequence[tuple[Labels, Values]]) -> Family:
+    """A family for Prometheus. Sources share the labels; one that brings none has no part in it."""
+    labels = next((labels for _, (labels, values) in sources if values), figure.labels)
+    names = [*(("model_name", "engine") if sources[0][0] else ()), *labels]
     if figure.kind == "histogram":
         histogram = HistogramMetricFamily(name, figure.help, labels=names)
-        for given, tally in values.items():
-            bounds = [*(str(float(bound)) for bound in tally.bounds), "+Inf"]
-            buckets = list(zip(bounds, accumulate(tally.counts), strict=True))
-            histogram.add_metric([*model, *given], buckets, tally.total)
+        for whose, (_, values) in sources:
+            for given, tally in values.items():
+                bounds = [*(str(float(bound)) for bound in tally.bounds), "+Inf"]
+                buckets = list(zip(bounds, accumulate(tally.counts), strict=True))
+                histogram.add_metric([*whose, *given], buckets, tally.total)
         return histogram
     kind = CounterMetricFamily if figure.kind == "counter" else GaugeMetricFamily
     family = kind(name, figure.help, labels=names)
-    for given, value in values.items():
-        family.add_metric([*model, *given], value)
+    for whose, (_, values) in sources:
+        for given, value in values.items():
+            family.add_metric([*whose, *given], value)
     return family

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from quire.server.seeing.metric_table import BY_LENGTH, ENGINE_FIGURES, REQUEST_FIGURES, SERVER_FIGURES, Figure
+from quire.server.seeing.metric_table import (
+    BY_LENGTH,
+    ENGINE_FIGURES,
+    REQUEST_FIGURES,
+    ROUTER_FIGURES,
+    SERVER_FIGURES,
+    Figure,
+)
 
 HEAD = """\
 # Metrics
@@ -35,6 +42,12 @@ ENGINE = """
 
 Asked of the engine when somebody looks. They begin at zero again when it is restarted.
 """
+ROUTER = """
+## Router
+
+Where there are several engines (`--data-parallel-size`), the figures of engines come once for each, with `engine` from
+"0" on, and so do these. Figures of requests are then of all engines together, with `engine="all"`.
+"""
 SERVER = """
 ## Server
 """
@@ -64,6 +77,8 @@ def page() -> str:
             _table(REQUEST_FIGURES),
             ENGINE,
             _table(ENGINE_FIGURES),
+            ROUTER,
+            _table(ROUTER_FIGURES),
             SERVER,
             _table(SERVER_FIGURES),
             ELSEWHERE,

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from quire.api.async_llm import AsyncLLM
 from quire.server.config import ServerConfig
+from quire.server.life.replicas import ReplicaSupervisor
+from quire.server.life.supervisor import Supervisor
 from quire.server.seeing.logs import AccessLog, RequestLog
-from quire.server.seeing.metrics import MeasuredEngine, Refusing, Restarting, ServerMetrics
+from quire.server.seeing.metrics import Refusing, ServerMetrics
 from quire.server.seeing.observer import GenerationWatch, Observer
 from quire.server.seeing.tracing import RequestTraces, make_traces
 from quire.server.seeing.watching import HttpWatch, Watching
@@ -14,9 +17,18 @@ class Seeing:
     """The watchers that a configuration asks for."""
 
     def __init__(
-        self, llm: MeasuredEngine, config: ServerConfig, model_name: str, supervisor: Restarting, admission: Refusing
+        self,
+        llm: AsyncLLM,
+        config: ServerConfig,
+        model_name: str,
+        supervisor: Supervisor | ReplicaSupervisor,
+        admission: Refusing,
     ) -> None:
-        self.metrics = ServerMetrics(llm, model_name, config.vllm_metric_names, supervisor, admission)
+        self.metrics = ServerMetrics(
+            llm, model_name, config.vllm_metric_names, supervisor, admission,
+            list(zip(llm.replicas, supervisor.each, strict=True)),
+            tuple if llm.router is None else llm.router.figures,
+        )  # fmt: skip
         self._traces: RequestTraces | None = None
         of_requests: list[HttpWatch] = [self.metrics, AccessLog()]
         of_generations: list[GenerationWatch] = [self.metrics]
