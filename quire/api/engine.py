@@ -15,6 +15,7 @@ from quire.loading.hub import find
 from quire.loading.read_config import read_generation_config, read_model_config
 from quire.loading.tokenizer import load_tokenizer
 from quire.messages.beams import BeamSearchParams
+from quire.messages.experts import Rebalanced
 from quire.messages.memory_map import MemoryMap
 from quire.messages.outputs import Output
 from quire.messages.pooling import PoolingParams
@@ -110,6 +111,12 @@ class LLMEngine:
     def reset_prefix_cache(self) -> bool:
         """Forget all cached blocks; True if none had to stay with a running request."""
         return self.core.scheduler.reset_prefix_cache()
+
+    def rebalance_experts(self) -> Rebalanced:
+        """Move experts to where the load since the last time says they had better be."""
+        outcome = self.core.rebalance_experts()
+        assert outcome is not None, "engines that step together are in processes of their own"
+        return outcome
 
     def get_metrics(self) -> list[Metric]:
         """Counters and gauges of this engine."""

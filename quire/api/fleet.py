@@ -49,6 +49,7 @@ class Fleet:
         """Where there are several."""
         self.company = Company(self.replicas) if config.steps_together else None
         """Where they step together, all of them or none."""
+        self._restarting = asyncio.Lock()
         self.homes = SessionHomes(self, config.kv_disk is not None)
         self.on_ready: Callable[[], None] = lambda: None
         """An engine has taken the place of another."""
@@ -62,6 +63,8 @@ class Fleet:
         for replica in self.replicas:
             replica.title = f"replica {replica.number} of {len(self.replicas)}"
             replica.on_lost, replica.rescue = self._lose, self._rescue
+            if self.company is not None:
+                replica.restart_all = self._restart_together
 
     # Starting
 
@@ -260,7 +263,12 @@ class Fleet:
 
     async def _restart_together(self, only_if_dead: bool) -> None:
         """All or none: one that waits for another that will not come is not waited for."""
-        restarts = [asyncio.ensure_future(replica.restart(only_if_dead)) for replica in self.replicas]
+        async with self._restarting:
+            if not only_if_dead or len(self.living) < len(self.replicas):
+                await self._restart_each(only_if_dead)
+
+    async def _restart_each(self, only_if_dead: bool) -> None:
+        restarts = [asyncio.ensure_future(replica.restart_alone(only_if_dead)) for replica in self.replicas]
         try:
             _, waiting = await asyncio.wait(restarts, return_when=asyncio.FIRST_EXCEPTION)
             while waiting:

@@ -6,7 +6,10 @@ from collections.abc import Sequence
 
 from quire.engine.stats import Metric
 
-SHARES = frozenset(f"quire:{name}" for name in ("kv_cache_usage_perc", "kv_cache_waste", "expert_load_max_over_mean"))
+SHARES = frozenset(
+    f"quire:{name}"
+    for name in ("kv_cache_usage_perc", "kv_cache_waste", "expert_load_max_over_mean", "expert_rank_load_max_over_mean")
+)
 """Figures whose mean says something, and whose sum does not."""
 LEVELS = frozenset(f"quire:pressure_{tier}" for tier in ("device", "host", "disk"))
 """Figures of which the highest counts."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -55,6 +55,8 @@ class Replica:
         """The engine is dead; its requests are still here."""
         self.rescue: Callable[[Mailbox], bool] = lambda box: False
         """Takes a request elsewhere, if that can be."""
+        self.restart_all: Callable[[bool], Awaitable[None]] | None = None
+        """Where none can be started without the others: starts them all."""
         self._start = start
         self._outputs = outputs
         self._rest: StepOutputs | None = None
@@ -279,6 +281,10 @@ class Replica:
 
     async def restart(self, only_if_dead: bool = False) -> None:
         """Make a new engine in place of one that died, or of one that lives: then its requests fail."""
+        await (self.restart_alone if self.restart_all is None else self.restart_all)(only_if_dead)
+
+    async def restart_alone(self, only_if_dead: bool) -> None:
+        """The same, of this engine and no other."""
         async with self._restarting:
             if self.is_shut:
                 raise EngineDeadError(SHUT)

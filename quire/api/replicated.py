@@ -16,6 +16,7 @@ from quire.config import EngineConfig
 from quire.engine.stats import Metric
 from quire.errors import ConfigError, EngineDeadError, QuireError, ValidationError
 from quire.messages.beams import BeamSearchParams
+from quire.messages.experts import Rebalanced
 from quire.messages.memory_map import MemoryMap
 from quire.messages.outputs import Output
 from quire.messages.pooling import PoolingParams
@@ -125,6 +126,10 @@ class ReplicatedEngine(LLMEngine):
     def reset_prefix_cache(self) -> bool:
         """Forget all cached blocks; True if none had to stay with a running request."""
         return self._wait(self._llm.reset_prefix_cache())
+
+    def rebalance_experts(self) -> Rebalanced:
+        """Move experts to where the load since the last time says they had better be."""
+        return self._wait(self._llm.rebalance_experts())
 
     def get_metrics(self) -> list[Metric]:
         """Counters and gauges of all engines together."""

@@ -8,6 +8,7 @@ import msgspec
 from starlette.datastructures import QueryParams
 
 from quire.errors import EngineDeadError
+from quire.messages.experts import Rebalanced
 from quire.messages.memory_map import MemoryMap
 from quire.server.errors import bad_request
 from quire.server.http import Exchange
@@ -44,6 +45,11 @@ class Stats(msgspec.Struct, omit_defaults=True):
 async def reset_prefix_cache(server: Server, exchange: Exchange) -> None:
     """Forget all cached prefixes."""
     await exchange.reply(ResetAnswer(await server.llm.reset_prefix_cache()))
+
+
+async def rebalance_experts(server: Server, exchange: Exchange) -> None:
+    """Move a mixture's experts to where the load is, with --enable-expert-parallel."""
+    await exchange.reply(await server.llm.rebalance_experts())
 
 
 async def stats(server: Server, exchange: Exchange) -> None:
@@ -83,6 +89,7 @@ _REPLICA = {"type": "integer", "minimum": 0, "default": 0}
 
 ROUTES = [
     Route("POST", "/admin/reset_prefix_cache", reset_prefix_cache, answer=ResetAnswer, errors=(503,)),
+    Route("POST", "/admin/rebalance_experts", rebalance_experts, answer=Rebalanced, errors=(400, 503)),
     Route("GET", "/admin/memory", memory, answer=MemoryMap, errors=(503,), query={"replica": _REPLICA}),
     Route("GET", "/admin/stats", stats, answer=Stats, errors=(503,)),
 ]
