@@ -40,7 +40,10 @@ class Company:
         return str(self._folder / f"meeting-{self._generation}")
 
     def rouse(self) -> None:
-        """A request is about to be sent to one of them: all wake up."""
+        """A request has been sent to one of them: all wake up.
+
+        In this order: an engine that had heard of a request and not got it might agree that there is nothing to do.
+        """
         message = ipc.encode(ipc.Rouse(next(self._requests)))
         for replica in self._replicas:
             replica.engine.send(message)

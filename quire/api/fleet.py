@@ -177,9 +177,9 @@ class Fleet:
         box.request = request
         if replica.traffic is not None:
             replica.traffic.launch(request)
+        replica.add(box, message)
         if self.company is not None:
             self.company.rouse()
-        replica.add(box, message)
 
     # Coming and going
 

@@ -2,8 +2,8 @@
 
 Each of them has requests of its own. While one has something to compute all make a pass, those that have nothing an
 empty one, in which their experts serve the others. When nobody has work left all go to sleep, and cost nothing, until
-they are roused. Whoever rouses them numbers that, and a wave ends only when all have heard the same number: so nobody
-begins a turn that the others, asleep, would not join.
+they are roused. Whoever rouses them numbers that, after the work is where it belongs, and a wave ends only when all
+have heard the same number: so nobody begins a turn that the others, asleep, would not join.
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ class SessionCall(msgspec.Struct, tag=True):
 
 
 class Rouse(msgspec.Struct, tag=True):
-    """The so many-th request has come, to one of the engines that step together: all of them wake up."""
+    """The so many-th request has been sent, to one of the engines that step together: all of them wake up."""
 
     number: int
 

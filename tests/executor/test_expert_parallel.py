@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -19,7 +20,7 @@ from quire.engine import ipc
 from quire.errors import ConfigError, ValidationError
 from quire.messages.sampling import SamplingParams
 from tests.executor.pair import Pair
-from tests.executor.test_multiprocess import BEGIN, TIGHT, metric, tokens
+from tests.executor.test_multiprocess import BEGIN, FAILS, TIGHT, metric, tokens
 from tests.models.harness import random_reference
 from tests.models.zoo import ZOO
 
@@ -197,6 +198,44 @@ def test_families_over_engines(
     name: str, size: int, spare: int, tmp_path: Path, make_llm: Callable[..., LLM], make_pair: Callable[..., Pair]
 ) -> None:
     over_engines(name, tmp_path / "model", make_llm, make_pair, size, spare)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_storm_of_short_requests_leaves_nobody_waiting(
+    depth: int, tmp_path: Path, make_llm: Callable[..., LLM], make_pair: Callable[..., Pair]
+) -> None:
+    """Waves end and begin all the time."""
+    folder, rng = write("mixtral", tmp_path / "model"), random.Random(depth)
+    prompts = [[3 + i, *BEGIN[: i % 7 + 1]] for i in range(12)]
+    alone = {n: tokens(make_llm(folder, **SETTINGS), prompts, max_tokens=n) for n in (1, 3)}
+    pair = make_pair(folder, 3, pipeline_depth=depth)
+
+    async def one() -> None:
+        await asyncio.sleep(rng.random() * 6)
+        which, length = rng.randrange(len(prompts)), rng.choice((1, 3))
+        found = await pair.generate({rng.randrange(3): [prompts[which]]}, max_tokens=length)
+        assert list(found.values()) == [alone[length][which]]
+
+    async def storm() -> None:
+        await asyncio.gather(*(one() for _ in range(300)))
+
+    asyncio.run(storm())
+
+
+@pytest.mark.slow
+def test_a_step_that_fails_in_one_engine_is_made_again(
+    tmp_path: Path, make_llm: Callable[..., LLM], make_pair: Callable[..., Pair]
+) -> None:
+    folder = write("mixtral", tmp_path / "model")
+    alone = [samples[0] for samples in tokens(make_llm(folder, **SETTINGS), PROMPTS)]
+    pair = make_pair(folder, logits_processors=[FAILS])
+
+    async def live() -> None:
+        found = await pair.generate({0: PROMPTS, 1: PROMPTS}, extra_args={"fails": 1})
+        assert found == {0: alone, 1: alone}
+
+    asyncio.run(live())
 
 
 # What is refused

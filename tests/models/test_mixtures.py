@@ -30,8 +30,10 @@ from tests.conftest import tiny_tokenizer
 from tests.models.harness import (
     Target,
     assert_same,
+    checkpoint_tensors,
     empty_model,
     in_chunks,
+    load,
     loaded_model,
     model_config,
     random_reference,
@@ -120,6 +122,23 @@ def test_ranks_that_keep_some_whole_experts_sum_to_the_whole(
             assert torch.equal(part.gate_up[slot], whole.gate_up[expert])
             assert torch.equal(part.down[slot], whole.down[expert])
     x = torch.randn(11, 32, generator=torch.Generator().manual_seed(1))
+    torch.testing.assert_close(sum(part.mix(x) for part in parts), whole.mix(x))
+
+
+@pytest.mark.parametrize("tokens", [1, 40], ids=["pair by pair", "in tiles"])
+def test_the_same_with_the_kernels_for_gpus(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    from quire.kernels.triton import ops
+
+    monkeypatch.setattr(ops, "THIN", True)
+    reference = reference_of("qwen3-moe")
+    (whole, *_) = sparse(loaded_model(reference))
+    parts = []
+    for rank in range(2):
+        model = empty_model(model_config(reference), target=Target(ops=ops.TritonOps), experts=ExpertRanks(rank, 2, 1))
+        load(model, checkpoint_tensors(reference))
+        parts.append(sparse(model)[0])
+    x = torch.randn(tokens, 32, generator=torch.Generator().manual_seed(1))
     torch.testing.assert_close(sum(part.mix(x) for part in parts), whole.mix(x))
 
 
