@@ -130,6 +130,18 @@ async def step_together(pair: Pair, alone: dict[str, Any]) -> None:
     assert samples == {0: alone["samples"], 1: alone["samples"]}
 
 
+async def heard_late(pair: Pair, order: list[int]) -> list[int]:
+    """A request that engines hear of one after the other, long after it was sent."""
+    pair.add(
+        1, name := f"late-{order}", PROMPTS[0], SamplingParams(temperature=0, max_tokens=24, ignore_eos=True), False
+    )
+    for engine in order:
+        await asyncio.sleep(0.1)
+        pair.engines[engine].send(ipc.Rouse(pair.number))
+    await pair.until(lambda: (name, 0) in pair.ended)
+    return pair.tokens[name, 0]
+
+
 def answers(llm: LLM) -> dict[str, Any]:
     """What `step_together` asks, of one process."""
 
@@ -158,6 +170,8 @@ def over_engines(
         for index in range(size):
             assert (await pair.ask(index, ipc.ResetPrefixCache(7))).is_empty
         assert (await pair.generate({0: PROMPTS, 1: PROMPTS[:1]})) == {0: alone["prompts"], 1: alone["prompts"][:1]}
+        for order in ([0, 1], [1, 0]):
+            assert await heard_late(pair, order) == alone["prompts"][0]
 
     asyncio.run(live())
     return pair
