@@ -204,12 +204,16 @@ class Fleet:
         """Let a request of a dead engine begin again elsewhere, unseen; False if that cannot be."""
         lost, request = box.replica, box.request
         assert lost is not None and request is not None
-        if lost.is_shut or not box.is_untouched or request.session or box.moves >= MOST_MOVES or not self.living:
+        if lost.is_shut or not box.is_untouched or request.session or box.moves >= MOST_MOVES:
+            return False
+        try:
+            chosen = self.choose(request)
+        except EngineDeadError:  # nobody is left
             return False
         box.moves += 1
         del lost.boxes[box.key]
         self._outputs.begin_again(box.key)
-        self.launch(self.choose(request), box, request, ipc.encode(ipc.Add(request)))
+        self.launch(chosen, box, request, ipc.encode(ipc.Add(request)))
         return True
 
     # Questions

@@ -15,6 +15,8 @@ logger = logging.getLogger(__name__)
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 CPU_SPACE = "QUIRE_CPU_KVCACHE_SPACE"
+SHARE_GPU = "QUIRE_SHARE_GPU"
+"""1: all engines use the same devices."""
 
 
 def replica_config(config: EngineConfig, replica: int) -> EngineConfig:
@@ -28,6 +30,8 @@ def replica_config(config: EngineConfig, replica: int) -> EngineConfig:
         "swap_space": config.swap_space / replicas,
         "kv_disk_size": config.kv_disk_size / replicas,
     }
+    if os.environ.get(SHARE_GPU) == "1":
+        share["gpu_memory_utilization"] = config.gpu_memory_utilization / replicas
     if config.kv_disk is not None:
         share["kv_disk"] = str(replica_folder(config.kv_disk, replica))
     return dataclasses.replace(config, **share)
@@ -66,7 +70,7 @@ def take_share(config: EngineConfig, replica: int, replicas: int) -> None:
     torch.set_num_threads(max(1, torch.get_num_threads() // replicas))
     if (space := config.cpu_kv_cache_bytes) is not None:
         os.environ[CPU_SPACE] = str(space / replicas / 2**30)
-    if config.device == "cpu" or os.environ.get("QUIRE_SHARE_GPU") == "1":
+    if config.device == "cpu" or os.environ.get(SHARE_GPU) == "1":
         return
     # Counted by the driver's library: asking CUDA itself would settle what this process sees.
     if count := torch.cuda.device_count():

@@ -152,7 +152,6 @@ def test_a_request_bigger_than_the_cache(make_llm: Any) -> None:
         ({"enable_lora": True}, "enable_lora=True is not supported"),
         ({"speculative_config": {"method": "ngram"}}, "speculative_config"),
         ({"quantization": "awq"}, "quantization='awq'"),
-        ({"data_parallel_size": 4}, "data_parallel_size=4"),
         ({"runner": "draft"}, "runner='draft'"),
         ({"dtype": "int8"}, "dtype.*int8"),
         ({"block_size": 0}, "block_size.*0"),

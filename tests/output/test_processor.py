@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from quire.messages.outputs import StepOutputs
+from quire.messages.outputs import Finished, StepOutputs
 from quire.messages.request import NewRequest
 from quire.messages.sampling import RequestOutputKind, SamplingParams
 from quire.output.detokenizer import Vocabulary
@@ -33,3 +33,16 @@ def test_the_cost_of_a_token_does_not_grow_with_the_text(stop: list[str] | None)
     early, late = sorted(times[:2000])[1000], sorted(times[-2000:])[1000]
     assert late < 3 * early, (early, late)
     assert len(view.outputs[0].text) > 8  # type: ignore[union-attr]
+
+
+def test_a_request_that_begins_again_has_arrived_once_and_said_nothing_yet() -> None:
+    processor = OutputProcessor(Vocabulary(tiny_tokenizer()))
+    params = SamplingParams(output_kind=RequestOutputKind.FINAL_ONLY, max_tokens=3)
+    processor.add(NewRequest("a", [5], params, limit=4), "x")
+    arrived = processor.tracked("a").metrics.queued_ts
+    processor.process(StepOutputs(keys=[("a", 0)], tokens=[WORD]))
+    processor.begin_again("a")
+    assert processor.tracked("a").metrics.queued_ts == arrived and processor.tracked("a").prompt == "x"
+    end = Finished(("a", 0), "length")
+    ((view,), _) = processor.process(StepOutputs(keys=[("a", 0)], tokens=[WORD + 1], finished=[end]))
+    assert view.outputs[0].token_ids == [WORD + 1]  # type: ignore[union-attr]

@@ -258,6 +258,22 @@ def test_a_page_goes_on_where_the_last_one_ended_though_sessions_come_and_go(sto
     assert last.after is None
 
 
+def test_sessions_are_found_by_when_they_were_made(store: SessionStore, clock: Clock) -> None:
+    begin = clock.now
+    for i in range(6):
+        store.create(f"s{i}", durable=False)
+        clock.now += 10 if i % 2 else 0  # always two at a time
+    store.delete("s2")
+
+    def made_after(seconds: float, owner: str | None = None) -> list[str]:
+        return [session.name for session in store.page(store.last_made(begin + seconds, owner)).sessions]
+
+    assert made_after(-1) == ["s0", "s1", "s3", "s4", "s5"]
+    assert made_after(0) == made_after(9) == ["s3", "s4", "s5"]
+    assert made_after(10) == ["s4", "s5"] and made_after(20) == []
+    assert store.last_made(begin + 20, "nobody") == 0
+
+
 def test_one_process_owns_the_folder(tmp_path: Path) -> None:
     child = f"""
 from quire.memory.disk.sessions import SessionStore
