@@ -61,7 +61,7 @@ ENVIRONMENT = """\
 | `QUIRE_ADMIN_KEY` | as `--api-key` of `quire inspect --url` |
 | `OMP_NUM_THREADS` | threads on a CPU |
 | `CUDA_VISIBLE_DEVICES` | which GPUs are seen; the first is used, or one a rank |
-| `QUIRE_SHARE_GPU` | `1`: ranks may share a GPU, over gloo and without captured graphs: for tests, not for speed |
+| `QUIRE_SHARE_GPU` | `1`: ranks may share a GPU, over gloo, mostly without captured graphs: for tests, not for speed |
 | `TRITON_CACHE_DIR` | where Triton keeps compiled GPU kernels; `~/.triton/cache` if unset |
 | `CXX` | compiler of the CPU kernels; `g++` or `clang++` if unset |
 """

@@ -13,9 +13,6 @@ from torch import distributed
 
 from quire.distributed.groups import Ranks
 
-SPARE = 8
-"""Messages kept beside one a stage: of steps before that, all have been collected."""
-
 
 class Pipeline:
     """This stage's end of the way in and of the way out."""
@@ -33,7 +30,8 @@ class Pipeline:
         """Messages go through host memory: between ranks that share a GPU."""
         self._owed = 0
         self._sent: deque[tuple[distributed.Work, torch.Tensor]] = deque()
-        self._most_sent = ranks.pp_size + SPARE
+        self._most_sent = ranks.pp_size
+        """Of steps before that, all are collected, as a rule."""
 
     def begin(self, tokens: int) -> None:
         """A step of so many tokens: wait until the stage before has done its part. `send` must follow."""
@@ -56,8 +54,8 @@ class Pipeline:
         work = distributed.isend(message, self._after)
         assert work is not None
         self._sent.append((work, message))
-        if len(self._sent) > self._most_sent:
-            self._sent.popleft()[0].wait()  # gloo does not tell by itself that a message has gone
+        while self._sent and (self._sent[0][0].is_completed() or len(self._sent) > self._most_sent):
+            self._sent.popleft()[0].wait()  # gloo tells nobody else that a message has gone
 
     def make_up(self) -> None:
         """The step has failed: whoever waits for its hidden states gets some, and nobody reads what comes of them.

@@ -143,8 +143,8 @@ class LlamaModel(nn.Module):
         residual = None
         for layer, cache in zip(self.layers.values(), kv, strict=True):
             hidden, residual = layer(hidden, residual, positions, cache, inputs)
-        if self.norm is None:
-            return residual if hidden is None else hidden + residual  # type: ignore[operator,return-value]  # has a layer
+        if self.norm is None:  # the sum alone, by a kernel that also norms: those of a device can be replayed
+            return layer.input_layernorm(hidden, residual)[1]  # type: ignore[operator]
         return self.norm(hidden, residual)[0]
 
 

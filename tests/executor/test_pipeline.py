@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import os
 import signal
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from quire import LLM, BeamSearchParams, SamplingParams
+from quire import LLM, AsyncLLM, BeamSearchParams, SamplingParams
 from quire.config import EngineConfig
 from quire.distributed.groups import Ranks, spread
 from quire.errors import ConfigError, EngineDeadError
@@ -105,6 +106,46 @@ def test_a_stage_works_while_the_next_one_does_and_failures_are_the_same_as_in_o
             llm.llm_engine.step()
     assert not any(is_running(pid) for pid in pids)
     llm.llm_engine.abort_request(["0", "1", "2"])
+
+
+@pytest.mark.slow
+def test_a_step_that_fails_in_the_first_stage_keeps_nobody_waiting(
+    make_llm: Callable[..., LLM], caplog: pytest.LogCaptureFixture
+) -> None:
+    llm = make_llm(**TIGHT, pipeline_parallel_size=2, attention_backend="tests.executor.backends.FailsInTheFirstStage")
+    prompts = [[3 + i] * 20 for i in range(6)]
+    with caplog.at_level("ERROR"):
+        failing = tokens(llm, prompts)
+    assert "rank 0 of 2: RuntimeError: a stage that fails" in caplog.text
+    assert failing == tokens(llm, prompts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("depth", [0, 3])
+def test_more_or_fewer_plans_than_stages(alone: dict[str, Any], make_llm: Callable[..., LLM], depth: int) -> None:
+    assert all_of_it(make_llm(**SWAPS, pipeline_parallel_size=2, pipeline_depth=depth)) == alone
+
+
+@pytest.mark.slow
+def test_streams_through_stages(tiny_model: Path, make_llm: Callable[..., LLM]) -> None:
+    """Prompts come while others stream: the pacer cuts them into chunks, in whatever plan they are."""
+    prompts = [[(5 * i + j) % 90 + 4 for j in range(30 + 4 * i)] for i in range(12)]
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    expected = tokens(make_llm(), prompts, max_tokens=20)
+
+    async def one(llm: AsyncLLM, i: int) -> list[int]:
+        await asyncio.sleep(0.02 * i)
+        outputs = [output async for output in llm.generate(prompts[i], params, str(i))]
+        return list(outputs[-1].outputs[0].token_ids)
+
+    async def live() -> list[list[int]]:
+        llm = AsyncLLM(str(tiny_model), **TIGHT, pipeline_parallel_size=2)
+        try:
+            return await asyncio.gather(*(one(llm, i) for i in range(len(prompts))))
+        finally:
+            llm.shutdown()
+
+    assert [[answer] for answer in asyncio.run(live())] == expected
 
 
 @pytest.mark.parametrize(

@@ -99,10 +99,8 @@ def test_engines_yield_the_same(tiny_model: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(CpuPlatform, "attention", "triton")
     used: list[object] = []
 
-    def init(
-        self: CudaGraphs, model: Any, batch: Any, max_rows: int, enabled: bool, reads_groups: bool = False
-    ) -> None:
-        original(self, model, batch, max_rows, False, reads_groups)
+    def init(self: CudaGraphs, model: Any, batch: Any, max_rows: int, enabled: bool, *more: bool) -> None:
+        original(self, model, batch, max_rows, False, *more)
         self._rungs = [max_rows]
 
     def forward_of(self: CudaGraphs, shape: Any) -> Any:

@@ -1,0 +1,134 @@
+"""Two pipeline stages in one process, with the GPU's batch and its padded steps: the tokens of the whole model."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from quire import LLM, SamplingParams
+from quire.config import EngineConfig
+from quire.distributed.groups import Ranks
+from quire.distributed.pipeline import Pipeline
+from quire.engine import workers
+from quire.kernels.cpu.build import library
+from quire.messages.plan import StepMasks, StepPlan
+from quire.platforms.cpu import CpuPlatform
+from quire.worker import cuda_graphs
+from quire.worker.cuda_graphs import CudaGraphs, _next_rung
+from quire.worker.runner import PendingStep
+from quire.worker.worker import Worker
+from tests.conftest import TINY_VOCAB, assert_idle
+
+PROMPTS = [[(7 * i + 3 * j) % TINY_VOCAB for j in range(14 + 9 * i)] for i in range(4)]
+WANTED = [
+    SamplingParams(temperature=0, max_tokens=12, ignore_eos=True),
+    SamplingParams(temperature=0.8, seed=3, n=2, max_tokens=4, ignore_eos=True),
+    SamplingParams(temperature=0.8, seed=4, top_k=5, max_tokens=4, ignore_eos=True),
+    SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, logprobs=1),
+]
+
+
+class Stages:
+    """As a worker, and made of two."""
+
+    def __init__(self, *settings: Any) -> None:
+        self._stages = [Worker(*settings, Ranks(pp_rank=stage, pp_size=2)) for stage in range(2)]
+        self.needs, self.reads_groups, self.phases = (
+            self._stages[0].needs, self._stages[0].reads_groups, self._stages[0].phases
+        )  # fmt: skip
+        self.mover = None
+
+    def make_cache(self, num_blocks: int) -> None:
+        for stage in self._stages:
+            stage.make_cache(num_blocks)
+
+    def launch(self, plan: StepPlan) -> PendingStep:
+        assert not len(self._stages[0].launch(plan).result().tokens), "the first stage draws nothing"
+        return self._stages[1].launch(plan)
+
+    def supply(self, step: PendingStep, masks: StepMasks) -> None:
+        self._stages[1].supply(step, masks)
+
+    def expert_counts(self) -> Mapping[int, list[int]]:
+        return {}
+
+    def shutdown(self) -> None:
+        if library() is not None and getattr(self._stages[0]._ops, "whole_steps", False) is False:
+            assert all(stage._runner._graphs._graphs for stage in self._stages), "decodes are replayed, in each stage"
+        for stage in self._stages:
+            stage.shutdown()
+
+
+@pytest.fixture
+def in_stages(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What travels goes through a queue."""
+    sent: deque[torch.Tensor] = deque()
+
+    def begin(self: Pipeline, tokens: int) -> None:
+        if self.given is not None:
+            assert len(sent[0]) == tokens
+            self.given[:tokens] = sent.popleft()
+
+    monkeypatch.setattr(Pipeline, "begin", begin)
+    monkeypatch.setattr(Pipeline, "send", lambda self, hidden: sent.append(hidden.clone()))
+    monkeypatch.setattr(workers, "Worker", Stages)
+    monkeypatch.setattr(EngineConfig, "is_multiprocess", False)
+    return {"pipeline_parallel_size": 2}
+
+
+def run(model: Path, **settings: Any) -> list[list[list[int]]]:
+    usual = {"dtype": "float32", "device": "cpu", "num_gpu_blocks_override": 64, "max_num_seqs": 20, "block_size": 8}
+    with LLM(str(model), **usual, **settings) as llm:
+        outputs = llm.generate(PROMPTS, WANTED, use_tqdm=False)
+        assert_idle(llm)
+        return [[list(sample.token_ids) for sample in output.outputs] for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_model: Path) -> list[list[list[int]]]:
+    return run(tiny_model)
+
+
+@pytest.mark.parametrize("budget", [24, 512])
+def test_with_the_tape_of_a_cpu(
+    tiny_model: Path, expected: list[list[list[int]]], in_stages: dict[str, Any], budget: int
+) -> None:
+    assert run(tiny_model, max_num_batched_tokens=budget, **in_stages) == expected
+
+
+@pytest.mark.slow
+def test_with_the_padded_steps_of_a_gpu(
+    tiny_model: Path,
+    expected: list[list[list[int]]],
+    in_stages: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(CpuPlatform, "ops", "quire.kernels.triton.ops.TritonOps")
+    monkeypatch.setattr(CpuPlatform, "attention", "triton")
+    original, used = CudaGraphs.__init__, set()
+
+    def init(self: CudaGraphs, model: Any, batch: Any, max_rows: int, enabled: bool, *more: bool) -> None:
+        original(self, model, batch, max_rows, False, *more)
+        self._rungs = [4, max_rows]
+        self._rung_of = _next_rung(self._rungs)
+
+    def eagerly(name: str) -> Any:
+        """What a graph would replay."""
+        return lambda self, shape: (
+            used.add((self._draws, name)),
+            getattr(self, name)((shape, False) if isinstance(shape, int) else shape),
+        )[1]
+
+    monkeypatch.setattr(CudaGraphs, "__init__", init)
+    monkeypatch.setattr(CudaGraphs, "capture", lambda self: None)
+    for kind in ("step", "forward", "mixed_step", "mixed_forward"):
+        monkeypatch.setattr(CudaGraphs, f"run_{kind}", eagerly(f"_{kind}"))
+    monkeypatch.setattr(cuda_graphs, "LONG_CONTEXT", 16)
+    assert run(tiny_model, enforce_eager=True, max_num_batched_tokens=32, **in_stages) == expected
+    assert {(False, "_forward"), (False, "_mixed_forward"), (True, "_step"), (True, "_mixed_step")} <= used
+    assert (False, "_step") not in used
