@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import random
 import signal
@@ -19,6 +20,8 @@ from quire.config import EngineConfig
 from quire.engine import ipc
 from quire.errors import ConfigError, ValidationError
 from quire.messages.sampling import SamplingParams
+from tests.engine.test_tiers_engine import weather
+from tests.executor.mixtures import write_mixture
 from tests.executor.pair import Pair
 from tests.executor.test_multiprocess import BEGIN, FAILS, TIGHT, metric, tokens
 from tests.models.harness import random_reference
@@ -114,6 +117,15 @@ def test_experts_move_by_themselves(tmp_path: Path, make_llm: Callable[..., LLM]
     )
     assert everything(llm) == alone
     assert len(moved) > 3 and any(moved)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tiers", ["none", "host"])
+def test_sessions_and_tiers_over_ranks(tiers: str, tmp_path: Path, make_llm: Callable[..., LLM]) -> None:
+    folder = write_mixture(tmp_path / "model", "mixtral")
+    make = functools.partial(make_llm, folder, tensor_parallel_size=2, enable_expert_parallel=True)
+    seen = weather(make, make_llm(folder), tmp_path, tiers, seed=11, operations=60)
+    assert seen["found"] > 0.3 * seen["tokens"], "most of what was computed is found again"
 
 
 # Over engines that step together
