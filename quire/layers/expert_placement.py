@@ -20,6 +20,8 @@ SHARINGS = 4
 """So many ways to share out the spare slots are tried…"""
 EVEN = 1.01
 """…until the fullest rank has no more to do than this much of the mean."""
+ALIKE = 1.01
+"""Among placements this close to the best, the one that moves the fewest experts is taken."""
 
 
 @dataclass(frozen=True)
@@ -118,18 +120,19 @@ def place(counts: Sequence[float], before: Placement) -> Placement:
     """
     sizes = [len(held) for held in before.slots]
     spare = sum(sizes) - len(counts)
-    best, lowest = before, max(before.loads(counts)) * (1 - 1e-9)
+    found = [before]
+    lowest = max(before.loads(counts)) * (1 - 1e-9)
     for useful in sorted({spare * i // (SHARINGS - 1) for i in range(SHARINGS)}, reverse=True):
         if lowest <= EVEN * sum(counts) / before.ranks:
             break
         copies = _share_out(counts, before.ranks, useful, spare - useful)
         weights = [count / share for count, share in zip(counts, copies, strict=True)]
-        ranks = _pack(weights, copies, sizes)
-        _even_out(weights, ranks)
-        found = Placement(_settle(ranks, before.slots), before.num_experts)
-        if (highest := max(found.loads(counts))) < lowest:
-            best, lowest = found, highest
-    return best
+        for ranks in (_adapt(weights, copies, before.slots), _pack(weights, copies, sizes)):
+            _even_out(weights, ranks)
+            found.append(Placement(_settle(ranks, before.slots), before.num_experts))
+        lowest = min(max(each.loads(counts)) for each in found)
+    good = [each for each in found if max(each.loads(counts)) <= lowest * ALIKE]
+    return min(good, key=lambda each: (len(moves(before, each)), max(each.loads(counts))))
 
 
 def moves(before: Placement, after: Placement) -> list[Move]:
@@ -167,12 +170,30 @@ def _share_out(counts: Sequence[float], ranks: int, useful: int, idle: int) -> l
     return copies
 
 
+def _adapt(weights: Sequence[float], copies: Sequence[int], slots: Sequence[Sequence[int]]) -> list[set[int]]:
+    """What is there, with as many copies of each expert as wanted; the rest stays."""
+    ranks = [set(held) for held in slots]
+    for expert, wanted in enumerate(copies):
+        holders = [rank for rank, held in enumerate(ranks) if expert in held]
+        holders.sort(key=lambda rank: sum(weights[other] for other in ranks[rank]))
+        for rank in holders[wanted:]:
+            ranks[rank].remove(expert)
+    _fill(ranks, weights, copies, [len(held) for held in slots])
+    return ranks
+
+
 def _pack(weights: Sequence[float], copies: Sequence[int], sizes: Sequence[int]) -> list[set[int]]:
-    """Heaviest first, each to the rank with the least to do that has room and does not hold it."""
+    """Everything anew."""
     ranks: list[set[int]] = [set() for _ in sizes]
-    loads = [0.0] * len(sizes)
+    _fill(ranks, weights, copies, sizes)
+    return ranks
+
+
+def _fill(ranks: list[set[int]], weights: Sequence[float], copies: Sequence[int], sizes: Sequence[int]) -> None:
+    """Copies that are missing, heaviest first, each to the rank with the least to do that has room and lacks it."""
+    loads = [sum(weights[expert] for expert in held) for held in ranks]
     for expert in sorted(range(len(weights)), key=lambda expert: -weights[expert]):
-        for _ in range(copies[expert]):
+        for _ in range(copies[expert] - sum(expert in held for held in ranks)):
             room = [rank for rank, held in enumerate(ranks) if len(held) < sizes[rank]]
             fitting = [rank for rank in room if expert not in ranks[rank]]
             if fitting:
@@ -189,7 +210,6 @@ def _pack(weights: Sequence[float], copies: Sequence[int], sizes: Sequence[int])
                 loads[taker] += weights[given]
             ranks[rank].add(expert)
             loads[rank] += weights[expert]
-    return ranks
 
 
 def _even_out(weights: Sequence[float], ranks: list[set[int]]) -> None:

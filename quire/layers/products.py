@@ -46,6 +46,8 @@ class LayerExperts(NamedTuple):
     down: torch.Tensor
     top_k: int
     renormalise: bool
+    routed: int
+    """Experts the router chooses among: more than there are here, where other ranks hold some."""
 
 
 def layer_experts(model: nn.Module) -> list[LayerExperts]:
@@ -54,6 +56,6 @@ def layer_experts(model: nn.Module) -> list[LayerExperts]:
     for module in model.modules():
         if isinstance(module, SparseMLP):
             routing = module.routing
-            experts = LayerExperts(module.gate_up, module.down, routing.top_k, routing.renormalise)
+            experts = LayerExperts(module.gate_up, module.down, routing.top_k, routing.renormalise, routing.num_experts)
             found.setdefault((tuple(module.gate_up.shape), *experts[2:]), experts)
     return list(found.values())

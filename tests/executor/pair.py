@@ -54,14 +54,14 @@ class Pair:
         for finished in outputs.finished:
             self.ended[tuple(finished.key)] = finished.reason
 
-    def add(self, engine: int, request_id: str, prompt: list[int], params: SamplingParams) -> None:
+    def add(self, engine: int, request_id: str, prompt: list[int], params: SamplingParams, rouses: bool = True) -> None:
         facts = self.engines[engine].facts
         self.number += 1
         limit = min(len(prompt) + (params.max_tokens or 16), facts.max_model_len)
         keys = facts.keys.of(prompt, "")
         request = NewRequest(request_id, list(prompt), params, limit, keys=keys, seed=params.seed or 0)
         self.engines[engine].send(ipc.Add(request))
-        for each in self.engines:
+        for each in self.engines if rouses else []:
             each.send(ipc.Rouse(self.number))
 
     async def generate(self, prompts: Mapping[int, Sequence[list[int]]], **params: Any) -> dict[int, list[list[int]]]:

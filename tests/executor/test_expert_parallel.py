@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import random
 import signal
@@ -19,6 +20,8 @@ from quire.config import EngineConfig
 from quire.engine import ipc
 from quire.errors import ConfigError, ValidationError
 from quire.messages.sampling import SamplingParams
+from tests.engine.test_tiers_engine import weather
+from tests.executor.mixtures import write_mixture
 from tests.executor.pair import Pair
 from tests.executor.test_multiprocess import BEGIN, FAILS, TIGHT, metric, tokens
 from tests.models.harness import random_reference
@@ -116,6 +119,15 @@ def test_experts_move_by_themselves(tmp_path: Path, make_llm: Callable[..., LLM]
     assert len(moved) > 3 and any(moved)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("tiers", ["none", "host"])
+def test_sessions_and_tiers_over_ranks(tiers: str, tmp_path: Path, make_llm: Callable[..., LLM]) -> None:
+    folder = write_mixture(tmp_path / "model", "mixtral")
+    make = functools.partial(make_llm, folder, tensor_parallel_size=2, enable_expert_parallel=True)
+    seen = weather(make, make_llm(folder), tmp_path, tiers, seed=11, operations=60)
+    assert seen["found"] > 0.3 * seen["tokens"], "most of what was computed is found again"
+
+
 # Over engines that step together
 
 
@@ -128,6 +140,18 @@ async def step_together(pair: Pair, alone: dict[str, Any]) -> None:
     assert unlike == {0: alone["crowd"], 1: alone["crowd"][:1]}
     samples = await pair.generate({0: [BEGIN], 1: [BEGIN]}, n=3, temperature=0.9, seed=5)
     assert samples == {0: alone["samples"], 1: alone["samples"]}
+
+
+async def heard_late(pair: Pair, order: list[int]) -> list[int]:
+    """A request that engines hear of one after the other, long after it was sent."""
+    pair.add(
+        1, name := f"late-{order}", PROMPTS[0], SamplingParams(temperature=0, max_tokens=24, ignore_eos=True), False
+    )
+    for engine in order:
+        await asyncio.sleep(0.1)
+        pair.engines[engine].send(ipc.Rouse(pair.number))
+    await pair.until(lambda: (name, 0) in pair.ended)
+    return pair.tokens[name, 0]
 
 
 def answers(llm: LLM) -> dict[str, Any]:
@@ -158,6 +182,8 @@ def over_engines(
         for index in range(size):
             assert (await pair.ask(index, ipc.ResetPrefixCache(7))).is_empty
         assert (await pair.generate({0: PROMPTS, 1: PROMPTS[:1]})) == {0: alone["prompts"], 1: alone["prompts"][:1]}
+        for order in ([0, 1], [1, 0]):
+            assert await heard_late(pair, order) == alone["prompts"][0]
 
     asyncio.run(live())
     return pair

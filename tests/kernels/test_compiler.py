@@ -38,7 +38,7 @@ def compile_experts() -> None:
         ExpertsConfig("vector", Block(2, warps=1), Block(2, warps=1)),
         ExpertsConfig("tile", Block(64, 64, 4, 3), Block(64, 64, 4, 3), 16, True),
     ]
-    tasks = moe.launches(gate_up, gate_up.new_empty(16, 128, 128), 4, True, configs)
+    tasks = moe.launches(gate_up, gate_up.new_empty(16, 128, 128), 4, True, 16, configs)
     compiler.compile_tasks(90, 132, list(tasks.values()))
 
 

@@ -156,7 +156,7 @@ def test_in_batch_invariant_mode_a_row_is_the_same_in_any_batch(ours: None, monk
 def test_kernels_of_a_start_are_those_of_the_steps(ours: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ops, "choose_experts", lambda _, tokens, __: SMALL["vector" if tokens <= 2 else "tile"])
     _, _, gate_up, down = layer()
-    tasks = ops.TritonOps().expert_kernels_of(gate_up, down, TOP, True, 4)
+    tasks = ops.TritonOps().expert_kernels_of(gate_up, down, TOP, True, len(gate_up), 4)
     assert len(tasks) == len({str(kernel) for kernel in tasks}) == 9
     for name, task in tasks.items():
         if ON_GPU or "arrange" not in str(name):

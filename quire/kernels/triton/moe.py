@@ -42,9 +42,15 @@ def shape_of(gate_up: torch.Tensor, top_k: int) -> ExpertsShape:
 
 
 def launches(
-    gate_up: torch.Tensor, down: torch.Tensor, top_k: int, renormalise: bool, configs: Iterable[ExpertsConfig]
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    top_k: int,
+    renormalise: bool,
+    routed: int,
+    configs: Iterable[ExpertsConfig],
 ) -> dict[object, Task]:
-    """Tasks that launch the kernels of these configurations, each once, for one token of zeros."""
+    """Tasks that launch the kernels of these configurations, each once, for one token of zeros. `routed`: experts that
+    are chosen among, here or on other ranks."""
     count, _, hidden = gate_up.shape
     width = down.shape[2]
 
@@ -68,7 +74,7 @@ def launches(
         tile_down(zeros(top_k, width), arrange(chosen(), count, config.block_m), down, top_k, config)
 
     tasks: dict[object, Task] = {
-        "route": lambda: route(zeros(1, count), top_k, renormalise, zeros(count, dtype=torch.int64)),
+        "route": lambda: route(zeros(1, routed), top_k, renormalise, zeros(routed, dtype=torch.int64)),
         "combine": lambda: combine(zeros(top_k, hidden), weights(), chosen(), count),
     }
     for config in configs:

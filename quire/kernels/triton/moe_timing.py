@@ -118,6 +118,6 @@ class GraphExpertsTimer:
 
 def compile_experts(shape: ExpertsShape, experts: Experts, configs: Iterable[ExpertsConfig]) -> int:
     """Compile what these configurations launch, many at once; how many tasks that was."""
-    tasks = moe.launches(experts.gate_up, experts.down, shape.top_k, True, configs)
+    tasks = moe.launches(experts.gate_up, experts.down, shape.top_k, True, shape.experts, configs)
     Compilers(list(tasks.values()), f"experts {experts.gate_up.dtype} {shape} {sorted(map(str, tasks))}").wait()
     return len(tasks)

@@ -186,13 +186,15 @@ class TritonOps(TorchOps):
         return choose_experts(moe.shape_of(gate_up, top_k), x.shape[0], x.dtype)
 
     def expert_kernels_of(
-        self, gate_up: torch.Tensor, down: torch.Tensor, top_k: int, renormalise: bool, max_tokens: int
+        self, gate_up: torch.Tensor, down: torch.Tensor, top_k: int, renormalise: bool, routed: int, max_tokens: int
     ) -> dict[object, moe.Task]:
-        """Launches of the kernels that take up to `max_tokens` tokens through such experts, each with a name."""
+        """Launches of the kernels that take up to `max_tokens` tokens through such experts, each with a name. `routed`:
+        experts there are on all ranks."""
         buckets = [tokens for tokens in EXPERT_BUCKETS if tokens < 2 * max_tokens]
         inputs = (gate_up.new_empty(tokens, gate_up.shape[2], device="meta") for tokens in buckets)
         configs = [self._experts_config(x, gate_up, down, top_k) for x in inputs]
-        return moe.launches(gate_up, down, top_k, renormalise, [config for config in configs if config is not None])
+        wanted = [config for config in configs if config is not None]
+        return moe.launches(gate_up, down, top_k, renormalise, routed, wanted)
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         return silu_mul(gate_up) if _takes(gate_up) else super().silu_mul(gate_up)
