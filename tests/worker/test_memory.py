@@ -171,7 +171,7 @@ def tiny(tiny_model: Path) -> tuple[EngineConfig, Any, Any]:
 def test_weights_that_do_not_fit_are_refused_before_they_are_loaded(
     tiny: tuple[EngineConfig, Any, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(setup, "choose", lambda device: FakeGpu(total=1e-4, free=9e-5))
+    monkeypatch.setattr(setup, "choose_platform", lambda config: FakeGpu(total=1e-4, free=9e-5))
     monkeypatch.setattr(workers, "Worker", lambda *arguments: pytest.fail("the model was loaded"))
     with pytest.raises(ModelTooLargeError, match="the weights need"):
         setup.make_engine(*tiny)
@@ -184,7 +184,7 @@ def test_memory_that_ends_at_start_is_one_line(
     class Unlucky:
         needs = NEEDS
 
-        def __init__(self, *arguments: Any) -> None:
+        def __init__(self, *arguments: Any, **more: Any) -> None:
             self._fail("load")
 
         def make_cache(self, num_blocks: int) -> None:
@@ -194,7 +194,7 @@ def test_memory_that_ends_at_start_is_one_line(
             if at == where:
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.\nmore")
 
-    monkeypatch.setattr(setup, "choose", lambda device: FakeGpu())
+    monkeypatch.setattr(setup, "choose_platform", lambda config: FakeGpu())
     monkeypatch.setattr(workers, "Worker", Unlucky)
     with pytest.raises(ModelTooLargeError, match="out of memory on Test Card") as caught:
         setup.make_engine(*tiny)
@@ -211,7 +211,7 @@ def test_the_table_is_logged_on_a_gpu(
         mover = None
         phases: ClassVar[dict[str, float]] = {"weights": 1.25}
 
-        def __init__(self, *arguments: Any) -> None:
+        def __init__(self, *arguments: Any, **more: Any) -> None:
             pass
 
         def make_cache(self, num_blocks: int) -> None:
@@ -220,7 +220,7 @@ def test_the_table_is_logged_on_a_gpu(
         def shutdown(self) -> None:
             pass
 
-    monkeypatch.setattr(setup, "choose", lambda device: FakeGpu())
+    monkeypatch.setattr(setup, "choose_platform", lambda config: FakeGpu())
     monkeypatch.setattr(workers, "Worker", Idle)
     with caplog.at_level(logging.INFO):
         core, facts = setup.make_engine(*tiny)

@@ -36,8 +36,8 @@ WANTED = [
 class Stages:
     """As a worker, and made of two."""
 
-    def __init__(self, *settings: Any) -> None:
-        self._stages = [Worker(*settings, Ranks(pp_rank=stage, pp_size=2)) for stage in range(2)]
+    def __init__(self, *settings: Any, **more: Any) -> None:
+        self._stages = [Worker(*settings, Ranks(pp_rank=stage, pp_size=2), **more) for stage in range(2)]
         self.needs, self.reads_groups, self.phases = (
             self._stages[0].needs, self._stages[0].reads_groups, self._stages[0].phases
         )  # fmt: skip
