@@ -75,21 +75,22 @@ class HostTier:
         """The bytes never came."""
         self._empty.append(self._arriving.pop(key))
 
-    def use(self, key: bytes) -> int:
-        """The block's slot, which stays what it is until `let_go`."""
-        slot = self._here.get(key)
-        if slot is None:
-            raise KeyError(key)
-        self._here.touch(key)
-        self._busy[key] = self._busy.get(key, 0) + 1
-        return slot
+    def use(self, keys: Iterable[bytes]) -> list[int]:
+        """The blocks' slots, which stay what they are until `let_go`."""
+        busy, slots = self._busy, []
+        for key in keys:
+            slots.append(self._here.touch(key))
+            busy[key] = busy.get(key, 0) + 1
+        return slots
 
-    def let_go(self, key: bytes) -> None:
+    def let_go(self, keys: Iterable[bytes]) -> None:
         """One reader less."""
-        if self._busy[key] == 1:
-            del self._busy[key]
-        else:
-            self._busy[key] -= 1
+        busy = self._busy
+        for key in keys:
+            if busy[key] == 1:
+                del busy[key]
+            else:
+                busy[key] -= 1
 
     def pin(self, keys: Iterable[bytes]) -> None:
         """Somebody owns these blocks, those to arrive later too. Counted: to be unpinned as often."""

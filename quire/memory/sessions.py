@@ -321,7 +321,14 @@ class SessionKeeper:
         live = self._live.setdefault(source.session, Live(source.session))
         self._live.move_to_end(source.session)
         live.turn, live.sleeps = source.id, False
-        return session.kv_tokens if session.kv_fingerprint == self._fingerprint else 0
+        saved = session.kv_tokens if session.kv_fingerprint == self._fingerprint else 0
+        if not source.keys:
+            source.keys = self._known_keys(source.session)[: saved // self._tables.block_size]
+        return saved
+
+    def _known_keys(self, name: str) -> list[bytes]:
+        """Keys of the blocks that the session put by when it fell asleep."""
+        return self._owned.get(name, []) if self._disk_blocks is None else self._disk_blocks.held_keys(name)
 
     def tokens_for(self, request: Request) -> int:
         """How many of the request's tokens its session holds on the device."""

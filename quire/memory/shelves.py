@@ -46,11 +46,11 @@ class Shelves(Generic[Place]):
         """Take the block out; who owns it owns it still."""
         return self._shelf_of(key).pop(key)
 
-    def touch(self, key: bytes) -> None:
-        """The block was used just now, if it is here."""
-        shelf = self._shelf_of(key)
-        if key in shelf:
-            shelf.move_to_end(key)
+    def touch(self, key: bytes) -> Place:
+        """The block is used now: where it lies."""
+        shelf = self.owned if key in self.pins else self.anonymous
+        shelf.move_to_end(key)
+        return shelf[key]
 
     def pin(self, keys: Iterable[bytes]) -> None:
         """Somebody owns these blocks, those to arrive later too. Counted: to be unpinned as often."""

@@ -62,14 +62,14 @@ class BlockTables:
 
     def publish(self, owner: Owner, keys: Sequence[bytes], full_blocks: int) -> list[int]:
         """Let others find the owner's first `full_blocks` blocks; returns those that are new to the index."""
-        fresh = []
-        if self.prefix_caching:
-            for i in range(owner.published, min(full_blocks, len(keys))):
-                block = owner.blocks[i]
-                if self.index.add(keys[i], block):
-                    self.pool.keep(block)
-                    fresh.append(block)
-                owner.published = i + 1
+        first, end = owner.published, min(full_blocks, len(keys))
+        if not self.prefix_caching or first >= end:
+            return []
+        add = self.index.add
+        fresh = [block for key, block in zip(keys[first:end], owner.blocks[first:end], strict=True) if add(key, block)]
+        for block in fresh:
+            self.pool.keep(block)
+        owner.published = end
         return fresh
 
     def withdraw(self, blocks: Sequence[int]) -> None:

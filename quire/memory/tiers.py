@@ -65,11 +65,11 @@ class Fetch:
     def is_done(self) -> bool:
         return not self.pending and (self.begun == len(self.keys) or self.is_cancelled)
 
-    def ended(self, index: int, ok: bool) -> None:
-        """One of them has come, or never will; those after the first that did not are of no use."""
-        self.pending -= 1
+    def ended(self, first: int, count: int, ok: bool) -> None:
+        """Some of them have come, or never will; those after the first that did not are of no use."""
+        self.pending -= count
         if ok:
-            self._there.add(index)
+            self._there.update(range(first, first + count))
         else:
             self.is_cancelled = True
         while self.good in self._there:
@@ -88,10 +88,28 @@ class _Out:
 
 @dataclass(slots=True)
 class _Back:
-    key: bytes
-    slot: int
+    """Neighbours among a fetch's blocks that are in host memory."""
+
     fetch: Fetch
-    index: int
+    first: int
+    slots: list[int]
+
+    @property
+    def keys(self) -> list[bytes]:
+        return self.fetch.keys[self.first : self.first + len(self.slots)]
+
+    @property
+    def blocks(self) -> list[int]:
+        return self.fetch.blocks[self.first : self.first + len(self.slots)]
+
+    @property
+    def tokens(self) -> np.ndarray:
+        return self.fetch.tokens[self.first : self.first + len(self.slots)]
+
+    def split(self, count: int) -> tuple[_Back, _Back]:
+        """The first `count`, and the others."""
+        first, fetch = self.first, self.fetch
+        return _Back(fetch, first, self.slots[:count]), _Back(fetch, first + count, self.slots[count:])
 
 
 @dataclass
@@ -191,8 +209,8 @@ class Tiers:
     def coming(self) -> list[int]:
         """…and those that are being filled."""
         backs = (*self._backs, *(back for journey in self._journeys.values() for back in journey.backs))
-        fetches = [(back.fetch, back.index) for back in backs] + list(self._reads.values())
-        return [fetch.blocks[index] for fetch, index in fetches]
+        read = [fetch.blocks[index] for fetch, index in self._reads.values()]
+        return [block for back in backs for block in back.blocks] + read
 
     @property
     def num_writes(self) -> int:
@@ -294,32 +312,45 @@ class Tiers:
         self._tables.pool.share(fetch.blocks[first:end])
         fetch.pending += end - first
         fetch.begun = end
-        self._backs.extend(_Back(fetch.keys[i], host.use(fetch.keys[i]), fetch, i) for i in range(first, end))
+        self._backs.append(_Back(fetch, first, host.use(fetch.keys[first:end])))
 
     # Plans carry the copies
 
     def take(self, step: int, limit: int) -> Moves | None:
         """Copies for this plan, at most `limit` each way."""
         outs = [self._outs.popleft() for _ in range(min(limit, len(self._outs)))]
-        backs = [self._backs.popleft() for _ in range(min(limit, len(self._backs)))]
+        backs = self._take_backs(limit)
         if not outs and not backs:
             return None
         self._journeys[step] = _Journey(outs, backs)
-        tokens = [back.fetch.tokens[back.index] for back in backs]
+        tokens = [back.tokens.ravel() for back in backs]
         return Moves(
             out=[(out.block, out.slot) for out in outs],
-            back=[(back.slot, back.fetch.blocks[back.index]) for back in backs],
+            back=[pair for back in backs for pair in zip(back.slots, back.blocks, strict=True)],
             tokens=np.concatenate(tokens).astype(np.int32) if tokens else np.empty(0, np.int32),
         )
+
+    def _take_backs(self, limit: int) -> list[_Back]:
+        """The next `limit` blocks that come back."""
+        taken = []
+        while self._backs and limit:
+            back = self._backs.popleft()
+            if len(back.slots) > limit:
+                back, rest = back.split(limit)
+                self._backs.appendleft(rest)
+            taken.append(back)
+            limit -= len(back.slots)
+        return taken
 
     def arrived(self, done: MovesDone) -> None:
         """The copies of a plan are done."""
         journey = self._journeys.pop(done.step)
         size = self.costs.block_bytes
+        came = sum(len(back.slots) for back in journey.backs)
         if len(journey.outs) * size >= LEAST_BYTES:
             self.costs.out.note(len(journey.outs) * size, done.out_seconds)
-        if len(journey.backs) * size >= LEAST_BYTES:
-            self.costs.back.note(len(journey.backs) * size, done.back_seconds)
+        if came * size >= LEAST_BYTES:
+            self.costs.back.note(came * size, done.back_seconds)
         for out in journey.outs:
             self.host.arrived(out.key)
             if out.save.to_disk:
@@ -328,17 +359,17 @@ class Tiers:
         self._end_backs(journey.backs, ok=True)
         self._unwritten = min(self._unwritten + len(journey.outs), self.host.num_slots)
         self.saved += len(journey.outs)
-        self.loaded += len(journey.backs)
+        self.loaded += came
 
     def _end_out(self, out: _Out) -> None:
         out.save.pending -= 1
         self._tables.pool.release([out.block], as_oldest=out.is_idle)
 
     def _end_backs(self, backs: Sequence[_Back], ok: bool) -> None:
-        self._tables.pool.release([back.fetch.blocks[back.index] for back in backs])
         for back in backs:
-            self.host.let_go(back.key)
-            back.fetch.ended(back.index, ok)
+            self._tables.pool.release(back.blocks)
+            self.host.let_go(back.keys)
+            back.fetch.ended(back.first, len(back.slots), ok)
 
     # The disk
 
@@ -362,7 +393,7 @@ class Tiers:
         if ticket in self._writes:
             save = self._writes.pop(ticket)
             self._writing.discard(ticket.key)
-            self.host.let_go(ticket.key)
+            self.host.let_go([ticket.key])
             if save is not None:
                 save.pending -= 1
                 save.lost += not ticket.ok
@@ -375,11 +406,11 @@ class Tiers:
             assert self.disk is not None
             self.costs.disk.note(self.disk.num_threads * self.costs.block_bytes, ticket.seconds)
             self.host.arrived(ticket.key)
-            self._backs.append(_Back(ticket.key, self.host.use(ticket.key), fetch, index))
+            self._backs.append(_Back(fetch, index, self.host.use([ticket.key])))
         else:
             self.host.cancel(ticket.key)
             self._tables.pool.release([fetch.blocks[index]])
-            fetch.ended(index, ok=False)
+            fetch.ended(index, 1, ok=False)
 
     def call(self, function: Callable[[], object], then: Callable[[Exception | None], object]) -> None:
         """Do something that waits for the disk beside the loop; `then` is told in the loop, with what went wrong."""
@@ -393,7 +424,8 @@ class Tiers:
         self._writing.add(key)
         if save is not None:
             save.pending += 1
-        self._writes[self.disk.submit_write(key, self._slot_bytes(self.host.use(key)))] = save
+        (slot,) = self.host.use([key])
+        self._writes[self.disk.submit_write(key, self._slot_bytes(slot))] = save
 
     def _save_oldest(self) -> None:
         """What host memory would let go next goes to disk, before it must."""

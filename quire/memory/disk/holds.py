@@ -79,6 +79,16 @@ class SessionBlocks:
         if former is not None:
             self._let_go(*former)
 
+    def held_keys(self, name: str) -> list[bytes]:
+        """The same as `keys_of`, of what is held: nothing is read or computed."""
+        salt, tip, own = self._held.get(name, ("", 0, []))
+        parts = [own]
+        while tip:
+            chunk = self._chunks[salt, tip]
+            parts.append(chunk.keys)
+            tip = chunk.parent
+        return [key for part in reversed(parts) for key in part]
+
     def last_keys(self) -> Iterator[tuple[str, bytes]]:
         """Sessions whose blocks are held, the latest first, each with the key of its last block."""
         for name, (salt, tip, own) in reversed(self._held.items()):

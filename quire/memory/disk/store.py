@@ -139,7 +139,8 @@ class DiskStore:
         """The blocks of a sequence were used just now. Tails go before heads: a prefix is useless without its head."""
         with self._lock:
             for key in reversed(keys):
-                self._here.touch(key)
+                if key in self._here:
+                    self._here.touch(key)
 
     def pin(self, keys: Iterable[bytes]) -> None:
         """A session owns these blocks, those to be written later too. Counted: to be unpinned as often."""

@@ -98,6 +98,8 @@ class SessionStore:
         self._due: list[tuple[float, int]] = []
         self._cleaner = Cleaner(log, self._catalog)
         self._damaged_bytes = 0
+        self._last_read: tuple[int, int, np.ndarray] | None = None
+        """All tokens of the session that was read last, with its id and the number of its last change."""
         self._closed = False
 
     @classmethod
@@ -182,6 +184,8 @@ class SessionStore:
         """The session's tokens, or those from `start` to `stop`. Raises if the session is lost."""
         with self._lock:
             entry = self._live(name)
+            if self._last_read is not None and self._last_read[:2] == (entry.id, entry.seq):
+                return self._last_read[2][slice(start, stop)]
             total = num_tokens(entry.state)
             start, stop, _ = slice(start, stop).indices(total)
             first = start // CHUNK_TOKENS
@@ -192,7 +196,10 @@ class SessionStore:
                 pieces.append(self._chunk_of(entry, number))
             pieces.append(entry.state.tail)
             base = min(CHUNK_TOKENS * first, entry.state.chunked)
-        return unpack_tokens(b"".join(pieces))[start - base : max(start, stop) - base]
+            tokens = unpack_tokens(b"".join(pieces))[start - base : max(start, stop) - base]
+            if len(tokens) == total:
+                self._last_read = entry.id, entry.seq, tokens
+        return tokens
 
     def chain(self, name: str) -> list[int]:
         """Numbers of the session's full chunks of 256 tokens, in order: sessions that share tokens share numbers."""
