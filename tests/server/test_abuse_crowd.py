@@ -133,8 +133,8 @@ async def kills(
     victim: Callable[[int, random.Random], int] = the_engine,
     within: float = 0.0,
 ) -> None:
-    """`kill -9` at any moment, under a load of every kind. `victim`: which process, given the engine's; `within`: so many
-    seconds its death may go unnoticed."""
+    """`kill -9` at any moment, under a load of every kind. `victim`: which process, given the engine's; `within`: so
+    many seconds its death may go unnoticed."""
     times: list[float] = []
     with users_of(fort, count) as users:
         is_over = False
