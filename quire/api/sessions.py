@@ -187,7 +187,7 @@ class Sessions:
 
     def settle(self, key: str) -> None:
         """Make steps until all that is to be saved of a session is saved."""
-        while not self.keeper.is_settled(key) and self._engine.has_unfinished_requests():
+        while not self.keeper.kv.is_settled(key) and self._engine.has_unfinished_requests():
             self._inbox.step()
 
     def text_of(self, tokens: Sequence[int]) -> str:

@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from quire.memory.blocks import NULL_BLOCK, BlockPool
 from quire.memory.disk.sessions import Session, name_of, owner_of
 from quire.memory.disk.store import DiskStats
-from quire.memory.sessions import Live, SessionKeeper
+from quire.memory.session_kv import Live
+from quire.memory.sessions import SessionKeeper
 from quire.memory.tiers import Tiers
 from quire.messages.memory_map import (
     CACHED,
@@ -54,7 +55,7 @@ def map_memory(scheduler: Scheduler, experts: Mapping[int, Sequence[int]], block
     """The memory of this engine now. `experts`: how often each of each layer was chosen."""
     pool, tiers, sessions, ledger = scheduler.tables.pool, scheduler.tiers, scheduler.sessions, scheduler.ledger
     requests = [request for request_id in ledger.ids() for request in ledger.samples(request_id)]
-    keeping = [] if sessions is None else [live for live in sessions.on_device() if live.blocks]
+    keeping = [] if sessions is None else [live for live in sessions.kv.on_device() if live.blocks]
     tables = [*(request.blocks for request in requests), *(live.blocks for live in keeping)]
     held_by = _count(tables, pool.num_blocks)
     going, coming = ([], []) if tiers is None else (tiers.going, tiers.coming)
@@ -189,9 +190,9 @@ def _disk(stats: DiskStats) -> DiskBlocks:
 
 
 def _sleeping(sessions: SessionKeeper, tiers: Tiers | None) -> Sleeping:
-    put_by, more = sessions.put_by(LOOKED_UP)
+    put_by, more = sessions.kv.put_by(LOOKED_UP)
     places = [(name, _place(key, tiers)) for name, key in put_by]
-    counts, count = Counter(place for _, place in places), len(sessions.store) - sessions.num_live
+    counts, count = Counter(place for _, place in places), len(sessions.store) - sessions.kv.num_live
     return Sleeping(
         count=count,
         in_host=counts["host"],

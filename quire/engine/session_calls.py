@@ -154,7 +154,7 @@ class SessionDesk:
         except Exception as error:  # whatever is wrong with one question, others are answered
             reply(error)
             return
-        if isinstance(op, SuspendSession) and op.wait and not keeper.is_settled(op.key):
+        if isinstance(op, SuspendSession) and op.wait and not keeper.kv.is_settled(op.key):
             self._settling.append((op.key, answer, reply))
         else:
             keeper.commit(lambda: reply(answer), reply)
@@ -165,7 +165,7 @@ class SessionDesk:
             keeper = self._keeper()
             waiting, self._settling = self._settling, []
             for key, answer, reply in waiting:
-                if keeper.is_settled(key):
+                if keeper.kv.is_settled(key):
                     keeper.commit(lambda answer=answer, reply=reply: reply(answer), reply)  # type: ignore[misc]
                 else:
                     self._settling.append((key, answer, reply))

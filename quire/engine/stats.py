@@ -110,8 +110,8 @@ def metrics_of(scheduler: Scheduler, compiling: int = 0, compile_times: Tally | 
             "disk_blocks": 0 if tiers.disk is None else len(tiers.disk.store),
         }
     if (sessions := scheduler.sessions) is not None:
-        counters |= {"sessions_slept": sessions.slept, "sessions_dropped": sessions.dropped}
-        gauges |= {"sessions": len(sessions.store), "sessions_on_device": sessions.num_live}
+        counters |= {"sessions_slept": sessions.kv.slept, "sessions_dropped": sessions.kv.dropped}
+        gauges |= {"sessions": len(sessions.store), "sessions_on_device": sessions.kv.num_live}
     return [
         *(Metric(f"quire:{name}", "counter", value) for name, value in counters.items()),
         *(Metric(f"quire:{name}", "gauge", value) for name, value in gauges.items()),

@@ -9,12 +9,9 @@ them back, longer, when it ends. What was lost is computed again.
 from __future__ import annotations
 
 import enum
-import itertools
 import logging
 import time
-from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -28,8 +25,9 @@ from quire.memory.disk.sessions.exchange import check_model, decode_export, expo
 from quire.memory.disk.sessions.names import check_name
 from quire.memory.disk.sessions.state import unpack_tokens
 from quire.memory.prefix import ContentKeys
+from quire.memory.session_kv import SessionKV
 from quire.memory.tables import BlockTables
-from quire.memory.tiers import Save, Tiers
+from quire.memory.tiers import Tiers
 from quire.messages.request import NewRequest, Request
 
 logger = logging.getLogger(__name__)
@@ -78,24 +76,6 @@ class SessionPage(msgspec.Struct, frozen=True):
     after: int | None
 
 
-@dataclass(eq=False)
-class Live:
-    """What a session holds on the device."""
-
-    name: str
-    blocks: list[int] = field(default_factory=list)
-    published: int = 0
-    keys: list[bytes] = field(default_factory=list)
-    """Content keys of its full blocks."""
-    tokens: int = 0
-    """Leading tokens with KV in those blocks."""
-    turn: str = ""
-    """The request that is its turn now."""
-    sleeps: bool = False
-    """It is to fall asleep when the turn ends."""
-    since: float = 0.0
-
-
 class SessionKeeper:
     """All sessions of an engine. Knows tokens and blocks, neither text nor tensors."""
 
@@ -116,25 +96,15 @@ class SessionKeeper:
         what sessions own in the disk tier, if there is one. `idle_seconds`: a session that has had no turn for so long
         falls asleep by itself. `scratch`: the store's folder, where it is to go with the keeper."""
         self.store = store
-        self._tables = tables
-        self._keys = keys
-        self._fingerprint = fingerprint
+        self.kv = SessionKV(tables, keys, store, fingerprint, tiers, disk_blocks, clock)
+        """Their blocks."""
         self._tiers = tiers
-        self._disk_blocks = disk_blocks
+        self._block_size = tables.block_size
         self._idle_seconds = idle_seconds
         self._clock = clock
         self._token_fingerprint = token_fingerprint
         self._scratch = scratch
-        self._live: OrderedDict[str, Live] = OrderedDict()
-        """Least recently used first."""
-        self._leaving: dict[str, Save] = {}
-        self._owned: dict[str, list[bytes]] = {}
-        """Blocks that sleeping sessions own in host memory, where there is no disk to own them."""
         self._ticked = clock()
-        self.slept = 0
-        """Times a session fell asleep…"""
-        self.dropped = 0
-        """…or lost its blocks to a shortage."""
 
     # What users ask for
 
@@ -173,24 +143,14 @@ class SessionKeeper:
         same = int(differ[0]) if len(differ) else same
         if same < len(before):
             self.store.truncate(name, same, durable=False)
-            self._cut(name, same)
+            self.kv.cut(name, same)
         self.store.append(name, new[same:], durable=durable)
         return self._shown(name)
 
     def fork(self, name: str, new_name: str, at: int | None = None, *, durable: bool = True) -> SessionInfo:
         """A session with the same first tokens (all, unless said otherwise). It shares every block it can."""
         session = self.store.fork(name, new_name, at, durable=durable)
-        if (live := self._live.get(name)) is not None and live.blocks:
-            child = Live(new_name, since=self._clock(), keys=list(live.keys))
-            child.tokens = min(live.tokens, session.num_tokens)
-            self._tables.adopt(child, live.blocks[: self._tables.blocks_for(child.tokens)])
-            child.published = min(live.published, child.tokens // self._tables.block_size)
-            self._live[new_name] = child
-        if self._disk_blocks is not None:
-            self._disk_blocks.hold(new_name)
-        elif name in self._owned and self._tiers is not None:
-            self._owned[new_name] = list(self._owned[name])
-            self._tiers.host.pin(self._owned[new_name])
+        self.kv.fork(name, new_name, session.num_tokens)
         return self._shown(new_name)
 
     def get(self, name: str) -> SessionInfo:
@@ -231,7 +191,7 @@ class SessionKeeper:
         self._check_free(name)
         if at < self.store.get(name).num_tokens:
             self.store.truncate(name, at, durable=durable)
-            self._cut(name, at)
+            self.kv.cut(name, at)
         return self._shown(name)
 
     def export(self, name: str) -> bytes:
@@ -256,22 +216,14 @@ class SessionKeeper:
     def suspend(self, name: str) -> SessionInfo:
         """The session gives its device blocks up, now or when its turn ends; copies take steps (`is_settled`)."""
         self.store.get(name)
-        if (live := self._live.get(name)) is not None:
-            if live.turn:
-                live.sleeps = True
-            else:
-                self._put_to_sleep(live)
+        self.kv.suspend(name)
         return self._shown(name)
-
-    def is_settled(self, name: str) -> bool:
-        """Whether all there was to save of a suspended session is saved."""
-        return name not in self._leaving or self._leaving[name].is_done
 
     def delete(self, name: str, *, durable: bool = True) -> None:
         """End a session. Its forks stay."""
         self._check_free(name)
         self.store.delete(name, durable=durable)
-        self._forget(name)
+        self.kv.forget(name)
 
     def recover(self, name: str, *, durable: bool = True) -> SessionInfo:
         """Accept what is left of a lost session."""
@@ -279,7 +231,7 @@ class SessionKeeper:
         return self._shown(name)
 
     def _check_free(self, name: str) -> None:
-        if (live := self._live.get(name)) is not None and live.turn:
+        if (live := self.kv.get(name)) is not None and live.turn:
             raise SessionBusyError(
                 f"session {name_of(name)!r} is in the middle of a turn: wait for it to end, or abort it"
             )
@@ -288,7 +240,7 @@ class SessionKeeper:
         return self._describe(self.store.get(name))
 
     def _describe(self, session: Session) -> SessionInfo:
-        live = self._live.get(session.name)
+        live = self.kv.get(session.name)
         phase = Phase.ASLEEP if live is None else Phase.LIVE if live.turn else Phase.IDLE
         return SessionInfo(
             name=name_of(session.name), phase=phase.value, num_tokens=session.num_tokens, created=session.created,
@@ -318,69 +270,22 @@ class SessionKeeper:
         if session.salt != source.salt:  # its blocks lie under the salt it was made with
             source.salt, source.keys = session.salt, []
         self.store.touch(source.session)
-        live = self._live.setdefault(source.session, Live(source.session))
-        self._live.move_to_end(source.session)
-        live.turn, live.sleeps = source.id, False
-        saved = session.kv_tokens if session.kv_fingerprint == self._fingerprint else 0
+        self.kv.begin(source.session, source.id)
+        saved = session.kv_tokens if session.kv_fingerprint == self.kv.fingerprint else 0
         if not source.keys:
-            source.keys = self._known_keys(source.session)[: saved // self._tables.block_size]
+            source.keys = self.kv.known_keys(source.session)[: saved // self._block_size]
         return saved
-
-    def _known_keys(self, name: str) -> list[bytes]:
-        """Keys of the blocks that the session put by when it fell asleep."""
-        return self._owned.get(name, []) if self._disk_blocks is None else self._disk_blocks.held_keys(name)
-
-    def tokens_for(self, request: Request) -> int:
-        """How many of the request's tokens its session holds on the device."""
-        live = self._live.get(request.source.session) if request.source.session else None
-        if live is None or not live.blocks or not request.source.reads_cache:
-            return 0
-        return min(live.tokens, request.known - 1)
-
-    def take(self, request: Request) -> None:
-        """The session's blocks become the request's."""
-        live = self._live[request.source.session]
-        size, tokens = self._tables.block_size, self.tokens_for(request)
-        count = self._tables.blocks_for(tokens)
-        self._tables.pool.release(live.blocks[count:])
-        request.blocks.extend(live.blocks[:count])
-        request.published = min(live.published, tokens // size)
-        live.blocks, live.tokens, live.published = [], 0, 0
-
-    def keep(self, request: Request, tokens: int) -> None:
-        """The turn is over: the request's blocks with its first `tokens` tokens stay with the session."""
-        live = self._live.get(request.source.session)
-        if live is None:
-            return
-        size = self._tables.block_size
-        count = self._tables.blocks_for(tokens)
-        self._release(live)  # what the turn made no use of
-        self._tables.pool.release(request.blocks[count:])
-        live.blocks, live.tokens = request.blocks[:count], tokens
-        live.published = min(request.published, tokens // size)
-        live.keys = request.keys[: tokens // size]
-        request.blocks.clear()
-        request.published = 0
 
     def end(self, request: Request, is_kept: bool) -> str | None:
         """The turn has ended; `is_kept`: what it said is part of the session. Returns why it could not be, if so."""
         name, wrong = request.source.session, None
-        live = self._live.get(name)
         try:
             if is_kept and request.output:
                 self.store.append(name, request.output, durable=False)
         except (StoreError, KeyError) as error:
             wrong = f"the answer is not in session {name_of(name)!r}: {error}"
             logger.error("request %s: %s", request.id, wrong)
-            if live is not None:
-                self._release(live)
-        if live is None:
-            return wrong
-        live.turn, live.since = "", self._clock()
-        if not live.blocks:
-            del self._live[name]
-        elif live.sleeps:
-            self._put_to_sleep(live)
+        self.kv.end(name, is_sound=wrong is None)
         return wrong
 
     def commit(self, then: Callable[[], object], failed: Callable[[Exception], object] | None = None) -> None:
@@ -402,7 +307,7 @@ class SessionKeeper:
 
         self._tiers.call(self.store.commit, tell)
 
-    # Blocks come and go
+    # What changes by itself
 
     def tick(self) -> None:
         """From time to time: expired sessions end, idle ones fall asleep."""
@@ -411,16 +316,12 @@ class SessionKeeper:
             return
         self._ticked = now
         self._end_expired()
-        self._leaving = {name: save for name, save in self._leaving.items() if not save.is_done}
-        if self._idle_seconds is not None:
-            for live in list(self._live.values()):
-                if not live.turn and now - live.since >= self._idle_seconds:
-                    self._put_to_sleep(live)
+        self.kv.sleep_idle(self._idle_seconds)
 
     def rest(self) -> float | None:
         """Tick, and tell in how many seconds to do so again; None where nothing changes by itself."""
         self.tick()
-        waits = [TICK_SECONDS] if self._live and self._idle_seconds is not None else []
+        waits = [TICK_SECONDS] if self.kv.num_live and self._idle_seconds is not None else []
         if (due := self.store.next_due) is not None:
             waits.append(min(max(TICK_SECONDS, due), 3600.0))
         return min(waits, default=None)
@@ -432,132 +333,11 @@ class SessionKeeper:
             logger.warning("sessions whose time is over cannot be ended: %s", error)
             return
         for name in ended:
-            self._forget(name)
-
-    def sleep_one(self) -> bool:
-        """The session that has been idle longest falls asleep; False if none is idle."""
-        live = next((live for live in self._live.values() if not live.turn), None)
-        if live is not None:
-            self._put_to_sleep(live)
-        return live is not None
-
-    def reclaim(self, count: int, but: str = "") -> int:
-        """Give up to `count` blocks back now, of sessions idle longest, `but` for one; returns how many.
-
-        There is no time to save them: what others could find of them stays where it is until it is evicted.
-        """
-        pool = self._tables.pool
-        before = pool.free
-        for live in list(self._live.values()):
-            if pool.free - before >= count:
-                break
-            if not live.blocks or live.name == but:
-                continue
-            self._note_kv(live)
-            self._release(live)
-            self.dropped += 1
-            if not live.turn:  # one whose turn waits for a row is waited for itself
-                del self._live[live.name]
-        return pool.free - before
-
-    @property
-    def num_live(self) -> int:
-        """Sessions with a turn, or with blocks on the device."""
-        return len(self._live)
-
-    def on_device(self) -> list[Live]:
-        """…and who they are, least recently used first."""
-        return list(self._live.values())
-
-    def put_by(self, limit: int) -> tuple[list[tuple[str, bytes]], int]:
-        """Up to `limit` sleeping sessions that had blocks when they fell asleep, the latest first, each with the key of
-        its last one; and how many more there are."""
-        if self._disk_blocks is not None:
-            last = self._disk_blocks.last_keys()
-        else:
-            last = ((name, keys[-1]) for name, keys in reversed(self._owned.items()) if keys)
-        asleep = ((name, key) for name, key in last if name not in self._live)
-        return list(itertools.islice(asleep, limit)), sum(1 for _ in asleep)
-
-    def held(self) -> Counter[int]:
-        """How often sessions hold each block."""
-        return Counter(block for live in self._live.values() for block in live.blocks)
-
-    def forget_device(self) -> None:
-        """The device's memory is not to be trusted any more."""
-        for live in list(self._live.values()):
-            self._release(live)
-            if not live.turn:
-                del self._live[live.name]
+            self.kv.forget(name)
 
     def close(self) -> None:
         """Blocks come back; tokens are durable."""
-        self.forget_device()
+        self.kv.forget_device()
         self.store.close()
         if self._scratch is not None:
             self._scratch.cleanup()
-
-    def _put_to_sleep(self, live: Live) -> None:
-        self.slept += 1
-        self._note_kv(live)
-        if self._tiers is not None:
-            pairs = list(zip(live.keys, live.blocks, strict=False))
-            if live.tokens % self._tables.block_size:
-                pairs.append((self._partial_key(live), live.blocks[-1]))
-            if self._disk_blocks is None:
-                self._own(live.name, [key for key, _ in pairs])
-            self._leaving[live.name] = self._tiers.save(pairs, to_disk=True)
-        self._release(live)
-        del self._live[live.name]
-
-    def _note_kv(self, live: Live) -> None:
-        """Write down how far the session's KV goes, so that whoever wakes it knows what to look for."""
-        try:
-            self.store.set_kv(live.name, live.tokens, self._fingerprint)
-            if self._disk_blocks is not None:
-                self._disk_blocks.hold(live.name)
-        except (StoreError, KeyError) as error:
-            logger.warning("the KV of session %r will be computed again: %s", live.name, error)
-
-    def _own(self, name: str, keys: list[bytes]) -> None:
-        assert self._tiers is not None
-        before = self._owned.pop(name, [])
-        self._tiers.host.pin(keys)
-        self._tiers.host.unpin(before)
-        self._owned[name] = keys
-
-    def _partial_key(self, live: Live) -> bytes:
-        size = self._tables.block_size
-        full = live.tokens // size
-        session = self.store.get(live.name)
-        parent = live.keys[full - 1] if full else self._keys.root(session.salt)
-        return self._keys.following(parent, self.store.tokens(live.name, full * size, live.tokens).tolist())
-
-    def _cut(self, name: str, tokens: int) -> None:
-        """The session's tokens from `tokens` on are others now."""
-        live = self._live.get(name)
-        if live is not None and tokens < live.tokens:
-            # To a whole block: one that others may find must not be written to.
-            live.tokens = tokens - tokens % self._tables.block_size
-            count = live.tokens // self._tables.block_size
-            self._tables.pool.release(live.blocks[count:])
-            del live.blocks[count:], live.keys[count:]
-            live.published = min(live.published, count)
-        if self._disk_blocks is not None:
-            self._disk_blocks.hold(name)
-
-    def _forget(self, name: str) -> None:
-        live = self._live.get(name)
-        if live is not None:
-            self._release(live)
-            if not live.turn:
-                del self._live[name]
-        self._leaving.pop(name, None)
-        if self._disk_blocks is not None:
-            self._disk_blocks.release(name)
-        if name in self._owned and self._tiers is not None:
-            self._tiers.host.unpin(self._owned.pop(name))
-
-    def _release(self, live: Live) -> None:
-        self._tables.pool.release(live.blocks)
-        live.blocks, live.tokens, live.published = [], 0, 0

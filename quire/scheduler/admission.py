@@ -79,7 +79,7 @@ class Admission:
         """
         tables, known = self._tables, request.known
         self._ledger.extend_keys(request)
-        own = 0 if self._ledger.sessions is None else self._ledger.sessions.tokens_for(request)
+        own = 0 if self._ledger.sessions is None else self._ledger.sessions.kv.tokens_for(request)
         hit = tables.match(request.keys, known) if request.source.reads_cache and not own else []
         cached = own or len(hit) * tables.block_size
         # One more than that where the last block, half full, is somebody else's too.
@@ -97,7 +97,7 @@ class Admission:
         if count < known - cached <= self.step_tokens and not self._chunked:
             return None  # a later step has room for all of it; what exceeds any step goes in chunks all the same
         if own and self._ledger.sessions is not None:
-            self._ledger.sessions.take(request)
+            self._ledger.sessions.kv.take(request)
         else:
             tables.adopt(request, hit)
             if self._moving is not None and not alone and (arrival := self._moving.find(request, len(hit))):

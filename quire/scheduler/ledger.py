@@ -178,7 +178,7 @@ class Ledger:
             self.extend_keys(request)
             # Where a row has ended on the device, its last token is not computed, whatever was launched since.
             most = request.known - 1 if is_kept else len(request.prompt)
-            self.sessions.keep(request, min(int(self.rows.computed[request.row]), most))
+            self.sessions.kv.keep(request, min(int(self.rows.computed[request.row]), most))
         return self.sessions.end(request, is_kept)
 
     def _tell_end(self, request: Request, finished: Finished) -> None:
@@ -274,7 +274,7 @@ class Ledger:
     def check_idle(self) -> None:
         """Raise unless every block and row has come back; to be called when nothing is unfinished."""
         pool = self.tables.pool
-        kept = Counter[int]() if self.sessions is None else self.sessions.held()
+        kept = Counter[int]() if self.sessions is None else self.sessions.kv.held()
         held = [block for block, count in enumerate(pool.refs) if count != kept[block]]
         if self.unfinished or self.rows.used or pool.used != len(kept) or held or len(self.policy):
             raise RuntimeError(

@@ -374,7 +374,7 @@ class Scheduler:
         if self._moving is not None:
             self._moving.reset()
         if self.sessions is not None:
-            self.sessions.forget_device()
+            self.sessions.kv.forget_device()
         self.ledger.start_over()
         self._writer.start_over()
         for culprit in self._suspects.accuse(failed):

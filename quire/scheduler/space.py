@@ -45,7 +45,7 @@ class Space:
     def reclaim(self, blocks: int, request: Request | None = None) -> bool:
         """Sessions that do not run, but for the request's own, give blocks back before anyone is kept from running."""
         name = "" if request is None else request.source.session
-        return blocks > 0 and self._ledger.sessions is not None and self._ledger.sessions.reclaim(blocks, name) > 0
+        return blocks > 0 and self._ledger.sessions is not None and self._ledger.sessions.kv.reclaim(blocks, name) > 0
 
     def make_room(self, draft: Draft, request: Request, blocks: int) -> bool:
         """Preempt until `blocks` are free; False if that cost the request itself its row."""
@@ -101,7 +101,7 @@ class Space:
         """
         pool, rows = self._tables.pool, self._rows
         self.pressure.look(pool, self._tiers)
-        if self.pressure.device and self._ledger.sessions is not None and self._ledger.sessions.sleep_one():
+        if self.pressure.device and self._ledger.sessions is not None and self._ledger.sessions.kv.sleep_one():
             self.pressure.slept += 1
         if self._moving is None:
             return

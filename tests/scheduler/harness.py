@@ -653,7 +653,7 @@ class Bench:
             owners += Counter(block for request in self.scheduler.ledger.moving.requests for block in request.blocks)
             owners += self.tiers.held()
         if self.scheduler.sessions is not None:
-            owners += self.scheduler.sessions.held()
+            owners += self.scheduler.sessions.kv.held()
         refs = {block: count for block, count in enumerate(self.tables.pool.refs) if count}
         assert refs == dict(owners)
         assert NULL_BLOCK not in owners
