@@ -182,7 +182,7 @@ def over_engines(
         for index in range(size):
             assert (await pair.ask(index, ipc.ResetPrefixCache(7))).is_empty
         assert (await pair.generate({0: PROMPTS, 1: PROMPTS[:1]})) == {0: alone["prompts"], 1: alone["prompts"][:1]}
-        for order in ([0, 1], [1, 0]):
+        for order in ([*range(size)], [*reversed(range(size))]):
             assert await heard_late(pair, order) == alone["prompts"][0]
 
     asyncio.run(live())
