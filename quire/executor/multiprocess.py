@@ -78,13 +78,14 @@ class MultiprocessExecutor:
                 )
                 for rank, place in enumerate(self._ranks.ranks.places)
             ]  # fmt: skip
-            self._ranks.send_bytes([wire.encode(start) for start in starts])
+            self._ranks.send_bytes([wire.encode(start) for start in starts], watch=False)
             self._ranks.receive(lambda: len(self._loaded) == size, self._take, watch=False)
             # Ranks may have found different amounts of free memory; blocks are the same everywhere.
             self.num_blocks = min(int(loaded.memory["num_blocks"]) for loaded in self._loaded.values())
             self._host = None if config.kv_disk is None else self._share_host()
             shares = [None] * size if self._host is None else self._host.shares
-            self._ranks.send_bytes([wire.encode(wire.MakeCache(self.num_blocks, share)) for share in shares])
+            caches = [wire.encode(wire.MakeCache(self.num_blocks, share)) for share in shares]
+            self._ranks.send_bytes(caches, watch=False)
             self._ranks.receive(lambda: len(self._ready) == size, self._take, watch=False)
         except errors.RankLostError as error:
             raise EngineDeadError(f"{error}, before it was ready") from error
