@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -31,7 +32,8 @@ from quire.worker.memory import MemoryPlan
 from quire.worker.moves import HostRoom
 
 FAILURE_SECONDS = 5.0
-"""After one rank failed a step the others have so long to say that they did too; else they wait for it for ever."""
+"""After one rank failed a step the others of its stage have so long to say that they did too; else they wait for it for
+ever."""
 
 
 class MultiprocessExecutor:
@@ -166,9 +168,11 @@ class MultiprocessExecutor:
             nonlocal failed_at
             if len(answers) == len(self._ranks):
                 return True
-            if failed_at is None and any(isinstance(answer, wire.Failed) for answer in answers.values()):
-                failed_at = time.monotonic()
-            return failed_at is not None and time.monotonic() - failed_at > FAILURE_SECONDS
+            if not self._has_split_stage(answers):
+                failed_at = None
+                return False
+            failed_at = time.monotonic() if failed_at is None else failed_at
+            return time.monotonic() - failed_at > FAILURE_SECONDS
 
         self._ranks.receive(is_over, self._take)
         for step in [step for step in self._answers if step <= handle]:
@@ -176,6 +180,13 @@ class MultiprocessExecutor:
         if any(isinstance(answer, wire.Failed) for answer in answers.values()):
             raise self._failure(answers)
         return self._result(handle, answers)
+
+    def _has_split_stage(self, answers: Mapping[int, wire.Done | wire.Failed]) -> bool:
+        """Whether a rank has failed, and another of its stage is still on its way. Other stages wait for nobody who
+        failed, and may take as long as they do."""
+        answered = Counter(rank // self._stage_size for rank in answers)
+        failed = {rank // self._stage_size for rank, answer in answers.items() if isinstance(answer, wire.Failed)}
+        return any(answered[stage] < self._stage_size for stage in failed)
 
     def _failure(self, answers: Mapping[int, wire.Done | wire.Failed]) -> StepError:
         """What the loop is to make of it. A stage whose ranks all failed in the same place can go on."""
@@ -213,14 +224,15 @@ class MultiprocessExecutor:
         return result
 
     def expert_counts(self) -> Mapping[int, Sequence[int]]:
-        if self._ranks.lost:
-            return {}
-        self._counts.clear()
         try:
-            self._ranks.send(wire.CountExperts())
-            self._ranks.receive(lambda: len(self._counts) == len(self._ranks), self._take)
+            return self._count_experts()
         except errors.RankLostError:  # who waits for a step will tell
             return {}
+
+    def _count_experts(self) -> Mapping[int, Sequence[int]]:
+        self._counts.clear()
+        self._ranks.send(wire.CountExperts())
+        self._ranks.receive(lambda: len(self._counts) == len(self._ranks), self._take)
         # Ranks of a stage have the same layers, and see all tokens.
         return {layer: counts for _, each in sorted(self._counts.items()) for layer, counts in each.items()}
 
@@ -230,7 +242,7 @@ class MultiprocessExecutor:
         Steps that were launched before are waited for.
         """
         assert self.balance is not None
-        counts = self.expert_counts()
+        counts = self._count_experts()
         placements, outcome = self.balance.plan(counts)
         if placements:
             slots = {layer: [list(held) for held in placement.slots] for layer, placement in placements.items()}
