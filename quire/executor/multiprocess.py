@@ -34,10 +34,14 @@ from quire.worker.moves import HostRoom
 FAILURE_SECONDS = 5.0
 """After one rank failed a step the others of its stage have so long to say that they did too; else they wait for it for
 ever."""
+CHECK_SECONDS = 1.0
+"""So often somebody should look after ranks that have nothing to do."""
 
 
 class MultiprocessExecutor:
     """Runs plans on all ranks. One rank lost is all lost: make another executor."""
+
+    lockstep = None
 
     def __init__(
         self,
@@ -65,6 +69,8 @@ class MultiprocessExecutor:
         self._moves: dict[int, list[MovesDone]] = {}
         """Moves that some ranks have done."""
         self._counts: dict[int, Mapping[int, Sequence[int]]] = {}
+        self._is_dense = False
+        """There are no experts, in any stage: nobody is asked for them again."""
         self._placed: set[int] = set()
         self.balance: ExpertBalance | None = None
         """Of whole experts over the ranks of a stage, where they are so."""
@@ -224,8 +230,12 @@ class MultiprocessExecutor:
         return result
 
     def expert_counts(self) -> Mapping[int, Sequence[int]]:
+        if self._is_dense:
+            return {}
         try:
-            return self._count_experts()
+            counts = self._count_experts()
+            self._is_dense = not counts
+            return counts
         except errors.RankLostError:  # who waits for a step will tell
             return {}
 
@@ -236,12 +246,13 @@ class MultiprocessExecutor:
         # Ranks of a stage have the same layers, and see all tokens.
         return {layer: counts for _, each in sorted(self._counts.items()) for layer, counts in each.items()}
 
-    def rebalance_experts(self) -> Rebalanced:
+    def rebalance_experts(self) -> Rebalanced | None:
         """Between two steps, move experts to where the load since the last time says they had better be.
 
         Steps that were launched before are waited for.
         """
-        assert self.balance is not None
+        if self.balance is None:
+            return None
         counts = self._count_experts()
         placements, outcome = self.balance.plan(counts)
         if placements:
@@ -252,9 +263,10 @@ class MultiprocessExecutor:
         self.balance.commit(placements, counts)
         return outcome
 
-    def check(self) -> None:
-        """Raise RankLostError if a rank has died while nobody waited for it."""
+    def check(self) -> float:
+        """Raise RankLostError if a rank has died while nobody waited for it; seconds until one should look again."""
         self._ranks.look(self._take)
+        return CHECK_SECONDS
 
     def give_up(self, message: str) -> None:
         self._ranks.given_up = message

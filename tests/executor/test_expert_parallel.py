@@ -299,6 +299,25 @@ def test_a_step_that_fails_in_one_engine_is_made_again(
 # What is refused
 
 
+@pytest.mark.slow
+def test_an_engine_may_take_longer_to_load_than_a_step_may(tmp_path: Path, make_pair: Callable[..., Pair]) -> None:
+    folder = write("mixtral", tmp_path / "model")
+    pair = make_pair(folder, logits_processors=["tests.executor.processors.LoadsLate"], step_timeout=2)
+
+    async def live() -> None:
+        found = await pair.generate({0: [BEGIN]}, max_tokens=3)
+        assert len(found[0][0]) == 3
+        os.kill(pair.engines[1].pid, signal.SIGSTOP)
+        begin = time.monotonic()
+        pair.add(0, "long", BEGIN, SamplingParams(temperature=0, max_tokens=50))
+        while not pair.deaths:
+            assert time.monotonic() - begin < 20, "an engine that stands still is noticed after step_timeout"
+            await asyncio.sleep(0.05)
+
+    asyncio.run(live())
+    assert "another engine of the 2 that share the experts is gone, or does not answer" in pair.deaths[0][0]
+
+
 @pytest.mark.parametrize(
     "settings, message",
     [
@@ -307,6 +326,11 @@ def test_a_step_that_fails_in_one_engine_is_made_again(
         (
             {"enable_expert_parallel": True, "data_parallel_size": 2, "tensor_parallel_size": 2},
             "needs engines of one rank so far",
+        ),
+        ({"batch_invariant": True, "tensor_parallel_size": 4}, "at most 2 tensor-parallel ranks, .* is 4"),
+        (
+            {"batch_invariant": True, "enable_expert_parallel": True, "num_redundant_experts": 1},
+            "every expert to stay in one place, and num_redundant_experts is 1",
         ),
     ],
 )

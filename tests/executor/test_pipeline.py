@@ -161,6 +161,7 @@ def test_streams_through_stages(tiny_model: Path, make_llm: Callable[..., LLM]) 
         ({"pipeline_parallel_size": 2, "pipeline_layers": "one,two"}, "got 'one,two'"),
         ({"pipeline_layers": "1,1"}, "each of the 1 stages"),
         ({"pipeline_parallel_size": 2, "distributed_executor_backend": "uni"}, "'uni' is one rank, pipeline_par"),
+        ({"pipeline_parallel_size": 2, "enable_expert_parallel": True}, "needs a mixture of experts, and Llama"),
     ],
 )
 def test_what_cannot_be_is_said_in_a_line(settings: dict[str, Any], message: str, tiny_model: Path) -> None:
