@@ -233,6 +233,7 @@ class EngineConfig:
         self._check_stretch()
         self._check_parallel()
         self._check_experts()
+        self._check_invariant()
         self._check_tenants()
 
     def _check_counts(self) -> None:
@@ -375,6 +376,25 @@ class EngineConfig:
                 "enable_expert_parallel",
                 True,
             )
+
+    def _check_invariant(self) -> None:
+        """What is added up in an order that the batch decides is not the same in any batch."""
+        if not self.batch_invariant:
+            return
+        if self.tensor_parallel_size > 2:
+            raise ConfigError(
+                f"batch_invariant holds for at most 2 tensor-parallel ranks, tensor_parallel_size is "
+                f"{self.tensor_parallel_size}: sums over more are made in an order that depends on the batch",
+                "batch_invariant",
+                True,
+            )
+        for name in ("num_redundant_experts", "expert_rebalance_interval"):
+            if value := getattr(self, name):
+                raise ConfigError(
+                    f"batch_invariant needs every expert to stay in one place, and {name} is {value}: leave one out",
+                    name,
+                    value,
+                )
 
     def _check_tenants(self) -> None:
         for name in ("tenant_weights", "tenant_max_rows", "tenant_max_blocks"):

@@ -234,6 +234,9 @@ class Fleet:
 
     async def rebalance_experts(self) -> Rebalanced:
         """Move experts to where the load is; raises where they have no other place to go."""
+        down = next((replica for replica in self.replicas if replica.death), None)
+        if self.company is not None and down is not None:
+            raise down.dead_error  # those that live would wait for it
         number = 0 if self.company is None else self.company.next_rebalance()
         reports = await self.ask_all(lambda question: ipc.RebalanceExperts(question, number))
         if (error := reports[0].error) is not None:
@@ -275,6 +278,8 @@ class Fleet:
         async with self._restarting:
             if not only_if_dead or len(self.living) < len(self.replicas):
                 await self._restart_each(only_if_dead)
+                assert self.company is not None
+                self.company.rouse()  # one may have got a request before the last was there to hear of it
 
     async def _restart_each(self, only_if_dead: bool) -> None:
         restarts = [asyncio.ensure_future(replica.restart_alone(only_if_dead)) for replica in self.replicas]

@@ -66,8 +66,8 @@ def copy_rows(stack: torch.Tensor, copies: Sequence[Copy], ranks: ExpertRanks) -
             buffer = torch.empty_like(stack[slot], device=carrier)
             arrived.append((slot, buffer))
             ops.append(torch.distributed.P2POp(torch.distributed.irecv, buffer, ranks.first + source))
-    if ops:
-        _run(lambda: [work.wait() for work in torch.distributed.batch_isend_irecv(ops)])
+    # Also where nothing comes or goes: ranks compare how many collectives they have begun.
+    _run(lambda: [work.wait() for work in torch.distributed.batch_isend_irecv(ops)] if ops else None)
     for slot, weights in arrived:
         stack[slot].copy_(weights)
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
+from torch.distributed import distributed_c10d
 
 from quire.distributed.collectives import words_of
 from quire.distributed.world import one_machine
@@ -44,7 +45,7 @@ class Lockstep:
     """This engine among the others. Every call of `agree` meets one of each of them."""
 
     def __init__(self, place: Place, backend: str, seconds: float) -> None:
-        """Meets the others. `seconds`: so long one waits for them, now and in every exchange."""
+        """Meets the others. `seconds`: so long one waits for them, now and in every exchange before `limit`."""
         self.place = place
         self.is_on = False
         """Whether turns are being taken; if not, everyone sleeps."""
@@ -57,6 +58,11 @@ class Lockstep:
             backend, store=store, rank=place.rank, world_size=place.size, timeout=limit
         )
         self._group = None if backend == "gloo" else torch.distributed.new_group(backend="gloo", timeout=limit)
+
+    def limit(self, seconds: float) -> None:
+        """All are there: from now on nobody is waited for longer than this."""
+        for group in {None, self._group}:
+            distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
     def rouse(self, number: int) -> None:
         """There is work somewhere."""

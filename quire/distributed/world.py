@@ -11,8 +11,6 @@ from quire.distributed.collectives import use_group
 from quire.distributed.groups import Ranks
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
-
-
 TCP = "tcp://"
 
 

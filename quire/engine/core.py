@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 from quire.engine.experts import expert_figures
 from quire.engine.grammar.grammars import Grammars
@@ -28,8 +28,6 @@ LEAST_BUDGET = 256
 """A shortage of memory does not make steps smaller than this: what fails then is one request's fault."""
 WAIT_SECONDS = 0.05
 """A step with nothing to do but wait for a grammar returns after so long, whatever comes."""
-CHECK_SECONDS = 1.0
-"""So often an idle engine looks after its ranks."""
 NAMED_REQUESTS = 8
 """So many are named where a step is described."""
 
@@ -57,8 +55,7 @@ class EngineCore:
         self.wakes: list[int] = []
         """Files that end the sleep of a `step` with nothing to do but wait for a grammar."""
         self._executor = executor
-        self._lockstep = cast(Lockstep, executor) if hasattr(executor, "accompany") else None
-        """The executor, where it steps together with other engines'."""
+        self._lockstep = executor.lockstep
         self._depth = pipeline_depth
         self._launched: deque[tuple[StepPlan, Any]] = deque()
         self._info = InfoLine(scheduler) if log_stats else None
@@ -112,14 +109,12 @@ class EngineCore:
 
     def _check_ranks(self) -> float | None:
         """Whether ranks elsewhere live, also while nobody waits for them; seconds until one should look again."""
-        check = getattr(self._executor, "check", None)
-        if check is None or self._death:
+        if self._death:
             return None
         try:
-            check()
+            return self._executor.check()
         except DeviceLostError as error:
             self._end(f"the engine is dead: {error}, while there was nothing to do", error)
-        return CHECK_SECONDS
 
     @property
     def has_work(self) -> bool:
@@ -204,12 +199,12 @@ class EngineCore:
         if self._lockstep is not None:
             self._lockstep.ask_to_rebalance(number)
             return None
-        if getattr(self._executor, "balance", None) is None:
-            raise ValidationError("experts are moved between ranks: that needs enable_expert_parallel over several")
         try:
-            outcome: Rebalanced = self._executor.rebalance_experts()  # type: ignore[attr-defined]
+            outcome = self._executor.rebalance_experts()
         except DeviceLostError as error:
             self._end(f"the engine is dead: {error}, while experts were moved", error)
+        if outcome is None:
+            raise ValidationError("experts are moved between ranks: that needs enable_expert_parallel over several")
         return outcome
 
     def take_rebalanced(self) -> list[Rebalanced]:
@@ -304,7 +299,7 @@ class EngineCore:
 
     def metrics(self) -> list[Metric]:
         """The engine's figures now."""
-        experts = expert_figures(self._executor.expert_counts(), getattr(self._executor, "balance", None))
+        experts = expert_figures(self._executor.expert_counts(), self._executor.balance)
         if self._grammars is None:
             return [*metrics_of(self.scheduler), *experts]
         waiting, times = self._grammars.num_waiting, self._grammars.compile_times

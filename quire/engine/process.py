@@ -101,6 +101,8 @@ class EngineLoop:
     def _rebalance(self, question: int, number: int) -> None:
         try:
             outcome = self._core.rebalance_experts(number)
+        except EngineDeadError:
+            raise  # the process's end, and not the question's alone
         except QuireError as error:
             self._link.send(ipc.RebalanceReport(question, error=refusal(str(question), error)))
             return

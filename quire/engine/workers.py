@@ -18,6 +18,7 @@ from quire.executor.expert_balance import ExpertBalance
 from quire.executor.links import Ranks as StartedRanks
 from quire.executor.local import LocalExecutor
 from quire.executor.lockstep import LockstepExecutor
+from quire.layers.moe import has_experts
 from quire.loading.files import ModelFiles
 from quire.loading.model_config import ModelConfig
 from quire.platforms import choose
@@ -29,7 +30,7 @@ from quire.worker.moves import HostRoom
 from quire.worker.worker import Worker
 
 JOIN_SECONDS = 600.0
-"""So long engines that step together wait for each other where `step_timeout` sets no limit."""
+"""So long engines that step together wait for each other while they load, and where `step_timeout` sets no limit."""
 
 
 @dataclass(frozen=True)
@@ -108,10 +109,18 @@ def estimate_needs(
     """What the model would take on each rank, or on those of the heaviest stage; asked of models that have shapes and
     no weights."""
     stages: list[MemoryNeeds] = []
+    is_mixture = False
     for stage in range(config.pipeline_parallel_size):
         ranks = Ranks(0, config.tensor_parallel_size, stage, config.pipeline_parallel_size, config.stage_layers)
         shapes = build_model(config, files, model, platform, longest, ranks, torch.device("meta"))
         stages.append(MemoryNeeds.of(shapes, config, model, longest, rows, tokens))
+        is_mixture = is_mixture or has_experts(shapes)  # type: ignore[arg-type]
+    if config.enable_expert_parallel and not is_mixture:  # a stage may have none
+        raise ConfigError(
+            f"enable_expert_parallel needs a mixture of experts, and {model.architecture} has none: leave it out",
+            "enable_expert_parallel",
+            True,
+        )
     heaviest = max(stages, key=lambda needs: needs.weight_bytes)
     return dataclasses.replace(heaviest, block_bytes=max(needs.block_bytes for needs in stages))
 
@@ -129,7 +138,7 @@ def _start_here(
     needs.check_weights(config, platform, before)
     doing = "while the model was loaded and a first step tried"
     # Before anything is loaded: on a GPU the first step meets the others' already.
-    world = None if place is None else _join(config, platform, place)
+    world = None if place is None else _join(platform, place)
     replica = 0 if place is None else place.rank
     try:
         worker = Worker(
@@ -146,6 +155,8 @@ def _start_here(
             config.expert_ranks, config.num_redundant_experts, config.expert_rebalance_interval
         )  # fmt: skip
         executor = LockstepExecutor(local, worker, world, balance)
+        if config.step_timeout:  # loading may take longer than a step
+            world.limit(config.step_timeout)
     return Workers(
         executor=executor,
         memory=memory,
@@ -159,11 +170,11 @@ def _start_here(
     )
 
 
-def _join(config: EngineConfig, platform: Platform, place: Place) -> Lockstep:
+def _join(platform: Platform, place: Place) -> Lockstep:
     backend = BACKENDS[platform.device.type]
     if os.environ.get("QUIRE_SHARE_GPU") == "1":  # several to a card, which NCCL refuses
         backend = "gloo"
-    return Lockstep(place, backend, config.step_timeout or JOIN_SECONDS)
+    return Lockstep(place, backend, JOIN_SECONDS)
 
 
 def _start_ranks(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+from quire.executor.expert_balance import ExpertBalance
 from quire.messages.experts import Rebalanced
 from quire.messages.plan import StepMasks, StepPlan, StepResult
 
@@ -23,9 +24,17 @@ class Executor(Protocol):
     """Runs plans in order. `submit` returns at once; `collect` waits for that step's result.
 
     A step with a draw for a row that has a form to keep draws nothing before `supply`, and no other can be submitted.
-    One whose ranks are elsewhere also has `check()`, which raises DeviceLostError if one died while nobody waited; one
-    whose ranks share experts has `balance` and `rebalance_experts()`; `Lockstep` steps together with other engines.
     """
+
+    @property
+    def balance(self) -> ExpertBalance | None:
+        """Where whole experts are, if they are spread over ranks."""
+        ...
+
+    @property
+    def lockstep(self) -> Lockstep | None:
+        """Itself, if it steps together with other engines'."""
+        ...
 
     def submit(self, plan: StepPlan) -> Any:
         """Launch the step; returns a handle."""
@@ -41,6 +50,15 @@ class Executor(Protocol):
 
     def expert_counts(self) -> Mapping[int, Sequence[int]]:
         """How often each expert was chosen, by layer; empty for a model without. Waits for the device."""
+        ...
+
+    def rebalance_experts(self) -> Rebalanced | None:
+        """Between two steps, move experts to where the load is. None where they have nowhere else to go."""
+        ...
+
+    def check(self) -> float | None:
+        """Raise DeviceLostError if a rank has died while nobody waited; seconds until one should look again, None for
+        ever."""
         ...
 
     def give_up(self, message: str) -> None:

@@ -112,6 +112,8 @@ class Link:
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
         self._lock = threading.Lock()
+        self._kept: list[bytes] = []
+        """Messages that came together with the first."""
 
     def fileno(self) -> int:
         return self._socket.fileno()
@@ -127,6 +129,9 @@ class Link:
 
         A read may end inside a message: then the list can be empty although something came.
         """
+        if self._kept:
+            kept, self._kept = self._kept, []
+            return kept
         if not self._poll.poll(None if seconds is None else 1000 * seconds):
             return []
         try:
@@ -141,6 +146,7 @@ class Link:
         """The next message, waited for."""
         while not (messages := self.take(None)):
             pass
+        self._kept = messages[1:]
         return messages[0]
 
 

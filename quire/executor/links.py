@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import select
 import socket
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -106,6 +107,8 @@ class RankLinks:
         self._rank_of = {sock.fileno(): rank for rank, sock in enumerate(self._sockets)}
         for sock in self._sockets:
             self._poll.register(sock, select.POLLIN)
+        self._heard: deque[tuple[int, wire.Up]] = deque()
+        """What ranks have said and nobody has taken yet."""
         self.given_up = ""
         """Why nobody is to wait any longer, if so. May be set in any thread."""
         self.lost = ""
@@ -128,40 +131,79 @@ class RankLinks:
             data = data if at is None else wire.encode(wire.Shared(at, len(message_bytes)))
         self.send_bytes([data] * len(self))
 
-    def send_bytes(self, messages: list[bytes]) -> None:
-        """To each rank its own."""
-        if not self.ranks.end.alive:
-            raise RankLostError(self.lost or "the ranks have been shut down")
+    def send_bytes(self, messages: list[bytes], watch: bool = True) -> None:
+        """To each rank its own. Waits while one is behind; `watch` as in `receive`."""
+        self._check()
+        self.given_up = ""
         for rank, data in enumerate(messages):
-            try:
-                self._sockets[rank].sendall(data)
-            except OSError:
-                raise self.lose(self.ranks.describe_end(rank)) from None
+            left = memoryview(data)
+            while left:
+                try:
+                    left = left[self._sockets[rank].send(left, socket.MSG_DONTWAIT) :]
+                except BlockingIOError:
+                    self._wait_for_room(rank, watch)
+                except OSError:
+                    raise self.lose(self.ranks.describe_end(rank)) from None
+
+    def _wait_for_room(self, rank: int, watch: bool) -> None:
+        """Until the rank reads on. All are heard meanwhile: one that waits for that reads nothing."""
+        self.ranks.pulse.watch()
+        sock = self._sockets[rank]
+        self._poll.modify(sock, select.POLLIN | select.POLLOUT)
+        try:
+            while True:
+                ready = self._poll.poll(1000 * LOOK_SECONDS)
+                for descriptor, event in ready:
+                    if event & ~select.POLLOUT:
+                        self._read(self._rank_of[descriptor])
+                if any(event & select.POLLOUT for _, event in ready):
+                    return
+                if not ready:
+                    self._look_after(watch)
+        finally:
+            if self.ranks.end.alive:
+                self._poll.modify(sock, select.POLLIN)
 
     def receive(self, until: Callable[[], bool], take: Callable[[int, wire.Up], None], watch: bool = True) -> None:
         """Hand what comes to `take(rank, message)` until `until()` says so. Raises RankLostError when a rank is lost.
 
         `watch`: one that does not move for seconds counts as lost.
         """
+        self._check()
         self.given_up = ""
         self.ranks.pulse.watch()
+        self._hand_over(take)
         while not until():
             ready = self._poll.poll(1000 * LOOK_SECONDS)
             for descriptor, _ in ready:
-                self._read(self._rank_of[descriptor], take)
-            if ready:
-                continue
-            if self.given_up:
-                raise self.lose(f"the ranks do not answer: {self.given_up}")
-            if watch and (rank := self.ranks.pulse.silent()) is not None:
-                raise self.lose(f"{self.ranks.name(rank)} hangs: it is stopped, or cannot go on")
+                self._read(self._rank_of[descriptor])
+                self._hand_over(take)
+            if not ready:
+                self._look_after(watch)
 
     def look(self, take: Callable[[int, wire.Up], None]) -> None:
         """Take what is there already; raises if a rank has gone."""
+        self._check()
         for descriptor, _ in self._poll.poll(0):
-            self._read(self._rank_of[descriptor], take)
+            self._read(self._rank_of[descriptor])
+        self._hand_over(take)
 
-    def _read(self, rank: int, take: Callable[[int, wire.Up], None]) -> None:
+    def _check(self) -> None:
+        if not self.ranks.end.alive:
+            raise RankLostError(self.lost or "the ranks have been shut down")
+
+    def _look_after(self, watch: bool) -> None:
+        """Whether it makes sense to wait on."""
+        if self.given_up:
+            raise self.lose(f"the ranks do not answer: {self.given_up}")
+        if watch and (rank := self.ranks.pulse.silent()) is not None:
+            raise self.lose(f"{self.ranks.name(rank)} hangs: it is stopped, or cannot go on")
+
+    def _hand_over(self, take: Callable[[int, wire.Up], None]) -> None:
+        while self._heard:
+            take(*self._heard.popleft())
+
+    def _read(self, rank: int) -> None:
         try:
             data = self._inlets[rank].receive()
         except OSError:
@@ -176,13 +218,13 @@ class RankLinks:
             if isinstance(message, wire.Log):
                 message.relay()
             else:
-                take(rank, message)
+                self._heard.append((rank, message))
 
     def lose(self, why: str) -> RankLostError:
-        """End all ranks; returns the error that says why."""
+        """End all ranks; returns the error that says why: the first that there was."""
         self.lost = self.lost or why
         self.ranks.end()
-        return RankLostError(why)
+        return RankLostError(self.lost)
 
     def end(self) -> None:
         """Kill all ranks, whatever they are in the middle of."""

@@ -20,6 +20,8 @@ from quire.worker.worker import Worker
 class LocalExecutor:
     """Calls the worker directly. On a GPU `submit` only launches; on a CPU the step is done when it returns."""
 
+    balance = lockstep = None
+
     def __init__(self, worker: Worker, can_give_up: bool = True) -> None:
         """`can_give_up`: a wait can be ended by `give_up`; if not, it is one call that blocks."""
         self._worker = worker
@@ -64,6 +66,12 @@ class LocalExecutor:
     def place_experts(self, placements: Mapping[int, Placement]) -> None:
         """Hold other experts from the next step on."""
         self._worker.place_experts(placements)
+
+    def rebalance_experts(self) -> None:
+        return None  # a rank that is alone has them all
+
+    def check(self) -> None:
+        return None
 
     def give_up(self, message: str) -> None:
         """Whoever waits for a step is to wait no longer. May be called from any thread."""

@@ -23,6 +23,7 @@ class LockstepExecutor:
     def __init__(self, local: LocalExecutor, worker: Worker, world: Lockstep, balance: ExpertBalance) -> None:
         self._local, self._worker, self._world = local, worker, world
         self.balance = balance
+        self.lockstep = self
         self._rebalanced: list[Rebalanced] = []
         begin = calls()
         self._worker.serve_others()
@@ -86,6 +87,9 @@ class LockstepExecutor:
     def expert_counts(self) -> Mapping[int, Sequence[int]]:
         return self._local.expert_counts()
 
+    def rebalance_experts(self) -> None:
+        return None  # not alone
+
     def ask_to_rebalance(self, number: int) -> None:
         """Move experts when all engines have been asked; `take_rebalanced` tells."""
         self._world.ask(number)
@@ -103,6 +107,9 @@ class LockstepExecutor:
         self.balance.commit(placements, counts, own)
         if is_asked:
             self._rebalanced.append(outcome)
+
+    def check(self) -> None:
+        return None  # the front looks after all engines
 
     def give_up(self, message: str) -> None:
         self._local.give_up(message)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -31,11 +32,16 @@ from quire.worker.memory import MemoryPlan
 from quire.worker.moves import HostRoom
 
 FAILURE_SECONDS = 5.0
-"""After one rank failed a step the others have so long to say that they did too; else they wait for it for ever."""
+"""After one rank failed a step the others of its stage have so long to say that they did too; else they wait for it for
+ever."""
+CHECK_SECONDS = 1.0
+"""So often somebody should look after ranks that have nothing to do."""
 
 
 class MultiprocessExecutor:
     """Runs plans on all ranks. One rank lost is all lost: make another executor."""
+
+    lockstep = None
 
     def __init__(
         self,
@@ -63,6 +69,8 @@ class MultiprocessExecutor:
         self._moves: dict[int, list[MovesDone]] = {}
         """Moves that some ranks have done."""
         self._counts: dict[int, Mapping[int, Sequence[int]]] = {}
+        self._is_dense = False
+        """There are no experts, in any stage: nobody is asked for them again."""
         self._placed: set[int] = set()
         self.balance: ExpertBalance | None = None
         """Of whole experts over the ranks of a stage, where they are so."""
@@ -78,13 +86,14 @@ class MultiprocessExecutor:
                 )
                 for rank, place in enumerate(self._ranks.ranks.places)
             ]  # fmt: skip
-            self._ranks.send_bytes([wire.encode(start) for start in starts])
+            self._ranks.send_bytes([wire.encode(start) for start in starts], watch=False)
             self._ranks.receive(lambda: len(self._loaded) == size, self._take, watch=False)
             # Ranks may have found different amounts of free memory; blocks are the same everywhere.
             self.num_blocks = min(int(loaded.memory["num_blocks"]) for loaded in self._loaded.values())
             self._host = None if config.kv_disk is None else self._share_host()
             shares = [None] * size if self._host is None else self._host.shares
-            self._ranks.send_bytes([wire.encode(wire.MakeCache(self.num_blocks, share)) for share in shares])
+            caches = [wire.encode(wire.MakeCache(self.num_blocks, share)) for share in shares]
+            self._ranks.send_bytes(caches, watch=False)
             self._ranks.receive(lambda: len(self._ready) == size, self._take, watch=False)
         except errors.RankLostError as error:
             raise EngineDeadError(f"{error}, before it was ready") from error
@@ -165,9 +174,11 @@ class MultiprocessExecutor:
             nonlocal failed_at
             if len(answers) == len(self._ranks):
                 return True
-            if failed_at is None and any(isinstance(answer, wire.Failed) for answer in answers.values()):
-                failed_at = time.monotonic()
-            return failed_at is not None and time.monotonic() - failed_at > FAILURE_SECONDS
+            if not self._has_split_stage(answers):
+                failed_at = None
+                return False
+            failed_at = time.monotonic() if failed_at is None else failed_at
+            return time.monotonic() - failed_at > FAILURE_SECONDS
 
         self._ranks.receive(is_over, self._take)
         for step in [step for step in self._answers if step <= handle]:
@@ -175,6 +186,13 @@ class MultiprocessExecutor:
         if any(isinstance(answer, wire.Failed) for answer in answers.values()):
             raise self._failure(answers)
         return self._result(handle, answers)
+
+    def _has_split_stage(self, answers: Mapping[int, wire.Done | wire.Failed]) -> bool:
+        """Whether a rank has failed, and another of its stage is still on its way. Other stages wait for nobody who
+        failed, and may take as long as they do."""
+        answered = Counter(rank // self._stage_size for rank in answers)
+        failed = {rank // self._stage_size for rank, answer in answers.items() if isinstance(answer, wire.Failed)}
+        return any(answered[stage] < self._stage_size for stage in failed)
 
     def _failure(self, answers: Mapping[int, wire.Done | wire.Failed]) -> StepError:
         """What the loop is to make of it. A stage whose ranks all failed in the same place can go on."""
@@ -212,24 +230,30 @@ class MultiprocessExecutor:
         return result
 
     def expert_counts(self) -> Mapping[int, Sequence[int]]:
-        if self._ranks.lost:
+        if self._is_dense:
             return {}
-        self._counts.clear()
         try:
-            self._ranks.send(wire.CountExperts())
-            self._ranks.receive(lambda: len(self._counts) == len(self._ranks), self._take)
+            counts = self._count_experts()
+            self._is_dense = not counts
+            return counts
         except errors.RankLostError:  # who waits for a step will tell
             return {}
+
+    def _count_experts(self) -> Mapping[int, Sequence[int]]:
+        self._counts.clear()
+        self._ranks.send(wire.CountExperts())
+        self._ranks.receive(lambda: len(self._counts) == len(self._ranks), self._take)
         # Ranks of a stage have the same layers, and see all tokens.
         return {layer: counts for _, each in sorted(self._counts.items()) for layer, counts in each.items()}
 
-    def rebalance_experts(self) -> Rebalanced:
+    def rebalance_experts(self) -> Rebalanced | None:
         """Between two steps, move experts to where the load since the last time says they had better be.
 
         Steps that were launched before are waited for.
         """
-        assert self.balance is not None
-        counts = self.expert_counts()
+        if self.balance is None:
+            return None
+        counts = self._count_experts()
         placements, outcome = self.balance.plan(counts)
         if placements:
             slots = {layer: [list(held) for held in placement.slots] for layer, placement in placements.items()}
@@ -239,9 +263,10 @@ class MultiprocessExecutor:
         self.balance.commit(placements, counts)
         return outcome
 
-    def check(self) -> None:
-        """Raise RankLostError if a rank has died while nobody waited for it."""
+    def check(self) -> float:
+        """Raise RankLostError if a rank has died while nobody waited for it; seconds until one should look again."""
         self._ranks.look(self._take)
+        return CHECK_SECONDS
 
     def give_up(self, message: str) -> None:
         self._ranks.given_up = message

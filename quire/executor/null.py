@@ -13,6 +13,8 @@ from quire.messages.plan import NewRow, StepMasks, StepPlan, StepResult, Vector
 class NullExecutor:
     """Yields a token for every draw at once. `token_of(request id, sample, position)` says which."""
 
+    balance = lockstep = None
+
     def __init__(self, max_rows: int, token_of: Callable[[str, int, int], int] | None = None) -> None:
         self._token_of = token_of
         self._rows: dict[int, NewRow] = {}
@@ -41,6 +43,12 @@ class NullExecutor:
 
     def expert_counts(self) -> dict[int, list[int]]:
         return {}  # no model, no experts
+
+    def rebalance_experts(self) -> None:
+        return None
+
+    def check(self) -> None:
+        return None
 
     def give_up(self, message: str) -> None:
         pass  # nobody ever waits here

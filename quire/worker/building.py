@@ -14,7 +14,6 @@ from quire.kernels.base import Ops
 from quire.layers.attention.base import AttentionBackend
 from quire.layers.attention.registry import attention_backend
 from quire.layers.build import Build
-from quire.layers.moe import has_experts
 from quire.loading.files import ModelFiles
 from quire.loading.model_config import ModelConfig
 from quire.models.base import CausalLM
@@ -89,12 +88,6 @@ def build_model(
         experts=_expert_ranks(config, ranks, replica),
     )
     built: CausalLM = model_class(model.architecture)(build)  # type: ignore[call-arg]
-    if config.enable_expert_parallel and ranks.pp_size == 1 and not has_experts(built):  # type: ignore[arg-type]
-        raise ConfigError(
-            f"enable_expert_parallel needs a mixture of experts, and {model.architecture} has none: leave it out",
-            "enable_expert_parallel",
-            True,
-        )
     return built
 
 

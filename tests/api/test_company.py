@@ -122,6 +122,43 @@ def test_one_dead_is_all_dead_and_all_come_back(
 
 
 @pytest.mark.slow
+def test_a_request_that_is_sooner_than_one_of_the_new_engines_is_not_forgotten(tmp_path: Path) -> None:
+    folder = write_mixture(tmp_path / "model", "mixtral")
+
+    async def live() -> None:
+        llm = AsyncLLM(folder, **SETTINGS, **TOGETHER)
+        try:
+            before = await asked(llm, PROMPTS[:1], greedy())
+            first, late = llm.replicas
+            os.kill(first.pid, signal.SIGKILL)
+            await asyncio.wait_for(llm.wait_until_dead(), 20)
+            make, first_is_asked = late._make_engine, asyncio.Event()
+
+            async def make_later() -> None:
+                adopt, late.adopt = late.adopt, lambda: None
+                await make()
+                late.adopt = adopt
+                await first_is_asked.wait()
+                late.adopt()
+
+            late._make_engine = make_later
+            restart = asyncio.create_task(llm.restart(only_if_dead=True))
+            while first.death:
+                await asyncio.sleep(0.01)
+            with pytest.raises(EngineDeadError, match="replica 1"):
+                await llm.rebalance_experts()
+            early = asyncio.create_task(asked(llm, PROMPTS[:1], greedy()))
+            await asyncio.sleep(0.1)
+            first_is_asked.set()
+            await restart
+            assert await asyncio.wait_for(early, 20) == before
+        finally:
+            llm.shutdown()
+
+    run(live())
+
+
+@pytest.mark.slow
 def test_a_dense_model_is_refused_in_a_line(tiny_model: Path) -> None:
     with pytest.raises(ConfigError, match="enable_expert_parallel needs a mixture of experts, and LlamaForCausalLM"):
         AsyncLLM(tiny_model, **SETTINGS, **TOGETHER)

@@ -41,3 +41,13 @@ class TakesLong:
     ) -> torch.Tensor:
         time.sleep(params.extra_args["seconds"])
         return logits
+
+
+class LoadsLate(TakesLong):
+    """The second rank takes three seconds to make it."""
+
+    def __init__(self) -> None:
+        from torch import distributed
+
+        if distributed.is_initialized() and distributed.get_rank() == 1:
+            time.sleep(3)

@@ -14,16 +14,19 @@ from typing import Any
 
 import pytest
 import torch
+from torch import distributed
 
-from quire import LLM
+from quire import LLM, AsyncLLM
 from quire.config import EngineConfig
+from quire.distributed.collectives import calls
+from quire.distributed.experts import Copy, ExpertRanks, copy_rows
 from quire.engine import ipc
-from quire.errors import ConfigError, ValidationError
+from quire.errors import ConfigError, EngineDeadError, ValidationError
 from quire.messages.sampling import SamplingParams
 from tests.engine.test_tiers_engine import weather
 from tests.executor.mixtures import write_mixture
 from tests.executor.pair import Pair
-from tests.executor.test_multiprocess import BEGIN, FAILS, TIGHT, metric, tokens
+from tests.executor.test_multiprocess import BEGIN, FAILS, TIGHT, metric, rank_children, tokens
 from tests.models.harness import random_reference
 from tests.models.zoo import ZOO
 
@@ -126,6 +129,35 @@ def test_sessions_and_tiers_over_ranks(tiers: str, tmp_path: Path, make_llm: Cal
     make = functools.partial(make_llm, folder, tensor_parallel_size=2, enable_expert_parallel=True)
     seen = weather(make, make_llm(folder), tmp_path, tiers, seed=11, operations=60)
     assert seen["found"] > 0.3 * seen["tokens"], "most of what was computed is found again"
+
+
+def test_a_rank_that_no_expert_comes_to_counts_the_move_as_the_others_do() -> None:
+    """Ranks that have begun as many collectives can go on after a step that failed on all of them."""
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        before = calls()
+        copy_rows(torch.zeros(2, 3), [Copy((1, 0), (2, 0))], ExpertRanks(0, 3))
+        assert calls() == before + 1
+    finally:
+        distributed.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_gone_when_experts_are_to_move_is_told_and_ends_the_engine(tmp_path: Path) -> None:
+    folder = write_mixture(tmp_path / "model", "mixtral")
+
+    async def live() -> None:
+        llm = AsyncLLM(folder, **TIGHT, tensor_parallel_size=2, enable_expert_parallel=True)
+        try:
+            await llm.rebalance_experts()
+            os.kill(rank_children()[1], signal.SIGKILL)
+            with pytest.raises(EngineDeadError, match="was killed by SIGKILL"):
+                await llm.rebalance_experts()
+            assert "was killed by SIGKILL" in await asyncio.wait_for(llm.wait_until_dead(), 5)
+        finally:
+            llm.shutdown()
+
+    asyncio.run(live())
 
 
 # Over engines that step together
@@ -267,6 +299,25 @@ def test_a_step_that_fails_in_one_engine_is_made_again(
 # What is refused
 
 
+@pytest.mark.slow
+def test_an_engine_may_take_longer_to_load_than_a_step_may(tmp_path: Path, make_pair: Callable[..., Pair]) -> None:
+    folder = write("mixtral", tmp_path / "model")
+    pair = make_pair(folder, logits_processors=["tests.executor.processors.LoadsLate"], step_timeout=2)
+
+    async def live() -> None:
+        found = await pair.generate({0: [BEGIN]}, max_tokens=3)
+        assert len(found[0][0]) == 3
+        os.kill(pair.engines[1].pid, signal.SIGSTOP)
+        begin = time.monotonic()
+        pair.add(0, "long", BEGIN, SamplingParams(temperature=0, max_tokens=50))
+        while not pair.deaths:
+            assert time.monotonic() - begin < 20, "an engine that stands still is noticed after step_timeout"
+            await asyncio.sleep(0.05)
+
+    asyncio.run(live())
+    assert "another engine of the 2 that share the experts is gone, or does not answer" in pair.deaths[0][0]
+
+
 @pytest.mark.parametrize(
     "settings, message",
     [
@@ -275,6 +326,11 @@ def test_a_step_that_fails_in_one_engine_is_made_again(
         (
             {"enable_expert_parallel": True, "data_parallel_size": 2, "tensor_parallel_size": 2},
             "needs engines of one rank so far",
+        ),
+        ({"batch_invariant": True, "tensor_parallel_size": 4}, "at most 2 tensor-parallel ranks, .* is 4"),
+        (
+            {"batch_invariant": True, "enable_expert_parallel": True, "num_redundant_experts": 1},
+            "every expert to stay in one place, and num_redundant_experts is 1",
         ),
     ],
 )

@@ -17,6 +17,7 @@ from quire import LLM, AsyncLLM, BeamSearchParams, SamplingParams
 from quire.config import EngineConfig
 from quire.distributed.groups import Ranks, spread
 from quire.errors import ConfigError, EngineDeadError
+from quire.executor import multiprocess
 from quire.executor.multiprocess import MultiprocessExecutor
 from tests.engine.test_tiers_engine import weather
 from tests.executor.test_multiprocess import BEGIN, FAILS, MODELS, TIGHT, everything, is_running, metric, tokens
@@ -110,8 +111,9 @@ def test_a_stage_works_while_the_next_one_does_and_failures_are_the_same_as_in_o
 
 @pytest.mark.slow
 def test_a_step_that_fails_in_the_first_stage_keeps_nobody_waiting(
-    make_llm: Callable[..., LLM], caplog: pytest.LogCaptureFixture
+    make_llm: Callable[..., LLM], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(multiprocess, "FAILURE_SECONDS", 0.0)  # nobody waits for who failed; all take their time
     llm = make_llm(**TIGHT, pipeline_parallel_size=2, attention_backend="tests.executor.backends.FailsInTheFirstStage")
     prompts = [[3 + i] * 20 for i in range(6)]
     with caplog.at_level("ERROR"):
@@ -159,6 +161,7 @@ def test_streams_through_stages(tiny_model: Path, make_llm: Callable[..., LLM]) 
         ({"pipeline_parallel_size": 2, "pipeline_layers": "one,two"}, "got 'one,two'"),
         ({"pipeline_layers": "1,1"}, "each of the 1 stages"),
         ({"pipeline_parallel_size": 2, "distributed_executor_backend": "uni"}, "'uni' is one rank, pipeline_par"),
+        ({"pipeline_parallel_size": 2, "enable_expert_parallel": True}, "needs a mixture of experts, and Llama"),
     ],
 )
 def test_what_cannot_be_is_said_in_a_line(settings: dict[str, Any], message: str, tiny_model: Path) -> None:

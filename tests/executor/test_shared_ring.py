@@ -65,7 +65,7 @@ class Listeners:
         self.theirs = [theirs for _, theirs in pairs]
         self.pulse = Pulses(count)
         self.pids, self.places, self.rendezvous = [0] * count, [], ""
-        self.end = _End()
+        self.end = _End(self.sockets)
 
     def name(self, rank: int) -> str:
         return f"rank {rank}"
@@ -79,8 +79,13 @@ class Listeners:
 class _End:
     alive = True
 
+    def __init__(self, sockets: list[socket.socket]) -> None:
+        self._sockets = sockets
+
     def __call__(self) -> None:
         self.alive = False
+        for sock in self._sockets:
+            sock.close()
 
 
 def test_slow_readers_get_everything_in_order(monkeypatch: pytest.MonkeyPatch) -> None:

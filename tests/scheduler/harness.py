@@ -188,6 +188,8 @@ class Launched:
 class CheckingExecutor:
     """Applies plans to a model of rows, tables and slot contents, and raises AssertionError at the first wrong slot."""
 
+    lockstep = balance = None
+
     def __init__(
         self,
         num_blocks: int,
@@ -280,6 +282,8 @@ class CheckingExecutor:
     def _launched(self, result: StepResult, requests: set[str], failed: bool) -> Launched:
         self.pending.append(Launched(result, requests, failed))
         return self.pending[-1]
+
+    def check(self) -> None: ...
 
     def collect(self, handle: Launched) -> StepResult:
         assert self.pending.pop(0) is handle, "results are read in order"

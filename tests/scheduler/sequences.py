@@ -60,6 +60,8 @@ class Line:
 class HashDevice:
     """An executor."""
 
+    lockstep = balance = None
+
     def __init__(self, blocks: int, block_size: int, fails: Callable[[StepPlan], str] = lambda plan: "") -> None:
         self.size = block_size
         self.content = np.full(blocks * block_size, GARBAGE, np.int64)
@@ -102,6 +104,8 @@ class HashDevice:
         if handle[1]:
             raise StepError("failed on the device")
         return handle[0]
+
+    def check(self) -> None: ...
 
     def give_up(self, message: str) -> None: ...
 
