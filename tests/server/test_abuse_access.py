@@ -63,9 +63,7 @@ class TestKeys:
             for key in KEYS:
                 assert fort.request(route.method, route.path, key).status_code == 401
             answer = fort.request(route.method, route.path, ADMIN)
-            is_let_in = (
-                answer.status_code == 200 or "enable_expert_parallel" in answer.text
-            )
+            is_let_in = answer.status_code == 200 or "enable_expert_parallel" in answer.text
             assert is_let_in, answer.text
         for route in ROUTES:
             if route not in admin and not route.is_open:
