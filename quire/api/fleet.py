@@ -268,7 +268,10 @@ class Fleet:
         if self.company is not None:
             await self._restart_together(only_if_dead)
         else:
-            await asyncio.gather(*(replica.restart(only_if_dead) for replica in self.replicas))
+            restarts = (replica.restart(only_if_dead) for replica in self.replicas)
+            outcomes = await asyncio.gather(*restarts, return_exceptions=True)  # none is left halfway
+            if (failed := next((one for one in outcomes if one is not None), None)) is not None:
+                raise failed
 
     async def _restart_together(self, only_if_dead: bool) -> None:
         """All or none: one that waits for another that will not come is not waited for."""
