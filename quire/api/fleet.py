@@ -286,8 +286,10 @@ class Fleet:
             while waiting:
                 self.kill()
                 _, waiting = await asyncio.wait(waiting, timeout=0.1)
-        except asyncio.CancelledError:
-            self.kill()
+        except asyncio.CancelledError:  # nor does any of them go on alone
+            for each in restarts:
+                each.cancel()
+            await asyncio.gather(*restarts, return_exceptions=True)
             raise
         failed = next((error for each in restarts if (error := each.exception()) is not None), None)
         if failed is not None:
