@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from quire.api.inputs import InputProcessor, PromptType
@@ -10,7 +12,7 @@ from quire.api.interrupts import deferred_interrupts
 from quire.config import EngineConfig
 from quire.engine.setup import EngineFacts, make_engine
 from quire.engine.stats import Metric
-from quire.errors import ConfigError, EngineDeadError, ValidationError
+from quire.errors import ConfigError, EngineDeadError, QuireError, ValidationError
 from quire.loading.hub import find
 from quire.loading.read_config import read_generation_config, read_model_config
 from quire.loading.tokenizer import load_tokenizer
@@ -22,6 +24,14 @@ from quire.messages.pooling import PoolingParams
 from quire.messages.sampling import SamplingParams
 from quire.output.detokenizer import Vocabulary
 from quire.output.processor import OutputProcessor
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The end of a request that failed while others go on."""
+
+    request_id: str
+    error: QuireError
 
 
 class LLMEngine:
@@ -95,6 +105,10 @@ class LLMEngine:
                 self.core.finish(key, at, string)
         return views
 
+    def arrivals(self) -> Sequence[Output | Failed]:
+        """As `step`, where each request's failure is its own."""
+        return self.step()
+
     def abort_request(self, request_ids: str | list[str]) -> None:
         """End requests now; their outputs are not shown any more."""
         for request_id in [request_ids] if isinstance(request_ids, str) else request_ids:
@@ -144,4 +158,4 @@ def _tokenizer(config: EngineConfig, files: Any) -> Any:
     return load_tokenizer(source, trust_remote_code=config.trust_remote_code, revision=config.tokenizer_revision)
 
 
-__all__ = ["EngineFacts", "LLMEngine"]
+__all__ = ["EngineFacts", "Failed", "LLMEngine"]

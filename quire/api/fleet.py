@@ -271,7 +271,10 @@ class Fleet:
         if self.company is not None:
             await self._restart_together(only_if_dead)
         else:
-            await asyncio.gather(*(replica.restart(only_if_dead) for replica in self.replicas))
+            restarts = (replica.restart(only_if_dead) for replica in self.replicas)
+            outcomes = await asyncio.gather(*restarts, return_exceptions=True)  # none is left halfway
+            if (failed := next((one for one in outcomes if one is not None), None)) is not None:
+                raise failed
 
     async def _restart_together(self, only_if_dead: bool) -> None:
         """All or none: one that waits for another that will not come is not waited for."""
@@ -288,8 +291,10 @@ class Fleet:
             while waiting:
                 self.kill()
                 _, waiting = await asyncio.wait(waiting, timeout=0.1)
-        except asyncio.CancelledError:
-            self.kill()
+        except asyncio.CancelledError:  # nor does any of them go on alone
+            for each in restarts:
+                each.cancel()
+            await asyncio.gather(*restarts, return_exceptions=True)
             raise
         failed = next((error for each in restarts if (error := each.exception()) is not None), None)
         if failed is not None:

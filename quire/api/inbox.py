@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from quire.api.engine import LLMEngine
+from quire.api.engine import Failed, LLMEngine
 from quire.messages.outputs import Output
 
 
@@ -14,22 +14,25 @@ class Inbox:
 
     def __init__(self, engine: LLMEngine) -> None:
         self._engine = engine
-        self._boxes: dict[str, list[Output]] = {}
+        self._boxes: dict[str, list[Output | Failed]] = {}
 
     @contextmanager
     def waiting(self, ids: list[str]) -> Iterator[Callable[[], list[Output]]]:
-        """Gives a function that yields what came for these requests, making a step if nothing has.
+        """Gives a function that yields what came for these requests, making a step if nothing has; it raises if one
+        of them has failed.
 
         Whatever ends the block, an exception included, leaves none of the requests behind.
         """
-        box: list[Output] = []
+        box: list[Output | Failed] = []
         self._boxes.update(dict.fromkeys(ids, box))
 
         def take() -> list[Output]:
             if not box:
                 self.step()
             taken, box[:] = list(box), []
-            return taken
+            if (failed := next((one for one in taken if isinstance(one, Failed)), None)) is not None:
+                raise failed.error
+            return taken  # type: ignore[return-value]  # none of them has failed
 
         try:
             yield take
@@ -40,6 +43,6 @@ class Inbox:
 
     def step(self) -> None:
         """One step; what it brings is put where it is waited for."""
-        for output in self._engine.step():
-            if (box := self._boxes.get(output.request_id)) is not None:
-                box.append(output)
+        for one in self._engine.arrivals():
+            if (box := self._boxes.get(one.request_id)) is not None:
+                box.append(one)

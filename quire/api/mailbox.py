@@ -31,6 +31,9 @@ class Mailbox:
         self.is_delta = False
         self.is_aborted = False
         """The caller wants it ended."""
+        self.raises_own = True
+        """What is wrong with the request itself, and only the engine could know, is raised; else it is told in the
+        last output, as an engine in this process does."""
         self.is_streamed = False
         """Someone reads as it comes…"""
         self.awaits_first = False

@@ -19,7 +19,7 @@ from quire.engine.session_calls import SessionAnswer, SessionOp
 from quire.engine.stats import Metric
 from quire.errors import EngineDeadError, QuireError, ReplicaDownError
 from quire.messages.memory_map import MemoryMap
-from quire.messages.outputs import StepOutputs
+from quire.messages.outputs import Finished, StepOutputs
 from quire.output.processor import OutputProcessor
 
 logger = logging.getLogger(__name__)
@@ -237,13 +237,13 @@ class Replica:
 
     def _show(self, outputs: StepOutputs) -> None:
         for end in outputs.finished:
-            if end.error:  # the request is at fault, and only the engine could know
-                self._fail(end.key[0], error_of(ipc.Refused(end.key[0], end.error, end.message or "")))
+            if end.error:
+                self._refuse(end)
         try:
             views, stops = self._outputs.process(outputs)
         except Exception as error:  # what cannot be shown must not be waited for
             logger.exception("the outputs of a step cannot be shown")
-            for request in {key[0] for key in (*outputs.keys, *(key for key, _ in outputs.vectors))}:
+            for request in {key[0] for key in (*outputs.keys, *(end.key for end in outputs.finished))}:
                 self.engine.send(ipc.Abort(request))
                 self._fail(request, QuireError(f"the output cannot be shown: {type(error).__name__}: {error}"))
             return
@@ -255,6 +255,12 @@ class Replica:
                 box.put(view)
         if self.traffic is not None:
             self.traffic.note(outputs)
+
+    def _refuse(self, end: Finished) -> None:
+        """The request is at fault, and only the engine could know."""
+        box = self.boxes.get(end.key[0])
+        if box is not None and box.raises_own:
+            self._fail(box.key, error_of(ipc.Refused(box.key, end.error or "", end.message or "")))
 
     def _fail(self, key: str, error: QuireError) -> None:
         if (box := self.boxes.get(key)) is not None:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
+import weakref
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 from quire.api.async_llm import AsyncLLM
-from quire.api.engine import LLMEngine
+from quire.api.engine import Failed, LLMEngine
 from quire.api.inputs import PromptType
 from quire.api.mailbox import Mailbox
+from quire.api.replica import SHUT
 from quire.config import EngineConfig
 from quire.engine.stats import Metric
 from quire.errors import ConfigError, EngineDeadError, QuireError, ValidationError
@@ -34,12 +36,17 @@ class ReplicatedEngine(LLMEngine):
         self._llm = AsyncLLM.from_config(config)
         self.facts = self._llm.facts  # type: ignore[assignment]  # where its bytes went only an engine itself knows
         self.inputs = self._llm.inputs
-        self._readers: dict[str, asyncio.Task[None]] = {}
-        self._came: queue.SimpleQueue[Output | QuireError] = queue.SimpleQueue()
+        self._unfinished: dict[str, Mailbox] = {}
+        """Requests whose end nobody has been told yet."""
+        self._readers: dict[Mailbox, asyncio.Task[None]] = {}
+        self._came: queue.SimpleQueue[tuple[Mailbox, Output | QuireError]] = queue.SimpleQueue()
+        """The last of a request is its end."""
         self._closed = False
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="quire-replicas", daemon=True)
         self._thread.start()
+        # One that is dropped takes its engines along. At the interpreter's end they go by themselves.
+        weakref.finalize(self, _end, self._llm, self._loop).atexit = False
 
     def __getattr__(self, name: str) -> Any:
         if name == "core":
@@ -63,10 +70,14 @@ class ReplicatedEngine(LLMEngine):
     ) -> None:
         """Check a request and send it to an engine."""
         if self._closed:
-            raise EngineDeadError("the engine has been shut down; make a new one")
+            raise EngineDeadError(SHUT)
         if session:
             raise ValidationError("sessions over several engines are for AsyncLLM and the server", "session")
-        self._wait(self._add(request_id, prompt, params, priority, tenant))
+        try:
+            self._wait(self._add(request_id, prompt, params, priority, tenant))
+        except KeyboardInterrupt:  # it may be queued by now, and its caller does not know
+            self.abort_request(request_id)
+            raise
 
     async def _add(
         self,
@@ -77,51 +88,62 @@ class ReplicatedEngine(LLMEngine):
         tenant: str,
     ) -> None:
         box = await self._llm.submit(prompt, params, request_id, priority, tenant)
-        self._readers[request_id] = asyncio.ensure_future(self._read(box))
+        box.raises_own = False
+        self._unfinished[request_id] = box
+        self._readers[box] = asyncio.ensure_future(self._read(box))
 
     async def _read(self, box: Mailbox) -> None:
         try:
             while not box.is_finished:
-                self._came.put(await box.take())
+                self._came.put((box, await box.take()))
         except QuireError as error:
-            self._came.put(error)
+            self._came.put((box, error))
         finally:
             self._llm.leave(box)
-            del self._readers[box.request_id]
+            del self._readers[box]
 
     def begin_when_full(self) -> None:
         """They have begun."""
 
     def step(self) -> list[Output]:
+        """What has come; waits until something has. Raises if a request has failed."""
+        arrivals = self.arrivals()
+        failed = next((one for one in arrivals if isinstance(one, Failed)), None)
+        if failed is not None:
+            raise failed.error
+        return [one for one in arrivals if not isinstance(one, Failed)]
+
+    def arrivals(self) -> list[Output | Failed]:
         """What has come; waits until something has."""
-        if not self._readers and self._came.empty():
-            return []
-        came = [self._came.get()]
-        while not self._came.empty():
-            came.append(self._came.get())
-        for one in came:
-            if isinstance(one, QuireError):
-                raise one
-        return [one for one in came if not isinstance(one, QuireError)]
+        arrivals: list[Output | Failed] = []
+        while self._unfinished and (not arrivals or not self._came.empty()):
+            box, came = self._came.get()
+            if self._unfinished.get(box.request_id) is not box:
+                continue  # it was aborted
+            if isinstance(came, QuireError) or came.finished:
+                del self._unfinished[box.request_id]
+            arrivals.append(Failed(box.request_id, came) if isinstance(came, QuireError) else came)
+        return arrivals
 
     def abort_request(self, request_ids: str | list[str]) -> None:
         """End requests now; their outputs are not shown any more."""
         ids = [request_ids] if isinstance(request_ids, str) else request_ids
-        if not self._closed:
-            self._wait(self._abort(ids))
+        boxes = [box for one in ids if (box := self._unfinished.pop(one, None)) is not None]
+        if boxes and not self._closed:
+            self._wait(self._abort(boxes))
 
-    async def _abort(self, request_ids: list[str]) -> None:
-        readers = [reader for one in request_ids if (reader := self._readers.get(one)) is not None]
+    async def _abort(self, boxes: list[Mailbox]) -> None:
+        readers = [reader for box in boxes if (reader := self._readers.get(box)) is not None]
         for reader in readers:
             reader.cancel()
         await asyncio.gather(*readers, return_exceptions=True)
 
     def has_unfinished_requests(self) -> bool:
         """Whether something will come."""
-        return bool(self._readers)
+        return bool(self._unfinished)
 
     def get_num_unfinished_requests(self) -> int:
-        return len(self._readers)
+        return len(self._unfinished)
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached blocks; True if none had to stay with a running request."""
@@ -141,18 +163,38 @@ class ReplicatedEngine(LLMEngine):
 
     def check_idle(self) -> None:
         """Raise unless every request has ended everywhere."""
-        report = self._wait(self._llm.report_health())
-        if self._readers or report.unfinished:
-            raise RuntimeError(f"{len(self._readers)} requests are read, and {report.unfinished} are open in engines")
+        open_here, report = len(self._unfinished) + len(self._readers), self._wait(self._llm.report_health())
+        if open_here or report.unfinished:
+            raise RuntimeError(f"{open_here} requests are read, and {report.unfinished} are open in engines")
 
     def shutdown(self) -> None:
         """End all engines. Calling it twice is fine."""
         if not self._closed:
-            self._closed = True
             self._wait(self._llm.__aexit__(None, None, None))
+            self._closed = True
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
             self._loop.close()
 
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        """Have it done by the other thread. Who does not wait for it any more, after Ctrl-C, does not want it."""
+        if self._closed:
+            work.close()
+            raise EngineDeadError(SHUT)
+        done = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return done.result()
+        except BaseException:
+            done.cancel()
+            raise
+
+
+def _end(llm: AsyncLLM, loop: asyncio.AbstractEventLoop) -> None:
+    """Nobody has the engines any more; nothing is waited for."""
+
+    async def end() -> None:
+        await llm.__aexit__(None, None, None)
+        loop.stop()
+
+    if not loop.is_closed():
+        asyncio.run_coroutine_threadsafe(end(), loop)

@@ -79,11 +79,17 @@ class SessionHomes:
                 return await self._make(key, op, unpack_tokens(given.tokens).tolist(), op.salt)
             case calls.ForkSession():
                 return await self._fork(op)
-        home = await self._find(op.key)
-        answer = await (self._anyone() if home is None else home).ask_sessions(op)
-        if isinstance(op, calls.DeleteSession):
-            self._homes.pop(op.key, None)
-        return answer
+            case calls.DeleteSession():
+                async with self._naming(op.key):  # who makes it anew meanwhile must not find its home forgotten
+                    answer = await self._ask_home(op.key, op)
+                    self._homes.pop(op.key, None)
+                    return answer
+        return await self._ask_home(op.key, op)
+
+    async def _ask_home(self, key: str, op: SessionOp) -> SessionAnswer:
+        """Whoever has the session answers; if nobody has, anyone, who says so."""
+        home = await self._find(key)
+        return await (self._anyone() if home is None else home).ask_sessions(op)
 
     async def _make(self, key: str, op: SessionOp, tokens: list[int], salt: str) -> SessionAnswer:
         """A session that may be new: then the router says where it lives."""

@@ -89,7 +89,8 @@ async def _answer(
     from quire.server.serve import make_server
 
     server = await make_server(llm, config)
-    batch = Batch(make_app(server), key, concurrency or 2 * llm.facts.max_num_seqs, Tally())
+    rows = llm.facts.max_num_seqs * len(llm.replicas)
+    batch = Batch(make_app(server), key, concurrency or 2 * rows, Tally())
     await server.start()
     was_stopped = False
     try:

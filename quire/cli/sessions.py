@@ -48,6 +48,9 @@ def run(args: argparse.Namespace) -> int:
         raise ValidationError(f"quire sessions {args.action} takes {count} arguments, got {len(args.arguments)}")
     folder = Path(args.kv_disk).expanduser() / "sessions"
     if not folder.is_dir():
+        if parts := sorted(folder.parent.glob("replica-*/sessions")):
+            shown = ", ".join(str(part.parent) for part in parts)
+            raise ValidationError(f"several engines used {args.kv_disk}: name the folder of one, {shown}", "kv_disk")
         raise ValidationError(
             f"there are no sessions in {args.kv_disk}: no engine has used it with --kv-disk", "kv_disk"
         )

@@ -15,7 +15,8 @@ import pytest
 from quire import LLM, AsyncLLM, SamplingParams
 from quire.errors import ConfigError, EngineDeadError
 from quire.messages.sampling import StructuredOutputsParams
-from tests.api.test_replicas import assert_idle, final, greedy, run
+from tests.api.test_replicas import SETTINGS as PAIR
+from tests.api.test_replicas import NullLLM, assert_idle, final, greedy, run
 from tests.executor.mixtures import CONFIGS, write_mixture
 from tests.executor.test_multiprocess import is_running
 
@@ -162,3 +163,17 @@ def test_a_request_that_is_sooner_than_one_of_the_new_engines_is_not_forgotten(t
 def test_a_dense_model_is_refused_in_a_line(tiny_model: Path) -> None:
     with pytest.raises(ConfigError, match="enable_expert_parallel needs a mixture of experts, and LlamaForCausalLM"):
         AsyncLLM(tiny_model, **SETTINGS, **TOGETHER)
+
+
+def test_a_restart_that_nobody_waits_for_leaves_no_engine_that_begins_alone(tiny_model: Path) -> None:
+    async def work() -> None:
+        async with NullLLM(tiny_model, **PAIR) as pair:
+            restart = asyncio.ensure_future(pair._fleet._restart_each(False))
+            await asyncio.sleep(0.01)  # the old ones are being ended
+            restart.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await restart
+            assert asyncio.all_tasks() == {asyncio.current_task()} and pair.errored
+            assert not any(replica.coming for replica in pair.replicas)
+
+    asyncio.run(work())

@@ -233,6 +233,19 @@ class TestSessions:
 
         run(work())
 
+    def test_one_that_is_made_anew_while_it_is_deleted_has_a_home(self, pair: AsyncLLM) -> None:
+        async def work() -> None:
+            for i in range(100):  # until it does not live at the first, who is asked where nobody knows better
+                await pair.sessions.create("again", [5 + i] * 200)
+                if home(pair, "again") == 1:
+                    break
+                await pair.sessions.delete("again")
+            _, output = await asyncio.gather(pair.sessions.delete("again"), final(pair, [7] * 40, session="again"))
+            assert output.finished and await pair.sessions.count() == 1
+            await pair.sessions.delete("again")
+
+        run(work())
+
     def test_pages_follow_each_other_in_the_order_sessions_were_made(self, pair: AsyncLLM) -> None:
         async def work() -> None:
             names = [f"s{i}" for i in range(17)]

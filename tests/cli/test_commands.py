@@ -123,6 +123,15 @@ def test_bench_throughput_with_random_weights(quire, byte_llama, tmp_path):
     assert figures["tokens_per_second"] == pytest.approx(36 / figures["elapsed_time"])
 
 
+def test_bench_throughput_of_several_engines(quire, byte_llama):
+    bench = ("bench", "throughput", "--model", byte_llama, "--load-format", "dummy", *SMALL, "--num-prompts", 3,
+             "--data-parallel-size", 2)  # fmt: skip
+    ran = quire(*bench)
+    assert ran.code == 0, ran.err
+    assert re.search(r"\d output tokens/s", ran.out) and "KV waste" not in ran.out
+    assert "--profile looks into one engine" in quire(*bench, "--profile").err
+
+
 def test_bench_latency_reports_as_vllm_does(quire, byte_llama, tmp_path):
     file = tmp_path / "result.json"
     ran = quire(

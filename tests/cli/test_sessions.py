@@ -42,5 +42,8 @@ def test_delete_export_and_import(quire, folder, tmp_path):
 def test_what_is_wrong_is_told(quire, folder, tmp_path):
     assert "takes 1 arguments" in quire("sessions", "show", "--kv-disk", folder).err
     assert "there are no sessions" in quire("sessions", "list", "--kv-disk", tmp_path / "nowhere").err
+    with SessionStore.open(tmp_path / "many" / "replica-1" / "sessions"):
+        pass
+    assert str(tmp_path / "many" / "replica-1") in quire("sessions", "list", "--kv-disk", tmp_path / "many").err
     with SessionStore.open(folder / "sessions"):
         assert "in use by process" in quire("sessions", "list", "--kv-disk", folder).err

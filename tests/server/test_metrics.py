@@ -57,6 +57,14 @@ class FakeEngine:
         return self.metrics
 
 
+@dataclass
+class FakeReplica(FakeEngine):
+    """One of several."""
+
+    number: int = 0
+    traffic: Any = None
+
+
 def look(metrics: ServerMetrics) -> Scrape:
     return Scrape(asyncio.run(metrics.page()).decode())
 
@@ -380,7 +388,10 @@ def test_the_documentation_is_what_the_table_makes() -> None:
 
 
 def test_the_documentation_names_every_family_that_is_shown_and_no_other() -> None:
-    shown = look(ServerMetrics(FakeEngine(), "m")).families
+    replicas = [(FakeReplica(number=number), SimpleNamespace(restarts=0)) for number in range(2)]
+    shown = look(ServerMetrics(FakeEngine(), "m", replicas=replicas)).families
+    alone = look(ServerMetrics(FakeEngine(), "m")).families
+    assert set(alone) == {name for name in shown if "router" not in name} != set(shown)
     families = {name for name in shown if not name.startswith(("process_", "python_"))}
     documented = re.findall(r"^\| `([^`]+)` \| (\w+)", page(), re.MULTILINE)
     assert {name.removesuffix("_total") if kind == "counter" else name for name, kind in documented} == families

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +26,16 @@ def bench_settings(args: argparse.Namespace) -> dict[str, Any]:
     settings = engine_settings(args)
     if settings.get("load_format") == "dummy":
         settings.setdefault("skip_tokenizer_init", True)
+    if args.profile and (size := settings.get("data_parallel_size", 1)) > 1:
+        raise ValidationError(f"--profile looks into one engine, and --data-parallel-size is {size}: leave one out")
     return settings
+
+
+def engine_stats(llm: LLM) -> SchedulerStats | None:
+    """What the engine has counted; None where there are several, each in a process of its own."""
+    if llm.llm_engine.config.data_parallel_size > 1:
+        return None
+    return copy.copy(llm.llm_engine.core.scheduler.stats)
 
 
 def random_prompts(llm: LLM, count: int, length: int, seed: int) -> list[TokensPrompt]:
@@ -50,17 +60,19 @@ def fixed_length(llm: LLM, args: argparse.Namespace, n: int = 1) -> SamplingPara
     return SamplingParams(n=n, max_tokens=args.output_len, ignore_eos=True, detokenize=has_tokenizer)
 
 
-def waste_rows(stats: SchedulerStats, reserved: int) -> Rows:
+def waste_rows(stats: SchedulerStats | None, reserved: int) -> Rows:
     """The share of KV slots that held no token, beside what reserving the maximum would have wasted."""
+    if stats is None:
+        return []
     return [
         ("KV waste", f"{100 * stats.waste:.2f}% of the slots held"),
         ("if reserved", f"{100 * stats.waste_if_reserved(reserved):.1f}% with {reserved} slots for every request"),
     ]
 
 
-def waste_figures(stats: SchedulerStats, reserved: int) -> dict[str, float]:
+def waste_figures(stats: SchedulerStats | None, reserved: int) -> dict[str, float]:
     """The same for --output-json."""
-    return {"kv_waste": stats.waste, "kv_waste_if_reserved": stats.waste_if_reserved(reserved)}
+    return {} if stats is None else {"kv_waste": stats.waste, "kv_waste_if_reserved": stats.waste_if_reserved(reserved)}
 
 
 def add_output(parser: Any) -> None:

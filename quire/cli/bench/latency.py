@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import copy
 import statistics
 import time
 
 from quire.cli.bench.common import (
     add_output,
     bench_settings,
+    engine_stats,
     fixed_length,
     random_prompts,
     report,
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
             begin = time.perf_counter()
             llm.generate(prompts, params, use_tqdm=False)
             latencies.append(time.perf_counter() - begin)
-        facts, stats = llm.llm_engine.facts, copy.copy(llm.llm_engine.core.scheduler.stats)
+        facts, stats = llm.llm_engine.facts, engine_stats(llm)
         profiled = None
         if args.profile:
             steps = expected_steps(llm, args.batch_size * args.n, args.input_len, args.output_len)

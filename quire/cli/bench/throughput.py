@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import copy
 import time
 
 from quire.cli.bench.common import (
     add_output,
     bench_settings,
+    engine_stats,
     fixed_length,
     random_prompts,
     report,
@@ -59,12 +59,14 @@ def run(args: argparse.Namespace) -> int:
         begin = time.perf_counter()
         outputs = llm.generate(prompts, params)
         elapsed = time.perf_counter() - begin
-        facts, stats = llm.llm_engine.facts, copy.copy(llm.llm_engine.core.scheduler.stats)
+        facts, stats = llm.llm_engine.facts, engine_stats(llm)
+        counted = {metric.name: metric.value for metric in llm.get_metrics()}
         profiled = None
         if args.profile:
             steps = expected_steps(llm, args.num_prompts * args.n, args.input_len, args.output_len)
             profiled = profile(llm, args, lambda: llm.generate(prompts, params, use_tqdm=False), steps)
     generated = sum(len(sample.token_ids) for output in outputs for sample in output.outputs)
+    preemptions = int(counted["quire:num_preemptions"])
     total = generated + args.num_prompts * args.input_len
     report(
         f"{facts.files.name} ({facts.dtype}) on {facts.device}",
@@ -73,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
             ("elapsed", f"{elapsed:.2f} s"),
             ("throughput", f"{args.num_prompts / elapsed:.2f} requests/s"),
             ("", f"{generated / elapsed:.1f} output tokens/s, {total / elapsed:.1f} with prompts"),
-            ("preemptions", str(stats.preemptions)),
+            ("preemptions", str(preemptions)),
             *waste_rows(stats, facts.max_model_len),
         ],
         args,
@@ -84,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
             "requests_per_second": args.num_prompts / elapsed,
             "tokens_per_second": total / elapsed,
             "output_tokens_per_second": generated / elapsed,
-            "num_preemptions": stats.preemptions,
+            "num_preemptions": preemptions,
             **waste_figures(stats, facts.max_model_len),
             **({"profile": profiled.figures} if profiled else {}),
         },

@@ -103,13 +103,7 @@ class EngineView:
             case "num_requests_waiting_by_reason":
                 waiting, deferred = self._value("num_requests_waiting"), self._value("num_requests_deferred")
                 return figure.labels, {("capacity",): max(0.0, waiting - deferred), ("deferred",): deferred}
-        if figure in ROUTER_FIGURES:
-            return (), self._routed(figure.name)
         return figure.labels, self._told(figure)
-
-    def _routed(self, name: str) -> dict[Labels, float]:
-        """What the router knows; there is none before a single engine."""
-        return {}
 
     def _told(self, figure: Figure) -> dict[Labels, Any]:
         metric = self._figures.known.get(figure.name)
@@ -156,6 +150,10 @@ class ReplicaView(EngineView):
         super().__init__(replica, config, supervisor)
         self._replica = replica
         self._routing = routing
+
+    def values(self, figure: Figure) -> Values:
+        """What there is to say of a figure, those of the router too."""
+        return ((), self._routed(figure.name)) if figure in ROUTER_FIGURES else super().values(figure)
 
     def _routed(self, name: str) -> dict[Labels, float]:
         load = next((one for one in self._routing() if one.name == str(self._replica.number)), None)

@@ -34,6 +34,7 @@ from quire.server.seeing.metric_table import (
     BY_LENGTH,
     ENGINE_FIGURES,
     FINISH_REASONS,
+    ROUTER_FIGURES,
     TABLE,
     Figure,
     bounds_by_length,
@@ -192,6 +193,8 @@ class ServerMetrics:
     def families(self) -> Iterator[Family]:
         """Every figure that can be shown now."""
         for figure in TABLE:
+            if figure in ROUTER_FIGURES and len(self._engines) == 1:
+                continue  # there is no router
             if figure.is_bare:
                 yield _family(figure.name, figure, [((), self._values(figure))])
                 continue

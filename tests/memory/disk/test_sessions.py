@@ -274,6 +274,18 @@ def test_sessions_are_found_by_when_they_were_made(store: SessionStore, clock: C
     assert store.last_made(begin + 20, "nobody") == 0
 
 
+def test_a_clock_that_is_set_back_does_not_change_the_order(store: SessionStore, clock: Clock) -> None:
+    begin = clock.now
+    for name, now in (("s0", 100.0), ("s1", 50.0), ("s2", 101.0)):
+        clock.now = begin + now
+        store.create(name, durable=False)
+    clock.now = begin
+    fork = store.fork("s0", "s3")
+    times = [session.created for session in store.page().sessions]
+    assert times == sorted(times) and fork.used == begin
+    assert store.page(store.last_made(begin + 100.0)).sessions[0].name == "s2"
+
+
 def test_one_process_owns_the_folder(tmp_path: Path) -> None:
     child = f"""
 from quire.memory.disk.sessions import SessionStore

@@ -129,6 +129,11 @@ class Catalog:
         at = bisect_right(order, when, key=lambda number: self.by_id[number].state.created)
         return order[at - 1] if at else 0
 
+    @property
+    def last_created(self) -> float:
+        """When the last session was made; 0: there is none."""
+        return self.by_id[self._order[-1]].state.created if self._order else 0.0
+
     def count(self, owner: str) -> int:
         """How many sessions one owner has."""
         return len(self._orders.get(owner, ()))

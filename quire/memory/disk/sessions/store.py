@@ -428,6 +428,8 @@ class SessionStore:
         return session
 
     def _begin(self, state: State, frames: Sequence[Frame] = (), chunks: Sequence[Chunk] = ()) -> Entry:
+        # Lists of several stores are merged by these times: a clock that was set back must not change the order.
+        state = msgspec.structs.replace(state, created=max(state.created, self._catalog.last_created))
         number = self._catalog.new_id()
         places = self._log.append([*frames, Frame(Kind.STATE, number, 0, msgspec.msgpack.encode(state), state.name)])
         self._keep_chunks(chunks, places)
