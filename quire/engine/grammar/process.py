@@ -25,6 +25,7 @@ import numpy as np
 
 from quire.engine.grammar import wire
 from quire.engine.grammar.wire import Op
+from quire.executor.child import leave_signals
 from quire.messages.structured import StructuredOutputsParams
 
 if TYPE_CHECKING:
@@ -212,8 +213,7 @@ def _reason(error: Exception) -> str:
 
 def main() -> int:
     """The process, from its first message to its end."""
-    for signal_number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signal_number, signal.SIG_IGN)  # they reach every process of a service; the front decides
+    leave_signals()
     control = socket.socket(fileno=int(sys.argv[1]))
     control.set_inheritable(False)
     setup = msgspec.msgpack.decode(control.recv(wire.MESSAGE_BYTES), type=wire.Setup)
@@ -229,7 +229,10 @@ def main() -> int:
     watch.end()  # a fork takes no threads along, and what they hold stays held
     gc.collect()
     gc.freeze()
-    control.sendall(wire.READY)
+    try:
+        control.sendall(wire.READY)
+    except ConnectionError:  # the engine has gone meanwhile
+        return 1
     Nursery(control, setup, vocabulary).run()
     return 0
 
