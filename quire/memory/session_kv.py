@@ -101,8 +101,11 @@ class SessionKV:
         return list(itertools.islice(asleep, limit)), sum(1 for _ in asleep)
 
     def known_keys(self, name: str) -> list[bytes]:
-        """Keys of the blocks that the session put by when it fell asleep; the last may be of a partial one."""
-        return self._owned.get(name, []) if self._disk_blocks is None else self._disk_blocks.held_keys(name)
+        """Keys of the blocks with the session's KV, as far as they are at hand; the last may be of a partial one.
+
+        What is owned in host memory alone may be of an earlier state of the session: nothing is known then.
+        """
+        return [] if self._disk_blocks is None else self._disk_blocks.held_keys(name)
 
     # A turn
 
