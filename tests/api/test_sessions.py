@@ -312,3 +312,25 @@ def test_a_session_larger_than_the_way_to_disk_is_kept_whole(make_llm: MakeLLM, 
     computed = scheduler.stats.prompt_tokens
     s.generate(GREEDY)
     assert scheduler.stats.prompt_tokens == computed + 1
+
+
+def test_what_went_to_sleep_is_not_taken_for_what_was_said_since(
+    make_llm: MakeLLM, shared_tiny: LLM, tiers: dict[str, Any]
+) -> None:
+    """Asleep, cut short, told something else, robbed of its blocks: each turn says what the tokens say."""
+    llm = make_llm(**tiers)
+    greedy = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    session, keeper = llm.sessions.create("a"), llm.sessions.keeper
+    begin, first, second = list(range(20, 36)), list(range(40, 100)), list(range(100, 40, -1))
+    session.append([*begin, *first])
+    session.generate(greedy)
+    session.suspend()
+    key = llm.sessions.key_of("a")
+    keeper.append(key, second, at=len(begin))
+    session.generate(greedy)
+    assert keeper.kv.reclaim(10**6) > 0
+    llm.reset_prefix_cache()
+    before = session.tokens
+    (said,) = session.generate(greedy).outputs
+    (expected,) = shared_tiny.generate([{"prompt_token_ids": before}], greedy, use_tqdm=False)[0].outputs
+    assert list(said.token_ids) == list(expected.token_ids)
