@@ -84,11 +84,8 @@ class Traffic:
         keys = list(request.keys)
         if len(tracked.samples) > 1 or not keys:
             return keys
-        start = size * len(keys)
-        tokens = request.prompt[start:] + tracked.samples[0].tokens[:-1]
-        for at in range(0, len(tokens) - size + 1, size):
-            keys.append(self._keys.following(keys[-1], tokens[at : at + size]))
-        return keys
+        tokens = request.prompt[size * len(keys) :] + tracked.samples[0].tokens[:-1]
+        return keys + self._keys.after(keys[-1], tokens)
 
 
 def as_routed(request: NewRequest) -> RoutedRequest:

@@ -31,15 +31,19 @@ class ContentKeys:
         # Keyed, so that no salt can look like the tokens of a block.
         return self._root if not salt else blake3(salt.encode(), key=self._root).digest()
 
-    def following(self, parent: bytes, tokens: Sequence[int]) -> bytes:
+    def following(self, parent: bytes, tokens: Sequence[int] | np.ndarray) -> bytes:
         """The key of the block that holds `tokens` after `parent`."""
         return blake3(parent + np.asarray(tokens, dtype=np.int32).tobytes()).digest()
 
     def of(self, tokens: Sequence[int], salt: str = "") -> list[bytes]:
         """Keys of all full blocks of `tokens`."""
+        return self.after(self.root(salt), tokens)
+
+    def after(self, parent: bytes, tokens: Sequence[int] | np.ndarray) -> list[bytes]:
+        """Keys of all full blocks of `tokens`, which come after the block `parent`."""
         size = self.block_size
         data = memoryview(np.asarray(tokens, dtype=np.int32).tobytes())
-        keys, parent = [], self.root(salt)
+        keys = []
         for block in range(len(tokens) // size):
             parent = blake3(parent + data[4 * size * block : 4 * size * (block + 1)]).digest()
             keys.append(parent)

@@ -292,7 +292,7 @@ class SessionKV:
         full = live.tokens // size
         session = self._store.get(live.name)
         parent = live.keys[full - 1] if full else self._keys.root(session.salt)
-        return self._keys.following(parent, self._store.tokens(live.name, full * size, live.tokens).tolist())
+        return self._keys.following(parent, self._store.tokens(live.name, full * size, live.tokens))
 
     def _release(self, live: Live) -> None:
         self._tables.pool.release(live.blocks)

@@ -239,11 +239,9 @@ class Ledger:
             return
         size = self.tables.block_size
         keys, full = request.keys, request.known // self.tables.block_size
-        if not keys and full:
-            keys += self._keys.of(request.tokens(0, full * size), request.source.salt)
-        while len(keys) < full:
+        if len(keys) < full:
             parent = keys[-1] if keys else self._keys.root(request.source.salt)
-            keys.append(self._keys.following(parent, request.tokens(len(keys) * size, (len(keys) + 1) * size)))
+            keys += self._keys.after(parent, request.tokens(len(keys) * size, full * size))
 
     def partial_key(self, request: Request, tokens: int) -> bytes:
         """The content key of a last block that holds the request's tokens up to `tokens` and has room for more."""

@@ -137,12 +137,9 @@ class SessionBlocks:
         self, last: bytes, tokens: np.ndarray, partial: bool = True
     ) -> tuple[list[bytes], bytes, np.ndarray]:
         """Keys of the blocks that hold `tokens` after the block `last`; the last full one; and what is left over."""
-        size, keys = self._keys.block_size, []
-        full = len(tokens) - len(tokens) % size
-        for start in range(0, full, size):
-            last = self._keys.following(last, tokens[start : start + size].tolist())
-            keys.append(last)
-        rest = tokens[full:]
+        keys = self._keys.after(last, tokens)
+        last = keys[-1] if keys else last
+        rest = tokens[len(keys) * self._keys.block_size :]
         if partial and len(rest):
-            keys.append(self._keys.following(last, rest.tolist()))
+            keys.append(self._keys.following(last, rest))
         return keys, last, rest
