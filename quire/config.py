@@ -242,11 +242,15 @@ class EngineConfig:
             ("num_gpu_blocks_override", 1), ("pipeline_depth", 0), ("max_logprobs", -1),
             ("step_timeout", 0), ("grammar_timeout", 1), ("ray_placement_timeout", 0),
         ):  # fmt: skip
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
-                raise ConfigError(f"{name} must be an integer of at least {least}, got {value!r}", name, value)
+            if getattr(self, name) is not None:
+                self._check_integer(name, least)
         if (self.pipeline_depth or 0) > DEEPEST:
             raise ConfigError(f"pipeline_depth is at most {DEEPEST}", "pipeline_depth", self.pipeline_depth)
+
+    def _check_integer(self, name: str, least: int) -> None:
+        value = getattr(self, name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise ConfigError(f"{name} must be an integer of at least {least}, got {value!r}", name, value)
 
     def _check_shares(self) -> None:
         for name in ("gpu_memory_utilization", "cpu_kv_cache_share"):
@@ -301,9 +305,7 @@ class EngineConfig:
     def _check_parallel(self) -> None:
         backend = self.distributed_executor_backend
         for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
-            size = getattr(self, name)
-            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-                raise ConfigError(f"{name} must be an integer of at least 1, got {size!r}", name, size)
+            self._check_integer(name, 1)
         self._check_stages()
         if backend not in (None, *EXECUTORS):
             raise ConfigError(
@@ -359,10 +361,8 @@ class EngineConfig:
 
     def _check_experts(self) -> None:
         for name in ("num_redundant_experts", "expert_rebalance_interval"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-                raise ConfigError(f"{name} must be an integer of at least 0, got {value!r}", name, value)
-            if value and not self.enable_expert_parallel:
+            self._check_integer(name, 0)
+            if (value := getattr(self, name)) and not self.enable_expert_parallel:
                 raise ConfigError(
                     f"{name} ({value}) needs enable_expert_parallel: without it every rank has a part of every expert",
                     name,

@@ -62,6 +62,10 @@ class EngineDeadError(QuireError, RuntimeError):
     """The engine has been shut down or cannot go on."""
 
 
+SHUT = "the engine has been shut down; make a new one"
+"""What every call is told after that."""
+
+
 class ClusterError(QuireError, RuntimeError):
     """The cluster that is to hold the ranks cannot be reached, has too little, or has other software."""
 

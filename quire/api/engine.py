@@ -12,7 +12,7 @@ from quire.api.interrupts import deferred_interrupts
 from quire.config import EngineConfig
 from quire.engine.setup import EngineFacts, make_engine
 from quire.engine.stats import Metric
-from quire.errors import ConfigError, EngineDeadError, QuireError, ValidationError
+from quire.errors import SHUT, ConfigError, EngineDeadError, QuireError, ValidationError
 from quire.loading.hub import find
 from quire.loading.read_config import read_generation_config, read_model_config
 from quire.loading.tokenizer import load_tokenizer
@@ -80,7 +80,7 @@ class LLMEngine:
         """Check a request and queue it. `PoolingParams` ask for a vector, `BeamSearchParams` for the best sequences.
         `session`: what the session goes by whose turn this is."""
         if self._closed:
-            raise EngineDeadError("the engine has been shut down; make a new one")
+            raise EngineDeadError(SHUT)
         if request_id in self._outputs:
             raise ValidationError(f"request id {request_id!r} is in use", "request_id", request_id)
         request, text = self.inputs.make(request_id, prompt, params, time.monotonic(), priority, tenant)

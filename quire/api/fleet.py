@@ -14,7 +14,7 @@ from typing import Any
 
 from quire.api.company import Company
 from quire.api.mailbox import Mailbox
-from quire.api.replica import SHUT, Replica, aside
+from quire.api.replica import Replica, aside
 from quire.api.session_homes import SessionHomes
 from quire.api.traffic import Traffic, as_routed
 from quire.config import EngineConfig
@@ -23,7 +23,7 @@ from quire.engine.facts import Facts
 from quire.engine.remote import RemoteEngine, error_of
 from quire.engine.session_calls import SessionAnswer, SessionOp
 from quire.engine.shares import replica_config, warn_of_orphans
-from quire.errors import EngineDeadError
+from quire.errors import SHUT, EngineDeadError
 from quire.loading.files import ModelFiles
 from quire.loading.model_config import ModelConfig
 from quire.messages.experts import Rebalanced

@@ -17,7 +17,7 @@ from quire.engine.facts import Facts
 from quire.engine.remote import RemoteEngine, error_of
 from quire.engine.session_calls import SessionAnswer, SessionOp
 from quire.engine.stats import Metric
-from quire.errors import EngineDeadError, QuireError, ReplicaDownError
+from quire.errors import SHUT, EngineDeadError, QuireError, ReplicaDownError
 from quire.messages.memory_map import MemoryMap
 from quire.messages.outputs import Finished, StepOutputs
 from quire.output.processor import OutputProcessor
@@ -26,8 +26,6 @@ logger = logging.getLogger(__name__)
 
 MANY = 8
 """Outputs that first tokens do not wait for."""
-
-SHUT = "the engine has been shut down; make a new one"
 
 
 class Replica:

@@ -13,10 +13,9 @@ from quire.api.async_llm import AsyncLLM
 from quire.api.engine import Failed, LLMEngine
 from quire.api.inputs import PromptType
 from quire.api.mailbox import Mailbox
-from quire.api.replica import SHUT
 from quire.config import EngineConfig
 from quire.engine.stats import Metric
-from quire.errors import ConfigError, EngineDeadError, QuireError, ValidationError
+from quire.errors import SHUT, ConfigError, EngineDeadError, QuireError, ValidationError
 from quire.messages.beams import BeamSearchParams
 from quire.messages.experts import Rebalanced
 from quire.messages.memory_map import MemoryMap

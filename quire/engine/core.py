@@ -12,7 +12,15 @@ from quire.engine.grammar.grammars import Grammars
 from quire.engine.memory_map import map_memory
 from quire.engine.stats import InfoLine, Metric, metrics_of
 from quire.engine.watchdog import Watchdog
-from quire.errors import DeviceLostError, EngineDeadError, RankLostError, StepError, StepMemoryError, ValidationError
+from quire.errors import (
+    SHUT,
+    DeviceLostError,
+    EngineDeadError,
+    RankLostError,
+    StepError,
+    StepMemoryError,
+    ValidationError,
+)
 from quire.executor.base import Executor, Lockstep
 from quire.memory.sessions import SessionKeeper
 from quire.messages.experts import Rebalanced
@@ -66,7 +74,7 @@ class EngineCore:
     def add(self, request: NewRequest) -> None:
         """Take a request; raises if it could never fit."""
         if not self._alive:
-            raise EngineDeadError("the engine has been shut down; make a new one")
+            raise EngineDeadError(SHUT)
         if self._death:
             raise EngineDeadError(self._death)
         if request.params.structured_outputs is None:

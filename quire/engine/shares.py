@@ -15,8 +15,11 @@ logger = logging.getLogger(__name__)
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 CPU_SPACE = "QUIRE_CPU_KVCACHE_SPACE"
-SHARE_GPU = "QUIRE_SHARE_GPU"
-"""1: all engines use the same devices."""
+
+
+def shares_gpu() -> bool:
+    """Whether engines and ranks may use the same devices."""
+    return os.environ.get("QUIRE_SHARE_GPU") == "1"
 
 
 def replica_config(config: EngineConfig, replica: int) -> EngineConfig:
@@ -30,7 +33,7 @@ def replica_config(config: EngineConfig, replica: int) -> EngineConfig:
         "swap_space": config.swap_space / replicas,
         "kv_disk_size": config.kv_disk_size / replicas,
     }
-    if os.environ.get(SHARE_GPU) == "1":
+    if shares_gpu():
         share["gpu_memory_utilization"] = config.gpu_memory_utilization / replicas
     if config.kv_disk is not None:
         share["kv_disk"] = str(replica_folder(config.kv_disk, replica))
@@ -70,12 +73,11 @@ def take_share(config: EngineConfig, replica: int, replicas: int) -> None:
     torch.set_num_threads(max(1, torch.get_num_threads() // replicas))
     if (space := config.cpu_kv_cache_bytes) is not None:
         os.environ[CPU_SPACE] = str(space / replicas / 2**30)
-    if config.device == "cpu" or os.environ.get(SHARE_GPU) == "1" or config.distributed_executor_backend == "ray":
+    if config.device == "cpu" or shares_gpu() or config.distributed_executor_backend == "ray":
         return  # on a Ray cluster each rank is given its device
     # Counted by the driver's library: asking CUDA itself would settle what this process sees.
     if count := torch.cuda.device_count():
-        each = config.tensor_parallel_size * config.pipeline_parallel_size
-        os.environ[VISIBLE] = own_devices(os.environ.get(VISIBLE), count, replica, replicas, each)
+        os.environ[VISIBLE] = own_devices(os.environ.get(VISIBLE), count, replica, replicas, config.num_ranks)
 
 
 def own_devices(visible: str | None, count: int, replica: int, replicas: int, each: int) -> str:

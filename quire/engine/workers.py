@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from dataclasses import dataclass, field
 
 import torch
@@ -12,10 +11,11 @@ from quire.config import EngineConfig
 from quire.distributed.groups import Ranks
 from quire.distributed.lockstep import Lockstep, Place
 from quire.distributed.world import BACKENDS
+from quire.engine.shares import shares_gpu
 from quire.errors import ConfigError
 from quire.executor.base import Executor
 from quire.executor.expert_balance import ExpertBalance
-from quire.executor.links import Ranks as StartedRanks
+from quire.executor.links import StartedRanks
 from quire.executor.local import LocalExecutor
 from quire.executor.lockstep import LockstepExecutor
 from quire.layers.moe import has_experts
@@ -151,10 +151,7 @@ def _start_here(
         raise no_room(error, needs, platform, doing) from error
     executor: Executor = (local := LocalExecutor(worker, can_give_up=config.step_timeout > 0))
     if world is not None:
-        balance = ExpertBalance(
-            config.expert_ranks, config.num_redundant_experts, config.expert_rebalance_interval
-        )  # fmt: skip
-        executor = LockstepExecutor(local, worker, world, balance)
+        executor = LockstepExecutor(local, worker, world, ExpertBalance.of(config))
         if config.step_timeout:  # loading may take longer than a step
             world.limit(config.step_timeout)
     return Workers(
@@ -172,7 +169,7 @@ def _start_here(
 
 def _join(platform: Platform, place: Place) -> Lockstep:
     backend = BACKENDS[platform.device.type]
-    if os.environ.get("QUIRE_SHARE_GPU") == "1":  # several to a card, which NCCL refuses
+    if shares_gpu():  # several to a card, which NCCL refuses
         backend = "gloo"
     return Lockstep(place, backend, JOIN_SECONDS)
 
@@ -210,7 +207,7 @@ def _start_ranks(
 
 def _check_devices(config: EngineConfig, platform: Platform) -> None:
     size = config.num_ranks
-    if os.environ.get("QUIRE_SHARE_GPU") == "1":
+    if shares_gpu():
         return
     if platform.device.type == "cuda" and size > torch.cuda.device_count():
         raise ConfigError(

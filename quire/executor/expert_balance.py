@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from quire.config import EngineConfig
 from quire.layers.expert_placement import Placement, moves, place
 from quire.messages.experts import Rebalanced
 
@@ -24,6 +25,11 @@ class ExpertBalance:
         self._placements: dict[int, Placement] = {}
         self._since: Counts = {}
         self._seen: Counts = {}
+
+    @classmethod
+    def of(cls, config: EngineConfig) -> ExpertBalance:
+        """As the settings say."""
+        return cls(config.expert_ranks, config.num_redundant_experts, config.expert_rebalance_interval)
 
     def is_due(self) -> bool:
         """To be asked once a step: whether experts should be moved before it."""

@@ -24,7 +24,7 @@ STOP_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
-class Place:
+class RankPlace:
     """Where a rank is, and what it has there."""
 
     threads: int
@@ -47,7 +47,7 @@ class Pulse(Protocol):
         ...
 
 
-class Ranks(Protocol):
+class StartedRanks(Protocol):
     """Processes that were started, one a rank, and can be ended."""
 
     @property
@@ -57,7 +57,7 @@ class Ranks(Protocol):
     def pids(self) -> list[int]: ...
 
     @property
-    def places(self) -> Sequence[Place]: ...
+    def places(self) -> Sequence[RankPlace]: ...
 
     @property
     def pulse(self) -> Pulse: ...
@@ -98,7 +98,7 @@ class Ranks(Protocol):
 class RankLinks:
     """A socket to each rank. When one is lost all are ended: the others would wait for it for ever."""
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, ranks: StartedRanks) -> None:
         self.ranks = ranks
         self._sockets = ranks.sockets
         self._inlets = [Inlet(sock) for sock in self._sockets]

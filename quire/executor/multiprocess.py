@@ -1,4 +1,4 @@
-"""The `mp` executor: the model cut over processes of this machine, all of which run every plan.
+"""The executors `mp` and `ray`: the model cut over processes, here or on other machines, all of which run every plan.
 
 Plans go to every rank as bytes over a socket. The result of the last stage's first rank comes back, from the others
 of that stage that they drew the same, and from the stages before that they are done. The engine's own process computes
@@ -22,7 +22,7 @@ from quire.executor import wire
 from quire.executor.child import surroundings
 from quire.executor.expert_balance import ExpertBalance
 from quire.executor.host import EngineHost
-from quire.executor.links import RankLinks, Ranks
+from quire.executor.links import RankLinks, StartedRanks
 from quire.executor.processes import RankProcesses
 from quire.loading.files import ModelFiles
 from quire.messages.experts import Rebalanced
@@ -50,7 +50,7 @@ class MultiprocessExecutor:
         max_model_len: int,
         max_rows: int,
         max_tokens: int,
-        ranks: Ranks | None = None,
+        ranks: StartedRanks | None = None,
     ) -> None:
         """Waits until the ranks are loaded and have their caches; raises what kept one from that.
 
@@ -75,9 +75,7 @@ class MultiprocessExecutor:
         self.balance: ExpertBalance | None = None
         """Of whole experts over the ranks of a stage, where they are so."""
         if config.enable_expert_parallel and config.expert_ranks > 1:
-            self.balance = ExpertBalance(
-                config.expert_ranks, config.num_redundant_experts, config.expert_rebalance_interval
-            )
+            self.balance = ExpertBalance.of(config)
         try:
             starts = [
                 wire.Start(

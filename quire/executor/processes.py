@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from quire.executor.ends import describe_end
-from quire.executor.links import Place
+from quire.executor.links import RankPlace
 from quire.executor.pulse import Pulses
 from quire.executor.shared_ring import RingWriter
 from quire.messages.shared import unnamed_file
@@ -33,7 +33,7 @@ class RankProcesses:
 
     def __init__(self, size: int, threads: int, environment: Mapping[str, str]) -> None:
         """`threads`: how many each of them may use."""
-        self.places = [Place(threads, neighbours=size)] * size
+        self.places = [RankPlace(threads, neighbours=size)] * size
         self._folder = Path(tempfile.mkdtemp(prefix="quire-ranks-"))
         self.rendezvous = str(self._folder / "meeting")
         self.pulse = Pulses(size)

@@ -26,7 +26,7 @@ from quire.errors import ClusterError
 from quire.executor import ray_actor, ray_cluster
 from quire.executor.gate import Gate
 from quire.executor.heartbeats import Heartbeats
-from quire.executor.links import Place
+from quire.executor.links import RankPlace
 from quire.loading.files import ModelFiles
 
 logger = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ class RayRanks:
         neighbours = Counter(facts["node"] for facts in self._facts)
         wanted = os.environ.get("OMP_NUM_THREADS", "")
         self.places = [
-            Place(
+            RankPlace(
                 threads=max(1, (int(wanted) if wanted.isdecimal() else facts["cores"]) // neighbours[facts["node"]]),
                 neighbours=neighbours[facts["node"]],
                 own_device=on_gpus,
