@@ -17,6 +17,7 @@ from quire.memory.disk.store import DiskStore
 from quire.memory.disk.transfers import DiskTransfers
 from quire.memory.host import HostTier
 from quire.memory.prefix import ContentKeys
+from quire.memory.session_kv import SessionKV
 from quire.memory.sessions import SessionKeeper
 from quire.memory.tables import BlockTables
 from quire.memory.tiers import Tiers
@@ -76,7 +77,7 @@ def make_sessions(
     if held is not None:
         held.hold_all()
         logger.info("%d sessions on disk: %s", len(store), store.folder)
+    kv = SessionKV(tables, keys, store, fingerprint, tiers, held)
     return SessionKeeper(
-        tables, keys, store, fingerprint, tiers, held, config.session_idle_seconds,
-        token_fingerprint=tokens_fingerprint(model), scratch=scratch,
-    )  # fmt: skip
+        store, kv, tiers, config.session_idle_seconds, token_fingerprint=tokens_fingerprint(model), scratch=scratch
+    )

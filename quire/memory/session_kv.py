@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 from quire.errors import StoreError
 from quire.memory.disk.holds import SessionBlocks
 from quire.memory.disk.sessions import SessionStore
+from quire.memory.journeys import Save
 from quire.memory.prefix import ContentKeys
 from quire.memory.tables import BlockTables
-from quire.memory.tiers import Save, Tiers
+from quire.memory.tiers import Tiers
 from quire.messages.request import Request
 
 logger = logging.getLogger(__name__)
@@ -100,12 +101,13 @@ class SessionKV:
         asleep = ((name, key) for name, key in last if name not in self._live)
         return list(itertools.islice(asleep, limit)), sum(1 for _ in asleep)
 
-    def known_keys(self, name: str) -> list[bytes]:
-        """Keys of the blocks with the session's KV, as far as they are at hand; the last may be of a partial one.
+    def known_keys(self, name: str, tokens: int) -> list[bytes]:
+        """Keys of the full blocks with KV of the session's first `tokens` tokens, as far as they are at hand.
 
         What is owned in host memory alone may be of an earlier state of the session: nothing is known then.
         """
-        return [] if self._disk_blocks is None else self._disk_blocks.held_keys(name)
+        held = [] if self._disk_blocks is None else self._disk_blocks.held_keys(name)
+        return held[: tokens // self._tables.block_size]
 
     # A turn
 

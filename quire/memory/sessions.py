@@ -19,14 +19,11 @@ import msgspec
 import numpy as np
 
 from quire.errors import SessionBusyError, StoreError, ValidationError
-from quire.memory.disk.holds import SessionBlocks
 from quire.memory.disk.sessions import Session, SessionStore, name_of
 from quire.memory.disk.sessions.exchange import check_model, decode_export, exported_bytes
 from quire.memory.disk.sessions.names import check_name
 from quire.memory.disk.sessions.state import unpack_tokens
-from quire.memory.prefix import ContentKeys
 from quire.memory.session_kv import SessionKV
-from quire.memory.tables import BlockTables
 from quire.memory.tiers import Tiers
 from quire.messages.request import NewRequest, Request
 
@@ -81,25 +78,19 @@ class SessionKeeper:
 
     def __init__(
         self,
-        tables: BlockTables,
-        keys: ContentKeys,
         store: SessionStore,
-        fingerprint: bytes,
+        kv: SessionKV,
         tiers: Tiers | None = None,
-        disk_blocks: SessionBlocks | None = None,
         idle_seconds: float | None = None,
         clock: Callable[[], float] = time.monotonic,
         token_fingerprint: bytes = b"",
         scratch: TemporaryDirectory[str] | None = None,
     ) -> None:
-        """`fingerprint`: of the model and the KV's layout; `token_fingerprint`: of what token ids mean. `disk_blocks`:
-        what sessions own in the disk tier, if there is one. `idle_seconds`: a session that has had no turn for so long
-        falls asleep by itself. `scratch`: the store's folder, where it is to go with the keeper."""
+        """`kv`: their blocks. `idle_seconds`: a session that has had no turn for so long falls asleep by itself.
+        `token_fingerprint`: of what token ids mean. `scratch`: the store's folder, where it goes with the keeper."""
         self.store = store
-        self.kv = SessionKV(tables, keys, store, fingerprint, tiers, disk_blocks, clock)
-        """Their blocks."""
+        self.kv = kv
         self._tiers = tiers
-        self._block_size = tables.block_size
         self._idle_seconds = idle_seconds
         self._clock = clock
         self._token_fingerprint = token_fingerprint
@@ -273,7 +264,7 @@ class SessionKeeper:
         self.kv.begin(source.session, source.id)
         saved = session.kv_tokens if session.kv_fingerprint == self.kv.fingerprint else 0
         if not source.keys:
-            source.keys = self.kv.known_keys(source.session)[: saved // self._block_size]
+            source.keys = self.kv.known_keys(source.session, saved)
         return saved
 
     def end(self, request: Request, is_kept: bool) -> str | None:

@@ -14,13 +14,13 @@ import contextlib
 import socket
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 
 from quire.memory.costs import LEAST_BYTES, Costs
 from quire.memory.disk.transfers import DiskTransfers, Ticket
 from quire.memory.host import HostTier
+from quire.memory.journeys import Back, Fetch, Journey, Out, Save
 from quire.memory.tables import BlockTables
 from quire.messages.plan import Moves, MovesDone
 from quire.sleeping import sleep_until
@@ -28,94 +28,6 @@ from quire.sleeping import sleep_until
 NO_SLOT = -1
 WRITES_AT_ONCE = 32
 """Blocks on their way to disk: each keeps a slot of host memory from being taken."""
-
-
-@dataclass(eq=False)
-class Save:
-    """Blocks that go out together."""
-
-    to_disk: bool = False
-    """…and on from the host to disk, at once."""
-    pending: int = 0
-    lost: int = 0
-    """Blocks there was no room for, or that could not be written."""
-
-    @property
-    def is_done(self) -> bool:
-        return not self.pending
-
-
-@dataclass(eq=False)
-class Fetch:
-    """Blocks that come back for one request, in order."""
-
-    keys: list[bytes]
-    blocks: list[int]
-    tokens: np.ndarray
-    """[blocks, block size] token ids."""
-    begun: int = 0
-    """The first so many are on their way or there."""
-    pending: int = 0
-    good: int = 0
-    """Leading blocks that are there, once it is done."""
-    is_cancelled: bool = False
-    _there: set[int] = field(default_factory=set)
-
-    @property
-    def is_done(self) -> bool:
-        return not self.pending and (self.begun == len(self.keys) or self.is_cancelled)
-
-    def ended(self, first: int, count: int, ok: bool) -> None:
-        """Some of them have come, or never will; those after the first that did not are of no use."""
-        self.pending -= count
-        if ok:
-            self._there.update(range(first, first + count))
-        else:
-            self.is_cancelled = True
-        while self.good in self._there:
-            self.good += 1
-
-
-@dataclass(slots=True)
-class _Out:
-    key: bytes
-    block: int
-    slot: int
-    save: Save
-    is_idle: bool
-    """Nobody holds the block but its journey."""
-
-
-@dataclass(slots=True)
-class _Back:
-    """Neighbours among a fetch's blocks that are in host memory."""
-
-    fetch: Fetch
-    first: int
-    slots: list[int]
-
-    @property
-    def keys(self) -> list[bytes]:
-        return self.fetch.keys[self.first : self.first + len(self.slots)]
-
-    @property
-    def blocks(self) -> list[int]:
-        return self.fetch.blocks[self.first : self.first + len(self.slots)]
-
-    @property
-    def tokens(self) -> np.ndarray:
-        return self.fetch.tokens[self.first : self.first + len(self.slots)]
-
-    def split(self, count: int) -> tuple[_Back, _Back]:
-        """The first `count`, and the others."""
-        first, fetch = self.first, self.fetch
-        return _Back(fetch, first, self.slots[:count]), _Back(fetch, first + count, self.slots[count:])
-
-
-@dataclass
-class _Journey:
-    outs: list[_Out]
-    backs: list[_Back]
 
 
 class Tiers:
@@ -135,11 +47,11 @@ class Tiers:
         self.costs = costs
         self._tables = tables
         self._slot_bytes = slot_bytes
-        self._outs: deque[_Out] = deque()
-        self._queue: deque[_Out] = deque()
+        self._outs: deque[Out] = deque()
+        self._queue: deque[Out] = deque()
         """Blocks on their way to disk for which host memory has no slot yet."""
-        self._backs: deque[_Back] = deque()
-        self._journeys: dict[int, _Journey] = {}
+        self._backs: deque[Back] = deque()
+        self._journeys: dict[int, Journey] = {}
         self._fetches: list[Fetch] = []
         self._reads: dict[Ticket, tuple[Fetch, int]] = {}
         self._writes: dict[Ticket, Save | None] = {}
@@ -244,7 +156,7 @@ class Tiers:
             self._tables.pool.share([block])
             save.pending += 1
             (self._outs if key in reserved else self._queue).append(
-                _Out(key, block, reserved.get(key, NO_SLOT), save, is_idle)
+                Out(key, block, reserved.get(key, NO_SLOT), save, is_idle)
             )
         return save
 
@@ -312,7 +224,7 @@ class Tiers:
         self._tables.pool.share(fetch.blocks[first:end])
         fetch.pending += end - first
         fetch.begun = end
-        self._backs.append(_Back(fetch, first, host.use(fetch.keys[first:end])))
+        self._backs.append(Back(fetch, first, host.use(fetch.keys[first:end])))
 
     # Plans carry the copies
 
@@ -322,7 +234,7 @@ class Tiers:
         backs = self._take_backs(limit)
         if not outs and not backs:
             return None
-        self._journeys[step] = _Journey(outs, backs)
+        self._journeys[step] = Journey(outs, backs)
         tokens = [back.tokens.ravel() for back in backs]
         return Moves(
             out=[(out.block, out.slot) for out in outs],
@@ -330,7 +242,7 @@ class Tiers:
             tokens=np.concatenate(tokens).astype(np.int32) if tokens else np.empty(0, np.int32),
         )
 
-    def _take_backs(self, limit: int) -> list[_Back]:
+    def _take_backs(self, limit: int) -> list[Back]:
         """The next `limit` blocks that come back."""
         taken = []
         while self._backs and limit:
@@ -361,11 +273,11 @@ class Tiers:
         self.saved += len(journey.outs)
         self.loaded += came
 
-    def _end_out(self, out: _Out) -> None:
+    def _end_out(self, out: Out) -> None:
         out.save.pending -= 1
         self._tables.pool.release([out.block], as_oldest=out.is_idle)
 
-    def _end_backs(self, backs: Sequence[_Back], ok: bool) -> None:
+    def _end_backs(self, backs: Sequence[Back], ok: bool) -> None:
         for back in backs:
             self._tables.pool.release(back.blocks)
             self.host.let_go(back.keys)
@@ -406,7 +318,7 @@ class Tiers:
             assert self.disk is not None
             self.costs.disk.note(self.disk.num_threads * self.costs.block_bytes, ticket.seconds)
             self.host.arrived(ticket.key)
-            self._backs.append(_Back(fetch, index, self.host.use([ticket.key])))
+            self._backs.append(Back(fetch, index, self.host.use([ticket.key])))
         else:
             self.host.cancel(ticket.key)
             self._tables.pool.release([fetch.blocks[index]])

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from quire.memory.costs import LEAST_TOKENS
-from quire.memory.tiers import Fetch, Save, Tiers
+from quire.memory.journeys import Fetch, Save
+from quire.memory.tiers import Tiers
 from quire.messages.plan import Moves
 from quire.messages.request import Request, State
 from quire.scheduler.draft import Flight

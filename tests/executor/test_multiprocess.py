@@ -84,6 +84,21 @@ def test_two_ranks_say_what_one_says(make_llm: Callable[..., LLM]) -> None:
     assert facts.kv_bytes == 2 * facts.memory.cache
 
 
+def lose_a_rank(llm: LLM, said: str, seconds: float) -> None:
+    """Kill the second rank in the middle of three requests: the next steps say so, within so many seconds."""
+    params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+    for i in range(3):
+        llm.llm_engine.add_request(str(i), [3 + i, *BEGIN], params)
+    for _ in range(5):
+        llm.llm_engine.step()
+    os.kill(ranks_of(llm)[1], signal.SIGKILL)
+    begin = time.monotonic()
+    with pytest.raises(EngineDeadError, match=said):
+        while True:
+            llm.llm_engine.step()
+    assert time.monotonic() - begin < seconds
+
+
 def test_a_step_that_fails_on_all_ranks_is_made_again_and_a_killed_rank_is_told_within_seconds(
     make_llm: Callable[..., LLM],
 ) -> None:
@@ -91,20 +106,10 @@ def test_a_step_that_fails_on_all_ranks_is_made_again_and_a_killed_rank_is_told_
     failing = tokens(llm, [BEGIN], extra_args={"fails": "everywhere"})
     assert failing == tokens(llm, [BEGIN])
     pids = ranks_of(llm)
-    params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
-    for i in range(3):
-        llm.llm_engine.add_request(str(i), [3 + i, *BEGIN], params)
-    for _ in range(5):
-        llm.llm_engine.step()
-    os.kill(pids[1], signal.SIGKILL)
-    begin = time.monotonic()
-    with pytest.raises(EngineDeadError, match=rf"rank 1 of 2 \(pid {pids[1]}\) was killed by SIGKILL"):
-        while True:
-            llm.llm_engine.step()
-    assert time.monotonic() - begin < 8
+    lose_a_rank(llm, rf"rank 1 of 2 \(pid {pids[1]}\) was killed by SIGKILL", seconds=8)
     assert not any(is_running(pid) for pid in pids)
     with pytest.raises(EngineDeadError, match="rank 1 of 2"):
-        llm.llm_engine.add_request("late", BEGIN, params)
+        llm.llm_engine.add_request("late", BEGIN, SamplingParams(temperature=0, max_tokens=200, ignore_eos=True))
     llm.llm_engine.abort_request(["0", "1", "2"])
 
 

@@ -196,12 +196,13 @@ STAGES = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2], ids=["one rank each", "two ranks each"])
-@pytest.mark.parametrize("name", STAGES)
+@pytest.mark.parametrize(
+    "name, ranks",
+    # The three heads of one of them cannot be split over two ranks.
+    [(name, ranks) for name in STAGES for ranks in (1, 2) if (name, ranks) != ("gpt2 in three", 2)],
+)
 def test_architectures_in_stages(name: str, ranks: int, tmp_path: Path, make_llm: Callable[..., LLM]) -> None:
     config, stages, layers = STAGES[name]
-    if ranks == 2 and name == "gpt2 in three":
-        pytest.skip("three heads")
     random_reference(config).save_pretrained(tmp_path / "model")
     prompts = [[(7 * i + 3 * j) % 97 for j in range(20 + 5 * i)] for i in range(4)]
     settings = {**SWAPS, "skip_tokenizer_init": True}

@@ -33,7 +33,7 @@ from quire.executor.ray_ranks import carried
 from quire.loading.files import ModelFiles, local_files
 from quire.loading.read_config import read_model_config
 from quire.platforms.elsewhere import CudaElsewhere
-from tests.executor.test_multiprocess import BEGIN, TIGHT, everything, is_running, ranks_of, tokens
+from tests.executor.test_multiprocess import BEGIN, TIGHT, everything, is_running, lose_a_rank, ranks_of, tokens
 
 ray = pytest.importorskip("ray")
 RAY = {**TIGHT, "tensor_parallel_size": 2, "distributed_executor_backend": "ray"}
@@ -82,17 +82,7 @@ def test_ranks_on_two_nodes_say_what_one_process_says_and_a_lost_one_is_named(
     assert len(set(nodes_of(llm))) == 2
     assert everything(llm) == alone
     pids = ranks_of(llm)
-    params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
-    for i in range(3):
-        llm.llm_engine.add_request(str(i), [3 + i, *BEGIN], params)
-    for _ in range(5):
-        llm.llm_engine.step()
-    os.kill(pids[1], signal.SIGKILL)
-    begin = time.monotonic()
-    with pytest.raises(EngineDeadError, match=rf"rank 1 of 2 \(pid {pids[1]} on node [0-9.]+\) was lost: its process"):
-        while True:
-            llm.llm_engine.step()
-    assert time.monotonic() - begin < 15
+    lose_a_rank(llm, rf"rank 1 of 2 \(pid {pids[1]} on node [0-9.]+\) was lost: its process", seconds=15)
     assert all(goes(pid) for pid in pids)
     llm.llm_engine.abort_request(["0", "1", "2"])
     said = capfd.readouterr()

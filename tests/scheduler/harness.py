@@ -23,6 +23,7 @@ from quire.memory.disk.sessions import SessionStore
 from quire.memory.disk.transfers import Ticket
 from quire.memory.host import HostTier
 from quire.memory.prefix import ContentKeys
+from quire.memory.session_kv import SessionKV
 from quire.memory.sessions import SessionKeeper
 from quire.memory.tables import BlockTables
 from quire.memory.tiers import Tiers
@@ -560,9 +561,8 @@ class Bench:
             self.scheduler.ledger.moving.least_swap = 1
         if sessions is not None:
             store = SessionStore.open(sessions, clock=lambda: self.now)
-            self.scheduler.attach(
-                SessionKeeper(self.tables, self.keys, store, b"model", self.tiers, clock=lambda: self.now)
-            )
+            kv = SessionKV(self.tables, self.keys, store, b"model", self.tiers, clock=lambda: self.now)
+            self.scheduler.attach(SessionKeeper(store, kv, self.tiers, clock=lambda: self.now))
         self.device.keep_plans = True
         self.core = EngineCore(self.scheduler, self.device, depth)
         self.samples: dict[Key, Ended] = {}

@@ -26,6 +26,7 @@ FLAGS = (
     "warning", "--served-model-name", "tiny", "--no-enable-tool-preamble", "--api-key", *KEYS, "--admin-key", ADMIN,
 )  # fmt: skip
 IDLE = ("quire:num_requests_running", "quire:num_requests_waiting", "quire:num_blocks_used")
+LISTENING, CLOSED = "0A", "0"  # in /proc/net/tcp: a state, and the inode of a socket that only the kernel holds still
 LONG = {"max_tokens": 200, "ignore_eos": True, "temperature": 1.0}
 
 
@@ -51,6 +52,7 @@ class Stronghold:
         parts = urlsplit(self.url)
         self.address = (parts.hostname or "", parts.port or 0)
         self._warm_up()
+        self._wait_until_alone()
         self.start = self.holdings()
 
     # Asking
@@ -134,6 +136,13 @@ class Stronghold:
         ):
             answer = self.post(path, body)
             assert answer.status_code == 200, answer.text
+
+    def _wait_until_alone(self) -> None:
+        """The server closes its end of a connection a moment after we have closed ours."""
+        deadline = time.monotonic() + 60
+        while connections(self.pid, self.address[1]):
+            assert time.monotonic() < deadline, self.said
+            time.sleep(0.01)
 
 
 @contextmanager
@@ -222,6 +231,15 @@ def descriptors(pid: int) -> dict[str, int]:
             target = os.readlink(f"/proc/{pid}/fd/{entry}")
             found["file" if target.startswith("/") else target.split("[")[0]] += 1
     return dict(found)
+
+
+def connections(pid: int, port: int) -> int:
+    """A server's ends of its clients' connections that are still open."""
+    found = 0
+    for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]:
+        _, here, _, state, *_, inode = line.split()[:10]
+        found += int(here.rpartition(":")[2], 16) == port and state != LISTENING and inode != CLOSED
+    return found
 
 
 def rss(pid: int) -> int:
