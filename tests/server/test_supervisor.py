@@ -25,6 +25,7 @@ from quire.api.replica import Replica
 from quire.errors import EngineDeadError
 from quire.server.life import supervisor as module
 from quire.server.life.supervisor import Supervisor, pauses
+from tests.server.stronghold import descendants, is_gone
 
 T = TypeVar("T")
 SETTINGS: dict[str, Any] = {"dtype": "float32", "num_gpu_blocks_override": 128, "device": "cpu"}
@@ -80,20 +81,6 @@ async def supervised(
         supervisor.start()
         yield llm, supervisor
         await supervisor.stop()
-
-
-def descendants(pid: int) -> list[int]:
-    """Children of a process, and theirs."""
-    tasks = Path(f"/proc/{pid}/task").iterdir()
-    children = [int(child) for task in tasks for child in (task / "children").read_text().split()]
-    return children + [pid for child in children for pid in descendants(child)]
-
-
-def is_gone(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except FileNotFoundError:
-        return True
 
 
 def kill(llm: AsyncLLM, number: signal.Signals = signal.SIGKILL) -> int:
