@@ -17,6 +17,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 from quire import LLM
+from tests.units import pytest_collection_modifyitems, pytest_xdist_make_scheduler  # noqa: F401 - pytest calls them
 
 ENDS = "</s>"
 LOGGERS = ("quire", "uvicorn", "uvicorn.error", "uvicorn.access", "uvicorn.asgi")

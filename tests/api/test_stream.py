@@ -216,7 +216,6 @@ class TestChat:
             llm.chat(talk, params(), use_tqdm=False)
 
 
-@pytest.mark.xdist_group("default model")
 class TestRealText:
     """The default model: text across tokens, in a chat."""
 

@@ -17,7 +17,7 @@ from quire.messages.outputs import RequestOutput
 from tests.conftest import assert_idle
 from tests.engine.reference import Greedy, greedy, transformers_model
 
-pytestmark = [pytest.mark.xdist_group("default model"), pytest.mark.timeout(900)]
+pytestmark = pytest.mark.timeout(900)
 
 LENGTH = 64
 TIE = 1e-4

@@ -15,8 +15,6 @@ from quire.server.auth import Keys
 from quire.server.errors import ApiError
 from tests.server.stronghold import ADMIN, KEYS, Stronghold, head, statuses
 
-pytestmark = pytest.mark.xdist_group("abuse")
-
 TEXT = "/v1/completions"
 ROUTES = [route for name in (*ROUTE_MODULES, "admin") for route in import_module(f"quire.server.routes.{name}").ROUTES]
 METHODS = ("GET", "POST", "PUT", "DELETE", "PATCH", "HEAD", "OPTIONS", "TRACE")

@@ -24,7 +24,7 @@ from tests.server.conftest import Live
 from tests.server.stronghold import KEYS, Stronghold, descendants, is_gone
 from tests.server.traffic import TEXT, Ask, Users, draw, users_of
 
-pytestmark = [pytest.mark.xdist_group("abuse"), pytest.mark.timeout(3000)]
+pytestmark = pytest.mark.timeout(3000)
 
 
 def run(fort: Stronghold, work: Coroutine[Any, Any, None], seconds: float = 2700) -> None:

@@ -28,7 +28,7 @@ MAY_GROW = 0.02
 """Of its memory, from the end of the warm-up on: less than what is noise from one minute to the next."""
 LEAST_ROOM = 4 << 20
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("abuse"), pytest.mark.timeout(SECONDS + 900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(SECONDS + 900)]
 
 
 @dataclass(frozen=True)

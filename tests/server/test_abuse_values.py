@@ -14,8 +14,6 @@ import pytest
 
 from tests.server.stronghold import Stronghold
 
-pytestmark = pytest.mark.xdist_group("abuse")
-
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
 EMBED = "/v1/embeddings"

@@ -18,8 +18,6 @@ from quire.server.life import connection
 from tests.server.conftest import Live
 from tests.server.stronghold import LONG, Stronghold, head, hear, rss, statuses, whole
 
-pytestmark = pytest.mark.xdist_group("abuse")
-
 TEXT = "/v1/completions"
 BODY = {"prompt": "abc", "max_tokens": 2}
 HEALTH = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"

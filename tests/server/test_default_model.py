@@ -18,7 +18,7 @@ from tests.engine.reference import transformers_model
 from tests.server.clients import CHAT, RESPONSES, TEXT, AsyncClient, SyncClient, assembled, text_of
 from tests.server.conftest import Live
 
-pytestmark = [pytest.mark.xdist_group("default model"), pytest.mark.timeout(900)]
+pytestmark = pytest.mark.timeout(900)
 
 WEATHER = {
     "name": "get_weather",

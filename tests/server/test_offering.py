@@ -35,7 +35,6 @@ def prompt_of(live: Live, **body: Any) -> str:
     return str(live.post("/detokenize", {"tokens": answer.json()["tokens"]}).json()["prompt"])
 
 
-@pytest.mark.xdist_group("default model")
 class TestDefaultModel:
     """Its template knows no tools."""
 

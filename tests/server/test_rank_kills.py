@@ -11,7 +11,7 @@ import pytest
 from tests.server.stronghold import Stronghold, children, stronghold
 from tests.server.test_abuse_crowd import kills, run
 
-pytestmark = [pytest.mark.xdist_group("abuse"), pytest.mark.timeout(3000)]
+pytestmark = pytest.mark.timeout(3000)
 
 
 @pytest.fixture
