@@ -61,13 +61,14 @@ class AsyncLLM:
         self._open(EngineConfig(model=os.fspath(model), **drop_neutral(settings)))
 
     @classmethod
-    def from_config(cls, config: EngineConfig) -> AsyncLLM:
-        """As the constructor, with settings that are checked already."""
+    def from_config(cls, config: EngineConfig, *, spares_torch: bool = False) -> AsyncLLM:
+        """As the constructor, with settings that are checked already. `spares_torch`: nothing in this process will use
+        transformers' models, so torch need not be imported with it."""
         made = cls.__new__(cls)
-        made._open(config)
+        made._open(config, spares_torch)
         return made
 
-    def _open(self, config: EngineConfig) -> None:
+    def _open(self, config: EngineConfig, spares_torch: bool = False) -> None:
         self.config = config
         self._files = find(config)
         self._model = read_model_config(self._files, config.hf_overrides)
@@ -76,7 +77,7 @@ class AsyncLLM:
         self._fleet = Fleet(config, self._files, self._model, self.engine_module, self._outputs)
         self._fleet.start()
         try:  # the tokenizer is loaded while the engines are
-            self._tokenizer = None if config.skip_tokenizer_init else self._load_tokenizer()
+            self._tokenizer = None if config.skip_tokenizer_init else self._load_tokenizer(spares_torch)
         except BaseException:
             self._fleet.kill()
             raise
@@ -379,10 +380,14 @@ class AsyncLLM:
 
     # How it is done
 
-    def _load_tokenizer(self) -> Any:
+    def _load_tokenizer(self, spares_torch: bool) -> Any:
         config = self.config
-        source = self._files if config.tokenizer is None else config.tokenizer
-        return load_tokenizer(source, trust_remote_code=config.trust_remote_code, revision=config.tokenizer_revision)
+        return load_tokenizer(
+            self._files if config.tokenizer is None else config.tokenizer,
+            trust_remote_code=config.trust_remote_code,
+            revision=config.tokenizer_revision,
+            spares_torch=spares_torch,
+        )
 
     def _make_inputs(self) -> None:
         """What checks requests, for the engines that are there now."""

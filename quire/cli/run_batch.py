@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
     engine = EngineConfig(**engine_settings(args))
     with Source(args.input_file) as source, Output(args.output_file, args.overwrite) as output:
         say("loading the model …")
-        llm = AsyncLLM.from_config(engine)
+        llm = AsyncLLM.from_config(engine, spares_torch=True)
         try:
             batch, was_stopped = asyncio.run(_answer(llm, config, key, args.max_concurrency, source, output))
         finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,17 +24,38 @@ _TOKENIZER_FILES = (
 )
 
 
+def import_without_torch() -> None:
+    """Import transformers, for its tokenizers alone, as if there were no torch: it would import that with its
+    compilers, two thirds of the time until a server is there. Torch itself can be imported afterwards."""
+    if not {"torch", "transformers"}.isdisjoint(sys.modules):
+        return
+    quiet = "TRANSFORMERS_NO_ADVISORY_WARNINGS"  # it would say that there is none
+    before = os.environ.get(quiet)
+    os.environ[quiet] = "1"
+    sys.modules["torch"] = None  # type: ignore[assignment] # how Python is told that there is no such module
+    try:
+        import transformers  # noqa: F401
+    finally:
+        del sys.modules["torch"]
+        del os.environ[quiet]
+        if before is not None:
+            os.environ[quiet] = before
+
+
 def load_tokenizer(
     files: ModelFiles | str | os.PathLike[str],
     *,
     trust_remote_code: bool = False,
     revision: str | None = None,
+    spares_torch: bool = False,
 ) -> PreTrainedTokenizerFast:
     """The tokenizer of a model: from its folder, or from a GGUF file's own metadata.
 
     A name that is not on this machine is looked up like a model's. Code in the model's folder runs only with
-    `trust_remote_code`.
+    `trust_remote_code`. `spares_torch`: this process needs transformers for nothing else.
     """
+    if spares_torch and not trust_remote_code:
+        import_without_torch()
     if not isinstance(files, ModelFiles):
         files = _find(files, revision, trust_remote_code)
     if any(files.file(name) for name in _TOKENIZER_FILES):

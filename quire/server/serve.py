@@ -37,7 +37,7 @@ def serve(engine: EngineConfig, config: ServerConfig, on_ready: Callable[[Server
     """Run a server until it is told to stop. `on_ready` gets it, and its address, when it takes requests."""
     allow_many_connections()
     with listening(config) as (sock, url):
-        llm = AsyncLLM.from_config(engine)
+        llm = AsyncLLM.from_config(engine, spares_torch=True)
         try:
             run_loop(run(llm, config, sock, url, on_ready))
         finally:

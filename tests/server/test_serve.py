@@ -38,6 +38,8 @@ def test_it_starts_drains_and_leaves_nothing_behind(tiny_model: Path, tmp_path: 
             assert fact in server.said
         assert sock.stat().st_mode & 0o777 == 0o600
         (engine,) = server.children
+        for pid, needs_torch in ((server.process.pid, False), (engine, True)):  # seconds of a start
+            assert ("libtorch" in Path(f"/proc/{pid}/maps").read_text()) == needs_torch
         headers = {"authorization": "Bearer secret"}
         client = httpx.Client(
             transport=httpx.HTTPTransport(uds=str(sock)), base_url="http://quire", headers=headers, timeout=60

@@ -26,6 +26,8 @@ import numpy as np
 from quire.engine.grammar import wire
 from quire.engine.grammar.wire import Op
 from quire.executor.child import leave_signals
+from quire.loading.files import ModelFiles
+from quire.loading.tokenizer import load_tokenizer
 from quire.messages.structured import StructuredOutputsParams
 
 if TYPE_CHECKING:
@@ -219,10 +221,17 @@ def main() -> int:
     setup = msgspec.msgpack.decode(control.recv(wire.MESSAGE_BYTES), type=wire.Setup)
     watch = _Watch(control)
     try:
-        from quire.engine.grammar import rules, sequences  # noqa: F401 - before the forks
+        tokenizer = load_tokenizer(
+            ModelFiles.from_plain(setup.files) if setup.tokenizer is None else setup.tokenizer,
+            trust_remote_code=setup.trust_remote_code,
+            revision=setup.revision,
+            spares_torch=True,
+        )
+        # The library comes after the tokenizer, because it imports torch, and before the forks.
+        from quire.engine.grammar import rules, sequences  # noqa: F401
         from quire.engine.grammar.vocabulary import GrammarVocabulary
 
-        vocabulary = GrammarVocabulary(setup)
+        vocabulary = GrammarVocabulary(setup, tokenizer)
     except Exception as error:
         control.sendall(f"{type(error).__name__}: {error}".encode()[: wire.MESSAGE_BYTES])
         return 1

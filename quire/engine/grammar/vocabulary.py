@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import xgrammar
 
 from quire.engine.grammar.wire import Setup
-from quire.loading.files import ModelFiles
-from quire.loading.tokenizer import load_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 
 class GrammarVocabulary:
     """Bytes of every token, and the library's compiler over them."""
 
-    def __init__(self, setup: Setup) -> None:
-        tokenizer = load_tokenizer(
-            ModelFiles.from_plain(setup.files) if setup.tokenizer is None else setup.tokenizer,
-            trust_remote_code=setup.trust_remote_code,
-            revision=setup.revision,
-        )
+    def __init__(self, setup: Setup, tokenizer: PreTrainedTokenizerFast) -> None:
         found = xgrammar.TokenizerInfo.from_huggingface(
             tokenizer, vocab_size=setup.vocab_size, stop_token_ids=setup.end_ids
         )
