@@ -18,7 +18,7 @@ from benchmarks.front_overhead import (
     python_load,
 )
 
-STREAMS, TOKENS, PACE = 64, 100, 40.0
+STREAMS, TOKENS, PACE = 64, 40, 40.0
 
 
 @pytest.fixture(scope="module")

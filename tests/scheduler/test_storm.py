@@ -277,37 +277,37 @@ def random_weather(seed: int, tiered: bool = False) -> Weather:
 
 @pytest.mark.parametrize("weather", MIXED, ids=describe)
 def test_mixed_weather(weather: Weather) -> None:
-    Storm(weather, requests=300, seed=1).run()
+    Storm(weather, requests=120, seed=1).run()
 
 
 @pytest.mark.parametrize("weather", TIGHT, ids=describe)
 def test_cache_barely_larger_than_one_request(weather: Weather) -> None:
-    Storm(weather, requests=120, seed=2).run()
+    Storm(weather, requests=60, seed=2).run()
 
 
 @pytest.mark.parametrize("weather", FAILING, ids=describe)
 def test_failing_steps(weather: Weather) -> None:
-    Storm(weather, requests=200, seed=3).run()
+    Storm(weather, requests=80, seed=3).run()
 
 
 @pytest.mark.parametrize("weather", TIERED, ids=describe)
 def test_tiers_below(weather: Weather) -> None:
-    storm = Storm(weather, requests=150, seed=4)
+    storm = Storm(weather, requests=80, seed=4)
     storm.run()
     assert storm.bench.tiers is not None and storm.bench.tiers.saved
 
 
 @pytest.mark.parametrize("weather", PIPELINED, ids=describe)
 def test_plans_through_a_pipeline(weather: Weather) -> None:
-    Storm(weather, requests=120, seed=5).run()
+    Storm(weather, requests=60, seed=5).run()
 
 
-@pytest.mark.parametrize("seed", range(16))
+@pytest.mark.parametrize("seed", range(10))
 def test_any_weather_with_tiers(seed: int) -> None:
     Storm(random_weather(seed, tiered=True), requests=60, seed=seed).run()
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(20))
 def test_any_weather(seed: int) -> None:
     Storm(random_weather(seed), requests=60, seed=seed).run()
 

@@ -135,11 +135,11 @@ def forget_sessions(live: Live) -> None:
             live.client.delete(f"/v1/sessions/{session['id']}")
 
 
-def test_a_few_hundred_requests(fuzz: Fuzz, live: Live) -> None:
-    fuzz.run(right=24, wrong=12)
+def test_a_hundred_requests_and_more(fuzz: Fuzz, live: Live) -> None:
+    fuzz.run(right=10, wrong=6)
     forget_sessions(live)
     live.assert_idle()
-    assert fuzz.total > 250
+    assert fuzz.total > 120
     accepted = fuzz.statuses[GenerationMode.POSITIVE]
     assert accepted[200] > 0.4 * accepted.total(), "or the document says little of what is right"
 

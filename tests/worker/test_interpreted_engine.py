@@ -64,9 +64,9 @@ def preemptions(llm: LLM) -> int:
 @pytest.mark.parametrize(
     "settings",
     [
-        {"pipeline_depth": 0},
+        pytest.param({"pipeline_depth": 0}, marks=pytest.mark.slow),
         {"pipeline_depth": 1, "max_num_batched_tokens": 6, "max_num_seqs": 4, "block_size": 8},
-        {"pipeline_depth": 0, "num_gpu_blocks_override": 8, "block_size": 4},
+        pytest.param({"pipeline_depth": 0, "num_gpu_blocks_override": 8, "block_size": 4}, marks=pytest.mark.slow),
         {"pipeline_depth": 1, "num_gpu_blocks_override": 8, "block_size": 4},
     ],
     ids=["in turn", "overlapped, tiny chunks", "preempted", "overlapped, preempted"],

@@ -69,7 +69,7 @@ class Replayed:
 
 
 @pytest.mark.skipif(ON_GPU, reason="on a GPU steps are really captured: tests/gpu runs them there")
-@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("depth", [1, pytest.param(0, marks=pytest.mark.slow)])
 def test_engines_yield_the_same(tiny_model: Path, monkeypatch: pytest.MonkeyPatch, depth: int) -> None:
     """Over the GPU's kernels in the interpreter, every step through what would be captured."""
     from quire.worker import cuda_graphs, mixed_steps
