@@ -52,8 +52,8 @@ def metric(llm: LLM, name: str) -> float:
     return next(each.value for each in llm.get_metrics() if each.name.endswith(name))  # type: ignore[union-attr]
 
 
-def everything(llm: LLM) -> dict[str, Any]:
-    """One run of each thing that a plan can carry."""
+def everything(llm: LLM, forms: bool = True) -> dict[str, Any]:
+    """One run of each thing that a plan can carry. `forms`: a grammar's too, whose process takes long to start."""
     crowd = [[3 + i, *BEGIN, 5 + i] for i in range(6)]
     found: dict[str, Any] = {
         "long prompts in chunks": tokens(llm, [[(5 * i + j) % 90 + 4 for j in range(50)] for i in range(2)]),
@@ -67,8 +67,10 @@ def everything(llm: LLM) -> dict[str, Any]:
     told = llm.generate([BEGIN], SamplingParams(temperature=0, max_tokens=3, logprobs=2, prompt_logprobs=1))[0]
     found["log-probabilities"] = [list(position) for position in told.outputs[0].logprobs]
     found["of the prompt"] = [position and list(position) for position in told.prompt_logprobs]
-    form = SamplingParams(temperature=0, max_tokens=8, structured_outputs=StructuredOutputsParams(regex="[a-f]{4}x"))
-    found["a form to keep"] = llm.generate("the ", form)[0].outputs[0].text
+    if forms:
+        form = StructuredOutputsParams(regex="[a-f]{4}x")
+        params = SamplingParams(temperature=0, max_tokens=8, structured_outputs=form)
+        found["a form to keep"] = llm.generate("the ", params)[0].outputs[0].text
     return found
 
 

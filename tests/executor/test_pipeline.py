@@ -36,9 +36,9 @@ def _nothing_stays_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> It
     assert not list(tmp_path.glob("quire-ranks-*"))
 
 
-def all_of_it(llm: LLM) -> dict[str, Any]:
+def all_of_it(llm: LLM, forms: bool = True) -> dict[str, Any]:
     """`everything`, and what needs the host after each token, or keeps blocks between turns."""
-    found = everything(llm)
+    found = everything(llm, forms)
     beams = llm.beam_search([BEGIN, BEGIN[:5]], BeamSearchParams(beam_width=3, max_tokens=9, ignore_eos=True))
     found["beams"] = [[sequence.tokens for sequence in output.sequences] for output in beams]
     session = llm.sessions.create("talk", BEGIN)
@@ -71,7 +71,8 @@ def test_two_stages_say_what_one_process_says(alone: dict[str, Any], make_llm: C
 
 
 def test_stages_of_two_ranks_each_say_it_too(alone: dict[str, Any], make_llm: Callable[..., LLM]) -> None:
-    assert all_of_it(make_llm(**SWAPS, pipeline_parallel_size=2, tensor_parallel_size=2)) == alone
+    said = all_of_it(make_llm(**SWAPS, pipeline_parallel_size=2, tensor_parallel_size=2), forms=False)
+    assert said == {what: tokens for what, tokens in alone.items() if what in said} and len(said) == len(alone) - 1
 
 
 def test_a_stage_works_while_the_next_one_does_and_failures_are_the_same_as_in_one_process(

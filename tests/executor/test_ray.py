@@ -76,11 +76,11 @@ def goes(pid: int, seconds: float = 15.0) -> bool:
 def test_ranks_on_two_nodes_say_what_one_process_says_and_a_lost_one_is_named(
     two_nodes: Any, make_llm: Callable[..., LLM], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    alone = everything(make_llm(**TIGHT))
+    alone = everything(make_llm(**TIGHT), forms=False)
     capfd.readouterr()
     llm = make_llm(**RAY, ray_address=two_nodes.address)
     assert len(set(nodes_of(llm))) == 2
-    assert everything(llm) == alone
+    assert everything(llm, forms=False) == alone
     pids = ranks_of(llm)
     lose_a_rank(llm, rf"rank 1 of 2 \(pid {pids[1]} on node [0-9.]+\) was lost: its process", seconds=15)
     assert all(goes(pid) for pid in pids)
