@@ -31,7 +31,7 @@ chat: setup
 	@$(BIN)/quire chat $(ARGS)
 
 test: setup-dev lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not gpu"
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not gpu"
 
 # For a machine with a GPU and no network: nothing is installed, python3 has torch, triton and pytest.
 GPU_PYTHON ?= $(firstword $(wildcard $(BIN)/python) $(PYTHON))
