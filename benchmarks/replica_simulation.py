@@ -5,9 +5,11 @@ from __future__ import annotations
 import heapq
 import itertools
 import statistics
+from abc import abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from prefix_traces import BLOCK, Arrival
 
@@ -15,8 +17,6 @@ from quire.memory.tables import BlockTables
 
 REPORT_STEPS = 16
 """Steps between a row's reports of progress: a front that reads everything is told more often."""
-
-
 WINDOW = 10.0
 """Seconds."""
 
@@ -126,12 +126,12 @@ class SimulatedReplica:
             self.prompts.append(visit)
 
 
-class Policy:
+class Policy(Protocol):
     """Who gets a request. What it is told of visits is what a front process sees."""
 
+    @abstractmethod
     def send(self, arrival: Arrival, now: float) -> int:
         """The replica for it."""
-        raise NotImplementedError
 
     def started(self, arrival: Arrival, cached: int, now: float) -> None:
         """Its first token came."""
