@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,9 @@ import torch
 # Before anything imports triton: it decides at import whether its kernels run in the interpreter.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+
+# Who started us in the background may have had Ctrl-C ignored, for us and for what we start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 from quire import LLM
 from tests.units import pytest_collection_modifyitems, pytest_xdist_make_scheduler  # noqa: F401 - pytest calls them

@@ -142,7 +142,8 @@ class TestGenerating:
         async def work() -> None:
             async with AsyncLLM(tiny_model, **SETTINGS) as llm:
                 asked = params(truncate_prompt_tokens=100, max_tokens=3)
-                task = asyncio.ensure_future(collect(llm, "x the " * 20000, asked, request_id="long"))
+                endless = params(truncate_prompt_tokens=100, max_tokens=150)
+                task = asyncio.ensure_future(collect(llm, "x the " * 20000, endless, request_id="long"))
                 await asyncio.sleep(0)
                 await llm.abort("long")  # before it has even been sent
                 assert (await task)[-1].outputs[0].finish_reason == "abort"
