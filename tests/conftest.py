@@ -17,11 +17,11 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
-# Who started us in the background may have had Ctrl-C ignored, for us and for what we start.
-signal.signal(signal.SIGINT, signal.default_int_handler)
-
 from quire import LLM
 from tests.units import pytest_collection_modifyitems, pytest_xdist_make_scheduler  # noqa: F401 - pytest calls them
+
+# Who started us in the background may have had Ctrl-C ignored, for us and for what we start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ENDS = "</s>"
 LOGGERS = ("quire", "uvicorn", "uvicorn.error", "uvicorn.access", "uvicorn.asgi")
