@@ -19,7 +19,7 @@ from tests.engine.reference import Greedy, greedy, transformers_model
 
 pytestmark = pytest.mark.timeout(900)
 
-LENGTH, FULL = 32, 64
+LENGTH = 64
 TIE = 1e-4
 
 _STORY = (
@@ -77,11 +77,6 @@ def reference() -> Any:
 @pytest.fixture(scope="module")
 def expected(reference: Any, prompts: list[list[int]]) -> list[Greedy]:
     return greedy(reference, prompts, LENGTH)
-
-
-@pytest.fixture(scope="module")
-def more_expected(reference: Any, prompts: list[list[int]]) -> list[Greedy]:
-    return greedy(reference, prompts, FULL)
 
 
 @pytest.fixture
@@ -224,30 +219,30 @@ class TestEveryCombination:
     """All prompts at full length under every setting."""
 
     def test_in_one_batch_twice(
-        self, engine: Callable[..., LLM], prompts: list[list[int]], more_expected: list[Greedy], block: int,
+        self, engine: Callable[..., LLM], prompts: list[list[int]], expected: list[Greedy], block: int,
         budget: int | None, depth: int, caching: bool,
     ) -> None:  # fmt: skip
         llm = engine(
             block_size=block, max_num_batched_tokens=budget, pipeline_depth=depth, enable_prefix_caching=caching,
             num_gpu_blocks_override=6144 // block,
         )  # fmt: skip
-        check(llm, prompts, more_expected, length=FULL)
-        again = check(llm, prompts, more_expected, length=FULL)
+        check(llm, prompts, expected)
+        again = check(llm, prompts, expected)
         hits = sum(output.num_cached_tokens or 0 for output in again)
         assert (hits > 300) == caching
 
     def test_preempted(
-        self, engine: Callable[..., LLM], prompts: list[list[int]], more_expected: list[Greedy], block: int,
+        self, engine: Callable[..., LLM], prompts: list[list[int]], expected: list[Greedy], block: int,
         budget: int | None, depth: int, caching: bool,
     ) -> None:  # fmt: skip
         llm = engine(
             block_size=block, max_num_batched_tokens=budget, pipeline_depth=depth, enable_prefix_caching=caching,
             num_gpu_blocks_override=512 // block,
         )  # fmt: skip
-        check(llm, prompts, more_expected, length=FULL)
+        check(llm, prompts, expected)
         assert preemptions(llm) >= 5
 
 
 @pytest.mark.slow
-def test_every_prompt_alone(engine: Callable[..., LLM], prompts: list[list[int]], more_expected: list[Greedy]) -> None:
-    check(engine(), prompts, more_expected, length=FULL, together=False)
+def test_every_prompt_alone(engine: Callable[..., LLM], prompts: list[list[int]], expected: list[Greedy]) -> None:
+    check(engine(), prompts, expected, together=False)
