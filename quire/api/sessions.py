@@ -143,7 +143,7 @@ class Sessions:
     @property
     def keeper(self) -> SessionKeeper:
         """Keeps them, in the engine."""
-        return self._engine.core.sessions
+        return self._engine.sessions
 
     @property
     def reader(self) -> SessionReader:
