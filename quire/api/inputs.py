@@ -97,6 +97,8 @@ class InputProcessor:
         text, tokens, salt = self._read_prompt(prompt)
         if not isinstance(tenant, str):
             raise ValidationError(f"a tenant is a string, got {tenant!r}", "tenant", tenant)
+        if not isinstance(priority, int) or priority.bit_length() > 63:
+            raise ValidationError(f"a priority is an integer of 64 bits, got {priority!r}", "priority", priority)
         salt = self.salt_of(tenant, salt)
         if isinstance(params, PoolingParams):
             pooled = self._pooling.make(request_id, tokens, params, salt)

@@ -139,6 +139,14 @@ def test_as_many_priorities_as_prompts(llm: LLM) -> None:
         llm.generate(["a", "b"], GREEDY, use_tqdm=False, priority=[1, 2, 3])
 
 
+@pytest.mark.parametrize("priority", ["high", 1.5, None, 2**80], ids=str)
+def test_what_is_no_priority(make_llm: Any, priority: Any) -> None:
+    llm = make_llm(scheduling_policy="priority")
+    with pytest.raises(ValidationError, match="priority is an integer"):
+        llm.generate(["a", "b"], GREEDY, priority=[1, priority], use_tqdm=False)
+    assert_idle(llm)
+
+
 def test_a_request_bigger_than_the_cache(make_llm: Any) -> None:
     llm = make_llm(num_gpu_blocks_override=4, max_model_len=256)
     with pytest.raises(CacheTooSmallError, match=r"124 tokens.*8 blocks of 16.*has 4"):
