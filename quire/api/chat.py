@@ -16,6 +16,7 @@ from quire.api.chat_messages import Message, normalized, plain
 from quire.api.templates.budget import Budget, TemplateLimits, on_budget
 from quire.api.templates.environment import TemplateEnvironment, compile_template, render_template
 from quire.api.templates.reading import Expectations
+from quire.api.text import encoded
 from quire.errors import QuireError, ValidationError
 
 MAX_CACHED = 32
@@ -85,7 +86,7 @@ class ChatRenderer:
             documents=documents,
         )
         # The template writes the special tokens itself; the tokenizer must not add its own.
-        return text, list(self.tokenizer.encode(text, add_special_tokens=False))
+        return text, encoded(self.tokenizer, text, "messages", add_special_tokens=False)
 
     def render_text(
         self,

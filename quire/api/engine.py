@@ -16,6 +16,7 @@ from quire.errors import SHUT, ConfigError, EngineDeadError, QuireError, Validat
 from quire.loading.hub import find
 from quire.loading.read_config import read_generation_config, read_model_config
 from quire.loading.tokenizer import load_tokenizer
+from quire.memory.sessions import SessionKeeper
 from quire.messages.beams import BeamSearchParams
 from quire.messages.experts import Rebalanced
 from quire.messages.memory_map import MemoryMap
@@ -66,6 +67,13 @@ class LLMEngine:
                 "this engine has no tokenizer: skip_tokenizer_init is set", "skip_tokenizer_init", True
             )
         return self.inputs.tokenizer
+
+    @property
+    def sessions(self) -> SessionKeeper:
+        """Keeps conversations by name, for as long as the engine is there."""
+        if self._closed:
+            raise EngineDeadError(SHUT)
+        return self.core.sessions
 
     def add_request(
         self,

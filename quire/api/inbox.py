@@ -6,30 +6,54 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from quire.api.engine import Failed, LLMEngine
+from quire.api.interrupts import deferred_interrupts
+from quire.api.turns import Turns
 from quire.messages.outputs import Output
+
+Box = list[Output | Failed]
 
 
 class Inbox:
-    """Sorts outputs by who waits for them, so that streams can be read in turns and beside other calls."""
+    """Sorts outputs by who waits for them, so that streams can be read in turns and beside other calls, and calls can
+    come from many threads: whichever makes a step makes it for all."""
 
     def __init__(self, engine: LLMEngine) -> None:
         self._engine = engine
-        self._boxes: dict[str, list[Output | Failed]] = {}
+        self._boxes: dict[str, Box] = {}
+        self.turns = Turns()
+        """Who may use the engine now."""
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """No other thread uses the engine meanwhile, and Ctrl-C waits."""
+        with self.turns, deferred_interrupts():
+            yield
+
+    def expect(self, request_id: str, box: Box) -> None:
+        """What comes for a request goes into this box. To be said in the turn that queued it."""
+        self._boxes[request_id] = box
+
+    def leave(self, ids: list[str]) -> None:
+        """Nobody waits for these requests any more; what is unfinished of them ends."""
+        with self.turns:
+            for request_id in ids:
+                self._boxes.pop(request_id, None)
+            self._engine.abort_request(ids)
 
     @contextmanager
     def waiting(self, ids: list[str]) -> Iterator[Callable[[], list[Output]]]:
-        """Gives a function that yields what came for these requests, making a step if nothing has; it raises if one
-        of them has failed.
+        """Gives a function that yields what came for these requests, which share a box, making a step if nothing has;
+        it raises if one of them has failed.
 
         Whatever ends the block, an exception included, leaves none of the requests behind.
         """
-        box: list[Output | Failed] = []
-        self._boxes.update(dict.fromkeys(ids, box))
+        box = self._boxes[ids[0]] if ids else []
 
         def take() -> list[Output]:
-            if not box:
-                self.step()
-            taken, box[:] = list(box), []
+            with self.turns:
+                if not box:
+                    self.step()
+                taken, box[:] = list(box), []
             if (failed := next((one for one in taken if isinstance(one, Failed)), None)) is not None:
                 raise failed.error
             return taken  # type: ignore[return-value]  # none of them has failed
@@ -37,12 +61,11 @@ class Inbox:
         try:
             yield take
         finally:
-            for request_id in ids:
-                del self._boxes[request_id]
-            self._engine.abort_request(ids)
+            self.leave(ids)
 
     def step(self) -> None:
         """One step; what it brings is put where it is waited for."""
-        for one in self._engine.arrivals():
-            if (box := self._boxes.get(one.request_id)) is not None:
-                box.append(one)
+        with self.turns:
+            for one in self._engine.arrivals():
+                if (box := self._boxes.get(one.request_id)) is not None:
+                    box.append(one)

@@ -9,6 +9,7 @@ from typing import Any, Protocol, TypedDict, Union
 
 from quire.api.beams import as_search, row_params
 from quire.api.pooling import PoolingInputs
+from quire.api.text import encoded
 from quire.errors import CacheTooSmallError, ValidationError
 from quire.loading.model_config import ModelConfig
 from quire.memory.prefix import ContentKeys
@@ -96,6 +97,8 @@ class InputProcessor:
         text, tokens, salt = self._read_prompt(prompt)
         if not isinstance(tenant, str):
             raise ValidationError(f"a tenant is a string, got {tenant!r}", "tenant", tenant)
+        if not isinstance(priority, int) or priority.bit_length() > 63:
+            raise ValidationError(f"a priority is an integer of 64 bits, got {priority!r}", "priority", priority)
         salt = self.salt_of(tenant, salt)
         if isinstance(params, PoolingParams):
             pooled = self._pooling.make(request_id, tokens, params, salt)
@@ -197,8 +200,7 @@ class InputProcessor:
             raise ValidationError(
                 "text prompts need a tokenizer, and skip_tokenizer_init is set: give prompt_token_ids", "prompt"
             )
-        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        return ids
+        return encoded(self.tokenizer, text, "prompt", add_special_tokens)
 
     def _truncate(self, tokens: list[int], params: SamplingParams) -> list[int]:
         """Keep the last tokens, if asked to."""

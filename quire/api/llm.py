@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from quire.api.chat import ChatRenderer, template_text
 from quire.api.compat import drop_neutral
 from quire.api.engine import LLMEngine
-from quire.api.inbox import Inbox
+from quire.api.inbox import Box, Inbox
 from quire.api.inputs import PromptType
 from quire.api.progress import Progress
 from quire.api.sessions import Sessions
@@ -35,6 +35,7 @@ class LLM:
     """A model, ready to generate.
 
     Takes every field of `EngineConfig` as a keyword. As a context manager it gives its memory back at the end.
+    Safe to use from many threads, whose requests then run together.
     """
 
     def __init__(self, model: str | os.PathLike[str] = EngineConfig.model, **settings: Any) -> None:
@@ -190,19 +191,23 @@ class LLM:
 
     def get_metrics(self) -> list[Metric]:
         """Counters and gauges of the engine."""
-        return self.llm_engine.get_metrics()
+        with self._inbox.turns:
+            return self.llm_engine.get_metrics()
 
     def memory_map(self) -> MemoryMap:
         """Who holds what now, on the device and in the tiers below. `quire inspect --snapshot` draws its `to_json`."""
-        return self.llm_engine.memory_map()
+        with self._inbox.turns:
+            return self.llm_engine.memory_map()
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached blocks."""
-        return self.llm_engine.reset_prefix_cache()
+        with self._inbox.turns:
+            return self.llm_engine.reset_prefix_cache()
 
     def rebalance_experts(self) -> Rebalanced:
         """With enable_expert_parallel: move experts to where the load since the last time says they had better be."""
-        return self.llm_engine.rebalance_experts()
+        with self._inbox.turns:
+            return self.llm_engine.rebalance_experts()
 
     @property
     def model_path(self) -> Path:
@@ -211,7 +216,8 @@ class LLM:
 
     def shutdown(self) -> None:
         """Give the memory back; the object is of no use afterwards."""
-        self.llm_engine.shutdown()
+        with self._inbox.turns:
+            self.llm_engine.shutdown()
 
     def __enter__(self) -> LLM:
         return self
@@ -260,17 +266,20 @@ class LLM:
                 f"{len(prompts)} prompts, but {len(priorities)} priorities", "priority", len(priorities)
             )
         ids: list[str] = []
+        box: Box = []
         try:
             for prompt, asked, level, owner in zip(prompts, params, priorities, tenants, strict=True):
-                request_id = self._next_id()
                 if kind is not None and isinstance(asked, SamplingParams):
                     asked = asked.clone()
                     asked.output_kind = kind
-                self.llm_engine.add_request(request_id, prompt, asked, priority=level, tenant=owner)
-                ids.append(request_id)
-                self.llm_engine.begin_when_full()
+                with self._inbox.turns:
+                    request_id = self._next_id()
+                    self.llm_engine.add_request(request_id, prompt, asked, priority=level, tenant=owner)
+                    ids.append(request_id)
+                    self._inbox.expect(request_id, box)
+                    self.llm_engine.begin_when_full()
         except BaseException:
-            self.llm_engine.abort_request(ids)
+            self._inbox.leave(ids)
             raise
         return ids
 

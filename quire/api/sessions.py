@@ -12,19 +12,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from quire.api.chat import ChatRenderer
 from quire.api.engine import LLMEngine
 from quire.api.inbox import Inbox
-from quire.api.interrupts import deferred_interrupts
 from quire.api.progress import Progress
 from quire.api.session_input import TAIL_TOKENS, SessionInput, SessionReader, is_messages, whole_turns_only
 from quire.api.session_tools import calls_tools
 from quire.errors import SessionNotFoundError, ValidationError
 from quire.memory.disk.sessions import owner_id, session_key
 from quire.memory.disk.sessions.exchange import read_file, write_export
-from quire.memory.sessions import KEEP, SessionInfo, SessionKeeper
+from quire.memory.sessions import KEEP, SessionInfo, SessionKeeper, SessionPage
 from quire.messages.outputs import RequestOutput
 from quire.messages.sampling import RequestOutputKind, SamplingParams
 
@@ -81,55 +81,56 @@ class Sessions:
             addition = reader.read(begin, [], tools=tools, chat_template_kwargs=chat_template_kwargs)
             reader.check_room(0, addition)
             tokens = addition.tokens
-        with deferred_interrupts():
+        with self._inbox.alone():
             self.keeper.create(key, tokens, salt=self._engine.inputs.salt_of(self._tenant), ttl=ttl, meta=meta)
         return SessionHandle(self, name, key, tools)
 
     def resume(self, name: str) -> SessionHandle:
         """A session that is there; raises if there is none, or if it is lost. Its next turn loads what it needs."""
         key = self.key_of(name)
-        with deferred_interrupts():
+        with self._inbox.alone():
             self.keeper.touch(key)
         return SessionHandle(self, name, key)
 
     def get(self, name: str) -> SessionHandle:
         """A session that is there, lost or not. It is not used by that."""
         key = self.key_of(name)
-        self.keeper.get(key)
+        self.info_of(key)
         return SessionHandle(self, name, key)
 
     def list(self, after: str | None = None, limit: int = PAGE) -> list[SessionInfo]:
         """Up to `limit` sessions in the order they were made; `after`: those made after the one of that name."""
         start = 0 if after is None else self.keeper.store.get(self.key_of(after)).id
-        return self.keeper.page(start, limit, owner_id(self._tenant)).sessions
+        return self._page(start, limit).sessions
 
     def __iter__(self) -> Iterator[SessionInfo]:
         after: int | None = 0
         while after is not None:
-            page = self.keeper.page(after, PAGE, owner_id(self._tenant))
+            page = self._page(after, PAGE)
             yield from page.sessions
             after = page.after
 
     def __len__(self) -> int:
-        return self.keeper.count(owner_id(self._tenant))
+        with self._inbox.alone():
+            return self.keeper.count(owner_id(self._tenant))
 
     def __contains__(self, name: object) -> bool:
         try:
-            self.keeper.get(self.key_of(name))
+            self.info_of(self.key_of(name))
         except (SessionNotFoundError, ValidationError):
             return False
         return True
 
     def delete(self, name: str) -> None:
         """End a session. Its forks stay."""
-        with deferred_interrupts():
+        with self._inbox.alone():
             self.keeper.delete(self.key_of(name))
 
     def import_(
         self, path: str | os.PathLike[str], name: str | None = None, *, ttl: float | None = None
     ) -> SessionHandle:
         """A session from a file that `export` wrote, under its own name or another."""
-        with deferred_interrupts():
+        with self._inbox.alone():
             info = self.keeper.import_(
                 read_file(path),
                 lambda own: self.key_of(own if name is None else name),
@@ -138,12 +139,25 @@ class Sessions:
             )
         return self.get(info.name)
 
+    def _page(self, after: int, limit: int) -> SessionPage:
+        with self._inbox.alone():
+            return self.keeper.page(after, limit, owner_id(self._tenant))
+
     # What handles are made of
+
+    def alone(self) -> AbstractContextManager[None]:
+        """No other thread uses the engine meanwhile, and Ctrl-C waits."""
+        return self._inbox.alone()
+
+    def info_of(self, key: str) -> SessionInfo:
+        """How a session is."""
+        with self._inbox.alone():
+            return self.keeper.get(key)
 
     @property
     def keeper(self) -> SessionKeeper:
         """Keeps them, in the engine."""
-        return self._engine.core.sessions
+        return self._engine.sessions
 
     @property
     def reader(self) -> SessionReader:
@@ -167,10 +181,11 @@ class Sessions:
         if kind is not None:
             params = params.clone()
             params.output_kind = kind
-        request_id = self._next_id()
-        with deferred_interrupts():
+        with self._inbox.alone():
+            request_id = self._next_id()
             tokens = self.keeper.tokens(key)
             self._engine.add_request(request_id, tokens, params, tenant=self._tenant, session=key)
+            self._inbox.expect(request_id, [])
         return request_id
 
     def outputs(self, request_id: str) -> Iterator[RequestOutput]:
@@ -218,7 +233,7 @@ class SessionHandle:
     ) -> SessionInfo:
         """Add text, token ids or messages. They are durable when this returns, and computed with the next turn."""
         keeper, reader = self._sessions.keeper, self._sessions.reader
-        with deferred_interrupts():
+        with self._sessions.alone():
             tools = self._tools if tools is None and is_messages(given) else tools
             tail = keeper.tokens(self._key, -TAIL_TOKENS)
             addition = reader.read(given, tail, tools=tools, chat_template_kwargs=chat_template_kwargs)
@@ -265,7 +280,7 @@ class SessionHandle:
 
     def suspend(self) -> SessionInfo:
         """Leave the device now. When this returns, all there was to save is saved, and no device block is held."""
-        with deferred_interrupts():
+        with self._sessions.alone():
             self._sessions.keeper.suspend(self._key)
         self._sessions.settle(self._key)
         return self.info
@@ -273,7 +288,7 @@ class SessionHandle:
     def fork(self, name: str, at: int | None = None) -> SessionHandle:
         """A session with the same first tokens (all of them, unless said otherwise). They share what they can."""
         key = self._sessions.key_of(name)
-        with deferred_interrupts():
+        with self._sessions.alone():
             self._sessions.keeper.fork(self._key, key, at)
         return SessionHandle(self._sessions, name, key, self._tools)
 
@@ -283,12 +298,12 @@ class SessionHandle:
 
     def update(self, *, ttl: float | None = KEEP, meta: Mapping[str, str] | None = None) -> SessionInfo:
         """Another time to live (None: for ever), or other notes."""
-        with deferred_interrupts():
+        with self._sessions.alone():
             return self._sessions.keeper.update(self._key, ttl=ttl, meta=meta)
 
     def recover(self) -> SessionInfo:
         """Accept what is left of a session that is lost."""
-        with deferred_interrupts():
+        with self._sessions.alone():
             return self._sessions.keeper.recover(self._key)
 
     def delete(self) -> None:
@@ -308,7 +323,7 @@ class SessionHandle:
     @property
     def info(self) -> SessionInfo:
         """How it is."""
-        return self._sessions.keeper.get(self._key)
+        return self._sessions.info_of(self._key)
 
     def __repr__(self) -> str:
         return f"SessionHandle({self.name!r})"

@@ -33,6 +33,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=4)
         ("", "empty"),
         ([[]], "empty"),
         ({"prompt": ""}, "empty"),
+        ("a\ud800", r"'\\ud800', half a surrogate pair"),
         ({"prompt_token_ids": []}, "empty"),
         ([5] * 256, "256 tokens.*max_model_len 256"),
         ([5] * 1000, "1000 tokens.*256"),
@@ -67,6 +68,11 @@ def test_bad_prompts(llm: LLM, prompt: Any, names: str) -> None:
     assert_idle(llm)
     with pytest.raises(ValidationError, match=names):
         llm.stream(prompt, GREEDY)  # refused at once, not when it is read
+
+
+def test_half_a_surrogate_pair_in_a_message(llm: LLM) -> None:
+    with pytest.raises(ValidationError, match="messages holds .*surrogate"):
+        llm.chat([{"role": "user", "content": "a\udcff"}], GREEDY, use_tqdm=False)
 
 
 @pytest.mark.parametrize("bad", ["", [5, TINY_VOCAB], None, {"prompt_token_ids": [5] * 300}], ids=str)
@@ -131,6 +137,14 @@ def test_params_of_another_kind(llm: LLM, given: Any) -> None:
 def test_as_many_priorities_as_prompts(llm: LLM) -> None:
     with pytest.raises(ValidationError, match="2 prompts, but 3 priorities"):
         llm.generate(["a", "b"], GREEDY, use_tqdm=False, priority=[1, 2, 3])
+
+
+@pytest.mark.parametrize("priority", ["high", 1.5, None, 2**80], ids=str)
+def test_what_is_no_priority(make_llm: Any, priority: Any) -> None:
+    llm = make_llm(scheduling_policy="priority")
+    with pytest.raises(ValidationError, match="priority is an integer"):
+        llm.generate(["a", "b"], GREEDY, priority=[1, priority], use_tqdm=False)
+    assert_idle(llm)
 
 
 def test_a_request_bigger_than_the_cache(make_llm: Any) -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from quire import LLM, SamplingParams
 from quire.errors import (
+    EngineDeadError,
     SessionBusyError,
     SessionExistsError,
     SessionNotFoundError,
@@ -274,6 +275,22 @@ def test_a_file_takes_it_elsewhere(make_llm: MakeLLM, tmp_path: Path, expected: 
     (tmp_path / "file").write_bytes(b"something else")
     with pytest.raises(ValidationError, match="no exported session"):
         other.sessions.import_(tmp_path / "file", "v")
+
+
+def test_after_the_engine_has_ended_there_are_none(make_llm: MakeLLM, tmp_path: Path) -> None:
+    llm = make_llm(kv_disk=str(tmp_path))
+    s = llm.sessions.create("s", BEGIN)
+    tokens = s.tokens
+    llm.shutdown()
+    acts: list[Callable[[], object]] = [
+        lambda: llm.sessions.create("t"), lambda: s.append(MORE), lambda: s.generate(GREEDY), lambda: s.tokens,
+        lambda: "s" in llm.sessions, s.suspend,
+    ]  # fmt: skip
+    other = make_llm(kv_disk=str(tmp_path)).sessions
+    for act in acts:
+        with pytest.raises(EngineDeadError, match="shut down"):
+            act()
+    assert other.resume("s").tokens == tokens and len(other) == 1
 
 
 def test_what_a_turn_cannot_do(make_llm: MakeLLM) -> None:

@@ -213,10 +213,24 @@ def test_what_is_no_token_is_refused_before_anything_is_written(store: SessionSt
     assert store.tokens("a").tolist() == [1]
 
 
+def test_a_closed_store_leaves_the_folder_to_the_next_owner(tmp_path: Path) -> None:
+    with SessionStore.open(tmp_path) as before:
+        before.create("a", [1])
+    with SessionStore.open(tmp_path) as now:
+        now.create("b", [2])
+        with pytest.raises(StoreError, match="closed"):
+            before.append("a", [3])
+        with pytest.raises(StoreError, match="closed"):
+            before.create("c")
+    with SessionStore.open(tmp_path) as store:
+        assert {name: store.tokens(name).tolist() for name in "ab"} == {"a": [1], "b": [2]} and "c" not in store
+
+
 def test_limits_are_told(store: SessionStore) -> None:
     store.create("a", [1])
-    with pytest.raises(ValidationError, match="ttl"):
-        store.update("a", ttl=0)
+    for ttl in (0, -1, float("nan"), "5"):
+        with pytest.raises(ValidationError, match="ttl"):
+            store.update("a", ttl=ttl)
     with pytest.raises(ValidationError, match="4096"):
         store.update("a", meta={"x": "y" * 4096})
     with pytest.raises(ValidationError, match="2 tokens"):

@@ -102,6 +102,7 @@ class Log:
         self._written = 0
         self._synced = 0
         self._broken: str | None = None
+        self._is_closed = False
         self.names: Callable[[int], str] = lambda number: ""
         """How the summaries learn names."""
 
@@ -163,6 +164,8 @@ class Log:
         spent = False
         with self._lock:
             self._check_works()
+            if self._is_closed:  # another may own the folder by now, and the next file may be theirs
+                raise StoreError(f"nothing can be added to sessions in {self.folder}: the store is closed")
             while True:
                 try:
                     places = self._append(frames)
@@ -244,6 +247,7 @@ class Log:
                 os.close(file.fd)
             self.files.clear()
             self._active = None
+            self._is_closed = True
 
     # Inside
 

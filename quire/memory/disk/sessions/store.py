@@ -554,8 +554,8 @@ class SessionStore:
 
 
 def _checked_ttl(ttl: float | None) -> float | None:
-    if ttl is not None and not 0 < ttl < float("inf"):
-        raise ValidationError(f"ttl is {ttl}: a number of seconds above 0, or None for ever", "ttl", ttl)
+    if ttl is not None and not (isinstance(ttl, (int, float)) and 0 < ttl < float("inf")):
+        raise ValidationError(f"ttl is {ttl!r}: a number of seconds above 0, or None for ever", "ttl", ttl)
     return ttl
 
 

@@ -1,0 +1,62 @@
+"""Calls from many threads at once: each gets the tokens it would have got alone."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from quire import LLM, SamplingParams
+from quire.api.turns import Turns
+
+GREEDY = SamplingParams(temperature=0, ignore_eos=True, max_tokens=30)
+PROMPTS = ["hello", "the world " * 6, "in an", "x" * 40]
+THREADS, ROUNDS, PATIENCE = 6, 6, 120
+
+
+def test_every_kind_of_call_beside_every_other(make_llm: Callable[..., LLM]) -> None:
+    llm = make_llm(num_gpu_blocks_override=60, swap_space=0.01)
+    expected = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
+
+    def session(prompt: str, name: str) -> list[int]:
+        s = llm.sessions.create(name, prompt)
+        tokens = s.generate(GREEDY).outputs[0].token_ids
+        s.suspend()
+        assert name in [info.name for info in llm.sessions]
+        s.delete()
+        return list(tokens)
+
+    def work(thread: int) -> None:
+        for turn in range(ROUNDS):
+            which = (thread + turn) % len(PROMPTS)
+            prompt, tokens = PROMPTS[which], expected[which]
+            assert llm.generate([prompt, "b"], GREEDY, use_tqdm=False)[0].outputs[0].token_ids == tokens
+            assert list(llm.stream(prompt, GREEDY))[-1].outputs[0].token_ids == tokens
+            assert session(prompt, f"s{thread}-{turn}") == tokens
+            next(iter(llm.stream([prompt, "a"], GREEDY)))  # and is dropped
+            llm.get_metrics()
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        for done in [pool.submit(work, thread) for thread in range(THREADS)]:
+            done.result(PATIENCE)
+
+
+def test_who_waits_is_next() -> None:
+    turns, order = Turns(), []
+    waits = threading.Event()
+
+    def other() -> None:
+        waits.set()
+        with turns:
+            order.append("other")
+
+    thread = threading.Thread(target=other)
+    with turns, turns:  # within its own turn nobody waits
+        thread.start()
+        waits.wait(PATIENCE)
+        time.sleep(0.1)  # it stands in line by now
+    with turns:
+        order.append("first again")
+    thread.join(PATIENCE)
+    assert order == ["other", "first again"]
