@@ -113,8 +113,9 @@ class LLMEngine:
                 self.core.finish(key, at, string)
         return views
 
-    def arrivals(self) -> Sequence[Output | Failed]:
-        """As `step`, where each request's failure is its own."""
+    def arrivals(self, patience: float | None = None) -> Sequence[Output | Failed]:
+        """As `step`, where each request's failure is its own. `patience`: seconds after which nothing is an answer, for
+        an engine that only waits."""
         return self.step()
 
     def abort_request(self, request_ids: str | list[str]) -> None:

@@ -11,6 +11,8 @@ from quire.api.turns import Turns
 from quire.messages.outputs import Output
 
 Box = list[Output | Failed]
+PATIENCE = 0.02
+"""Seconds: a thread that waits for engines in other processes lets others have a turn so often."""
 
 
 class Inbox:
@@ -66,6 +68,6 @@ class Inbox:
     def step(self) -> None:
         """One step; what it brings is put where it is waited for."""
         with self.turns:
-            for one in self._engine.arrivals():
+            for one in self._engine.arrivals(PATIENCE):
                 if (box := self._boxes.get(one.request_id)) is not None:
                     box.append(one)

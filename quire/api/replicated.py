@@ -112,11 +112,14 @@ class ReplicatedEngine(LLMEngine):
             raise failed.error
         return [one for one in arrivals if not isinstance(one, Failed)]
 
-    def arrivals(self) -> list[Output | Failed]:
-        """What has come; waits until something has."""
+    def arrivals(self, patience: float | None = None) -> list[Output | Failed]:
+        """What has come; waits until something has, or for so many seconds."""
         arrivals: list[Output | Failed] = []
         while self._unfinished and (not arrivals or not self._came.empty()):
-            box, came = self._came.get()
+            try:
+                box, came = self._came.get(timeout=patience)
+            except queue.Empty:
+                break
             if self._unfinished.get(box.request_id) is not box:
                 continue  # it was aborted
             if isinstance(came, QuireError) or came.finished:

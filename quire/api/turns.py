@@ -7,26 +7,21 @@ import threading
 
 class Turns:
     """One thread at a time, which may take several turns within each other. Who waits is before who has just had one:
-    a thread that makes step after step would otherwise never let another in."""
+    a thread that makes step after step would otherwise never let another in.
+
+    The collector may end a stream, and so take a turn, anywhere in here: both locks can be taken again by their thread.
+    """
 
     def __init__(self) -> None:
-        self._next = threading.Lock()
+        self._next = threading.RLock()
         self._lock = threading.RLock()
-        self._owner: int | None = None
-        self._depth = 0
 
     def __enter__(self) -> None:
-        me = threading.get_ident()
-        if self._owner == me:
+        if self._lock._is_owned():  # type: ignore[attr-defined] # within its own turn nobody waits in line
             self._lock.acquire()
-        else:
-            with self._next:
-                self._lock.acquire()
-            self._owner = me
-        self._depth += 1
+            return
+        with self._next:
+            self._lock.acquire()
 
     def __exit__(self, *_: object) -> None:
-        self._depth -= 1
-        if not self._depth:
-            self._owner = None
         self._lock.release()

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 from quire import LLM, SamplingParams
 from quire.api.turns import Turns
@@ -60,3 +61,12 @@ def test_who_waits_is_next() -> None:
         order.append("first again")
     thread.join(PATIENCE)
     assert order == ["other", "first again"]
+
+
+def test_threads_share_engines_in_other_processes(tiny_model: Path) -> None:
+    """Who waits for a long answer keeps nobody from asking."""
+    settings = {"dtype": "float32", "num_gpu_blocks_override": 64, "device": "cpu", "data_parallel_size": 2}
+    with LLM(tiny_model, **settings) as llm, ThreadPoolExecutor(THREADS) as pool:
+        expected = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
+        calls = [pool.submit(llm.generate, prompt, GREEDY, use_tqdm=False) for prompt in PROMPTS * 5]
+        assert [call.result(PATIENCE)[0].outputs[0].token_ids for call in calls] == expected * 5
