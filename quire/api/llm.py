@@ -257,10 +257,10 @@ class LLM:
         tenant: str | Sequence[str] = "",
     ) -> list[str]:
         """Queue all or none."""
-        tenants = [tenant] * len(prompts) if isinstance(tenant, str) else list(tenant)
+        tenants: list[Any] = list(tenant) if isinstance(tenant, (list, tuple)) else [tenant] * len(prompts)
         if len(tenants) != len(prompts):
             raise ValidationError(f"{len(prompts)} prompts, but {len(tenants)} tenants", "tenant", len(tenants))
-        priorities = [priority or 0] * len(prompts) if priority is None or isinstance(priority, int) else list(priority)
+        priorities: list[Any] = list(priority) if isinstance(priority, (list, tuple)) else [priority or 0] * len(prompts)
         if len(priorities) != len(prompts):
             raise ValidationError(
                 f"{len(prompts)} prompts, but {len(priorities)} priorities", "priority", len(priorities)

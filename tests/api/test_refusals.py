@@ -134,6 +134,12 @@ def test_params_of_another_kind(llm: LLM, given: Any) -> None:
         llm.generate(["a"], given, use_tqdm=False)
 
 
+@pytest.mark.parametrize("given", [5, b"me", [1, "b"]], ids=str)
+def test_what_is_no_tenant(llm: LLM, given: Any) -> None:
+    with pytest.raises(ValidationError, match="a tenant is a string"):
+        llm.generate(["a", "b"], GREEDY, use_tqdm=False, tenant=given)
+
+
 def test_as_many_priorities_as_prompts(llm: LLM) -> None:
     with pytest.raises(ValidationError, match="2 prompts, but 3 priorities"):
         llm.generate(["a", "b"], GREEDY, use_tqdm=False, priority=[1, 2, 3])

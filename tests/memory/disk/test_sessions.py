@@ -235,8 +235,18 @@ def test_limits_are_told(store: SessionStore) -> None:
         store.update("a", meta={"x": "y" * 4096})
     with pytest.raises(ValidationError, match="2 tokens"):
         store.set_kv("a", 2, b"")
-    with pytest.raises(ValidationError, match="limit"):
-        store.page(limit=0)
+    meta: Any
+    for meta in ([1], {"x": 1}):
+        with pytest.raises(ValidationError, match="text to text"):
+            store.update("a", meta=meta)
+    limit: Any
+    for limit in (0, "3", 1.5):
+        with pytest.raises(ValidationError, match="limit"):
+            store.page(limit=limit)
+    at: Any
+    for at in (2, -1, "1", 0.5):
+        with pytest.raises(ValidationError, match="cannot be forked at"):
+            store.fork("a", "b", at)
 
 
 def test_a_session_in_use_does_not_expire(tmp_path: Path, clock: Clock) -> None:

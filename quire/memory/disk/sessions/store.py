@@ -163,8 +163,8 @@ class SessionStore:
     def page(self, after: int = 0, limit: int = 100, owner: str | None = None) -> Page:
         """Up to `limit` sessions made after the one with the id `after`, in the order they were made; one owner's
         only, if said (`names.owner_id`)."""
-        if limit < 1:
-            raise ValidationError(f"limit is {limit}: a page holds at least one session", "limit", limit)
+        if not isinstance(limit, int) or limit < 1:
+            raise ValidationError(f"limit is {limit!r}: a page holds at least one session", "limit", limit)
         with self._lock:
             entries, more = self._catalog.after(after, limit, owner)
             sessions = [view(entry.id, entry.state) for entry in entries]
@@ -310,9 +310,9 @@ class SessionStore:
             self._check_new(new_name)
             state, total = source.state, num_tokens(source.state)
             at = total if at is None else at
-            if not 0 <= at <= total:
+            if not isinstance(at, int) or not 0 <= at <= total:
                 raise ValidationError(
-                    f"session {name_of(name)!r} has {total} tokens: it cannot be forked at {at}", "at", at
+                    f"session {name_of(name)!r} has {total} tokens: it cannot be forked at {at!r}", "at", at
                 )
             tip, chunked, tail = self._cut(source, at)
             now = self._clock()
@@ -560,7 +560,7 @@ def _checked_ttl(ttl: float | None) -> float | None:
 
 
 def _checked_meta(meta: Mapping[str, str]) -> dict[str, str]:
-    if not all(isinstance(key, str) and isinstance(value, str) for key, value in meta.items()):
+    if not isinstance(meta, Mapping) or not all(isinstance(text, str) for pair in meta.items() for text in pair):
         raise ValidationError("meta maps text to text", "meta")
     size = sum(len(key.encode()) + len(value.encode()) for key, value in meta.items())
     if size > MAX_META_BYTES:
