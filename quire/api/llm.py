@@ -260,7 +260,8 @@ class LLM:
         tenants: list[Any] = list(tenant) if isinstance(tenant, (list, tuple)) else [tenant] * len(prompts)
         if len(tenants) != len(prompts):
             raise ValidationError(f"{len(prompts)} prompts, but {len(tenants)} tenants", "tenant", len(tenants))
-        priorities: list[Any] = list(priority) if isinstance(priority, (list, tuple)) else [priority or 0] * len(prompts)
+        levels = priority or 0
+        priorities: list[Any] = list(levels) if isinstance(levels, (list, tuple)) else [levels] * len(prompts)
         if len(priorities) != len(prompts):
             raise ValidationError(
                 f"{len(prompts)} prompts, but {len(priorities)} priorities", "priority", len(priorities)
