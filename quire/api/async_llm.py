@@ -409,7 +409,7 @@ class AsyncLLM:
         elif turn.before is not None:
             try:
                 await self.ask_sessions(turn.before)
-            except asyncio.CancelledError:  # it is on its way, and will be done
+            except (asyncio.CancelledError, EngineDeadError):  # it is on its way, and will be done, or may have been
                 self._undo(turn)
                 raise
 

@@ -60,6 +60,8 @@ class Replica:
         self._rest: StepOutputs | None = None
         """What came with first tokens, and waits until those are with their readers."""
         self._numbers = itertools.count()
+        self._untold: list[SessionOp] = []
+        """What the next engine is told about sessions first: the last one died before it could be."""
         self._restarting = asyncio.Lock()
 
     # Its engine
@@ -78,6 +80,9 @@ class Replica:
         assert self.coming is not None
         self.engine, self.coming = self.coming, None
         self.engine.on_message, self.engine.on_death = self._take, self._lose_all
+        untold, self._untold = self._untold, []
+        for op in untold:
+            self.tell_sessions(op)
         self.on_ready(self)
 
     @property
@@ -158,8 +163,10 @@ class Replica:
         return reply.answer
 
     def tell_sessions(self, op: SessionOp) -> None:
-        """The same, where nobody waits for what comes of it."""
-        if not self.engine.death:
+        """The same, where nobody waits for what comes of it. If the engine is dead, the one that follows it is told."""
+        if self.engine.death:
+            self._untold.append(op)
+        else:
             self.engine.send(ipc.SessionCall(next(self._numbers), op))
 
     async def report_health(self) -> ipc.HealthReport:

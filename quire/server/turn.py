@@ -141,7 +141,8 @@ async def prepare(
     exchange.name_request(request.request_id)
     plan = await _aside(tool_plan, server, request)
     limit, field_name = request.token_limit
-    params = sampling_params(request, server.sampling_defaults, _checked_limit(server, limit), _logprobs(request))
+    logprobs = _logprobs(server, request)
+    params = sampling_params(request, server.sampling_defaults, _checked_limit(server, limit), logprobs)
     text, tokens = await render(server, request) if session is None else (session.text, session.tokens)
     if params.truncate_prompt_tokens is None:
         server.check_length(len(tokens), limit, field_name)
@@ -259,8 +260,13 @@ def _checked_limit(server: Server, limit: int | None) -> int | None:
     return server.max_new_tokens if limit is None else limit
 
 
-def _logprobs(request: ChatRequest) -> int | None:
-    return (request.top_logprobs or 0) if request.logprobs else None
+def _logprobs(server: Server, request: ChatRequest) -> int | None:
+    if not request.logprobs:
+        return None
+    count, most = request.top_logprobs or 0, server.llm.config.max_logprobs
+    if most >= 0 and not 0 <= count <= most:
+        raise bad_request(f"top_logprobs is {count}; from 0 to {most} (max_logprobs)", "top_logprobs")
+    return count
 
 
 def _default(value: bool | None, otherwise: bool) -> bool:

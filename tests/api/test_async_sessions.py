@@ -174,3 +174,26 @@ def test_a_new_engine_has_the_sessions_of_the_old_one(allm: AsyncLLM, expected: 
         assert await s.tokens() == expected
 
     run(work())
+
+
+def test_a_turn_that_the_engine_dies_in_leaves_the_session_as_it_was(allm: AsyncLLM, expected: list[int]) -> None:
+    async def work() -> None:
+        s = await allm.sessions.create("s", BEGIN)
+        await s.generate(greedy())
+        before = await s.tokens()
+        prompt, turn = await s.prepare(MORE)
+        outputs = allm.run({"prompt_token_ids": prompt}, greedy(max_tokens=150), None, 0, "", turn)
+        await outputs.__anext__()
+        assert await s.tokens() == prompt
+        allm.kill_engine("for a test")
+        with pytest.raises(EngineDeadError):
+            async for _ in outputs:
+                pass
+        await allm.restart()
+        assert await s.tokens() == before  # who tries again does not add twice
+        prompt, turn = await s.prepare(MORE)
+        async for _ in allm.run({"prompt_token_ids": prompt}, greedy(), None, 0, "", turn):
+            pass
+        assert await s.tokens() == expected
+
+    run(work())

@@ -101,6 +101,17 @@ class TestCompletions:
         for column in ("tokens", "text_offset"):
             assert [item for part in parts for item in part["logprobs"][column]] == whole["logprobs"][column]
 
+    @pytest.mark.parametrize("as_tokens", [False, True])
+    def test_echo_is_of_what_truncation_leaves(self, live: Live, llm: LLM, as_tokens: bool) -> None:
+        tokens = llm.get_tokenizer().encode("the world x y z")
+        prompt = tokens if as_tokens else "the world x y z"
+        body = {"prompt": prompt, "truncate_prompt_tokens": 3, "echo": True, "logprobs": 0, **GREEDY}
+        choice = live.post(TEXT, body).json()["choices"][0]
+        assert choice["text"].startswith(llm.get_tokenizer().decode(tokens[-3:]))
+        columns = choice["logprobs"]
+        for start, token in zip(columns["text_offset"], columns["tokens"], strict=True):
+            assert choice["text"][start : start + len(token)] == token
+
 
 class TestChat:
     def test_the_answer_is_the_engines_own(self, live: Live, llm: LLM) -> None:

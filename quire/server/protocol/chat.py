@@ -149,6 +149,9 @@ class ChatRequest(GenerationFields, kw_only=True):
             raise bad_request("messages is empty: at least one is needed", "messages")
         if self.add_generation_prompt and self.continue_final_message:
             raise bad_request("add_generation_prompt and continue_final_message exclude each other")
+        limit, name = self.token_limit
+        if limit is not None and limit < 1:
+            raise bad_request(f"{name} must be an integer at least 1, got {limit}", name)
         if self.top_logprobs is not None and not self.logprobs:
             raise bad_request("top_logprobs needs logprobs=true", "top_logprobs")
         if self.use_beam_search and self.top_logprobs:

@@ -173,7 +173,7 @@ class CompletionAnswer:
         number = index * self._n + sample.index
         progress = self._progress[number]
         is_first, progress.is_started = not progress.is_started, True
-        prompt = self._prompt_text(index) if request.echo and is_first else ""
+        prompt = self._prompt_text(index, output.prompt_token_ids) if request.echo and is_first else ""
         choice = CompletionChoice(
             index=number,
             text=prompt if self._only_echo else prompt + sample.text,
@@ -215,10 +215,11 @@ class CompletionAnswer:
             columns.tokens[0] = name
             columns.text_offset[1:] = [offset + len(name) for offset in columns.text_offset[1:]]
 
-    def _prompt_text(self, index: int) -> str:
+    def _prompt_text(self, index: int, tokens: list[int]) -> str:
+        """The text of the prompt's tokens, which are not all that were sent if it was truncated."""
         job = self._jobs[index]
-        if job.text is None:
-            job.text = "" if self._server.tokenizer is None else self._server.tokenizer.decode(job.tokens)
+        if job.text is None or len(tokens) < len(job.tokens):
+            job.text = "" if self._server.tokenizer is None else self._server.tokenizer.decode(tokens)
         return job.text
 
 
