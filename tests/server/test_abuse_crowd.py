@@ -184,6 +184,7 @@ async def told_the_truth(fort: Stronghold, within: float) -> None:
         if health.status_code == 200:
             return
         assert health.status_code == 503 and int(health.headers["retry-after"]) >= 1
+        assert (await asyncio.to_thread(fort.stats))["status"]  # there to be asked just now
         saw = True
         assert time.monotonic() < deadline, health.text
         await asyncio.sleep(0.05)

@@ -37,7 +37,7 @@ class Stats(msgspec.Struct, omit_defaults=True):
     queued_tokens: int
     restarts: int
     engine: dict[str, float]
-    """Of several engines, of all together."""
+    """Of several engines, of all together. Empty while there is none."""
     replicas: list[ReplicaStats] = []
     """Each of them, where there are several."""
 
@@ -54,7 +54,9 @@ async def rebalance_experts(server: Server, exchange: Exchange) -> None:
 
 async def stats(server: Server, exchange: Exchange) -> None:
     """The engine's figures and the server's."""
-    figures = {metric.name: metric.value for metric in await server.llm.get_metrics()}
+    figures: dict[str, float] = {}
+    with contextlib.suppress(EngineDeadError):
+        figures = {metric.name: metric.value for metric in await server.llm.get_metrics()}
     await exchange.reply(
         Stats(
             status=server.supervisor.status,
