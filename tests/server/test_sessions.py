@@ -22,7 +22,8 @@ BEGIN, MORE = "hello the world one two three four five", " more"
 
 @pytest.fixture(scope="module")
 def keeping(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
-    host = Host(tiny_model, swap_space=0.02, kv_disk=str(tmp_path_factory.mktemp("kv")))
+    folder = str(tmp_path_factory.mktemp("kv"))
+    host = Host(tiny_model, swap_space=0.02, kv_disk=folder, logits_processors=["tests.executor.processors.TakesLong"])
     live, stop = host.start()
     yield live
     stop()
@@ -160,7 +161,7 @@ def test_who_hangs_up_in_the_middle_leaves_the_session_as_it_was(sessions: Live)
     sessions.post("/v1/sessions", {"id": "s", "input": BEGIN})
     turn(sessions, "s")
     before = sessions.client.get("/v1/sessions/s/export").content
-    body = {"input": MORE, "max_tokens": 150, "stream": True, **GREEDY}
+    body = {"input": MORE, "max_tokens": 150, "stream": True, "vllm_xargs": {"seconds": 0.1}, **GREEDY}
     with sessions.client.stream("POST", "/v1/sessions/s/generate", json=body) as response:
         lines = response.iter_lines()
         next(lines)
