@@ -9,21 +9,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from quire import config_checks
 from quire.errors import ConfigError
 
 DTYPES = ("auto", "float32", "float", "bfloat16", "float16", "half")
 LOAD_FORMATS = ("auto", "safetensors", "pt", "gguf", "dummy")
 DEVICES = ("auto", "cpu", "cuda")
-EXECUTORS = ("uni", "mp", "ray")
 
 
 def option(default: Any, help: str, group: str, **facts: Any) -> Any:
     """A field with its help text, the group it is shown in, and facts such as `choices`."""
     return dataclasses.field(default=default, metadata={"help": help, "group": group, **facts})
-
-
-DEEPEST = 4
-"""Steps in flight beside the one that is collected: more would only make ends come later."""
 
 
 @dataclass(frozen=True)
@@ -224,206 +220,9 @@ class EngineConfig:
             value = getattr(self, field.name)
             if choices and value not in choices:
                 raise ConfigError(f"{field.name} must be one of {', '.join(choices)}; got {value!r}", field.name, value)
-        object.__setattr__(self, "logits_processors", tuple(self.logits_processors))
-        self._check_counts()
-        self._check_shares()
-        self._check_tiers()
-        self._check_model_len()
-        self._check_budgets()
-        self._check_stretch()
-        self._check_parallel()
-        self._check_experts()
-        self._check_invariant()
-        self._check_tenants()
-
-    def _check_counts(self) -> None:
-        for name, least in (
-            ("block_size", 1), ("max_num_seqs", 1), ("max_num_batched_tokens", 1), ("kv_cache_memory_bytes", 1),
-            ("num_gpu_blocks_override", 1), ("pipeline_depth", 0), ("max_logprobs", -1),
-            ("step_timeout", 0), ("grammar_timeout", 1), ("ray_placement_timeout", 0),
-        ):  # fmt: skip
-            if getattr(self, name) is not None:
-                self._check_integer(name, least)
-        if (self.pipeline_depth or 0) > DEEPEST:
-            raise ConfigError(f"pipeline_depth is at most {DEEPEST}", "pipeline_depth", self.pipeline_depth)
-
-    def _check_integer(self, name: str, least: int) -> None:
-        value = getattr(self, name)
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise ConfigError(f"{name} must be an integer of at least {least}, got {value!r}", name, value)
-
-    def _check_shares(self) -> None:
-        for name in ("gpu_memory_utilization", "cpu_kv_cache_share"):
-            value = getattr(self, name)
-            if not isinstance(value, (int, float)) or not math.isfinite(value) or not 0 < value <= 1:
-                raise ConfigError(f"{name} must be in (0, 1], got {value!r}", name, value)
-
-    def _check_tiers(self) -> None:
-        for name, least in (("swap_space", 0), ("kv_disk_size", 2**-20)):
-            value = getattr(self, name)
-            if not isinstance(value, (int, float)) or isinstance(value, bool) or not least <= value < math.inf:
-                raise ConfigError(f"{name} must be a number of GiB of at least {least:g}, got {value!r}", name, value)
-
-        idle = self.session_idle_seconds
-        if idle is not None and (not isinstance(idle, (int, float)) or isinstance(idle, bool) or not idle >= 0):
-            raise ConfigError(f"session_idle_seconds must be at least 0, got {idle!r}", "session_idle_seconds", idle)
-
-    def _check_model_len(self) -> None:
-        value = self.max_model_len
-        if value in (None, "auto", -1):
-            return
-        if not isinstance(value, int) or isinstance(value, bool) or value < 2:
-            raise ConfigError(
-                f"max_model_len must be an integer of at least 2, or 'auto'; got {value!r}", "max_model_len", value
-            )
-
-    def _check_budgets(self) -> None:
-        rows, tokens = self.max_num_seqs, self.max_num_batched_tokens
-        if rows is not None and tokens is not None and tokens < rows:
-            raise ConfigError(
-                f"max_num_batched_tokens ({tokens}) is below max_num_seqs ({rows}): a step could not hold a token each",
-                "max_num_batched_tokens",
-                tokens,
-            )
-
-    def _check_stretch(self) -> None:
-        value = self.max_step_stretch
-        if value is None:
-            return
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or not value > 1:
-            raise ConfigError(
-                f"max_step_stretch must be a number above 1 (inf: no bound), got {value!r}", "max_step_stretch", value
-            )
-        if not self.enable_chunked_prefill and math.isfinite(value):
-            raise ConfigError(
-                f"max_step_stretch ({value}) works by cutting prompts into chunks, which enable_chunked_prefill=False "
-                "forbids: unset one of them",
-                "max_step_stretch",
-                value,
-            )
-
-    def _check_parallel(self) -> None:
-        backend = self.distributed_executor_backend
-        for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
-            self._check_integer(name, 1)
-        self._check_stages()
-        if backend not in (None, *EXECUTORS):
-            raise ConfigError(
-                f"distributed_executor_backend must be one of {', '.join(EXECUTORS)}; got {backend!r}",
-                "distributed_executor_backend",
-                backend,
-            )
-        if backend == "uni" and self.num_ranks > 1:
-            name = "tensor_parallel_size" if self.tensor_parallel_size > 1 else "pipeline_parallel_size"
-            raise ConfigError(
-                f"distributed_executor_backend 'uni' is one rank, {name} is {getattr(self, name)}: use 'mp'",
-                "distributed_executor_backend",
-                backend,
-            )
-        self._check_ray()
-        if backend == "ray" and self.kv_disk is not None:
-            raise ConfigError(
-                "kv_disk needs all ranks on the engine's machine, and distributed_executor_backend is 'ray': leave it "
-                "out, or use 'mp'",
-                "kv_disk",
-                self.kv_disk,
-            )
-
-    def _check_ray(self) -> None:
-        object.__setattr__(self, "ray_env", tuple(self.ray_env))
-        if self.distributed_executor_backend == "ray":
-            return
-        for name in ("ray_address", "ray_placement_timeout", "ray_env"):
-            if getattr(self, name) not in (None, ()):
-                raise ConfigError(
-                    f"{name} is set, and distributed_executor_backend is {self.distributed_executor_backend!r}: set it "
-                    f"to 'ray', or leave out {name}",
-                    name,
-                    getattr(self, name),
-                )
-
-    def _check_stages(self) -> None:
-        if self.pipeline_layers is None:
-            return
-        given, stages = self.pipeline_layers, self.pipeline_parallel_size
-        try:
-            counts = [int(str(each)) for each in (given.split(",") if isinstance(given, str) else given)]
-        except (TypeError, ValueError):
-            counts = []
-        if len(counts) != stages or min(counts) < 1:
-            raise ConfigError(
-                f"pipeline_layers must be a number of layers of at least 1 for each of the {stages} stages "
-                f"(pipeline_parallel_size), as {','.join(['8'] * stages)}; got {given!r}",
-                "pipeline_layers",
-                given,
-            )
-        object.__setattr__(self, "pipeline_layers", ",".join(map(str, counts)))
-
-    def _check_experts(self) -> None:
-        for name in ("num_redundant_experts", "expert_rebalance_interval"):
-            self._check_integer(name, 0)
-            if (value := getattr(self, name)) and not self.enable_expert_parallel:
-                raise ConfigError(
-                    f"{name} ({value}) needs enable_expert_parallel: without it every rank has a part of every expert",
-                    name,
-                    value,
-                )
-        if self.steps_together and self.is_multiprocess:
-            raise ConfigError(
-                f"enable_expert_parallel over {self.data_parallel_size} replicas (data_parallel_size) needs engines of "
-                "one rank so far: leave out tensor_parallel_size, pipeline_parallel_size and "
-                "distributed_executor_backend",
-                "enable_expert_parallel",
-                True,
-            )
-
-    def _check_invariant(self) -> None:
-        """What is added up in an order that the batch decides is not the same in any batch."""
-        if not self.batch_invariant:
-            return
-        if self.tensor_parallel_size > 2:
-            raise ConfigError(
-                f"batch_invariant holds for at most 2 tensor-parallel ranks, tensor_parallel_size is "
-                f"{self.tensor_parallel_size}: sums over more are made in an order that depends on the batch",
-                "batch_invariant",
-                True,
-            )
-        for name in ("num_redundant_experts", "expert_rebalance_interval"):
-            if value := getattr(self, name):
-                raise ConfigError(
-                    f"batch_invariant needs every expert to stay in one place, and {name} is {value}: leave one out",
-                    name,
-                    value,
-                )
-
-    def _check_tenants(self) -> None:
-        for name in ("tenant_weights", "tenant_max_rows", "tenant_max_blocks"):
-            table = getattr(self, name)
-            if table is None:
-                continue
-            if not isinstance(table, Mapping):
-                raise ConfigError(f'{name} must map tenants to numbers, as {{"*": 1}}; got {table!r}', name, table)
-            if self.scheduling_policy in ("fcfs", "priority"):
-                raise ConfigError(
-                    f"{name} needs scheduling_policy='fair'; {self.scheduling_policy!r} knows no tenants", name, table
-                )
-            for tenant, value in table.items():
-                if not isinstance(tenant, str):
-                    raise ConfigError(f"{name} must have names of tenants as keys, got {tenant!r}", name, tenant)
-                self._check_tenant_value(name, tenant, value)
-
-    def _check_tenant_value(self, name: str, tenant: str, value: object) -> None:
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if name == "tenant_weights":
-            if not is_number or not 0 < value < math.inf:  # type: ignore[operator]
-                raise ConfigError(f"{name}[{tenant!r}] must be a number above 0, got {value!r}", name, value)
-        elif not is_number or not (0 < value < 1 or (isinstance(value, int) and value >= 1)):  # type: ignore[operator]
-            raise ConfigError(
-                f"{name}[{tenant!r}] must be an integer of at least 1 (a count) or a number between 0 and 1 (a share), "
-                f"got {value!r}",
-                name,
-                value,
-            )
+        for name in ("logits_processors", "ray_env"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        config_checks.check(self)
 
     @property
     def is_multiprocess(self) -> bool:

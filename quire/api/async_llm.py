@@ -29,7 +29,7 @@ from quire.engine.stats import Metric
 from quire.errors import EngineDeadError, ValidationError
 from quire.loading.hub import find
 from quire.loading.read_config import read_generation_config, read_model_config
-from quire.loading.tokenizer import load_tokenizer
+from quire.loading.tokenizer import tokenizer_of
 from quire.memory.disk.sessions import session_key
 from quire.messages.beams import BeamSearchParams
 from quire.messages.experts import Rebalanced
@@ -77,7 +77,9 @@ class AsyncLLM:
         self._fleet = Fleet(config, self._files, self._model, self.engine_module, self._outputs)
         self._fleet.start()
         try:  # the tokenizer is loaded while the engines are
-            self._tokenizer = None if config.skip_tokenizer_init else self._load_tokenizer(spares_torch)
+            self._tokenizer = (
+                None if config.skip_tokenizer_init else tokenizer_of(config, self._files, spares_torch=spares_torch)
+            )
         except BaseException:
             self._fleet.kill()
             raise
@@ -379,15 +381,6 @@ class AsyncLLM:
             await self._fleet.stop_aside()
 
     # How it is done
-
-    def _load_tokenizer(self, spares_torch: bool) -> Any:
-        config = self.config
-        return load_tokenizer(
-            self._files if config.tokenizer is None else config.tokenizer,
-            trust_remote_code=config.trust_remote_code,
-            revision=config.tokenizer_revision,
-            spares_torch=spares_torch,
-        )
 
     def _make_inputs(self) -> None:
         """What checks requests, for the engines that are there now."""

@@ -15,7 +15,7 @@ from quire.engine.stats import Metric
 from quire.errors import SHUT, ConfigError, EngineDeadError, QuireError, ValidationError
 from quire.loading.hub import find
 from quire.loading.read_config import read_generation_config, read_model_config
-from quire.loading.tokenizer import load_tokenizer
+from quire.loading.tokenizer import tokenizer_of
 from quire.memory.sessions import SessionKeeper
 from quire.messages.beams import BeamSearchParams
 from quire.messages.experts import Rebalanced
@@ -50,7 +50,7 @@ class LLMEngine:
         files = find(config)
         model = read_model_config(files, config.hf_overrides)
         generation = read_generation_config(files) if config.generation_config == "auto" else {}
-        tokenizer = None if config.skip_tokenizer_init else _tokenizer(config, files)
+        tokenizer = None if config.skip_tokenizer_init else tokenizer_of(config, files)
         self.core, self.facts = make_engine(config, files, model)
         self.inputs = InputProcessor(
             self.facts, tokenizer, generation, config.seed, config.max_logprobs, config.pooling, config.isolate_tenants
@@ -160,11 +160,6 @@ class LLMEngine:
         if not self._closed:
             self._closed = True
             self.core.shutdown()
-
-
-def _tokenizer(config: EngineConfig, files: Any) -> Any:
-    source = files if config.tokenizer is None else config.tokenizer
-    return load_tokenizer(source, trust_remote_code=config.trust_remote_code, revision=config.tokenizer_revision)
 
 
 __all__ = ["EngineFacts", "Failed", "LLMEngine"]

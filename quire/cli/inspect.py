@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from quire.cli.engine_flags import add_common, add_engine_flags, add_model, engine_settings
 from quire.cli.inspect_memory import add_memory_flags, wants_memory
@@ -110,13 +110,10 @@ def _parameter_facts(total: int, active: int) -> str:
 
 
 def _tokenizer_facts(config: EngineConfig, files: ModelFiles) -> str:
-    from quire.loading.tokenizer import load_tokenizer
+    from quire.loading.tokenizer import tokenizer_of
 
-    source: Any = files if config.tokenizer is None else config.tokenizer
     try:
-        tokenizer = load_tokenizer(
-            source, trust_remote_code=config.trust_remote_code, revision=config.tokenizer_revision
-        )
+        tokenizer = tokenizer_of(config, files)
     except QuireError as error:
         return f"cannot be loaded: {error}"
     template = "with" if getattr(tokenizer, "chat_template", None) else "without"

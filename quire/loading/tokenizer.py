@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
+    from quire.config import EngineConfig
+
 _TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer.model",
@@ -63,6 +65,16 @@ def load_tokenizer(
     if files.gguf is not None:
         return _from_gguf(files.gguf)
     raise ModelNotFoundError(f"{files.path} holds no tokenizer (looked for {', '.join(_TOKENIZER_FILES)})")
+
+
+def tokenizer_of(config: EngineConfig, files: ModelFiles, *, spares_torch: bool = False) -> PreTrainedTokenizerFast:
+    """The tokenizer that the settings name; the model's own, unless they name another."""
+    return load_tokenizer(
+        files if config.tokenizer is None else config.tokenizer,
+        trust_remote_code=config.trust_remote_code,
+        revision=config.tokenizer_revision,
+        spares_torch=spares_torch,
+    )
 
 
 def _find(name: str | os.PathLike[str], revision: str | None, code: bool) -> ModelFiles:

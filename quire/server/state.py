@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from quire import __version__
 from quire.api.async_llm import AsyncLLM
+from quire.api.text import encoded
 from quire.errors import ValidationError
 from quire.loading.read_config import read_generation_config
 from quire.output.detokenizer import Vocabulary
@@ -148,8 +149,7 @@ class Server:
         return await asyncio.to_thread(self._encode, text, add_special_tokens)
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        return ids
+        return encoded(self.tokenizer, text, "prompt", add_special_tokens)
 
     @functools.cached_property
     def vocabulary(self) -> Vocabulary | None:

@@ -18,7 +18,8 @@ from quire.server.errors import ApiError
 from quire.server.http import decode, named_event
 from quire.server.protocol.chat import NamedTool
 from quire.server.protocol.common import CompletionTokensDetails, PromptTokensDetails, Usage
-from quire.server.protocol.responses import ResponseEvent, ResponsesRequest
+from quire.server.protocol.response_events import ResponseEvent
+from quire.server.protocol.responses import ResponsesRequest
 from quire.server.shapes.responses_chat import as_chat
 from quire.server.shapes.responses_writer import ResponseWriter, new_response
 from tests.server.conftest import MODEL, Live

@@ -9,7 +9,8 @@ from quire.server.errors import ApiError
 from quire.server.http import Exchange, named_event
 from quire.server.logprobs import chat_logprobs
 from quire.server.protocol.chat import TokenLogprob
-from quire.server.protocol.responses import AnyResponseEvent, Response, ResponseEvent, ResponsesRequest
+from quire.server.protocol.response_events import AnyResponseEvent, ResponseEvent
+from quire.server.protocol.responses import Response, ResponsesRequest
 from quire.server.routing import Route
 from quire.server.shapes.responses_chat import as_chat
 from quire.server.shapes.responses_writer import ResponseWriter, new_response

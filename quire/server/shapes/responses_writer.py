@@ -12,18 +12,27 @@ from quire.output.answers.deltas import CallArguments, CallEnd, CallStart, Conte
 from quire.server.errors import ApiError
 from quire.server.protocol.chat import TokenLogprob
 from quire.server.protocol.common import Usage
-from quire.server.protocol.responses import (
+from quire.server.protocol.response_events import (
     ArgumentsDelta,
     ArgumentsDone,
     Completed,
     Created,
     Failed,
     Incomplete,
-    IncompleteDetails,
     InProgress,
-    InputTokensDetails,
     ItemAdded,
     ItemDone,
+    PartAdded,
+    PartDone,
+    ReasoningDelta,
+    ReasoningDone,
+    ResponseEvent,
+    TextDelta,
+    TextDone,
+)
+from quire.server.protocol.responses import (
+    IncompleteDetails,
+    InputTokensDetails,
     OutputCall,
     OutputItem,
     OutputMessage,
@@ -31,17 +40,10 @@ from quire.server.protocol.responses import (
     OutputReasoningText,
     OutputText,
     OutputTokensDetails,
-    PartAdded,
-    PartDone,
-    ReasoningDelta,
-    ReasoningDone,
     Response,
-    ResponseEvent,
     ResponseFailure,
     ResponsesRequest,
     ResponseUsage,
-    TextDelta,
-    TextDone,
 )
 
 

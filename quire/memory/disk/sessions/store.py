@@ -308,12 +308,9 @@ class SessionStore:
         with self._lock:
             source = self._live(name)
             self._check_new(new_name)
-            state, total = source.state, num_tokens(source.state)
-            at = total if at is None else at
-            if not isinstance(at, int) or not 0 <= at <= total:
-                raise ValidationError(
-                    f"session {name_of(name)!r} has {total} tokens: it cannot be forked at {at!r}", "at", at
-                )
+            state = source.state
+            at = num_tokens(state) if at is None else at
+            _check_place(state, at, "forked")
             tip, chunked, tail = self._cut(source, at)
             now = self._clock()
             entry = self._begin(
@@ -329,11 +326,7 @@ class SessionStore:
         """Keep the session's first `at` tokens and forget the rest."""
         with self._lock:
             entry = self._live(name)
-            total = num_tokens(entry.state)
-            if not 0 <= at <= total:
-                raise ValidationError(
-                    f"session {name_of(name)!r} has {total} tokens: it cannot be cut at {at}", "at", at
-                )
+            _check_place(entry.state, at, "cut")
             tip, chunked, tail = self._cut(entry, at)
             self._retell(
                 entry,
@@ -551,6 +544,15 @@ class SessionStore:
         if (entry := self._catalog.by_id.get(number)) is not None:
             return entry.state.name
         return self._catalog.graves[number][1] if number in self._catalog.graves else ""
+
+
+def _check_place(state: State, at: int, what: str) -> None:
+    """`at` is a place among the session's tokens, where it is to be `what`."""
+    total = num_tokens(state)
+    if not isinstance(at, int) or not 0 <= at <= total:
+        raise ValidationError(
+            f"session {name_of(state.name)!r} has {total} tokens: it cannot be {what} at {at!r}", "at", at
+        )
 
 
 def _checked_ttl(ttl: float | None) -> float | None:

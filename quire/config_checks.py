@@ -1,0 +1,232 @@
+"""Which settings of the engine go together, and which values they may have."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from quire.errors import ConfigError
+
+if TYPE_CHECKING:
+    from quire.config import EngineConfig
+
+EXECUTORS = ("uni", "mp", "ray")
+DEEPEST = 4
+"""Steps in flight beside the one that is collected: more would only make ends come later."""
+
+
+def check(config: EngineConfig) -> None:
+    """Raise at the first that is wrong."""
+    _check_counts(config)
+    _check_shares(config)
+    _check_tiers(config)
+    _check_model_len(config)
+    _check_budgets(config)
+    _check_stretch(config)
+    _check_parallel(config)
+    _check_experts(config)
+    _check_invariant(config)
+    _check_tenants(config)
+
+
+def _check_counts(config: EngineConfig) -> None:
+    for name, least in (
+        ("block_size", 1), ("max_num_seqs", 1), ("max_num_batched_tokens", 1), ("kv_cache_memory_bytes", 1),
+        ("num_gpu_blocks_override", 1), ("pipeline_depth", 0), ("max_logprobs", -1),
+        ("step_timeout", 0), ("grammar_timeout", 1), ("ray_placement_timeout", 0),
+    ):  # fmt: skip
+        if getattr(config, name) is not None:
+            _check_integer(config, name, least)
+    if (config.pipeline_depth or 0) > DEEPEST:
+        raise ConfigError(f"pipeline_depth is at most {DEEPEST}", "pipeline_depth", config.pipeline_depth)
+
+
+def _check_integer(config: EngineConfig, name: str, least: int) -> None:
+    value = getattr(config, name)
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ConfigError(f"{name} must be an integer of at least {least}, got {value!r}", name, value)
+
+
+def _check_shares(config: EngineConfig) -> None:
+    for name in ("gpu_memory_utilization", "cpu_kv_cache_share"):
+        value = getattr(config, name)
+        if not isinstance(value, (int, float)) or not math.isfinite(value) or not 0 < value <= 1:
+            raise ConfigError(f"{name} must be in (0, 1], got {value!r}", name, value)
+
+
+def _check_tiers(config: EngineConfig) -> None:
+    for name, least in (("swap_space", 0), ("kv_disk_size", 2**-20)):
+        value = getattr(config, name)
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not least <= value < math.inf:
+            raise ConfigError(f"{name} must be a number of GiB of at least {least:g}, got {value!r}", name, value)
+
+    idle = config.session_idle_seconds
+    if idle is not None and (not isinstance(idle, (int, float)) or isinstance(idle, bool) or not idle >= 0):
+        raise ConfigError(f"session_idle_seconds must be at least 0, got {idle!r}", "session_idle_seconds", idle)
+
+
+def _check_model_len(config: EngineConfig) -> None:
+    value = config.max_model_len
+    if value in (None, "auto", -1):
+        return
+    if not isinstance(value, int) or isinstance(value, bool) or value < 2:
+        raise ConfigError(
+            f"max_model_len must be an integer of at least 2, or 'auto'; got {value!r}", "max_model_len", value
+        )
+
+
+def _check_budgets(config: EngineConfig) -> None:
+    rows, tokens = config.max_num_seqs, config.max_num_batched_tokens
+    if rows is not None and tokens is not None and tokens < rows:
+        raise ConfigError(
+            f"max_num_batched_tokens ({tokens}) is below max_num_seqs ({rows}): a step could not hold a token each",
+            "max_num_batched_tokens",
+            tokens,
+        )
+
+
+def _check_stretch(config: EngineConfig) -> None:
+    value = config.max_step_stretch
+    if value is None:
+        return
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not value > 1:
+        raise ConfigError(
+            f"max_step_stretch must be a number above 1 (inf: no bound), got {value!r}", "max_step_stretch", value
+        )
+    if not config.enable_chunked_prefill and math.isfinite(value):
+        raise ConfigError(
+            f"max_step_stretch ({value}) works by cutting prompts into chunks, which enable_chunked_prefill=False "
+            "forbids: unset one of them",
+            "max_step_stretch",
+            value,
+        )
+
+
+def _check_parallel(config: EngineConfig) -> None:
+    backend = config.distributed_executor_backend
+    for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
+        _check_integer(config, name, 1)
+    _check_stages(config)
+    if backend not in (None, *EXECUTORS):
+        raise ConfigError(
+            f"distributed_executor_backend must be one of {', '.join(EXECUTORS)}; got {backend!r}",
+            "distributed_executor_backend",
+            backend,
+        )
+    if backend == "uni" and config.num_ranks > 1:
+        name = "tensor_parallel_size" if config.tensor_parallel_size > 1 else "pipeline_parallel_size"
+        raise ConfigError(
+            f"distributed_executor_backend 'uni' is one rank, {name} is {getattr(config, name)}: use 'mp'",
+            "distributed_executor_backend",
+            backend,
+        )
+    _check_ray(config)
+    if backend == "ray" and config.kv_disk is not None:
+        raise ConfigError(
+            "kv_disk needs all ranks on the engine's machine, and distributed_executor_backend is 'ray': leave it "
+            "out, or use 'mp'",
+            "kv_disk",
+            config.kv_disk,
+        )
+
+
+def _check_ray(config: EngineConfig) -> None:
+    if config.distributed_executor_backend == "ray":
+        return
+    for name in ("ray_address", "ray_placement_timeout", "ray_env"):
+        if getattr(config, name) not in (None, ()):
+            raise ConfigError(
+                f"{name} is set, and distributed_executor_backend is {config.distributed_executor_backend!r}: set it "
+                f"to 'ray', or leave out {name}",
+                name,
+                getattr(config, name),
+            )
+
+
+def _check_stages(config: EngineConfig) -> None:
+    if config.pipeline_layers is None:
+        return
+    given, stages = config.pipeline_layers, config.pipeline_parallel_size
+    try:
+        counts = [int(str(each)) for each in (given.split(",") if isinstance(given, str) else given)]
+    except (TypeError, ValueError):
+        counts = []
+    if len(counts) != stages or min(counts) < 1:
+        raise ConfigError(
+            f"pipeline_layers must be a number of layers of at least 1 for each of the {stages} stages "
+            f"(pipeline_parallel_size), as {','.join(['8'] * stages)}; got {given!r}",
+            "pipeline_layers",
+            given,
+        )
+    object.__setattr__(config, "pipeline_layers", ",".join(map(str, counts)))
+
+
+def _check_experts(config: EngineConfig) -> None:
+    for name in ("num_redundant_experts", "expert_rebalance_interval"):
+        _check_integer(config, name, 0)
+        if (value := getattr(config, name)) and not config.enable_expert_parallel:
+            raise ConfigError(
+                f"{name} ({value}) needs enable_expert_parallel: without it every rank has a part of every expert",
+                name,
+                value,
+            )
+    if config.steps_together and config.is_multiprocess:
+        raise ConfigError(
+            f"enable_expert_parallel over {config.data_parallel_size} replicas (data_parallel_size) needs engines of "
+            "one rank so far: leave out tensor_parallel_size, pipeline_parallel_size and "
+            "distributed_executor_backend",
+            "enable_expert_parallel",
+            True,
+        )
+
+
+def _check_invariant(config: EngineConfig) -> None:
+    """What is added up in an order that the batch decides is not the same in any batch."""
+    if not config.batch_invariant:
+        return
+    if config.tensor_parallel_size > 2:
+        raise ConfigError(
+            f"batch_invariant holds for at most 2 tensor-parallel ranks, tensor_parallel_size is "
+            f"{config.tensor_parallel_size}: sums over more are made in an order that depends on the batch",
+            "batch_invariant",
+            True,
+        )
+    for name in ("num_redundant_experts", "expert_rebalance_interval"):
+        if value := getattr(config, name):
+            raise ConfigError(
+                f"batch_invariant needs every expert to stay in one place, and {name} is {value}: leave one out",
+                name,
+                value,
+            )
+
+
+def _check_tenants(config: EngineConfig) -> None:
+    for name in ("tenant_weights", "tenant_max_rows", "tenant_max_blocks"):
+        table = getattr(config, name)
+        if table is None:
+            continue
+        if not isinstance(table, Mapping):
+            raise ConfigError(f'{name} must map tenants to numbers, as {{"*": 1}}; got {table!r}', name, table)
+        if config.scheduling_policy in ("fcfs", "priority"):
+            raise ConfigError(
+                f"{name} needs scheduling_policy='fair'; {config.scheduling_policy!r} knows no tenants", name, table
+            )
+        for tenant, value in table.items():
+            if not isinstance(tenant, str):
+                raise ConfigError(f"{name} must have names of tenants as keys, got {tenant!r}", name, tenant)
+            _check_tenant_value(config, name, tenant, value)
+
+
+def _check_tenant_value(config: EngineConfig, name: str, tenant: str, value: object) -> None:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if name == "tenant_weights":
+        if not is_number or not 0 < value < math.inf:  # type: ignore[operator]
+            raise ConfigError(f"{name}[{tenant!r}] must be a number above 0, got {value!r}", name, value)
+    elif not is_number or not (0 < value < 1 or (isinstance(value, int) and value >= 1)):  # type: ignore[operator]
+        raise ConfigError(
+            f"{name}[{tenant!r}] must be an integer of at least 1 (a count) or a number between 0 and 1 (a share), "
+            f"got {value!r}",
+            name,
+            value,
+        )
