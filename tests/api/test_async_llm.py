@@ -25,6 +25,7 @@ from quire.errors import (
     QuireError,
     ValidationError,
 )
+from tests.processes import is_gone
 
 T = TypeVar("T")
 SETTINGS: dict[str, Any] = {"dtype": "float32", "num_gpu_blocks_override": 128, "device": "cpu"}
@@ -61,14 +62,6 @@ async def assert_idle(llm: AsyncLLM) -> None:
     for name in ("num_requests_running", "num_requests_waiting", "num_blocks_used"):
         assert await metric(llm, name) == 0, name
     assert (await llm.report_health()).unfinished == 0
-
-
-def is_gone(pid: int) -> bool:
-    """Whether no process has this number, or only one that nobody has looked after yet."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except FileNotFoundError:
-        return True
 
 
 def wait_until(condition: Callable[[], bool], seconds: float = 10.0) -> bool:

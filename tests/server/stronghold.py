@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 import time
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
+from tests.processes import children, descendants, descriptors, is_gone
 from tests.server.served import Served
 
 KEYS = ("alpha", "beta")
@@ -200,39 +200,6 @@ def whole(path: str, body: Any, *lines: str) -> bytes:
     return head(path, len(data), *lines) + data
 
 
-def children(pid: int) -> list[int]:
-    """Processes that this one started, and that have not ended."""
-    found = []
-    with suppress(OSError):
-        for task in Path(f"/proc/{pid}/task").iterdir():
-            with suppress(OSError):  # a thread that has just ended
-                found += [int(child) for child in (task / "children").read_text().split()]
-    return [child for child in found if not is_gone(child)]
-
-
-def descendants(pid: int) -> list[int]:
-    """Children, and theirs."""
-    direct = children(pid)
-    return direct + [below for child in direct for below in descendants(child)]
-
-
-def is_gone(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except OSError:
-        return True
-
-
-def descriptors(pid: int) -> dict[str, int]:
-    """What a process has open, by kind."""
-    found: Counter[str] = Counter()
-    for entry in os.listdir(f"/proc/{pid}/fd"):
-        with suppress(OSError):
-            target = os.readlink(f"/proc/{pid}/fd/{entry}")
-            found["file" if target.startswith("/") else target.split("[")[0]] += 1
-    return dict(found)
-
-
 def connections(pid: int, port: int) -> int:
     """A server's ends of its clients' connections that are still open."""
     found = 0
@@ -240,9 +207,3 @@ def connections(pid: int, port: int) -> int:
         _, here, _, state, *_, inode = line.split()[:10]
         found += int(here.rpartition(":")[2], 16) == port and state != LISTENING and inode != CLOSED
     return found
-
-
-def rss(pid: int) -> int:
-    """Bytes of memory that a process holds now."""
-    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")

@@ -20,8 +20,9 @@ import pytest
 from quire.cli.bench.load.http import Host, Whole
 from quire.server.protocol.embeddings import EmbeddingRequest
 from quire.server.routes.embeddings import _vectors
+from tests.processes import descendants, is_gone
 from tests.server.conftest import Live
-from tests.server.stronghold import KEYS, Stronghold, descendants, is_gone
+from tests.server.stronghold import KEYS, Stronghold
 from tests.server.traffic import TEXT, Ask, Users, draw, users_of
 
 pytestmark = pytest.mark.timeout(3000)

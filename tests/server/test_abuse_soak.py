@@ -17,7 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.server.stronghold import Stronghold, descendants, descriptors, rss, stronghold
+from tests.processes import descendants, descriptors, rss
+from tests.server.stronghold import Stronghold, stronghold
 from tests.server.traffic import TEXT, Ask, Users, draw, users_of
 
 SECONDS = float(os.environ.get("QUIRE_SOAK_SECONDS", "600"))

@@ -15,8 +15,9 @@ import pytest
 
 from quire.server import serve
 from quire.server.life import connection
+from tests.processes import rss
 from tests.server.conftest import Live
-from tests.server.stronghold import LONG, Stronghold, head, hear, rss, statuses, whole
+from tests.server.stronghold import LONG, Stronghold, head, hear, statuses, whole
 
 TEXT = "/v1/completions"
 BODY = {"prompt": "abc", "max_tokens": 2}

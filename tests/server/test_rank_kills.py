@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.server.stronghold import Stronghold, children, stronghold
+from tests.processes import children
+from tests.server.stronghold import Stronghold, stronghold
 from tests.server.test_abuse_crowd import kills, run
 
 pytestmark = pytest.mark.timeout(3000)

@@ -25,7 +25,7 @@ from quire.api.replica import Replica
 from quire.errors import EngineDeadError
 from quire.server.life import supervisor as module
 from quire.server.life.supervisor import Supervisor, pauses
-from tests.server.stronghold import descendants, is_gone
+from tests.processes import descendants, is_gone
 
 T = TypeVar("T")
 SETTINGS: dict[str, Any] = {"dtype": "float32", "num_gpu_blocks_override": 128, "device": "cpu"}

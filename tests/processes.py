@@ -1,0 +1,47 @@
+"""What processes are there, and what they hold."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from contextlib import suppress
+from pathlib import Path
+
+
+def children(pid: int) -> list[int]:
+    """Processes that this one started, and that have not ended."""
+    found = []
+    with suppress(OSError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            with suppress(OSError):  # a thread that has just ended
+                found += [int(child) for child in (task / "children").read_text().split()]
+    return [child for child in found if not is_gone(child)]
+
+
+def descendants(pid: int) -> list[int]:
+    """Children, and theirs."""
+    direct = children(pid)
+    return direct + [below for child in direct for below in descendants(child)]
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def descriptors(pid: int) -> dict[str, int]:
+    """What a process has open, by kind."""
+    found: Counter[str] = Counter()
+    for entry in os.listdir(f"/proc/{pid}/fd"):
+        with suppress(OSError):
+            target = os.readlink(f"/proc/{pid}/fd/{entry}")
+            found["file" if target.startswith("/") else target.split("[")[0]] += 1
+    return dict(found)
+
+
+def rss(pid: int) -> int:
+    """Bytes of memory that a process holds now."""
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
