@@ -18,15 +18,20 @@ _calls = 0
 _group: torch.distributed.ProcessGroup | None = None
 
 
-def use_group(group: torch.distributed.ProcessGroup) -> None:
+def use_group(group: torch.distributed.ProcessGroup | None) -> None:
     """The tensor-parallel ranks are these, and not all there are."""
     global _group
     _group = group
 
 
+def is_shared(ranks: Ranks) -> bool:
+    """Whether there is a group to sum over. One of a single rank does all that a larger one does."""
+    return ranks.tp_size > 1 or _group is not None
+
+
 def all_reduce(x: torch.Tensor, ranks: Ranks) -> torch.Tensor:
     """Sum `x` over the tensor-parallel ranks, in place."""
-    if ranks.tp_size > 1:
+    if is_shared(ranks):
         count()
         torch.distributed.all_reduce(x, group=_group)
     return x
@@ -34,7 +39,7 @@ def all_reduce(x: torch.Tensor, ranks: Ranks) -> torch.Tensor:
 
 def all_gather_last(x: torch.Tensor, ranks: Ranks) -> torch.Tensor:
     """Join the ranks' slices of the last dimension."""
-    if ranks.tp_size == 1:
+    if not is_shared(ranks):
         return x
     count()
     parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(ranks.tp_size)]

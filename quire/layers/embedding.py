@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from quire.distributed.collectives import all_gather_last, all_reduce
+from quire.distributed.collectives import all_gather_last, all_reduce, is_shared
 from quire.layers.build import Build
 from quire.loading.weights import Target
 
@@ -27,7 +27,7 @@ class VocabEmbedding(nn.Module):
         self.whole = (build.config.vocab_size, build.config.hidden_size)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        if self.ranks.tp_size == 1:
+        if not is_shared(self.ranks):
             return self.ops.embedding(tokens, self.weight)
         local = tokens - self.kept.start
         elsewhere = (local < 0) | (local >= len(self.kept))

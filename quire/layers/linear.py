@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from quire.distributed.collectives import all_reduce
+from quire.distributed.collectives import all_reduce, is_shared
 from quire.layers.build import Build
 from quire.layers.heads import Heads
 from quire.layers.norm import RMSNorm
@@ -149,7 +149,7 @@ class RowParallelLinear(nn.Module):
 
     def onto(self, stream: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:
         """This product, which is to be added to the stream; None if it has been added, in place."""
-        if self.ranks.tp_size > 1:
+        if is_shared(self.ranks):
             return self(x)
         return self.ops.linear_onto(stream, x, self.weight, self.bias)
 

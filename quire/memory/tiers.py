@@ -228,6 +228,13 @@ class Tiers:
 
     # Plans carry the copies
 
+    def can_carry(self, fetch: Fetch, limit: int) -> bool:
+        """Whether a plan with so many copies would bring all that is still missing."""
+        if fetch.is_cancelled or fetch.begun < len(fetch.keys):
+            return False
+        own = sum(len(back.slots) for back in self._backs if back.fetch is fetch)
+        return own == fetch.pending and sum(len(back.slots) for back in self._backs) <= limit
+
     def take(self, step: int, limit: int) -> Moves | None:
         """Copies for this plan, at most `limit` each way."""
         outs = [self._outs.popleft() for _ in range(min(limit, len(self._outs)))]

@@ -66,6 +66,8 @@ class Moves(msgspec.Struct):
     """(slot, block): from the host to the device."""
     tokens: Ints = np.empty(0, np.int32)
     """Token ids of the blocks that come back, a block's worth each."""
+    awaited: bool = False
+    """Rows of this very plan read what comes back: the device computes nothing before it is there."""
 
 
 class MovesDone(msgspec.Struct):

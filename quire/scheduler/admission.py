@@ -149,12 +149,29 @@ class Admission:
             budget -= self._board(draft, request, cached, min(budget, room))
         return budget
 
+    def board_coming(self, draft: Draft, budget: int) -> bool:
+        """Nobody has anything to compute, and one request waits for blocks in host memory: it joins the step that
+        brings them, and the device waits for the copies instead of us. Whether there is such a request."""
+        coming = None if self._moving is None or budget <= 0 else self._moving.coming()
+        if self._moving is None or coming is None or not self._rows.free:
+            return False
+        request, cached = coming
+        room = (len(request.blocks) + self._tables.pool.free) * self._tables.block_size - cached
+        if room <= 0 or not self._ledger.has_row_for(request):
+            return False
+        draft.awaits_moves = True
+        self._moving.board(request)
+        draft.published += self._tables.publish(request, request.keys, cached // self._tables.block_size)
+        self._board(draft, request, cached, min(budget, room))
+        return True
+
     def _own_last(self, draft: Draft, request: Request, cached: int) -> None:
         """The next token goes into a block that holds some: one that is the request's alone, and that nobody finds."""
         index, filled = divmod(cached, self._tables.block_size)
         if not filled:
             return
-        if self._tables.is_shared(request, index):
+        # One that is on its way is held by its journey too, which is over before anything is written.
+        if self._tables.is_shared(request, index) and not draft.awaits_moves:
             draft.copies.append((request.row, *self._tables.copy_on_write(request, index)))
         else:
             self._tables.withdraw([request.blocks[index]])

@@ -20,6 +20,8 @@ class Draft:
         self.admitted: list[Request] = []
         self.ready: list[Request] = []
         """…of them, those whose last known token alone is to be computed: they decode at once."""
+        self.awaits_moves = False
+        """What comes with this plan from a tier below is read in this very step."""
         self.is_stalled = False
         """Somebody lacks blocks that are on their way."""
         self.forks: list[Fork] = []
@@ -68,6 +70,8 @@ class Flight:
     """Some draws are for beams: what they yield is a choice to make, not tokens."""
     prompt_tokens: int = 0
     launched: float = 0.0
+    awaits_moves: bool = False
+    """Its time is that of copies, too."""
     published: list[int] = field(default_factory=list)
     """Blocks that went into the prefix index before they were written."""
 

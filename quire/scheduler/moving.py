@@ -112,6 +112,14 @@ class Moving:
                 landed.append((request, load.tokens if whole else (load.before + load.fetch.good) * size))
         return landed
 
+    def coming(self) -> tuple[Request, int] | None:
+        """The one request whose blocks are all in host memory, if nobody else waits for any, and how many of its
+        tokens are computed once the next plan has brought them."""
+        if len(self._loads) != 1:
+            return None
+        request, load = next(iter(self._loads.items()))
+        return (request, load.tokens) if self.tiers.can_carry(load.fetch, MOVES_ALONE) else None
+
     def board(self, request: Request) -> None:
         """The request has a row: it waits for nothing any more."""
         del self._loads[request]
@@ -143,6 +151,8 @@ class Moving:
         """A step has come back: learn what prompt tokens cost."""
         seconds = now - max(flight.launched, self._collected)
         self._collected = now
+        if flight.awaits_moves:
+            return
         if flight.prompt_tokens >= LEAST_TOKENS and flight.prompt_tokens >= 4 * flight.num_decodes:
             self.tiers.costs.prefill.note(flight.prompt_tokens, seconds)
 
@@ -185,9 +195,13 @@ class Moving:
             self._taken = max(1, pool.evicted)
             self.tiers.save_idle(step_blocks)
 
-    def take(self, step: int, alone: bool) -> Moves | None:
-        """Copies that go with the plan of this step; `alone`: it has nothing else to do."""
-        return self.tiers.take(step, MOVES_ALONE if alone else MOVES_A_STEP)
+    def take(self, step: int, alone: bool, awaited: bool) -> Moves | None:
+        """Copies that go with the plan of this step; `alone`: it has nothing else to do; `awaited`: before they are
+        done."""
+        moves = self.tiers.take(step, MOVES_ALONE if alone or awaited else MOVES_A_STEP)
+        if moves is not None:
+            moves.awaited = awaited
+        return moves
 
     def reset(self) -> None:
         """A step failed: nothing that was on its way is sure to have arrived."""

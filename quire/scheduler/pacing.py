@@ -38,6 +38,7 @@ class _Launched:
     decodes: int
     tokens: int
     at: float
+    is_measured: bool
 
     @property
     def kind(self) -> tuple[bool, bool]:
@@ -74,9 +75,10 @@ class Pacer:
 
     # What is measured
 
-    def launched(self, decodes: int, tokens: int, now: float) -> None:
-        """A step goes to the device, with so many decodes and prompt tokens."""
-        self._in_flight.append(_Launched(decodes, tokens, now))
+    def launched(self, decodes: int, tokens: int, now: float, is_measured: bool = True) -> None:
+        """A step goes to the device, with so many decodes and prompt tokens. One that waits for something else is not
+        measured."""
+        self._in_flight.append(_Launched(decodes, tokens, now, is_measured))
 
     def collected(self, now: float) -> None:
         """The oldest step in flight has come back."""
@@ -100,6 +102,8 @@ class Pacer:
         It is, where nothing else is in flight. Where steps overlap, a device that launches slowly, or that is done when
         a launch returns, spends it partly on a neighbour; no matter, if that is a step of the same kind.
         """
+        if not step.is_measured:
+            return False
         if not self._in_flight and step.at >= self._collected:
             return True
         is_overlapped = self._last is not None and step.at < self._collected and self._last.kind == step.kind

@@ -181,9 +181,11 @@ class Scheduler:
         decodes = self._schedule_decodes(draft)
         budget = self._continue_prompts(draft, self._prompt_budget(decodes))
         if not draft.preempted and not draft.is_stalled:
-            self._admission.admit(draft, self._admission.board_landed(draft, budget))
+            budget = self._admission.admit(draft, self._admission.board_landed(draft, budget))
         decodes = decodes[self.rows.decoding[decodes]]  # some may have lost their row since
         is_idle = not len(decodes) and not draft.prompts and not draft.ready
+        if is_idle and not self._flights and not draft.preempted and not draft.is_stalled:
+            is_idle = not self._admission.board_coming(draft, budget)
         if is_idle and (self._flights or self.tiers is None or not self.tiers.is_moving):
             return None
         return self._launch(draft, decodes)
@@ -343,7 +345,7 @@ class Scheduler:
         if len(plan.rows):
             self.stats.note_step(plan, draft, self.ledger, self.pressure)
         if self._pacer is not None and len(plan.rows):
-            self._pacer.launched(plan.num_decodes, len(plan.tokens), self._clock())
+            self._pacer.launched(plan.num_decodes, len(plan.tokens), self._clock(), not draft.awaits_moves)
         return plan
 
     # A result comes back

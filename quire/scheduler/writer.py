@@ -83,7 +83,7 @@ class PlanWriter:
             copies=[(source, own) for _, source, own in draft.copies],
             branches=list(self._ledger.branches.values()),
             forced=self._forced(decodes, draft.ready),
-            moves=None if self._moving is None else self._moving.take(self._step, alone=not requests),
+            moves=None if self._moving is None else self._moving.take(self._step, not requests, draft.awaits_moves),
             groups=self._groups(),
         )
         self._step += 1
@@ -96,7 +96,7 @@ class PlanWriter:
         epochs = rows.epoch[targets]
         return plan, Flight(
             plan.step, requests, draws, targets, epochs, len(decodes), bool(beams.any()), len(tokens), self._clock(),
-            draft.published,
+            draft.awaits_moves, draft.published,
         )  # fmt: skip
 
     def _forced(self, decodes: NDArray[np.int64], ready: list[Request]) -> list[tuple[int, int]]:

@@ -107,6 +107,8 @@ class Mover:
 
     def start(self, step: int, moves: Moves) -> None:
         """Begin the copies of a plan; they see what all launched steps have left."""
+        if self._on_gpu:  # the copies first, which take long
+            self._pending.append((step, *self._launch(moves)))
         if moves.back:
             blocks = [block for _, block in moves.back]
             ids = torch.from_numpy(moves.tokens.reshape(len(blocks), -1))
@@ -114,7 +116,8 @@ class Mover:
                 ids = ids.pin_memory().to(self._device, non_blocking=True)
             self._kv.tokens[torch.tensor(blocks).to(self._device, non_blocking=True)] = ids
         if self._on_gpu:
-            self._pending.append((step, *self._launch(moves)))
+            if moves.awaited:
+                torch.cuda.current_stream().wait_stream(self._back)
             return
         times = []
         for copy, pairs in ((self._copy_out, moves.out), (self._copy_back, moves.back)):

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from quire.config import EngineConfig
+from quire.distributed.collectives import is_shared
 from quire.distributed.groups import Ranks
 from quire.distributed.pipeline import Pipeline
 from quire.layers.attention.registry import attention_backend
@@ -169,7 +170,7 @@ class Worker:
             batch = DeviceBatch(self._max_rows, self._max_model_len, self._vocab_size, kv, self._device)
             width = batch.block_table.shape[1]
             # A tape holds native calls alone, no collectives.
-            enabled = enabled and self._ranks.tp_size == 1 and not self._config.steps_together
+            enabled = enabled and not is_shared(self._ranks) and not self._config.steps_together
             decodes = DecodeGraphs(self.model, kv.layers, self._ops, width, enabled)
             return Runner(self.model, batch, decodes, processors, self._pipeline)
         from quire.worker.cuda_batch import IN_FLIGHT, CudaBatch

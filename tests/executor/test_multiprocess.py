@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import distributed
 
 from quire import LLM, AsyncLLM, SamplingParams
 from quire.config import EngineConfig
+from quire.distributed.collectives import calls, use_group
 from quire.errors import ConfigError, EngineDeadError, ValidationError
 from quire.executor import links, pulse
 from quire.messages.sampling import StructuredOutputsParams
@@ -84,6 +86,20 @@ def test_two_ranks_say_what_one_says(make_llm: Callable[..., LLM]) -> None:
     facts = llm.llm_engine.facts
     assert facts.device.startswith("2 × ")
     assert facts.kv_bytes == 2 * facts.memory.cache
+
+
+def test_a_group_of_one_sums_as_a_larger_one_does(make_llm: Callable[..., LLM]) -> None:
+    """So that what graphs capture between GPUs can be tested with one of them."""
+    alone = tokens(make_llm(**TIGHT), [BEGIN])
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    use_group(distributed.group.WORLD)
+    try:
+        before = calls()
+        assert tokens(make_llm(**TIGHT), [BEGIN]) == alone
+        assert calls() > before
+    finally:
+        use_group(None)
+        distributed.destroy_process_group()
 
 
 def lose_a_rank(llm: LLM, said: str, seconds: float) -> None:

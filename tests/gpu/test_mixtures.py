@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from quire import LLM, SamplingParams
-from tests.conftest import TINY_VOCAB, tiny_tokenizer
+from quire.worker.mixed_steps import TOKENS
+from tests.conftest import TINY_VOCAB
+from tests.gpu.mixtures import FAMILIES, write_mixture
 from tests.gpu.near_ties import NearTies, greedy
-from tests.gpu.target import DEVICE, ON_A_GPU
-from tests.models.harness import random_reference
-from tests.models.zoo import ZOO
+from tests.gpu.target import ON_A_GPU
 
 pytestmark = ON_A_GPU
 
@@ -22,16 +22,11 @@ PROMPTS = [[(7 * i + 3 * j) % TINY_VOCAB for j in range(5 + 9 * i)] for i in ran
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 
 
-@pytest.fixture(scope="module", params=["mixtral", "qwen2-moe", "qwen3-moe"])
+@pytest.fixture(scope="module", params=FAMILIES)
 def mixture(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     """A tiny mixture's folder, and the same in transformers."""
-    changes = {"vocab_size": TINY_VOCAB, "max_position_embeddings": 256, "hidden_size": 64, "head_dim": 16}
-    kind = type(ZOO[request.param])
-    reference = random_reference(kind(**(ZOO[request.param].to_dict() | changes)))
     folder = tmp_path_factory.mktemp(request.param)
-    reference.save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
-    return folder, reference.to(DEVICE)
+    return folder, write_mixture(folder, request.param)
 
 
 @pytest.mark.parametrize(
@@ -53,9 +48,10 @@ def test_greedy_tokens_equal_transformers(
 def test_counts_are_exact_where_nothing_pads_a_step(engine: Callable[..., LLM], mixture: tuple[Path, Any]) -> None:
     llm = engine(mixture[0])
     assert total(llm, "0") == 0, "the steps of the start are nobody's"
-    llm.generate([PROMPTS[2]], GREEDY, use_tqdm=False)
+    prompt = [(5 * j) % TINY_VOCAB for j in range(TOKENS[0])]  # a step of its own, with no token of nobody
+    llm.generate([prompt], GREEDY, use_tqdm=False)
     top_k = llm.llm_engine.facts.model.raw["num_experts_per_tok"]
-    computed = len(PROMPTS[2]) + GREEDY.max_tokens - 1
+    computed = len(prompt) + GREEDY.max_tokens - 1
     # A step that was under way when the last token came may have been computed for nobody.
     assert total(llm, "0") in (computed * top_k, (computed + 1) * top_k)
 

@@ -179,7 +179,7 @@ def test_steps_with_prompts_are_captured_too(
             name,
             lambda self, shape, run=run, name=name: (shapes.append((name, shape)), run(self, shape))[1],
         )
-    llm = engine(max_num_batched_tokens=40, max_num_seqs=32)
+    llm = engine(max_num_batched_tokens=96, max_num_seqs=32)
     for more in ({}, {"logprobs": 1}):
         llm.reset_prefix_cache()
         outputs = llm.generate(PROMPTS, [greedy_params(length, **more) for length in LENGTHS], use_tqdm=False)

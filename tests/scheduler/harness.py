@@ -235,6 +235,8 @@ class CheckingExecutor:
         self.computed_tokens = 0
         self.stale_draws = 0
         self.copied = 0
+        self.awaited = 0
+        """Plans whose rows read what came with them."""
 
     def expect(self, source: NewRequest) -> None:
         """Tell the device's checker about a request."""
@@ -272,6 +274,7 @@ class CheckingExecutor:
                 self.failures.update({id for launched in self.pending for id in launched.requests} - requests)
                 raise StepError(f"step {plan.step} cannot be launched")
             return self._launched(_empty_result(plan), requests, failed=True)
+        self._bring_awaited(plan)
         self._write(plan)
         self._verify_reads(plan)
         self._verify_groups(plan)
@@ -309,7 +312,16 @@ class CheckingExecutor:
             blocks[block] = GARBAGE
         for _, slot in plan.moves.out:
             self.host[slot] = GARBAGE
-        self.moving.append((plan.step + mixed("moves", plan.step) % 4, plan.step, plan.moves))
+        moves = Moves(out=plan.moves.out) if plan.moves.awaited else plan.moves
+        self.moving.append((plan.step + mixed("moves", plan.step) % 4, plan.step, moves))
+
+    def _bring_awaited(self, plan: StepPlan) -> None:
+        """What this very step reads has come when it computes, if it does."""
+        if plan.moves is not None and plan.moves.awaited:
+            assert len(plan.rows), "somebody waits for them"
+            self.awaited += 1
+            for slot, block in plan.moves.back:
+                self.content.reshape(-1, self.block_size)[block] = self.host[slot]
 
     def _end_moves(self, step: int, wait: bool) -> list[MovesDone]:
         """Moves that are done by now; `wait`: one at least is waited for."""
