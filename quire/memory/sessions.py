@@ -254,7 +254,7 @@ class SessionKeeper:
             )
         if source.num_samples != 1 or source.beams is not None:
             raise ValidationError("a turn of a session has one sample: n must be 1", "n", source.num_samples)
-        if not np.array_equal(self.store.tokens(source.session), source.prompt):
+        if self.tokens(source.session) != source.prompt:
             raise SessionBusyError(
                 f"session {name_of(source.session)!r} has changed since its tokens were read: begin again"
             )

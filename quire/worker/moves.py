@@ -116,8 +116,6 @@ class Mover:
                 ids = ids.pin_memory().to(self._device, non_blocking=True)
             self._kv.tokens[torch.tensor(blocks).to(self._device, non_blocking=True)] = ids
         if self._on_gpu:
-            if moves.awaited:
-                torch.cuda.current_stream().wait_stream(self._back)
             return
         times = []
         for copy, pairs in ((self._copy_out, moves.out), (self._copy_back, moves.back)):
@@ -126,6 +124,11 @@ class Mover:
                 copy(*run)
             times.append(time.perf_counter() - begin)
         self._done.append(MovesDone(step, *times))
+
+    def hold_device(self) -> None:
+        """What is launched from here on computes when all has come back that is under way."""
+        if self._on_gpu:
+            torch.cuda.current_stream().wait_stream(self._back)
 
     def _launch(self, moves: Moves) -> tuple[Any, Any]:
         now = torch.cuda.Event()

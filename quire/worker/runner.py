@@ -134,12 +134,14 @@ class Runner:
         self._unsupplied = None
         step = PendingStep(plan)
         step.mover = self.mover
+        if not plan.reset:
+            self._start_moves(plan)  # the copies take longer than anything that follows here
         batch.apply(plan if mixed is None else graphs.padded(plan, mixed), padded)
-        if self.mover is not None:
-            if plan.reset:
-                self.mover.forget()
-            if plan.moves is not None:
-                self.mover.start(plan.step, plan.moves)
+        if plan.reset and self.mover is not None:
+            self.mover.forget()
+            self._start_moves(plan)
+        if self.mover is not None and plan.moves is not None and plan.moves.awaited:
+            self.mover.hold_device()
         if not len(plan.rows):
             step.draws = batch.nothing_drawn()
             return step
@@ -174,6 +176,10 @@ class Runner:
         else:
             self._finish(step, hidden)
         return step
+
+    def _start_moves(self, plan: StepPlan) -> None:
+        if self.mover is not None and plan.moves is not None:
+            self.mover.start(plan.step, plan.moves)
 
     def _pass(self, plan: StepPlan, padded: int, mixed: MixedShape | None) -> torch.Tensor:
         """Hidden states of all tokens, for the stage that follows."""
