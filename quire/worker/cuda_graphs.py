@@ -14,6 +14,7 @@ launched on the same stream.
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Callable, Sequence
 
 import torch
@@ -36,6 +37,8 @@ def ladder(max_rows: int) -> list[int]:
 WARM_DECODES = 16
 WARM_TOKENS = (64, 512)
 """Steps with prompts that are captured at the start: between them they load every kernel."""
+_spare_streams: dict[int, list[torch.cuda.Stream]] = {}
+"""By device, those that engines before have captured on: cuBLAS keeps 32 MiB for every stream it was ever used on."""
 Shape = tuple[int, bool]
 """What a graph is for: so many rows, and whether some of them are groups that begin alike."""
 
@@ -54,7 +57,7 @@ class CudaGraphs:
         self._kv = batch.kv.layers
         self._rungs = ladder(min(max_rows, 1024)) if enabled else []
         self._rung_of = _next_rung(self._rungs)
-        self._stream = torch.cuda.Stream() if enabled else None
+        self._stream = _take_stream(self) if enabled else None
         self._pool = torch.cuda.graph_pool_handle() if enabled else None
         self._reads_groups = reads_groups
         self._draws = draws
@@ -213,6 +216,14 @@ class CudaGraphs:
 
     def forward(self, step: StepInputs) -> torch.Tensor:
         return self._model.forward(step.tokens, step.positions, self._kv, step.attention, step.hidden)
+
+
+def _take_stream(owner: CudaGraphs) -> torch.cuda.Stream:
+    """A stream to capture on, which others may have when its owner is gone."""
+    spare = _spare_streams.setdefault(torch.cuda.current_device(), [])
+    stream = spare.pop() if spare else torch.cuda.Stream()
+    weakref.finalize(owner, spare.append, stream)
+    return stream
 
 
 def _next_rung(rungs: Sequence[int]) -> list[int]:

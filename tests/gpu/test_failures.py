@@ -195,8 +195,7 @@ def test_an_engine_gives_its_memory_back(folder: Path) -> None:
     def used() -> int:
         gc.collect()
         torch.cuda.empty_cache()
-        free, total = torch.cuda.mem_get_info()
-        return total - free
+        return torch.cuda.memory_reserved()  # this process's own: others may be on the card
 
     def use() -> int:
         settings = USUAL | {"dtype": "bfloat16", "num_gpu_blocks_override": 200_000}  # 0.8 GB
@@ -208,4 +207,4 @@ def test_an_engine_gives_its_memory_back(folder: Path) -> None:
     before = used()
     assert use() - before > 0.8e9
     use()
-    assert used() - before < 64 * 2**20
+    assert used() - before < 32 * 2**20, "what cuBLAS keeps for one stream"
