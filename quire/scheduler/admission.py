@@ -9,6 +9,7 @@ from quire.messages.request import Request, State
 from quire.scheduler.draft import Draft
 from quire.scheduler.ledger import Ledger
 from quire.scheduler.moving import Moving
+from quire.scheduler.pressure import reserve
 from quire.scheduler.space import Space
 
 
@@ -177,8 +178,13 @@ class Admission:
             self._tables.withdraw([request.blocks[index]])
 
     def _headroom(self) -> int:
-        """Blocks left alone at admission, so that running rows can grow a while before anyone must be preempted."""
-        return min(self._rows.used, self._tables.pool.capacity // 16)
+        """Blocks left alone at admission, so that running rows can grow a while before anyone must be preempted.
+
+        Where rows are put by past a watermark, nobody joins below it: who did would be the next to go, and come back.
+        """
+        capacity = self._tables.pool.capacity
+        growth = min(self._rows.used, capacity // 16)
+        return growth + reserve(capacity) if growth and self._moving is not None else growth
 
     def publish_chunk(self, draft: Draft, request: Request) -> None:
         """Blocks this step fills can be hit by requests of this very step: all KV is written before it is read."""

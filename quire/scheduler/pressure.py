@@ -8,6 +8,8 @@ goes for the newest; on disk KV is dropped, and tokens never.
 
 from __future__ import annotations
 
+import math
+
 from quire.memory.blocks import BlockPool
 from quire.memory.tiers import Tiers
 
@@ -41,3 +43,8 @@ class Pressure:
 def level(free: int, capacity: int) -> int:
     """0: calm, 1: past the first watermark, 2: past the second."""
     return (free < FIRST * capacity) + (free < SECOND * capacity)
+
+
+def reserve(capacity: int) -> int:
+    """What must be left so that the second is not passed."""
+    return math.ceil(SECOND * capacity)

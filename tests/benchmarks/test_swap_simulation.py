@@ -1,0 +1,26 @@
+"""Swapping gains where a cache is too small, and rows are not moved to and fro."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.swap_simulation import Load, simulate
+
+LOADS = [
+    Load(),
+    Load(requests=48, prompt=6000, output=800, rows=64, cache_tokens=90_000),
+    Load(requests=300, prompt=1000, output=500, rows=256, cache_tokens=200_000),
+]
+
+
+@pytest.mark.parametrize("load", LOADS, ids=["long prompts", "few rows", "many rows"])
+def test_swapping_beats_computing_again(load: Load) -> None:
+    again, swapped = simulate(load), simulate(load, host_tokens=load.cache_tokens)
+    assert swapped.rate > 1.01 * again.rate
+    assert again.preempted > 0 and again.swapped == 0
+    assert swapped.preempted < 2 * again.preempted, "a row that is put by comes back when there is room to stay"
+    assert swapped.prompt_tokens < again.prompt_tokens
+
+
+def test_the_formula_gives_what_the_card_gave() -> None:
+    assert simulate(Load()).rate == pytest.approx(3596, rel=0.05)
