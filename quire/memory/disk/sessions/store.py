@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import heapq
 import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,18 +19,19 @@ from quire.errors import SessionExistsError, SessionNotFoundError, StoreError, S
 from quire.memory.disk.errors import lost, unavailable
 from quire.memory.disk.owner import Ownership
 from quire.memory.disk.sessions.catalog import Catalog, Chunk, Entry
+from quire.memory.disk.sessions.checks import check_place, checked_meta, checked_ttl
+from quire.memory.disk.sessions.chunks import Chunks, DamagedError
 from quire.memory.disk.sessions.cleaning import Cleaner, state_frame
-from quire.memory.disk.sessions.frames import Frame, Kind, digest_of
-from quire.memory.disk.sessions.log import Log, Place
+from quire.memory.disk.sessions.expiry import Expiry
+from quire.memory.disk.sessions.frames import Frame, Kind
+from quire.memory.disk.sessions.log import Log
 from quire.memory.disk.sessions.names import check_key, name_of
 from quire.memory.disk.sessions.recovery import TIME, Recovery
 from quire.memory.disk.sessions.state import (
     CHUNK_BYTES,
     CHUNK_TOKENS,
-    MAX_META_BYTES,
     Session,
     State,
-    expiry,
     num_tokens,
     pack_tokens,
     unpack_tokens,
@@ -95,7 +96,8 @@ class SessionStore:
         self._lock = lock
         self._clock = clock
         self._catalog = Catalog()
-        self._due: list[tuple[float, int]] = []
+        self._chunks = Chunks(log, self._catalog)
+        self._expiry = Expiry(self._catalog)
         self._cleaner = Cleaner(log, self._catalog)
         self._damaged_bytes = 0
         self._last_read: tuple[int, int, np.ndarray] | None = None
@@ -188,15 +190,9 @@ class SessionStore:
                 return self._last_read[2][slice(start, stop)]
             total = num_tokens(entry.state)
             start, stop, _ = slice(start, stop).indices(total)
-            first = start // CHUNK_TOKENS
-            pieces = []
-            for i, number in enumerate(self._chain(entry.state.tip)[first:], start=first):
-                if CHUNK_TOKENS * i >= stop:
-                    break
-                pieces.append(self._chunk_of(entry, number))
-            pieces.append(entry.state.tail)
-            base = min(CHUNK_TOKENS * first, entry.state.chunked)
-            tokens = unpack_tokens(b"".join(pieces))[start - base : max(start, stop) - base]
+            with self._reading(entry):
+                base, data = self._chunks.span(entry.state, start, stop)
+            tokens = unpack_tokens(data)[start - base : max(start, stop) - base]
             if len(tokens) == total:
                 self._last_read = entry.id, entry.seq, tokens
         return tokens
@@ -204,7 +200,7 @@ class SessionStore:
     def chain(self, name: str) -> list[int]:
         """Numbers of the session's full chunks of 256 tokens, in order: sessions that share tokens share numbers."""
         with self._lock:
-            return self._chain(self._live(name).state.tip)
+            return self._chunks.chain(self._live(name).state.tip)
 
     def stats(self) -> SessionStats:
         """What the store holds."""
@@ -232,12 +228,12 @@ class SessionStore:
         """A new session. `ttl`: seconds without use after which `sweep` ends it."""
         now = self._clock()
         state = State(
-            check_key(name), now, now, _checked_ttl(ttl), fingerprint, salt, meta=_checked_meta(meta or {})
+            check_key(name), now, now, checked_ttl(ttl), fingerprint, salt, meta=checked_meta(meta or {})
         )  # fmt: skip
         data = pack_tokens(tokens)
         with self._lock:
             self._check_new(name)
-            entry = self._begin(*self._grown(state, data))
+            entry = self._begin(*self._chunks.grown(state, data))
         return self._done(entry, durable)
 
     @_reclaiming
@@ -253,7 +249,7 @@ class SessionStore:
                 self._catalog.extend(entry, msgspec.structs.replace(state, tail=state.tail + data), place)
                 self._cleaner.clean()
             else:
-                self._retell(entry, *self._grown(state, data))
+                self._retell(entry, *self._chunks.grown(state, data))
         return self._done(entry, durable)
 
     @_reclaiming
@@ -284,11 +280,11 @@ class SessionStore:
             entry = self._live(name)
             state = msgspec.structs.replace(entry.state, used=self._clock())
             if ttl is not _KEEP:
-                state = msgspec.structs.replace(state, ttl=_checked_ttl(ttl))
+                state = msgspec.structs.replace(state, ttl=checked_ttl(ttl))
             if meta is not None:
-                state = msgspec.structs.replace(state, meta=_checked_meta(meta))
+                state = msgspec.structs.replace(state, meta=checked_meta(meta))
             self._retell(entry, state)
-            self._watch(entry)
+            self._expiry.watch(entry)
         return self._done(entry, durable)
 
     @_reclaiming
@@ -310,8 +306,9 @@ class SessionStore:
             self._check_new(new_name)
             state = source.state
             at = num_tokens(state) if at is None else at
-            _check_place(state, at, "forked")
-            tip, chunked, tail = self._cut(source, at)
+            check_place(state, at, "forked")
+            with self._reading(source):
+                tip, chunked, tail = self._chunks.cut(state, at)
             now = self._clock()
             entry = self._begin(
                 msgspec.structs.replace(
@@ -326,8 +323,9 @@ class SessionStore:
         """Keep the session's first `at` tokens and forget the rest."""
         with self._lock:
             entry = self._live(name)
-            _check_place(entry.state, at, "cut")
-            tip, chunked, tail = self._cut(entry, at)
+            check_place(entry.state, at, "cut")
+            with self._reading(entry):
+                tip, chunked, tail = self._chunks.cut(entry.state, at)
             self._retell(
                 entry,
                 msgspec.structs.replace(
@@ -360,19 +358,14 @@ class SessionStore:
         """End sessions whose time is over, at most `limit`; returns their names."""
         ended: list[str] = []
         with self._lock:
-            now = self._clock()
-            while self._due and self._due[0][0] <= now and len(ended) < limit:
-                entry = self._catalog.by_id.get(heapq.heappop(self._due)[1])
-                if entry is None:
-                    continue
-                due = expiry(entry.state)
-                if due is None or due > now:
-                    self._watch(entry)
-                    continue
+            for entry in self._expiry.over(self._clock()):
+                if len(ended) == limit:
+                    self._expiry.watch(entry)
+                    break
                 try:
                     self.delete(entry.state.name, durable=False)
                 except StoreError:
-                    self._watch(entry)
+                    self._expiry.watch(entry)
                     raise
                 ended.append(entry.state.name)
         if ended and durable:
@@ -383,7 +376,8 @@ class SessionStore:
     def next_due(self) -> float | None:
         """Seconds until `sweep` may have something to do; None if it never will."""
         with self._lock:
-            return self._due[0][0] - self._clock() if self._due else None
+            due = self._expiry.next
+            return None if due is None else due - self._clock()
 
     def tidy(self) -> bool:
         """Clean a little more of the log than operations do by themselves; False when there is nothing to clean."""
@@ -425,84 +419,40 @@ class SessionStore:
         state = msgspec.structs.replace(state, created=max(state.created, self._catalog.last_created))
         number = self._catalog.new_id()
         places = self._log.append([*frames, Frame(Kind.STATE, number, 0, msgspec.msgpack.encode(state), state.name)])
-        self._keep_chunks(chunks, places)
+        self._chunks.keep(chunks, places)
         entry = Entry(number, 0, state, [places[-1]])
         self._catalog.put(entry)
-        self._watch(entry)
+        self._expiry.watch(entry)
         self._cleaner.clean()
         return entry
 
     def _retell(self, entry: Entry, state: State, frames: Sequence[Frame] = (), chunks: Sequence[Chunk] = ()) -> None:
         """Say all of the session anew. One frame, written last, decides."""
         places = self._log.append([*frames, state_frame(entry, state)])
-        self._keep_chunks(chunks, places)
+        self._chunks.keep(chunks, places)
         self._catalog.replace(entry, state, places[-1])
         self._cleaner.clean()
 
-    def _grown(self, state: State, data: bytes) -> tuple[State, list[Frame], list[Chunk]]:
-        """The state with tokens added, and frames for the chunks that nobody wrote before."""
-        data = state.tail + data
-        tip, frames, chunks = state.tip, [], []
-        full = len(data) - len(data) % CHUNK_BYTES
-        for start in range(0, full, CHUNK_BYTES):
-            piece = data[start : start + CHUNK_BYTES]
-            digest = digest_of(piece)
-            known = self._catalog.find_chunk(tip, digest)
-            if known is None:
-                known = self._catalog.new_id()
-                frames.append(Frame(Kind.CHUNK, known, tip, piece))
-                chunks.append(Chunk(known, tip, digest, Place(0, 0, 0)))
-            tip = known
-        grown = msgspec.structs.replace(state, tip=tip, chunked=state.chunked + full // 4, tail=data[full:])
-        return grown, frames, chunks
-
-    def _keep_chunks(self, chunks: Sequence[Chunk], places: Sequence[Place]) -> None:
-        for chunk, place in zip(chunks, places, strict=False):
-            chunk.place = place
-            self._catalog.put_chunk(chunk)
-
-    def _chain(self, tip: int) -> list[int]:
-        chain = []
-        while tip:
-            chain.append(tip)
-            tip = self._catalog.chunks[tip].parent
-        return chain[::-1]
-
-    def _chunk_of(self, entry: Entry, number: int) -> bytes:
-        """Tokens of one of the session's chunks; if they have been damaged meanwhile, the session is lost."""
+    @contextlib.contextmanager
+    def _reading(self, entry: Entry) -> Iterator[None]:
+        """Reading a session's chunks; if they have been damaged meanwhile, it is lost."""
         try:
-            found = self._log.read(self._catalog.chunks[number].place)
+            yield
         except OSError as error:
             name = name_of(entry.state.name)
             raise StoreError(f"session {name!r} cannot be read: {error.strerror or error}") from error
-        if found is None or found.id != number:
-            self._lose(entry, self._catalog.chunks[number])
-            raise lost(name_of(entry.state.name), entry.state.lost)
-        return found.payload
+        except DamagedError as error:
+            self._lose(entry, error.chunk)
+            raise lost(name_of(entry.state.name), entry.state.lost) from None
 
     def _lose(self, entry: Entry, chunk: Chunk) -> None:
-        depth = len(self._chain(chunk.parent))
+        depth = len(self._chunks.chain(chunk.parent))
         lost = msgspec.structs.replace(
             entry.state, lost="some of its tokens were damaged on disk", tip=chunk.parent,
             chunked=CHUNK_TOKENS * depth, tail=b"", kv_tokens=0,
         )  # fmt: skip
         logger.error("session %r is lost: some of its tokens were damaged on disk", entry.state.name)
         self._retell(entry, lost)
-
-    def _cut(self, source: Entry, at: int) -> tuple[int, int, bytes]:
-        """The last chunk and the tail of the session's first `at` tokens."""
-        state = source.state
-        if at >= state.chunked:
-            return state.tip, state.chunked, state.tail[: 4 * (at - state.chunked)]
-        chain, full = self._chain(state.tip), at // CHUNK_TOKENS
-        rest = at % CHUNK_TOKENS
-        tail = self._chunk_of(source, chain[full])[: 4 * rest] if rest else b""
-        return (chain[full - 1] if full else 0), CHUNK_TOKENS * full, tail
-
-    def _watch(self, entry: Entry) -> None:
-        due = expiry(entry.state)
-        if due is not None:
-            heapq.heappush(self._due, (due, entry.id))
 
     def _reclaim(self) -> bool:
         with self._lock:
@@ -518,7 +468,7 @@ class SessionStore:
         self._damaged_bytes = recovery.damaged_bytes
         self._log.names = self._name_of
         for entry in self._catalog.by_id.values():
-            self._watch(entry)
+            self._expiry.watch(entry)
         for entry in recovery.lost:
             logger.error("session %r is lost: %s", entry.state.name, entry.state.lost)
         try:
@@ -544,27 +494,3 @@ class SessionStore:
         if (entry := self._catalog.by_id.get(number)) is not None:
             return entry.state.name
         return self._catalog.graves[number][1] if number in self._catalog.graves else ""
-
-
-def _check_place(state: State, at: int, what: str) -> None:
-    """`at` is a place among the session's tokens, where it is to be `what`."""
-    total = num_tokens(state)
-    if not isinstance(at, int) or not 0 <= at <= total:
-        raise ValidationError(
-            f"session {name_of(state.name)!r} has {total} tokens: it cannot be {what} at {at!r}", "at", at
-        )
-
-
-def _checked_ttl(ttl: float | None) -> float | None:
-    if ttl is not None and not (isinstance(ttl, (int, float)) and 0 < ttl < float("inf")):
-        raise ValidationError(f"ttl is {ttl!r}: a number of seconds above 0, or None for ever", "ttl", ttl)
-    return ttl
-
-
-def _checked_meta(meta: Mapping[str, str]) -> dict[str, str]:
-    if not isinstance(meta, Mapping) or not all(isinstance(text, str) for pair in meta.items() for text in pair):
-        raise ValidationError("meta maps text to text", "meta")
-    size = sum(len(key.encode()) + len(value.encode()) for key, value in meta.items())
-    if size > MAX_META_BYTES:
-        raise ValidationError(f"meta has {size} bytes, {MAX_META_BYTES} at most", "meta")
-    return dict(meta)
