@@ -1,0 +1,52 @@
+"""Who fits an empty cache finishes, whatever sessions, tenants and tiers hold meanwhile."""
+
+from __future__ import annotations
+
+from quire.config import EngineConfig
+from quire.memory.disk.transfers import Ticket
+from tests.scheduler.harness import Bench, MemoryDisk
+
+
+class PatientDisk(MemoryDisk):
+    """A disk that answers when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__(failing=0.0)
+        self.is_slow = False
+
+    def poll(self) -> list[Ticket]:
+        return [] if self.is_slow else super().poll()
+
+
+def put_by(bench: Bench, prompt: list[int]) -> None:
+    """The prompt's blocks lie in a tier below, and nothing of it on the device."""
+    bench.add("before", prompt, 1)
+    bench.run()
+    assert bench.tiers is not None
+    keys = bench.keys.of(prompt)
+    bench.tiers.save(list(zip(keys, bench.tables.index.match(keys), strict=True)), to_disk=True)
+    bench.run()
+    bench.tables.reset_prefix()
+    if bench.tiers.disk is not None:
+        bench.tiers.host.discard(keys)
+    assert len(bench.tiers.find(keys)) == len(keys)
+
+
+def test_a_tenant_below_its_share_waits_for_those_whose_blocks_are_coming() -> None:
+    """Nobody runs whom it could ask to make way."""
+    disk = PatientDisk()
+    bench = Bench(
+        blocks=8, block_size=4, host_slots=20, disk=disk, policy="fair", config=EngineConfig(scheduling_policy="fair")
+    )
+    prompt = [2 + i for i in range(25)]
+    put_by(bench, prompt)
+    disk.is_slow = True
+    bench.add("loading", prompt, 4, tenant="a")
+    bench.step()
+    assert bench.scheduler.loading == 1
+    bench.add("other", 10, 4, tenant="b")
+    bench.add("next", 10, 4, tenant="a")
+    bench.step()
+    disk.is_slow = False
+    bench.run(200)
+    bench.assert_right("loading", "other", "next")
