@@ -50,3 +50,12 @@ def test_a_tenant_below_its_share_waits_for_those_whose_blocks_are_coming() -> N
     disk.is_slow = False
     bench.run(200)
     bench.assert_right("loading", "other", "next")
+
+
+def test_blocks_that_are_saved_in_turn_let_the_next_request_in() -> None:
+    """Host memory has room for one cached block: each would go for the other, and one be on its way always."""
+    bench = Bench(blocks=9, block_size=4, budget=8, host_slots=1)
+    for name in ("one", "two", "three"):
+        bench.add(name, 33, 4)
+        bench.run(100)
+    bench.assert_right()
