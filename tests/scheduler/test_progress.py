@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from quire.config import EngineConfig
 from quire.memory.disk.transfers import Ticket
 from tests.scheduler.harness import Bench, MemoryDisk
@@ -16,6 +18,16 @@ class PatientDisk(MemoryDisk):
 
     def poll(self) -> list[Ticket]:
         return [] if self.is_slow else super().poll()
+
+
+def keep(bench: Bench, name: str, prompt: list[int], output: int) -> list[int]:
+    """A session that has had a turn, and holds its blocks; its tokens."""
+    keeper = bench.scheduler.sessions
+    assert keeper is not None
+    keeper.create(name, prompt)
+    bench.put(bench.request(f"{name} first", prompt, output, session=name))
+    bench.run()
+    return list(keeper.tokens(name))
 
 
 def put_by(bench: Bench, prompt: list[int]) -> None:
@@ -59,3 +71,18 @@ def test_blocks_that_are_saved_in_turn_let_the_next_request_in() -> None:
         bench.add(name, 33, 4)
         bench.run(100)
     bench.assert_right()
+
+
+def test_a_block_that_is_copied_from_is_not_filled_in_the_same_step(tmp_path: Path) -> None:
+    """A session's turn copies the block it shares with a fork; the fork gives it back for one whose blocks come."""
+    bench = Bench(blocks=20, block_size=4, max_rows=4, host_slots=100, sessions=tmp_path)
+    prompt = [2 + i % 30 for i in range(59)]
+    put_by(bench, prompt)
+    tokens = keep(bench, "s", [7] * 9, 2)
+    assert bench.scheduler.sessions is not None
+    bench.scheduler.sessions.fork("s", "fork")
+    bench.put(bench.request("turn", tokens, 8, session="s"))
+    bench.add("long", prompt, 4)
+    bench.run()
+    assert any(plan.copies for plan in bench.plans)
+    bench.assert_right("turn", "long")
