@@ -30,6 +30,17 @@ def keep(bench: Bench, name: str, prompt: list[int], output: int) -> list[int]:
     return list(keeper.tokens(name))
 
 
+def keep_one(bench: Bench, name: str, prompt: int, output: int) -> list[int]:
+    """As `keep`, while others wait for the disk."""
+    keeper = bench.scheduler.sessions
+    assert keeper is not None
+    keeper.create(name, [3] * prompt)
+    bench.put(bench.request(f"{name} first", [3] * prompt, output, session=name))
+    while bench.scheduler.unfinished > 1:
+        bench.step()
+    return list(keeper.tokens(name))
+
+
 def put_by(bench: Bench, prompt: list[int]) -> None:
     """The prompt's blocks lie in a tier below, and nothing of it on the device."""
     bench.add("before", prompt, 1)
@@ -42,6 +53,59 @@ def put_by(bench: Bench, prompt: list[int]) -> None:
     if bench.tiers.disk is not None:
         bench.tiers.host.discard(keys)
     assert len(bench.tiers.find(keys)) == len(keys)
+
+
+def test_a_session_that_holds_the_whole_cache_has_another_turn(tmp_path: Path) -> None:
+    bench = Bench(blocks=4, block_size=4, sessions=tmp_path)
+    tokens = keep(bench, "s", [5] * 12, 4)
+    assert bench.tables.pool.free == 0
+    bench.put(bench.request("again", tokens, 1, session="s"))
+    bench.run(50)
+    assert bench.scheduler.stats.cached_tokens == 15
+    bench.assert_right("again")
+
+
+def test_a_turn_that_was_aborted_is_taken_again_in_a_cache_of_its_size(tmp_path: Path) -> None:
+    """Its last block holds the one token that is computed again."""
+    bench = Bench(blocks=4, block_size=4, sessions=tmp_path)
+    assert bench.scheduler.sessions is not None
+    bench.scheduler.sessions.create("s", [5] * 13)
+    bench.put(bench.request("first", [5] * 13, 4, session="s"))
+    bench.step()
+    bench.core.abort("first")
+    assert bench.tables.pool.free == 0
+    bench.put(bench.request("again", [5] * 13, 4, session="s"))
+    bench.run(50)
+    bench.assert_right("again")
+
+
+def test_a_fork_gives_back_what_it_shares_with_a_turn(tmp_path: Path) -> None:
+    bench = Bench(blocks=4, block_size=4, sessions=tmp_path)
+    tokens = keep(bench, "s", [5] * 12, 4)
+    assert bench.scheduler.sessions is not None
+    bench.scheduler.sessions.fork("s", "fork")
+    bench.put(bench.request("again", tokens, 1, session="s"))
+    bench.run(50)
+    assert bench.scheduler.stats.cached_tokens == 15, "the session lost nothing"
+    bench.assert_right("again")
+
+
+def test_what_a_session_holds_for_its_turn_goes_to_one_whose_blocks_have_come(tmp_path: Path) -> None:
+    """The turn cannot join before the other, and that one not without a block of the turn's."""
+    disk = PatientDisk()
+    bench = Bench(blocks=12, block_size=4, host_slots=20, disk=disk, sessions=tmp_path)
+    prompt = [2 + i for i in range(25)]
+    put_by(bench, prompt)
+    disk.is_slow = True
+    bench.add("loading", prompt, 4)
+    bench.step()
+    assert bench.scheduler.loading == 1 and bench.tables.pool.free == 6
+    tokens = keep_one(bench, "s", 19, 6)
+    assert bench.tables.pool.free == 0
+    bench.put(bench.request("turn", tokens, 4, session="s"))
+    disk.is_slow = False
+    bench.run(200)
+    bench.assert_right("loading", "turn")
 
 
 def test_a_tenant_below_its_share_waits_for_those_whose_blocks_are_coming() -> None:
