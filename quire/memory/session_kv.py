@@ -124,6 +124,15 @@ class SessionKV:
             return 0
         return min(live.tokens, request.known - 1)
 
+    def cost_of_taking(self, request: Request) -> int:
+        """Free blocks it takes to hold the request's known tokens, once it has taken its session's blocks."""
+        blocks, refs = self._live[request.source.session].blocks, self._tables.pool.refs
+        tokens = self.tokens_for(request)
+        count = self._tables.blocks_for(tokens)
+        is_copied = tokens % self._tables.block_size > 0 and refs[blocks[count - 1]] > 1
+        given_back = sum(refs[block] == 1 for block in blocks[count:])
+        return self._tables.blocks_for(request.known) - count + is_copied - given_back
+
     def take(self, request: Request) -> None:
         """The session's blocks become the request's."""
         live = self._live[request.source.session]
@@ -235,23 +244,25 @@ class SessionKV:
         return live is not None
 
     def reclaim(self, count: int, but: str = "") -> int:
-        """Give up to `count` blocks back now, of sessions idle longest, `but` for one; returns how many.
+        """Give up to `count` blocks back now, of sessions idle longest, `but` for one; returns how many they let go of,
+        those too that others hold.
 
         There is no time to save them: what others could find of them stays where it is until it is evicted.
         """
         pool = self._tables.pool
-        before = pool.free
+        before, given = pool.free, 0
         for live in self.on_device():
             if pool.free - before >= count:
                 break
             if not live.blocks or live.name == but:
                 continue
+            given += len(live.blocks)
             self._note(live)
             self._release(live)
             self.dropped += 1
             if not live.turn:  # one whose turn waits for a row is waited for itself
                 del self._live[live.name]
-        return pool.free - before
+        return given
 
     def forget_device(self) -> None:
         """The device's memory is not to be trusted any more."""

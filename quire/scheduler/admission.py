@@ -83,11 +83,9 @@ class Admission:
         own = 0 if self._ledger.sessions is None else self._ledger.sessions.kv.tokens_for(request)
         hit = tables.match(request.keys, known) if request.source.reads_cache and not own else []
         cached = own or len(hit) * tables.block_size
-        # One more than that where the last block, half full, is somebody else's too.
-        fresh = tables.blocks_for(known) - tables.blocks_for(cached) + bool(own)
         spare = 0 if alone else self._space.promised() + self._headroom()
-        # What sessions give back may be what was hit: it costs from then on.
-        while (lacking := fresh + spare + tables.cost_of_sharing(hit) - tables.pool.free) > 0:
+        # What sessions give back may be what was hit: it costs from then on; or what they share with the request's own.
+        while (lacking := self._cost(request, own, hit) + spare - tables.pool.free) > 0:
             if not self._space.reclaim(lacking, request):
                 break
         if lacking > 0:
@@ -106,6 +104,12 @@ class Admission:
                 return 0
         self._policy.remove(request)
         return self._board(draft, request, cached, budget)
+
+    def _cost(self, request: Request, own: int, hit: list[int]) -> int:
+        """Free blocks it takes to hold the request's known tokens, of which its session has the first `own`."""
+        if own and self._ledger.sessions is not None:
+            return self._ledger.sessions.kv.cost_of_taking(request)
+        return self._tables.blocks_for(request.known) - len(hit) + self._tables.cost_of_sharing(hit)
 
     def _board(self, draft: Draft, request: Request, cached: int, budget: int) -> int:
         """The request, whose blocks hold its first `cached` tokens, takes a row and computes its first chunk."""
@@ -142,8 +146,8 @@ class Admission:
                 continue  # its tenant has as many as it may
             room = (len(request.blocks) + self._tables.pool.free) * self._tables.block_size - cached
             if room <= 0:
-                if not self._rows.used:  # those that wait with it hold what it needs
-                    self._moving.give_up_all(but=request)
+                if not self._space.reclaim(1, request) and not self._rows.used:
+                    self._moving.give_up_all(but=request)  # those that wait with it hold what it needs
                 break
             self._moving.board(request)
             self._tables.publish(request, request.keys, cached // self._tables.block_size)
@@ -173,7 +177,10 @@ class Admission:
             return
         # One that is on its way is held by its journey too, which is over before anything is written.
         if self._tables.is_shared(request, index) and not draft.awaits_moves:
-            draft.copies.append((request.row, *self._tables.copy_on_write(request, index)))
+            source, own = self._tables.copy_on_write(request, index)
+            draft.copies.append((request.row, source, own))
+            self._tables.pool.share([source])  # those who hold it may have to give it back for the next who joins
+            draft.copied_from.append(source)
         else:
             self._tables.withdraw([request.blocks[index]])
 

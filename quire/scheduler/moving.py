@@ -191,7 +191,7 @@ class Moving:
         if pool.empty >= step_blocks or not pool.idle:
             return
         # They are looked through when the pool has moved on a bit, not at every step.
-        if pool.evicted - self._taken >= step_blocks // 4 or not self._taken:
+        if pool.evicted - self._taken >= max(1, step_blocks // 4) or not self._taken:
             self._taken = max(1, pool.evicted)
             self.tiers.save_idle(step_blocks)
 

@@ -134,8 +134,10 @@ class Runner:
         self._unsupplied = None
         step = PendingStep(plan)
         step.mover = self.mover
-        if not plan.reset:
-            self._start_moves(plan)  # the copies take longer than anything that follows here
+        # The copies take longer than anything that follows here. A plan that is refused may be given up already, and
+        # what lies in its slots be somebody else's.
+        if not (plan.reset or batch.is_broken):
+            self._start_moves(plan)
         batch.apply(plan if mixed is None else graphs.padded(plan, mixed), padded)
         if plan.reset and self.mover is not None:
             self.mover.forget()

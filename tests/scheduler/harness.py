@@ -261,8 +261,11 @@ class CheckingExecutor:
             self.moving.clear()
             self.is_broken = False
         self._check_budgets(plan)
+        if not plan.reset:
+            self._start_moves(plan)  # before anything else: what this plan copies is not to change under it
         self._apply_differences(plan)
-        self._start_moves(plan)
+        if plan.reset:
+            self._start_moves(plan)
         requests = {self.rows[row].request for row in plan.rows.tolist()}
         failure = self.fails(plan, requests)
         if failure or self.is_broken:
@@ -310,7 +313,8 @@ class CheckingExecutor:
         for _, block in plan.moves.back:
             assert block != NULL_BLOCK
             blocks[block] = GARBAGE
-        for _, slot in plan.moves.out:
+        for block, slot in plan.moves.out:
+            assert all(block != own for _, own in plan.copies), "it leaves before it is there"
             self.host[slot] = GARBAGE
         moves = Moves(out=plan.moves.out) if plan.moves.awaited else plan.moves
         self.moving.append((plan.step + mixed("moves", plan.step) % 4, plan.step, moves))

@@ -10,9 +10,11 @@ import torch
 
 from quire.errors import ConfigError
 from quire.layers.attention.base import KVSpec
-from quire.messages.plan import Moves
+from quire.messages.plan import Moves, StepPlan
+from quire.worker.batch import DeviceBatch
 from quire.worker.kv import KVCache, stored_bytes
 from quire.worker.moves import HostMemory, Mover
+from quire.worker.runner import Runner
 
 SPEC = KVSpec(2, 2, 8)
 BLOCKS, SLOTS, SIZE = 12, 9, 4
@@ -58,6 +60,20 @@ def test_neighbours_go_together(mover: Mover) -> None:
     host = mover.memory.data.view(torch.float32).view(SLOTS, *before.shape[1:])
     for block, slot in ((3, 0), (4, 1), (5, 2), (9, 3), (8, 4)):
         assert torch.equal(host[slot], before[block].cpu())
+
+
+def test_a_plan_that_is_refused_moves_nothing(mover: Mover) -> None:
+    """The step before it failed: those who planned it may have given its slots away."""
+    batch = DeviceBatch(2, 16, 10, mover._kv, mover._kv.data.device)
+    runner = Runner(None, batch, None)  # type: ignore[arg-type]
+    runner.mover = mover
+    batch.is_broken = True
+    mover.memory.data.zero_()
+    none = np.empty(0, np.int32)
+    plan = StepPlan(0, none, none, 0, none, none, none, none, none, none, 0, moves=Moves(out=[(3, 0)]))
+    with pytest.raises(RuntimeError, match="only a reset can follow"):
+        runner.launch(plan)
+    assert finish(mover) == [] and not mover.memory.data.any()
 
 
 def test_both_links_are_measured(mover: Mover) -> None:

@@ -185,7 +185,7 @@ class FairShare(SharingPolicy):
 
     def _last_of(self, place: int) -> list[Request]:
         """A tenant's rows that may be preempted, the last to be kept first. The oldest of all always goes on."""
-        oldest = min(self._rows.running(), key=self.rank)
+        oldest = min(self._rows.running(), key=self.rank, default=None)
         requests = [self._rows.requests[row] for row in np.flatnonzero(self._owner == place).tolist()]
         others = [request for request in requests if request is not None and request is not oldest]
         return sorted(others, key=self._tenants[place].queue.rank, reverse=True)

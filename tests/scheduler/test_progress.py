@@ -1,0 +1,152 @@
+"""Who fits an empty cache finishes, whatever sessions, tenants and tiers hold meanwhile."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from quire.config import EngineConfig
+from quire.memory.disk.transfers import Ticket
+from tests.scheduler.harness import Bench, MemoryDisk
+
+
+class PatientDisk(MemoryDisk):
+    """A disk that answers when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__(failing=0.0)
+        self.is_slow = False
+
+    def poll(self) -> list[Ticket]:
+        return [] if self.is_slow else super().poll()
+
+
+def keep(bench: Bench, name: str, prompt: list[int], output: int) -> list[int]:
+    """A session that has had a turn, and holds its blocks; its tokens."""
+    keeper = bench.scheduler.sessions
+    assert keeper is not None
+    keeper.create(name, prompt)
+    bench.put(bench.request(f"{name} first", prompt, output, session=name))
+    bench.run()
+    return list(keeper.tokens(name))
+
+
+def keep_one(bench: Bench, name: str, prompt: int, output: int) -> list[int]:
+    """As `keep`, while others wait for the disk."""
+    keeper = bench.scheduler.sessions
+    assert keeper is not None
+    keeper.create(name, [3] * prompt)
+    bench.put(bench.request(f"{name} first", [3] * prompt, output, session=name))
+    while bench.scheduler.unfinished > 1:
+        bench.step()
+    return list(keeper.tokens(name))
+
+
+def put_by(bench: Bench, prompt: list[int]) -> None:
+    """The prompt's blocks lie in a tier below, and nothing of it on the device."""
+    bench.add("before", prompt, 1)
+    bench.run()
+    assert bench.tiers is not None
+    keys = bench.keys.of(prompt)
+    bench.tiers.save(list(zip(keys, bench.tables.index.match(keys), strict=True)), to_disk=True)
+    bench.run()
+    bench.tables.reset_prefix()
+    if bench.tiers.disk is not None:
+        bench.tiers.host.discard(keys)
+    assert len(bench.tiers.find(keys)) == len(keys)
+
+
+def test_a_session_that_holds_the_whole_cache_has_another_turn(tmp_path: Path) -> None:
+    bench = Bench(blocks=4, block_size=4, sessions=tmp_path)
+    tokens = keep(bench, "s", [5] * 12, 4)
+    assert bench.tables.pool.free == 0
+    bench.put(bench.request("again", tokens, 1, session="s"))
+    bench.run(50)
+    assert bench.scheduler.stats.cached_tokens == 15
+    bench.assert_right("again")
+
+
+def test_a_turn_that_was_aborted_is_taken_again_in_a_cache_of_its_size(tmp_path: Path) -> None:
+    """Its last block holds the one token that is computed again."""
+    bench = Bench(blocks=4, block_size=4, sessions=tmp_path)
+    assert bench.scheduler.sessions is not None
+    bench.scheduler.sessions.create("s", [5] * 13)
+    bench.put(bench.request("first", [5] * 13, 4, session="s"))
+    bench.step()
+    bench.core.abort("first")
+    assert bench.tables.pool.free == 0
+    bench.put(bench.request("again", [5] * 13, 4, session="s"))
+    bench.run(50)
+    bench.assert_right("again")
+
+
+def test_a_fork_gives_back_what_it_shares_with_a_turn(tmp_path: Path) -> None:
+    bench = Bench(blocks=4, block_size=4, sessions=tmp_path)
+    tokens = keep(bench, "s", [5] * 12, 4)
+    assert bench.scheduler.sessions is not None
+    bench.scheduler.sessions.fork("s", "fork")
+    bench.put(bench.request("again", tokens, 1, session="s"))
+    bench.run(50)
+    assert bench.scheduler.stats.cached_tokens == 15, "the session lost nothing"
+    bench.assert_right("again")
+
+
+def test_what_a_session_holds_for_its_turn_goes_to_one_whose_blocks_have_come(tmp_path: Path) -> None:
+    """The turn cannot join before the other, and that one not without a block of the turn's."""
+    disk = PatientDisk()
+    bench = Bench(blocks=12, block_size=4, host_slots=20, disk=disk, sessions=tmp_path)
+    prompt = [2 + i for i in range(25)]
+    put_by(bench, prompt)
+    disk.is_slow = True
+    bench.add("loading", prompt, 4)
+    bench.step()
+    assert bench.scheduler.loading == 1 and bench.tables.pool.free == 6
+    tokens = keep_one(bench, "s", 19, 6)
+    assert bench.tables.pool.free == 0
+    bench.put(bench.request("turn", tokens, 4, session="s"))
+    disk.is_slow = False
+    bench.run(200)
+    bench.assert_right("loading", "turn")
+
+
+def test_a_tenant_below_its_share_waits_for_those_whose_blocks_are_coming() -> None:
+    """Nobody runs whom it could ask to make way."""
+    disk = PatientDisk()
+    bench = Bench(
+        blocks=8, block_size=4, host_slots=20, disk=disk, policy="fair", config=EngineConfig(scheduling_policy="fair")
+    )
+    prompt = [2 + i for i in range(25)]
+    put_by(bench, prompt)
+    disk.is_slow = True
+    bench.add("loading", prompt, 4, tenant="a")
+    bench.step()
+    assert bench.scheduler.loading == 1
+    bench.add("other", 10, 4, tenant="b")
+    bench.add("next", 10, 4, tenant="a")
+    bench.step()
+    disk.is_slow = False
+    bench.run(200)
+    bench.assert_right("loading", "other", "next")
+
+
+def test_blocks_that_are_saved_in_turn_let_the_next_request_in() -> None:
+    """Host memory has room for one cached block: each would go for the other, and one be on its way always."""
+    bench = Bench(blocks=9, block_size=4, budget=8, host_slots=1)
+    for name in ("one", "two", "three"):
+        bench.add(name, 33, 4)
+        bench.run(100)
+    bench.assert_right()
+
+
+def test_a_block_that_is_copied_from_is_not_filled_in_the_same_step(tmp_path: Path) -> None:
+    """A session's turn copies the block it shares with a fork; the fork gives it back for one whose blocks come."""
+    bench = Bench(blocks=20, block_size=4, max_rows=4, host_slots=100, sessions=tmp_path)
+    prompt = [2 + i % 30 for i in range(59)]
+    put_by(bench, prompt)
+    tokens = keep(bench, "s", [7] * 9, 2)
+    assert bench.scheduler.sessions is not None
+    bench.scheduler.sessions.fork("s", "fork")
+    bench.put(bench.request("turn", tokens, 8, session="s"))
+    bench.add("long", prompt, 4)
+    bench.run()
+    assert any(plan.copies for plan in bench.plans)
+    bench.assert_right("turn", "long")
