@@ -177,10 +177,7 @@ class Admission:
             return
         # One that is on its way is held by its journey too, which is over before anything is written.
         if self._tables.is_shared(request, index) and not draft.awaits_moves:
-            source, own = self._tables.copy_on_write(request, index)
-            draft.copies.append((request.row, source, own))
-            self._tables.pool.share([source])  # those who hold it may have to give it back for the next who joins
-            draft.copied_from.append(source)
+            draft.copies.append((request.row, *self._tables.copy_on_write(request, index)))
         else:
             self._tables.withdraw([request.blocks[index]])
 

@@ -27,8 +27,6 @@ class Draft:
         self.forks: list[Fork] = []
         self.copies: list[tuple[int, int, int]] = []
         """(row, from, to)."""
-        self.copied_from: list[int] = []
-        """Held until the plan is written: nothing else may come into a block that is still to be copied from."""
         self.block_rows: list[int] = []
         self.block_indices: list[int] = []
         self.blocks: list[int] = []

@@ -173,12 +173,6 @@ class Scheduler:
     def schedule(self) -> StepPlan | None:
         """The next step, or None if there is nothing to compute now."""
         draft = Draft()
-        try:
-            return self._plan(draft)
-        finally:
-            self.tables.pool.release(draft.copied_from)
-
-    def _plan(self, draft: Draft) -> StepPlan | None:
         self._take_turn(draft)
         self._note_streams()
         self._branching.park()

@@ -134,15 +134,18 @@ class Runner:
         self._unsupplied = None
         step = PendingStep(plan)
         step.mover = self.mover
-        # The copies take longer than anything that follows here. A plan that is refused may be given up already, and
-        # what lies in its slots be somebody else's.
-        if not (plan.reset or batch.is_broken):
+        awaited = plan.moves is not None and plan.moves.awaited
+        # What is waited for begins at once, unless the plan is about to be refused: what lies in its slots may be
+        # somebody else's then. All else comes after the plan's own copies, which may read what is moved into.
+        early = awaited and not (plan.reset or batch.is_broken)
+        if early:
             self._start_moves(plan)
         batch.apply(plan if mixed is None else graphs.padded(plan, mixed), padded)
         if plan.reset and self.mover is not None:
             self.mover.forget()
+        if not early:
             self._start_moves(plan)
-        if self.mover is not None and plan.moves is not None and plan.moves.awaited:
+        if awaited and self.mover is not None:
             self.mover.hold_device()
         if not len(plan.rows):
             step.draws = batch.nothing_drawn()

@@ -261,10 +261,11 @@ class CheckingExecutor:
             self.moving.clear()
             self.is_broken = False
         self._check_budgets(plan)
-        if not plan.reset:
-            self._start_moves(plan)  # before anything else: what this plan copies is not to change under it
+        is_early = plan.moves is not None and plan.moves.awaited and not plan.reset
+        if is_early:
+            self._start_moves(plan)
         self._apply_differences(plan)
-        if plan.reset:
+        if not is_early:
             self._start_moves(plan)
         requests = {self.rows[row].request for row in plan.rows.tolist()}
         failure = self.fails(plan, requests)
