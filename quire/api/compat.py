@@ -66,6 +66,19 @@ ENGINE: Neutral = {
 }
 """Of the engine: `LLM(...)`, and flags of commands that run one."""
 
+SERVER: Neutral = {
+    "chat_template_content_format": ("auto", "string", "openai"),
+    "response_role": ("assistant",),
+    "enable_prompt_tokens_details": (True, False),
+    "enable_server_load_tracking": (True, False),
+    "enable_log_outputs": (False,),
+    "disable_fastapi_docs": (True, False),
+    "disable_frontend_multiprocessing": (False,),
+    "api_server_count": (1,),
+    "lora_modules": (None,),
+}
+"""Of `quire serve`."""
+
 CALL: Neutral = {
     "lora_request": (None,),
     "tokenization_kwargs": (None, {}),
