@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
+__version_tuple__ = (0, 1, 0)
 
 # OpenMP's threads spin for milliseconds between kernels by default, which starves everyone else on a busy machine;
 # this is long enough to bridge the gap between two kernels. It is read when torch is loaded, so it must come first.
@@ -19,6 +20,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "20000")
 _EXPORTS = {
     "LLM": "quire.api.llm",
     "AsyncLLM": "quire.api.async_llm",
+    "AsyncLLMEngine": "quire.api.async_llm",
     "LLMEngine": "quire.api.engine",
     "SamplingParams": "quire.messages.sampling",
     "StructuredOutputsParams": "quire.messages.structured",
@@ -35,6 +37,8 @@ _EXPORTS = {
     "EmbeddingOutput": "quire.messages.outputs",
     "EmbeddingRequestOutput": "quire.messages.outputs",
     "EngineConfig": "quire.config",
+    "EngineArgs": "quire.api.engine_args",
+    "AsyncEngineArgs": "quire.api.engine_args",
     "TextPrompt": "quire.api.inputs",
     "TokensPrompt": "quire.api.inputs",
     "PromptType": "quire.api.inputs",
@@ -42,7 +46,10 @@ _EXPORTS = {
 
 if TYPE_CHECKING:
     from quire.api.async_llm import AsyncLLM as AsyncLLM
+    from quire.api.async_llm import AsyncLLMEngine as AsyncLLMEngine
     from quire.api.engine import LLMEngine as LLMEngine
+    from quire.api.engine_args import AsyncEngineArgs as AsyncEngineArgs
+    from quire.api.engine_args import EngineArgs as EngineArgs
     from quire.api.inputs import PromptType as PromptType
     from quire.api.inputs import TextPrompt as TextPrompt
     from quire.api.inputs import TokensPrompt as TokensPrompt
@@ -63,7 +70,7 @@ if TYPE_CHECKING:
     from quire.messages.sampling import SamplingParams as SamplingParams
     from quire.messages.structured import StructuredOutputsParams as StructuredOutputsParams
 
-__all__ = ["__version__", *_EXPORTS]
+__all__ = ["__version__", "__version_tuple__", *_EXPORTS]
 
 
 def __getattr__(name: str) -> Any:

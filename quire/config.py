@@ -53,8 +53,8 @@ class EngineConfig:
     )
     max_logprobs: int = option(20, "Most logprobs a request may ask for; -1: the whole vocabulary", "model")
     generation_config: str = option(
-        "auto", "auto: the model's generation_config.json sets defaults and extra end tokens; none: ignored", "model",
-        choices=("auto", "none"),
+        "auto", "auto: the model's generation_config.json sets defaults and extra end tokens; none, vllm: ignored",
+        "model", choices=("auto", "none", "vllm"),
     )  # fmt: skip
     pooling: str = option(
         "last",

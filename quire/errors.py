@@ -22,6 +22,10 @@ class ConfigError(ValidationError):
     """An engine setting is wrong, or two settings contradict each other."""
 
 
+class UnknownSettingError(ConfigError, TypeError):
+    """There is no engine setting of this name."""
+
+
 class ModelNotFoundError(QuireError, ValueError):
     """No model answers to this name: not a folder, a file, an alias or a reachable Hub id."""
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from quire.api.async_sessions import AsyncSessions, Turn
 from quire.api.chat import ChatRenderer
-from quire.api.compat import drop_neutral
+from quire.api.compat import check_call, drop_neutral
 from quire.api.fleet import Fleet
 from quire.api.fleet_metrics import merged
 from quire.api.inputs import InputProcessor, PromptType
@@ -68,6 +68,11 @@ class AsyncLLM:
         made._open(config, spares_torch)
         return made
 
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineConfig) -> AsyncLLM:
+        """As `from_config`; vLLM's name."""
+        return cls.from_config(engine_args)
+
     def _open(self, config: EngineConfig, spares_torch: bool = False) -> None:
         self.config = config
         self._files = find(config)
@@ -107,6 +112,7 @@ class AsyncLLM:
         tenant: str = "",
         session: str | None = None,
         session_id: str | None = None,
+        **of_vllm: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Outputs of one request as they come. Each holds everything so far, or with `output_kind=DELTA` only what is
         new. Who reads slowly gets several steps in one output. Leaving early, or being cancelled, aborts the request.
@@ -114,6 +120,7 @@ class AsyncLLM:
         `session` (or `session_id`) names a session that the prompt is all of: the session is made, or becomes that,
         and goes on with what is generated. What begins as it did is not computed again.
         """
+        check_call(of_vllm, "generate")
         name = session if session_id is None else session_id
         turn = None if name is None else Turn(session_key(tenant, name), rewrites=True)
         async with aclosing(self.run(prompt, sampling_params, request_id, priority, tenant, turn)) as outputs:
@@ -163,8 +170,10 @@ class AsyncLLM:
         *,
         priority: int = 0,
         tenant: str = "",
+        **of_vllm: Any,
     ) -> AsyncGenerator[PoolingRequestOutput, None]:
         """The vector of one prompt: the one output there is. Leaving early, or being cancelled, aborts the request."""
+        check_call(of_vllm, "encode")
         params = PoolingParams() if pooling_params is None else pooling_params
         if not isinstance(params, PoolingParams):
             raise ValidationError(
@@ -423,6 +432,10 @@ class AsyncLLM:
         if _size(prompt) < LONG_PROMPT:
             return self._inputs.make(*arguments)
         return await asyncio.to_thread(self._inputs.make, *arguments)
+
+
+AsyncLLMEngine = AsyncLLM
+"""What vLLM calls it too."""
 
 
 def _size(prompt: Any) -> int:

@@ -1,57 +1,126 @@
-"""vLLM's engine arguments that quire does not have: harmless values are accepted, all others refused by name."""
+"""vLLM's arguments that quire does not have: harmless values are accepted, all others refused by name."""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
+from collections.abc import Mapping
 from typing import Any
 
 from quire.config import EngineConfig
-from quire.errors import ConfigError
+from quire.errors import ConfigError, UnknownSettingError, ValidationError
 
-# Values that ask for nothing quire does not do anyway.
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
+Neutral = Mapping[str, tuple[Any, ...]]
+"""Values, by name, that ask for nothing quire does not do anyway."""
+
+ENGINE: Neutral = {
     "runner": ("auto", "generate", "pooling"),
     "convert": ("auto", "none", "embed"),
     "task": ("auto", "generate", "embed"),
+    "model_impl": ("auto", "vllm"),
     "tokenizer_mode": ("auto", "hf", "slow"),
     "quantization": (None, "gguf"),
+    "quantization_config": (None,),
     "cpu_offload_gb": (0, 0.0),
+    "offload_group_size": (0,),
+    "kv_offloading_size": (None,),
+    "kv_transfer_config": (None,),
     "disable_custom_all_reduce": (True, False),
     "disable_log_requests": (True, False),
     "use_v2_block_manager": (True, False),
     "async_scheduling": (None, True, False),
     "enable_lora": (False,),
+    "max_loras": (None, 1),
+    "max_lora_rank": (None, 16),
+    "max_cpu_loras": (None,),
     "enable_sleep_mode": (False,),
+    "enable_prompt_embeds": (False,),
     "speculative_config": (None,),
+    "spec_method": (None,),
+    "spec_model": (None,),
+    "spec_tokens": (None,),
     "compilation_config": (None, 0, 1, 2, 3),
+    "attention_config": (None,),
+    "structured_outputs_config": (None, {}),
+    "pooler_config": (None,),
+    "profiler_config": (None,),
+    "performance_mode": ("balanced",),
+    "prefix_caching_hash_algo": ("sha256",),
+    "logprobs_mode": ("raw_logprobs",),
+    "long_prefill_token_threshold": (0,),
+    "stream_interval": (1,),
+    "disable_sliding_window": (False,),
     "max_seq_len_to_capture": (None, 8192),
-    "limit_mm_per_prompt": (None,),
+    "limit_mm_per_prompt": (None, {}),
     "mm_processor_kwargs": (None,),
+    "allowed_local_media_path": ("",),
+    "allowed_media_domains": (None,),
     "code_revision": (None,),
+    "hf_config_path": (None,),
     "served_model_name": (None,),
     "override_generation_config": (None, {}),
     "num_scheduler_steps": (1,),
+    "nnodes": (1,),
+    "node_rank": (0,),
     "language_model_only": (False,),
 }
+"""Of the engine: `LLM(...)`, and flags of commands that run one."""
+
+SERVER: Neutral = {
+    "chat_template_content_format": ("auto", "string", "openai"),
+    "response_role": ("assistant",),
+    "enable_prompt_tokens_details": (True, False),
+    "enable_server_load_tracking": (True, False),
+    "enable_log_outputs": (False,),
+    "disable_fastapi_docs": (True, False),
+    "disable_frontend_multiprocessing": (False,),
+    "api_server_count": (1,),
+    "lora_modules": (None,),
+}
+"""Of `quire serve`."""
+
+CALL: Neutral = {
+    "lora_request": (None,),
+    "tokenization_kwargs": (None, {}),
+    "mm_processor_kwargs": (None, {}),
+    "chat_template_content_format": ("auto", "string", "openai"),
+    "trace_headers": (None, {}),
+    "data_parallel_rank": (None,),
+}
+"""Of `generate`, `chat` and their like."""
 
 
 def drop_neutral(arguments: dict[str, Any]) -> dict[str, Any]:
-    """`arguments` without those of vLLM's that mean nothing here; any other that is not a setting of ours raises."""
-    kept = {}
-    for name, value in arguments.items():
-        if name not in _NEUTRAL:
-            kept[name] = value
-        elif value not in _NEUTRAL[name]:
-            raise ConfigError(f"{name}={value!r} is not supported by quire; leave it out", name, value)
+    """`arguments` without those of vLLM's that mean nothing here; any other that is not a setting of ours raises.
+    None is the default, unless it means something of its own."""
+    kept = {name: value for name, value in arguments.items() if name not in ENGINE}
+    refuse({name: value for name, value in arguments.items() if name in ENGINE}, ENGINE, ConfigError)
     _refuse_unknown(kept)
-    return kept
+    return {name: value for name, value in kept.items() if value is not None or _FIELDS[name]}
 
 
-def _refuse_unknown(arguments: dict[str, Any]) -> None:
-    known = [field.name for field in dataclasses.fields(EngineConfig)]
+def check_call(of_vllm: Mapping[str, Any], method: str) -> None:
+    """Refuse arguments of a call that ask for something; one that vLLM does not know either is a TypeError."""
+    for name in of_vllm:
+        if name not in CALL:
+            raise TypeError(f"{method}() got an unexpected keyword argument {name!r}")
+    refuse(of_vllm, CALL, ValidationError)
+
+
+def refuse(arguments: Mapping[str, Any], neutral: Neutral, kind: type[ValidationError]) -> None:
+    """Raise where a value asks for something."""
     for name, value in arguments.items():
-        if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
+        if value is not None and value not in neutral[name]:
+            raise kind(f"{name}={value!r} is not supported by quire; leave it out", name, value)
+
+
+_FIELDS = {field.name: "None" in str(field.type) for field in dataclasses.fields(EngineConfig)}
+"""Our settings, and whether None is a value of theirs."""
+
+
+def _refuse_unknown(arguments: Mapping[str, Any]) -> None:
+    for name, value in arguments.items():
+        if name not in _FIELDS:
+            close = difflib.get_close_matches(name, _FIELDS, n=1)
             hint = f"did you mean {close[0]}?" if close else "docs/configuration.md lists them all"
-            raise ConfigError(f"there is no setting {name!r} (given {value!r}); {hint}", name, value)
+            raise UnknownSettingError(f"there is no setting {name!r} (given {value!r}); {hint}", name, value)

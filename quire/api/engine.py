@@ -60,6 +60,11 @@ class LLMEngine:
         self._queued_tokens = 0
         """Of prompts that came since the last step."""
 
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineConfig) -> LLMEngine:
+        """As the constructor; vLLM's name."""
+        return cls(engine_args)
+
     @property
     def tokenizer(self) -> Any:
         if self.inputs.tokenizer is None:

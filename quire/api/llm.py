@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from quire.api.chat import ChatRenderer, template_text
-from quire.api.compat import drop_neutral
+from quire.api.compat import check_call, drop_neutral
 from quire.api.engine import LLMEngine
 from quire.api.inbox import Box, Inbox
 from quire.api.inputs import PromptType
@@ -40,9 +40,21 @@ class LLM:
 
     def __init__(self, model: str | os.PathLike[str] = EngineConfig.model, **settings: Any) -> None:
         name = os.fspath(model) if isinstance(model, os.PathLike) else model
-        self.llm_engine = _make_engine(EngineConfig(model=name, **drop_neutral(settings)))
+        self._open(EngineConfig(model=name, **drop_neutral(settings)))
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineConfig) -> LLM:
+        """As the constructor, with settings that are checked already."""
+        made = cls.__new__(cls)
+        made._open(engine_args)
+        return made
+
+    def _open(self, config: EngineConfig) -> None:
+        self.llm_engine = _make_engine(config)
         self._inbox = Inbox(self.llm_engine)
         self._requests = 0
+        self._queued: list[list[str]] = []
+        """Requests of each `enqueue` that nobody has waited for yet."""
 
     # Generating
 
@@ -54,13 +66,42 @@ class LLM:
         use_tqdm: bool | Callable[..., Any] = True,
         priority: int | Sequence[int] | None = None,
         tenant: str | Sequence[str] = "",
+        **of_vllm: Any,
     ) -> list[RequestOutput]:
         """Complete one prompt or many; outputs come in the prompts' order. `priority` and `tenant` are for all, or one
         for each."""
+        check_call(of_vllm, "generate")
         listed = _as_list(prompts)
         params = self._each_params(sampling_params, len(listed))
         ids = self._enqueue(listed, params, priority, RequestOutputKind.FINAL_ONLY, tenant)
         return self._gather(ids, RequestOutput, use_tqdm)
+
+    def enqueue(
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        priority: int | Sequence[int] | None = None,
+        tenant: str | Sequence[str] = "",
+        **of_vllm: Any,
+    ) -> list[str]:
+        """As `generate`, without waiting: `wait_for_completion` does that. Returns the requests' ids."""
+        check_call(of_vllm, "enqueue")
+        listed = _as_list(prompts)
+        params = self._each_params(sampling_params, len(listed))
+        ids = self._enqueue(listed, params, priority, RequestOutputKind.FINAL_ONLY, tenant)
+        self._queued.append(list(ids))  # what is returned is the caller's
+        return ids
+
+    def wait_for_completion(self, *, use_tqdm: bool | Callable[..., Any] = True) -> list[RequestOutput]:
+        """Outputs of everything that was queued, in that order."""
+        queued, self._queued = self._queued, []
+        try:
+            return [output for ids in queued for output in self._gather(ids, RequestOutput, use_tqdm)]
+        except BaseException:
+            for ids in queued:
+                self._inbox.leave(ids)
+            raise
 
     def stream(
         self,
@@ -101,8 +142,10 @@ class LLM:
         chat_template_kwargs: dict[str, Any] | None = None,
         priority: int | Sequence[int] | None = None,
         tenant: str | Sequence[str] = "",
+        **of_vllm: Any,
     ) -> list[RequestOutput]:
         """Answer one conversation or many."""
+        check_call(of_vllm, "chat")
         prompts = self._render(
             messages, chat_template, add_generation_prompt, continue_final_message, tools, chat_template_kwargs
         )
@@ -127,9 +170,11 @@ class LLM:
         use_tqdm: bool | Callable[..., Any] = False,
         concurrency_limit: int | None = None,
         tenant: str = "",
+        **of_vllm: Any,
     ) -> list[BeamSearchOutput]:
         """The likeliest continuations of one prompt or of each of many, best first: what transformers' beam search
         finds. `concurrency_limit`: so many prompts are searched from at a time."""
+        check_call(of_vllm, "beam_search")
         if not isinstance(params, BeamSearchParams):
             raise ValidationError(f"params must be BeamSearchParams, got {type(params).__name__}", "params", params)
         if concurrency_limit is not None and not (isinstance(concurrency_limit, int) and concurrency_limit > 0):
@@ -154,8 +199,10 @@ class LLM:
         use_tqdm: bool | Callable[..., Any] = True,
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         tenant: str | Sequence[str] = "",
+        **of_vllm: Any,
     ) -> list[EmbeddingRequestOutput]:
         """A vector for one prompt or for each of many, in their order. It has length 1 unless asked otherwise."""
+        check_call(of_vllm, "embed")
         pooled = self.encode(prompts, pooling_params, use_tqdm=use_tqdm, pooling_task="embed", tenant=tenant)
         return [EmbeddingRequestOutput.from_base(output) for output in pooled]
 
@@ -167,8 +214,10 @@ class LLM:
         use_tqdm: bool | Callable[..., Any] = True,
         pooling_task: str = "embed",
         tenant: str | Sequence[str] = "",
+        **of_vllm: Any,
     ) -> list[PoolingRequestOutput]:
         """As `embed`, with the vectors as arrays. "embed" is the only task there is."""
+        check_call(of_vllm, "encode")
         listed = _as_list(prompts)
         params = _for_each("pooling_params", PoolingParams() if pooling_params is None else pooling_params, len(listed))
         PoolingParams(task=pooling_task)  # which refuses any other

@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import typing
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+from quire.api import compat
 from quire.cli.values import json_object, size, size_or_auto
 from quire.config import EngineConfig
+from quire.errors import ConfigError
 
 SIZES = {"max_model_len": size_or_auto, "max_num_batched_tokens": size, "kv_cache_memory_bytes": size}
 """Fields that take 4K or 2G."""
+SHORT = {
+    "tensor_parallel_size": "-tp",
+    "pipeline_parallel_size": "-pp",
+    "data_parallel_size": "-dp",
+    "enable_expert_parallel": "-ep",
+}
+"""vLLM's short forms."""
 
 
 def flag(name: str) -> str:
@@ -33,6 +43,8 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 def add_engine_flags(parser: argparse.ArgumentParser, only: Collection[str] = ()) -> None:
     """One flag a field of `EngineConfig`; `only` some of them where names are given."""
     add_config_flags(parser, EngineConfig, "engine: ", SIZES, only)
+    if not only:
+        add_neutral_flags(parser, compat.ENGINE)
 
 
 def add_config_flags(
@@ -51,7 +63,40 @@ def add_config_flags(
         group = field.metadata["group"]
         if group not in groups:
             groups[group] = parser.add_argument_group(prefix + group)
-        groups[group].add_argument(flag(field.name), **_how(field, types[field.name], sizes))
+        short = [SHORT[field.name]] if field.name in SHORT else []
+        groups[group].add_argument(*short, flag(field.name), **_how(field, types[field.name], sizes))
+
+
+def add_neutral_flags(parser: argparse.ArgumentParser, neutral: compat.Neutral) -> None:
+    """Flags of vLLM's that quire has not: hidden, taken where they ask for nothing, refused by name otherwise."""
+    for name, values in neutral.items():
+        if flag(name) in parser._option_string_actions:  # the server has one of this name
+            continue
+        is_switch = any(isinstance(value, bool) for value in values)
+        names = [flag(name), *([flag(f"no_{name}")] if is_switch else [])]
+        parser.add_argument(*names, dest=name, action=_Neutral, nargs=0 if is_switch else None, help=argparse.SUPPRESS)
+
+
+class _Neutral(argparse.Action):
+    """Checks a value and forgets it."""
+
+    def __init__(self, option_strings: list[str], dest: str, **facts: Any) -> None:
+        super().__init__(option_strings, dest, **{**facts, "default": argparse.SUPPRESS})
+
+    def __call__(self, parser: Any, namespace: Any, text: Any, option: str | None = None) -> None:
+        value = not (option or "").startswith("--no-") if self.nargs == 0 else _plain(text)
+        try:
+            compat.refuse({self.dest: value}, {**compat.ENGINE, **compat.SERVER}, ConfigError)
+        except ConfigError:
+            raise argparse.ArgumentError(None, f"{option} {text or ''}".strip() + " is not supported") from None
+
+
+def _plain(text: str) -> Any:
+    """None, JSON, or the word itself."""
+    try:
+        return None if text == "None" else json.loads(text)
+    except ValueError:
+        return text
 
 
 def _how(field: dataclasses.Field[Any], kind: Any, sizes: Mapping[str, Callable[[str], Any]]) -> dict[str, Any]:

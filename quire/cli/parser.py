@@ -49,7 +49,8 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(f"{message} (see `{self.prog} --help`)")
 
     def _suggestion(self, flag: str) -> str:
-        close = difflib.get_close_matches(flag.partition("=")[0], list(self._option_string_actions), n=1)
+        shown = [name for name, action in self._option_string_actions.items() if action.help is not argparse.SUPPRESS]
+        close = difflib.get_close_matches(flag.partition("=")[0], [name for name in shown if name[:2] == "--"], n=1)
         return f"; did you mean {close[0]}?" if close else ""
 
 

@@ -22,9 +22,9 @@ INTRODUCTION = """\
 
 Every field of `EngineConfig` is a keyword of `LLM(...)` and a flag of the commands that run a model: `max_model_len` is
 `LLM(max_model_len=4096)` and `--max-model-len 4096`. On the command line `_` and `-` are equal in names, a boolean is
-`--flag` or `--no-flag`, mappings are JSON, lists repeat their flag, and `max-model-len`, `max-num-batched-tokens` and
-`kv-cache-memory-bytes` take suffixes: `4k` is 4000, `4K` is 4096, `2G` is 2 GiB. A wrong value is refused when the
-engine is made, with the value and what would be right.
+`--flag` or `--no-flag`, mappings are JSON, lists repeat their flag, and `max-model-len`, `max-num-batched-tokens`,
+`kv-cache-memory-bytes` and the server's limits in bytes or tokens take suffixes: `4k` is 4000, `4K` is 4096, `2G` is
+2 GiB. A wrong value is refused when the engine is made, with the value and what would be right.
 """
 GROUPS = {
     "model": "The model",
@@ -46,7 +46,7 @@ Flags of `quire serve` beside those above, and keys of its `--config` file (YAML
 SAMPLING = """\
 # Sampling parameters
 
-Fields of `SamplingParams`, the same as vLLM's in name, default and meaning. `quire generate` and `quire chat` have
+Fields of `SamplingParams`, as vLLM's of the same name in default and meaning. `quire generate` and `quire chat` have
 flags for most of them. With `sampling_params=None` the model's own `generation_config.json` sets the defaults.
 """
 ENVIRONMENT = """\

@@ -10,7 +10,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quire.cli.engine_flags import add_common, add_config_flags, add_engine_flags, add_model, engine_settings
+from quire.api import compat
+from quire.cli.engine_flags import (
+    add_common,
+    add_config_flags,
+    add_engine_flags,
+    add_model,
+    add_neutral_flags,
+    engine_settings,
+)
 from quire.cli.parser import Parser
 from quire.cli.values import size
 from quire.config import EngineConfig
@@ -29,7 +37,7 @@ EXAMPLES = """
   quire serve --uds /run/quire.sock
 """
 LOG_LEVEL = "info"
-SIZES = dict.fromkeys(("max_queued_tokens", "max_body_bytes", "max_header_bytes"), size)
+SIZES = dict.fromkeys(("max_queued_tokens", "max_body_bytes", "max_open_body_bytes", "max_header_bytes"), size)
 
 
 def configure(parser: Parser) -> None:
@@ -39,6 +47,7 @@ def configure(parser: Parser) -> None:
     parser.add_argument("--config", metavar="FILE", default=argparse.SUPPRESS, help="YAML file of flags")
     add_config_flags(parser, ServerConfig, "server: ", SIZES)
     add_engine_flags(parser)
+    add_neutral_flags(parser, compat.SERVER)
     add_common(parser, LOG_LEVEL, leaves_trace=False)
 
 

@@ -313,16 +313,25 @@ def _decoder(kind: Any) -> msgspec.json.Decoder[Any]:
 
 def decode(data: bytes, kind: type[T]) -> T:
     """JSON as a struct, or an error that names the field. A struct's `hints` tell what to use for what it refuses."""
+    hints: Mapping[str, str] = getattr(kind, "hints", {})
     try:
         decoder: msgspec.json.Decoder[T] = _decoder(kind)  # type: ignore[arg-type]
         try:
             return decoder.decode(data)
         except msgspec.ValidationError as error:
-            if "got `float`" not in str(error):
+            if not any(sign in str(error) for sign in ("got `float`", "unknown field")):
                 raise
-            return msgspec.convert(_whole_numbers(msgspec.json.decode(data)), kind, str_keys=True)
+            plain = _whole_numbers(msgspec.json.decode(data))
+            return msgspec.convert(_without_nulls(plain, hints), kind, str_keys=True)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValueError) as error:
-        raise as_decode_error(error, getattr(kind, "hints", {})) from None
+        raise as_decode_error(error, hints) from None
+
+
+def _without_nulls(body: Any, refused: Mapping[str, str]) -> Any:
+    """A field that is refused asks for nothing where it is null."""
+    if not isinstance(body, dict):
+        return body
+    return {name: value for name, value in body.items() if value is not None or name not in refused}
 
 
 def _whole_numbers(value: Any) -> Any:

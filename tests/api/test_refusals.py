@@ -197,12 +197,41 @@ def test_bad_settings(tiny_model: Path, settings: dict[str, Any], names: str) ->
     "settings",
     [
         {"swap_space": 4}, {"disable_custom_all_reduce": True}, {"enable_lora": False}, {"tokenizer_mode": "auto"},
-        {"task": "generate"},
+        {"task": "generate"}, {"pooler_config": None, "kv_transfer_config": None, "max_loras": None},
+        {"logprobs_mode": "raw_logprobs", "model_impl": "auto", "generation_config": "vllm"},
     ],
     ids=str,
 )  # fmt: skip
 def test_harmless_settings_of_vllms_are_accepted(make_llm: Any, settings: dict[str, Any]) -> None:
     make_llm(**settings)
+
+
+def test_none_is_the_default_of_a_setting(make_llm: Any) -> None:
+    config = make_llm(
+        block_size=None, enable_prefix_caching=None, dtype=None, session_idle_seconds=None
+    ).llm_engine.config
+    assert (config.block_size, config.enable_prefix_caching, config.dtype) == (16, True, "auto")
+    assert config.session_idle_seconds is None  # which means something there
+
+
+def test_an_unknown_setting_is_a_type_error(tiny_model: Path) -> None:
+    with pytest.raises(TypeError, match="frobnicate"):
+        LLM(tiny_model, frobnicate=7)
+
+
+def test_arguments_of_vllms_calls(llm: LLM) -> None:
+    """Taken where they ask for nothing, refused by name otherwise."""
+    taken = {"lora_request": None, "tokenization_kwargs": None, "mm_processor_kwargs": {}}
+    assert llm.generate("abc", GREEDY, use_tqdm=False, **taken)[0].finished
+    assert llm.embed("abc", use_tqdm=False, **taken)[0].finished
+    messages = [{"role": "user", "content": "abc"}]
+    assert llm.chat(messages, GREEDY, use_tqdm=False, chat_template_content_format="auto", **taken)[0].finished
+    for call in (llm.generate, llm.embed, llm.encode):
+        with pytest.raises(ValidationError, match="lora_request"):
+            call("abc", lora_request="an adapter", use_tqdm=False)
+        with pytest.raises(TypeError, match="colour"):
+            call("abc", colour="red", use_tqdm=False)
+    assert_idle(llm)
 
 
 def test_no_memory_for_one_block(tiny_model: Path) -> None:

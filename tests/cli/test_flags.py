@@ -113,6 +113,35 @@ def test_a_size_may_be_auto_where_the_config_says_so():
         parse("--kv-cache-memory-bytes", "auto")
 
 
+def test_short_forms_are_vllms():
+    assert engine_settings(parse("-tp", "2", "-pp", "3", "-dp", "4", "-ep")) == {
+        "tensor_parallel_size": 2,
+        "pipeline_parallel_size": 3,
+        "data_parallel_size": 4,
+        "enable_expert_parallel": True,
+    }
+
+
+def test_flags_of_vllms_that_ask_for_nothing_are_taken():
+    taken = ["--async-scheduling", "--no-enable-lora", "--tokenizer-mode", "auto", "--quantization=None"]
+    assert engine_settings(parse(*taken, "--compilation-config", "3", "--limit-mm-per-prompt", "{}")) == {}
+
+
+@pytest.mark.parametrize(
+    "flags", [["--enable-lora"], ["--speculative-config", '{"method": "ngram"}'], ["--quantization", "awq"]], ids=str
+)
+def test_flags_of_vllms_that_ask_for_something_are_refused_by_name(flags):
+    with pytest.raises(UsageError, match=f"{flags[0]}.* is not supported"):
+        parse(*flags)
+
+
+def test_suggestions_are_flags_that_are_shown():
+    with pytest.raises(UsageError, match="unknown argument -tq "):
+        parse("-tq", "2")
+    with pytest.raises(UsageError, match="--quantisation "):
+        parse("--quantisation", "awq")
+
+
 def test_bytes_are_readable():
     assert [readable_bytes(n) for n in (5, 2048, 3 << 30)] == ["5 bytes", "2.0 KiB", "3.0 GiB"]
 

@@ -103,6 +103,15 @@ def test_a_wrong_value_is_named(live: Live, path: str, fields: dict[str, Any], p
         assert error["param"] == param
 
 
+@pytest.mark.parametrize("path, base", [(CHAT, {"messages": USER}), (TEXT, {"prompt": "abc"})])
+def test_null_asks_for_nothing_where_a_field_is_refused(live: Live, path: str, base: dict[str, Any]) -> None:
+    fields = dict.fromkeys(["guided_json", "mm_processor_kwargs", "kv_transfer_params", "stream_interval"])
+    assert live.post(path, {**base, "max_tokens": 1, **fields}).status_code == 200
+    error = error_of(live.post(path, {**base, **fields, "guided_json": {}}), 400)
+    assert error["param"] == "guided_json"
+    assert error_of(live.post(path, {**base, "temprature": None}), 400)["param"] == "temprature"
+
+
 @pytest.mark.parametrize(
     "body",
     [

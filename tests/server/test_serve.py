@@ -111,7 +111,7 @@ def test_it_speaks_tls(serving: Callable[..., Live], tmp_path: Path) -> None:
     ("text", "words"),
     [
         ("portt: 1", "did you mean --port"),
-        ("speculative-config: {}", "unknown argument --speculative-config"),
+        ("speculative-config: {}", "--speculative-config {} is not supported"),
         ("port: many", "invalid int value"),
         ("- port", "must map names of flags"),
         ("port: [", "cannot be read"),

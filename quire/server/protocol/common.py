@@ -36,6 +36,12 @@ HINTS: Mapping[str, str] = {
     "max_tokens_per_doc": "leave it out",
     "reasoning": "set the template's own switch in chat_template_kwargs, such as enable_thinking",
     "echo": "only /v1/completions can echo",
+    "logprob_token_ids": "ask for logprobs of the likeliest",
+    "repetition_detection": "use repetition_penalty or stop",
+    "stream_interval": "each token has an event, but for readers that are slow",
+    "return_prompt_text": "ask for return_token_ids, and /detokenize those of the prompt",
+    "kv_transfer_params": "servers do not send each other KV",
+    "ec_transfer_params": "servers do not send each other KV",
 }  # fmt: skip
 """What to do instead, of fields that other servers know and this one refuses."""
 

@@ -1,0 +1,11 @@
+"""Outputs of requests, where vLLM has them: `from quire.outputs import RequestOutput`."""
+
+from quire.messages.outputs import BeamSearchOutput as BeamSearchOutput
+from quire.messages.outputs import BeamSearchSequence as BeamSearchSequence
+from quire.messages.outputs import CompletionOutput as CompletionOutput
+from quire.messages.outputs import EmbeddingOutput as EmbeddingOutput
+from quire.messages.outputs import EmbeddingRequestOutput as EmbeddingRequestOutput
+from quire.messages.outputs import Logprob as Logprob
+from quire.messages.outputs import PoolingOutput as PoolingOutput
+from quire.messages.outputs import PoolingRequestOutput as PoolingRequestOutput
+from quire.messages.outputs import RequestOutput as RequestOutput
