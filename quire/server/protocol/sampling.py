@@ -178,6 +178,17 @@ class GenerationFields(Body):
     """How that search weighs length: above 0 favours long texts, below 0 short ones."""
 
     @property
+    def sent_as(self) -> Mapping[str, str]:
+        return {**({} if self.session_id is None else session_names("session_id")), **self._form_names}
+
+    @property
+    def _form_names(self) -> Mapping[str, str]:
+        wanted = self.response_format
+        if wanted is None or wanted.type == "text":
+            return {}
+        return form_names("response_format", "response_format.json_schema.schema")
+
+    @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
@@ -210,6 +221,17 @@ class GenerationFields(Body):
             value = getattr(self, name)
             if value is not None and value not in neutral:
                 raise bad_request(f"{name}={value!r} means nothing with use_beam_search: leave it out", name)
+
+
+def session_names(field: str) -> Mapping[str, str]:
+    """What a session's name is called by a client that gives it in this field."""
+    return {"name": field, "session": field}
+
+
+def form_names(field: str, schema: str) -> Mapping[str, str]:
+    """What the form of the answer is called by a client that gives it in this field, and its schema there."""
+    form = "structured_outputs"
+    return {form: field, f"{form}.json": schema, f"{form}.structural_tag": field}
 
 
 def sampling_params(
@@ -263,7 +285,7 @@ def structured_outputs(body: GenerationFields) -> StructuredOutputsParams | None
             raise bad_request("structured_outputs names no form: give one of json, regex, choice, grammar, …")
         return None
     for name in ("json", "structural_tag"):
-        check_depth(name, fields.get(name))
+        check_depth(f"structured_outputs.{name}", fields.get(name))
     return StructuredOutputsParams(**fields)
 
 
