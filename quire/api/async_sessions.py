@@ -230,7 +230,9 @@ class AsyncSession:
     ) -> AsyncGenerator[RequestOutput, None]:
         """As `generate`, as it comes. Leaving early aborts the turn, and the session is as it was before."""
         self._tools = tools if tools is not None else self._tools
-        run = self._llm.run(await self.tokens(), params, request_id, priority, self._sessions.tenant, Turn(self.key))
+        tokens = await self.tokens()
+        self._llm.inputs.check_room(len(tokens), "session")
+        run = self._llm.run(tokens, params, request_id, priority, self._sessions.tenant, Turn(self.key))
         async with aclosing(run) as outputs:
             async for output in outputs:
                 if output.finished and self._tools:
@@ -255,6 +257,7 @@ class AsyncSession:
         answer = await self._llm.ask_sessions(calls.ReadTokens(self.key))
         tokens, length = answer.tokens or [], _info(answer).num_tokens
         if given is None:
+            self._llm.inputs.check_room(length, "session")
             return tokens, Turn(self.key)
         addition = await self.read(given, tokens[-TAIL_TOKENS:], length, tools, chat_template_kwargs, first_render)
         kept = tokens[: length - addition.drop]
