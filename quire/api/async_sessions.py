@@ -62,13 +62,15 @@ class AsyncSessions:
         tenant: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         first_render: RenderText | None = None,
+        is_new: bool = False,
     ) -> AsyncSession:
         """A new session, empty or beginning with a prompt or messages. `ttl`: seconds without use after which it
-        ends. `first_render`: writes the messages, where the model's chat template alone is not to."""
+        ends. `first_render`: writes the messages, where the model's chat template alone is not to. `is_new`: the name
+        was made up for it, and nobody is asked whether there is such a session."""
         if tenant is not None and tenant != self.tenant:
             return await self.of(tenant).create(
                 name, prompt, messages=messages, tools=tools, ttl=ttl, meta=meta,
-                chat_template_kwargs=chat_template_kwargs, first_render=first_render,
+                chat_template_kwargs=chat_template_kwargs, first_render=first_render, is_new=is_new,
             )  # fmt: skip
         if prompt is not None and messages is not None:
             raise ValidationError("a session begins with a prompt or with messages, not with both", "messages")
@@ -77,7 +79,7 @@ class AsyncSessions:
         if (begin := messages if prompt is None else prompt) is not None:
             tokens = (await session.read(begin, [], 0, tools, chat_template_kwargs, first_render)).tokens
         salt = self._llm.inputs.salt_of(self.tenant)
-        op = calls.CreateSession(session.key, tokens, salt, _ttl(ttl), _notes(meta or {}))
+        op = calls.CreateSession(session.key, tokens, salt, _ttl(ttl), _notes(meta or {}), is_new)
         session.found = _info(await self._llm.ask_sessions(op))
         return session
 

@@ -70,11 +70,10 @@ async def create(server: Server, exchange: Exchange) -> None:
     request = await exchange.read_json(SessionCreateRequest)
     server.check_model(request.model)
     request.check_fields()
-    name = request.wanted_name
-    if name is None:
-        name = f"session-{secrets.token_hex(8)}"
+    wanted = request.wanted_name
+    name = f"session-{secrets.token_hex(8)}" if wanted is None else wanted
     async with asking(server, exchange) as sessions:
-        arguments: dict[str, Any] = {"ttl": request.ttl, "meta": request.metadata}
+        arguments: dict[str, Any] = {"ttl": request.ttl, "meta": request.metadata, "is_new": wanted is None}
         if request.input is not None:
             given = plain_input(request.input)
             if is_messages(given):
