@@ -16,7 +16,7 @@ from quire.memory.disk.sessions import owner_id, session_key
 from quire.memory.disk.sessions.exchange import read_file, write_export
 from quire.memory.sessions import KEEP, SessionInfo, SessionPage
 from quire.messages.outputs import RequestOutput
-from quire.messages.sampling import RequestOutputKind, SamplingParams
+from quire.messages.sampling import RequestOutputKind, SamplingParams, check_integer
 
 if TYPE_CHECKING:
     from quire.api.async_llm import AsyncLLM
@@ -277,6 +277,8 @@ class AsyncSession:
     async def fork(self, name: str, at: int | None = None) -> AsyncSession:
         """A session with the same first tokens (all of them, unless said otherwise). They share what they can."""
         made = self._sessions.handle(name, self._tools)
+        if at is not None:
+            check_integer("at", at, 0)
         made.found = _info(await self._llm.ask_sessions(calls.ForkSession(self.key, made.key, at)))
         return made
 

@@ -282,7 +282,9 @@ def structured_outputs(body: GenerationFields) -> StructuredOutputsParams | None
         fields |= _of_response_format(wanted)
     if not fields:
         if body.structured_outputs is not None:
-            raise bad_request("structured_outputs names no form: give one of json, regex, choice, grammar, …")
+            raise bad_request(
+                "structured_outputs names no form: give one of json, regex, choice, grammar, …", "structured_outputs"
+            )
         return None
     for name in ("json", "structural_tag"):
         check_depth(f"structured_outputs.{name}", fields.get(name))
