@@ -67,6 +67,7 @@ def error_of(answer: httpx.Response, status: int) -> dict[str, Any]:
         (CHAT, {"structured_outputs": {}}, "structured_outputs", "names no form"),
         (CHAT, {"structured_outputs": {"structural_tag": {"structures": [{}], "triggers": ["a"]}}}, None, "is missing"),
         (CHAT, {"top_k": 2**64}, "top_k", "64 bits"),
+        (CHAT, {"vllm_xargs": {"a": [2**64]}}, "vllm_xargs", "64 bits"),
         (CHAT, {"truncate_prompt_tokens": 2**64}, "truncate_prompt_tokens", "64 bits"),
         ("/v1/embeddings", {"input": "a", "truncate_prompt_tokens": 2**64}, "truncate_prompt_tokens", "64 bits"),
         ("/v1/sessions/nobody/fork", {"id": "a", "at": 2**64}, "at", "64 bits"),

@@ -209,6 +209,10 @@ class GenerationFields(Body):
             raise bad_request("priority must fit in 32 bits", "priority")
         for name in ("metadata", "vllm_xargs"):
             check_depth(name, getattr(self, name))
+        try:
+            msgspec.msgpack.encode(self.vllm_xargs)
+        except OverflowError:
+            raise bad_request("vllm_xargs holds an integer of more than 64 bits", "vllm_xargs") from None
         self._check_search()
 
     def _check_search(self) -> None:
