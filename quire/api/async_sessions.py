@@ -16,7 +16,7 @@ from quire.memory.disk.sessions import owner_id, session_key
 from quire.memory.disk.sessions.exchange import read_file, write_export
 from quire.memory.sessions import KEEP, SessionInfo, SessionPage
 from quire.messages.outputs import RequestOutput
-from quire.messages.sampling import RequestOutputKind, SamplingParams
+from quire.messages.sampling import RequestOutputKind, SamplingParams, check_integer
 
 if TYPE_CHECKING:
     from quire.api.async_llm import AsyncLLM
@@ -62,13 +62,15 @@ class AsyncSessions:
         tenant: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         first_render: RenderText | None = None,
+        is_new: bool = False,
     ) -> AsyncSession:
         """A new session, empty or beginning with a prompt or messages. `ttl`: seconds without use after which it
-        ends. `first_render`: writes the messages, where the model's chat template alone is not to."""
+        ends. `first_render`: writes the messages, where the model's chat template alone is not to. `is_new`: the name
+        was made up for it, and nobody is asked whether there is such a session."""
         if tenant is not None and tenant != self.tenant:
             return await self.of(tenant).create(
                 name, prompt, messages=messages, tools=tools, ttl=ttl, meta=meta,
-                chat_template_kwargs=chat_template_kwargs, first_render=first_render,
+                chat_template_kwargs=chat_template_kwargs, first_render=first_render, is_new=is_new,
             )  # fmt: skip
         if prompt is not None and messages is not None:
             raise ValidationError("a session begins with a prompt or with messages, not with both", "messages")
@@ -77,7 +79,7 @@ class AsyncSessions:
         if (begin := messages if prompt is None else prompt) is not None:
             tokens = (await session.read(begin, [], 0, tools, chat_template_kwargs, first_render)).tokens
         salt = self._llm.inputs.salt_of(self.tenant)
-        op = calls.CreateSession(session.key, tokens, salt, _ttl(ttl), _notes(meta or {}))
+        op = calls.CreateSession(session.key, tokens, salt, _ttl(ttl), _notes(meta or {}), is_new)
         session.found = _info(await self._llm.ask_sessions(op))
         return session
 
@@ -230,7 +232,9 @@ class AsyncSession:
     ) -> AsyncGenerator[RequestOutput, None]:
         """As `generate`, as it comes. Leaving early aborts the turn, and the session is as it was before."""
         self._tools = tools if tools is not None else self._tools
-        run = self._llm.run(await self.tokens(), params, request_id, priority, self._sessions.tenant, Turn(self.key))
+        tokens = await self.tokens()
+        self._llm.inputs.check_room(len(tokens), "session")
+        run = self._llm.run(tokens, params, request_id, priority, self._sessions.tenant, Turn(self.key))
         async with aclosing(run) as outputs:
             async for output in outputs:
                 if output.finished and self._tools:
@@ -255,6 +259,7 @@ class AsyncSession:
         answer = await self._llm.ask_sessions(calls.ReadTokens(self.key))
         tokens, length = answer.tokens or [], _info(answer).num_tokens
         if given is None:
+            self._llm.inputs.check_room(length, "session")
             return tokens, Turn(self.key)
         addition = await self.read(given, tokens[-TAIL_TOKENS:], length, tools, chat_template_kwargs, first_render)
         kept = tokens[: length - addition.drop]
@@ -272,6 +277,8 @@ class AsyncSession:
     async def fork(self, name: str, at: int | None = None) -> AsyncSession:
         """A session with the same first tokens (all of them, unless said otherwise). They share what they can."""
         made = self._sessions.handle(name, self._tools)
+        if at is not None:
+            check_integer("at", at, 0)
         made.found = _info(await self._llm.ask_sessions(calls.ForkSession(self.key, made.key, at)))
         return made
 

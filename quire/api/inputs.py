@@ -183,14 +183,14 @@ class InputProcessor:
         start = next((start for start in starts if ids[start : start + len(plain)] == plain), None)
         return ids if start is None else ids[: start + len(plain)]
 
-    def check_room(self, length: int) -> None:
-        """Raise if so many tokens leave the model no room to add one."""
+    def check_room(self, length: int, parameter: str = "input") -> None:
+        """Raise if a session of so many tokens leaves the model no room to add one."""
         longest = self._facts.max_model_len
         if length >= longest:
             raise ValidationError(
-                f"the session would have {length} tokens; with max_model_len {longest} it may have {longest - 1}, so "
-                "that one can be generated",
-                "input",
+                f"the session comes to {length} tokens; with max_model_len {longest} it may have {longest - 1}, so "
+                "that one can be generated. Fork it at fewer tokens, begin another, or set a larger max_model_len",
+                parameter,
                 length,
             )
 

@@ -265,7 +265,10 @@ class Replica:
         """The request is at fault, and only the engine could know."""
         box = self.boxes.get(end.key[0])
         if box is not None and box.raises_own:
-            self._fail(box.key, error_of(ipc.Refused(box.key, end.error or "", end.message or "")))
+            said = end.message or ""
+            form = "structured_outputs"  # the one field that takes until here to be looked at
+            refused = ipc.Refused(box.key, end.error or "", said, form if said.startswith(f"{form}:") else None)
+            self._fail(box.key, error_of(refused))
 
     def _fail(self, key: str, error: QuireError) -> None:
         if (box := self.boxes.get(key)) is not None:

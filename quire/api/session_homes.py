@@ -71,6 +71,8 @@ class SessionHomes:
             case calls.CountSessions():
                 answers = await asyncio.gather(*(replica.ask_sessions(op) for replica in self._all()))
                 return SessionAnswer(count=sum(answer.count or 0 for answer in answers))
+            case calls.CreateSession(is_new=True):
+                return await self._settle(op.key, self._fleet.choose_for(op.tokens, op.salt), op)
             case calls.CreateSession() | calls.RewriteSession():
                 return await self._make(op.key, op, op.tokens, op.salt)
             case calls.ImportSession():

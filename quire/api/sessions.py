@@ -184,6 +184,7 @@ class Sessions:
         with self._inbox.alone():
             request_id = self._next_id()
             tokens = self.keeper.tokens(key)
+            self._engine.inputs.check_room(len(tokens), "session")
             self._engine.add_request(request_id, tokens, params, tenant=self._tenant, session=key)
             self._inbox.expect(request_id, [])
         return request_id

@@ -55,7 +55,7 @@ ENVIRONMENT = """\
 | variable | meaning |
 |---|---|
 | `QUIRE_CACHE` | downloads, kernels, what `quire tune` found; `$XDG_CACHE_HOME/quire` or `~/.cache/quire` if unset |
-| `QUIRE_CPU_KVCACHE_SPACE` | size of the KV cache on a CPU, in GiB; `kv_cache_memory_bytes` wins |
+| `QUIRE_CPU_KVCACHE_SPACE` | GiB of KV cache on a CPU, for all ranks and engines there; `kv_cache_memory_bytes` wins |
 | `HF_TOKEN`, `HF_HOME`, `HF_ENDPOINT`, `HF_HUB_OFFLINE` | as the Hugging Face libraries define them |
 | `QUIRE_API_KEY` | as `--api-key`; several are parted by commas |
 | `QUIRE_ADMIN_KEY` | as `--api-key` of `quire inspect --url` |

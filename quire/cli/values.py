@@ -1,10 +1,12 @@
-"""Values as people write them: sizes with a suffix, JSON objects; and bytes as people read them."""
+"""Values as people write them: sizes with a suffix, JSON objects, files; and bytes as people read them."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
+from pathlib import Path
 from typing import Any
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -54,6 +56,18 @@ def positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
     return value
+
+
+def output_file(text: str) -> str:
+    """A file that can be written: who waits for figures learns before the run that they would have no place."""
+    path = Path(text)
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is a folder: name a file")
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{text}: there is no folder {path.parent}: make it first")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text} may not be written")
+    return text
 
 
 def readable_bytes(count: float) -> str:

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 from quire.engine.experts import expert_figures
 from quire.engine.grammar.grammars import Grammars
+from quire.engine.grammar.wire import DEAD_END
 from quire.engine.memory_map import map_memory
 from quire.engine.stats import InfoLine, Metric, metrics_of
 from quire.engine.watchdog import Watchdog
@@ -253,7 +254,10 @@ class EngineCore:
         for request in late:
             self.scheduler.set_aside(request)
         for request, message in failed:
-            self.scheduler.fail(request, message)
+            if message == DEAD_END:  # the vocabulary cannot write what the form asks for
+                self.scheduler.fail(request, f"structured_outputs: {message}", ValidationError.__name__)
+            else:
+                self.scheduler.fail(request, message)
         self._watchdog.begin(plan)
         try:
             self._executor.supply(self._launched[-1][1], masks)

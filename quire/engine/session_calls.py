@@ -24,6 +24,8 @@ class CreateSession(msgspec.Struct, tag=True):
     salt: str = ""
     ttl: float | None = None
     meta: dict[str, str] = {}
+    is_new: bool = False
+    """Its name was made up for it: nobody else can have it."""
 
 
 class AppendTokens(msgspec.Struct, tag=True):

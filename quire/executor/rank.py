@@ -300,6 +300,8 @@ def _place(config: EngineConfig, start: wire.Start) -> tuple[Platform, EngineCon
     share: dict[str, Any] = {"swap_space": config.swap_space / size}  # all ranks share the machine's memory
     if platform.device.type == "cpu":
         share["cpu_kv_cache_share"] = config.cpu_kv_cache_share / size
+        if config.kv_cache_memory_bytes is None and (space := config.cpu_kv_cache_bytes) is not None:
+            share["kv_cache_memory_bytes"] = max(1, space // size)
     elif not start.own_device and size > torch.cuda.device_count():
         # Several to a card, which NCCL refuses and gloo cannot capture.
         eager = config.enforce_eager or config.tensor_parallel_size > 1  # between stages nothing is captured

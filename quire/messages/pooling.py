@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from quire.errors import ValidationError
+from quire.messages.sampling import check_integer
 
 POOLINGS = ("last", "mean")
 TASK = "embed"
@@ -70,6 +71,8 @@ class PoolingParams(msgspec.Struct, omit_defaults=True):
             raise ValidationError(
                 f"truncate_prompt_tokens must be -1 or at least 1, got {keep!r}", "truncate_prompt_tokens", keep
             )
+        if keep is not None:
+            check_integer("truncate_prompt_tokens", keep, -1)
 
 
 def _is_integer(value: Any, least: int) -> bool:

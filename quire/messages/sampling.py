@@ -189,6 +189,8 @@ def check_integer(name: str, value: int, low: int, high: int | None = None) -> N
     if not isinstance(value, int) or isinstance(value, bool) or value < low or (high is not None and value > high):
         wanted = f"at least {low}" if high is None else f"from {low} to {high}"
         raise ValidationError(f"{name} must be an integer {wanted}, got {value!r}", name, value)
+    if value.bit_length() > 64:
+        raise ValidationError(f"{name} must be an integer of 64 bits", name, value)
 
 
 def _strings(name: str, value: Sequence[str] | str | None) -> list[str] | None:

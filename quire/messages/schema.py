@@ -44,8 +44,9 @@ def check_schema(root: dict[str, Any]) -> None:
             continue
         if not isinstance(schema, dict):
             raise _refused(f"{path or 'the root'} must be an object, got {type(schema).__name__}")
+        inside = _inner(schema, path)
         _check_one(schema, path, root)
-        queue += [(inner, f"{path}/{name}", depth + 1) for name, inner in _inner(schema, path)]
+        queue += [(inner, f"{path}/{name}", depth + 1) for name, inner in inside]
 
 
 def _inner(schema: dict[str, Any], path: str) -> list[tuple[str, Any]]:
@@ -73,6 +74,8 @@ def _check_one(schema: dict[str, Any], path: str, root: dict[str, Any]) -> None:
         raise _refused(f"{where} uses 'uniqueItems', which is not supported")
     _check_chooser(schema, where, root)
     _check_required(schema, where)
+    if not isinstance(schema.get("format", ""), str):
+        raise _refused(f"{where} has a 'format' that is no string")
     if "pattern" in schema:
         together = [name for name in ("minLength", "maxLength", "format") if name in schema]
         if together:
@@ -119,8 +122,8 @@ def _resolves(reference: Any, root: Any) -> bool:
 
 def _check_required(schema: dict[str, Any], where: str) -> None:
     required = schema.get("required", [])
-    if not isinstance(required, list):
-        raise _refused(f"{where} has a 'required' that is no list")
+    if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
+        raise _refused(f"{where} has a 'required' that is no list of strings")
     unknown = [name for name in required if name not in schema.get("properties", {})]
     if unknown:
         raise _refused(f"{where} requires {unknown[0]!r}, which its properties do not describe")

@@ -109,10 +109,10 @@ class Scheduler:
             request.move(State.WAITING)
             request.move(State.COMPILING)
 
-    def fail(self, request: Request, message: str) -> None:
-        """End one sample: it cannot go on."""
+    def fail(self, request: Request, message: str, error: str = "") -> None:
+        """End one sample: it cannot go on. `error`: the class of error it is, where the request itself is at fault."""
         if not request.is_finished:
-            self.ledger.finish(request, "error", message=message)
+            self.ledger.finish(request, "error", message=message, error=error)
 
     def abort_all(self) -> None:
         """End everything that is unfinished."""

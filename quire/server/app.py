@@ -13,7 +13,7 @@ from starlette.routing import Router, get_route_path
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quire.server.auth import tenant_of
-from quire.server.errors import ApiError, as_api_error
+from quire.server.errors import ApiError, as_api_error, as_sent
 from quire.server.http import Exchange, HungUpError
 from quire.server.openapi import document
 from quire.server.routing import ADMIN, Route
@@ -87,7 +87,7 @@ class App:
         except HTTPException as error:
             await exchange.fail(_of_starlette(error, scope["method"]))
         except Exception as error:
-            await exchange.fail(as_api_error(error, server.retry_after))
+            await exchange.fail(as_sent(as_api_error(error, server.retry_after), exchange.sent_as))
         finally:
             server.exchanges.discard(exchange)
             del scope[EXCHANGE]  # a circle, which only the collector would open, seconds or minutes later

@@ -144,6 +144,20 @@ def as_api_error(error: BaseException, retry_after: float = RETRY_SECONDS) -> Ap
     return ApiError(500, f"an unexpected {type(error).__name__} was raised; the server's log has more")
 
 
+_FIELD = re.compile(r"[a-z]+(?:[_.][a-z]+)+")
+"""What can be nothing but a field's name: a word such as `stop` may mean something else."""
+
+
+def as_sent(error: ApiError, names: Mapping[str, str]) -> ApiError:
+    """The same error in the client's words: `names` has what it calls the fields that have other names inside."""
+    message = _FIELD.sub(lambda found: names.get(found[0], found[0]), error.message)
+    inner = error.param or ""
+    param = names.get(inner, inner)
+    if param != inner and not message.startswith(param):
+        message = param + message[len(inner) :] if message.startswith(f"{inner} ") else f"{param}: {message}"
+    return ApiError(error.status, message, error.type, param or None, error.headers)
+
+
 _AT = re.compile(r" - at (?:`key` in )?`\$?\.?([^`]*)`$")
 _UNKNOWN = re.compile(r"unknown field `([^`]*)`")
 _MISSING = re.compile(r"missing required field `([^`]*)`")

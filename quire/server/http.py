@@ -74,6 +74,8 @@ class Exchange:
         """Who asks; set where the key is checked."""
         self.extra_headers: HeaderList = []
         """Go out with the answer, whatever it is."""
+        self.sent_as: Mapping[str, str] = {}
+        """What fields are called inside, and what the body that was read calls them."""
         self.error_body: Callable[[ApiError], bytes] = error_json
         """How errors look before the answer has begun…"""
         self.error_event: Callable[[ApiError], bytes] = error_event
@@ -110,7 +112,9 @@ class Exchange:
     async def read_json(self, kind: type[T]) -> T:
         """The body as a struct; raises `ApiError` for anything else."""
         self._check_content_type()
-        return decode(await self.read_body(), kind)
+        body = decode(await self.read_body(), kind)
+        self.sent_as = getattr(body, "sent_as", {})
+        return body
 
     async def read_body(self) -> bytes:
         """The whole body, within the limit."""

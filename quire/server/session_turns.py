@@ -10,7 +10,7 @@ from quire.memory.disk.sessions import session_key
 from quire.messages.beams import BeamSearchParams
 from quire.server.errors import bad_request
 from quire.server.http import Exchange
-from quire.server.protocol.sampling import GenerationFields
+from quire.server.protocol.sampling import GenerationFields, session_names
 from quire.server.state import Server
 
 SESSION_HEADER = "x-session-id"
@@ -32,6 +32,8 @@ def session_turn(
     name = exchange.headers.get(SESSION_HEADER) if request.session_id is None else request.session_id
     if name is None:
         return None
+    if request.session_id is None:
+        exchange.sent_as = {**exchange.sent_as, **session_names("X-Session-Id")}
     if (request.n or 1) != 1 or search is not None:
         raise bad_request("a turn of a session has one sample: n must be 1, and no beam search", "n")
     return SessionTurn(session_key(exchange.tenant, name), rewrites=True)

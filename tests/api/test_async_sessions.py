@@ -161,6 +161,17 @@ def test_what_is_wrong_is_told_here_as_there(allm: AsyncLLM) -> None:
     run(work())
 
 
+def test_a_session_that_is_full_says_what_helps(allm: AsyncLLM) -> None:
+    async def work() -> None:
+        full = await allm.sessions.create("full", prompt=[5] * 250)
+        await full.generate(greedy(max_tokens=100))
+        with pytest.raises(ValidationError, match="256 tokens.*may have 255.*Fork it") as caught:
+            await full.generate(greedy())
+        assert caught.value.parameter == "session" and "truncate" not in str(caught.value)
+
+    run(work())
+
+
 def test_a_new_engine_has_the_sessions_of_the_old_one(allm: AsyncLLM, expected: list[int]) -> None:
     async def work() -> None:
         s = await allm.sessions.create("s", BEGIN)

@@ -372,6 +372,11 @@ class TestDeath:
                     await pair.sessions.create("new")
                 with pytest.raises(ReplicaDownError, match="not all sessions can be seen now"):
                     await pair.sessions.list()
+                made_up = await pair.sessions.create("made-up", "hello the world", is_new=True)
+                assert home(pair, "made-up") == 1
+                await made_up.generate(greedy())
+                assert await made_up.tokens() == whole
+                await made_up.delete()
                 assert await (await pair.sessions.get(there)).tokens() == whole
                 await pair.restart(only_if_dead=True)
                 assert await (await pair.sessions.get(gone)).tokens() == whole

@@ -314,6 +314,17 @@ def test_what_a_turn_cannot_do(make_llm: MakeLLM) -> None:
     assert again.prompt_logprobs[1 : len(logprobs.prompt_logprobs)][-1].keys() == logprobs.prompt_logprobs[-1].keys()  # type: ignore[union-attr]
 
 
+def test_a_session_that_is_full_says_what_helps(make_llm: MakeLLM) -> None:
+    llm = make_llm()
+    full = llm.sessions.create("full", prompt=[5] * 250)
+    full.generate(SamplingParams(temperature=0, ignore_eos=True, max_tokens=100))
+    assert full.info.num_tokens == 256
+    with pytest.raises(ValidationError, match="256 tokens.*may have 255.*Fork it") as caught:
+        full.generate(GREEDY)
+    assert caught.value.parameter == "session" and "truncate" not in str(caught.value)
+    full.fork("shorter", at=200).generate(GREEDY)
+
+
 def test_a_session_larger_than_the_way_to_disk_is_kept_whole(make_llm: MakeLLM, tmp_path: Path) -> None:
     """With a disk and no host memory to keep blocks in, a few slots are all there is to pass through."""
     llm = make_llm(kv_disk=str(tmp_path), block_size=2, num_gpu_blocks_override=256)

@@ -99,6 +99,25 @@ def test_bench_waste_is_under_four_percent(quire, tmp_path):
     assert figures["kv_waste_if_reserved"] > 0.5
 
 
+@pytest.mark.parametrize(
+    ("bench", "flag"),
+    [
+        ("waste", "--output-json"),
+        ("latency", "--output-json"),
+        ("throughput", "--output-json"),
+        ("serve", "--save-result"),
+        ("serve", "--plot"),
+    ],
+)
+@pytest.mark.parametrize(("name", "said"), [("none/out", "no folder"), ("file/out", "no folder"), ("", "is a folder")])
+def test_a_bench_whose_figures_would_have_no_place_is_refused_at_once(quire, tmp_path, bench, flag, name, said):
+    (tmp_path / "file").write_text("")
+    model = [] if bench == "waste" else ["--model", tmp_path / "no-model"]
+    ran = quire("bench", bench, *model, flag, tmp_path / name)
+    assert ran.code == 2 and not ran.out
+    assert flag in ran.err and said in ran.err and "no-model" not in ran.err
+
+
 def test_bench_waste_grows_with_the_block(quire, tmp_path):
     def waste(block_size: int) -> float:
         options = ["--num-prompts", 100, "--block-size", block_size, "--output-json", tmp_path / "waste.json"]

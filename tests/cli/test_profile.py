@@ -178,11 +178,10 @@ def test_a_profiled_engine_is_as_it_was_afterwards(llm):
     assert notes.works[2] == Work(tokens=1, rows=1, draws=1, context=6, pairs=6)
 
 
-def test_a_folder_that_cannot_be_made_is_told(quire, byte_llama, tmp_path):
+@pytest.mark.parametrize("bench", ["latency", "throughput"])
+@pytest.mark.parametrize("folder", ["file", "file/below"])
+def test_a_folder_that_cannot_be_made_is_told_before_anything_is_loaded(quire, tmp_path, bench, folder):
     (tmp_path / "file").write_text("")
-    ran = quire(
-        "bench", "latency", "--model", byte_llama, "--input-len", 4, "--output-len", 4, "--num-iters", 1,
-        "--profile", tmp_path / "file",
-    )  # fmt: skip
+    ran = quire("bench", bench, "--model", tmp_path / "no-model", "--profile", tmp_path / folder)
     assert ran.code == 2
-    assert "--profile" in ran.err
+    assert f"--profile {tmp_path / folder}: " in ran.err and ran.err.count("\n") == 1

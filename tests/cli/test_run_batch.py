@@ -174,6 +174,21 @@ def test_an_interrupt_keeps_what_was_answered_and_the_next_run_asks_the_rest(tmp
     assert len(by_id((tmp_path / "out").read_text())) == 12
 
 
+def test_a_wrong_line_is_answered_once_however_often_the_batch_is_run(tmp_path):
+    busy_twice.calls = 2
+    wrong = ["no JSON", "[]", "no JSON", line("elsewhere", "/v1/files"), completion("a", stream=True)]
+    (tmp_path / "in").write_text("\n".join([*wrong, completion("b"), completion("b")]))
+    first = run_with(busy_twice, str(tmp_path / "in"), str(tmp_path / "out"))
+    assert (first.tally.done, first.tally.failed, first.skipped) == (7, 6, 0)
+    text = (tmp_path / "out").read_text()
+    again = run_with(busy_twice, str(tmp_path / "in"), str(tmp_path / "out"))
+    assert (again.tally.done, again.skipped) == (0, 7)
+    assert (tmp_path / "out").read_text() == text
+    (tmp_path / "in").write_text("\n".join([*wrong, completion("b"), "no JSON either"]))
+    grown = run_with(busy_twice, str(tmp_path / "in"), str(tmp_path / "out"))
+    assert (grown.tally.done, grown.tally.failed, grown.skipped) == (1, 1, 6)
+
+
 def test_answers_may_go_to_standard_output(tmp_path, capsys):
     busy_twice.calls = 2
     (tmp_path / "in").write_text(completion("a") + "\n" + completion("b"))

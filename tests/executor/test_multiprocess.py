@@ -88,6 +88,17 @@ def test_two_ranks_say_what_one_says(make_llm: Callable[..., LLM]) -> None:
     assert facts.kv_bytes == 2 * facts.memory.cache
 
 
+def test_ranks_share_the_memory_that_is_said_for_the_machine(
+    make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QUIRE_CPU_KVCACHE_SPACE", "0.0004")
+    llm = make_llm(**{**TIGHT, "num_gpu_blocks_override": None}, tensor_parallel_size=2)
+    facts, space = llm.llm_engine.facts, 0.0004 * 2**30
+    block = facts.memory.cache / facts.memory.num_blocks
+    assert space / 2 - block < facts.memory.cache <= space / 2
+    assert len(tokens(llm, [BEGIN])[0][0]) == 24
+
+
 def test_a_group_of_one_sums_as_a_larger_one_does(make_llm: Callable[..., LLM]) -> None:
     """So that what graphs capture between GPUs can be tested with one of them."""
     alone = tokens(make_llm(**TIGHT), [BEGIN])

@@ -84,6 +84,13 @@ UNKEPT: list[tuple[dict[str, Any], str]] = [
     ({"type": "string", "pattern": r"\bx"}, "is not supported"),
     ({"type": "object", "properties": {"a": 3}}, "/properties/a must be an object"),
     ({"anyOf": "x"}, "must be a list"),
+    ({"type": "object", "required": "ab"}, "no list of strings"),
+    ({"type": "object", "required": [["a"]]}, "no list of strings"),
+    ({"type": "object", "required": [{}]}, "no list of strings"),
+    ({"type": "object", "properties": None, "required": ["a"]}, "/properties must be an object, got NoneType"),
+    ({"type": "object", "patternProperties": 5}, "/patternProperties must be an object"),
+    ({"$defs": 5, "$ref": "#/$defs/x"}, "/$defs must be an object"),
+    ({"type": "string", "format": 5}, "a 'format' that is no string"),
 ]
 
 

@@ -64,7 +64,13 @@ def error_of(answer: httpx.Response, status: int) -> dict[str, Any]:
         (CHAT, {"add_generation_prompt": True, "continue_final_message": True}, None, "exclude"),
         (CHAT, {"response_format": {"type": "json_schema"}}, "response_format", "json_schema.schema"),
         (CHAT, {"response_format": {"type": "xml"}}, "response_format.type", ""),
-        (CHAT, {"structured_outputs": {}}, None, "names no form"),
+        (CHAT, {"structured_outputs": {}}, "structured_outputs", "names no form"),
+        (CHAT, {"structured_outputs": {"structural_tag": {"structures": [{}], "triggers": ["a"]}}}, None, "is missing"),
+        (CHAT, {"top_k": 2**64}, "top_k", "64 bits"),
+        (CHAT, {"vllm_xargs": {"a": [2**64]}}, "vllm_xargs", "64 bits"),
+        (CHAT, {"truncate_prompt_tokens": 2**64}, "truncate_prompt_tokens", "64 bits"),
+        ("/v1/embeddings", {"input": "a", "truncate_prompt_tokens": 2**64}, "truncate_prompt_tokens", "64 bits"),
+        ("/v1/sessions/nobody/fork", {"id": "a", "at": 2**64}, "at", "64 bits"),
         (CHAT, {"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs", "exactly one"),
         (CHAT, {"guided_json": {}}, "guided_json", "structured_outputs"),
         (CHAT, {"functions": [{}]}, "functions", "use tools"),
@@ -80,9 +86,10 @@ def error_of(answer: httpx.Response, status: int) -> dict[str, Any]:
         (TEXT, {"prompt": []}, "prompt", "empty"),
         (TEXT, {"prompt": [1, "a"]}, "prompt", "one of the two"),
         (TEXT, {"prompt": [[1], []]}, "prompt", "empty"),
-        (TEXT, {"prompt": [-1]}, "prompt_token_ids", "vocabulary"),
-        (TEXT, {"prompt": [128]}, "prompt_token_ids", "vocabulary"),
-        (TEXT, {"prompt": [10**30]}, "prompt_token_ids", "vocabulary"),
+        (TEXT, {"prompt": [-1]}, "prompt", "vocabulary"),
+        (TEXT, {"prompt": [128]}, "prompt", "vocabulary"),
+        (TEXT, {"prompt": [10**30]}, "prompt", "vocabulary"),
+        (TEXT, {"prompt": [[5], [128]]}, "prompt", "prompt: token id 128"),
         (TEXT, {"prompt": [5] * 256}, "input_tokens", "maximum context length is 256"),
         (TEXT, {"prompt": ["a"] * 1025}, "prompt", "at most 1024"),
         (TEXT, {"max_tokens": 0}, "max_tokens", "without echo"),
@@ -110,6 +117,76 @@ def test_null_asks_for_nothing_where_a_field_is_refused(live: Live, path: str, b
     error = error_of(live.post(path, {**base, **fields, "guided_json": {}}), 400)
     assert error["param"] == "guided_json"
     assert error_of(live.post(path, {**base, "temprature": None}), 400)["param"] == "temprature"
+
+
+MESSAGES = "/v1/messages"
+RESPONSES = "/v1/responses"
+SESSIONS = "/v1/sessions"
+EMPTY: dict[str, Any] = {"type": "object", "properties": {"a": {"enum": []}}, "required": ["a"]}
+NEGATED: dict[str, Any] = {"type": "object", "not": {}}
+SCHEMA = {"type": "json_schema", "name": "x"}
+
+
+def form_of(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+
+
+def function_of(parameters: dict[str, Any]) -> dict[str, Any]:
+    return {"function": {"name": "f", "parameters": parameters}}
+
+
+BASES = {
+    CHAT: {"messages": USER},
+    TEXT: {"prompt": "abc"},
+    MESSAGES: {"messages": USER, "max_tokens": 4},
+    RESPONSES: {"input": "abc"},
+}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param", "inner"),
+    [
+        (CHAT, {"session_id": "two words"}, "session_id", "name:"),
+        (TEXT, {"session_id": "x" * 129}, "session_id", "name:"),
+        (CHAT, {"response_format": form_of(NEGATED)}, "response_format.json_schema.schema", "structured_outputs"),
+        (CHAT, {"response_format": form_of(EMPTY)}, "response_format", "structured_outputs"),
+        (TEXT, {"response_format": form_of(EMPTY)}, "response_format", "structured_outputs"),
+        (CHAT, {"response_format": {"type": "structural_tag"}}, "response_format", "structured_outputs"),
+        (CHAT, {"structured_outputs": {"json": EMPTY}}, "structured_outputs", "response_format"),
+        (CHAT, {"tools": [function_of(EMPTY)], "tool_choice": "required"}, "tools", "structured_outputs"),
+        (CHAT, {"tools": [function_of(NEGATED)], "tool_choice": "required"}, "tools", "structured_outputs"),
+        (CHAT, {"tools": [function_of({"$defs": 5})], "tool_choice": "required"}, "tools", "structured_outputs"),
+        (CHAT, {"tools": [function_of({"required": [[]]})], "tool_choice": "required"}, "tools", "structured_outputs"),
+        (CHAT, {"max_completion_tokens": 2, "min_tokens": 3}, "min_tokens", "max_tokens"),
+        (RESPONSES, {"max_output_tokens": 999}, "max_output_tokens", "max_completion_tokens"),
+        (RESPONSES, {"max_output_tokens": 2, "min_tokens": 3}, "min_tokens", "max_tokens"),
+        (RESPONSES, {"max_output_tokens": 254}, "input_tokens", "max_completion_tokens"),
+        (RESPONSES, {"text": {"format": {**SCHEMA, "schema": NEGATED}}}, "text.format.schema", "structured_outputs"),
+        (RESPONSES, {"text": {"format": {**SCHEMA, "schema": EMPTY}}}, "text.format", "structured_outputs"),
+        (RESPONSES, {"input": [{"role": "king", "content": "x"}]}, "input[0].role", "messages"),
+        (MESSAGES, {"stop_sequences": [""]}, None, "stop must"),
+        (MESSAGES, {"stop_sequences": ["x"] * 65}, None, "stop must"),
+        (MESSAGES, {"output_config": {"format": {"type": "json_schema", "schema": EMPTY}}}, None, "structured_outputs"),
+        (SESSIONS, {"id": "two words"}, "id", "name:"),
+        (SESSIONS, {"name": "two words"}, "name", "id:"),
+        (SESSIONS, {"input": [128]}, "input", "prompt_token_ids"),
+        (SESSIONS, {"metadata": {"a": "x" * 100_000}}, "metadata", "meta "),
+    ],
+)  # fmt: skip
+def test_a_field_is_named_as_it_was_sent(
+    live: Live, path: str, fields: dict[str, Any], param: str | None, inner: str
+) -> None:
+    answer = live.post(path, {**BASES.get(path, {}), **fields})
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert error.get("param") == param and inner not in error["message"], error
+    sent = next(iter(fields))
+    assert any(word in error["message"] for word in (sent, param or sent)), error
+
+
+def test_the_header_of_a_session_is_named_too(live: Live) -> None:
+    error = error_of(live.post(CHAT, {"messages": USER}, headers={"X-Session-Id": "two words"}), 400)
+    assert error["param"] == "X-Session-Id" and error["message"].startswith("X-Session-Id: 'two words'")
 
 
 @pytest.mark.parametrize(

@@ -161,6 +161,15 @@ def test_a_request_that_excludes_every_token_is_itself_at_fault(live: Live, stre
     assert refused.status_code == 400 and "excludes every token" in refused.json()["error"]["message"]
 
 
+@pytest.mark.parametrize("streams", [False, True])
+def test_so_is_one_whose_form_the_vocabulary_cannot_write(live: Live, streams: bool) -> None:
+    form = {"structured_outputs": {"regex": "ab\U0001f600"}}
+    refused = live.post("/v1/completions", {"prompt": "abc", "stream": streams, **form})
+    if not streams:
+        assert refused.status_code == 400 and refused.json()["error"]["param"] == "structured_outputs"
+    assert "no text has this form" in refused.text and '"code":400' in refused.text
+
+
 @pytest.mark.parametrize(
     "path, body, param",
     [

@@ -178,6 +178,31 @@ def wait_until(holds: Callable[[], bool], seconds: float = 10) -> None:
         time.sleep(0.02)
 
 
+def test_a_name_that_is_made_up_is_looked_for_nowhere(sessions: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    ask = sessions.server.llm.ask_sessions
+
+    async def noted(op: Any) -> Any:
+        asked.append(op)
+        return await ask(op)
+
+    monkeypatch.setattr(sessions.server.llm, "ask_sessions", noted)
+    for body in ({}, {"id": "mine"}):
+        assert sessions.post("/v1/sessions", body).status_code == 200
+    assert [op.is_new for op in asked] == [True, False]
+    assert asked[0].key != asked[1].key == "mine"
+
+
+def test_a_session_that_is_full_says_what_helps(sessions: Live) -> None:
+    sessions.post("/v1/sessions", {"id": "full", "input": [5] * 250})
+    assert turn(sessions, "full", max_tokens=6)["choices"][0]["finish_reason"] == "length"
+    for answer in ("chat", "text"):
+        refused = sessions.post("/v1/sessions/full/generate", {"answer": answer, "max_tokens": 4})
+        error = refused.json()["error"]
+        assert refused.status_code == 400 and error["param"] == "session"
+        assert "Fork it" in error["message"] and "max_model_len" in error["message"]
+
+
 def test_what_is_wrong_is_told(sessions: Live) -> None:
     assert sessions.client.get("/v1/sessions/nobody").status_code == 404
     assert sessions.post("/v1/sessions/nobody/generate", {"input": "x"}).status_code == 404

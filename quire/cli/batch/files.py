@@ -119,7 +119,9 @@ class Output(AbstractContextManager["Output"]):
 
     def __init__(self, name: str, overwrite: bool = False) -> None:
         self.done: set[str] = set()
-        """Ids that have their answer from an earlier run."""
+        """Ids that have their answer from an earlier run…"""
+        self.told: set[str] = set()
+        """…and what it said of lines that are no requests, each with its line's number."""
         self._file: BinaryIO
         if name == STANDARD:
             self._file = sys.stdout.buffer
@@ -127,10 +129,31 @@ class Output(AbstractContextManager["Output"]):
         path = Path(name)
         try:
             if not overwrite and path.exists():
-                self.done = _continue(path)
+                self._continue(path)
             self._file = open(path, "wb" if overwrite else "ab")  # noqa: SIM115  (closed in __exit__)
         except OSError as error:
             raise ValidationError(f"--output-file {name}: {error.strerror}") from error
+
+    def _continue(self, path: Path) -> None:
+        """Go on after an earlier run's output. Its last line, if it was cut off in the middle, is taken away."""
+        whole = 0
+        with path.open("r+b") as file:
+            for number, line in enumerate(file, 1):
+                if not line.endswith(b"\n"):
+                    file.truncate(whole)
+                    break
+                whole += len(line)
+                try:
+                    result = msgspec.json.decode(line, type=Result)
+                except msgspec.MsgspecError as error:
+                    raise ValidationError(
+                        f"{path}, line {number}, is no answer of a batch ({error}): name another --output-file, or "
+                        "give --overwrite"
+                    ) from None
+                if result.custom_id is not None:
+                    self.done.add(result.custom_id)
+                if result.error is not None:
+                    self.told.add(result.error.message)
 
     def write(self, result: Result) -> None:
         """One line, out of our hands when this returns: what was answered is not lost if we are killed."""
@@ -142,24 +165,3 @@ class Output(AbstractContextManager["Output"]):
     ) -> None:
         if self._file is not sys.stdout.buffer:
             self._file.close()
-
-
-def _continue(path: Path) -> set[str]:
-    """The ids of an earlier run's output. Its last line, if it was cut off in the middle, is taken away."""
-    done, whole = set(), 0
-    with path.open("r+b") as file:
-        for number, line in enumerate(file, 1):
-            if not line.endswith(b"\n"):
-                file.truncate(whole)
-                break
-            whole += len(line)
-            try:
-                result = msgspec.json.decode(line, type=Result)
-            except msgspec.MsgspecError as error:
-                raise ValidationError(
-                    f"{path}, line {number}, is no answer of a batch ({error}): name another --output-file, or give "
-                    "--overwrite"
-                ) from None
-            if result.custom_id is not None:
-                done.add(result.custom_id)
-    return done

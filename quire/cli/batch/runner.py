@@ -66,6 +66,9 @@ class Batch:
                     raise LineError("duplicate_custom_id", what, asked.custom_id)
                 seen.add(asked.custom_id)
             except LineError as error:
+                if str(error) in output.told:
+                    self.skipped += 1
+                    continue
                 result = Result.of_error(error)
                 self.tally.sent += 1
             else:

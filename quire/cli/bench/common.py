@@ -8,8 +8,10 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from quire.cli.bench.profile import make_folder
 from quire.cli.engine_flags import engine_settings
 from quire.cli.terminal import table
+from quire.cli.values import output_file
 from quire.errors import ValidationError
 
 if TYPE_CHECKING:
@@ -28,6 +30,8 @@ def bench_settings(args: argparse.Namespace) -> dict[str, Any]:
         settings.setdefault("skip_tokenizer_init", True)
     if args.profile and (size := settings.get("data_parallel_size", 1)) > 1:
         raise ValidationError(f"--profile looks into one engine, and --data-parallel-size is {size}: leave one out")
+    if args.profile:
+        make_folder(Path(args.profile))
     return settings
 
 
@@ -77,7 +81,7 @@ def waste_figures(stats: SchedulerStats | None, reserved: int) -> dict[str, floa
 
 def add_output(parser: Any) -> None:
     """--output-json."""
-    parser.add_argument("--output-json", metavar="FILE", help="also write the figures to this file")
+    parser.add_argument("--output-json", type=output_file, metavar="FILE", help="also write the figures to this file")
 
 
 def report(title: str, rows: Rows, args: argparse.Namespace, figures: dict[str, Any]) -> None:

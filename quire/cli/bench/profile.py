@@ -67,6 +67,16 @@ class Recording:
         return Work(*(sum(column) / len(works) for column in columns))
 
 
+def make_folder(folder: Path) -> None:
+    """Where the trace will lie; raises unless it can be written there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValidationError(f"--profile {folder}: {error.strerror}") from error
+    if not os.access(folder, os.W_OK):
+        raise ValidationError(f"--profile {folder}: nothing may be written there")
+
+
 def expected_steps(llm: LLM, requests: int, input_len: int, output_len: int) -> int:
     """About how many steps a run takes in which all requests come at once and go on to the end."""
     facts = llm.llm_engine.facts
@@ -87,7 +97,7 @@ def profile(llm: LLM, args: argparse.Namespace, run: Callable[[], object], steps
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's library reports its own doings on stderr
     timing = schedule(wait=waits, warmup=first - waits, active=count, repeat=1)
-    path = _trace_path(Path(args.profile))
+    path = Path(args.profile) / f"trace-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.json.gz"
     llm.reset_prefix_cache()
     with profiler(activities=activities, schedule=timing) as recorder, marked(llm, recorder.step) as notes:
         run()
@@ -101,14 +111,6 @@ def profile(llm: LLM, args: argparse.Namespace, run: Callable[[], object], steps
     speed = measure_speed() if on_gpu else None
     text = report(trace, work, Shape.of(llm.llm_engine.facts), speed, before)
     return Profile(f"{text}\n\n  trace: {path} (for https://ui.perfetto.dev)", figures(trace, work, str(path)))
-
-
-def _trace_path(folder: Path) -> Path:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValidationError(f"--profile {folder}: {error.strerror}") from error
-    return folder / f"trace-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.json.gz"
 
 
 # Marking the parts of a step

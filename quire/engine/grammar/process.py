@@ -208,6 +208,8 @@ def _private_bytes() -> int:
 
 def _reason(error: Exception) -> str:
     """What the library says, without the place in its source."""
+    if isinstance(error, KeyError):
+        return f"{error} is missing"
     lines = str(error).strip().splitlines() or [type(error).__name__]
     _, found, said = lines[0].partition(".cc:")
     return (said.partition(": ")[2] if found else lines[0]).strip()[:500]

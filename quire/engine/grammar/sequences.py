@@ -6,7 +6,8 @@ import numpy as np
 import xgrammar
 from numpy.typing import NDArray
 
-DEAD_END = "no text has this form: there is no token that could come next"
+from quire.engine.grammar.wire import DEAD_END
+
 NOT_ALLOWED = "token {token} was drawn, which the form does not allow here"
 
 

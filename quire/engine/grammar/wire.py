@@ -8,6 +8,8 @@ from typing import Any
 
 import msgspec
 
+DEAD_END = "no text has this form: there is no token that could come next"
+"""What is said of a sequence whose form the vocabulary cannot write."""
 MESSAGE_BYTES = 1 << 18
 """No message is longer: forms, which may be, go through shared memory."""
 

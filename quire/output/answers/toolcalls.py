@@ -126,7 +126,8 @@ def _calls_schema(functions: list[OfferedFunction], parallel: bool) -> dict[str,
     calls = []
     for function in functions:
         parameters = dict(function.parameters or NO_PARAMETERS)
-        definitions |= parameters.pop("$defs", {})  # references in a schema are looked up from the outermost one
+        if isinstance(parameters.get("$defs"), dict):  # references in a schema are looked up from the outermost one
+            definitions |= parameters.pop("$defs")
         calls.append(
             {
                 "type": "object",

@@ -10,7 +10,7 @@ from msgspec import UNSET, UnsetType
 
 from quire.server.errors import bad_request
 from quire.server.protocol.common import HINTS, Body, RequestFigures, Usage, check_depth
-from quire.server.protocol.sampling import GenerationFields
+from quire.server.protocol.sampling import GenerationFields, form_names
 from quire.server.protocol.values import (
     NOT_EMPTY,
     Logprobs,
@@ -141,6 +141,16 @@ class ChatRequest(GenerationFields, kw_only=True):
     web_search_options: None = None
 
     hints: ClassVar[Mapping[str, str]] = HINTS
+
+    @property
+    def sent_as(self) -> Mapping[str, str]:
+        named = {"max_tokens": self.token_limit[1], "logprobs": "top_logprobs", "prompt": "messages"}
+        return {**named, **super().sent_as}
+
+    @property
+    def _form_names(self) -> Mapping[str, str]:
+        of_tools = {} if self.structured_outputs is not None else form_names("tools", "tools")
+        return super()._form_names or of_tools
 
     def check_fields(self) -> None:
         """What the types alone cannot say."""

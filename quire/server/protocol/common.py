@@ -54,6 +54,11 @@ class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
     """Fields that may be given as long as they ask for nothing: the values that do not."""
 
+    @property
+    def sent_as(self) -> Mapping[str, str]:
+        """What is called otherwise inside, and what the client calls it: refusals are told in the client's words."""
+        return {}
+
     def check_neutral(self) -> None:
         """Refuse what asks for something that is not done here."""
         for name, values in self.neutral.items():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import msgspec
 from msgspec import UNSET, UnsetType
 
@@ -27,6 +29,10 @@ class CompletionRequest(GenerationFields, kw_only=True):
     add_special_tokens: bool | None = None
     suffix: None = None
     prompt_embeds: None = None
+
+    @property
+    def sent_as(self) -> Mapping[str, str]:
+        return {"prompt_token_ids": "prompt", **super().sent_as}
 
     def check_fields(self) -> None:
         """What the types alone cannot say."""

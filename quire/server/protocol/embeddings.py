@@ -54,6 +54,10 @@ class EmbeddingRequest(Body):
     """Only requests with the same salt share cached prefixes."""
     request_id: RequestId | None = None
 
+    @property
+    def sent_as(self) -> Mapping[str, str]:
+        return {"prompt": "input", "prompt_token_ids": "input"}
+
     def check_fields(self) -> None:
         """What the types alone cannot say."""
         if self.timeout is not None and self.timeout <= 0:

@@ -9,6 +9,7 @@ import msgspec
 
 from quire.server.errors import ApiError, bad_request
 from quire.server.protocol.common import HINTS, Body, check_depth
+from quire.server.protocol.sampling import form_names
 from quire.server.protocol.values import (
     NOT_EMPTY,
     Factor,
@@ -166,6 +167,16 @@ class CountTokensRequest(Body):
     chat_template_kwargs: TemplateVariables | None = None
     mcp_servers: None = None
     context_management: None = None
+
+    @property
+    def sent_as(self) -> Mapping[str, str]:
+        is_form = self.output_config is not None and self.output_config.format is not None
+        form = (
+            form_names("output_config.format", "output_config.format.schema")
+            if is_form
+            else form_names("tools", "tools")
+        )
+        return {"stop": "stop_sequences", "prompt": "messages", **form}
 
     def check_fields(self) -> None:
         """What the types alone cannot say."""

@@ -10,7 +10,7 @@ import msgspec
 from quire.server.errors import bad_request
 from quire.server.protocol.chat import TokenLogprob
 from quire.server.protocol.common import HINTS, Body, check_depth
-from quire.server.protocol.sampling import StructuredOutputs
+from quire.server.protocol.sampling import StructuredOutputs, form_names
 from quire.server.protocol.values import (
     NOT_EMPTY,
     AllowedTokens,
@@ -238,6 +238,18 @@ class ResponsesRequest(Body):
     context_management: None = None
     prompt_cache_retention: None = None
     moderation: None = None
+
+    @property
+    def sent_as(self) -> Mapping[str, str]:
+        limit = dict.fromkeys(("max_tokens", "max_completion_tokens"), "max_output_tokens")
+        given = dict.fromkeys(("prompt", "messages"), "input")
+        return {**limit, **given, "logprobs": "top_logprobs", **self._form_names}
+
+    @property
+    def _form_names(self) -> Mapping[str, str]:
+        if self.text is not None and self.text.format is not None and self.text.format.type != "text":
+            return form_names("text.format", "text.format.schema")
+        return {} if self.structured_outputs is not None else form_names("tools", "tools")
 
     def check_fields(self) -> None:
         """What the types alone cannot say."""

@@ -178,6 +178,17 @@ class GenerationFields(Body):
     """How that search weighs length: above 0 favours long texts, below 0 short ones."""
 
     @property
+    def sent_as(self) -> Mapping[str, str]:
+        return {**({} if self.session_id is None else session_names("session_id")), **self._form_names}
+
+    @property
+    def _form_names(self) -> Mapping[str, str]:
+        wanted = self.response_format
+        if wanted is None or wanted.type == "text":
+            return {}
+        return form_names("response_format", "response_format.json_schema.schema")
+
+    @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
@@ -198,6 +209,10 @@ class GenerationFields(Body):
             raise bad_request("priority must fit in 32 bits", "priority")
         for name in ("metadata", "vllm_xargs"):
             check_depth(name, getattr(self, name))
+        try:
+            msgspec.msgpack.encode(self.vllm_xargs)
+        except OverflowError:
+            raise bad_request("vllm_xargs holds an integer of more than 64 bits", "vllm_xargs") from None
         self._check_search()
 
     def _check_search(self) -> None:
@@ -210,6 +225,17 @@ class GenerationFields(Body):
             value = getattr(self, name)
             if value is not None and value not in neutral:
                 raise bad_request(f"{name}={value!r} means nothing with use_beam_search: leave it out", name)
+
+
+def session_names(field: str) -> Mapping[str, str]:
+    """What a session's name is called by a client that gives it in this field."""
+    return {"name": field, "session": field}
+
+
+def form_names(field: str, schema: str) -> Mapping[str, str]:
+    """What the form of the answer is called by a client that gives it in this field, and its schema there."""
+    form = "structured_outputs"
+    return {form: field, f"{form}.json": schema, f"{form}.structural_tag": field}
 
 
 def sampling_params(
@@ -260,10 +286,12 @@ def structured_outputs(body: GenerationFields) -> StructuredOutputsParams | None
         fields |= _of_response_format(wanted)
     if not fields:
         if body.structured_outputs is not None:
-            raise bad_request("structured_outputs names no form: give one of json, regex, choice, grammar, …")
+            raise bad_request(
+                "structured_outputs names no form: give one of json, regex, choice, grammar, …", "structured_outputs"
+            )
         return None
     for name in ("json", "structural_tag"):
-        check_depth(name, fields.get(name))
+        check_depth(f"structured_outputs.{name}", fields.get(name))
     return StructuredOutputsParams(**fields)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Union
 
 import msgspec
@@ -10,7 +11,7 @@ from quire.server.errors import bad_request
 from quire.server.protocol.chat import ChatRequest, Message, NamedTool, Tool
 from quire.server.protocol.common import Body, check_depth
 from quire.server.protocol.completions import CompletionRequest
-from quire.server.protocol.sampling import GenerationFields
+from quire.server.protocol.sampling import GenerationFields, session_names
 from quire.server.protocol.values import (
     NOT_EMPTY,
     Logprobs,
@@ -25,6 +26,7 @@ from quire.server.protocol.values import (
 )
 
 LARGEST_PAGE = 1000
+_AS_INPUT: Mapping[str, str] = dict.fromkeys(("prompt", "prompt_token_ids", "messages"), "input")
 
 Input = Union[
     str,
@@ -45,6 +47,10 @@ class Appending(Body):
     tools: Tools | None = None
     """What the model is told it may call, with messages."""
 
+    @property
+    def sent_as(self) -> Mapping[str, str]:
+        return _AS_INPUT
+
     def check_fields(self) -> None:
         """What the types alone cannot say."""
         check_depth("chat_template_kwargs", self.chat_template_kwargs)
@@ -63,6 +69,11 @@ class SessionCreateRequest(Appending):
     """Seconds without use after which the session ends."""
     metadata: Notes | None = None
     model: ModelName | None = None
+
+    @property
+    def sent_as(self) -> Mapping[str, str]:
+        names = {} if self.id is None and self.name is None else session_names("name" if self.id is None else "id")
+        return {**super().sent_as, **names, "meta": "metadata"}
 
     @property
     def wanted_name(self) -> str | None:
@@ -85,6 +96,10 @@ class SessionUpdateRequest(Body):
     """Null: it does not end by itself."""
     metadata: Notes | None = None
 
+    @property
+    def sent_as(self) -> Mapping[str, str]:
+        return {"meta": "metadata"}
+
 
 class SessionForkRequest(Body, kw_only=True):
     """The body of POST /v1/sessions/{session}/fork."""
@@ -92,6 +107,10 @@ class SessionForkRequest(Body, kw_only=True):
     id: SessionName
     at: Annotated[int, told(minimum=0)] | None = None
     """Tokens that the two have in common; all, unless said otherwise."""
+
+    @property
+    def sent_as(self) -> Mapping[str, str]:
+        return {"name": "id"}
 
 
 class SessionGenerateRequest(GenerationFields, kw_only=True):
@@ -111,6 +130,11 @@ class SessionGenerateRequest(GenerationFields, kw_only=True):
     reasoning_effort: str | None = None
     include_reasoning: bool | None = None
     chat_template_kwargs: TemplateVariables | None = None
+
+    @property
+    def sent_as(self) -> Mapping[str, str]:
+        limit = {} if self.max_completion_tokens is None else {"max_tokens": "max_completion_tokens"}
+        return {**super().sent_as, **_AS_INPUT, **limit}
 
     @property
     def is_chat(self) -> bool:

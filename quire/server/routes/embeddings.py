@@ -14,10 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.api.inputs import TokensPrompt
-from quire.errors import ValidationError
 from quire.messages.outputs import CompletionOutput, PoolingRequestOutput, RequestOutput
 from quire.messages.pooling import PoolingParams
-from quire.server.errors import ApiError, bad_request
+from quire.server.errors import ApiError
 from quire.server.http import Exchange
 from quire.server.limits import Place
 from quire.server.protocol.common import PromptTokensDetails, Usage
@@ -76,9 +75,6 @@ async def _vectors(
         for failed in (task for task in done if task.exception() is not None):
             failed.result()
         return [task.result() for task in tasks]
-    except ValidationError as error:
-        is_input = error.parameter in ("prompt", "prompt_token_ids")
-        raise bad_request(str(error), "input" if is_input else error.parameter) from error
     finally:
         for place in places:
             place.leave()  # before anything is waited for: a hang-up may interrupt even this

@@ -12,11 +12,13 @@ from starlette.datastructures import QueryParams
 
 from quire.api.async_sessions import AsyncSession, AsyncSessions
 from quire.api.session_input import RenderText, is_messages
+from quire.errors import ValidationError
 from quire.memory.sessions import KEEP, SessionInfo
 from quire.server.errors import ApiError, bad_request
 from quire.server.http import Exchange
 from quire.server.protocol.chat import ChatChunk, ChatRequest, ChatResponse, Message
 from quire.server.protocol.completions import CompletionResponse
+from quire.server.protocol.sampling import session_names
 from quire.server.protocol.sessions import (
     LARGEST_PAGE,
     Appending,
@@ -54,7 +56,10 @@ async def asking(server: Server, exchange: Exchange) -> AsyncIterator[AsyncSessi
 
 
 def _named(sessions: AsyncSessions, exchange: Exchange) -> AsyncSession:
-    return sessions.handle(exchange.path_params["session"])
+    try:
+        return sessions.handle(exchange.path_params["session"])
+    except ValidationError as error:
+        raise bad_request(str(error), "session") from None
 
 
 # What there is
@@ -65,11 +70,10 @@ async def create(server: Server, exchange: Exchange) -> None:
     request = await exchange.read_json(SessionCreateRequest)
     server.check_model(request.model)
     request.check_fields()
-    name = request.wanted_name
-    if name is None:
-        name = f"session-{secrets.token_hex(8)}"
+    wanted = request.wanted_name
+    name = f"session-{secrets.token_hex(8)}" if wanted is None else wanted
     async with asking(server, exchange) as sessions:
-        arguments: dict[str, Any] = {"ttl": request.ttl, "meta": request.metadata}
+        arguments: dict[str, Any] = {"ttl": request.ttl, "meta": request.metadata, "is_new": wanted is None}
         if request.input is not None:
             given = plain_input(request.input)
             if is_messages(given):
@@ -231,6 +235,7 @@ async def import_session(server: Server, exchange: Exchange) -> None:
     if given != FILE:
         raise ApiError(415, f"the body must be {FILE}, and Content-Type is {given or 'missing'}")
     name = QueryParams(exchange.scope["query_string"]).get("id")
+    exchange.sent_as = session_names("id")
     data = await exchange.read_body()
     async with asking(server, exchange) as sessions:
         session = await sessions.import_(data, name)

@@ -7,7 +7,7 @@ import math
 import os
 from typing import Any
 
-from quire.cli.values import json_object, positive, size
+from quire.cli.values import json_object, output_file, positive, size
 
 PATHS = {
     "openai": "/v1/completions",
@@ -90,9 +90,10 @@ def add_report_flags(group: Any) -> None:
                        help="which times are reported (default: ttft,tpot,itl,e2el)")
     group.add_argument("--metric-percentiles", default="90,99", metavar="NUMBERS",
                        help="percentiles of each (default: 90,99)")
-    group.add_argument("--save-result", "--output-json", metavar="FILE", help="write the figures as JSON")
+    group.add_argument("--save-result", "--output-json", type=output_file, metavar="FILE",
+                       help="write the figures as JSON")
     group.add_argument("--save-detailed", action="store_true", help="with every request's own times")
-    group.add_argument("--plot", metavar="FILE.svg", help="draw distributions and a timeline")
+    group.add_argument("--plot", type=output_file, metavar="FILE.svg", help="draw distributions and a timeline")
 
 # fmt: on
 
