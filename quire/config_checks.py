@@ -215,10 +215,10 @@ def _check_tenants(config: EngineConfig) -> None:
         for tenant, value in table.items():
             if not isinstance(tenant, str):
                 raise ConfigError(f"{name} must have names of tenants as keys, got {tenant!r}", name, tenant)
-            _check_tenant_value(config, name, tenant, value)
+            _check_tenant_value(name, tenant, value)
 
 
-def _check_tenant_value(config: EngineConfig, name: str, tenant: str, value: object) -> None:
+def _check_tenant_value(name: str, tenant: str, value: object) -> None:
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if name == "tenant_weights":
         if not is_number or not 0 < value < math.inf:  # type: ignore[operator]

@@ -71,9 +71,7 @@ class LLM:
         """Complete one prompt or many; outputs come in the prompts' order. `priority` and `tenant` are for all, or one
         for each."""
         check_call(of_vllm, "generate")
-        listed = _as_list(prompts)
-        params = self._each_params(sampling_params, len(listed))
-        ids = self._enqueue(listed, params, priority, RequestOutputKind.FINAL_ONLY, tenant)
+        ids = self._ask(prompts, sampling_params, priority, RequestOutputKind.FINAL_ONLY, tenant)
         return self._gather(ids, RequestOutput, use_tqdm)
 
     def enqueue(
@@ -87,9 +85,7 @@ class LLM:
     ) -> list[str]:
         """As `generate`, without waiting: `wait_for_completion` does that. Returns the requests' ids."""
         check_call(of_vllm, "enqueue")
-        listed = _as_list(prompts)
-        params = self._each_params(sampling_params, len(listed))
-        ids = self._enqueue(listed, params, priority, RequestOutputKind.FINAL_ONLY, tenant)
+        ids = self._ask(prompts, sampling_params, priority, RequestOutputKind.FINAL_ONLY, tenant)
         self._queued.append(list(ids))  # what is returned is the caller's
         return ids
 
@@ -113,8 +109,7 @@ class LLM:
     ) -> Iterator[RequestOutput]:
         """Outputs as they come, in the order steps bring them. Each holds everything so far, or with
         `output_kind=DELTA` only what is new. Leaving the loop early aborts what is unfinished."""
-        listed = _as_list(prompts)
-        ids = self._enqueue(listed, self._each_params(sampling_params, len(listed)), priority, None, tenant)
+        ids = self._ask(prompts, sampling_params, priority, None, tenant)
         stream = self._stream(ids)
         next(stream)  # it is inside its `with` now: a stream that is dropped unread aborts its requests too
         return stream
@@ -296,6 +291,18 @@ class LLM:
     @cached_property
     def _renderer(self) -> ChatRenderer:
         return ChatRenderer(self.llm_engine.tokenizer, self.llm_engine.config.chat_template)
+
+    def _ask(
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        priority: int | Sequence[int] | None,
+        kind: RequestOutputKind | None,
+        tenant: str | Sequence[str],
+    ) -> list[str]:
+        """Queue one prompt or many; the requests' ids."""
+        listed = _as_list(prompts)
+        return self._enqueue(listed, self._each_params(sampling_params, len(listed)), priority, kind, tenant)
 
     def _enqueue(
         self,

@@ -144,7 +144,7 @@ class Admission:
                 break
             if not self._ledger.has_row_for(request):
                 continue  # its tenant has as many as it may
-            room = (len(request.blocks) + self._tables.pool.free) * self._tables.block_size - cached
+            room = self._room(request, cached)
             if room <= 0:
                 if not self._space.reclaim(1, request) and not self._rows.used:
                     self._moving.give_up_all(but=request)  # those that wait with it hold what it needs
@@ -161,7 +161,7 @@ class Admission:
         if self._moving is None or coming is None or not self._rows.free:
             return False
         request, cached = coming
-        room = (len(request.blocks) + self._tables.pool.free) * self._tables.block_size - cached
+        room = self._room(request, cached)
         if room <= 0 or not self._ledger.has_row_for(request):
             return False
         draft.awaits_moves = True
@@ -169,6 +169,10 @@ class Admission:
         draft.published += self._tables.publish(request, request.keys, cached // self._tables.block_size)
         self._board(draft, request, cached, min(budget, room))
         return True
+
+    def _room(self, request: Request, cached: int) -> int:
+        """Tokens that fit after its first `cached`, into its blocks and those that are free."""
+        return (len(request.blocks) + self._tables.pool.free) * self._tables.block_size - cached
 
     def _own_last(self, draft: Draft, request: Request, cached: int) -> None:
         """The next token goes into a block that holds some: one that is the request's alone, and that nobody finds."""

@@ -14,15 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch import distributed
 
 from quire import LLM, AsyncLLM, SamplingParams
 from quire.config import EngineConfig
-from quire.distributed.collectives import calls, use_group
+from quire.distributed.collectives import calls
 from quire.errors import ConfigError, EngineDeadError, ValidationError
 from quire.executor import links, pulse
 from quire.messages.sampling import StructuredOutputsParams
 from tests.engine.test_tiers_engine import weather
+from tests.executor.lone_group import group_of_one
 from tests.models.harness import random_reference
 from tests.models.zoo import ZOO, _gpt2, _neox
 
@@ -102,15 +102,10 @@ def test_ranks_share_the_memory_that_is_said_for_the_machine(
 def test_a_group_of_one_sums_as_a_larger_one_does(make_llm: Callable[..., LLM]) -> None:
     """So that what graphs capture between GPUs can be tested with one of them."""
     alone = tokens(make_llm(**TIGHT), [BEGIN])
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    use_group(distributed.group.WORLD)
-    try:
+    with group_of_one("gloo"):
         before = calls()
         assert tokens(make_llm(**TIGHT), [BEGIN]) == alone
         assert calls() > before
-    finally:
-        use_group(None)
-        distributed.destroy_process_group()
 
 
 def lose_a_rank(llm: LLM, said: str, seconds: float) -> None:

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch import distributed
 
 from quire import LLM, AsyncLLM, SamplingParams
-from quire.distributed.collectives import calls, use_group
+from quire.distributed.collectives import calls
 from tests.conftest import TINY_VOCAB
+from tests.executor.lone_group import group_of_one
 from tests.executor.pair import Pair
 from tests.gpu.mixtures import FAMILIES, write_mixture
 from tests.gpu.near_ties import NearTies, greedy
@@ -48,13 +48,9 @@ def shared_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def group_of_one() -> Iterator[None]:
-    """A rank that sums over itself."""
-    distributed.init_process_group("nccl", store=distributed.HashStore(), rank=0, world_size=1)
-    use_group(distributed.group.WORLD)
-    yield
-    use_group(None)
-    distributed.destroy_process_group()
+def nccl() -> Iterator[None]:
+    with group_of_one("nccl"):
+        yield
 
 
 def compare(llm: LLM, model: tuple[Path, Any, list[list[int]]], what: str) -> None:
@@ -67,7 +63,7 @@ def compare(llm: LLM, model: tuple[Path, Any, list[list[int]]], what: str) -> No
     ties.report(what, most=2)
 
 
-@pytest.mark.usefixtures("group_of_one")
+@pytest.mark.usefixtures("nccl")
 def test_graphs_with_collectives(engine: Callable[..., LLM], model: tuple[Path, Any, list[list[int]]]) -> None:
     before = calls()
     llm = engine(model[0])

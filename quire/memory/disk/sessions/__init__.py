@@ -16,8 +16,8 @@ into the last one, a few frames with each operation.
 
 from quire.memory.disk.sessions.exchange import export_session, import_session
 from quire.memory.disk.sessions.names import check_name, name_of, owner_id, owner_of, session_key
-from quire.memory.disk.sessions.state import Session
-from quire.memory.disk.sessions.store import Page, SessionStore
+from quire.memory.disk.sessions.state import Page, Session
+from quire.memory.disk.sessions.store import SessionStore
 
 __all__ = [
     "Page",

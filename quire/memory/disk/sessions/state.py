@@ -60,6 +60,24 @@ class Session(msgspec.Struct, frozen=True, kw_only=True):
     """Why its tokens are lost, if they are."""
 
 
+class Page(msgspec.Struct, frozen=True):
+    """Some sessions in the order they were made. `after` asks for the next page; None: this is the last one."""
+
+    sessions: list[Session]
+    after: int | None
+
+
+class SessionStats(msgspec.Struct, frozen=True, kw_only=True):
+    """What the store holds."""
+
+    sessions: int
+    chunks: int
+    log_bytes: int
+    live_bytes: int
+    files: int
+    damaged_bytes: int
+
+
 def view(number: int, state: State) -> Session:
     """The public face of a state."""
     return Session(

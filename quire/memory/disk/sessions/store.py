@@ -30,7 +30,9 @@ from quire.memory.disk.sessions.recovery import TIME, Recovery
 from quire.memory.disk.sessions.state import (
     CHUNK_BYTES,
     CHUNK_TOKENS,
+    Page,
     Session,
+    SessionStats,
     State,
     num_tokens,
     pack_tokens,
@@ -62,24 +64,6 @@ def _reclaiming(method: Method) -> Method:
         return method(store, *args, **kwargs)
 
     return wrapper  # type: ignore[return-value]
-
-
-class Page(msgspec.Struct, frozen=True):
-    """Some sessions in the order they were made. `after` asks for the next page; None: this is the last one."""
-
-    sessions: list[Session]
-    after: int | None
-
-
-class SessionStats(msgspec.Struct, frozen=True, kw_only=True):
-    """What the store holds."""
-
-    sessions: int
-    chunks: int
-    log_bytes: int
-    live_bytes: int
-    files: int
-    damaged_bytes: int
 
 
 class SessionStore:
