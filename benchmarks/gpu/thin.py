@@ -1,16 +1,20 @@
-"""Thin products on a GPU: every candidate checked, then measured against cuBLAS for the shapes of three models.
+"""Thin products on a GPU: every candidate checked, then measured against cuBLAS, for the shapes of many models.
 
-    python -m benchmarks.gpu.thin --out tables
+    python -m benchmarks.gpu.thin --out tables                      # all of them
+    python -m benchmarks.gpu.thin --out tables --missing            # those the table has not, added to it
+    python -m benchmarks.gpu.thin --models Qwen3-4B --times t.json  # every candidate's time
 
 writes `tables/<card>.json`, the table that `quire/kernels/triton/tables` ships. What a product is measured as, and
-against what, is in `quire/kernels/triton/tuning.py` and `thin_timing.py`.
+against what, is in `quire/kernels/triton/tuning.py` and `thin_timing.py`. Beside the fastest stands what a card or a
+model without a table would get: `thin_candidates.guess`.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,16 +27,20 @@ from quire.kernels.triton.tuning import (
     MEASURED_BUCKETS,
     Entry,
     Plan,
+    Timer,
     Tuner,
     current_gpu,
     describe,
+    entry_of,
     key_of,
+    read_table,
     shipped_table,
     tuning_jobs,
     with_parts,
     write_table,
 )
 
+DTYPE = torch.bfloat16
 TOLERANCE = 8e-3
 """Of bfloat16 results, rounded once or (their norm) twice, against float32."""
 
@@ -45,43 +53,74 @@ class Model(NamedTuple):
     head: Shape
 
 
+def dense(layers: int, hidden: int, heads: int, kv_heads: int, head: int, mlp: int, vocab: int) -> Model:
+    """A model of the Llama family."""
+    each = (
+        Shape("norm_linear", (heads + 2 * kv_heads) * head, hidden),
+        Shape("linear", hidden, heads * head),
+        Shape("norm_silu_linear", 2 * mlp, hidden),
+        Shape("linear", hidden, mlp),
+    )
+    return Model(layers, each, Shape("linear", vocab, hidden))
+
+
 MODELS = {
-    "Qwen3-0.6B": Model(
-        28,
-        (
-            Shape("norm_linear", 4096, 1024),
-            Shape("linear", 1024, 2048),
-            Shape("norm_silu_linear", 6144, 1024),
-            Shape("linear", 1024, 3072),
-        ),
-        Shape("linear", 151936, 1024),
-    ),
-    "Llama-3.1-8B": Model(
-        32,
-        (
-            Shape("norm_linear", 6144, 4096),
-            Shape("linear", 4096, 4096),
-            Shape("norm_silu_linear", 28672, 4096),
-            Shape("linear", 4096, 14336),
-        ),
-        Shape("linear", 128256, 4096),
-    ),
+    "Qwen3-0.6B": dense(28, 1024, 16, 8, 128, 3072, 151936),
+    "Llama-3.1-8B": dense(32, 4096, 32, 8, 128, 14336, 128256),
     "Qwen3-30B-A3B (attention)": Model(
         48, (Shape("norm_linear", 5120, 2048), Shape("linear", 2048, 4096)), Shape("linear", 151936, 2048)
     ),
+    "Qwen3-4B": dense(36, 2560, 32, 8, 128, 9728, 151936),
+    "Qwen3-8B": dense(36, 4096, 32, 8, 128, 12288, 151936),
+    "Llama-3.2-1B": dense(16, 2048, 32, 8, 64, 8192, 128256),
+    "Llama-3.2-3B": dense(28, 3072, 24, 8, 128, 8192, 128256),
+    "Qwen2.5-7B": dense(28, 3584, 28, 4, 128, 18944, 152064),
+    "Mistral-7B": dense(32, 4096, 32, 8, 128, 14336, 32768),
+    "Qwen3-1.7B": dense(28, 2048, 16, 8, 128, 6144, 151936),
+    "Qwen3-14B": dense(40, 5120, 40, 8, 128, 17408, 151936),
+    "Qwen2.5-1.5B": dense(28, 1536, 12, 2, 128, 8960, 151936),
+    "SmolLM2-135M": dense(30, 576, 9, 3, 64, 1536, 49152),
+    "Qwen2.5-0.5B": dense(24, 896, 14, 2, 64, 4864, 151936),
+    "Qwen2.5-3B": dense(36, 2048, 16, 2, 128, 11008, 151936),
+    "Qwen3-32B": dense(64, 5120, 64, 8, 128, 25600, 151936),
 }
 
 
-class CheckedTimer(GraphTimer):
-    """Compares what it times with float32, the first time it sees it."""
+class Case(NamedTuple):
+    """What a timer is asked."""
+
+    shape: Shape
+    rows: int
+    plan: Plan
+
+
+class RememberingTimer(GraphTimer):
+    """Measures nothing twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.times: dict[Case, float] = {}
+
+    def __call__(self, shape: Shape, rows: int, dtype: torch.dtype, plan: Plan) -> float:
+        case = Case(shape, rows, plan)
+        if case not in self.times:
+            self.times[case] = self.measure(shape, rows, dtype, plan)
+        return self.times[case]
+
+    def measure(self, shape: Shape, rows: int, dtype: torch.dtype, plan: Plan) -> float:
+        return super().__call__(shape, rows, dtype, plan)
+
+
+class CheckedTimer(RememberingTimer):
+    """Compares what it times with float32."""
 
     def __init__(self) -> None:
         super().__init__()
         self.checked = 0
         self.wrong: list[str] = []
 
-    def __call__(self, shape: Shape, rows: int, dtype: torch.dtype, plan: Plan) -> float:
-        us = super().__call__(shape, rows, dtype, plan)
+    def measure(self, shape: Shape, rows: int, dtype: torch.dtype, plan: Plan) -> float:
+        us = super().measure(shape, rows, dtype, plan)
         if plan.config is None or us == float("inf"):
             return us
         # A row less than the bucket holds, where that is no other kernel: what lies past the end must not matter.
@@ -116,25 +155,50 @@ def poison(like: torch.Tensor, dtype: torch.dtype) -> None:
     torch.full_like(like, float("nan"), dtype=dtype)
 
 
-def print_shape(shape: Shape, buckets: Iterable[int], found: dict[str, Entry]) -> None:
-    print(f"\n{shape.kind} {shape.n} x {shape.k}: rows, us, us of cuBLAS, GB/s")
+def guessed(shape: Shape, rows: int) -> Plan:
+    """What `TritonOps` does with a product that no table knows."""
+    tuner = Tuner(current_gpu(), None, None)
+    kinds = {"norm_silu_linear": ("norm_silu_linear", "silu_linear"), "norm_linear": ("norm_linear",)}
+    for kind in (*kinds.get(shape.kind, ()), "linear"):
+        lesser = Shape(kind, shape.n, shape.k)
+        if config := tuner.choose(lesser, rows, DTYPE):
+            return Plan(config, lesser.norm, lesser.silu)
+    return Plan()
+
+
+def print_shape(shape: Shape, buckets: Iterable[int], found: dict[str, Entry], timer: Timer) -> None:
+    print(f"\n{shape.kind} {shape.n} x {shape.k}: rows, us, us of a guess, us of cuBLAS, GB/s")
     for rows in buckets:
-        entry = found[key_of(shape, rows, torch.bfloat16)]
+        entry = found[key_of(shape, rows, DTYPE)]
         us, cublas = entry["us"], entry["cublas_us"]
         rate = shape.n * shape.k * 2 / us / 1000
-        print(f"{rows:5} {us:8.2f} {cublas:8.2f} cuBLAS {cublas / us:5.2f}x {rate:6.0f}  {describe(entry)}")
+        guess = timer(shape, rows, DTYPE, guessed(shape, rows))
+        print(f"{rows:5} {us:8.2f} {guess:8.2f} {cublas:8.2f} {cublas / us:5.2f}x {rate:6.0f}  {describe(entry)}")
 
 
-def print_model(name: str, model: Model, buckets: Iterable[int], found: dict[str, Entry]) -> None:
-    print(f"\n{name}: products of a step, ms")
+def print_model(name: str, model: Model, buckets: Iterable[int], found: dict[str, Entry], timer: Timer) -> None:
+    print(f"\n{name}: products of a step, ms: rows, tuned, guessed, cuBLAS")
+    products = [*model.each * model.layers, model.head]
     for rows in buckets:
-        totals = []
-        for column in ("us", "cublas_us"):
-            layer = sum(found[key_of(shape, rows, torch.bfloat16)][column] for shape in model.each)
-            head = found[key_of(model.head, rows, torch.bfloat16)][column]
-            totals.append((model.layers * layer + head) / 1000)
-        ours, cublas = totals
-        print(f"{rows:5} {ours:8.3f} {cublas:8.3f} cuBLAS {cublas / ours:5.2f}x")
+        entries = [found[key_of(shape, rows, DTYPE)] for shape in products]
+        tuned, cublas = (sum(entry[column] for entry in entries) / 1000 for column in ("us", "cublas_us"))
+        guess = sum(timer(shape, rows, DTYPE, guessed(shape, rows)) for shape in products) / 1000
+        print(f"{rows:5} {tuned:8.3f} {guess:8.3f} {cublas:8.3f} {cublas / tuned:5.2f}x")
+
+
+def write_times(path: Path, times: dict[Case, float]) -> None:
+    """Every time, a line each: product, rows, plan and microseconds."""
+    lines = [
+        json.dumps([case.shape[:3], case.rows, case.plan.config and entry_of(case.plan.config), case.plan[1:], us])
+        for case, us in times.items()
+    ]
+    path.write_text("[" + ",\n".join(lines) + "]\n")
+
+
+def missing_shapes(model: Model, buckets: Sequence[int], found: dict[str, Entry]) -> list[Shape]:
+    """A model's products and their parts, without those whose times are found."""
+    parts = dict.fromkeys(part for shape in (*model.each, model.head) for part in with_parts(shape))
+    return [shape for shape in parts if any(key_of(shape, rows, DTYPE) not in found for rows in buckets)]
 
 
 def main() -> None:
@@ -144,34 +208,40 @@ def main() -> None:
     parser.add_argument("--buckets", nargs="*", type=int, default=list(MEASURED_BUCKETS))
     parser.add_argument("--processes", type=int, help="compilers at a time (default: one a core)")
     parser.add_argument("--unchecked", action="store_true", help="measure only")
+    parser.add_argument("--missing", action="store_true", help="only what the shipped table has not; add it")
+    parser.add_argument("--times", type=Path, help="file for the time of everything tried")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no model after so long")
     options = parser.parse_args()
 
-    models = [MODELS[name] for name in options.models]
-    shapes = list(
-        dict.fromkeys(part for model in models for shape in (*model.each, model.head) for part in with_parts(shape))
-    )
-    gpu, dtype = current_gpu(), torch.bfloat16
+    gpu = current_gpu()
+    found = read_table(shipped_table(gpu)) if options.missing else {}
+    wanted = {name: missing_shapes(MODELS[name], options.buckets, found) for name in options.models}
     began = time.perf_counter()
-    jobs = tuning_jobs(shapes, dtype, options.buckets, gpu)
+    jobs = tuning_jobs([shape for shapes in wanted.values() for shape in shapes], DTYPE, options.buckets, gpu)
     compile_all(jobs, options.processes)
     print(f"{gpu.name}: {len(jobs)} kernels compiled in {time.perf_counter() - began:.0f} s", flush=True)
 
     began = time.perf_counter()
-    timer = GraphTimer() if options.unchecked else CheckedTimer()
+    timer = RememberingTimer() if options.unchecked else CheckedTimer()
+    tuner = Tuner(gpu, None, None)
     raise_clocks()
-    found = Tuner(gpu, None, None).tune(shapes, dtype, options.buckets, timer)
-    for shape in dict.fromkeys(shape for model in models for shape in (*model.each, model.head)):
-        print_shape(shape, options.buckets, found)
-    for name in options.models:
-        print_model(name, MODELS[name], options.buckets, found)
-    print(f"\nmeasured in {time.perf_counter() - began:.0f} s")
+    for name, shapes in wanted.items():
+        if time.perf_counter() - began > options.seconds:
+            print(f"no time for {name}")
+            continue
+        shapes = [shape for shape in shapes if key_of(shape, options.buckets[0], DTYPE) not in found]
+        found |= tuner.tune(shapes, DTYPE, options.buckets, timer)
+        for shape in shapes:
+            print_shape(shape, options.buckets, found, timer)
+        print_model(name, MODELS[name], options.buckets, found, timer)
+        print(f"after {time.perf_counter() - began:.0f} s", flush=True)
+        if options.out is not None:
+            write_table(options.out / shipped_table(gpu).name, found)
+        if options.times is not None:
+            write_times(options.times, timer.times)
     if isinstance(timer, CheckedTimer):
         print(f"{timer.checked} results checked, {len(timer.wrong)} wrong")
         print(*timer.wrong, sep="\n")
-    if options.out is not None:
-        path = options.out / shipped_table(gpu).name
-        write_table(path, found)
-        print(f"wrote {path}")
 
 
 if __name__ == "__main__":
