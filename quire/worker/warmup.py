@@ -18,6 +18,7 @@ from torch import nn
 
 from quire.kernels.base import Ops
 from quire.kernels.triton.compiler import Compilers, Task
+from quire.kernels.triton.launch import let_threads_launch
 from quire.kernels.triton.prefill_attention import LONG_CONTEXT
 from quire.layers.attention.base import AttentionInputs
 from quire.layers.attention.layer import Attention
@@ -39,6 +40,7 @@ class WarmUp:
     def wait(self) -> None:
         """Until all are done, and loaded. One that fails is no harm: who launches the kernel learns why."""
         self._compilers.wait()
+        let_threads_launch()
         workers = min(16, os.cpu_count() or 1)
         with ThreadPoolExecutor(workers, "load", torch.cuda.set_device, (self._device,)) as pool:
             for future in [pool.submit(task) for task in self._tasks]:
@@ -128,12 +130,12 @@ def _sampling_kernels(batch: CudaBatch) -> Iterator[Task]:
     rows = torch.full((1,), batch.pad_row, dtype=torch.int32, device=batch.buffers.rows.device)
     logits = torch.zeros(1, batch.vocab_size, dtype=batch.kv.data.dtype, device=rows.device)
     token, invalid = rows.long(), rows.bool()
-    yield lambda: batch.draw(logits, rows, 0, filtered=True)
-    yield lambda: batch.draw(logits, rows, 0, filtered=False)
+    for drawn in (logits, logits.float()):  # as they come, and after penalties and lists
+        yield functools.partial(batch.draw, drawn, rows, 0, filtered=True)
+        yield functools.partial(batch.draw, drawn, rows, 0, filtered=False)
     yield lambda: batch.commit(token, invalid, rows.long(), 0)
     nothing, words = np.zeros(1, np.int32), np.zeros((1, -(-batch.vocab_size // 32)), np.int32)
     yield lambda: batch.mask(logits.clone(), nothing, words)
-    yield lambda: batch.mask(logits.float(), nothing, words)
     yield lambda: batch.expand(batch.empty_inputs(1, 1, 1, 1, 0))
     yield lambda: batch.expand(batch.empty_inputs(1, 2, 0, 2, 0))
     yield batch.apply_nothing

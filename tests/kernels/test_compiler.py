@@ -7,15 +7,20 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
-from quire.kernels.triton import compiler, moe
+from triton.backends.nvidia.driver import CudaLauncher
+from triton.runtime import build
+
+from quire.kernels.triton import compiler, launch, moe
 from quire.kernels.triton.moe_parts import Block, ExpertsConfig
 from quire.kernels.triton.thin_candidates import Shape
 from quire.kernels.triton.thin_parts import Config
@@ -110,3 +115,57 @@ def test_a_compiler_that_hangs_is_given_up(cache: Path, monkeypatch: pytest.Monk
 def test_a_few_tasks_are_not_worth_a_process(cache: Path) -> None:
     compiler.Compilers(many(lambda _: (cache / "started").touch())[:2], "a").wait()
     assert not (cache / "started").exists()
+
+
+# Launchers, made by several threads
+
+MODULE = """
+#include <Python.h>
+static PyObject* launch(PyObject* self, PyObject* args) {{ return PyLong_FromLong({number}); }}
+static PyMethodDef methods[] = {{{{"launch", launch, METH_VARARGS, ""}}, {{NULL, NULL, 0, NULL}}}};
+static struct PyModuleDef module = {{PyModuleDef_HEAD_INIT, "__triton_launcher", NULL, -1, methods}};
+PyMODINIT_FUNC PyInit___triton_launcher(void) {{ return PyModule_Create(&module); }}
+"""
+
+
+def load_module(number: int) -> Any:
+    return build.compile_module_from_src(MODULE.format(number=number), "__triton_launcher", [], [], [])
+
+
+def wrong_launchers(kind: type, rounds: int) -> int:
+    """How many of the launchers that four threads make are another kernel's."""
+
+    def wrong(number: int) -> int:
+        return sum(kind(number).launch() != number for _ in range(rounds))
+
+    with ThreadPoolExecutor(4) as pool:
+        return sum(pool.map(wrong, range(4)))
+
+
+@pytest.fixture
+def modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Launchers as Triton's are: a module each, all of one name. No card is needed to make them."""
+
+    def make(launcher: Any, number: int) -> None:
+        module = load_module(number)
+        time.sleep(0)  # another thread's turn
+        launcher.launch = module.launch
+
+    monkeypatch.setattr(CudaLauncher, "__init__", make)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    yield
+    sys.setswitchinterval(interval)
+
+
+@pytest.mark.usefixtures("modules")
+def test_a_thread_gets_the_launcher_of_its_own_kernel() -> None:
+    assert wrong_launchers(launch.SafeLauncher, 300) == 0
+
+
+def test_a_module_that_is_loaded_again_overwrites_the_last_of_its_name() -> None:
+    """Why there is a `SafeLauncher`; it can go when this fails."""
+    load_module(7)
+    last = load_module(8)
+    load_module(7)
+    assert last.launch() == 7

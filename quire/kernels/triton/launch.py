@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import functools
 import os
+import threading
 from typing import Any
 
 import torch
 import triton
+from triton.backends.nvidia.driver import CudaLauncher
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
@@ -60,6 +62,26 @@ def watch_compiles() -> None:
     triton.knobs.runtime.jit_post_compile_hook = note
 
 
+class SafeLauncher(CudaLauncher):
+    """What hands a kernel its arguments, made by one thread at a time.
+
+    Triton builds it as a little extension module, and all of them have one name. To Python a module of that kind which
+    is loaded once more *is* the one of that name loaded last: it puts the old functions into it. Between another
+    thread's loading and its taking the function out, that gives it a launcher of some other kernel.
+    """
+
+    _making = threading.Lock()
+
+    def __init__(self, *args: Any) -> None:
+        with self._making:
+            super().__init__(*args)
+
+
+def let_threads_launch() -> None:
+    """From here on several threads may launch kernels for the first time."""
+    triton.runtime.driver.active.launcher_cls = SafeLauncher
+
+
 @functools.cache
 def num_sms() -> int:
     """Multiprocessors of the current device; a small number in the interpreter."""
@@ -69,6 +91,6 @@ def num_sms() -> int:
 
 
 __all__ = [
-    "INTERPRETED", "compiled", "describe", "gdc_launch_dependents", "gdc_wait", "has_pdl", "num_sms", "pdl",
-    "watch_compiles",
+    "INTERPRETED", "SafeLauncher", "compiled", "describe", "gdc_launch_dependents", "gdc_wait", "has_pdl",
+    "let_threads_launch", "num_sms", "pdl", "watch_compiles",
 ]  # fmt: skip
