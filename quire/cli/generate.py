@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
+
+from msgspec.structs import asdict
 
 from quire.cli.engine_flags import add_common, add_engine_flags, engine_settings
 from quire.cli.parser import Parser

@@ -58,9 +58,8 @@ class StepOutputs(msgspec.Struct):
     finished: list[Finished] = []
 
 
-@dataclass
-class Logprob:
-    """One token's log-probability at one position."""
+class Logprob(msgspec.Struct, gc=False):
+    """One token's log-probability at one position. They come by the hundred thousand: small, and not collected."""
 
     logprob: float
     rank: int | None = None

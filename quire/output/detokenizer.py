@@ -34,6 +34,8 @@ class Vocabulary:
         added = getattr(tokenizer, "added_tokens_decoder", {})
         self.special = frozenset(tokenizer.all_special_ids) | {i for i, token in added.items() if token.special}
         self._bytes = _byte_table(tokenizer)
+        self._texts: dict[int, str] = {}
+        """Of tokens by themselves, as far as they were asked for."""
 
     def detokenizer(
         self, prompt: Sequence[int], skip_special: bool, spaces_between_special: bool = True
@@ -46,6 +48,12 @@ class Vocabulary:
 
     def text_of(self, token: int) -> str:
         """A token by itself, as logprobs show it."""
+        text = self._texts.get(token)
+        if text is None:
+            text = self._texts[token] = self._decode(token)
+        return text
+
+    def _decode(self, token: int) -> str:
         if self._bytes is not None:
             return self._bytes[token].decode("utf-8", "replace") if token < len(self._bytes) else ""
         text: str = self.tokenizer.decode([token])

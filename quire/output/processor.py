@@ -357,11 +357,17 @@ class OutputProcessor:
 
     def _report(self, entry: TokenLogprobs) -> dict[int, Logprob]:
         """The token itself first, then the best ones; the token's own rank may lie among theirs."""
-        name = self.vocabulary.text_of if self.vocabulary is not None else lambda token: None
-        report = {entry.ids[0]: Logprob(entry.values[0], entry.rank, name(entry.ids[0]))}
-        for rank, (token, value) in enumerate(zip(entry.ids[1:], entry.values[1:], strict=True), start=1):
-            report.setdefault(token, Logprob(value, rank, name(token)))
+        text_of = _no_text if self.vocabulary is None else self.vocabulary.text_of
+        ids, values = entry.ids, entry.values
+        report = {ids[0]: Logprob(values[0], entry.rank, text_of(ids[0]))}
+        for rank in range(1, len(ids)):
+            if (token := ids[rank]) not in report:
+                report[token] = Logprob(values[rank], rank, text_of(token))
         return report
+
+
+def _no_text(token: int) -> None:
+    return None
 
 
 def _each_key(outputs: StepOutputs) -> Iterator[tuple[Key, list[int], TokenLogprobs | None]]:

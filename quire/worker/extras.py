@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 
+import numpy as np
 import torch
 
 from quire.messages.plan import NewRow
@@ -20,6 +21,7 @@ class RowKind(enum.IntFlag):
     LISTED = 8
     """Logit bias, allowed ids, bad words, min_tokens or a custom processor."""
     LOGPROBS = 16
+    """Reports how likely what it draws is."""
     PROMPT_LOGPROBS = 32
     GUIDED = 64
     """Draws under a mask that the host supplies while the step runs."""
@@ -27,8 +29,8 @@ class RowKind(enum.IntFlag):
     MEAN = 512
     POOLED = LAST | MEAN
     """Draws nothing: its hidden states become a vector."""
-    SPECIAL = PENALISED | LISTED | LOGPROBS
-    """What takes the general sampler."""
+    SPECIAL = PENALISED | LISTED
+    """What changes logits before a draw."""
 
     @staticmethod
     def of(new: NewRow) -> RowKind:
@@ -53,21 +55,21 @@ class RowKind(enum.IntFlag):
 
 
 class RowExtras:
-    """Parameters of a row that are lists, as tensors."""
+    """Parameters of a row that are lists; an empty one asks for nothing."""
 
     def __init__(self, new: NewRow, device: torch.device) -> None:
         p = new.params
         self.params = p
         self.prompt_len = new.prompt_len
-        self.bias_ids = self.bias = self.allowed = self.stop_ids = None
-        if p.logit_bias:
-            self.bias_ids = torch.tensor(list(p.logit_bias), device=device)
-            self.bias = torch.tensor(list(p.logit_bias.values()), device=device, dtype=torch.float32)
-        if p.allowed_token_ids:
-            self.allowed = torch.tensor(p.allowed_token_ids, device=device)
-        if p.min_tokens and new.stop_ids and p.structured_outputs is None:  # its masks know when it may end
-            self.stop_ids = torch.tensor(new.stop_ids, device=device)
+        self.bias_ids = np.array([*(p.logit_bias or ())], np.int64)
+        self.bias = np.array([*(p.logit_bias or {}).values()], np.float64)
+        self.allowed = np.array(p.allowed_token_ids or (), np.int64)
+        # Masks know when their row may end.
+        held_back = p.min_tokens and p.structured_outputs is None
+        self.stop_ids = np.array(new.stop_ids if held_back else (), np.int64)
         self.bad_words = [torch.tensor(word, device=device) for word in new.bad_words]
+        self.num_seen = new.num_computed
+        """Tokens of the chunks so far (prompt logprobs)."""
         self.last_hidden: torch.Tensor | None = None
         """Of the chunk before: it predicts the first token of the next one (prompt logprobs)."""
         self.total: torch.Tensor | None = None

@@ -59,26 +59,55 @@ def apply_lists(
     longest: int,
     processors: Sequence[LogitsProcessor],
 ) -> None:
-    """Row by row, in place: rows with lists are rare, and their lists differ."""
-    for i, row in enumerate(host_rows.tolist()):
-        if batch.kinds[row] & RowKind.LISTED:
-            extras = batch.extras[row]
-            _apply_fixed_lists(batch, logits[i], rows[i], extras)
-            if extras.bad_words or processors:
-                tokens = batch.row_tokens(rows[i : i + 1], longest)[0]
-                _ban_bad_words(batch, logits[i], rows[i], tokens, extras)
-                _apply_processors(batch, logits[i], row, tokens, extras, processors)
+    """In place: fixed lists of all rows at once, and what depends on a row's tokens row by row."""
+    listed = [(i, batch.extras[row]) for i, row in enumerate(host_rows.tolist()) if batch.kinds[row] & RowKind.LISTED]
+    _keep_allowed(batch, logits, [(i, extras.allowed) for i, extras in listed if len(extras.allowed)])
+    _hold_stops_back(batch, logits, rows, [(i, extras) for i, extras in listed if len(extras.stop_ids)])
+    _add_biases(batch, logits, [(i, extras) for i, extras in listed if len(extras.bias)])
+    for i, extras in listed:
+        if extras.bad_words or processors:
+            tokens = batch.row_tokens(rows[i : i + 1], longest)[0]
+            _ban_bad_words(batch, logits[i], rows[i], tokens, extras)
+            _apply_processors(batch, logits[i], int(host_rows[i]), tokens, extras, processors)
 
 
-def _apply_fixed_lists(batch: DeviceBatch, logits: torch.Tensor, row: torch.Tensor, extras: RowExtras) -> None:
-    if extras.allowed is not None:
-        allowed = logits[extras.allowed]
-        logits.fill_(NEGATIVE_INFINITY)[extras.allowed] = allowed
-    if extras.stop_ids is not None:
-        too_early = batch.num_tokens[row] - batch.prompt_len[row] < extras.params.min_tokens
-        logits[extras.stop_ids] = torch.where(too_early, NEGATIVE_INFINITY, logits[extras.stop_ids])
-    if extras.bias_ids is not None and extras.bias is not None:
-        logits[extras.bias_ids] += extras.bias
+Lists = list[tuple[int, np.ndarray]]
+"""Token ids of some rows of logits, by the row's number."""
+
+
+def _places(lists: Lists) -> tuple[np.ndarray, np.ndarray]:
+    """The numbers of rows, and the tokens, of all pairs."""
+    counts = [len(ids) for _, ids in lists]
+    return np.repeat([i for i, _ in lists], counts), np.concatenate([ids for _, ids in lists])
+
+
+def _keep_allowed(batch: DeviceBatch, logits: torch.Tensor, lists: Lists) -> None:
+    if lists:
+        where, ids, ruled = batch.upload(*_places(lists), [i for i, _ in lists])
+        allowed = logits[where, ids]
+        logits[ruled] = NEGATIVE_INFINITY
+        logits[where, ids] = allowed
+
+
+def _hold_stops_back(
+    batch: DeviceBatch, logits: torch.Tensor, rows: torch.Tensor, listed: list[tuple[int, RowExtras]]
+) -> None:
+    """Nothing that ends a row is drawn before its `min_tokens`."""
+    if listed:
+        least = [extras.params.min_tokens for _, extras in listed]
+        counts = [len(extras.stop_ids) for _, extras in listed]
+        where, ids, limits = batch.upload(
+            *_places([(i, extras.stop_ids) for i, extras in listed]), np.repeat(least, counts)
+        )
+        too_early = (batch.num_tokens[rows] - batch.prompt_len[rows])[where] < limits
+        logits[where, ids] = torch.where(too_early, NEGATIVE_INFINITY, logits[where, ids])
+
+
+def _add_biases(batch: DeviceBatch, logits: torch.Tensor, listed: list[tuple[int, RowExtras]]) -> None:
+    if listed:
+        biases = np.concatenate([extras.bias for _, extras in listed])
+        where, ids, bits = batch.upload(*_places([(i, extras.bias_ids) for i, extras in listed]), biases.view(np.int64))
+        logits[where, ids] += bits.view(torch.float64).to(logits.dtype)
 
 
 def _ban_bad_words(

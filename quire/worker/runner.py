@@ -9,13 +9,13 @@ import numpy as np
 import torch
 
 from quire.distributed.pipeline import Pipeline
-from quire.messages.plan import PromptLogprobs, StepMasks, StepPlan, StepResult, TokenLogprobs
+from quire.messages.plan import PromptLogprobs, StepMasks, StepPlan, StepResult
 from quire.models.base import CausalLM
 from quire.worker.batch import DeviceBatch, StepDraws, StepInputs
 from quire.worker.extras import RowKind
 from quire.worker.graphs import Graphs
 from quire.worker.logits import LogitsProcessor
-from quire.worker.logprobs import top_logprobs
+from quire.worker.logprobs import Reports
 from quire.worker.mixed_steps import MixedShape
 from quire.worker.moves import Mover
 from quire.worker.pooling import Vectors, pool
@@ -25,6 +25,7 @@ MOVE_SECONDS = 0.0002
 """How often a step that waits for moves alone looks whether they are done."""
 LOGIT_ROWS = 512
 """Logits exist for at most so many rows at a time: a row of a large vocabulary is half a megabyte."""
+_UNREPORTED = -2
 
 
 class PendingStep:
@@ -37,8 +38,10 @@ class PendingStep:
         self.hidden: torch.Tensor | None = None
         """…and what it then draws from; `is_narrow`: one row a draw."""
         self.is_narrow = False
-        self.logprobs: dict[int, TokenLogprobs] = {}
-        self.prompt_logprobs: dict[int, PromptLogprobs] = {}
+        self.reports: list[tuple[list[int], Reports]] = []
+        """Of draws that say how likely they were: which they are, and what they say."""
+        self.prompt_reports: dict[int, tuple[int, list[Reports]]] = {}
+        """Of prompt tokens: by index into the plan's rows, the first one's position, and what they say."""
         self.vectors: Vectors | None = None
         self.mover: Mover | None = None
         """Tells of moves that are done; a step without rows is over when it has something to tell."""
@@ -62,8 +65,15 @@ class PendingStep:
             counts=np.ones(len(tokens), np.int32),
             stopped=stopped,
             invalid=invalid,
-            logprobs=self.logprobs,
-            prompt_logprobs=self.prompt_logprobs,
+            logprobs={
+                draw: entry
+                for draws, reports in self.reports
+                for draw, entry in zip(draws, reports.take(), strict=True)
+            },
+            prompt_logprobs={
+                index: PromptLogprobs(start, [entry for part in parts for entry in part.take()])
+                for index, (start, parts) in self.prompt_reports.items()
+            },
             vectors={} if self.vectors is None else self.vectors.take(),
             moves_done=[] if self.mover is None else self.mover.take_done(),
         )
@@ -174,7 +184,7 @@ class Runner:
             if step.is_narrow:
                 inputs.attention.last = batch.last_tokens(plan, inputs)
             hidden = graphs.forward(inputs)
-            step.prompt_logprobs = self._prompt_logprobs(plan, inputs, hidden)
+            step.prompt_reports = self._prompt_reports(plan, inputs, hidden)
             step.vectors = pool(plan, batch, hidden, step.is_narrow)
         if (kinds[plan.sample_rows] & RowKind.GUIDED).any():
             step.hidden, self._unsupplied = hidden, step
@@ -198,7 +208,7 @@ class Runner:
 
     def _finish(self, step: PendingStep, hidden: torch.Tensor, masks: StepMasks | None = None) -> None:
         """Draw, and start the copy of what was drawn."""
-        step.logprobs = self._draw(step.plan, hidden, step.is_narrow, masks)
+        step.reports = self._draw(step.plan, hidden, step.is_narrow, masks)
         step.draws = self._batch.result(len(step.plan.samples))
 
     def _can_be_padded(self, plan: StepPlan) -> bool:
@@ -218,14 +228,15 @@ class Runner:
 
     def _draw(
         self, plan: StepPlan, hidden: torch.Tensor, is_narrow: bool, masks: StepMasks | None
-    ) -> dict[int, TokenLogprobs]:
+    ) -> list[tuple[list[int], Reports]]:
         """Logits only where a token is drawn, in slices. `is_narrow`: there are no other hidden states."""
-        logprobs: dict[int, TokenLogprobs] = {}
+        reports: list[tuple[list[int], Reports]] = []
         picks, rows = self._batch.picks(plan), self._batch.draw_rows(plan)
         for start in range(0, len(plan.samples), LOGIT_ROWS):
             part = slice(start, start + LOGIT_ROWS)
             host_rows = plan.sample_rows[part]
-            if (self._batch.kinds[host_rows] & RowKind.POOLED).all():
+            kinds = self._batch.kinds[host_rows]
+            if (kinds & RowKind.POOLED).all():
                 nothing = torch.zeros_like(rows[part], dtype=torch.int64)
                 self._batch.commit(nothing, nothing.bool(), rows[part].long(), start)
                 continue
@@ -233,21 +244,38 @@ class Runner:
                 logits = self._model.logits(hidden[part])
             else:
                 logits = self._logits(plan.samples[part], hidden, picks[part])
-            kinds = self._batch.kinds[host_rows]
-            if not (kinds & RowKind.SPECIAL).any():
-                self._mask(logits, masks, start)
-                filtered = bool((kinds & RowKind.FILTERED).any())
-                if self._batch.draw(logits, rows[part], start, filtered):
-                    continue
-            logits = logits.float()
-            reported = self._raw_logprobs(logits, host_rows)
+            special = bool((kinds & RowKind.SPECIAL).any())
+            reported = bool((kinds & RowKind.LOGPROBS).any())
+            raw = logits.clone() if reported and (special or masks is not None) else logits
             self._mask(logits, masks, start)
-            draw = self._sampler.draw(logits, rows[part].long(), host_rows, plan.max_context)
-            for index, (row_logprobs, count) in reported.items():
-                entries = top_logprobs(row_logprobs[None], draw.tokens[index : index + 1], count)
-                logprobs[start + index] = entries[0]
-            self._batch.commit(draw.tokens, draw.invalid, rows[part].long(), start)
-        return logprobs
+            if special:
+                logits = self._sampler.adjust(logits.float(), rows[part].long(), host_rows, plan.max_context)
+            filtered = bool((kinds & RowKind.FILTERED).any())
+            if not self._batch.draw(logits, rows[part], start, filtered):
+                draw = self._sampler.draw(logits.float(), rows[part].long(), host_rows)
+                self._batch.commit(draw.tokens, draw.invalid, rows[part].long(), start)
+            if reported:
+                reports += self._reports(raw, rows[part], host_rows, start)
+        return reports
+
+    def _reports(
+        self, logits: torch.Tensor, rows: torch.Tensor, host_rows: np.ndarray, start: int
+    ) -> list[tuple[list[int], Reports]]:
+        """How likely what these rows drew was before any parameter touched the logits, for those that report it."""
+        counts = np.full(len(host_rows), _UNREPORTED)
+        for index in np.flatnonzero(self._batch.kinds[host_rows] & RowKind.LOGPROBS).tolist():
+            counts[index] = self._batch.extras[int(host_rows[index])].params.logprobs or 0
+        tokens = self._batch.last_token[rows.long()]
+        found = []
+        for count in np.unique(counts[counts != _UNREPORTED]).tolist():
+            wanted = np.flatnonzero(counts == count)
+            if len(wanted) < len(counts):
+                (chosen,) = self._batch.upload(wanted)
+                reports = Reports(logits[chosen], tokens[chosen], count)
+            else:
+                reports = Reports(logits, tokens, count)
+            found.append(((wanted + start).tolist(), reports))
+        return found
 
     def _mask(self, logits: torch.Tensor, masks: StepMasks | None, start: int) -> None:
         """Take away what the rows of this slice may not draw, in place."""
@@ -264,20 +292,14 @@ class Runner:
         wanted, repeats = self._batch.upload(first, repeat)
         return self._model.logits(hidden[picks[wanted]])[repeats]
 
-    def _raw_logprobs(self, logits: torch.Tensor, host_rows: np.ndarray) -> dict[int, tuple[torch.Tensor, int]]:
-        """Log-probabilities before any parameter touches the logits, for the rows that report them."""
-        wanted = np.flatnonzero(self._batch.kinds[host_rows] & RowKind.LOGPROBS).tolist()
-        return {
-            index: (logits[index].log_softmax(-1), self._batch.extras[int(host_rows[index])].params.logprobs or 0)
-            for index in wanted
-        }
-
-    def _prompt_logprobs(self, plan: StepPlan, inputs: StepInputs, hidden: torch.Tensor) -> dict[int, PromptLogprobs]:
+    def _prompt_reports(
+        self, plan: StepPlan, inputs: StepInputs, hidden: torch.Tensor
+    ) -> dict[int, tuple[int, list[Reports]]]:
         """How likely each prompt token of this step was, given those before it.
 
         A chunk's first token is predicted by the last hidden state of the chunk before, which is kept with the row.
         """
-        results: dict[int, PromptLogprobs] = {}
+        results: dict[int, tuple[int, list[Reports]]] = {}
         kinds = self._batch.kinds[plan.rows]
         end = plan.num_decodes
         for i in range(plan.num_decodes, len(plan.rows)):
@@ -285,7 +307,7 @@ class Runner:
             if not kinds[i] & RowKind.PROMPT_LOGPROBS:
                 continue
             extras = self._batch.extras[int(plan.rows[i])]
-            start = int(inputs.positions[begin])
+            start, extras.num_seen = extras.num_seen, extras.num_seen + end - begin
             predictors, tokens = hidden[begin : end - 1], inputs.tokens[begin + 1 : end]
             if start > 0 and extras.last_hidden is not None:
                 predictors, tokens = torch.cat([extras.last_hidden, predictors]), inputs.tokens[begin:end]
@@ -294,9 +316,11 @@ class Runner:
             extras.last_hidden = hidden[end - 1 : end].clone()
             inside = max(0, extras.prompt_len - start)  # a preempted row computes its output again too
             predictors, tokens = predictors[:inside], tokens[:inside]
-            entries: list[TokenLogprobs] = []
-            for part in range(0, len(tokens), LOGIT_ROWS):
-                scores = self._model.logits(predictors[part : part + LOGIT_ROWS]).float().log_softmax(-1)
-                entries += top_logprobs(scores, tokens[part : part + LOGIT_ROWS], extras.params.prompt_logprobs or 0)
-            results[i] = PromptLogprobs(start, entries)
+            results[i] = (
+                start,
+                [
+                    Reports(self._model.logits(part), owns, extras.params.prompt_logprobs or 0)
+                    for part, owns in zip(predictors.split(LOGIT_ROWS), tokens.split(LOGIT_ROWS), strict=True)
+                ],
+            )
         return results

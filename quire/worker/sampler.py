@@ -36,14 +36,21 @@ class Sampler:
         self._batch = batch
         self._processors = processors
 
-    def draw(self, logits: torch.Tensor, rows: torch.Tensor, host_rows: np.ndarray, longest: int) -> Draws:
-        """One token a row from logits [n, vocab]; logits may be overwritten."""
+    def adjust(self, logits: torch.Tensor, rows: torch.Tensor, host_rows: np.ndarray, longest: int) -> torch.Tensor:
+        """Logits [n, vocab] as lists, penalties and processors change them; the given ones may be overwritten."""
         kinds = self._batch.kinds[host_rows]
         if (kinds & RowKind.LISTED).any():
             apply_lists(self._batch, logits, rows, host_rows, longest, self._processors)
+        if (kinds & RowKind.PENALISED).all():
+            return apply_penalties(self._batch, logits, rows, longest)
         if (kinds & RowKind.PENALISED).any():
             where = _indices(kinds & RowKind.PENALISED, logits.device)
             logits[where] = apply_penalties(self._batch, logits[where], rows[where], longest)
+        return logits
+
+    def draw(self, logits: torch.Tensor, rows: torch.Tensor, host_rows: np.ndarray) -> Draws:
+        """One token a row from logits [n, vocab]."""
+        kinds = self._batch.kinds[host_rows]
         greedy = _argmax(logits)
         invalid = ~torch.isfinite(logits.amax(-1))  # which hands NaN on
         if not (kinds & RowKind.RANDOM).any():

@@ -115,6 +115,29 @@ def test_stop_tokens_are_masked_until_min_tokens() -> None:
         assert device.draw(logits, [0])[0] == [wanted], drawn
 
 
+def test_rows_with_different_lists_share_a_step() -> None:
+    """Each draws what it draws alone."""
+    vocab = 40
+    device = Device(vocab, max_rows=8)
+    lists: list[dict[str, Any]] = [
+        {"allowed_token_ids": [1, 5, 9]},
+        {"logit_bias": {3: 8.0, 4: -9.0}},
+        {},
+        {"min_tokens": 3},
+        {"allowed_token_ids": [0, 7], "logit_bias": {7: -2.5, 8: 50.0}, "min_tokens": 5},
+        {"logit_bias": {39: 6.0}, "presence_penalty": 1.0},
+        {"min_tokens": 1},
+    ]
+    for row, fields in enumerate(lists):
+        device.add(row, SamplingParams(seed=row, **fields), prompt=[2, 3], output=[5, 7], stop_ids=[row, 7, 11])
+    rows = range(len(lists))
+    logits = 3 * torch.randn(len(lists), vocab, generator=torch.Generator().manual_seed(0))
+    for turn in range(20):
+        logits = logits.roll(turn, 1)
+        alone = [device.draw(logits[row : row + 1], [row])[0][0] for row in rows]
+        assert device.draw(logits, rows)[0] == alone
+
+
 class Only:
     """Allows one token, the one in `extra_args["only"]`; notes what it was shown."""
 

@@ -11,6 +11,7 @@ import torch
 
 from quire import LLM, Logprob, SamplingParams
 from quire.messages.outputs import RequestOutput
+from quire.worker import logprobs
 from tests.conftest import TINY_VOCAB
 
 PROMPT = [5 + (7 * i) % 100 for i in range(45)]
@@ -155,3 +156,20 @@ def test_penalties_in_the_engine_equal_a_loop(llm: LLM, reference: Any) -> None:
                 logits[seen] -= 0.9 + 0.6 * drawn.count(seen)
             assert token == int(logits.argmax())
             drawn.append(token)
+
+
+@pytest.mark.parametrize("rows", [3, 128])
+def test_requests_that_ask_for_different_counts_share_a_step(
+    llm: LLM, reference: Any, monkeypatch: pytest.MonkeyPatch, rows: int
+) -> None:
+    monkeypatch.setattr(logprobs, "REPORT_ROWS", rows)
+    counts = [0, 5, None, 2, 5, None, 0, 1]
+    asked = [
+        SamplingParams(temperature=0.9, seed=i, max_tokens=6, ignore_eos=True, logprobs=c) for i, c in enumerate(counts)
+    ]
+    outputs = llm.generate([PROMPT[i:20] for i in range(len(counts))], asked, use_tqdm=False)
+    for output, count in zip(outputs, counts, strict=True):
+        if count is None:
+            assert output.outputs[0].logprobs is None
+        else:
+            check_output(output, reference, count, llm)
