@@ -67,7 +67,12 @@ class Ops(Protocol):
         ...
 
     def route(
-        self, logits: torch.Tensor, top_k: int, renormalise: bool, counts: torch.Tensor | None = None
+        self,
+        logits: torch.Tensor,
+        top_k: int,
+        renormalise: bool,
+        counts: torch.Tensor | None = None,
+        slots: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(weights [tokens, top_k] float32, experts [tokens, top_k] int32): the experts each token goes to.
 
@@ -76,6 +81,8 @@ class Ops(Protocol):
                 logits, NaN too.
         renormalise: the chosen weights are divided by their sum
         counts  [experts] int64, in place: plus how often each expert was chosen; None: not counted
+        slots   [tokens] int64: where their keys are; one at 0 is nobody's, it pads a step. A device that pads sends it
+                to no expert, and does not count it
         """
         ...
 
@@ -111,6 +118,7 @@ class Ops(Protocol):
         top_k: int,
         renormalise: bool,
         counts: torch.Tensor | None = None,
+        slots: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(`experts` of rms_norm(stream) as `route` says, stream): residual + x, or whichever of them there is.
 

@@ -65,16 +65,22 @@ class TorchOps:
         return self.silu_mul(self.linear(x, weight, bias))
 
     def route(
-        self, logits: torch.Tensor, top_k: int, renormalise: bool, counts: torch.Tensor | None = None
+        self,
+        logits: torch.Tensor,
+        top_k: int,
+        renormalise: bool,
+        counts: torch.Tensor | None = None,
+        slots: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         wide = logits.float()
         chosen = wide.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
         weights = wide.softmax(dim=-1).gather(1, chosen)
         if renormalise:
             weights = weights / weights.sum(dim=-1, keepdim=True)
+        real = torch.ones_like(chosen) if slots is None else (slots != 0).to(chosen.dtype)[:, None].expand_as(chosen)
         if counts is not None:
-            counts.scatter_add_(0, chosen.flatten(), torch.ones_like(chosen.flatten()))
-        return weights, chosen.int()
+            counts.scatter_add_(0, chosen.flatten(), real.flatten())
+        return weights, torch.where(real != 0, chosen, -1).int()
 
     def experts(
         self,
@@ -105,9 +111,10 @@ class TorchOps:
         top_k: int,
         renormalise: bool,
         counts: torch.Tensor | None = None,
+        slots: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         normed, stream = self.norm_stream(x, residual, gain, eps)
-        weights, experts = self.route(self.linear(normed, router), top_k, renormalise, counts)
+        weights, experts = self.route(self.linear(normed, router), top_k, renormalise, counts, slots)
         return self.experts(normed, weights, experts, gate_up, down), stream
 
     def prepare_qkv(

@@ -54,8 +54,8 @@ class ExpertSpread:
 
     def here(self, experts: torch.Tensor) -> torch.Tensor:
         """Slots of this rank, where all ranks have the same tokens; -1 for what another rank computes."""
-        ranks, slots = self._deal(experts)
-        return torch.where(ranks == self.ranks.rank, slots, -1)
+        ranks, slots = self._deal(experts.clamp(min=0))
+        return torch.where((ranks == self.ranks.rank) & (experts >= 0), slots, -1)
 
     def exchange(self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, run: Run) -> torch.Tensor:
         """Every token to the ranks of its experts, once to each; the sums made there are added up here.

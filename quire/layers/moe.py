@@ -48,8 +48,8 @@ class SparseMLP(nn.Module):
     """Each token through the few experts that the router chose for it; their results, weighted, are summed.
 
     `counts` says how often each expert was chosen since the start. It is written by the router's kernel and read only
-    when somebody asks. What it counts is what is computed: rows that pad a captured step too, and in the last layer
-    only the tokens that something is drawn from.
+    when somebody asks. What it counts is what is computed: in the last layer only the tokens that something is drawn
+    from.
     """
 
     counts: torch.Tensor
@@ -79,26 +79,28 @@ class SparseMLP(nn.Module):
         self.register_buffer("counts", counts, persistent=False)
 
     def forward(
-        self, norm: RMSNorm, x: torch.Tensor | None, residual: torch.Tensor | None
+        self, norm: RMSNorm, x: torch.Tensor | None, residual: torch.Tensor | None, slots: torch.Tensor | None = None
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """(what is still to be added to the residual stream, the stream)."""
+        """(what is still to be added to the residual stream, the stream). `slots`: as in `Ops.route`."""
         if self.spread is not None:
             normed, residual = norm(x, residual)
-            return self.mix(normed), residual
+            return self.mix(normed, slots), residual
         routing = self.routing
         out, residual = self.ops.sparse_mlp(
             x, residual, norm.weight, norm.eps, self.router, self.gate_up, self.down, routing.top_k,
-            routing.renormalise, self.counts,
+            routing.renormalise, self.counts, slots,
         )  # fmt: skip
         return all_reduce(out, self.ranks), residual
 
-    def mix(self, x: torch.Tensor) -> torch.Tensor:
+    def mix(self, x: torch.Tensor, slots: torch.Tensor | None = None) -> torch.Tensor:
         """What the experts make of x."""
-        logits = self.ops.linear(x, self.router)
-        weights, experts = self.ops.route(logits, self.routing.top_k, self.routing.renormalise, self.counts)
+        logits, routing = self.ops.linear(x, self.router), self.routing
+        exchanges = self.spread is not None and self.spread.ranks.exchanges
+        places = None if exchanges else slots  # such steps are not padded
+        weights, experts = self.ops.route(logits, routing.top_k, routing.renormalise, self.counts, places)
         if self.spread is None:
             return all_reduce(self._run(x, weights, experts), self.ranks)
-        if self.spread.ranks.exchanges:
+        if exchanges:
             return self.spread.exchange(x, weights, experts, self._run)
         return all_reduce(self._run(x, weights, self.spread.here(experts)), self.ranks)
 

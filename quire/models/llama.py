@@ -75,7 +75,7 @@ class LlamaMLP(nn.Module):
         )
 
     def forward(
-        self, norm: RMSNorm, x: torch.Tensor | None, residual: torch.Tensor | None
+        self, norm: RMSNorm, x: torch.Tensor | None, residual: torch.Tensor | None, slots: torch.Tensor | None = None
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
         """Of the norm of the stream: (what is still to be added to the residual stream, the stream)."""
         gated, residual = self.gate_up_proj.after(norm, x, residual)
@@ -112,12 +112,12 @@ class LlamaLayer(nn.Module):
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
         """(what is still to be added to the residual stream, the stream)."""
         qkv, residual = self.self_attn.qkv_proj.after(self.input_layernorm, hidden, residual)
-        last = inputs.last if self.is_last else None
+        last, slots = inputs.last if self.is_last else None, inputs.slots
         found = self.self_attn(qkv, positions, kv, inputs, last)
         if last is not None:  # of a prompt's tokens only the last one's hidden state is read: the others end here
-            residual = residual[last.tokens]
+            residual, slots = residual[last.tokens], slots[last.tokens]
         hidden = self.self_attn.o_proj.onto(residual, found)
-        return self.mlp(self.post_attention_layernorm, hidden, residual)
+        return self.mlp(self.post_attention_layernorm, hidden, residual, slots)
 
 
 class LlamaModel(nn.Module):

@@ -23,12 +23,12 @@ class SharedExpertMLP(SparseMLP):
         self.shared_expert_gate = ReplicatedLinear(build, "shared_expert_gate", build.config.hidden_size, 1)
 
     def forward(
-        self, norm: RMSNorm, x: torch.Tensor | None, residual: torch.Tensor | None
+        self, norm: RMSNorm, x: torch.Tensor | None, residual: torch.Tensor | None, slots: torch.Tensor | None = None
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
         """(what is still to be added to the residual stream, the stream)."""
         normed, residual = norm(x, residual)
         share = torch.sigmoid(self.shared_expert_gate(normed))
-        return self.mix(normed) + share * self.shared_expert.of(normed), residual
+        return self.mix(normed, slots) + share * self.shared_expert.of(normed), residual
 
 
 class Qwen2MoeForCausalLM(LlamaForCausalLM):

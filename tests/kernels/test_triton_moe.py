@@ -104,6 +104,19 @@ def test_each_token_gets_its_likeliest_experts(
     assert torch.equal(route(logits, top_k, renormalise, None)[1], experts)
 
 
+def test_a_token_of_nobody_goes_nowhere() -> None:
+    logits = random(9, 12)
+    slots = torch.tensor([16, 0, 33, 0, 0, 64, 17, 99, 0], device=DEVICE)
+    for ops in (route, TorchOps().route):
+        counts = torch.zeros(12, dtype=torch.int64, device=DEVICE)
+        weights, experts = ops(logits, 3, True, counts, slots)
+        everyone = ops(logits, 3, True, None)
+        assert torch.equal(experts[slots != 0], everyone[1][slots != 0])
+        assert (experts[slots == 0] == -1).all()
+        torch.testing.assert_close(weights, everyone[0])
+        assert counts.sum() == 15 and torch.equal(counts, torch.bincount(experts[slots != 0].flatten(), minlength=12))
+
+
 def test_among_equals_the_lower_index_comes_first_and_nothing_outside_is_chosen() -> None:
     inf, nan = float("inf"), float("nan")
     logits = torch.tensor(

@@ -101,11 +101,17 @@ class CpuOps(TorchOps):
         return out
 
     def route(
-        self, logits: torch.Tensor, top_k: int, renormalise: bool, counts: torch.Tensor | None = None
+        self,
+        logits: torch.Tensor,
+        top_k: int,
+        renormalise: bool,
+        counts: torch.Tensor | None = None,
+        slots: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        # Steps are not padded here.
         kernel = self._route.get(logits.dtype)
         if kernel is None or logits.stride(1) != 1:
-            return super().route(logits, top_k, renormalise, counts)
+            return super().route(logits, top_k, renormalise, counts, slots)
         run, pack = kernel
         rows, width = logits.shape
         weights = logits.new_empty(rows, top_k, dtype=torch.float32)

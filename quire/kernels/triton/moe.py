@@ -74,7 +74,9 @@ def launches(
         tile_down(zeros(top_k, width), arrange(chosen(), count, config.block_m), down, top_k, config)
 
     tasks: dict[object, Task] = {
-        "route": lambda: route(zeros(1, routed), top_k, renormalise, zeros(routed, dtype=torch.int64)),
+        "route": lambda: route(
+            zeros(1, routed), top_k, renormalise, zeros(routed, dtype=torch.int64), zeros(1, dtype=torch.int64)
+        ),
         "combine": lambda: combine(zeros(top_k, hidden), weights(), chosen(), count),
     }
     for config in configs:

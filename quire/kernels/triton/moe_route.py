@@ -21,7 +21,7 @@ MAX_EXPERTS = 1024
 
 @triton.jit(do_not_specialize=["tokens"])
 def _route(
-    logits, weights, experts, counts, tokens, stride,
+    logits, weights, experts, counts, slots, tokens, stride,
     E: tl.constexpr, TOP: tl.constexpr, RENORMALISE: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
     SLOTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -49,15 +49,22 @@ def _route(
     else:
         share /= tl.sum(tl.exp(values - largest), 1)[:, None]
     stored = inside & (slot < TOP)
+    real = stored
+    if slots is not None:
+        real &= (tl.load(slots + row, mask=row < tokens, other=0) != 0)[:, None]
     place = row[:, None] * TOP + slot
     tl.store(weights + place, share, mask=stored)
-    tl.store(experts + place, chosen, mask=stored)
+    tl.store(experts + place, tl.where(real, chosen, -1), mask=stored)
     if counts is not None:
-        tl.atomic_add(counts + chosen, tl.full((ROWS, SLOTS), 1, tl.int64), mask=stored, sem="relaxed")
+        tl.atomic_add(counts + chosen, tl.full((ROWS, SLOTS), 1, tl.int64), mask=real, sem="relaxed")
 
 
 def route(
-    logits: torch.Tensor, top_k: int, renormalise: bool, counts: torch.Tensor | None
+    logits: torch.Tensor,
+    top_k: int,
+    renormalise: bool,
+    counts: torch.Tensor | None,
+    slots: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(weights [tokens, top_k] float32, experts [tokens, top_k] int32) of logits [tokens, experts]; see `Ops.route`.
 
@@ -68,7 +75,7 @@ def route(
     weights = logits.new_empty((tokens, top_k), dtype=torch.float32)
     chosen = logits.new_empty((tokens, top_k), dtype=torch.int32)
     _route[(triton.cdiv(tokens, ROWS),)](
-        logits, weights, chosen, counts, tokens, logits.stride(0), **_meta(experts, top_k, renormalise)
+        logits, weights, chosen, counts, slots, tokens, logits.stride(0), **_meta(experts, top_k, renormalise)
     )
     return weights, chosen
 

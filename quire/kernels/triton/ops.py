@@ -123,11 +123,16 @@ class TritonOps(TorchOps):
         return jobs_for([Shape(kind, n, k, bias) for kind in kinds], weight.dtype, buckets, chosen)
 
     def route(
-        self, logits: torch.Tensor, top_k: int, renormalise: bool, counts: torch.Tensor | None = None
+        self,
+        logits: torch.Tensor,
+        top_k: int,
+        renormalise: bool,
+        counts: torch.Tensor | None = None,
+        slots: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if _takes(logits) and logits.shape[1] <= moe.MAX_EXPERTS:
-            return moe.route(logits, top_k, renormalise, counts)
-        return super().route(logits, top_k, renormalise, counts)
+            return moe.route(logits, top_k, renormalise, counts, slots)
+        return super().route(logits, top_k, renormalise, counts, slots)
 
     def experts(
         self,
@@ -154,17 +159,18 @@ class TritonOps(TorchOps):
         top_k: int,
         renormalise: bool,
         counts: torch.Tensor | None = None,
+        slots: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if x is not None and router.shape[0] == gate_up.shape[0]:
             config = self._experts_config(x, gate_up, down, top_k)
             if config is not None and config.kernel == "vector":
                 # Four kernels: the router's product has the norm folded in, and so have the experts' programs.
                 logits, stream = self.norm_linear(x, residual, gain, eps, router)
-                weights, chosen = self.route(logits, top_k, renormalise, counts)
+                weights, chosen = self.route(logits, top_k, renormalise, counts, slots)
                 routing = moe.Routing(top_k, weights=weights, experts=chosen)
                 return moe.vector_experts(stream, routing, gate_up, down, config, (gain, eps)), stream
         return super().sparse_mlp(
-            x, residual, gain, eps, router, gate_up, down, top_k, renormalise, counts
+            x, residual, gain, eps, router, gate_up, down, top_k, renormalise, counts, slots
         )  # fmt: skip
 
     def _experts_config(
