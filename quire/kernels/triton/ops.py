@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from quire.kernels.cublaslt import Products, products
 from quire.kernels.reference import TorchOps
 from quire.kernels.triton import moe, moe_candidates, norm
 from quire.kernels.triton.activation import silu_mul
@@ -14,7 +15,7 @@ from quire.kernels.triton.moe_tuning import choose_experts
 from quire.kernels.triton.qkv import prepare_qkv
 from quire.kernels.triton.thin import Config, thin_linear, thin_norm_linear, thin_silu_linear
 from quire.kernels.triton.thin_candidates import Shape
-from quire.kernels.triton.tuning import BUCKETS, Job, choose, jobs_for
+from quire.kernels.triton.tuning import BUCKETS, Job, choose, current_gpu, jobs_for, shipped_table
 
 
 def _takes(x: torch.Tensor) -> bool:
@@ -57,14 +58,20 @@ class TritonOps(TorchOps):
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         config = self._config("linear", x, weight)
-        return super().linear(x, weight, bias) if config is None else thin_linear(x, weight, bias, config=config)
+        if config is not None:
+            return thin_linear(x, weight, bias, config=config)
+        known = self._measured(x, weight) if bias is None else None
+        out = None if known is None else known.linear(x, weight)
+        return super().linear(x, weight, bias) if out is None else out
 
     def linear_onto(
         self, stream: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor | None:
         if bias is not None or self._invariant or len(x) < ONTO_ROWS or not stream.is_contiguous():
             return self.linear(x, weight, bias)
-        stream.addmm_(x, weight.t())
+        known = self._measured(x, weight)
+        if known is None or not known.add_linear(stream, x, weight):
+            stream.addmm_(x, weight.t())
         return None
 
     def norm_linear(
@@ -90,6 +97,12 @@ class TritonOps(TorchOps):
             if config is None
             else thin_silu_linear(x, weight, bias, config=config)
         )
+
+    def _measured(self, x: torch.Tensor, weight: torch.Tensor) -> Products | None:
+        """Products of many rows whose algorithm was measured, if this may be one."""
+        if self._invariant or not THIN or not x.is_cuda or x.dim() != 2 or not len(x):
+            return None
+        return products(shipped_table(current_gpu()).stem)
 
     def _config(self, kind: str, x: torch.Tensor, weight: torch.Tensor) -> Config | None:
         """The kernel of ours for a product; None: cuBLAS is faster, or ours does not take it."""

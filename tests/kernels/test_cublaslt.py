@@ -1,0 +1,121 @@
+"""Which algorithm of cuBLASLt a product gets. That they compute the same is tested on a GPU."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from quire.kernels import cublaslt
+from quire.kernels.cublaslt import GRID, Algorithm, Products
+from quire.kernels.triton.ops import TritonOps
+
+A, B = bytes(range(64)), bytes(range(64, 128))
+BF16 = torch.bfloat16
+
+
+class Library:
+    """Notes what is asked of it; multiplies as torch does, unless it is told that it cannot."""
+
+    def __init__(self, able: bool = True) -> None:
+        self.able = able
+        self.asked: list[tuple[bytes, bool]] = []
+
+    def run(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, algorithm: bytes, onto: bool) -> bool:
+        self.asked.append((algorithm, onto))
+        if self.able:
+            out.copy_(x @ weight.T + (out if onto else 0))
+        return self.able
+
+
+def products(library: Library, **entries: bytes | None) -> Products:
+    table = {
+        f"{rows[1:]} 64x32 bfloat16": {"cublas_us": 2.0} | ({"algorithm": algorithm.hex()} if algorithm else {})
+        for rows, algorithm in entries.items()
+    }
+    return Products(library, table)  # type: ignore[arg-type]
+
+
+def tensors(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(rows, 32, dtype=BF16), torch.randn(64, 32, dtype=BF16)
+
+
+@pytest.mark.parametrize(
+    "rows, expected",
+    [(1, None), (96, None), (97, A), (128, A), (129, None), (160, None), (161, B), (192, B), (5000, B)],
+)
+def test_an_algorithm_serves_the_rows_down_to_the_one_before(rows: int, expected: bytes | None) -> None:
+    library = Library()
+    known = products(library, _128=A, _160=None, _192=B)
+    x, weight = tensors(rows)
+    out = known.linear(x, weight)
+    assert (out is None) == (expected is None)
+    assert library.asked == ([] if expected is None else [(expected, False)])
+    if out is not None:
+        assert out.equal(x @ weight.T)
+
+
+def test_a_product_is_added_to_the_stream() -> None:
+    known = products(library := Library(), _128=A)
+    x, weight = tensors(100)
+    stream = torch.ones(100, 64, dtype=BF16)
+    assert known.add_linear(stream, x, weight)
+    assert stream.equal(x @ weight.T + 1)
+    assert library.asked == [(A, True)]
+
+
+def test_what_the_library_cannot_do_is_left_to_torch() -> None:
+    known = products(Library(able=False), _128=A)
+    x, weight = tensors(100)
+    stream = torch.ones(100, 64, dtype=BF16)
+    assert known.linear(x, weight) is None
+    assert not known.add_linear(stream, x, weight)
+    assert stream.eq(1).all()
+
+
+def test_weights_and_dtypes_nobody_measured_and_crooked_tensors_are_left_to_torch() -> None:
+    known = products(library := Library(), _128=A)
+    x, weight = tensors(100)
+    assert known.linear(x.half(), weight.half()) is None
+    assert known.linear(x, weight[:48]) is None
+    assert known.linear(torch.randn(100, 33, dtype=BF16)[:, 1:], weight) is None
+    assert known.linear(torch.randn(32, 100, dtype=BF16).T, weight) is None
+    assert not known.add_linear(torch.zeros(100 * 64 + 1, dtype=BF16)[1:].view(100, 64), x, weight)
+    assert library.asked == []
+
+
+def test_an_algorithm_is_the_libraries_64_bytes() -> None:
+    assert ctypes.sizeof(Algorithm) == 96
+    algorithm = Algorithm()
+    algorithm.data[0], algorithm.data[7] = 1, 2
+    assert bytes(algorithm) == b"\x01" + bytes(55) + b"\x02" + bytes(7)
+
+
+def test_without_a_card_there_is_none() -> None:
+    if not torch.cuda.is_available():
+        assert cublaslt.library() is None and cublaslt.products("nvidia-h200") is None
+
+
+def test_shipped_tables_are_sound() -> None:
+    for path in (Path(cublaslt.__file__).parent / "triton" / "tables").glob("*-cublas-*.json"):
+        for key, entry in json.loads(path.read_text()).items():
+            rows, weight, dtype = key.split()
+            assert int(rows) in GRID and all(int(side) > 0 for side in weight.split("x")) and dtype == "bfloat16"
+            assert "algorithm" not in entry or len(bytes.fromhex(entry["algorithm"])) == 64
+
+
+def test_the_kernels_ask_for_products_of_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = products(library := Library(), _128=A, _1024=B)
+    monkeypatch.setattr(TritonOps, "_measured", lambda *_: known)
+    x, weight = tensors(1024)
+    stream = torch.ones(1024, 64, dtype=BF16)
+    assert TritonOps().linear(x, weight).equal(x @ weight.T)
+    assert TritonOps().linear_onto(stream, x, weight) is None
+    assert stream.equal(x @ weight.T + 1)
+    assert library.asked == [(B, False), (B, True)]
+    bias = torch.ones(64, dtype=BF16)
+    assert TritonOps().linear(x, weight, bias).equal(torch.nn.functional.linear(x, weight, bias))
+    assert len(library.asked) == 2
