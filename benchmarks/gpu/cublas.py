@@ -132,7 +132,8 @@ def main() -> None:
                 f"{'  taken' if 'algorithm' in entry else ''}", flush=True,
             )  # fmt: skip
         if options.out is not None:
-            lines = [f"  {json.dumps(key)}: {json.dumps(entry)}" for key, entry in table.items()]
+            won = {key: entry for key, entry in table.items() if "algorithm" in entry}
+            lines = [f"  {json.dumps(key)}: {json.dumps(entry)}" for key, entry in won.items()]
             (options.out / path.name).write_text("{\n" + ",\n".join(lines) + "\n}\n")
     print(f"version {lt.version}, {time.perf_counter() - began:.0f} s")
 

@@ -15,7 +15,7 @@ import logging
 from bisect import bisect_left
 from ctypes import POINTER, byref, c_float, c_int, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -45,13 +45,6 @@ class Algorithm(ctypes.Structure):
 
     def __bytes__(self) -> bytes:
         return bytes(memoryview(self.data).cast("B"))
-
-
-class Choice(NamedTuple):
-    """A table's word for a product: an algorithm up to so many rows; none, where cuBLAS chooses well."""
-
-    rows: int
-    algorithm: bytes | None
 
 
 class CublasLt:
@@ -158,12 +151,9 @@ class Products:
     """Products that a table knows a better algorithm for than cuBLAS does."""
 
     def __init__(self, library: CublasLt, table: dict[str, dict[str, Any]]) -> None:
+        """`table`: {"1024 4096x14336 bfloat16": {"algorithm": 128 hexadecimal digits, ...}, ...}, rows of `GRID`."""
         self._library = library
-        self._choices: dict[str, list[Choice]] = {}
-        for key, entry in sorted(table.items(), key=lambda item: int(item[0].split()[0])):
-            rows, _, weight = key.partition(" ")
-            chosen = entry.get("algorithm")
-            self._choices.setdefault(weight, []).append(Choice(int(rows), bytes.fromhex(chosen) if chosen else None))
+        self._algorithms = {key: bytes.fromhex(entry["algorithm"]) for key, entry in table.items()}
         self._found: dict[tuple[int, int, int, torch.dtype], bytes | None] = {}
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
@@ -185,23 +175,15 @@ class Products:
         rows, (n, k) = x.shape[0], weight.shape
         key = rows, n, k, x.dtype
         if key not in self._found:
-            self._found[key] = self._choose(rows, f"{n}x{k} {str(x.dtype).removeprefix('torch.')}")
+            self._found[key] = self._algorithms.get(f"{cell_of(rows)} {n}x{k} {str(x.dtype).removeprefix('torch.')}")
         found = self._found[key]
         aligned = not (x.data_ptr() | weight.data_ptr() | (x.stride(0) * x.itemsize)) % ALIGNMENT
         return found if found is not None and aligned and x.stride(1) == 1 and weight.stride(1) == 1 else None
 
-    def _choose(self, rows: int, weight: str) -> bytes | None:
-        choices = self._choices.get(weight)
-        if not choices or rows <= _below(choices[0].rows):
-            return None
-        at = bisect_left(choices, rows, key=lambda choice: choice.rows)
-        return choices[min(at, len(choices) - 1)].algorithm
 
-
-def _below(rows: int) -> int:
-    """The number of rows of the grid before this one."""
-    at = bisect_left(GRID, rows)
-    return GRID[at - 1] if at else 0
+def cell_of(rows: int) -> int:
+    """The number of rows of the grid that stands for so many."""
+    return GRID[min(bisect_left(GRID, rows), len(GRID) - 1)]
 
 
 @functools.cache

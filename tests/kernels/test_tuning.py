@@ -20,6 +20,7 @@ from quire.kernels.triton.tuning import KINDS, Plan, Tuner, key_of, read_table, 
 BF16 = torch.bfloat16
 H200 = Gpu("NVIDIA H200", 132, True)
 QKV = Shape("linear", 4096, 1024)
+TABLES = Path(tuning.__file__).parent / "tables"
 
 
 def table(path: Path, **entries: dict) -> Path:
@@ -238,7 +239,7 @@ def test_cards_of_one_processor_share_a_table() -> None:
 
 
 def test_shipped_tables_are_sound() -> None:
-    for path in (Path(tuning.__file__).parent / "tables").glob("*.json"):
+    for path in set(TABLES.glob("*.json")) - set(TABLES.glob("*-cublas-*.json")):
         for key, entry in json.loads(path.read_text()).items():
             if key.startswith("experts "):
                 assert moe_tuning.config_of(entry) is not None
