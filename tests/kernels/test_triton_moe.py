@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from tests.kernels.triton_target import DEVICE, HALF, ON_GPU
 
 from quire.kernels.reference import TorchOps  # isort: skip
+from quire.kernels.triton import moe_tile  # isort: skip
 from quire.kernels.triton.moe_layout import LARGE, SMALL, arrange, most_tiles  # isort: skip
 from quire.kernels.triton.moe_parts import Block, ExpertsConfig  # isort: skip
 from quire.kernels.triton.moe_route import route  # isort: skip
@@ -208,6 +209,19 @@ def test_the_norm_is_folded_into_the_experts_of_few_tokens(
     out = vector_experts(x, Routing(top_k, *chosen), gate_up, down, VECTOR, (gain, EPS))
     inputs = TorchOps().rms_norm(x.float(), gain.float(), EPS)
     assert_close(out, reference(inputs, *chosen, gate_up, down), dtype)
+
+
+@pytest.mark.parametrize("group", [2, 3, 16])
+def test_tiles_go_along_wide_experts_in_groups(monkeypatch: pytest.MonkeyPatch, group: int) -> None:
+    """Five tiles of two experts, and columns that fill no tile at the end."""
+    monkeypatch.setattr(moe_tile, "GROUP", group)
+    moe_tile._meta.cache_clear()
+    width = moe_tile.WIDE * WIDE_TILE.gate_up.n + 8
+    gate_up, down = expert_weights(2, HALF, 32, width)
+    x, routing = random(260, 32).to(HALF), choices(260, 2, 2)
+    out = run(WIDE_TILE, x, *routing, gate_up, down)
+    moe_tile._meta.cache_clear()
+    assert_close(out, reference(x, *routing, gate_up, down), HALF)
 
 
 def test_wide_experts_are_read_in_pieces() -> None:

@@ -27,6 +27,9 @@ from quire.kernels.triton.moe_parts import Block, ExpertsConfig
 
 SWAPPED = 64
 """Rows of a tile up to which the product is computed transposed."""
+GROUP, WIDE = 16, 64
+"""Tiles of an expert's tokens that go along its weights together, where those are so many tiles wide: by the time one
+tile had gone along all of them, the cache would have forgotten the first."""
 COLUMNS = 1024
 """Of a program that sums over experts."""
 
@@ -64,15 +67,23 @@ def _multiply(tile, value, total, SWAP: tl.constexpr):
 def _grouped(
     x, x_view, weight, view, order, spans, y,
     E: tl.constexpr, TOP: tl.constexpr, N: tl.constexpr, K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, STAGES: tl.constexpr, GATED: tl.constexpr, SWAP: tl.constexpr, SPAN: tl.constexpr,
-    PDL: tl.constexpr,
+    BLOCK_K: tl.constexpr, STAGES: tl.constexpr, GATED: tl.constexpr, SWAP: tl.constexpr, GROUP: tl.constexpr,
+    SPAN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     WIDTH: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     EACH: tl.constexpr = 2 * N if GATED else N
     program = tl.program_id(0)
     # Neighbours share rows of x, and an expert's tiles are near each other: its weights are read from memory once.
-    at = spans + program // WIDTH * SPAN
-    column = program % WIDTH * BLOCK_N
+    # Where the cache does not hold them, GROUP tiles go along the weights side by side.
+    if GROUP == 1:
+        at = spans + program // WIDTH * SPAN
+        column = program % WIDTH * BLOCK_N
+    else:
+        group = program // (WIDTH * GROUP) * GROUP
+        size = tl.minimum(tl.num_programs(0) // WIDTH - group, GROUP)
+        within = program % (WIDTH * GROUP)
+        at = spans + (group + within % size) * SPAN
+        column = within // size * BLOCK_N
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -237,6 +248,7 @@ def _meta(
         "STAGES": block.stages,
         "GATED": gated,
         "SWAP": block_m <= SWAPPED,
+        "GROUP": GROUP if block_m > SWAPPED and columns >= WIDE * block.n else 1,
         "SPAN": SPAN,
         "num_warps": block.warps,
         **pdl(),
