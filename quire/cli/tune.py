@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from quire.platforms.base import Platform
 
 WHAT = """\
-Measure which kernel does each matrix product of a model fastest on this GPU, and how tokens go through a mixture's
-experts, and keep the result for later starts.
+Measure which kernel does each matrix product of a model fastest on this GPU, how tokens go through a mixture's
+experts, and which of cuBLAS's algorithms suit products of many rows, and keep the result for later starts.
 What is known already, because it comes with quire or was measured here before, is shown and not measured again.
 No weights are loaded (a model that is not here yet is downloaded). Nothing else should use the GPU meanwhile."""
 EXAMPLES = """
@@ -102,6 +102,8 @@ def run(args: argparse.Namespace) -> int:
         say("everything was known already; --again measures it anew")
     for experts in mixtures(model):
         tune_experts(tuner, experts, dtype, args.buckets, args.again)
+    weights = dict.fromkeys((shape.n, shape.k) for shape in shapes if shape.kind == "linear")
+    tune_many_rows(tuner, list(weights), dtype, args.buckets, args.again)
     return 0
 
 
@@ -126,6 +128,37 @@ def tune_experts(
         entry = moe_tuning.known(tuner, shape, tokens, dtype) or {}
         note = "" if tokens in unknown else "  (known)"
         print(f"{tokens:>6}{entry.get('us', 0.0):>10.2f}  {moe_tuning.describe(entry)}{note}", flush=True)
+
+
+def tune_many_rows(
+    tuner: Tuner, weights: list[tuple[int, int]], dtype: torch.dtype, buckets: list[int] | None, again: bool
+) -> None:  # fmt: skip
+    """Measure which of cuBLASLt's algorithms beat cuBLAS's own choice, and print them, a weight at a time."""
+    from quire.kernels import cublaslt
+    from quire.kernels.triton import cublas_timing, tuning
+
+    lt = cublaslt.library()
+    if lt is None or dtype.itemsize != 2:
+        return
+    card = tuning.card_of(tuner.gpu), lt.version
+    shipped, own = tuning.read_table(cublaslt.shipped_table(*card)), cublaslt.own_table(*card)
+    known, timer = tuning.read_table(own), cublas_timing.Timer()
+    for n, k in weights:
+        print(f"many rows of {n} x {k}")
+        print(f"{'rows':>6}{'us':>10}{'cuBLAS us':>12}", flush=True)
+        grid = [rows for rows in cublas_timing.grid_of(n) if buckets is None or rows in buckets]
+        keys = {rows: cublaslt.key_of(rows, n, k, dtype) for rows in grid}
+        comes_with_us = any(key in shipped for key in keys.values())  # and then those that won alone
+        for rows, key in keys.items():
+            if again or not (key in known or comes_with_us):
+                known[key] = cublas_timing.measure(lt, n, k, rows, dtype, timer)
+                tuning.write_table(own, tuning.read_table(own) | {key: known[key]})
+                note = "  taken" if "algorithm" in known[key] else ""
+            else:
+                note = "  (known)"
+            entry = known.get(key) or shipped.get(key) or {}
+            us, cublas = (f"{entry[name]:.2f}" if name in entry else "-" for name in ("us", "cublas_us"))
+            print(f"{rows:>6}{us:>10}{cublas:>12}{note}", flush=True)
 
 
 def usable_gpu() -> Platform:

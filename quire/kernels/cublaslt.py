@@ -2,15 +2,14 @@
 
 cuBLAS knows hundreds of kernels and chooses by a heuristic; for products of many rows it is often a few percent off.
 cuBLASLt, the library underneath, names its best guesses as *algorithms*: 64 bytes that mean the same to one version of
-the library for ever. `benchmarks/gpu/cublas.py` measures them and writes down those that win, in a table for a card and
-a version; without one for this version, everything goes as torch does it.
+the library for ever. `triton/cublas_timing.py` measures them. Those that win are in tables for a card and a version:
+the user's own, which `quire tune` writes, and the one that comes with quire. What neither knows goes as torch does it.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import json
 import logging
 from bisect import bisect_left
 from ctypes import POINTER, byref, c_float, c_int, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
@@ -18,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from quire.paths import cache_dir
 
 log = logging.getLogger(__name__)
 
@@ -153,7 +154,9 @@ class Products:
     def __init__(self, library: CublasLt, table: dict[str, dict[str, Any]]) -> None:
         """`table`: {"1024 4096x14336 bfloat16": {"algorithm": 128 hexadecimal digits, ...}, ...}, rows of `GRID`."""
         self._library = library
-        self._algorithms = {key: bytes.fromhex(entry["algorithm"]) for key, entry in table.items()}
+        self._algorithms = {
+            key: bytes.fromhex(entry["algorithm"]) for key, entry in table.items() if "algorithm" in entry
+        }
         self._found: dict[tuple[int, int, int, torch.dtype], bytes | None] = {}
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
@@ -175,7 +178,7 @@ class Products:
         rows, (n, k) = x.shape[0], weight.shape
         key = rows, n, k, x.dtype
         if key not in self._found:
-            self._found[key] = self._algorithms.get(f"{cell_of(rows)} {n}x{k} {str(x.dtype).removeprefix('torch.')}")
+            self._found[key] = self._algorithms.get(key_of(cell_of(rows), n, k, x.dtype))
         found = self._found[key]
         aligned = not (x.data_ptr() | weight.data_ptr() | (x.stride(0) * x.itemsize)) % ALIGNMENT
         return found if found is not None and aligned and x.stride(1) == 1 and weight.stride(1) == 1 else None
@@ -198,19 +201,16 @@ def library() -> CublasLt | None:
         return None
 
 
-def table_path(card: str, version: int) -> Path:
+def key_of(rows: int, n: int, k: int, dtype: torch.dtype) -> str:
+    """A product's name in a table."""
+    return f"{rows} {n}x{k} {str(dtype).removeprefix('torch.')}"
+
+
+def shipped_table(card: str, version: int) -> Path:
     """The table that comes with quire for a card and a version of the library; there may be none."""
     return Path(__file__).parent / "triton" / "tables" / f"{card}-cublas-{version}.json"
 
 
-@functools.cache
-def products(card: str) -> Products | None:
-    """What is known for this card; None: nothing."""
-    found = library()
-    path = None if found is None else table_path(card, found.version)
-    if found is None or path is None or not path.exists():
-        return None
-    return Products(found, json.loads(path.read_text()))
-
-
-__all__ = ["GRID", "CublasLt", "Products", "library", "products", "table_path"]
+def own_table(card: str, version: int) -> Path:
+    """The user's table."""
+    return cache_dir("tuning", f"{card}-cublas-{version}.json")

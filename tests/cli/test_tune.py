@@ -14,7 +14,8 @@ from quire.platforms import choose
 pytest.importorskip("triton")
 
 from quire.cli import tune
-from quire.kernels.triton import moe_timing, thin_timing, tuning
+from quire.kernels import cublaslt
+from quire.kernels.triton import cublas_timing, moe_timing, thin_timing, tuning
 from quire.kernels.triton.moe_parts import ExpertsShape
 from quire.kernels.triton.thin_candidates import Gpu, Shape
 
@@ -160,3 +161,31 @@ def test_experts_are_measured_too(quire, byte_llama, measured, monkeypatch):
     timed.clear()
     assert re.search(r"^ +1 +2\.50  tile .* \(known\)$", quire(*command).out, re.M)
     assert timed == []
+
+
+def test_algorithms_for_many_rows_are_measured_too(quire, byte_llama, measured, monkeypatch):
+    timed = []
+
+    class Library:
+        version = 7
+
+    def measure(lt, n, k, rows, dtype, timer):
+        timed.append((n, k, rows))
+        return {"cublas_us": 5.0, "us": 4.0} | ({"algorithm": "ab" * 64} if rows == 64 else {})
+
+    monkeypatch.setattr(cublaslt, "library", Library)
+    monkeypatch.setattr(cublas_timing, "Timer", lambda: None)
+    monkeypatch.setattr(cublas_timing, "measure", measure)
+    weights = [(shape.n, shape.k) for shape in SHAPES[:5]]
+    command = ["tune", byte_llama, "--buckets", "1,32,64", "--dtype", "bfloat16"]
+    ran = quire(*command)
+    assert ran.code == 0, ran.err
+    assert timed == [(*weight, rows) for weight in weights for rows in (32, 64)]
+    assert re.search(r"^many rows of 128 x 64\n.*\n +32 +4\.00 +5\.00\n +64 +4\.00 +5\.00  taken$", ran.out, re.M)
+    own = json.loads(cublaslt.own_table(tuning.card_of(GPU), 7).read_text())
+    assert len(own) == 10 and sum("algorithm" in entry for entry in own.values()) == 5
+    timed.clear()
+    assert "  (known)" in quire(*command).out and timed == []
+    quire(*command, "--again")
+    assert len(timed) == 10
+    assert tuning.many_rows.__wrapped__() is not None, "and the next start finds them"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,9 @@ import torch
 
 from quire.kernels import cublaslt
 from quire.kernels.cublaslt import GRID, Algorithm, Products
+from quire.kernels.triton import cublas_timing, tuning
 from quire.kernels.triton.ops import TritonOps
+from quire.kernels.triton.thin_timing import random_inputs
 
 A, B = bytes(range(64)), bytes(range(64, 128))
 BF16 = torch.bfloat16
@@ -93,7 +96,7 @@ def test_an_algorithm_is_the_libraries_64_bytes() -> None:
 
 def test_without_a_card_there_is_none() -> None:
     if not torch.cuda.is_available():
-        assert cublaslt.library() is None and cublaslt.products("nvidia-h200") is None
+        assert cublaslt.library() is None and tuning.many_rows() is None
 
 
 def test_shipped_tables_are_sound() -> None:
@@ -116,3 +119,48 @@ def test_the_kernels_ask_for_products_of_many_rows(monkeypatch: pytest.MonkeyPat
     bias = torch.ones(64, dtype=BF16)
     assert TritonOps().linear(x, weight, bias).equal(torch.nn.functional.linear(x, weight, bias))
     assert len(library.asked) == 2
+
+
+class Clock:
+    """Times by a table: (cuBLAS's, or an algorithm's first byte; rows)."""
+
+    def __init__(self, times: dict[tuple[int | None, int], float]) -> None:
+        self.times = times
+
+    def time(self, product: partial, weights: list[torch.Tensor], rows: int) -> float:
+        return self.times[None if product.func is not cublas_timing._multiply else product.args[3][0], rows]
+
+
+class Choosing(Library):
+    """Offers algorithms 1, 2 and 3; the last computes nonsense."""
+
+    def algorithms(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, most: int) -> list[bytes]:
+        return [bytes([number] * 64) for number in (1, 2, 3)][:most]
+
+    def run(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, algorithm: bytes, onto: bool) -> bool:
+        out.copy_(x @ weight.T if algorithm[0] < 3 else x.new_zeros(out.shape))
+        return True
+
+
+@pytest.mark.parametrize(
+    "seconds, chosen",
+    [
+        ({1: (9.0, 9.0), 2: (8.0, 8.0)}, 2),
+        ({1: (9.0, 9.0), 2: (7.0, 11.0)}, 1),
+        ({1: (9.9, 9.9), 2: (7.0, 11.0)}, None),
+        ({1: (12.0, 12.0), 2: (10.0, 10.0)}, None),
+    ],
+    ids=["the faster one", "at both places", "by enough", "than cuBLAS"],
+)
+def test_what_wins_is_faster_at_both_ends(
+    monkeypatch: pytest.MonkeyPatch, seconds: dict[int, tuple[float, float]], chosen: int | None
+) -> None:
+    monkeypatch.setattr(cublas_timing, "random_inputs", partial(random_inputs, device="cpu"))
+    first, second = cublas_timing.places(64)
+    assert (first, second) == (64, 48)
+    times: dict[tuple[int | None, int], float] = {(None, first): 10.0, (None, second): 10.0}
+    times |= {(number, rows): us for number, pair in seconds.items() for rows, us in zip((64, 48), pair, strict=True)}
+    times |= {(3, first): 1.0, (3, second): 1.0}
+    entry = cublas_timing.measure(Choosing(), 64, 32, 64, BF16, Clock(times))  # type: ignore[arg-type]
+    assert entry["cublas_us"] == 10.0
+    assert entry.get("algorithm") == (bytes([chosen] * 64).hex() if chosen else None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from quire.kernels.cublaslt import Products, products
+from quire.kernels.cublaslt import Products
 from quire.kernels.reference import TorchOps
 from quire.kernels.triton import moe, moe_candidates, norm
 from quire.kernels.triton.activation import silu_mul
@@ -15,7 +15,7 @@ from quire.kernels.triton.moe_tuning import choose_experts
 from quire.kernels.triton.qkv import prepare_qkv
 from quire.kernels.triton.thin import Config, thin_linear, thin_norm_linear, thin_silu_linear
 from quire.kernels.triton.thin_candidates import Shape
-from quire.kernels.triton.tuning import BUCKETS, Job, choose, current_gpu, jobs_for, shipped_table
+from quire.kernels.triton.tuning import BUCKETS, Job, choose, jobs_for, many_rows
 
 
 def _takes(x: torch.Tensor) -> bool:
@@ -102,7 +102,7 @@ class TritonOps(TorchOps):
         """Products of many rows whose algorithm was measured, if this may be one."""
         if self._invariant or not THIN or not x.is_cuda or x.dim() != 2 or not len(x):
             return None
-        return products(shipped_table(current_gpu()).stem)
+        return many_rows()
 
     def _config(self, kind: str, x: torch.Tensor, weight: torch.Tensor) -> Config | None:
         """The kernel of ours for a product; None: cuBLAS is faster, or ours does not take it."""

@@ -24,6 +24,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import triton
 
+from quire.kernels import cublaslt
+from quire.kernels.cublaslt import Products
 from quire.kernels.triton.launch import INTERPRETED
 from quire.kernels.triton.thin import Config, Product, compile_key, compile_product
 from quire.kernels.triton.thin_candidates import Gpu, Shape, candidates, guess
@@ -216,6 +218,17 @@ def tuner() -> Tuner:
 
 
 @functools.cache
+def many_rows() -> Products | None:
+    """Products of many rows on the current device, by algorithms that were measured; None: none was."""
+    found = cublaslt.library()
+    if found is None:
+        return None
+    card = card_of(current_gpu()), found.version
+    table = read_table(cublaslt.shipped_table(*card)) | read_table(cublaslt.own_table(*card))
+    return Products(found, table) if table else None
+
+
+@functools.cache
 def current_gpu() -> Gpu:
     """The current device; an H200, as far as guesses go, where there is none."""
     if INTERPRETED or not torch.cuda.is_available():
@@ -229,12 +242,15 @@ def slug(name: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
+def card_of(gpu: Gpu) -> str:
+    """The card whose tables serve this one."""
+    name = slug(gpu.name)
+    return "nvidia-h200" if re.match(r"nvidia-g?h[12]00\b", name) else name  # one processor, whatever the memory
+
+
 def shipped_table(gpu: Gpu) -> Path:
     """The table that comes with quire; there may be none for this card."""
-    name = slug(gpu.name)
-    if re.match(r"nvidia-g?h[12]00\b", name):
-        name = "nvidia-h200"  # one processor, whatever the memory beside it
-    return Path(__file__).parent / "tables" / f"{name}.json"
+    return Path(__file__).parent / "tables" / f"{card_of(gpu)}.json"
 
 
 def own_table(gpu: Gpu) -> Path:
