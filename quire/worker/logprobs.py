@@ -2,39 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+import numpy as np
 import torch
 
 from quire.messages.plan import TokenLogprobs
 
-REPORT_ROWS = 128
+REPORT_ROWS = 256
 """Log-probabilities exist for at most so many rows at a time: a row of a large vocabulary is half a megabyte."""
 
 
 class Reports:
-    """For each row of logits [n, vocab] the given token's log-probability, then the `count` best; on their way here."""
+    """For each row of logits [n, vocab] its token's log-probability, then the best ones; on their way to the host."""
 
-    def __init__(self, logits: torch.Tensor, tokens: torch.Tensor, count: int) -> None:
-        """`count` -1: all of them. What is asked for is computed before this returns or later, but never waited for."""
-        vocab = logits.shape[-1]
-        count = vocab if count < 0 else min(count, vocab)
-        self._parts = [
-            _report(part, owns, count)
-            for part, owns in zip(logits.split(REPORT_ROWS), tokens.split(REPORT_ROWS), strict=True)
+    def __init__(self, parts: Iterable[tuple[torch.Tensor, torch.Tensor]], count: int) -> None:
+        """`parts`: logits, and a token a row. `count` -1: all of the vocabulary. Nothing here waits for the device."""
+        packed = [
+            _pack(some, owns, count)
+            for logits, tokens in parts
+            for some, owns in zip(logits.split(REPORT_ROWS), tokens.split(REPORT_ROWS), strict=True)
         ]
+        # One copy, into pinned memory if it comes from a GPU.
+        self._packed = torch.cat(packed).to("cpu", non_blocking=True) if packed else torch.empty(0, 3)
 
     def take(self) -> list[TokenLogprobs]:
         """A row each, once the device is done."""
-        return [
-            TokenLogprobs(*entry)
-            for ids, values, ranks in self._parts
-            for entry in zip(ids.tolist(), values.tolist(), ranks.tolist(), strict=True)
-        ]
+        packed = self._packed.numpy()
+        width = packed.shape[1] // 2
+        ids, values = packed[:, :width], np.ascontiguousarray(packed[:, width:-1]).view(np.float32)
+        columns = ids.tolist(), values.tolist(), packed[:, -1].tolist()
+        return [TokenLogprobs(*entry) for entry in zip(*columns, strict=True)]
 
 
-def _report(logits: torch.Tensor, tokens: torch.Tensor, count: int) -> list[torch.Tensor]:
+def _pack(logits: torch.Tensor, tokens: torch.Tensor, count: int) -> torch.Tensor:
+    """[n, 2 * (1 + count) + 1] int32: ids, the bits of log-probabilities, and the token's rank."""
     logprobs = logits.float().log_softmax(-1)
     own = logprobs.gather(1, tokens[:, None])
-    ranks = (logprobs > own).sum(-1) + 1
-    best = logprobs.topk(count)
-    found = torch.cat([tokens[:, None], best.indices], dim=1), torch.cat([own, best.values], dim=1), ranks
-    return [tensor.to("cpu", non_blocking=True) for tensor in found]  # into pinned memory, from a GPU
+    rank = (logprobs > own).sum(-1, keepdim=True) + 1
+    vocab = logits.shape[-1]
+    best = logprobs.topk(vocab if count < 0 else min(count, vocab))
+    ids, values = torch.cat([tokens[:, None], best.indices], dim=1), torch.cat([own, best.values], dim=1)
+    return torch.cat([ids.to(torch.int32), values.view(torch.int32), rank.to(torch.int32)], dim=1)

@@ -40,7 +40,7 @@ class PendingStep:
         self.is_narrow = False
         self.reports: list[tuple[list[int], Reports]] = []
         """Of draws that say how likely they were: which they are, and what they say."""
-        self.prompt_reports: dict[int, tuple[int, list[Reports]]] = {}
+        self.prompt_reports: dict[int, tuple[int, Reports]] = {}
         """Of prompt tokens: by index into the plan's rows, the first one's position, and what they say."""
         self.vectors: Vectors | None = None
         self.mover: Mover | None = None
@@ -71,8 +71,7 @@ class PendingStep:
                 for draw, entry in zip(draws, reports.take(), strict=True)
             },
             prompt_logprobs={
-                index: PromptLogprobs(start, [entry for part in parts for entry in part.take()])
-                for index, (start, parts) in self.prompt_reports.items()
+                index: PromptLogprobs(start, said.take()) for index, (start, said) in self.prompt_reports.items()
             },
             vectors={} if self.vectors is None else self.vectors.take(),
             moves_done=[] if self.mover is None else self.mover.take_done(),
@@ -271,9 +270,9 @@ class Runner:
             wanted = np.flatnonzero(counts == count)
             if len(wanted) < len(counts):
                 (chosen,) = self._batch.upload(wanted)
-                reports = Reports(logits[chosen], tokens[chosen], count)
+                reports = Reports([(logits[chosen], tokens[chosen])], count)
             else:
-                reports = Reports(logits, tokens, count)
+                reports = Reports([(logits, tokens)], count)
             found.append(((wanted + start).tolist(), reports))
         return found
 
@@ -294,12 +293,12 @@ class Runner:
 
     def _prompt_reports(
         self, plan: StepPlan, inputs: StepInputs, hidden: torch.Tensor
-    ) -> dict[int, tuple[int, list[Reports]]]:
+    ) -> dict[int, tuple[int, Reports]]:
         """How likely each prompt token of this step was, given those before it.
 
         A chunk's first token is predicted by the last hidden state of the chunk before, which is kept with the row.
         """
-        results: dict[int, tuple[int, list[Reports]]] = {}
+        results: dict[int, tuple[int, Reports]] = {}
         kinds = self._batch.kinds[plan.rows]
         end = plan.num_decodes
         for i in range(plan.num_decodes, len(plan.rows)):
@@ -316,11 +315,7 @@ class Runner:
             extras.last_hidden = hidden[end - 1 : end].clone()
             inside = max(0, extras.prompt_len - start)  # a preempted row computes its output again too
             predictors, tokens = predictors[:inside], tokens[:inside]
-            results[i] = (
-                start,
-                [
-                    Reports(self._model.logits(part), owns, extras.params.prompt_logprobs or 0)
-                    for part, owns in zip(predictors.split(LOGIT_ROWS), tokens.split(LOGIT_ROWS), strict=True)
-                ],
-            )
+            parts = zip(predictors.split(LOGIT_ROWS), tokens.split(LOGIT_ROWS), strict=True)
+            scores = ((self._model.logits(part), owns) for part, owns in parts)
+            results[i] = start, Reports(scores, extras.params.prompt_logprobs or 0)
         return results

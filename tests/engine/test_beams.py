@@ -202,7 +202,7 @@ def default_reference() -> Any:
 @pytest.mark.parametrize("width", range(2, 9))
 def test_the_default_model(width: int, smollm: LLM, default_reference: Any) -> None:
     model = Model(smollm.model_path, default_reference)
-    ends = smollm.llm_engine.inputs._eos_ids
+    ends = smollm.llm_engine.inputs.eos_ids
     tokenizer = smollm.get_tokenizer()
     texts = ["The capital of France is", "Once upon a time there was a", "Question: What is 2 + 2?\nAnswer:"]
     rules: list[dict[str, Any]] = [
