@@ -68,6 +68,12 @@ class Catalog:
         self._next_id += 1
         return self._next_id - 1
 
+    def name_of(self, number: int) -> str:
+        """The name of a session, be it dead; empty if nobody knows it."""
+        if (entry := self.by_id.get(number)) is not None:
+            return entry.state.name
+        return self.graves[number][1] if number in self.graves else ""
+
     def never_again(self, number: int) -> None:
         """The number has been used."""
         self._next_id = max(self._next_id, number + 1)

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 import msgspec
 
 from quire.memory.disk.sessions.catalog import Catalog, Chunk, Entry
-from quire.memory.disk.sessions.frames import Found, Kind
-from quire.memory.disk.sessions.log import Loaded, LogFile, Place
+from quire.memory.disk.sessions.cleaning import state_frame
+from quire.memory.disk.sessions.frames import Found, Frame, Kind
+from quire.memory.disk.sessions.log import Loaded, Log, LogFile, Place
 from quire.memory.disk.sessions.state import CHUNK_TOKENS, State
 
 TIME = struct.Struct("<d")
@@ -30,7 +31,7 @@ class Story:
 
 
 class Recovery:
-    """Reads all frames once, then fills a catalog."""
+    """Reads all frames once, fills a catalog, and notes in the log what it had to conclude."""
 
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
@@ -39,7 +40,7 @@ class Recovery:
         self._parents: dict[int, int] = {}
         self._depths: dict[int, int] = {0: 0}
         self.lost: list[Entry] = []
-        """Sessions found lost just now: their `places` are empty until somebody notes the loss."""
+        """Sessions found lost just now: their `places` are empty until `note` has written the loss down."""
         self.outlived: list[tuple[int, int, str]] = []
         """Sessions that ended, as is known from others, though the frame is damaged: what to write in its place."""
         self.damaged_bytes = 0
@@ -85,6 +86,20 @@ class Recovery:
             self._conclude(number, self._stories[number])
         self._catalog.drop_unheld()
         self._catalog.sort()
+
+    def note(self, log: Log) -> None:
+        """Write down what was found out, so that it stays true when the evidence is gone."""
+        for number, seq, name in self.outlived:
+            (place,) = log.append([Frame(Kind.DELETE, number, seq, b"", name)])
+            self._catalog.trace(number, place.file)
+            self._catalog.bury(number, seq, name, place)
+        # Nothing is cleaned before all is noted: what is still to be noted rests on the evidence.
+        for entry in self.lost:
+            (place,) = log.append([state_frame(entry, entry.state)])
+            self._catalog.replace(entry, entry.state, place)
+        log.commit()
+        log.forget_missing()
+        log.put_by()
 
     def _read_chunk(self, found: Found, place: Place) -> None:
         self._catalog.never_again(found.seq)

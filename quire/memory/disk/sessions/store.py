@@ -450,31 +450,12 @@ class SessionStore:
             recovery.read(loaded)
         recovery.finish()
         self._damaged_bytes = recovery.damaged_bytes
-        self._log.names = self._name_of
+        self._log.names = self._catalog.name_of
         for entry in self._catalog.by_id.values():
             self._expiry.watch(entry)
         for entry in recovery.lost:
             logger.error("session %r is lost: %s", entry.state.name, entry.state.lost)
         try:
-            self._note(recovery)
+            recovery.note(self._log)
         except StoreError as error:
             logger.warning("what was found could not be noted in %s: %s", self.folder, error)
-
-    def _note(self, recovery: Recovery) -> None:
-        """Write down what was found out, so that it stays true when the evidence is gone."""
-        for number, seq, name in recovery.outlived:
-            (place,) = self._log.append([Frame(Kind.DELETE, number, seq, b"", name)])
-            self._catalog.trace(number, place.file)
-            self._catalog.bury(number, seq, name, place)
-        # Nothing is cleaned before all is noted: what is still to be noted rests on the evidence.
-        for entry in recovery.lost:
-            (place,) = self._log.append([state_frame(entry, entry.state)])
-            self._catalog.replace(entry, entry.state, place)
-        self._log.commit()
-        self._log.forget_missing()
-        self._log.put_by()
-
-    def _name_of(self, number: int) -> str:
-        if (entry := self._catalog.by_id.get(number)) is not None:
-            return entry.state.name
-        return self._catalog.graves[number][1] if number in self._catalog.graves else ""
