@@ -57,7 +57,7 @@ class RowKind(enum.IntFlag):
 class RowExtras:
     """Parameters of a row that are lists; an empty one asks for nothing."""
 
-    def __init__(self, new: NewRow, device: torch.device) -> None:
+    def __init__(self, new: NewRow) -> None:
         p = new.params
         self.params = p
         self.prompt_len = new.prompt_len
@@ -67,7 +67,10 @@ class RowExtras:
         # Masks know when their row may end.
         held_back = p.min_tokens and p.structured_outputs is None
         self.stop_ids = np.array(new.stop_ids if held_back else (), np.int64)
-        self.bad_words = [torch.tensor(word, device=device) for word in new.bad_words]
+        # Bad words: the last token of each, and the tokens before it, all in one.
+        self.bad_lasts = np.array([word[-1] for word in new.bad_words], np.int64)
+        self.bad_begun = np.array([token for word in new.bad_words for token in word[:-1]], np.int64)
+        self.bad_begun_counts = np.array([len(word) - 1 for word in new.bad_words], np.int64)
         self.num_seen = new.num_computed
         """Tokens of the chunks so far (prompt logprobs)."""
         self.last_hidden: torch.Tensor | None = None
