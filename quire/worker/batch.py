@@ -197,7 +197,7 @@ class DeviceBatch:
     def _remember(self, new: NewRow) -> None:
         """What the host must know of a row."""
         self.kinds[new.row] = RowKind.of(new)
-        self.extras[new.row] = RowExtras(new)
+        self.extras[new.row] = RowExtras(new, self.upload)
 
     def inputs(self, plan: StepPlan) -> StepInputs:
         """Token ids, positions, cache slots and query offsets of the step, computed from the rows it schedules."""

@@ -62,9 +62,9 @@ def apply_lists(
     """In place: lists of all rows at once, and processors row by row."""
     places = np.flatnonzero(batch.kinds[host_rows] & RowKind.LISTED)
     listed = [(i, batch.extras[row]) for i, row in zip(places.tolist(), host_rows[places].tolist(), strict=True)]
-    _keep_allowed(batch, logits, [(i, extras.allowed) for i, extras in listed if len(extras.allowed)])
+    _keep_allowed(batch, logits, [(i, extras) for i, extras in listed if extras.params.allowed_token_ids])
     _hold_stops_back(batch, logits, rows, [(i, extras) for i, extras in listed if len(extras.stop_ids)])
-    _add_biases(batch, logits, [(i, extras) for i, extras in listed if len(extras.bias)])
+    _add_biases(batch, logits, [(i, extras) for i, extras in listed if extras.params.logit_bias])
     _ban_bad_words(batch, logits, rows, [(i, extras) for i, extras in listed if len(extras.bad_lasts)])
     if processors:
         _apply_processors(batch, logits, rows, listed, longest, processors)
@@ -80,12 +80,22 @@ def _places(lists: Lists) -> tuple[np.ndarray, np.ndarray]:
     return np.repeat([i for i, _ in lists], counts), np.concatenate([ids for _, ids in lists])
 
 
-def _keep_allowed(batch: DeviceBatch, logits: torch.Tensor, lists: Lists) -> None:
-    if lists:
-        where, ids, ruled = batch.upload(*_places(lists), [i for i, _ in lists])
+def _keep_allowed(batch: DeviceBatch, logits: torch.Tensor, listed: list[tuple[int, RowExtras]]) -> None:
+    if listed:
+        ruled, where, ids = _long_places(batch, [(i, extras.allowed) for i, extras in listed])
         allowed = logits[where, ids]
         logits[ruled] = NEGATIVE_INFINITY
         logits[where, ids] = allowed
+
+
+def _long_places(
+    batch: DeviceBatch, lists: list[tuple[int, torch.Tensor]]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The numbers of rows; and those again, and the tokens, of all pairs. The lists lie on the device: they may have
+    many thousand tokens."""
+    rows, counts = batch.upload([i for i, _ in lists], [len(ids) for _, ids in lists])
+    ids = torch.cat([ids for _, ids in lists])
+    return rows, rows.repeat_interleave(counts, output_size=len(ids)), ids
 
 
 def _hold_stops_back(
@@ -104,9 +114,8 @@ def _hold_stops_back(
 
 def _add_biases(batch: DeviceBatch, logits: torch.Tensor, listed: list[tuple[int, RowExtras]]) -> None:
     if listed:
-        biases = np.concatenate([extras.bias for _, extras in listed])
-        where, ids, bits = batch.upload(*_places([(i, extras.bias_ids) for i, extras in listed]), biases.view(np.int64))
-        logits[where, ids] += bits.view(torch.float64).to(logits.dtype)
+        _, where, ids = _long_places(batch, [(i, extras.bias_ids) for i, extras in listed])
+        logits[where, ids] += torch.cat([extras.bias for _, extras in listed]).to(logits.dtype)
 
 
 def _ban_bad_words(

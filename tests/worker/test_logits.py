@@ -143,6 +143,25 @@ def test_lists_of_many_rows_take_as_many_operations_as_those_of_two() -> None:
     assert operations(8) == operations(2)
 
 
+def test_long_lists_travel_to_the_device_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device(VOCAB, max_rows=8)
+    sizes: list[int] = []
+    upload = device.batch.upload
+
+    def noted(*arrays: Any) -> list[torch.Tensor]:
+        sizes.append(sum(map(len, arrays)))
+        return upload(*arrays)
+
+    monkeypatch.setattr(device.batch, "upload", noted)
+    for row in range(8):
+        listed = {"allowed_token_ids": [*range(row, VOCAB)], "logit_bias": dict.fromkeys(range(VOCAB), row / 2)}
+        device.add(row, SamplingParams(temperature=0, **listed))
+    assert max(sizes) >= 2 * VOCAB
+    sizes.clear()
+    assert device.draw(-torch.arange(VOCAB).expand(8, -1).float(), range(8))[0] == [*range(8)]
+    assert sizes and max(sizes) <= 2 * 8, "of each list its row and its length"
+
+
 class Operations(TorchDispatchMode):
     """Counts what torch is asked to do."""
 
