@@ -8,12 +8,11 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from quire import LLM, SamplingParams
 from quire.errors import ValidationError
 from quire.worker.logits import apply_penalties
-from tests.worker.device import Device
+from tests.worker.device import Device, Operations
 
 VOCAB = 20
 
@@ -160,16 +159,6 @@ def test_long_lists_travel_to_the_device_once(monkeypatch: pytest.MonkeyPatch) -
     sizes.clear()
     assert device.draw(-torch.arange(VOCAB).expand(8, -1).float(), range(8))[0] == [*range(8)]
     assert sizes and max(sizes) <= 2 * 8, "of each list its row and its length"
-
-
-class Operations(TorchDispatchMode):
-    """Counts what torch is asked to do."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += 1
-        return func(*args, **(kwargs or {}))
 
 
 def test_stop_tokens_are_masked_until_min_tokens() -> None:
