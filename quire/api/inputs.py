@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import random
 from collections.abc import Collection, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, Protocol, TypedDict, Union
 
 from quire.api.beams import as_search, row_params
@@ -21,6 +22,8 @@ from quire.messages.sampling import SamplingParams
 MAX_BAD_WORDS = 128
 LONGEST_BAD_WORD = 1024
 """Characters."""
+KNOWN_BAD_WORDS = 1024
+"""Whose tokens are kept: requests often have the same."""
 
 
 class TextPrompt(TypedDict, total=False):
@@ -77,6 +80,7 @@ class InputProcessor:
         """Every token that ends an answer."""
         self._pooling = PoolingInputs(facts, tokenizer, pooling)
         self._isolate_tenants = isolate_tenants
+        self._word_tokens = lru_cache(KNOWN_BAD_WORDS)(self._encode_word)
         self.hashes_ahead = False
         """Whether content keys are computed here, or by the loop when it admits the request: while the device works."""
 
@@ -265,17 +269,16 @@ class InputProcessor:
         """Each word as it is tokenized at the start of a text and after a space."""
         words = dict.fromkeys(word.lstrip() for word in params.bad_words or ())
         self._check_bad_words(words)
-        sequences: list[list[int]] = []
-        for word in words:
-            for text in (word, f" {word}"):
-                tokens = self.encode(text, add_special_tokens=False)
-                if tokens and tokens not in sequences:
-                    sequences.append(tokens)
+        texts = [text for word in words for text in (word, f" {word}")]
+        sequences = [list(tokens) for tokens in dict.fromkeys(map(self._word_tokens, texts)) if tokens]
         if len(sequences) > MAX_BAD_WORDS:
             raise ValidationError(
                 f"bad_words make {len(sequences)} token sequences; at most {MAX_BAD_WORDS}", "bad_words"
             )
         return sequences
+
+    def _encode_word(self, text: str) -> tuple[int, ...]:
+        return tuple(self.encode(text, add_special_tokens=False))
 
     def _check_bad_words(self, words: Collection[str]) -> None:
         """Before any of them is tokenized: that takes its time, and the caller may be an event loop."""

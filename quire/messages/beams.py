@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -84,12 +84,15 @@ class Beam:
     candidates: TokenLogprobs | None = None
     """What may follow its tokens. Given: the beam waits for the choice."""
 
+    def follow(self, logprob: float, rank: int) -> None:
+        """The beam gets one token more."""
+        self.total += logprob
+        self.logprobs.append(logprob)
+        self.ranks.append(rank)
+        self.candidates = None
+
     def followed(self, logprob: float, rank: int) -> Beam:
-        """The beam with one token more."""
-        return replace(
-            self,
-            total=self.total + logprob,
-            logprobs=[*self.logprobs, logprob],
-            ranks=[*self.ranks, rank],
-            candidates=None,
-        )
+        """Another beam, with one token more."""
+        beam = Beam(self.total, list(self.logprobs), list(self.ranks))
+        beam.follow(logprob, rank)
+        return beam

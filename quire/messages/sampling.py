@@ -89,8 +89,10 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=False):
 
     def clone(self) -> SamplingParams:
         """A copy that can be changed without touching this one; checked like a new one."""
-        fields = ("stop", "stop_token_ids", "bad_words", "logit_bias", "allowed_token_ids", "extra_args")
-        mutable = {name: copy.deepcopy(value) for name in fields if (value := getattr(self, name)) is not None}
+        flat = ("stop", "stop_token_ids", "bad_words", "logit_bias", "allowed_token_ids")
+        mutable = {name: copy.copy(value) for name in flat if (value := getattr(self, name)) is not None}
+        if self.extra_args is not None:
+            mutable["extra_args"] = copy.deepcopy(self.extra_args)
         return msgspec.structs.replace(self, **mutable)
 
     @property
@@ -147,8 +149,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=False):
             if not isinstance(self.logit_bias, Mapping):
                 raise ValidationError(f"logit_bias must map token ids to biases, got {self.logit_bias!r}", "logit_bias")
             check_count("logit_bias", self.logit_bias)
+            _check_ids("logit_bias", self.logit_bias)
             for token, bias in self.logit_bias.items():
-                check_integer("logit_bias", token, 0, MAX_TOKEN_ID)
                 if not _is_finite(bias):
                     raise ValidationError(
                         f"logit_bias of token {token} must be a finite number, got {bias!r}", "logit_bias"
@@ -210,9 +212,17 @@ def check_count(name: str, value: Collection[object]) -> None:
 def check_token_ids(name: str, value: Sequence[int] | None) -> list[int] | None:
     """The ids as a list; raises unless they may be some."""
     check_count(name, _listed(name, value) or [])
-    for token in value or []:
-        check_integer(name, token, 0, MAX_TOKEN_ID)
+    if value:
+        _check_ids(name, value)
     return None if value is None else list(value)
+
+
+def _check_ids(name: str, ids: Collection[int]) -> None:
+    """There may be many thousand, and they are checked more than once: those that are right, all together."""
+    if set(map(type, ids)) <= {int} and min(ids) >= 0 and max(ids) <= MAX_TOKEN_ID:
+        return
+    for token in ids:
+        check_integer(name, token, 0, MAX_TOKEN_ID)
 
 
 def _listed(name: str, value: Any) -> Any:

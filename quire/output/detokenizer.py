@@ -36,6 +36,8 @@ class Vocabulary:
         self._bytes = _byte_table(tokenizer)
         self._texts: dict[int, str] = {}
         """Of tokens by themselves, as far as they were asked for."""
+        self._windows: dict[bool, dict[int, str]] = {False: {}, True: {}}
+        """The same, as windows see them: without and with spaces between special tokens."""
 
     def detokenizer(
         self, prompt: Sequence[int], skip_special: bool, spaces_between_special: bool = True
@@ -44,7 +46,8 @@ class Vocabulary:
         skipped = self.special if skip_special else frozenset()
         if self._bytes is not None:
             return ByteDetokenizer(self._bytes, skipped)
-        return WindowDetokenizer(self.tokenizer, prompt, skipped, spaces_between_special)
+        texts = self._windows[spaces_between_special]
+        return WindowDetokenizer(self.tokenizer, prompt, skipped, spaces_between_special, texts)
 
     def text_of(self, token: int) -> str:
         """A token by itself, as logprobs show it."""
@@ -80,8 +83,12 @@ class ByteDetokenizer:
 class WindowDetokenizer:
     """For any other tokenizer: decode a short window with and without the new tokens, and take the difference."""
 
-    def __init__(self, tokenizer: Any, prompt: Sequence[int], skipped: frozenset[int], spaces: bool) -> None:
+    def __init__(
+        self, tokenizer: Any, prompt: Sequence[int], skipped: frozenset[int], spaces: bool, texts: dict[int, str]
+    ) -> None:
+        """`texts`: of tokens by themselves, which all detokenizers of these settings share."""
         self._tokenizer = tokenizer
+        self._texts = texts
         self._skipped = skipped
         self._spaces = spaces
         self._window = self._context([token for token in prompt[-2 * CONTEXT_TOKENS :] if token not in skipped])
@@ -100,7 +107,7 @@ class WindowDetokenizer:
         return self._advance(final=True)
 
     def _advance(self, final: bool) -> str:
-        before, after = self._decode(self._window[: self._shown]), self._decode(self._window)
+        before, after = self._decode_shown(), self._decode(self._window)
         pending = len(self._window) - self._shown
         if not final and after.endswith(REPLACEMENT) and pending < LONGEST_CHARACTER:
             return ""
@@ -117,6 +124,16 @@ class WindowDetokenizer:
             if REPLACEMENT not in self._decode(prompt[-count:]):
                 return prompt[-count:]
         return prompt
+
+    def _decode_shown(self) -> str:
+        """What has been given out is one token, mostly."""
+        shown = self._window[: self._shown]
+        if len(shown) != 1:
+            return self._decode(shown)
+        text = self._texts.get(shown[0])
+        if text is None:
+            text = self._texts[shown[0]] = self._decode(shown)
+        return text
 
     def _decode(self, tokens: list[int]) -> str:
         text: str = self._tokenizer.decode(

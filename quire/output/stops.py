@@ -11,6 +11,7 @@ class StopStrings:
     def __init__(self, strings: Sequence[str], include: bool) -> None:
         self._strings = strings
         self._include = include
+        self._last_characters = frozenset(string[-1] for string in strings)
         self.held = max((len(string) for string in strings), default=1) - 1 if not include else 0
         """Characters at the end of the text that may turn out to begin a stop string, and are not shown yet."""
 
@@ -19,7 +20,7 @@ class StopStrings:
 
         Two that complete at the same character are decided by their order in the list.
         """
-        if not self._strings or not new:
+        if not new or self._last_characters.isdisjoint(text[-new:]):
             return None
         best: tuple[int, int, str] | None = None
         for order, string in enumerate(self._strings):

@@ -131,7 +131,8 @@ class Admission:
         draft.prompts[request] = count
         if self._sharing is not None:
             self._sharing.charge(request, count)
-        self._ledger.prefilling[request] = None
+        if count < request.known - cached:
+            self._ledger.prefilling[request] = None
         self.publish_chunk(draft, request)
         return count
 

@@ -8,9 +8,11 @@ at. Those that do not end go on, as many as the search is wide. Those that end a
 from __future__ import annotations
 
 import heapq
+import itertools
+from collections.abc import Iterator
 from typing import NamedTuple
 
-from quire.messages.beams import BeamSearchParams, Hypothesis
+from quire.messages.beams import Beam, BeamSearchParams, Hypothesis
 from quire.messages.request import NewRequest, Request
 
 
@@ -66,14 +68,10 @@ class BeamSearch:
         return going[:width] if going and self._can_improve(going[0].total, length) else []
 
     def _best(self) -> list[Choice]:
-        """The best continuations of all beams."""
-        every: list[Choice] = []
-        for parent, request in enumerate(self.beams):
-            beam = request.beam
-            if beam is not None and beam.candidates is not None:
-                ranked = enumerate(zip(beam.candidates.ids[1:], beam.candidates.values[1:], strict=True), start=1)
-                every += [Choice(parent, token, value, rank, beam.total + value) for rank, (token, value) in ranked]
-        return heapq.nlargest(num_candidates(self._params, len(self._ends)), every, key=lambda choice: choice.total)
+        """The best continuations of all beams. Each beam's come best first: most are never looked at."""
+        every = [_continuations(parent, request.beam) for parent, request in enumerate(self.beams)]
+        best = heapq.merge(*every, key=lambda choice: choice.total, reverse=True)
+        return list(itertools.islice(best, num_candidates(self._params, len(self._ends))))
 
     def _keep(self, choice: Choice, length: int) -> None:
         """A sequence has ended."""
@@ -104,3 +102,11 @@ class BeamSearch:
         if self._params.early_stopping == "never" and self._params.length_penalty > 0:
             length = self._limit - self._prompt
         return self._score(best, length) > self.finished[-1].score
+
+
+def _continuations(parent: int, beam: Beam | None) -> Iterator[Choice]:
+    """What may follow a beam, best first."""
+    if beam is not None and beam.candidates is not None:
+        ids, values = beam.candidates.ids, beam.candidates.values
+        for rank in range(1, len(ids)):
+            yield Choice(parent, ids[rank], values[rank], rank, beam.total + values[rank])

@@ -106,7 +106,7 @@ class Branching:
     def _continue(self, beam: Request, choice: Choice) -> None:
         assert beam.beam is not None
         beam.output.append(choice.token)
-        beam.beam = beam.beam.followed(choice.logprob, choice.rank)
+        beam.beam.follow(choice.logprob, choice.rank)
         if beam.row < 0:
             self._ledger.policy.add(beam)
             return

@@ -39,7 +39,7 @@ class Ledger:
             self.sharing.attach(self)
             self.rows.watcher = self.sharing
         self.prefilling: dict[Request, None] = {}
-        """Requests with a row whose known tokens are not all computed."""
+        """Requests with a row whose known tokens take more steps than the one they joined in."""
         self.forked: set[Request] = set()
         """Samples of one prompt whose last block may still be shared: the next write into it copies it."""
         self.dropped: list[int] = []

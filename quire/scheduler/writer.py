@@ -53,7 +53,7 @@ class PlanWriter:
             tokens += request.tokens(start, start + count)
             rows.computed[row] = start + count
             if start + count == rows.bound[row]:
-                self._ledger.prefilling.pop(request)
+                self._ledger.prefilling.pop(request, None)
                 rows.bound[row] += 1
                 rows.decoding[row] = True
                 for drawer in (request, *self._fork_siblings(draft, request)):

@@ -197,7 +197,7 @@ class DeviceBatch:
     def _remember(self, new: NewRow) -> None:
         """What the host must know of a row."""
         self.kinds[new.row] = RowKind.of(new)
-        self.extras[new.row] = RowExtras(new, self._device)
+        self.extras[new.row] = RowExtras(new, self.upload)
 
     def inputs(self, plan: StepPlan) -> StepInputs:
         """Token ids, positions, cache slots and query offsets of the step, computed from the rows it schedules."""
@@ -327,3 +327,9 @@ class DeviceBatch:
         width = min(-(-longest // size), self.block_table.shape[1])
         pages = self.kv.tokens[self.block_table[rows, :width]]
         return pages.view(len(rows), -1)[:, :longest].to(torch.int64)
+
+    def tokens_at(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """The token ids at these positions of these rows, read from their pages; garbage outside of a row."""
+        size = self.kv.block_size
+        positions = positions.clamp(0, self.block_table.shape[1] * size - 1)
+        return self.kv.tokens[self.block_table[rows, positions // size], positions % size].to(torch.int64)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 
 import numpy as np
 import torch
 
 from quire.messages.plan import NewRow
+
+_NOTHING = torch.empty(0)
 
 
 class RowKind(enum.IntFlag):
@@ -57,17 +60,23 @@ class RowKind(enum.IntFlag):
 class RowExtras:
     """Parameters of a row that are lists; an empty one asks for nothing."""
 
-    def __init__(self, new: NewRow, device: torch.device) -> None:
+    def __init__(self, new: NewRow, upload: Callable[..., list[torch.Tensor]]) -> None:
         p = new.params
         self.params = p
         self.prompt_len = new.prompt_len
-        self.bias_ids = np.array([*(p.logit_bias or ())], np.int64)
-        self.bias = np.array([*(p.logit_bias or {}).values()], np.float64)
-        self.allowed = np.array(p.allowed_token_ids or (), np.int64)
+        self.allowed = self.bias_ids = self.bias = _NOTHING
+        if p.allowed_token_ids or p.logit_bias:  # they may be long: from here on they are on the device
+            bias = p.logit_bias or {}
+            values = np.array([*bias.values()], np.float64).view(np.int64)
+            self.allowed, self.bias_ids, bits = upload(p.allowed_token_ids or [], [*bias], values)
+            self.bias = bits.view(torch.float64)
         # Masks know when their row may end.
         held_back = p.min_tokens and p.structured_outputs is None
         self.stop_ids = np.array(new.stop_ids if held_back else (), np.int64)
-        self.bad_words = [torch.tensor(word, device=device) for word in new.bad_words]
+        # Bad words: the last token of each, and the tokens before it, all in one.
+        self.bad_lasts = np.array([word[-1] for word in new.bad_words], np.int64)
+        self.bad_begun = np.array([token for word in new.bad_words for token in word[:-1]], np.int64)
+        self.bad_begun_counts = np.array([len(word) - 1 for word in new.bad_words], np.int64)
         self.num_seen = new.num_computed
         """Tokens of the chunks so far (prompt logprobs)."""
         self.last_hidden: torch.Tensor | None = None

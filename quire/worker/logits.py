@@ -59,16 +59,15 @@ def apply_lists(
     longest: int,
     processors: Sequence[LogitsProcessor],
 ) -> None:
-    """In place: fixed lists of all rows at once, and what depends on a row's tokens row by row."""
-    listed = [(i, batch.extras[row]) for i, row in enumerate(host_rows.tolist()) if batch.kinds[row] & RowKind.LISTED]
-    _keep_allowed(batch, logits, [(i, extras.allowed) for i, extras in listed if len(extras.allowed)])
+    """In place: lists of all rows at once, and processors row by row."""
+    places = np.flatnonzero(batch.kinds[host_rows] & RowKind.LISTED)
+    listed = [(i, batch.extras[row]) for i, row in zip(places.tolist(), host_rows[places].tolist(), strict=True)]
+    _keep_allowed(batch, logits, [(i, extras) for i, extras in listed if extras.params.allowed_token_ids])
     _hold_stops_back(batch, logits, rows, [(i, extras) for i, extras in listed if len(extras.stop_ids)])
-    _add_biases(batch, logits, [(i, extras) for i, extras in listed if len(extras.bias)])
-    for i, extras in listed:
-        if extras.bad_words or processors:
-            tokens = batch.row_tokens(rows[i : i + 1], longest)[0]
-            _ban_bad_words(batch, logits[i], rows[i], tokens, extras)
-            _apply_processors(batch, logits[i], int(host_rows[i]), tokens, extras, processors)
+    _add_biases(batch, logits, [(i, extras) for i, extras in listed if extras.params.logit_bias])
+    _ban_bad_words(batch, logits, rows, [(i, extras) for i, extras in listed if len(extras.bad_lasts)])
+    if processors:
+        _apply_processors(batch, logits, rows, listed, longest, processors)
 
 
 Lists = list[tuple[int, np.ndarray]]
@@ -81,12 +80,22 @@ def _places(lists: Lists) -> tuple[np.ndarray, np.ndarray]:
     return np.repeat([i for i, _ in lists], counts), np.concatenate([ids for _, ids in lists])
 
 
-def _keep_allowed(batch: DeviceBatch, logits: torch.Tensor, lists: Lists) -> None:
-    if lists:
-        where, ids, ruled = batch.upload(*_places(lists), [i for i, _ in lists])
+def _keep_allowed(batch: DeviceBatch, logits: torch.Tensor, listed: list[tuple[int, RowExtras]]) -> None:
+    if listed:
+        ruled, where, ids = _long_places(batch, [(i, extras.allowed) for i, extras in listed])
         allowed = logits[where, ids]
         logits[ruled] = NEGATIVE_INFINITY
         logits[where, ids] = allowed
+
+
+def _long_places(
+    batch: DeviceBatch, lists: list[tuple[int, torch.Tensor]]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The numbers of rows; and those again, and the tokens, of all pairs. The lists lie on the device: they may have
+    many thousand tokens."""
+    rows, counts = batch.upload([i for i, _ in lists], [len(ids) for _, ids in lists])
+    ids = torch.cat([ids for _, ids in lists])
+    return rows, rows.repeat_interleave(counts, output_size=len(ids)), ids
 
 
 def _hold_stops_back(
@@ -105,36 +114,53 @@ def _hold_stops_back(
 
 def _add_biases(batch: DeviceBatch, logits: torch.Tensor, listed: list[tuple[int, RowExtras]]) -> None:
     if listed:
-        biases = np.concatenate([extras.bias for _, extras in listed])
-        where, ids, bits = batch.upload(*_places([(i, extras.bias_ids) for i, extras in listed]), biases.view(np.int64))
-        logits[where, ids] += bits.view(torch.float64).to(logits.dtype)
+        _, where, ids = _long_places(batch, [(i, extras.bias_ids) for i, extras in listed])
+        logits[where, ids] += torch.cat([extras.bias for _, extras in listed]).to(logits.dtype)
 
 
 def _ban_bad_words(
-    batch: DeviceBatch, logits: torch.Tensor, row: torch.Tensor, tokens: torch.Tensor, extras: RowExtras
+    batch: DeviceBatch, logits: torch.Tensor, rows: torch.Tensor, listed: list[tuple[int, RowExtras]]
 ) -> None:
     """The last token of a bad word is banned where the output ends in the rest of it."""
-    length, output_len = batch.num_tokens[row], batch.num_tokens[row] - batch.prompt_len[row]
-    for word in extras.bad_words:
-        begun = word[:-1]
-        if len(begun) > len(tokens):
-            continue
-        tail = tokens[(length - len(begun) + torch.arange(len(begun), device=tokens.device)).clamp(min=0)]
-        matches = (tail == begun).all() & (output_len >= len(begun))
-        logits[word[-1]] = torch.where(matches, NEGATIVE_INFINITY, logits[word[-1]])
+    if not listed:
+        return
+    counts = np.concatenate([extras.bad_begun_counts for _, extras in listed])
+    words = np.repeat(np.arange(len(counts)), counts)
+    distances = np.repeat(np.cumsum(counts), counts) - np.arange(len(words))
+    where, last, least, word, back, begun = batch.upload(
+        *_places([(i, extras.bad_lasts) for i, extras in listed]),
+        counts,
+        words,
+        distances,
+        np.concatenate([extras.bad_begun for _, extras in listed]),
+    )
+    lengths, owners = batch.num_tokens[rows], where[word]
+    differs = (batch.tokens_at(rows[owners], lengths[owners] - back) != begun).long()
+    is_safe = torch.zeros_like(least).index_add_(0, word, differs) > 0
+    is_safe |= (lengths - batch.prompt_len[rows])[where] < least
+    # Added, because words of a row may end in the same token.
+    bans = torch.where(is_safe, 0.0, NEGATIVE_INFINITY).to(logits.dtype)
+    logits.index_put_((where, last), bans, accumulate=True)
 
 
 def _apply_processors(
     batch: DeviceBatch,
     logits: torch.Tensor,
-    row: int,
-    tokens: torch.Tensor,
-    extras: RowExtras,
+    rows: torch.Tensor,
+    listed: list[tuple[int, RowExtras]],
+    longest: int,
     processors: Sequence[LogitsProcessor],
 ) -> None:
-    wanted = [processor for processor in processors if processor.applies(extras.params)]
-    if wanted:
-        length = int(batch.num_tokens[row])
-        prompt, output = tokens[: extras.prompt_len], tokens[extras.prompt_len : length]
-        for processor in wanted:
-            logits.copy_(processor.apply(logits, prompt, output, extras.params))
+    wanted = [
+        (i, extras, chosen)
+        for i, extras in listed
+        if (chosen := [processor for processor in processors if processor.applies(extras.params)])
+    ]
+    if not wanted:
+        return
+    (where,) = batch.upload([i for i, _, _ in wanted])
+    tokens, lengths = batch.row_tokens(rows[where], longest), batch.num_tokens[rows[where]].tolist()
+    for (i, extras, chosen), own, length in zip(wanted, tokens, lengths, strict=True):
+        prompt, output = own[: extras.prompt_len], own[extras.prompt_len : length]
+        for processor in chosen:
+            logits[i] = processor.apply(logits[i], prompt, output, extras.params)

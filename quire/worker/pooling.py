@@ -18,8 +18,9 @@ class Vectors:
     """What a step's pooled rows came to, on its way to the host."""
 
     def __init__(self, draws: list[int], vectors: list[torch.Tensor]) -> None:
+        """`vectors`: lines of them, one a draw in all."""
         self._draws = draws
-        self._host = _to_host(torch.stack(vectors)) if vectors else torch.empty(0)
+        self._host = _to_host(torch.cat(vectors)) if vectors else torch.empty(0)
 
     def take(self) -> dict[int, Vector]:
         """By draw. The step must be done."""
@@ -32,24 +33,22 @@ def pool(plan: StepPlan, batch: DeviceBatch, hidden: torch.Tensor, is_narrow: bo
     `is_narrow`: `hidden` has a line for each draw, and no other.
     """
     kinds = batch.kinds[plan.rows]
-    draws: list[int] = []
-    vectors: list[torch.Tensor] = []
     if not (kinds & RowKind.POOLED).any():
-        return Vectors(draws, vectors)
+        return Vectors([], [])
+    ends = np.cumsum(plan.counts)
+    last = np.flatnonzero(kinds[plan.samples] & RowKind.LAST)
+    draws, vectors = last.tolist(), list[torch.Tensor]()
+    if draws:
+        (lines,) = batch.upload(last if is_narrow else ends[plan.samples[last]] - 1)
+        vectors.append(hidden[lines].float())
     draw_of = {entry: draw for draw, entry in enumerate(plan.samples.tolist())}
-    ends = np.cumsum(plan.counts).tolist()
-    for i in np.flatnonzero(kinds & RowKind.POOLED).tolist():
-        extras, draw = batch.extras[int(plan.rows[i])], draw_of.get(i)
-        if kinds[i] & RowKind.MEAN:
-            part = hidden[ends[i] - int(plan.counts[i]) : ends[i]].sum(0, dtype=torch.float32)
-            extras.total = part if extras.total is None else extras.total + part
-        if draw is None:
-            continue
-        draws.append(draw)
-        if extras.total is not None:
+    for i in np.flatnonzero(kinds & RowKind.MEAN).tolist():
+        extras = batch.extras[int(plan.rows[i])]
+        part = hidden[ends[i] - plan.counts[i] : ends[i]].sum(0, keepdim=True, dtype=torch.float32)
+        extras.total = part if extras.total is None else extras.total + part
+        if (draw := draw_of.get(i)) is not None:
+            draws.append(draw)
             vectors.append(extras.total / extras.prompt_len)
-        else:
-            vectors.append(hidden[draw if is_narrow else ends[i] - 1].float())
     return Vectors(draws, vectors)
 
 

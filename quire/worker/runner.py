@@ -300,11 +300,11 @@ class Runner:
         """
         results: dict[int, tuple[int, Reports]] = {}
         kinds = self._batch.kinds[plan.rows]
-        end = plan.num_decodes
-        for i in range(plan.num_decodes, len(plan.rows)):
-            begin, end = end, end + int(plan.counts[i])
-            if not kinds[i] & RowKind.PROMPT_LOGPROBS:
+        ends = np.cumsum(plan.counts)
+        for i in np.flatnonzero(kinds & RowKind.PROMPT_LOGPROBS).tolist():
+            if i < plan.num_decodes:
                 continue
+            begin, end = int(ends[i] - plan.counts[i]), int(ends[i])
             extras = self._batch.extras[int(plan.rows[i])]
             start, extras.num_seen = extras.num_seen, extras.num_seen + end - begin
             predictors, tokens = hidden[begin : end - 1], inputs.tokens[begin + 1 : end]

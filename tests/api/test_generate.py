@@ -368,3 +368,14 @@ if __name__ == "__main__":
     printed = capsys.readouterr().out
     assert printed.count("Prompt:    ") == 4
     assert "'The capital of France is'" in printed
+
+
+def test_a_bad_word_is_tokenized_once_for_all_requests(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    params = SamplingParams(temperature=0, max_tokens=4, bad_words=["worldly", "worldly", "sea"])
+    inputs = llm.llm_engine.inputs
+    first, _ = inputs.make("a", [5], params, 0.0)
+    texts = ["worldly", " worldly", "sea", " sea"]
+    assert first.bad_words == [inputs.tokenizer.encode(text, add_special_tokens=False) for text in texts]
+    monkeypatch.setattr(inputs, "encode", None)
+    again, _ = inputs.make("b", [5], params, 0.0)
+    assert again.bad_words == first.bad_words

@@ -208,6 +208,19 @@ def full() -> SamplingParams:
     )
 
 
+def test_many_ids_are_checked_together_and_a_wrong_one_among_them_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = [*range(10_000)]
+    with pytest.raises(ValidationError, match=r"got 2147483648"):
+        SamplingParams(allowed_token_ids=[*ids, 2**31])
+    with pytest.raises(ValidationError, match=r"got True"):
+        SamplingParams(logit_bias={**dict.fromkeys(ids[2:], 1.0), True: 1.0})
+    checked: list[Any] = []
+    monkeypatch.setattr("quire.messages.sampling.check_integer", lambda *arguments: checked.append(arguments))
+    params = SamplingParams(allowed_token_ids=ids, logit_bias=dict.fromkeys(ids, 1.0)).clone()
+    assert (params.allowed_token_ids, [*(params.logit_bias or ())]) == (ids, ids)
+    assert len(checked) < 100
+
+
 def test_a_clone_shares_nothing_with_its_original() -> None:
     params = full()
     clone: Any = params.clone()

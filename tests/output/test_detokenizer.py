@@ -186,11 +186,12 @@ class TestWindow:
                 lengths.append(len(tokens))
                 return vocabulary.tokenizer.decode(tokens, **options)
 
-        detokenizer = WindowDetokenizer(Watching(), [], frozenset(), True)
+        detokenizer = WindowDetokenizer(Watching(), [], frozenset(), True, {})
         tokens = vocabulary.tokenizer.encode("hello world " * 100, add_special_tokens=False)
         text = "".join(detokenizer.push([token]) for token in tokens) + detokenizer.flush()
         assert text == vocabulary.tokenizer.decode(tokens)
         assert max(lengths) < 20
+        assert len(lengths) < 1.1 * len(tokens), "once a token: what stood before it is known"
 
 
 def test_tokenizers_of_gguf_files_and_folders_alike(tiny_model: Path) -> None:

@@ -47,6 +47,16 @@ def test_the_first_string_to_complete_is_found(pieces: list[str], stops: list[st
     assert found == wanted
 
 
+def test_text_that_none_of_them_ends_in_is_not_searched() -> None:
+    class Unsearched(str):
+        def find(self, *_: object) -> int:
+            raise AssertionError("searched")
+
+    watcher = StopStrings(["stop", "end."], include=False)
+    assert watcher.find(Unsearched("here we sto"), 3) is None
+    assert watcher.find("here we stop", 1) == ("stop", 8)
+
+
 class _Pieces:
     """A vocabulary whose token i is the i-th piece."""
 

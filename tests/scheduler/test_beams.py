@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 
-from quire.messages.plan import StepPlan
-from quire.messages.request import State
+from quire.messages.beams import Beam, BeamSearchParams
+from quire.messages.plan import StepPlan, TokenLogprobs
+from quire.messages.request import NewRequest, Request, State
+from quire.messages.sampling import SamplingParams
+from quire.scheduler.beams import BeamSearch, Choice
 from tests.scheduler.harness import mixed, rng_of
 from tests.scheduler.sequences import EOS, VOCABULARY, Sequences
 
@@ -28,6 +32,31 @@ def test_the_beams_are_those_of_a_search_over_lists(width: int, depth: int) -> N
         bench.run()
     bench.assert_right()
     assert len({end.reason for found in bench.found.values() for end in found}) == 2, "some end, some are cut"
+
+
+def test_of_all_continuations_only_the_best_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And of equals, those of the first beam, the likeliest first."""
+    width, rng = 8, rng_of("continuations", 0)
+    params = BeamSearchParams(beam_width=width, max_tokens=9, ignore_eos=True)
+    source = NewRequest("s", [1, 2], SamplingParams(max_tokens=9), limit=11, beams=params)
+    beams = [Request(source, index, 0) for index in range(width)]
+    search = BeamSearch(source, params, beams)
+    search.beams = beams
+    expected = []
+    for parent, request in enumerate(beams):
+        values = sorted((-rng.randrange(4) / 2 for _ in range(2 * width)), reverse=True)
+        request.beam = Beam(-parent / 2, candidates=TokenLogprobs([0, *range(2 * width)], [0.0, *values], 1))
+        expected += [(parent, token, value - parent / 2) for token, value in enumerate(values)]
+    expected.sort(key=lambda choice: -choice[2])
+    made = []
+
+    def make(*fields: Any) -> Choice:
+        made.append(fields)
+        return Choice(*fields)
+
+    monkeypatch.setattr("quire.scheduler.beams.Choice", make)
+    assert [(one.parent, one.token, one.total) for one in search.choose()] == expected[:width]
+    assert len(made) <= 3 * width, "those that are chosen from, and the next of each beam"
 
 
 def test_stop_tokens_end_a_sequence_beside_the_models_own_end_unless_that_is_ignored() -> None:

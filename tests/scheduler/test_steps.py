@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from quire.errors import CacheTooSmallError, ValidationError
@@ -260,3 +262,21 @@ def test_states_follow_the_request() -> None:
     assert (one.state, other.state) == (State.RUNNING, State.WAITING)
     bench.run()
     assert one.is_finished and other.is_finished
+
+
+def test_who_joins_does_not_look_through_all_who_joined_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(budget=1000, max_rows=100, blocks=400)
+    for i in range(100):
+        bench.add(str(i), prompt=8, output=2)
+    calls, missing = [0], bench.scheduler.tables.missing
+
+    def counted(*arguments: Any) -> int:
+        calls[0] += 1
+        return missing(*arguments)
+
+    monkeypatch.setattr(bench.scheduler.tables, "missing", counted)
+    bench.step()
+    assert len(bench.plans[-1].rows) == 100
+    assert calls[0] <= 200
+    bench.run()
+    bench.assert_right()

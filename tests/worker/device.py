@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from quire.layers.attention.base import KVSpec
 from quire.messages.plan import NewRow, StepPlan
@@ -62,3 +64,13 @@ class Device:
         longest = int(self.batch.num_tokens[device].max())
         draws = self.sampler.draw(self.sampler.adjust(logits.clone(), device, host, longest), device, host)
         return draws.tokens.tolist(), draws.invalid.tolist()
+
+
+class Operations(TorchDispatchMode):
+    """Counts what torch is asked to do."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))

@@ -12,7 +12,7 @@ import torch
 from quire import LLM, SamplingParams
 from quire.errors import ValidationError
 from quire.worker.logits import apply_penalties
-from tests.worker.device import Device
+from tests.worker.device import Device, Operations
 
 VOCAB = 20
 
@@ -105,6 +105,60 @@ def test_the_last_token_of_a_bad_word_is_banned_after_the_rest_of_it(output: lis
         logits[0, token] = 1.0
         chosen = device.draw(logits, [0])[0][0]
         assert (chosen != token) == (token in banned), (output, token)
+
+
+def test_bad_words_of_many_rows_are_banned_as_a_loop_over_them_says() -> None:
+    """Words of all lengths, some with the same last token, over blocks' edges; outputs that hold their beginnings."""
+    rng = random.Random(3)
+    vocab, rows = 6, range(8)
+    for _ in range(60):
+        device = Device(vocab, max_rows=len(rows))
+        banned: list[set[int]] = []
+        for row in rows:
+            words = [rng.choices(range(1, vocab), k=rng.randint(1, 5)) for _ in range(rng.randint(0, 6))]
+            prompt, output = ([rng.randrange(1, 3) for _ in range(rng.randint(least, 9))] for least in (1, 0))
+            params = SamplingParams(temperature=0, bad_words=["x"] if words else None)
+            device.add(row, params, prompt=prompt, output=output, bad_words=words)
+            banned.append({word[-1] for word in words if output[len(output) - len(word) + 1 :] == word[:-1]})
+        logits = torch.randn(len(rows), vocab)
+        expected = [
+            max((token for token in range(vocab) if token not in not_these), key=logits[row].tolist().__getitem__)
+            for row, not_these in enumerate(banned)
+        ]
+        assert device.draw(logits, rows)[0] == expected
+
+
+def test_lists_of_many_rows_take_as_many_operations_as_those_of_two() -> None:
+    device = Device(VOCAB, max_rows=8)
+    for row in range(8):
+        params = SamplingParams(temperature=0, bad_words=["x"], min_tokens=3, logit_bias={4: 1.0})
+        device.add(row, params, output=[4, 5], stop_ids=[3], bad_words=[[9], [5, row], [4, 5, 6]])
+
+    def operations(rows: int) -> int:
+        with Operations() as seen:
+            device.draw(torch.zeros(rows, VOCAB), range(rows))
+        return seen.count
+
+    assert operations(8) == operations(2)
+
+
+def test_long_lists_travel_to_the_device_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device(VOCAB, max_rows=8)
+    sizes: list[int] = []
+    upload = device.batch.upload
+
+    def noted(*arrays: Any) -> list[torch.Tensor]:
+        sizes.append(sum(map(len, arrays)))
+        return upload(*arrays)
+
+    monkeypatch.setattr(device.batch, "upload", noted)
+    for row in range(8):
+        listed = {"allowed_token_ids": [*range(row, VOCAB)], "logit_bias": dict.fromkeys(range(VOCAB), row / 2)}
+        device.add(row, SamplingParams(temperature=0, **listed))
+    assert max(sizes) >= 2 * VOCAB
+    sizes.clear()
+    assert device.draw(-torch.arange(VOCAB).expand(8, -1).float(), range(8))[0] == [*range(8)]
+    assert sizes and max(sizes) <= 2 * 8, "of each list its row and its length"
 
 
 def test_stop_tokens_are_masked_until_min_tokens() -> None:
