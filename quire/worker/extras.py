@@ -67,7 +67,7 @@ class RowExtras:
         # Masks know when their row may end.
         held_back = p.min_tokens and p.structured_outputs is None
         self.stop_ids = np.array(new.stop_ids if held_back else (), np.int64)
-        self.bad_words = [torch.tensor(word, device=device) for word in new.bad_words]
+        self.bad_words = [torch.tensor(word).to(device, non_blocking=True) for word in new.bad_words]
         self.num_seen = new.num_computed
         """Tokens of the chunks so far (prompt logprobs)."""
         self.last_hidden: torch.Tensor | None = None

@@ -66,8 +66,9 @@ def apply_lists(
     _add_biases(batch, logits, [(i, extras) for i, extras in listed if len(extras.bias)])
     for i, extras in listed:
         if extras.bad_words or processors:
-            tokens = batch.row_tokens(rows[i : i + 1], longest)[0]
-            _ban_bad_words(batch, logits[i], rows[i], tokens, extras)
+            row = rows[i : i + 1]  # a number instead, as an index, would be read by the host: it would wait
+            tokens = batch.row_tokens(row, longest)[0]
+            _ban_bad_words(batch, logits[i], row, tokens, extras)
             _apply_processors(batch, logits[i], int(host_rows[i]), tokens, extras, processors)
 
 
@@ -121,7 +122,8 @@ def _ban_bad_words(
             continue
         tail = tokens[(length - len(begun) + torch.arange(len(begun), device=tokens.device)).clamp(min=0)]
         matches = (tail == begun).all() & (output_len >= len(begun))
-        logits[word[-1]] = torch.where(matches, NEGATIVE_INFINITY, logits[word[-1]])
+        last = word[-1:]
+        logits[last] = torch.where(matches, NEGATIVE_INFINITY, logits[last])
 
 
 def _apply_processors(
