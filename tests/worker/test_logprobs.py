@@ -165,11 +165,12 @@ def test_penalties_in_the_engine_equal_a_loop(llm: LLM, reference: Any) -> None:
             drawn.append(token)
 
 
-@pytest.mark.parametrize("rows", [3, 128])
+@pytest.mark.parametrize("rows, narrow", [(1, 1024), (1, 1), (128, 1024)])
 def test_requests_that_ask_for_different_counts_share_a_step(
-    llm: LLM, reference: Any, monkeypatch: pytest.MonkeyPatch, rows: int
+    llm: LLM, reference: Any, monkeypatch: pytest.MonkeyPatch, rows: int, narrow: int
 ) -> None:
     monkeypatch.setattr(logprobs, "REPORT_ROWS", rows)
+    monkeypatch.setattr(logprobs, "NARROW", narrow)
     counts = [0, 5, None, 2, 5, None, 0, 1]
     asked = [
         SamplingParams(temperature=0.9, seed=i, max_tokens=6, ignore_eos=True, logprobs=c) for i, c in enumerate(counts)
