@@ -45,6 +45,7 @@ def main() -> None:
             rate = 2 * rows * n * k / us / 1e6
             taken = "  taken" if "algorithm" in entry else ""
             print(f"{rows:6}{cublas:10.1f}{us:10.1f}{cublas / us:6.3f}x{rate:6.0f}{taken}", flush=True)
+            found.pop(key_of(rows, n, k, DTYPE), None)  # it may have won before
             if taken:
                 found[key_of(rows, n, k, DTYPE)] = entry
         if options.out is not None:

@@ -215,21 +215,21 @@ def main() -> None:
 
     gpu = current_gpu()
     found = read_table(shipped_table(gpu)) if options.missing else {}
-    wanted = {name: missing_shapes(MODELS[name], options.buckets, found) for name in options.models}
+    wanted = [shape for name in options.models for shape in missing_shapes(MODELS[name], options.buckets, found)]
     began = time.perf_counter()
-    jobs = tuning_jobs([shape for shapes in wanted.values() for shape in shapes], DTYPE, options.buckets, gpu)
+    jobs = tuning_jobs(wanted, DTYPE, options.buckets, gpu)
     compile_all(jobs, options.processes)
     print(f"{gpu.name}: {len(jobs)} kernels compiled in {time.perf_counter() - began:.0f} s", flush=True)
 
     began = time.perf_counter()
     timer = RememberingTimer() if options.unchecked else CheckedTimer()
-    tuner = Tuner(gpu, None, None)
+    tuner = Tuner(gpu, shipped_table(gpu) if options.missing else None, None)
     raise_clocks()
-    for name, shapes in wanted.items():
+    for name in options.models:
         if time.perf_counter() - began > options.seconds:
             print(f"no time for {name}")
             continue
-        shapes = [shape for shape in shapes if key_of(shape, options.buckets[0], DTYPE) not in found]
+        shapes = missing_shapes(MODELS[name], options.buckets, found)
         found |= tuner.tune(shapes, DTYPE, options.buckets, timer)
         for shape in shapes:
             print_shape(shape, options.buckets, found, timer)

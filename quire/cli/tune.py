@@ -135,7 +135,7 @@ def tune_many_rows(
 ) -> None:  # fmt: skip
     """Measure which of cuBLASLt's algorithms beat cuBLAS's own choice, and print them, a weight at a time."""
     from quire.kernels import cublaslt
-    from quire.kernels.triton import cublas_timing, tuning
+    from quire.kernels.triton import cublas_timing, thin_timing, tuning
 
     lt = cublaslt.library()
     if lt is None or dtype.itemsize != 2:
@@ -144,13 +144,17 @@ def tune_many_rows(
     shipped, own = tuning.read_table(cublaslt.shipped_table(*card)), cublaslt.own_table(*card)
     known, timer = tuning.read_table(own), cublas_timing.Timer()
     for n, k in weights:
-        print(f"many rows of {n} x {k}")
-        print(f"{'rows':>6}{'us':>10}{'cuBLAS us':>12}", flush=True)
-        grid = [rows for rows in cublas_timing.grid_of(n) if buckets is None or rows in buckets]
-        keys = {rows: cublaslt.key_of(rows, n, k, dtype) for rows in grid}
+        keys = {rows: cublaslt.key_of(rows, n, k, dtype) for rows in cublas_timing.grid_of(n)}
         comes_with_us = any(key in shipped for key in keys.values())  # and then those that won alone
-        for rows, key in keys.items():
-            if again or not (key in known or comes_with_us):
+        asked = {rows: key for rows, key in keys.items() if buckets is None or rows in buckets}
+        unknown = [rows for rows, key in asked.items() if again or not (key in known or comes_with_us)]
+        if asked:
+            print(f"many rows of {n} x {k}")
+            print(f"{'rows':>6}{'us':>10}{'cuBLAS us':>12}", flush=True)
+        if unknown:
+            thin_timing.raise_clocks()
+        for rows, key in asked.items():
+            if rows in unknown:
                 known[key] = cublas_timing.measure(lt, n, k, rows, dtype, timer)
                 tuning.write_table(own, tuning.read_table(own) | {key: known[key]})
                 note = "  taken" if "algorithm" in known[key] else ""

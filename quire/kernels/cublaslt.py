@@ -24,6 +24,8 @@ log = logging.getLogger(__name__)
 
 GRID = (32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 512, 768, 1024, 2048, 4096, 8192, 16384)
 """Rows that algorithms are measured for: one serves all numbers of rows down to the one before. More go as the last."""
+FEW = 16
+"""So many rows, or fewer, are not served: the first of the grid was not measured for them."""
 WORKSPACE = 32 << 20
 """Bytes that an algorithm may use to add up what several programs computed."""
 ALIGNMENT = 16
@@ -33,7 +35,7 @@ _TYPES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14}
 _COMPUTE_FLOAT = 68
 _TRANSPOSE_A, _TRANSPOSED = 3, 1
 _MOST_WORKSPACE, _REDUCTIONS, _LEAST_ALIGNMENTS = 1, 3, (5, 6, 7, 8)
-_IN_FLOAT = 3  # parts are added up in float32, in place or not
+_IN_FLOAT = 2  # parts of a sum are added up in the type of computing; in place it would be the output's
 _COLUMNS, _STRIDE = 3, 4
 
 
@@ -154,9 +156,7 @@ class Products:
     def __init__(self, library: CublasLt, table: dict[str, dict[str, Any]]) -> None:
         """`table`: {"1024 4096x14336 bfloat16": {"algorithm": 128 hexadecimal digits, ...}, ...}, rows of `GRID`."""
         self._library = library
-        self._algorithms = {
-            key: bytes.fromhex(entry["algorithm"]) for key, entry in table.items() if "algorithm" in entry
-        }
+        self._algorithms = {key: algorithm_of(entry) for key, entry in table.items()}
         self._found: dict[tuple[int, int, int, torch.dtype], bytes | None] = {}
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
@@ -178,10 +178,20 @@ class Products:
         rows, (n, k) = x.shape[0], weight.shape
         key = rows, n, k, x.dtype
         if key not in self._found:
-            self._found[key] = self._algorithms.get(key_of(cell_of(rows), n, k, x.dtype))
+            known = self._algorithms.get(key_of(cell_of(rows), n, k, x.dtype))
+            self._found[key] = known if rows > FEW else None
         found = self._found[key]
         aligned = not (x.data_ptr() | weight.data_ptr() | (x.stride(0) * x.itemsize)) % ALIGNMENT
         return found if found is not None and aligned and x.stride(1) == 1 and weight.stride(1) == 1 else None
+
+
+def algorithm_of(entry: dict[str, Any]) -> bytes | None:
+    """The algorithm of a table's entry; None where cuBLAS chooses well, and for what is no algorithm."""
+    try:
+        found = bytes.fromhex(entry["algorithm"])
+    except (KeyError, TypeError, ValueError):
+        return None
+    return found if len(found) == 64 else None
 
 
 def cell_of(rows: int) -> int:

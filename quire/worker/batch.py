@@ -298,7 +298,7 @@ class DeviceBatch:
             torch.where(banned, nothing, logits[i], out=logits[i])  # reads no flag to branch on: masked_fill_ does
 
     def draw(self, logits: torch.Tensor, rows: torch.Tensor, start: int, filtered: bool) -> bool:
-        """Draw for rows that ask for nothing special, where the device has a kernel for it; False where not."""
+        """Draw and commit, where the device has a kernel for it; False where not. `start`: as in `commit`."""
         return False
 
     def commit(self, tokens: torch.Tensor, invalid: torch.Tensor, rows: torch.Tensor, start: int) -> None:

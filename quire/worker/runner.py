@@ -106,7 +106,7 @@ class Runner:
         self._unsupplied: PendingStep | None = None
 
     def launch(self, plan: StepPlan) -> PendingStep:
-        """Start the step. Nothing here waits for the device unless a row asks for something out of the ordinary."""
+        """Start the step. Nothing here waits for the device, unless a row has a logits processor of the user's own."""
         try:
             return self._launch(plan)
         except BaseException:
@@ -214,7 +214,7 @@ class Runner:
         """Whether nobody asks for more of a step with prompts than what is drawn. New rows are not in `kinds` yet."""
         added = {new.row: RowKind.of(new) for new in plan.add}
         kinds = [added.get(row, self._batch.kinds[row]) for row in plan.rows[plan.num_decodes :].tolist()]
-        return not any(kind & (RowKind.PROMPT_LOGPROBS | RowKind.POOLED | RowKind.MEAN) for kind in kinds)
+        return not any(kind & (RowKind.PROMPT_LOGPROBS | RowKind.POOLED) for kind in kinds)
 
     def _narrows(self, plan: StepPlan) -> bool:
         """Whether the model is to return the hidden states alone that something is drawn from, each once."""
@@ -315,7 +315,7 @@ class Runner:
             extras.last_hidden = hidden[end - 1 : end].clone()
             inside = max(0, extras.prompt_len - start)  # a preempted row computes its output again too
             predictors, tokens = predictors[:inside], tokens[:inside]
-            parts = zip(predictors.split(LOGIT_ROWS), tokens.split(LOGIT_ROWS), strict=True)
-            scores = ((self._model.logits(part), owns) for part, owns in parts)
+            parts = (slice(at, at + LOGIT_ROWS) for at in range(0, len(tokens), LOGIT_ROWS))
+            scores = ((self._model.logits(predictors[part]), tokens[part]) for part in parts)
             results[i] = start, Reports(scores, extras.params.prompt_logprobs or 0)
         return results

@@ -163,7 +163,7 @@ def test_experts_are_measured_too(quire, byte_llama, measured, monkeypatch):
     assert timed == []
 
 
-def test_algorithms_for_many_rows_are_measured_too(quire, byte_llama, measured, monkeypatch):
+def test_algorithms_for_many_rows_are_measured_too(quire, byte_llama, measured, monkeypatch, tmp_path):
     timed = []
 
     class Library:
@@ -189,3 +189,10 @@ def test_algorithms_for_many_rows_are_measured_too(quire, byte_llama, measured, 
     quire(*command, "--again")
     assert len(timed) == 10
     assert tuning.many_rows.__wrapped__() is not None, "and the next start finds them"
+    assert "many rows" not in quire("tune", byte_llama, "--buckets", "1", "--dtype", "bfloat16").out
+    timed.clear()
+    shipped = {cublaslt.key_of(1024, *weights[0], torch.bfloat16): {"algorithm": "ab" * 64}}
+    tuning.write_table(tmp_path / "shipped.json", shipped)
+    monkeypatch.setattr(cublaslt, "shipped_table", lambda *_: tmp_path / "shipped.json")
+    quire("tune", byte_llama, "--buckets", "128", "--dtype", "bfloat16")
+    assert timed == [(*weight, 128) for weight in weights[1:]], "what is not in our table, for such a weight, has lost"

@@ -16,7 +16,7 @@ from quire.kernels.triton import cublas_timing, tuning
 from quire.kernels.triton.ops import TritonOps
 from quire.kernels.triton.thin_timing import random_inputs
 
-A, B = bytes(range(64)), bytes(range(64, 128))
+A, B, C = bytes(range(64)), bytes(range(64, 128)), bytes(range(128, 192))
 BF16 = torch.bfloat16
 
 
@@ -45,11 +45,14 @@ def tensors(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize(
     "rows, expected",
-    [(1, None), (96, None), (97, A), (128, A), (129, None), (160, None), (8193, B), (16384, B), (50_000, B)],
-)
+    [
+        (1, None), (16, None), (17, C), (32, C), (33, None), (96, None), (97, A), (128, A), (129, None), (160, None),
+        (8193, B), (16384, B), (50_000, B),
+    ],
+)  # fmt: skip
 def test_an_algorithm_serves_the_rows_down_to_the_one_before(rows: int, expected: bytes | None) -> None:
     library = Library()
-    known = products(library, _128=A, _16384=B)
+    known = products(library, _32=C, _128=A, _16384=B)
     x, weight = tensors(rows)
     out = known.linear(x, weight)
     assert (out is None) == (expected is None)
@@ -87,6 +90,19 @@ def test_weights_and_dtypes_nobody_measured_and_crooked_tensors_are_left_to_torc
     assert library.asked == []
 
 
+@pytest.mark.parametrize("algorithm", ["", "ab" * 63, "ab" * 65, "no hexadecimal digits", None, 7])
+def test_what_is_no_algorithm_is_left_to_torch(algorithm: object) -> None:
+    known = Products(library := Library(), {"128 64x32 bfloat16": {"algorithm": algorithm}})  # type: ignore[arg-type]
+    assert known.linear(*tensors(128)) is None
+    assert library.asked == []
+
+
+def test_every_algorithm_is_measured_within_the_rows_it_serves() -> None:
+    for rows in GRID:
+        assert {cublaslt.cell_of(place) for place in cublas_timing.places(rows)} == {rows}
+        assert len(set(cublas_timing.places(rows))) == 2 and min(cublas_timing.places(rows)) > cublaslt.FEW
+
+
 def test_an_algorithm_is_the_libraries_64_bytes() -> None:
     assert ctypes.sizeof(Algorithm) == 96
     algorithm = Algorithm()
@@ -109,7 +125,7 @@ def test_shipped_tables_are_sound() -> None:
 
 def test_the_kernels_ask_for_products_of_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     known = products(library := Library(), _128=A, _1024=B)
-    monkeypatch.setattr(TritonOps, "_measured", lambda *_: known)
+    monkeypatch.setattr(TritonOps, "_many_rows", lambda *_: known)
     x, weight = tensors(1024)
     stream = torch.ones(1024, 64, dtype=BF16)
     assert TritonOps().linear(x, weight).equal(x @ weight.T)
@@ -157,9 +173,9 @@ def test_what_wins_is_faster_at_both_ends(
 ) -> None:
     monkeypatch.setattr(cublas_timing, "random_inputs", partial(random_inputs, device="cpu"))
     first, second = cublas_timing.places(64)
-    assert (first, second) == (64, 48)
+    assert (first, second) == (64, 56)
     times: dict[tuple[int | None, int], float] = {(None, first): 10.0, (None, second): 10.0}
-    times |= {(number, rows): us for number, pair in seconds.items() for rows, us in zip((64, 48), pair, strict=True)}
+    times |= {(number, rows): us for number, pair in seconds.items() for rows, us in zip((64, 56), pair, strict=True)}
     times |= {(3, first): 1.0, (3, second): 1.0}
     entry = cublas_timing.measure(Choosing(), 64, 32, 64, BF16, Clock(times))  # type: ignore[arg-type]
     assert entry["cublas_us"] == 10.0

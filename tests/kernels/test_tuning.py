@@ -73,6 +73,15 @@ def test_a_damaged_table_is_ignored_and_written_anew(tmp_path: Path, damage: byt
     assert list(read_table(path)) == [key_of(QKV, 1, BF16)]
 
 
+def test_entries_of_one_weight_stand_together_by_rows(tmp_path: Path) -> None:
+    keys = [
+        "32 4096x1024 bfloat16", "1024 4096x1024 bfloat16", "128 6144x1024 bfloat16", "experts 8 4x64x64/2 bfloat16",
+        "linear 8 4096x1024 bfloat16", "linear 16 4096x1024 bfloat16", "linear 2 6144x1024 bfloat16", "no number",
+    ]  # fmt: skip
+    write_table(tmp_path / "t.json", {key: {} for key in sorted(keys, reverse=True)})
+    assert list(read_table(tmp_path / "t.json")) == keys
+
+
 def test_an_entry_this_version_does_not_know_is_cublas(tmp_path: Path) -> None:
     own = table(
         tmp_path / "own.json", _1={"kernel": "warp", "block_n": 2}, _2={"kernel": "vector"},

@@ -6,8 +6,10 @@ import math
 import random
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from quire import LLM, SamplingParams
 from quire.errors import ValidationError
@@ -190,6 +192,34 @@ def test_rows_with_different_lists_share_a_step() -> None:
         logits = logits.roll(turn, 1)
         alone = [device.draw(logits[row : row + 1], [row])[0][0] for row in rows]
         assert device.draw(logits, rows)[0] == alone
+
+
+class Waits(TorchDispatchMode):
+    """Notes where the host reads a number of the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default):
+            self.found.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_nothing_waits_for_the_device() -> None:
+    device = Device(40)
+    everything = SamplingParams(
+        seed=1, presence_penalty=1.0, logit_bias={3: 1.0}, allowed_token_ids=[1, 5, 9], min_tokens=3, bad_words=["x"]
+    )
+    device.add(0, everything, prompt=[2, 3], output=[5, 7], stop_ids=[5], bad_words=[[5, 7, 9], [4]])
+    device.add(1, SamplingParams(temperature=0))
+    for rows in ([0], [0, 1]):
+        logits = torch.zeros(len(rows), 40)
+        with Waits() as waits:
+            changed = device.sampler.adjust(logits, torch.tensor(rows), np.array(rows, np.int32), 4)
+        assert waits.found == []
+        assert changed[0].isfinite().nonzero().flatten().tolist() == [1]
 
 
 class Only:

@@ -11,6 +11,7 @@ import torch
 
 from quire import LLM, Logprob, SamplingParams
 from quire.messages.outputs import RequestOutput
+from quire.models.llama import LlamaForCausalLM
 from quire.worker import logprobs
 from tests.conftest import TINY_VOCAB
 
@@ -109,7 +110,12 @@ def test_prompt_logprobs_do_not_read_the_prefix_cache_but_fill_it(llm: LLM, refe
 
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("caching", [True, False], ids=["cached", "uncached"])
-def test_preempted_requests_report_every_token_once(make_llm: Any, reference: Any, depth: int, caching: bool) -> None:
+def test_preempted_requests_report_every_token_once(
+    make_llm: Any, reference: Any, monkeypatch: pytest.MonkeyPatch, depth: int, caching: bool
+) -> None:
+    rows: list[int] = []
+    head = LlamaForCausalLM.logits
+    monkeypatch.setattr(LlamaForCausalLM, "logits", lambda model, x: rows.append(len(x)) or head(model, x))
     llm = make_llm(
         num_gpu_blocks_override=9, block_size=8, pipeline_depth=depth, enable_prefix_caching=caching,
         max_num_batched_tokens=16,
@@ -118,6 +124,7 @@ def test_preempted_requests_report_every_token_once(make_llm: Any, reference: An
     outputs = llm.generate([PROMPT[i : i + 12] for i in range(6)], params, use_tqdm=False)
     assert llm.llm_engine.core.scheduler.stats.preemptions > 0
     assert any(output.metrics.preemptions for output in outputs)
+    assert min(rows) > 0, "output that is computed again is not reported again"
     for output in outputs:
         check_output(output, reference, 2, llm)
         check_prompt(output, reference, 2, llm)
@@ -158,11 +165,12 @@ def test_penalties_in_the_engine_equal_a_loop(llm: LLM, reference: Any) -> None:
             drawn.append(token)
 
 
-@pytest.mark.parametrize("rows", [3, 128])
+@pytest.mark.parametrize("rows, narrow", [(1, 1024), (1, 1), (128, 1024)])
 def test_requests_that_ask_for_different_counts_share_a_step(
-    llm: LLM, reference: Any, monkeypatch: pytest.MonkeyPatch, rows: int
+    llm: LLM, reference: Any, monkeypatch: pytest.MonkeyPatch, rows: int, narrow: int
 ) -> None:
     monkeypatch.setattr(logprobs, "REPORT_ROWS", rows)
+    monkeypatch.setattr(logprobs, "NARROW", narrow)
     counts = [0, 5, None, 2, 5, None, 0, 1]
     asked = [
         SamplingParams(temperature=0.9, seed=i, max_tokens=6, ignore_eos=True, logprobs=c) for i, c in enumerate(counts)

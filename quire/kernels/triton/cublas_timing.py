@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.nn.functional as F
 
-from quire.kernels.cublaslt import GRID, CublasLt
+from quire.kernels.cublaslt import FEW, GRID, CublasLt
 from quire.kernels.triton.thin_candidates import Shape
 from quire.kernels.triton.thin_timing import COLD_BYTES, GraphTimer, random_inputs
 from quire.kernels.triton.tuning import MARGIN, Entry
@@ -54,8 +54,8 @@ def grid_of(n: int) -> list[int]:
 
 def places(rows: int) -> list[int]:
     """The numbers of rows that stand for those an algorithm serves."""
-    at = GRID.index(rows)
-    return [rows, (rows + GRID[at - 1]) // 32 * 16] if at else [rows]
+    before = (FEW, *GRID)[GRID.index(rows)]
+    return [rows, (rows + before) // 2]
 
 
 def measure(lt: CublasLt, n: int, k: int, rows: int, dtype: torch.dtype, timer: Timer) -> Entry:

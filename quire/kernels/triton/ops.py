@@ -60,7 +60,7 @@ class TritonOps(TorchOps):
         config = self._config("linear", x, weight)
         if config is not None:
             return thin_linear(x, weight, bias, config=config)
-        known = self._measured(x, weight) if bias is None else None
+        known = self._many_rows(x) if bias is None else None
         out = None if known is None else known.linear(x, weight)
         return super().linear(x, weight, bias) if out is None else out
 
@@ -69,7 +69,7 @@ class TritonOps(TorchOps):
     ) -> torch.Tensor | None:
         if bias is not None or self._invariant or len(x) < ONTO_ROWS or not stream.is_contiguous():
             return self.linear(x, weight, bias)
-        known = self._measured(x, weight)
+        known = self._many_rows(x)
         if known is None or not known.add_linear(stream, x, weight):
             stream.addmm_(x, weight.t())
         return None
@@ -98,8 +98,8 @@ class TritonOps(TorchOps):
             else thin_silu_linear(x, weight, bias, config=config)
         )
 
-    def _measured(self, x: torch.Tensor, weight: torch.Tensor) -> Products | None:
-        """Products of many rows whose algorithm was measured, if this may be one."""
+    def _many_rows(self, x: torch.Tensor) -> Products | None:
+        """Products whose algorithm was measured, if one of x may be among them."""
         if self._invariant or not THIN or not x.is_cuda or x.dim() != 2 or not len(x):
             return None
         return many_rows()

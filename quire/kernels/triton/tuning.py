@@ -340,7 +340,7 @@ def write_table(path: Path, table: dict[str, Entry]) -> None:
 
 
 def _order(key: str) -> tuple[Any, ...]:
-    """Entries of one weight together, by rows."""
-    kind, _, rest = key.partition(" ")
-    bucket, _, shape = rest.partition(" ")
-    return kind, shape, int(bucket) if bucket.isdigit() else 0, key
+    """Entries of one weight together, by rows, which is the first number of a key."""
+    words = key.split()
+    at = next((i for i, word in enumerate(words) if word.isdecimal()), len(words))
+    return words[:at] + words[at + 1 :], int(words[at]) if at < len(words) else 0, key
