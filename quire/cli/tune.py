@@ -140,8 +140,8 @@ def tune_many_rows(
     lt = cublaslt.library()
     if lt is None or dtype.itemsize != 2:
         return
-    card = tuning.card_of(tuner.gpu), lt.version
-    shipped, own = tuning.read_table(cublaslt.shipped_table(*card)), cublaslt.own_table(*card)
+    shipped = tuning.read_table(cublaslt.shipped_table(tuning.card_of(tuner.gpu), lt.version))
+    own = cublaslt.own_table(tuning.slug(tuner.gpu.name), lt.version)
     known, timer = tuning.read_table(own), cublas_timing.Timer()
     for n, k in weights:
         keys = {rows: cublaslt.key_of(rows, n, k, dtype) for rows in cublas_timing.grid_of(n)}

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import Field, dataclass, field
+from typing import Any, ClassVar
 
 import msgspec
 import numpy as np
@@ -58,12 +58,21 @@ class StepOutputs(msgspec.Struct):
     finished: list[Finished] = []
 
 
+@dataclass
+class _LogprobFields:
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
 class Logprob(msgspec.Struct, gc=False):
     """One token's log-probability at one position. They come by the hundred thousand: small, and not collected."""
 
     logprob: float
     rank: int | None = None
     decoded_token: str | None = None
+    # For `dataclasses.asdict`, which is to work on outputs whole.
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]] = _LogprobFields.__dataclass_fields__
 
 
 @dataclass

@@ -248,7 +248,8 @@ class Runner:
             raw = logits.clone() if reported and (special or masks is not None) else logits
             self._mask(logits, masks, start)
             if special:
-                logits = self._sampler.adjust(logits.float(), rows[part].long(), host_rows, plan.max_context)
+                logits = logits.float()
+                self._sampler.adjust(logits, rows[part].long(), host_rows, plan.max_context)
             filtered = bool((kinds & RowKind.FILTERED).any())
             if not self._batch.draw(logits, rows[part], start, filtered):
                 draw = self._sampler.draw(logits.float(), rows[part].long(), host_rows)

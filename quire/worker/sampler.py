@@ -20,6 +20,10 @@ FILTER_WINDOW = 1024
 """Most nuclei are smaller than this; only rows whose nucleus is not pay for a full sort."""
 
 
+PENALTY_ROWS = 128
+"""Rows whose tokens are counted at a time: that takes six copies of their logits."""
+
+
 class Draws:
     """What a slice of rows drew."""
 
@@ -36,17 +40,17 @@ class Sampler:
         self._batch = batch
         self._processors = processors
 
-    def adjust(self, logits: torch.Tensor, rows: torch.Tensor, host_rows: np.ndarray, longest: int) -> torch.Tensor:
-        """Logits [n, vocab] as lists, penalties and processors change them; the given ones may be overwritten."""
+    def adjust(self, logits: torch.Tensor, rows: torch.Tensor, host_rows: np.ndarray, longest: int) -> None:
+        """Change logits [n, vocab] as lists, processors and penalties ask, in place."""
         kinds = self._batch.kinds[host_rows]
         if (kinds & RowKind.LISTED).any():
             apply_lists(self._batch, logits, rows, host_rows, longest, self._processors)
-        if (kinds & RowKind.PENALISED).all():
-            return apply_penalties(self._batch, logits, rows, longest)
-        if (kinds & RowKind.PENALISED).any():
-            where = _indices(kinds & RowKind.PENALISED, logits.device)
+        penalised = np.flatnonzero(kinds & RowKind.PENALISED)
+        for start in range(0, len(penalised), PENALTY_ROWS):
+            where: slice | torch.Tensor = slice(start, start + PENALTY_ROWS)
+            if len(penalised) < len(kinds):
+                (where,) = self._batch.upload(penalised[where])
             logits[where] = apply_penalties(self._batch, logits[where], rows[where], longest)
-        return logits
 
     def draw(self, logits: torch.Tensor, rows: torch.Tensor, host_rows: np.ndarray) -> Draws:
         """One token a row from logits [n, vocab]."""

@@ -182,7 +182,7 @@ def test_algorithms_for_many_rows_are_measured_too(quire, byte_llama, measured, 
     assert ran.code == 0, ran.err
     assert timed == [(*weight, rows) for weight in weights for rows in (32, 64)]
     assert re.search(r"^many rows of 128 x 64\n.*\n +32 +4\.00 +5\.00\n +64 +4\.00 +5\.00  taken$", ran.out, re.M)
-    own = json.loads(cublaslt.own_table(tuning.card_of(GPU), 7).read_text())
+    own = json.loads(cublaslt.own_table(tuning.slug(GPU.name), 7).read_text())
     assert len(own) == 10 and sum("algorithm" in entry for entry in own.values()) == 5
     timed.clear()
     assert "  (known)" in quire(*command).out and timed == []

@@ -62,7 +62,9 @@ class Device:
         host = np.array(rows, np.int32)
         device = torch.tensor(list(rows))
         longest = int(self.batch.num_tokens[device].max())
-        draws = self.sampler.draw(self.sampler.adjust(logits.clone(), device, host, longest), device, host)
+        logits = logits.clone()
+        self.sampler.adjust(logits, device, host, longest)
+        draws = self.sampler.draw(logits, device, host)
         return draws.tokens.tolist(), draws.invalid.tolist()
 
 

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from quire import LLM, SamplingParams
 from quire.errors import ValidationError
+from quire.worker import sampler
 from quire.worker.logits import apply_penalties
 from tests.worker.device import Device, Operations
 
@@ -171,8 +172,10 @@ def test_stop_tokens_are_masked_until_min_tokens() -> None:
         assert device.draw(logits, [0])[0] == [wanted], drawn
 
 
-def test_rows_with_different_lists_share_a_step() -> None:
-    """Each draws what it draws alone."""
+@pytest.mark.parametrize("rows", [1, 2, 128])
+def test_rows_with_different_lists_share_a_step(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    """Each draws what it draws alone, however many have their tokens counted at a time."""
+    monkeypatch.setattr(sampler, "PENALTY_ROWS", rows)
     vocab = 40
     device = Device(vocab, max_rows=8)
     lists: list[dict[str, Any]] = [
@@ -183,15 +186,16 @@ def test_rows_with_different_lists_share_a_step() -> None:
         {"allowed_token_ids": [0, 7], "logit_bias": {7: -2.5, 8: 50.0}, "min_tokens": 5},
         {"logit_bias": {39: 6.0}, "presence_penalty": 1.0},
         {"min_tokens": 1},
+        {"repetition_penalty": 1.8, "frequency_penalty": 0.7},
     ]
     for row, fields in enumerate(lists):
         device.add(row, SamplingParams(seed=row, **fields), prompt=[2, 3], output=[5, 7], stop_ids=[row, 7, 11])
-    rows = range(len(lists))
     logits = 3 * torch.randn(len(lists), vocab, generator=torch.Generator().manual_seed(0))
     for turn in range(20):
         logits = logits.roll(turn, 1)
-        alone = [device.draw(logits[row : row + 1], [row])[0][0] for row in rows]
-        assert device.draw(logits, rows)[0] == alone
+        alone = [device.draw(logits[row : row + 1], [row])[0][0] for row in range(len(lists))]
+        for some in (range(len(lists)), [5, 7]):
+            assert device.draw(logits[list(some)], some)[0] == [alone[row] for row in some]
 
 
 class Waits(TorchDispatchMode):
@@ -217,9 +221,9 @@ def test_nothing_waits_for_the_device() -> None:
     for rows in ([0], [0, 1]):
         logits = torch.zeros(len(rows), 40)
         with Waits() as waits:
-            changed = device.sampler.adjust(logits, torch.tensor(rows), np.array(rows, np.int32), 4)
+            device.sampler.adjust(logits, torch.tensor(rows), np.array(rows, np.int32), 4)
         assert waits.found == []
-        assert changed[0].isfinite().nonzero().flatten().tolist() == [1]
+        assert logits[0].isfinite().nonzero().flatten().tolist() == [1]
 
 
 class Only:

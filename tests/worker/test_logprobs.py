@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from pathlib import Path
 from typing import Any
@@ -181,3 +182,12 @@ def test_requests_that_ask_for_different_counts_share_a_step(
             assert output.outputs[0].logprobs is None
         else:
             check_output(output, reference, count, llm)
+
+
+def test_an_output_is_dataclasses_all_the_way(llm: LLM) -> None:
+    (output,) = llm.generate([[9]], SamplingParams(max_tokens=2, logprobs=1, temperature=0), use_tqdm=False)
+    (sample,) = dataclasses.asdict(output)["outputs"]
+    token, report = next(iter((output.outputs[0].logprobs or [])[0].items()))
+    said = {"logprob": report.logprob, "rank": 1, "decoded_token": report.decoded_token}
+    assert sample["logprobs"][0][token] == said
+    assert dataclasses.replace(report, rank=7) == Logprob(report.logprob, 7, report.decoded_token)

@@ -223,8 +223,9 @@ def many_rows() -> Products | None:
     found = cublaslt.library()
     if found is None:
         return None
-    card = card_of(current_gpu()), found.version
-    table = read_table(cublaslt.shipped_table(*card)) | read_table(cublaslt.own_table(*card))
+    gpu, version = current_gpu(), found.version
+    shipped, own = cublaslt.shipped_table(card_of(gpu), version), cublaslt.own_table(slug(gpu.name), version)
+    table = read_table(shipped) | read_table(own)
     return Products(found, table) if table else None
 
 
