@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 
 from quire.kernels import cublaslt
-from tests.gpu.target import DEVICE
+from tests.gpu.target import DEVICE, ON_A_GPU
 
+pytestmark = ON_A_GPU
 SHAPES = [(1, 64, 64), (33, 512, 1024), (256, 4096, 1024), (1000, 1024, 3072), (3000, 6144, 256)]
 
 
