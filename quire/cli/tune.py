@@ -161,8 +161,7 @@ def tune_many_rows(
             else:
                 note = "  (known)"
             entry = known.get(key) or shipped.get(key) or {}
-            us, cublas = (f"{entry[name]:.2f}" if name in entry else "-" for name in ("us", "cublas_us"))
-            print(f"{rows:>6}{us:>10}{cublas:>12}{note}", flush=True)
+            print(f"{_times(rows, entry)}{note}", flush=True)
 
 
 def usable_gpu() -> Platform:
@@ -235,8 +234,12 @@ def _compile(unknown: dict[Shape, list[int]], dtype: torch.dtype, tuner: Tuner) 
 def _line(shape: Shape, rows: int, entry: Entry) -> str:
     from quire.kernels.triton.tuning import describe
 
-    ours, cublas = (f"{entry[name]:.2f}" if name in entry else "-" for name in ("us", "cublas_us"))
     kernel = describe(entry)
     if kernel == "cublas" and shape.kind != "linear":
         kernel = "not folded"  # by the kernels of its parts
-    return f"{rows:>6}{ours:>10}{cublas:>12}  {kernel}"
+    return f"{_times(rows, entry)}  {kernel}"
+
+
+def _times(rows: int, entry: Entry) -> str:
+    ours, cublas = (f"{entry[name]:.2f}" if name in entry else "-" for name in ("us", "cublas_us"))
+    return f"{rows:>6}{ours:>10}{cublas:>12}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import Field, dataclass, field
+from dataclasses import Field, dataclass, field, make_dataclass
 from typing import Any, ClassVar
 
 import msgspec
@@ -58,21 +58,17 @@ class StepOutputs(msgspec.Struct):
     finished: list[Finished] = []
 
 
-@dataclass
-class _LogprobFields:
-    logprob: float
-    rank: int | None = None
-    decoded_token: str | None = None
-
-
 class Logprob(msgspec.Struct, gc=False):
     """One token's log-probability at one position. They come by the hundred thousand: small, and not collected."""
 
     logprob: float
     rank: int | None = None
     decoded_token: str | None = None
-    # For `dataclasses.asdict`, which is to work on outputs whole.
-    __dataclass_fields__: ClassVar[dict[str, Field[Any]]] = _LogprobFields.__dataclass_fields__
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+
+
+# For `dataclasses.asdict`, which is to work on outputs whole.
+Logprob.__dataclass_fields__ = make_dataclass("Logprob", Logprob.__struct_fields__).__dataclass_fields__
 
 
 @dataclass

@@ -59,7 +59,7 @@ class Sampler:
         invalid = ~torch.isfinite(logits.amax(-1))  # which hands NaN on
         if not (kinds & RowKind.RANDOM).any():
             return Draws(greedy, invalid)
-        random = _indices(kinds & RowKind.RANDOM, logits.device)
+        (random,) = self._batch.upload(np.flatnonzero(kinds & RowKind.RANDOM))
         greedy[random] = self._draw_random(logits[random], rows[random], bool((kinds & RowKind.FILTERED).any()))
         return Draws(greedy, invalid)
 
@@ -119,7 +119,3 @@ def _threshold(
     threshold = torch.where((top_k >= vocab) & (top_p >= 1.0), NEGATIVE_INFINITY, threshold)
     cut_off = (top_k < vocab) | ((top_p < 1.0) & (through[:, -1] < mass))
     return threshold, (top_k > width) & cut_off
-
-
-def _indices(mask: np.ndarray, device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(np.flatnonzero(mask)).to(device, non_blocking=True)

@@ -79,18 +79,24 @@ class GraphTimer:
     def __call__(self, shape: Shape, rows: int, dtype: torch.dtype, plan: Plan) -> float:
         """Microseconds a product; infinity if it does not compile or does not fit."""
         inputs = self._inputs(shape, rows, dtype)
-        count = len(inputs.weights)
         try:
             run(shape, plan, inputs, inputs.weights[0])
         except (CompilationError, OutOfResources, PTXASError) as error:
             log.warning("%s of %d rows cannot be done by %s: %s", shape, rows, plan, error)
             return float("inf")
         estimate = 3.0 + shape.n * shape.k * dtype.itemsize / 4e6
+        return self.time(lambda weight: run(shape, plan, inputs, weight), inputs.weights, estimate)
+
+    def time(
+        self, product: Callable[[torch.Tensor], object], weights: Sequence[torch.Tensor], estimate: float
+    ) -> float:
+        """Microseconds of a product that takes about `estimate`, one weight after the other."""
+        count = len(weights)
         launches = -(-max(count, int(self.window_us / estimate), 2) // count) * count
 
         def chain() -> None:
             for i in range(launches):
-                run(shape, plan, inputs, inputs.weights[i % count])
+                product(weights[i % count])
 
         return self.replay(chain) / launches
 
