@@ -7,7 +7,7 @@ BORN = time.time()  # a start counts from here, imports included
 import argparse  # noqa: E402
 import json  # noqa: E402
 import random  # noqa: E402
-from dataclasses import dataclass  # noqa: E402
+from dataclasses import dataclass, field, replace  # noqa: E402
 from typing import Any  # noqa: E402
 
 HIGHEST = 10_000
@@ -21,6 +21,8 @@ class Workload:
     requests: int
     inputs: tuple[int, int]
     outputs: tuple[int, int]
+    asks: dict[str, Any] = field(default_factory=dict)
+    """More sampling parameters, of every request."""
 
     def draw(self, seed: int = 0, highest: int = HIGHEST) -> tuple[list[list[int]], list[int]]:
         """Prompts, and how many tokens each is to yield; the same for the same seed."""
@@ -38,8 +40,19 @@ WORKLOADS = {
     "nano": Workload(256, (100, 1024), (100, 1024)),
     "decode256": Workload(256, (128, 128), (512, 512)),
     "prefill": Workload(128, (2048, 2048), (1, 1)),
+    "bs8": Workload(8, (512, 512), (256, 256)),
+    "bs32": Workload(32, (512, 512), (256, 256)),
+    "plain": Workload(256, (128, 128), (256, 256)),
+    "filtered": Workload(256, (128, 128), (256, 256), {"top_k": 50, "top_p": 0.9}),
+    "listed": Workload(256, (128, 128), (256, 256), {"logit_bias": {5: 1.0, 9: -2.0}, "min_tokens": 64}),
+    "penalised": Workload(256, (128, 128), (256, 256), {"presence_penalty": 0.5, "repetition_penalty": 1.1}),
+    "logprobs": Workload(256, (128, 128), (256, 256), {"logprobs": 5}),
+    "prompts": Workload(128, (1024, 1024), (1, 1)),
+    "prompt_logprobs": Workload(128, (1024, 1024), (1, 1), {"prompt_logprobs": 1}),
 }
-QUICK = {
+TABLE = ["bs1", "nano", "decode256", "prefill"]
+"""Those of the table; the others are run when they are named."""
+QUICK = {name: replace(work, requests=4, inputs=(16, 16), outputs=(64, 64)) for name, work in WORKLOADS.items()} | {
     "bs1": Workload(1, (16, 16), (8, 8)),
     "nano": Workload(4, (4, 16), (4, 16)),
     "decode256": Workload(4, (8, 8), (8, 8)),
@@ -54,7 +67,8 @@ def run(llm: Any, work: Workload, seed: int = 0) -> dict[str, float]:
 
     llm.reset_prefix_cache()
     prompts, outputs = work.draw(seed, min(HIGHEST, llm.llm_engine.facts.model.vocab_size - 1))
-    params = [SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=count, detokenize=False) for count in outputs]
+    fixed = {"temperature": 0.6, "ignore_eos": True, "detokenize": False}
+    params = [SamplingParams(max_tokens=count, **fixed, **work.asks) for count in outputs]
     begin = time.perf_counter()
     results = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
     seconds = time.perf_counter() - begin

@@ -15,6 +15,10 @@ and prints the table of all that is in it.
     nano        256 requests, 100 to 1,024 in, 100 to 1,024 out: output tokens a second
     decode256   256 requests, 128 in, 512 out: output tokens a second
     prefill     128 requests, 2,048 in, 1 out: tokens a second
+
+and, if they are named, those of `measure.py` that are not in the table: a few requests at once (bs8, bs32:
+milliseconds a step), and what requests may ask for beside plain ones (plain, filtered, listed, penalised, logprobs;
+prompts, prompt_logprobs).
 """
 
 from __future__ import annotations
@@ -34,7 +38,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from measure import WORKLOADS
+from measure import TABLE, WORKLOADS
 
 HERE = Path(__file__).resolve().parent
 MODELS = HERE / "models"
@@ -65,13 +69,17 @@ MEASURES = {
     "decode256": Measure("tok/s"),
     "prefill": Measure("tok/s"),
 }
+"""Of the table."""
+STEPS = {name: Measure("ms/step", lower_is_better=True, digits=3) for name in ("bs8", "bs32")}
+ALL = {**MEASURES, **STEPS, **{name: Measure("tok/s") for name in WORKLOADS if name not in {*MEASURES, *STEPS}}}
 
 
 def figure(workload: str, run: dict[str, float]) -> float:
     """The number a workload is judged by."""
-    if workload == "bs1":
-        return 1000 * run["seconds"] / run["out_tokens"]
-    tokens = run["in_tokens"] + run["out_tokens"] if workload == "prefill" else run["out_tokens"]
+    work = WORKLOADS[workload]
+    if ALL[workload].lower_is_better:
+        return 1000 * run["seconds"] * work.requests / run["out_tokens"]
+    tokens = run["in_tokens"] + run["out_tokens"] if work.outputs == (1, 1) else run["out_tokens"]
     return tokens / run["seconds"]
 
 
@@ -89,7 +97,7 @@ class Results:
 
     def add(self, model: str, name: str, values: list[float], **more: Any) -> None:
         """Put the figures of a workload in place of earlier ones."""
-        entry = {"values": values, "median": statistics.median(values), "unit": MEASURES[name].unit}
+        entry = {"values": values, "median": statistics.median(values), "unit": ALL[name].unit}
         entry["date"] = time.strftime("%Y-%m-%d %H:%M:%S%z")
         self.data["figures"].setdefault(model, {})[name] = {**entry, **more}
         self._path.write_text(json.dumps(self.data, indent=2) + "\n")
@@ -158,7 +166,7 @@ def measure_workloads(model: Path, names: list[str], results: Results, args: arg
         name = told.pop("workload")
         runs.setdefault(name, []).append(told)
         values = [figure(name, run) for run in runs[name]]
-        print(f"  {model.name}: {name}: {MEASURES[name].show(values[-1])} in {told['seconds']:.2f} s", flush=True)
+        print(f"  {model.name}: {name}: {ALL[name].show(values[-1])} in {told['seconds']:.2f} s", flush=True)
         results.add(model.name, name, values, runs=runs[name], settings=args.settings)
 
 
@@ -169,7 +177,7 @@ def table(data: dict[str, Any], bars: dict[str, Any]) -> str:
     """All figures so far, beside what they are held to."""
     rows = [("model", "workload", "median", "spread", "bar", "goal", "")]
     for model, entries in data["figures"].items():
-        for name, how in MEASURES.items():
+        for name, how in ALL.items():
             if (entry := entries.get(name)) is None:
                 continue
             held = bars.get(model, {}).get(name, {})
@@ -206,7 +214,7 @@ def find_model(name: str) -> Path:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=["qwen3-0.6b", "llama-3.1-8b"], metavar="MODEL")
-    parser.add_argument("--workloads", nargs="+", default=["start", *WORKLOADS], choices=["start", *WORKLOADS])
+    parser.add_argument("--workloads", nargs="+", default=["start", *TABLE], choices=["start", *WORKLOADS])
     parser.add_argument("--repeats", type=int, default=3, help="runs of each workload (default: 3)")
     parser.add_argument("--json", type=Path, default=Path("gpu-table.json"), help="default: gpu-table.json")
     parser.add_argument("--settings", type=json.loads, default={}, metavar="JSON", help="more settings of the engine")

@@ -29,7 +29,7 @@ def script() -> ModuleType:
 
 def test_it_runs_in_pieces_that_add_up(tiny_model: Path, tmp_path: Path) -> None:
     file = tmp_path / "out.json"
-    for workloads in (["bs1"], ["nano", "prefill"]):
+    for workloads in (["bs1"], ["nano", "prefill"], ["listed", "logprobs", "prompt_logprobs"]):
         command = [sys.executable, FOLDER / "table.py", "--quick", "--repeats", "2", "--json", file]
         settings = ["--settings", '{"device": "cpu", "num_gpu_blocks_override": 64}']
         ran = subprocess.run(
@@ -37,7 +37,7 @@ def test_it_runs_in_pieces_that_add_up(tiny_model: Path, tmp_path: Path) -> None
         )
         assert ran.returncode == 0, ran.stderr
     figures = json.loads(file.read_text())["figures"][tiny_model.name]
-    assert list(figures) == ["bs1", "nano", "prefill"]
+    assert list(figures) == ["bs1", "nano", "prefill", "listed", "logprobs", "prompt_logprobs"]
     assert all(len(entry["values"]) == 2 and entry["median"] > 0 for entry in figures.values())
     assert figures["prefill"]["runs"][0]["out_tokens"] == 4
     assert all(name in ran.stdout for name in ("bs1", "nano", "prefill", "ms/token"))
@@ -49,6 +49,9 @@ def test_it_runs_in_pieces_that_add_up(tiny_model: Path, tmp_path: Path) -> None
         ("bs1", {"seconds": 0.5, "in_tokens": 512, "out_tokens": 250}, 2.0),
         ("nano", {"seconds": 2.0, "in_tokens": 1000, "out_tokens": 600}, 300.0),
         ("prefill", {"seconds": 2.0, "in_tokens": 1000, "out_tokens": 2}, 501.0),
+        ("bs8", {"seconds": 1.0, "in_tokens": 4096, "out_tokens": 2000}, 4.0),
+        ("logprobs", {"seconds": 2.0, "in_tokens": 1000, "out_tokens": 600}, 300.0),
+        ("prompt_logprobs", {"seconds": 2.0, "in_tokens": 1000, "out_tokens": 2}, 501.0),
     ],
 )
 def test_figures(script: ModuleType, workload: str, run: dict[str, float], expected: float) -> None:
@@ -76,7 +79,7 @@ def test_the_bars_name_what_is_measured(script: ModuleType) -> None:
         assert set(entries) == set(script.MEASURES)
 
 
-@pytest.mark.parametrize("name", ["qwen3-0.6b", "llama-3.1-8b"])
+@pytest.mark.parametrize("name", ["qwen3-0.6b", "llama-3.1-8b", "qwen3-4b", "llama-3.2-1b", "mixtral-8x7b"])
 def test_the_models_can_be_read(name: str) -> None:
     model = read_model_config(resolve(str(FOLDER / "models" / name)))
     assert model.dtype == "bfloat16" and model.num_kv_heads == 8
