@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import Field, dataclass, field, make_dataclass
+from dataclasses import Field, dataclass, field, fields, make_dataclass
 from typing import Any, ClassVar
 
 import msgspec
@@ -68,7 +68,7 @@ class Logprob(msgspec.Struct, gc=False):
 
 
 # For `dataclasses.asdict`, which is to work on outputs whole.
-Logprob.__dataclass_fields__ = make_dataclass("Logprob", Logprob.__struct_fields__).__dataclass_fields__
+Logprob.__dataclass_fields__ = {one.name: one for one in fields(make_dataclass("Logprob", Logprob.__struct_fields__))}
 
 
 @dataclass
