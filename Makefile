@@ -63,7 +63,7 @@ soak: setup-dev
 
 docs: setup-dev
 	@$(BIN)/python -m quire.cli.reference > docs/configuration.md
-	@$(BIN)/python -m quire.server.seeing.metrics_page > docs/metrics.md
+	@$(BIN)/python -m quire.server.observability.metrics_page > docs/metrics.md
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache *.egg-info

@@ -17,11 +17,11 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from quire.memory.disk.holds import SessionBlocks
-from quire.memory.disk.sessions import SessionStore
-from quire.memory.disk.store import DiskStore
-from quire.memory.disk.transfers import DiskTransfers
-from quire.memory.prefix import ContentKeys
+from quire.kvcache.offload.disk.io_threads import DiskIO
+from quire.kvcache.offload.disk.store import DiskStore
+from quire.kvcache.prefix_cache import ContentKeys
+from quire.sessions.log import SessionStore
+from quire.sessions.pinned_blocks import PinnedBlocks
 
 
 def timed(work: Callable[[], object]) -> float:
@@ -38,7 +38,7 @@ def blocks(folder: Path, block_bytes: int, count: int) -> None:
     buffers = [memoryview(bytearray(block_bytes)) for _ in range(4)]
     total = count * block_bytes / 1e6
     store = DiskStore.open(folder / "kv", b"benchmark", block_bytes, 2 * count * block_bytes + (1 << 26))
-    transfers = DiskTransfers(store, threads=2)
+    transfers = DiskIO(store, threads=2)
 
     def one_file(write: bool) -> None:
         fd = os.open(folder / "plain", os.O_RDWR | os.O_CREAT)
@@ -126,7 +126,7 @@ def sessions(folder: Path, count: int) -> None:
     store = SessionStore.open(folder / "sessions")
     print(f"  open: {time.perf_counter() - begin:.2f} s")
     disk = DiskStore.open(folder / "kv-of-sessions", b"benchmark", 4096, 1 << 28)
-    held = SessionBlocks(store, disk, keys, b"benchmark")
+    held = PinnedBlocks(store, disk, keys, b"benchmark")
     print(f"  pin the blocks of all: {timed(held.hold_all):.2f} s")
     names = [f"agent-{rng.randrange(count)}" for _ in range(500)]
     print(f"  tokens of one: {1e6 * statistics.median(timed(lambda n=n: store.tokens(n)) for n in names):.0f} µs")  # type: ignore[misc]

@@ -17,14 +17,14 @@ import numpy as np
 
 from quire.config import EngineConfig
 from quire.engine.core import EngineCore
-from quire.engine.facts import Facts
+from quire.engine.engine_info import EngineInfo
 from quire.engine.process import main
 from quire.executor.base import Executor
 from quire.executor.null import NullExecutor
+from quire.kvcache.block_tables import BlockTables
+from quire.kvcache.prefix_cache import ContentKeys
 from quire.loading.files import ModelFiles
 from quire.loading.model_config import ModelConfig
-from quire.memory.prefix import ContentKeys
-from quire.memory.tables import BlockTables
 from quire.messages.outputs import StepOutputs
 from quire.messages.plan import StepPlan, StepResult
 from quire.scheduler.policies.registry import make_policy
@@ -63,7 +63,7 @@ class PacedCore(EngineCore):
         return super().step()
 
 
-def make_null_engine(config: EngineConfig, files: ModelFiles, model: ModelConfig) -> tuple[EngineCore, Facts]:
+def make_null_engine(config: EngineConfig, files: ModelFiles, model: ModelConfig) -> tuple[EngineCore, EngineInfo]:
     """A loop whose steps yield words."""
     begin = time.monotonic()
     keys = ContentKeys(config.block_size, b"null")
@@ -71,7 +71,7 @@ def make_null_engine(config: EngineConfig, files: ModelFiles, model: ModelConfig
     scheduler = Scheduler(tables, make_policy(config.scheduling_policy), keys, ROWS, 8192)
     pace = float(os.environ.get("NULL_ENGINE_PACE", "0"))
     core = PacedCore(scheduler, WordExecutor(_words(files, model)), pace, int(sys.argv[1]))
-    facts = Facts(
+    facts = EngineInfo(
         files=files,
         model=model,
         device="null",

@@ -17,7 +17,7 @@ import sys
 import time
 
 from quire.executor import wire
-from quire.executor.rank import Link
+from quire.executor.rank import RankLink
 from quire.executor.shared_ring import RingReader, RingWriter
 from quire.messages.frames import unframe
 
@@ -26,10 +26,10 @@ SIZES = (1 << 10, 16 << 10, 64 << 10, 1 << 20)
 
 def read(descriptor: int, ring: int, reader: int, readers: int) -> None:
     """A reader's process."""
-    link = Link(socket.socket(fileno=descriptor), RingReader.inherit(ring, readers, reader))
+    link = RankLink(socket.socket(fileno=descriptor), RingReader.inherit(ring, readers, reader))
     while True:
         for message in link.receive(None):
-            if isinstance(message, wire.Shutdown):
+            if isinstance(message, wire.ShutdownRank):
                 return
             link.send_bytes(b"!")
 
@@ -68,7 +68,7 @@ class Readers:
         return time.perf_counter() - begin
 
     def end(self) -> None:
-        self.send(wire.Shutdown(), shared=False)
+        self.send(wire.ShutdownRank(), shared=False)
         for process in self.processes:
             process.wait()
         self.ring.close()

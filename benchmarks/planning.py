@@ -11,8 +11,8 @@ import sys
 import time
 
 from quire.executor.null import NullExecutor
-from quire.memory.prefix import ContentKeys
-from quire.memory.tables import BlockTables
+from quire.kvcache.block_tables import BlockTables
+from quire.kvcache.prefix_cache import ContentKeys
 from quire.messages.request import NewRequest
 from quire.messages.sampling import SamplingParams
 from quire.scheduler.policies.registry import make_policy

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from quire.memory.prefix import ContentKeys
+from quire.kvcache.prefix_cache import ContentKeys
 
 BLOCK = 16
 Tokens = list[int]

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from prefix_traces import BLOCK, Arrival
 
-from quire.memory.tables import BlockTables
+from quire.kvcache.block_tables import BlockTables
 
 REPORT_STEPS = 16
 """Steps between a row's reports of progress: a front that reads everything is told more often."""

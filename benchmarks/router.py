@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from prefix_traces import BLOCK, TRACES, Arrival, trace
 from replica_simulation import Machine, Outcome, Policy, replay
 
-from quire.router import Flight, RoutedRequest, Router
+from quire.router import RoutedFlight, RoutedRequest, Router
 
 
 class RoundRobin(Policy):
@@ -61,7 +61,7 @@ class Routed(Policy):
     def __init__(self, replicas: int, machine: Machine, **settings: float) -> None:
         self._now = 0.0
         self.router = Router(BLOCK, clock=lambda: self._now, **settings)  # type: ignore[arg-type]
-        self._flights: dict[Arrival, Flight] = {}
+        self._flights: dict[Arrival, RoutedFlight] = {}
         for number in range(replicas):
             self.router.add(str(number), machine.blocks, machine.rows)
 

@@ -115,7 +115,7 @@ def planning_cost(quick: bool) -> list[Figure]:
 
 def cache_waste(quick: bool) -> list[Figure]:
     """(e) Cache slots held that hold no token, under ShareGPT-like traffic."""
-    traffic = waste.Traffic(requests=200 if quick else 3000)
+    traffic = waste.SimulatedTraffic(requests=200 if quick else 3000)
     stats = waste.measure(traffic, block_size=16, max_rows=256, cache_tokens=512 * 256)
     reserved = 100 * stats.waste_if_reserved(traffic.longest)
     detail = f"{reserved:.0f}% if reserved"

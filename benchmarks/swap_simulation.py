@@ -15,11 +15,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from quire.memory.costs import Costs
-from quire.memory.host import HostTier
-from quire.memory.prefix import ContentKeys
-from quire.memory.tables import BlockTables
-from quire.memory.tiers import Tiers
+from quire.kvcache.block_tables import BlockTables
+from quire.kvcache.offload.costs import Costs
+from quire.kvcache.offload.host_tier import HostTier
+from quire.kvcache.offload.manager import OffloadManager
+from quire.kvcache.prefix_cache import ContentKeys
 from quire.messages.plan import MovesDone, StepPlan, StepResult
 from quire.messages.request import NewRequest
 from quire.messages.sampling import SamplingParams
@@ -133,7 +133,7 @@ def simulate(load: Load, host_tokens: int = 0, card: Card = Card(), depth: int =
     tiers = None
     if host_tokens:
         costs = Costs(BLOCK * card.kv_token, out=card.link, back=card.link)
-        tiers = Tiers(tables, HostTier(host_tokens // BLOCK, lambda key: False), costs)
+        tiers = OffloadManager(tables, HostTier(host_tokens // BLOCK, lambda key: False), costs)
     device: Device | None = None
     scheduler = Scheduler(
         tables, make_policy("fcfs"), keys, load.rows, load.budget, clock=lambda: device.now if device else 0.0,

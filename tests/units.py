@@ -11,7 +11,7 @@ import pytest
 
 GROUPS = {
     "the default model": ("tests/engine/test_real_text.py", "tests/engine/test_grammar_text.py",
-                          "tests/server/test_default_model.py", "tests/server/test_offering.py",
+                          "tests/server/test_default_model.py", "tests/server/test_tool_prompts.py",
                           "tests/api/test_stream.py"),
     "an attacked server": ("tests/server/test_abuse_*.py",),
 }  # fmt: skip

@@ -12,11 +12,11 @@ import argparse
 import time
 from pathlib import Path
 
-from benchmarks.gpu.thin import DTYPE, MODELS
+from benchmarks.gpu.skinny_gemm import DTYPE, MODELS
 from quire.kernels.cublaslt import GRID, key_of, library, shipped_table
-from quire.kernels.triton.cublas_timing import Timer, grid_of, measure
-from quire.kernels.triton.thin_timing import raise_clocks
-from quire.kernels.triton.tuning import card_of, current_gpu, read_table, write_table
+from quire.kernels.triton.cublas_timing import CublasTimer, grid_of, measure
+from quire.kernels.triton.skinny_gemm.timing import raise_clocks
+from quire.kernels.triton.skinny_gemm.tuning import card_of, current_gpu, read_table, write_table
 
 
 def main() -> None:
@@ -32,7 +32,7 @@ def main() -> None:
     shapes = (shape for name in options.models for shape in (*MODELS[name].each, MODELS[name].head))
     path = shipped_table(card_of(current_gpu()), lt.version)
     found = read_table(path)
-    timer, began = Timer(), time.perf_counter()
+    timer, began = CublasTimer(), time.perf_counter()
     raise_clocks()
     for n, k in dict.fromkeys((shape.n, shape.k) for shape in shapes):
         if time.perf_counter() - began > options.seconds:

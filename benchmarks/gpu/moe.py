@@ -18,21 +18,23 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 
-from quire.kernels.triton import compiler, moe, moe_tuning
+from quire.kernels.triton import compiler
 from quire.kernels.triton import ops as triton_ops
-from quire.kernels.triton.moe_candidates import INVARIANT, MAX_VECTOR_TOKENS, families
-from quire.kernels.triton.moe_layout import arrange
-from quire.kernels.triton.moe_parts import ExpertsConfig, ExpertsShape
-from quire.kernels.triton.moe_tile import combine
-from quire.kernels.triton.moe_timing import (
+from quire.kernels.triton.moe import experts as moe
+from quire.kernels.triton.moe import tuning as moe_tuning
+from quire.kernels.triton.moe.candidates import INVARIANT, MAX_VECTOR_TOKENS, families
+from quire.kernels.triton.moe.common import ExpertsConfig, ExpertsShape
+from quire.kernels.triton.moe.layout import arrange
+from quire.kernels.triton.moe.tile import combine
+from quire.kernels.triton.moe.timing import (
     ROUTINGS,
     Experts,
     GraphExpertsTimer,
     compile_experts,
     random_logits,
 )
-from quire.kernels.triton.thin_timing import GraphTimer, raise_clocks
-from quire.kernels.triton.tuning import Tuner, current_gpu, read_table, shipped_table, write_table
+from quire.kernels.triton.skinny_gemm.timing import GraphTimer, raise_clocks
+from quire.kernels.triton.skinny_gemm.tuning import Tuner, current_gpu, read_table, shipped_table, write_table
 
 SHAPES = {
     "Qwen3-30B-A3B": ExpertsShape(128, 8, 768, 2048),

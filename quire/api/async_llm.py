@@ -12,25 +12,24 @@ from functools import cached_property
 from types import TracebackType
 from typing import Any
 
-from quire.api.async_sessions import AsyncSessions, Turn
+from quire.api.async_sessions import AsyncSessions, SessionTurn
 from quire.api.chat import ChatRenderer
 from quire.api.compat import check_call, drop_neutral
-from quire.api.fleet import Fleet
+from quire.api.engine_group import EngineGroup
 from quire.api.fleet_metrics import merged
 from quire.api.inputs import InputProcessor, PromptType
-from quire.api.mailbox import Mailbox
+from quire.api.output_stream import OutputStream
 from quire.api.replica import Replica
 from quire.api.session_input import whole_turns_only
 from quire.config import EngineConfig
 from quire.engine import ipc
-from quire.engine.facts import Facts
+from quire.engine.engine_info import EngineInfo
 from quire.engine.session_calls import CutSession, RewriteSession, SessionAnswer, SessionOp
 from quire.engine.stats import Metric
 from quire.errors import EngineDeadError, ValidationError
 from quire.loading.hub import find
 from quire.loading.read_config import read_generation_config, read_model_config
 from quire.loading.tokenizer import tokenizer_of
-from quire.memory.disk.sessions import session_key
 from quire.messages.beams import BeamSearchParams
 from quire.messages.experts import Rebalanced
 from quire.messages.memory_map import MemoryMap
@@ -42,6 +41,7 @@ from quire.output.detokenizer import Vocabulary
 from quire.output.processor import OutputProcessor
 from quire.output.times import TokenTimes
 from quire.router import Router
+from quire.sessions.log import session_key
 
 LONG_PROMPT = 4096
 """Characters, or token ids: a prompt this long is prepared in a thread, and the event loop goes on."""
@@ -79,7 +79,7 @@ class AsyncLLM:
         self._model = read_model_config(self._files, config.hf_overrides)
         self._generation = read_generation_config(self._files) if config.generation_config == "auto" else {}
         self._outputs = OutputProcessor()
-        self._fleet = Fleet(config, self._files, self._model, self.engine_module, self._outputs)
+        self._fleet = EngineGroup(config, self._files, self._model, self.engine_module, self._outputs)
         self._fleet.start()
         try:  # the tokenizer is loaded while the engines are
             self._tokenizer = (
@@ -93,7 +93,7 @@ class AsyncLLM:
         self._make_inputs()
         if self._tokenizer is not None:
             self._outputs.vocabulary = Vocabulary(self._tokenizer)
-        self._streams: dict[str, Mailbox] = {}
+        self._streams: dict[str, OutputStream] = {}
         """Open requests by the id the caller knows. Engines know them by another: an id may be used again while outputs
         of its last use are on their way."""
         self._numbers = itertools.count()
@@ -122,7 +122,7 @@ class AsyncLLM:
         """
         check_call(of_vllm, "generate")
         name = session if session_id is None else session_id
-        turn = None if name is None else Turn(session_key(tenant, name), rewrites=True)
+        turn = None if name is None else SessionTurn(session_key(tenant, name), rewrites=True)
         async with aclosing(self.run(prompt, sampling_params, request_id, priority, tenant, turn)) as outputs:
             async for output in outputs:
                 yield output
@@ -134,7 +134,7 @@ class AsyncLLM:
         request_id: str | None,
         priority: int,
         tenant: str,
-        turn: Turn | None = None,
+        turn: SessionTurn | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """As `generate`; `turn`: of which session it is one."""
         if isinstance(sampling_params, PoolingParams):
@@ -212,8 +212,8 @@ class AsyncLLM:
         request_id: str | None,
         priority: int,
         tenant: str,
-        turn: Turn | None = None,
-    ) -> Mailbox:
+        turn: SessionTurn | None = None,
+    ) -> OutputStream:
         """Check a request and send it off; what comes of it is read from its box, until `leave`."""
         self._fleet.attach()
         number = next(self._numbers)
@@ -221,8 +221,8 @@ class AsyncLLM:
         if request_id in self._streams:
             raise ValidationError(f"request id {request_id!r} is in use", "request_id", request_id)
         params = self.get_default_sampling_params() if params is None else params
-        box = self._streams[request_id] = Mailbox(request_id, f"{request_id}-{number}")
-        begun: Turn | None = None
+        box = self._streams[request_id] = OutputStream(request_id, f"{request_id}-{number}")
+        begun: SessionTurn | None = None
         try:
             request, text = await self._prepare(box.key, prompt, params, priority, tenant)
             if turn is not None:
@@ -241,7 +241,7 @@ class AsyncLLM:
         self._fleet.launch(replica, box, request, message)
         return box
 
-    def leave(self, box: Mailbox) -> None:
+    def leave(self, box: OutputStream) -> None:
         """Nobody reads this request any more."""
         del self._streams[box.request_id]
         if box.replica is not None:
@@ -324,7 +324,7 @@ class AsyncLLM:
         return self._inputs.default_params()
 
     @property
-    def facts(self) -> Facts:
+    def facts(self) -> EngineInfo:
         """What the engine turned out to be; of several, the smallest."""
         return self._fleet.facts
 
@@ -400,7 +400,7 @@ class AsyncLLM:
         )  # fmt: skip
         self._inputs.hashes_ahead = config.enable_prefix_caching
 
-    async def _begin_turn(self, request: NewRequest, turn: Turn) -> None:
+    async def _begin_turn(self, request: NewRequest, turn: SessionTurn) -> None:
         if request.params.n != 1:  # before anything is written
             raise ValidationError("a turn of a session has one sample: n must be 1", "n", request.params.n)
         request.session = turn.key
@@ -415,7 +415,7 @@ class AsyncLLM:
                 self._undo(turn)
                 raise
 
-    def _undo(self, turn: Turn) -> None:
+    def _undo(self, turn: SessionTurn) -> None:
         """Take back what the turn added to its session; nobody waits for that."""
         if turn.undo is not None:
             self._fleet.tell_sessions(turn.key, turn.undo)

@@ -12,11 +12,11 @@ from quire.api.session_input import TAIL_TOKENS, RenderText, SessionInput, Sessi
 from quire.api.session_tools import calls_tools
 from quire.engine import session_calls as calls
 from quire.errors import SessionNotFoundError, ValidationError
-from quire.memory.disk.sessions import owner_id, session_key
-from quire.memory.disk.sessions.exchange import read_file, write_export
-from quire.memory.sessions import KEEP, SessionInfo, SessionPage
 from quire.messages.outputs import RequestOutput
 from quire.messages.sampling import RequestOutputKind, SamplingParams, check_integer
+from quire.sessions.keeper import KEEP, SessionInfo, SessionPage
+from quire.sessions.log import owner_id, session_key
+from quire.sessions.log.exchange import read_file, write_export
 
 if TYPE_CHECKING:
     from quire.api.async_llm import AsyncLLM
@@ -26,7 +26,7 @@ LONG_TEXT = 4096
 """Characters: text this long is read in a thread."""
 
 
-class Turn(NamedTuple):
+class SessionTurn(NamedTuple):
     """A request that is a session's turn."""
 
     key: str
@@ -234,7 +234,7 @@ class AsyncSession:
         self._tools = tools if tools is not None else self._tools
         tokens = await self.tokens()
         self._llm.inputs.check_room(len(tokens), "session")
-        run = self._llm.run(tokens, params, request_id, priority, self._sessions.tenant, Turn(self.key))
+        run = self._llm.run(tokens, params, request_id, priority, self._sessions.tenant, SessionTurn(self.key))
         async with aclosing(run) as outputs:
             async for output in outputs:
                 if output.finished and self._tools:
@@ -253,22 +253,22 @@ class AsyncSession:
         tools: Sequence[Any] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         first_render: RenderText | None = None,
-    ) -> tuple[list[int], Turn]:
+    ) -> tuple[list[int], SessionTurn]:
         """A turn that begins by appending: its prompt, and what adds to the session once the request is queued. If
         the turn does not come to its end, the session is as it was before."""
         answer = await self._llm.ask_sessions(calls.ReadTokens(self.key))
         tokens, length = answer.tokens or [], _info(answer).num_tokens
         if given is None:
             self._llm.inputs.check_room(length, "session")
-            return tokens, Turn(self.key)
+            return tokens, SessionTurn(self.key)
         addition = await self.read(given, tokens[-TAIL_TOKENS:], length, tools, chat_template_kwargs, first_render)
         kept = tokens[: length - addition.drop]
         prompt = kept + addition.tokens
         if not addition.tokens:
-            return prompt, Turn(self.key)
+            return prompt, SessionTurn(self.key)
         added = calls.AppendTokens(self.key, addition.tokens, addition.drop, length)
         undo = calls.AppendTokens(self.key, tokens[len(kept) :], len(addition.tokens), len(prompt))
-        return prompt, Turn(self.key, before=added, undo=undo)
+        return prompt, SessionTurn(self.key, before=added, undo=undo)
 
     async def suspend(self, wait: bool = True) -> SessionInfo:
         """Leave the device. With `wait`, when this returns all there was to save is saved."""

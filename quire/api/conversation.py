@@ -35,7 +35,7 @@ class RewritingTemplateError(ValidationError):
         )
 
 
-class Conversation:
+class IncrementalRenderer:
     """What a template writes, piece by piece."""
 
     def __init__(self, render: Render) -> None:

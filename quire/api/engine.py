@@ -16,7 +16,6 @@ from quire.errors import SHUT, ConfigError, EngineDeadError, QuireError, Validat
 from quire.loading.hub import find
 from quire.loading.read_config import read_generation_config, read_model_config
 from quire.loading.tokenizer import tokenizer_of
-from quire.memory.sessions import SessionKeeper
 from quire.messages.beams import BeamSearchParams
 from quire.messages.experts import Rebalanced
 from quire.messages.memory_map import MemoryMap
@@ -25,10 +24,11 @@ from quire.messages.pooling import PoolingParams
 from quire.messages.sampling import SamplingParams
 from quire.output.detokenizer import Vocabulary
 from quire.output.processor import OutputProcessor
+from quire.sessions.keeper import SessionKeeper
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
+class FailedRequest:
     """The end of a request that failed while others go on."""
 
     request_id: str
@@ -118,7 +118,7 @@ class LLMEngine:
                 self.core.finish(key, at, string)
         return views
 
-    def arrivals(self, patience: float | None = None) -> Sequence[Output | Failed]:
+    def arrivals(self, patience: float | None = None) -> Sequence[Output | FailedRequest]:
         """As `step`, where each request's failure is its own. `patience`: seconds after which nothing is an answer, for
         an engine that only waits."""
         return self.step()
@@ -167,4 +167,4 @@ class LLMEngine:
             self.core.shutdown()
 
 
-__all__ = ["EngineFacts", "Failed", "LLMEngine"]
+__all__ = ["EngineFacts", "FailedRequest", "LLMEngine"]

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from quire.api.engine import Failed, LLMEngine
+from quire.api.call_lock import CallLock
+from quire.api.engine import FailedRequest, LLMEngine
 from quire.api.interrupts import deferred_interrupts
-from quire.api.turns import Turns
 from quire.messages.outputs import Output
 
-Box = list[Output | Failed]
+Box = list[Output | FailedRequest]
 PATIENCE = 0.02
 """Seconds: a thread that waits for engines in other processes lets others have a turn so often."""
 
@@ -22,7 +22,7 @@ class Inbox:
     def __init__(self, engine: LLMEngine) -> None:
         self._engine = engine
         self._boxes: dict[str, Box] = {}
-        self.turns = Turns()
+        self.turns = CallLock()
         """Who may use the engine now."""
 
     @contextmanager
@@ -56,7 +56,7 @@ class Inbox:
                 if not box:
                     self.step()
                 taken, box[:] = list(box), []
-            if (failed := next((one for one in taken if isinstance(one, Failed)), None)) is not None:
+            if (failed := next((one for one in taken if isinstance(one, FailedRequest)), None)) is not None:
                 raise failed.error
             return taken  # type: ignore[return-value]  # none of them has failed
 

@@ -12,8 +12,8 @@ from quire.api.beams import as_search, row_params
 from quire.api.pooling import PoolingInputs
 from quire.api.text import encoded
 from quire.errors import CacheTooSmallError, ValidationError
+from quire.kvcache.prefix_cache import ContentKeys
 from quire.loading.model_config import ModelConfig
-from quire.memory.prefix import ContentKeys
 from quire.messages.beams import BeamSearchParams
 from quire.messages.pooling import PoolingParams
 from quire.messages.request import NewRequest

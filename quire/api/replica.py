@@ -10,10 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from quire.api.first_tokens import apart
-from quire.api.mailbox import Mailbox
-from quire.api.traffic import Traffic
+from quire.api.output_stream import OutputStream
+from quire.api.router_feed import RouterFeed
 from quire.engine import ipc
-from quire.engine.facts import Facts
+from quire.engine.engine_info import EngineInfo
 from quire.engine.remote import RemoteEngine, error_of
 from quire.engine.session_calls import SessionAnswer, SessionOp
 from quire.engine.stats import Metric
@@ -40,10 +40,10 @@ class Replica:
         """The one that is there, or was there last."""
         self.coming: RemoteEngine | None = None
         """The one that is being made."""
-        self.boxes: dict[str, Mailbox] = {}
+        self.boxes: dict[str, OutputStream] = {}
         """Requests sent here, by the key the engine knows them by."""
         self.questions: dict[int, asyncio.Future[Any]] = {}
-        self.traffic: Traffic | None = None
+        self.traffic: RouterFeed | None = None
         """Who tells the router, where there is one."""
         self.is_shut = False
         """Nothing brings it back."""
@@ -51,7 +51,7 @@ class Replica:
         """An engine has taken its place."""
         self.on_lost: Callable[[Replica], None] = lambda replica: None
         """The engine is dead; its requests are still here."""
-        self.rescue: Callable[[Mailbox], bool] = lambda box: False
+        self.rescue: Callable[[OutputStream], bool] = lambda box: False
         """Takes a request elsewhere, if that can be."""
         self.restart_all: Callable[[bool], Awaitable[None]] | None = None
         """Where none can be started without the others: starts them all."""
@@ -86,7 +86,7 @@ class Replica:
         self.on_ready(self)
 
     @property
-    def facts(self) -> Facts:
+    def facts(self) -> EngineInfo:
         """What the engine turned out to be."""
         return self.engine.facts
 
@@ -123,7 +123,7 @@ class Replica:
 
     # Requests
 
-    def add(self, box: Mailbox, message: bytes) -> None:
+    def add(self, box: OutputStream, message: bytes) -> None:
         """Send a request; `message` is its `Add`. Its outputs are waited for already."""
         box.replica = self
         self.boxes[box.key] = box
@@ -131,12 +131,12 @@ class Replica:
         if box.is_aborted:
             self.engine.send(ipc.Abort(box.key))
 
-    def abort(self, box: Mailbox) -> None:
+    def abort(self, box: OutputStream) -> None:
         """End a request; its reader is told when that has happened."""
         if box.key in self.boxes:
             self.engine.send(ipc.Abort(box.key))
 
-    def leave(self, box: Mailbox) -> None:
+    def leave(self, box: OutputStream) -> None:
         """Nobody reads this request any more."""
         if self.boxes.pop(box.key, None) is not None:
             if self.traffic is not None:
@@ -209,7 +209,7 @@ class Replica:
         match message:
             case ipc.Outputs(outputs=outputs):
                 self._take_outputs(outputs)
-            case ipc.Refused(id=key):
+            case ipc.RequestRefused(id=key):
                 self._fail(key, error_of(message))
             case (
                 ipc.HealthReport()
@@ -267,7 +267,7 @@ class Replica:
         if box is not None and box.raises_own:
             said = end.message or ""
             form = "structured_outputs"  # the one field that takes until here to be looked at
-            refused = ipc.Refused(box.key, end.error or "", said, form if said.startswith(f"{form}:") else None)
+            refused = ipc.RequestRefused(box.key, end.error or "", said, form if said.startswith(f"{form}:") else None)
             self._fail(box.key, error_of(refused))
 
     def _fail(self, key: str, error: QuireError) -> None:

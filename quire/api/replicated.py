@@ -10,9 +10,9 @@ from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 from quire.api.async_llm import AsyncLLM
-from quire.api.engine import Failed, LLMEngine
+from quire.api.engine import FailedRequest, LLMEngine
 from quire.api.inputs import PromptType
-from quire.api.mailbox import Mailbox
+from quire.api.output_stream import OutputStream
 from quire.config import EngineConfig
 from quire.engine.stats import Metric
 from quire.errors import SHUT, ConfigError, EngineDeadError, QuireError, ValidationError
@@ -35,10 +35,10 @@ class ReplicatedEngine(LLMEngine):
         self._llm = AsyncLLM.from_config(config)
         self.facts = self._llm.facts  # type: ignore[assignment]  # where its bytes went only an engine itself knows
         self.inputs = self._llm.inputs
-        self._unfinished: dict[str, Mailbox] = {}
+        self._unfinished: dict[str, OutputStream] = {}
         """Requests whose end nobody has been told yet."""
-        self._readers: dict[Mailbox, asyncio.Task[None]] = {}
-        self._came: queue.SimpleQueue[tuple[Mailbox, Output | QuireError]] = queue.SimpleQueue()
+        self._readers: dict[OutputStream, asyncio.Task[None]] = {}
+        self._came: queue.SimpleQueue[tuple[OutputStream, Output | QuireError]] = queue.SimpleQueue()
         """The last of a request is its end."""
         self._closed = False
         self._loop = asyncio.new_event_loop()
@@ -91,7 +91,7 @@ class ReplicatedEngine(LLMEngine):
         self._unfinished[request_id] = box
         self._readers[box] = asyncio.ensure_future(self._read(box))
 
-    async def _read(self, box: Mailbox) -> None:
+    async def _read(self, box: OutputStream) -> None:
         try:
             while not box.is_finished:
                 self._came.put((box, await box.take()))
@@ -107,14 +107,14 @@ class ReplicatedEngine(LLMEngine):
     def step(self) -> list[Output]:
         """What has come; waits until something has. Raises if a request has failed."""
         arrivals = self.arrivals()
-        failed = next((one for one in arrivals if isinstance(one, Failed)), None)
+        failed = next((one for one in arrivals if isinstance(one, FailedRequest)), None)
         if failed is not None:
             raise failed.error
-        return [one for one in arrivals if not isinstance(one, Failed)]
+        return [one for one in arrivals if not isinstance(one, FailedRequest)]
 
-    def arrivals(self, patience: float | None = None) -> list[Output | Failed]:
+    def arrivals(self, patience: float | None = None) -> list[Output | FailedRequest]:
         """What has come; waits until something has, or for so many seconds."""
-        arrivals: list[Output | Failed] = []
+        arrivals: list[Output | FailedRequest] = []
         while self._unfinished and (not arrivals or not self._came.empty()):
             try:
                 box, came = self._came.get(timeout=patience)
@@ -124,7 +124,7 @@ class ReplicatedEngine(LLMEngine):
                 continue  # it was aborted
             if isinstance(came, QuireError) or came.finished:
                 del self._unfinished[box.request_id]
-            arrivals.append(Failed(box.request_id, came) if isinstance(came, QuireError) else came)
+            arrivals.append(FailedRequest(box.request_id, came) if isinstance(came, QuireError) else came)
         return arrivals
 
     def abort_request(self, request_ids: str | list[str]) -> None:
@@ -134,7 +134,7 @@ class ReplicatedEngine(LLMEngine):
         if boxes and not self._closed:
             self._wait(self._abort(boxes))
 
-    async def _abort(self, boxes: list[Mailbox]) -> None:
+    async def _abort(self, boxes: list[OutputStream]) -> None:
         readers = [reader for box in boxes if (reader := self._readers.get(box)) is not None]
         for reader in readers:
             reader.cancel()

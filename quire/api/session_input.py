@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Union
 
-from quire.api.conversation import Conversation, Message
+from quire.api.conversation import IncrementalRenderer, Message
 from quire.api.inputs import InputProcessor
 from quire.errors import ValidationError
 
@@ -76,7 +76,7 @@ class SessionReader:
         def write(conversation: Sequence[Message], opens: bool) -> str:
             return render(conversation, tools=tools, add_generation_prompt=opens, chat_template_kwargs=kwargs)
 
-        conversation, listed = Conversation(write), as_messages(messages)
+        conversation, listed = IncrementalRenderer(write), as_messages(messages)
         if not tail:
             return self._checked(Addition(0, self._plain(conversation.first(listed))))
         text = self._inputs.tokenizer.decode(list(tail), skip_special_tokens=False)

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from quire.api.chat import ChatRenderer
-from quire.output.answers.toolcalls import guess_parser
-from quire.output.answers.tools.registry import make_tool_parser
+from quire.output.parsers.toolcalls import guess_parser
+from quire.output.parsers.tools.registry import make_tool_parser
 
 
 def calls_tools(answer: Sequence[int], tools: Sequence[Any], renderer: ChatRenderer) -> bool:

@@ -22,11 +22,11 @@ from quire.api.progress import Progress
 from quire.api.session_input import TAIL_TOKENS, SessionInput, SessionReader, is_messages, whole_turns_only
 from quire.api.session_tools import calls_tools
 from quire.errors import SessionNotFoundError, ValidationError
-from quire.memory.disk.sessions import owner_id, session_key
-from quire.memory.disk.sessions.exchange import read_file, write_export
-from quire.memory.sessions import KEEP, SessionInfo, SessionKeeper, SessionPage
 from quire.messages.outputs import RequestOutput
 from quire.messages.sampling import RequestOutputKind, SamplingParams
+from quire.sessions.keeper import KEEP, SessionInfo, SessionKeeper, SessionPage
+from quire.sessions.log import owner_id, session_key
+from quire.sessions.log.exchange import read_file, write_export
 
 PAGE = 100
 

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 from quire.cli.values import readable_bytes
 
 if TYPE_CHECKING:
-    from quire.server.state import Server
+    from quire.server.context import ServerContext
 
 
-def show(server: Server, url: str) -> None:
+def show(server: ServerContext, url: str) -> None:
     """Print it on stderr."""
     from rich.console import Console
     from rich.panel import Panel
@@ -26,7 +26,7 @@ def show(server: Server, url: str) -> None:
     console.print(curl(server, url), markup=False, highlight=False, soft_wrap=True)
 
 
-def rows(server: Server, url: str) -> list[tuple[str, str]]:
+def rows(server: ServerContext, url: str) -> list[tuple[str, str]]:
     """The facts, by name."""
     facts = server.llm.facts
     several = facts.cache_tokens / facts.max_model_len
@@ -42,7 +42,7 @@ def rows(server: Server, url: str) -> list[tuple[str, str]]:
     ]
 
 
-def curl(server: Server, url: str) -> str:
+def curl(server: ServerContext, url: str) -> str:
     """A line that can be pasted."""
     where = url + "/v1" if url.startswith("http") else f"--unix-socket {server.config.uds} http://quire/v1"
     key = " -H 'Authorization: Bearer '$QUIRE_API_KEY" if server.keys else ""

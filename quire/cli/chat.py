@@ -16,11 +16,11 @@ from quire.errors import QuireError, UnsupportedModelError
 
 if TYPE_CHECKING:
     from quire.api.llm import LLM
-    from quire.cli.conversation import Conversation
+    from quire.cli.conversation import LocalConversation
     from quire.cli.remote_conversation import RemoteConversation
     from quire.messages.sampling import SamplingParams
 
-    Talk = Conversation | RemoteConversation
+    Talk = LocalConversation | RemoteConversation
 
 WHAT = """\
 Talk with a model in the terminal. Ctrl-C stops a reply, Ctrl-D leaves, /help lists what else there is.
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
     if args.url is not None:
         return _run_remote(args)
     from quire.api.llm import LLM
-    from quire.cli.conversation import Conversation
+    from quire.cli.conversation import LocalConversation
 
     if args.api_key is not None:
         args.parser.error("--api-key needs --url: a model run here asks for none")
@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
         say("loading the model …")
     with LLM(**settings) as llm:
         _need_template(llm)
-        conversation = Conversation(llm, _params(args, llm), args.system)
+        conversation = LocalConversation(llm, _params(args, llm), args.system)
         if interactive:
             _greet(llm)
         return _talk(args, conversation, interactive)

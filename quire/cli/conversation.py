@@ -12,7 +12,7 @@ from quire.messages.outputs import RequestOutput
 from quire.messages.sampling import SamplingParams
 
 
-class Conversation:
+class LocalConversation:
     """Messages so far. Each question sends all of them; the prefix cache makes the old ones cheap."""
 
     def __init__(self, llm: LLM, params: SamplingParams, system: str | None = None) -> None:

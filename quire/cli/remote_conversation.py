@@ -13,10 +13,10 @@ import msgspec
 
 from quire.cli.bench.load.events import (
     DONE,
-    Choice,
-    Chunk,
     EventReader,
     MalformedStreamError,
+    StreamChunk,
+    StreamedChoice,
     error_message,
     first_model,
     read_chunk,
@@ -154,7 +154,7 @@ class _Reading:
         elapsed = self._last - self._begin - reply.seconds_to_first
         reply.tokens_per_second = (reply.tokens - 1) / elapsed if elapsed > 0 and reply.tokens > 1 else 0.0
 
-    def _take(self, chunk: Chunk) -> None:
+    def _take(self, chunk: StreamChunk) -> None:
         if chunk.error is not None:
             self._fail(error_message(msgspec.json.encode(chunk.error)))
         for choice in chunk.choices or ():
@@ -165,7 +165,7 @@ class _Reading:
             if usage.prompt_tokens_details is not None:
                 self.reply.cached_tokens = usage.prompt_tokens_details.cached_tokens or 0
 
-    def _show(self, choice: Choice) -> None:
+    def _show(self, choice: StreamedChoice) -> None:
         """What a reader sees of a piece: thinking is dim, and not part of what was said."""
         if choice.finish_reason == "length" and self.reply.error is None:
             self.reply.remark = "(cut at max_tokens, or at the end of the context)"

@@ -83,18 +83,18 @@ async def _answer(
     llm: AsyncLLM, config: ServerConfig, key: str, concurrency: int | None, source: Source, output: Output
 ) -> tuple[Batch, bool]:
     from quire.cli.batch.runner import Batch
-    from quire.cli.bench.load.client import Tally
-    from quire.cli.bench.load.progress import Watching
+    from quire.cli.bench.load.client import RunCounters
+    from quire.cli.bench.load.progress import LoadProgress
     from quire.server.app import make_app
     from quire.server.serve import make_server
 
     server = await make_server(llm, config)
     rows = llm.facts.max_num_seqs * len(llm.replicas)
-    batch = Batch(make_app(server), key, concurrency or 2 * rows, Tally())
+    batch = Batch(make_app(server), key, concurrency or 2 * rows, RunCounters())
     await server.start()
     was_stopped = False
     try:
-        async with Watching(batch.tally, source.total, "answering"):
+        async with LoadProgress(batch.tally, source.total, "answering"):
             with cancelled_by_interrupt():
                 await batch.run(source, output)
     except asyncio.CancelledError:

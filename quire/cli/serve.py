@@ -26,7 +26,7 @@ from quire.errors import ConfigError
 from quire.server.config import ServerConfig
 
 if TYPE_CHECKING:
-    from quire.server.state import Server
+    from quire.server.context import ServerContext
 
 WHAT = """\
 Serve a model over HTTP: OpenAI's API (chat, completions, embeddings, …), metrics, health. Ctrl-C finishes what runs."""
@@ -53,7 +53,7 @@ def configure(parser: Parser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve until told to stop."""
-    from quire.server.seeing.logs import set_up
+    from quire.server.observability.logs import set_up
     from quire.server.serve import serve
 
     if hasattr(args, "config"):
@@ -69,7 +69,7 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
     return {name: getattr(args, name) for name in names if hasattr(args, name)}
 
 
-def _welcome(server: Server, url: str) -> None:
+def _welcome(server: ServerContext, url: str) -> None:
     from quire.cli.banner import show
 
     show(server, url)

@@ -14,7 +14,7 @@ from quire.cli.terminal import say, table
 from quire.errors import ValidationError
 
 if TYPE_CHECKING:
-    from quire.memory.disk.sessions import Session, SessionStore
+    from quire.sessions.log import Session, SessionStore
 
 WHAT = """\
 List, show, delete, export or import the sessions in the folder of a disk tier (--kv-disk of a server).
@@ -41,7 +41,7 @@ def configure(parser: Parser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Open the store and do it."""
-    from quire.memory.disk.sessions import SessionStore
+    from quire.sessions.log import SessionStore
 
     count, action = ACTIONS[args.action]
     if len(args.arguments) != count:
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _list(store: SessionStore, args: argparse.Namespace) -> None:
-    from quire.memory.disk.sessions import name_of, owner_id
+    from quire.sessions.log import name_of, owner_id
 
     after: int | None = 0
     while after is not None:
@@ -78,7 +78,7 @@ def _show(store: SessionStore, args: argparse.Namespace) -> None:
 
 
 def _facts(session: Session) -> list[tuple[str, str]]:
-    from quire.memory.disk.sessions import name_of
+    from quire.sessions.log import name_of
 
     facts = [
         ("name", name_of(session.name)),
@@ -100,14 +100,14 @@ def _delete(store: SessionStore, args: argparse.Namespace) -> None:
 
 
 def _export(store: SessionStore, args: argparse.Namespace) -> None:
-    from quire.memory.disk.sessions import export_session
+    from quire.sessions.log import export_session
 
     export_session(store, _key(args), args.arguments[1])
 
 
 def _import(store: SessionStore, args: argparse.Namespace) -> None:
-    from quire.memory.disk.sessions import import_session, name_of, session_key
-    from quire.memory.disk.sessions.exchange import read_export
+    from quire.sessions.log import import_session, name_of, session_key
+    from quire.sessions.log.exchange import read_export
 
     path = args.arguments[0]
     name = read_export(path).name if args.name is None else args.name
@@ -115,7 +115,7 @@ def _import(store: SessionStore, args: argparse.Namespace) -> None:
 
 
 def _key(args: argparse.Namespace) -> str:
-    from quire.memory.disk.sessions import session_key
+    from quire.sessions.log import session_key
 
     return session_key(args.tenant, args.arguments[0])
 

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from torch import nn
 
     from quire.config import EngineConfig
-    from quire.kernels.triton.moe_parts import ExpertsShape
-    from quire.kernels.triton.thin_candidates import Shape
-    from quire.kernels.triton.tuning import Entry, Tuner
+    from quire.kernels.triton.moe.common import ExpertsShape
+    from quire.kernels.triton.skinny_gemm.candidates import GemmShape
+    from quire.kernels.triton.skinny_gemm.tuning import Entry, Tuner
     from quire.platforms.base import Platform
 
 WHAT = """\
@@ -64,7 +64,8 @@ def run(args: argparse.Namespace) -> int:
 
     config = EngineConfig(**engine_settings(args))
     platform = usable_gpu()
-    from quire.kernels.triton import thin_timing, tuning
+    from quire.kernels.triton.skinny_gemm import timing as thin_timing
+    from quire.kernels.triton.skinny_gemm import tuning
 
     buckets = args.buckets or list(tuning.MEASURED_BUCKETS)
     if wrong := [rows for rows in buckets if rows not in tuning.BUCKETS]:
@@ -111,7 +112,8 @@ def tune_experts(
     tuner: Tuner, shape: ExpertsShape, dtype: torch.dtype, buckets: list[int] | None, again: bool
 ) -> None:  # fmt: skip
     """Measure how tokens go through experts fastest, and print it, a number of tokens at a time."""
-    from quire.kernels.triton import moe_timing, moe_tuning
+    from quire.kernels.triton.moe import timing as moe_timing
+    from quire.kernels.triton.moe import tuning as moe_tuning
 
     buckets = buckets or list(moe_tuning.BUCKETS)
     unknown = [tokens for tokens in buckets if again or moe_tuning.known(tuner, shape, tokens, dtype) is None]
@@ -135,14 +137,16 @@ def tune_many_rows(
 ) -> None:  # fmt: skip
     """Measure which of cuBLASLt's algorithms beat cuBLAS's own choice, and print them, a weight at a time."""
     from quire.kernels import cublaslt
-    from quire.kernels.triton import cublas_timing, thin_timing, tuning
+    from quire.kernels.triton import cublas_timing
+    from quire.kernels.triton.skinny_gemm import timing as thin_timing
+    from quire.kernels.triton.skinny_gemm import tuning
 
     lt = cublaslt.library()
     if lt is None or dtype.itemsize != 2:
         return
     shipped = tuning.read_table(cublaslt.shipped_table(tuning.card_of(tuner.gpu), lt.version))
     own = cublaslt.own_table(tuning.slug(tuner.gpu.name), lt.version)
-    known, timer = tuning.read_table(own), cublas_timing.Timer()
+    known, timer = tuning.read_table(own), cublas_timing.CublasTimer()
     for n, k in weights:
         keys = {rows: cublaslt.key_of(rows, n, k, dtype) for rows in cublas_timing.grid_of(n)}
         comes_with_us = any(key in shipped for key in keys.values())  # and then those that won alone
@@ -194,33 +198,33 @@ def shape_model(config: EngineConfig, platform: Platform) -> nn.Module:
     return build_model(config, files, facts, platform, length, device=torch.device("meta"))  # type: ignore[return-value]
 
 
-def products(model: nn.Module) -> tuple[list[Shape], torch.dtype]:
+def products(model: nn.Module) -> tuple[list[GemmShape], torch.dtype]:
     """The products of a step, parts before wholes; their dtype."""
-    from quire.kernels.triton.thin_candidates import Shape
-    from quire.kernels.triton.tuning import KINDS, with_parts
-    from quire.layers.products import layer_products
+    from quire.kernels.triton.skinny_gemm.candidates import GemmShape
+    from quire.kernels.triton.skinny_gemm.tuning import KINDS, with_parts
+    from quire.layers.gemm_shapes import layer_products
 
     found = layer_products(model)
-    shapes: dict[Shape, None] = {}
+    shapes: dict[GemmShape, None] = {}
     for product in found:
         kind = ("norm_silu_linear" if product.gated else "norm_linear") if product.normed else "linear"
         n, k = product.weight.shape
-        shapes |= dict.fromkeys(with_parts(Shape(kind, n, k)))  # a bias adds no time, and tables know of none
+        shapes |= dict.fromkeys(with_parts(GemmShape(kind, n, k)))  # a bias adds no time, and tables know of none
     return sorted(shapes, key=lambda shape: KINDS.index(shape.kind)), found[0].weight.dtype
 
 
 def mixtures(model: nn.Module) -> list[ExpertsShape]:
     """The experts of a step, if there are any."""
-    from quire.kernels.triton.moe import shape_of
-    from quire.layers.products import layer_experts
+    from quire.kernels.triton.moe.experts import shape_of
+    from quire.layers.gemm_shapes import layer_experts
 
     return list(dict.fromkeys(shape_of(experts.gate_up, experts.top_k) for experts in layer_experts(model)))
 
 
-def _compile(unknown: dict[Shape, list[int]], dtype: torch.dtype, tuner: Tuner) -> None:
-    from quire.kernels.triton.thin import compile_key
-    from quire.kernels.triton.thin_timing import compile_all
-    from quire.kernels.triton.tuning import tuning_jobs
+def _compile(unknown: dict[GemmShape, list[int]], dtype: torch.dtype, tuner: Tuner) -> None:
+    from quire.kernels.triton.skinny_gemm.gemm import compile_key
+    from quire.kernels.triton.skinny_gemm.timing import compile_all
+    from quire.kernels.triton.skinny_gemm.tuning import tuning_jobs
 
     jobs = {
         compile_key(job.product(), job.config): job
@@ -231,8 +235,8 @@ def _compile(unknown: dict[Shape, list[int]], dtype: torch.dtype, tuner: Tuner) 
     compile_all(list(jobs.values()))
 
 
-def _line(shape: Shape, rows: int, entry: Entry) -> str:
-    from quire.kernels.triton.tuning import describe
+def _line(shape: GemmShape, rows: int, entry: Entry) -> str:
+    from quire.kernels.triton.skinny_gemm.tuning import describe
 
     kernel = describe(entry)
     if kernel == "cublas" and shape.kind != "linear":

@@ -22,7 +22,7 @@ from quire.errors import RankLostError
 
 
 @dataclass(frozen=True)
-class Place:
+class LockstepAddress:
     """An engine's place among those that step together."""
 
     rank: int
@@ -32,7 +32,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Turn:
+class LockstepRound:
     """What all have agreed on."""
 
     runs: bool
@@ -41,10 +41,10 @@ class Turn:
     """Experts are moved, before the pass."""
 
 
-class Lockstep:
+class LockstepAgreement:
     """This engine among the others. Every call of `agree` meets one of each of them."""
 
-    def __init__(self, place: Place, backend: str, seconds: float) -> None:
+    def __init__(self, place: LockstepAddress, backend: str, seconds: float) -> None:
         """Meets the others. `seconds`: so long one waits for them, now and in every exchange before `limit`."""
         self.place = place
         self.is_on = False
@@ -74,7 +74,7 @@ class Lockstep:
         self._asked = max(self._asked, number)
         self.is_on = True
 
-    def agree(self, has_plan: bool, has_work: bool) -> Turn:
+    def agree(self, has_plan: bool, has_work: bool) -> LockstepRound:
         """Take a turn. `has_plan`: there is something to compute now; `has_work`: or soon."""
         heard, asked = self._heard, self._asked
         ours = [has_plan, has_work or has_plan, heard, -heard, asked, -asked]
@@ -84,7 +84,7 @@ class Lockstep:
         if rebalances:
             self._rebalanced = asked
         self.is_on = bool(work) or not (all_heard and all_asked)
-        return Turn(bool(plan), rebalances)
+        return LockstepRound(bool(plan), rebalances)
 
     def sum(self, counts: Mapping[int, Sequence[int]]) -> dict[int, list[int]]:
         """Counts of all engines."""

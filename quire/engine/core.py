@@ -23,13 +23,13 @@ from quire.errors import (
     ValidationError,
 )
 from quire.executor.base import Executor, Lockstep
-from quire.memory.sessions import SessionKeeper
 from quire.messages.experts import Rebalanced
 from quire.messages.memory_map import MemoryMap
 from quire.messages.outputs import Key, StepOutputs
 from quire.messages.plan import StepPlan
 from quire.messages.request import NewRequest
 from quire.scheduler.scheduler import Scheduler
+from quire.sessions.keeper import SessionKeeper
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from quire.engine.session_calls import SessionAnswer, SessionOp
 from quire.engine.stats import Metric
 from quire.errors import ValidationError
 from quire.executor import child
-from quire.executor.child import Log, Surroundings
+from quire.executor.child import RelayedLog, Surroundings
 from quire.messages.experts import Rebalanced
 from quire.messages.frames import LARGEST, frame
 from quire.messages.memory_map import MemoryMap
@@ -24,7 +24,7 @@ from quire.messages.request import NewRequest
 # Down: to the engine
 
 
-class Start(Surroundings, tag=True):
+class StartEngine(Surroundings, tag=True):
     """The first message: what to make an engine of."""
 
     replica: int = 0
@@ -36,7 +36,7 @@ class Start(Surroundings, tag=True):
 
 
 class Add(msgspec.Struct, tag=True):
-    """Queue a request. Answered by its outputs, or by `Refused`."""
+    """Queue a request. Answered by its outputs, or by `RequestRefused`."""
 
     request: NewRequest
 
@@ -102,20 +102,20 @@ class RebalanceExperts(msgspec.Struct, tag=True):
     number: int = 0
 
 
-class Shutdown(msgspec.Struct, tag=True):
+class ShutdownEngine(msgspec.Struct, tag=True):
     """End everything and leave."""
 
 
 Down = Union[
-    Start, Add, Abort, Finish, ResetPrefixCache, Ping, GetStats, GetMemoryMap, SessionCall, Rouse, RebalanceExperts,
-    Shutdown,
+    StartEngine, Add, Abort, Finish, ResetPrefixCache, Ping, GetStats, GetMemoryMap, SessionCall, Rouse,
+    RebalanceExperts, ShutdownEngine,
 ]  # fmt: skip
 
 
 # Up: to the front
 
 
-class Ready(msgspec.Struct, tag=True):
+class EngineReady(msgspec.Struct, tag=True):
     """The engine is made. What it turned out to be, as far as requests and their outputs depend on it."""
 
     device: str
@@ -138,7 +138,7 @@ class Outputs(msgspec.Struct, tag=True):
     outputs: StepOutputs
 
 
-class Refused(msgspec.Struct, tag=True):
+class RequestRefused(msgspec.Struct, tag=True):
     """A request that was not taken; with an empty id, the engine itself that could not be made."""
 
     id: str
@@ -177,7 +177,7 @@ class ResetReport(msgspec.Struct, tag=True):
 class RebalanceReport(msgspec.Struct, tag=True):
     question: int
     outcome: Rebalanced | None = None
-    error: Refused | None = None
+    error: RequestRefused | None = None
     """Why there is none."""
 
 
@@ -186,7 +186,7 @@ class SessionReply(msgspec.Struct, tag=True):
 
     question: int
     answer: SessionAnswer | None = None
-    refused: Refused | None = None
+    refused: RequestRefused | None = None
 
 
 class Died(msgspec.Struct, tag=True):
@@ -196,8 +196,8 @@ class Died(msgspec.Struct, tag=True):
 
 
 Up = Union[
-    Ready, Outputs, Refused, HealthReport, StatsReport, MemoryReport, ResetReport, RebalanceReport, SessionReply, Log,
-    Died,
+    EngineReady, Outputs, RequestRefused, HealthReport, StatsReport, MemoryReport, ResetReport, RebalanceReport,
+    SessionReply, RelayedLog, Died,
 ]  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()
@@ -249,7 +249,7 @@ def decode_up(data: bytes) -> Up:
     return _up_decoder.decode(data)
 
 
-class Link(child.Link):
+class MessageLink(child.ChildLink):
     """The engine's end of the socket."""
 
     def send(self, message: Down | Up) -> None:

@@ -11,12 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.memory.blocks import NULL_BLOCK, BlockPool
-from quire.memory.disk.sessions import Session, name_of, owner_of
-from quire.memory.disk.store import DiskStats
-from quire.memory.session_kv import Live
-from quire.memory.sessions import SessionKeeper
-from quire.memory.tiers import Tiers
+from quire.kvcache.block_pool import NULL_BLOCK, BlockPool
+from quire.kvcache.offload.disk.store import DiskStats
+from quire.kvcache.offload.manager import OffloadManager
 from quire.messages.memory_map import (
     CACHED,
     EMPTY,
@@ -38,8 +35,11 @@ from quire.messages.memory_map import (
     Sleeper,
     Sleeping,
 )
-from quire.messages.request import Request, State
+from quire.messages.request import Request, RequestState
 from quire.scheduler.scheduler import Scheduler
+from quire.sessions.keeper import SessionKeeper
+from quire.sessions.log import Session, name_of, owner_of
+from quire.sessions.session_kv import Live
 
 MOST_CELLS = 65_536
 """A cache of more blocks is shown by every second, third, … of them."""
@@ -140,7 +140,7 @@ def _requester(request: Request, held_by: _Counts) -> Owner | None:
 def _kind(request: Request) -> OwnerKind | None:
     if request.row >= 0:
         return "running"
-    if request.state is State.LOADING:
+    if request.state is RequestState.LOADING:
         return "loading"
     return "put by" if request.owned_keys else None
 
@@ -177,7 +177,7 @@ def _pressure(scheduler: Scheduler) -> Pressure:
     return Pressure(device=levels.device, host=levels.host, disk=levels.disk)
 
 
-def _host(tiers: Tiers) -> HostBlocks:
+def _host(tiers: OffloadManager) -> HostBlocks:
     host = tiers.host
     return HostBlocks(slots=host.num_slots, used=host.used, owned=host.owned, block_bytes=tiers.costs.block_bytes)
 
@@ -189,7 +189,7 @@ def _disk(stats: DiskStats) -> DiskBlocks:
     )  # fmt: skip
 
 
-def _sleeping(sessions: SessionKeeper, tiers: Tiers | None) -> Sleeping:
+def _sleeping(sessions: SessionKeeper, tiers: OffloadManager | None) -> Sleeping:
     put_by, more = sessions.kv.put_by(LOOKED_UP)
     places = [(name, _place(key, tiers)) for name, key in put_by]
     counts, count = Counter(place for _, place in places), len(sessions.store) - sessions.kv.num_live
@@ -203,7 +203,7 @@ def _sleeping(sessions: SessionKeeper, tiers: Tiers | None) -> Sleeping:
     )
 
 
-def _place(key: bytes, tiers: Tiers | None) -> Place:
+def _place(key: bytes, tiers: OffloadManager | None) -> Place:
     if tiers is None or not (found := tiers.find([key])):
         return "nowhere"
     return "host" if found[0] else "disk"

@@ -17,20 +17,20 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from quire.engine import ipc
+from quire.engine.device_split import take_share
 from quire.engine.session_calls import SessionAnswer, SessionDesk
-from quire.engine.shares import take_share
 from quire.errors import EngineDeadError, QuireError
 from quire.executor.child import adopt, leave_signals, leave_with, model_of
 
 if TYPE_CHECKING:
     from quire.config import EngineConfig
     from quire.engine.core import EngineCore
-    from quire.engine.facts import Facts
+    from quire.engine.engine_info import EngineInfo
     from quire.loading.files import ModelFiles
     from quire.loading.model_config import ModelConfig
     from quire.messages.outputs import StepOutputs
 
-    MakeEngine = Callable[[EngineConfig, ModelFiles, ModelConfig], tuple[EngineCore, Facts]]
+    MakeEngine = Callable[[EngineConfig, ModelFiles, ModelConfig], tuple[EngineCore, EngineInfo]]
 
 logger = logging.getLogger("quire.engine.process")
 
@@ -38,7 +38,7 @@ logger = logging.getLogger("quire.engine.process")
 class EngineLoop:
     """Messages in, steps, messages out."""
 
-    def __init__(self, link: ipc.Link, core: EngineCore) -> None:
+    def __init__(self, link: ipc.MessageLink, core: EngineCore) -> None:
         self._link = link
         self._core = core
         self._is_open = True
@@ -93,9 +93,9 @@ class EngineLoop:
                 self._rebalance(question, number)
             case ipc.SessionCall(question=question, op=op):
                 self._sessions.take(op, lambda outcome: self._tell_session(question, outcome))
-            case ipc.Shutdown():
+            case ipc.ShutdownEngine():
                 self._is_open = False
-            case ipc.Start():
+            case ipc.StartEngine():
                 raise RuntimeError("a second Start came: an engine is made once")
 
     def _rebalance(self, question: int, number: int) -> None:
@@ -137,10 +137,10 @@ class EngineLoop:
 _MALFORMED = (ipc.MalformedRequestError, ipc.MalformedCallError)
 
 
-def refusal(request_id: str, error: Exception) -> ipc.Refused:
+def refusal(request_id: str, error: Exception) -> ipc.RequestRefused:
     """An error as a message."""
     name = next(kind.__name__ for kind in type(error).__mro__ if kind not in _MALFORMED)
-    return ipc.Refused(request_id, name, str(error), getattr(error, "parameter", None))
+    return ipc.RequestRefused(request_id, name, str(error), getattr(error, "parameter", None))
 
 
 def _tells_something(outputs: StepOutputs) -> bool:
@@ -153,7 +153,7 @@ def main(make: MakeEngine | None = None) -> int:
     sock = socket.socket(fileno=int(sys.argv[1]))
     sock.set_inheritable(False)
     leave_with(sock)
-    link = ipc.Link(sock)
+    link = ipc.MessageLink(sock)
     core = _start(link, make)
     if core is None:
         return 1
@@ -168,10 +168,10 @@ def main(make: MakeEngine | None = None) -> int:
     return 0
 
 
-def _start(link: ipc.Link, make: MakeEngine | None) -> EngineCore | None:
+def _start(link: ipc.MessageLink, make: MakeEngine | None) -> EngineCore | None:
     """An engine as the first message wants it; None if it cannot be made, and the front knows why."""
     start = ipc.decode_down(link.first())
-    assert isinstance(start, ipc.Start)
+    assert isinstance(start, ipc.StartEngine)
     prefix = f"replica {start.replica}: " if start.replicas > 1 else ""
     adopt(start, start.log_level, link.send, prefix)
     try:
@@ -186,7 +186,7 @@ def _start(link: ipc.Link, make: MakeEngine | None) -> EngineCore | None:
         link.send(refusal("", error))
         return None
     link.send(
-        ipc.Ready(
+        ipc.EngineReady(
             device=facts.device,
             dtype=facts.dtype,
             max_model_len=facts.max_model_len,
@@ -205,16 +205,16 @@ def _start(link: ipc.Link, make: MakeEngine | None) -> EngineCore | None:
 
 def _make_usual(
     config: EngineConfig, files: ModelFiles, model: ModelConfig, meeting: tuple[int, int, str] = (0, 1, "")
-) -> tuple[EngineCore, Facts]:
-    from quire.distributed.lockstep import Place
+) -> tuple[EngineCore, EngineInfo]:
+    from quire.distributed.lockstep import LockstepAddress
     from quire.engine.setup import make_engine
     from quire.scheduler.pacing import STREAM_STRETCH
 
-    place = Place(*meeting) if config.steps_together else None
+    place = LockstepAddress(*meeting) if config.steps_together else None
     return make_engine(config, files, model, STREAM_STRETCH, place)
 
 
-def _die(link: ipc.Link, error: Exception) -> None:
+def _die(link: ipc.MessageLink, error: Exception) -> None:
     """Tell why, and leave at once: a device that is lost lets nobody tidy up."""
     if not isinstance(error, EngineDeadError):
         logger.error("the engine's loop failed", exc_info=error)

@@ -18,13 +18,13 @@ import msgspec
 
 from quire.config import EngineConfig
 from quire.engine import ipc
-from quire.engine.facts import Facts
+from quire.engine.engine_info import EngineInfo
 from quire.errors import EngineDeadError, QuireError, told
 from quire.executor.child import surroundings
-from quire.executor.ends import describe_end
+from quire.executor.exit_status import describe_end
+from quire.kvcache.prefix_cache import ContentKeys
 from quire.loading.files import ModelFiles
 from quire.loading.model_config import ModelConfig
-from quire.memory.prefix import ContentKeys
 from quire.messages.frames import Frames, Inlet
 from quire.paths import child_environment
 
@@ -41,7 +41,7 @@ BURIAL_SECONDS = 2.0
 class RemoteEngine:
     """Starts the process, passes messages, notices its death. One that is dead stays dead: make another."""
 
-    facts: Facts
+    facts: EngineInfo
     """Known once it is ready."""
 
     def __init__(
@@ -68,7 +68,7 @@ class RemoteEngine:
         self._burial: asyncio.Task[None] | None = None
         # What cannot be sent is said before anything is started.
         start = ipc.encode(
-            ipc.Start(**surroundings(config, files), replica=replica, replicas=replicas, meeting=meeting)
+            ipc.StartEngine(**surroundings(config, files), replica=replica, replicas=replicas, meeting=meeting)
         )
         self._socket, theirs = socket.socketpair()
         self._inlet = Inlet(self._socket)
@@ -159,7 +159,7 @@ class RemoteEngine:
         except msgspec.MsgspecError as error:  # nobody knows what it was about: whoever waits would wait for ever
             self._announce(f"the engine's process (pid {self.pid}) sent what cannot be read: {error}")
             return
-        if isinstance(message, ipc.Log):
+        if isinstance(message, ipc.RelayedLog):
             message.relay()
         elif isinstance(message, ipc.Died):
             self._announce(f"the engine's process (pid {self.pid}) has ended: {message.message}")
@@ -210,7 +210,7 @@ class RemoteEngine:
         if self._process.poll() is None:
             with contextlib.suppress(OSError):
                 self._socket.settimeout(STOP_SECONDS)
-                self._socket.sendall(bytes(self._unsent) + ipc.encode(ipc.Shutdown()))
+                self._socket.sendall(bytes(self._unsent) + ipc.encode(ipc.ShutdownEngine()))
             self._drain_until_end()
         self.kill()
 
@@ -225,15 +225,15 @@ class RemoteEngine:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(max(0.0, deadline - time.monotonic()))
 
-    def _receive_ready(self) -> ipc.Ready:
+    def _receive_ready(self) -> ipc.EngineReady:
         while data := self._receive():
             for payload in self._frames.feed(data):
                 message = ipc.decode_up(payload)
-                if isinstance(message, ipc.Ready):
+                if isinstance(message, ipc.EngineReady):
                     return message
-                if isinstance(message, ipc.Refused):
+                if isinstance(message, ipc.RequestRefused):
                     raise error_of(message)
-                if isinstance(message, ipc.Log):
+                if isinstance(message, ipc.RelayedLog):
                     message.relay()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(BURIAL_SECONDS)
@@ -246,7 +246,7 @@ class RemoteEngine:
             return memoryview(b"")
 
 
-def error_of(refused: ipc.Refused) -> QuireError:
+def error_of(refused: ipc.RequestRefused) -> QuireError:
     """The error that was raised in the other process."""
     if (known := told(refused.error, refused.message, refused.parameter)) is not None:
         return known
@@ -255,9 +255,9 @@ def error_of(refused: ipc.Refused) -> QuireError:
     return QuireError(f"the engine failed to take the request: {refused.error}: {refused.message}")
 
 
-def _facts(ready: ipc.Ready, files: ModelFiles, model: ModelConfig) -> Facts:
+def _facts(ready: ipc.EngineReady, files: ModelFiles, model: ModelConfig) -> EngineInfo:
     said: dict[str, Any] = {name: getattr(ready, name) for name in ready.__struct_fields__ if name != "key_root"}
-    return Facts(files=files, model=model, keys=ContentKeys.rooted(ready.block_size, ready.key_root), **said)
+    return EngineInfo(files=files, model=model, keys=ContentKeys.rooted(ready.block_size, ready.key_root), **said)
 
 
 def _describe_end(process: subprocess.Popen[bytes]) -> str:

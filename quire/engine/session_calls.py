@@ -12,8 +12,8 @@ from typing import Union
 import msgspec
 
 from quire.errors import SessionBusyError
-from quire.memory.disk.sessions import name_of, session_key
-from quire.memory.sessions import KEEP, SessionInfo, SessionKeeper, SessionPage
+from quire.sessions.keeper import KEEP, SessionInfo, SessionKeeper, SessionPage
+from quire.sessions.log import name_of, session_key
 
 # Sessions go by what `session_key` makes of tenant and name.
 

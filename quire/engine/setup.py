@@ -8,24 +8,24 @@ import time
 from dataclasses import dataclass
 
 from quire.config import EngineConfig
-from quire.distributed.lockstep import Place
+from quire.distributed.lockstep import LockstepAddress
 from quire.engine.core import EngineCore
-from quire.engine.facts import Facts
+from quire.engine.engine_info import EngineInfo
 from quire.engine.grammar.grammars import Grammars
 from quire.engine.grammar.wire import Setup
+from quire.engine.start_executor import Limits, choose_platform, estimate_needs, start_workers
 from quire.engine.tiers import kv_fingerprint, make_sessions, make_tiers
-from quire.engine.workers import Limits, choose_platform, estimate_needs, start_workers
 from quire.errors import ConfigError
+from quire.kvcache.block_tables import BlockTables
+from quire.kvcache.prefix_cache import ContentKeys
 from quire.loading.files import ModelFiles
 from quire.loading.model_config import ModelConfig
-from quire.memory.prefix import ContentKeys
-from quire.memory.sessions import SessionKeeper
-from quire.memory.tables import BlockTables
 from quire.platforms.base import Platform
 from quire.scheduler.groups import PrefixGroups
 from quire.scheduler.pacing import Pacer
 from quire.scheduler.policies.registry import make_policy
 from quire.scheduler.scheduler import Scheduler
+from quire.sessions.keeper import SessionKeeper
 from quire.worker.memory import MemoryPlan
 
 logger = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ GUIDE_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
-class EngineFacts(Facts):
+class EngineFacts(EngineInfo):
     """…and where every byte of the device went."""
 
     memory: MemoryPlan
@@ -57,7 +57,7 @@ def make_engine(
     files: ModelFiles,
     model: ModelConfig,
     usual_stretch: float = math.inf,
-    place: Place | None = None,
+    place: LockstepAddress | None = None,
 ) -> tuple[EngineCore, EngineFacts]:
     """Load the model, size the cache, and put the loop together.
 

@@ -6,7 +6,7 @@ import logging
 import time
 from dataclasses import dataclass
 
-from quire.messages.tally import COMPILE_BOUNDS, Tally
+from quire.messages.histogram import COMPILE_BOUNDS, Histogram
 from quire.scheduler.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
@@ -69,12 +69,12 @@ class Metric:
     """Of a figure with labels: its values by them. `value` sums them up."""
 
 
-def histogram(name: str, tally: Tally) -> Metric:
+def histogram(name: str, tally: Histogram) -> Metric:
     """A tally as a figure."""
     return Metric(f"quire:{name}", "histogram", tally.total, tally.bounds, tuple(tally.counts))
 
 
-def metrics_of(scheduler: Scheduler, compiling: int = 0, compile_times: Tally | None = None) -> list[Metric]:
+def metrics_of(scheduler: Scheduler, compiling: int = 0, compile_times: Histogram | None = None) -> list[Metric]:
     """The engine's figures now, under vLLM's names with our prefix where it has them.
 
     `compiling`: requests that wait for their grammar; `compile_times`: what grammars took.
@@ -116,5 +116,5 @@ def metrics_of(scheduler: Scheduler, compiling: int = 0, compile_times: Tally | 
         *(Metric(f"quire:{name}", "counter", value) for name, value in counters.items()),
         *(Metric(f"quire:{name}", "gauge", value) for name, value in gauges.items()),
         histogram("iteration_tokens_total", stats.step_tokens),
-        histogram("grammar_compile_seconds", compile_times or Tally(COMPILE_BOUNDS)),
+        histogram("grammar_compile_seconds", compile_times or Histogram(COMPILE_BOUNDS)),
     ]

@@ -7,20 +7,20 @@ import tempfile
 from pathlib import Path
 
 from quire.config import EngineConfig
+from quire.kvcache.block_tables import BlockTables
+from quire.kvcache.offload.costs import Costs
+from quire.kvcache.offload.disk.io_threads import DiskIO
+from quire.kvcache.offload.disk.store import DiskStore
+from quire.kvcache.offload.host_tier import HostTier
+from quire.kvcache.offload.manager import OffloadManager
+from quire.kvcache.prefix_cache import ContentKeys
 from quire.loading.files import ModelFiles
 from quire.loading.fingerprint import tokens_fingerprint, weights_fingerprint
 from quire.loading.model_config import ModelConfig
-from quire.memory.costs import Costs
-from quire.memory.disk.holds import SessionBlocks
-from quire.memory.disk.sessions import SessionStore
-from quire.memory.disk.store import DiskStore
-from quire.memory.disk.transfers import DiskTransfers
-from quire.memory.host import HostTier
-from quire.memory.prefix import ContentKeys
-from quire.memory.session_kv import SessionKV
-from quire.memory.sessions import SessionKeeper
-from quire.memory.tables import BlockTables
-from quire.memory.tiers import Tiers
+from quire.sessions.keeper import SessionKeeper
+from quire.sessions.log import SessionStore
+from quire.sessions.pinned_blocks import PinnedBlocks
+from quire.sessions.session_kv import SessionKV
 from quire.worker.moves import HostRoom
 
 logger = logging.getLogger(__name__)
@@ -38,19 +38,21 @@ def kv_fingerprint(config: EngineConfig, files: ModelFiles, model: ModelConfig, 
     return weights + f"|{dtype}|{config.block_size}|{LAYOUT}{cut}".encode()
 
 
-def make_tiers(config: EngineConfig, fingerprint: bytes, tables: BlockTables, room: HostRoom | None) -> Tiers | None:
+def make_tiers(
+    config: EngineConfig, fingerprint: bytes, tables: BlockTables, room: HostRoom | None
+) -> OffloadManager | None:
     """Host memory, and disk if there is a folder for it; None where there is neither."""
     if room is None:
         return None
     size = room.slot_bytes
     costs = Costs(size, room.out_rate, room.back_rate)
     if config.kv_disk is None:
-        tiers = Tiers(tables, HostTier(room.num_slots), costs)
+        tiers = OffloadManager(tables, HostTier(room.num_slots), costs)
     else:
         folder = Path(config.kv_disk).expanduser()
         store = DiskStore.open(folder / "blocks", fingerprint, size, int(config.kv_disk_size * 2**30))
         host = HostTier(room.num_slots, is_backed=store.has)
-        tiers = Tiers(tables, host, costs, DiskTransfers(store), room.slot)
+        tiers = OffloadManager(tables, host, costs, DiskIO(store), room.slot)
         logger.info("KV blocks on disk: %s, %d there", store.folder, len(store))
     logger.info(
         "tiers: %.2f GiB of host memory = %d blocks; %.1f GB/s out, %.1f GB/s back",
@@ -61,7 +63,7 @@ def make_tiers(config: EngineConfig, fingerprint: bytes, tables: BlockTables, ro
 
 def make_sessions(
     config: EngineConfig, model: ModelConfig, fingerprint: bytes, tables: BlockTables, keys: ContentKeys,
-    tiers: Tiers | None,
+    tiers: OffloadManager | None,
 ) -> SessionKeeper:  # fmt: skip
     """Sessions in the folder of the disk tier; without one they end with the engine."""
     disk = None if tiers is None or tiers.disk is None else tiers.disk.store
@@ -73,7 +75,7 @@ def make_sessions(
         store = SessionStore.open(
             Path(config.kv_disk).expanduser() / "sessions", make_room=None if disk is None else disk.give_back
         )
-    held = None if disk is None else SessionBlocks(store, disk, keys, fingerprint)
+    held = None if disk is None else PinnedBlocks(store, disk, keys, fingerprint)
     if held is not None:
         held.hold_all()
         logger.info("%d sessions on disk: %s", len(store), store.folder)

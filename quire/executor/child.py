@@ -37,7 +37,7 @@ class Surroundings(msgspec.Struct):
     log_level: int
 
 
-class Log(msgspec.Struct, tag=True):
+class RelayedLog(msgspec.Struct, tag=True):
     """A line of the process's log, for the handlers of the other: there the user has set logging up."""
 
     name: str
@@ -59,7 +59,7 @@ def surroundings(config: EngineConfig, files: ModelFiles) -> dict[str, Any]:
     }
 
 
-def adopt(told: Surroundings, level: int, tell: Callable[[Log], object], prefix: str = "") -> None:
+def adopt(told: Surroundings, level: int, tell: Callable[[RelayedLog], object], prefix: str = "") -> None:
     """Import from where the other process does, and hand it this one's log, from `level` on."""
     if told.import_path:
         sys.path[:] = told.import_path
@@ -102,7 +102,7 @@ def leave_with(sock: socket.socket, tidy_up: Callable[[], object] = lambda: None
     threading.Thread(target=watch, name="quire-watch", daemon=True).start()
 
 
-class Link:
+class ChildLink:
     """One end of the socket, for a process that does nothing while it waits."""
 
     def __init__(self, sock: socket.socket) -> None:
@@ -153,13 +153,13 @@ class Link:
 class _LogSender(logging.Handler):
     """Hands log lines to the other process."""
 
-    def __init__(self, tell: Callable[[Log], object], prefix: str) -> None:
+    def __init__(self, tell: Callable[[RelayedLog], object], prefix: str) -> None:
         super().__init__()
         self._tell, self._prefix = tell, prefix
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            self._tell(Log(record.name, record.levelno, self._prefix + self.format(record)))
+            self._tell(RelayedLog(record.name, record.levelno, self._prefix + self.format(record)))
         except Exception:  # nobody is there to read it
             self.handleError(record)
 

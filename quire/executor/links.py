@@ -35,7 +35,7 @@ class RankPlace:
     """Whether the GPU it sees is its own."""
 
 
-class Pulse(Protocol):
+class Liveness(Protocol):
     """Tells which rank has stopped to live without ending."""
 
     def watch(self) -> None:
@@ -60,7 +60,7 @@ class StartedRanks(Protocol):
     def places(self) -> Sequence[RankPlace]: ...
 
     @property
-    def pulse(self) -> Pulse: ...
+    def pulse(self) -> Liveness: ...
 
     @property
     def ring(self) -> RingWriter | None:
@@ -215,7 +215,7 @@ class RankLinks:
         except (msgspec.MsgspecError, ValueError) as error:
             raise self.lose(f"rank {rank} of {len(self)} sent what cannot be read: {error}") from error
         for message in messages:
-            if isinstance(message, wire.Log):
+            if isinstance(message, wire.RelayedLog):
                 message.relay()
             else:
                 self._heard.append((rank, message))
@@ -234,7 +234,7 @@ class RankLinks:
         """Let the ranks leave, and see to it that they do."""
         if not self.ranks.end.alive:
             return
-        data = wire.encode(wire.Shutdown())
+        data = wire.encode(wire.ShutdownRank())
         for sock in self._sockets:
             with contextlib.suppress(OSError):
                 sock.settimeout(STOP_SECONDS)

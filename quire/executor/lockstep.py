@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from quire.distributed.collectives import calls
-from quire.distributed.lockstep import Lockstep
+from quire.distributed.lockstep import LockstepAgreement
 from quire.errors import RankLostError, StepError
 from quire.executor.expert_balance import ExpertBalance
 from quire.executor.local import LocalExecutor
@@ -20,7 +20,7 @@ from quire.worker.worker import Worker
 class LockstepExecutor:
     """Runs plans when it is everyone's turn. One engine lost is all lost: they wait for each other in every layer."""
 
-    def __init__(self, local: LocalExecutor, worker: Worker, world: Lockstep, balance: ExpertBalance) -> None:
+    def __init__(self, local: LocalExecutor, worker: Worker, world: LockstepAgreement, balance: ExpertBalance) -> None:
         self._local, self._worker, self._world = local, worker, world
         self.balance = balance
         self.lockstep = self

@@ -62,9 +62,9 @@ class MultiprocessExecutor:
         self._ranks = RankLinks(_start_processes(size) if ranks is None else ranks)
         if ranks is not None:
             told["import_path"] = []
-        self._loaded: dict[int, wire.Loaded] = {}
-        self._ready: dict[int, wire.Ready] = {}
-        self._answers: dict[int, dict[int, wire.Done | wire.Failed]] = {}
+        self._loaded: dict[int, wire.WeightsLoaded] = {}
+        self._ready: dict[int, wire.RankReady] = {}
+        self._answers: dict[int, dict[int, wire.Done | wire.StepFailed]] = {}
         """By step, then by rank."""
         self._moves: dict[int, list[MovesDone]] = {}
         """Moves that some ranks have done."""
@@ -78,7 +78,7 @@ class MultiprocessExecutor:
             self.balance = ExpertBalance.of(config)
         try:
             starts = [
-                wire.Start(
+                wire.StartRank(
                     **told, rank=rank, size=size, rendezvous=self._ranks.ranks.rendezvous, **dataclasses.asdict(place),
                     max_model_len=max_model_len, max_rows=max_rows, max_tokens=max_tokens,
                 )
@@ -109,7 +109,7 @@ class MultiprocessExecutor:
     # What the ranks turned out to be
 
     @property
-    def first(self) -> wire.Loaded:
+    def first(self) -> wire.WeightsLoaded:
         """What the first rank said of itself."""
         return self._loaded[0]
 
@@ -181,20 +181,20 @@ class MultiprocessExecutor:
         self._ranks.receive(is_over, self._take)
         for step in [step for step in self._answers if step <= handle]:
             del self._answers[step]  # those before are of steps that were given up
-        if any(isinstance(answer, wire.Failed) for answer in answers.values()):
+        if any(isinstance(answer, wire.StepFailed) for answer in answers.values()):
             raise self._failure(answers)
         return self._result(handle, answers)
 
-    def _has_split_stage(self, answers: Mapping[int, wire.Done | wire.Failed]) -> bool:
+    def _has_split_stage(self, answers: Mapping[int, wire.Done | wire.StepFailed]) -> bool:
         """Whether a rank has failed, and another of its stage is still on its way. Other stages wait for nobody who
         failed, and may take as long as they do."""
         answered = Counter(rank // self._stage_size for rank in answers)
-        failed = {rank // self._stage_size for rank, answer in answers.items() if isinstance(answer, wire.Failed)}
+        failed = {rank // self._stage_size for rank, answer in answers.items() if isinstance(answer, wire.StepFailed)}
         return any(answered[stage] < self._stage_size for stage in failed)
 
-    def _failure(self, answers: Mapping[int, wire.Done | wire.Failed]) -> StepError:
+    def _failure(self, answers: Mapping[int, wire.Done | wire.StepFailed]) -> StepError:
         """What the loop is to make of it. A stage whose ranks all failed in the same place can go on."""
-        failures = {rank: answer for rank, answer in answers.items() if isinstance(answer, wire.Failed)}
+        failures = {rank: answer for rank, answer in answers.items() if isinstance(answer, wire.StepFailed)}
         rank, first = next(iter(sorted(failures.items())))
         said = f"rank {rank} of {len(self._ranks)}: {first.message}"
         lost = any(issubclass(_kind(each.error), errors.DeviceLostError) for each in failures.values())
@@ -203,14 +203,14 @@ class MultiprocessExecutor:
         no_memory = any(issubclass(_kind(each.error), StepMemoryError) for each in failures.values())
         return StepMemoryError(said) if no_memory else StepError(said)
 
-    def _are_together(self, failures: Mapping[int, wire.Failed]) -> bool:
+    def _are_together(self, failures: Mapping[int, wire.StepFailed]) -> bool:
         """Whether no rank of a stage is where the others of it are not."""
         stages: dict[int, list[int]] = {}
         for rank, failed in failures.items():
             stages.setdefault(rank // self._stage_size, []).append(failed.collectives)
         return all(len(calls) == self._stage_size and len(set(calls)) == 1 for calls in stages.values())
 
-    def _result(self, step: int, answers: Mapping[int, wire.Done | wire.Failed]) -> StepResult:
+    def _result(self, step: int, answers: Mapping[int, wire.Done | wire.StepFailed]) -> StepResult:
         done = {rank: answer for rank, answer in answers.items() if isinstance(answer, wire.Done)}
         first = len(self._ranks) - self._stage_size  # of the last stage, which draws
         strange = [rank for rank, answer in done.items() if rank > first and answer.drawn != done[first].drawn]
@@ -274,17 +274,17 @@ class MultiprocessExecutor:
 
     def _take(self, rank: int, message: wire.Up) -> None:
         match message:
-            case wire.Done(step=step) | wire.Failed(step=step):
+            case wire.Done(step=step) | wire.StepFailed(step=step):
                 self._answers.setdefault(step, {})[rank] = message
-            case wire.Loaded():
+            case wire.WeightsLoaded():
                 self._loaded[rank] = message
-            case wire.Ready():
+            case wire.RankReady():
                 self._ready[rank] = message
             case wire.ExpertCounts(counts=counts):
                 self._counts[rank] = counts
             case wire.Placed():
                 self._placed.add(rank)
-            case wire.Refused():
+            case wire.StartRefused():
                 raise _refusal(message, rank, len(self._ranks))
 
 
@@ -298,7 +298,7 @@ def _kind(name: str) -> type[Exception]:
     return kind if isinstance(kind, type) and issubclass(kind, Exception) else StepError
 
 
-def _refusal(refused: wire.Refused, rank: int, size: int) -> QuireError:
+def _refusal(refused: wire.StartRefused, rank: int, size: int) -> QuireError:
     """The error that kept a rank from starting."""
     return errors.told(refused.error, refused.message, refused.parameter) or EngineDeadError(
         f"rank {rank} of {size} could not start: {refused.error}: {refused.message}"

@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Mapping
 from pathlib import Path
 
-from quire.executor.ends import describe_end
+from quire.executor.exit_status import describe_end
 from quire.executor.links import RankPlace
 from quire.executor.pulse import Pulses
 from quire.executor.shared_ring import RingWriter

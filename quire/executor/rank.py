@@ -24,9 +24,9 @@ from quire.distributed.interfaces import use_interface_of
 from quire.errors import QuireError, StepError
 from quire.executor import child, wire
 from quire.executor.base import pause_after
-from quire.executor.gate import BEATS, MESSAGES, dial
-from quire.executor.heartbeats import beat_over
+from quire.executor.liveness import beat_over
 from quire.executor.pulse import beat
+from quire.executor.rank_listener import BEATS, MESSAGES, dial
 from quire.executor.shared_ring import RingReader
 from quire.layers.expert_placement import Placement
 from quire.messages.frames import Frames
@@ -47,7 +47,7 @@ JOIN_SECONDS = 600.0
 """So long ranks wait for each other. A dead one is noticed long before, by the engine."""
 
 
-class Link(child.Link):
+class RankLink(child.ChildLink):
     """The rank's end of the socket, and of the memory that is shared with the engine, where some is."""
 
     def __init__(self, sock: socket.socket, ring: RingReader | None = None) -> None:
@@ -79,7 +79,7 @@ class Link(child.Link):
 class RankLoop:
     """Plans in, steps, answers out; steps are launched as soon as they come and told in their order."""
 
-    def __init__(self, link: Link, worker: Worker, executor: LocalExecutor, ranks: Ranks) -> None:
+    def __init__(self, link: RankLink, worker: Worker, executor: LocalExecutor, ranks: Ranks) -> None:
         self._link, self._worker, self._executor = link, worker, executor
         self._draws = ranks.is_last_stage
         self._reports = ranks.is_last_stage and ranks.tp_rank == 0
@@ -123,7 +123,7 @@ class RankLoop:
             case wire.PlaceExperts(placements=placements):
                 self._executor.place_experts({layer: Placement.of(slots) for layer, slots in placements.items()})
                 self._link.send(wire.Placed())
-            case wire.Shutdown():
+            case wire.ShutdownRank():
                 self._is_open = False
             case _:
                 raise RuntimeError(f"a rank that runs was sent {type(message).__name__}")
@@ -144,7 +144,7 @@ class RankLoop:
         try:
             result = self._executor.collect(handle)
         except StepError as error:
-            self._link.send(wire.Failed(step, type(error).__name__, str(error), calls()))
+            self._link.send(wire.StepFailed(step, type(error).__name__, str(error), calls()))
             return
         moves, result.moves_done = result.moves_done, []
         drawn = zlib.crc32(result.tokens.tobytes())
@@ -166,7 +166,7 @@ def main() -> int:
     sock = socket.socket(fileno=descriptor)
     sock.set_inheritable(False)
     threading.Thread(target=beat, args=(map_shared(pulse), rank), name="quire-pulse", daemon=True).start()
-    return serve(sock, Link(sock, RingReader.inherit(ring, size, rank)), host)
+    return serve(sock, RankLink(sock, RingReader.inherit(ring, size, rank)), host)
 
 
 def serve_engine_at(address: tuple[str, int], secret: bytes, rank: int) -> int:
@@ -175,16 +175,16 @@ def serve_engine_at(address: tuple[str, int], secret: bytes, rank: int) -> int:
     beats = dial(address, secret, rank, BEATS)
     use_interface_of(sock)
     threading.Thread(target=beat_over, args=(beats,), name="quire-pulse", daemon=True).start()
-    return serve(sock, Link(sock))
+    return serve(sock, RankLink(sock))
 
 
-def serve(sock: socket.socket, link: Link, host: int | None = None) -> int:
+def serve(sock: socket.socket, link: RankLink, host: int | None = None) -> int:
     """A rank from its first message to its end, which is the process's where it has begun to run.
 
     `host`: descriptor of the file for host memory that is shared with the engine.
     """
     start = link.next()
-    assert isinstance(start, wire.Start)
+    assert isinstance(start, wire.StartRank)
     child.leave_with(sock, lambda: _tidy_up(start))
     level = start.log_level if start.rank == 0 else max(start.log_level, logging.WARNING)
     child.adopt(start, level, link.send, f"rank {start.rank}: ")
@@ -193,7 +193,7 @@ def serve(sock: socket.socket, link: Link, host: int | None = None) -> int:
     except Exception as error:
         if not isinstance(error, QuireError):
             logger.exception("the rank could not start")
-        link.send(wire.Refused(type(error).__name__, str(error), getattr(error, "parameter", None)))
+        link.send(wire.StartRefused(type(error).__name__, str(error), getattr(error, "parameter", None)))
         return 1
     gc.freeze()  # what is there now stays: a collection that went through all of it would stop every stream
     code = 0
@@ -206,13 +206,13 @@ def serve(sock: socket.socket, link: Link, host: int | None = None) -> int:
     os._exit(code)  # the system takes everything back faster than we could, and nobody hangs in a destructor
 
 
-def _tidy_up(start: wire.Start) -> None:
+def _tidy_up(start: wire.StartRank) -> None:
     """The engine's doing, where it lived to."""
     if "://" not in start.rendezvous:
         shutil.rmtree(Path(start.rendezvous).parent, ignore_errors=True)
 
 
-def _start(link: Link, start: wire.Start, host: int | None) -> RankLoop:
+def _start(link: RankLink, start: wire.StartRank, host: int | None) -> RankLoop:
     """Load this rank's part; the cache comes when all ranks have said what they have room for."""
     # Imported now and not above: torch takes its time, and the watch on the engine must stand before.
     import torch
@@ -237,7 +237,7 @@ def _start(link: Link, start: wire.Start, host: int | None) -> RankLoop:
         worker = Worker(config, files, model, platform, *limits, ranks, host_comes_later=shares_host)
         memory = worker.needs.plan(config, platform, before, platform.free_memory())
         link.send(
-            wire.Loaded(
+            wire.WeightsLoaded(
                 device=platform.describe(),
                 dtype=str(worker.needs.dtype),
                 weight_bytes=worker.needs.weight_bytes,
@@ -259,7 +259,7 @@ def _start(link: Link, start: wire.Start, host: int | None) -> RankLoop:
     return RankLoop(link, worker, LocalExecutor(worker, can_give_up=False), ranks)
 
 
-def _cache(link: Link) -> wire.MakeCache:
+def _cache(link: RankLink) -> wire.MakeCache:
     message = link.next()
     assert isinstance(message, wire.MakeCache)
     return message
@@ -278,14 +278,14 @@ def _host_memory(
     return HostMemory(share.slots, part_bytes, platform.device.type == "cuda", lambda: open_part(*place))
 
 
-def _ready(worker: Worker) -> wire.Ready:
+def _ready(worker: Worker) -> wire.RankReady:
     if worker.mover is None:
-        return wire.Ready()
+        return wire.RankReady()
     room = worker.mover.room()
-    return wire.Ready(room.num_slots, room.slot_bytes, room.out_rate, room.back_rate)
+    return wire.RankReady(room.num_slots, room.slot_bytes, room.out_rate, room.back_rate)
 
 
-def _place(config: EngineConfig, start: wire.Start) -> tuple[Platform, EngineConfig, str]:
+def _place(config: EngineConfig, start: wire.StartRank) -> tuple[Platform, EngineConfig, str]:
     """The device of this rank, what it may take of it, and how it talks to the others'."""
     import torch
 

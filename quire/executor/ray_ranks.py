@@ -24,9 +24,9 @@ import torch
 from quire.config import EngineConfig
 from quire.errors import ClusterError
 from quire.executor import ray_actor, ray_cluster
-from quire.executor.gate import Gate
-from quire.executor.heartbeats import Heartbeats
 from quire.executor.links import RankPlace
+from quire.executor.liveness import Heartbeats
+from quire.executor.rank_listener import RankListener
 from quire.loading.files import ModelFiles
 
 logger = logging.getLogger(__name__)
@@ -135,7 +135,7 @@ class RayRanks:
     # Connections
 
     def _meet(self, host: str, environment: dict[str, str]) -> list[socket.socket]:
-        with contextlib.closing(Gate(host, self._size)) as gate:
+        with contextlib.closing(RankListener(host, self._size)) as gate:
             for rank, (actor, place) in enumerate(zip(self._held.actors, self.places, strict=True)):
                 own = {**environment, "OMP_NUM_THREADS": str(place.threads)}
                 self._held.runs.append(actor.run.remote(gate.address, gate.secret, rank, own))

@@ -7,7 +7,7 @@ from typing import Any, Union
 import msgspec
 
 from quire.errors import ValidationError
-from quire.executor.child import Log, Surroundings
+from quire.executor.child import RelayedLog, Surroundings
 from quire.messages.frames import frame
 from quire.messages.plan import MovesDone
 
@@ -17,7 +17,7 @@ LARGEST = 1 << 30
 # Down: to a rank
 
 
-class Start(Surroundings, tag=True):
+class StartRank(Surroundings, tag=True):
     """The first message: which part of which model."""
 
     rank: int
@@ -53,7 +53,7 @@ class MakeCache(msgspec.Struct, tag=True):
 
 
 class Step(msgspec.Struct, tag=True):
-    """Run a plan. Answered by `Done` or `Failed`."""
+    """Run a plan. Answered by `Done` or `StepFailed`."""
 
     plan: bytes
 
@@ -82,17 +82,17 @@ class PlaceExperts(msgspec.Struct, tag=True):
     """By layer, the experts of each rank."""
 
 
-class Shutdown(msgspec.Struct, tag=True):
+class ShutdownRank(msgspec.Struct, tag=True):
     """Leave."""
 
 
-Down = Union[Start, MakeCache, Step, Supply, CountExperts, PlaceExperts, Shared, Shutdown]
+Down = Union[StartRank, MakeCache, Step, Supply, CountExperts, PlaceExperts, Shared, ShutdownRank]
 
 
 # Up: from a rank
 
 
-class Loaded(msgspec.Struct, tag=True):
+class WeightsLoaded(msgspec.Struct, tag=True):
     """The rank has its part of the model. What it takes, and what it leaves for the cache."""
 
     device: str
@@ -108,7 +108,7 @@ class Loaded(msgspec.Struct, tag=True):
     """…and what its part of one takes."""
 
 
-class Ready(msgspec.Struct, tag=True):
+class RankReady(msgspec.Struct, tag=True):
     """The rank takes plans."""
 
     host_slots: int = 0
@@ -130,7 +130,7 @@ class Done(msgspec.Struct, tag=True):
     """From the first rank of the last stage alone."""
 
 
-class Failed(msgspec.Struct, tag=True):
+class StepFailed(msgspec.Struct, tag=True):
     """A step failed here."""
 
     step: int
@@ -149,7 +149,7 @@ class Placed(msgspec.Struct, tag=True):
     """The experts are where they were to go."""
 
 
-class Refused(msgspec.Struct, tag=True):
+class StartRefused(msgspec.Struct, tag=True):
     """The rank could not start."""
 
     error: str
@@ -157,7 +157,7 @@ class Refused(msgspec.Struct, tag=True):
     parameter: str | None = None
 
 
-Up = Union[Loaded, Ready, Done, Failed, ExpertCounts, Placed, Refused, Log]
+Up = Union[WeightsLoaded, RankReady, Done, StepFailed, ExpertCounts, Placed, StartRefused, RelayedLog]
 
 _encoder = msgspec.msgpack.Encoder()
 _down_decoder = msgspec.msgpack.Decoder(Down)

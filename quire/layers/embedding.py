@@ -10,14 +10,14 @@ import torch.nn.functional as F
 from torch import nn
 
 from quire.distributed.collectives import all_gather_last, all_reduce, is_shared
-from quire.layers.build import Build
+from quire.layers.build_context import BuildContext
 from quire.loading.weights import Target
 
 
 class VocabEmbedding(nn.Module):
     """A vector per token; this rank holds some tokens' and the ranks sum."""
 
-    def __init__(self, build: Build, name: str) -> None:
+    def __init__(self, build: BuildContext, name: str) -> None:
         super().__init__()
         self.ops = build.ops
         self.ranks = build.ranks
@@ -42,7 +42,7 @@ class VocabEmbedding(nn.Module):
 class LMHead(nn.Module):
     """A logit per token of the vocabulary, on every rank, in the weights' dtype."""
 
-    def __init__(self, build: Build, name: str, tied: VocabEmbedding | None = None) -> None:
+    def __init__(self, build: BuildContext, name: str, tied: VocabEmbedding | None = None) -> None:
         """`tied`: the embedding whose weight this head uses; it then asks the checkpoint for nothing."""
         super().__init__()
         self.ops = build.ops
@@ -67,7 +67,7 @@ class LMHead(nn.Module):
 class PositionEmbedding(nn.Module):
     """A learned vector per position, whole on every rank."""
 
-    def __init__(self, build: Build, name: str) -> None:
+    def __init__(self, build: BuildContext, name: str) -> None:
         super().__init__()
         self.name = name
         self.weight = build.parameter(build.config.max_position, build.config.hidden_size)
@@ -80,17 +80,17 @@ class PositionEmbedding(nn.Module):
         return {f"{self.name}.weight": [Target(self.weight, tuple(self.weight.shape))]}
 
 
-def _share(build: Build) -> int:
+def _share(build: BuildContext) -> int:
     return -(-build.config.vocab_size // build.ranks.tp_size)
 
 
-def _kept_tokens(build: Build) -> range:
+def _kept_tokens(build: BuildContext) -> range:
     share, size = _share(build), build.config.vocab_size
     start = build.ranks.tp_rank * share
     return range(min(start, size), min(start + share, size))
 
 
-def _vocab_weight(build: Build) -> nn.Parameter:
+def _vocab_weight(build: BuildContext) -> nn.Parameter:
     weight = build.parameter(_share(build), build.config.hidden_size)
     weight[len(_kept_tokens(build)) :].zero_()
     return weight

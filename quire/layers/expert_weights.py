@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from quire.distributed.groups import Ranks
-from quire.loading.weights import Layout, Target
+from quire.loading.weights import Target, TensorLayout
 
 
 @dataclass(frozen=True)
@@ -161,16 +161,16 @@ class ExpertWeights:
         gate, up = self.gate_up.split(self.share.width, dim=1)
         return _Matrix(gate, *tall), _Matrix(up, *tall), _Matrix(self.down, *wide)
 
-    def _router_layouts(self, target: Target) -> tuple[Layout, ...]:
+    def _router_layouts(self, target: Target) -> tuple[TensorLayout, ...]:
         names = {spelling.router for spelling in self.spellings} - {ROUTER}
-        return tuple(Layout((name,), lambda name=name: {name: [target]}) for name in names)  # type: ignore[misc]
+        return tuple(TensorLayout((name,), lambda name=name: {name: [target]}) for name in names)  # type: ignore[misc]
 
-    def _layouts(self, matrices: Mapping[str, _Matrix]) -> tuple[Layout, ...]:
+    def _layouts(self, matrices: Mapping[str, _Matrix]) -> tuple[TensorLayout, ...]:
         """For each spelling, the tensors that together hold these matrices."""
 
-        def layout(spelling: Spelling) -> Layout:
+        def layout(spelling: Spelling) -> TensorLayout:
             named = [(getattr(spelling, kind), matrix) for kind, matrix in matrices.items()]
-            return Layout(
+            return TensorLayout(
                 tuple(full for name, matrix in named for full in matrix.names(name, self.share)),
                 lambda: {k: t for name, matrix in named for k, t in matrix.targets(name, self.share).items()},
             )

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from quire.distributed.groups import Ranks
 from quire.errors import ConfigError
-from quire.layers.build import Build
+from quire.layers.build_context import BuildContext
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class Heads:
     dim: int
 
     @classmethod
-    def of(cls, build: Build) -> Heads:
+    def of(cls, build: BuildContext) -> Heads:
         """An equal share of both; where ranks outnumber KV heads, several ranks hold the same one."""
         config, ranks = build.config, build.ranks
         query = ranks.slice(config.num_heads, "attention heads")

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from quire.distributed.collectives import all_reduce, is_shared
-from quire.layers.build import Build
+from quire.layers.build_context import BuildContext
 from quire.layers.heads import Heads
 from quire.layers.norm import RMSNorm
 from quire.loading.weights import Target
@@ -39,7 +39,7 @@ class FusedLinear(nn.Module):
     gated = False
 
     def __init__(
-        self, build: Build, in_features: int, parts: Sequence[Part], bias: bool, transposed: bool = False
+        self, build: BuildContext, in_features: int, parts: Sequence[Part], bias: bool, transposed: bool = False
     ) -> None:
         """`transposed`: the checkpoint holds [in, out], as GPT-2's does."""
         super().__init__()
@@ -83,7 +83,7 @@ class ColumnParallelLinear(FusedLinear):
     """One matrix; each rank computes an equal share of the output features."""
 
     def __init__(
-        self, build: Build, name: str, in_features: int, out_features: int, bias: bool, transposed: bool = False
+        self, build: BuildContext, name: str, in_features: int, out_features: int, bias: bool, transposed: bool = False
     ) -> None:
         part = Part(name, out_features, build.ranks.slice(out_features, f"{name} outputs"))
         super().__init__(build, in_features, (part,), bias, transposed)
@@ -93,7 +93,11 @@ class QKVLinear(FusedLinear):
     """Query, key and value projections as one product: the rank's q heads, then its k heads, then its v heads."""
 
     def __init__(
-        self, build: Build, heads: Heads, bias: bool, names: tuple[str, str, str] = ("q_proj", "k_proj", "v_proj")
+        self,
+        build: BuildContext,
+        heads: Heads,
+        bias: bool,
+        names: tuple[str, str, str] = ("q_proj", "k_proj", "v_proj"),
     ) -> None:
         config = build.config
         q, k, v = names
@@ -112,7 +116,7 @@ class GateUpLinear(FusedLinear):
 
     def __init__(
         self,
-        build: Build,
+        build: BuildContext,
         bias: bool,
         names: tuple[str, str] = ("gate_proj", "up_proj"),
         width: int | None = None,
@@ -130,7 +134,7 @@ class RowParallelLinear(nn.Module):
     """One matrix; each rank holds an equal share of the input features, and the partial results are summed."""
 
     def __init__(
-        self, build: Build, name: str, in_features: int, out_features: int, bias: bool, transposed: bool = False
+        self, build: BuildContext, name: str, in_features: int, out_features: int, bias: bool, transposed: bool = False
     ) -> None:
         super().__init__()
         self.ops = build.ops
@@ -168,7 +172,7 @@ class RowParallelLinear(nn.Module):
 class ReplicatedLinear(nn.Module):
     """One matrix, whole on every rank."""
 
-    def __init__(self, build: Build, name: str, in_features: int, out_features: int) -> None:
+    def __init__(self, build: BuildContext, name: str, in_features: int, out_features: int) -> None:
         super().__init__()
         self.ops = build.ops
         self.name = name

@@ -10,7 +10,7 @@ from torch import nn
 
 from quire.distributed.collectives import all_reduce
 from quire.errors import ValidationError
-from quire.layers.build import Build
+from quire.layers.build_context import BuildContext
 from quire.layers.expert_parallel import ExpertSpread
 from quire.layers.expert_placement import Placement
 from quire.layers.expert_weights import ONE_BY_ONE, STACKED_APART, ExpertShare, ExpertWeights, Spelling
@@ -55,7 +55,7 @@ class SparseMLP(nn.Module):
     counts: torch.Tensor
 
     def __init__(
-        self, build: Build, routing: Routing, layer: int, spellings: Sequence[Spelling] = (ONE_BY_ONE,)
+        self, build: BuildContext, routing: Routing, layer: int, spellings: Sequence[Spelling] = (ONE_BY_ONE,)
     ) -> None:
         """`spellings`: how checkpoints of this family name the tensors, beside the ways that all have in common."""
         super().__init__()

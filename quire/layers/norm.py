@@ -6,14 +6,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from quire.layers.build import Build
+from quire.layers.build_context import BuildContext
 from quire.loading.weights import Target
 
 
 class RMSNorm(nn.Module):
     """x / rms(x) * weight, with the residual stream's addition folded in."""
 
-    def __init__(self, build: Build, name: str, size: int) -> None:
+    def __init__(self, build: BuildContext, name: str, size: int) -> None:
         super().__init__()
         self.ops = build.ops
         self.name = name
@@ -32,7 +32,7 @@ class RMSNorm(nn.Module):
 class LayerNorm(nn.Module):
     """(x - mean) / deviation * weight + bias."""
 
-    def __init__(self, build: Build, name: str, size: int) -> None:
+    def __init__(self, build: BuildContext, name: str, size: int) -> None:
         super().__init__()
         self.name = name
         self.shape = (size,)

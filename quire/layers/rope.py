@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from quire.errors import UnsupportedModelError
-from quire.layers.build import Build
+from quire.layers.build_context import BuildContext
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class _Rope:
         return 1.0 / (base ** (torch.arange(0, self.dim, 2, dtype=torch.float32) / self.dim))
 
 
-def rope_table(build: Build) -> torch.Tensor:
+def rope_table(build: BuildContext) -> torch.Tensor:
     """[max_model_len, rotary_dim] float32: cosines of each position's angles, then their sines."""
     config = build.config
     given = config.rope

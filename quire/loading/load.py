@@ -10,7 +10,7 @@ import torch
 from quire.config import LOAD_FORMATS
 from quire.errors import CheckpointError, ConfigError, ModelNotFoundError
 from quire.loading.files import ModelFiles
-from quire.loading.pieces import Piece, copy_part, cut
+from quire.loading.pieces import LoadPiece, copy_part, cut
 from quire.loading.progress import bytes_bar
 from quire.loading.readers import read_pieces
 from quire.loading.weights import Checkpoint, Target, Weight, fitting
@@ -85,7 +85,7 @@ def load_weights(
             done += size
             show(done)
 
-        pieces: list[Piece] = []
+        pieces: list[LoadPiece] = []
         for weight, wanted in matched:
             stored = getattr(weight, "stored", None)
             if stored is None:

@@ -16,7 +16,7 @@ PIECE = 8 << 20
 
 
 @dataclass(frozen=True)
-class Piece:
+class LoadPiece:
     """Rows that are read once, and the targets that take their parts of them. A target's `keep` is of these rows."""
 
     rows: Stored
@@ -52,13 +52,13 @@ def copy_part(part: torch.Tensor, target: Target, name: str) -> None:
     target.into.copy_(arranged)
 
 
-def cut(stored: Stored, targets: Sequence[Target]) -> Iterator[Piece]:
+def cut(stored: Stored, targets: Sequence[Target]) -> Iterator[LoadPiece]:
     """The pieces that fill a tensor's targets.
 
     A plain copy is cut by rows. What is arranged first needs its part whole: one piece, shared by all targets that
     are arranged from the same rows.
     """
-    whole: dict[tuple[int, tuple[int, ...]], Piece] = {}
+    whole: dict[tuple[int, tuple[int, ...]], LoadPiece] = {}
     for target in targets:
         rows, keep = kept_rows(stored, target.keep)
         here = replace(target, keep=keep)
@@ -67,11 +67,11 @@ def cut(stored: Stored, targets: Sequence[Target]) -> Iterator[Piece]:
         else:
             key = (rows.start, rows.shape)
             before = whole[key].targets if key in whole else ()
-            whole[key] = Piece(rows, (*before, here))
+            whole[key] = LoadPiece(rows, (*before, here))
     yield from whole.values()
 
 
-def _cut_rows(rows: Stored, target: Target) -> Iterator[Piece]:
+def _cut_rows(rows: Stored, target: Target) -> Iterator[LoadPiece]:
     _check_shape(_kept_shape(rows.shape, target.keep), target, rows.name)
     if not target.into.numel():
         return
@@ -79,11 +79,11 @@ def _cut_rows(rows: Stored, target: Target) -> Iterator[Piece]:
         rows, target = rows.flat(), replace(target, into=target.into.view(-1))
     step = max(1, PIECE // rows.rows(0, 1).nbytes)
     if rows.shape[0] <= step:
-        yield Piece(rows, (target,))
+        yield LoadPiece(rows, (target,))
         return
     for first in range(0, rows.shape[0], step):
         last = min(first + step, rows.shape[0])
-        yield Piece(rows.rows(first, last), (replace(target, into=target.into[first:last]),))
+        yield LoadPiece(rows.rows(first, last), (replace(target, into=target.into[first:last]),))
 
 
 def _kept_shape(shape: tuple[int, ...], keep: tuple[slice, ...]) -> tuple[int, ...]:

@@ -19,7 +19,7 @@ from typing import Protocol
 
 import torch
 
-from quire.loading.pieces import PIECE, Piece
+from quire.loading.pieces import PIECE, LoadPiece
 from quire.loading.stored import RangeReader, Stored, as_bytes
 
 THREADS = 16
@@ -32,14 +32,14 @@ LARGE_ROWS = 256 << 20
 class Reader(Protocol):
     """One thread's buffers. A reader is used by one thread at a time."""
 
-    def read(self, piece: Piece) -> None:
+    def read(self, piece: LoadPiece) -> None:
         """Start to fill the piece's targets; they are filled when `close` has returned."""
         ...
 
     def close(self) -> None: ...
 
 
-def read_pieces(pieces: Sequence[Piece], done: Callable[[int], None]) -> None:
+def read_pieces(pieces: Sequence[LoadPiece], done: Callable[[int], None]) -> None:
     """Fill all targets. `done` is called, in this thread, with the size of each piece that has been read.
 
     The first error stops the others and is raised when no thread is at work any more.
@@ -49,13 +49,13 @@ def read_pieces(pieces: Sequence[Piece], done: Callable[[int], None]) -> None:
         _read_onto(device, list(group), done)
 
 
-def _read_onto(device: torch.device, pieces: Sequence[Piece], done: Callable[[int], None]) -> None:
+def _read_onto(device: torch.device, pieces: Sequence[LoadPiece], done: Callable[[int], None]) -> None:
     count = min(_threads(device), len(pieces))
     large = Allowance(LARGE_ROWS)
     idle: SimpleQueue[Reader] = SimpleQueue()
 
     @torch.no_grad()
-    def read(piece: Piece) -> int:
+    def read(piece: LoadPiece) -> int:
         reader = idle.get()
         try:
             with large.taken(_large_bytes(piece)):
@@ -82,7 +82,7 @@ def _threads(device: torch.device) -> int:
     return THREADS if device.type == "cuda" else min(THREADS, max(4, os.cpu_count() or 1))
 
 
-def _large_bytes(piece: Piece) -> int:
+def _large_bytes(piece: LoadPiece) -> int:
     return piece.rows.nbytes if piece.direct is None and piece.rows.nbytes > PIECE else 0
 
 
@@ -100,7 +100,7 @@ class HostReader:
     def close(self) -> None:
         self._source.close()
 
-    def read(self, piece: Piece) -> None:
+    def read(self, piece: LoadPiece) -> None:
         place = piece.direct
         if place is not None and place.device.type == "cpu":
             self._source.fill(as_bytes(place), piece.rows)
@@ -133,7 +133,7 @@ class CudaReader:
         self._stream.synchronize()
         self._source.close()
 
-    def read(self, piece: Piece) -> None:
+    def read(self, piece: LoadPiece) -> None:
         with torch.cuda.stream(self._stream):
             place = piece.direct
             if place is not None:

@@ -50,22 +50,22 @@ class Target:
     """The part this rank keeps; missing dimensions are kept whole."""
     arrange: Callable[[torch.Tensor], torch.Tensor] | None = None
     """Applied to the part before it is copied: a transpose, a regrouping of heads."""
-    layouts: tuple[Layout, ...] = ()
+    layouts: tuple[TensorLayout, ...] = ()
     """Other ways checkpoints hold this tensor; all targets of a name have the same."""
 
 
 @dataclass(frozen=True)
-class Layout:
+class TensorLayout:
     """A tensor held otherwise: in several pieces, or under another name."""
 
     names: tuple[str, ...]
     targets: Callable[[], Mapping[str, Sequence[Target]]]
     """Made when they are wanted: of experts held one by one there are tens of thousands."""
 
-    def under(self, owner: str) -> Layout:
+    def under(self, owner: str) -> TensorLayout:
         """The same, with names that begin with their owner's path."""
         names = tuple(f"{owner}.{name}" for name in self.names)
-        return Layout(names, lambda: {f"{owner}.{name}": wanted for name, wanted in self.targets().items()})
+        return TensorLayout(names, lambda: {f"{owner}.{name}": wanted for name, wanted in self.targets().items()})
 
 
 def fitting(targets: Mapping[str, Sequence[Target]], present: Collection[str]) -> dict[str, Sequence[Target]]:

@@ -12,7 +12,7 @@ from quire.messages.pooling import PoolingParams
 from quire.messages.sampling import SamplingParams
 
 
-class State(enum.Enum):
+class RequestState(enum.Enum):
     """Where a request is in its life."""
 
     WAITING = "waiting"
@@ -26,12 +26,12 @@ class State(enum.Enum):
 
 
 MOVES = {
-    State.WAITING: {State.LOADING, State.COMPILING, State.RUNNING, State.FINISHED},
-    State.LOADING: {State.WAITING, State.RUNNING, State.FINISHED},
-    State.COMPILING: {State.WAITING, State.FINISHED},
-    State.RUNNING: {State.PREEMPTED, State.WAITING, State.FINISHED},
-    State.PREEMPTED: {State.LOADING, State.RUNNING, State.WAITING, State.FINISHED},
-    State.FINISHED: set(),
+    RequestState.WAITING: {RequestState.LOADING, RequestState.COMPILING, RequestState.RUNNING, RequestState.FINISHED},
+    RequestState.LOADING: {RequestState.WAITING, RequestState.RUNNING, RequestState.FINISHED},
+    RequestState.COMPILING: {RequestState.WAITING, RequestState.FINISHED},
+    RequestState.RUNNING: {RequestState.PREEMPTED, RequestState.WAITING, RequestState.FINISHED},
+    RequestState.PREEMPTED: {RequestState.LOADING, RequestState.RUNNING, RequestState.WAITING, RequestState.FINISHED},
+    RequestState.FINISHED: set(),
 }
 
 
@@ -93,7 +93,7 @@ class Request:
         self.output: list[int] = []
         self.keys = list(source.keys)
         self.arrival_order = arrival_order
-        self.state = State.WAITING
+        self.state = RequestState.WAITING
         self.blocks: list[int] = []
         self.published = 0
         """Leading blocks that the prefix index has been told of."""
@@ -131,7 +131,7 @@ class Request:
 
     @property
     def is_finished(self) -> bool:
-        return self.state is State.FINISHED
+        return self.state is RequestState.FINISHED
 
     def tokens(self, start: int, stop: int) -> list[int]:
         """Known tokens from `start` up to `stop`."""
@@ -140,7 +140,7 @@ class Request:
             return self.prompt[start:stop]
         return self.prompt[start:] + self.output[max(0, start - split) : stop - split]
 
-    def move(self, state: State) -> None:
+    def move(self, state: RequestState) -> None:
         """Go to `state`; a move that is not in the table of moves raises."""
         if state not in MOVES[self.state]:
             raise RuntimeError(f"request {self.id}/{self.index} cannot go from {self.state.value} to {state.value}")

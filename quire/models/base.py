@@ -9,11 +9,11 @@ import torch
 
 from quire.errors import ConfigError
 from quire.layers.attention.base import AttentionInputs, KVSpec
-from quire.layers.build import Build
+from quire.layers.build_context import BuildContext
 
 
 class CausalLM(Protocol):
-    """A language model, or this stage and slice of one: an `nn.Module` made from a `Build`."""
+    """A language model, or this stage and slice of one: an `nn.Module` made from a `BuildContext`."""
 
     def forward(
         self,
@@ -48,7 +48,7 @@ class CausalLM(Protocol):
         ...
 
 
-def stage_layers(build: Build) -> range:
+def stage_layers(build: BuildContext) -> range:
     """The layers of this pipeline stage; each stage must have one."""
     if build.config.num_layers < build.ranks.pp_size:
         raise ConfigError(
@@ -59,7 +59,7 @@ def stage_layers(build: Build) -> range:
     return build.ranks.layers(build.config.num_layers)
 
 
-def in_other_stage(name: str, prefix: str, build: Build) -> bool:
+def in_other_stage(name: str, prefix: str, build: BuildContext) -> bool:
     """Whether `name` belongs to a layer ("<prefix>.<number>....") of another pipeline stage."""
     number = name.removeprefix(f"{prefix}.").partition(".")[0] if name.startswith(f"{prefix}.") else ""
     if not number.isdigit():

@@ -11,7 +11,7 @@ from quire.errors import UnsupportedModelError, ValidationError
 from quire.layers.activation import activation
 from quire.layers.attention.base import AttentionInputs, KVSpec
 from quire.layers.attention.layer import Attention
-from quire.layers.build import Build
+from quire.layers.build_context import BuildContext
 from quire.layers.embedding import LMHead, PositionEmbedding, VocabEmbedding
 from quire.layers.heads import Heads
 from quire.layers.linear import ColumnParallelLinear, FusedLinear, Part, RowParallelLinear
@@ -22,7 +22,7 @@ from quire.models.base import in_other_stage, stage_layers
 class GPT2Attention(nn.Module):
     """Multi-head attention; the checkpoint's one matrix `c_attn` holds all of q, then k, then v."""
 
-    def __init__(self, build: Build, layer: int) -> None:
+    def __init__(self, build: BuildContext, layer: int) -> None:
         super().__init__()
         size = build.config.hidden_size
         heads = Heads.of(build)
@@ -43,7 +43,7 @@ class GPT2Attention(nn.Module):
 class GPT2MLP(nn.Module):
     """One hidden layer."""
 
-    def __init__(self, build: Build) -> None:
+    def __init__(self, build: BuildContext) -> None:
         super().__init__()
         size, width = build.config.hidden_size, build.config.intermediate_size
         self.act = activation(build.config.raw.get("activation_function", "gelu_new"))
@@ -57,7 +57,7 @@ class GPT2MLP(nn.Module):
 class GPT2Block(nn.Module):
     """Attention, then MLP, each on a norm of the stream and added back to it."""
 
-    def __init__(self, build: Build, layer: int) -> None:
+    def __init__(self, build: BuildContext, layer: int) -> None:
         super().__init__()
         size = build.config.hidden_size
         self.ln_1 = LayerNorm(build, "ln_1", size)
@@ -75,7 +75,7 @@ class GPT2Block(nn.Module):
 class GPT2Model(nn.Module):
     """Embeddings, blocks and final norm: those of them that are on this stage."""
 
-    def __init__(self, build: Build) -> None:
+    def __init__(self, build: BuildContext) -> None:
         super().__init__()
         ranks = build.ranks
         self.wte = VocabEmbedding(build, "wte") if ranks.is_first_stage else None
@@ -101,7 +101,7 @@ class GPT2Model(nn.Module):
 class GPT2LMHeadModel(nn.Module):
     """GPT-2 with its head."""
 
-    def __init__(self, build: Build) -> None:
+    def __init__(self, build: BuildContext) -> None:
         super().__init__()
         config = build.config
         if config.raw.get("add_cross_attention"):
@@ -153,7 +153,7 @@ class GPT2LMHeadModel(nn.Module):
         return KVSpec(len(self.transformer.h), len(Heads.of(self.build).kv), self.build.config.head_dim)
 
 
-def _scale(build: Build, layer: int) -> float:
+def _scale(build: BuildContext, layer: int) -> float:
     raw = build.config.raw
     scale = build.config.head_dim**-0.5 if raw.get("scale_attn_weights", True) else 1.0
     return scale / (layer + 1) if raw.get("scale_attn_by_inverse_layer_idx", False) else scale

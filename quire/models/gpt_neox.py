@@ -10,7 +10,7 @@ from torch import nn
 from quire.layers.activation import activation
 from quire.layers.attention.base import AttentionInputs, KVSpec
 from quire.layers.attention.layer import Attention
-from quire.layers.build import Build
+from quire.layers.build_context import BuildContext
 from quire.layers.embedding import LMHead, VocabEmbedding
 from quire.layers.heads import Heads
 from quire.layers.linear import ColumnParallelLinear, FusedLinear, Part, RowParallelLinear
@@ -22,7 +22,7 @@ from quire.models.base import in_other_stage, stage_layers
 class GPTNeoXAttention(nn.Module):
     """Multi-head attention; the checkpoint's q, k and v lie head by head: q0 k0 v0 q1 k1 v1 ..."""
 
-    def __init__(self, build: Build, layer: int, cos_sin: torch.Tensor) -> None:
+    def __init__(self, build: BuildContext, layer: int, cos_sin: torch.Tensor) -> None:
         super().__init__()
         size = build.config.hidden_size
         heads = Heads.of(build)
@@ -46,7 +46,7 @@ class GPTNeoXAttention(nn.Module):
 class GPTNeoXMLP(nn.Module):
     """One hidden layer."""
 
-    def __init__(self, build: Build) -> None:
+    def __init__(self, build: BuildContext) -> None:
         super().__init__()
         size, width = build.config.hidden_size, build.config.intermediate_size
         self.act = activation(build.config.raw.get("hidden_act", "gelu"))
@@ -60,7 +60,7 @@ class GPTNeoXMLP(nn.Module):
 class GPTNeoXLayer(nn.Module):
     """Attention and MLP side by side on the same input, or one after the other."""
 
-    def __init__(self, build: Build, layer: int, cos_sin: torch.Tensor) -> None:
+    def __init__(self, build: BuildContext, layer: int, cos_sin: torch.Tensor) -> None:
         super().__init__()
         size = build.config.hidden_size
         self.parallel = bool(build.config.raw.get("use_parallel_residual", True))
@@ -79,7 +79,7 @@ class GPTNeoXLayer(nn.Module):
 class GPTNeoXModel(nn.Module):
     """Embedding, layers and final norm: those of them that are on this stage."""
 
-    def __init__(self, build: Build) -> None:
+    def __init__(self, build: BuildContext) -> None:
         super().__init__()
         size, ranks = build.config.hidden_size, build.ranks
         cos_sin = rope_table(build)
@@ -105,7 +105,7 @@ class GPTNeoXModel(nn.Module):
 class GPTNeoXForCausalLM(nn.Module):
     """GPT-NeoX with its head."""
 
-    def __init__(self, build: Build) -> None:
+    def __init__(self, build: BuildContext) -> None:
         super().__init__()
         tied = build.config.tie_embeddings
         self.build = build

@@ -11,7 +11,7 @@ from torch import nn
 from quire.errors import UnsupportedModelError
 from quire.layers.attention.base import AttentionInputs, KVSpec, LastTokens
 from quire.layers.attention.layer import Attention
-from quire.layers.build import Build
+from quire.layers.build_context import BuildContext
 from quire.layers.embedding import LMHead, VocabEmbedding
 from quire.layers.heads import Heads
 from quire.layers.linear import GateUpLinear, QKVLinear, RowParallelLinear
@@ -28,14 +28,14 @@ class Variant:
     output_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
-    mlp: Callable[[Build, int], nn.Module] | None = None
+    mlp: Callable[[BuildContext, int], nn.Module] | None = None
     """Makes the MLP of a layer; unset: one like Llama's. Called as `LlamaMLP` is."""
 
 
 class LlamaAttention(nn.Module):
     """Grouped-query attention with rotary positions."""
 
-    def __init__(self, build: Build, variant: Variant, layer: int, cos_sin: torch.Tensor) -> None:
+    def __init__(self, build: BuildContext, variant: Variant, layer: int, cos_sin: torch.Tensor) -> None:
         super().__init__()
         config = build.config
         heads = Heads.of(build)
@@ -65,7 +65,7 @@ class LlamaAttention(nn.Module):
 class LlamaMLP(nn.Module):
     """down(silu(gate(x)) * up(x))."""
 
-    def __init__(self, build: Build, bias: bool = False, width: int | None = None) -> None:
+    def __init__(self, build: BuildContext, bias: bool = False, width: int | None = None) -> None:
         """`width`: where it is not the model's usual one."""
         super().__init__()
         config = build.config
@@ -93,7 +93,7 @@ class LlamaLayer(nn.Module):
     three in one kernel.
     """
 
-    def __init__(self, build: Build, variant: Variant, layer: int, cos_sin: torch.Tensor) -> None:
+    def __init__(self, build: BuildContext, variant: Variant, layer: int, cos_sin: torch.Tensor) -> None:
         super().__init__()
         size = build.config.hidden_size
         self.input_layernorm = RMSNorm(build, "input_layernorm", size)
@@ -123,7 +123,7 @@ class LlamaLayer(nn.Module):
 class LlamaModel(nn.Module):
     """Embedding, layers and final norm: those of them that are on this stage."""
 
-    def __init__(self, build: Build, variant: Variant) -> None:
+    def __init__(self, build: BuildContext, variant: Variant) -> None:
         super().__init__()
         cos_sin = rope_table(build)
         self.embed_tokens = VocabEmbedding(build, "embed_tokens") if build.ranks.is_first_stage else None
@@ -153,7 +153,7 @@ class LlamaForCausalLM(nn.Module):
 
     narrows = True
 
-    def __init__(self, build: Build, variant: Variant | None = None) -> None:
+    def __init__(self, build: BuildContext, variant: Variant | None = None) -> None:
         super().__init__()
         config, ranks = build.config, build.ranks
         if (act := config.raw.get("hidden_act", "silu")) != "silu":
@@ -199,6 +199,6 @@ class LlamaForCausalLM(nn.Module):
         return KVSpec(len(self.model.layers), len(Heads.of(self.build).kv), self.build.config.head_dim)
 
 
-def _variant(build: Build) -> Variant:
+def _variant(build: BuildContext) -> Variant:
     attention_bias = bool(build.config.raw.get("attention_bias", False))
     return Variant(attention_bias, attention_bias, mlp_bias=bool(build.config.raw.get("mlp_bias", False)))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from quire.layers.build import Build
+from quire.layers.build_context import BuildContext
 from quire.models.llama import LlamaForCausalLM, Variant
 
 
 class MistralForCausalLM(LlamaForCausalLM):
     """Mistral 7B and its sizes; the windows are in the config, layer by layer."""
 
-    def __init__(self, build: Build) -> None:
+    def __init__(self, build: BuildContext) -> None:
         super().__init__(build, Variant())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from quire.layers.build import Build
+from quire.layers.build_context import BuildContext
 from quire.layers.expert_weights import ONE_BY_ONE, Spelling
 from quire.layers.moe import Routing, SparseMLP
 from quire.models.llama import LlamaForCausalLM, Variant
@@ -20,10 +20,10 @@ _PUBLISHED = Spelling(
 class MixtralForCausalLM(LlamaForCausalLM):
     """Mixtral 8x7B, 8x22B and their relatives."""
 
-    def __init__(self, build: Build) -> None:
+    def __init__(self, build: BuildContext) -> None:
         routing = Routing.of(build.config, "intermediate_size", renormalise=True)
 
-        def experts(build: Build, layer: int) -> nn.Module:
+        def experts(build: BuildContext, layer: int) -> nn.Module:
             return SparseMLP(build, routing, layer, (_PUBLISHED, ONE_BY_ONE))
 
         super().__init__(build, Variant(mlp=experts))

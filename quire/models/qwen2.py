@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from quire.layers.build import Build
+from quire.layers.build_context import BuildContext
 from quire.models.llama import LlamaForCausalLM, Variant
 
 
 class Qwen2ForCausalLM(LlamaForCausalLM):
     """Qwen2; some configs give the upper layers a sliding window."""
 
-    def __init__(self, build: Build) -> None:
+    def __init__(self, build: BuildContext) -> None:
         super().__init__(build, Variant(qkv_bias=True))

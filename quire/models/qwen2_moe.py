@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from quire.errors import ValidationError
-from quire.layers.build import Build
+from quire.layers.build_context import BuildContext
 from quire.layers.linear import ReplicatedLinear
 from quire.layers.moe import Routing, SparseMLP
 from quire.layers.norm import RMSNorm
@@ -17,7 +17,7 @@ from quire.models.llama import LlamaForCausalLM, LlamaMLP, Variant
 class SharedExpertMLP(SparseMLP):
     """A mixture, and an expert for all tokens whose share each token's own gate decides."""
 
-    def __init__(self, build: Build, routing: Routing, layer: int, shared_width: int) -> None:
+    def __init__(self, build: BuildContext, routing: Routing, layer: int, shared_width: int) -> None:
         super().__init__(build, routing, layer)
         self.shared_expert = LlamaMLP(build, width=shared_width)
         self.shared_expert_gate = ReplicatedLinear(build, "shared_expert_gate", build.config.hidden_size, 1)
@@ -34,13 +34,13 @@ class SharedExpertMLP(SparseMLP):
 class Qwen2MoeForCausalLM(LlamaForCausalLM):
     """Qwen1.5-MoE and Qwen2-57B-A14B."""
 
-    def __init__(self, build: Build) -> None:
+    def __init__(self, build: BuildContext) -> None:
         config = build.config
         routing = qwen_routing(config)
         sparse = sparse_layers(config)
         shared = positive_integer(config.raw, "shared_expert_intermediate_size")
 
-        def mlp(build: Build, layer: int) -> nn.Module:
+        def mlp(build: BuildContext, layer: int) -> nn.Module:
             return SharedExpertMLP(build, routing, layer, shared) if layer in sparse else LlamaMLP(build)
 
         super().__init__(build, Variant(qkv_bias=bool(config.raw.get("qkv_bias", True)), mlp=mlp))

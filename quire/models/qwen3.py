@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from quire.layers.build import Build
+from quire.layers.build_context import BuildContext
 from quire.models.llama import LlamaForCausalLM, Variant
 
 
 class Qwen3ForCausalLM(LlamaForCausalLM):
     """The dense Qwen3 models."""
 
-    def __init__(self, build: Build) -> None:
+    def __init__(self, build: BuildContext) -> None:
         bias = bool(build.config.raw.get("attention_bias", False))
         super().__init__(build, Variant(qkv_bias=bias, output_bias=bias, qk_norm=True))

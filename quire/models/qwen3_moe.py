@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from quire.layers.build import Build
+from quire.layers.build_context import BuildContext
 from quire.layers.moe import SparseMLP
 from quire.models.llama import LlamaForCausalLM, LlamaMLP, Variant
 from quire.models.qwen2_moe import qwen_routing, sparse_layers
@@ -13,12 +13,12 @@ from quire.models.qwen2_moe import qwen_routing, sparse_layers
 class Qwen3MoeForCausalLM(LlamaForCausalLM):
     """Qwen3-30B-A3B, Qwen3-235B-A22B and their relatives."""
 
-    def __init__(self, build: Build) -> None:
+    def __init__(self, build: BuildContext) -> None:
         routing = qwen_routing(build.config)
         sparse = sparse_layers(build.config)
         bias = bool(build.config.raw.get("attention_bias", False))
 
-        def mlp(build: Build, layer: int) -> nn.Module:
+        def mlp(build: BuildContext, layer: int) -> nn.Module:
             return SparseMLP(build, routing, layer) if layer in sparse else LlamaMLP(build)
 
         super().__init__(build, Variant(qkv_bias=bias, output_bias=bias, qk_norm=True, mlp=mlp))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quire.messages.tally import Tally
+from quire.messages.histogram import Histogram
 
 GAP_BOUNDS = (
     0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0
@@ -15,7 +15,7 @@ class TokenTimes:
 
     def __init__(self) -> None:
         self.tokens = 0
-        self.gaps = Tally(GAP_BOUNDS)
+        self.gaps = Histogram(GAP_BOUNDS)
 
     def note(self, count: int, now: float, before: float) -> None:
         """`count` tokens of a sample came now; the last before them came at `before` (0: they are its first).

@@ -11,7 +11,7 @@ CHUNK = 64 * 2**20
 LINE = 64
 
 
-class Arena:
+class MemoryArena:
     """Zeros for tensors that live long.
 
     On a CPU they are cut from large chunks. numpy takes these from calloc, so that pages cost nothing until they are

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quire.router.request import Flight
+from quire.router.request import RoutedFlight
 
 HALF_LIFE = 20.0
 """Seconds after which work done counts half."""
@@ -38,7 +38,7 @@ class Rate:
         return self._amount / self._seconds
 
 
-class Fleet:
+class GroupRates:
     """What the replicas have in common."""
 
     def __init__(self) -> None:
@@ -46,10 +46,10 @@ class Fleet:
         """Prompt tokens a second of one of them."""
 
 
-class Load:
+class ReplicaLoad:
     """Bookkeeping of one replica's flights. All of it is zero again when they are over, but for `work`, which fades."""
 
-    def __init__(self, fleet: Fleet, rows: int, kv_tokens: int, prefill_speed: float | None = None) -> None:
+    def __init__(self, fleet: GroupRates, rows: int, kv_tokens: int, prefill_speed: float | None = None) -> None:
         """Rows and tokens of KV that the replica has room for; prompt tokens a second, where known."""
         guess = GUESS if prefill_speed is None else prefill_speed
         fleet.prefill = fleet.prefill or Rate(guess, span=200)
@@ -63,9 +63,9 @@ class Load:
         """Tokens of KV that all flights hold, or will when their prompts are computed."""
         self.generated = 0
         """Tokens that flights have generated."""
-        self.flights: dict[Flight, None] = {}
+        self.flights: dict[RoutedFlight, None] = {}
         self._own = Rate(guess, span=50)
-        self._waiting: dict[Flight, None] = {}
+        self._waiting: dict[RoutedFlight, None] = {}
         self._busy_since = 0.0
         """When the last prompt was done, or the first came: what is computed since is not known."""
         self._stay = Rate(1.0, span=50)
@@ -74,7 +74,7 @@ class Load:
 
     # What happens
 
-    def launched(self, flight: Flight, now: float) -> None:
+    def launched(self, flight: RoutedFlight, now: float) -> None:
         """A request goes there."""
         request = flight.request
         if not self._waiting:
@@ -85,7 +85,7 @@ class Load:
         self.kv_tokens += request.prompt_tokens
         self._add_work(flight.uncached, now)
 
-    def started(self, flight: Flight, now: float, cached: int | None = None) -> None:
+    def started(self, flight: RoutedFlight, now: float, cached: int | None = None) -> None:
         """Its first token came; `cached` prompt tokens had not to be computed, where the replica says so."""
         believed = flight.uncached
         del self._waiting[flight]
@@ -99,14 +99,14 @@ class Load:
                 rate.note(flight.uncached, now - self._busy_since)
         self._busy_since = now
 
-    def generated_more(self, flight: Flight, tokens: int, now: float) -> None:
+    def generated_more(self, flight: RoutedFlight, tokens: int, now: float) -> None:
         """More tokens of it came."""
         flight.generated += tokens
         self.generated += tokens
         self.kv_tokens += tokens
         self._add_work(tokens, now)
 
-    def finished(self, flight: Flight, now: float) -> None:
+    def finished(self, flight: RoutedFlight, now: float) -> None:
         """It is over, for whatever reason."""
         flight.is_over = True
         del self.flights[flight]

@@ -22,7 +22,7 @@ class RoutedRequest:
 
 
 @dataclass(slots=True, eq=False)
-class Flight:
+class RoutedFlight:
     """One request at one replica, from launch to end. What comes late, for a flight that is over, changes nothing."""
 
     request: RoutedRequest

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from quire.errors import EngineDeadError, ValidationError
-from quire.router.load import Fleet, Load
-from quire.router.request import Flight, Lost, RoutedRequest
+from quire.router.load import GroupRates, ReplicaLoad
+from quire.router.request import Lost, RoutedFlight, RoutedRequest
 from quire.router.sent import SentBlocks
 
 EVENNESS = 0.6
@@ -23,13 +23,13 @@ MAX_SESSIONS = 1_000_000
 
 
 @dataclass(eq=False, slots=True)
-class Replica:
+class ReplicaState:
     """An engine, as the router knows it. One that comes back is a new one."""
 
     name: str
     capacity_blocks: int
     sent: SentBlocks
-    load: Load
+    load: ReplicaLoad
     is_alive: bool = True
 
 
@@ -62,9 +62,9 @@ class Router:
         self._max_index_blocks, self._max_sessions = max_index_blocks, max_sessions
         self._evenness = evenness
         self._clock = clock
-        self._fleet = Fleet()
-        self._replicas: dict[str, Replica] = {}
-        self._homes: OrderedDict[tuple[str, str], Replica] = OrderedDict()
+        self._fleet = GroupRates()
+        self._replicas: dict[str, ReplicaState] = {}
+        self._homes: OrderedDict[tuple[str, str], ReplicaState] = OrderedDict()
         """Where sessions live, by tenant and name; those of a replica that is gone move when they are next used."""
 
     # Replicas come and go
@@ -77,8 +77,8 @@ class Router:
             raise ValidationError(
                 f"replica {name!r} needs room for a block and a row, got {capacity_blocks} blocks, {max_rows} rows"
             )
-        load = Load(self._fleet, max_rows, capacity_blocks * self.block_size, prefill_speed)
-        self._replicas[name] = Replica(name, capacity_blocks, SentBlocks(0), load)
+        load = ReplicaLoad(self._fleet, max_rows, capacity_blocks * self.block_size, prefill_speed)
+        self._replicas[name] = ReplicaState(name, capacity_blocks, SentBlocks(0), load)
         self._share_index()
 
     def remove(self, name: str) -> Lost:
@@ -136,20 +136,20 @@ class Router:
 
     # What becomes of requests
 
-    def launched(self, request: RoutedRequest, name: str) -> Flight:
+    def launched(self, request: RoutedRequest, name: str) -> RoutedFlight:
         """The request goes to the replica; what is known of it later is told of the flight that this returns."""
         replica = self._replicas.get(name)
         if replica is None:
             raise EngineDeadError(f"replica {name!r} is gone; choose again")
         now = self._clock()
-        flight = Flight(request, name, self._uncached(request, replica), now)
+        flight = RoutedFlight(request, name, self._uncached(request, replica), now)
         replica.load.launched(flight, now)
         self._touch(replica, request.keys)
         if request.session:
             self._settle((request.tenant, request.session), replica)
         return flight
 
-    def progress(self, flight: Flight, generated: int, cached: int | None = None) -> None:
+    def progress(self, flight: RoutedFlight, generated: int, cached: int | None = None) -> None:
         """So many tokens have come by now, over all samples. `cached`: prompt tokens that the replica had."""
         if flight.is_over:
             return
@@ -158,7 +158,7 @@ class Router:
             load.started(flight, now, cached)
         load.generated_more(flight, generated - flight.generated, now)
 
-    def finished(self, flight: Flight, keys: Sequence[bytes] = ()) -> None:
+    def finished(self, flight: RoutedFlight, keys: Sequence[bytes] = ()) -> None:
         """Nothing more comes, for whatever reason. `keys`: of all its full blocks, those of the output too."""
         if flight.is_over:
             return
@@ -183,16 +183,16 @@ class Router:
 
     # How it is done
 
-    def _uncached(self, request: RoutedRequest, replica: Replica) -> int:
+    def _uncached(self, request: RoutedRequest, replica: ReplicaState) -> int:
         """Prompt tokens that the replica would compute: the last one at least, its logits are what is wanted."""
         return max(1, request.prompt_tokens - self.block_size * replica.sent.match(request.keys))
 
-    def _touch(self, replica: Replica, keys: Sequence[bytes]) -> None:
+    def _touch(self, replica: ReplicaState, keys: Sequence[bytes]) -> None:
         replica.sent.touch(keys)
         # Outputs under way take blocks too, whose keys are known only when they end.
         replica.sent.trim(replica.capacity_blocks - replica.load.generated // self.block_size)
 
-    def _settle(self, session: tuple[str, str], replica: Replica) -> None:
+    def _settle(self, session: tuple[str, str], replica: ReplicaState) -> None:
         self._homes[session] = replica
         self._homes.move_to_end(session)
         if len(self._homes) > self._max_sessions:

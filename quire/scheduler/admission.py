@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from quire.messages.outputs import Started
-from quire.messages.request import Request, State
-from quire.scheduler.draft import Draft
-from quire.scheduler.ledger import Ledger
-from quire.scheduler.moving import Moving
+from quire.messages.request import Request, RequestState
+from quire.scheduler.draft import StepBuilder
+from quire.scheduler.preemption import Preemptor
 from quire.scheduler.pressure import reserve
-from quire.scheduler.space import Space
+from quire.scheduler.request_table import RequestTable
+from quire.scheduler.swapping import Swapper
 
 
 class Admission:
@@ -18,9 +18,9 @@ class Admission:
 
     def __init__(
         self,
-        ledger: Ledger,
-        space: Space,
-        moving: Moving | None,
+        ledger: RequestTable,
+        space: Preemptor,
+        moving: Swapper | None,
         step_tokens: int,
         chunked: bool,
         clock: Callable[[], float],
@@ -39,7 +39,7 @@ class Admission:
         self._chunked = chunked
         self._clock = clock
 
-    def admit(self, draft: Draft, budget: int, before: Request | None = None) -> int:
+    def admit(self, draft: StepBuilder, budget: int, before: Request | None = None) -> int:
         """Waiting requests join in the policy's order, as long as rows, blocks and budget last; given `before`, only
         those whose turn comes before that one's. Returns what is left of the budget."""
         loading = 0 if self._moving is None else self._moving.num_loading
@@ -61,7 +61,7 @@ class Admission:
             budget -= admitted
         return budget
 
-    def _make_way(self, draft: Draft, request: Request, blocks: int = 0) -> None:
+    def _make_way(self, draft: StepBuilder, request: Request, blocks: int = 0) -> None:
         """A tenant above its share may have to give a row to one below it, which takes it in a later step: who has
         joined in this one is not preempted, and a step that preempts admits nobody."""
         if self._sharing is not None and not draft.admitted and not draft.preempted:
@@ -73,7 +73,7 @@ class Admission:
                 draft.published = [block for block in draft.published if block not in own]
                 self._space.preempt(draft, victim)
 
-    def admit_one(self, draft: Draft, request: Request, budget: int, alone: bool = False) -> int | None:
+    def admit_one(self, draft: StepBuilder, request: Request, budget: int, alone: bool = False) -> int | None:
         """Give the request a row and schedule its first chunk; returns the chunk's tokens, None if it does not fit.
 
         One whose blocks lie in a tier below waits for them first: it costs the step nothing.
@@ -111,10 +111,10 @@ class Admission:
             return self._ledger.sessions.kv.cost_of_taking(request)
         return self._tables.blocks_for(request.known) - len(hit) + self._tables.cost_of_sharing(hit)
 
-    def _board(self, draft: Draft, request: Request, cached: int, budget: int) -> int:
+    def _board(self, draft: StepBuilder, request: Request, cached: int, budget: int) -> int:
         """The request, whose blocks hold its first `cached` tokens, takes a row and computes its first chunk."""
         count = min(request.known - cached, budget)
-        request.move(State.RUNNING)
+        request.move(RequestState.RUNNING)
         row = self._rows.take(request, computed=cached, bound=request.known)
         self._rows.capacity[row] = len(request.blocks) * self._tables.block_size
         self._own_last(draft, request, cached)
@@ -136,7 +136,7 @@ class Admission:
         self.publish_chunk(draft, request)
         return count
 
-    def board_landed(self, draft: Draft, budget: int) -> int:
+    def board_landed(self, draft: StepBuilder, budget: int) -> int:
         """Requests whose blocks have come from a tier below take their rows; returns what is left of the budget."""
         if self._moving is None or not self._moving.num_loading:
             return budget
@@ -155,7 +155,7 @@ class Admission:
             budget -= self._board(draft, request, cached, min(budget, room))
         return budget
 
-    def board_coming(self, draft: Draft, budget: int) -> bool:
+    def board_coming(self, draft: StepBuilder, budget: int) -> bool:
         """Nobody has anything to compute, and one request waits for blocks in host memory: it joins the step that
         brings them, and the device waits for the copies instead of us. Whether there is such a request."""
         coming = None if self._moving is None or budget <= 0 else self._moving.coming()
@@ -175,7 +175,7 @@ class Admission:
         """Tokens that fit after its first `cached`, into its blocks and those that are free."""
         return (len(request.blocks) + self._tables.pool.free) * self._tables.block_size - cached
 
-    def _own_last(self, draft: Draft, request: Request, cached: int) -> None:
+    def _own_last(self, draft: StepBuilder, request: Request, cached: int) -> None:
         """The next token goes into a block that holds some: one that is the request's alone, and that nobody finds."""
         index, filled = divmod(cached, self._tables.block_size)
         if not filled:
@@ -195,12 +195,12 @@ class Admission:
         growth = min(self._rows.used, capacity // 16)
         return growth + reserve(capacity) if growth and self._moving is not None else growth
 
-    def publish_chunk(self, draft: Draft, request: Request) -> None:
+    def publish_chunk(self, draft: StepBuilder, request: Request) -> None:
         """Blocks this step fills can be hit by requests of this very step: all KV is written before it is read."""
         filled = int(self._rows.computed[request.row]) + draft.prompts[request]
         draft.published += self._tables.publish(request, request.keys, filled // self._tables.block_size)
 
-    def _note_start(self, draft: Draft, request: Request, cached: int) -> None:
+    def _note_start(self, draft: StepBuilder, request: Request, cached: int) -> None:
         draft.cached_tokens += cached
         draft.queried_tokens += request.known
         if request.first_scheduled is None:

@@ -21,7 +21,7 @@ def num_candidates(params: BeamSearchParams, num_ends: int) -> int:
     return max(2, 1 + num_ends) * params.beam_width
 
 
-class Choice(NamedTuple):
+class BeamChoice(NamedTuple):
     """A beam continues with a token."""
 
     parent: int
@@ -53,12 +53,12 @@ class BeamSearch:
         """Whether all beams know what may follow them."""
         return all(request.beam is not None and request.beam.candidates is not None for request in self.beams)
 
-    def choose(self) -> list[Choice]:
+    def choose(self) -> list[BeamChoice]:
         """How the beams continue, best first; nothing if the search is over."""
         width = self._params.beam_width
         length = self.beams[0].known + 1 - self._prompt
         is_last = self.beams[0].known + 1 >= self._limit
-        going: list[Choice] = []
+        going: list[BeamChoice] = []
         for place, choice in enumerate(self._best()):
             if not is_last and choice.token not in self._ends:
                 going.append(choice)
@@ -67,13 +67,13 @@ class BeamSearch:
         self.finished = sorted(self.finished, key=lambda hypothesis: -hypothesis.score)[:width]
         return going[:width] if going and self._can_improve(going[0].total, length) else []
 
-    def _best(self) -> list[Choice]:
+    def _best(self) -> list[BeamChoice]:
         """The best continuations of all beams. Each beam's come best first: most are never looked at."""
         every = [_continuations(parent, request.beam) for parent, request in enumerate(self.beams)]
         best = heapq.merge(*every, key=lambda choice: choice.total, reverse=True)
         return list(itertools.islice(best, num_candidates(self._params, len(self._ends))))
 
-    def _keep(self, choice: Choice, length: int) -> None:
+    def _keep(self, choice: BeamChoice, length: int) -> None:
         """A sequence has ended."""
         request, token = self.beams[choice.parent], choice.token
         assert request.beam is not None
@@ -104,9 +104,9 @@ class BeamSearch:
         return self._score(best, length) > self.finished[-1].score
 
 
-def _continuations(parent: int, beam: Beam | None) -> Iterator[Choice]:
+def _continuations(parent: int, beam: Beam | None) -> Iterator[BeamChoice]:
     """What may follow a beam, best first."""
     if beam is not None and beam.candidates is not None:
         ids, values = beam.candidates.ids, beam.candidates.values
         for rank in range(1, len(ids)):
-            yield Choice(parent, ids[rank], values[rank], rank, beam.total + values[rank])
+            yield BeamChoice(parent, ids[rank], values[rank], rank, beam.total + values[rank])

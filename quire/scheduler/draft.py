@@ -11,7 +11,7 @@ from quire.messages.plan import Fork
 from quire.messages.request import Request
 
 
-class Draft:
+class StepBuilder:
     """What `schedule()` has decided so far."""
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class Draft:
 
 
 @dataclass
-class Flight:
+class InFlightStep:
     """A launched step whose result is not collected."""
 
     step: int

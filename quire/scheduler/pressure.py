@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import math
 
-from quire.memory.blocks import BlockPool
-from quire.memory.tiers import Tiers
+from quire.kvcache.block_pool import BlockPool
+from quire.kvcache.offload.manager import OffloadManager
 
 FIRST = 0.15
 """With less than this share left, room is made before it is needed…"""
@@ -19,7 +19,7 @@ SECOND = 0.03
 """…and with less than this, whatever is in the way goes."""
 
 
-class Pressure:
+class MemoryPressure:
     """The level of each tier (0, or how many watermarks it is past), and counts of what followed from it."""
 
     def __init__(self) -> None:
@@ -29,7 +29,7 @@ class Pressure:
         self.slept = 0
         """Sessions put to sleep to make room."""
 
-    def look(self, pool: BlockPool, tiers: Tiers | None) -> None:
+    def look(self, pool: BlockPool, tiers: OffloadManager | None) -> None:
         """See how full the tiers are now."""
         self.device = level(pool.free, pool.capacity)
         if tiers is not None:

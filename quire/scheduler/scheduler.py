@@ -14,25 +14,25 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.memory.prefix import ContentKeys
-from quire.memory.sessions import SessionKeeper
-from quire.memory.tables import BlockTables
-from quire.memory.tiers import Tiers
+from quire.kvcache.block_tables import BlockTables
+from quire.kvcache.offload.manager import OffloadManager
+from quire.kvcache.prefix_cache import ContentKeys
 from quire.messages.outputs import Key, StepOutputs
 from quire.messages.plan import StepPlan, StepResult
-from quire.messages.request import NewRequest, Request, State
+from quire.messages.request import NewRequest, Request, RequestState
 from quire.scheduler.admission import Admission
-from quire.scheduler.branching import Branching
-from quire.scheduler.collector import Collector
-from quire.scheduler.draft import Draft, Flight
+from quire.scheduler.beam_search import BeamRows
+from quire.scheduler.draft import InFlightStep, StepBuilder
 from quire.scheduler.groups import PrefixGroups
-from quire.scheduler.ledger import Ledger
-from quire.scheduler.moving import Moving
 from quire.scheduler.pacing import Pacer
 from quire.scheduler.policies.base import Policy
-from quire.scheduler.space import Space
-from quire.scheduler.suspects import Suspects
-from quire.scheduler.writer import PlanWriter
+from quire.scheduler.preemption import Preemptor
+from quire.scheduler.quarantine import Quarantine
+from quire.scheduler.request_table import RequestTable
+from quire.scheduler.results import ResultCollector
+from quire.scheduler.step_builder import PlanWriter
+from quire.scheduler.swapping import Swapper
+from quire.sessions.keeper import SessionKeeper
 
 
 class Scheduler:
@@ -49,7 +49,7 @@ class Scheduler:
         clock: Callable[[], float] = time.monotonic,
         groups: PrefixGroups | None = None,
         pacer: Pacer | None = None,
-        tiers: Tiers | None = None,
+        tiers: OffloadManager | None = None,
         sessions: SessionKeeper | None = None,
         waves: int | None = None,
     ) -> None:
@@ -61,25 +61,25 @@ class Scheduler:
 
         `groups`: told to the device where its attention reads shared blocks once for all. `pacer`: bounds what
         prompts add to the time of a step that others wait for; without one, tokens are all that is counted."""
-        self.ledger = Ledger(tables, policy, keys, max_rows, groups)
+        self.ledger = RequestTable(tables, policy, keys, max_rows, groups)
         self.tables = tables
         self.policy = policy
         self.rows = self.ledger.rows
         self._sharing = self.ledger.sharing
-        self._moving = self.ledger.moving = None if tiers is None else Moving(self.ledger, tiers)
+        self._moving = self.ledger.moving = None if tiers is None else Swapper(self.ledger, tiers)
         self.tiers = tiers
         self.attach(sessions)
-        self._flights: deque[Flight] = deque()
-        self._space = Space(self.ledger, self._moving, tiers, self._flights)
+        self._flights: deque[InFlightStep] = deque()
+        self._space = Preemptor(self.ledger, self._moving, tiers, self._flights)
         self._admission = Admission(self.ledger, self._space, self._moving, token_budget, chunked_prefill, clock)
         self._turn = self._admission.turn
         self._waves = waves
         self._writer = PlanWriter(self.ledger, self._moving, clock, holds=waves is not None)
-        self._branching = Branching(self.ledger)
-        self._collector = Collector(self.ledger, self._branching)
+        self._branching = BeamRows(self.ledger)
+        self._collector = ResultCollector(self.ledger, self._branching)
         self.stats = self.ledger.stats
         self.pressure = self._space.pressure
-        self._suspects = Suspects()
+        self._suspects = Quarantine()
         self._budget = token_budget
         self._clock = clock
         self._pacer = pacer
@@ -106,8 +106,8 @@ class Scheduler:
         """What the request draws now does not count: its grammar is not ready for it. `end_compiling` calls it back."""
         if request.row >= 0:
             self.ledger.leave_row(request)
-            request.move(State.WAITING)
-            request.move(State.COMPILING)
+            request.move(RequestState.WAITING)
+            request.move(RequestState.COMPILING)
 
     def fail(self, request: Request, message: str, error: str = "") -> None:
         """End one sample: it cannot go on. `error`: the class of error it is, where the request itself is at fault."""
@@ -172,7 +172,7 @@ class Scheduler:
 
     def schedule(self) -> StepPlan | None:
         """The next step, or None if there is nothing to compute now."""
-        draft = Draft()
+        draft = StepBuilder()
         self._take_turn(draft)
         self._note_streams()
         self._branching.park()
@@ -195,7 +195,7 @@ class Scheduler:
         """Whether blocks are on their way somewhere: steps are to be made until they have arrived."""
         return self.tiers is not None and self.tiers.is_busy
 
-    def _take_turn(self, draft: Draft) -> None:
+    def _take_turn(self, draft: StepBuilder) -> None:
         """See what has arrived, and make room before it is needed."""
         if self.sessions is not None:
             self.sessions.tick()
@@ -204,7 +204,7 @@ class Scheduler:
         if self._suspects.first is None:
             self._space.relieve(draft, self._budget)
 
-    def _schedule_decodes(self, draft: Draft) -> NDArray[np.int64]:
+    def _schedule_decodes(self, draft: StepBuilder) -> NDArray[np.int64]:
         """Every row that waits for its next token, each with a slot to write to."""
         rows = self.rows
         ready = np.flatnonzero(rows.decoding & ~rows.held & (rows.bound < rows.limit))
@@ -236,7 +236,7 @@ class Scheduler:
     def _rank_of_row(self, row: int) -> Any:
         return self.policy.rank(self.rows.requests[row])  # type: ignore[arg-type]
 
-    def _give_slots(self, draft: Draft, requests: list[Request]) -> bool:
+    def _give_slots(self, draft: StepBuilder, requests: list[Request]) -> bool:
         """Room for one more token each. Whoever must leave leaves first: a block that is copied from in this step is
         then never one that is copied to, and copies need no order. False: there is none before blocks have moved."""
         if self._sharing is not None:
@@ -267,7 +267,7 @@ class Scheduler:
         """Which of its blocks the row's next decode writes to."""
         return (int(self.rows.bound[request.row]) - 1) // self.tables.block_size
 
-    def _give_slot(self, draft: Draft, request: Request) -> None:
+    def _give_slot(self, draft: StepBuilder, request: Request) -> None:
         """The next token goes to a block that is the request's alone."""
         row, index = request.row, self._next_block(request)
         if index >= len(request.blocks):
@@ -304,7 +304,7 @@ class Scheduler:
             allowance = max(allowance, first.known)
         return min(budget, allowance)
 
-    def _continue_prompts(self, draft: Draft, budget: int) -> int:
+    def _continue_prompts(self, draft: StepBuilder, budget: int) -> int:
         """Rows whose known tokens are not all computed go on, best-ranked first."""
         for request in sorted(self.ledger.prefilling, key=self._turn):
             if self._sharing is not None and not draft.preempted:
@@ -317,7 +317,7 @@ class Scheduler:
             self._admission.publish_chunk(draft, request)
         return budget
 
-    def _schedule_chunk(self, draft: Draft, request: Request, budget: int) -> int:
+    def _schedule_chunk(self, draft: StepBuilder, request: Request, budget: int) -> int:
         """As many of the row's known tokens as budget and blocks allow; returns how many."""
         computed, bound = int(self.rows.computed[request.row]), int(self.rows.bound[request.row])
         count = min(bound - computed, budget)
@@ -336,7 +336,7 @@ class Scheduler:
             self._sharing.charge(request, count)
         return count
 
-    def _launch(self, draft: Draft, decodes: NDArray[np.int64]) -> StepPlan:
+    def _launch(self, draft: StepBuilder, decodes: NDArray[np.int64]) -> StepPlan:
         decodes = np.concatenate([decodes, np.array([request.row for request in draft.ready], np.int64)])
         if self._sharing is not None:
             self._sharing.charge_decodes(decodes)
@@ -395,9 +395,9 @@ class Scheduler:
         part = dict.fromkeys(request for flight in flights for request in (*flight.requests, *flight.draws))
         return [request for request in part if not request.is_finished]
 
-    def _schedule_suspect(self, draft: Draft, suspect: Request) -> StepPlan | None:
+    def _schedule_suspect(self, draft: StepBuilder, suspect: Request) -> StepPlan | None:
         """A suspect alone, until it has drawn a token: if a step fails again, it was the one."""
-        if self._flights or suspect.state is State.COMPILING:
+        if self._flights or suspect.state is RequestState.COMPILING:
             return None
         if suspect.row >= 0:
             self._schedule_chunk(draft, suspect, self._budget)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from quire.messages.histogram import Histogram
 from quire.messages.plan import StepPlan
-from quire.messages.tally import Tally
-from quire.scheduler.draft import Draft
-from quire.scheduler.pressure import Pressure
+from quire.scheduler.draft import StepBuilder
+from quire.scheduler.pressure import MemoryPressure
 
 if TYPE_CHECKING:
-    from quire.scheduler.ledger import Ledger
+    from quire.scheduler.request_table import RequestTable
 
 
 STEP_TOKEN_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -22,7 +22,7 @@ class SchedulerStats:
 
     def __init__(self) -> None:
         self.steps = 0
-        self.step_tokens = Tally(STEP_TOKEN_BOUNDS)
+        self.step_tokens = Histogram(STEP_TOKEN_BOUNDS)
         """Tokens of each step."""
         self.prompt_tokens = 0
         """Known tokens computed (prompts and recomputation)."""
@@ -56,7 +56,7 @@ class SchedulerStats:
         resident = self.allocated_slots - self.unused_slots
         return 1 - resident / (self.row_steps * tokens) if self.row_steps else 0.0
 
-    def note_step(self, plan: StepPlan, draft: Draft, ledger: Ledger, pressure: Pressure) -> None:
+    def note_step(self, plan: StepPlan, draft: StepBuilder, ledger: RequestTable, pressure: MemoryPressure) -> None:
         """Count a step that is about to be launched."""
         rows, pool = ledger.rows, ledger.tables.pool
         self.steps += 1
@@ -83,7 +83,7 @@ class SchedulerStats:
         )
 
 
-def _counted_twice(ledger: Ledger) -> int:
+def _counted_twice(ledger: RequestTable) -> int:
     """Unused slots of blocks that samples of one prompt still share, beyond the first of them."""
     rows = ledger.rows
     unused = {request: int(rows.capacity[request.row] - rows.computed[request.row]) for request in ledger.forked}

@@ -13,12 +13,12 @@ from starlette.routing import Router, get_route_path
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quire.server.auth import tenant_of
+from quire.server.context import ServerContext
 from quire.server.errors import ApiError, as_api_error, as_sent
 from quire.server.http import Exchange, HungUpError
+from quire.server.observability.watching import ROUTE
 from quire.server.openapi import document
 from quire.server.routing import ADMIN, Route
-from quire.server.seeing.watching import ROUTE
-from quire.server.state import Server
 
 ROUTE_MODULES = [
     "chat", "completions", "responses", "messages", "embeddings", "models", "tokenize", "sessions", "system",
@@ -29,7 +29,7 @@ EXCHANGE = "quire.exchange"
 """Where a request's scope holds its exchange."""
 
 
-def make_app(server: Server) -> ASGIApp:
+def make_app(server: ServerContext) -> ASGIApp:
     """The application for one server."""
     names = [*ROUTE_MODULES, "admin"] if server.admin_keys else ROUTE_MODULES
     routes = [route for name in names for route in import_module(f"quire.server.routes.{name}").ROUTES]
@@ -49,7 +49,7 @@ def make_app(server: Server) -> ASGIApp:
 class App:
     """Answers every request, one way or the other."""
 
-    def __init__(self, server: Server, routes: Sequence[Route]) -> None:
+    def __init__(self, server: ServerContext, routes: Sequence[Route]) -> None:
         self._server = server
         self._open = {route.path for route in routes if route.is_open}
         self._styles = {route.path: route.failing for route in routes if route.failing is not None}
@@ -120,7 +120,7 @@ class App:
 class Endpoint:
     """A route as an ASGI application."""
 
-    def __init__(self, server: Server, route: Route) -> None:
+    def __init__(self, server: ServerContext, route: Route) -> None:
         self._server = server
         self._route = route
 

@@ -17,23 +17,23 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
-from quire.api.async_sessions import Turn as SessionTurn
+from quire.api.async_sessions import SessionTurn as SessionTurn
 from quire.api.inputs import TokensPrompt
 from quire.messages.beams import BeamSearchParams
 from quire.messages.outputs import RequestOutput
 from quire.messages.sampling import SamplingParams
 from quire.output.beams import as_samples
+from quire.server.context import ServerContext
 from quire.server.errors import ApiError, bad_request
 from quire.server.http import Exchange
-from quire.server.limits import Place
+from quire.server.limits import QueueTicket
 from quire.server.protocol.common import CompletionTokensDetails, PromptTokensDetails, Usage
-from quire.server.state import Server
 
 _numbers = itertools.count()
 
 
 @dataclass
-class Job:
+class GenerationJob:
     """One prompt for the engine."""
 
     tokens: list[int]
@@ -48,7 +48,7 @@ class Job:
 
 
 async def generate(
-    server: Server, exchange: Exchange, jobs: Sequence[Job]
+    server: ServerContext, exchange: Exchange, jobs: Sequence[GenerationJob]
 ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
     """What the engine yields for these jobs, each with its job's index. They are let in together or not at all."""
     _check_samples(server, jobs)
@@ -69,14 +69,16 @@ async def generate(
             place.leave()
 
 
-def _check_samples(server: Server, jobs: Sequence[Job]) -> None:
+def _check_samples(server: ServerContext, jobs: Sequence[GenerationJob]) -> None:
     most = server.config.max_samples
     for job in jobs:
         if job.params.n > most:
             raise bad_request(f"n is {job.params.n}; at most {most} (--max-samples)", "n")
 
 
-async def _run(server: Server, exchange: Exchange, job: Job, place: Place) -> AsyncGenerator[RequestOutput, None]:
+async def _run(
+    server: ServerContext, exchange: Exchange, job: GenerationJob, place: QueueTicket
+) -> AsyncGenerator[RequestOutput, None]:
     """One job, told to whoever watches."""
     request_id = f"{exchange.id}:{next(_numbers)}"
     prompt: TokensPrompt = {"prompt_token_ids": job.tokens, "cache_salt": job.cache_salt or ""}
@@ -105,7 +107,12 @@ async def _run(server: Server, exchange: Exchange, job: Job, place: Place) -> As
 
 
 async def _search(
-    server: Server, search: BeamSearchParams, job: Job, prompt: TokensPrompt, request_id: str, **asked: Any
+    server: ServerContext,
+    search: BeamSearchParams,
+    job: GenerationJob,
+    prompt: TokensPrompt,
+    request_id: str,
+    **asked: Any,
 ) -> AsyncGenerator[RequestOutput, None]:
     """A beam search as one output."""
     found = await server.llm.beam_search(prompt, search, request_id, **asked)

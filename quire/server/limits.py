@@ -36,10 +36,10 @@ class Bodies:
         self.held -= size
 
 
-class Place:
+class QueueTicket:
     """A request that was let in. `start` when its first output has come, `leave` when it is over; both may repeat."""
 
-    def __init__(self, admission: Admission, samples: int, tokens: int) -> None:
+    def __init__(self, admission: AdmissionLimiter, samples: int, tokens: int) -> None:
         self._admission = admission
         self._samples = samples
         self._tokens = tokens
@@ -59,7 +59,7 @@ class Place:
             self._admission.note_end()
 
 
-class Admission:
+class AdmissionLimiter:
     """Counts what is open. The engine runs `rows` samples at once; beyond them the queue begins."""
 
     def __init__(self, rows: int, max_requests: int, max_tokens: int) -> None:
@@ -76,11 +76,11 @@ class Admission:
         """How often each bound was met."""
         self._ends: deque[float] = deque(maxlen=REMEMBERED_ENDS)
 
-    def enter(self, samples: int, tokens: int) -> Place:
+    def enter(self, samples: int, tokens: int) -> QueueTicket:
         """Let a request in, or raise 429. What comes to an empty server is let in whatever its size."""
         return self.enter_all([(samples, tokens)])[0]
 
-    def enter_all(self, sizes: Sequence[tuple[int, int]]) -> list[Place]:
+    def enter_all(self, sizes: Sequence[tuple[int, int]]) -> list[QueueTicket]:
         """The same for requests that belong together, by samples and tokens: all of them come in, or none."""
         samples, tokens = sum(size[0] for size in sizes), sum(size[1] for size in sizes)
         waiting = max(0, self.samples - self._rows)
@@ -92,7 +92,7 @@ class Admission:
         self.requests += len(sizes)
         self.samples += samples
         self.queued_tokens += tokens
-        return [Place(self, *size) for size in sizes]
+        return [QueueTicket(self, *size) for size in sizes]
 
     def note_end(self) -> None:
         """A request is over."""

@@ -10,13 +10,13 @@ from typing import Any, Union, get_args, get_origin
 
 import msgspec
 
+from quire.server.context import ServerContext
 from quire.server.errors import ErrorBody, phrase
 from quire.server.protocol.common import Body
 from quire.server.protocol.messages import BLOCKS
 from quire.server.protocol.responses import INPUT_ITEMS
 from quire.server.protocol.values import SESSION_NAME
 from quire.server.routing import ADMIN, Route
-from quire.server.state import Server
 
 REFERENCES = "#/components/schemas/{name}"
 SHAPES = {"$input_items": INPUT_ITEMS, "$content_blocks": BLOCKS}
@@ -26,7 +26,7 @@ _SOME_TEXT = {"type": "string", "minLength": 1}
 _PATH_SCHEMAS = {"session": {"type": "string", "pattern": SESSION_NAME}}
 
 
-def document(server: Server, routes: Sequence[Route]) -> bytes:
+def document(server: ServerContext, routes: Sequence[Route]) -> bytes:
     """The document as JSON."""
     named = [kind for route in routes for kind in _kinds(route)]
     kinds = [kind for whole in named for kind in _parts(whole) if _is_struct(kind)]
@@ -61,7 +61,7 @@ def _show_neutral(kind: type[Body], schema: dict[str, Any]) -> None:
         schema["properties"][name] = {"enum": [*values, None], "default": None}
 
 
-def _facts(server: Server, schemas: dict[Any, Any]) -> dict[str, Any]:
+def _facts(server: ServerContext, schemas: dict[Any, Any]) -> dict[str, Any]:
     """What only a running server knows, by the names that the fields' types have for it."""
     vocabulary, logprobs = server.llm.facts.model.vocab_size, server.llm.config.max_logprobs
     shapes = {name: [schemas[kind] for kind in kinds.values()] for name, kinds in SHAPES.items()}
@@ -84,7 +84,7 @@ def _filled(schema: Any, facts: dict[str, Any]) -> Any:
     return facts.get(schema, schema) if isinstance(schema, str) else schema
 
 
-def _operation(route: Route, schemas: dict[Any, Any], server: Server) -> dict[str, Any]:
+def _operation(route: Route, schemas: dict[Any, Any], server: ServerContext) -> dict[str, Any]:
     operation: dict[str, Any] = {
         "operationId": re.sub(r"\W+", "_", f"{route.method.lower()}{route.path}").strip("_"),
         "summary": (inspect.getdoc(route.handler) or "").partition("\n")[0],

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from quire.server.context import ServerContext
     from quire.server.errors import ApiError
     from quire.server.http import Exchange
-    from quire.server.state import Server
 
-Handler = Callable[["Server", "Exchange"], Awaitable[None]]
+Handler = Callable[["ServerContext", "Exchange"], Awaitable[None]]
 
 ADMIN = "/admin/"
 

@@ -20,8 +20,8 @@ from quire.config import EngineConfig
 from quire.errors import ConfigError
 from quire.server.app import make_app
 from quire.server.config import ServerConfig
-from quire.server.life.connection import LimitedProtocol
-from quire.server.state import Server
+from quire.server.context import ServerContext
+from quire.server.lifecycle.connection import LimitedProtocol
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,9 @@ LAST_SECONDS = 2
 """What answers that were cut off get to leave the socket."""
 
 
-def serve(engine: EngineConfig, config: ServerConfig, on_ready: Callable[[Server, str], None] | None = None) -> int:
+def serve(
+    engine: EngineConfig, config: ServerConfig, on_ready: Callable[[ServerContext, str], None] | None = None
+) -> int:
     """Run a server until it is told to stop. `on_ready` gets it, and its address, when it takes requests."""
     allow_many_connections()
     with listening(config) as (sock, url):
@@ -71,7 +73,7 @@ async def run(
     config: ServerConfig,
     sock: socket.socket,
     url: str,
-    on_ready: Callable[[Server, str], None] | None = None,
+    on_ready: Callable[[ServerContext, str], None] | None = None,
 ) -> None:
     """Serve on a socket until a signal comes."""
     server = await make_server(llm, config)
@@ -91,19 +93,19 @@ async def run(
             llm.kill_engine("the server was told twice to stop")
 
 
-async def make_server(llm: AsyncLLM, config: ServerConfig) -> Server:
+async def make_server(llm: AsyncLLM, config: ServerConfig) -> ServerContext:
     """What the routes need, around an engine that is ready."""
     from quire.api.chat import ChatRenderer
 
     tokenizer = None if llm.config.skip_tokenizer_init else await llm.get_tokenizer()
     renderer = None if tokenizer is None else ChatRenderer(tokenizer, llm.config.chat_template)
-    return Server(llm, config, tokenizer, renderer)
+    return ServerContext(llm, config, tokenizer, renderer)
 
 
 class HttpServer(uvicorn.Server):
     """uvicorn with our signals: the first drains, the second stops at once."""
 
-    def __init__(self, server: Server, config: ServerConfig) -> None:
+    def __init__(self, server: ServerContext, config: ServerConfig) -> None:
         super().__init__(
             uvicorn.Config(
                 make_app(server),

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from quire.api.async_sessions import Turn as SessionTurn
+from quire.api.async_sessions import SessionTurn as SessionTurn
 from quire.engine.session_calls import SuspendSession
-from quire.memory.disk.sessions import session_key
 from quire.messages.beams import BeamSearchParams
+from quire.server.context import ServerContext
 from quire.server.errors import bad_request
 from quire.server.http import Exchange
 from quire.server.protocol.sampling import GenerationFields, session_names
-from quire.server.state import Server
+from quire.sessions.log import session_key
 
 SESSION_HEADER = "x-session-id"
 
@@ -39,6 +39,6 @@ def session_turn(
     return SessionTurn(session_key(exchange.tenant, name), rewrites=True)
 
 
-async def fall_asleep(server: Server, turn: SessionTurn) -> None:
+async def fall_asleep(server: ServerContext, turn: SessionTurn) -> None:
     """The answer calls tools: until their results come, the session's memory is better used by others."""
     await server.llm.ask_sessions(SuspendSession(turn.key))

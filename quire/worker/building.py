@@ -13,7 +13,7 @@ from quire.errors import ConfigError
 from quire.kernels.base import Ops
 from quire.layers.attention.base import AttentionBackend
 from quire.layers.attention.registry import attention_backend
-from quire.layers.build import Build
+from quire.layers.build_context import BuildContext
 from quire.loading.files import ModelFiles
 from quire.loading.model_config import ModelConfig
 from quire.models.base import CausalLM
@@ -77,7 +77,7 @@ def build_model(
     dtype = choose_dtype(config.dtype, model, files, platform)
     _check_invariance(config, platform, dtype)
     _check_block_size(config, platform)
-    build = Build(
+    build = BuildContext(
         config=model,
         ranks=ranks,
         dtype=dtype,

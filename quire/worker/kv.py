@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from quire.layers.attention.base import KVSpec
-from quire.platforms.memory import Arena
+from quire.platforms.memory import MemoryArena
 
 
 def block_bytes(spec: KVSpec, block_size: int, dtype: torch.dtype) -> int:
@@ -35,7 +35,7 @@ class KVCache:
         self.block_size = block_size
         self.num_blocks = num_blocks
         # Zeros, because a masked slot is still multiplied by zero, and garbage could be NaN.
-        memory = Arena(device)
+        memory = MemoryArena(device)
         self.data = memory.zeros(shape, dtype)
         self.layers = [self.data[:, layer] for layer in range(spec.num_layers)]
         self.tokens = memory.zeros((num_blocks, block_size), torch.int32)

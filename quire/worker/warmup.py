@@ -22,8 +22,8 @@ from quire.kernels.triton.launch import let_threads_launch
 from quire.kernels.triton.prefill_attention import LONG_CONTEXT
 from quire.layers.attention.base import AttentionInputs
 from quire.layers.attention.layer import Attention
+from quire.layers.gemm_shapes import layer_experts, layer_products
 from quire.layers.linear import FusedLinear
-from quire.layers.products import layer_experts, layer_products
 from quire.worker.cuda_batch import CudaBatch
 
 logger = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from quire.api.chat import ChatRenderer
-from quire.api.conversation import Conversation, Render, without_overlap
+from quire.api.conversation import IncrementalRenderer, Render, without_overlap
 from quire.config import EngineConfig
 from quire.errors import ValidationError
 from quire.loading.hub import DEFAULT_MODEL, find
@@ -37,7 +37,7 @@ TALK = [
 
 def piecewise(write: Render, pieces: list[Any], end: str) -> tuple[str, list[Message]]:
     """The text of a session after these messages and answers, each answer ended as the model ends them."""
-    conversation, text, whole = Conversation(write), "", []
+    conversation, text, whole = IncrementalRenderer(write), "", []
     for piece in pieces:
         if isinstance(piece, str):
             text += piece + end
@@ -72,12 +72,12 @@ def test_the_same_without_a_system_message_where_the_template_moves_it_about() -
 @pytest.mark.parametrize("first", [[said("system", "Be brief."), said("user", "one")], [said("system", "Be brief.")]])
 def test_a_template_that_rewrites_what_was_said_is_refused(first: list[Message]) -> None:
     with pytest.raises(ValidationError, match="otherwise once more follow"):
-        Conversation(writer(BRACKETS)).first(first)
+        IncrementalRenderer(writer(BRACKETS)).first(first)
 
 
 def test_tools_that_move_to_the_last_question_are_refused() -> None:
     with pytest.raises(ValidationError, match="otherwise once more follow"):
-        Conversation(writer(BRACKETS, [TOOL])).first([said("user", "one")])
+        IncrementalRenderer(writer(BRACKETS, [TOOL])).first([said("user", "one")])
 
 
 @pytest.mark.parametrize("template, end", [(HEADERS, "<|eot|>"), (THINKING, "<|im_end|>"), (BRACKETS, "</s>")])
@@ -88,19 +88,19 @@ def test_a_tools_result_follows_the_call(template: str, end: str) -> None:
     result = [said("tool", "42", tool_call_id="abcdefghi")]
     whole = write([*talk, *result], True)
     text = whole[: whole.index(end, whole.index('"f"')) + len(end)]  # as the model leaves it
-    assert text + Conversation(write).following(result, text)[0] == whole
+    assert text + IncrementalRenderer(write).following(result, text)[0] == whole
 
 
 @pytest.mark.parametrize("template", [CHATML, HEADERS, BRACKETS, THINKING, CHAT_TEMPLATE])
 def test_a_question_that_waits_for_its_answer_is_not_talked_over(template: str) -> None:
-    conversation = Conversation(writer(template))
+    conversation = IncrementalRenderer(writer(template))
     text = conversation.first([said("user", "one")])
     with pytest.raises(ValidationError, match="waits for its answer"):
         conversation.following([said("user", "two")], text)
 
 
 def test_an_answer_that_was_cut_short_is_closed_first() -> None:
-    conversation = Conversation(writer(CHATML))
+    conversation = IncrementalRenderer(writer(CHATML))
     text = conversation.first([said("user", "one")]) + "two and"
     added, is_closed = conversation.following([said("user", "three")], text)
     assert added.startswith("<|im_end|>\n<|im_start|>user") and not is_closed
@@ -108,7 +108,7 @@ def test_an_answer_that_was_cut_short_is_closed_first() -> None:
 
 def test_what_a_template_refuses_stays_refused() -> None:
     with pytest.raises(ValidationError, match="unknown role"):
-        Conversation(writer(CHAT_TEMPLATE)).following([said("system", "x")], "hello</s>")
+        IncrementalRenderer(writer(CHAT_TEMPLATE)).following([said("system", "x")], "hello</s>")
 
 
 def test_the_default_models_own_template() -> None:

@@ -21,7 +21,7 @@ from quire.errors import (
     SessionNotFoundError,
     ValidationError,
 )
-from quire.server.life.replicas import ReplicaSupervisor
+from quire.server.lifecycle.replicas import ReplicaSupervisor
 
 T = TypeVar("T")
 

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from quire import LLM, SamplingParams
-from quire.api.turns import Turns
+from quire.api.call_lock import CallLock
 
 GREEDY = SamplingParams(temperature=0, ignore_eos=True, max_tokens=30)
 PROMPTS = ["hello", "the world " * 6, "in an", "x" * 40]
@@ -44,7 +44,7 @@ def test_every_kind_of_call_beside_every_other(make_llm: Callable[..., LLM]) -> 
 
 
 def test_who_waits_is_next() -> None:
-    turns, order = Turns(), []
+    turns, order = CallLock(), []
     waits = threading.Event()
 
     def other() -> None:

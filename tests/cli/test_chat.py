@@ -11,7 +11,7 @@ import threading
 import pytest
 
 from quire import LLM, RequestOutputKind, SamplingParams
-from quire.cli.conversation import Conversation
+from quire.cli.conversation import LocalConversation
 from quire.errors import CacheTooSmallError
 from quire.paths import cache_dir
 
@@ -24,7 +24,7 @@ def llm(byte_llama):
 
 @pytest.fixture
 def conversation(llm):
-    yield Conversation(llm, params(max_tokens=4))
+    yield LocalConversation(llm, params(max_tokens=4))
     llm.llm_engine.check_idle()
 
 
@@ -79,13 +79,13 @@ def test_a_conversation_too_long_suggests_reset_and_goes_on_afterwards(conversat
 
 
 def test_a_full_context_is_remarked(llm, capsys):
-    reply = Conversation(llm, params(max_tokens=None)).ask("Hi")
+    reply = LocalConversation(llm, params(max_tokens=None)).ask("Hi")
     assert "context of 128 tokens is full" in reply.remark
     assert reply.prompt_tokens + reply.tokens == 128
 
 
 def test_ctrl_c_stops_the_reply_and_gives_its_blocks_back(llm, capsys):
-    conversation = Conversation(llm, params(max_tokens=None))
+    conversation = LocalConversation(llm, params(max_tokens=None))
     step, steps = llm.llm_engine.step, 0
 
     def interrupting():

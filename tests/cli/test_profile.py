@@ -7,11 +7,11 @@ import json
 
 import pytest
 
-from quire.cli.bench.limits import KINDS, Shape, Speed, Work, kind_of
+from quire.cli.bench.limits import KINDS, DeviceSpeed, StepShape, Work, kind_of
 from quire.cli.bench.profile_table import figures, report
 from quire.cli.bench.trace import MARK, Trace, short
 
-SHAPE = Shape(
+SHAPE = StepShape(
     layers=2, hidden=64, intermediate=128, heads=4, kv_heads=2, head_dim=16, vocabulary=256, itemsize=2,
     body_bytes=2 * 2 * (64 * 128 + 64 * 64 + 3 * 64 * 128),
 )  # fmt: skip
@@ -107,7 +107,7 @@ def test_attention_reads_keys_and_values_of_the_context():
 
 
 def test_the_slower_of_memory_and_arithmetic_is_the_limit():
-    speed = Speed(100.0, 1000.0)
+    speed = DeviceSpeed(100.0, 1000.0)
     assert speed.seconds((200, 0)) == 2
     assert speed.seconds((200, 5000)) == 5
 
@@ -117,7 +117,7 @@ def test_the_report_names_kinds_kernels_and_limits():
         step(0, 100), span(MARK + "launch", 0, 30, "user_annotation"),
         span("_dot", 10, 50), span("_decode", 50, 80), span("void odd<1>(int)", 80, 90),
     ])  # fmt: skip
-    text = report(trace, WORK, SHAPE, Speed(2e9, 1e15), before=95e-6)
+    text = report(trace, WORK, SHAPE, DeviceSpeed(2e9, 1e15), before=95e-6)
     assert "1 steps of 8 requests, 8 tokens, 800 in context" in text
     assert "0.100 ms a step; 0.095 ms before the profiler came on" in text
     assert "GPU busy      0.080 ms, 80.0%" in text

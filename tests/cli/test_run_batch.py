@@ -17,7 +17,7 @@ from quire.cli.batch.asgi import post
 from quire.cli.batch.files import LineError, Output, Result, read_line
 from quire.cli.batch.runner import Batch
 from quire.cli.batch.source import Source
-from quire.cli.bench.load.client import Tally
+from quire.cli.bench.load.client import RunCounters
 from quire.cli.interrupts import cancelled_by_interrupt
 from quire.errors import ValidationError
 
@@ -124,7 +124,7 @@ async def busy_twice(scope, receive, send):
 
 
 def run_with(app, text: str, output: str, concurrency: int = 4) -> Batch:
-    batch = Batch(app, "key", concurrency, Tally())
+    batch = Batch(app, "key", concurrency, RunCounters())
 
     async def work():
         with Source(text) as source, Output(output) as out:
@@ -159,7 +159,7 @@ def test_an_interrupt_keeps_what_was_answered_and_the_next_run_asks_the_rest(tmp
 
     async def interrupted():
         with Source(str(tmp_path / "in")) as source, Output(str(tmp_path / "out")) as output, cancelled_by_interrupt():
-            await Batch(app, "key", 1, Tally()).run(source, output)
+            await Batch(app, "key", 1, RunCounters()).run(source, output)
 
     (tmp_path / "in").write_text("\n".join(completion(str(i), prompt=str(i)) for i in range(12)))
     with pytest.raises((asyncio.CancelledError, KeyboardInterrupt)):

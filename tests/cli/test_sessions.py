@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.memory.disk.sessions import SessionStore, session_key
+from quire.sessions.log import SessionStore, session_key
 
 
 @pytest.fixture

@@ -15,24 +15,27 @@ pytest.importorskip("triton")
 
 from quire.cli import tune
 from quire.kernels import cublaslt
-from quire.kernels.triton import cublas_timing, moe_timing, thin_timing, tuning
-from quire.kernels.triton.moe_parts import ExpertsShape
-from quire.kernels.triton.thin_candidates import Gpu, Shape
+from quire.kernels.triton import cublas_timing
+from quire.kernels.triton.moe import timing as moe_timing
+from quire.kernels.triton.moe.common import ExpertsShape
+from quire.kernels.triton.skinny_gemm import timing as thin_timing
+from quire.kernels.triton.skinny_gemm import tuning
+from quire.kernels.triton.skinny_gemm.candidates import GemmShape, Gpu
 
 GPU = Gpu("NVIDIA Imaginary 9000", 100, True)
 # Of a Llama of width 64, MLP 128, 4 query and 2 KV heads of 16, and 257 tokens.
 SHAPES = [
-    *(Shape("linear", n, k) for n, k in [(128, 64), (64, 64), (256, 64), (64, 128), (257, 64)]),
-    Shape("silu_linear", 256, 64),
-    Shape("norm_linear", 128, 64),
-    Shape("norm_silu_linear", 256, 64),
+    *(GemmShape("linear", n, k) for n, k in [(128, 64), (64, 64), (256, 64), (64, 128), (257, 64)]),
+    GemmShape("silu_linear", 256, 64),
+    GemmShape("norm_linear", 128, 64),
+    GemmShape("norm_silu_linear", 256, 64),
 ]
 
 
 @pytest.fixture
 def measured(monkeypatch, tmp_path):
     """A GPU on which it pays to fold in the norm or the gate, but not both; what was timed on it."""
-    timed: list[tuple[Shape, int, torch.dtype]] = []
+    timed: list[tuple[GemmShape, int, torch.dtype]] = []
 
     class Timer:
         def __call__(self, shape, rows, dtype, plan):
@@ -109,7 +112,7 @@ def test_a_tune_that_is_interrupted_keeps_what_it_has(quire, byte_llama, measure
 def test_the_model_may_be_bent(quire, byte_llama, measured):
     bent = json.dumps({"intermediate_size": 96})
     assert quire("tune", byte_llama, "--buckets", 1, "--hf-overrides", bent).code == 0
-    assert Shape("norm_silu_linear", 192, 64) in {shape for shape, _ in cases(measured)}
+    assert GemmShape("norm_silu_linear", 192, 64) in {shape for shape, _ in cases(measured)}
 
 
 @pytest.mark.parametrize(
@@ -155,7 +158,7 @@ def test_experts_are_measured_too(quire, byte_llama, measured, monkeypatch):
     ran = quire(*command)
     assert ran.code == 0, ran.err
     assert set(timed) == {(ExpertsShape(8, 2, 128, 64), tokens, torch.bfloat16) for tokens in (1, 4)}
-    assert {Shape("norm_linear", 8, 64), Shape("linear", 8, 64)} <= {shape for shape, _ in cases(measured)}
+    assert {GemmShape("norm_linear", 8, 64), GemmShape("linear", 8, 64)} <= {shape for shape, _ in cases(measured)}
     assert "8 experts of 128 x 64, 2 a token" in ran.out
     assert re.search(r"^ +4 +2\.50  tile m\d+, gate_up n\d+", ran.out, re.M)
     timed.clear()

@@ -13,7 +13,7 @@ import yaml
 
 from quire.cli.parser import Parser
 from quire.cli.serve import configure
-from quire.server.seeing.metrics import ServerMetrics
+from quire.server.observability.metrics import ServerMetrics
 from tests.server.scrape import Scrape
 from tests.server.test_metrics import FakeEngine
 
@@ -48,7 +48,7 @@ def figures_in(expression: str) -> set[str]:
 @pytest.fixture(scope="module")
 def scrape() -> Scrape:
     """The first look at a server that has answered nothing but one request."""
-    from quire.server.seeing.observer import HttpRecord
+    from quire.server.observability.observer import HttpRecord
 
     metrics = ServerMetrics(FakeEngine(), "m", admission=type("Admission", (), {"rejected": {"requests": 0}})())
     metrics.on_http(HttpRecord("id", "POST", "/v1/completions", "/v1/completions", status=200))

@@ -17,7 +17,7 @@ from quire.engine.grammar.rules import MOST_SPACES
 from quire.errors import StepError
 from quire.platforms.cpu import CpuPlatform
 from tests.conftest import assert_idle
-from tests.engine.nursery import SharedNursery
+from tests.engine.fork_server import SharedNursery
 from tests.kernels.triton_target import ON_GPU
 
 PERSON = {

@@ -19,7 +19,7 @@ from quire import LLM, AsyncLLM, RequestOutput, SamplingParams, StructuredOutput
 from quire.engine.grammar import grammars as module
 from quire.errors import ValidationError
 from tests.conftest import assert_idle
-from tests.engine.nursery import SharedNursery, grammars_of
+from tests.engine.fork_server import SharedNursery, grammars_of
 
 Form = StructuredOutputsParams
 PROMPT = [20 + 3 * i for i in range(30)]

@@ -14,7 +14,7 @@ from quire.engine.process import refusal
 from quire.engine.remote import error_of
 from quire.engine.stats import Metric
 from quire.errors import CacheTooSmallError, EngineDeadError, QuireError, ValidationError
-from quire.memory.prefix import ContentKeys
+from quire.kvcache.prefix_cache import ContentKeys
 from quire.messages.frames import Frames
 from quire.messages.outputs import Finished, Started, StepOutputs
 from quire.messages.plan import PromptLogprobs, TokenLogprobs
@@ -38,14 +38,16 @@ OUTPUTS = StepOutputs(
     finished=[Finished(("a", 0), "stop", 7, 2), Finished(("b", 1), "error", None, 0, "why")],
 )
 DOWN: list[Any] = [
-    ipc.Start({"model": "m", "seed": 3, "hf_overrides": {"a": [1.5]}}, {"name": "m", "gguf": None}, ["/x", ""], 20),
+    ipc.StartEngine(
+        {"model": "m", "seed": 3, "hf_overrides": {"a": [1.5]}}, {"name": "m", "gguf": None}, ["/x", ""], 20
+    ),
     ipc.Add(REQUEST), ipc.Abort("a-1"), ipc.Finish(("a-1", 1), 4, "stop"), ipc.ResetPrefixCache(1), ipc.Ping(2),
-    ipc.GetStats(3), ipc.Shutdown(),
+    ipc.GetStats(3), ipc.ShutdownEngine(),
 ]  # fmt: skip
 UP: list[Any] = [
-    ipc.Ready("cpu", "float32", 256, 8, 512, 16, 128, 1 << 40, 1 << 41, 0.5, b"\x01" * 32), ipc.Outputs(OUTPUTS),
-    ipc.Refused("a", "ValidationError", "why", "prompt"), ipc.HealthReport(2, 5), ipc.ResetReport(1, False),
-    ipc.StatsReport(3, [Metric("quire:steps", "counter", 4.0)]), ipc.Log("quire.x", 20, "line"), ipc.Died("why"),
+    ipc.EngineReady("cpu", "float32", 256, 8, 512, 16, 128, 1 << 40, 1 << 41, 0.5, b"\x01" * 32), ipc.Outputs(OUTPUTS),
+    ipc.RequestRefused("a", "ValidationError", "why", "prompt"), ipc.HealthReport(2, 5), ipc.ResetReport(1, False),
+    ipc.StatsReport(3, [Metric("quire:steps", "counter", 4.0)]), ipc.RelayedLog("quire.x", 20, "line"), ipc.Died("why"),
 ]  # fmt: skip
 
 
@@ -89,7 +91,7 @@ def test_a_wrong_request_is_named_and_any_other_wrong_message_raises() -> None:
     with pytest.raises(msgspec.ValidationError):
         ipc.decode_down(msgspec.msgpack.encode({"type": "Ping", "question": "x"}))
     with pytest.raises(ValidationError, match="cannot be sent"):
-        ipc.encode(ipc.Start({"x": object()}, {}, [], 0))
+        ipc.encode(ipc.StartEngine({"x": object()}, {}, [], 0))
 
 
 def test_errors_keep_their_kind() -> None:
@@ -112,10 +114,10 @@ def test_keys_are_the_same_in_both_processes() -> None:
 def test_a_link_tells_when_the_other_end_is_gone() -> None:
     ours, theirs = socket.socketpair()
     with ours:
-        link = ipc.Link(ours)
+        link = ipc.MessageLink(ours)
         assert link.receive(wait=False) == []
         with theirs:
-            ipc.Link(theirs).send(DOWN[2])
+            ipc.MessageLink(theirs).send(DOWN[2])
             assert [ipc.decode_down(data) for data in link.receive(wait=True)] == [DOWN[2]]
         with pytest.raises(EOFError):
             link.receive(wait=True)

@@ -12,7 +12,7 @@ import pytest
 from quire import LLM, SamplingParams
 from quire.engine import memory_map
 from quire.errors import ValidationError
-from quire.memory.costs import Costs
+from quire.kvcache.offload.costs import Costs
 from quire.messages.memory_map import CACHED, EMPTY, HELD, MOVING, SHARED, MemoryMap
 from quire.messages.plan import StepPlan
 

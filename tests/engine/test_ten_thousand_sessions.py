@@ -121,7 +121,7 @@ def test_ten_thousand_sessions_asleep(
     make_llm: MakeLLM, long_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # A tiny model computes a few tokens faster than a busy disk reads them, and the engine knows.
-    monkeypatch.setattr("quire.memory.costs.Costs.loading_pays", lambda *_: True)
+    monkeypatch.setattr("quire.kvcache.offload.costs.Costs.loading_pays", lambda *_: True)
     settings = {
         "swap_space": HOST_SLOTS * BLOCK_BYTES / 2**30, "kv_disk": str(tmp_path), "num_gpu_blocks_override": 1024,
         "max_num_seqs": AT_ONCE, "max_num_batched_tokens": 4096, "block_size": BLOCK,

@@ -17,10 +17,10 @@ import pytest
 
 from quire import LLM, SamplingParams
 from quire.errors import SessionLostError, StoreError, StoreFullError, StoreUnavailableError, ValidationError
-from quire.memory.disk import segment as segments
-from quire.memory.disk.store import DiskStats
+from quire.kvcache.offload.disk import segment as segments
+from quire.kvcache.offload.disk.store import DiskStats
 from tests.conftest import assert_idle, write_tiny_model
-from tests.memory.disk.test_session_damage import SmallDisk, cut, flip, remove, wipe
+from tests.sessions.test_session_damage import SmallDisk, cut, flip, remove, wipe
 
 LENGTHS = {"long": 100, "short": 9, "other": 60}
 SETTINGS: dict[str, Any] = {

@@ -98,6 +98,6 @@ def test_the_first_loss_is_told_whoever_asks_later() -> None:
 
 def test_what_comes_together_with_the_first_message_is_not_lost() -> None:
     ranks = Listeners(1, ring_bytes=1000)
-    ranks.sockets[0].sendall(wire.encode(wire.CountExperts()) + wire.encode(wire.Shutdown()))
+    ranks.sockets[0].sendall(wire.encode(wire.CountExperts()) + wire.encode(wire.ShutdownRank()))
     assert ranks.links[0].next() == wire.CountExperts()
-    assert ranks.links[0].receive(1.0) == [wire.Shutdown()]
+    assert ranks.links[0].receive(1.0) == [wire.ShutdownRank()]

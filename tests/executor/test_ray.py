@@ -23,12 +23,12 @@ import torch
 
 from quire import LLM, AsyncLLM, SamplingParams
 from quire.config import EngineConfig
-from quire.engine.shares import take_share
-from quire.engine.workers import estimate_needs
+from quire.engine.device_split import take_share
+from quire.engine.start_executor import estimate_needs
 from quire.errors import ClusterError, ConfigError, EngineDeadError, QuireError
 from quire.executor import ray_ranks
-from quire.executor.gate import BEATS, MESSAGES, SECRET_BYTES, Gate, dial
-from quire.executor.heartbeats import Heartbeats
+from quire.executor.liveness import Heartbeats
+from quire.executor.rank_listener import BEATS, MESSAGES, SECRET_BYTES, RankListener, dial
 from quire.executor.ray_ranks import carried
 from quire.loading.files import ModelFiles, local_files
 from quire.loading.read_config import read_model_config
@@ -341,7 +341,7 @@ def descendants(root: int) -> dict[int, str]:
 
 
 def test_only_who_knows_the_secret_is_let_in() -> None:
-    gate = Gate("127.0.0.1", 1)
+    gate = RankListener("127.0.0.1", 1)
     strangers = [socket.create_connection(gate.address) for _ in range(3)]
     strangers[0].sendall(b"GET / HTTP/1.1\r\nHost: engine\r\nAccept: anything at all\r\n\r\n")
     strangers[1].sendall(bytes(SECRET_BYTES + 5))
@@ -360,7 +360,7 @@ def test_only_who_knows_the_secret_is_let_in() -> None:
 
 
 def test_ranks_that_do_not_come_are_named() -> None:
-    gate = Gate("127.0.0.1", 2)
+    gate = RankListener("127.0.0.1", 2)
     dial(gate.address, gate.secret, 0, MESSAGES)
     with pytest.raises(TimeoutError, match="ranks 0, 1 of 2 did not connect"):
         gate.admit(lambda: None, time.monotonic() + 0.5)

@@ -17,7 +17,7 @@ from quire.errors import RankLostError
 from quire.executor import links, wire
 from quire.executor.links import RankLinks
 from quire.executor.pulse import Pulses
-from quire.executor.rank import Link
+from quire.executor.rank import RankLink
 from quire.executor.shared_ring import RingReader, RingWriter
 
 SIZE = 64
@@ -59,7 +59,7 @@ class Listeners:
         self.sockets = [ours for ours, _ in pairs]
         self.ring = RingWriter(count, ring_bytes)
         self.links = [
-            Link(theirs, RingReader.inherit(os.dup(self.ring.fileno()), count, rank))
+            RankLink(theirs, RingReader.inherit(os.dup(self.ring.fileno()), count, rank))
             for rank, (_, theirs) in enumerate(pairs)
         ]
         self.theirs = [theirs for _, theirs in pairs]
@@ -133,7 +133,7 @@ def test_a_message_above_the_bound_is_refused_before_it_is_read(monkeypatch: pyt
     monkeypatch.setattr(wire, "LARGEST", 1000)
     ranks = Listeners(1, ring_bytes=1000)
     senders = RankLinks(ranks)
-    ranks.links[0].send(wire.Refused("A", "b" * 1000))
+    ranks.links[0].send(wire.StartRefused("A", "b" * 1000))
     with pytest.raises(
         RankLostError, match="rank 0 of 1 sent what cannot be read: a message of 1.* bytes is announced"
     ):

@@ -153,7 +153,7 @@ def test_sessions_over_two_ranks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """With a disk, the ranks' host memory is one file that the engine reads; each rank registers its part of it."""
-    monkeypatch.setattr("quire.memory.costs.Costs.loading_pays", lambda *_: True)
+    monkeypatch.setattr("quire.kvcache.offload.costs.Costs.loading_pays", lambda *_: True)
     _, reference, expected = model
     below = {"kv_disk": str(tmp_path)} if disk else {}
     llm = engine(tensor_parallel_size=2, block_size=8, num_gpu_blocks_override=60, swap_space=0.05, **below)

@@ -24,9 +24,9 @@ GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, detokeniz
 @pytest.fixture
 def eager_swaps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Short rows are swapped, and copies are taken for cheap: a tiny model computes faster than any link."""
-    monkeypatch.setattr("quire.scheduler.moving.LEAST_SWAP", 1)
-    monkeypatch.setattr("quire.memory.costs.Costs.swapping_pays", lambda *_: True)
-    monkeypatch.setattr("quire.memory.costs.Costs.loading_pays", lambda *_: True)
+    monkeypatch.setattr("quire.scheduler.swapping.LEAST_SWAP", 1)
+    monkeypatch.setattr("quire.kvcache.offload.costs.Costs.swapping_pays", lambda *_: True)
+    monkeypatch.setattr("quire.kvcache.offload.costs.Costs.loading_pays", lambda *_: True)
 
 
 @pytest.mark.usefixtures("small_groups", "eager_swaps")

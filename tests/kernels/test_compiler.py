@@ -20,15 +20,16 @@ pytest.importorskip("triton")
 from triton.backends.nvidia.driver import CudaLauncher
 from triton.runtime import build
 
-from quire.kernels.triton import compiler, launch, moe
-from quire.kernels.triton.moe_parts import Block, ExpertsConfig
-from quire.kernels.triton.thin_candidates import Shape
-from quire.kernels.triton.thin_parts import Config
-from quire.kernels.triton.tuning import Job
+from quire.kernels.triton import compiler, launch
+from quire.kernels.triton.moe import experts as moe
+from quire.kernels.triton.moe.common import Block, ExpertsConfig
+from quire.kernels.triton.skinny_gemm.candidates import GemmShape
+from quire.kernels.triton.skinny_gemm.common import Config
+from quire.kernels.triton.skinny_gemm.tuning import TuningJob
 
 JOBS = [
-    Job(Shape("norm_linear", 512, 256), 1, torch.bfloat16, Config("vector", 4, warps=2), True),
-    Job(Shape("linear", 512, 256), 16, torch.bfloat16, Config("tile", 64, 16, 64, 4, 4), False),
+    TuningJob(GemmShape("norm_linear", 512, 256), 1, torch.bfloat16, Config("vector", 4, warps=2), True),
+    TuningJob(GemmShape("linear", 512, 256), 16, torch.bfloat16, Config("tile", 64, 16, 64, 4, 4), False),
 ]
 
 

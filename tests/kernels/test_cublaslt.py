@@ -12,9 +12,10 @@ import torch
 
 from quire.kernels import cublaslt
 from quire.kernels.cublaslt import GRID, Algorithm, Products
-from quire.kernels.triton import cublas_timing, tuning
+from quire.kernels.triton import cublas_timing
 from quire.kernels.triton.ops import TritonOps
-from quire.kernels.triton.thin_timing import random_inputs
+from quire.kernels.triton.skinny_gemm import tuning
+from quire.kernels.triton.skinny_gemm.timing import random_inputs
 
 A, B, C = bytes(range(64)), bytes(range(64, 128)), bytes(range(128, 192))
 BF16 = torch.bfloat16

@@ -11,12 +11,16 @@ import torch
 from tests.kernels.triton_target import DEVICE, HALF, ON_GPU
 
 from quire.kernels.reference import TorchOps  # isort: skip
-from quire.kernels.triton import moe, moe_candidates, moe_tuning, ops  # isort: skip
-from quire.kernels.triton.moe_candidates import families, guess  # isort: skip
-from quire.kernels.triton.moe_parts import Block, ExpertsConfig, ExpertsShape  # isort: skip
-from quire.kernels.triton.moe_tuning import BUCKETS, chosen, config_of, entry_of, key_of, tune  # isort: skip
-from quire.kernels.triton.thin_candidates import Gpu  # isort: skip
-from quire.kernels.triton.tuning import Tuner, read_table, write_table  # isort: skip
+from quire.kernels.triton import ops  # isort: skip
+from quire.kernels.triton.moe import candidates as moe_candidates
+from quire.kernels.triton.moe import experts as moe
+from quire.kernels.triton.moe import tuning as moe_tuning
+
+from quire.kernels.triton.moe.candidates import families, guess  # isort: skip
+from quire.kernels.triton.moe.common import Block, ExpertsConfig, ExpertsShape  # isort: skip
+from quire.kernels.triton.moe.tuning import BUCKETS, chosen, config_of, entry_of, key_of, tune  # isort: skip
+from quire.kernels.triton.skinny_gemm.candidates import Gpu  # isort: skip
+from quire.kernels.triton.skinny_gemm.tuning import Tuner, read_table, write_table  # isort: skip
 
 BF16 = torch.bfloat16
 H200 = Gpu("NVIDIA H200", 132, True)

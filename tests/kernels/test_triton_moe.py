@@ -11,12 +11,13 @@ import torch.nn.functional as F
 from tests.kernels.triton_target import DEVICE, HALF, ON_GPU
 
 from quire.kernels.reference import TorchOps  # isort: skip
-from quire.kernels.triton import moe_tile  # isort: skip
-from quire.kernels.triton.moe_layout import LARGE, SMALL, arrange, most_tiles  # isort: skip
-from quire.kernels.triton.moe_parts import Block, ExpertsConfig  # isort: skip
-from quire.kernels.triton.moe_route import route  # isort: skip
-from quire.kernels.triton.moe_tile import tile_experts  # isort: skip
-from quire.kernels.triton.moe_vector import Routing, vector_experts  # isort: skip
+from quire.kernels.triton.moe import tile as moe_tile
+
+from quire.kernels.triton.moe.layout import LARGE, SMALL, arrange, most_tiles  # isort: skip
+from quire.kernels.triton.moe.common import Block, ExpertsConfig  # isort: skip
+from quire.kernels.triton.moe.route import route  # isort: skip
+from quire.kernels.triton.moe.tile import tile_experts  # isort: skip
+from quire.kernels.triton.moe.vector import ChosenExperts, vector_experts  # isort: skip
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 EPS = 1e-5
@@ -78,7 +79,7 @@ def run(
     down: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
     if config.kernel == "vector":
-        return vector_experts(x, Routing(experts.shape[1], weights, experts), gate_up, down, config)
+        return vector_experts(x, ChosenExperts(experts.shape[1], weights, experts), gate_up, down, config)
     return tile_experts(x, weights, experts, gate_up, down, config)
 
 
@@ -206,7 +207,7 @@ def test_the_norm_is_folded_into_the_experts_of_few_tokens(
     gate_up, down = expert_weights(count, dtype)
     x, gain = random(2, HIDDEN).to(dtype), random(HIDDEN).to(dtype)
     chosen = TorchOps().route(random(2, count).to(dtype), top_k, renormalise, None)
-    out = vector_experts(x, Routing(top_k, *chosen), gate_up, down, VECTOR, (gain, EPS))
+    out = vector_experts(x, ChosenExperts(top_k, *chosen), gate_up, down, VECTOR, (gain, EPS))
     inputs = TorchOps().rms_norm(x.float(), gain.float(), EPS)
     assert_close(out, reference(inputs, *chosen, gate_up, down), dtype)
 

@@ -9,17 +9,18 @@ from pathlib import Path
 import pytest
 import torch
 
+from quire.kernels.triton.moe import tuning as moe_tuning
+from quire.kernels.triton.skinny_gemm import tuning
 from tests.kernels.triton_target import DEVICE, HALF, ON_GPU
 
-from quire.kernels.triton import moe_tuning, tuning  # isort: skip
-from quire.kernels.triton.thin import Config  # isort: skip
-from quire.kernels.triton.thin_candidates import Gpu, Shape, candidates, guess  # isort: skip
-from quire.kernels.triton.thin_timing import GraphTimer, random_inputs, run  # isort: skip
-from quire.kernels.triton.tuning import KINDS, Plan, Tuner, key_of, read_table, write_table  # isort: skip
+from quire.kernels.triton.skinny_gemm.gemm import Config  # isort: skip
+from quire.kernels.triton.skinny_gemm.candidates import Gpu, GemmShape, candidates, guess  # isort: skip
+from quire.kernels.triton.skinny_gemm.timing import GraphTimer, random_inputs, run  # isort: skip
+from quire.kernels.triton.skinny_gemm.tuning import KINDS, Plan, Tuner, key_of, read_table, write_table  # isort: skip
 
 BF16 = torch.bfloat16
 H200 = Gpu("NVIDIA H200", 132, True)
-QKV = Shape("linear", 4096, 1024)
+QKV = GemmShape("linear", 4096, 1024)
 TABLES = Path(tuning.__file__).parent / "tables"
 
 
@@ -49,7 +50,7 @@ def test_choosing_asks_the_tables_once(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
     class Counting(Tuner):
-        def choose(self, shape: Shape, rows: int, dtype: torch.dtype) -> Config | None:
+        def choose(self, shape: GemmShape, rows: int, dtype: torch.dtype) -> Config | None:
             asked.append(rows)
             return super().choose(shape, rows, dtype)
 
@@ -117,7 +118,7 @@ def test_tables_keep_what_others_measured_and_are_sorted(tmp_path: Path) -> None
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("n, k", [(960, 576), (576, 576), (3072, 576), (576, 1536), (49152, 576), (64, 8), (16, 64)])
 def test_a_guess_fits_any_shape(n: int, k: int, kind: str, dtype: torch.dtype) -> None:
-    shape = Shape(kind, n, k)
+    shape = GemmShape(kind, n, k)
     for rows in tuning.BUCKETS:
         config = guess(shape, rows, dtype, H200)
         if rows <= 2 or (rows == 4 and n * k * dtype.itemsize < 12e6):
@@ -137,8 +138,8 @@ def test_a_guess_fits_any_shape(n: int, k: int, kind: str, dtype: torch.dtype) -
 
 
 def test_odd_weights_are_left_to_cublas() -> None:
-    assert guess(Shape("linear", 128, 100), 1, BF16, H200) is None
-    assert guess(Shape("linear", 1, 128), 1, BF16, H200) is None
+    assert guess(GemmShape("linear", 128, 100), 1, BF16, H200) is None
+    assert guess(GemmShape("linear", 1, 128), 1, BF16, H200) is None
 
 
 def test_a_card_without_a_copy_engine_is_not_given_one() -> None:
@@ -151,7 +152,7 @@ def test_a_kernel_must_be_two_percent_faster(ours: float, kernel: str) -> None:
     tuner = Tuner(H200, None, None)
     best = candidates(QKV, 1, BF16, H200)[3]
 
-    def timer(shape: Shape, rows: int, dtype: torch.dtype, plan: Plan) -> float:
+    def timer(shape: GemmShape, rows: int, dtype: torch.dtype, plan: Plan) -> float:
         return {None: 100.0, best: ours}.get(plan.config, float("inf"))
 
     entry = tuner.tune([QKV], BF16, [1], timer)[key_of(QKV, 1, BF16)]
@@ -161,9 +162,9 @@ def test_a_kernel_must_be_two_percent_faster(ours: float, kernel: str) -> None:
 
 
 def test_a_fold_must_beat_its_parts_not_only_cublas() -> None:
-    parts, whole = Shape("linear", 4096, 1024), Shape("norm_linear", 4096, 1024)
+    parts, whole = GemmShape("linear", 4096, 1024), GemmShape("norm_linear", 4096, 1024)
 
-    def timer(shape: Shape, rows: int, dtype: torch.dtype, plan: Plan) -> float:
+    def timer(shape: GemmShape, rows: int, dtype: torch.dtype, plan: Plan) -> float:
         if plan.config is None:
             return 100.0
         return 80.0 if plan.norm else 70.0
@@ -177,7 +178,7 @@ def test_a_fold_must_beat_its_parts_not_only_cublas() -> None:
 def test_parts_that_come_with_quire_need_not_be_measured_again(tmp_path: Path) -> None:
     plans = []
 
-    def timer(shape: Shape, rows: int, dtype: torch.dtype, plan: Plan) -> float:
+    def timer(shape: GemmShape, rows: int, dtype: torch.dtype, plan: Plan) -> float:
         plans.append(plan)
         return 1.0
 
@@ -189,7 +190,7 @@ def test_parts_that_come_with_quire_need_not_be_measured_again(tmp_path: Path) -
 
 
 def test_an_early_start_is_tried_on_the_fastest() -> None:
-    def timer(shape: Shape, rows: int, dtype: torch.dtype, plan: Plan) -> float:
+    def timer(shape: GemmShape, rows: int, dtype: torch.dtype, plan: Plan) -> float:
         return 100.0 if plan.config is None else 40.0 if plan.config.early else 50.0
 
     tuner = Tuner(H200, None, None)
@@ -200,7 +201,7 @@ def test_an_early_start_is_tried_on_the_fastest() -> None:
 
 
 def test_every_way_to_do_a_product_computes_the_same() -> None:
-    shape, config = Shape("norm_silu_linear", 32, 64), Config("vector", 4, warps=1)
+    shape, config = GemmShape("norm_silu_linear", 32, 64), Config("vector", 4, warps=1)
     inputs = random_inputs(shape, 2, torch.float32, 1, DEVICE)
     plans = [Plan(), Plan(config), Plan(config, silu=True), Plan(config, norm=True, silu=True)]
     outs = []
@@ -224,9 +225,9 @@ def test_measuring_finds_a_kernel(tmp_path: Path) -> None:
 def test_the_kernels_of_a_model_are_listed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuning, "tuner", lambda: Tuner(H200, None, None))
     tuning._chosen.cache_clear()
-    norm = Shape("norm_linear", 4096, 1024)
+    norm = GemmShape("norm_linear", 4096, 1024)
 
-    def chosen(shape: Shape, rows: int) -> list[Config]:
+    def chosen(shape: GemmShape, rows: int) -> list[Config]:
         config = tuning.choose(shape.kind, rows, shape.n, shape.k, BF16)
         return [] if config is None else [config]
 

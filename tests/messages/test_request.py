@@ -7,7 +7,7 @@ import itertools
 import msgspec
 import pytest
 
-from quire.messages.request import NewRequest, Request, State
+from quire.messages.request import NewRequest, Request, RequestState
 from quire.messages.sampling import SamplingParams
 
 LEGAL = {
@@ -23,8 +23,10 @@ def made(**fields: object) -> NewRequest:
     return NewRequest(**{"id": "r", "prompt": [1, 2, 3], "params": SamplingParams(), "limit": 9, **fields})  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("old", "new"), list(itertools.product(State, State)), ids=lambda state: state.value)
-def test_moves(old: State, new: State) -> None:
+@pytest.mark.parametrize(
+    ("old", "new"), list(itertools.product(RequestState, RequestState)), ids=lambda state: state.value
+)
+def test_moves(old: RequestState, new: RequestState) -> None:
     request = Request(made(), 2, 0)
     request.state = old
     if (old.value, new.value) in LEGAL:
@@ -38,7 +40,7 @@ def test_moves(old: State, new: State) -> None:
 
 def test_a_new_request_waits_and_holds_nothing() -> None:
     request = Request(made(keys=[b"k"]), 1, 5)
-    assert (request.state, request.row, request.blocks, request.key) == (State.WAITING, -1, [], ("r", 1))
+    assert (request.state, request.row, request.blocks, request.key) == (RequestState.WAITING, -1, [], ("r", 1))
     assert request.known == 3 and not request.is_finished
     assert request.keys == [b"k"] and request.keys is not request.source.keys
 

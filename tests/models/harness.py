@@ -16,7 +16,7 @@ from quire.kernels.base import Ops
 from quire.kernels.reference import TorchOps
 from quire.layers.attention.base import AttentionBackend, AttentionInputs
 from quire.layers.attention.torch_paged import TorchPagedAttention
-from quire.layers.build import Build
+from quire.layers.build_context import BuildContext
 from quire.layers.targets import collect_targets
 from quire.loading.model_config import ModelConfig
 from quire.loading.weights import fitting
@@ -64,7 +64,7 @@ def empty_model(
     experts: ExpertRanks | None = None,
 ) -> Any:
     """Our model of that shape, weights unset."""
-    build = Build(
+    build = BuildContext(
         config=config,
         ranks=ranks or Ranks(),
         dtype=torch.float32,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quire.memory.prefix import ContentKeys
+from quire.kvcache.prefix_cache import ContentKeys
 from quire.router import RoutedRequest, Router
 
 BLOCK = 16

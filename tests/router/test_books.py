@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from quire.router import Flight, RoutedRequest
+from quire.router import RoutedFlight, RoutedRequest
 from tests.router.prompts import Clock, request, router_of, words
 
 NAMES = ("a", "b", "c")
@@ -19,8 +19,8 @@ class Books(RuleBasedStateMachine):
         super().__init__()
         self.clock = Clock()
         self.router = router_of(clock=self.clock, max_index_blocks=MAX_INDEX, max_sessions=MAX_SESSIONS)
-        self.open: list[Flight] = []
-        self.over: list[Flight] = []
+        self.open: list[RoutedFlight] = []
+        self.over: list[RoutedFlight] = []
         self.returned: list[RoutedRequest] = []
         self.homes: dict[str, str] = {}
         self.alive: set[str] = set()

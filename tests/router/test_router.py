@@ -7,11 +7,11 @@ import random
 import pytest
 
 from quire.errors import EngineDeadError, ValidationError
-from quire.router import Flight, RoutedRequest, Router
+from quire.router import RoutedFlight, RoutedRequest, Router
 from tests.router.prompts import BLOCK, KEYS, Clock, request, router_of, words
 
 
-def send(router: Router, asked: RoutedRequest) -> Flight:
+def send(router: Router, asked: RoutedRequest) -> RoutedFlight:
     return router.launched(asked, router.choose(asked))
 
 
@@ -108,7 +108,7 @@ class TestLoad:
         clock = Clock()
         router = router_of("fast", "slow", clock=clock)
         speeds, ends, sent = {"fast": 16_000, "slow": 4_000}, {"fast": 0.0, "slow": 0.0}, {"fast": 0, "slow": 0}
-        running: list[tuple[float, Flight]] = []
+        running: list[tuple[float, RoutedFlight]] = []
         for i in range(600):
             clock.now += 0.06
             for end, flight in sorted(running, key=lambda pair: pair[0]):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.memory.prefix import ContentKeys
-from quire.memory.tables import BlockTables
+from quire.kvcache.block_tables import BlockTables
+from quire.kvcache.prefix_cache import ContentKeys
 from quire.router.sent import SentBlocks
 from tests.router.prompts import words
 

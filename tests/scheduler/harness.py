@@ -17,16 +17,13 @@ import numpy as np
 from quire.config import EngineConfig
 from quire.engine.core import EngineCore
 from quire.errors import StepError
-from quire.memory.blocks import NULL_BLOCK
-from quire.memory.costs import Costs
-from quire.memory.disk.sessions import SessionStore
-from quire.memory.disk.transfers import Ticket
-from quire.memory.host import HostTier
-from quire.memory.prefix import ContentKeys
-from quire.memory.session_kv import SessionKV
-from quire.memory.sessions import SessionKeeper
-from quire.memory.tables import BlockTables
-from quire.memory.tiers import Tiers
+from quire.kvcache.block_pool import NULL_BLOCK
+from quire.kvcache.block_tables import BlockTables
+from quire.kvcache.offload.costs import Costs
+from quire.kvcache.offload.disk.io_threads import Ticket
+from quire.kvcache.offload.host_tier import HostTier
+from quire.kvcache.offload.manager import OffloadManager
+from quire.kvcache.prefix_cache import ContentKeys
 from quire.messages.outputs import Finished, Key, Started, StepOutputs
 from quire.messages.plan import Moves, MovesDone, PrefixGroup, StepPlan, StepResult
 from quire.messages.request import NewRequest
@@ -34,6 +31,9 @@ from quire.messages.sampling import SamplingParams
 from quire.scheduler.groups import PrefixGroups
 from quire.scheduler.policies.registry import make_policy
 from quire.scheduler.scheduler import Scheduler
+from quire.sessions.keeper import SessionKeeper
+from quire.sessions.log import SessionStore
+from quire.sessions.session_kv import SessionKV
 
 EOS = 0
 STOP = 1
@@ -585,12 +585,12 @@ class Bench:
         self.samples: dict[Key, Ended] = {}
         self.started: list[Started] = []
 
-    def _make_tiers(self, slots: int, disk: MemoryDisk | None) -> Tiers:
+    def _make_tiers(self, slots: int, disk: MemoryDisk | None) -> OffloadManager:
         costs = Costs(1, out=1e9, back=1e9)
         costs.prefill.value = 1.0
         backed = (lambda key: False) if disk is None else disk.store.has
         slot_bytes = lambda slot: memoryview(self.device.host[slot]).cast("B")  # noqa: E731
-        return Tiers(self.tables, HostTier(slots, backed), costs, disk, slot_bytes)  # type: ignore[arg-type]
+        return OffloadManager(self.tables, HostTier(slots, backed), costs, disk, slot_bytes)  # type: ignore[arg-type]
 
     @property
     def plans(self) -> list[StepPlan]:

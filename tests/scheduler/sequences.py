@@ -11,8 +11,8 @@ import numpy as np
 from quire.config import EngineConfig
 from quire.engine.core import EngineCore
 from quire.errors import StepError
-from quire.memory.prefix import ContentKeys
-from quire.memory.tables import BlockTables
+from quire.kvcache.block_tables import BlockTables
+from quire.kvcache.prefix_cache import ContentKeys
 from quire.messages.beams import BeamSearchParams, Hypothesis
 from quire.messages.outputs import Finished
 from quire.messages.plan import StepPlan, StepResult, TokenLogprobs

@@ -9,9 +9,9 @@ import pytest
 
 from quire.messages.beams import Beam, BeamSearchParams
 from quire.messages.plan import StepPlan, TokenLogprobs
-from quire.messages.request import NewRequest, Request, State
+from quire.messages.request import NewRequest, Request, RequestState
 from quire.messages.sampling import SamplingParams
-from quire.scheduler.beams import BeamSearch, Choice
+from quire.scheduler.beams import BeamChoice, BeamSearch
 from tests.scheduler.harness import mixed, rng_of
 from tests.scheduler.sequences import EOS, VOCABULARY, Sequences
 
@@ -50,9 +50,9 @@ def test_of_all_continuations_only_the_best_are_looked_at(monkeypatch: pytest.Mo
     expected.sort(key=lambda choice: -choice[2])
     made = []
 
-    def make(*fields: Any) -> Choice:
+    def make(*fields: Any) -> BeamChoice:
         made.append(fields)
-        return Choice(*fields)
+        return BeamChoice(*fields)
 
     monkeypatch.setattr("quire.scheduler.beams.Choice", make)
     assert [(one.parent, one.token, one.total) for one in search.choose()] == expected[:width]
@@ -221,7 +221,7 @@ class Storm:
         pool = self.bench.tables.pool
         held: dict[int, int] = {}
         for request in self.bench.scheduler.rows.running():
-            assert request.state is State.RUNNING
+            assert request.state is RequestState.RUNNING
             for block in request.blocks:
                 held[block] = held.get(block, 0) + 1
         assert held == {block: count for block, count in enumerate(pool.refs) if count}

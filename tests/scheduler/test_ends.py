@@ -9,7 +9,7 @@ import pytest
 
 from quire.messages.outputs import Key
 from quire.messages.plan import PromptLogprobs, StepPlan, StepResult, TokenLogprobs
-from quire.messages.request import Request, State
+from quire.messages.request import Request, RequestState
 from tests.scheduler.harness import STOP, Bench, draw
 
 DEPTHS = pytest.mark.parametrize("depth", [0, 1, 2])
@@ -27,7 +27,7 @@ def waiting(bench: Bench) -> str:
         bench.add(f"filler{i}", 4, 4)
     bench.step()
     bench.add("x", 4, 4)
-    assert only(bench, "x").state is State.WAITING
+    assert only(bench, "x").state is RequestState.WAITING
     return "x"
 
 
@@ -54,7 +54,7 @@ def decoding(bench: Bench) -> str:
 def preempted(bench: Bench) -> str:
     bench.add("filler", 30, 60)
     bench.add("x", 30, 60)
-    while only(bench, "x").state is not State.PREEMPTED:
+    while only(bench, "x").state is not RequestState.PREEMPTED:
         bench.step()
     return "x"
 

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 from quire.config import EngineConfig
 from quire.errors import ConfigError, ValidationError
-from quire.memory.prefix import ContentKeys
-from quire.memory.tables import BlockTables
+from quire.kvcache.block_tables import BlockTables
+from quire.kvcache.prefix_cache import ContentKeys
 from quire.messages.request import NewRequest, Request
 from quire.messages.sampling import SamplingParams
-from quire.scheduler.ledger import Ledger
 from quire.scheduler.policies.fair import LEEWAY, FairShare
 from quire.scheduler.policies.registry import make_policy
+from quire.scheduler.request_table import RequestTable
 from tests.scheduler.harness import Bench, rng_of
 from tests.scheduler.sequences import Sequences
 from tests.scheduler.test_storm import Storm, Weather
@@ -32,7 +32,7 @@ class Counters:
 
     def __init__(self, config: EngineConfig, rows: int = 1) -> None:
         self.policy = make_policy("fair", config)
-        self.ledger = Ledger(BlockTables(1001, 1), self.policy, ContentKeys(1, b""), rows)
+        self.ledger = RequestTable(BlockTables(1001, 1), self.policy, ContentKeys(1, b""), rows)
         self.served: Counter[str] = Counter()
         self._numbers = itertools.count()
 

@@ -12,8 +12,8 @@ import pytest
 
 from quire.engine.core import EngineCore
 from quire.executor.null import NullExecutor
-from quire.memory.prefix import ContentKeys
-from quire.memory.tables import BlockTables
+from quire.kvcache.block_tables import BlockTables
+from quire.kvcache.prefix_cache import ContentKeys
 from quire.messages.plan import StepPlan, StepResult
 from quire.messages.request import NewRequest
 from quire.messages.sampling import SamplingParams

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from quire.errors import ValidationError
-from quire.messages.request import NewRequest, Request, State
+from quire.messages.request import NewRequest, Request, RequestState
 from quire.messages.sampling import SamplingParams
 from quire.scheduler.policies.base import RankedPolicy
 from quire.scheduler.policies.priority import AGEING_SECONDS
@@ -104,12 +104,12 @@ def test_tokens_in_flight_of_a_preempted_row_are_kept(depth: int) -> None:
     bench.add("b", 8, 20)
     assert until_preemption(bench) == ["b"]
     request = bench.scheduler.ledger.samples("b")[0]
-    assert request.state is State.PREEMPTED and request.row == -1 and not request.blocks
+    assert request.state is RequestState.PREEMPTED and request.row == -1 and not request.blocks
     known, in_flight = request.known, request.in_flight
     assert in_flight == depth - 1 or in_flight == depth, "launched, not collected"
     drawn = known + in_flight
     while request.in_flight:
-        assert request.state is State.PREEMPTED, "it is admitted again only after its tokens are in"
+        assert request.state is RequestState.PREEMPTED, "it is admitted again only after its tokens are in"
         bench.step()
     assert request.known == drawn
     bench.run()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from quire.config import EngineConfig
-from quire.memory.disk.transfers import Ticket
+from quire.kvcache.offload.disk.io_threads import Ticket
 from tests.scheduler.harness import Bench, MemoryDisk
 
 

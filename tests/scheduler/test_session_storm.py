@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from quire.errors import CacheTooSmallError, SessionBusyError
-from quire.memory.sessions import SessionKeeper
 from quire.messages.plan import StepPlan
+from quire.sessions.keeper import SessionKeeper
 from tests.scheduler.harness import Bench, MemoryDisk, ending, rng_of
 
 

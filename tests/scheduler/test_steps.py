@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from quire.errors import CacheTooSmallError, ValidationError
-from quire.messages.request import State
+from quire.messages.request import RequestState
 from tests.scheduler.harness import STOP, Bench, draw
 
 DEPTHS = pytest.mark.parametrize("depth", [0, 1, 2])
@@ -257,9 +257,9 @@ def test_states_follow_the_request() -> None:
     bench.add("a", output=2)
     bench.add("b", output=2)
     one, other = (bench.scheduler.ledger.samples(id)[0] for id in "ab")
-    assert one.state is other.state is State.WAITING
+    assert one.state is other.state is RequestState.WAITING
     bench.step()
-    assert (one.state, other.state) == (State.RUNNING, State.WAITING)
+    assert (one.state, other.state) == (RequestState.RUNNING, RequestState.WAITING)
     bench.run()
     assert one.is_finished and other.is_finished
 

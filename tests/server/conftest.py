@@ -17,9 +17,9 @@ import pytest
 from quire import AsyncLLM
 from quire.loading.hub import DEFAULT_MODEL
 from quire.server.config import ServerConfig
+from quire.server.context import ServerContext
 from quire.server.serve import HttpServer, listening, make_server
-from quire.server.state import Server
-from tests.server.stronghold import Stronghold, stronghold
+from tests.server.attacked_server import AttackedServer, attacked_server
 
 T = TypeVar("T")
 SETTINGS: dict[str, Any] = {"dtype": "float32", "num_gpu_blocks_override": 256, "device": "cpu", "max_num_seqs": 16}
@@ -29,7 +29,7 @@ MODEL = "tiny"
 class Live:
     """A server that runs, and clients for it."""
 
-    def __init__(self, url: str, server: Server, http: HttpServer, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, url: str, server: ServerContext, http: HttpServer, loop: asyncio.AbstractEventLoop) -> None:
         self.url = url
         self.server = server
         self.http = http
@@ -170,14 +170,14 @@ def serving(host: Host) -> Iterator[Callable[..., Live]]:
 
 
 @pytest.fixture(scope="session")
-def attacked(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stronghold]:
+def attacked(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[AttackedServer]:
     flags = ("--trust-request-chat-template", "--stall-timeout", "2", "--grammar-timeout", "2")
-    with stronghold(tiny_model, tmp_path_factory.mktemp("attacked"), *flags) as made:
+    with attacked_server(tiny_model, tmp_path_factory.mktemp("attacked"), *flags) as made:
         yield made
 
 
 @pytest.fixture
-def fort(attacked: Stronghold) -> Iterator[Stronghold]:
+def fort(attacked: AttackedServer) -> Iterator[AttackedServer]:
     """A `quire serve` process; checked to stand as it stood before, after the test."""
     yield attacked
     attacked.assert_standing()

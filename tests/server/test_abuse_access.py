@@ -13,7 +13,7 @@ from quire.server import auth
 from quire.server.app import ROUTE_MODULES
 from quire.server.auth import Keys
 from quire.server.errors import ApiError
-from tests.server.stronghold import ADMIN, KEYS, Stronghold, head, statuses
+from tests.server.attacked_server import ADMIN, KEYS, AttackedServer, head, statuses
 
 TEXT = "/v1/completions"
 ROUTES = [route for name in (*ROUTE_MODULES, "admin") for route in import_module(f"quire.server.routes.{name}").ROUTES]
@@ -21,7 +21,7 @@ METHODS = ("GET", "POST", "PUT", "DELETE", "PATCH", "HEAD", "OPTIONS", "TRACE")
 
 
 class TestKeys:
-    def test_every_path_and_method_but_health_is_shut(self, fort: Stronghold) -> None:
+    def test_every_path_and_method_but_health_is_shut(self, fort: AttackedServer) -> None:
         assert {route.path for route in ROUTES if route.is_open} == {"/health"}
         for path in {route.path.replace("{model:path}", "tiny").replace("{model}", "tiny") for route in ROUTES}:
             for method in METHODS:
@@ -36,7 +36,7 @@ class TestKeys:
          "/health;x", "/HEALTH", "/static/..%2f..%2fetc/passwd", "/admin%2fstats", "/./v1/models", "//v1/models",
          "/%2e%2e/v1/models"],
     )  # fmt: skip
-    def test_so_are_paths_that_are_none(self, fort: Stronghold, path: str) -> None:
+    def test_so_are_paths_that_are_none(self, fort: AttackedServer, path: str) -> None:
         assert statuses(fort.talk(head(path, None, "connection: close", method="GET", key=None))) == [401]
 
     @pytest.mark.parametrize(
@@ -45,16 +45,16 @@ class TestKeys:
          "bearer  beta x", "Bearer alpha,beta", "Bearer \xff\xfe", "Bearer boss", "Bearer " + "a" * 50_000,
          "Bearer alpha\tx"],
     )  # fmt: skip
-    def test_what_is_no_key_opens_nothing(self, fort: Stronghold, shown: str) -> None:
+    def test_what_is_no_key_opens_nothing(self, fort: AttackedServer, shown: str) -> None:
         data = head("/v1/models", None, "connection: close", method="GET", key=None)
         data = data[:-2] + b"authorization: " + shown.encode("latin-1") + b"\r\n\r\n"
         assert statuses(fort.talk(data)) == [401]
 
-    def test_two_of_them_are_not_searched_for_one_that_fits(self, fort: Stronghold) -> None:
+    def test_two_of_them_are_not_searched_for_one_that_fits(self, fort: AttackedServer) -> None:
         lines = ["authorization: Bearer wrong", "authorization: Bearer alpha", "connection: close"]
         assert statuses(fort.talk(head("/v1/models", None, *lines, method="GET", key=None))) == [401]
 
-    def test_admin_routes_are_apart(self, fort: Stronghold) -> None:
+    def test_admin_routes_are_apart(self, fort: AttackedServer) -> None:
         admin = [route for route in ROUTES if route.path.startswith("/admin/")]
         assert admin
         for route in admin:
@@ -89,7 +89,7 @@ class TestKeys:
             assert len(compared) == 3
             assert {len(side) for pair in compared for side in pair} == {32}  # digests: no length shows
 
-    def test_no_key_is_ever_written_down(self, fort: Stronghold) -> None:
+    def test_no_key_is_ever_written_down(self, fort: AttackedServer) -> None:
         fort.request("GET", "/v1/models", "not-a-key-of-ours")
         page = fort.request("GET", "/metrics").text + fort.request("GET", "/openapi.json").text
         for key in (*KEYS, ADMIN, "not-a-key-of-ours"):
@@ -101,18 +101,18 @@ class TestTenants:
 
     PROMPT = range(10, 74)
 
-    def cached(self, fort: Stronghold, body: dict[str, Any], key: str, **headers: str) -> int:
+    def cached(self, fort: AttackedServer, body: dict[str, Any], key: str, **headers: str) -> int:
         answer = fort.post(TEXT, {"prompt": list(self.PROMPT), "max_tokens": 1, **body}, key, **headers)
         return int(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
 
-    def test_share_no_prefixes(self, fort: Stronghold) -> None:
+    def test_share_no_prefixes(self, fort: AttackedServer) -> None:
         assert fort.request("POST", "/admin/reset_prefix_cache", ADMIN).json() == {"is_empty": True}
         assert self.cached(fort, {}, KEYS[0]) == 0
         assert self.cached(fort, {}, KEYS[0]) == 48
         assert self.cached(fort, {}, KEYS[1]) == 0
         assert self.cached(fort, {}, KEYS[1]) == 48
 
-    def test_cannot_stand_in_for_each_other(self, fort: Stronghold) -> None:
+    def test_cannot_stand_in_for_each_other(self, fort: AttackedServer) -> None:
         fort.request("POST", "/admin/reset_prefix_cache", ADMIN)
         assert self.cached(fort, {"cache_salt": "s"}, KEYS[0]) == 0
         with pytest.raises(ApiError):
@@ -128,7 +128,7 @@ class TestTenants:
             fort.request("POST", "/admin/reset_prefix_cache", ADMIN)
             self.cached(fort, {"cache_salt": "s"}, KEYS[0])
 
-    def test_nor_through_other_routes(self, fort: Stronghold) -> None:
+    def test_nor_through_other_routes(self, fort: AttackedServer) -> None:
         chat = {"messages": [{"role": "user", "content": "the world " * 30}], "max_tokens": 1}
         said = {"input": "the world " * 30, "max_output_tokens": 16}
         for path, body, field in (
@@ -144,7 +144,7 @@ class TestNames:
     @pytest.mark.parametrize(
         "name", ["../../../etc/passwd", "/etc/passwd", "..\\..\\x", "a/../../b", "~root", "%00", "con"]
     )
-    def test_are_never_paths(self, fort: Stronghold, name: str) -> None:
+    def test_are_never_paths(self, fort: AttackedServer, name: str) -> None:
         """They come back as they are or are refused; no file is made (the fixture looks) and none is read."""
         body = {"prompt": "abc", "max_tokens": 1}
         answer = fort.post(TEXT, {**body, "request_id": name})
@@ -160,7 +160,7 @@ class TestNames:
         grammar = {"grammar": name}
         assert fort.post(TEXT, {**body, "structured_outputs": grammar}).status_code == 400
 
-    def test_the_same_id_twice_at_once_is_two_requests(self, fort: Stronghold) -> None:
+    def test_the_same_id_twice_at_once_is_two_requests(self, fort: AttackedServer) -> None:
         one = head(TEXT, None, "x-request-id: same", "transfer-encoding: chunked")
         data = b'{"prompt": "abc", "n": 8, "max_tokens": 100, "ignore_eos": true}'
         with fort.connect() as first, fort.connect() as second:
@@ -169,7 +169,7 @@ class TestNames:
             for sock in (first, second):
                 assert sock.recv(15) == b"HTTP/1.1 200 OK"
 
-    def test_cannot_break_out_of_a_line(self, fort: Stronghold) -> None:
+    def test_cannot_break_out_of_a_line(self, fort: AttackedServer) -> None:
         """Logs and metrics have lines and labels of their own."""
         evil = 'a"} 1\nquire:fake{x="'
         for body in ({"model": evil}, {"request_id": evil}, {"user": evil}, {evil: 1}):

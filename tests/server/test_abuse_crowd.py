@@ -17,18 +17,18 @@ from typing import Any
 
 import pytest
 
-from quire.cli.bench.load.http import Host, Whole
+from quire.cli.bench.load.http import Host, WholeResponse
 from quire.server.protocol.embeddings import EmbeddingRequest
 from quire.server.routes.embeddings import _vectors
 from tests.processes import descendants, is_gone
+from tests.server.attacked_server import KEYS, AttackedServer
 from tests.server.conftest import Live
-from tests.server.stronghold import KEYS, Stronghold
 from tests.server.traffic import TEXT, Ask, Users, draw, users_of
 
 pytestmark = pytest.mark.timeout(3000)
 
 
-def run(fort: Stronghold, work: Coroutine[Any, Any, None], seconds: float = 2700) -> None:
+def run(fort: AttackedServer, work: Coroutine[Any, Any, None], seconds: float = 2700) -> None:
     """Then the server stands as before, within moments."""
 
     async def bounded() -> None:
@@ -39,15 +39,15 @@ def run(fort: Stronghold, work: Coroutine[Any, Any, None], seconds: float = 2700
 
 
 class TestHangUps:
-    def test_everything_comes_back(self, fort: Stronghold) -> None:
+    def test_everything_comes_back(self, fort: AttackedServer) -> None:
         run(fort, hang_ups(fort, 60))
 
     @pytest.mark.slow
-    def test_a_thousand_times(self, fort: Stronghold) -> None:
+    def test_a_thousand_times(self, fort: AttackedServer) -> None:
         run(fort, hang_ups(fort, 1000))
 
 
-async def hang_ups(fort: Stronghold, count: int) -> None:
+async def hang_ups(fort: AttackedServer, count: int) -> None:
     """Eight at a time, and one who stays and must be served well all along."""
     begin = time.monotonic()
     with users_of(fort, count) as users:
@@ -65,15 +65,15 @@ async def hang_ups(fort: Stronghold, count: int) -> None:
 
 
 class TestStreams:
-    def test_sixty_at_once(self, fort: Stronghold) -> None:
+    def test_sixty_at_once(self, fort: AttackedServer) -> None:
         run(fort, streams(fort, 60, 40))
 
     @pytest.mark.slow
-    def test_five_hundred_at_once(self, fort: Stronghold) -> None:
+    def test_five_hundred_at_once(self, fort: AttackedServer) -> None:
         run(fort, streams(fort, 500, 100))
 
 
-async def streams(fort: Stronghold, count: int, size: int) -> None:
+async def streams(fort: AttackedServer, count: int, size: int) -> None:
     """Each gets its own text, token for token what it gets when it is alone, although the cache holds few of them."""
     prompts = ["the world", "abc", "on the 7th", "hers"]
     fields = {"temperature": 0, "max_tokens": size, "ignore_eos": True}
@@ -103,7 +103,7 @@ async def streams(fort: Stronghold, count: int, size: int) -> None:
     )
 
 
-class Timed(Whole):
+class Timed(WholeResponse):
     """Knows when its first piece came."""
 
     first = 0.0
@@ -114,11 +114,11 @@ class Timed(Whole):
 
 
 class TestKills:
-    def test_twice(self, fort: Stronghold) -> None:
+    def test_twice(self, fort: AttackedServer) -> None:
         run(fort, kills(fort, 2, settled=0.0))
 
     @pytest.mark.slow
-    def test_twenty_times(self, fort: Stronghold) -> None:
+    def test_twenty_times(self, fort: AttackedServer) -> None:
         """Each engine serves for a while first: one that dies young is brought back later and later."""
         run(fort, kills(fort, 20, settled=11.0))
 
@@ -128,7 +128,7 @@ def the_engine(engine: int, rng: random.Random) -> int:
 
 
 async def kills(
-    fort: Stronghold,
+    fort: AttackedServer,
     count: int,
     settled: float,
     victim: Callable[[int, random.Random], int] = the_engine,
@@ -172,7 +172,7 @@ async def kills(
     )
 
 
-async def told_the_truth(fort: Stronghold, within: float) -> None:
+async def told_the_truth(fort: AttackedServer, within: float) -> None:
     """Without an engine there is a 503 that says when to come again; once there is one, requests are answered.
     `within`: seconds that may pass until the death is noticed."""
     saw = False
@@ -255,7 +255,7 @@ def test_requests_leave_nothing_for_the_collector(live: Live) -> None:
         gc.enable()
 
 
-def test_a_request_that_is_lost_would_show(fort: Stronghold) -> None:
+def test_a_request_that_is_lost_would_show(fort: AttackedServer) -> None:
     """The judge is judged: what it must call wrong, it does."""
 
     async def work() -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from tests.processes import descendants, descriptors, rss
-from tests.server.stronghold import Stronghold, stronghold
+from tests.server.attacked_server import AttackedServer, attacked_server
 from tests.server.traffic import TEXT, Ask, Users, draw, users_of
 
 SECONDS = float(os.environ.get("QUIRE_SOAK_SECONDS", "600"))
@@ -49,15 +49,15 @@ class Sample:
 
 
 @pytest.fixture
-def soaked(tiny_model: Path, tmp_path: Path) -> Iterator[Stronghold]:
+def soaked(tiny_model: Path, tmp_path: Path) -> Iterator[AttackedServer]:
     """A short queue, so that bursts are turned away; what stalls is let go soon."""
     flags = ("--max-queued-requests", "8", "--max-num-seqs", "16", "--stall-timeout", "3", "--grammar-timeout", "5")
-    with stronghold(tiny_model, tmp_path, *flags) as made:
+    with attacked_server(tiny_model, tmp_path, *flags) as made:
         yield made
         made.assert_standing()
 
 
-def test_mixed_traffic_leaves_memory_flat(soaked: Stronghold) -> None:
+def test_mixed_traffic_leaves_memory_flat(soaked: AttackedServer) -> None:
     users, samples = asyncio.run(soak(soaked))
     later = samples[int(len(samples) * WARM_UP) :]
     print(f"\n{SECONDS:.0f} s: {dict(users.ends)}")
@@ -78,7 +78,7 @@ def test_mixed_traffic_leaves_memory_flat(soaked: Stronghold) -> None:
     assert soaked.stats()["restarts"] == 0
 
 
-async def soak(fort: Stronghold) -> tuple[Users, list[Sample]]:
+async def soak(fort: AttackedServer) -> tuple[Users, list[Sample]]:
     with users_of(fort, 20) as users:
         return users, await traffic(users)
 

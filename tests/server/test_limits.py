@@ -15,8 +15,8 @@ from typing import Any, ClassVar
 import httpx
 import pytest
 
-from quire.server import state
-from quire.server.limits import Admission
+from quire.server import context as state
+from quire.server.limits import AdmissionLimiter
 from tests.server.conftest import Host, Live
 from tests.server.test_errors import error_of, read_all
 
@@ -111,7 +111,7 @@ class TestQueue:
         assert answers[0].status_code == 200
 
     def test_what_comes_to_an_empty_server_is_let_in(self) -> None:
-        admission = Admission(rows=2, max_requests=1, max_tokens=10)
+        admission = AdmissionLimiter(rows=2, max_requests=1, max_tokens=10)
         place = admission.enter(8, 1000)
         place.start()
         place.leave()

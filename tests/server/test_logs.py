@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from quire.server.seeing.logs import AccessLog, RequestLog, set_up
-from quire.server.seeing.observer import HttpRecord, current_record
+from quire.server.observability.logs import AccessLog, RequestLog, set_up
+from quire.server.observability.observer import HttpRecord, current_record
 from tests.server.conftest import Live
 
 SECRET = "xx the secret words xx"
@@ -114,7 +114,7 @@ def test_machines_looks_are_told_at_debug_level_only(log: Callable[..., io.Strin
 
 def test_a_prompt_of_token_ids_is_logged_in_part(log: Callable[[str], io.StringIO]) -> None:
     from quire import SamplingParams
-    from quire.server.seeing.observer import Observer
+    from quire.server.observability.observer import Observer
 
     stream = log("json")
     Observer(RequestLog()).on_submit("r", SamplingParams(), list(range(100_000)))

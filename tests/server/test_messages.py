@@ -10,14 +10,14 @@ from typing import Any
 import httpx
 import pytest
 
-from quire.output.answers.deltas import CallArguments, CallEnd, CallStart, Content, Reasoning
+from quire.output.parsers.deltas import CallArguments, CallEnd, CallStart, Content, Reasoning
+from quire.server.dialects.messages_chat import as_chat
+from quire.server.dialects.messages_writer import MessageWriter
 from quire.server.errors import ApiError
 from quire.server.http import decode, named_event
 from quire.server.protocol.chat import NamedTool
 from quire.server.protocol.common import PromptTokensDetails, Usage
 from quire.server.protocol.messages import MessageEvent, MessagesRequest
-from quire.server.shapes.messages_chat import as_chat
-from quire.server.shapes.messages_writer import MessageWriter
 from tests.server.conftest import MODEL, Live
 from tests.server.test_responses import some_deltas
 

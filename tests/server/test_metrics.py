@@ -21,12 +21,11 @@ from quire.engine.experts import expert_figures
 from quire.engine.stats import Metric
 from quire.errors import EngineDeadError
 from quire.messages.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from quire.messages.tally import Tally
 from quire.output.times import TokenTimes
-from quire.server.seeing.metric_table import BY_LENGTH, TABLE, bounds_by_length
-from quire.server.seeing.metrics import ServerMetrics
-from quire.server.seeing.metrics_page import page
-from quire.server.seeing.observer import HttpRecord, Observer, current_record
+from quire.server.observability.metric_table import BY_LENGTH, TABLE, bounds_by_length
+from quire.server.observability.metrics import ServerMetrics
+from quire.server.observability.metrics_page import page
+from quire.server.observability.observer import HttpRecord, Observer, current_record
 from tests.server.conftest import Live
 from tests.server.scrape import Scrape
 
@@ -143,7 +142,7 @@ def test_a_tally_counts_as_prometheus_own_histogram_does() -> None:
 
     bounds = (0.1, 0.5, 1.0)
     registry = CollectorRegistry()
-    theirs, ours = Histogram("h", "", buckets=bounds, registry=registry), Tally(bounds)
+    theirs, ours = Histogram("h", "", buckets=bounds, registry=registry), Histogram(bounds)
     for value in (0.05, 0.1, 0.10001, 0.5, 0.7, 1.0, 1.5, 80.0):
         theirs.observe(value)
         ours.add(value)

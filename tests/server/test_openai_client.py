@@ -13,7 +13,7 @@ import openai
 import pytest
 
 from quire import LLM, SamplingParams
-from quire.server.limits import Place
+from quire.server.limits import QueueTicket
 from tests.server.clients import CHAT, RESPONSES, TEXT, USER, AsyncClient, Client, SyncClient, assembled, text_of
 from tests.server.conftest import MODEL, Live
 
@@ -40,7 +40,7 @@ def kind(request: pytest.FixtureRequest) -> Any:
 def full(live: Live) -> Iterator[Callable[[], None]]:
     """No row of the engine is free, as far as the server can see, until the block ends or what it gets is called."""
 
-    async def enter() -> Place:
+    async def enter() -> QueueTicket:
         return live.server.admission.enter(ROWS, 1)
 
     place = live.run(enter())

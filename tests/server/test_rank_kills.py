@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 
 from tests.processes import children
-from tests.server.stronghold import Stronghold, stronghold
+from tests.server.attacked_server import AttackedServer, attacked_server
 from tests.server.test_abuse_crowd import kills, run
 
 pytestmark = pytest.mark.timeout(3000)
 
 
 @pytest.fixture
-def fort(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stronghold]:
+def fort(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[AttackedServer]:
     """A server whose model is cut over two processes."""
-    with stronghold(tiny_model, tmp_path_factory.mktemp("ranks"), "--tensor-parallel-size", "2") as made:
+    with attacked_server(tiny_model, tmp_path_factory.mktemp("ranks"), "--tensor-parallel-size", "2") as made:
         yield made
         made.assert_standing()
 
@@ -30,12 +30,12 @@ def a_rank(engine: int, rng: random.Random) -> int:
     return rng.choice(ranks)
 
 
-def test_once(fort: Stronghold) -> None:
+def test_once(fort: AttackedServer) -> None:
     run(fort, kills(fort, 1, settled=0.0, victim=a_rank, within=5.0))
     assert "was killed by SIGKILL" in fort.said
 
 
 @pytest.mark.slow
-def test_fifty_times(fort: Stronghold) -> None:
+def test_fifty_times(fort: AttackedServer) -> None:
     """Each engine serves for a while first: one that dies young is brought back later and later."""
     run(fort, kills(fort, 50, settled=10.5, victim=a_rank, within=5.0))

@@ -23,8 +23,8 @@ import pytest
 from quire import AsyncLLM, RequestOutput, SamplingParams, StructuredOutputsParams
 from quire.api.replica import Replica
 from quire.errors import EngineDeadError
-from quire.server.life import supervisor as module
-from quire.server.life.supervisor import Supervisor, pauses
+from quire.server.lifecycle import supervisor as module
+from quire.server.lifecycle.supervisor import Supervisor, pauses
 from tests.processes import descendants, is_gone
 
 T = TypeVar("T")

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from socket import SO_LINGER, SOL_SOCKET
 from typing import Any
 
-from quire.cli.bench.load.http import Host, LostConnectionError, Whole
-from tests.server.stronghold import KEYS, Stronghold, head, whole
+from quire.cli.bench.load.http import Host, LostConnectionError, WholeResponse
+from tests.server.attacked_server import KEYS, AttackedServer, head, whole
 
 CHAT, TEXT, EMBED = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
@@ -93,7 +93,7 @@ def draw(rng: random.Random, with_forms: bool = True) -> Ask:
 class Users:
     """Clients of one server, and a count of how their requests ended."""
 
-    def __init__(self, fort: Stronghold, seed: int) -> None:
+    def __init__(self, fort: AttackedServer, seed: int) -> None:
         self.fort = fort
         self.rng = random.Random(seed)
         self.ends: Counter[str] = Counter()
@@ -102,7 +102,7 @@ class Users:
 
     async def ask(self, ask: Ask) -> str:
         """How it ended: "answered", "failed" (an error that says the engine died), "busy", or a fault of the server."""
-        answer = Whole()
+        answer = WholeResponse()
         try:
             async with asyncio.timeout(PATIENCE):
                 await self.rng.choice(self._hosts).post(ask.path, ask.data, answer)
@@ -115,7 +115,7 @@ class Users:
 
     async def send_garbage(self) -> None:
         path, data, status = self.rng.choice(GARBAGE)
-        answer = Whole()
+        answer = WholeResponse()
         async with asyncio.timeout(PATIENCE):
             await self._hosts[0].post(path, data, answer)
         # Without an engine, or with a full queue, nothing else can be said of some of them.
@@ -165,7 +165,7 @@ class Users:
 
 
 @contextmanager
-def users_of(fort: Stronghold, seed: int) -> Iterator[Users]:
+def users_of(fort: AttackedServer, seed: int) -> Iterator[Users]:
     users = Users(fort, seed)
     yield users
     users.close()

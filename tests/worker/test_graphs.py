@@ -12,9 +12,9 @@ import torch
 from quire import LLM, SamplingParams
 from quire.kernels.cpu.build import library
 from quire.kernels.cpu.ops import CpuOps
-from quire.kernels.cpu.tape import Arena
+from quire.kernels.cpu.tape import TapeArena
 from quire.kernels.reference import TorchOps
-from quire.platforms.memory import Arena as LongLived
+from quire.platforms.memory import MemoryArena
 from tests.conftest import TINY_VOCAB, write_tiny_model
 
 needs_native = pytest.mark.skipif(library() is None, reason="needs a C++ compiler")
@@ -117,7 +117,7 @@ def test_the_reference_learns_nothing() -> None:
 
 def test_memory_is_given_out_again_only_when_nobody_looks_at_it() -> None:
     like = torch.zeros(1)
-    with Arena() as arena:
+    with TapeArena() as arena:
         first = like.new_empty(100)
         view = first[10:]
         place = first.data_ptr()
@@ -133,7 +133,7 @@ def test_memory_is_given_out_again_only_when_nobody_looks_at_it() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32])
 def test_long_lived_memory_is_zero_aligned_and_apart(dtype: torch.dtype) -> None:
-    arena = LongLived(torch.device("cpu"))
+    arena = MemoryArena(torch.device("cpu"))
     tensors = [arena.zeros(shape, dtype) for shape in [(3,), (5, 7), (1,), (9000, 2000), (2, 2)]]
     for i, tensor in enumerate(tensors):
         assert tensor.dtype == dtype

@@ -12,7 +12,8 @@ import torch
 
 from quire import LLM
 from quire.config import EngineConfig
-from quire.engine import setup, workers
+from quire.engine import setup
+from quire.engine import start_executor as workers
 from quire.errors import CacheTooSmallError, ModelTooLargeError
 from quire.loading.hub import resolve
 from quire.loading.read_config import read_model_config

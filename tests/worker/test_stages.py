@@ -14,7 +14,7 @@ from quire import LLM, SamplingParams
 from quire.config import EngineConfig
 from quire.distributed.groups import Ranks
 from quire.distributed.pipeline import Pipeline
-from quire.engine import workers
+from quire.engine import start_executor as workers
 from quire.kernels.cpu.build import library
 from quire.messages.plan import StepMasks, StepPlan
 from quire.platforms.cpu import CpuPlatform

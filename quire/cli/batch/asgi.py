@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Answer:
+class AsgiResponse:
     """What it answered."""
 
     status: int
@@ -19,9 +19,9 @@ class Answer:
     body: bytes
 
 
-async def post(app: ASGIApp, path: str, body: bytes, headers: dict[str, str]) -> Answer:
+async def post(app: ASGIApp, path: str, body: bytes, headers: dict[str, str]) -> AsgiResponse:
     """One POST of JSON, to its end. Runs in the caller's task: cancelling it is a client that hangs up."""
-    answer = Answer(0, {}, b"")
+    answer = AsgiResponse(0, {}, b"")
     pieces: list[bytes] = []
     incoming: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 

@@ -44,7 +44,7 @@ class _Body(msgspec.Struct):
     stream: Any = None
 
 
-class Response(msgspec.Struct):
+class BatchResponse(msgspec.Struct):
     """What the route answered."""
 
     status_code: int
@@ -64,12 +64,12 @@ class Result(msgspec.Struct):
 
     id: str
     custom_id: str | None
-    response: Response | None = None
+    response: BatchResponse | None = None
     error: Error | None = None
 
     @classmethod
     def of(cls, custom_id: str, status: int, request_id: str, body: bytes) -> Result:
-        return cls(_new_id(), custom_id, Response(status, request_id, msgspec.Raw(body)))
+        return cls(_new_id(), custom_id, BatchResponse(status, request_id, msgspec.Raw(body)))
 
     @classmethod
     def of_error(cls, error: LineError) -> Result:

@@ -12,7 +12,7 @@ import msgspec
 from quire.cli.batch.asgi import post
 from quire.cli.batch.files import Asked, LineError, Output, Result, read_line
 from quire.cli.batch.source import Source
-from quire.cli.bench.load.client import Tally
+from quire.cli.bench.load.client import RunCounters
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
@@ -38,7 +38,7 @@ class Batch:
     app: ASGIApp
     key: str
     concurrency: int
-    tally: Tally
+    tally: RunCounters
     skipped: int = 0
 
     async def run(self, source: Source, output: Output) -> None:

@@ -28,7 +28,7 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Shape:
+class StepShape:
     """The model in numbers."""
 
     layers: int
@@ -43,7 +43,7 @@ class Shape:
     """All weights but the embeddings'."""
 
     @classmethod
-    def of(cls, facts: EngineFacts) -> Shape:
+    def of(cls, facts: EngineFacts) -> StepShape:
         model = facts.model
         itemsize = 4 if facts.dtype == "float32" else 2
         embedding = model.vocab_size * model.hidden_size * itemsize
@@ -64,7 +64,7 @@ Cost = tuple[float, float]
 """Bytes and operations of a step."""
 
 
-def _products(shape: Shape, work: Work) -> Cost:
+def _products(shape: StepShape, work: Work) -> Cost:
     """Every weight read once, every activation read and written once; two operations a weight and token."""
     head = shape.vocabulary * shape.hidden
     qkv = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
@@ -73,7 +73,7 @@ def _products(shape: Shape, work: Work) -> Cost:
     return moved, 2 * (work.tokens * shape.body_bytes / shape.itemsize + work.draws * head)
 
 
-def _attention(shape: Shape, work: Work) -> Cost:
+def _attention(shape: StepShape, work: Work) -> Cost:
     """Keys and values of every context read once; two products a pair and head."""
     a_token = shape.layers * 2 * shape.kv_heads * shape.head_dim * shape.itemsize
     queries = shape.layers * 2 * shape.heads * shape.head_dim * shape.itemsize
@@ -81,59 +81,59 @@ def _attention(shape: Shape, work: Work) -> Cost:
     return work.context * a_token + work.tokens * queries, operations
 
 
-def _norms(shape: Shape, work: Work) -> Cost:
+def _norms(shape: StepShape, work: Work) -> Cost:
     """Two a layer and one at the end: input and residual read, residual and output written."""
     return (2 * shape.layers + 1) * 4 * work.tokens * shape.hidden * shape.itemsize, 0
 
 
-def _activation(shape: Shape, work: Work) -> Cost:
+def _activation(shape: StepShape, work: Work) -> Cost:
     """Gate and up read, their product written."""
     return shape.layers * 3 * work.tokens * shape.intermediate * shape.itemsize, 0
 
 
-def _qkv(shape: Shape, work: Work) -> Cost:
+def _qkv(shape: StepShape, work: Work) -> Cost:
     """Q, K and V read and written."""
     width = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
     return shape.layers * 2 * work.tokens * width * shape.itemsize, 0
 
 
-def _draws(shape: Shape, work: Work) -> Cost:
+def _draws(shape: StepShape, work: Work) -> Cost:
     """A row of logits read once."""
     return work.draws * shape.vocabulary * shape.itemsize, 0
 
 
 @dataclass(frozen=True)
-class Kind:
+class KernelKind:
     """Kernels that do the same sort of work, by their names."""
 
     name: str
     pattern: str
-    cost: Callable[[Shape, Work], Cost] | None = None
+    cost: Callable[[StepShape, Work], Cost] | None = None
 
     def fits(self, kernel: str) -> bool:
         return re.search(self.pattern, kernel, re.IGNORECASE) is not None
 
 
 KINDS = (
-    Kind("attention", r"^_(decode|prefill|prefix|plan|lay_out|merge)|attention|attn|flash|fmha", _attention),
-    Kind("QKV", r"qkv|rope|rotary", _qkv),
-    Kind("products", r"^_(dot|tile|vector|linear)|gemm|gemv|cutlass|nvjet|xmma|cublas|splitk", _products),
-    Kind("norms", r"norm", _norms),
-    Kind("activation", r"silu|gelu", _activation),
-    Kind("sampling", r"^_(measure|draw|filter)|softmax|arg_?max|top_?k|sort|scan|sampl|philox", _draws),
-    Kind("copies", r"memcpy|memset|copy"),
-    Kind("batch", r"^_(apply|expand|commit)|index|gather|scatter|arange|fill"),
+    KernelKind("attention", r"^_(decode|prefill|prefix|plan|lay_out|merge)|attention|attn|flash|fmha", _attention),
+    KernelKind("QKV", r"qkv|rope|rotary", _qkv),
+    KernelKind("products", r"^_(dot|tile|vector|linear)|gemm|gemv|cutlass|nvjet|xmma|cublas|splitk", _products),
+    KernelKind("norms", r"norm", _norms),
+    KernelKind("activation", r"silu|gelu", _activation),
+    KernelKind("sampling", r"^_(measure|draw|filter)|softmax|arg_?max|top_?k|sort|scan|sampl|philox", _draws),
+    KernelKind("copies", r"memcpy|memset|copy"),
+    KernelKind("batch", r"^_(apply|expand|commit)|index|gather|scatter|arange|fill"),
 )
-OTHER = Kind("other", "")
+OTHER = KernelKind("other", "")
 
 
-def kind_of(kernel: str) -> Kind:
+def kind_of(kernel: str) -> KernelKind:
     """The first kind whose pattern is in the kernel's name."""
     return next((kind for kind in KINDS if kind.fits(kernel)), OTHER)
 
 
 @dataclass(frozen=True)
-class Speed:
+class DeviceSpeed:
     """What the device can do, measured on it."""
 
     bytes_per_second: float
@@ -144,7 +144,7 @@ class Speed:
         return max(cost[0] / self.bytes_per_second, cost[1] / self.operations_per_second)
 
 
-def measure_speed(repeats: int = 10) -> Speed | None:
+def measure_speed(repeats: int = 10) -> DeviceSpeed | None:
     """How fast the current GPU copies memory and multiplies large bfloat16 matrices; None without one, or no room."""
     import torch
 
@@ -158,7 +158,7 @@ def measure_speed(repeats: int = 10) -> Speed | None:
         operations = 2 * 8192**3 / _best_seconds(lambda: left @ left, repeats)
     except torch.OutOfMemoryError:
         return None
-    return Speed(moved, operations)
+    return DeviceSpeed(moved, operations)
 
 
 def _best_seconds(run: Callable[[], object], repeats: int) -> float:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quire.cli.bench.limits import Shape, Work, measure_speed
+from quire.cli.bench.limits import StepShape, Work, measure_speed
 from quire.cli.bench.profile_table import figures, report
 from quire.cli.bench.trace import MARK, Trace
 from quire.cli.values import positive
@@ -109,7 +109,7 @@ def profile(llm: LLM, args: argparse.Namespace, run: Callable[[], object], steps
     before = notes.seconds_a_step(max(1, waits - count), waits)
     work = notes.average(first, trace.steps)
     speed = measure_speed() if on_gpu else None
-    text = report(trace, work, Shape.of(llm.llm_engine.facts), speed, before)
+    text = report(trace, work, StepShape.of(llm.llm_engine.facts), speed, before)
     return Profile(f"{text}\n\n  trace: {path} (for https://ui.perfetto.dev)", figures(trace, work, str(path)))
 
 

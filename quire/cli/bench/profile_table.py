@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from quire.cli.bench.limits import KINDS, OTHER, Shape, Speed, Work, kind_of
-from quire.cli.bench.trace import Entry, Trace
+from quire.cli.bench.limits import KINDS, OTHER, DeviceSpeed, StepShape, Work, kind_of
+from quire.cli.bench.trace import Trace, TraceEntry
 from quire.cli.terminal import table
 
 SHOWN = 20
@@ -16,7 +16,7 @@ PARTS = ("schedule", "launch", "collect", "update", "output")
 Rows = list[tuple[str, ...]]
 
 
-def report(trace: Trace, work: Work, shape: Shape, speed: Speed | None, before: float | None) -> str:
+def report(trace: Trace, work: Work, shape: StepShape, speed: DeviceSpeed | None, before: float | None) -> str:
     """Where the time of a step went, in words and columns."""
     lines = [
         f"\n{trace.steps} steps of {work.rows:.0f} requests, {work.tokens:.0f} tokens, {work.context:.0f} in context",
@@ -49,11 +49,11 @@ def _overview(trace: Trace, before: float | None) -> list[tuple[str, str]]:
     return [*rows, ("host, ms", parts)]
 
 
-def _kind_rows(trace: Trace, work: Work, shape: Shape, speed: Speed | None) -> Rows:
+def _kind_rows(trace: Trace, work: Work, shape: StepShape, speed: DeviceSpeed | None) -> Rows:
     """Kernels by what they do, beside the least time that takes."""
-    sums: dict[str, Entry] = {}
+    sums: dict[str, TraceEntry] = {}
     for name, entry in trace.kernels.items():
-        total = sums.setdefault(kind_of(name).name, Entry())
+        total = sums.setdefault(kind_of(name).name, TraceEntry())
         total.calls += entry.calls
         total.microseconds += entry.microseconds
     rows: Rows = [("kind", "calls", "us a step", "share", "least us", "of its limit")]
@@ -78,16 +78,16 @@ def _kernel_rows(trace: Trace) -> Rows:
 def _operator_rows(trace: Trace) -> Rows:
     """torch's operators; the rest of the wall is Python and the native kernels, which torch does not see."""
     rows: Rows = [("operator", "calls", "us each", "us a step", "share")]
-    outside = Entry(trace.steps, max(0.0, trace.wall - trace.operators_time))
+    outside = TraceEntry(trace.steps, max(0.0, trace.wall - trace.operators_time))
     rows += _rows(trace.operators, trace, trace.wall)
     return [*rows, ("(native kernels, Python)", *_figures_of(outside, trace), _share(outside, trace.wall))]
 
 
-def _rows(entries: dict[str, Entry], trace: Trace, whole: float, with_kind: bool = False) -> Rows:
+def _rows(entries: dict[str, TraceEntry], trace: Trace, whole: float, with_kind: bool = False) -> Rows:
     ordered = sorted(entries.items(), key=lambda item: -item[1].microseconds)
     shown, others = ordered[:SHOWN], ordered[SHOWN:]
     if others:
-        rest = Entry(sum(entry.calls for _, entry in others), sum(entry.microseconds for _, entry in others))
+        rest = TraceEntry(sum(entry.calls for _, entry in others), sum(entry.microseconds for _, entry in others))
         shown.append((f"({len(others)} others)", rest))
     rows: Rows = []
     for name, entry in shown:
@@ -96,12 +96,12 @@ def _rows(entries: dict[str, Entry], trace: Trace, whole: float, with_kind: bool
     return rows
 
 
-def _figures_of(entry: Entry, trace: Trace) -> tuple[str, str, str]:
+def _figures_of(entry: TraceEntry, trace: Trace) -> tuple[str, str, str]:
     each = entry.microseconds / entry.calls
     return f"{entry.calls / trace.steps:.1f}", f"{each:.1f}", f"{entry.microseconds / trace.steps:.1f}"
 
 
-def _share(entry: Entry, whole: float) -> str:
+def _share(entry: TraceEntry, whole: float) -> str:
     return f"{100 * entry.microseconds / whole:.1f}%" if whole else ""
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from quire.cli.bench.load.datasets import Ask
     from quire.cli.bench.load.drive import Run
     from quire.cli.bench.load.http import Host
-    from quire.cli.bench.load.measure import Measured
+    from quire.cli.bench.load.measure import RunMeasurements
 
 T = TypeVar("T")
 
@@ -56,7 +56,7 @@ def configure(parser: Parser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Load the server, report, and write what was asked for."""
     from quire.cli.bench.load.http import Host
-    from quire.cli.bench.load.measure import METRICS, Measured, read_goals
+    from quire.cli.bench.load.measure import METRICS, RunMeasurements, read_goals
     from quire.cli.bench.load.plot import plot
     from quire.cli.bench.load.report import figures, show, write, write_text
 
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     times = _times(args, asks)
     host = Host(args.base_url, _headers(args))
     seen, model = _run_loop(_measure(args, host, asks, times))
-    measured = Measured(seen, goals)
+    measured = RunMeasurements(seen, goals)
     title = f"{model} at {host.url}"
     show(measured, metrics, percents, title)
     found = {**_circumstances(args, model, len(asks)), **figures(measured, metrics, percents, args.save_detailed)}
@@ -85,14 +85,14 @@ def run(args: argparse.Namespace) -> int:
 async def _measure(args: argparse.Namespace, host: Host, asks: list[Ask], times: list[float]) -> tuple[Run, str]:
     from quire.cli.bench.load.client import Client
     from quire.cli.bench.load.drive import drive
-    from quire.cli.bench.load.progress import Watching
+    from quire.cli.bench.load.progress import LoadProgress
 
     model = await _model(args, host)
     bodies = [_body(args, model, ask) for ask in asks]
     client = Client(host, args.endpoint or PATHS[args.backend], args.timeout, args.backend != EMBEDDINGS)
     await _warm_up(client, [_body(args, model, ask) for ask in _warming_asks(args)])
     client.tally = type(client.tally)()
-    async with Watching(client.tally, len(bodies), "sending"):
+    async with LoadProgress(client.tally, len(bodies), "sending"):
         return await drive(client, bodies, times, args.max_concurrency), model
 
 
@@ -147,13 +147,13 @@ def _run_loop(work: Coroutine[Any, Any, T]) -> T:
 
 
 def _asks(args: argparse.Namespace) -> list[Ask]:
-    from quire.cli.bench.load.datasets import DATASETS, Shape
+    from quire.cli.bench.load.datasets import DATASETS, PromptShape
 
     if not 0 <= args.range_ratio <= 1:
         raise ValidationError(f"--range-ratio must be from 0 to 1, got {args.range_ratio:g}")
     if not args.trace_speed > 0:
         raise ValidationError(f"--trace-speed must be above 0, got {args.trace_speed:g}")
-    shape = Shape(
+    shape = PromptShape(
         count=args.num_prompts, input_len=args.input_len, output_len=args.output_len, seed=args.seed,
         spread=args.range_ratio, unit=args.input_unit, path=args.trace or args.dataset_path,
         prefix_len=args.prefix_len, num_prefixes=args.num_prefixes, time_unit=args.trace_time_unit,
@@ -164,9 +164,9 @@ def _asks(args: argparse.Namespace) -> list[Ask]:
 
 def _warming_asks(args: argparse.Namespace) -> list[Ask]:
     """Text of the same length that is not in the run: what is measured must not be in a prefix cache."""
-    from quire.cli.bench.load.datasets import Shape, random_text
+    from quire.cli.bench.load.datasets import PromptShape, random_text
 
-    return random_text(Shape(args.warmup, args.input_len, args.output_len, args.seed + 1, unit=args.input_unit))
+    return random_text(PromptShape(args.warmup, args.input_len, args.output_len, args.seed + 1, unit=args.input_unit))
 
 
 def _times(args: argparse.Namespace, asks: list[Ask]) -> list[float]:
@@ -243,7 +243,7 @@ def _circumstances(args: argparse.Namespace, model: str, count: int) -> dict[str
     }
 
 
-def _subtitle(args: argparse.Namespace, measured: Measured) -> str:
+def _subtitle(args: argparse.Namespace, measured: RunMeasurements) -> str:
     load = f"{args.request_rate:g} requests/s" if math.isfinite(args.request_rate) else "everything at once"
     load = f"trace {args.trace}" if args.trace else load
     if args.max_concurrency:

@@ -17,7 +17,7 @@ ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
 @dataclass
-class Entry:
+class TraceEntry:
     """A kernel, or an operator: how often, and how long in all."""
 
     calls: int = 0
@@ -37,8 +37,8 @@ class Trace:
     """From the first step's begin to the last one's end."""
     parts: dict[str, float]
     """Host time by part of the loop."""
-    kernels: dict[str, Entry] = field(default_factory=dict)
-    operators: dict[str, Entry] = field(default_factory=dict)
+    kernels: dict[str, TraceEntry] = field(default_factory=dict)
+    operators: dict[str, TraceEntry] = field(default_factory=dict)
     busy: float = 0.0
     """How long the device was at work."""
     longest_gap: float = 0.0
@@ -84,7 +84,7 @@ class Trace:
             done = max(done, stop)
         done = begin
         for start, stop, name in sorted(spans, key=lambda span: span[1]):
-            self.kernels.setdefault(name, Entry()).add(stop - max(start, done))
+            self.kernels.setdefault(name, TraceEntry()).add(stop - max(start, done))
             done = stop
 
     def _take_operators(self, events: list[dict[str, Any]], begin: float, end: float) -> None:
@@ -95,7 +95,7 @@ class Trace:
                 threads[event["tid"]].append(event)
         for each in threads.values():
             for name, own in _own_times(each):
-                self.operators.setdefault(name, Entry()).add(own)
+                self.operators.setdefault(name, TraceEntry()).add(own)
 
     @property
     def operators_time(self) -> float:

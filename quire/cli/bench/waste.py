@@ -30,7 +30,7 @@ EXAMPLES = """
 
 
 @dataclass(frozen=True)
-class Traffic:
+class SimulatedTraffic:
     """Lengths of prompts and outputs, drawn independently."""
 
     requests: int = 3000
@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValidationError(f"--cache-tokens {cache} does not hold one sequence of --max-len {args.max_len}")
     if args.max_len < 2 or not 0 <= args.sigma <= 10:
         raise ValidationError("--max-len must be at least 2, and --sigma from 0 to 10")
-    traffic = Traffic(args.num_prompts, args.mean_len, args.sigma, args.max_len, args.seed)
+    traffic = SimulatedTraffic(args.num_prompts, args.mean_len, args.sigma, args.max_len, args.seed)
     begin = time.perf_counter()
     stats = measure(traffic, args.block_size, args.max_num_seqs, cache)
     elapsed = time.perf_counter() - begin
@@ -101,12 +101,12 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def measure(traffic: Traffic, block_size: int, max_rows: int, cache_tokens: int) -> SchedulerStats:
+def measure(traffic: SimulatedTraffic, block_size: int, max_rows: int, cache_tokens: int) -> SchedulerStats:
     """Run the traffic through scheduler and pool; all blocks must have come back at the end."""
     from quire.engine.core import EngineCore
     from quire.executor.null import NullExecutor
-    from quire.memory.prefix import ContentKeys
-    from quire.memory.tables import BlockTables
+    from quire.kvcache.block_tables import BlockTables
+    from quire.kvcache.prefix_cache import ContentKeys
     from quire.scheduler.policies.registry import make_policy
     from quire.scheduler.scheduler import Scheduler
 

@@ -11,14 +11,14 @@ from collections.abc import Iterable, Sequence
 import msgspec
 import numpy as np
 
-from quire.engine.grammar.guide import GONE, GuideClient
-from quire.engine.grammar.nursery import NurseryClient
+from quire.engine.grammar.fork_server import ForkServerClient
+from quire.engine.grammar.matcher import GONE, MatcherClient
 from quire.engine.grammar.wire import Op, Setup, encode
 from quire.errors import ValidationError
+from quire.messages.histogram import COMPILE_BOUNDS, Histogram
 from quire.messages.outputs import Key
 from quire.messages.plan import StepMasks
 from quire.messages.request import NewRequest, Request
-from quire.messages.tally import COMPILE_BOUNDS, Tally
 from quire.sleeping import sleep_until
 
 logger = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ class Follower:
 
     __slots__ = ("asked", "guide", "number", "position", "request", "slot", "used")
 
-    def __init__(self, request: Request, guide: GuideClient, number: int) -> None:
+    def __init__(self, request: Request, guide: MatcherClient, number: int) -> None:
         self.request = request
         self.guide = guide
         self.number = number
@@ -64,19 +64,19 @@ class Grammars:
         self._setup = setup
         self._timeout = timeout
         self._words = -(-setup.vocab_size // 32)
-        self._nursery: NurseryClient | None = None
-        self._guides: OrderedDict[bytes, GuideClient] = OrderedDict()
+        self._nursery: ForkServerClient | None = None
+        self._guides: OrderedDict[bytes, MatcherClient] = OrderedDict()
         """By form, those needed last at the end."""
-        self._waiting: dict[str, GuideClient] = {}
+        self._waiting: dict[str, MatcherClient] = {}
         """By request: what it waits for."""
-        self._in_use: dict[str, GuideClient] = {}
+        self._in_use: dict[str, MatcherClient] = {}
         self._followers: dict[Key, Follower] = {}
         self._aside: dict[Key, Follower] = {}
         """Those whose mask did not come in time."""
         self._refused: OrderedDict[bytes, str] = OrderedDict()
         self._settled: list[tuple[str, str]] = []
         self._numbers = 0
-        self.compile_times = Tally(COMPILE_BOUNDS)
+        self.compile_times = Histogram(COMPILE_BOUNDS)
         """Seconds that forms which compiled took to."""
         self._compiles_at_once = max(1, min(4, (os.cpu_count() or 1) // 2))
 
@@ -155,7 +155,7 @@ class Grammars:
         else:
             self._in_use[request_id] = guide
 
-    def _hold(self, guide: GuideClient) -> None:
+    def _hold(self, guide: MatcherClient) -> None:
         """Tell it how many need it; that it answers shows that it is there."""
         guide.is_held = False
         guide.ask(Op.HOLD, len(guide.users))
@@ -163,9 +163,9 @@ class Grammars:
 
     # Guides come and go
 
-    def _make_guide(self, form: bytes) -> GuideClient:
+    def _make_guide(self, form: bytes) -> MatcherClient:
         self._numbers += 1
-        guide = self._guides[form] = GuideClient(self._numbers, form, self._setup.rows, self._words)
+        guide = self._guides[form] = MatcherClient(self._numbers, form, self._setup.rows, self._words)
         return guide
 
     def _read(self) -> None:
@@ -201,7 +201,7 @@ class Grammars:
                     self._refuse(guide, self._nursery.death, remember=False)
                 self._nursery = None
                 return
-            self._nursery = NurseryClient(self._setup)
+            self._nursery = ForkServerClient(self._setup)
         if not self._nursery.is_ready:
             return
         compiling = sum(guide.is_started and not guide.is_compiled for guide in self._guides.values())
@@ -223,7 +223,7 @@ class Grammars:
             self._drop(guide)
         return count < MOST_GUIDES
 
-    def _drop(self, guide: GuideClient) -> None:
+    def _drop(self, guide: MatcherClient) -> None:
         """Nobody needs it any more."""
         if self._guides.get(guide.form) is guide:
             del self._guides[guide.form]
@@ -231,7 +231,7 @@ class Grammars:
             self._nursery.kill(guide.number)
         guide.close()
 
-    def _refuse(self, guide: GuideClient, reason: str, remember: bool = True) -> None:
+    def _refuse(self, guide: MatcherClient, reason: str, remember: bool = True) -> None:
         """Whoever waits for this form is told why there will be nothing."""
         guide.refusal = f"structured_outputs: {reason}"
         logger.info("a form of %d bytes is refused: %s", len(guide.form), reason)
@@ -241,7 +241,7 @@ class Grammars:
                 self._refused.popitem(last=False)
         self._drop(guide)
 
-    def _lose(self, guide: GuideClient) -> None:
+    def _lose(self, guide: MatcherClient) -> None:
         """Its process has ended while someone waits for it: of itself, or with the nursery, or somebody ended it."""
         if guide.is_compiled or guide.attempts < 2:  # it had left, or there may have been no fault of its own
             again = self._make_guide(guide.form)
@@ -313,7 +313,7 @@ class Grammars:
             follower.guide.ask(Op.FILL, follower.number, follower.slot)
         return follower
 
-    def _take_slot(self, guide: GuideClient) -> int:
+    def _take_slot(self, guide: MatcherClient) -> int:
         """There are as many as rows: if none is free, someone has one who has no row."""
         if guide.free_slots:
             return guide.free_slots.pop()
@@ -332,7 +332,7 @@ class Grammars:
         for guide in dict.fromkeys(self._in_use.values()):
             guide.flush()
 
-    def _await(self, guides: set[GuideClient]) -> None:
+    def _await(self, guides: set[MatcherClient]) -> None:
         """Until all have answered, or it has been long enough."""
         deadline = time.monotonic() + STEP_WAIT
         for guide in guides:

@@ -31,7 +31,7 @@ from quire.loading.tokenizer import load_tokenizer
 from quire.messages.structured import StructuredOutputsParams
 
 if TYPE_CHECKING:
-    from quire.engine.grammar.sequences import Sequence
+    from quire.engine.grammar.sequences import GrammarSequence
     from quire.engine.grammar.vocabulary import GrammarVocabulary
 
 IDLE_SECONDS = 600.0
@@ -39,7 +39,7 @@ IDLE_SECONDS = 600.0
 PR_SET_PDEATHSIG = 1
 
 
-class Nursery:
+class ForkServer:
     """Forks guides, kills them when told to, and buries them."""
 
     def __init__(self, control: socket.socket, setup: wire.Setup, vocabulary: GrammarVocabulary) -> None:
@@ -101,7 +101,7 @@ class Nursery:
                 os.close(end)
             _die_with(parent)
             _limit_memory(self._setup.memory_bytes)
-            Guide(socket.socket(fileno=sock), memory, length, self._setup, self._vocabulary).run()
+            MatcherProcess(socket.socket(fileno=sock), memory, length, self._setup, self._vocabulary).run()
             status = 0
         except (ConnectionError, TimeoutError):
             status = 0
@@ -114,7 +114,7 @@ class Nursery:
                 del self._pids[number]
 
 
-class Guide:
+class MatcherProcess:
     """One grammar, and the sequences that follow it. Each has a slot in the shared memory for its next mask."""
 
     def __init__(
@@ -128,7 +128,7 @@ class Guide:
         self._form = msgspec.msgpack.decode(shared[:length], type=StructuredOutputsParams)
         words = -(-setup.vocab_size // 32)
         self._masks = np.frombuffer(shared, np.int32, setup.rows * words).reshape(setup.rows, words)
-        self._sequences: dict[int, Sequence] = {}
+        self._sequences: dict[int, GrammarSequence] = {}
         self._holds = 0
 
     def run(self) -> None:
@@ -151,7 +151,7 @@ class Guide:
             data = self._socket.recv(wire.MESSAGE_BYTES)
             if not data:
                 return
-            self._send(wire.Answer(self._do_all(decoder.decode(data))))
+            self._send(wire.MatcherReply(self._do_all(decoder.decode(data))))
 
     def _do_all(self, operations: list[list[Any]]) -> dict[int, str]:
         failures: dict[int, str] = {}
@@ -176,11 +176,11 @@ class Guide:
                 sequence.accept(token)
             sequence.fill(self._masks[slot])
 
-    def _begin(self, min_tokens: int, stop_ids: list[int]) -> Sequence:
-        from quire.engine.grammar.sequences import Sequence
+    def _begin(self, min_tokens: int, stop_ids: list[int]) -> GrammarSequence:
+        from quire.engine.grammar.sequences import GrammarSequence
 
         after = (self._form.after or "").encode()
-        return Sequence(self._grammar, self._setup.end_ids, stop_ids, min_tokens, after, self._vocabulary.bytes)
+        return GrammarSequence(self._grammar, self._setup.end_ids, stop_ids, min_tokens, after, self._vocabulary.bytes)
 
     def _send(self, message: object) -> None:
         self._socket.sendall(wire.encode(message))
@@ -244,7 +244,7 @@ def main() -> int:
         control.sendall(wire.READY)
     except ConnectionError:  # the engine has gone meanwhile
         return 1
-    Nursery(control, setup, vocabulary).run()
+    ForkServer(control, setup, vocabulary).run()
     return 0
 
 

@@ -11,7 +11,7 @@ from quire.engine.grammar.wire import DEAD_END
 NOT_ALLOWED = "token {token} was drawn, which the form does not allow here"
 
 
-class Sequence:
+class GrammarSequence:
     """Takes tokens as they are drawn, and says which may come next."""
 
     def __init__(

@@ -67,7 +67,7 @@ class Told(msgspec.Struct):
     """It cannot be compiled, and why."""
 
 
-class Answer(msgspec.Struct, array_like=True):
+class MatcherReply(msgspec.Struct, array_like=True):
     """From a guide, to a list of operations: what went wrong, by the sequence's number."""
 
     failures: dict[int, str] = {}

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from quire.kernels.cpu.build import library
-from quire.kernels.cpu.tape import Arena
+from quire.kernels.cpu.tape import TapeArena
 from quire.kernels.reference import TorchOps
 
 _MAX_HEAD_DIM = 1024  # kMaxDim in elementwise.cpp
@@ -212,7 +212,7 @@ class CpuOps(TorchOps):
         native = library()
         if native is None:
             return super().capture(run)
-        with native.recording() as tape, Arena() as arena:
+        with native.recording() as tape, TapeArena() as arena:
             result = run()
         if arena.foreign:
             return result, None

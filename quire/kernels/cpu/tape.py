@@ -57,7 +57,7 @@ class Tape:
         self._replay(self._entries, len(self._calls))
 
 
-class Arena(TorchDispatchMode):
+class TapeArena(TorchDispatchMode):
     """Gives out memory that stays, and takes note of torch operations, which a replay would leave out.
 
     Memory whose tensor is gone is given out again, as an allocator would: a pass then stays within a few warm buffers

@@ -53,14 +53,16 @@ class Compilers:
         self._identity = identity
         self.is_needed = not _stamp(identity).exists()
         """Whether something may not have been compiled yet."""
-        self._processes: list[Fork] = []
+        self._processes: list[CompilerFork] = []
         if self.is_needed and len(tasks) > EACH:
             count = min(MOST, len(tasks) // EACH, max(1, (os.cpu_count() or 1) * 3 // 4))
             logger.info(
                 "starting: compiling the kernels of %d tasks in %d processes, for this first time", len(tasks), count
             )
             card = _card()
-            self._processes = [Fork(functools.partial(compile_tasks, *card, tasks[i::count])) for i in range(count)]
+            self._processes = [
+                CompilerFork(functools.partial(compile_tasks, *card, tasks[i::count])) for i in range(count)
+            ]
 
     def wait(self) -> None:
         """Until all are done, or late. What one could not do is done when it is needed."""
@@ -80,7 +82,7 @@ class Compilers:
             pass  # a cache that cannot be written costs the next start these seconds again
 
 
-class Fork:
+class CompilerFork:
     """This process over again, doing one thing and ending."""
 
     def __init__(self, task: Task) -> None:
@@ -110,7 +112,7 @@ class Fork:
 def _stamp(identity: str) -> Path:
     """Names what was compiled: for which tasks, from which sources, by which Triton, into which cache."""
     digest = hashlib.blake2b(identity.encode(), digest_size=16)
-    for source in sorted(Path(__file__).parent.glob("*.py")):
+    for source in sorted(Path(__file__).parent.rglob("*.py")):
         digest.update(source.read_bytes())
     cache = Path(triton.knobs.cache.dir)
     known = cache.stat().st_ino if cache.exists() else 0  # a cache that was emptied is another one

@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 
 from quire.kernels.cublaslt import FEW, GRID, CublasLt
-from quire.kernels.triton.thin_candidates import Shape
-from quire.kernels.triton.thin_timing import COLD_BYTES, GraphTimer, random_inputs
-from quire.kernels.triton.tuning import MARGIN, Entry
+from quire.kernels.triton.skinny_gemm.candidates import GemmShape
+from quire.kernels.triton.skinny_gemm.timing import COLD_BYTES, GraphTimer, random_inputs
+from quire.kernels.triton.skinny_gemm.tuning import MARGIN, Entry
 
 TRIED = 6
 """Algorithms; those the library thinks of later hardly ever win."""
@@ -26,7 +26,7 @@ _TENSOR = 790e6  # operations a microsecond
 _TOLERANCE = 8e-3
 
 
-class Timer:
+class CublasTimer:
     """Times products of any number of rows, in CUDA graphs, over weights that no cache holds."""
 
     def __init__(self) -> None:
@@ -52,10 +52,10 @@ def places(rows: int) -> list[int]:
     return [rows, (rows + before) // 2]
 
 
-def measure(lt: CublasLt, n: int, k: int, rows: int, dtype: torch.dtype, timer: Timer) -> Entry:
+def measure(lt: CublasLt, n: int, k: int, rows: int, dtype: torch.dtype, timer: CublasTimer) -> Entry:
     """A table's entry for a weight [n, k]: without an algorithm where cuBLAS chooses well."""
     copies = max(1, min(8, -(-COLD_BYTES // (n * k * dtype.itemsize))))
-    weights = random_inputs(Shape("linear", n, k), 1, dtype, copies).weights
+    weights = random_inputs(GemmShape("linear", n, k), 1, dtype, copies).weights
     ours: dict[bytes, list[float]] = {}
     cublas: list[float] = []
     for count in places(rows):

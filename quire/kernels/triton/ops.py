@@ -6,16 +6,18 @@ import torch
 
 from quire.kernels.cublaslt import Products
 from quire.kernels.reference import TorchOps
-from quire.kernels.triton import moe, moe_candidates, norm
+from quire.kernels.triton import norm
 from quire.kernels.triton.activation import silu_mul
 from quire.kernels.triton.launch import INTERPRETED
-from quire.kernels.triton.moe_parts import ExpertsConfig
-from quire.kernels.triton.moe_tuning import BUCKETS as EXPERT_BUCKETS
-from quire.kernels.triton.moe_tuning import choose_experts
+from quire.kernels.triton.moe import candidates as moe_candidates
+from quire.kernels.triton.moe import experts as moe
+from quire.kernels.triton.moe.common import ExpertsConfig
+from quire.kernels.triton.moe.tuning import BUCKETS as EXPERT_BUCKETS
+from quire.kernels.triton.moe.tuning import choose_experts
 from quire.kernels.triton.qkv import prepare_qkv
-from quire.kernels.triton.thin import Config, thin_linear, thin_norm_linear, thin_silu_linear
-from quire.kernels.triton.thin_candidates import Shape
-from quire.kernels.triton.tuning import BUCKETS, Job, choose, jobs_for, many_rows
+from quire.kernels.triton.skinny_gemm.candidates import GemmShape
+from quire.kernels.triton.skinny_gemm.gemm import Config, thin_linear, thin_norm_linear, thin_silu_linear
+from quire.kernels.triton.skinny_gemm.tuning import BUCKETS, TuningJob, choose, jobs_for, many_rows
 
 
 def _takes(x: torch.Tensor) -> bool:
@@ -119,13 +121,13 @@ class TritonOps(TorchOps):
         n, k = weight.shape
         return choose(kind, x.shape[0], n, k, x.dtype)
 
-    def kernels_of(self, weight: torch.Tensor, normed: bool, gated: bool, bias: bool, max_rows: int) -> list[Job]:
+    def kernels_of(self, weight: torch.Tensor, normed: bool, gated: bool, bias: bool, max_rows: int) -> list[TuningJob]:
         """The kernels that `linear` (`normed`: `norm_linear`) takes for up to `max_rows` rows, each once."""
         folded = (["norm_silu_linear", "silu_linear"] if gated else ["norm_linear"]) if normed else []
         kinds = [*folded, "linear"]
         n, k = weight.shape
 
-        def chosen(shape: Shape, rows: int) -> list[Config]:
+        def chosen(shape: GemmShape, rows: int) -> list[Config]:
             """Of the kinds a product can be of, the first that has a kernel is the one that runs."""
             x = weight.new_empty(rows, k, device="meta")
             found = ((kind, self._config(kind, x, weight)) for kind in kinds)
@@ -133,7 +135,7 @@ class TritonOps(TorchOps):
             return [config] if config is not None and first == shape.kind else []
 
         buckets = [rows for rows in BUCKETS if rows < 2 * max_rows]
-        return jobs_for([Shape(kind, n, k, bias) for kind in kinds], weight.dtype, buckets, chosen)
+        return jobs_for([GemmShape(kind, n, k, bias) for kind in kinds], weight.dtype, buckets, chosen)
 
     def route(
         self,
@@ -180,7 +182,7 @@ class TritonOps(TorchOps):
                 # Four kernels: the router's product has the norm folded in, and so have the experts' programs.
                 logits, stream = self.norm_linear(x, residual, gain, eps, router)
                 weights, chosen = self.route(logits, top_k, renormalise, counts, slots)
-                routing = moe.Routing(top_k, weights=weights, experts=chosen)
+                routing = moe.ChosenExperts(top_k, weights=weights, experts=chosen)
                 return moe.vector_experts(stream, routing, gate_up, down, config, (gain, eps)), stream
         return super().sparse_mlp(
             x, residual, gain, eps, router, gate_up, down, top_k, renormalise, counts, slots

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from quire.layers.attention.base import AttentionInputs, LastTokens
-from quire.layers.build import Build
+from quire.layers.build_context import BuildContext
 from quire.layers.heads import Heads
 
 
@@ -15,7 +15,7 @@ class Attention(nn.Module):
 
     def __init__(
         self,
-        build: Build,
+        build: BuildContext,
         heads: Heads,
         layer: int,
         cos_sin: torch.Tensor | None,

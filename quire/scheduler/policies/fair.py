@@ -27,12 +27,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.errors import ValidationError
-from quire.messages.request import NewRequest, Request, State
+from quire.messages.request import NewRequest, Request, RequestState
 from quire.scheduler.policies.sharing import Shares, SharingPolicy
 from quire.scheduler.policies.tenants import Tenant, Tenants
 
 if TYPE_CHECKING:
-    from quire.scheduler.ledger import Ledger
+    from quire.scheduler.request_table import RequestTable
 
 NOBODY = -1
 """Whose a free row is."""
@@ -53,7 +53,7 @@ class FairShare(SharingPolicy):
         self._came = 0
         """Times a tenant began to wait."""
 
-    def attach(self, ledger: Ledger) -> None:
+    def attach(self, ledger: RequestTable) -> None:
         self._ledger, self._rows, self._tables = ledger, ledger.rows, ledger.tables
         capacity = ledger.tables.pool.capacity
         self._tenants = Tenants(self.shares, ledger.rows.size, capacity)
@@ -211,7 +211,7 @@ class FairShare(SharingPolicy):
 
     def allows(self, request: Request) -> bool:
         place = self._tenants.of(request).place
-        is_counted = request.state is State.LOADING
+        is_counted = request.state is RequestState.LOADING
         is_full = self._rows_held()[place] - is_counted >= self._tenants.max_rows[place]
         return not is_full and (is_counted or self._has_blocks_for(request, place))
 

@@ -14,7 +14,7 @@ from quire.config import EngineConfig
 from quire.messages.request import NewRequest, Request
 
 if TYPE_CHECKING:
-    from quire.scheduler.ledger import Ledger
+    from quire.scheduler.request_table import RequestTable
 
 OTHERS = "*"
 """In a table by tenant: whoever is not named."""
@@ -65,7 +65,7 @@ class SharingPolicy(ABC):
         self.shares = shares or Shares()
 
     @abstractmethod
-    def attach(self, ledger: Ledger) -> None:
+    def attach(self, ledger: RequestTable) -> None:
         """This is the ledger whose requests it is for; called once, before anything else."""
 
     # What it is told

@@ -243,7 +243,7 @@ class AnswerMessage(msgspec.Struct, omit_defaults=True):
     tool_calls: list[AnsweredCall] | UnsetType = UNSET
 
 
-class Choice(msgspec.Struct, omit_defaults=True):
+class ChatChoice(msgspec.Struct, omit_defaults=True):
     """One sample."""
 
     index: int
@@ -261,7 +261,7 @@ class ChatResponse(msgspec.Struct, omit_defaults=True):
     object: str
     created: int
     model: str
-    choices: list[Choice]
+    choices: list[ChatChoice]
     usage: Usage
     system_fingerprint: str | UnsetType | None = UNSET
     prompt_logprobs: list[dict[int, PromptLogprob] | None] | UnsetType = UNSET
@@ -291,7 +291,7 @@ class CallDelta(msgspec.Struct, omit_defaults=True):
     function: FunctionDelta | UnsetType = UNSET
 
 
-class MessageDelta(msgspec.Struct, omit_defaults=True):
+class ChatMessageDelta(msgspec.Struct, omit_defaults=True):
     """More of a message."""
 
     role: str | UnsetType = UNSET
@@ -304,7 +304,7 @@ class ChunkChoice(msgspec.Struct, omit_defaults=True):
     """What is new of one sample."""
 
     index: int
-    delta: MessageDelta
+    delta: ChatMessageDelta
     logprobs: ChoiceLogprobs | None
     finish_reason: str | None
     stop_reason: int | str | UnsetType | None = UNSET

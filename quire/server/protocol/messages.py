@@ -89,7 +89,7 @@ BLOCKS: dict[str, type[Body]] = {
 ContentBlock = Annotated[dict[str, Any], told(anyOf="$content_blocks")]
 
 
-class InputMessage(Body):
+class AnthropicInputMessage(Body):
     """A message of the conversation; one of the assistant at the end is gone on with."""
 
     role: Literal["user", "assistant", "system"]
@@ -156,7 +156,7 @@ class CountTokensRequest(Body):
         "stop": "use stop_sequences",
     }
 
-    messages: Annotated[list[InputMessage], NOT_EMPTY]
+    messages: Annotated[list[AnthropicInputMessage], NOT_EMPTY]
     model: ModelName | None = None
     system: Union[str, list[TextBlock], None] = None
     tools: list[AnthropicTool] | None = None
@@ -298,7 +298,7 @@ class MessageStart(MessageEvent, tag="message_start"):
     message: AnthropicMessage
 
 
-class Ping(MessageEvent, tag="ping"):
+class PingEvent(MessageEvent, tag="ping"):
     pass
 
 
@@ -337,7 +337,7 @@ class MessageEnd(msgspec.Struct):
     stop_sequence: str | None
 
 
-class MessageDelta(MessageEvent, tag="message_delta"):
+class AnthropicMessageDelta(MessageEvent, tag="message_delta"):
     delta: MessageEnd
     usage: MessagesUsage
 
@@ -360,7 +360,7 @@ class AnthropicError(msgspec.Struct, tag_field="type", tag="error"):
 
 
 AnyMessageEvent = Union[
-    MessageStart, Ping, BlockStart, BlockDelta, BlockStop, MessageDelta, MessageStop, AnthropicError
+    MessageStart, PingEvent, BlockStart, BlockDelta, BlockStop, AnthropicMessageDelta, MessageStop, AnthropicError
 ]
 
 _ERROR_TYPES = {

@@ -38,7 +38,7 @@ class Incomplete(ResponseEvent, tag="response.incomplete", kw_only=True):
     response: Response
 
 
-class Failed(ResponseEvent, tag="response.failed", kw_only=True):
+class ResponseFailed(ResponseEvent, tag="response.failed", kw_only=True):
     response: Response
 
 
@@ -97,6 +97,6 @@ class ArgumentsDone(_ItemEvent, tag="response.function_call_arguments.done", kw_
 
 
 AnyResponseEvent = Union[
-    Created, InProgress, Completed, Incomplete, Failed, ItemAdded, ItemDone, PartAdded, PartDone, TextDelta, TextDone,
-    ReasoningDelta, ReasoningDone, ArgumentsDelta, ArgumentsDone,
+    Created, InProgress, Completed, Incomplete, ResponseFailed, ItemAdded, ItemDone, PartAdded, PartDone, TextDelta,
+    TextDone, ReasoningDelta, ReasoningDone, ArgumentsDelta, ArgumentsDone,
 ]  # fmt: skip

@@ -47,7 +47,7 @@ _NOTHING_KEPT = "nothing is stored; send the whole conversation as input"
 # What comes in
 
 
-class InputMessage(Body):
+class ResponseInputMessage(Body):
     """A message of the conversation."""
 
     role: Literal["user", "assistant", "system", "developer"]
@@ -100,7 +100,7 @@ class InputReasoning(Body):
 
 
 INPUT_ITEMS: dict[str, type[Body]] = {
-    "message": InputMessage,
+    "message": ResponseInputMessage,
     "function_call": InputCall,
     "function_call_output": InputCallOutput,
     "reasoning": InputReasoning,

@@ -10,10 +10,10 @@ from starlette.datastructures import QueryParams
 from quire.errors import EngineDeadError
 from quire.messages.experts import Rebalanced
 from quire.messages.memory_map import MemoryMap
+from quire.server.context import ServerContext
 from quire.server.errors import bad_request
 from quire.server.http import Exchange
 from quire.server.routing import Route
-from quire.server.state import Server
 
 
 class ResetAnswer(msgspec.Struct):
@@ -42,17 +42,17 @@ class Stats(msgspec.Struct, omit_defaults=True):
     """Each of them, where there are several."""
 
 
-async def reset_prefix_cache(server: Server, exchange: Exchange) -> None:
+async def reset_prefix_cache(server: ServerContext, exchange: Exchange) -> None:
     """Forget all cached prefixes."""
     await exchange.reply(ResetAnswer(await server.llm.reset_prefix_cache()))
 
 
-async def rebalance_experts(server: Server, exchange: Exchange) -> None:
+async def rebalance_experts(server: ServerContext, exchange: Exchange) -> None:
     """Move a mixture's experts to where the load is, with --enable-expert-parallel."""
     await exchange.reply(await server.llm.rebalance_experts())
 
 
-async def stats(server: Server, exchange: Exchange) -> None:
+async def stats(server: ServerContext, exchange: Exchange) -> None:
     """The engine's figures and the server's."""
     figures: dict[str, float] = {}
     with contextlib.suppress(EngineDeadError):
@@ -69,7 +69,7 @@ async def stats(server: Server, exchange: Exchange) -> None:
     )
 
 
-async def _replicas(server: Server) -> list[ReplicaStats]:
+async def _replicas(server: ServerContext) -> list[ReplicaStats]:
     found = []
     for replica, supervisor in zip(server.llm.replicas, server.supervisor.each, strict=True):
         figures: dict[str, float] = {}
@@ -79,7 +79,7 @@ async def _replicas(server: Server) -> list[ReplicaStats]:
     return found
 
 
-async def memory(server: Server, exchange: Exchange) -> None:
+async def memory(server: ServerContext, exchange: Exchange) -> None:
     """Who holds which blocks, on the device and in the tiers below; `quire inspect --url` draws it."""
     given = QueryParams(exchange.scope["query_string"]).get("replica", "0")
     if not given.isdecimal():

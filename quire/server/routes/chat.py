@@ -7,7 +7,9 @@ from contextlib import aclosing
 
 from msgspec import UNSET, UnsetType
 
-from quire.output.answers.deltas import CallArguments, CallStart, Content, Delta, Reasoning, gather
+from quire.output.parsers.deltas import CallArguments, CallStart, Content, Delta, Reasoning, gather
+from quire.server.chat_generation import AnswerPiece, ChatGeneration, prepare
+from quire.server.context import ServerContext
 from quire.server.http import EventStream, Exchange
 from quire.server.logprobs import chat_logprobs, prompt_logprobs
 from quire.server.protocol.chat import (
@@ -15,22 +17,20 @@ from quire.server.protocol.chat import (
     AnswerMessage,
     CallDelta,
     CalledFunction,
+    ChatChoice,
     ChatChunk,
+    ChatMessageDelta,
     ChatRequest,
     ChatResponse,
-    Choice,
     ChoiceLogprobs,
     ChunkChoice,
     FunctionDelta,
-    MessageDelta,
 )
 from quire.server.protocol.common import figures_of
 from quire.server.routing import Route
-from quire.server.state import Server
-from quire.server.turn import Piece, Turn, prepare
 
 
-async def create(server: Server, exchange: Exchange) -> None:
+async def create(server: ServerContext, exchange: Exchange) -> None:
     """Answer a conversation, at once or as it is written."""
     request = await exchange.read_json(ChatRequest)
     async with exchange.watched(server.deadline(request.timeout)):
@@ -42,7 +42,7 @@ async def create(server: Server, exchange: Exchange) -> None:
 class ChatAnswer:
     """Writes a turn's pieces as OpenAI's chat completions."""
 
-    def __init__(self, server: Server, exchange: Exchange, request: ChatRequest, turn: Turn) -> None:
+    def __init__(self, server: ServerContext, exchange: Exchange, request: ChatRequest, turn: ChatGeneration) -> None:
         self._server = server
         self._exchange = exchange
         self._request = request
@@ -60,7 +60,7 @@ class ChatAnswer:
     async def send(self) -> None:
         """The whole answer."""
         turn = self._turn
-        pieces: list[list[Piece]] = [[] for _ in turn.choices]
+        pieces: list[list[AnswerPiece]] = [[] for _ in turn.choices]
         async with aclosing(turn.pieces()) as coming:
             async for piece in coming:
                 pieces[piece.index].append(piece)
@@ -82,7 +82,7 @@ class ChatAnswer:
             response.metrics = figures_of(output)
         await self._exchange.reply(response)
 
-    def _choice(self, pieces: list[Piece]) -> Choice:
+    def _choice(self, pieces: list[AnswerPiece]) -> ChatChoice:
         answer = gather([delta for piece in pieces for delta in piece.deltas])
         message = AnswerMessage(role="assistant", content=answer.content, refusal=None)
         if self._turn.splits:
@@ -98,7 +98,7 @@ class ChatAnswer:
             positions = [entry for piece in pieces for entry in piece.sample.logprobs or []]
             logprobs = chat_logprobs(tokens, positions, self._top, self._as_ids)
         last = pieces[-1]
-        return Choice(
+        return ChatChoice(
             index=last.index,
             message=message,
             logprobs=logprobs,
@@ -116,7 +116,7 @@ class ChatAnswer:
         continuous = request.continuous_usage or forced
         started = [False] * len(turn.choices)
         events = self._exchange.events()
-        last: Piece | None = None
+        last: AnswerPiece | None = None
         async with aclosing(turn.pieces()) as pieces:
             async for piece in pieces:
                 last = piece
@@ -136,8 +136,8 @@ class ChatAnswer:
             await events.send(closing)
         await events.close()
 
-    async def _open(self, events: EventStream, piece: Piece, continuous: bool) -> None:
-        chunk = self._chunk([ChunkChoice(piece.index, MessageDelta(role="assistant", content=""), None, None)])
+    async def _open(self, events: EventStream, piece: AnswerPiece, continuous: bool) -> None:
+        chunk = self._chunk([ChunkChoice(piece.index, ChatMessageDelta(role="assistant", content=""), None, None)])
         if self._wants_ids:
             chunk.prompt_token_ids = piece.output.prompt_token_ids
         if continuous:
@@ -147,22 +147,22 @@ class ChatAnswer:
     def _chunk(self, choices: list[ChunkChoice]) -> ChatChunk:
         return ChatChunk(self._id, "chat.completion.chunk", self._created, self._model, choices)
 
-    def _chunks(self, piece: Piece) -> list[ChatChunk]:
+    def _chunks(self, piece: AnswerPiece) -> list[ChatChunk]:
         """A piece as chunks, one a delta; what is told of its tokens goes with the first."""
         deltas = [shown for delta in piece.deltas if (shown := _message_delta(delta)) is not None]
         logprobs, tokens = self._details(piece)
         if not deltas and (logprobs is not None or tokens is not UNSET):
-            deltas.append(MessageDelta(content=""))
+            deltas.append(ChatMessageDelta(content=""))
         choices = [ChunkChoice(piece.index, delta, None, None) for delta in deltas]
         if choices:
             choices[0].logprobs, choices[0].token_ids = logprobs, tokens
         if piece.finish_reason is not None:
             choices.append(
-                ChunkChoice(piece.index, MessageDelta(), None, piece.finish_reason, piece.sample.stop_reason)
+                ChunkChoice(piece.index, ChatMessageDelta(), None, piece.finish_reason, piece.sample.stop_reason)
             )
         return [self._chunk([choice]) for choice in choices]
 
-    def _details(self, piece: Piece) -> tuple[ChoiceLogprobs | None, list[int] | UnsetType]:
+    def _details(self, piece: AnswerPiece) -> tuple[ChoiceLogprobs | None, list[int] | UnsetType]:
         sample = piece.sample
         logprobs = None
         if self._request.logprobs and sample.token_ids:
@@ -170,16 +170,16 @@ class ChatAnswer:
         return logprobs, list(sample.token_ids) if self._wants_ids and sample.token_ids else UNSET
 
 
-def _message_delta(delta: Delta) -> MessageDelta | None:
+def _message_delta(delta: Delta) -> ChatMessageDelta | None:
     if isinstance(delta, Content):
-        return MessageDelta(content=delta.text)
+        return ChatMessageDelta(content=delta.text)
     if isinstance(delta, Reasoning):
-        return MessageDelta(reasoning=delta.text)
+        return ChatMessageDelta(reasoning=delta.text)
     if isinstance(delta, CallStart):
         function = FunctionDelta(name=delta.name, arguments="")
-        return MessageDelta(tool_calls=[CallDelta(delta.index, delta.id, "function", function)])
+        return ChatMessageDelta(tool_calls=[CallDelta(delta.index, delta.id, "function", function)])
     if isinstance(delta, CallArguments):
-        return MessageDelta(tool_calls=[CallDelta(delta.index, function=FunctionDelta(arguments=delta.text))])
+        return ChatMessageDelta(tool_calls=[CallDelta(delta.index, function=FunctionDelta(arguments=delta.text))])
     return None  # the end of a call shows in what follows
 
 

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from msgspec import UNSET
 
 from quire.messages.outputs import CompletionOutput, RequestOutput
+from quire.server.context import ServerContext
 from quire.server.errors import bad_request
-from quire.server.generation import Counter, Job, generate
+from quire.server.generation import Counter, GenerationJob, generate
 from quire.server.http import Exchange
 from quire.server.logprobs import Position, completion_logprobs, prompt_logprobs
 from quire.server.protocol.common import figures_of
@@ -25,10 +26,9 @@ from quire.server.protocol.completions import (
 from quire.server.protocol.sampling import beam_search_params, sampling_params
 from quire.server.routing import Route
 from quire.server.session_turns import session_turn
-from quire.server.state import Server
 
 
-async def create(server: Server, exchange: Exchange) -> None:
+async def create(server: ServerContext, exchange: Exchange) -> None:
     """Complete prompts, at once or as it is written."""
     request = await exchange.read_json(CompletionRequest)
     async with exchange.watched(server.deadline(request.timeout)):
@@ -37,7 +37,7 @@ async def create(server: Server, exchange: Exchange) -> None:
         await (answer.stream() if request.stream else answer.send())
 
 
-async def prepare(server: Server, exchange: Exchange, request: CompletionRequest) -> list[Job]:
+async def prepare(server: ServerContext, exchange: Exchange, request: CompletionRequest) -> list[GenerationJob]:
     """A job for each prompt."""
     server.check_serving()
     server.check_model(request.model)
@@ -66,11 +66,11 @@ async def prepare(server: Server, exchange: Exchange, request: CompletionRequest
             tokens = prompt
         if params.truncate_prompt_tokens is None:
             server.check_length(len(tokens), limit)
-        jobs.append(Job(tokens, params, text, request.priority or 0, request.cache_salt, search, turn))
+        jobs.append(GenerationJob(tokens, params, text, request.priority or 0, request.cache_salt, search, turn))
     return jobs
 
 
-def _check_count(server: Server, prompts: int, samples: int) -> None:
+def _check_count(server: ServerContext, prompts: int, samples: int) -> None:
     """Each bound alone would let a hundred thousand samples pass."""
     most = server.config.max_prompts
     if prompts > most:
@@ -96,7 +96,9 @@ class _Progress:
 class CompletionAnswer:
     """Writes outputs as OpenAI's completions. Choice i of prompt p has the index p * n + i."""
 
-    def __init__(self, server: Server, exchange: Exchange, request: CompletionRequest, jobs: list[Job]) -> None:
+    def __init__(
+        self, server: ServerContext, exchange: Exchange, request: CompletionRequest, jobs: list[GenerationJob]
+    ) -> None:
         self._server = server
         self._exchange = exchange
         self._request = request

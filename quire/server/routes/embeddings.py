@@ -16,18 +16,18 @@ from numpy.typing import NDArray
 from quire.api.inputs import TokensPrompt
 from quire.messages.outputs import CompletionOutput, PoolingRequestOutput, RequestOutput
 from quire.messages.pooling import PoolingParams
+from quire.server.context import ServerContext
 from quire.server.errors import ApiError
 from quire.server.http import Exchange
-from quire.server.limits import Place
+from quire.server.limits import QueueTicket
 from quire.server.protocol.common import PromptTokensDetails, Usage
 from quire.server.protocol.embeddings import Embedding, EmbeddingRequest, EmbeddingResponse
 from quire.server.routing import Route
-from quire.server.state import Server
 
 _numbers = itertools.count()
 
 
-async def create(server: Server, exchange: Exchange) -> None:
+async def create(server: ServerContext, exchange: Exchange) -> None:
     """A vector for each input."""
     body = await exchange.read_json(EmbeddingRequest)
     async with exchange.watched(server.deadline(body.timeout)):
@@ -47,7 +47,7 @@ async def create(server: Server, exchange: Exchange) -> None:
         await exchange.reply(response)
 
 
-async def _tokenized(server: Server, body: EmbeddingRequest) -> list[list[int]]:
+async def _tokenized(server: ServerContext, body: EmbeddingRequest) -> list[list[int]]:
     """Each input as token ids. There may be thousands of them: streams go on between two."""
     adds = body.add_special_tokens is not False
     prompts: list[list[int]] = []
@@ -60,7 +60,7 @@ async def _tokenized(server: Server, body: EmbeddingRequest) -> list[list[int]]:
 
 
 async def _vectors(
-    server: Server, exchange: Exchange, body: EmbeddingRequest, prompts: Sequence[list[int]]
+    server: ServerContext, exchange: Exchange, body: EmbeddingRequest, prompts: Sequence[list[int]]
 ) -> list[PoolingRequestOutput]:
     """All of them, let in together or not at all. Leaving in any way ends the requests in the engine."""
     params, salt = body.pooling_params, body.cache_salt or ""
@@ -84,7 +84,12 @@ async def _vectors(
 
 
 async def _vector(
-    server: Server, exchange: Exchange, prompt: TokensPrompt, params: PoolingParams, priority: int, place: Place
+    server: ServerContext,
+    exchange: Exchange,
+    prompt: TokensPrompt,
+    params: PoolingParams,
+    priority: int,
+    place: QueueTicket,
 ) -> PoolingRequestOutput:
     """One input's, told to whoever watches."""
     request_id = f"{exchange.id}:{next(_numbers)}"

@@ -6,6 +6,10 @@ from contextlib import aclosing
 
 import msgspec
 
+from quire.server.chat_generation import AnswerPiece, ChatGeneration, prepare, render
+from quire.server.context import ServerContext
+from quire.server.dialects.messages_chat import as_chat
+from quire.server.dialects.messages_writer import MessageWriter
 from quire.server.errors import ApiError
 from quire.server.http import Exchange, named_event
 from quire.server.protocol.messages import (
@@ -19,13 +23,9 @@ from quire.server.protocol.messages import (
     anthropic_error,
 )
 from quire.server.routing import ErrorStyle, Route
-from quire.server.shapes.messages_chat import as_chat
-from quire.server.shapes.messages_writer import MessageWriter
-from quire.server.state import Server
-from quire.server.turn import Piece, Turn, prepare, render
 
 
-async def create(server: Server, exchange: Exchange) -> None:
+async def create(server: ServerContext, exchange: Exchange) -> None:
     """Answer a conversation, at once or as it is written."""
     request = await exchange.read_json(MessagesRequest)
     async with exchange.watched(server.deadline(request.timeout)):
@@ -34,8 +34,8 @@ async def create(server: Server, exchange: Exchange) -> None:
         await (_stream(exchange, turn, writer) if request.stream else _send(exchange, turn, writer))
 
 
-async def _send(exchange: Exchange, turn: Turn, writer: MessageWriter) -> None:
-    last: Piece | None = None
+async def _send(exchange: Exchange, turn: ChatGeneration, writer: MessageWriter) -> None:
+    last: AnswerPiece | None = None
     async with aclosing(turn.pieces()) as pieces:
         async for piece in pieces:
             writer.write(piece.deltas)
@@ -44,9 +44,9 @@ async def _send(exchange: Exchange, turn: Turn, writer: MessageWriter) -> None:
     await exchange.reply(writer.message)
 
 
-async def _stream(exchange: Exchange, turn: Turn, writer: MessageWriter) -> None:
+async def _stream(exchange: Exchange, turn: ChatGeneration, writer: MessageWriter) -> None:
     events = exchange.events()
-    last: Piece | None = None
+    last: AnswerPiece | None = None
     async with aclosing(turn.pieces()) as pieces:
         async for piece in pieces:
             told = writer.start(turn.counter.usage) if last is None else []
@@ -57,7 +57,7 @@ async def _stream(exchange: Exchange, turn: Turn, writer: MessageWriter) -> None
     await events.close(_wire(_finish(writer, last, turn)))
 
 
-def _finish(writer: MessageWriter, last: Piece | None, turn: Turn) -> list[MessageEvent]:
+def _finish(writer: MessageWriter, last: AnswerPiece | None, turn: ChatGeneration) -> list[MessageEvent]:
     reason, stop = (None, None) if last is None else (last.finish_reason, last.sample.stop_reason)
     return writer.finish(reason, stop, turn.counter.usage)
 
@@ -66,7 +66,7 @@ def _wire(events: list[MessageEvent]) -> bytes:
     return b"".join(named_event(event.kind, event) for event in events)
 
 
-async def count_tokens(server: Server, exchange: Exchange) -> None:
+async def count_tokens(server: ServerContext, exchange: Exchange) -> None:
     """How many tokens a conversation is."""
     request = await exchange.read_json(CountTokensRequest)
     server.check_model(request.model)

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
+from quire.server.context import ServerContext
 from quire.server.http import Exchange
 from quire.server.protocol.models import ModelCard, ModelList
 from quire.server.routing import Route
-from quire.server.state import Server
 
 
-async def list_models(server: Server, exchange: Exchange) -> None:
+async def list_models(server: ServerContext, exchange: Exchange) -> None:
     """Every name the model answers to."""
     await exchange.reply(ModelList([_card(server, name) for name in server.names]))
 
 
-async def retrieve(server: Server, exchange: Exchange) -> None:
+async def retrieve(server: ServerContext, exchange: Exchange) -> None:
     """One of them."""
     name = exchange.path_params["model"]
     server.check_model(name)
     await exchange.reply(_card(server, name))
 
 
-def _card(server: Server, name: str) -> ModelCard:
+def _card(server: ServerContext, name: str) -> ModelCard:
     return ModelCard(id=name, created=server.created, max_model_len=server.max_model_len, root=server.llm.config.model)
 
 

@@ -5,6 +5,10 @@ from __future__ import annotations
 import time
 from contextlib import aclosing
 
+from quire.server.chat_generation import AnswerPiece, ChatGeneration, prepare
+from quire.server.context import ServerContext
+from quire.server.dialects.responses_chat import as_chat
+from quire.server.dialects.responses_writer import ResponseWriter, new_response
 from quire.server.errors import ApiError
 from quire.server.http import Exchange, named_event
 from quire.server.logprobs import chat_logprobs
@@ -12,13 +16,9 @@ from quire.server.protocol.chat import TokenLogprob
 from quire.server.protocol.response_events import AnyResponseEvent, ResponseEvent
 from quire.server.protocol.responses import Response, ResponsesRequest
 from quire.server.routing import Route
-from quire.server.shapes.responses_chat import as_chat
-from quire.server.shapes.responses_writer import ResponseWriter, new_response
-from quire.server.state import Server
-from quire.server.turn import Piece, Turn, prepare
 
 
-async def create(server: Server, exchange: Exchange) -> None:
+async def create(server: ServerContext, exchange: Exchange) -> None:
     """Answer a conversation, at once or as it is written."""
     request = await exchange.read_json(ResponsesRequest)
     async with exchange.watched(server.deadline(request.timeout)):
@@ -31,7 +31,7 @@ async def create(server: Server, exchange: Exchange) -> None:
             await _send(exchange, request, turn, writer)
 
 
-async def _send(exchange: Exchange, request: ResponsesRequest, turn: Turn, writer: ResponseWriter) -> None:
+async def _send(exchange: Exchange, request: ResponsesRequest, turn: ChatGeneration, writer: ResponseWriter) -> None:
     reason = None
     async with aclosing(turn.pieces()) as pieces:
         async for piece in pieces:
@@ -41,7 +41,7 @@ async def _send(exchange: Exchange, request: ResponsesRequest, turn: Turn, write
     await exchange.reply(writer.response)
 
 
-async def _stream(exchange: Exchange, request: ResponsesRequest, turn: Turn, writer: ResponseWriter) -> None:
+async def _stream(exchange: Exchange, request: ResponsesRequest, turn: ChatGeneration, writer: ResponseWriter) -> None:
     events = exchange.events()
 
     def failure(error: ApiError) -> bytes:
@@ -60,7 +60,7 @@ async def _stream(exchange: Exchange, request: ResponsesRequest, turn: Turn, wri
     await events.close(_wire(writer.finish(reason, turn.counter.usage)))
 
 
-def _logprobs(request: ResponsesRequest, piece: Piece) -> list[TokenLogprob]:
+def _logprobs(request: ResponsesRequest, piece: AnswerPiece) -> list[TokenLogprob]:
     sample = piece.sample
     if not request.wants_logprobs or not sample.token_ids:
         return []

@@ -13,7 +13,9 @@ from starlette.datastructures import QueryParams
 from quire.api.async_sessions import AsyncSession, AsyncSessions
 from quire.api.session_input import RenderText, is_messages
 from quire.errors import ValidationError
-from quire.memory.sessions import KEEP, SessionInfo
+from quire.server.chat_generation import preamble_of, rendered_tools, template_kwargs
+from quire.server.chat_generation import prepare as prepare_chat
+from quire.server.context import ServerContext
 from quire.server.errors import ApiError, bad_request
 from quire.server.http import Exchange
 from quire.server.protocol.chat import ChatChunk, ChatRequest, ChatResponse, Message
@@ -38,9 +40,7 @@ from quire.server.routes.completions import CompletionAnswer
 from quire.server.routes.completions import prepare as prepare_completion
 from quire.server.routing import Route
 from quire.server.session_turns import SessionPrompt
-from quire.server.state import Server
-from quire.server.turn import preamble_of, rendered_tools, template_kwargs
-from quire.server.turn import prepare as prepare_chat
+from quire.sessions.keeper import KEEP, SessionInfo
 
 PAGE = 100
 FILE = "application/octet-stream"
@@ -48,7 +48,7 @@ PIECE_BYTES = 1 << 18
 
 
 @asynccontextmanager
-async def asking(server: Server, exchange: Exchange) -> AsyncIterator[AsyncSessions]:
+async def asking(server: ServerContext, exchange: Exchange) -> AsyncIterator[AsyncSessions]:
     """The sessions of whoever asks, while the engine can be asked."""
     server.check_serving()
     async with exchange.watched(server.deadline(None)):
@@ -65,7 +65,7 @@ def _named(sessions: AsyncSessions, exchange: Exchange) -> AsyncSession:
 # What there is
 
 
-async def create(server: Server, exchange: Exchange) -> None:
+async def create(server: ServerContext, exchange: Exchange) -> None:
     """A new session, empty or beginning with text, token ids or messages."""
     request = await exchange.read_json(SessionCreateRequest)
     server.check_model(request.model)
@@ -84,7 +84,7 @@ async def create(server: Server, exchange: Exchange) -> None:
         await exchange.reply(_shown(session.found))
 
 
-async def list_sessions(server: Server, exchange: Exchange) -> None:
+async def list_sessions(server: ServerContext, exchange: Exchange) -> None:
     """A page of sessions, in the order they were made."""
     query = QueryParams(exchange.scope["query_string"])
     given = query.get("limit", str(PAGE))
@@ -97,13 +97,13 @@ async def list_sessions(server: Server, exchange: Exchange) -> None:
     await exchange.reply(SessionList(data=data, first_id=ends[0], last_id=ends[1], has_more=page.after is not None))
 
 
-async def retrieve(server: Server, exchange: Exchange) -> None:
+async def retrieve(server: ServerContext, exchange: Exchange) -> None:
     """One session."""
     async with asking(server, exchange) as sessions:
         await exchange.reply(_shown(await _named(sessions, exchange).info()))
 
 
-async def update(server: Server, exchange: Exchange) -> None:
+async def update(server: ServerContext, exchange: Exchange) -> None:
     """Another time to live, or other notes."""
     request = await exchange.read_json(SessionUpdateRequest)
     async with asking(server, exchange) as sessions:
@@ -111,7 +111,7 @@ async def update(server: Server, exchange: Exchange) -> None:
         await exchange.reply(_shown(await _named(sessions, exchange).update(ttl=ttl, meta=request.metadata)))
 
 
-async def delete(server: Server, exchange: Exchange) -> None:
+async def delete(server: ServerContext, exchange: Exchange) -> None:
     """End a session. Its forks stay."""
     async with asking(server, exchange) as sessions:
         session = _named(sessions, exchange)
@@ -122,7 +122,7 @@ async def delete(server: Server, exchange: Exchange) -> None:
 # What is done with one
 
 
-async def append(server: Server, exchange: Exchange) -> None:
+async def append(server: ServerContext, exchange: Exchange) -> None:
     """Add text, token ids or messages. They are durable when this is answered, and computed with the next turn."""
     request = await exchange.read_json(SessionAppendRequest)
     request.check_fields()
@@ -132,7 +132,7 @@ async def append(server: Server, exchange: Exchange) -> None:
         await exchange.reply(_shown(await _named(sessions, exchange).append(given, **told)))
 
 
-async def generate(server: Server, exchange: Exchange) -> None:
+async def generate(server: ServerContext, exchange: Exchange) -> None:
     """One turn, after adding the input if there is one: answered as chats are, or as completions."""
     request = await exchange.read_json(SessionGenerateRequest)
     async with exchange.watched(server.deadline(request.timeout)):
@@ -150,7 +150,7 @@ async def generate(server: Server, exchange: Exchange) -> None:
 
 
 async def _chat(
-    server: Server, exchange: Exchange, request: SessionGenerateRequest, session: AsyncSession
+    server: ServerContext, exchange: Exchange, request: SessionGenerateRequest, session: AsyncSession
 ) -> ChatAnswer:
     chat = request.as_chat()
     chat.check_fields()
@@ -161,7 +161,7 @@ async def _chat(
 
 
 async def _completion(
-    server: Server, exchange: Exchange, request: SessionGenerateRequest, session: AsyncSession
+    server: ServerContext, exchange: Exchange, request: SessionGenerateRequest, session: AsyncSession
 ) -> CompletionAnswer:
     completion = request.as_completion()
     given = None if request.input is None else plain_input(request.input)
@@ -172,7 +172,7 @@ async def _completion(
     return CompletionAnswer(server, exchange, completion, jobs)
 
 
-async def _prompt(server: Server, session: AsyncSession, given: Any, told: dict[str, Any]) -> SessionPrompt:
+async def _prompt(server: ServerContext, session: AsyncSession, given: Any, told: dict[str, Any]) -> SessionPrompt:
     tokens, turn = await session.prepare(given, **told)
     if not tokens:
         raise bad_request("the session is empty, and nothing can follow: give an input", "input")
@@ -180,7 +180,7 @@ async def _prompt(server: Server, session: AsyncSession, given: Any, told: dict[
     return SessionPrompt(text or "", tokens, turn)
 
 
-async def suspend(server: Server, exchange: Exchange) -> None:
+async def suspend(server: ServerContext, exchange: Exchange) -> None:
     """Leave the device, now or when the turn ends. With wait=true, answered when all there was to save is saved."""
     wait = QueryParams(exchange.scope["query_string"]).get("wait", "false")
     if wait not in ("true", "false"):
@@ -189,20 +189,20 @@ async def suspend(server: Server, exchange: Exchange) -> None:
         await exchange.reply(_shown(await _named(sessions, exchange).suspend(wait == "true")))
 
 
-async def resume(server: Server, exchange: Exchange) -> None:
+async def resume(server: ServerContext, exchange: Exchange) -> None:
     """The session is to be used again: its time to live begins anew. Its next turn loads what it needs."""
     async with asking(server, exchange) as sessions:
         session = await sessions.resume(exchange.path_params["session"])
         await exchange.reply(_shown(session.found))
 
 
-async def recover(server: Server, exchange: Exchange) -> None:
+async def recover(server: ServerContext, exchange: Exchange) -> None:
     """Accept what is left of a session that is lost."""
     async with asking(server, exchange) as sessions:
         await exchange.reply(_shown(await _named(sessions, exchange).recover()))
 
 
-async def fork(server: Server, exchange: Exchange) -> None:
+async def fork(server: ServerContext, exchange: Exchange) -> None:
     """A session with the same first tokens, which shares what it can."""
     request = await exchange.read_json(SessionForkRequest)
     async with asking(server, exchange) as sessions:
@@ -213,7 +213,7 @@ async def fork(server: Server, exchange: Exchange) -> None:
 # To and from files
 
 
-async def export(server: Server, exchange: Exchange) -> None:
+async def export(server: ServerContext, exchange: Exchange) -> None:
     """The session as a file: its tokens and notes."""
     async with asking(server, exchange) as sessions:
         session = _named(sessions, exchange)
@@ -229,7 +229,7 @@ async def export(server: Server, exchange: Exchange) -> None:
             await exchange.send_body(data[start : start + PIECE_BYTES], more=start + PIECE_BYTES < len(data))
 
 
-async def import_session(server: Server, exchange: Exchange) -> None:
+async def import_session(server: ServerContext, exchange: Exchange) -> None:
     """A session from such a file, under its own name or another."""
     given = exchange.headers.get("content-type", "").partition(";")[0].strip().lower()
     if given != FILE:
@@ -245,7 +245,7 @@ async def import_session(server: Server, exchange: Exchange) -> None:
 # Words
 
 
-def _told(server: Server, request: Appending) -> dict[str, Any]:
+def _told(server: ServerContext, request: Appending) -> dict[str, Any]:
     """How messages are written: as the chat route would."""
     chat = ChatRequest(
         messages=[Message(role="user", content="-")],
@@ -255,7 +255,7 @@ def _told(server: Server, request: Appending) -> dict[str, Any]:
     return _told_of_chat(server, chat)
 
 
-def _told_of_chat(server: Server, chat: ChatRequest) -> dict[str, Any]:
+def _told_of_chat(server: ServerContext, chat: ChatRequest) -> dict[str, Any]:
     told: dict[str, Any] = {"tools": rendered_tools(server, chat)}
     told["chat_template_kwargs"] = template_kwargs(server, chat)
     preamble = preamble_of(server, chat)
@@ -264,7 +264,7 @@ def _told_of_chat(server: Server, chat: ChatRequest) -> dict[str, Any]:
     return told
 
 
-def _with_preamble(server: Server, preamble: str) -> RenderText:
+def _with_preamble(server: ServerContext, preamble: str) -> RenderText:
     assert server.offering is not None
     offering = server.offering
 

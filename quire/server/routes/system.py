@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import msgspec
 
+from quire.server.context import ServerContext
 from quire.server.errors import unavailable
 from quire.server.http import Exchange
 from quire.server.routing import Route
-from quire.server.state import Server
 
 METRICS = b"text/plain; version=0.0.4; charset=utf-8"
 
 
-class Load(msgspec.Struct):
+class ServerLoad(msgspec.Struct):
     server_load: int
     """Requests being answered."""
 
@@ -21,7 +21,7 @@ class Version(msgspec.Struct):
     version: str
 
 
-async def health(server: Server, exchange: Exchange) -> None:
+async def health(server: ServerContext, exchange: Exchange) -> None:
     """200 only if the engine's steps end, or if there is nothing to do."""
     state = await server.supervisor.health()
     if not state.ok:
@@ -29,27 +29,27 @@ async def health(server: Server, exchange: Exchange) -> None:
     await exchange.reply(b"")
 
 
-async def ready(server: Server, exchange: Exchange) -> None:
+async def ready(server: ServerContext, exchange: Exchange) -> None:
     """200 while requests are taken: not while draining, and not without an engine."""
     server.check_serving()
     await exchange.reply(b"")
 
 
-async def load(server: Server, exchange: Exchange) -> None:
+async def load(server: ServerContext, exchange: Exchange) -> None:
     """How many requests are open."""
-    await exchange.reply(Load(server.admission.requests))
+    await exchange.reply(ServerLoad(server.admission.requests))
 
 
-async def version(server: Server, exchange: Exchange) -> None:
+async def version(server: ServerContext, exchange: Exchange) -> None:
     await exchange.reply(Version(server.version))
 
 
-async def metrics(server: Server, exchange: Exchange) -> None:
+async def metrics(server: ServerContext, exchange: Exchange) -> None:
     """Figures in Prometheus' text format."""
     await exchange.reply(await server.metrics_page(), content_type=METRICS)
 
 
-async def openapi(server: Server, exchange: Exchange) -> None:
+async def openapi(server: ServerContext, exchange: Exchange) -> None:
     """This document."""
     await exchange.reply(server.openapi)
 
@@ -59,7 +59,7 @@ ROUTES = [
     Route("GET", "/ready", ready, errors=(503,)),
     Route("GET", "/ping", ready, errors=(503,)),
     Route("POST", "/ping", ready, errors=(503,)),
-    Route("GET", "/load", load, answer=Load),
+    Route("GET", "/load", load, answer=ServerLoad),
     Route("GET", "/version", version, answer=Version),
     Route("GET", "/metrics", metrics, errors=(503,), media_type="text/plain"),
     Route("GET", "/openapi.json", openapi, answer=dict),

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import asyncio
 
+from quire.server.chat_generation import render
+from quire.server.context import LONG_TEXT, ServerContext
 from quire.server.errors import bad_request
 from quire.server.http import Exchange
 from quire.server.protocol.chat import ChatRequest
 from quire.server.protocol.tokenize import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
 from quire.server.routing import Route
-from quire.server.state import LONG_TEXT, Server
-from quire.server.turn import render
 
 
-async def tokenize(server: Server, exchange: Exchange) -> None:
+async def tokenize(server: ServerContext, exchange: Exchange) -> None:
     """Text or a conversation as token ids."""
     request = await exchange.read_json(TokenizeRequest)
     server.check_model(request.model)
@@ -41,7 +41,7 @@ def _as_chat(request: TokenizeRequest) -> ChatRequest:
     )
 
 
-async def detokenize(server: Server, exchange: Exchange) -> None:
+async def detokenize(server: ServerContext, exchange: Exchange) -> None:
     """Token ids as text, special tokens included."""
     request = await exchange.read_json(DetokenizeRequest)
     server.check_model(request.model)

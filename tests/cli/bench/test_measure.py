@@ -10,7 +10,7 @@ import pytest
 
 from quire.cli.bench.load.client import Outcome
 from quire.cli.bench.load.drive import Run
-from quire.cli.bench.load.measure import Measured, Spread, percentile, read_goals
+from quire.cli.bench.load.measure import RunMeasurements, Spread, percentile, read_goals
 from quire.cli.bench.load.plot import plot
 from quire.cli.bench.load.report import figures
 from quire.errors import ValidationError
@@ -43,15 +43,15 @@ GOALS = {"ttft": 200.0 + 1e-6, "tpot": 50.0 + 1e-6}
 
 
 def test_goodput_counts_requests_that_keep_every_limit():
-    found = figures(Measured(RUN, GOALS), [], [])
+    found = figures(RunMeasurements(RUN, GOALS), [], [])
     assert found["good_requests"] == 3
     assert found["request_goodput"] == pytest.approx(3 / 4.0)
-    assert Measured(RUN, {"itl": 15.0}).good == 2
-    assert Measured(RUN, {"e2el": 100.0}).good == 1
+    assert RunMeasurements(RUN, {"itl": 15.0}).good == 2
+    assert RunMeasurements(RUN, {"e2el": 100.0}).good == 1
 
 
 def test_totals():
-    found = figures(Measured(RUN, {}), ["ttft"], [99], detailed=True)
+    found = figures(RunMeasurements(RUN, {}), ["ttft"], [99], detailed=True)
     assert (found["completed"], found["failed"]) == (5, 3)
     assert found["failures"] == {"HTTP 429": 2, "cut off": 1}
     assert (found["total_input_tokens"], found["total_output_tokens"]) == (50, 21)
@@ -67,7 +67,7 @@ def test_totals():
 
 
 def test_times_a_token_leave_out_answers_of_one():
-    measured = Measured(RUN, {})
+    measured = RunMeasurements(RUN, {})
     assert measured.spreads["tpot"].values == pytest.approx([10, 20, 50, 60])
     assert measured.spreads["ttft"].values == pytest.approx([50, 100, 100, 200, 300])
     assert len(measured.spreads["itl"].values) == 16
@@ -75,8 +75,8 @@ def test_times_a_token_leave_out_answers_of_one():
 
 def test_an_event_with_several_tokens_counts_for_all_of_them():
     run = Run([outcome(0.0, 0.5, [1.0] * 3, output_tokens=12)], start=0.0, end=4.0, cpu=0.0)
-    assert Measured(run, {}).tokens_over_time() == [3, 3, 3, 3]
-    assert Measured(run, {}).spreads["tpot"].values == pytest.approx([3000 / 11])
+    assert RunMeasurements(run, {}).tokens_over_time() == [3, 3, 3, 3]
+    assert RunMeasurements(run, {}).spreads["tpot"].values == pytest.approx([3000 / 11])
 
 
 def test_spreads_are_numpys():
@@ -93,7 +93,7 @@ def test_a_picture_is_drawn_of_anything():
     runs = [RUN, Run([failed(0.0, "timeout")], 0.0, 0.5, 0.0), Run([], 0.0, 0.0, 0.0)]
     runs.append(Run([outcome(0.0, 0.0, [0.0] * 5)], 0.0, 900.0, 0.0))
     for run in runs:
-        root = ElementTree.fromstring(plot(Measured(run, GOALS), "a <model> & more", "quickly"))
+        root = ElementTree.fromstring(plot(RunMeasurements(run, GOALS), "a <model> & more", "quickly"))
         assert root.find(f"{namespace}title").text == "a <model> & more"
         numbers = [
             float(number)

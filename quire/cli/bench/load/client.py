@@ -59,7 +59,7 @@ class Outcome:
 
 
 @dataclass(slots=True)
-class Tally:
+class RunCounters:
     """Totals while a run is on its way, for whoever watches."""
 
     sent: int = 0
@@ -78,7 +78,7 @@ class Tally:
 class TimedAnswer:
     """Reads one stream and notes when each of its tokens came."""
 
-    def __init__(self, outcome: Outcome, tally: Tally) -> None:
+    def __init__(self, outcome: Outcome, tally: RunCounters) -> None:
         self.outcome = outcome
         self._tally = tally
         self._status = 0
@@ -150,7 +150,7 @@ class TimedAnswer:
 class WholeAnswer:
     """Reads an answer that comes at once: a vector has no tokens that could be timed."""
 
-    def __init__(self, outcome: Outcome, tally: Tally) -> None:
+    def __init__(self, outcome: Outcome, tally: RunCounters) -> None:
         self.outcome = outcome
         self._status = 0
         self._body = bytearray()
@@ -184,7 +184,7 @@ class Client:
     def __init__(self, host: Host, path: str, timeout: float | None = None, is_streamed: bool = True) -> None:
         self.host = host
         self.path = path
-        self.tally = Tally()
+        self.tally = RunCounters()
         self._timeout = timeout
         self._is_streamed = is_streamed
 

@@ -29,7 +29,7 @@ class Ask:
 
 
 @dataclass(frozen=True)
-class Shape:
+class PromptShape:
     """The lengths asked for, and what they are drawn with."""
 
     count: int | None
@@ -66,7 +66,7 @@ SHORTEST, LONGEST = 4, 1024
 """Conversations outside of these, in tokens, are left out: too short to time, or too long for a small context."""
 
 
-def random_text(shape: Shape) -> list[Ask]:
+def random_text(shape: PromptShape) -> list[Ask]:
     """Random words, or with `unit` chars random characters; the first `prefix_len` are the same for all."""
     draw = random.Random(shape.seed)
     write = random_words if shape.unit == "tokens" else random_characters
@@ -80,7 +80,7 @@ def random_text(shape: Shape) -> list[Ask]:
     return asks
 
 
-def prefix_repetition(shape: Shape) -> list[Ask]:
+def prefix_repetition(shape: PromptShape) -> list[Ask]:
     """`num_prefixes` beginnings of `prefix_len` tokens, each with many ends of `input_len`, in random order."""
     draw = random.Random(shape.seed)
     openings = [random_words(shape.prefix_len, draw) for _ in range(shape.num_prefixes)]
@@ -92,7 +92,7 @@ def prefix_repetition(shape: Shape) -> list[Ask]:
     return asks
 
 
-def prompts_file(shape: Shape) -> list[Ask]:
+def prompts_file(shape: PromptShape) -> list[Ask]:
     """A line of JSON each: `prompt` (text) or `messages` (a conversation), and perhaps `output_tokens`."""
     asks = []
     for where, line in _lines(shape):
@@ -105,7 +105,7 @@ def prompts_file(shape: Shape) -> list[Ask]:
     return _so_many(asks, shape)
 
 
-def sharegpt(shape: Shape) -> list[Ask]:
+def sharegpt(shape: PromptShape) -> list[Ask]:
     """First questions of ShareGPT's conversations; outputs are about as long as the answers were."""
     path = _path(shape)
     try:
@@ -130,7 +130,7 @@ def sharegpt(shape: Shape) -> list[Ask]:
     return _so_many(asks, shape)
 
 
-def trace(shape: Shape) -> list[Ask]:
+def trace(shape: PromptShape) -> list[Ask]:
     """Traffic as it was: `timestamp`, `input_length` and `output_length` on each line.
 
     Lines with `hash_ids` share the beginnings they shared then: an id is one block of text. A line may also bring its
@@ -158,7 +158,7 @@ def trace(shape: Shape) -> list[Ask]:
     return asks[: shape.count]
 
 
-DATASETS: dict[str, Callable[[Shape], list[Ask]]] = {
+DATASETS: dict[str, Callable[[PromptShape], list[Ask]]] = {
     "random": random_text,
     "prefix_repetition": prefix_repetition,
     "custom": prompts_file,
@@ -183,12 +183,12 @@ def _text(prompt: str | list[Message]) -> str:
     return prompt if isinstance(prompt, str) else " ".join(str(message.get("content", "")) for message in prompt)
 
 
-def _so_many(asks: list[Ask], shape: Shape) -> list[Ask]:
+def _so_many(asks: list[Ask], shape: PromptShape) -> list[Ask]:
     """As many as were asked for; a short file is read again from its beginning."""
     return asks if shape.count is None else list(itertools.islice(itertools.cycle(asks), shape.count))
 
 
-def _path(shape: Shape) -> Path:
+def _path(shape: PromptShape) -> Path:
     if shape.path is None:
         raise ValidationError("this dataset is a file: name it with --dataset-path")
     path = Path(shape.path)
@@ -197,7 +197,7 @@ def _path(shape: Shape) -> Path:
     return path
 
 
-def _lines(shape: Shape) -> Iterator[tuple[str, dict[str, Any]]]:
+def _lines(shape: PromptShape) -> Iterator[tuple[str, dict[str, Any]]]:
     """The objects of a JSONL file, each with a name for error messages."""
     path = _path(shape)
     is_empty = True

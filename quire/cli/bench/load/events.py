@@ -54,7 +54,7 @@ class Delta(msgspec.Struct):
     tool_calls: list[msgspec.Raw] | None = None
 
 
-class Choice(msgspec.Struct):
+class StreamedChoice(msgspec.Struct):
     """One choice of an event."""
 
     text: str | None = None
@@ -76,7 +76,7 @@ class PromptDetails(msgspec.Struct):
     cached_tokens: int | None = None
 
 
-class Usage(msgspec.Struct):
+class StreamedUsage(msgspec.Struct):
     """Tokens, as the server counts them."""
 
     prompt_tokens: int | None = None
@@ -84,18 +84,18 @@ class Usage(msgspec.Struct):
     prompt_tokens_details: PromptDetails | None = None
 
 
-class Chunk(msgspec.Struct):
+class StreamChunk(msgspec.Struct):
     """The part of an event that is looked at; everything else is skipped undecoded."""
 
-    choices: list[Choice] | None = None
-    usage: Usage | None = None
+    choices: list[StreamedChoice] | None = None
+    usage: StreamedUsage | None = None
     error: Any = None
 
 
-_decode = msgspec.json.Decoder(Chunk).decode
+_decode = msgspec.json.Decoder(StreamChunk).decode
 
 
-def read_chunk(event: bytes) -> Chunk:
+def read_chunk(event: bytes) -> StreamChunk:
     """One event, decoded."""
     try:
         return _decode(event)

@@ -28,7 +28,7 @@ class LostConnectionError(Exception):
         self.kind = kind
 
 
-class Answer(Protocol):
+class ResponseHandler(Protocol):
     """Takes a response as it arrives."""
 
     def begin(self, status: int) -> None:
@@ -38,7 +38,7 @@ class Answer(Protocol):
         """A piece of the body, and when it came."""
 
 
-class Whole:
+class WholeResponse:
     """An answer that is read as a whole."""
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ class Connection(asyncio.Protocol):
 
     def __init__(self) -> None:
         self._transport: asyncio.Transport | None = None
-        self._answer: Answer | None = None
+        self._answer: ResponseHandler | None = None
         self._done: asyncio.Future[None] | None = None
         self._parser: Any = None
         self._at = 0.0
@@ -70,7 +70,7 @@ class Connection(asyncio.Protocol):
     def is_open(self) -> bool:
         return self._transport is not None and not self._transport.is_closing()
 
-    async def exchange(self, request: bytes, answer: Answer) -> None:
+    async def exchange(self, request: bytes, answer: ResponseHandler) -> None:
         """Send `request`, hand `answer` the response; returns at its end. Cancelling closes the connection."""
         if self._transport is None:
             raise LostConnectionError("connection lost", "the server closed the connection")
@@ -164,13 +164,13 @@ class Host:
                 raise ValidationError(f"the header {name} holds characters that no header may")
         self._headers = "".join(f"{name}: {value}\r\n" for name, value in given.items())
 
-    async def get(self, path: str) -> Whole:
+    async def get(self, path: str) -> WholeResponse:
         """The answer to a GET."""
-        answer = Whole()
+        answer = WholeResponse()
         await self._send(self._head("GET", path) + b"\r\n", answer)
         return answer
 
-    async def post(self, path: str, body: bytes, answer: Answer) -> None:
+    async def post(self, path: str, body: bytes, answer: ResponseHandler) -> None:
         """Post JSON."""
         head = self._head("POST", path) + b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body)
         await self._send(head + body, answer)
@@ -183,7 +183,7 @@ class Host:
     def _head(self, method: str, path: str) -> bytes:
         return f"{method} {self._root}{path} HTTP/1.1\r\n{self._headers}".encode()
 
-    async def _send(self, request: bytes, answer: Answer) -> None:
+    async def _send(self, request: bytes, answer: ResponseHandler) -> None:
         """Nothing is sent twice: a server that closes a connection it was asked on has failed that request."""
         connection = self._reusable() or await self._connect()
         await connection.exchange(request, answer)

@@ -65,7 +65,7 @@ class Spread:
         return percentile(self.values, percent)
 
 
-class Measured:
+class RunMeasurements:
     """The figures of a run. Failed requests count as failed and nowhere else."""
 
     def __init__(self, run: Run, goals: dict[str, float]) -> None:

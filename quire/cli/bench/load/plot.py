@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from html import escape
 
-from quire.cli.bench.load.measure import Measured, Spread
+from quire.cli.bench.load.measure import RunMeasurements, Spread
 
 WIDTH, HEIGHT = 960, 660
 PANEL_WIDTH, PANEL_HEIGHT = 400, 220
@@ -27,7 +27,7 @@ STYLE = """
 """
 
 
-def plot(measured: Measured, title: str, subtitle: str) -> str:
+def plot(measured: RunMeasurements, title: str, subtitle: str) -> str:
     """The picture: three distributions, and what happened when."""
     panels = [
         _distribution(LEFT, FIRST_ROW, "Time to first token", measured.spreads["ttft"], measured.goals.get("ttft")),
@@ -90,7 +90,7 @@ def _distribution(x: float, y: float, title: str, spread: Spread, goal: float | 
     return "\n".join(parts)
 
 
-def _timeline(x: float, y: float, measured: Measured) -> str:
+def _timeline(x: float, y: float, measured: RunMeasurements) -> str:
     """Tokens a second and requests on their way, each on its own scale; a mark where requests failed."""
     seconds = max(measured.run.duration, 1e-3)
     width = seconds / PIECES

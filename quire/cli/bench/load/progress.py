@@ -7,16 +7,16 @@ import sys
 import time
 from types import TracebackType
 
-from quire.cli.bench.load.client import Tally
+from quire.cli.bench.load.client import RunCounters
 
 PER_SECOND = 4
 """Redrawing is work this process could be late for."""
 
 
-class Watching:
+class LoadProgress:
     """While entered, shows a tally on the terminal; nothing where there is none."""
 
-    def __init__(self, tally: Tally, total: int | None, what: str) -> None:
+    def __init__(self, tally: RunCounters, total: int | None, what: str) -> None:
         self._tally = tally
         self._total = total
         self._what = what

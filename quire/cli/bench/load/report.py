@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from quire.cli.bench.load.measure import METRICS, Measured
+from quire.cli.bench.load.measure import METRICS, RunMeasurements
 from quire.cli.terminal import table
 from quire.errors import ValidationError
 
@@ -18,7 +18,7 @@ BUSY = 0.9
 
 
 def figures(
-    measured: Measured, metrics: Sequence[str], percents: Sequence[float], detailed: bool = False
+    measured: RunMeasurements, metrics: Sequence[str], percents: Sequence[float], detailed: bool = False
 ) -> dict[str, Any]:
     """What --save-result writes."""
     found: dict[str, Any] = {
@@ -55,7 +55,7 @@ def figures(
     return found
 
 
-def show(measured: Measured, metrics: Sequence[str], percents: Sequence[float], title: str) -> None:
+def show(measured: RunMeasurements, metrics: Sequence[str], percents: Sequence[float], title: str) -> None:
     """The tables on stdout."""
     from rich.console import Console
     from rich.table import Table
@@ -78,7 +78,7 @@ def show(measured: Measured, metrics: Sequence[str], percents: Sequence[float], 
         print(remark)
 
 
-def _totals(measured: Measured) -> list[tuple[str, str]]:
+def _totals(measured: RunMeasurements) -> list[tuple[str, str]]:
     run, done = measured.run, len(measured.done)
     rows = [
         ("requests", f"{done} completed, {sum(measured.failures.values())} failed, in {run.duration:.2f} s"),
@@ -97,7 +97,7 @@ def _totals(measured: Measured) -> list[tuple[str, str]]:
     return rows
 
 
-def _show_failures(measured: Measured) -> None:
+def _show_failures(measured: RunMeasurements) -> None:
     if not measured.failures:
         return
     examples = {outcome.failure: outcome.detail for outcome in reversed(measured.run.outcomes) if not outcome.ok}
@@ -105,7 +105,7 @@ def _show_failures(measured: Measured) -> None:
     print("\n" + table(rows, "failures"))
 
 
-def _remarks(measured: Measured) -> list[str]:
+def _remarks(measured: RunMeasurements) -> list[str]:
     """What a reader must know before believing the figures."""
     remarks = []
     if measured.done and not measured.is_counted_by_server:

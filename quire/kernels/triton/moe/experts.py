@@ -1,0 +1,95 @@
+"""Mixtures of experts: each token through the few experts that the router chose for it.
+
+A handful of tokens go pair by pair (`moe_vector`), more of them sorted by expert in tiles (`moe_layout`, `moe_tile`);
+`moe_tuning` says which, and in what shape. No way waits for the host: all of them can be captured.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+
+import torch
+
+from quire.kernels.triton.moe.common import ExpertsConfig, ExpertsShape
+from quire.kernels.triton.moe.layout import LARGE, SMALL, arrange
+from quire.kernels.triton.moe.route import MAX_EXPERTS, route
+from quire.kernels.triton.moe.tile import combine, tile_down, tile_experts, tile_gate_up
+from quire.kernels.triton.moe.vector import ChosenExperts, vector_experts
+
+Task = Callable[[], object]
+"""Launches kernels."""
+
+
+def experts(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    chosen: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    config: ExpertsConfig,
+) -> torch.Tensor:
+    """`Ops.experts`, in the way that `config` says."""
+    if config.kernel == "vector":
+        return vector_experts(x, ChosenExperts(chosen.shape[1], weights, chosen), gate_up, down, config)
+    return tile_experts(x, weights, chosen, gate_up, down, config)
+
+
+def shape_of(gate_up: torch.Tensor, top_k: int) -> ExpertsShape:
+    """The experts of stacked weights [experts, 2 * width, hidden]."""
+    count, double, hidden = gate_up.shape
+    return ExpertsShape(count, top_k, double // 2, hidden)
+
+
+def launches(
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    top_k: int,
+    renormalise: bool,
+    routed: int,
+    configs: Iterable[ExpertsConfig],
+) -> dict[object, Task]:
+    """Tasks that launch the kernels of these configurations, each once, for one token of zeros. `routed`: experts that
+    are chosen among, here or on other ranks."""
+    count, _, hidden = gate_up.shape
+    width = down.shape[2]
+
+    def zeros(*size: int, dtype: torch.dtype = gate_up.dtype) -> torch.Tensor:
+        return torch.zeros(size, dtype=dtype, device=gate_up.device)
+
+    def weights() -> torch.Tensor:
+        return zeros(1, top_k, dtype=torch.float32)
+
+    def chosen(tokens: int = 1) -> torch.Tensor:
+        return zeros(tokens, top_k, dtype=torch.int32)
+
+    def vector(config: ExpertsConfig, folded: bool) -> None:
+        norm = (zeros(hidden), 1e-6) if folded else None
+        vector_experts(zeros(1, hidden), ChosenExperts(top_k, weights(), chosen()), gate_up, down, config, norm)
+
+    def gate_up_tiles(config: ExpertsConfig) -> None:
+        tile_gate_up(zeros(1, hidden), arrange(chosen(), count, config.block_m), gate_up, top_k, config)
+
+    def down_tiles(config: ExpertsConfig) -> None:
+        tile_down(zeros(top_k, width), arrange(chosen(), count, config.block_m), down, top_k, config)
+
+    tasks: dict[object, Task] = {
+        "route": lambda: route(
+            zeros(1, routed), top_k, renormalise, zeros(routed, dtype=torch.int64), zeros(1, dtype=torch.int64)
+        ),
+        "combine": lambda: combine(zeros(top_k, hidden), weights(), chosen(), count),
+    }
+    for config in configs:
+        if config.kernel == "vector":
+            for folded in (True, False):
+                tasks[config, folded] = functools.partial(vector, config, folded)
+        else:
+            tasks["gate_up", config.gate_up, config.block_m, config.tma] = functools.partial(gate_up_tiles, config)
+            tasks["down", config.down, config.block_m, config.tma] = functools.partial(down_tiles, config)
+    for pairs in (1, SMALL + 1, LARGE + 1):  # one program of few, one of many, several
+        tokens = -(-pairs // top_k)
+        tasks["arrange", pairs] = functools.partial(lambda tokens: arrange(chosen(tokens), count, 16), tokens)
+    return tasks
+
+
+__all__ = ["MAX_EXPERTS", "ChosenExperts", "experts", "launches", "route", "shape_of", "vector_experts"]

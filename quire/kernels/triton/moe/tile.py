@@ -1,0 +1,262 @@
+"""Experts of many tokens: the tokens of an expert together, in tiles on the tensor cores.
+
+`moe_layout` has put the pairs of a token and an expert in the order of their experts. Three kernels follow: gate, up
+and what joins them, which gathers its rows of x by that order; down, which puts every pair's result back where the
+pair came from; and the sum over the experts of each token, in the order in which they were chosen. So the bits of a
+result depend on nothing but its token and the shape of the tiles.
+
+With few rows a tile the product is computed transposed, weight @ x.T: the tensor cores of this generation multiply 64
+rows at a time and any multiple of 8 columns, so that the weights stand where 64 are needed.
+"""
+
+# ruff: noqa: N803, N806
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from quire.kernels.triton.launch import gdc_launch_dependents, gdc_wait, pdl
+from quire.kernels.triton.moe.common import Block, ExpertsConfig
+from quire.kernels.triton.moe.layout import SPAN, ExpertLayout, arrange
+
+SWAPPED = 64
+"""Rows of a tile up to which the product is computed transposed."""
+GROUP, WIDE = 16, 64
+"""Tiles of an expert's tokens that go along its weights together, where those are so many tiles wide: by the time one
+tile had gone along all of them, the cache would have forgotten the first."""
+COLUMNS = 1024
+"""Of a program that sums over experts."""
+
+
+@triton.jit
+def _weight_tile(
+    weight, view, line, column, k, N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
+):
+    """Weights [BLOCK_N, BLOCK_K] of outputs `column` on, whose matrix begins at `line` of all of them."""
+    if view is not None:
+        tile = view.load([line + column, k])
+    else:
+        # Outputs past the end repeat the last, and are not stored.
+        lines = line.to(tl.int64) + tl.minimum(column + tl.arange(0, BLOCK_N), N - 1)
+        depth = k + tl.arange(0, BLOCK_K)[None, :]
+        at = weight + lines[:, None] * K + depth
+        if K % BLOCK_K == 0:
+            tile = tl.load(at)
+        else:
+            tile = tl.load(at, mask=depth < K, other=0.0)
+    return tile
+
+
+@triton.jit
+def _multiply(tile, value, total, SWAP: tl.constexpr):
+    """total + value @ tile.T, or its transpose."""
+    if SWAP:
+        total = tl.dot(tile, value.T, total, input_precision="ieee")
+    else:
+        total = tl.dot(value, tile.T, total, input_precision="ieee")
+    return total
+
+
+@triton.jit
+def _grouped(
+    x, x_view, weight, view, order, spans, y,
+    E: tl.constexpr, TOP: tl.constexpr, N: tl.constexpr, K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, STAGES: tl.constexpr, GATED: tl.constexpr, SWAP: tl.constexpr, GROUP: tl.constexpr,
+    SPAN: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    WIDTH: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    EACH: tl.constexpr = 2 * N if GATED else N
+    program = tl.program_id(0)
+    # Neighbours share rows of x, and an expert's tiles are near each other: its weights are read from memory once.
+    # Where the cache does not hold them, GROUP tiles go along the weights side by side.
+    if GROUP == 1:
+        at = spans + program // WIDTH * SPAN
+        column = program % WIDTH * BLOCK_N
+    else:
+        group = program // (WIDTH * GROUP) * GROUP
+        size = tl.minimum(tl.num_programs(0) // WIDTH - group, GROUP)
+        within = program % (WIDTH * GROUP)
+        at = spans + (group + within % size) * SPAN
+        column = within // size * BLOCK_N
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    expert = tl.load(at)
+    if expert >= E:
+        return
+    first = tl.load(at + 1)
+    end = tl.load(at + 2)
+    row = first + tl.arange(0, BLOCK_M)
+    # Rows past the end repeat the last, and are not stored.
+    held = tl.minimum(row, end - 1)
+    pair = tl.load(order + held)
+    source = pair // TOP if GATED else held
+    target = row if GATED else pair
+    depth = tl.arange(0, BLOCK_K)[None, :]
+    lines = x + source.to(tl.int64)[:, None] * K + depth
+    line = expert * EACH
+    if SWAP:
+        total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    else:
+        total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    gated = total
+    for k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+        tile = _weight_tile(weight, view, line, column, k, N, K, BLOCK_N, BLOCK_K)
+        if x_view is not None:
+            value = x_view.load([first, k])  # the next expert's rows beyond the end are not stored either
+        elif K % BLOCK_K == 0:
+            value = tl.load(lines + k)
+        else:
+            value = tl.load(lines + k, mask=k + depth < K, other=0.0)
+        total = _multiply(tile, value, total, SWAP)
+        if GATED:
+            tile = _weight_tile(weight, view, line + N, column, k, N, K, BLOCK_N, BLOCK_K)
+            gated = _multiply(tile, value, gated, SWAP)
+    if GATED:
+        total = total / (1 + tl.exp(-total)) * gated
+    outputs = column + tl.arange(0, BLOCK_N)
+    result = total.to(y.dtype.element_ty)
+    target = target.to(tl.int64) * N
+    if SWAP:
+        inside = (outputs < N)[:, None] & (row < end)[None, :]
+        tl.store(y + target[None, :] + outputs[:, None], result, mask=inside)
+    else:
+        inside = (outputs < N)[None, :] & (row < end)[:, None]
+        tl.store(y + target[:, None] + outputs[None, :], result, mask=inside)
+
+
+@triton.jit
+def _combine(
+    x, weights, experts, y,
+    E: tl.constexpr, TOP: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    BLOCKS: tl.constexpr = (N + BLOCK - 1) // BLOCK
+    program = tl.program_id(0)
+    token = (program // BLOCKS).to(tl.int64)
+    column = program % BLOCKS * BLOCK + tl.arange(0, BLOCK)
+    inside = column < N
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    total = tl.zeros((BLOCK,), tl.float32)
+    for slot in tl.static_range(TOP):
+        pair = token * TOP + slot
+        expert = tl.load(experts + pair)
+        # What another's expert would have written is not there.
+        ours = (expert >= 0) & (expert < E)
+        part = tl.load(x + pair * N + column, mask=inside & ours, other=0.0).to(tl.float32)
+        total += part * tl.where(ours, tl.load(weights + pair), 0.0)
+    tl.store(y + token * N + column, total.to(y.dtype.element_ty), mask=inside)
+
+
+def tile_experts(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    experts: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    config: ExpertsConfig,
+) -> torch.Tensor:
+    """`Ops.experts` of any number of tokens."""
+    top_k = experts.shape[1]
+    layout = arrange(experts, gate_up.shape[0], config.block_m)
+    features = tile_gate_up(x, layout, gate_up, top_k, config)
+    results = tile_down(features, layout, down, top_k, config)
+    return combine(results, weights, experts, gate_up.shape[0])
+
+
+def tile_gate_up(
+    x: torch.Tensor, layout: ExpertLayout, weight: torch.Tensor, top_k: int, config: ExpertsConfig
+) -> torch.Tensor:
+    """silu(gate) * up of every pair [pairs, width], in the order of the layout.
+
+    Bytes: the weights of the experts used, once; x once an expert's choice, from the cache beyond the first.
+    Operations: 4 a weight and pair, on tensor cores.
+    """
+    out = x.new_empty((layout.order.shape[0], weight.shape[1] // 2))
+    _launch(x, layout, weight, out, top_k, config, config.gate_up, gated=True)
+    return out
+
+
+def tile_down(
+    features: torch.Tensor, layout: ExpertLayout, weight: torch.Tensor, top_k: int, config: ExpertsConfig
+) -> torch.Tensor:
+    """The result of every pair [pairs, hidden], token by token.
+
+    Bytes: the weights of the experts used, once; the features, and the results written. Operations: 2 a weight and
+    pair, on tensor cores.
+    """
+    out = features.new_empty((features.shape[0], weight.shape[1]))
+    _launch(features, layout, weight, out, top_k, config, config.down, gated=False)
+    return out
+
+
+def combine(results: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, count: int) -> torch.Tensor:
+    """Each token's results of its experts [tokens * top_k, hidden], weighted and summed.
+
+    Bytes: top_k + 1 values an output. Operations: 2 top_k an output.
+    """
+    tokens, top_k = weights.shape
+    hidden = results.shape[1]
+    out = results.new_empty((tokens, hidden))
+    meta = _combine_meta(count, top_k, hidden)
+    _combine[(tokens * triton.cdiv(hidden, meta["BLOCK"]),)](results, weights, experts, out, **meta)
+    return out
+
+
+def _launch(
+    x: torch.Tensor,
+    layout: ExpertLayout,
+    weight: torch.Tensor,
+    out: torch.Tensor,
+    top_k: int,
+    config: ExpertsConfig,
+    block: Block,
+    gated: bool,
+) -> None:
+    x_view = view = None
+    if config.tma:
+        view = TensorDescriptor.from_tensor(weight.flatten(0, 1), [block.n, block.k])
+        if not gated:
+            x_view = TensorDescriptor.from_tensor(x, [config.block_m, block.k])
+    columns = out.shape[1]
+    _grouped[(layout.tiles * triton.cdiv(columns, block.n),)](
+        x, x_view, weight, view, layout.order, layout.spans, out,
+        **_meta(weight.shape[0], top_k, columns, x.shape[1], config.block_m, block, gated),
+    )  # fmt: skip
+
+
+@functools.cache
+def _meta(
+    experts: int, top_k: int, columns: int, depth: int, block_m: int, block: Block, gated: bool
+) -> dict[str, Any]:
+    """What a launch is compiled with."""
+    return {
+        "E": experts,
+        "TOP": top_k,
+        "N": columns,
+        "K": depth,
+        "BLOCK_M": block_m,
+        "BLOCK_N": block.n,
+        "BLOCK_K": block.k,
+        "STAGES": block.stages,
+        "GATED": gated,
+        "SWAP": block_m <= SWAPPED,
+        "GROUP": GROUP if block_m > SWAPPED and columns >= WIDE * block.n else 1,
+        "SPAN": SPAN,
+        "num_warps": block.warps,
+        **pdl(),
+    }
+
+
+@functools.cache
+def _combine_meta(experts: int, top_k: int, hidden: int) -> dict[str, Any]:
+    """What a launch is compiled with."""
+    block = min(COLUMNS, triton.next_power_of_2(hidden))
+    return {"E": experts, "TOP": top_k, "N": hidden, "BLOCK": block, "num_warps": max(block // 256, 1), **pdl()}

@@ -1,0 +1,230 @@
+"""Experts of a handful of tokens: each pair of a token and an expert by itself, on the ordinary float32 units.
+
+With so few tokens hardly two share an expert, and a step takes as long as reading the experts used. Two kernels, with
+nothing sorted before them: one for gate, up and what joins them, a program owning a few features of one pair; one for
+down, a program owning a few outputs of one token and going through all its experts, so that the sum over them needs no
+exchange and has one order.
+
+The norm before can be folded in, as in `thin`. Which experts those are is found by a kernel before (`moe_route`): left
+to every program, one for each few features, it had cost more than that kernel's launch.
+
+The second kernel reads the routing, and with it its weights, before it waits for the first: whoever wrote the routing
+had ended when the first kernel let the second start, because it does so only after its own wait.
+"""
+
+# ruff: noqa: N803, N806, RUF005  # Triton's names; its tuples grow by `+` alone
+# mypy: disable-error-code="assignment"
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from quire.kernels.triton.launch import gdc_launch_dependents, gdc_wait, pdl
+from quire.kernels.triton.moe.common import Block, ExpertsConfig
+from quire.kernels.triton.skinny_gemm.vector import gained_stream, in_chunks, partials, weight_rows
+
+
+@triton.jit
+def _gate_up(
+    x, gain, experts, weight, y, eps,
+    E: tl.constexpr, TOP: tl.constexpr, N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    CHUNKS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    BLOCKS: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    program = tl.program_id(0)
+    pair = program // BLOCKS
+    first = program % BLOCKS * BLOCK_N
+    token = (pair // TOP).to(tl.int64)
+    if gain is not None:
+        gains = in_chunks(gain, K, BLOCK_K)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    vector = in_chunks(x + token * K, K, BLOCK_K)
+    expert = tl.load(experts + pair)
+    if (expert < 0) | (expert >= E):
+        return  # another's; what is not written here is not read
+    own = weight + expert.to(tl.int64) * (2 * N * K)
+    tiles = weight_rows(own, first, N, K, BLOCK_N, BLOCK_K)
+    tiles = tiles + weight_rows(own + N * K, first, N, K, BLOCK_N, BLOCK_K)
+    scale = 1.0
+    if gain is not None:
+        vector, squares = gained_stream(vector, None, gains, None, False, K, BLOCK_K)
+        scale = tl.rsqrt(tl.sum(squares, 0) / K + eps)
+    part = partials(tiles[:CHUNKS], (vector,), 1, BLOCK_N, BLOCK_K, CHUNKS, WIDE)
+    gated = partials(tiles[CHUNKS:], (vector,), 1, BLOCK_N, BLOCK_K, CHUNKS, WIDE)
+    out, up = tl.split(tl.sum(tl.join(part, gated), 1))
+    out *= scale
+    out = out / (1 + tl.exp(-out)) * (up * scale)
+    column = first + tl.arange(0, BLOCK_N)
+    tl.store(y + pair * N + column, out.to(y.dtype.element_ty), mask=column < N)
+
+
+@triton.jit
+def _pieces(at, ours, first, K: tl.constexpr, BLOCK_K: tl.constexpr, CHUNKS: tl.constexpr):
+    """Weights [SLOTS, BLOCK_N, BLOCK_K] of inputs `first` on, in CHUNKS; zeros past the end, and of others' experts."""
+    tiles = ()
+    for chunk in tl.static_range(CHUNKS):
+        k = first + chunk * BLOCK_K + tl.arange(0, BLOCK_K)
+        inside = ours[:, None, None] & (k < K)[None, None, :]
+        tiles = tiles + (tl.load(at + k[None, None, :], mask=inside, other=0.0, eviction_policy="evict_first"),)
+    return tiles
+
+
+@triton.jit
+def _add_pieces(
+    part, tiles, source, ours, first,
+    K: tl.constexpr, SLOTS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WIDE: tl.constexpr,
+    CHUNKS: tl.constexpr,
+):  # fmt: skip
+    """Add each thread's share of the products of such weights with the features."""
+    for chunk in tl.static_range(CHUNKS):
+        k = first + chunk * BLOCK_K + tl.arange(0, BLOCK_K)
+        value = tl.load(source + k[None, :], mask=ours[:, None] & (k < K)[None, :], other=0.0)
+        product = tiles[chunk].to(tl.float32) * value.to(tl.float32)[:, None, :]
+        part += tl.sum(tl.reshape(product, (SLOTS, BLOCK_N, BLOCK_K // WIDE, WIDE)), 3)
+    return part
+
+
+@triton.jit
+def _down(
+    x, weights, experts, weight, y,
+    E: tl.constexpr, TOP: tl.constexpr, N: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, WIDE: tl.constexpr, CHUNKS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    BLOCKS: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    STEP: tl.constexpr = CHUNKS * BLOCK_K
+    program = tl.program_id(0)
+    token = (program // BLOCKS).to(tl.int64)
+    column = program % BLOCKS * BLOCK_N + tl.arange(0, BLOCK_N)
+    slot = tl.arange(0, SLOTS)
+    expert = tl.load(experts + token * TOP + slot, mask=slot < TOP, other=-1)
+    ours = (expert >= 0) & (expert < E)
+    share = tl.load(weights + token * TOP + slot, mask=ours, other=0.0)
+    # Outputs past the end repeat the last, and are not stored.
+    line = expert.to(tl.int64)[:, None] * N + tl.minimum(column, N - 1)[None, :]
+    at = weight + line[:, :, None] * K
+    source = x + (token * TOP + tl.arange(0, SLOTS))[:, None] * K
+    tiles = _pieces(at, ours, 0, K, BLOCK_K, CHUNKS)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    part = tl.zeros((SLOTS, BLOCK_N, BLOCK_K // WIDE), tl.float32)
+    if STEP >= K:
+        part = _add_pieces(part, tiles, source, ours, 0, K, SLOTS, BLOCK_N, BLOCK_K, WIDE, CHUNKS)
+    else:
+        for first in range(0, K, STEP):
+            ahead = _pieces(at, ours, first + STEP, K, BLOCK_K, CHUNKS)
+            part = _add_pieces(part, tiles, source, ours, first, K, SLOTS, BLOCK_N, BLOCK_K, WIDE, CHUNKS)
+            tiles = ahead
+    out = tl.sum(tl.sum(part, 2) * share[:, None], 0)
+    tl.store(y + token * N + column, out.to(y.dtype.element_ty), mask=column < N)
+
+
+@dataclass(frozen=True)
+class ChosenExperts:
+    """Where tokens go: what `route` returned."""
+
+    top_k: int
+    weights: torch.Tensor
+    experts: torch.Tensor
+
+
+def vector_experts(
+    x: torch.Tensor,
+    routing: ChosenExperts,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    config: ExpertsConfig,
+    norm: tuple[torch.Tensor, float] | None = None,
+) -> torch.Tensor:
+    """`Ops.experts` of few tokens; `norm`: x is normed with (gain, eps) first."""
+    features = vector_gate_up(x, routing, gate_up, config.gate_up, norm)
+    return vector_down(features, routing, down, config.down)
+
+
+def vector_gate_up(
+    x: torch.Tensor, routing: ChosenExperts, weight: torch.Tensor, block: Block, norm: tuple[torch.Tensor, float] | None
+) -> torch.Tensor:
+    """silu(gate) * up of every pair [tokens * top_k, width].
+
+    Bytes: the two weights of each pair's expert; the input and the gain once a program, from the cache. Operations:
+    one conversion and one multiplication a weight.
+    """
+    tokens, depth = x.shape
+    experts, double, _ = weight.shape
+    pairs, width = tokens * routing.top_k, double // 2
+    out = x.new_empty((pairs, width))
+    gain, eps = norm or (None, 0.0)
+    _gate_up[(pairs * triton.cdiv(width, block.n),)](
+        x, gain, routing.experts, weight, out, eps,
+        **_gate_up_meta(experts, routing.top_k, width, depth, block, x.element_size()),
+    )  # fmt: skip
+    return out
+
+
+def vector_down(features: torch.Tensor, routing: ChosenExperts, weight: torch.Tensor, block: Block) -> torch.Tensor:
+    """The weighted sum over each token's experts [tokens, hidden].
+
+    Bytes: the weight of each pair's expert; the features once a program, from the cache. Operations: one conversion
+    and one multiplication a weight.
+    """
+    experts, hidden, width = weight.shape
+    tokens = features.shape[0] // routing.top_k
+    out = features.new_empty((tokens, hidden))
+    _down[(tokens * triton.cdiv(hidden, block.n),)](
+        features, routing.weights, routing.experts, weight, out,
+        **_down_meta(experts, routing.top_k, hidden, width, block, features.element_size()),
+    )  # fmt: skip
+    return out
+
+
+@functools.cache
+def _gate_up_meta(experts: int, top_k: int, width: int, depth: int, block: Block, itemsize: int) -> dict[str, Any]:
+    """What a launch is compiled with: a thread reads 16 bytes of each weight row and chunk."""
+    wide = 16 // itemsize
+    return {
+        "E": experts,
+        "TOP": top_k,
+        "N": width,
+        "K": depth,
+        "BLOCK_N": block.n,
+        "BLOCK_K": 32 * block.warps * wide,
+        "WIDE": wide,
+        "num_warps": block.warps,
+        **pdl(),
+    }
+
+
+@functools.cache
+def _down_meta(experts: int, top_k: int, hidden: int, width: int, block: Block, itemsize: int) -> dict[str, Any]:
+    """What a launch is compiled with: a warp reads 512 bytes of a weight row at a time, warps side by side read
+    different rows first, and then the same."""
+    wide = 16 // itemsize
+    slots = triton.next_power_of_2(top_k)
+    block_k = 32 * wide * max(1, block.warps // (slots * block.n))
+    chunks = triton.cdiv(width, block_k)
+    # 16 bytes are 4 registers, of which 64 hold weights: all of them, or half of those now and half of those next.
+    held = 16 * 32 * wide * block.warps // (slots * block.n * block_k)
+    if chunks > held:
+        chunks = max(1, held // 2)
+    return {
+        "E": experts,
+        "TOP": top_k,
+        "N": hidden,
+        "K": width,
+        "SLOTS": slots,
+        "BLOCK_N": block.n,
+        "BLOCK_K": block_k,
+        "WIDE": wide,
+        "CHUNKS": chunks,
+        "num_warps": block.warps,
+        **pdl(),
+    }

@@ -1,0 +1,244 @@
+"""Products of one to four rows, on the ordinary float32 units.
+
+A program owns a few rows of the weight, holds all of them in registers at once, and multiplies them with every input
+row. A thread reads 16 bytes of a weight row at a time, all its reads are under way before the first is used, and they
+are issued before `gdc_wait`: they cross the end of the kernel before. Tensor cores would idle here; float32
+multiplications keep pace with the memory up to about four input rows.
+"""
+
+# ruff: noqa: N803, N806, RUF005  # Triton's names; its tuples grow by `+` alone
+# mypy: disable-error-code="assignment"
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from quire.kernels.triton.launch import gdc_launch_dependents, gdc_wait, num_sms, pdl
+from quire.kernels.triton.skinny_gemm.common import Config, Launch, Product
+
+MAX_ROWS = 4
+"""Input rows at most: past that the arithmetic costs more than the reads."""
+
+
+@triton.jit
+def weight_rows(weight, first, N, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Rows [first, first + BLOCK_N) of a weight [N, K], as tiles [BLOCK_N, BLOCK_K]. Past its end, the last again."""
+    rows = tl.minimum(first + tl.arange(0, BLOCK_N), N - 1).to(tl.int64)
+    tiles = ()
+    for chunk in tl.static_range((K + BLOCK_K - 1) // BLOCK_K):
+        columns = chunk * BLOCK_K + tl.arange(0, BLOCK_K)
+        at = weight + rows[:, None] * K + columns[None, :]
+        # A step reads each weight once: it should not push out of the cache what is read again.
+        if (chunk + 1) * BLOCK_K <= K:
+            tile = tl.load(at, eviction_policy="evict_first")
+        else:
+            tile = tl.load(at, mask=columns[None, :] < K, other=0.0, eviction_policy="evict_first")
+        tiles = tiles + (tile,)
+    return tiles
+
+
+@triton.jit
+def _tiles(weight, first, N, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SILU: tl.constexpr):
+    """The weight tiles of outputs [first, first + BLOCK_N): of the gate, then of the values it gates, under SILU."""
+    tiles = weight_rows(weight, first, N, K, BLOCK_N, BLOCK_K)
+    if SILU:
+        tiles = tiles + weight_rows(weight + N.to(tl.int64) * K, first, N, K, BLOCK_N, BLOCK_K)
+    return tiles
+
+
+@triton.jit
+def in_chunks(vector, K: tl.constexpr, BLOCK_K: tl.constexpr):
+    """A vector of K values in chunks, zeros past its end."""
+    chunks = ()
+    for chunk in tl.static_range((K + BLOCK_K - 1) // BLOCK_K):
+        columns = chunk * BLOCK_K + tl.arange(0, BLOCK_K)
+        chunks = chunks + (tl.load(vector + columns, mask=columns < K, other=0.0),)
+    return chunks
+
+
+@triton.jit
+def gained_stream(row, carried, gain, stream, writes, K: tl.constexpr, BLOCK_K: tl.constexpr):
+    """(stream * gain in chunks, squares of the stream), where stream = row + carried, rounded as it is stored."""
+    chunks = ()
+    squares = tl.zeros((BLOCK_K,), tl.float32)
+    for chunk in tl.static_range((K + BLOCK_K - 1) // BLOCK_K):
+        columns = chunk * BLOCK_K + tl.arange(0, BLOCK_K)
+        value = row[chunk]
+        if carried is not None:
+            value = (value.to(tl.float32) + carried[chunk].to(tl.float32)).to(value.dtype)
+            tl.store(stream + columns, value, mask=(columns < K) & writes)
+        wide = value.to(tl.float32)
+        squares += wide * wide
+        chunks = chunks + (wide * gain[chunk].to(tl.float32),)
+    return chunks, squares
+
+
+@triton.jit
+def _join(parts, ROWS: tl.constexpr):
+    """One tensor of what every row has: its axes of size 2 are the row's bits, low bit first.
+
+    Joined, the rows are summed over the threads in one exchange instead of one each.
+    """
+    if ROWS == 4:
+        joined = tl.join(tl.join(parts[0], parts[1]), tl.join(parts[2], parts[3]))
+    elif ROWS == 2:
+        joined = tl.join(parts[0], parts[1])
+    else:
+        joined = parts[0]
+    return joined
+
+
+@triton.jit
+def _places(columns, ROWS: tl.constexpr):
+    """(column, row) of each output, shaped as `_join` shapes them."""
+    bit = tl.arange(0, 2)
+    if ROWS == 4:
+        places = columns[:, None, None], bit[None, :, None] + 2 * bit[None, None, :]
+    elif ROWS == 2:
+        places = columns[:, None], bit[None, :]
+    else:
+        places = columns, tl.zeros_like(columns)
+    return places
+
+
+@triton.jit
+def partials(
+    tiles, vectors,
+    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, CHUNKS: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Each thread's share of the products of weight tiles with every row: [BLOCK_N, threads] joined over rows."""
+    parts = ()
+    for row in tl.static_range(ROWS):
+        part = tl.zeros((BLOCK_N, BLOCK_K // WIDE), tl.float32)
+        for chunk in tl.static_range(CHUNKS):
+            product = tiles[chunk].to(tl.float32) * vectors[row][chunk].to(tl.float32)[None, :]
+            part += tl.sum(tl.reshape(product, (BLOCK_N, BLOCK_K // WIDE, WIDE)), 2)
+        parts = parts + (part,)
+    return _join(parts, ROWS)
+
+
+@triton.jit
+def _write(
+    tiles, vectors, scale, bias, y, first, rows, N,
+    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, CHUNKS: tl.constexpr, WIDE: tl.constexpr,
+    SILU: tl.constexpr,
+):  # fmt: skip
+    """Outputs [first, first + BLOCK_N) of every row; `scale` is the rows', joined."""
+    column, row = _places(first + tl.arange(0, BLOCK_N), ROWS)
+    inside = column < N
+    part = partials(tiles[:CHUNKS], vectors, ROWS, BLOCK_N, BLOCK_K, CHUNKS, WIDE)
+    if SILU:
+        gated = partials(tiles[CHUNKS:], vectors, ROWS, BLOCK_N, BLOCK_K, CHUNKS, WIDE)
+        out, up = tl.split(tl.sum(tl.join(part, gated), 1))
+        if scale is not None:
+            out *= scale
+            up *= scale
+        if bias is not None:
+            out += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
+            up += tl.load(bias + N + column, mask=inside, other=0.0).to(tl.float32)
+        out = out / (1 + tl.exp(-out)) * up
+    else:
+        out = tl.sum(part, 1)
+        if scale is not None:
+            out *= scale
+        if bias is not None:
+            out += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(y + row * N + column, out.to(y.dtype.element_ty), mask=inside & (row < rows))
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _vector(
+    x, residual, gain, weight, bias, stream, y, rows, N, eps,
+    K: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WIDE: tl.constexpr,
+    SILU: tl.constexpr, LOOP: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    CHUNKS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    program = tl.program_id(0)
+    tiles = _tiles(weight, program * BLOCK_N, N, K, BLOCK_N, BLOCK_K, SILU)
+    gains = None
+    if gain is not None:
+        gains = in_chunks(gain, K, BLOCK_K)
+    if PDL:
+        # Early, the next kernel's weights come in behind ours while both still wait; it finds less room then.
+        if EARLY:
+            gdc_launch_dependents()
+        gdc_wait()
+        if not EARLY:
+            gdc_launch_dependents()
+    # Every read comes before any write: the compiler may not move a read over a write.
+    vectors = ()
+    carried = ()
+    for row in tl.static_range(ROWS):
+        at = tl.minimum(row, rows - 1) * K
+        vectors = vectors + (in_chunks(x + at, K, BLOCK_K),)
+        if residual is not None:
+            carried = carried + (in_chunks(residual + at, K, BLOCK_K),)
+    scale = None
+    if gain is not None:
+        weighted = ()
+        squares = ()
+        for row in tl.static_range(ROWS):
+            if residual is not None:
+                # One program writes the new stream, into a tensor of its own: the others may still read the old one.
+                writes = (program == 0) & (row < rows)
+                chunks, square = gained_stream(vectors[row], carried[row], gains, stream + row * K, writes, K, BLOCK_K)
+            else:
+                chunks, square = gained_stream(vectors[row], None, gains, None, False, K, BLOCK_K)
+            weighted = weighted + (chunks,)
+            squares = squares + (square,)
+        vectors = weighted
+        scale = tl.rsqrt(tl.sum(_join(squares, ROWS), 0) / K + eps)
+        if ROWS > 1:
+            scale = scale[None]
+    if LOOP:
+        step = tl.num_programs(0) * BLOCK_N
+        for first in range(program * BLOCK_N, N, step):
+            ahead = _tiles(weight, first + step, N, K, BLOCK_N, BLOCK_K, SILU)
+            _write(tiles, vectors, scale, bias, y, first, rows, N, ROWS, BLOCK_N, BLOCK_K, CHUNKS, WIDE, SILU)
+            tiles = ahead
+    else:
+        first = program * BLOCK_N
+        _write(tiles, vectors, scale, bias, y, first, rows, N, ROWS, BLOCK_N, BLOCK_K, CHUNKS, WIDE, SILU)
+
+
+def vector_launch(product: Product, config: Config) -> Launch:
+    """The launch of a product of at most MAX_ROWS rows.
+
+    Bytes: the weight once; the input, the residual and the gain once a program, mostly from the cache. Operations: one
+    conversion a weight, and one multiplication a weight and row.
+    """
+    if product.rows > MAX_ROWS:
+        raise ValueError(f"{config} is for at most {MAX_ROWS} rows, not {product.rows}")
+    out = product.new_output()
+    outputs = out.shape[1]
+    programs = triton.cdiv(outputs, config.block_n)
+    if config.programs:
+        programs = min(programs, config.programs * num_sms())
+    arguments = (
+        product.x, product.residual, product.gain, product.weight, product.bias, product.stream, out,
+        product.rows, outputs, product.eps,
+    )  # fmt: skip
+    meta = _meta(config, product.rows, product.depth, product.x.element_size(), product.silu)
+    return Launch(_vector, programs, arguments, meta, out)
+
+
+@functools.cache
+def _meta(config: Config, rows: int, depth: int, itemsize: int, silu: bool) -> dict[str, Any]:
+    """What a launch is compiled with: a thread reads 16 bytes of each weight row and chunk."""
+    wide = 16 // itemsize
+    return {
+        "K": depth,
+        "ROWS": triton.next_power_of_2(rows),
+        "BLOCK_N": config.block_n,
+        "BLOCK_K": 32 * config.warps * wide,
+        "WIDE": wide,
+        "SILU": silu,
+        "LOOP": config.programs > 0,
+        "EARLY": config.early,
+        "num_warps": config.warps,
+        **pdl(),
+    }

@@ -1,0 +1,1 @@
+"""Blocks on disk, found by content: segment files within a budget of bytes, kept over restarts and crashes."""

@@ -1,0 +1,97 @@
+"""Finding blocks by what they contain."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from blake3 import blake3
+
+
+class ContentKeys:
+    """Names full blocks by their content and everything before it: equal key, equal KV.
+
+    A key is a hash over the parent's key and the block's tokens; the chain starts from the model's fingerprint and
+    whatever else changes the KV or must keep owners apart (a tenant's salt).
+    """
+
+    def __init__(self, block_size: int, fingerprint: bytes = b"") -> None:
+        self.block_size = block_size
+        self._root = blake3(fingerprint).digest()
+
+    @classmethod
+    def rooted(cls, block_size: int, root: bytes) -> ContentKeys:
+        """The same keys in another process, from what `root()` says there."""
+        keys = cls(block_size)
+        keys._root = root
+        return keys
+
+    def root(self, salt: str = "") -> bytes:
+        """The parent of a first block."""
+        # Keyed, so that no salt can look like the tokens of a block.
+        return self._root if not salt else blake3(salt.encode(), key=self._root).digest()
+
+    def following(self, parent: bytes, tokens: Sequence[int] | np.ndarray) -> bytes:
+        """The key of the block that holds `tokens` after `parent`."""
+        return blake3(parent + np.asarray(tokens, dtype=np.int32).tobytes()).digest()
+
+    def of(self, tokens: Sequence[int], salt: str = "") -> list[bytes]:
+        """Keys of all full blocks of `tokens`."""
+        return self.after(self.root(salt), tokens)
+
+    def after(self, parent: bytes, tokens: Sequence[int] | np.ndarray) -> list[bytes]:
+        """Keys of all full blocks of `tokens`, which come after the block `parent`."""
+        size = self.block_size
+        data = memoryview(np.asarray(tokens, dtype=np.int32).tobytes())
+        keys = []
+        for block in range(len(tokens) // size):
+            parent = blake3(parent + data[4 * size * block : 4 * size * (block + 1)]).digest()
+            keys.append(parent)
+        return keys
+
+
+class PrefixCache:
+    """Content key → block, and back."""
+
+    def __init__(self) -> None:
+        self._block_of: dict[bytes, int] = {}
+        self._key_of: dict[int, bytes] = {}
+
+    def __len__(self) -> int:
+        return len(self._block_of)
+
+    def match(self, keys: Iterable[bytes]) -> list[int]:
+        """Blocks of the longest known prefix of `keys`."""
+        blocks = []
+        for key in keys:
+            block = self._block_of.get(key)
+            if block is None:
+                break
+            blocks.append(block)
+        return blocks
+
+    def add(self, key: bytes, block: int) -> bool:
+        """Remember where `key` is; False if another block has the same content already."""
+        if key in self._block_of:
+            return False
+        if block in self._key_of:
+            raise RuntimeError(f"block {block} already stands for other content")
+        self._block_of[key] = block
+        self._key_of[block] = key
+        return True
+
+    def remove(self, block: int) -> bool:
+        """Forget the block; False if it was not known."""
+        key = self._key_of.pop(block, None)
+        if key is None:
+            return False
+        del self._block_of[key]
+        return True
+
+    def key_of(self, block: int) -> bytes | None:
+        """What the block contains, if that is known."""
+        return self._key_of.get(block)
+
+    def blocks(self) -> list[int]:
+        """Every block with known content."""
+        return list(self._key_of)

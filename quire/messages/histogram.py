@@ -1,0 +1,32 @@
+"""A histogram that costs next to nothing to fill."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+
+COMPILE_BOUNDS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0)
+"""Seconds it may take to compile a grammar."""
+
+
+class Histogram:
+    """How many values were at most each bound, and their sum; what Prometheus calls a histogram."""
+
+    __slots__ = ("bounds", "counts", "total")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = tuple(bounds)
+        """Ascending; a value belongs to the first bound that is not below it."""
+        self.counts = [0] * (len(self.bounds) + 1)
+        """Values of each bucket alone; the last is for those above every bound."""
+        self.total = 0.0
+
+    def add(self, value: float, times: int = 1) -> None:
+        """Count a value, `times` times."""
+        self.counts[bisect_left(self.bounds, value)] += times
+        self.total += value * times
+
+    @property
+    def count(self) -> int:
+        """Values counted."""
+        return sum(self.counts)

@@ -1,0 +1,78 @@
+"""Where a model's thinking ends and its answer begins."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from quire.output.parsers.deltas import Content, Reasoning
+from quire.output.parsers.machine import SPACE_RUN, SPACES, Reads, TextMachine
+from quire.registry import resolve
+
+REASONING_PARSERS = {
+    "deepseek_r1": "quire.output.parsers.reasoning.ThinkSplit",
+    "mistral": "quire.output.parsers.reasoning.MistralThinkSplit",
+    "qwen3": "quire.output.parsers.reasoning.ThinkSplit",
+    "think": "quire.output.parsers.reasoning.ThinkSplit",
+}
+
+
+class ThinkSplit(TextMachine):
+    """`<think>…</think>` at the start of an answer is reasoning, the rest content.
+
+    `opened` says that the prompt already opened the tag (see `opens`), so that the answer starts inside it; a model
+    that opens it again is forgiven. Thinking that is never closed is all reasoning: it was cut off, and is no answer.
+    White space around the tags belongs to neither side.
+    """
+
+    opening: ClassVar[str] = "<think>"
+    closing: ClassVar[str] = "</think>"
+    needs_special_tokens: ClassVar[bool] = False
+
+    def __init__(self, opened: bool = False) -> None:
+        super().__init__()
+        self._opened = opened
+
+    @classmethod
+    def opens(cls, prompt: str) -> bool:
+        """Whether an answer to this prompt (the text a template made) starts inside the reasoning."""
+        return prompt.rstrip(SPACES).endswith(cls.opening)
+
+    def _run(self) -> Reads[None]:
+        spaces = yield from self._take_run(SPACE_RUN)
+        if (yield from self._take_word(self.opening)) or self._opened:
+            yield from self._skip_spaces()
+            yield from self._reason()
+            yield from self._skip_spaces()
+        elif spaces:
+            self._out.append(Content(spaces))
+        while (yield from self._peek()):
+            self._out.append(Content(self._take(len(self._text) - self._at)))
+
+    def _reason(self) -> Reads[None]:
+        spaces: list[str] = []
+        while (yield from self._peek()):
+            if (yield from self._take_word(self.closing)):
+                return
+            # No closing tag here, though it may begin like one: on to the next place that does.
+            end = self._text.find(self.closing[0], self._at + 1)
+            text = self._take((end if end >= 0 else len(self._text)) - self._at)
+            body = text.rstrip(SPACES)
+            if body:
+                self._out.append(Reasoning("".join([*spaces, body])))
+                spaces.clear()
+            if len(body) < len(text):
+                spaces.append(text[len(body) :])
+
+
+class MistralThinkSplit(ThinkSplit):
+    """Magistral's marks, which are special tokens."""
+
+    opening = "[THINK]"
+    closing = "[/THINK]"
+    needs_special_tokens = True
+
+
+def make_reasoning_split(name: str, prompt: str = "") -> ThinkSplit:
+    """A fresh split for one answer to `prompt`; `name` is one of `REASONING_PARSERS` or a dotted path."""
+    split: type[ThinkSplit] = resolve("reasoning parser", name, REASONING_PARSERS)
+    return split(split.opens(prompt))

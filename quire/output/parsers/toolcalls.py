@@ -1,0 +1,142 @@
+"""What a request's tools and tool_choice mean for one answer: how it is constrained, and how it is read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from quire.messages.sampling import StructuredOutputsParams
+from quire.output.parsers.deltas import CallArguments, CallEnd, CallStart, Delta, ParsedAnswer, gather
+from quire.output.parsers.preamble import OfferedFunction, tool_preamble
+from quire.output.parsers.tools.base import ToolParser, openai_id
+from quire.output.parsers.tools.json_scanner import JsonScanner
+from quire.output.parsers.tools.registry import make_tool_parser, notation_of
+
+NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
+
+_CALLS = '[{"name": "a tool\'s name", "parameters": {"a parameter": "its value"}}]'
+
+MARKS = (("<tool_call>", "hermes"), ("[TOOL_CALLS]", "mistral"), ("<|python_tag|>", "llama3_json"))
+"""What a chat template writes around calls, and whose notation it is."""
+
+
+def guess_parser(template: str | None) -> str:
+    """The notation that a chat template teaches; plain JSON where it teaches none."""
+    return next((parser for mark, parser in MARKS if mark in (template or "")), "json")
+
+
+class NamedCallReader:
+    """An answer that is nothing but the arguments of one call, whose name is known."""
+
+    needs_special_tokens: ClassVar[bool] = False
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._scanner = JsonScanner()
+        self._started = False
+
+    def push(self, text: str) -> list[Delta]:
+        """The answer goes on; returns what is now sure of it."""
+        deltas: list[Delta] = []
+        if not self._started and text:
+            self._started = True
+            deltas.append(CallStart(0, openai_id(), self._name))
+        if text and not self._scanner.done and not self._scanner.failed:
+            self._scanner.feed(text, 0)
+            if piece := self._scanner.take():
+                deltas.append(CallArguments(0, piece))
+        return deltas
+
+    def finish(self) -> list[Delta]:
+        """The answer has ended; returns what was held back."""
+        if not self._started:
+            return []
+        rest = self._scanner.take_pending()
+        ended: list[Delta] = [CallEnd(0, self._scanner.done)]
+        return [CallArguments(0, rest), *ended] if rest else ended
+
+    def parse(self, text: str) -> ParsedAnswer:
+        """A whole answer, exactly as if pushed in pieces."""
+        return gather(self.push(text) + self.finish())
+
+
+class ToolPlan:
+    """Tools and tool_choice of one request."""
+
+    def __init__(
+        self,
+        functions: Sequence[OfferedFunction],
+        choice: str | None = None,
+        *,
+        named: str | None = None,
+        is_parallel: bool = True,
+        parser: str = "json",
+        is_auto_on: bool = True,
+    ) -> None:
+        """`choice` is none, auto (the same as no choice) or required; `named` is the one tool that must be called."""
+        self._functions = list(functions)
+        self._parser = parser
+        self.is_parallel = is_parallel
+        self.named = named
+        """The tool that must be called, where one is named."""
+        self.required = named is None and choice == "required"
+        is_auto = choice in (None, "auto") and is_auto_on
+        self.is_active = bool(self._functions) and (is_auto or self.required or named is not None)
+        """Whether the answer may hold calls."""
+
+    def make_parser(self) -> ToolParser | None:
+        """A fresh parser for one answer."""
+        if not self.is_active:
+            return None
+        if self.named is not None:
+            return NamedCallReader(self.named)
+        names = {function.name for function in self._functions}
+        # A constrained answer is plain JSON, whatever the model's own notation is.
+        return make_tool_parser("json" if self.required else self._parser, names)
+
+    def constraint(self) -> StructuredOutputsParams | None:
+        """The form that makes sure of the calls that must be there. On one line: weak models break lines for ever."""
+        schema: dict[str, Any] | None = None
+        if self.named is not None:
+            schema = next(each for each in self._functions if each.name == self.named).parameters or NO_PARAMETERS
+        elif self.is_active and self.required:
+            schema = _calls_schema(self._functions, self.is_parallel)
+        return None if schema is None else StructuredOutputsParams(json=schema, disable_any_whitespace=True)
+
+    def preamble(self) -> str | None:
+        """What to tell a model whose chat template does not know of tools; None where it shall not call any."""
+        if not self.is_active:
+            return None
+        if self.named is not None:
+            how = f"Call {self.named} now: answer with its arguments alone, a JSON object."
+        elif self.required:
+            how = f"Call now what the task needs: answer with nothing but a JSON list of calls, such as {_CALLS}"
+        else:
+            how = notation_of(self._parser)
+        return tool_preamble(self._functions, how)
+
+    def finish_reason(self, reason: str, calls: int) -> str:
+        """As OpenAI tells it: a call that was asked for by name ends like any other answer."""
+        return "tool_calls" if calls and reason == "stop" and self.named is None else reason
+
+
+def _calls_schema(functions: list[OfferedFunction], parallel: bool) -> dict[str, Any]:
+    """A list of calls of these functions."""
+    definitions: dict[str, Any] = {}
+    calls = []
+    for function in functions:
+        parameters = dict(function.parameters or NO_PARAMETERS)
+        if isinstance(parameters.get("$defs"), dict):  # references in a schema are looked up from the outermost one
+            definitions |= parameters.pop("$defs")
+        calls.append(
+            {
+                "type": "object",
+                "properties": {"name": {"type": "string", "enum": [function.name]}, "parameters": parameters},
+                "required": ["name", "parameters"],
+                "additionalProperties": False,
+            }
+        )
+    schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
+    if not parallel:
+        schema["maxItems"] = 1
+    return schema | ({"$defs": definitions} if definitions else {})

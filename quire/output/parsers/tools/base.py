@@ -1,0 +1,270 @@
+"""What a tool-call parser is, and what all of them share: content around calls, and calls that turn out to be none."""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import string
+from collections.abc import Callable, Collection
+from typing import ClassVar, Protocol
+
+from quire.output.parsers.deltas import CallArguments, CallEnd, CallStart, Content, Delta, ParsedAnswer
+from quire.output.parsers.machine import SPACES, Reads, TextMachine
+from quire.output.parsers.tools.json_scanner import JsonScanner
+
+_ALPHANUMERIC = string.ascii_letters + string.digits
+_SURROGATES = re.compile("[\ud800-\udfff]")
+_ARGUMENT_KEYS = ("arguments", "parameters")
+_CALL_KEYS = ("name", *_ARGUMENT_KEYS, "type", "id")
+
+
+class ToolParser(Protocol):
+    """Finds tool calls in one answer."""
+
+    needs_special_tokens: ClassVar[bool]
+    """Its marks are special tokens, which must then not be skipped when tokens become text."""
+
+    def push(self, text: str) -> list[Delta]:
+        """The answer goes on; returns what is now sure of it."""
+        ...
+
+    def finish(self) -> list[Delta]:
+        """The answer has ended; returns what was held back."""
+        ...
+
+    def parse(self, text: str) -> ParsedAnswer:
+        """A whole answer, exactly as if pushed in pieces."""
+        ...
+
+
+def openai_id() -> str:
+    """A call id as OpenAI writes them."""
+    return "call_" + "".join(secrets.choice(_ALPHANUMERIC) for _ in range(24))
+
+
+def mistral_id() -> str:
+    """A call id that Mistral's templates accept: exactly nine letters and digits."""
+    return "".join(secrets.choice(_ALPHANUMERIC) for _ in range(9))
+
+
+class _Fields:
+    """What is known of a call object so far."""
+
+    name: str | None = None
+    arguments: str | None = None
+
+
+class CallParser(TextMachine):
+    """Content until something opens a call; then `_calls`, written by the subclass, reads the call or several.
+
+    What is read there is held. `_start` announces a call and lets go of what is held; whatever is still held when
+    `_calls` returns was no call and becomes content. So a subclass returns where it stops understanding, and nothing is
+    lost or told twice. White space that touches a call belongs to its markup.
+    """
+
+    tags: ClassVar[tuple[str, ...]] = ()
+    """Words that open a call anywhere; one that begins with another stands before it."""
+    bare: ClassVar[str] = ""
+    """Characters that open a call with no tag: at the margin (an indented one is inside something), or after a call."""
+    needs_special_tokens: ClassVar[bool] = False
+    notation: ClassVar[str] = ""
+    """How a model is told to write calls, where its chat template does not tell it."""
+
+    def __init__(self, offered: Collection[str] | None = None, new_id: Callable[[], str] = openai_id) -> None:
+        super().__init__()
+        self._offered = offered
+        self._new_id = new_id
+        self._count = 0
+        self._held: list[str] = []
+        self._spaces: list[str] = []
+        """White space at the end of the content so far."""
+        self._is_fresh = self._is_line_start = True
+        """Only white space since the answer's start or the last call; that, or at the margin of a line."""
+        self._is_whole = True
+        """The last call did not break off."""
+        self._openers = re.compile(
+            "[" + re.escape("".join(sorted({word[0] for word in (*self.tags, *self.bare)}))) + "]"
+        )
+
+    def _calls(self, opener: str) -> Reads[None]:
+        """Read what follows `opener`, one of `tags` or `bare`, which has been read and is held."""
+        raise NotImplementedError
+
+    def _run(self) -> Reads[None]:
+        while (yield from self._peek()):
+            match = self._openers.search(self._text, self._at)
+            end = match.start() if match else len(self._text)
+            self._say(super()._take(end - self._at))
+            if match:
+                opener = yield from self._opener()
+                if opener:
+                    self._take(len(opener))
+                    yield from self._calls(opener)
+                    self._release()
+                else:
+                    self._say(super()._take(1))
+        if self._count == 0 and self._spaces:
+            self._out.append(Content("".join(self._spaces)))
+
+    def _opener(self) -> Reads[str]:
+        for tag in self.tags:
+            if (yield from self._ahead(tag)):
+                return tag
+        character = self._text[self._at]
+        return character if self._is_line_start and character in self.bare else ""
+
+    def _take(self, count: int) -> str:
+        taken = super()._take(count)
+        self._held.append(taken)
+        return taken
+
+    def _release(self) -> None:
+        """What is held was no call."""
+        for text in self._held:
+            self._say(text)
+        self._held.clear()
+
+    def _say(self, text: str) -> None:
+        body = text.rstrip(SPACES)
+        if body:
+            self._out.append(Content("".join([*self._spaces, body])))
+            self._spaces.clear()
+        if len(body) < len(text):
+            self._spaces.append(text[len(body) :])
+        if text:
+            self._is_fresh = self._is_fresh and not body
+            self._is_line_start = self._is_fresh or text.endswith("\n")
+
+    def _accepts(self, name: str, is_marked: bool) -> bool:
+        """Whether this names a call. Markup is proof enough: then an unknown name is passed on, and the client can tell
+        the model so. Without markup only the name of an offered tool makes a call of what may be meant as text."""
+        if not name.isprintable() or not name.strip():
+            return False
+        return is_marked or self._offered is None or name in self._offered
+
+    def _start(self, name: str) -> None:
+        self._held.clear()
+        self._spaces.clear()
+        self._out.append(CallStart(self._count, self._new_id(), name))
+        self._count += 1
+
+    def _argue(self, text: str) -> None:
+        if text:
+            self._out.append(CallArguments(self._count - 1, text))
+
+    def _end(self, complete: bool) -> None:
+        self._out.append(CallEnd(self._count - 1, complete))
+        self._is_whole = self._is_fresh = self._is_line_start = complete
+
+    def _emit(self, name: str, arguments: str) -> None:
+        """A call that is known whole."""
+        self._start(name)
+        self._argue(arguments)
+        self._end(True)
+
+    # JSON, which most formats are made of.
+
+    def _objects(self, opener: str, is_marked: bool) -> Reads[bool]:
+        """Call objects, one or a list of them; `opener`, their first character, has been read. False if it broke."""
+        if opener == "{":
+            return (yield from self._object(is_marked))
+        while True:
+            if not (yield from self._take_next("{")) or not (yield from self._object(is_marked)):
+                return False
+            separator = yield from self._take_next(",]")
+            if separator == "]":
+                self._held.clear()
+                return True
+            if not separator:
+                return False
+
+    def _object(self, is_marked: bool) -> Reads[bool]:
+        """`{"name": …, "arguments": {…}}` in any order, after its brace. False if it is no call, or a broken one."""
+        first = self._count
+        found = _Fields()
+        separator = ","
+        while separator == ",":
+            yield from self._skip_spaces()
+            if not (yield from self._field(found, is_marked)):
+                break
+            separator = yield from self._take_next(",}")
+        if self._count == first:
+            if separator != "}" or found.name is None or not (is_marked or self._offered is not None):
+                return False
+            self._emit(found.name, "{}")
+        elif separator == "}":
+            self._held.clear()
+        # Once its arguments are whole a call is whole, even where the brace that should follow does not.
+        return self._is_whole
+
+    def _field(self, found: _Fields, is_marked: bool) -> Reads[bool]:
+        """One field of a call object; the one that makes the call known tells it. False if it does not belong there."""
+        key = yield from self._read_string()
+        if key is None or not (yield from self._take_next(":")):
+            return False
+        start = yield from self._skip_spaces()
+        if key == "name" and found.name is None:
+            name = yield from self._read_string()
+            if name is None or not self._accepts(name, is_marked):
+                return False
+            found.name = name
+        elif key in _ARGUMENT_KEYS and found.arguments is None:
+            if start == "{" and found.name is not None:
+                found.arguments = ""
+                return (yield from self._stream_arguments(found.name))
+            found.arguments = as_arguments((yield from self._read_value()))
+            if found.arguments is None:
+                return False
+        else:
+            is_known = is_marked or key in _CALL_KEYS
+            return is_known and (yield from self._read_value()) is not None
+        if found.name is not None and found.arguments is not None:
+            self._emit(found.name, found.arguments)
+        return True
+
+    def _stream_arguments(self, name: str) -> Reads[bool]:
+        """A call whose arguments come next, handed on as they are read. False if they broke off."""
+        self._start(name)
+        scanner = JsonScanner()
+        while not scanner.done and (yield from self._peek()):
+            self._at = scanner.feed(self._text, self._at)
+            self._argue(scanner.take())
+            if scanner.failed:
+                self._held.append(scanner.take_pending())
+                break
+        self._argue(scanner.take_pending() if not scanner.failed else "")
+        self._end(scanner.done)
+        return scanner.done
+
+    def _read_value(self) -> Reads[str | None]:
+        """A JSON value, as JSON; None if it is none."""
+        scanner = JsonScanner()
+        while not scanner.done and not scanner.failed and (yield from self._peek()):
+            self._take(scanner.feed(self._text, self._at) - self._at)
+        return scanner.take() if scanner.done else None
+
+    def _read_string(self) -> Reads[str | None]:
+        """A JSON string, decoded; None if something else comes."""
+        written = (yield from self._read_value()) if (yield from self._ahead('"')) else None
+        return None if written is None else json.loads(written)
+
+    def _take_next(self, characters: str) -> Reads[str]:
+        """Move past white space and one of `characters`; "" if another comes, which is left there."""
+        character = yield from self._skip_spaces()
+        return self._take(1) if character and character in characters else ""
+
+
+def as_arguments(value: str | None) -> str | None:
+    """A JSON value as a call's arguments: an object, one written into a string, or null for none; None otherwise."""
+    if value is None or value.startswith("{"):
+        return value
+    if value == "null":
+        return "{}"
+    if not value.startswith('"'):
+        return None
+    scanner, inner = JsonScanner(), json.loads(value).strip(SPACES)
+    is_whole = scanner.feed(inner, 0) == len(inner) and scanner.done
+    # Half a surrogate pair, decoded, could not be sent.
+    is_object = is_whole and inner.startswith("{") and not _SURROGATES.search(inner)
+    return scanner.take() if is_object else None

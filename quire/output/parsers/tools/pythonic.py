@@ -1,0 +1,167 @@
+"""Llama 4, LFM2, ToolACE and others: a list of calls as Python writes them."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import warnings
+from typing import Any
+
+from quire.output.parsers.machine import Reads
+from quire.output.parsers.tools.base import CallParser
+
+_NAME = re.compile(r"[\w.]+")
+_CODE = re.compile(r"""[^"'()\[\]{},#]+""")
+_IN_STRING = {'"': re.compile(r'[^"\\\r\n]+'), "'": re.compile(r"[^'\\\r\n]+")}
+_IN_LONG_STRING = {'"': re.compile(r'[^"\\]+'), "'": re.compile(r"[^'\\]+")}
+_DEEPEST = 64
+_CONSTANTS = {"true": True, "false": False, "null": None}
+_CLOSERS = {"<|python_start|>": "<|python_end|>", "<|tool_call_start|>": "<|tool_call_end|>"}
+
+
+class PythonicParser(CallParser):
+    """`[f(a=1, b="x"), g()]` from the start of a line, or between the tags of Llama 4 or LFM2.
+
+    A call is told when its closing parenthesis has come: until then the types of its arguments are not known. Values
+    are literals; nothing is ever evaluated.
+    """
+
+    tags = tuple(_CLOSERS)
+    bare = "["
+    notation = (
+        "To call tools, answer with nothing but a list of calls as Python writes them:\n"
+        '[tool_name(a_parameter="its value"), another_tool()]\n'
+        "Where no tool helps, answer in plain words."
+    )
+
+    def _calls(self, opener: str) -> Reads[None]:
+        is_marked = opener in self.tags
+        if is_marked and not (yield from self._take_next("[")):
+            return
+        first = self._count
+        while (yield from self._skip_spaces()) != "]":
+            if not (yield from self._call(is_marked)):
+                return
+            if not (yield from self._take_next(",")):
+                break
+        is_closed = yield from self._take_next("]")
+        if is_closed and self._count > first:  # an empty list is text
+            self._held.clear()
+            yield from self._skip_spaces()
+            if is_marked and (yield from self._take_word(_CLOSERS[opener])):
+                self._held.clear()
+
+    def _call(self, is_marked: bool) -> Reads[bool]:
+        name = yield from self._take_run(_NAME)
+        if not self._accepts(name, is_marked) or not all(part.isidentifier() for part in name.split(".")):
+            return False
+        if not (yield from self._take_next("(")):
+            return False
+        written = yield from self._read_arguments()
+        arguments = None if written is None else arguments_of(written)
+        if arguments is None:
+            return False
+        self._emit(name, arguments)
+        return True
+
+    def _read_arguments(self) -> Reads[list[str] | None]:
+        """The source of each argument, up to the parenthesis that closes the call; None if it never comes."""
+        arguments: list[str] = []
+        source: list[str] = []
+        depth = 0
+        while character := (yield from self._peek()):
+            if character in _IN_STRING:
+                yield from self._read_string_into(source, character)
+                continue
+            if character == ")" and depth == 0:
+                self._take(1)
+                return [*arguments, "".join(source)] if "".join(source).strip() else arguments
+            if character == "," and depth == 0:
+                self._take(1)
+                arguments.append("".join(source))
+                source.clear()
+                continue
+            depth += (character in "([{") - (character in ")]}")
+            if character == "#" or not 0 <= depth <= _DEEPEST:
+                return None
+            source.append((yield from self._take_run(_CODE)) or self._take(1))
+        return None
+
+    def _read_string_into(self, source: list[str], quote: str) -> Reads[None]:
+        is_long = yield from self._ahead(quote * 3)
+        end = quote * 3 if is_long else quote
+        plain = (_IN_LONG_STRING if is_long else _IN_STRING)[quote]
+        source.append(self._take(len(end)))
+        while (yield from self._peek()):
+            source.append((yield from self._take_run(plain)))
+            if (yield from self._ahead(end)):
+                source.append(self._take(len(end)))
+                return
+            character = yield from self._peek()
+            if character == "\\":
+                source.append(self._take(1))
+                if (yield from self._peek()):
+                    source.append(self._take(1))
+            elif character in ("\n", "\r") and not is_long:
+                # Models break lines inside short strings, which Python does not allow.
+                source.append("\\n" if self._take(1) == "\n" else "\\r")
+            elif character:
+                source.append(self._take(1))
+
+
+def arguments_of(written: list[str]) -> str | None:
+    """`name=literal` each, as one JSON object; None if any is something else."""
+    values: dict[str, Any] = {}
+    for argument in written:
+        # Split by hand: a tool may have a parameter that is a word of Python's (`from`, `class`).
+        name, equals, source = argument.partition("=")
+        name = name.strip()
+        if not equals or not name.isidentifier() or name in values:
+            return None
+        try:
+            values[name] = _literal(_parse(source))
+        except (ValueError, SyntaxError, RecursionError, MemoryError):
+            return None
+    return _to_json(values)
+
+
+def _parse(source: str) -> ast.expr:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of unknown escapes in strings, which keep their backslash
+        return ast.parse(f"({source}\n)", mode="eval").body
+
+
+def _literal(node: ast.expr) -> Any:
+    """The value of a literal that JSON can say; JSON's own words for true, false and null are let pass."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str | int | float | None):
+        return node.value
+    if isinstance(node, ast.Name) and node.id in _CONSTANTS:
+        return _CONSTANTS[node.id]
+    if isinstance(node, ast.List | ast.Tuple):
+        return [_literal(item) for item in node.elts]
+    if isinstance(node, ast.Dict):
+        return {_key(key): _literal(value) for key, value in zip(node.keys, node.values, strict=True)}
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.UAdd):
+        value = _literal(node.operand)
+        if type(value) in (int, float):
+            return -value if isinstance(node.op, ast.USub) else value
+    raise ValueError(f"not a literal that JSON can say: {ast.dump(node)[:100]}")
+
+
+def _key(node: ast.expr | None) -> str:
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    raise ValueError("a key of a JSON object is a string")
+
+
+def _to_json(values: dict[str, Any]) -> str | None:
+    try:
+        written = json.dumps(values, ensure_ascii=False, allow_nan=False)
+    except ValueError:  # infinity, or an integer of thousands of digits
+        return None
+    try:
+        written.encode()
+    except UnicodeEncodeError:  # half a surrogate pair: only its escape can be sent
+        return json.dumps(values)
+    return written

@@ -1,0 +1,185 @@
+"""A request of /v1/messages as a chat request."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from quire.server.errors import as_decode_error, bad_request
+from quire.server.protocol.chat import (
+    ChatRequest,
+    Function,
+    FunctionCall,
+    FunctionName,
+    Message,
+    MessageToolCall,
+    NamedTool,
+    Tool,
+)
+from quire.server.protocol.messages import (
+    BLOCKS,
+    AnthropicInputMessage,
+    CountTokensRequest,
+    MessagesRequest,
+    TextBlock,
+    ThinkingBlock,
+    ToolResultBlock,
+    ToolUseBlock,
+)
+from quire.server.protocol.sampling import JsonSchemaFormat, ResponseFormat
+
+_SAME = (
+    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "priority", "timeout", "cache_salt",
+    "request_id", "stream",
+)  # fmt: skip
+"""Fields that mean the same in both."""
+_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+
+
+def as_chat(request: CountTokensRequest) -> ChatRequest:
+    """The same request, as /v1/chat/completions would have it."""
+    request.check_fields()
+    messages = _messages(request)
+    continues = messages[-1].role == "assistant"
+    if continues and messages[-1].tool_calls:
+        raise bad_request("messages ends with a tool_use; its tool_result is to follow", "messages")
+    chat = ChatRequest(
+        messages=messages,
+        model=request.model,
+        continue_final_message=continues or None,
+        tools=_tools(request),
+        tool_choice=_tool_choice(request),
+        chat_template_kwargs=_template_kwargs(request),
+    )
+    if request.output_config is not None:
+        chat.reasoning_effort = request.output_config.effort
+        wanted = request.output_config.format
+        if wanted is not None:
+            schema = JsonSchemaFormat(name="answer", schema=wanted.schema)
+            chat.response_format = ResponseFormat(type="json_schema", json_schema=schema)
+    if request.tool_choice is not None and request.tool_choice.disable_parallel_tool_use:
+        chat.parallel_tool_calls = False
+    if isinstance(request, MessagesRequest):
+        chat.max_tokens = request.max_tokens
+        chat.stop = request.stop_sequences
+        for name in _SAME:
+            setattr(chat, name, getattr(request, name))
+    return chat
+
+
+def _messages(request: CountTokensRequest) -> list[Message]:
+    messages = []
+    system = request.system
+    if isinstance(system, list):
+        system = "\n\n".join(block.text for block in system)
+    if system:
+        messages.append(Message(role="system", content=system))
+    for index, message in enumerate(request.messages):
+        where = f"messages[{index}].content"
+        blocks = _blocks(message, where)
+        if message.role == "assistant":
+            messages.append(_assistant(blocks, where))
+        else:
+            messages += _told(message.role, blocks, where)
+    return messages
+
+
+def _blocks(message: AnthropicInputMessage, where: str) -> list[Any]:
+    if isinstance(message.content, str):
+        return [TextBlock(type="text", text=message.content)]
+    if not message.content:
+        raise bad_request(f"{where} is empty", where)
+    return [_block(block, f"{where}[{index}]") for index, block in enumerate(message.content)]
+
+
+def _block(block: dict[str, Any], where: str) -> Any:
+    name = block.get("type")
+    if name == "redacted_thinking":
+        return None  # nobody here could read it
+    kind = BLOCKS.get(name) if isinstance(name, str) else None
+    if kind is None:
+        known = ", ".join(BLOCKS)
+        raise bad_request(f"{where} is a block of type {str(name)[:80]!r}; this server reads {known}", where)
+    try:
+        return msgspec.convert(block, kind)
+    except msgspec.ValidationError as error:
+        wrong = as_decode_error(error, {})
+        raise bad_request(f"{where}: {wrong.message}", f"{where}.{wrong.param}" if wrong.param else where) from None
+
+
+def _assistant(blocks: list[Any], where: str) -> Message:
+    """Thinking, text and calls as one message."""
+    texts, thoughts, calls = [], [], []
+    for index, block in enumerate(blocks):
+        if isinstance(block, TextBlock):
+            texts.append(block.text)
+        elif isinstance(block, ThinkingBlock):
+            thoughts.append(block.thinking)
+        elif isinstance(block, ToolUseBlock):
+            arguments = msgspec.json.encode(block.input).decode()
+            calls.append(MessageToolCall(function=FunctionCall(name=block.name, arguments=arguments), id=block.id))
+        elif block is not None:
+            raise bad_request(f"{where}[{index}] is a tool_result, which is the user's to send", f"{where}[{index}]")
+    return Message(
+        role="assistant",
+        content="".join(texts) if texts or not calls else None,
+        reasoning="\n".join(thoughts) or None,
+        tool_calls=calls or None,
+    )
+
+
+def _told(role: str, blocks: list[Any], where: str) -> list[Message]:
+    """Results of calls, and text, each as messages in the order they come."""
+    messages: list[Message] = []
+    for index, block in enumerate(blocks):
+        if isinstance(block, ToolResultBlock):
+            text = _result_text(block, f"{where}[{index}].content")
+            messages.append(Message(role="tool", content=text, tool_call_id=block.tool_use_id))
+        elif isinstance(block, TextBlock):
+            if messages and messages[-1].role == role:
+                messages[-1].content = f"{messages[-1].content}\n{block.text}"
+            else:
+                messages.append(Message(role=role, content=block.text))
+        elif block is not None:
+            raise bad_request(f"{where}[{index}] is a {block.type}, which is the assistant's to send", where)
+    return messages or [Message(role=role, content="")]
+
+
+def _result_text(block: ToolResultBlock, where: str) -> str:
+    if block.content is None or isinstance(block.content, str):
+        text = block.content or ""
+    else:
+        parts = [_block(part, f"{where}[{index}]") for index, part in enumerate(block.content)]
+        for index, part in enumerate(parts):
+            if not isinstance(part, TextBlock):
+                raise bad_request(f"{where}[{index}] is no text, and this server reads nothing else", where)
+        text = "\n".join(part.text for part in parts)
+    return f"Error: {text}" if block.is_error else text
+
+
+def _tools(request: CountTokensRequest) -> list[Tool] | None:
+    return [
+        Tool(
+            function=Function(
+                name=tool.name, description=tool.description, parameters=tool.input_schema, strict=tool.strict
+            )
+        )
+        for tool in request.tools or ()
+    ] or None
+
+
+def _tool_choice(request: CountTokensRequest) -> str | NamedTool | None:
+    choice = request.tool_choice
+    if choice is None:
+        return None
+    if choice.type == "tool":
+        return NamedTool(function=FunctionName(name=choice.name or ""))
+    return _CHOICES[choice.type]
+
+
+def _template_kwargs(request: CountTokensRequest) -> dict[str, Any] | None:
+    given = dict(request.chat_template_kwargs or {})
+    if request.thinking is not None and request.thinking.type != "adaptive":
+        given.setdefault("enable_thinking", request.thinking.type == "enabled")
+    return given or None

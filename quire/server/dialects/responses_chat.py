@@ -1,0 +1,181 @@
+"""A request of /v1/responses as a chat request."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from quire.server.errors import as_decode_error, bad_request
+from quire.server.protocol.chat import (
+    ChatRequest,
+    Function,
+    FunctionCall,
+    FunctionName,
+    Message,
+    MessageToolCall,
+    NamedTool,
+    Tool,
+)
+from quire.server.protocol.responses import (
+    INPUT_ITEMS,
+    FunctionChoice,
+    InputCall,
+    InputCallOutput,
+    InputReasoning,
+    ResponseInputMessage,
+    ResponsesRequest,
+)
+from quire.server.protocol.sampling import JsonSchemaFormat, ResponseFormat
+
+_SAME = (
+    "model", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
+    "seed", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "min_tokens", "logit_bias",
+    "allowed_token_ids", "bad_words", "skip_special_tokens", "structured_outputs", "include_reasoning",
+    "chat_template_kwargs", "priority", "timeout", "cache_salt", "request_id", "vllm_xargs", "stream",
+    "parallel_tool_calls",
+)  # fmt: skip
+"""Fields that mean the same in both."""
+
+
+def as_chat(request: ResponsesRequest, max_model_len: int) -> ChatRequest:
+    """The same request, as /v1/chat/completions would have it."""
+    request.check_fields()
+    chat = ChatRequest(
+        messages=_messages(request),
+        max_completion_tokens=request.max_output_tokens,
+        response_format=_response_format(request),
+        tools=_tools(request),
+        tool_choice=_tool_choice(request),
+        reasoning_effort=None if request.reasoning is None else request.reasoning.effort,
+        **{name: value for name in _SAME if (value := getattr(request, name)) is not None},
+    )
+    if request.wants_logprobs:
+        chat.logprobs, chat.top_logprobs = True, request.top_logprobs or 0
+    if request.truncation == "auto":
+        # What is kept leaves room for the answer: all it may have, or else a quarter of the context.
+        room = request.max_output_tokens or max_model_len // 4
+        chat.truncate_prompt_tokens = max(1, max_model_len - room)
+    return chat
+
+
+def _messages(request: ResponsesRequest) -> list[Message]:
+    made = _Conversation()
+    if request.instructions is not None:
+        made.say("system", request.instructions)
+    if isinstance(request.input, str):
+        made.say("user", request.input)
+        return made.messages
+    if not request.input:
+        raise bad_request("input is empty: at least one item is needed", "input")
+    for index, item in enumerate(request.input):
+        made.add(_read_item(item, f"input[{index}]"), f"input[{index}]")
+    if not made.messages:
+        raise bad_request("input holds nothing but thinking: at least one message is needed", "input")
+    return made.messages
+
+
+def _read_item(item: dict[str, Any], where: str) -> Any:
+    name = item.get("type") or "message"
+    kind = INPUT_ITEMS.get(name) if isinstance(name, str) else None
+    if kind is None:
+        known = ", ".join(INPUT_ITEMS)
+        hint = "; nothing is stored that could be referred to" if name == "item_reference" else ""
+        raise bad_request(f"{where} is of type {str(name)[:80]!r}{hint}; this server takes {known}", where)
+    try:
+        return msgspec.convert(item, kind)
+    except msgspec.ValidationError as error:
+        wrong = as_decode_error(error, {})
+        path = f"{where}.{wrong.param}" if wrong.param else where
+        raise bad_request(f"{where}: {wrong.message}", path) from None
+
+
+class _Conversation:
+    """Items become messages: an assistant's thinking, text and calls in a row are one."""
+
+    def __init__(self) -> None:
+        self.messages: list[Message] = []
+        self._reasoning: list[str] = []
+
+    def add(self, item: Any, where: str) -> None:
+        if isinstance(item, InputReasoning):
+            self._reasoning += [part.text for part in item.content or item.summary or ()]
+        elif isinstance(item, InputCall):
+            call = MessageToolCall(function=FunctionCall(name=item.name, arguments=item.arguments), id=item.call_id)
+            message = self._assistant()
+            message.tool_calls = [*(message.tool_calls or ()), call]
+        elif isinstance(item, InputCallOutput):
+            text = _text(item.output, f"{where}.output")
+            self.messages.append(Message(role="tool", content=text, tool_call_id=item.call_id))
+        elif isinstance(item, ResponseInputMessage):
+            self.say(item.role, _text(item.content, f"{where}.content"))
+
+    def say(self, role: str, text: str) -> None:
+        """A message of text."""
+        if role == "assistant":
+            message = self._assistant()
+            message.content = text if message.content is None else f"{message.content}{text}"
+            return
+        self._reasoning.clear()  # it led to nothing
+        role = "system" if role == "developer" else role  # which is the name templates know
+        last = self.messages[-1] if self.messages else None
+        if role == "system" and last is not None and last.role == "system":
+            last.content = f"{last.content}\n\n{text}"  # many templates take one of them, at the beginning
+            return
+        self.messages.append(Message(role=role, content=text))
+
+    def _assistant(self) -> Message:
+        """The assistant's message that is being put together."""
+        last = self.messages[-1] if self.messages else None
+        if last is None or last.role != "assistant" or self._reasoning:
+            last = Message(role="assistant", reasoning="\n".join(self._reasoning) or None)
+            self._reasoning.clear()
+            self.messages.append(last)
+        return last
+
+
+def _text(content: str | list[dict[str, Any]], where: str) -> str:
+    if isinstance(content, str):
+        return content
+    texts = []
+    for index, part in enumerate(content):
+        kind = part.get("type")
+        text = part.get("refusal" if kind == "refusal" else "text")
+        if kind not in ("input_text", "output_text", "text", "refusal"):
+            raise bad_request(
+                f"{where}[{index}] is of type {str(kind)[:80]!r}; this server reads text only", f"{where}[{index}]"
+            )
+        if not isinstance(text, str):
+            raise bad_request(f"{where}[{index}] has no text", f"{where}[{index}].text")
+        texts.append(text)
+    return "\n".join(texts)
+
+
+def _response_format(request: ResponsesRequest) -> ResponseFormat | None:
+    wanted = None if request.text is None else request.text.format
+    if wanted is None or wanted.type == "text":
+        return None
+    if request.structured_outputs is not None:
+        raise bad_request("text.format and structured_outputs exclude each other", "structured_outputs")
+    if wanted.type == "json_object":
+        return ResponseFormat(type="json_object")
+    if wanted.schema is None:
+        raise bad_request("text.format of type json_schema needs a schema", "text.format.schema")
+    schema = JsonSchemaFormat(name=wanted.name or "answer", schema=wanted.schema, strict=wanted.strict)
+    return ResponseFormat(type="json_schema", json_schema=schema)
+
+
+def _tools(request: ResponsesRequest) -> list[Tool] | None:
+    return [
+        Tool(
+            function=Function(
+                name=tool.name, description=tool.description, parameters=tool.parameters, strict=tool.strict
+            )
+        )
+        for tool in request.tools or ()
+    ] or None  # clients send an empty list to say that there are none
+
+
+def _tool_choice(request: ResponsesRequest) -> str | NamedTool | None:
+    choice = request.tool_choice
+    return NamedTool(function=FunctionName(name=choice.name)) if isinstance(choice, FunctionChoice) else choice

@@ -1,0 +1,239 @@
+"""The pieces of an answer as the items and events of /v1/responses."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from quire.output.parsers.deltas import CallArguments, CallEnd, CallStart, Content, Delta, Reasoning
+from quire.server.errors import ApiError
+from quire.server.protocol.chat import TokenLogprob
+from quire.server.protocol.common import Usage
+from quire.server.protocol.response_events import (
+    ArgumentsDelta,
+    ArgumentsDone,
+    Completed,
+    Created,
+    Incomplete,
+    InProgress,
+    ItemAdded,
+    ItemDone,
+    PartAdded,
+    PartDone,
+    ReasoningDelta,
+    ReasoningDone,
+    ResponseEvent,
+    ResponseFailed,
+    TextDelta,
+    TextDone,
+)
+from quire.server.protocol.responses import (
+    IncompleteDetails,
+    InputTokensDetails,
+    OutputCall,
+    OutputItem,
+    OutputMessage,
+    OutputReasoning,
+    OutputReasoningText,
+    OutputText,
+    OutputTokensDetails,
+    Response,
+    ResponseFailure,
+    ResponsesRequest,
+    ResponseUsage,
+)
+
+
+def new_response(request: ResponsesRequest, response_id: str, created: int, model: str) -> Response:
+    """A response with nothing in it yet; it repeats what was asked for."""
+    text = {"format": {"type": "text"}}
+    if request.text is not None and request.text.format is not None:
+        given = msgspec.structs.asdict(request.text.format)
+        text = {"format": {name: value for name, value in given.items() if value is not None}}
+    return Response(
+        id=response_id,
+        created_at=created,
+        model=model,
+        instructions=request.instructions,
+        metadata=request.metadata or {},
+        max_output_tokens=request.max_output_tokens,
+        max_tool_calls=request.max_tool_calls,
+        parallel_tool_calls=request.parallel_tool_calls is not False,
+        reasoning=request.reasoning,
+        temperature=request.temperature,
+        text=text,
+        tool_choice=request.tool_choice or "auto",
+        tools=request.tools or [],
+        top_logprobs=request.top_logprobs or 0,
+        top_p=request.top_p,
+        truncation=request.truncation or "disabled",
+        user=request.user,
+    )
+
+
+class ResponseWriter:
+    """Puts a response together from deltas, and tells each change as events. What is not streamed drops the events."""
+
+    def __init__(self, response: Response) -> None:
+        self.response = response
+        self._events: list[ResponseEvent] = []
+        self._sequence = 0
+        self._text: list[str] = []
+        self._logprobs: list[TokenLogprob] = []
+        self._waiting: list[TokenLogprob] = []
+        """Of tokens whose text is held back."""
+        self._is_open = False
+
+    def start(self) -> list[ResponseEvent]:
+        """The answer begins."""
+        self._tell(Created(response=self._snapshot()), InProgress(response=self._snapshot()))
+        return self._take()
+
+    def write(self, deltas: Sequence[Delta], logprobs: Sequence[TokenLogprob] = ()) -> list[ResponseEvent]:
+        """The answer goes on. `logprobs` are those of the tokens that made these deltas."""
+        self._waiting += logprobs
+        for delta in deltas:
+            if isinstance(delta, Content):
+                self._say(delta.text)
+            elif isinstance(delta, Reasoning):
+                self._think(delta.text)
+            elif isinstance(delta, CallStart):
+                self._call(delta)
+            elif isinstance(delta, CallArguments):
+                self._text.append(delta.text)
+                self._tell(ArgumentsDelta(**self._at, delta=delta.text))
+            elif isinstance(delta, CallEnd):
+                self._close("completed" if delta.complete else "incomplete")
+        if deltas:
+            self._waiting.clear()  # only the text of messages has logprobs
+        return self._take()
+
+    def finish(self, reason: str | None, usage: Usage) -> list[ResponseEvent]:
+        """The answer has ended, for this reason in OpenAI's words for chats."""
+        is_whole = reason != "length"
+        self._close("completed" if is_whole else "incomplete")
+        response = self.response
+        if not response.output:
+            self._open(OutputMessage(_new_id("msg"), "in_progress", []))
+            self._close("completed" if is_whole else "incomplete")
+        response.usage = _usage(usage)
+        if is_whole:
+            response.status = "completed"
+            self._tell(Completed(response=self._snapshot()))
+        else:
+            response.status = "incomplete"
+            response.incomplete_details = IncompleteDetails("max_output_tokens")
+            self._tell(Incomplete(response=self._snapshot()))
+        return self._take()
+
+    def fail(self, error: ApiError) -> list[ResponseEvent]:
+        """The answer breaks off."""
+        self.response.status = "failed"
+        self.response.error = ResponseFailure(_error_code(error), error.message)
+        self._tell(ResponseFailed(response=self._snapshot()))
+        return self._take()
+
+    # Items
+
+    @property
+    def _item(self) -> OutputItem:
+        return self.response.output[-1]
+
+    @property
+    def _at(self) -> dict[str, Any]:
+        """Where an event takes place."""
+        return {"item_id": self._item.id, "output_index": len(self.response.output) - 1}
+
+    def _say(self, text: str) -> None:
+        if not (self._is_open and isinstance(self._item, OutputMessage)):
+            self._open(OutputMessage(_new_id("msg"), "in_progress", []))
+        self._text.append(text)
+        logprobs, self._waiting = self._waiting, []
+        self._logprobs += logprobs
+        self._tell(TextDelta(**self._at, delta=text, logprobs=logprobs))
+
+    def _think(self, text: str) -> None:
+        if not (self._is_open and isinstance(self._item, OutputReasoning)):
+            self._open(OutputReasoning(_new_id("rs"), "in_progress", []))
+        self._text.append(text)
+        self._tell(ReasoningDelta(**self._at, delta=text))
+
+    def _call(self, start: CallStart) -> None:
+        self._open(OutputCall(_new_id("fc"), "in_progress", start.id, start.name, ""))
+
+    def _open(self, item: OutputItem) -> None:
+        self._close("completed")
+        self._is_open = True
+        self.response.output.append(item)
+        self._tell(ItemAdded(output_index=len(self.response.output) - 1, item=_copy(item)))
+        if isinstance(item, OutputMessage):
+            self._tell(PartAdded(**self._at, part=OutputText("", [], [])))
+        elif isinstance(item, OutputReasoning):
+            self._tell(PartAdded(**self._at, part=OutputReasoningText("")))
+
+    def _close(self, status: str) -> None:
+        if not self._is_open:
+            return
+        self._is_open = False
+        item, text = self._item, "".join(self._text)
+        if isinstance(item, OutputMessage):
+            part = OutputText(text, [], self._logprobs)
+            item.content.append(part)
+            self._tell(TextDone(**self._at, text=text, logprobs=self._logprobs), PartDone(**self._at, part=part))
+        elif isinstance(item, OutputReasoning):
+            thought = OutputReasoningText(text)
+            item.content.append(thought)
+            self._tell(ReasoningDone(**self._at, text=text), PartDone(**self._at, part=thought))
+        else:
+            item.arguments = text
+            self._tell(ArgumentsDone(**self._at, name=item.name, arguments=text))
+        item.status = status
+        self._text, self._logprobs = [], []
+        self._tell(ItemDone(output_index=len(self.response.output) - 1, item=_copy(item)))
+
+    # Events
+
+    def _tell(self, *events: ResponseEvent) -> None:
+        for event in events:
+            event.sequence_number = self._sequence
+            self._sequence += 1
+            self._events.append(event)
+
+    def _take(self) -> list[ResponseEvent]:
+        events, self._events = self._events, []
+        return events
+
+    def _snapshot(self) -> Response:
+        return msgspec.structs.replace(self.response, output=list(self.response.output))
+
+
+def _copy(item: OutputItem) -> OutputItem:
+    """As it is now: events are written after it may have changed."""
+    if isinstance(item, OutputCall):
+        return msgspec.structs.replace(item)
+    return msgspec.structs.replace(item, content=list(item.content))
+
+
+def _new_id(kind: str) -> str:
+    return f"{kind}_{uuid.uuid4().hex}"
+
+
+def _usage(usage: Usage) -> ResponseUsage:
+    cached = usage.prompt_tokens_details
+    reasoning = usage.completion_tokens_details
+    return ResponseUsage(
+        input_tokens=usage.prompt_tokens,
+        input_tokens_details=InputTokensDetails(0 if cached is msgspec.UNSET else cached.cached_tokens),
+        output_tokens=usage.completion_tokens,
+        output_tokens_details=OutputTokensDetails(0 if reasoning is msgspec.UNSET else reasoning.reasoning_tokens),
+        total_tokens=usage.total_tokens,
+    )
+
+
+def _error_code(error: ApiError) -> str:
+    if error.status == 429:
+        return "rate_limit_exceeded"
+    return "server_error" if error.status >= 500 else "invalid_prompt"

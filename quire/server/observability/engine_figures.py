@@ -1,0 +1,171 @@
+"""What each engine says of itself, for someone who cannot wait, and what is known of it besides."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Protocol
+
+from quire.api.router_feed import RouterFeed
+from quire.config import EngineConfig
+from quire.engine.engine_info import EngineInfo
+from quire.engine.stats import Metric
+from quire.errors import QuireError
+from quire.messages.histogram import Histogram
+from quire.router.router import ReplicaFigures
+from quire.server.observability.metric_table import ROUTER_FIGURES, Figure
+
+PATIENCE_SECONDS = 1.0
+GONE_WITH_ENGINE = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "num_blocks_used")
+"""Gauges that are zero where there is no engine."""
+PER_ENGINE = frozenset(
+    ("cache_config_info", "engine_up", "engine_restarts", *(figure.name for figure in ROUTER_FIGURES))
+)
+"""Figures that each engine has, and does not tell itself."""
+
+Labels = tuple[str, ...]
+Values = tuple[Sequence[str], dict[Labels, Any]]
+"""A figure's own labels, and its values by theirs."""
+
+
+class MetricsSource(Protocol):
+    """What is looked at of an engine."""
+
+    @property
+    def facts(self) -> EngineInfo: ...
+
+    @property
+    def errored(self) -> bool: ...
+
+    async def get_metrics(self) -> list[Metric]: ...
+
+
+class MeasuredReplica(MetricsSource, Protocol):
+    """…and of one of several."""
+
+    number: int
+    traffic: RouterFeed | None
+
+
+class Restarting(Protocol):
+    """What counts restarts; `Supervisor` does."""
+
+    @property
+    def restarts(self) -> int: ...
+
+
+class EngineFigures:
+    """The last figures the engine gave. One question is open at a time, however many look."""
+
+    def __init__(self, ask: Callable[[], Awaitable[list[Metric]]]) -> None:
+        self._ask = ask
+        self._asking: asyncio.Task[None] | None = None
+        self.known: dict[str, Metric] = {}
+        """By their name without a prefix."""
+
+    async def refresh(self, seconds: float = PATIENCE_SECONDS) -> None:
+        """Ask anew. An engine that is dead, or busy for longer, leaves what is known as it is."""
+        if self._asking is None or self._asking.done():
+            self._asking = asyncio.ensure_future(self._read())
+        await asyncio.wait([self._asking], timeout=seconds)
+
+    async def _read(self) -> None:
+        try:
+            metrics = await self._ask()
+        except QuireError:  # dead; the last figures stand
+            return
+        self.known = {metric.name.partition(":")[2]: metric for metric in metrics}
+
+
+class EngineView:
+    """One engine's part of the page."""
+
+    def __init__(self, engine: MetricsSource, config: EngineConfig, supervisor: Restarting | None = None) -> None:
+        self._engine = engine
+        self._config = config
+        self._supervisor = supervisor
+        self._figures = EngineFigures(engine.get_metrics)
+
+    async def refresh(self) -> None:
+        """Ask the engine; it is not waited for long."""
+        await self._figures.refresh()
+
+    def values(self, figure: Figure) -> Values:
+        """What there is to say of a figure."""
+        match figure.name:
+            case "cache_config_info":
+                facts = self._cache_facts()
+                return tuple(facts), {tuple(facts.values()): 1.0}
+            case "engine_up":
+                return (), {(): 0.0 if self._engine.errored else 1.0}
+            case "engine_restarts":
+                return (), {(): 0 if self._supervisor is None else self._supervisor.restarts}
+            case "num_requests_waiting_by_reason":
+                waiting, deferred = self._value("num_requests_waiting"), self._value("num_requests_deferred")
+                return figure.labels, {("capacity",): max(0.0, waiting - deferred), ("deferred",): deferred}
+        return figure.labels, self._told(figure)
+
+    def _told(self, figure: Figure) -> dict[Labels, Any]:
+        metric = self._figures.known.get(figure.name)
+        if figure.labels:
+            return {} if metric is None else dict(metric.series)
+        if figure.kind != "histogram":
+            return {(): self._value(figure.name)}
+        if metric is None:
+            return {(): Histogram(figure.bounds)}
+        tally = Histogram(metric.bounds)
+        tally.counts, tally.total = list(metric.counts), metric.value
+        return {(): tally}
+
+    def _value(self, name: str) -> float:
+        metric = self._figures.known.get(name)
+        return 0.0 if metric is None or (self._engine.errored and name in GONE_WITH_ENGINE) else metric.value
+
+    def _cache_facts(self) -> dict[str, str]:
+        facts, config = self._engine.facts, self._config
+        shown = {
+            "block_size": facts.block_size,
+            "num_gpu_blocks": facts.num_blocks,
+            "kv_cache_size_tokens": facts.cache_tokens,
+            "kv_cache_max_concurrency": round(facts.cache_tokens / facts.max_model_len, 2),
+            "kv_cache_memory_bytes": facts.kv_bytes,
+            "gpu_memory_utilization": config.gpu_memory_utilization,
+            "cache_dtype": config.kv_cache_dtype,
+            "enable_prefix_caching": config.enable_prefix_caching,
+            "num_gpu_blocks_override": config.num_gpu_blocks_override,
+        }
+        return {name: str(value) for name, value in shown.items()}
+
+
+class ReplicaView(EngineView):
+    """The part of one of several engines."""
+
+    def __init__(
+        self,
+        replica: MeasuredReplica,
+        config: EngineConfig,
+        supervisor: Restarting,
+        routing: Callable[[], Sequence[ReplicaFigures]],
+    ) -> None:
+        super().__init__(replica, config, supervisor)
+        self._replica = replica
+        self._routing = routing
+
+    def values(self, figure: Figure) -> Values:
+        """What there is to say of a figure, those of the router too."""
+        return ((), self._routed(figure.name)) if figure in ROUTER_FIGURES else super().values(figure)
+
+    def _routed(self, name: str) -> dict[Labels, float]:
+        load = next((one for one in self._routing() if one.name == str(self._replica.number)), None)
+        traffic = self._replica.traffic
+        if load is None or traffic is None:  # it is down
+            return {(): 0.0}
+        shown: dict[str, float] = {
+            "router_open_requests": load.open_requests,
+            "router_queued_tokens": load.queued_tokens,
+            "router_wait_seconds": load.wait_seconds,
+            "router_known_blocks": load.known_blocks,
+            "router_prompt_tokens": traffic.prompt_tokens,
+            "router_expected_hits": traffic.expected_tokens,
+        }
+        return {(): shown[name]}

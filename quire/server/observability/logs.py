@@ -1,0 +1,131 @@
+"""Log lines of the server: for people or for machines, with the request they belong to. Prompts stay out of them."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import logging
+import os
+import sys
+from typing import Any, TextIO
+
+from quire.server.observability.observer import ASKED_BY_MACHINES, Generation, HttpRecord, current_record
+
+LONGEST_SHOWN = 2048
+"""Characters or tokens of a prompt, where prompts are logged."""
+
+access = logging.getLogger("quire.access")
+requests = logging.getLogger("quire.requests")
+
+
+def _request_id() -> str | None:
+    record = current_record.get()
+    return None if record is None else record.request_id
+
+
+class TextFormatter(logging.Formatter):
+    """`12:01:03 info    a message [request id]`"""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = f"{self.formatTime(record, '%H:%M:%S')} {record.levelname.lower():<7} {record.getMessage()}"
+        if (request_id := _request_id()) is not None and request_id not in line:
+            line += f" [{request_id}]"
+        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object a line. What a record's `fields` hold stands beside the message."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        at = datetime.datetime.fromtimestamp(record.created, datetime.timezone.utc)
+        line: dict[str, Any] = {
+            "time": at.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if (request_id := _request_id()) is not None:
+            line["request_id"] = request_id
+        line |= getattr(record, "fields", {})
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, ensure_ascii=False, default=str)
+
+
+def set_up(format: str = "text", level: str = "info", stream: TextIO | None = None) -> None:
+    """Quire's log and uvicorn's, in one form on one stream (stderr). What handled them before does so no more."""
+    # transformers has its own handler and advice for people who call it themselves.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    handler = logging.StreamHandler(sys.stderr if stream is None else stream)
+    handler.setFormatter(JsonFormatter() if format == "json" else TextFormatter())
+    for name in ("quire", "uvicorn"):
+        logger = logging.getLogger(name)
+        logger.handlers = [handler]
+        logger.setLevel(level.upper())
+        logger.propagate = name == "quire"  # uvicorn's own would come twice where the root logger has a handler
+    for name in ("uvicorn.error", "uvicorn.access", "uvicorn.asgi"):
+        child = logging.getLogger(name)
+        child.handlers, child.propagate = [], True
+    # Each request has a line of ours.
+    logging.getLogger("uvicorn.access").setLevel("WARNING")
+
+
+class AccessLog:
+    """A line for each HTTP request: what was asked, what came of it, how long it took. Never what it said."""
+
+    def on_http(self, record: HttpRecord) -> None:
+        """A request is over."""
+        level = logging.DEBUG if record.handler in ASKED_BY_MACHINES else logging.INFO
+        if access.isEnabledFor(level):
+            fields = access_fields(record)
+            access.log(level, "%s", _sentence(fields), extra={"fields": fields})
+
+
+def access_fields(record: HttpRecord) -> dict[str, Any]:
+    """What is told of a request; what is not known is left out."""
+    fields: dict[str, Any] = {
+        "method": record.method,
+        "path": record.path,
+        "status": record.status or None,
+        "duration_ms": _milliseconds(record.seconds),
+        "request_id": record.request_id,
+        "tenant": record.tenant or None,
+    }
+    if record.generations:
+        fields |= {
+            "prompt_tokens": record.prompt_tokens,
+            "output_tokens": record.output_tokens,
+            "cached_tokens": record.cached_tokens,
+            "queue_ms": _milliseconds(record.queue_seconds),
+            "ttft_ms": _milliseconds(record.first_token_seconds),
+            "finish_reason": ",".join(dict.fromkeys(record.finish_reasons)),
+        }
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _milliseconds(seconds: float | None) -> float | None:
+    return None if seconds is None else round(1000 * seconds, 3)
+
+
+def _sentence(fields: dict[str, Any]) -> str:
+    """The fields in one line that nothing a client sends can break."""
+    rest = {name: value for name, value in fields.items() if name not in ("method", "path", "status", "duration_ms")}
+    head = f"{fields['method']} {fields['path']} {fields.get('status', 'hung up')} {fields['duration_ms']:.1f} ms"
+    line = " ".join([head, *(f"{name}={value}" for name, value in rest.items())])
+    return "".join(letter if letter.isprintable() else "?" for letter in line)
+
+
+class RequestLog:
+    """A line for each request to the engine with its prompt: only for those who ask for it."""
+
+    def on_submit(self, seen: Generation) -> None:
+        """A request goes to the engine."""
+        prompt = seen.prompt[:LONGEST_SHOWN] if seen.prompt is not None else None
+        fields = {"engine_request_id": seen.request_id, "prompt": prompt, "params": repr(seen.params)}
+        requests.info("request %s: %r, %s", seen.request_id, prompt, seen.params, extra={"fields": fields})
+
+    def on_first_output(self, seen: Generation) -> None:
+        pass
+
+    def on_finish(self, seen: Generation) -> None:
+        pass

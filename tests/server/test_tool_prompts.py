@@ -1,0 +1,135 @@
+"""A model hears of the tools it is offered, whatever its chat template makes of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from quire.api.chat import ChatRenderer
+from quire.loading.hub import DEFAULT_MODEL
+from quire.output.parsers.preamble import with_preamble
+from quire.output.parsers.tools.registry import TOOL_PARSERS, make_tool_parser, notation_of
+from quire.server.tool_prompts import ToolPrompts
+from tests.conftest import CHAT_TEMPLATE, tiny_tokenizer
+from tests.server.conftest import Live
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather of a city.",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+ASKED = [{"role": "user", "content": "How is the weather in Rome?"}]
+TELLS = "{% if tools %}<tools>{{ tools | tojson }}</tools>{% endif %}" + CHAT_TEMPLATE
+
+
+def prompt_of(live: Live, **body: Any) -> str:
+    """The text that the model gets to read."""
+    answer = live.post("/tokenize", body)
+    assert answer.status_code == 200, answer.text
+    return str(live.post("/detokenize", {"tokens": answer.json()["tokens"]}).json()["prompt"])
+
+
+class TestDefaultModel:
+    """Its template knows no tools."""
+
+    def test_the_prompt_tells_of_the_tool_and_how_to_call_it(self, real: Live) -> None:
+        prompt = prompt_of(real, messages=ASKED, tools=[WEATHER])
+        assert prompt.startswith("<|im_start|>system\n")
+        system, _, rest = prompt.partition("<|im_end|>")
+        line = next(line for line in system.splitlines() if line.startswith("{"))
+        assert json.loads(line) == WEATHER["function"]
+        assert "<tool_call>" in system and "get_weather" not in rest
+
+    def test_it_follows_the_system_message_that_is_there(self, real: Live) -> None:
+        prompt = prompt_of(real, messages=[{"role": "system", "content": "You are a pirate."}, *ASKED], tools=[WEATHER])
+        assert prompt.startswith("<|im_start|>system\nYou are a pirate.\n\nYou have tools")
+        assert prompt.count("<|im_start|>system") == 1
+
+    def test_without_tools_nothing_is_said_of_them(self, real: Live) -> None:
+        assert "tools" not in prompt_of(real, messages=ASKED)
+
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_its_parser_is_found_without_being_named(self, real: Live, stream: bool) -> None:
+        call = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+        fields: dict[str, Any] = {"messages": ASKED, "tools": [WEATHER], "model": DEFAULT_MODEL, "max_tokens": 60}
+        fields["extra_body"] = {"structured_outputs": {"choice": [call]}}
+        client = real.openai().chat.completions
+        if stream:
+            with client.stream(**fields) as events:
+                choice = events.get_final_completion().choices[0]
+        else:
+            choice = client.create(**fields).choices[0]
+        assert choice.finish_reason == "tool_calls" and not choice.message.content
+        (made,) = choice.message.tool_calls or ()
+        assert made.type == "function"
+        assert (made.function.name, json.loads(made.function.arguments)) == ("get_weather", {"city": "Rome"})
+
+
+class TestTemplates:
+    def test_one_that_tells_of_tools_is_left_alone(self) -> None:
+        offering = ToolPrompts(ChatRenderer(tiny_tokenizer(), TELLS))
+        assert not offering.is_silent()
+        assert offering.parser() == "json"
+        assert ToolPrompts(ChatRenderer(tiny_tokenizer(), TELLS.replace("<tools>", "<tool_call>"))).parser() == "hermes"
+
+    def test_one_that_needs_more_than_a_question_is_left_alone(self) -> None:
+        picky = "{% if messages[0]['role'] != 'system' %}{{ raise_exception('no') }}{% endif %}" + CHAT_TEMPLATE
+        assert not ToolPrompts(ChatRenderer(tiny_tokenizer(), picky)).is_silent()
+
+    def test_one_that_knows_no_system_messages_is_told_in_the_users_words(self) -> None:
+        offering = ToolPrompts(ChatRenderer(tiny_tokenizer()))
+        assert offering.is_silent() and offering.parser() == "hermes"
+        text = offering.render([{"role": "user", "content": "hi"}], "TOOLS")
+        assert text == "<|user|>TOOLS\n\nhi</s><|assistant|>"
+        parts = [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]
+        assert offering.render(parts, "TOOLS").startswith("<|user|>TOOLS")
+
+    def test_what_is_wrong_with_a_conversation_is_still_told(self) -> None:
+        with pytest.raises(ValueError, match="unknown role"):
+            ToolPrompts(ChatRenderer(tiny_tokenizer())).render([{"role": "ghost", "content": "hi"}], "TOOLS")
+
+    def test_the_parser_that_is_set_up_counts(self) -> None:
+        assert ToolPrompts(ChatRenderer(tiny_tokenizer()), "pythonic").parser() == "pythonic"
+
+    def test_a_message_is_not_changed_for_its_owner(self) -> None:
+        messages = [{"role": "system", "content": "a"}]
+        assert with_preamble(messages, "b", "system") == [{"role": "system", "content": "a\n\nb"}]
+        assert messages == [{"role": "system", "content": "a"}]
+
+
+@pytest.mark.parametrize("parser", TOOL_PARSERS)
+def test_a_model_that_does_as_it_is_told_is_understood(parser: str) -> None:
+    """What each notation gives as an example, its own parser reads as a call."""
+    answer = make_tool_parser(parser).parse(notation_of(parser))
+    assert answer.calls and all(call.complete for call in answer.calls)
+    assert json.loads(answer.calls[0].arguments)
+
+
+@pytest.mark.parametrize(
+    ("settings", "body"),
+    [
+        ({"enable_tool_preamble": False}, {}),
+        ({"enable_tool_preamble": True}, {"tool_choice": "none"}),
+        ({"enable_tool_preamble": True, "enable_auto_tool_choice": False}, {}),
+    ],
+)
+def test_where_no_call_is_wanted_nothing_is_said(
+    serving: Callable[..., Live], settings: dict[str, Any], body: dict[str, Any]
+) -> None:
+    live = serving(**settings)
+    fields = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1, "return_token_ids": True}
+    plain = live.post("/v1/chat/completions", fields).json()
+    told = live.post("/v1/chat/completions", {**fields, "tools": [WEATHER], **body}).json()
+    assert told["prompt_token_ids"] == plain["prompt_token_ids"]
+
+
+def test_a_template_of_the_requests_own_is_not_looked_at_unless_it_is_trusted(serving: Callable[..., Live]) -> None:
+    live = serving(enable_tool_preamble=True)
+    answer = live.post("/v1/chat/completions", {"messages": ASKED, "tools": [WEATHER], "chat_template": "{{ 1 // 0 }}"})
+    assert answer.status_code == 400 and "--trust-request-chat-template" in answer.json()["error"]["message"]

@@ -1,0 +1,102 @@
+"""Which blocks on disk sessions own."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from quire.kvcache.offload.disk.store import DiskStore
+from quire.kvcache.prefix_cache import ContentKeys
+from quire.sessions.log import SessionStore
+from quire.sessions.pinned_blocks import PinnedBlocks
+
+MODEL = b"model"
+BLOCK = 64
+
+
+def expected_keys(keys: ContentKeys, tokens: list[int], salt: str) -> list[bytes]:
+    """Keys of the full blocks, and of what is left as a block of its own."""
+    full = keys.of(tokens, salt)
+    rest = tokens[keys.block_size * len(full) :]
+    return [*full, keys.following(full[-1] if full else keys.root(salt), rest)] if rest else full
+
+
+@pytest.mark.parametrize("block_size", [16, 48, 256, 300])
+def test_the_blocks_of_all_sessions_held_are_pinned_and_no_others(tmp_path: Path, block_size: int) -> None:
+    rng = random.Random(block_size)
+    keys = ContentKeys(block_size, MODEL)
+    with (
+        SessionStore.open(tmp_path / "sessions") as sessions,
+        DiskStore.open(tmp_path / "kv", MODEL, BLOCK, 1 << 20) as disk,
+    ):
+        blocks = PinnedBlocks(sessions, disk, keys, MODEL)
+        held: dict[str, list[bytes]] = {}
+        for i in range(120):
+            names = sorted(held)
+            kind = rng.choice(["create", "fork", "grow", "delete"]) if names else "create"
+            name = rng.choice(names) if names else ""
+            if kind == "delete":
+                sessions.delete(name, durable=False)
+                blocks.release(name)
+                del held[name]
+            else:
+                if kind == "create":
+                    name = f"s{i}"
+                    sessions.create(name, range(rng.randrange(900)), salt=rng.choice(["", "t"]), durable=False)
+                elif kind == "fork":
+                    length = sessions.get(name).num_tokens
+                    name = sessions.fork(name, f"s{i}", rng.randint(0, length), durable=False).name
+                else:
+                    sessions.append(name, range(rng.randrange(300)), durable=False)
+                session = sessions.get(name)
+                count = rng.randint(session.num_tokens // 2, session.num_tokens)
+                sessions.set_kv(name, count, MODEL)
+                blocks.hold(name)
+                held[name] = expected_keys(keys, sessions.tokens(name).tolist()[:count], session.salt)
+                assert blocks.keys_of(name) == held[name]
+            assert set(disk.pins) == {key for own in held.values() for key in own}
+        again = PinnedBlocks(sessions, DiskStore.open(tmp_path / "kv2", MODEL, BLOCK, 1 << 20), keys, MODEL)
+        again.hold_all()
+        assert set(again._disk.pins) == set(disk.pins)
+        again._disk.close()
+        for name in held:
+            blocks.release(name)
+        assert disk.pins == {}
+
+
+def test_kv_of_another_model_is_nobodys(tmp_path: Path) -> None:
+    with (
+        SessionStore.open(tmp_path / "sessions") as sessions,
+        DiskStore.open(tmp_path / "kv", MODEL, BLOCK, 1 << 20) as disk,
+    ):
+        sessions.create("a", range(100))
+        sessions.set_kv("a", 100, b"other model")
+        blocks = PinnedBlocks(sessions, disk, ContentKeys(16, MODEL), MODEL)
+        blocks.hold_all()
+        assert blocks.keys_of("a") == []
+        assert disk.pins == {}
+
+
+def test_a_sessions_blocks_outlast_a_flood_of_anonymous_ones(tmp_path: Path) -> None:
+    keys = ContentKeys(16, MODEL)
+    with (
+        SessionStore.open(tmp_path / "sessions") as sessions,
+        DiskStore.open(tmp_path / "kv", MODEL, BLOCK, 8192) as disk,
+    ):
+        sessions.create("a", range(40))
+        sessions.set_kv("a", 40, MODEL)
+        blocks = PinnedBlocks(sessions, disk, keys, MODEL)
+        blocks.hold("a")
+        own = blocks.keys_of("a")
+        assert len(own) == 3
+        for key in own:
+            assert disk.write(key, memoryview(key * 2))
+        for flood in keys.of(range(1000, 1000 + 16 * 400)):
+            disk.write(flood, memoryview(flood * 2))
+        assert disk.match(own) == 3
+        blocks.release("a")
+        for flood in keys.of(range(9000, 9000 + 16 * 400)):
+            disk.write(flood, memoryview(flood * 2))
+        assert disk.match(own) == 0
