@@ -211,6 +211,11 @@ class EngineConfig:
     )
 
     disable_log_stats: bool = option(False, "No info line every ten seconds", "logging")
+    record: str | None = option(
+        None,
+        "Write every plan and result of the engine to this file, for `quire replay` (it holds the prompts' token ids)",
+        "logging",
+    )
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not self.model:

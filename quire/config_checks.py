@@ -122,6 +122,13 @@ def _check_parallel(config: EngineConfig) -> None:
             backend,
         )
     _check_ray(config)
+    if config.record is not None and config.data_parallel_size > 1:
+        raise ConfigError(
+            f"record writes the run of one engine, and data_parallel_size is {config.data_parallel_size}: record with "
+            "one replica",
+            "record",
+            config.record,
+        )
     if backend == "ray" and config.kv_disk is not None:
         raise ConfigError(
             "kv_disk needs all ranks on the engine's machine, and distributed_executor_backend is 'ray': leave it "

@@ -21,6 +21,7 @@ COMMANDS = {
     "pull": "download a model and print where it is",
     "inspect": "say what a model is and what of it fits here, or show the memory of a server",
     "sessions": "list, show, delete, export or import the sessions of a folder",
+    "replay": "run the steps of a recorded run again, and compare what is sampled",
     "tune": "measure which GPU kernels suit a model best, and remember it",
     "env": "show versions, devices and caches, for a bug report",
 }

@@ -16,6 +16,7 @@ from quire.engine.grammar.wire import Setup
 from quire.engine.start_executor import Limits, choose_platform, estimate_needs, start_workers
 from quire.engine.tiers import kv_fingerprint, make_sessions, make_tiers
 from quire.errors import ConfigError
+from quire.executor.recording import RecordingExecutor
 from quire.kvcache.block_tables import BlockTables
 from quire.kvcache.prefix_cache import ContentKeys
 from quire.loading.files import ModelFiles
@@ -89,9 +90,13 @@ def make_engine(
         waves=None if stages == 1 else depth + 1,
     )  # fmt: skip
     grammars = Grammars(_vocabulary(config, files, model, rows), config.grammar_timeout)
-    core = EngineCore(
-        scheduler, workers.executor, depth, not config.disable_log_stats, config.step_timeout, grammars, keeper
-    )
+    executor = workers.executor
+    if config.record is not None:
+        executor = RecordingExecutor(
+            executor, config, files, max_model_len=longest, max_num_seqs=rows, max_num_batched_tokens=tokens,
+            num_blocks=memory.num_blocks, cache_bytes=memory.cache, device=workers.device, dtype=workers.dtype,
+        )  # fmt: skip
+    core = EngineCore(scheduler, executor, depth, not config.disable_log_stats, config.step_timeout, grammars, keeper)
     facts = EngineFacts(
         files=files,
         model=model,
