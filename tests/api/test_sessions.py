@@ -333,8 +333,8 @@ def test_a_session_larger_than_the_way_to_disk_is_kept_whole(make_llm: MakeLLM, 
     s.generate(GREEDY)
     s.suspend()
     tiers = scheduler.tiers
-    assert tiers is not None and tiers.disk is not None
-    assert tiers.host.num_slots < len(tiers.disk.store)
+    assert tiers is not None and tiers.store is not None
+    assert tiers.host.num_slots < len(tiers.store)
     llm.reset_prefix_cache()
     tiers.host.discard(list(tiers.host.oldest()))
     computed = scheduler.stats.prompt_tokens

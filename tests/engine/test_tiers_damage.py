@@ -17,8 +17,8 @@ import pytest
 
 from quire import LLM, SamplingParams
 from quire.errors import SessionLostError, StoreError, StoreFullError, StoreUnavailableError, ValidationError
-from quire.kvcache.offload.disk import segment as segments
-from quire.kvcache.offload.disk.store import DiskStats
+from quire.kvcache.offload.block_store import StoreStats
+from quire.kvcache.offload.disk import segments
 from tests.conftest import assert_idle, write_tiny_model
 from tests.sessions.test_session_damage import SmallDisk, cut, flip, remove, wipe
 
@@ -96,10 +96,10 @@ def block_files(folder: Path) -> list[Path]:
     return sorted((folder / "blocks").rglob("*.kv"))
 
 
-def disk_stats(llm: LLM) -> DiskStats:
+def disk_stats(llm: LLM) -> StoreStats:
     tiers = llm.llm_engine.core.scheduler.tiers
-    assert tiers is not None and tiers.disk is not None
-    return tiers.disk.store.stats()
+    assert tiers is not None and tiers.store is not None
+    return tiers.store.stats()
 
 
 def forget(llm: LLM) -> None:

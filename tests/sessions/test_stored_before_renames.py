@@ -71,8 +71,8 @@ def test_a_session_finds_its_blocks(stored: Path) -> None:
         DiskStore.open(stored / "blocks", KV, 256, 4096) as store,
     ):
         blocks = PinnedBlocks(sessions, store, KEYS, KV)
-        blocks.hold("agent-7")
-        keys = blocks.held_keys("agent-7")
+        blocks.pin("agent-7")
+        keys = blocks.keys_of("agent-7")
         assert keys == KEYS.of(TOKENS[:64], "salt") and all(map(store.has, keys))
 
 
