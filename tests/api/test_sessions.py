@@ -273,7 +273,7 @@ def test_a_file_takes_it_elsewhere(make_llm: MakeLLM, tmp_path: Path, expected: 
         other.sessions.import_(tmp_path / "file")
     assert other.sessions.import_(tmp_path / "file", "u").tokens == s.tokens
     (tmp_path / "file").write_bytes(b"something else")
-    with pytest.raises(ValidationError, match="no exported session"):
+    with pytest.raises(ValidationError, match="not an exported session"):
         other.sessions.import_(tmp_path / "file", "v")
 
 

@@ -138,7 +138,7 @@ def test_ten_thousand_sessions_asleep(
     assert core.scheduler.tables.pool.used == 0, "who sleeps holds nothing on the device"
     assert tiers.host.num_slots == HOST_SLOTS
     stats = tiers.store.stats()
-    assert stats.owned_blocks == SHARED // BLOCK + MANY * OWN // BLOCK, "the shared part is there once"
+    assert stats.pinned_blocks == SHARED // BLOCK + MANY * OWN // BLOCK, "the shared part is there once"
     assert (stats.refused, stats.failed, stats.damaged) == (0, 0, 0)
 
     many = town.costs()

@@ -199,7 +199,7 @@ def test_a_disk_tier_too_small_for_them(asleep: Asleep, start: Start, tmp_path: 
     for name in asleep.tokens:
         llm.sessions.get(name).suspend()
     stats = disk_stats(llm)
-    assert stats.evicted + stats.refused > 0 and stats.disk_bytes <= stats.capacity
+    assert stats.evicted + stats.refused > 0 and stats.used_bytes <= stats.capacity
     llm.reset_prefix_cache()
     for name, tokens in asleep.tokens.items():
         assert llm.sessions.get(name).tokens == tokens + asleep.next[name]
@@ -288,7 +288,7 @@ def test_a_disk_that_turns_read_only_under_the_engine(
                 act()
         llm.generate("hello", GREEDY, use_tqdm=False)
         output = llm.sessions.get("short").generate(GREEDY)
-        assert output.error is not None and "not in session 'short'" in output.error
+        assert output.error is not None and "not appended to session 'short'" in output.error
         assert output.outputs[0].finish_reason == "error"
         assert llm.sessions.get("short").tokens == asleep.tokens["short"]
         llm.sessions.get("short").suspend()

@@ -345,7 +345,7 @@ class SessionStore:
     def _check_new(self, name: str) -> None:
         if name in self._catalog.by_name:
             raise SessionExistsError(
-                f"session {name_of(name)!r} already exists: choose another name, or delete it", "name", name
+                f"a session {name_of(name)!r} exists already: choose another name, or delete it", "name", name
             )
 
     def _done(self, entry: SessionEntry, durable: bool) -> Session:

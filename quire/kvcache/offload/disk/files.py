@@ -79,7 +79,7 @@ def unavailable(folder: Path, error: OSError) -> StoreUnavailableError:
         errno.ENOTDIR: "part of the path is a file",
         errno.EEXIST: "it is a file",
     }.get(error.errno or 0, error.strerror or str(error))
-    return StoreUnavailableError(f"{folder} cannot be written: {reason}. Choose another folder")
+    return StoreUnavailableError(f"{folder} cannot be written: {reason}. Choose a folder that can be written")
 
 
 class FolderLock:
