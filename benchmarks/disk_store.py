@@ -1,4 +1,4 @@
-"""Memory on disk: block reads and writes against plain file IO, and ten thousand sessions.
+"""The disk tier: block reads and writes against plain file IO, and ten thousand sessions.
 
 python benchmarks/disk_store.py [--folder PATH] [--block-mib 0.7] [--blocks 256] [--sessions 10000]
 """
@@ -17,8 +17,8 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from quire.kvcache.offload.disk.io_threads import DiskIO
 from quire.kvcache.offload.disk.store import DiskStore
+from quire.kvcache.offload.io_threads import IOThreads
 from quire.kvcache.prefix_cache import ContentKeys
 from quire.sessions.log import SessionStore
 from quire.sessions.pinned_blocks import PinnedBlocks
@@ -31,14 +31,14 @@ def timed(work: Callable[[], object]) -> float:
 
 
 def blocks(folder: Path, block_bytes: int, count: int) -> None:
-    """Megabytes a second of the store, of one big file, and of one file a block, in turns on the same disk."""
+    """Megabytes a second of the store, of one big file, and of one file a block, interleaved on the same disk."""
     keys = [blake3(i.to_bytes(4, "little")).digest() for i in range(count)]
     payload = memoryview(bytearray(os.urandom(block_bytes)))
     into = memoryview(bytearray(block_bytes))
     buffers = [memoryview(bytearray(block_bytes)) for _ in range(4)]
     total = count * block_bytes / 1e6
     store = DiskStore.open(folder / "kv", b"benchmark", block_bytes, 2 * count * block_bytes + (1 << 26))
-    transfers = DiskIO(store, threads=2)
+    io = IOThreads(store, threads=2)
 
     def one_file(write: bool) -> None:
         fd = os.open(folder / "plain", os.O_RDWR | os.O_CREAT)
@@ -67,15 +67,16 @@ def blocks(folder: Path, block_bytes: int, count: int) -> None:
         for key in keys:
             assert store.write(key, payload) if write else store.read(key, into)
 
-    def through_transfers(write: bool) -> None:
+    def through_threads(write: bool) -> None:
         free, waiting = list(buffers), list(keys)
-        while waiting or transfers.pending:
+        while waiting or io.pending:
             while free and waiting:
-                submit = transfers.submit_write if write else transfers.submit_read
+                submit = io.submit_write if write else io.submit_read
                 submit(waiting.pop(), free.pop())
-            for ticket in transfers.wait():
-                assert ticket.ok and ticket.buffer is not None
-                free.append(ticket.buffer)
+            io.sleep(10)
+            for task in io.poll():
+                assert task.ok and task.buffer is not None
+                free.append(task.buffer)
 
     ways = {"one plain file": one_file, "a file a block": file_a_block, "store": through_store}
     print(f"{count} blocks of {block_bytes / 2**20:.2f} MiB, MB/s (written into, read from the page cache)")
@@ -85,12 +86,12 @@ def blocks(folder: Path, block_bytes: int, count: int) -> None:
             rates.setdefault(f"{name}: write", []).append(total / timed(lambda way=way: way(True)))  # type: ignore[misc]
             rates.setdefault(f"{name}: read", []).append(total / timed(lambda way=way: way(False)))  # type: ignore[misc]
         store.discard(keys)
-        rates.setdefault("store, 2 threads: write", []).append(total / timed(lambda: through_transfers(True)))
-        rates.setdefault("store, 2 threads: read", []).append(total / timed(lambda: through_transfers(False)))
+        rates.setdefault("store, 2 threads: write", []).append(total / timed(lambda: through_threads(True)))
+        rates.setdefault("store, 2 threads: read", []).append(total / timed(lambda: through_threads(False)))
         store.discard(keys)
     for name, values in sorted(rates.items()):
         print(f"  {name:28} {statistics.median(values):8.0f}")
-    transfers.close()
+    io.close()
     through_store(True)
     store.close()
     begin = time.perf_counter()
@@ -99,7 +100,7 @@ def blocks(folder: Path, block_bytes: int, count: int) -> None:
 
 
 def sessions(folder: Path, count: int) -> None:
-    """Ten thousand conversations with a common beginning."""
+    """Many sessions with a common beginning."""
     prompt, rng = list(range(512)), random.Random(0)
     keys = ContentKeys(16, b"benchmark")
     times: dict[int, list[float]] = {}
@@ -126,8 +127,8 @@ def sessions(folder: Path, count: int) -> None:
     store = SessionStore.open(folder / "sessions")
     print(f"  open: {time.perf_counter() - begin:.2f} s")
     disk = DiskStore.open(folder / "kv-of-sessions", b"benchmark", 4096, 1 << 28)
-    held = PinnedBlocks(store, disk, keys, b"benchmark")
-    print(f"  pin the blocks of all: {timed(held.hold_all):.2f} s")
+    pinned = PinnedBlocks(store, disk, keys, b"benchmark")
+    print(f"  pin the blocks of all: {timed(pinned.pin_all):.2f} s")
     names = [f"agent-{rng.randrange(count)}" for _ in range(500)]
     print(f"  tokens of one: {1e6 * statistics.median(timed(lambda n=n: store.tokens(n)) for n in names):.0f} µs")  # type: ignore[misc]
     cursors = [rng.randrange(count) for _ in range(200)]

@@ -65,7 +65,7 @@ def measure(args: argparse.Namespace, folder: Path) -> None:
         max_num_seqs=args.at_once,
     )  # fmt: skip
     tiers, sessions = llm.llm_engine.core.scheduler.tiers, llm.sessions
-    assert tiers is not None and tiers.disk is not None
+    assert tiers is not None and tiers.store is not None
     shared = tokens(args.shared)
     system = sessions.create("system", shared)
     system.generate(greedy(1))
@@ -103,8 +103,8 @@ def measure(args: argparse.Namespace, folder: Path) -> None:
 def report(args: argparse.Namespace, llm: LLM, times: dict[str, list[float]], folder: Path, computed: int) -> None:
     """What it took."""
     tiers = llm.llm_engine.core.scheduler.tiers
-    assert tiers is not None and tiers.disk is not None
-    stats, size = tiers.disk.store.stats(), llm.llm_engine.core.scheduler.tables.block_size
+    assert tiers is not None and tiers.store is not None
+    stats, size = tiers.store.stats(), llm.llm_engine.core.scheduler.tables.block_size
     facts = llm.llm_engine.facts
     print(f"{facts.files.name}, {facts.device}, {facts.dtype}: {args.sessions} sessions of {args.shared} shared tokens")
     print(f"and {args.own} of their own; {args.swap_space:g} GiB of host memory = {tiers.host.num_slots} blocks\n")

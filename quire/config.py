@@ -153,6 +153,9 @@ class EngineConfig:
         None, "Folder of the tier below that: blocks and sessions that survive a restart. One process owns it", "memory"
     )
     kv_disk_size: float = option(32.0, "GiB of blocks in that folder at most; sessions' tokens come on top", "memory")
+    kv_store: str = option(
+        "disk", "With kv_disk: what stores the blocks there: disk, or a dotted path to a BlockStore class", "memory"
+    )
     isolate_tenants: bool = option(
         True,
         "Requests of different tenants share no cached prefixes: how fast one is answered tells nothing about others. "

@@ -61,6 +61,9 @@ def _check_tiers(config: EngineConfig) -> None:
         if not isinstance(value, (int, float)) or isinstance(value, bool) or not least <= value < math.inf:
             raise ConfigError(f"{name} must be a number of GiB of at least {least:g}, got {value!r}", name, value)
 
+    if config.kv_store != "disk" and config.kv_disk is None:
+        raise ConfigError(f"kv_store={config.kv_store!r} needs kv_disk, a folder", "kv_store", config.kv_store)
+
     idle = config.session_idle_seconds
     if idle is not None and (not isinstance(idle, (int, float)) or isinstance(idle, bool) or not idle >= 0):
         raise ConfigError(f"session_idle_seconds must be at least 0, got {idle!r}", "session_idle_seconds", idle)

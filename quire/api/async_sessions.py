@@ -16,7 +16,7 @@ from quire.messages.outputs import RequestOutput
 from quire.messages.sampling import RequestOutputKind, SamplingParams, check_integer
 from quire.sessions.keeper import KEEP, SessionInfo, SessionPage
 from quire.sessions.log import owner_id, session_key
-from quire.sessions.log.exchange import read_file, write_export
+from quire.sessions.log.export import read_file, write_export
 
 if TYPE_CHECKING:
     from quire.api.async_llm import AsyncLLM

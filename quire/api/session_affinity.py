@@ -17,7 +17,7 @@ from quire.engine.session_calls import SessionAnswer, SessionOp
 from quire.errors import EngineDeadError, QuireError, ReplicaDownError, SessionExistsError, SessionNotFoundError
 from quire.sessions.keeper import SessionInfo, SessionPage
 from quire.sessions.log import name_of, session_key
-from quire.sessions.log.exchange import decode_export
+from quire.sessions.log.export import decode_export
 from quire.sessions.log.state import unpack_tokens
 
 if TYPE_CHECKING:

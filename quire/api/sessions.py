@@ -26,7 +26,7 @@ from quire.messages.outputs import RequestOutput
 from quire.messages.sampling import RequestOutputKind, SamplingParams
 from quire.sessions.keeper import KEEP, SessionInfo, SessionKeeper, SessionPage
 from quire.sessions.log import owner_id, session_key
-from quire.sessions.log.exchange import read_file, write_export
+from quire.sessions.log.export import read_file, write_export
 
 PAGE = 100
 
@@ -203,7 +203,7 @@ class Sessions:
 
     def settle(self, key: str) -> None:
         """Make steps until all that is to be saved of a session is saved."""
-        while not self.keeper.kv.is_settled(key) and self._engine.has_unfinished_requests():
+        while not self.keeper.kv.is_saved(key) and self._engine.has_unfinished_requests():
             self._inbox.step()
 
     def text_of(self, tokens: Sequence[int]) -> str:

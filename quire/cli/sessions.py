@@ -107,7 +107,7 @@ def _export(store: SessionStore, args: argparse.Namespace) -> None:
 
 def _import(store: SessionStore, args: argparse.Namespace) -> None:
     from quire.sessions.log import import_session, name_of, session_key
-    from quire.sessions.log.exchange import read_export
+    from quire.sessions.log.export import read_export
 
     path = args.arguments[0]
     name = read_export(path).name if args.name is None else args.name

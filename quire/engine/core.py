@@ -113,7 +113,7 @@ class EngineCore:
         if self.has_work:
             return None
         sessions = self.scheduler.sessions
-        pauses = (self._check_ranks(), None if sessions is None else sessions.rest())
+        pauses = (self._check_ranks(), None if sessions is None else sessions.tick_idle())
         return min((seconds for seconds in pauses if seconds is not None), default=None)
 
     def _check_ranks(self) -> float | None:

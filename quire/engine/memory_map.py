@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.kvcache.block_pool import NULL_BLOCK, BlockPool
-from quire.kvcache.offload.disk.store import DiskStats
+from quire.kvcache.offload.block_store import StoreStats
 from quire.kvcache.offload.manager import OffloadManager
 from quire.messages.memory_map import (
     CACHED,
@@ -39,7 +39,7 @@ from quire.messages.request import Request, RequestState
 from quire.scheduler.scheduler import Scheduler
 from quire.sessions.keeper import SessionKeeper
 from quire.sessions.log import Session, name_of, owner_of
-from quire.sessions.session_kv import Live
+from quire.sessions.session_kv import ResidentSession
 
 MOST_CELLS = 65_536
 """A cache of more blocks is shown by every second, third, … of them."""
@@ -58,7 +58,7 @@ def map_memory(scheduler: Scheduler, experts: Mapping[int, Sequence[int]], block
     keeping = [] if sessions is None else [live for live in sessions.kv.on_device() if live.blocks]
     tables = [*(request.blocks for request in requests), *(live.blocks for live in keeping)]
     held_by = _count(tables, pool.num_blocks)
-    going, coming = ([], []) if tiers is None else (tiers.going, tiers.coming)
+    going, coming = ([], []) if tiers is None else (tiers.saving_blocks, tiers.loading_blocks)
     cells = _cells(pool, held_by, [*going, *coming])
     stride = -(-len(cells) // MOST_CELLS)
     named = [*(_requester(request, held_by) for request in requests), *(_keeper(live, held_by) for live in keeping)]
@@ -73,7 +73,7 @@ def map_memory(scheduler: Scheduler, experts: Mapping[int, Sequence[int]], block
         journeys=Journeys(out=len(going), back=len(coming), writes=0 if tiers is None else tiers.num_writes),
         pressure=_pressure(scheduler),
         host=None if tiers is None else _host(tiers),
-        disk=None if tiers is None or tiers.disk is None else _disk(tiers.disk.store.stats()),
+        disk=None if tiers is None or tiers.store is None else _disk(tiers.store.stats()),
         sleeping=None if sessions is None else _sleeping(sessions, tiers),
         experts=[ExpertLoad(layer=layer, chosen=list(chosen)) for layer, chosen in experts.items()],
     )
@@ -145,7 +145,7 @@ def _kind(request: Request) -> OwnerKind | None:
     return "put by" if request.owned_keys else None
 
 
-def _keeper(live: Live, held_by: _Counts) -> Owner:
+def _keeper(live: ResidentSession, held_by: _Counts) -> Owner:
     return Owner(
         kind="session", name=name_of(live.name), tenant=owner_of(live.name), tokens=live.tokens,
         blocks=len(live.blocks), shared=_shared(live.blocks, held_by),
@@ -179,20 +179,20 @@ def _pressure(scheduler: Scheduler) -> Pressure:
 
 def _host(tiers: OffloadManager) -> HostBlocks:
     host = tiers.host
-    return HostBlocks(slots=host.num_slots, used=host.used, owned=host.owned, block_bytes=tiers.costs.block_bytes)
+    return HostBlocks(slots=host.num_slots, used=host.used, owned=host.num_pinned, block_bytes=tiers.costs.block_bytes)
 
 
-def _disk(stats: DiskStats) -> DiskBlocks:
+def _disk(stats: StoreStats) -> DiskBlocks:
     return DiskBlocks(
-        blocks=stats.blocks, owned=stats.owned_blocks, block_bytes=stats.block_bytes, disk_bytes=stats.disk_bytes,
-        capacity=stats.capacity, is_resting=stats.resting,
+        blocks=stats.blocks, owned=stats.pinned_blocks, block_bytes=stats.block_bytes, disk_bytes=stats.used_bytes,
+        capacity=stats.capacity, is_resting=stats.is_paused,
     )  # fmt: skip
 
 
 def _sleeping(sessions: SessionKeeper, tiers: OffloadManager | None) -> Sleeping:
-    put_by, more = sessions.kv.put_by(LOOKED_UP)
+    put_by, more = sessions.kv.offloaded(LOOKED_UP)
     places = [(name, _place(key, tiers)) for name, key in put_by]
-    counts, count = Counter(place for _, place in places), len(sessions.store) - sessions.kv.num_live
+    counts, count = Counter(place for _, place in places), len(sessions.store) - sessions.kv.num_on_device
     return Sleeping(
         count=count,
         in_host=counts["host"],

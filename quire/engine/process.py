@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from quire.engine import ipc
 from quire.engine.device_split import take_share
-from quire.engine.session_calls import SessionAnswer, SessionDesk
+from quire.engine.session_calls import SessionAnswer, SessionHandler
 from quire.errors import EngineDeadError, QuireError
 from quire.executor.child import adopt, leave_signals, leave_with, model_of
 
@@ -43,7 +43,7 @@ class EngineLoop:
         self._core = core
         self._is_open = True
         self._rebalances: list[int] = []
-        self._sessions = SessionDesk(lambda: core.sessions)
+        self._sessions = SessionHandler(lambda: core.sessions)
         core.wakes.append(link.fileno())
 
     def run(self) -> None:
@@ -56,7 +56,7 @@ class EngineLoop:
                 outputs = self._core.step()
                 if _tells_something(outputs):
                     self._link.send(ipc.Outputs(outputs))
-                self._sessions.settle()
+                self._sessions.answer_saved()
                 self._tell_rebalanced()
 
     def _take(self, data: bytes) -> None:
@@ -92,7 +92,7 @@ class EngineLoop:
             case ipc.RebalanceExperts(question=question, number=number):
                 self._rebalance(question, number)
             case ipc.SessionCall(question=question, op=op):
-                self._sessions.take(op, lambda outcome: self._tell_session(question, outcome))
+                self._sessions.handle(op, lambda outcome: self._tell_session(question, outcome))
             case ipc.ShutdownEngine():
                 self._is_open = False
             case ipc.StartEngine():

@@ -1,7 +1,6 @@
-"""What the front's process may ask of the engine's sessions, and how the loop answers.
+"""Session operations that the front process sends to the engine, and how the engine's loop answers them.
 
-Nothing here waits: an operation changes what is in memory and writes without a sync, and its answer goes out when the
-disk has it.
+Nothing here waits: an operation changes memory and writes without a sync; its answer is sent when it is durable.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from quire.errors import SessionBusyError
 from quire.sessions.keeper import KEEP, SessionInfo, SessionKeeper, SessionPage
 from quire.sessions.log import name_of, session_key
 
-# Sessions go by what `session_key` makes of tenant and name.
+# `key`: the session's key in the store, see `session_key`.
 
 
 class CreateSession(msgspec.Struct, tag=True):
@@ -25,21 +24,21 @@ class CreateSession(msgspec.Struct, tag=True):
     ttl: float | None = None
     meta: dict[str, str] = {}
     is_new: bool = False
-    """Its name was made up for it: nobody else can have it."""
+    """Its name was generated: no other session can have it."""
 
 
 class AppendTokens(msgspec.Struct, tag=True):
-    """Add tokens in place of the last `drop`."""
+    """Append tokens after removing the last `drop`."""
 
     key: str
     tokens: list[int]
     drop: int = 0
     length: int | None = None
-    """How many tokens the session is thought to have; it is refused if it has not."""
+    """How many tokens the caller expects the session to have; it is refused if it has another number."""
 
 
 class RewriteSession(msgspec.Struct, tag=True):
-    """The session holds these tokens from now on; it may be new."""
+    """Replace the session's tokens; creates it if needed."""
 
     key: str
     tokens: list[int]
@@ -47,7 +46,7 @@ class RewriteSession(msgspec.Struct, tag=True):
 
 
 class CutSession(msgspec.Struct, tag=True):
-    """The session keeps its first `at` tokens, if it has more."""
+    """Truncate the session to its first `at` tokens."""
 
     key: str
     at: int
@@ -68,7 +67,7 @@ class TouchSession(msgspec.Struct, tag=True):
 
 
 class ReadTokens(msgspec.Struct, tag=True):
-    """The session's tokens from `start` on; below 0, so many of the last."""
+    """The session's tokens from `start` on; a negative `start` counts from the end."""
 
     key: str
     start: int = 0
@@ -77,10 +76,10 @@ class ReadTokens(msgspec.Struct, tag=True):
 class ListSessions(msgspec.Struct, tag=True):
     owner: str
     after: str | None
-    """The key of the last session of the page before."""
+    """The key of the last session of the previous page."""
     limit: int
     made_after: float | None = None
-    """Instead of a key: those made later than that, in seconds since the epoch."""
+    """Instead of a key: sessions created later than this, in seconds since the epoch."""
 
 
 class CountSessions(msgspec.Struct, tag=True):
@@ -90,7 +89,7 @@ class CountSessions(msgspec.Struct, tag=True):
 class SuspendSession(msgspec.Struct, tag=True):
     key: str
     wait: bool = False
-    """Answer when all that is to be saved is saved."""
+    """Answer when its KV is saved."""
 
 
 class UpdateSession(msgspec.Struct, tag=True):
@@ -128,7 +127,7 @@ SessionOp = Union[
 
 
 class SessionAnswer(msgspec.Struct, omit_defaults=True):
-    """What came of it: the field that the question calls for."""
+    """The result of an operation: the field that it calls for."""
 
     info: SessionInfo | None = None
     page: SessionPage | None = None
@@ -140,62 +139,65 @@ class SessionAnswer(msgspec.Struct, omit_defaults=True):
 Reply = Callable[[Union[SessionAnswer, Exception]], object]
 
 
-class SessionDesk:
-    """Answers questions about sessions in the engine's loop."""
+class SessionHandler:
+    """Runs session operations in the engine's loop."""
 
     def __init__(self, keeper: Callable[[], SessionKeeper]) -> None:
-        """`keeper` makes them, when the first question comes."""
+        """`keeper` creates the keeper with the first operation."""
         self._keeper = keeper
-        self._settling: list[tuple[str, SessionAnswer, Reply]] = []
+        self._saving: list[tuple[str, SessionAnswer, Reply]] = []
+        """Answers that wait until a session is saved."""
 
-    def take(self, op: SessionOp, reply: Reply) -> None:
-        """Do what is asked. `reply` is told what came of it, now or later."""
+    def handle(self, op: SessionOp, reply: Reply) -> None:
+        """Run an operation. `reply` is called with the answer or the error, now or later."""
         try:
             keeper = self._keeper()
             answer = apply(keeper, op)
-        except Exception as error:  # whatever is wrong with one question, others are answered
+        except Exception as error:  # an error of one operation must not stop the loop
             reply(error)
             return
-        if isinstance(op, SuspendSession) and op.wait and not keeper.kv.is_settled(op.key):
-            self._settling.append((op.key, answer, reply))
+        if isinstance(op, SuspendSession) and op.wait and not keeper.kv.is_saved(op.key):
+            self._saving.append((op.key, answer, reply))
         else:
             keeper.commit(lambda: reply(answer), reply)
 
-    def settle(self) -> None:
-        """After a step: tell those whose session is saved by now."""
-        if self._settling:
+    def answer_saved(self) -> None:
+        """After a step: answer for the sessions that are saved by now."""
+        if self._saving:
             keeper = self._keeper()
-            waiting, self._settling = self._settling, []
+            waiting, self._saving = self._saving, []
             for key, answer, reply in waiting:
-                if keeper.kv.is_settled(key):
+                if keeper.kv.is_saved(key):
                     keeper.commit(lambda answer=answer, reply=reply: reply(answer), reply)  # type: ignore[misc]
                 else:
-                    self._settling.append((key, answer, reply))
+                    self._saving.append((key, answer, reply))
 
 
 def apply(keeper: SessionKeeper, op: SessionOp) -> SessionAnswer:
-    """Do it, without waiting for the disk."""
+    """Run an operation, without waiting for the disk."""
     match op:
         case CreateSession():
-            return _of(keeper.create(op.key, op.tokens, salt=op.salt, ttl=op.ttl, meta=op.meta, durable=False))
+            return SessionAnswer(
+                keeper.create(op.key, op.tokens, salt=op.salt, ttl=op.ttl, meta=op.meta, durable=False)
+            )
         case AppendTokens():
             length = keeper.get(op.key).num_tokens
             if op.length is not None and op.length != length:
                 raise SessionBusyError(
-                    f"session {name_of(op.key)!r} has changed while something was added to it: try again"
+                    f"session {name_of(op.key)!r} has {length} tokens, not {op.length}: it has changed, try again"
                 )
             at = length - op.drop if op.drop else None
-            return _of(keeper.append(op.key, op.tokens, at=at, durable=False))
+            return SessionAnswer(keeper.append(op.key, op.tokens, at=at, durable=False))
         case RewriteSession():
-            return _of(keeper.rewrite(op.key, op.tokens, salt=op.salt, durable=False))
+            return SessionAnswer(keeper.rewrite(op.key, op.tokens, salt=op.salt, durable=False))
         case CutSession():
-            return _of(keeper.cut(op.key, op.at, durable=False))
+            return SessionAnswer(keeper.cut(op.key, op.at, durable=False))
         case ForkSession():
-            return _of(keeper.fork(op.key, op.new_key, op.at, durable=False))
+            return SessionAnswer(keeper.fork(op.key, op.new_key, op.at, durable=False))
         case GetSession():
-            return _of(keeper.get(op.key))
+            return SessionAnswer(keeper.get(op.key))
         case TouchSession():
-            return _of(keeper.touch(op.key))
+            return SessionAnswer(keeper.touch(op.key))
         case ReadTokens():
             return SessionAnswer(info=keeper.get(op.key), tokens=keeper.tokens(op.key, op.start))
         case ListSessions():
@@ -206,19 +208,19 @@ def apply(keeper: SessionKeeper, op: SessionOp) -> SessionAnswer:
         case CountSessions():
             return SessionAnswer(count=keeper.count(op.owner))
         case SuspendSession():
-            return _of(keeper.suspend(op.key))
+            return SessionAnswer(keeper.suspend(op.key))
         case UpdateSession():
             ttl = KEEP if op.keeps_ttl else op.ttl
-            return _of(keeper.update(op.key, ttl=ttl, meta=op.meta, durable=False))
+            return SessionAnswer(keeper.update(op.key, ttl=ttl, meta=op.meta, durable=False))
         case RecoverSession():
-            return _of(keeper.recover(op.key, durable=False))
+            return SessionAnswer(keeper.recover(op.key, durable=False))
         case DeleteSession():
             keeper.delete(op.key, durable=False)
             return SessionAnswer()
         case ExportSession():
             return SessionAnswer(info=keeper.get(op.key), data=keeper.export(op.key))
         case ImportSession():
-            return _of(
+            return SessionAnswer(
                 keeper.import_(
                     op.data,
                     lambda own: session_key(op.tenant, own if op.name is None else op.name),
@@ -227,7 +229,3 @@ def apply(keeper: SessionKeeper, op: SessionOp) -> SessionAnswer:
                     durable=False,
                 )
             )
-
-
-def _of(info: SessionInfo) -> SessionAnswer:
-    return SessionAnswer(info=info)

@@ -106,12 +106,12 @@ def metrics_of(scheduler: Scheduler, compiling: int = 0, compile_times: Histogra
         counters |= {"blocks_saved": tiers.saved, "blocks_loaded": tiers.loaded, "host_blocks_lost": tiers.host.lost}
         gauges |= {
             "host_blocks_used": tiers.host.used,
-            "host_blocks_owned": tiers.host.owned,
-            "disk_blocks": 0 if tiers.disk is None else len(tiers.disk.store),
+            "host_blocks_owned": tiers.host.num_pinned,
+            "disk_blocks": 0 if tiers.store is None else len(tiers.store),
         }
     if (sessions := scheduler.sessions) is not None:
-        counters |= {"sessions_slept": sessions.kv.slept, "sessions_dropped": sessions.kv.dropped}
-        gauges |= {"sessions": len(sessions.store), "sessions_on_device": sessions.kv.num_live}
+        counters |= {"sessions_slept": sessions.kv.suspended, "sessions_dropped": sessions.kv.dropped}
+        gauges |= {"sessions": len(sessions.store), "sessions_on_device": sessions.kv.num_on_device}
     return [
         *(Metric(f"quire:{name}", "counter", value) for name, value in counters.items()),
         *(Metric(f"quire:{name}", "gauge", value) for name, value in gauges.items()),

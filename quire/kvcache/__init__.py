@@ -1,1 +1,1 @@
-"""The KV cache as numbers: which blocks exist, who holds them, what they contain. No tensors here."""
+"""The KV cache as numbers: which blocks exist, which requests hold them, what they contain. No tensors here."""

@@ -1,4 +1,4 @@
-"""Physical KV blocks: hand out, share, take back."""
+"""Physical KV blocks: allocate, share, release."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from collections.abc import Callable, Iterable, Sequence
 from quire.errors import CacheTooSmallError
 
 NULL_BLOCK = 0
-"""Reserved: inactive and padding rows write there, nobody reads it."""
+"""Reserved: inactive and padding rows write there; its content is never read."""
 
 
 class BlockPool:
     """Reference-counted blocks. Knows numbers, not tensors.
 
-    A block nobody holds is *free*. If it still has content worth keeping it is also *idle*: it can be shared again as
-    it is, or be taken for something else, least recently used first.
+    A block without references is *free*. If it still has cached content it is also *idle*: it can be shared again as
+    it is, or evicted and reused, least recently used first.
     """
 
     def __init__(self, num_blocks: int, on_evict: Callable[[int], object] = lambda block: None) -> None:
@@ -32,41 +32,41 @@ class BlockPool:
         self._idle: OrderedDict[int, None] = OrderedDict()
         self._content = bytearray(num_blocks)
         self.evicted = 0
-        """Blocks whose content went to make room, in all."""
+        """Idle blocks evicted so far."""
 
     @property
     def capacity(self) -> int:
-        """Blocks that can ever be handed out."""
+        """Blocks that can be allocated at all."""
         return self.num_blocks - 1
 
     @property
     def free(self) -> int:
-        """Blocks that can be handed out now."""
+        """Blocks that can be allocated now, empty or idle."""
         return len(self._empty) + len(self._idle)
 
     @property
     def used(self) -> int:
-        """Blocks somebody holds."""
+        """Blocks with at least one reference."""
         return self.capacity - self.free
 
     @property
     def idle(self) -> int:
-        """Free blocks that still hold content."""
+        """Free blocks with cached content."""
         return len(self._idle)
 
     @property
     def empty(self) -> int:
-        """Free blocks that hold nothing."""
+        """Free blocks without cached content."""
         return len(self._empty)
 
     def oldest(self, count: int) -> list[int]:
-        """The idle blocks that would be taken next, at most `count`."""
+        """The idle blocks that would be evicted next, at most `count`."""
         return list(itertools.islice(self._idle, count))
 
     def allocate(self, count: int) -> list[int]:
-        """`count` blocks, each held once. Raises if there are not that many: ask `free` first."""
+        """`count` blocks with one reference each. Raises if fewer are free: check `free` first."""
         if count > self.free:
-            raise RuntimeError(f"{count} blocks asked for, {self.free} of {self.capacity} free")
+            raise RuntimeError(f"cannot allocate {count} blocks: {self.free} of {self.capacity} are free")
         blocks = []
         for _ in range(count):
             block = self._empty.pop() if self._empty else self._evict()
@@ -76,7 +76,7 @@ class BlockPool:
         return blocks
 
     def share(self, blocks: Iterable[int]) -> None:
-        """Hold each block once more; an idle one comes back to use."""
+        """Add a reference to each block; an idle block is in use again."""
         for block in blocks:
             if self.refs[block] == 0:
                 if not self._content[block]:
@@ -85,14 +85,14 @@ class BlockPool:
             self.refs[block] += 1
 
     def release(self, blocks: Sequence[int], as_oldest: bool = False) -> None:
-        """Let go of each block once. Tails become evictable before heads: a prefix is useless without its head.
+        """Drop one reference to each block. Tails become evictable before heads: a prefix is useless without its head.
 
-        `as_oldest`: they were held for a moment alone, and are as old as they were.
+        `as_oldest`: the blocks keep their age, because only a short copy held them.
         """
         for block in reversed(blocks):
             count = self.refs[block] - 1
             if count < 0:
-                raise RuntimeError(f"block {block} is released more often than it is held")
+                raise RuntimeError(f"block {block} was released but has no references")
             self.refs[block] = count
             if count == 0:
                 if self._content[block]:
@@ -103,20 +103,20 @@ class BlockPool:
                     self._empty.append(block)
 
     def keep(self, block: int) -> None:
-        """The block has content worth finding again."""
+        """Mark the block's content as cached: it stays when the last reference goes."""
         if self.refs[block] == 0:
-            raise RuntimeError(f"block {block} is held by nobody: its content cannot be kept")
+            raise RuntimeError(f"block {block} has no references: its content cannot be cached")
         self._content[block] = 1
 
     def forget(self, block: int) -> None:
-        """The block's content is no longer worth anything."""
+        """Mark the block's content as not cached."""
         self._content[block] = 0
         if block in self._idle:
             del self._idle[block]
             self._empty.append(block)
 
     def is_idle(self, block: int) -> bool:
-        """Whether nobody holds the block though its content is still there."""
+        """Whether the block has no references but cached content."""
         return block in self._idle
 
     def _evict(self) -> int:

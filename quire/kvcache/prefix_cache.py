@@ -12,7 +12,7 @@ class ContentKeys:
     """Names full blocks by their content and everything before it: equal key, equal KV.
 
     A key is a hash over the parent's key and the block's tokens; the chain starts from the model's fingerprint and
-    whatever else changes the KV or must keep owners apart (a tenant's salt).
+    anything else that changes the KV or must keep owners apart (a tenant's salt).
     """
 
     def __init__(self, block_size: int, fingerprint: bytes = b"") -> None:
@@ -21,7 +21,7 @@ class ContentKeys:
 
     @classmethod
     def rooted(cls, block_size: int, root: bytes) -> ContentKeys:
-        """The same keys in another process, from what `root()` says there."""
+        """The same keys in another process, from the value of `root()` there."""
         keys = cls(block_size)
         keys._root = root
         return keys
@@ -40,7 +40,7 @@ class ContentKeys:
         return self.after(self.root(salt), tokens)
 
     def after(self, parent: bytes, tokens: Sequence[int] | np.ndarray) -> list[bytes]:
-        """Keys of all full blocks of `tokens`, which come after the block `parent`."""
+        """Keys of all full blocks of `tokens` that follow the block `parent`."""
         size = self.block_size
         data = memoryview(np.asarray(tokens, dtype=np.int32).tobytes())
         keys = []
@@ -51,7 +51,7 @@ class ContentKeys:
 
 
 class PrefixCache:
-    """Content key → block, and back."""
+    """Content key → block, and block → content key."""
 
     def __init__(self) -> None:
         self._block_of: dict[bytes, int] = {}
@@ -61,7 +61,7 @@ class PrefixCache:
         return len(self._block_of)
 
     def match(self, keys: Iterable[bytes]) -> list[int]:
-        """Blocks of the longest known prefix of `keys`."""
+        """Blocks of the longest cached prefix of `keys`."""
         blocks = []
         for key in keys:
             block = self._block_of.get(key)
@@ -71,17 +71,17 @@ class PrefixCache:
         return blocks
 
     def add(self, key: bytes, block: int) -> bool:
-        """Remember where `key` is; False if another block has the same content already."""
+        """Record which block has `key`; False if another block already has the same content."""
         if key in self._block_of:
             return False
         if block in self._key_of:
-            raise RuntimeError(f"block {block} already stands for other content")
+            raise RuntimeError(f"block {block} is already cached with other content")
         self._block_of[key] = block
         self._key_of[block] = key
         return True
 
     def remove(self, block: int) -> bool:
-        """Forget the block; False if it was not known."""
+        """Remove the block; False if it was not cached."""
         key = self._key_of.pop(block, None)
         if key is None:
             return False
@@ -89,9 +89,9 @@ class PrefixCache:
         return True
 
     def key_of(self, block: int) -> bytes | None:
-        """What the block contains, if that is known."""
+        """The block's content key, if it is cached."""
         return self._key_of.get(block)
 
     def blocks(self) -> list[int]:
-        """Every block with known content."""
+        """All cached blocks."""
         return list(self._key_of)

@@ -107,7 +107,7 @@ class Preemptor:
         """
         pool, rows = self._tables.pool, self._rows
         self.pressure.look(pool, self._tiers)
-        if self.pressure.device and self._ledger.sessions is not None and self._ledger.sessions.kv.sleep_one():
+        if self.pressure.device and self._ledger.sessions is not None and self._ledger.sessions.kv.suspend_oldest():
             self.pressure.slept += 1
         if self._moving is None:
             return

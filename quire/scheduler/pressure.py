@@ -33,8 +33,8 @@ class MemoryPressure:
         """See how full the tiers are now."""
         self.device = level(pool.free, pool.capacity)
         if tiers is not None:
-            self.host = level(tiers.host.num_slots - tiers.host.owned, tiers.host.num_slots)
-            self.disk = 0 if tiers.disk is None else level(*tiers.disk.store.room)
+            self.host = level(tiers.host.num_slots - tiers.host.num_pinned, tiers.host.num_slots)
+            self.disk = 0 if tiers.store is None else level(*tiers.store.headroom)
 
     def __str__(self) -> str:
         return f"pressure {self.device} device, {self.host} host, {self.disk} disk"

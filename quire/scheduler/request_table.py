@@ -272,7 +272,7 @@ class RequestTable:
     def check_idle(self) -> None:
         """Raise unless every block and row has come back; to be called when nothing is unfinished."""
         pool = self.tables.pool
-        kept = Counter[int]() if self.sessions is None else self.sessions.kv.held()
+        kept = Counter[int]() if self.sessions is None else self.sessions.kv.block_refs()
         held = [block for block, count in enumerate(pool.refs) if count != kept[block]]
         if self.unfinished or self.rows.used or pool.used != len(kept) or held or len(self.policy):
             raise RuntimeError(

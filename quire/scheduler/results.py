@@ -100,7 +100,7 @@ class ResultCollector:
     def _fail(self, request: Request, message: str, error: str = "") -> None:
         self._tables.withdraw(request.blocks)  # nobody else shall read what led here
         if self._ledger.moving is not None:
-            self._ledger.moving.tiers.forget(request.keys)
+            self._ledger.moving.tiers.discard(request.keys)
         self._ledger.finish(request, "error", message=message, error=error)
 
     def _append(self, request: Request, tokens: list[int], result: StepResult, index: int) -> None:

@@ -200,7 +200,7 @@ class Scheduler:
         if self.sessions is not None:
             self.sessions.tick()
         if self.tiers is not None:
-            self.tiers.turn()
+            self.tiers.poll()
         if self._suspects.first is None:
             self._space.relieve(draft, self._budget)
 
@@ -361,7 +361,7 @@ class Scheduler:
         if self._moving is not None:
             self._moving.collected(flight, self._clock())
             for done in result.moves_done:
-                self._moving.tiers.arrived(done)
+                self._moving.tiers.finish_copies(done)
         self._suspects.acquit(flight.draws)
         self._collector.apply(flight, result)
 
@@ -424,8 +424,8 @@ class Scheduler:
             self.tiers.close()
         if self.sessions is not None:
             self.sessions.close()
-        if self.tiers is not None and self.tiers.disk is not None:
-            self.tiers.disk.store.close()
+        if self.tiers is not None and self.tiers.store is not None:
+            self.tiers.store.close()
 
     def check_idle(self) -> None:
         """Raise unless every block and row has come back; to be called when nothing is unfinished."""

@@ -10,7 +10,7 @@ import numpy as np
 
 from quire.kvcache.offload.costs import LEAST_TOKENS
 from quire.kvcache.offload.manager import OffloadManager
-from quire.kvcache.offload.transfers import Fetch, Save
+from quire.kvcache.offload.transfers import LoadTransfer, SaveTransfer
 from quire.messages.plan import Moves
 from quire.messages.request import Request, RequestState
 from quire.scheduler.draft import InFlightStep
@@ -37,7 +37,7 @@ class Arrival:
 
 @dataclass
 class _Load:
-    fetch: Fetch
+    fetch: LoadTransfer
     before: int
     """Blocks the request had on the device."""
     tokens: int
@@ -52,7 +52,7 @@ class Swapper:
         self._tables = ledger.tables
         self.least_swap = LEAST_SWAP
         self._loads: dict[Request, _Load] = {}
-        self._leaving: Save | None = None
+        self._leaving: SaveTransfer | None = None
         """The row that is being put by."""
         self._collected = -math.inf
         self._taken = 0
@@ -100,7 +100,7 @@ class Swapper:
         tokens = np.zeros((len(arrival.keys), size), np.int32)
         known = request.tokens(before * size, arrival.tokens)
         tokens.reshape(-1)[: len(known)] = known
-        fetch = self.tiers.fetch(arrival.keys, request.blocks[before:], tokens)
+        fetch = self.tiers.load(arrival.keys, request.blocks[before:], tokens)
         self._loads[request] = _Load(fetch, before, arrival.tokens)
 
     def landed(self) -> list[tuple[Request, int]]:
@@ -108,8 +108,8 @@ class Swapper:
         size, landed = self._tables.block_size, []
         for request, load in self._loads.items():
             if load.fetch.is_done:
-                whole = load.fetch.good == len(load.fetch.keys)
-                landed.append((request, load.tokens if whole else (load.before + load.fetch.good) * size))
+                whole = load.fetch.loaded == len(load.fetch.keys)
+                landed.append((request, load.tokens if whole else (load.before + load.fetch.loaded) * size))
         return landed
 
     def coming(self) -> tuple[Request, int] | None:
@@ -163,7 +163,7 @@ class Swapper:
         pairs = self._pairs(request, tokens)
         missing = sum(not self.tiers.is_saved(key) for key, _ in pairs)
         host = self.tiers.host
-        if missing > host.num_slots - host.owned:
+        if missing > host.num_slots - host.num_pinned:
             return False
         return self.tiers.costs.swapping_pays(missing, len(pairs), tokens)
 

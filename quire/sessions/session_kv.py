@@ -1,4 +1,4 @@
-"""Where the KV of sessions is: on the device between turns, or put by in the tiers below. Best effort, always."""
+"""The KV of sessions: on the device between turns, or offloaded to the tiers below. What is lost is computed again."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from quire.errors import StoreError
 from quire.kvcache.block_tables import BlockTables
 from quire.kvcache.offload.manager import OffloadManager
-from quire.kvcache.offload.transfers import Save
+from quire.kvcache.offload.transfers import SaveTransfer
 from quire.kvcache.prefix_cache import ContentKeys
 from quire.messages.request import Request
 from quire.sessions.log import SessionStore
@@ -22,8 +22,8 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
-class Live:
-    """What a session holds on the device."""
+class ResidentSession:
+    """A session with a running turn, or with blocks on the device."""
 
     name: str
     blocks: list[int] = field(default_factory=list)
@@ -33,10 +33,9 @@ class Live:
     tokens: int = 0
     """Leading tokens with KV in those blocks."""
     turn: str = ""
-    """The request that is its turn now."""
-    sleeps: bool = False
-    """It is to fall asleep when the turn ends."""
-    since: float = 0.0
+    """Id of the request that is its running turn; empty: none."""
+    suspend_after_turn: bool = False
+    idle_since: float = 0.0
 
 
 class SessionKV:
@@ -49,84 +48,83 @@ class SessionKV:
         store: SessionStore,
         fingerprint: bytes,
         tiers: OffloadManager | None = None,
-        disk_blocks: PinnedBlocks | None = None,
+        pinned: PinnedBlocks | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`fingerprint`: of the model and the KV's layout. `disk_blocks`: what sessions own in the disk tier, if there
-        is one."""
+        """`fingerprint`: of the model and the KV's layout. `pinned`: pins in the disk tier, if there is one."""
         self.fingerprint = fingerprint
         self._tables = tables
         self._keys = keys
         self._store = store
         self._tiers = tiers
-        self._disk_blocks = disk_blocks
+        self._pinned = pinned
         self._clock = clock
-        self._live: OrderedDict[str, Live] = OrderedDict()
+        self._resident: OrderedDict[str, ResidentSession] = OrderedDict()
         """Least recently used first."""
-        self._leaving: dict[str, Save] = {}
-        self._owned: dict[str, list[bytes]] = {}
-        """Blocks that sleeping sessions own in host memory, where there is no disk to own them."""
-        self.slept = 0
-        """Times a session fell asleep…"""
+        self._saves: dict[str, SaveTransfer] = {}
+        self._host_pins: dict[str, list[bytes]] = {}
+        """Blocks of suspended sessions that are pinned in host memory, if there is no disk tier."""
+        self.suspended = 0
+        """Times a session was suspended…"""
         self.dropped = 0
-        """…or lost its blocks to a shortage."""
+        """…or lost its device blocks to a shortage."""
 
-    # Who is there
+    # Lookup
 
-    def get(self, name: str) -> Live | None:
-        """What the session holds on the device; None if it sleeps."""
-        return self._live.get(name)
+    def get(self, name: str) -> ResidentSession | None:
+        """What the session has on the device; None if it is suspended."""
+        return self._resident.get(name)
 
-    def on_device(self) -> list[Live]:
-        """Sessions with a turn, or with blocks on the device, least recently used first."""
-        return list(self._live.values())
+    def on_device(self) -> list[ResidentSession]:
+        """Sessions with a running turn or with blocks on the device, least recently used first."""
+        return list(self._resident.values())
 
     @property
-    def num_live(self) -> int:
-        """…and how many they are."""
-        return len(self._live)
+    def num_on_device(self) -> int:
+        """Sessions with a running turn or with blocks on the device."""
+        return len(self._resident)
 
-    def held(self) -> Counter[int]:
-        """How often sessions hold each block."""
-        return Counter(block for live in self._live.values() for block in live.blocks)
+    def block_refs(self) -> Counter[int]:
+        """How many references sessions have to each device block."""
+        return Counter(block for resident in self._resident.values() for block in resident.blocks)
 
-    def put_by(self, limit: int) -> tuple[list[tuple[str, bytes]], int]:
-        """Up to `limit` sleeping sessions that had blocks when they fell asleep, the latest first, each with the key of
-        its last one; and how many more there are."""
+    def offloaded(self, limit: int) -> tuple[list[tuple[str, bytes]], int]:
+        """Up to `limit` suspended sessions that had blocks, the latest first, each with the key of its last block; and
+        how many more there are."""
         last: Iterable[tuple[str, bytes]]
-        if self._disk_blocks is not None:
-            last = self._disk_blocks.last_keys()
+        if self._pinned is not None:
+            last = self._pinned.last_keys()
         else:
-            last = ((name, keys[-1]) for name, keys in reversed(self._owned.items()) if keys)
-        asleep = ((name, key) for name, key in last if name not in self._live)
-        return list(itertools.islice(asleep, limit)), sum(1 for _ in asleep)
+            last = ((name, keys[-1]) for name, keys in reversed(self._host_pins.items()) if keys)
+        suspended = ((name, key) for name, key in last if name not in self._resident)
+        return list(itertools.islice(suspended, limit)), sum(1 for _ in suspended)
 
     def known_keys(self, name: str, tokens: int) -> list[bytes]:
-        """Keys of the full blocks with KV of the session's first `tokens` tokens, as far as they are at hand.
+        """Keys of the full blocks with KV of the session's first `tokens` tokens, as far as they need no computing.
 
-        What is owned in host memory alone may be of an earlier state of the session: nothing is known then.
+        Without a disk tier none: the pins in host memory may be of an earlier state of the session.
         """
-        held = [] if self._disk_blocks is None else self._disk_blocks.held_keys(name)
-        return held[: tokens // self._tables.block_size]
+        keys = [] if self._pinned is None else self._pinned.keys_of(name)
+        return keys[: tokens // self._tables.block_size]
 
     # A turn
 
     def begin(self, name: str, turn: str) -> None:
-        """The request `turn` is the session's."""
-        live = self._live.setdefault(name, Live(name))
-        self._live.move_to_end(name)
-        live.turn, live.sleeps = turn, False
+        """The request with the id `turn` is the session's turn."""
+        resident = self._resident.setdefault(name, ResidentSession(name))
+        self._resident.move_to_end(name)
+        resident.turn, resident.suspend_after_turn = turn, False
 
     def tokens_for(self, request: Request) -> int:
-        """How many of the request's tokens its session holds on the device."""
-        live = self._live.get(request.source.session) if request.source.session else None
-        if live is None or not live.blocks or not request.source.reads_cache:
+        """How many of the request's tokens have KV in its session's device blocks."""
+        resident = self._resident.get(request.source.session) if request.source.session else None
+        if resident is None or not resident.blocks or not request.source.reads_cache:
             return 0
-        return min(live.tokens, request.known - 1)
+        return min(resident.tokens, request.known - 1)
 
     def cost_of_taking(self, request: Request) -> int:
-        """Free blocks it takes to hold the request's known tokens, once it has taken its session's blocks."""
-        blocks, refs = self._live[request.source.session].blocks, self._tables.pool.refs
+        """Free blocks the request's known tokens need in addition to its session's blocks."""
+        blocks, refs = self._resident[request.source.session].blocks, self._tables.pool.refs
         tokens = self.tokens_for(request)
         count = self._tables.blocks_for(tokens)
         is_copied = tokens % self._tables.block_size > 0 and refs[blocks[count - 1]] > 1
@@ -134,179 +132,179 @@ class SessionKV:
         return self._tables.blocks_for(request.known) - count + is_copied - given_back
 
     def take(self, request: Request) -> None:
-        """The session's blocks become the request's."""
-        live = self._live[request.source.session]
+        """Move the session's blocks to the request."""
+        resident = self._resident[request.source.session]
         size, tokens = self._tables.block_size, self.tokens_for(request)
         count = self._tables.blocks_for(tokens)
-        self._tables.pool.release(live.blocks[count:])
-        request.blocks.extend(live.blocks[:count])
-        request.published = min(live.published, tokens // size)
-        live.blocks, live.tokens, live.published = [], 0, 0
+        self._tables.pool.release(resident.blocks[count:])
+        request.blocks.extend(resident.blocks[:count])
+        request.published = min(resident.published, tokens // size)
+        resident.blocks, resident.tokens, resident.published = [], 0, 0
 
     def keep(self, request: Request, tokens: int) -> None:
-        """The turn is over: the request's blocks with its first `tokens` tokens stay with the session."""
-        live = self._live.get(request.source.session)
-        if live is None:
+        """The turn is over: move the request's blocks with its first `tokens` tokens to the session."""
+        resident = self._resident.get(request.source.session)
+        if resident is None:
             return
         size = self._tables.block_size
         count = self._tables.blocks_for(tokens)
-        self._release(live)  # what the turn made no use of
+        self._release(resident)  # blocks the turn did not take
         self._tables.pool.release(request.blocks[count:])
-        live.blocks, live.tokens = request.blocks[:count], tokens
-        live.published = min(request.published, tokens // size)
-        live.keys = request.keys[: tokens // size]
+        resident.blocks, resident.tokens = request.blocks[:count], tokens
+        resident.published = min(request.published, tokens // size)
+        resident.keys = request.keys[: tokens // size]
         request.blocks.clear()
         request.published = 0
 
-    def end(self, name: str, is_sound: bool) -> None:
-        """The turn has ended; `is_sound`: what is kept is what the session says."""
-        live = self._live.get(name)
-        if live is None:
+    def end(self, name: str, is_stored: bool) -> None:
+        """The turn has ended; `is_stored`: its output is in the session's log, so its KV can be used."""
+        resident = self._resident.get(name)
+        if resident is None:
             return
-        if not is_sound:
-            self._release(live)
-        live.turn, live.since = "", self._clock()
-        if not live.blocks:
-            del self._live[name]
-        elif live.sleeps:
-            self._put_to_sleep(live)
+        if not is_stored:
+            self._release(resident)
+        resident.turn, resident.idle_since = "", self._clock()
+        if not resident.blocks:
+            del self._resident[name]
+        elif resident.suspend_after_turn:
+            self._suspend(resident)
 
-    # Sessions that change
+    # Changes of a session
 
     def fork(self, name: str, new_name: str, tokens: int) -> None:
-        """A new session has the first `tokens` tokens of another, and shares every block it can."""
-        if (live := self._live.get(name)) is not None and live.blocks:
-            child = Live(new_name, since=self._clock(), keys=list(live.keys))
-            child.tokens = min(live.tokens, tokens)
-            self._tables.adopt(child, live.blocks[: self._tables.blocks_for(child.tokens)])
-            child.published = min(live.published, child.tokens // self._tables.block_size)
-            self._live[new_name] = child
-        if self._disk_blocks is not None:
-            self._disk_blocks.hold(new_name)
-        elif name in self._owned and self._tiers is not None:
-            self._owned[new_name] = list(self._owned[name])
-            self._tiers.host.pin(self._owned[new_name])
+        """Give a fork with the first `tokens` tokens of a session the blocks of those tokens."""
+        if (resident := self._resident.get(name)) is not None and resident.blocks:
+            child = ResidentSession(new_name, idle_since=self._clock(), keys=list(resident.keys))
+            child.tokens = min(resident.tokens, tokens)
+            self._tables.adopt(child, resident.blocks[: self._tables.blocks_for(child.tokens)])
+            child.published = min(resident.published, child.tokens // self._tables.block_size)
+            self._resident[new_name] = child
+        if self._pinned is not None:
+            self._pinned.pin(new_name)
+        elif name in self._host_pins and self._tiers is not None:
+            self._host_pins[new_name] = list(self._host_pins[name])
+            self._tiers.host.pin(self._host_pins[new_name])
 
     def cut(self, name: str, tokens: int) -> None:
-        """The session's tokens from `tokens` on are others now."""
-        live = self._live.get(name)
-        if live is not None and tokens < live.tokens:
-            # To a whole block: one that others may find must not be written to.
-            live.tokens = tokens - tokens % self._tables.block_size
-            count = live.tokens // self._tables.block_size
-            self._tables.pool.release(live.blocks[count:])
-            del live.blocks[count:], live.keys[count:]
-            live.published = min(live.published, count)
-        if self._disk_blocks is not None:
-            self._disk_blocks.hold(name)
+        """The session was cut to its first `tokens` tokens: release blocks after them."""
+        resident = self._resident.get(name)
+        if resident is not None and tokens < resident.tokens:
+            # To a whole block: a block in the prefix cache must not be written to.
+            resident.tokens = tokens - tokens % self._tables.block_size
+            count = resident.tokens // self._tables.block_size
+            self._tables.pool.release(resident.blocks[count:])
+            del resident.blocks[count:], resident.keys[count:]
+            resident.published = min(resident.published, count)
+        if self._pinned is not None:
+            self._pinned.pin(name)
 
     def forget(self, name: str) -> None:
-        """The session is no more."""
-        live = self._live.get(name)
-        if live is not None:
-            self._release(live)
-            if not live.turn:
-                del self._live[name]
-        self._leaving.pop(name, None)
-        if self._disk_blocks is not None:
-            self._disk_blocks.release(name)
-        if name in self._owned and self._tiers is not None:
-            self._tiers.host.unpin(self._owned.pop(name))
+        """The session was deleted."""
+        resident = self._resident.get(name)
+        if resident is not None:
+            self._release(resident)
+            if not resident.turn:
+                del self._resident[name]
+        self._saves.pop(name, None)
+        if self._pinned is not None:
+            self._pinned.unpin(name)
+        if name in self._host_pins and self._tiers is not None:
+            self._tiers.host.unpin(self._host_pins.pop(name))
 
-    # Falling asleep
+    # Suspending
 
     def suspend(self, name: str) -> None:
-        """The session gives its device blocks up, now or when its turn ends; copies take steps (`is_settled`)."""
-        if (live := self._live.get(name)) is not None:
-            if live.turn:
-                live.sleeps = True
+        """Offload the session's device blocks, now or when its turn ends. Copies take several steps: see `is_saved`."""
+        if (resident := self._resident.get(name)) is not None:
+            if resident.turn:
+                resident.suspend_after_turn = True
             else:
-                self._put_to_sleep(live)
+                self._suspend(resident)
 
-    def is_settled(self, name: str) -> bool:
-        """Whether all there was to save of a suspended session is saved."""
-        return name not in self._leaving or self._leaving[name].is_done
+    def is_saved(self, name: str) -> bool:
+        """Whether all blocks of a suspended session are saved."""
+        return name not in self._saves or self._saves[name].is_done
 
-    def sleep_idle(self, seconds: float | None) -> None:
-        """Sessions that have had no turn for so long fall asleep. To be called from time to time, if only with None."""
-        self._leaving = {name: save for name, save in self._leaving.items() if not save.is_done}
+    def suspend_idle(self, seconds: float | None) -> None:
+        """Suspend sessions idle for `seconds` (None: none), and forget finished saves. Called periodically."""
+        self._saves = {name: save for name, save in self._saves.items() if not save.is_done}
         if seconds is not None:
             now = self._clock()
-            for live in self.on_device():
-                if not live.turn and now - live.since >= seconds:
-                    self._put_to_sleep(live)
+            for resident in self.on_device():
+                if not resident.turn and now - resident.idle_since >= seconds:
+                    self._suspend(resident)
 
-    def sleep_one(self) -> bool:
-        """The session that has been idle longest falls asleep; False if none is idle."""
-        live = next((live for live in self._live.values() if not live.turn), None)
-        if live is not None:
-            self._put_to_sleep(live)
-        return live is not None
+    def suspend_oldest(self) -> bool:
+        """Suspend the session that has been idle longest; False if none is idle."""
+        resident = next((resident for resident in self._resident.values() if not resident.turn), None)
+        if resident is not None:
+            self._suspend(resident)
+        return resident is not None
 
     def reclaim(self, count: int, but: str = "") -> int:
-        """Give up to `count` blocks back now, of sessions idle longest, `but` for one; returns how many they let go of,
-        those too that others hold.
+        """Release blocks of the sessions idle longest, except the one named `but`, until `count` more blocks are free.
+        Returns how many references were released.
 
-        There is no time to save them: what others could find of them stays where it is until it is evicted.
+        There is no time to save the blocks; those in the prefix cache stay there until they are evicted.
         """
         pool = self._tables.pool
-        before, given = pool.free, 0
-        for live in self.on_device():
+        before, released = pool.free, 0
+        for resident in self.on_device():
             if pool.free - before >= count:
                 break
-            if not live.blocks or live.name == but:
+            if not resident.blocks or resident.name == but:
                 continue
-            given += len(live.blocks)
-            self._note(live)
-            self._release(live)
+            released += len(resident.blocks)
+            self._record_kv(resident)
+            self._release(resident)
             self.dropped += 1
-            if not live.turn:  # one whose turn waits for a row is waited for itself
-                del self._live[live.name]
-        return given
+            if not resident.turn:  # a turn that waits for a row keeps its session resident
+                del self._resident[resident.name]
+        return released
 
     def forget_device(self) -> None:
-        """The device's memory is not to be trusted any more."""
-        for live in self.on_device():
-            self._release(live)
-            if not live.turn:
-                del self._live[live.name]
+        """Release all device blocks: their content may be wrong."""
+        for resident in self.on_device():
+            self._release(resident)
+            if not resident.turn:
+                del self._resident[resident.name]
 
-    def _put_to_sleep(self, live: Live) -> None:
-        self.slept += 1
-        self._note(live)
+    def _suspend(self, resident: ResidentSession) -> None:
+        self.suspended += 1
+        self._record_kv(resident)
         if self._tiers is not None:
-            pairs = list(zip(live.keys, live.blocks, strict=False))
-            if live.tokens % self._tables.block_size:
-                pairs.append((self._partial_key(live), live.blocks[-1]))
-            if self._disk_blocks is None:
-                self._own(live.name, [key for key, _ in pairs])
-            self._leaving[live.name] = self._tiers.save(pairs, to_disk=True)
-        self._release(live)
-        del self._live[live.name]
+            pairs = list(zip(resident.keys, resident.blocks, strict=False))
+            if resident.tokens % self._tables.block_size:
+                pairs.append((self._partial_key(resident), resident.blocks[-1]))
+            if self._pinned is None:
+                self._pin_in_host(resident.name, [key for key, _ in pairs])
+            self._saves[resident.name] = self._tiers.save(pairs, to_disk=True)
+        self._release(resident)
+        del self._resident[resident.name]
 
-    def _note(self, live: Live) -> None:
-        """Write down how far the session's KV goes, so that whoever wakes it knows what to look for."""
+    def _record_kv(self, resident: ResidentSession) -> None:
+        """Record in the session's log how many tokens have KV, so that its next turn knows what to look for."""
         try:
-            self._store.set_kv(live.name, live.tokens, self.fingerprint)
-            if self._disk_blocks is not None:
-                self._disk_blocks.hold(live.name)
+            self._store.set_kv(resident.name, resident.tokens, self.fingerprint)
+            if self._pinned is not None:
+                self._pinned.pin(resident.name)
         except (StoreError, KeyError) as error:
-            logger.warning("the KV of session %r will be computed again: %s", live.name, error)
+            logger.warning("cannot record the KV of session %r, it will be computed again: %s", resident.name, error)
 
-    def _own(self, name: str, keys: list[bytes]) -> None:
+    def _pin_in_host(self, name: str, keys: list[bytes]) -> None:
         assert self._tiers is not None
-        before = self._owned.pop(name, [])
+        before = self._host_pins.pop(name, [])
         self._tiers.host.pin(keys)
         self._tiers.host.unpin(before)
-        self._owned[name] = keys
+        self._host_pins[name] = keys
 
-    def _partial_key(self, live: Live) -> bytes:
+    def _partial_key(self, resident: ResidentSession) -> bytes:
         size = self._tables.block_size
-        full = live.tokens // size
-        session = self._store.get(live.name)
-        parent = live.keys[full - 1] if full else self._keys.root(session.salt)
-        return self._keys.following(parent, self._store.tokens(live.name, full * size, live.tokens))
+        full = resident.tokens // size
+        session = self._store.get(resident.name)
+        parent = resident.keys[full - 1] if full else self._keys.root(session.salt)
+        return self._keys.following(parent, self._store.tokens(resident.name, full * size, resident.tokens))
 
-    def _release(self, live: Live) -> None:
-        self._tables.pool.release(live.blocks)
-        live.blocks, live.tokens, live.published = [], 0, 0
+    def _release(self, resident: ResidentSession) -> None:
+        self._tables.pool.release(resident.blocks)
+        resident.blocks, resident.tokens, resident.published = [], 0, 0

@@ -134,11 +134,11 @@ def test_ten_thousand_sessions_asleep(
     town.grow_to(MANY)
     town.system.suspend()
     tiers = core.scheduler.tiers
-    assert tiers is not None and tiers.disk is not None
+    assert tiers is not None and tiers.store is not None
     assert core.scheduler.tables.pool.used == 0, "who sleeps holds nothing on the device"
     assert tiers.host.num_slots == HOST_SLOTS
-    stats = tiers.disk.store.stats()
-    assert stats.owned_blocks == SHARED // BLOCK + MANY * OWN // BLOCK, "the shared part is there once"
+    stats = tiers.store.stats()
+    assert stats.pinned_blocks == SHARED // BLOCK + MANY * OWN // BLOCK, "the shared part is there once"
     assert (stats.refused, stats.failed, stats.damaged) == (0, 0, 0)
 
     many = town.costs()

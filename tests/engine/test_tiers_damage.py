@@ -17,8 +17,8 @@ import pytest
 
 from quire import LLM, SamplingParams
 from quire.errors import SessionLostError, StoreError, StoreFullError, StoreUnavailableError, ValidationError
-from quire.kvcache.offload.disk import segment as segments
-from quire.kvcache.offload.disk.store import DiskStats
+from quire.kvcache.offload.block_store import StoreStats
+from quire.kvcache.offload.disk import segments
 from tests.conftest import assert_idle, write_tiny_model
 from tests.sessions.test_session_damage import SmallDisk, cut, flip, remove, wipe
 
@@ -96,10 +96,10 @@ def block_files(folder: Path) -> list[Path]:
     return sorted((folder / "blocks").rglob("*.kv"))
 
 
-def disk_stats(llm: LLM) -> DiskStats:
+def disk_stats(llm: LLM) -> StoreStats:
     tiers = llm.llm_engine.core.scheduler.tiers
-    assert tiers is not None and tiers.disk is not None
-    return tiers.disk.store.stats()
+    assert tiers is not None and tiers.store is not None
+    return tiers.store.stats()
 
 
 def forget(llm: LLM) -> None:
@@ -199,7 +199,7 @@ def test_a_disk_tier_too_small_for_them(asleep: Asleep, start: Start, tmp_path: 
     for name in asleep.tokens:
         llm.sessions.get(name).suspend()
     stats = disk_stats(llm)
-    assert stats.evicted + stats.refused > 0 and stats.disk_bytes <= stats.capacity
+    assert stats.evicted + stats.refused > 0 and stats.used_bytes <= stats.capacity
     llm.reset_prefix_cache()
     for name, tokens in asleep.tokens.items():
         assert llm.sessions.get(name).tokens == tokens + asleep.next[name]
@@ -288,7 +288,7 @@ def test_a_disk_that_turns_read_only_under_the_engine(
                 act()
         llm.generate("hello", GREEDY, use_tqdm=False)
         output = llm.sessions.get("short").generate(GREEDY)
-        assert output.error is not None and "not in session 'short'" in output.error
+        assert output.error is not None and "not appended to session 'short'" in output.error
         assert output.outputs[0].finish_reason == "error"
         assert llm.sessions.get("short").tokens == asleep.tokens["short"]
         llm.sessions.get("short").suspend()

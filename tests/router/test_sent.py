@@ -30,13 +30,13 @@ def test_it_knows_exactly_what_a_real_cache_of_its_size_has(
     for prompt in prompts:
         keys = KEYS.of(prompt)
         visit = Visit()
-        cache.adopt(visit, cache.index.match(keys))
+        cache.adopt(visit, cache.prefix_cache.match(keys))
         cache.grow(visit, len(prompt))
         cache.publish(visit, keys, len(keys))
         cache.release(visit)
         sent.touch(keys)
-        assert len(sent) == len(cache.index) <= limit
-    assert sent.match(KEYS.of(asked)) == len(cache.index.match(KEYS.of(asked)))
+        assert len(sent) == len(cache.prefix_cache) <= limit
+    assert sent.match(KEYS.of(asked)) == len(cache.prefix_cache.match(KEYS.of(asked)))
 
 
 @given(PROMPTS, st.integers(0, 12), st.lists(st.integers(0, 12), max_size=30))

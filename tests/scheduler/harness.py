@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,9 +19,10 @@ from quire.engine.core import EngineCore
 from quire.errors import StepError
 from quire.kvcache.block_pool import NULL_BLOCK
 from quire.kvcache.block_tables import BlockTables
+from quire.kvcache.offload.block_store import BlockStore, StoreStats
 from quire.kvcache.offload.costs import Costs
-from quire.kvcache.offload.disk.io_threads import Ticket
 from quire.kvcache.offload.host_tier import HostTier
+from quire.kvcache.offload.io_threads import IOTask, IOThreads
 from quire.kvcache.offload.manager import OffloadManager
 from quire.kvcache.prefix_cache import ContentKeys
 from quire.messages.outputs import Finished, Key, Started, StepOutputs
@@ -91,75 +92,83 @@ class Truth:
         self.content = np.array(content, np.int64)
 
 
-class MemoryDisk:
-    """A disk tier that is a dictionary: transfers take a while, and some of what was written cannot be read."""
+class MemoryStore(BlockStore):
+    """A block store that is a dictionary."""
 
-    def __init__(self, capacity: int = 10_000, seed: int = 0, failing: float = 0.1) -> None:
-        self.kept: dict[bytes, bytes] = {}
+    def __init__(self, capacity: int = 10_000) -> None:
+        self.blocks: dict[bytes, bytes] = {}
         self.capacity = capacity
-        self.on_finished: Callable[[], object] | None = None
-        self.read = 0
-        self._rng = rng_of("disk", seed)
-        self._failing = failing
-        self._queue: list[Ticket] = []
+        """In blocks."""
 
-    num_threads = 1
-
-    @property
-    def room(self) -> tuple[int, int]:
-        return self.capacity, self.capacity
-
-    @property
-    def store(self) -> MemoryDisk:
-        return self
+    @classmethod
+    def open(cls, folder: Path, fingerprint: bytes, block_bytes: int, capacity: int) -> MemoryStore:
+        return cls(capacity // block_bytes)
 
     def has(self, key: bytes) -> bool:
-        return key in self.kept
+        return key in self.blocks
+
+    def read(self, key: bytes, into: memoryview) -> bool:
+        if (block := self.blocks.get(key)) is None:
+            return False
+        into[:] = block
+        return True
+
+    def write(self, key: bytes, payload: memoryview) -> bool:
+        if len(self.blocks) >= self.capacity:
+            self.blocks.pop(next(iter(self.blocks)))
+        self.blocks[key] = bytes(payload)
+        return True
 
     def discard(self, keys: Iterable[bytes]) -> None:
         for key in keys:
-            self.kept.pop(key, None)
+            self.blocks.pop(key, None)
 
-    def submit_read(self, key: bytes, into: memoryview) -> Ticket:
-        return self._submit(Ticket("read", key, into))
+    def stats(self) -> StoreStats:
+        return StoreStats(blocks=len(self.blocks), block_bytes=1, used_bytes=len(self.blocks), capacity=self.capacity)
 
-    def submit_write(self, key: bytes, payload: memoryview) -> Ticket:
-        return self._submit(Ticket("write", key, payload))
 
-    def submit_call(self, call: Callable[[], object]) -> Ticket:
-        return self._submit(Ticket("call", call=call))
+class MemoryDisk(IOThreads):
+    """I/O on a store in memory, without threads: tasks take several polls, and some fail."""
 
-    def _submit(self, ticket: Ticket) -> Ticket:
-        self._queue.append(ticket)
-        self._ring()
-        return ticket
+    def __init__(self, capacity: int = 10_000, seed: int = 0, failing: float = 0.1) -> None:
+        self.store = MemoryStore(capacity)
+        self.num_threads = 1
+        self._rng = rng_of("disk", seed)
+        self._failing = failing
+        self._queue: list[IOTask] = []
 
-    def _ring(self) -> None:
-        """Nobody is to sleep: the next time it is asked, it may be done."""
-        if self._queue and self.on_finished is not None:
-            self.on_finished()
+    def submit_read(self, key: bytes, into: memoryview) -> IOTask:
+        return self._enqueue(IOTask("read", key, into))
 
-    def poll(self) -> list[Ticket]:
-        done = [ticket for ticket in self._queue if self._rng.random() < 0.4]
-        self._queue = [ticket for ticket in self._queue if ticket not in done]
-        for ticket in done:
-            ticket.ok = self._rng.random() >= self._failing or ticket.kind == "call"
-            if ticket.call is not None:
-                ticket.call()
-            elif ticket.kind == "read":
-                assert ticket.buffer is not None
-                ticket.ok = ticket.ok and ticket.key in self.kept
-                ticket.buffer[:] = self.kept[ticket.key] if ticket.ok else bytes(len(ticket.buffer))
-                self.read += ticket.ok
-                if not ticket.ok:
-                    self.kept.pop(ticket.key, None)
-            elif ticket.ok:
-                assert ticket.buffer is not None
-                if len(self.kept) >= self.capacity:
-                    self.kept.pop(next(iter(self.kept)))
-                self.kept[ticket.key] = bytes(ticket.buffer)
-        self._ring()
+    def submit_write(self, key: bytes, payload: memoryview) -> IOTask:
+        return self._enqueue(IOTask("write", key, payload))
+
+    def submit_call(self, call: Callable[[], object]) -> IOTask:
+        return self._enqueue(IOTask("call", call=call))
+
+    def _enqueue(self, task: IOTask) -> IOTask:
+        self._queue.append(task)
+        return task
+
+    def poll(self) -> list[IOTask]:
+        done = [task for task in self._queue if self._rng.random() < 0.4]
+        self._queue = [task for task in self._queue if task not in done]
+        for task in done:
+            task.ok = self._rng.random() >= self._failing or task.kind == "call"
+            if task.call is not None:
+                task.call()
+                continue
+            assert task.buffer is not None
+            if task.kind == "write":
+                task.ok = task.ok and self.store.write(task.key, task.buffer)
+            elif not (task.ok and self.store.read(task.key, task.buffer)):
+                task.ok = False
+                task.buffer[:] = bytes(len(task.buffer))
+                self.store.discard([task.key])
         return done
+
+    def sleep(self, seconds: float, wakes: Sequence[int] = ()) -> None:
+        """Not at all: the next poll may have finished something."""
 
     def close(self) -> None: ...
 
@@ -590,7 +599,7 @@ class Bench:
         costs.prefill.value = 1.0
         backed = (lambda key: False) if disk is None else disk.store.has
         slot_bytes = lambda slot: memoryview(self.device.host[slot]).cast("B")  # noqa: E731
-        return OffloadManager(self.tables, HostTier(slots, backed), costs, disk, slot_bytes)  # type: ignore[arg-type]
+        return OffloadManager(self.tables, HostTier(slots, backed), costs, disk, slot_bytes)
 
     @property
     def plans(self) -> list[StepPlan]:
@@ -672,9 +681,9 @@ class Bench:
         owners = Counter(block for request in running for block in request.blocks)
         if self.scheduler.ledger.moving is not None and self.tiers is not None:
             owners += Counter(block for request in self.scheduler.ledger.moving.requests for block in request.blocks)
-            owners += self.tiers.held()
+            owners += self.tiers.block_refs()
         if self.scheduler.sessions is not None:
-            owners += self.scheduler.sessions.kv.held()
+            owners += self.scheduler.sessions.kv.block_refs()
         refs = {block: count for block, count in enumerate(self.tables.pool.refs) if count}
         assert refs == dict(owners)
         assert NULL_BLOCK not in owners

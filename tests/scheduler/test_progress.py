@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from quire.config import EngineConfig
-from quire.kvcache.offload.disk.io_threads import Ticket
+from quire.kvcache.offload.io_threads import IOTask
 from tests.scheduler.harness import Bench, MemoryDisk
 
 
@@ -16,7 +16,7 @@ class PatientDisk(MemoryDisk):
         super().__init__(failing=0.0)
         self.is_slow = False
 
-    def poll(self) -> list[Ticket]:
+    def poll(self) -> list[IOTask]:
         return [] if self.is_slow else super().poll()
 
 
@@ -47,10 +47,10 @@ def put_by(bench: Bench, prompt: list[int]) -> None:
     bench.run()
     assert bench.tiers is not None
     keys = bench.keys.of(prompt)
-    bench.tiers.save(list(zip(keys, bench.tables.index.match(keys), strict=True)), to_disk=True)
+    bench.tiers.save(list(zip(keys, bench.tables.prefix_cache.match(keys), strict=True)), to_disk=True)
     bench.run()
     bench.tables.reset_prefix()
-    if bench.tiers.disk is not None:
+    if bench.tiers.store is not None:
         bench.tiers.host.discard(keys)
     assert len(bench.tiers.find(keys)) == len(keys)
 

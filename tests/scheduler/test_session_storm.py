@@ -204,7 +204,7 @@ WEATHERS = {
 def test_sessions_in_any_weather(kind: str, tmp_path: Path) -> None:
     storm = SessionStorm(WEATHERS[kind], tmp_path, seed=1)
     storm.run(300)
-    assert storm.keeper.kv.slept
+    assert storm.keeper.kv.suspended
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Which blocks on disk sessions own."""
+"""Which blocks on disk are pinned for sessions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def expected_keys(keys: ContentKeys, tokens: list[int], salt: str) -> list[bytes
 
 
 @pytest.mark.parametrize("block_size", [16, 48, 256, 300])
-def test_the_blocks_of_all_sessions_held_are_pinned_and_no_others(tmp_path: Path, block_size: int) -> None:
+def test_the_blocks_of_pinned_sessions_are_pinned_and_no_others(tmp_path: Path, block_size: int) -> None:
     rng = random.Random(block_size)
     keys = ContentKeys(block_size, MODEL)
     with (
@@ -32,15 +32,15 @@ def test_the_blocks_of_all_sessions_held_are_pinned_and_no_others(tmp_path: Path
         DiskStore.open(tmp_path / "kv", MODEL, BLOCK, 1 << 20) as disk,
     ):
         blocks = PinnedBlocks(sessions, disk, keys, MODEL)
-        held: dict[str, list[bytes]] = {}
+        pinned: dict[str, list[bytes]] = {}
         for i in range(120):
-            names = sorted(held)
+            names = sorted(pinned)
             kind = rng.choice(["create", "fork", "grow", "delete"]) if names else "create"
             name = rng.choice(names) if names else ""
             if kind == "delete":
                 sessions.delete(name, durable=False)
-                blocks.release(name)
-                del held[name]
+                blocks.unpin(name)
+                del pinned[name]
             else:
                 if kind == "create":
                     name = f"s{i}"
@@ -53,20 +53,21 @@ def test_the_blocks_of_all_sessions_held_are_pinned_and_no_others(tmp_path: Path
                 session = sessions.get(name)
                 count = rng.randint(session.num_tokens // 2, session.num_tokens)
                 sessions.set_kv(name, count, MODEL)
-                blocks.hold(name)
-                held[name] = expected_keys(keys, sessions.tokens(name).tolist()[:count], session.salt)
-                assert blocks.keys_of(name) == held[name]
-            assert set(disk.pins) == {key for own in held.values() for key in own}
-        again = PinnedBlocks(sessions, DiskStore.open(tmp_path / "kv2", MODEL, BLOCK, 1 << 20), keys, MODEL)
-        again.hold_all()
-        assert set(again._disk.pins) == set(disk.pins)
-        again._disk.close()
-        for name in held:
-            blocks.release(name)
-        assert disk.pins == {}
+                blocks.pin(name)
+                pinned[name] = expected_keys(keys, sessions.tokens(name).tolist()[:count], session.salt)
+                assert blocks.keys_of(name) == pinned[name]
+            assert set(disk._blocks.pins) == {key for own in pinned.values() for key in own}
+        second = DiskStore.open(tmp_path / "kv2", MODEL, BLOCK, 1 << 20)
+        again = PinnedBlocks(sessions, second, keys, MODEL)
+        again.pin_all()
+        assert set(second._blocks.pins) == set(disk._blocks.pins)
+        second.close()
+        for name in pinned:
+            blocks.unpin(name)
+        assert disk._blocks.pins == {}
 
 
-def test_kv_of_another_model_is_nobodys(tmp_path: Path) -> None:
+def test_kv_of_another_model_is_not_pinned(tmp_path: Path) -> None:
     with (
         SessionStore.open(tmp_path / "sessions") as sessions,
         DiskStore.open(tmp_path / "kv", MODEL, BLOCK, 1 << 20) as disk,
@@ -74,12 +75,12 @@ def test_kv_of_another_model_is_nobodys(tmp_path: Path) -> None:
         sessions.create("a", range(100))
         sessions.set_kv("a", 100, b"other model")
         blocks = PinnedBlocks(sessions, disk, ContentKeys(16, MODEL), MODEL)
-        blocks.hold_all()
+        blocks.pin_all()
         assert blocks.keys_of("a") == []
-        assert disk.pins == {}
+        assert disk._blocks.pins == {}
 
 
-def test_a_sessions_blocks_outlast_a_flood_of_anonymous_ones(tmp_path: Path) -> None:
+def test_a_sessions_blocks_outlast_a_flood_of_unpinned_ones(tmp_path: Path) -> None:
     keys = ContentKeys(16, MODEL)
     with (
         SessionStore.open(tmp_path / "sessions") as sessions,
@@ -88,15 +89,15 @@ def test_a_sessions_blocks_outlast_a_flood_of_anonymous_ones(tmp_path: Path) -> 
         sessions.create("a", range(40))
         sessions.set_kv("a", 40, MODEL)
         blocks = PinnedBlocks(sessions, disk, keys, MODEL)
-        blocks.hold("a")
+        blocks.pin("a")
         own = blocks.keys_of("a")
         assert len(own) == 3
         for key in own:
             assert disk.write(key, memoryview(key * 2))
         for flood in keys.of(range(1000, 1000 + 16 * 400)):
             disk.write(flood, memoryview(flood * 2))
-        assert disk.match(own) == 3
-        blocks.release("a")
+        assert all(map(disk.has, own))
+        blocks.unpin("a")
         for flood in keys.of(range(9000, 9000 + 16 * 400)):
             disk.write(flood, memoryview(flood * 2))
-        assert disk.match(own) == 0
+        assert not any(map(disk.has, own))

@@ -1,4 +1,4 @@
-"""Sessions on a disk that fails: whole, or lost and named; never wrong."""
+"""Sessions on a failing disk: whole, or lost and named; never wrong."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from quire.errors import SessionLostError, StoreError, StoreFullError, StoreUnav
 from quire.kvcache.offload.disk import files
 from quire.kvcache.offload.disk.store import DiskStore
 from quire.sessions.log import SessionStore
+from quire.sessions.log import format as formats
 from quire.sessions.log import log as logs
-from quire.sessions.log.frames import Frame, FrameKind, encode, scan
-from tests.kvcache.disk import storm
+from quire.sessions.log.format import Frame, FrameKind, encode, scan
+from tests.sessions import storm
 
 NONCE = bytes(range(32))
 
@@ -34,9 +35,9 @@ def make(folder: Path, seed: int, operations: int) -> storm.Model:
 
 
 def check(folder: Path, model: storm.Model) -> set[str]:
-    """Each session is as it was, or lost by name; returns who is lost. The store works on."""
+    """Each session is as it was, or lost by name; returns the lost ones. The store still works."""
     with SessionStore.open(folder, file_bytes=storm.FILE_BYTES) as store:
-        lost = set(store.lost())
+        lost = set(storm.lost(store))
         assert lost <= set(model), "only sessions that were there can be lost"
         for name, session in model.items():
             if name in lost:
@@ -44,18 +45,16 @@ def check(folder: Path, model: storm.Model) -> set[str]:
                     store.tokens(name)
             else:
                 assert store.tokens(name).tolist() == session["tokens"]
-        assert len(store) == len(model), "nobody is missing without a word"
+        assert len(store) == len(model), "no session is missing"
         store.create("after", [1, 2, 3])
     with SessionStore.open(folder, file_bytes=storm.FILE_BYTES) as store:
-        assert set(store.lost()) == lost, "a loss stays known"
+        assert set(storm.lost(store)) == lost, "a lost session stays lost"
         for name in lost:
             left = store.recover(name)
-            assert store.tokens(name).tolist() == model[name]["tokens"][: left.num_tokens], (
-                "what is left is a beginning"
-            )
+            assert store.tokens(name).tolist() == model[name]["tokens"][: left.num_tokens], "what is left is a prefix"
             store.append(name, [5])
             store.delete(name)
-        assert store.lost() == {}
+        assert storm.lost(store) == {}
         assert store.tokens("after").tolist() == [1, 2, 3]
     return lost
 
@@ -100,7 +99,7 @@ def test_a_damaged_file_costs_sessions_that_are_named_and_no_other(
     tmp_path: Path, harm: Callable[[Path, random.Random], None]
 ) -> None:
     lost = damage_everywhere(tmp_path, seed=3, rounds=40 if harm is flip else 20, harm=harm)
-    assert lost > 0, "the damage reached somebody"
+    assert lost > 0, "some damage lost a session"
 
 
 @pytest.mark.slow
@@ -124,7 +123,7 @@ def test_a_flipped_bit_after_a_crash_costs_a_named_session_or_the_last_operation
         shutil.copytree(tmp_path / "whole", folder)
         flip(rng.choice([path for path in folder.iterdir() if path.suffix in (".log", ".sum")]), rng)
         with SessionStore.open(folder, file_bytes=storm.FILE_BYTES) as after:
-            lost = after.lost()
+            lost = storm.lost(after)
             found = {s.name: after.tokens(s.name).tolist() for s in after.page(limit=100).sessions if not s.lost}
         for state in (model, before):
             if {*found, *lost} == set(state) and all(found[name] == state[name]["tokens"] for name in found):
@@ -171,10 +170,10 @@ def test_a_payload_that_looks_like_a_frame_is_not_taken_for_one() -> None:
 def test_after_a_loss_of_power_everything_promised_is_there(
     tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was not synced is there in part, in any part; what was synced is there."""
+    """Any part of what was not synced may be there; what was synced is there."""
     rng = random.Random(seed)
     synced: dict[int, bytes] = {}
-    """inode → what is on the disk for sure"""
+    """inode → durable content"""
 
     def note(fd: int) -> None:
         synced[os.fstat(fd).st_ino] = os.pread(fd, os.fstat(fd).st_size, 0)
@@ -199,7 +198,7 @@ def test_after_a_loss_of_power_everything_promised_is_there(
                 before, now = synced.get(path.stat().st_ino, b""), path.read_bytes()
                 (broken / path.name).write_bytes(_partly(before, now, rng))
             with SessionStore.open(broken, file_bytes=storm.FILE_BYTES) as after:
-                assert after.lost() == {}
+                assert storm.lost(after) == {}
                 assert storm.observe(after) in states[promised:]
     store.close()
 
@@ -213,7 +212,7 @@ def _partly(before: bytes, now: bytes, rng: random.Random) -> bytes:
 
 
 class SmallDisk:
-    """A disk of so many bytes, as far as the session log can tell."""
+    """A disk of `size` bytes, as the session log sees it."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, root: Path, size: int) -> None:
         self.root = root
@@ -257,7 +256,7 @@ def test_on_a_full_disk_what_is_refused_changed_nothing(
         except StoreFullError as error:
             assert "disk is full" in str(error)
             refused += 1
-            assert operation[0] != "delete", "deletions have room put by for them"
+            assert operation[0] != "delete", "deletions can use the reserve"
             if refused % 20 == 0:
                 disk.size += 10_000
         else:
@@ -276,8 +275,8 @@ def test_a_full_disk_drops_kv_and_never_tokens(tmp_path: Path, monkeypatch: pyte
     key = bytes([1]) * 32
     with DiskStore.open(tmp_path / "kv", b"model", 4096, 1 << 20) as kv:
         assert kv.write(key, memoryview(bytes(4096)))
-        SmallDisk(monkeypatch, tmp_path, kv.stats().disk_bytes)
-        with SessionStore.open(tmp_path / "sessions", make_room=kv.give_back) as store:
+        SmallDisk(monkeypatch, tmp_path, kv.stats().used_bytes)
+        with SessionStore.open(tmp_path / "sessions", make_room=kv.free_space) as store:
             store.create("a", range(1000))
             assert store.tokens("a").tolist() == list(range(1000))
         assert not kv.has(key)
@@ -309,7 +308,7 @@ def test_a_disk_that_cannot_sync_promises_nothing_more_and_still_reads(
 
         with monkeypatch.context() as patch:
             patch.setattr(os, "fdatasync", fail)
-            with pytest.raises(StoreError, match="could not be synced"):
+            with pytest.raises(StoreError, match="cannot sync"):
                 store.append("a", [1])
         with pytest.raises(StoreError, match="read-only until"):
             store.append("a", [2])
@@ -334,7 +333,7 @@ def test_a_read_only_folder_is_a_clear_error_at_open(tmp_path: Path, monkeypatch
 
 def test_a_log_of_a_newer_quire_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(logs, "VERSION", 2)
+        patch.setattr(formats, "FILE_VERSION", 2)
         with SessionStore.open(tmp_path) as store:
             store.create("a", [1])
     before = (tmp_path / "00000001.log").read_bytes()
@@ -355,7 +354,7 @@ def test_tokens_damaged_while_the_store_is_open_are_noticed_when_read(tmp_path: 
             file.write(b"\xff")
         with pytest.raises(SessionLostError, match="'a'"):
             store.tokens("a")
-        assert list(store.lost()) == ["a"]
+        assert list(storm.lost(store)) == ["a"]
         assert store.tokens("b").tolist() == list(range(10))
         store.recover("a")
         assert store.tokens("a").tolist() == list(range(256))

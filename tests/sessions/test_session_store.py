@@ -1,4 +1,4 @@
-"""Sessions by name: what they hold, through restarts, forks, ends and cleaning, against a plain model."""
+"""Sessions by name: their content through restarts, forks, deletions and cleaning, against a plain model."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from quire.errors import (
     ValidationError,
 )
 from quire.sessions.log import SessionStore, check_name, export_session, import_session
-from tests.kvcache.disk import storm
+from tests.sessions import storm
 
 LENGTHS = st.sampled_from([0, 1, 2, 100, 255, 256, 257, 512, 700])
 
@@ -51,7 +51,7 @@ def store(tmp_path: Path, clock: Clock) -> Iterator[SessionStore]:
 
 
 class SessionMachine(RuleBasedStateMachine):
-    """Everything one can do to sessions, in any order, with restarts, in files so small that all are cleaned."""
+    """All operations on sessions, in any order, with restarts, in files so small that all are cleaned."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -155,7 +155,7 @@ class SessionMachine(RuleBasedStateMachine):
         stats = self.store.stats()
         assert stats.chunks == len(beginnings)
         assert stats.live_bytes <= stats.log_bytes
-        assert stats.log_bytes <= 2 * stats.live_bytes + 3 * storm.FILE_BYTES or self.store.tidy()
+        assert stats.log_bytes <= 2 * stats.live_bytes + 3 * storm.FILE_BYTES or self.store._cleaner.clean()
         on_disk = sum(path.stat().st_size for path in self.folder.glob("*.log"))
         assert on_disk <= stats.log_bytes + storm.FILE_BYTES
 
@@ -226,7 +226,7 @@ def test_a_closed_store_leaves_the_folder_to_the_next_owner(tmp_path: Path) -> N
         assert {name: store.tokens(name).tolist() for name in "ab"} == {"a": [1], "b": [2]} and "c" not in store
 
 
-def test_limits_are_told(store: SessionStore) -> None:
+def test_limits_are_in_the_errors(store: SessionStore) -> None:
     store.create("a", [1])
     for ttl in (0, -1, float("nan"), "5"):
         with pytest.raises(ValidationError, match="ttl"):
@@ -295,7 +295,7 @@ def test_sessions_are_found_by_when_they_were_made(store: SessionStore, clock: C
     assert made_after(-1) == ["s0", "s1", "s3", "s4", "s5"]
     assert made_after(0) == made_after(9) == ["s3", "s4", "s5"]
     assert made_after(10) == ["s4", "s5"] and made_after(20) == []
-    assert store.last_made(begin + 20, "nobody") == 0
+    assert store.last_made(begin + 20, "unknown") == 0
 
 
 def test_a_clock_that_is_set_back_does_not_change_the_order(store: SessionStore, clock: Clock) -> None:
@@ -319,7 +319,7 @@ print("open", flush=True)
 input()
 """
     process = subprocess.Popen(
-        [sys.executable, "-c", child], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=Path(__file__).parents[3]
+        [sys.executable, "-c", child], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=Path(__file__).parents[2]
     )
     assert process.stdout is not None
     assert process.stdout.readline() == b"open\n"
@@ -356,7 +356,7 @@ def test_many_threads_share_commits(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         for thread in threads:
             thread.join()
         assert all(store.tokens(f"t{i}").tolist() == [0, 1, 2, 3, 4] for i in range(16))
-        assert len(syncs) < 16 * 6 / 2, "those who wait together are synced together"
+        assert len(syncs) < 16 * 6 / 2, "concurrent commits share syncs"
 
 
 def test_a_session_goes_to_a_file_and_comes_back(tmp_path: Path) -> None:
@@ -399,7 +399,7 @@ def test_thousands_of_sessions_share_what_they_have_in_common(tmp_path: Path) ->
             store.create(f"agent-{i}", prompt + [1000 + i] * 32, durable=False)
         store.commit()
         stats = store.stats()
-        assert stats.chunks == 2, "the common part is there once"
+        assert stats.chunks == 2, "the common part is stored once"
         assert stats.log_bytes < 2000 * 550
     begin = time.process_time()
     with SessionStore.open(tmp_path) as store:

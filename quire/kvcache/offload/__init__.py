@@ -1,1 +1,1 @@
-"""Blocks below the device: which of them are in host memory and on disk, and the transfers between the tiers."""
+"""Tiers below the device: which blocks are in host memory and on disk, and the transfers between the tiers."""

@@ -1,4 +1,4 @@
-"""Blocks in the order in which they may go: those that nobody owns first, and among equals the least recently used."""
+"""The order in which blocks of a tier are evicted: unpinned before pinned, and each least recently used first."""
 
 from __future__ import annotations
 
@@ -10,57 +10,60 @@ Place = TypeVar("Place")
 
 
 class EvictionOrder(Generic[Place]):
-    """Where each block lies, on one of two shelves: anonymous blocks, and those that rows or sessions own (`pin`)."""
+    """Content key → place of each block in a tier, in two LRU queues: unpinned blocks, and pinned ones.
+
+    Swapped-out rows and sessions pin their blocks. Pins are counted, and may come before the block does.
+    """
 
     def __init__(self) -> None:
-        self.anonymous: OrderedDict[bytes, Place] = OrderedDict()
-        self.owned: OrderedDict[bytes, Place] = OrderedDict()
+        self.unpinned: OrderedDict[bytes, Place] = OrderedDict()
+        self.pinned: OrderedDict[bytes, Place] = OrderedDict()
         self.pins: dict[bytes, int] = {}
-        """How many own a block, those to arrive later too."""
+        """Pins of each block, including blocks that are not here yet."""
 
     def __len__(self) -> int:
-        return len(self.anonymous) + len(self.owned)
+        return len(self.unpinned) + len(self.pinned)
 
     def __contains__(self, key: object) -> bool:
-        return key in self.owned or key in self.anonymous
+        return key in self.pinned or key in self.unpinned
 
     def __iter__(self) -> Iterator[bytes]:
-        """Keys in the order in which they would go."""
-        yield from self.anonymous
-        yield from self.owned
+        """Keys in eviction order."""
+        yield from self.unpinned
+        yield from self.pinned
 
     def items(self) -> Iterator[tuple[bytes, Place]]:
-        """The same, with their places."""
-        yield from self.anonymous.items()
-        yield from self.owned.items()
+        """Keys and places in eviction order."""
+        yield from self.unpinned.items()
+        yield from self.pinned.items()
 
     def get(self, key: bytes) -> Place | None:
-        """Where the block lies, if it is here."""
-        return self._shelf_of(key).get(key)
+        """The block's place, if it is here."""
+        return self._queue_of(key).get(key)
 
     def put(self, key: bytes, place: Place) -> None:
-        """The block is here now, and used last."""
-        self._shelf_of(key)[key] = place
+        """Add a block as the most recently used."""
+        self._queue_of(key)[key] = place
 
     def pop(self, key: bytes) -> Place:
-        """Take the block out; who owns it owns it still."""
-        return self._shelf_of(key).pop(key)
+        """Remove a block; its pins stay."""
+        return self._queue_of(key).pop(key)
 
     def touch(self, key: bytes) -> Place:
-        """The block is used now: where it lies."""
-        shelf = self.owned if key in self.pins else self.anonymous
-        shelf.move_to_end(key)
-        return shelf[key]
+        """Mark the block as the most recently used; returns its place."""
+        queue = self._queue_of(key)
+        queue.move_to_end(key)
+        return queue[key]
 
     def pin(self, keys: Iterable[bytes]) -> None:
-        """Somebody owns these blocks, those to arrive later too. Counted: to be unpinned as often."""
+        """Add one pin to each block."""
         for key in keys:
             self.pins[key] = self.pins.get(key, 0) + 1
-            if key in self.anonymous:
-                self.owned[key] = self.anonymous.pop(key)
+            if key in self.unpinned:
+                self.pinned[key] = self.unpinned.pop(key)
 
     def unpin(self, keys: Iterable[bytes]) -> None:
-        """One owner less; without any a block stays, as an anonymous one."""
+        """Remove one pin from each block; a block without pins stays until it is evicted."""
         for key in keys:
             left = self.pins.get(key, 0) - 1
             if left < 0:
@@ -69,8 +72,8 @@ class EvictionOrder(Generic[Place]):
                 self.pins[key] = left
                 continue
             del self.pins[key]
-            if key in self.owned:
-                self.anonymous[key] = self.owned.pop(key)
+            if key in self.pinned:
+                self.unpinned[key] = self.pinned.pop(key)
 
-    def _shelf_of(self, key: bytes) -> OrderedDict[bytes, Place]:
-        return self.owned if key in self.pins else self.anonymous
+    def _queue_of(self, key: bytes) -> OrderedDict[bytes, Place]:
+        return self.pinned if key in self.pins else self.unpinned

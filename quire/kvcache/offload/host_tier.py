@@ -1,4 +1,4 @@
-"""Blocks in host memory, found by content: what the device has no room for, and what comes back from disk."""
+"""Blocks in host memory, found by content key: offloaded from the device, or loaded from disk on the way back."""
 
 from __future__ import annotations
 
@@ -11,29 +11,26 @@ from quire.kvcache.offload.eviction_order import EvictionOrder
 class HostTier:
     """Which slot of host memory holds which block. Knows numbers, not bytes.
 
-    A slot is *arriving* until its bytes are there, and *busy* while somebody reads them. Blocks that rows or sessions
-    own (`pin`) go only when no anonymous one is left to go; among equals the least recently used goes first.
+    A slot is *arriving* until its bytes are there, and *busy* while a copy reads them. Blocks that rows or sessions
+    pin are evicted last; among equals the least recently used goes first.
     """
 
     def __init__(self, num_slots: int, is_backed: Callable[[bytes], bool] = lambda key: False) -> None:
-        """`is_backed`: whether a block can be had from elsewhere (disk), so that nothing is lost when it goes."""
+        """`is_backed`: whether the block is also on disk, so that evicting it loses nothing."""
         self.num_slots = num_slots
         self._is_backed = is_backed
         self._empty = list(range(num_slots - 1, -1, -1))
-        self._here: EvictionOrder[int] = EvictionOrder()
+        self._blocks: EvictionOrder[int] = EvictionOrder()
         self._arriving: dict[bytes, int] = {}
         self._busy: dict[bytes, int] = {}
         self.evicted = 0
-        """Blocks that went to make room."""
+        """Blocks evicted so far…"""
         self.lost = 0
-        """…and were nowhere else."""
-
-    def __len__(self) -> int:
-        return len(self._here)
+        """…and those of them that no other tier had."""
 
     @property
     def free(self) -> int:
-        """Slots that hold nothing."""
+        """Empty slots."""
         return len(self._empty)
 
     @property
@@ -41,50 +38,50 @@ class HostTier:
         return self.num_slots - len(self._empty)
 
     @property
-    def owned(self) -> int:
-        """Blocks that rows or sessions own."""
-        return len(self._here.owned)
+    def num_pinned(self) -> int:
+        """Blocks that rows or sessions pin."""
+        return len(self._blocks.pinned)
 
     def has(self, key: bytes) -> bool:
         """Whether the block's bytes are here."""
-        return key in self._here
+        return key in self._blocks
 
-    def is_coming(self, key: bytes) -> bool:
-        """Whether the block's bytes are on their way here."""
+    def is_arriving(self, key: bytes) -> bool:
+        """Whether the block's bytes are being copied here."""
         return key in self._arriving
 
     def reserve(self, key: bytes) -> int | None:
-        """A slot for a block that is to arrive; None if everything here is owned by others, busy or arriving."""
-        if not self._empty and not self._evict(for_owner=key in self._here.pins):
+        """A slot for a block that will arrive; None if no slot is empty and no block may be evicted for it."""
+        if not self._empty and not self._evict(for_pinned=key in self._blocks.pins):
             return None
         self._arriving[key] = self._empty.pop()
         return self._arriving[key]
 
     def reserve_all(self, keys: Sequence[bytes]) -> list[tuple[bytes, int]]:
-        """Slots for as many of the keys as there is room for, in rising order: neighbours can be moved in one copy."""
+        """Slots for as many of the keys as possible, in rising order: neighbours can be moved in one copy."""
         reserved = [key for key in keys if self.reserve(key) is not None]
         slots = sorted(self._arriving[key] for key in reserved)
         self._arriving.update(zip(reserved, slots, strict=True))
         return list(zip(reserved, slots, strict=True))
 
     def arrived(self, key: bytes) -> None:
-        """The bytes are there: the block can be found."""
-        self._here.put(key, self._arriving.pop(key))
+        """The bytes are here: the block can be found."""
+        self._blocks.put(key, self._arriving.pop(key))
 
     def cancel(self, key: bytes) -> None:
-        """The bytes never came."""
+        """The bytes will not arrive."""
         self._empty.append(self._arriving.pop(key))
 
-    def use(self, keys: Iterable[bytes]) -> list[int]:
-        """The blocks' slots, which stay what they are until `let_go`."""
+    def acquire(self, keys: Iterable[bytes]) -> list[int]:
+        """Slots of these blocks, which do not change before `release`."""
         busy, slots = self._busy, []
         for key in keys:
-            slots.append(self._here.touch(key))
+            slots.append(self._blocks.touch(key))
             busy[key] = busy.get(key, 0) + 1
         return slots
 
-    def let_go(self, keys: Iterable[bytes]) -> None:
-        """One reader less."""
+    def release(self, keys: Iterable[bytes]) -> None:
+        """A copy has read these blocks."""
         busy = self._busy
         for key in keys:
             if busy[key] == 1:
@@ -93,31 +90,31 @@ class HostTier:
                 busy[key] -= 1
 
     def pin(self, keys: Iterable[bytes]) -> None:
-        """Somebody owns these blocks, those to arrive later too. Counted: to be unpinned as often."""
-        self._here.pin(keys)
+        """Add one pin to each block, including blocks that arrive later."""
+        self._blocks.pin(keys)
 
     def unpin(self, keys: Iterable[bytes]) -> None:
-        """One owner less; without any the block stays, as an anonymous one."""
-        self._here.unpin(keys)
+        """Remove one pin from each block; a block without pins stays until it is evicted."""
+        self._blocks.unpin(keys)
 
     def discard(self, keys: Iterable[bytes]) -> None:
-        """These blocks are to be found no more."""
+        """Remove these blocks, unless a copy reads them."""
         for key in keys:
-            if key in self._here and key not in self._busy:
-                self._empty.append(self._here.pop(key))
+            if key in self._blocks and key not in self._busy:
+                self._empty.append(self._blocks.pop(key))
 
     def oldest(self) -> Iterable[bytes]:
-        """Blocks in the order in which they would go."""
-        return iter(self._here)
+        """Blocks in eviction order."""
+        return iter(self._blocks)
 
-    def _evict(self, for_owner: bool) -> bool:
-        """Make room: anonymous blocks go first, then owned ones; for strangers only those that can be had again."""
-        here = self._here
-        owned = (key for key in here.owned if for_owner or self._is_backed(key))
-        victim = next((key for key in chain(here.anonymous, owned) if key not in self._busy), None)
+    def _evict(self, for_pinned: bool) -> bool:
+        """Evict an unpinned block, or else a pinned one: for an unpinned block only if the disk has it too."""
+        blocks = self._blocks
+        pinned = (key for key in blocks.pinned if for_pinned or self._is_backed(key))
+        victim = next((key for key in chain(blocks.unpinned, pinned) if key not in self._busy), None)
         if victim is None:
             return False
-        self._empty.append(here.pop(victim))
+        self._empty.append(blocks.pop(victim))
         self.evicted += 1
         self.lost += not self._is_backed(victim)
         return True

@@ -1,82 +1,76 @@
-"""Blocks on their way between the device, host memory and disk.
+"""Transfers of blocks between the device, host memory and disk.
 
-Everything is found by content key, whatever tier it lies in: a swapped row, a sleeping session and a cached prefix are
-the same thing, blocks under keys. A block on its way is held by its journey, so nobody takes it before the bytes have
-been copied; the plan carries the copies, and a result reports them done.
+Blocks are found by content key in every tier: a swapped-out row, a suspended session and a cached prefix are the same
+thing, blocks under keys. A transfer holds its device blocks, so that they are not reused before the bytes have been
+copied; plans carry the copies, and a result reports them done.
 
-    device ──out──▶ host ──write──▶ disk          ahead of need: what is then evicted has been saved
+    device ──out──▶ host ──write──▶ disk          ahead of need: what is evicted later has been saved
     device ◀─back── host ◀──read─── disk          for a request that waits; others run meanwhile
 """
 
 from __future__ import annotations
 
-import contextlib
-import socket
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from quire.kvcache.block_tables import BlockTables
+from quire.kvcache.offload.block_store import BlockStore
 from quire.kvcache.offload.costs import LEAST_BYTES, Costs
-from quire.kvcache.offload.disk.io_threads import DiskIO, Ticket
 from quire.kvcache.offload.host_tier import HostTier
-from quire.kvcache.offload.transfers import Back, Fetch, Journey, Out, Save
+from quire.kvcache.offload.io_threads import IOTask, IOThreads
+from quire.kvcache.offload.transfers import CopyIn, CopyOut, LoadTransfer, SaveTransfer, StepCopies
 from quire.messages.plan import Moves, MovesDone
-from quire.sleeping import sleep_until
 
 NO_SLOT = -1
 WRITES_AT_ONCE = 32
-"""Blocks on their way to disk: each keeps a slot of host memory from being taken."""
+"""Blocks being written to disk at a time: each keeps a slot of host memory busy."""
 
 
 class OffloadManager:
-    """The tiers below the device's cache, and every block that is on its way."""
+    """The tiers below the device's cache, and all transfers between them."""
 
     def __init__(
         self,
         tables: BlockTables,
         host: HostTier,
         costs: Costs,
-        disk: DiskIO | None = None,
+        io: IOThreads | None = None,
         slot_bytes: Callable[[int], memoryview] | None = None,
     ) -> None:
-        """`slot_bytes`: the bytes of a host slot, for the disk to read and write."""
+        """`io`: the block store below host memory, if there is one. `slot_bytes`: the bytes of a host slot."""
         self.host = host
-        self.disk = disk
+        self.store: BlockStore | None = None if io is None else io.store
         self.costs = costs
         self._tables = tables
+        self._io = io
         self._slot_bytes = slot_bytes
-        self._outs: deque[Out] = deque()
-        self._queue: deque[Out] = deque()
-        """Blocks on their way to disk for which host memory has no slot yet."""
-        self._backs: deque[Back] = deque()
-        self._journeys: dict[int, Journey] = {}
-        self._fetches: list[Fetch] = []
-        self._reads: dict[Ticket, tuple[Fetch, int]] = {}
-        self._writes: dict[Ticket, Save | None] = {}
+        self._copies_out: deque[CopyOut] = deque()
+        self._queue: deque[CopyOut] = deque()
+        """Blocks to be saved on disk that wait for a host slot."""
+        self._copies_in: deque[CopyIn] = deque()
+        self._in_flight: dict[int, StepCopies] = {}
+        """Copies of launched plans, by step."""
+        self._loads: list[LoadTransfer] = []
+        self._reads: dict[IOTask, tuple[LoadTransfer, int]] = {}
+        self._writes: dict[IOTask, SaveTransfer | None] = {}
         self._writing: set[bytes] = set()
         self._unwritten = 0
-        """Blocks that have come to the host and perhaps have to go on."""
-        self._calls: dict[Ticket, Callable[[Exception | None], object]] = {}
-        self._bell: tuple[socket.socket, socket.socket] | None = None
+        """Blocks copied to the host that may not be on disk yet."""
+        self._calls: dict[IOTask, Callable[[Exception | None], object]] = {}
         self.saved = 0
-        """Blocks copied to the host…"""
+        """Blocks copied to the host so far…"""
         self.loaded = 0
-        """…and back, in all."""
-        if disk is not None:
-            self._bell = socket.socketpair()
-            for end in self._bell:
-                end.setblocking(False)
-            disk.on_finished = self._ring
+        """…and back to the device."""
 
-    # What is where
+    # Lookup
 
     def find(self, keys: Sequence[bytes]) -> list[bool]:
-        """For the leading keys that are in some tier: whether it is the host (or else the disk)."""
+        """For each leading key that a lower tier has: True if it is in host memory, False if on disk."""
         found = []
         for key in keys:
-            if self.host.has(key) or self.host.is_coming(key):
+            if self.host.has(key) or self.host.is_arriving(key):
                 found.append(True)
             elif self._on_disk(key):
                 found.append(False)
@@ -85,66 +79,61 @@ class OffloadManager:
         return found
 
     def _on_disk(self, key: bytes) -> bool:
-        return self.disk is not None and self.disk.store.has(key)
+        return self.store is not None and self.store.has(key)
 
     def is_saved(self, key: bytes) -> bool:
         """Whether the block is, or will soon be, in a tier below the device."""
-        return self.host.has(key) or self.host.is_coming(key) or self._on_disk(key)
+        return self.host.has(key) or self.host.is_arriving(key) or self._on_disk(key)
 
     @property
     def is_moving(self) -> bool:
-        """Copies between device and host wait or are under way."""
-        return bool(self._outs or self._backs or self._journeys)
-
-    @property
-    def has_moves(self) -> bool:
-        """Copies wait for a plan to carry them."""
-        return bool(self._outs or self._backs)
+        """Copies between device and host are queued or in flight."""
+        return bool(self._copies_out or self._copies_in or self._in_flight)
 
     @property
     def is_busy(self) -> bool:
-        """Anything at all is on its way."""
-        return self.is_moving or self.waits_for_disk or bool(self._fetches or self._queue)
+        """Any transfer is unfinished."""
+        return self.is_moving or self.waits_for_disk or bool(self._loads or self._queue)
 
     @property
     def waits_for_disk(self) -> bool:
-        """The disk has something to do."""
+        """Reads, writes or calls are in flight."""
         return bool(self._reads or self._writes or self._calls)
 
     @property
-    def going(self) -> list[int]:
+    def saving_blocks(self) -> list[int]:
         """Device blocks that are being saved…"""
-        outs = (*self._outs, *self._queue, *(out for journey in self._journeys.values() for out in journey.outs))
-        return [out.block for out in outs]
+        in_flight = (copy for copies in self._in_flight.values() for copy in copies.out)
+        return [copy.block for copy in (*self._copies_out, *self._queue, *in_flight)]
 
     @property
-    def coming(self) -> list[int]:
-        """…and those that are being filled."""
-        backs = (*self._backs, *(back for journey in self._journeys.values() for back in journey.backs))
-        read = [fetch.blocks[index] for fetch, index in self._reads.values()]
-        return [block for back in backs for block in back.blocks] + read
+    def loading_blocks(self) -> list[int]:
+        """…and those that are being loaded."""
+        in_flight = (copy for copies in self._in_flight.values() for copy in copies.back)
+        read = [load.blocks[index] for load, index in self._reads.values()]
+        return [block for copy in (*self._copies_in, *in_flight) for block in copy.blocks] + read
 
     @property
     def num_writes(self) -> int:
-        """Blocks on their way to disk."""
+        """Blocks being written to disk."""
         return len(self._writes)
 
-    def held(self) -> Counter[int]:
-        """How often each device block is held because it is on its way."""
-        return Counter(self.going + self.coming)
+    def block_refs(self) -> Counter[int]:
+        """How many references transfers have to each device block."""
+        return Counter(self.saving_blocks + self.loading_blocks)
 
-    # Going out
+    # Saving
 
-    def save(self, pairs: Sequence[tuple[bytes, int]], to_disk: bool = False, is_idle: bool = False) -> Save:
-        """Copy blocks out that are not in host memory yet: (content key, block). Each is held until its bytes are safe.
+    def save(self, pairs: Sequence[tuple[bytes, int]], to_disk: bool = False, is_idle: bool = False) -> SaveTransfer:
+        """Copy those of these (content key, block) to the host that it does not have. Holds each until it is copied.
 
-        `to_disk`: and on to disk. `is_idle`: nobody else holds them.
+        `to_disk`: write them to disk as well. `is_idle`: the blocks have no other references.
         """
-        save = Save(to_disk=to_disk and self.disk is not None)
+        save = SaveTransfer(to_disk=to_disk and self.store is not None)
         missing: dict[bytes, int] = {}
         for key, block in pairs:
             if not self.host.has(key):
-                if not self.host.is_coming(key):
+                if not self.host.is_arriving(key):
                     missing[key] = block
             elif save.to_disk:
                 self._write(key, save)
@@ -155,202 +144,201 @@ class OffloadManager:
                 continue
             self._tables.pool.share([block])
             save.pending += 1
-            (self._outs if key in reserved else self._queue).append(
-                Out(key, block, reserved.get(key, NO_SLOT), save, is_idle)
+            (self._copies_out if key in reserved else self._queue).append(
+                CopyOut(key, block, reserved.get(key, NO_SLOT), save, is_idle)
             )
         return save
 
-    def _dequeue(self) -> None:
-        """Blocks that waited for a slot go on; where none will ever be free, they are lost."""
+    def _start_queued(self) -> None:
+        """Start saves that waited for a slot; if no transfer can free one any more, they are lost."""
         while self._queue:
-            out = self._queue[0]
-            slot = None if self.is_saved(out.key) else self.host.reserve(out.key)
+            copy = self._queue[0]
+            slot = None if self.is_saved(copy.key) else self.host.reserve(copy.key)
             if slot is not None:
-                out.slot = slot
-                self._outs.append(self._queue.popleft())
-            elif self.is_saved(out.key) or not (self.is_moving or self.waits_for_disk):
-                out.save.lost += not self.is_saved(out.key)
-                self._end_out(self._queue.popleft())
+                copy.slot = slot
+                self._copies_out.append(self._queue.popleft())
+            elif self.is_saved(copy.key) or not (self.is_moving or self.waits_for_disk):
+                copy.save.lost += not self.is_saved(copy.key)
+                self._end_copy_out(self._queue.popleft())
             else:
                 return
 
     def save_idle(self, count: int) -> int:
-        """Save the cached blocks that would be evicted next, up to `count` of them; returns how many go."""
-        index, pairs = self._tables.index, []
+        """Save the cached blocks that would be evicted next, at most `count`; returns how many it copies."""
+        cache, pairs = self._tables.prefix_cache, []
         for block in self._tables.pool.oldest(count):
-            key = index.key_of(block)
+            key = cache.key_of(block)
             if key is not None and not self.is_saved(key):
                 pairs.append((key, block))
-        save = self.save(pairs, is_idle=True)
-        return save.pending
+        return self.save(pairs, is_idle=True).pending
 
-    # Coming back
+    # Loading
 
-    def fetch(self, keys: list[bytes], blocks: list[int], tokens: np.ndarray) -> Fetch:
-        """Bring blocks back; `tokens` is what they contain, [blocks, block size]."""
-        fetch = Fetch(keys, blocks, tokens)
-        self._fetches.append(fetch)
-        self._advance(fetch)
-        return fetch
+    def load(self, keys: list[bytes], blocks: list[int], tokens: np.ndarray) -> LoadTransfer:
+        """Load blocks back; `tokens` is what they contain, [blocks, block size]."""
+        load = LoadTransfer(keys, blocks, tokens)
+        self._loads.append(load)
+        self._advance(load)
+        return load
 
-    def _advance(self, fetch: Fetch) -> None:
-        """Begin as many of its blocks as can be begun."""
-        while fetch.begun < len(fetch.keys) and not fetch.is_cancelled:
-            key, index = fetch.keys[fetch.begun], fetch.begun
+    def _advance(self, load: LoadTransfer) -> None:
+        """Start as many of its blocks as possible."""
+        while load.started < len(load.keys) and not load.is_cancelled:
+            key, index = load.keys[load.started], load.started
             if self.host.has(key):
-                self._start_backs(fetch, index)
+                self._start_copies_in(load, index)
                 continue
-            if self.host.is_coming(key):
-                return  # for somebody else; soon
+            if self.host.is_arriving(key):
+                return  # another transfer will bring it soon
             if not self._on_disk(key):
-                fetch.is_cancelled = True
+                load.is_cancelled = True
                 return
             slot = self.host.reserve(key)
             if slot is None:
-                if not fetch.pending and not self._reads and not self._journeys:
-                    fetch.is_cancelled = True  # nothing that is under way will make room
+                if not load.pending and not self._reads and not self._in_flight:
+                    load.is_cancelled = True  # nothing in flight will free a slot
                 return
-            assert self.disk is not None and self._slot_bytes is not None
-            self._tables.pool.share([fetch.blocks[index]])
-            fetch.pending += 1
-            self._reads[self.disk.submit_read(key, self._slot_bytes(slot))] = fetch, index
-            fetch.begun += 1
+            assert self._io is not None and self._slot_bytes is not None
+            self._tables.pool.share([load.blocks[index]])
+            load.pending += 1
+            self._reads[self._io.submit_read(key, self._slot_bytes(slot))] = load, index
+            load.started += 1
 
-    def _start_backs(self, fetch: Fetch, first: int) -> None:
-        """The blocks from `first` on that are in host memory are copied back."""
+    def _start_copies_in(self, load: LoadTransfer, first: int) -> None:
+        """Copy the consecutive blocks from `first` on that are in host memory."""
         host, end = self.host, first
-        while end < len(fetch.keys) and host.has(fetch.keys[end]):
+        while end < len(load.keys) and host.has(load.keys[end]):
             end += 1
-        self._tables.pool.share(fetch.blocks[first:end])
-        fetch.pending += end - first
-        fetch.begun = end
-        self._backs.append(Back(fetch, first, host.use(fetch.keys[first:end])))
+        self._tables.pool.share(load.blocks[first:end])
+        load.pending += end - first
+        load.started = end
+        self._copies_in.append(CopyIn(load, first, host.acquire(load.keys[first:end])))
 
-    # Plans carry the copies
+    # Copies of a plan
 
-    def can_carry(self, fetch: Fetch, limit: int) -> bool:
-        """Whether a plan with so many copies would bring all that is still missing."""
-        if fetch.is_cancelled or fetch.begun < len(fetch.keys):
+    def can_carry(self, load: LoadTransfer, limit: int) -> bool:
+        """Whether a plan with `limit` copies would finish the load."""
+        if load.is_cancelled or load.started < len(load.keys):
             return False
-        own = sum(len(back.slots) for back in self._backs if back.fetch is fetch)
-        return own == fetch.pending and sum(len(back.slots) for back in self._backs) <= limit
+        own = sum(len(copy.slots) for copy in self._copies_in if copy.load is load)
+        return own == load.pending and sum(len(copy.slots) for copy in self._copies_in) <= limit
 
     def take(self, step: int, limit: int) -> Moves | None:
         """Copies for this plan, at most `limit` each way."""
-        outs = [self._outs.popleft() for _ in range(min(limit, len(self._outs)))]
-        backs = self._take_backs(limit)
-        if not outs and not backs:
+        out = [self._copies_out.popleft() for _ in range(min(limit, len(self._copies_out)))]
+        back = self._take_copies_in(limit)
+        if not out and not back:
             return None
-        self._journeys[step] = Journey(outs, backs)
-        tokens = [back.tokens.ravel() for back in backs]
+        self._in_flight[step] = StepCopies(out, back)
+        tokens = [copy.tokens.ravel() for copy in back]
         return Moves(
-            out=[(out.block, out.slot) for out in outs],
-            back=[pair for back in backs for pair in zip(back.slots, back.blocks, strict=True)],
+            out=[(copy.block, copy.slot) for copy in out],
+            back=[pair for copy in back for pair in zip(copy.slots, copy.blocks, strict=True)],
             tokens=np.concatenate(tokens).astype(np.int32) if tokens else np.empty(0, np.int32),
         )
 
-    def _take_backs(self, limit: int) -> list[Back]:
-        """The next `limit` blocks that come back."""
+    def _take_copies_in(self, limit: int) -> list[CopyIn]:
+        """The next `limit` blocks to load."""
         taken = []
-        while self._backs and limit:
-            back = self._backs.popleft()
-            if len(back.slots) > limit:
-                back, rest = back.split(limit)
-                self._backs.appendleft(rest)
-            taken.append(back)
-            limit -= len(back.slots)
+        while self._copies_in and limit:
+            copy = self._copies_in.popleft()
+            if len(copy.slots) > limit:
+                copy, rest = copy.split(limit)
+                self._copies_in.appendleft(rest)
+            taken.append(copy)
+            limit -= len(copy.slots)
         return taken
 
-    def arrived(self, done: MovesDone) -> None:
+    def finish_copies(self, done: MovesDone) -> None:
         """The copies of a plan are done."""
-        journey = self._journeys.pop(done.step)
+        copies = self._in_flight.pop(done.step)
         size = self.costs.block_bytes
-        came = sum(len(back.slots) for back in journey.backs)
-        if len(journey.outs) * size >= LEAST_BYTES:
-            self.costs.out.note(len(journey.outs) * size, done.out_seconds)
-        if came * size >= LEAST_BYTES:
-            self.costs.back.note(came * size, done.back_seconds)
-        for out in journey.outs:
-            self.host.arrived(out.key)
-            if out.save.to_disk:
-                self._write(out.key, out.save)
-            self._end_out(out)
-        self._end_backs(journey.backs, ok=True)
-        self._unwritten = min(self._unwritten + len(journey.outs), self.host.num_slots)
-        self.saved += len(journey.outs)
-        self.loaded += came
+        num_loaded = sum(len(copy.slots) for copy in copies.back)
+        if len(copies.out) * size >= LEAST_BYTES:
+            self.costs.out.note(len(copies.out) * size, done.out_seconds)
+        if num_loaded * size >= LEAST_BYTES:
+            self.costs.back.note(num_loaded * size, done.back_seconds)
+        for copy in copies.out:
+            self.host.arrived(copy.key)
+            if copy.save.to_disk:
+                self._write(copy.key, copy.save)
+            self._end_copy_out(copy)
+        self._end_copies_in(copies.back, ok=True)
+        self._unwritten = min(self._unwritten + len(copies.out), self.host.num_slots)
+        self.saved += len(copies.out)
+        self.loaded += num_loaded
 
-    def _end_out(self, out: Out) -> None:
-        out.save.pending -= 1
-        self._tables.pool.release([out.block], as_oldest=out.is_idle)
+    def _end_copy_out(self, copy: CopyOut) -> None:
+        copy.save.pending -= 1
+        self._tables.pool.release([copy.block], as_oldest=copy.is_idle)
 
-    def _end_backs(self, backs: Sequence[Back], ok: bool) -> None:
-        for back in backs:
-            self._tables.pool.release(back.blocks)
-            self.host.let_go(back.keys)
-            back.fetch.ended(back.first, len(back.slots), ok)
+    def _end_copies_in(self, copies: Sequence[CopyIn], ok: bool) -> None:
+        for copy in copies:
+            self._tables.pool.release(copy.blocks)
+            self.host.release(copy.keys)
+            copy.load.finish(copy.first, len(copy.slots), ok)
 
-    # The disk
+    # Disk
 
-    def turn(self) -> None:
-        """Take note of what the disk has done, and go on with what waited for it."""
-        if self.disk is not None:
-            for ticket in self.disk.poll():
-                self._end_ticket(ticket)
-            self._save_oldest()
-            self._dequeue()
-        if self._fetches:
-            for fetch in self._fetches:
-                self._advance(fetch)
-            if any(fetch.is_cancelled for fetch in self._fetches):
-                cancelled = [back for back in self._backs if back.fetch.is_cancelled]
-                self._backs = deque(back for back in self._backs if not back.fetch.is_cancelled)
-                self._end_backs(cancelled, ok=False)
-            self._fetches = [fetch for fetch in self._fetches if not fetch.is_done]
+    def poll(self) -> None:
+        """Collect finished reads and writes, and start what waited for them."""
+        if self._io is not None:
+            for task in self._io.poll():
+                self._finish_task(task)
+            self._write_oldest()
+            self._start_queued()
+        if self._loads:
+            for load in self._loads:
+                self._advance(load)
+            if any(load.is_cancelled for load in self._loads):
+                cancelled = [copy for copy in self._copies_in if copy.load.is_cancelled]
+                self._copies_in = deque(copy for copy in self._copies_in if not copy.load.is_cancelled)
+                self._end_copies_in(cancelled, ok=False)
+            self._loads = [load for load in self._loads if not load.is_done]
 
-    def _end_ticket(self, ticket: Ticket) -> None:
-        if ticket in self._writes:
-            save = self._writes.pop(ticket)
-            self._writing.discard(ticket.key)
-            self.host.let_go([ticket.key])
+    def _finish_task(self, task: IOTask) -> None:
+        if task in self._writes:
+            save = self._writes.pop(task)
+            self._writing.discard(task.key)
+            self.host.release([task.key])
             if save is not None:
                 save.pending -= 1
-                save.lost += not ticket.ok
+                save.lost += not task.ok
             return
-        if ticket in self._calls:
-            self._calls.pop(ticket)(ticket.error)
+        if task in self._calls:
+            self._calls.pop(task)(task.error)
             return
-        fetch, index = self._reads.pop(ticket)
-        if ticket.ok:
-            assert self.disk is not None
-            self.costs.disk.note(self.disk.num_threads * self.costs.block_bytes, ticket.seconds)
-            self.host.arrived(ticket.key)
-            self._backs.append(Back(fetch, index, self.host.use([ticket.key])))
+        load, index = self._reads.pop(task)
+        if task.ok:
+            assert self._io is not None
+            self.costs.disk.note(self._io.num_threads * self.costs.block_bytes, task.seconds)
+            self.host.arrived(task.key)
+            self._copies_in.append(CopyIn(load, index, self.host.acquire([task.key])))
         else:
-            self.host.cancel(ticket.key)
-            self._tables.pool.release([fetch.blocks[index]])
-            fetch.ended(index, 1, ok=False)
+            self.host.cancel(task.key)
+            self._tables.pool.release([load.blocks[index]])
+            load.finish(index, 1, ok=False)
 
-    def call(self, function: Callable[[], object], then: Callable[[Exception | None], object]) -> None:
-        """Do something that waits for the disk beside the loop; `then` is told in the loop, with what went wrong."""
-        assert self.disk is not None
-        self._calls[self.disk.submit_call(function)] = then
+    def run_in_thread(self, function: Callable[[], object], then: Callable[[Exception | None], object]) -> None:
+        """Run a blocking function in an I/O thread; the loop then calls `then` with its error, if it raised one."""
+        assert self._io is not None
+        self._calls[self._io.submit_call(function)] = then
 
-    def _write(self, key: bytes, save: Save | None = None) -> None:
-        assert self.disk is not None and self._slot_bytes is not None
-        if key in self._writing or self.disk.store.has(key):
+    def _write(self, key: bytes, save: SaveTransfer | None = None) -> None:
+        assert self._io is not None and self._slot_bytes is not None
+        if key in self._writing or self._on_disk(key):
             return
         self._writing.add(key)
         if save is not None:
             save.pending += 1
-        (slot,) = self.host.use([key])
-        self._writes[self.disk.submit_write(key, self._slot_bytes(slot))] = save
+        (slot,) = self.host.acquire([key])
+        self._writes[self._io.submit_write(key, self._slot_bytes(slot))] = save
 
-    def _save_oldest(self) -> None:
-        """What host memory would let go next goes to disk, before it must."""
+    def _write_oldest(self) -> None:
+        """Write the blocks that host memory would evict next, before it must evict them."""
         if self.host.free >= self.host.num_slots // 8 or len(self._writes) >= WRITES_AT_ONCE:
             return
-        # As many as have come since: a disk smaller than host memory would be written to for ever.
+        # As many as were copied since: a disk smaller than host memory would otherwise be rewritten without end.
         room = min(WRITES_AT_ONCE - len(self._writes), self._unwritten)
         keys: list[bytes] = []
         for seen, key in enumerate(self.host.oldest()):
@@ -362,57 +350,38 @@ class OffloadManager:
         for key in keys:
             self._write(key)
 
-    def forget(self, keys: Sequence[bytes]) -> None:
-        """These blocks are not to be used again: what they were computed from was not sound."""
+    def discard(self, keys: Sequence[bytes]) -> None:
+        """Remove these blocks from all lower tiers: their content is wrong."""
         self.host.discard(keys)
-        if self.disk is not None:
-            self.disk.store.discard(keys)
+        if self.store is not None:
+            self.store.discard(keys)
 
     def wait(self, seconds: float, wakes: Sequence[int] = ()) -> None:
-        """Sleep until the disk has done something, or one of the files `wakes` can be read."""
-        if self._bell is not None and self.waits_for_disk:
-            bell = self._bell[0].fileno()
-            if bell in sleep_until([bell, *wakes], seconds):
-                self._quiet()
+        """Sleep until a read, write or call finishes, or one of the files `wakes` can be read."""
+        if self._io is not None and self.waits_for_disk:
+            self._io.sleep(seconds, wakes)
 
-    def _ring(self) -> None:
-        if self._bell is not None:
-            with contextlib.suppress(OSError):  # it is ringing already, or nobody listens any more
-                self._bell[1].send(b"!")
-
-    def _quiet(self) -> None:
-        assert self._bell is not None
-        try:
-            while self._bell[0].recv(4096):
-                pass
-        except BlockingIOError:
-            pass
-
-    # When a step failed
+    # Errors and shutdown
 
     def reset(self) -> None:
-        """What plans carried is lost, and what waited for a plan is given up. Reads and writes of the disk go on."""
-        outs = [*self._outs, *(out for journey in self._journeys.values() for out in journey.outs)]
-        backs = [*self._backs, *(back for journey in self._journeys.values() for back in journey.backs)]
+        """A step failed: drop copies in flight and queued ones. Reads and writes of the store go on."""
+        out = [*self._copies_out, *(copy for copies in self._in_flight.values() for copy in copies.out)]
+        back = [*self._copies_in, *(copy for copies in self._in_flight.values() for copy in copies.back)]
         queued = list(self._queue)
-        self._outs.clear()
+        self._copies_out.clear()
         self._queue.clear()
-        self._backs.clear()
-        self._journeys.clear()
-        for out in outs:
-            self.host.cancel(out.key)
-        for out in (*outs, *queued):
-            out.save.lost += 1
-            self._end_out(out)
-        self._end_backs(backs, ok=False)
-        for fetch in self._fetches:
-            fetch.is_cancelled = True
+        self._copies_in.clear()
+        self._in_flight.clear()
+        for copy in out:
+            self.host.cancel(copy.key)
+        for copy in (*out, *queued):
+            copy.save.lost += 1
+            self._end_copy_out(copy)
+        self._end_copies_in(back, ok=False)
+        for load in self._loads:
+            load.is_cancelled = True
 
     def close(self) -> None:
-        """End the transfers; what was being written to disk is written."""
-        if self.disk is not None:
-            self.disk.close()
-        if self._bell is not None:
-            for end in self._bell:
-                end.close()
-            self._bell = None
+        """End the transfers; submitted writes are finished."""
+        if self._io is not None:
+            self._io.close()

@@ -1,4 +1,4 @@
-"""Blocks that go from tier to tier: what belongs together, and how far it has come."""
+"""Blocks in transfer between tiers: which belong together, and how far they are."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ import numpy as np
 
 
 @dataclass(eq=False)
-class Save:
-    """Blocks that go out together."""
+class SaveTransfer:
+    """Blocks that leave the device together."""
 
     to_disk: bool = False
-    """…and on from the host to disk, at once."""
+    """Write them on from host memory to disk at once."""
     pending: int = 0
+    """Copies and writes not finished yet."""
     lost: int = 0
-    """Blocks there was no room for, or that could not be written."""
+    """Blocks that found no slot or could not be written."""
 
     @property
     def is_done(self) -> bool:
@@ -23,77 +24,78 @@ class Save:
 
 
 @dataclass(eq=False)
-class Fetch:
-    """Blocks that come back for one request, in order."""
+class LoadTransfer:
+    """Blocks that one request loads back to the device, in order."""
 
     keys: list[bytes]
     blocks: list[int]
     tokens: np.ndarray
     """[blocks, block size] token ids."""
-    begun: int = 0
-    """The first so many are on their way or there."""
+    started: int = 0
+    """How many leading blocks are in transfer or loaded."""
     pending: int = 0
-    good: int = 0
-    """Leading blocks that are there, once it is done."""
+    """Blocks in transfer."""
+    loaded: int = 0
+    """How many leading blocks are on the device."""
     is_cancelled: bool = False
-    _there: set[int] = field(default_factory=set)
+    _arrived: set[int] = field(default_factory=set)
 
     @property
     def is_done(self) -> bool:
-        return not self.pending and (self.begun == len(self.keys) or self.is_cancelled)
+        return not self.pending and (self.started == len(self.keys) or self.is_cancelled)
 
-    def ended(self, first: int, count: int, ok: bool) -> None:
-        """Some of them have come, or never will; those after the first that did not are of no use."""
+    def finish(self, first: int, count: int, ok: bool) -> None:
+        """`count` blocks from `first` on are loaded, or failed: blocks after a failed one are of no use."""
         self.pending -= count
         if ok:
-            self._there.update(range(first, first + count))
+            self._arrived.update(range(first, first + count))
         else:
             self.is_cancelled = True
-        while self.good in self._there:
-            self.good += 1
+        while self.loaded in self._arrived:
+            self.loaded += 1
 
 
 @dataclass(slots=True)
-class Out:
-    """A block on its way to a slot of host memory."""
+class CopyOut:
+    """The copy of a block to a slot of host memory."""
 
     key: bytes
     block: int
     slot: int
-    save: Save
+    save: SaveTransfer
     is_idle: bool
-    """Nobody holds the block but its journey."""
+    """Only this copy holds the block."""
 
 
 @dataclass(slots=True)
-class Back:
-    """Neighbours among a fetch's blocks that are in host memory."""
+class CopyIn:
+    """The copy of consecutive blocks of a load from host memory to the device."""
 
-    fetch: Fetch
+    load: LoadTransfer
     first: int
     slots: list[int]
 
     @property
     def keys(self) -> list[bytes]:
-        return self.fetch.keys[self.first : self.first + len(self.slots)]
+        return self.load.keys[self.first : self.first + len(self.slots)]
 
     @property
     def blocks(self) -> list[int]:
-        return self.fetch.blocks[self.first : self.first + len(self.slots)]
+        return self.load.blocks[self.first : self.first + len(self.slots)]
 
     @property
     def tokens(self) -> np.ndarray:
-        return self.fetch.tokens[self.first : self.first + len(self.slots)]
+        return self.load.tokens[self.first : self.first + len(self.slots)]
 
-    def split(self, count: int) -> tuple[Back, Back]:
-        """The first `count`, and the others."""
-        first, fetch = self.first, self.fetch
-        return Back(fetch, first, self.slots[:count]), Back(fetch, first + count, self.slots[count:])
+    def split(self, count: int) -> tuple[CopyIn, CopyIn]:
+        """The first `count` blocks, and the others."""
+        first, load = self.first, self.load
+        return CopyIn(load, first, self.slots[:count]), CopyIn(load, first + count, self.slots[count:])
 
 
 @dataclass
-class Journey:
-    """What one plan carries."""
+class StepCopies:
+    """The copies that one plan carries."""
 
-    outs: list[Out]
-    backs: list[Back]
+    out: list[CopyOut]
+    back: list[CopyIn]

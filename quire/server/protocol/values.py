@@ -33,7 +33,7 @@ Truncation = Annotated[int, told(anyOf=[{"const": -1}, {"minimum": 1}])]
 
 SESSION_NAME = "^[A-Za-z0-9_][A-Za-z0-9_.:@-]{0,127}$"
 SessionName = Annotated[str, told(pattern=SESSION_NAME)]
-"""Checked by `quire.sessions.log.names`."""
+"""Checked by `quire.sessions.log.state`."""
 
 # How tokens are drawn
 

@@ -1,152 +1,172 @@
-"""Which sessions and chunks there are, where their frames lie, and which frames nobody needs any more."""
+"""The index of the log in memory: sessions and chunks, where their frames are, and which frames are garbage."""
 
 from __future__ import annotations
 
+import heapq
 from bisect import bisect_left, bisect_right
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
+import msgspec
+
+from quire.sessions.log.format import Frame, FrameKind
 from quire.sessions.log.log import FrameAddress
-from quire.sessions.log.names import owner_of
-from quire.sessions.log.state import SessionState
+from quire.sessions.log.state import SessionState, expiry, owner_of
 
 
 @dataclass(eq=False)
 class SessionEntry:
-    """A session and the frames that say all of it: a STATE and the APPENDs since."""
+    """A session and the frames it consists of: a STATE and the APPENDs after it."""
 
     id: int
     seq: int
     state: SessionState
-    places: list[FrameAddress]
+    frames: list[FrameAddress]
+
+    def state_frame(self, state: SessionState) -> Frame:
+        """The next STATE frame of the session."""
+        return Frame(FrameKind.STATE, self.id, self.seq + 1, msgspec.msgpack.encode(state), state.name)
 
 
 @dataclass(eq=False)
 class TokenChunk:
-    """256 tokens, held by the chunks that follow and the sessions that end with it."""
+    """256 tokens, referenced by the chunks that follow and the sessions that end with it."""
 
     id: int
     parent: int
     digest: bytes
-    place: FrameAddress
+    address: FrameAddress
     refs: int = 0
 
 
+class Tombstone(NamedTuple):
+    """The deletion of a session of which older frames still exist."""
+
+    seq: int
+    name: str
+    address: FrameAddress
+
+
 @dataclass(eq=False)
-class DiskUsage:
-    """What a file still holds that matters."""
+class FileUsage:
+    """What one file of the log holds."""
 
     live: int = 0
+    """Bytes of frames that are not garbage."""
     sessions: set[int] = field(default_factory=set)
     chunks: set[int] = field(default_factory=set)
-    graves: set[int] = field(default_factory=set)
-    traces: set[int] = field(default_factory=set)
-    """Every session with any frame in the file, outdated or not."""
+    tombstones: set[int] = field(default_factory=set)
+    mentioned: set[int] = field(default_factory=set)
+    """Every session with any frame in the file, garbage or not."""
 
 
 class Catalog:
-    """The index of the log, in memory. Everything here costs the same however many sessions there are."""
+    """All operations cost the same however many sessions there are."""
 
     def __init__(self) -> None:
         self.by_name: dict[str, SessionEntry] = {}
         self.by_id: dict[int, SessionEntry] = {}
         self.chunks: dict[int, TokenChunk] = {}
-        self.usage: dict[int, DiskUsage] = {}
+        self.usage: dict[int, FileUsage] = {}
         self.live = 0
-        self.graves: dict[int, tuple[int, str, FrameAddress]] = {}
-        """Sessions deleted though old frames of theirs are still about: seq, name, and the frame that says so."""
+        """Bytes of frames that are not garbage."""
+        self.tombstones: dict[int, Tombstone] = {}
         self._chunk_of: dict[tuple[int, bytes], int] = {}
-        self._traces: dict[int, set[int]] = {}
+        self._files_of: dict[int, set[int]] = {}
+        """Files with any frame of a session."""
         self._order: list[int] = []
-        self._orders: dict[str, list[int]] = {}
-        """The same, of each owner's."""
+        self._order_of: dict[str, list[int]] = {}
+        """Ids in order of creation, by owner."""
         self._next_id = 1
 
     # Sessions
 
     def new_id(self) -> int:
-        """A number no frame in the log has."""
+        """A number that no frame in the log has."""
         self._next_id += 1
         return self._next_id - 1
 
-    def name_of(self, number: int) -> str:
-        """The name of a session, be it dead; empty if nobody knows it."""
-        if (entry := self.by_id.get(number)) is not None:
-            return entry.state.name
-        return self.graves[number][1] if number in self.graves else ""
-
-    def never_again(self, number: int) -> None:
-        """The number has been used."""
+    def mark_used(self, number: int) -> None:
+        """Never assign this number again."""
         self._next_id = max(self._next_id, number + 1)
 
-    def put(self, entry: SessionEntry) -> None:
-        """A session that was not there before."""
+    def name_of(self, number: int) -> str:
+        """The name of a session, which may be deleted; empty if it is not known."""
+        if (entry := self.by_id.get(number)) is not None:
+            return entry.state.name
+        return self.tombstones[number].name if number in self.tombstones else ""
+
+    def add(self, entry: SessionEntry) -> None:
+        """Add a new session."""
         self.by_name[entry.state.name] = self.by_id[entry.id] = entry
         self._order.append(entry.id)
-        self._orders.setdefault(owner_of(entry.state.name), []).append(entry.id)
-        self._hold(entry.state.tip)
-        for place in entry.places:
-            self._count(entry.id, place)
+        self._order_of.setdefault(owner_of(entry.state.name), []).append(entry.id)
+        self._ref_chunk(entry.state.tip)
+        for address in entry.frames:
+            self._count(entry.id, address)
 
-    def replace(self, entry: SessionEntry, state: SessionState, place: FrameAddress) -> None:
-        """One new frame says all of the session."""
-        self._hold(state.tip)
-        self._let_go(entry.state.tip)
+    def replace(self, entry: SessionEntry, state: SessionState, address: FrameAddress) -> None:
+        """The session now consists of one new STATE frame."""
+        self._ref_chunk(state.tip)
+        self._unref_chunk(entry.state.tip)
         self._uncount(entry)
-        entry.state, entry.places, entry.seq = state, [place], entry.seq + 1
-        self._count(entry.id, place)
+        entry.state, entry.frames, entry.seq = state, [address], entry.seq + 1
+        self._count(entry.id, address)
 
-    def extend(self, entry: SessionEntry, state: SessionState, place: FrameAddress) -> None:
-        """One more frame adds to the session."""
+    def extend(self, entry: SessionEntry, state: SessionState, address: FrameAddress) -> None:
+        """The session has one more APPEND frame."""
         entry.state, entry.seq = state, entry.seq + 1
-        entry.places.append(place)
-        self._count(entry.id, place)
+        entry.frames.append(address)
+        self._count(entry.id, address)
 
-    def remove(self, entry: SessionEntry, grave: FrameAddress) -> None:
-        """The session is gone; `grave` is the frame that says so."""
+    def remove(self, entry: SessionEntry, address: FrameAddress) -> None:
+        """The session was deleted by the DELETE frame at `address`."""
         del self.by_name[entry.state.name], self.by_id[entry.id]
         self._uncount(entry)
-        self._let_go(entry.state.tip)
+        self._unref_chunk(entry.state.tip)
         owner = owner_of(entry.state.name)
-        for order in (self._order, self._orders[owner]):
+        for order in (self._order, self._order_of[owner]):
             del order[bisect_left(order, entry.id)]
-        if not self._orders[owner]:
-            del self._orders[owner]
-        self.trace(entry.id, grave.file)
-        self.bury(entry.id, entry.seq + 1, entry.state.name, grave)
+        if not self._order_of[owner]:
+            del self._order_of[owner]
+        self.add_tombstone(entry.id, Tombstone(entry.seq + 1, entry.state.name, address))
 
-    def bury(self, number: int, seq: int, name: str, place: FrameAddress) -> None:
-        """Remember a deletion for as long as older frames of the session lie in other files."""
-        self._exhume(number)
-        if self._traces.get(number, set()) - {place.file}:
-            self.graves[number] = seq, name, place
-            self._file(place.file).graves.add(number)
-            self._add(place.file, place.size)
+    def add_tombstone(self, number: int, tombstone: Tombstone) -> None:
+        """Keep a deletion for as long as other files have older frames of the session."""
+        file = tombstone.address.file
+        self.mention(number, file)
+        self._drop_tombstone(number)
+        if self._files_of[number] - {file}:
+            self.tombstones[number] = tombstone
+            self._file(file).tombstones.add(number)
+            self._add_live(file, tombstone.address.size)
 
-    def after(self, number: int, limit: int, owner: str | None = None) -> tuple[list[SessionEntry], bool]:
-        """The next sessions (of one owner, if said) made after the one of that number, and whether there are more."""
-        order = self._order if owner is None else self._orders.get(owner, [])
-        start = bisect_right(order, number)
+    def page(self, after: int, limit: int, owner: str | None = None) -> tuple[list[SessionEntry], bool]:
+        """Up to `limit` sessions created after the one with id `after`, and whether there are more."""
+        order = self._order if owner is None else self._order_of.get(owner, [])
+        start = bisect_right(order, after)
         page = order[start : start + limit]
         return [self.by_id[i] for i in page], start + limit < len(order)
 
     def last_made(self, when: float, owner: str | None = None) -> int:
-        """The number of the last session (of one owner, if said) made at that time or before; 0: there is none."""
-        order = self._order if owner is None else self._orders.get(owner, [])
+        """The id of the last session created at that time or before; 0: none."""
+        order = self._order if owner is None else self._order_of.get(owner, [])
         at = bisect_right(order, when, key=lambda number: self.by_id[number].state.created)
         return order[at - 1] if at else 0
 
     @property
     def last_created(self) -> float:
-        """When the last session was made; 0: there is none."""
+        """When the newest session was created; 0: there is none."""
         return self.by_id[self._order[-1]].state.created if self._order else 0.0
 
     def count(self, owner: str) -> int:
-        """How many sessions one owner has."""
-        return len(self._orders.get(owner, ()))
+        """How many sessions the owner has."""
+        return len(self._order_of.get(owner, ()))
 
     def sort(self) -> None:
-        """Put sessions that came in any order into the order of their numbers."""
-        for order in (self._order, *self._orders.values()):
+        """Restore the order of creation after sessions were added in any order."""
+        for order in (self._order, *self._order_of.values()):
             order.sort()
 
     # Chunks
@@ -155,34 +175,34 @@ class Catalog:
         """The chunk with these tokens after that parent."""
         return self._chunk_of.get((parent, digest))
 
-    def put_chunk(self, chunk: TokenChunk) -> None:
-        """A chunk that was not there before; it stays while something holds it."""
+    def add_chunk(self, chunk: TokenChunk) -> None:
+        """Add a new chunk; it stays while it has references."""
         self.chunks[chunk.id] = chunk
         self._chunk_of[chunk.parent, chunk.digest] = chunk.id
-        self._hold(chunk.parent)
-        self._file(chunk.place.file).chunks.add(chunk.id)
-        self._add(chunk.place.file, chunk.place.size)
+        self._ref_chunk(chunk.parent)
+        self._file(chunk.address.file).chunks.add(chunk.id)
+        self._add_live(chunk.address.file, chunk.address.size)
 
-    def move_chunk(self, chunk: TokenChunk, place: FrameAddress) -> None:
-        """The chunk lies elsewhere now."""
-        self._file(chunk.place.file).chunks.discard(chunk.id)
-        self._add(chunk.place.file, -chunk.place.size)
-        chunk.place = place
-        self._file(place.file).chunks.add(chunk.id)
-        self._add(place.file, place.size)
+    def move_chunk(self, chunk: TokenChunk, address: FrameAddress) -> None:
+        """The chunk was written to another place."""
+        self._file(chunk.address.file).chunks.discard(chunk.id)
+        self._add_live(chunk.address.file, -chunk.address.size)
+        chunk.address = address
+        self._file(address.file).chunks.add(chunk.id)
+        self._add_live(address.file, address.size)
 
-    def drop_unheld(self) -> None:
-        """Forget chunks that nothing holds."""
+    def drop_unused_chunks(self) -> None:
+        """Remove chunks without references."""
         for number in [chunk.id for chunk in self.chunks.values() if chunk.refs == 0]:
             if number in self.chunks:
-                self._hold(number)
-                self._let_go(number)
+                self._ref_chunk(number)
+                self._unref_chunk(number)
 
-    def _hold(self, number: int) -> None:
+    def _ref_chunk(self, number: int) -> None:
         if number:
             self.chunks[number].refs += 1
 
-    def _let_go(self, number: int) -> None:
+    def _unref_chunk(self, number: int) -> None:
         while number:
             chunk = self.chunks[number]
             chunk.refs -= 1
@@ -191,51 +211,82 @@ class Catalog:
             del self.chunks[number]
             if self._chunk_of.get((chunk.parent, chunk.digest)) == number:
                 del self._chunk_of[chunk.parent, chunk.digest]
-            self._file(chunk.place.file).chunks.discard(number)
-            self._add(chunk.place.file, -chunk.place.size)
+            self._file(chunk.address.file).chunks.discard(number)
+            self._add_live(chunk.address.file, -chunk.address.size)
             number = chunk.parent
 
     # Files
 
-    def trace(self, number: int, file: int) -> None:
-        """A frame of the session lies in the file."""
-        self._traces.setdefault(number, set()).add(file)
-        self._file(file).traces.add(number)
+    def mention(self, number: int, file: int) -> None:
+        """The file has a frame of the session."""
+        self._files_of.setdefault(number, set()).add(file)
+        self._file(file).mentioned.add(number)
 
     def forget_file(self, number: int) -> None:
-        """The file is no more."""
+        """The file was removed."""
         usage = self.usage.pop(number)
         self.live -= usage.live
-        for session in usage.traces:
-            traces = self._traces[session]
-            traces.discard(number)
-            if not traces:
-                del self._traces[session]
-            if (grave := self.graves.get(session)) is not None and not traces - {grave[2].file}:
-                self._exhume(session)
+        for session in usage.mentioned:
+            files = self._files_of[session]
+            files.discard(number)
+            if not files:
+                del self._files_of[session]
+            if (tombstone := self.tombstones.get(session)) is not None and not files - {tombstone.address.file}:
+                self._drop_tombstone(session)
 
-    def _file(self, number: int) -> DiskUsage:
+    def _file(self, number: int) -> FileUsage:
         usage = self.usage.get(number)
         if usage is None:
-            usage = self.usage[number] = DiskUsage()
+            usage = self.usage[number] = FileUsage()
         return usage
 
-    def _add(self, file: int, size: int) -> None:
+    def _add_live(self, file: int, size: int) -> None:
         self._file(file).live += size
         self.live += size
 
-    def _count(self, number: int, place: FrameAddress) -> None:
-        self._file(place.file).sessions.add(number)
-        self._add(place.file, place.size)
-        self.trace(number, place.file)
+    def _count(self, number: int, address: FrameAddress) -> None:
+        self._file(address.file).sessions.add(number)
+        self._add_live(address.file, address.size)
+        self.mention(number, address.file)
 
     def _uncount(self, entry: SessionEntry) -> None:
-        for place in entry.places:
-            self._file(place.file).sessions.discard(entry.id)
-            self._add(place.file, -place.size)
+        for address in entry.frames:
+            self._file(address.file).sessions.discard(entry.id)
+            self._add_live(address.file, -address.size)
 
-    def _exhume(self, number: int) -> None:
-        grave = self.graves.pop(number, None)
-        if grave is not None and (usage := self.usage.get(grave[2].file)) is not None:
-            usage.graves.discard(number)
-            self._add(grave[2].file, -grave[2].size)
+    def _drop_tombstone(self, number: int) -> None:
+        tombstone = self.tombstones.pop(number, None)
+        if tombstone is not None and (usage := self.usage.get(tombstone.address.file)) is not None:
+            usage.tombstones.discard(number)
+            self._add_live(tombstone.address.file, -tombstone.address.size)
+
+
+class ExpiryQueue:
+    """Sessions with a time to live, the next to expire first."""
+
+    def __init__(self, catalog: Catalog) -> None:
+        self._catalog = catalog
+        self._due: list[tuple[float, int]] = []
+
+    def watch(self, entry: SessionEntry) -> None:
+        """Add the session if it has a time to live; again when that changes."""
+        due = expiry(entry.state)
+        if due is not None:
+            heapq.heappush(self._due, (due, entry.id))
+
+    @property
+    def next(self) -> float | None:
+        """The earliest time at which a session may expire; None: never."""
+        return self._due[0][0] if self._due else None
+
+    def expired(self, now: float) -> Iterator[SessionEntry]:
+        """Expired sessions, each once. The caller deletes a session or watches it again."""
+        while self._due and self._due[0][0] <= now:
+            entry = self._catalog.by_id.get(heapq.heappop(self._due)[1])
+            if entry is None:
+                continue
+            due = expiry(entry.state)
+            if due is None or due > now:
+                self.watch(entry)
+            else:
+                yield entry

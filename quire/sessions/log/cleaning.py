@@ -1,45 +1,38 @@
-"""Keeps the sessions' log short: live frames are moved out of the emptiest files, a few at a time, and those go."""
+"""Keeps the log short: moves live frames out of the files with the most garbage, a few at a time, and removes them."""
 
 from __future__ import annotations
 
+import itertools
 import logging
 
-import msgspec
-
 from quire.errors import StoreError
-from quire.sessions.log.catalog import Catalog, SessionEntry
-from quire.sessions.log.frames import Frame, FrameKind
+from quire.sessions.log.catalog import Catalog
+from quire.sessions.log.format import Frame, FrameKind
 from quire.sessions.log.log import SessionLog
-from quire.sessions.log.state import SessionState
 
 logger = logging.getLogger(__name__)
 
 FRAMES_AT_ONCE = 64
-"""Frames of a kind moved with one operation, so that none of them takes long."""
+"""Frames of each kind moved with one operation, so that no operation takes long."""
 FILES_AT_ONCE = 4
-"""Files removed with one operation, for the same reason: each is a sync."""
-FULL = 0.75
-"""On a full disk a file is emptied if no more than this share of it is live: moving takes room too."""
-
-
-def state_frame(entry: SessionEntry, state: SessionState) -> Frame:
-    """All of a session in one frame."""
-    return Frame(FrameKind.STATE, entry.id, entry.seq + 1, msgspec.msgpack.encode(state), state.name)
+"""Files removed with one operation, for the same reason: each needs a sync."""
+MOST_LIVE = 0.75
+"""On a full disk, files with at most this share of live bytes are emptied: moving frames needs space too."""
 
 
 class Cleaner:
-    """Empties files of the log one after another. Works under the store's lock."""
+    """Empties files of the log, one after another. Needs the store's lock."""
 
     def __init__(self, log: SessionLog, catalog: Catalog) -> None:
         self._log, self._catalog = log, catalog
         self._victim = 0
         """The file that is being emptied; 0: none."""
         self._uncleanable: set[int] = set()
-        """Files with damage in them."""
+        """Files with damaged frames."""
 
     def clean(self, hard: bool = False) -> bool:
-        """If half of the log is dead, move some of what is live, or remove files; False if there is nothing to do.
-        `hard`: whatever gives room, however little of it is dead."""
+        """If half of the log is garbage, move some live frames or remove files; False if there is nothing to do.
+        `hard`: also if less is garbage."""
         for _ in range(FILES_AT_ONCE):
             if not self._victim and not self._choose(hard):
                 return False
@@ -48,12 +41,12 @@ class Cleaner:
                     return True
                 self._victim = 0
             except (OSError, StoreError) as error:
-                logger.warning("%s cannot be cleaned for now: %s", self._log.folder, error)
+                logger.warning("cannot clean the log in %s now: %s", self._log.folder, error)
                 return False
         return True
 
     def reclaim(self) -> bool:
-        """On a full disk: clean whatever gives room; whether anything did."""
+        """On a full disk: clean as much as possible; returns whether the log became shorter."""
         before = self._log.size
         while self.clean(hard=True):
             pass
@@ -65,37 +58,36 @@ class Cleaner:
         files = [f for f in self._log.files.values() if f.number not in (self._log.active, *self._uncleanable)]
         usage = self._catalog.usage
         victim = min(files, key=lambda f: usage[f.number].live / f.end if f.number in usage else 0.0, default=None)
-        if victim is None or (hard and victim.number in usage and usage[victim.number].live > FULL * victim.end):
+        if victim is None or (hard and victim.number in usage and usage[victim.number].live > MOST_LIVE * victim.end):
             return False
         self._victim = victim.number
         return True
 
     def _move_some(self, file: int) -> bool:
-        """Move some of what the file holds; where that is nothing, or damaged, the file is done with: False."""
+        """Move some live frames of the file. False if there were none and it was removed, or if it is damaged."""
         catalog = self._catalog
         usage = catalog.usage.get(file)
         if usage is not None:
             entries = [catalog.by_id[number] for number in _some(usage.sessions)]
             chunks = [catalog.chunks[number] for number in _some(usage.chunks)]
-            graves = [(number, *catalog.graves[number]) for number in _some(usage.graves)]
-            founds = [self._log.read(chunk.place) for chunk in chunks]
-            frames = [state_frame(entry, entry.state) for entry in entries]
-            for chunk, found in zip(chunks, founds, strict=True):
+            tombstones = {number: catalog.tombstones[number] for number in _some(usage.tombstones)}
+            frames = [entry.state_frame(entry.state) for entry in entries]
+            for chunk in chunks:
+                found = self._log.read(chunk.address)
                 if found is None:
-                    self._uncleanable.add(file)  # whoever reads it will learn; the evidence stays
+                    self._uncleanable.add(file)  # the damage is reported when the session is read; keep the evidence
                     return False
                 frames.append(Frame(FrameKind.CHUNK, chunk.id, chunk.parent, found.payload))
-            frames += [Frame(FrameKind.DELETE, number, seq, b"", name) for number, seq, name, _ in graves]
+            frames += [Frame(FrameKind.DELETE, number, old.seq, b"", old.name) for number, old in tombstones.items()]
             if frames:
-                # What is put by for a full disk is spent on a file only if that surely empties it.
-                places = iter(self._log.append(frames, freeing=usage.live <= self._log.reserve_bytes // 2))
+                # The reserve is used for a file only if that certainly empties it.
+                addresses = iter(self._log.append(frames, freeing=usage.live <= self._log.reserve_bytes // 2))
                 for entry in entries:
-                    catalog.replace(entry, entry.state, next(places))
+                    catalog.replace(entry, entry.state, next(addresses))
                 for chunk in chunks:
-                    catalog.move_chunk(chunk, next(places))
-                for (number, seq, name, _), place in zip(graves, places, strict=True):
-                    catalog.trace(number, place.file)
-                    catalog.bury(number, seq, name, place)
+                    catalog.move_chunk(chunk, next(addresses))
+                for (number, old), address in zip(tombstones.items(), addresses, strict=True):
+                    catalog.add_tombstone(number, old._replace(address=address))
                 return True
         self._log.remove(file)
         if usage is not None:
@@ -104,4 +96,4 @@ class Cleaner:
 
 
 def _some(numbers: set[int]) -> list[int]:
-    return [number for number, _ in zip(numbers, range(FRAMES_AT_ONCE), strict=False)]
+    return list(itertools.islice(numbers, FRAMES_AT_ONCE))

@@ -1,78 +1,74 @@
-"""From frames back to sessions: each one whole, or lost and known by its name."""
+"""From the frames of the log to sessions: each is restored, or marked as lost under its name."""
 
 from __future__ import annotations
 
-import struct
 from dataclasses import dataclass, field
 
 import msgspec
 
-from quire.sessions.log.catalog import Catalog, SessionEntry, TokenChunk
-from quire.sessions.log.cleaning import state_frame
-from quire.sessions.log.frames import Found, Frame, FrameKind
+from quire.sessions.log.catalog import Catalog, SessionEntry, TokenChunk, Tombstone
+from quire.sessions.log.format import TIME, Frame, FrameKind, ScannedFrame
 from quire.sessions.log.log import FrameAddress, LoadedLog, LogFile, SessionLog
 from quire.sessions.log.state import CHUNK_TOKENS, SessionState
 
-TIME = struct.Struct("<d")
-
 
 @dataclass(eq=False)
-class Story:
-    """What the log says of one session."""
+class SessionHistory:
+    """The frames of one session that were found."""
 
     name: str = ""
-    told: int = -1
-    """The last frame that is known to have been written."""
+    last_seq: int = -1
+    """Seq of the last frame that is known to have been written."""
     states: dict[int, tuple[bytes, FrameAddress]] = field(default_factory=dict)
     appends: dict[int, tuple[bytes, FrameAddress]] = field(default_factory=dict)
     deleted: tuple[int, FrameAddress] | None = None
-    ended: int = -1
-    """The frame that ended the session, by the account of a summary."""
+    deleted_seq: int = -1
+    """Seq of the frame that deleted the session, according to a summary."""
 
 
 class Recovery:
-    """Reads all frames once, fills a catalog, and notes in the log what it had to conclude."""
+    """Reads all frames once, fills a catalog, and writes to the log what it had to conclude."""
 
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
-        self._stories: dict[int, Story] = {}
+        self._histories: dict[int, SessionHistory] = {}
         self._chunks: dict[int, TokenChunk] = {}
         self._parents: dict[int, int] = {}
         self._depths: dict[int, int] = {0: 0}
         self.lost: list[SessionEntry] = []
-        """Sessions found lost just now: their `places` are empty until `note` has written the loss down."""
-        self.outlived: list[tuple[int, int, str]] = []
-        """Sessions that ended, as is known from others, though the frame is damaged: what to write in its place."""
+        """Sessions newly found to be lost: `write_conclusions` writes their frames."""
+        self.deleted: list[tuple[int, int, str]] = []
+        """Sessions whose DELETE frame is damaged though other data shows that they were deleted: id, seq, name."""
         self.damaged_bytes = 0
 
     def read(self, loaded: LoadedLog) -> None:
-        """Take in one file, the oldest first."""
+        """Read one file; files are read oldest first."""
         if loaded.file is not None:
-            self._read_frames(loaded.file, loaded.founds)
-        for number, seq, name, ended in loaded.summary.sessions if loaded.summary else ():
-            self._catalog.never_again(number)
+            self._read_frames(loaded.file, loaded.frames)
+        for number, seq, name, was_deleted in loaded.summary.sessions if loaded.summary else ():
+            self._catalog.mark_used(number)
             if loaded.file is not None:
-                # A deletion is to be remembered for as long as this summary speaks of the session.
-                self._catalog.trace(number, loaded.file.number)
-            story = self._stories.setdefault(number, Story())
-            story.told = max(story.told, seq)
-            story.name = story.name or name
-            if ended:
-                story.ended = seq
+                # A deletion must be kept for as long as this summary mentions the session.
+                self._catalog.mention(number, loaded.file.number)
+            history = self._histories.setdefault(number, SessionHistory())
+            history.last_seq = max(history.last_seq, seq)
+            history.name = history.name or name
+            if was_deleted:
+                history.deleted_seq = seq
 
-    def _read_frames(self, file: LogFile, founds: list[Found]) -> None:
-        for found in founds:
-            place = FrameAddress(file.number, found.offset, found.end - found.offset)
-            if not found.whole:
-                self.damaged_bytes += place.size
-            if found.kind is None:
+    def _read_frames(self, file: LogFile, frames: list[ScannedFrame]) -> None:
+        for frame in frames:
+            address = FrameAddress(file.number, frame.offset, frame.end - frame.offset)
+            if not frame.whole:
+                self.damaged_bytes += address.size
+            if frame.kind is None:
                 continue
-            self._catalog.never_again(found.id)
-            if found.kind is FrameKind.CHUNK:
-                self._read_chunk(found, place)
+            self._catalog.mark_used(frame.id)
+            if frame.kind is FrameKind.CHUNK:
+                self._read_chunk(frame, address)
             else:
-                self._read_session(found, place)
-                file.note(found)
+                self._read_session(frame, address)
+                file.record(frame)
 
     def finish(self) -> None:
         """Fill the catalog."""
@@ -80,72 +76,73 @@ class Recovery:
             self._depth(number)
         for chunk in sorted(self._chunks.values(), key=lambda chunk: self._depths[chunk.id]):
             if self._depths[chunk.id] > 0:
-                self._catalog.put_chunk(chunk)
-        # The newest first: of two that claim a name, the older one's end was lost, not its beginning.
-        for number in sorted(self._stories, reverse=True):
-            self._conclude(number, self._stories[number])
-        self._catalog.drop_unheld()
+                self._catalog.add_chunk(chunk)
+        # Newest first: if two sessions have the same name, the older one's deletion was lost.
+        for number in sorted(self._histories, reverse=True):
+            self._restore(number, self._histories[number])
+        self._catalog.drop_unused_chunks()
         self._catalog.sort()
 
-    def note(self, log: SessionLog) -> None:
-        """Write down what was found out, so that it stays true when the evidence is gone."""
-        for number, seq, name in self.outlived:
-            (place,) = log.append([Frame(FrameKind.DELETE, number, seq, b"", name)])
-            self._catalog.trace(number, place.file)
-            self._catalog.bury(number, seq, name, place)
-        # Nothing is cleaned before all is noted: what is still to be noted rests on the evidence.
+    def write_conclusions(self, log: SessionLog) -> None:
+        """Write what was concluded, so that it remains true when the damaged files are removed."""
+        for number, seq, name in self.deleted:
+            (address,) = log.append([Frame(FrameKind.DELETE, number, seq, b"", name)])
+            self._catalog.add_tombstone(number, Tombstone(seq, name, address))
+        # Nothing is cleaned before everything is written: the conclusions depend on the damaged files.
         for entry in self.lost:
-            (place,) = log.append([state_frame(entry, entry.state)])
-            self._catalog.replace(entry, entry.state, place)
+            (address,) = log.append([entry.state_frame(entry.state)])
+            self._catalog.replace(entry, entry.state, address)
         log.commit()
-        log.forget_missing()
-        log.put_by()
+        log.remove_orphaned_summaries()
+        log.fill_reserve()
 
-    def _read_chunk(self, found: Found, place: FrameAddress) -> None:
-        self._catalog.never_again(found.seq)
-        self._parents[found.id] = found.seq
-        if found.whole:
-            self._chunks[found.id] = TokenChunk(found.id, found.seq, found.digest, place)
+    def _read_chunk(self, frame: ScannedFrame, address: FrameAddress) -> None:
+        self._catalog.mark_used(frame.seq)
+        self._parents[frame.id] = frame.seq
+        if frame.whole:
+            self._chunks[frame.id] = TokenChunk(frame.id, frame.seq, frame.digest, address)
 
-    def _read_session(self, found: Found, place: FrameAddress) -> None:
-        self._catalog.trace(found.id, place.file)
-        story = self._stories.setdefault(found.id, Story())
-        story.told = max(story.told, found.seq)
-        story.name = found.name or story.name
-        if not found.whole:
+    def _read_session(self, frame: ScannedFrame, address: FrameAddress) -> None:
+        self._catalog.mention(frame.id, address.file)
+        history = self._histories.setdefault(frame.id, SessionHistory())
+        history.last_seq = max(history.last_seq, frame.seq)
+        history.name = frame.name or history.name
+        if not frame.whole:
             return
-        if found.kind is FrameKind.DELETE:
-            story.deleted = found.seq, place
-        elif found.kind is FrameKind.STATE:
-            story.states[found.seq] = found.payload, place
+        if frame.kind is FrameKind.DELETE:
+            history.deleted = frame.seq, address
+        elif frame.kind is FrameKind.STATE:
+            history.states[frame.seq] = frame.payload, address
         else:
-            story.appends[found.seq] = found.payload, place
+            history.appends[frame.seq] = frame.payload, address
 
-    def _conclude(self, number: int, story: Story) -> None:
+    def _restore(self, number: int, history: SessionHistory) -> None:
+        """Add the session to the catalog, whole or lost, unless it was deleted."""
         catalog = self._catalog
-        if story.deleted is not None and story.deleted[0] >= story.told:
-            catalog.bury(number, story.deleted[0], story.name, story.deleted[1])
+        if history.deleted is not None and history.deleted[0] >= history.last_seq:
+            seq, address = history.deleted
+            catalog.add_tombstone(number, Tombstone(seq, history.name, address))
             return
-        name = story.name or f"unknown-{number}"
-        if name in catalog.by_name or story.ended >= story.told:
-            self.outlived.append((number, story.told + 1, name))
+        name = history.name or f"unknown-{number}"
+        if name in catalog.by_name or history.deleted_seq >= history.last_seq:
+            self.deleted.append((number, history.last_seq + 1, name))
             return
-        entry = _tell(number, name, story)
+        entry = _rebuild(number, name, history)
         reason = entry.state.lost
-        if not reason and entry.seq < story.told:
+        if not reason and entry.seq < history.last_seq:
             reason = "its last tokens were damaged on disk"
         if entry.state.tip and CHUNK_TOKENS * self._depth(entry.state.tip) != entry.state.chunked:
             reason = reason or "some of its tokens were damaged on disk"
             entry.state = self._shortened(entry.state)
-        entry.seq = story.told
-        if not entry.places or reason != entry.state.lost:
+        entry.seq = history.last_seq
+        if not entry.frames or reason != entry.state.lost:
             entry.state = msgspec.structs.replace(entry.state, lost=reason, kv_tokens=0)
             self.lost.append(entry)
-        catalog.never_again(entry.state.tip)
-        catalog.put(entry)
+        catalog.mark_used(entry.state.tip)
+        catalog.add(entry)
 
     def _depth(self, number: int) -> int:
-        """How many whole chunks lead to this one, itself counted; 0 if one of them is missing."""
+        """How many intact chunks lead to this one, including itself; 0 if one of them is missing."""
         path = []
         while number not in self._depths:
             path.append(number)
@@ -160,7 +157,7 @@ class Recovery:
         return max(depth, 0)
 
     def _shortened(self, state: SessionState) -> SessionState:
-        """What is left of a session with a damaged chunk: all before it."""
+        """The part of a session before its first damaged chunk."""
         tip, steps = state.tip, 0
         while tip and not self._depth(tip) and steps <= len(self._parents):
             tip, steps = self._parents.get(tip, 0), steps + 1
@@ -168,25 +165,27 @@ class Recovery:
         return msgspec.structs.replace(state, tip=tip if depth else 0, chunked=CHUNK_TOKENS * depth, tail=b"")
 
 
-def _tell(number: int, name: str, story: Story) -> SessionEntry:
-    """The session as far as its frames tell of it without a gap; lost if not even a beginning is left."""
-    for seq in sorted(story.states, reverse=True):
-        payload, place = story.states[seq]
+def _rebuild(number: int, name: str, history: SessionHistory) -> SessionEntry:
+    """The session from its newest intact STATE and the APPENDs after it; lost if there is no intact STATE."""
+    for seq in sorted(history.states, reverse=True):
+        payload, address = history.states[seq]
         try:
             state = msgspec.msgpack.decode(payload, type=SessionState)
         except msgspec.DecodeError:
             continue
-        return _continue(SessionEntry(number, seq, state, [place]), story)
-    return SessionEntry(number, story.told, SessionState(name, 0.0, 0.0, lost="nothing of it is left on disk"), [])
+        return _with_appends(SessionEntry(number, seq, state, [address]), history)
+    lost = SessionState(name, 0.0, 0.0, lost="nothing of it is left on disk")
+    return SessionEntry(number, history.last_seq, lost, [])
 
 
-def _continue(entry: SessionEntry, story: Story) -> SessionEntry:
+def _with_appends(entry: SessionEntry, history: SessionHistory) -> SessionEntry:
+    """Apply the APPENDs after the session's STATE, up to the first missing one."""
     state, tail, used = entry.state, [entry.state.tail], entry.state.used
-    while (more := story.appends.get(entry.seq + 1)) is not None:
-        payload, place = more
+    while (append := history.appends.get(entry.seq + 1)) is not None:
+        payload, address = append
         used = TIME.unpack_from(payload)[0]
         tail.append(payload[TIME.size :])
-        entry.places.append(place)
+        entry.frames.append(address)
         entry.seq += 1
     if len(tail) > 1:
         entry.state = msgspec.structs.replace(state, tail=b"".join(tail), used=used)

@@ -1,14 +1,13 @@
-"""Sessions by name: make, add to, fork, list, end. Tokens are durable; the disk is the truth and memory its index."""
+"""Sessions by name: create, append, fork, list, delete. Tokens are durable in the log; memory holds its index."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,76 +15,72 @@ import msgspec
 import numpy as np
 
 from quire.errors import SessionExistsError, SessionNotFoundError, StoreError, StoreFullError, ValidationError
-from quire.kvcache.offload.disk.errors import lost, unavailable
-from quire.kvcache.offload.disk.ownership import Ownership
-from quire.sessions.log.catalog import Catalog, SessionEntry, TokenChunk
-from quire.sessions.log.checks import check_place, checked_meta, checked_ttl
-from quire.sessions.log.chunks import Chunks, DamagedError
-from quire.sessions.log.cleaning import Cleaner, state_frame
-from quire.sessions.log.expiry import Expiry
-from quire.sessions.log.frames import Frame, FrameKind
+from quire.kvcache.offload.disk.files import FolderLock, unavailable
+from quire.sessions.log.catalog import Catalog, ExpiryQueue, SessionEntry
+from quire.sessions.log.cleaning import Cleaner
 from quire.sessions.log.log import SessionLog
-from quire.sessions.log.names import check_key, name_of
-from quire.sessions.log.recovery import TIME, Recovery
+from quire.sessions.log.records import SessionRecords
+from quire.sessions.log.recovery import Recovery
 from quire.sessions.log.state import (
-    CHUNK_BYTES,
-    CHUNK_TOKENS,
     Page,
     Session,
     SessionState,
     SessionStats,
+    check_key,
+    check_position,
+    checked_meta,
+    checked_ttl,
+    lost_error,
+    name_of,
     num_tokens,
     pack_tokens,
-    unpack_tokens,
     view,
 )
 
 logger = logging.getLogger(__name__)
 
 FILE_BYTES = 16 << 20
-MAX_FRAMES = 64
-"""A session told in more frames than this is told anew in one."""
 _KEEP: Any = object()
-
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
-def _reclaiming(method: Method) -> Method:
-    """What a full disk refuses is tried again if cleaning the log gives room."""
+def _retried_after_cleaning(method: Method) -> Method:
+    """If the disk is full, clean the log and try once more."""
 
     @functools.wraps(method)
     def wrapper(store: SessionStore, *args: Any, **kwargs: Any) -> Any:
         try:
             return method(store, *args, **kwargs)
         except StoreFullError:
-            if not store._reclaim():
-                raise
+            with store._lock:
+                if not store._cleaner.reclaim():
+                    raise
         return method(store, *args, **kwargs)
 
     return wrapper  # type: ignore[return-value]
 
 
 class SessionStore:
-    """All sessions of a folder. Safe to call from many threads.
+    """All sessions of a folder. Thread-safe.
 
-    What an operation changed is durable when it returns; with `durable=False`, when `commit` next returns. An operation
-    that raises has changed nothing.
+    A change is durable when the operation returns; with `durable=False`, when `commit` next returns. An operation that
+    raises has changed nothing.
     """
 
-    def __init__(self, owner: Ownership, log: SessionLog, lock: threading.RLock, clock: Callable[[], float]) -> None:
-        self.folder = owner.folder
-        self._owner = owner
+    def __init__(
+        self, folder_lock: FolderLock, log: SessionLog, lock: threading.RLock, clock: Callable[[], float]
+    ) -> None:
+        self.folder = folder_lock.folder
+        self._folder_lock = folder_lock
         self._log = log
         self._lock = lock
         self._clock = clock
         self._catalog = Catalog()
-        self._chunks = Chunks(log, self._catalog)
-        self._expiry = Expiry(self._catalog)
+        self._expiry = ExpiryQueue(self._catalog)
         self._cleaner = Cleaner(log, self._catalog)
+        self._records = SessionRecords(log, self._catalog, self._cleaner)
         self._damaged_bytes = 0
-        self._last_read: tuple[int, int, np.ndarray] | None = None
-        """All tokens of the session that was read last, with its id and the number of its last change."""
         self._closed = False
 
     @classmethod
@@ -97,29 +92,29 @@ class SessionStore:
         file_bytes: int = FILE_BYTES,
         clock: Callable[[], float] = time.time,
     ) -> SessionStore:
-        """The sessions in `folder`. `make_room(bytes)` is asked to free disk before a full one refuses tokens."""
+        """The sessions in `folder`. On a full disk, `make_room(bytes)` is called before an operation is refused."""
         path = Path(folder).expanduser().absolute()
-        owner = Ownership(path)
+        folder_lock = FolderLock(path)
         lock = threading.RLock()
         log = SessionLog(path, file_bytes, lock, make_room)
-        store = cls(owner, log, lock, clock)
+        store = cls(folder_lock, log, lock, clock)
         try:
             store._load()
         except BaseException as error:
             log.close()
-            owner.release()
+            folder_lock.release()
             if isinstance(error, OSError):
                 raise unavailable(path, error) from None
             raise
         return store
 
     def close(self) -> None:
-        """Everything becomes durable and others may have the folder."""
+        """Make everything durable and unlock the folder."""
         with self._lock:
             if not self._closed:
                 self._closed = True
                 self._log.close()
-                self._owner.release()
+                self._folder_lock.release()
 
     def __enter__(self) -> SessionStore:
         return self
@@ -127,13 +122,13 @@ class SessionStore:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # Looking
+    # Reading
 
     def __len__(self) -> int:
         return len(self._catalog.by_id)
 
     def count(self, owner: str) -> int:
-        """How many sessions one owner has."""
+        """How many sessions the owner has."""
         with self._lock:
             return self._catalog.count(owner)
 
@@ -141,50 +136,35 @@ class SessionStore:
         return name in self._catalog.by_name
 
     def get(self, name: str) -> Session:
-        """The session of that name, lost or not."""
+        """The session of that name, even if it is lost."""
         with self._lock:
             entry = self._entry(name)
             return view(entry.id, entry.state)
 
     def page(self, after: int = 0, limit: int = 100, owner: str | None = None) -> Page:
-        """Up to `limit` sessions made after the one with the id `after`, in the order they were made; one owner's
-        only, if said (`names.owner_id`)."""
+        """Up to `limit` sessions created after the one with id `after`, in order of creation, optionally of one owner
+        (`owner_id`)."""
         if not isinstance(limit, int) or limit < 1:
             raise ValidationError(f"limit is {limit!r}: a page holds at least one session", "limit", limit)
         with self._lock:
-            entries, more = self._catalog.after(after, limit, owner)
+            entries, more = self._catalog.page(after, limit, owner)
             sessions = [view(entry.id, entry.state) for entry in entries]
         return Page(sessions, sessions[-1].id if more else None)
 
     def last_made(self, when: float, owner: str | None = None) -> int:
-        """The id of the last session (of one owner, if said) made at that time or before; 0: there is none."""
+        """The id of the last session created at that time or before, optionally of one owner; 0: none."""
         with self._lock:
             return self._catalog.last_made(when, owner)
 
-    def lost(self) -> dict[str, str]:
-        """Names of lost sessions, and why they are lost."""
-        with self._lock:
-            return {entry.state.name: entry.state.lost for entry in self._catalog.by_id.values() if entry.state.lost}
-
     def tokens(self, name: str, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """The session's tokens, or those from `start` to `stop`. Raises if the session is lost."""
+        """The session's tokens from `start` to `stop`. Raises if the session is lost."""
         with self._lock:
-            entry = self._live(name)
-            if self._last_read is not None and self._last_read[:2] == (entry.id, entry.seq):
-                return self._last_read[2][slice(start, stop)]
-            total = num_tokens(entry.state)
-            start, stop, _ = slice(start, stop).indices(total)
-            with self._reading(entry):
-                base, data = self._chunks.span(entry.state, start, stop)
-            tokens = unpack_tokens(data)[start - base : max(start, stop) - base]
-            if len(tokens) == total:
-                self._last_read = entry.id, entry.seq, tokens
-        return tokens
+            return self._records.tokens(self._intact(name), start, stop)
 
     def chain(self, name: str) -> list[int]:
-        """Numbers of the session's full chunks of 256 tokens, in order: sessions that share tokens share numbers."""
+        """Numbers of the session's full chunks of 256 tokens, in order. Sessions that begin alike share chunks."""
         with self._lock:
-            return self._chunks.chain(self._live(name).state.tip)
+            return self._records.chain(self._intact(name).state.tip)
 
     def stats(self) -> SessionStats:
         """What the store holds."""
@@ -195,9 +175,9 @@ class SessionStore:
                 live_bytes=catalog.live, files=len(self._log.files), damaged_bytes=self._damaged_bytes,
             )  # fmt: skip
 
-    # Changing
+    # Writing
 
-    @_reclaiming
+    @_retried_after_cleaning
     def create(
         self,
         name: str,
@@ -209,7 +189,7 @@ class SessionStore:
         meta: Mapping[str, str] | None = None,
         durable: bool = True,
     ) -> Session:
-        """A new session. `ttl`: seconds without use after which `sweep` ends it."""
+        """Create a session. `ttl`: seconds without use after which `sweep` deletes it."""
         now = self._clock()
         state = SessionState(
             check_key(name), now, now, checked_ttl(ttl), fingerprint, salt, meta=checked_meta(meta or {})
@@ -217,40 +197,36 @@ class SessionStore:
         data = pack_tokens(tokens)
         with self._lock:
             self._check_new(name)
-            entry = self._begin(*self._chunks.grown(state, data))
+            entry = self._records.create(state, data)
+            self._expiry.watch(entry)
         return self._done(entry, durable)
 
-    @_reclaiming
+    @_retried_after_cleaning
     def append(self, name: str, tokens: Sequence[int] | np.ndarray, *, durable: bool = True) -> Session:
-        """Add tokens to the session."""
+        """Append tokens to the session."""
         data = pack_tokens(tokens)
         with self._lock:
-            entry = self._live(name)
-            state = msgspec.structs.replace(entry.state, used=self._clock())
-            if len(state.tail) + len(data) < CHUNK_BYTES and len(entry.places) < MAX_FRAMES:
-                frame = Frame(FrameKind.APPEND, entry.id, entry.seq + 1, TIME.pack(state.used) + data)
-                (place,) = self._log.append([frame])
-                self._catalog.extend(entry, msgspec.structs.replace(state, tail=state.tail + data), place)
-                self._cleaner.clean()
-            else:
-                self._retell(entry, *self._chunks.grown(state, data))
+            entry = self._intact(name)
+            self._records.append(entry, self._clock(), data)
         return self._done(entry, durable)
 
-    @_reclaiming
+    @_retried_after_cleaning
     def set_kv(self, name: str, tokens: int, fingerprint: bytes, *, durable: bool = False) -> Session:
-        """KV of the session's first `tokens` tokens was handed to the block store of this fingerprint."""
+        """Record that KV of the first `tokens` tokens was handed to the block store of this fingerprint."""
         with self._lock:
-            entry = self._live(name)
+            entry = self._intact(name)
             if not 0 <= tokens <= num_tokens(entry.state):
                 raise ValidationError(
                     f"KV of {tokens} tokens for session {name_of(name)!r} of {num_tokens(entry.state)}",
                     "tokens",
                     tokens,
                 )
-            self._retell(entry, msgspec.structs.replace(entry.state, kv_tokens=tokens, kv_fingerprint=fingerprint))
+            self._records.rewrite(
+                entry, msgspec.structs.replace(entry.state, kv_tokens=tokens, kv_fingerprint=fingerprint)
+            )
         return self._done(entry, durable)
 
-    @_reclaiming
+    @_retried_after_cleaning
     def update(
         self,
         name: str,
@@ -259,91 +235,76 @@ class SessionStore:
         meta: Mapping[str, str] | None = None,
         durable: bool = True,
     ) -> Session:
-        """Another time to live, or other notes."""
+        """Change the time to live or the metadata."""
         with self._lock:
-            entry = self._live(name)
+            entry = self._intact(name)
             state = msgspec.structs.replace(entry.state, used=self._clock())
             if ttl is not _KEEP:
                 state = msgspec.structs.replace(state, ttl=checked_ttl(ttl))
             if meta is not None:
                 state = msgspec.structs.replace(state, meta=checked_meta(meta))
-            self._retell(entry, state)
+            self._records.rewrite(entry, state)
             self._expiry.watch(entry)
         return self._done(entry, durable)
 
-    @_reclaiming
+    @_retried_after_cleaning
     def touch(self, name: str) -> None:
-        """The session is in use, though nothing is added to it."""
+        """Mark the session as used now."""
         with self._lock:
-            entry = self._live(name)
+            entry = self._intact(name)
             now = self._clock()
-            # Written only where it could matter, or a session that is read often would fill the log.
+            # Written at most once a minute, or a session that is read often would fill the log.
             if now - entry.state.used > min(60.0, (entry.state.ttl or 960.0) / 16):
-                self._retell(entry, msgspec.structs.replace(entry.state, used=now))
+                self._records.rewrite(entry, msgspec.structs.replace(entry.state, used=now))
 
-    @_reclaiming
+    @_retried_after_cleaning
     def fork(self, name: str, new_name: str, at: int | None = None, *, durable: bool = True) -> Session:
-        """A new session with the same first `at` tokens (all, unless said otherwise). Costs one small frame."""
+        """Create a session with the same first `at` tokens (default: all). Writes one small frame."""
         check_key(new_name)
         with self._lock:
-            source = self._live(name)
+            source = self._intact(name)
             self._check_new(new_name)
-            state = source.state
-            at = num_tokens(state) if at is None else at
-            check_place(state, at, "forked")
-            with self._reading(source):
-                tip, chunked, tail = self._chunks.cut(state, at)
-            now = self._clock()
-            entry = self._begin(
-                msgspec.structs.replace(
-                    state, name=new_name, created=now, used=now, parent=name, forked_at=at,
-                    tip=tip, chunked=chunked, tail=tail, kv_tokens=min(at, state.kv_tokens),
-                )
-            )  # fmt: skip
+            at = num_tokens(source.state) if at is None else at
+            check_position(source.state, at, "forked")
+            state, now = self._records.truncated(source, at), self._clock()
+            entry = self._records.create(
+                msgspec.structs.replace(state, name=new_name, created=now, used=now, parent=name, forked_at=at)
+            )
+            self._expiry.watch(entry)
         return self._done(entry, durable)
 
-    @_reclaiming
+    @_retried_after_cleaning
     def truncate(self, name: str, at: int, *, durable: bool = True) -> Session:
-        """Keep the session's first `at` tokens and forget the rest."""
+        """Keep the session's first `at` tokens."""
         with self._lock:
-            entry = self._live(name)
-            check_place(entry.state, at, "cut")
-            with self._reading(entry):
-                tip, chunked, tail = self._chunks.cut(entry.state, at)
-            self._retell(
-                entry,
-                msgspec.structs.replace(
-                    entry.state, used=self._clock(), tip=tip, chunked=chunked, tail=tail,
-                    kv_tokens=min(at, entry.state.kv_tokens),
-                ),
-            )  # fmt: skip
+            entry = self._intact(name)
+            check_position(entry.state, at, "cut")
+            state = self._records.truncated(entry, at)
+            self._records.rewrite(entry, msgspec.structs.replace(state, used=self._clock()))
         return self._done(entry, durable)
 
-    @_reclaiming
+    @_retried_after_cleaning
     def delete(self, name: str, *, durable: bool = True) -> None:
-        """End the session, lost or not. Its forks stay."""
+        """Delete the session, even if it is lost. Its forks stay."""
         with self._lock:
-            entry = self._entry(name)
-            (place,) = self._log.append([Frame(FrameKind.DELETE, entry.id, entry.seq + 1, b"", name)], freeing=True)
-            self._catalog.remove(entry, place)
-            self._cleaner.clean()
+            self._records.delete(self._entry(name))
         if durable:
             self._log.commit()
 
-    @_reclaiming
+    @_retried_after_cleaning
     def recover(self, name: str, *, durable: bool = True) -> Session:
-        """Accept what is left of a lost session: the tokens before the damage."""
+        """Keep what is left of a lost session: the tokens before the damage."""
         with self._lock:
             entry = self._entry(name)
-            self._retell(entry, msgspec.structs.replace(entry.state, lost="", used=self._clock()))
+            self._records.rewrite(entry, msgspec.structs.replace(entry.state, lost="", used=self._clock()))
         return self._done(entry, durable)
 
     def sweep(self, limit: int = 1000, *, durable: bool = True) -> list[str]:
-        """End sessions whose time is over, at most `limit`; returns their names."""
-        ended: list[str] = []
+        """Delete at most `limit` expired sessions; returns their names."""
+        deleted: list[str] = []
         with self._lock:
-            for entry in self._expiry.over(self._clock()):
-                if len(ended) == limit:
+            for entry in self._expiry.expired(self._clock()):
+                if len(deleted) == limit:
                     self._expiry.watch(entry)
                     break
                 try:
@@ -351,28 +312,23 @@ class SessionStore:
                 except StoreError:
                     self._expiry.watch(entry)
                     raise
-                ended.append(entry.state.name)
-        if ended and durable:
+                deleted.append(entry.state.name)
+        if deleted and durable:
             self._log.commit()
-        return ended
+        return deleted
 
     @property
     def next_due(self) -> float | None:
-        """Seconds until `sweep` may have something to do; None if it never will."""
+        """Seconds until the next session may expire; None: none will."""
         with self._lock:
             due = self._expiry.next
             return None if due is None else due - self._clock()
 
-    def tidy(self) -> bool:
-        """Clean a little more of the log than operations do by themselves; False when there is nothing to clean."""
-        with self._lock:
-            return self._cleaner.clean()
-
     def commit(self) -> None:
-        """All that was done so far is durable when this returns."""
+        """Everything done so far is durable when this returns."""
         self._log.commit()
 
-    # Inside, with the lock held
+    # With the lock held
 
     def _entry(self, name: str) -> SessionEntry:
         entry = self._catalog.by_name.get(name)
@@ -380,10 +336,10 @@ class SessionStore:
             raise SessionNotFoundError(f"there is no session {name_of(check_key(name))!r}")
         return entry
 
-    def _live(self, name: str) -> SessionEntry:
+    def _intact(self, name: str) -> SessionEntry:
         entry = self._entry(name)
         if entry.state.lost:
-            raise lost(name_of(name), entry.state.lost)
+            raise lost_error(name_of(name), entry.state.lost)
         return entry
 
     def _check_new(self, name: str) -> None:
@@ -397,56 +353,6 @@ class SessionStore:
         if durable:
             self._log.commit()
         return session
-
-    def _begin(
-        self, state: SessionState, frames: Sequence[Frame] = (), chunks: Sequence[TokenChunk] = ()
-    ) -> SessionEntry:
-        # Lists of several stores are merged by these times: a clock that was set back must not change the order.
-        state = msgspec.structs.replace(state, created=max(state.created, self._catalog.last_created))
-        number = self._catalog.new_id()
-        places = self._log.append(
-            [*frames, Frame(FrameKind.STATE, number, 0, msgspec.msgpack.encode(state), state.name)]
-        )
-        self._chunks.keep(chunks, places)
-        entry = SessionEntry(number, 0, state, [places[-1]])
-        self._catalog.put(entry)
-        self._expiry.watch(entry)
-        self._cleaner.clean()
-        return entry
-
-    def _retell(
-        self, entry: SessionEntry, state: SessionState, frames: Sequence[Frame] = (), chunks: Sequence[TokenChunk] = ()
-    ) -> None:
-        """Say all of the session anew. One frame, written last, decides."""
-        places = self._log.append([*frames, state_frame(entry, state)])
-        self._chunks.keep(chunks, places)
-        self._catalog.replace(entry, state, places[-1])
-        self._cleaner.clean()
-
-    @contextlib.contextmanager
-    def _reading(self, entry: SessionEntry) -> Iterator[None]:
-        """Reading a session's chunks; if they have been damaged meanwhile, it is lost."""
-        try:
-            yield
-        except OSError as error:
-            name = name_of(entry.state.name)
-            raise StoreError(f"session {name!r} cannot be read: {error.strerror or error}") from error
-        except DamagedError as error:
-            self._lose(entry, error.chunk)
-            raise lost(name_of(entry.state.name), entry.state.lost) from None
-
-    def _lose(self, entry: SessionEntry, chunk: TokenChunk) -> None:
-        depth = len(self._chunks.chain(chunk.parent))
-        lost = msgspec.structs.replace(
-            entry.state, lost="some of its tokens were damaged on disk", tip=chunk.parent,
-            chunked=CHUNK_TOKENS * depth, tail=b"", kv_tokens=0,
-        )  # fmt: skip
-        logger.error("session %r is lost: some of its tokens were damaged on disk", entry.state.name)
-        self._retell(entry, lost)
-
-    def _reclaim(self) -> bool:
-        with self._lock:
-            return self._cleaner.reclaim()
 
     # Opening
 
@@ -462,6 +368,6 @@ class SessionStore:
         for entry in recovery.lost:
             logger.error("session %r is lost: %s", entry.state.name, entry.state.lost)
         try:
-            recovery.note(self._log)
+            recovery.write_conclusions(self._log)
         except StoreError as error:
-            logger.warning("what was found could not be noted in %s: %s", self.folder, error)
+            logger.warning("cannot write the results of recovery in %s: %s", self.folder, error)

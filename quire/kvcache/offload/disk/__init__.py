@@ -1,1 +1,1 @@
-"""Blocks on disk, found by content: segment files within a budget of bytes, kept over restarts and crashes."""
+"""The disk tier: blocks found by content key in segment files, within a budget of bytes, kept over restarts."""

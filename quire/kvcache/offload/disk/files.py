@@ -1,9 +1,20 @@
-"""Whole writes, whole reads, and files that are there entirely or not at all."""
+"""Files on disk: complete writes and reads, atomic replacement, and folders that one process owns."""
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
 import os
+import threading
 from pathlib import Path
+
+from quire.errors import StoreInUseError, StoreUnavailableError
+
+LOCK_NAME = "lock"
+
+_owned: dict[tuple[int, int], Path] = {}
+_owned_guard = threading.Lock()
 
 
 def write_all(fd: int, data: bytes | memoryview, offset: int) -> None:
@@ -28,12 +39,12 @@ def read_into(fd: int, into: memoryview, offset: int) -> bool:
 
 
 def reserve(fd: int, size: int) -> None:
-    """Let the file be `size` bytes long, with room on the disk for all of them; what is new reads as zeros."""
+    """Make the file `size` bytes long, all allocated on the disk; new bytes read as zeros."""
     os.posix_fallocate(fd, 0, size)
 
 
 def sync_folder(folder: Path) -> None:
-    """Files made, renamed and removed in the folder stay so after a loss of power."""
+    """Make created, renamed and removed files of the folder durable."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)
@@ -42,7 +53,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def write_then_rename(path: Path, data: bytes) -> None:
-    """Replace the file at `path`: a reader, and a crash, find all of the old one or all of the new one."""
+    """Replace the file at `path`: after a crash, as for a reader, it is entirely old or entirely new."""
     draft = path.with_name(path.name + ".new")
     fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
     try:
@@ -55,3 +66,75 @@ def write_then_rename(path: Path, data: bytes) -> None:
         os.close(fd)
     os.replace(draft, path)
     sync_folder(path.parent)
+
+
+def unavailable(folder: Path, error: OSError) -> StoreUnavailableError:
+    """The error for a folder that cannot be used, with the reason in words."""
+    reason = {
+        errno.EROFS: "it is on a read-only file system",
+        errno.EACCES: "this user may not write there",
+        errno.EPERM: "this user may not write there",
+        errno.ENOSPC: "the disk is full",
+        errno.EDQUOT: "this user's disk quota is used up",
+        errno.ENOTDIR: "part of the path is a file",
+        errno.EEXIST: "it is a file",
+    }.get(error.errno or 0, error.strerror or str(error))
+    return StoreUnavailableError(f"{folder} cannot be written: {reason}. Choose a folder that can be written")
+
+
+class FolderLock:
+    """Exclusive ownership of a folder until `release`, or until the process ends, however it ends.
+
+    The lock is a POSIX record lock: the kernel drops it with the process, and forked children do not hold it.
+    Such a lock does not exclude its own process, so folders owned by this process are kept in a table.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            status = folder.stat()
+        except OSError as error:
+            raise unavailable(folder, error) from None
+        self._identity = (status.st_dev, status.st_ino)
+        with _owned_guard:
+            # Before the file is opened: closing any descriptor of it would drop the lock we already hold.
+            if self._identity in _owned:
+                raise _in_use(folder, os.getpid())
+            self._fd = self._lock()
+            _owned[self._identity] = folder
+
+    def _lock(self) -> int:
+        try:
+            fd = os.open(self.folder / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise unavailable(self.folder, error) from None
+        try:
+            fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            text = os.pread(fd, 32, 0).strip()
+            os.close(fd)
+            raise _in_use(self.folder, int(text) if text.isdigit() else None) from None
+        except OSError as error:
+            os.close(fd)
+            raise unavailable(self.folder, error) from None
+        # The pid only serves the error message of a second process: a full disk must not fail the lock.
+        with contextlib.suppress(OSError):
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, b"%d\n" % os.getpid(), 0)
+        return fd
+
+    def release(self) -> None:
+        """Unlock the folder. The lock file stays: removing it would let two processes lock two files."""
+        with _owned_guard:
+            if _owned.pop(self._identity, None) is not None:
+                os.close(self._fd)
+
+
+def _in_use(folder: Path, pid: int | None) -> StoreInUseError:
+    owner = f"process {pid}" if pid else "another process"
+    return StoreInUseError(
+        f"{folder} is in use by {owner}: only one process at a time may use a folder of KV blocks or sessions. "
+        "Stop that process, or choose another folder",
+        pid,
+    )

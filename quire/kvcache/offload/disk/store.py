@@ -1,14 +1,14 @@
-"""KV blocks on disk, found by content: what the card and the host have no room for, kept over restarts and crashes.
+"""KV blocks on disk, found by content key, kept over restarts and crashes.
 
     FOLDER/lock                    one process owns the folder
-    FOLDER/<identity>/00000000.kv  segments (`segment.py`): a table of keys and checksums, and slots for blocks
+    FOLDER/<identity>/00000000.kv  segments (`segments.py`): a table of keys and checksums, and slots for blocks
 
 The identity is a hash of the model's fingerprint, the block's size and the version of the format: blocks of anything
-else lie in another folder, have another header and fail the checksum. Segments are made under another name and
-renamed. The index lives in memory, rebuilt from the tables at every start.
+else are in another folder, have another header and fail the checksum. Segments are created under another name and
+renamed. The index is in memory, rebuilt from the tables at every start.
 
-Nothing is synced to the disk before `close`: KV is best effort. After a loss of power, blocks that had not reached the
-disk fail their checksum, as damaged ones do, and are computed again.
+Nothing is synced before `close`: KV can be computed again. After a power loss, blocks that had not reached the disk
+fail their checksum like damaged ones.
 """
 
 from __future__ import annotations
@@ -17,173 +17,134 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-import msgspec
 import numpy as np
 from blake3 import blake3
 
 from quire.errors import ConfigError
-from quire.kvcache.offload.disk.errors import unavailable
-from quire.kvcache.offload.disk.ownership import Ownership
-from quire.kvcache.offload.disk.segment import ENTRY_BYTES, KEY_BYTES, NO_KEY, VERSION, Segment, file_bytes
-from quire.kvcache.offload.disk.segments import REST_SECONDS, SegmentFiles
+from quire.kvcache.offload.block_store import BlockStore, StoreStats
+from quire.kvcache.offload.disk.files import FolderLock, unavailable
+from quire.kvcache.offload.disk.segments import (
+    ENTRY_BYTES,
+    KEY_BYTES,
+    NO_KEY,
+    RETRY_SECONDS,
+    VERSION,
+    Segment,
+    SegmentFiles,
+    file_bytes,
+)
 from quire.kvcache.offload.eviction_order import EvictionOrder
 
 logger = logging.getLogger(__name__)
 
 
 class SlotAddress(NamedTuple):
-    """Where a block lies."""
+    """Where a block is stored."""
 
     segment: Segment
     slot: int
     checksum: bytes
 
 
-class DiskStats(msgspec.Struct, frozen=True, kw_only=True):
-    """What the store holds and what it did since it was opened."""
+class DiskStore(BlockStore):
+    """Blocks of one model, by content key, within a budget of bytes. Thread-safe.
 
-    blocks: int
-    owned_blocks: int
-    block_bytes: int
-    disk_bytes: int
-    capacity: int
-    hits: int
-    misses: int
-    damaged: int
-    written: int
-    refused: int
-    evicted: int
-    failed: int
-    resting: bool
-
-
-class DiskStore:
-    """Blocks of one model, by content key, within a budget of bytes. Safe to call from many threads.
-
-    A block that sessions own (`pin`) goes only when no anonymous block is left to go, and only for another owned one.
-    Among equals the least recently used goes first. Nothing here raises once the store is open: a block that cannot
-    be written is not kept, one that cannot be read is absent.
+    Unpinned blocks are evicted first; a pinned one is evicted only for another pinned one. Among equals the least
+    recently used goes first.
     """
 
-    def __init__(self, owner: Ownership, identity: bytes, block_bytes: int, capacity: int) -> None:
+    def __init__(self, lock: FolderLock, identity: bytes, block_bytes: int, capacity: int) -> None:
         self.block_bytes = block_bytes
         self.capacity = capacity
-        self._owner = owner
+        self._folder_lock = lock
         self._lock = threading.Lock()
-        self._room = SegmentFiles(owner.folder, identity, block_bytes, capacity)
-        self._here: EvictionOrder[SlotAddress] = EvictionOrder()
+        self._files = SegmentFiles(lock.folder, identity, block_bytes, capacity)
+        self._blocks: EvictionOrder[SlotAddress] = EvictionOrder()
         self._writing: set[bytes] = set()
         self._reading: dict[bytes, int] = {}
         self._stamp = 0
-        self._rest_until = 0.0
+        self._paused_until = 0.0
         self._closed = False
         self._counts = dict.fromkeys(("hits", "misses", "damaged", "written", "refused", "evicted", "failed"), 0)
 
     @classmethod
     def open(cls, folder: str | os.PathLike[str], fingerprint: bytes, block_bytes: int, capacity: int) -> DiskStore:
-        """The store in `folder`, with the blocks of this model that earlier runs left there."""
+        """The store in `folder`, with the blocks of this model that earlier runs stored."""
         path = Path(folder).expanduser().absolute()
         if block_bytes < 1:
-            raise ConfigError(f"a block of {block_bytes} bytes cannot be kept on disk", "block_bytes", block_bytes)
+            raise ConfigError(f"a block of {block_bytes} bytes cannot be stored on disk", "block_bytes", block_bytes)
         if capacity < (least := file_bytes(block_bytes, 1)):
             raise ConfigError(
-                f"kv_disk_size is {capacity} bytes: not enough for one block, which takes {least}. Make it larger",
+                f"kv_disk_size is {capacity} bytes: one block needs {least}. Make it larger",
                 "kv_disk_size",
                 capacity,
             )
         identity = blake3(b"quire KV store %d %d " % (VERSION, block_bytes) + fingerprint).digest()
-        owner = Ownership(path)
-        store = cls(owner, identity, block_bytes, capacity)
+        lock = FolderLock(path)
+        store = cls(lock, identity, block_bytes, capacity)
         try:
             store._load()
         except OSError as error:
-            store._room.close()
-            owner.release()
+            store._files.close()
+            lock.release()
             raise unavailable(path, error) from None
         return store
 
     @property
     def folder(self) -> Path:
-        """Where the blocks of this model lie."""
-        return self._room.folder
+        """Where the blocks of this model are."""
+        return self._files.folder
 
     @property
-    def room(self) -> tuple[int, int]:
-        """Blocks that no session owns, or that could be there, and all there could be."""
+    def headroom(self) -> tuple[int, int]:
         most = max(1, self.capacity // self.block_bytes)
-        return most - len(self._here.owned), most
+        return most - len(self._blocks.pinned), most
 
-    # What is there
+    # Lookup
 
     def __len__(self) -> int:
-        return len(self._here)
+        return len(self._blocks)
 
     def has(self, key: bytes) -> bool:
-        """Whether the block is likely there: only reading it tells for sure."""
-        return key in self._here
-
-    def match(self, keys: Iterable[bytes]) -> int:
-        """How many of the first `keys` are there, without a gap."""
-        count = 0
-        for key in keys:
-            if not self.has(key):
-                break
-            count += 1
-        return count
-
-    def touch(self, keys: Sequence[bytes]) -> None:
-        """The blocks of a sequence were used just now. Tails go before heads: a prefix is useless without its head."""
-        with self._lock:
-            for key in reversed(keys):
-                if key in self._here:
-                    self._here.touch(key)
+        return key in self._blocks
 
     def pin(self, keys: Iterable[bytes]) -> None:
-        """A session owns these blocks, those to be written later too. Counted: to be unpinned as often."""
         with self._lock:
-            self._here.pin(keys)
+            self._blocks.pin(keys)
 
     def unpin(self, keys: Iterable[bytes]) -> None:
-        """A session owns these blocks no longer; they stay, as anonymous ones."""
         with self._lock:
-            self._here.unpin(keys)
+            self._blocks.unpin(keys)
 
-    @property
-    def pins(self) -> dict[bytes, int]:
-        """How many sessions own each block that any does."""
-        return self._here.pins
-
-    def stats(self) -> DiskStats:
-        """What the store holds and what it did."""
+    def stats(self) -> StoreStats:
         with self._lock:
-            return DiskStats(
-                blocks=len(self), owned_blocks=len(self._here.owned), block_bytes=self.block_bytes,
-                disk_bytes=self._room.size, capacity=self.capacity,
-                resting=time.monotonic() < max(self._rest_until, self._room.full_until),
-                **self._counts | {"failed": self._counts["failed"] + self._room.failed},
+            return StoreStats(
+                blocks=len(self), pinned_blocks=len(self._blocks.pinned), block_bytes=self.block_bytes,
+                used_bytes=self._files.size, capacity=self.capacity,
+                is_paused=time.monotonic() < max(self._paused_until, self._files.full_until),
+                **self._counts | {"failed": self._counts["failed"] + self._files.failed},
             )  # fmt: skip
 
-    # Moving blocks
+    # Reads and writes
 
     def read(self, key: bytes, into: memoryview) -> bool:
-        """Fill `into` with the block. False if it is absent or damaged: `into` then holds nothing of use."""
         self._check_size(into)
         with self._lock:
-            place = None if self._closed else self._here.get(key)
+            place = None if self._closed else self._blocks.get(key)
             if place is None:
                 self._counts["misses"] += 1
                 return False
-            self._here.touch(key)
+            self._blocks.touch(key)
             self._reading[key] = self._reading.get(key, 0) + 1
             place.segment.busy += 1
         try:
             whole = place.segment.read(place.slot, key, place.checksum, into)
         except OSError as error:
-            logger.warning("a KV block could not be read from %s: %s", place.segment.path, error)
+            logger.warning("cannot read a KV block from %s: %s", place.segment.path, error)
             whole = False
         with self._lock:
             place.segment.busy -= 1
@@ -193,21 +154,21 @@ class DiskStore:
                 self._reading[key] -= 1
             self._counts["hits" if whole else "damaged"] += 1
             if not whole:
-                self._forget(key, place)
+                self._drop(key, place)
         return whole
 
     def write(self, key: bytes, payload: memoryview) -> bool:
-        """Keep a block. False if it is not kept: no room, a failing disk. The bytes must not change meanwhile."""
         self._check_size(payload)
         if len(key) != KEY_BYTES or key == NO_KEY:
-            raise ValueError(f"a content key has {KEY_BYTES} bytes, this one {len(key)}")
+            raise ValueError(f"a content key has {KEY_BYTES} bytes and is not zero, got {len(key)} bytes")
         with self._lock:
             if self._closed or key in self._writing:
                 return False
-            if key in self._here:
-                self._here.touch(key)
+            if key in self._blocks:
+                self._blocks.touch(key)
                 return True
-            taken = self._take_slot(owned=key in self._here.pins) if time.monotonic() >= self._rest_until else None
+            is_paused = time.monotonic() < self._paused_until
+            taken = None if is_paused else self._take_slot(is_pinned=key in self._blocks.pins)
             if taken is None:
                 self._counts["refused"] += 1
                 return False
@@ -223,48 +184,46 @@ class DiskStore:
         with self._lock:
             self._writing.discard(key)
             segment.busy -= 1
-            self._here.put(key, SlotAddress(segment, slot, checksum))
+            self._blocks.put(key, SlotAddress(segment, slot, checksum))
             self._counts["written"] += 1
         return True
 
     def discard(self, keys: Iterable[bytes]) -> None:
-        """These blocks are to be found no more, after a restart neither."""
         with self._lock:
             for key in keys:
-                if (place := self._here.get(key)) is not None:
-                    self._forget(key, place)
+                if (place := self._blocks.get(key)) is not None:
+                    self._drop(key, place)
 
-    def give_back(self, size: int) -> int:
-        """Return at least `size` bytes of disk, if the store has as many, and the blocks there; returns how many."""
+    def free_space(self, size: int) -> int:
         with self._lock:
-            room = self._room
-            before = room.size
-            room.rest()
-            while before - room.size < size and room.drop_others():
+            files = self._files
+            before = files.size
+            files.pause()
+            while before - files.size < size and files.drop_others():
                 pass
-            for segment in sorted(room.segments, key=self._worth):
-                if before - room.size >= size:
+            for segment in sorted(files.segments, key=self._worth):
+                if before - files.size >= size:
                     break
                 if not segment.busy:
                     self._remove(segment)
-            return before - room.size
+            return before - files.size
 
     def sync(self) -> None:
-        """What was written so far stays after a loss of power, as far as the disk obeys."""
+        """Make everything written so far durable."""
         with self._lock:
-            segments = list(self._room.segments)
+            segments = list(self._files.segments)
             for segment in segments:
                 segment.busy += 1
         for segment in segments:
             try:
                 segment.sync()
             except OSError as error:
-                logger.warning("%s could not be synced: %s", segment.path, error)
+                logger.warning("cannot sync %s: %s", segment.path, error)
             with self._lock:
                 segment.busy -= 1
 
     def close(self) -> None:
-        """Note how recently each block was used, sync, and let others have the folder. No transfer may be under way."""
+        """Write the eviction order, sync, and unlock the folder. No read or write may be in flight."""
         with self._lock:
             if self._closed:
                 return
@@ -272,10 +231,10 @@ class DiskStore:
             try:
                 self._write_tables()
             except OSError as error:
-                logger.warning("the order of KV blocks in %s could not be noted: %s", self.folder, error)
+                logger.warning("cannot write the eviction order of the KV blocks in %s: %s", self.folder, error)
         self.sync()
-        self._room.close()
-        self._owner.release()
+        self._files.close()
+        self._folder_lock.release()
 
     def __enter__(self) -> DiskStore:
         return self
@@ -283,99 +242,98 @@ class DiskStore:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # Inside, with the lock held
+    # With the lock held
 
-    def _take_slot(self, owned: bool) -> tuple[Segment, int] | None:
-        taken = self._room.take()
-        if taken is None and (self._evict(self._here.anonymous) or (owned and self._evict(self._here.owned))):
-            taken = self._room.take()
-        return taken
+    def _take_slot(self, is_pinned: bool) -> tuple[Segment, int] | None:
+        slot, blocks = self._files.take(), self._blocks
+        if slot is None and (self._evict(blocks.unpinned) or (is_pinned and self._evict(blocks.pinned))):
+            slot = self._files.take()
+        return slot
 
     def _evict(self, queue: Mapping[bytes, SlotAddress]) -> bool:
         victim = next((key for key in queue if key not in self._reading), None)
         if victim is None:
             return False
-        place = self._here.pop(victim)
-        self._room.give(place.segment, place.slot)
+        place = self._blocks.pop(victim)
+        self._files.give(place.segment, place.slot)
         self._counts["evicted"] += 1
         return True
 
-    def _forget(self, key: bytes, place: SlotAddress) -> None:
-        """Drop a block for good, unless it is another by now, or somebody still reads it."""
-        if self._here.get(key) is not place or key in self._reading:
+    def _drop(self, key: bytes, place: SlotAddress) -> None:
+        """Remove the block and its table entry, unless it was written again or is being read."""
+        if self._blocks.get(key) is not place or key in self._reading:
             return
-        self._here.pop(key)
+        self._blocks.pop(key)
         try:
             place.segment.clear(place.slot)
         except OSError as error:
-            logger.warning("%s cannot be written: %s", place.segment.path, error)
-        self._room.give(place.segment, place.slot)
+            logger.warning("cannot write to %s: %s", place.segment.path, error)
+        self._files.give(place.segment, place.slot)
 
     def _write_failed(self, key: bytes, segment: Segment, slot: int, error: OSError) -> None:
         with self._lock:
             self._writing.discard(key)
             segment.busy -= 1
-            self._room.give(segment, slot)
-            self._rest_until = time.monotonic() + REST_SECONDS
+            self._files.give(segment, slot)
+            self._paused_until = time.monotonic() + RETRY_SECONDS
             self._counts["failed"] += 1
-        logger.warning(
-            "a KV block could not be written to %s; resting for %.0f s: %s", segment.path, REST_SECONDS, error
-        )
+        logger.warning("cannot write a KV block to %s: %s. No writes for %.0f s", segment.path, error, RETRY_SECONDS)
 
     def _worth(self, segment: Segment) -> tuple[int, int]:
-        owned = sum(place.segment is segment for place in self._here.owned.values())
-        return owned, sum(place.segment is segment for place in self._here.anonymous.values())
+        """Pinned and unpinned blocks in the segment: those with the least are removed first."""
+        pinned = sum(place.segment is segment for place in self._blocks.pinned.values())
+        return pinned, sum(place.segment is segment for place in self._blocks.unpinned.values())
 
     def _remove(self, segment: Segment) -> None:
-        gone = [key for key, place in self._here.items() if place.segment is segment]
-        for key in gone:
-            self._here.pop(key)
-        self._counts["evicted"] += len(gone)
-        self._room.remove(segment)
+        evicted = [key for key, place in self._blocks.items() if place.segment is segment]
+        for key in evicted:
+            self._blocks.pop(key)
+        self._counts["evicted"] += len(evicted)
+        self._files.remove(segment)
 
-    # Opening and closing
+    # Load and close
 
     def _load(self) -> None:
-        self._room.load()
-        self._counts["damaged"] += self._room.damaged
+        self._files.load()
+        self._counts["damaged"] += self._files.damaged
         found: dict[bytes, tuple[int, SlotAddress]] = {}
-        for segment in self._room.segments:
+        for segment in self._files.segments:
             self._read_table(segment, found)
         for key, (stamp, place) in sorted(found.items(), key=lambda item: item[1][0]):
-            self._here.put(key, place)
+            self._blocks.put(key, place)
             self._stamp = max(self._stamp, stamp)
-        self._room.give_all_but({(place.segment.path, place.slot) for _, place in self._here.items()})
+        self._files.give_all_except({(place.segment.path, place.slot) for _, place in self._blocks.items()})
         self._shrink()
 
     def _read_table(self, segment: Segment, found: dict[bytes, tuple[int, SlotAddress]]) -> None:
         try:
             table = segment.table()
         except OSError as error:
-            logger.warning("the table of %s cannot be read: %s", segment.path, error)
+            logger.warning("cannot read the table of %s: %s", segment.path, error)
             return
         now = time.time_ns()
         for slot, (key, checksum, stamp, _) in enumerate(table.tolist()):
-            # A stamp from the future is a damaged one, or a clock set back: it must not outrank all others.
+            # A stamp in the future (damage, or a clock set back) must not outrank all others.
             stamp = min(stamp, now)
             if key != NO_KEY and (key not in found or found[key][0] <= stamp):
                 found[key] = stamp, SlotAddress(segment, slot, checksum)
 
     def _shrink(self) -> None:
         """Fit into a budget that became smaller."""
-        room = self._room
-        while room.own_size > self.capacity:
-            self._remove(min(room.segments, key=self._worth))
-        while room.size > self.capacity and room.drop_others():
+        files = self._files
+        while files.own_size > self.capacity:
+            self._remove(min(files.segments, key=self._worth))
+        while files.size > self.capacity and files.drop_others():
             pass
 
     def _write_tables(self) -> None:
-        keys = {place: key for key, place in self._here.items()}
+        keys = {place: key for key, place in self._blocks.items()}
         order = {place: rank for rank, place in enumerate(keys)}
         newest = max(self._stamp, time.time_ns())
         by_segment: dict[Path, list[SlotAddress]] = {}
         for place in order:
             by_segment.setdefault(place.segment.path, []).append(place)
-        for segment in self._room.segments:
+        for segment in self._files.segments:
             table = bytearray(ENTRY_BYTES * segment.slots)
             for place in by_segment.get(segment.path, ()):
                 entry = keys[place] + place.checksum + (newest - len(order) + order[place]).to_bytes(8, "little")
@@ -384,4 +342,4 @@ class DiskStore:
 
     def _check_size(self, buffer: memoryview) -> None:
         if buffer.nbytes != self.block_bytes:
-            raise ValueError(f"a block of this store has {self.block_bytes} bytes, not {buffer.nbytes}")
+            raise ValueError(f"a block of this store has {self.block_bytes} bytes, got {buffer.nbytes}")

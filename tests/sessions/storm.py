@@ -1,8 +1,8 @@
-"""Random work on a session store and the plain model of what it must lead to.
+"""Random operations on a session store, and a plain model of their effect.
 
-As a program it is what the kill test kills: `python storm.py` reads "folder seed acknowledgements" lines and forks a
-child for each, which works on the folder until it is killed and notes in a file which operation it began ("b") and
-which it was told is durable ("d").
+As a program it is what the kill test kills: `python storm.py` reads "folder seed notes" lines and forks a worker for
+each, which runs operations on the folder until it is killed and writes to the file `notes` which operation it began
+("b") and which is durable ("d").
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Operation = tuple[str, dict[str, Any]]
 
 
 def observe(store: SessionStore) -> Model:
-    """All that the store says, through its public face."""
+    """Everything in the store, through its public methods."""
     model: Model = {}
     after: int | None = 0
     while after is not None:
@@ -41,8 +41,13 @@ def observe(store: SessionStore) -> Model:
     return model
 
 
+def lost(store: SessionStore) -> dict[str, str]:
+    """Names of lost sessions, and why they are lost."""
+    return {session.name: session.lost for session in store.page(limit=1000).sessions if session.lost}
+
+
 def choose(rng: random.Random, model: Model) -> Operation:
-    """Something that can be done to a store that holds what the model holds."""
+    """An operation that is valid for a store with the content of the model."""
     known = sorted(model)
     new = [name for name in NAMES if name not in model]
     kinds = ["append"] * 6 + ["create", "fork", "fork"] * bool(new) + ["delete", "kv", "update"]
@@ -65,14 +70,14 @@ def choose(rng: random.Random, model: Model) -> Operation:
 
 
 def some_tokens(rng: random.Random) -> list[int]:
-    """Tokens that often begin alike, a few or many."""
+    """A few or many tokens, often with a common beginning."""
     count = rng.choice([0, 1, 3, 40, 256, 300, 600])
     start = rng.choice([0, 0, 0, rng.randrange(1000)])
     return list(range(start, start + count))
 
 
 def apply(operation: Operation, model: Model) -> None:
-    """What the operation means."""
+    """The operation's effect on the model."""
     kind, what = operation
     if kind == "create":
         model[what["name"]] = {
@@ -95,7 +100,7 @@ def apply(operation: Operation, model: Model) -> None:
 
 
 def perform(operation: Operation, store: SessionStore, durable: bool) -> None:
-    """Do it."""
+    """The operation on a store."""
     kind, what = operation
     if kind == "create":
         store.create(what["name"], what["tokens"], ttl=what["ttl"], durable=durable)
@@ -112,7 +117,7 @@ def perform(operation: Operation, store: SessionStore, durable: bool) -> None:
 
 
 def run(folder: str, seed: int, note: Callable[[str], object]) -> None:
-    """Work for ever; close and open again now and then."""
+    """Run operations until killed; close and reopen the store now and then."""
     rng = random.Random(seed)
     store = SessionStore.open(folder, file_bytes=FILE_BYTES)
     model = observe(store)
@@ -131,8 +136,8 @@ def run(folder: str, seed: int, note: Callable[[str], object]) -> None:
         count += 1
 
 
-def nursery() -> None:
-    """Fork a worker for each line; say its pid, and when it has ended."""
+def fork_workers() -> None:
+    """Fork a worker for each line; print its pid, and when it has ended."""
     for line in sys.stdin:
         folder, seed, notes = line.split()
         pid = os.fork()
@@ -150,4 +155,4 @@ def nursery() -> None:
 
 
 if __name__ == "__main__":
-    nursery()
+    fork_workers()

@@ -1,4 +1,4 @@
-"""Killed at any moment, the session store is afterwards what it had promised to be."""
+"""After a kill at any moment, the session store holds everything that was durable."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from pathlib import Path
 import pytest
 
 from quire.sessions.log import SessionStore
-from tests.kvcache.disk import storm
+from tests.sessions import storm
 
 
-class Nursery:
-    """Where the workers come from that are killed: they need not start Python each time."""
+class WorkerServer:
+    """Forks the workers that are killed, so that each need not start Python."""
 
     def __init__(self) -> None:
-        root = Path(__file__).parents[3]
+        root = Path(__file__).parents[2]
         self._process = subprocess.Popen(
             [sys.executable, storm.__file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=root,
             env={**os.environ, "PYTHONPATH": str(root)},
         )  # fmt: skip
 
-    def live_and_die(self, folder: Path, seed: int, notes: Path, seconds: float) -> None:
-        """A worker works on the folder, and is killed after so many seconds."""
+    def run_and_kill(self, folder: Path, seed: int, notes: Path, seconds: float) -> None:
+        """Run a worker on the folder and kill it after `seconds`."""
         assert self._process.stdin and self._process.stdout
         self._process.stdin.write(f"{folder} {seed} {notes}\n")
         self._process.stdin.flush()
@@ -42,7 +42,7 @@ class Nursery:
 
 
 def states_allowed(start: storm.Model, seed: int, promised: int, begun: int) -> list[storm.Model]:
-    """What the store may hold: all that was promised, and perhaps what was begun, in order."""
+    """What the store may hold: everything promised, and possibly more of what was begun, in order."""
     rng = random.Random(seed)
     model = {name: dict(session) for name, session in start.items()}
     states = [_copy(model)] if promised == 0 else []
@@ -61,23 +61,23 @@ def _copy(model: storm.Model) -> storm.Model:
 
 
 def survive(folder: Path, kills: int, seed: int, longest: float) -> Counter[str]:
-    """Kill so many workers on one folder, and check the store after each."""
+    """Kill `kills` workers on one folder, and check the store after each."""
     rng = random.Random(seed)
-    nursery = Nursery()
+    server = WorkerServer()
     model: storm.Model = {}
     seen: Counter[str] = Counter()
     try:
         for kill in range(kills):
             notes = folder.with_name(f"notes-{kill}")
-            nursery.live_and_die(folder, seed + kill, notes, rng.random() * longest)
+            server.run_and_kill(folder, seed + kill, notes, rng.random() * longest)
             text = notes.read_text().splitlines() if notes.exists() else []
             assert not [line for line in text if line.startswith("e")], text[-1]
             begun = sum(line.startswith("b") for line in text)
             promised = max((int(line[1:]) + 1 for line in text if line.startswith("d")), default=0)
             with SessionStore.open(folder, file_bytes=storm.FILE_BYTES) as store:
-                assert store.lost() == {}, "a crash loses nothing that was promised"
+                assert storm.lost(store) == {}, "a crash loses nothing that was promised"
                 found = storm.observe(store)
-                while store.tidy():
+                while store._cleaner.clean():
                     pass
                 assert storm.observe(store) == found
                 stats = store.stats()
@@ -91,7 +91,7 @@ def survive(folder: Path, kills: int, seed: int, longest: float) -> Counter[str]
             seen["idle kills"] += begun == 0
             notes.unlink(missing_ok=True)
     finally:
-        nursery.close()
+        server.close()
     return seen
 
 

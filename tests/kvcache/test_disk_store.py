@@ -1,4 +1,4 @@
-"""The block store on disk: what it hands out is exactly what was put in, or nothing."""
+"""The block store on disk: a read returns exactly what was written, or nothing."""
 
 from __future__ import annotations
 
@@ -20,10 +20,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from quire.errors import ConfigError, StoreInUseError, StoreUnavailableError
-from quire.kvcache.offload.disk import segment as segments
-from quire.kvcache.offload.disk import segments as room
+from quire.kvcache.offload.disk import segments
 from quire.kvcache.offload.disk import store as stores
-from quire.kvcache.offload.disk.segment import file_bytes
+from quire.kvcache.offload.disk.segments import file_bytes
 from quire.kvcache.offload.disk.store import DiskStore
 
 BLOCK = 192
@@ -46,8 +45,8 @@ def disk_bytes(folder: Path) -> int:
 @pytest.fixture
 def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three blocks a file, so that a few blocks make several files."""
-    monkeypatch.setattr(room, "SEGMENT_BYTES", file_bytes(BLOCK, 3))
-    monkeypatch.setattr(room, "LARGEST_SEGMENT_BYTES", file_bytes(BLOCK, 3))
+    monkeypatch.setattr(segments, "SEGMENT_BYTES", file_bytes(BLOCK, 3))
+    monkeypatch.setattr(segments, "LARGEST_SEGMENT_BYTES", file_bytes(BLOCK, 3))
 
 
 @pytest.fixture
@@ -57,16 +56,16 @@ def store(tmp_path: Path, small_segments: None) -> Iterator[DiskStore]:
 
 
 class StoreMachine(RuleBasedStateMachine):
-    """Blocks come, are read, pinned, evicted and found again after restarts; the model knows the one right content."""
+    """Blocks are written, read, pinned, evicted and found again after restarts; the model knows the right content."""
 
     def __init__(self) -> None:
         super().__init__()
         self.folder = Path(tempfile.mkdtemp(prefix="quire-kv-"))
         self.capacity = 2 * file_bytes(BLOCK, 3) + 10
-        self.sizes = room.SEGMENT_BYTES, room.LARGEST_SEGMENT_BYTES
-        room.SEGMENT_BYTES = room.LARGEST_SEGMENT_BYTES = file_bytes(BLOCK, 3)
+        self.sizes = segments.SEGMENT_BYTES, segments.LARGEST_SEGMENT_BYTES
+        segments.SEGMENT_BYTES = segments.LARGEST_SEGMENT_BYTES = file_bytes(BLOCK, 3)
         self.present: list[bytes] = []
-        """Anonymous and owned blocks alike, the least recently used first."""
+        """Unpinned and pinned blocks, the least recently used first."""
         self.pins: dict[bytes, int] = {}
         self.store = self.open()
 
@@ -75,7 +74,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         self.store.close()
-        room.SEGMENT_BYTES, room.LARGEST_SEGMENT_BYTES = self.sizes
+        segments.SEGMENT_BYTES, segments.LARGEST_SEGMENT_BYTES = self.sizes
         shutil.rmtree(self.folder)
 
     @rule(key=st.sampled_from(KEYS))
@@ -84,13 +83,13 @@ class StoreMachine(RuleBasedStateMachine):
         if key in self.present:
             self.present.remove(key)
         elif len(self.present) == 6:
-            anonymous = [other for other in self.present if other not in self.pins]
-            if anonymous:
-                self.present.remove(anonymous[0])
+            unpinned = [other for other in self.present if other not in self.pins]
+            if unpinned:
+                self.present.remove(unpinned[0])
             elif key in self.pins:
                 self.present.remove(self.present[0])
             else:
-                assert not kept, "an anonymous block never takes the place of a session's"
+                assert not kept, "an unpinned block never replaces a pinned one"
                 return
         assert kept
         self.present.append(key)
@@ -102,14 +101,6 @@ class StoreMachine(RuleBasedStateMachine):
         if key in self.present:
             self.present.remove(key)
             self.present.append(key)
-
-    @rule(keys=st.lists(st.sampled_from(KEYS), max_size=4, unique=True))
-    def touch(self, keys: list[bytes]) -> None:
-        self.store.touch(keys)
-        for key in reversed(keys):
-            if key in self.present:
-                self.present.remove(key)
-                self.present.append(key)
 
     @rule(key=st.sampled_from(KEYS))
     def pin(self, key: bytes) -> None:
@@ -143,7 +134,7 @@ class StoreMachine(RuleBasedStateMachine):
     def restart(self) -> None:
         self.store.close()
         self.store = self.open()
-        # Anonymous blocks come back before owned ones, each in its order; pins are for the sessions to set again.
+        # Unpinned blocks come back before pinned ones, each in its order; sessions pin theirs again.
         self.present.sort(key=lambda key: key in self.pins)
         for key, count in self.pins.items():
             self.store.pin([key] * count)
@@ -154,7 +145,7 @@ class StoreMachine(RuleBasedStateMachine):
         assert {key for key in KEYS if self.store.has(key)} == set(self.present)
         assert len(self.store) == len(self.present)
         assert disk_bytes(self.folder) <= self.capacity
-        assert self.store.stats().disk_bytes == disk_bytes(self.folder)
+        assert self.store.stats().used_bytes == disk_bytes(self.folder)
 
 
 TestStore = StoreMachine.TestCase
@@ -178,7 +169,7 @@ def test_blocks_of_another_model_block_size_or_version_are_never_found(
         assert read(store, key) == payload_of(key)
 
 
-def test_a_file_moved_in_from_another_models_folder_is_given_up(tmp_path: Path) -> None:
+def test_a_file_from_another_models_folder_is_removed(tmp_path: Path) -> None:
     for model in (b"one", b"two"):
         with DiskStore.open(tmp_path / model.decode(), model, BLOCK, 1 << 20) as store:
             store.write(KEYS[0], payload_of(KEYS[0 if model == b"one" else 1]))
@@ -190,7 +181,7 @@ def test_a_file_moved_in_from_another_models_folder_is_given_up(tmp_path: Path) 
         assert store.write(KEYS[0], payload_of(KEYS[0]))
 
 
-def test_blocks_of_other_models_make_room_for_ours_the_oldest_first(tmp_path: Path, small_segments: None) -> None:
+def test_files_of_other_models_are_removed_first_the_oldest_before_others(tmp_path: Path, small_segments: None) -> None:
     capacity = 2 * file_bytes(BLOCK, 3)
     with DiskStore.open(tmp_path, b"old", BLOCK, capacity) as store:
         for key in KEYS[:6]:
@@ -226,7 +217,7 @@ def test_a_flipped_bit_anywhere_costs_blocks_but_never_changes_one(
             found = [read(store, key) for key in KEYS[:6]]
             assert all(block in (None, payload_of(key)) for key, block in zip(KEYS, found, strict=False))
             survivors += sum(block is not None for block in found)
-            assert all(store.write(key, payload_of(key)) for key in KEYS[:6]), "a lost block can be kept again"
+            assert all(store.write(key, payload_of(key)) for key in KEYS[:6]), "a lost block can be written again"
             assert all(read(store, key) == payload_of(key) for key in KEYS[:6])
     assert survivors >= 60 * 3, "a flip costs at most one file, mostly one block"
 
@@ -248,18 +239,18 @@ def test_a_file_cut_short_costs_the_blocks_that_were_cut(tmp_path: Path, length:
 def test_a_block_half_overwritten_at_a_crash_is_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     child = f"""
 import os, sys
-from quire.kvcache.offload.disk import segment
-from tests.kvcache.disk.test_store import *
+from quire.kvcache.offload.disk import segments
+from tests.kvcache.test_disk_store import *
 store = DiskStore.open({str(tmp_path)!r}, b"model", BLOCK, file_bytes(BLOCK, 1))
 assert store.write(KEYS[0], payload_of(KEYS[0]))
-whole = segment.write_all
+whole = segments.write_all
 def half(fd, data, offset):
     whole(fd, bytes(data)[: len(data) // 2], offset)
     os.kill(os.getpid(), 9)
-segment.write_all = half
+segments.write_all = half
 store.write(KEYS[1], payload_of(KEYS[1]))
 """
-    assert subprocess.run([sys.executable, "-c", child], cwd=Path(__file__).parents[3]).returncode == -9
+    assert subprocess.run([sys.executable, "-c", child], cwd=Path(__file__).parents[2]).returncode == -9
     with DiskStore.open(tmp_path, b"model", BLOCK, file_bytes(BLOCK, 1)) as store:
         assert read(store, KEYS[0]) is None
         assert read(store, KEYS[1]) is None
@@ -277,15 +268,15 @@ def test_a_full_disk_stops_growth_and_nothing_else(
             raise OSError(errno.ENOSPC, "No space left on device")
 
         monkeypatch.setattr(segments, "reserve", full)
-        assert all(store.write(key, payload_of(key)) for key in KEYS[3:6]), "older blocks make room"
+        assert all(store.write(key, payload_of(key)) for key in KEYS[3:6]), "older blocks are evicted"
         assert len(store) == 3
-        assert store.stats().resting
+        assert store.stats().is_paused
         assert [path.name for path in (tmp_path).rglob("*") if path.name.endswith(".new")] == []
         assert read(store, KEYS[5]) == payload_of(KEYS[5])
         monkeypatch.undo()
-        store._room.full_until = 0.0
+        store._files.full_until = 0.0
         assert store.write(KEYS[6], payload_of(KEYS[6]))
-        assert len(store) == 4, "it grows again when the disk has room again"
+        assert len(store) == 4, "it grows again when the disk has space again"
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EROFS])
@@ -300,9 +291,9 @@ def test_a_write_that_fails_is_a_block_not_kept(store: DiskStore, monkeypatch: p
         assert not store.write(KEYS[1], payload_of(KEYS[1]))
     assert not store.has(KEYS[1])
     assert store.stats().failed == 1
-    assert not store.write(KEYS[1], payload_of(KEYS[1])), "a failing disk is left alone for a while"
+    assert not store.write(KEYS[1], payload_of(KEYS[1])), "nothing is written for a while after an error"
     assert read(store, KEYS[0]) == payload_of(KEYS[0])
-    store._rest_until = 0.0
+    store._paused_until = 0.0
     assert store.write(KEYS[1], payload_of(KEYS[1]))
 
 
@@ -338,7 +329,7 @@ def test_a_path_that_is_a_file_is_a_clear_error(tmp_path: Path) -> None:
         DiskStore.open(tmp_path / "kv", b"model", BLOCK, BLOCK)
 
 
-def test_a_folder_has_one_owner_and_the_second_learns_who_it_is(tmp_path: Path) -> None:
+def test_a_second_process_is_told_which_one_owns_the_folder(tmp_path: Path) -> None:
     child = f"""
 from quire.kvcache.offload.disk.store import DiskStore
 store = DiskStore.open({str(tmp_path)!r}, b"model", {BLOCK}, 1 << 20)
@@ -346,7 +337,7 @@ print("open", flush=True)
 input()
 """
     process = subprocess.Popen(
-        [sys.executable, "-c", child], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=Path(__file__).parents[3]
+        [sys.executable, "-c", child], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=Path(__file__).parents[2]
     )
     assert process.stdout is not None
     assert process.stdout.readline() == b"open\n"
@@ -372,18 +363,18 @@ def test_a_smaller_budget_is_kept_from_the_start(tmp_path: Path, small_segments:
         assert all(read(store, key) == payload_of(key) for key in KEYS if store.has(key))
 
 
-def test_room_given_back_is_room_on_the_disk_and_owned_blocks_stay_longest(store: DiskStore, tmp_path: Path) -> None:
+def test_freed_space_is_free_on_the_disk_and_pinned_blocks_stay_longest(store: DiskStore, tmp_path: Path) -> None:
     store.pin(KEYS[:3])
     for key in KEYS[:6]:
         store.write(key, payload_of(key))
     before = disk_bytes(tmp_path)
-    given = store.give_back(1)
-    assert given == file_bytes(BLOCK, 3) == before - disk_bytes(tmp_path)
+    freed = store.free_space(1)
+    assert freed == file_bytes(BLOCK, 3) == before - disk_bytes(tmp_path)
     assert [key for key in KEYS if store.has(key)] == KEYS[:3]
-    assert not store.write(KEYS[7], payload_of(KEYS[7])), "what was given back is not taken again at once"
+    assert not store.write(KEYS[7], payload_of(KEYS[7])), "freed space is not used again at once"
 
 
-def test_many_threads_read_and_write_at_once_and_nobody_sees_a_wrong_block(store: DiskStore) -> None:
+def test_threads_read_and_write_at_once_and_none_sees_a_wrong_block(store: DiskStore) -> None:
     wrong: list[bytes] = []
     hits: list[int] = []
 
@@ -408,7 +399,7 @@ def test_many_threads_read_and_write_at_once_and_nobody_sees_a_wrong_block(store
         thread.join()
     stats = store.stats()
     assert not wrong
-    assert stats.damaged == 0, "a slot is not taken for another block while somebody reads it"
+    assert stats.damaged == 0, "a slot is not reused while it is being read"
     assert stats.hits == sum(hits) > 0
     assert stats.evicted > 0
 
