@@ -162,7 +162,12 @@ def _compiler() -> list[str]:
 
 
 def _architecture(compiler: list[str]) -> list[str]:
-    """What this compiler calls "for the CPU we are on"; GCC and older Clang spell it differently on ARM."""
+    """The flag that means "for this CPU" (GCC and older Clang spell it differently on ARM), unless CXX names one.
+
+    CXX="g++ -march=x86-64-v3" builds the kernels as a machine without AVX-512 would.
+    """
+    if any(argument.startswith(("-march=", "-mcpu=")) for argument in compiler):
+        return []
     for flag in ("-march=native", "-mcpu=native"):
         probe = [*compiler, flag, "-x", "c++", "-E", os.devnull]
         if subprocess.run(probe, capture_output=True).returncode == 0:
