@@ -25,11 +25,11 @@ from quire.kernels.triton.moe import experts as moe
 from quire.kernels.triton.moe.common import Block, ExpertsConfig
 from quire.kernels.triton.skinny_gemm.candidates import GemmShape
 from quire.kernels.triton.skinny_gemm.common import Config
-from quire.kernels.triton.skinny_gemm.tuning import TuningJob
+from quire.kernels.triton.skinny_gemm.tuning import GemmKernel
 
 JOBS = [
-    TuningJob(GemmShape("norm_linear", 512, 256), 1, torch.bfloat16, Config("vector", 4, warps=2), True),
-    TuningJob(GemmShape("linear", 512, 256), 16, torch.bfloat16, Config("tile", 64, 16, 64, 4, 4), False),
+    GemmKernel(GemmShape("norm_linear", 512, 256), 1, torch.bfloat16, Config("vector", 4, warps=2), True),
+    GemmKernel(GemmShape("linear", 512, 256), 16, torch.bfloat16, Config("tile", 64, 16, 64, 4, 4), False),
 ]
 
 
