@@ -136,8 +136,8 @@ def limits(shape: ExpertsShape, tokens: int, used: int, part: str) -> tuple[floa
 
 def rates(shape: ExpertsShape, tokens: int, used: int, part: str, us: float) -> str:
     size, operations = limits(shape, tokens, used, part)
-    least = max(size / BANDWIDTH / 1e3, operations / TENSOR / 1e6)
-    return f"{us:9.1f} us {size / us / 1e3:6.0f} GB/s {operations / us / 1e6:5.0f} TFLOP/s {least / us:5.0%}"
+    limit = max(size / BANDWIDTH / 1e3, operations / TENSOR / 1e6)
+    return f"{us:9.1f} us {size / us / 1e3:6.0f} GB/s {operations / us / 1e6:5.0f} TFLOP/s {limit / us:5.0%}"
 
 
 def timed(graphs: GraphTimer, run: Callable[[int], object], count: int = 2 * ROUTINGS) -> float:
@@ -221,7 +221,7 @@ def main() -> None:
     timer = GraphExpertsTimer(options.layers)
     layer = timer.weights(shape, DTYPE)[0]
 
-    compiler.PATIENCE = 300.0
+    compiler.TIMEOUT_S = 300.0
     began = time.perf_counter()
     used = {tuner.choose(shape, tokens, DTYPE) for tokens in options.tokens}
     configs = [*used, INVARIANT]

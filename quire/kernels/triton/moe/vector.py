@@ -68,7 +68,7 @@ def _gate_up(
 
 @triton.jit
 def _load_weights(at, ours, first, K: tl.constexpr, BLOCK_K: tl.constexpr, CHUNKS: tl.constexpr):
-    """CHUNKS weight tiles [SLOTS, BLOCK_N, BLOCK_K] from input `first`; zeros past the end and for experts elsewhere."""
+    """CHUNKS weight tiles [SLOTS, BLOCK_N, BLOCK_K] from input `first`; zeros past the end and for absent experts."""
     tiles = ()
     for chunk in tl.static_range(CHUNKS):
         k = first + chunk * BLOCK_K + tl.arange(0, BLOCK_K)
