@@ -1,10 +1,10 @@
 """Native CPU kernels beside torch's, on the shapes of SmolLM2-135M.
 
-    python benchmarks/cpu_kernels.py [--dtype float32|bfloat16] [--only products,attention] [--rounds 7]
+    python benchmarks/cpu_kernels.py [--dtype float32|bfloat16] [--only gemms,attention] [--rounds 7]
 
-Contestants take turns within each round and the best round counts, so that a machine shared with others still gives
-a fair ratio. Products run over all 121 weights of the model, each distinct: nothing survives in a cache from one
-step to the next, as in a real decode.
+Both run alternately within each round and the best round counts, so that a shared machine still gives a fair ratio.
+GEMMs run over all 121 weights of the model, each distinct: nothing stays in cache from one step to the next, as in a
+real decode.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_DIM, MLP, VOCABULARY = 576, 30, 9, 3, 64, 
 QKV = (HEADS + 2 * KV_HEADS) * HEAD_DIM
 
 
-def race(rounds: int, repeats: int, **contestants: Callable[[], object]) -> dict[str, float]:
-    """Best seconds per call of each, taking turns."""
-    best = dict.fromkeys(contestants, float("inf"))
+def compare(rounds: int, repeats: int, **candidates: Callable[[], object]) -> dict[str, float]:
+    """Best seconds per call of each, run alternately."""
+    best = dict.fromkeys(candidates, float("inf"))
     for _ in range(rounds):
-        for name, run in contestants.items():
+        for name, run in candidates.items():
             start = time.perf_counter()
             for _ in range(repeats):
                 run()
@@ -38,7 +38,7 @@ def race(rounds: int, repeats: int, **contestants: Callable[[], object]) -> dict
 
 
 def report(title: str, best: dict[str, float], *, byte_count: float = 0, operations: float = 0) -> None:
-    """One line: each contestant's time and rates, and how many times faster the first is than the second."""
+    """One line: the time and rates of each, and the speedup of the first over the second."""
     cells = []
     for name, seconds in best.items():
         cell = f"{name} {seconds * 1e3:9.3f} ms"
@@ -49,8 +49,8 @@ def report(title: str, best: dict[str, float], *, byte_count: float = 0, operati
     print(f"{title:<34} " + " | ".join(cells) + f" | {second / first:5.2f}x", flush=True)
 
 
-def products(ops: CpuOps, dtype: torch.dtype, rounds: int) -> None:
-    """Every product of one step: 30 x (qkv, output, gate and up, down) and the head."""
+def gemms(ops: CpuOps, dtype: torch.dtype, rounds: int) -> None:
+    """Every GEMM of one step: 30 x (qkv, output, gate and up, down) and the LM head."""
     shapes = [(QKV, HIDDEN), (HIDDEN, HIDDEN), (2 * MLP, HIDDEN), (HIDDEN, MLP)] * LAYERS + [(VOCABULARY, HIDDEN)]
     weights = [torch.randn(shape).to(dtype) for shape in shapes]
     numbers = sum(weight.numel() for weight in weights)
@@ -61,12 +61,14 @@ def products(ops: CpuOps, dtype: torch.dtype, rounds: int) -> None:
             for weight in weights:
                 linear(inputs[weight.shape[1]], weight)
 
-        best = race(max(2, rounds // (1 + rows // 64)), 1, quire=lambda: step(ops.linear), torch=lambda: step(F.linear))
-        report(f"all products, {rows} rows", best, byte_count=numbers * dtype.itemsize, operations=2 * numbers * rows)
+        best = compare(
+            max(2, rounds // (1 + rows // 64)), 1, quire=lambda: step(ops.linear), torch=lambda: step(F.linear)
+        )
+        report(f"all GEMMs, {rows} rows", best, byte_count=numbers * dtype.itemsize, operations=2 * numbers * rows)
 
 
 def attention(dtype: torch.dtype, rounds: int) -> None:
-    """One layer, against torch's fused attention over a contiguous cache (which a paged engine does not have)."""
+    """One layer, against torch's fused attention over a contiguous cache (which a paged engine cannot have)."""
     backend = CpuPagedAttention()
     cases = {
         "decode 1 x 1000": [(1, 1000)],
@@ -96,7 +98,7 @@ def attention(dtype: torch.dtype, rounds: int) -> None:
 
         pairs = sum(length * (context - length) + length * (length + 1) / 2 for length, context in rows)
         repeats = 1 if pairs > 1e5 else 20
-        best = race(
+        best = compare(
             rounds,
             repeats,
             quire=lambda q=q, kv=kv, inputs=inputs: backend.attend(q, kv, inputs, HEAD_DIM**-0.5, None),
@@ -154,24 +156,24 @@ def rowwise(ops: CpuOps, dtype: torch.dtype, rounds: int) -> None:
         }
         for name, (args, byte_count) in calls.items():
             ours, theirs = getattr(ops, name), getattr(plain, name)
-            best = race(rounds, 200 if tokens < 100 else 20, quire=lambda: ours(*args), torch=lambda: theirs(*args))  # noqa: B023
+            best = compare(rounds, 200 if tokens < 100 else 20, quire=lambda: ours(*args), torch=lambda: theirs(*args))  # noqa: B023
             report(f"{name}, {tokens} tokens", best, byte_count=byte_count)
 
 
 def overhead(ops: CpuOps, dtype: torch.dtype, rounds: int) -> None:
-    """A call that computes next to nothing: what Python, ctypes and the thread team cost."""
+    """A call that computes almost nothing: the overhead of Python, ctypes and the thread pool."""
     x, weight = torch.randn(1, 16).to(dtype), torch.randn(16, 16).to(dtype)
     norm = torch.randn(16).to(dtype)
-    best = race(rounds, 1000, quire=lambda: ops.rms_norm(x, norm, 1e-5), torch=lambda: x * norm)
+    best = compare(rounds, 1000, quire=lambda: ops.rms_norm(x, norm, 1e-5), torch=lambda: x * norm)
     report("smallest rms_norm (torch: x * w)", best)
-    best = race(rounds, 1000, quire=lambda: ops.linear(x, weight), torch=lambda: F.linear(x, weight))
+    best = compare(rounds, 1000, quire=lambda: ops.linear(x, weight), torch=lambda: F.linear(x, weight))
     report("smallest linear", best)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
-    parser.add_argument("--only", default="overhead,rowwise,attention,products")
+    parser.add_argument("--only", default="overhead,rowwise,attention,gemms")
     parser.add_argument("--rounds", type=int, default=7)
     options = parser.parse_args()
     dtype = getattr(torch, options.dtype)
@@ -181,7 +183,7 @@ def main() -> None:
         "overhead": lambda: overhead(ops, dtype, options.rounds),
         "rowwise": lambda: rowwise(ops, dtype, options.rounds),
         "attention": lambda: attention(dtype, options.rounds),
-        "products": lambda: products(ops, dtype, options.rounds),
+        "gemms": lambda: gemms(ops, dtype, options.rounds),
     }
     with torch.inference_mode():
         for name in options.only.split(","):

@@ -1,8 +1,8 @@
-"""Decode attention: bytes a second against the card's, for several shapes of program.
+"""Decode attention: bandwidth reached, for several tile shapes.
 
     python benchmarks/gpu/decode_attention.py [--quick]
 
-Each case runs over several layers' caches, so that no launch finds the last one's keys in the L2 cache.
+Each case runs over several layers' caches, so that no launch finds the last one's keys in L2.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from quire.kernels.triton.decode_attention import DecodeAttention, DecodeTile
 
 MODELS = {"llama-8b": (32, 8, 128), "qwen3-0.6b": (16, 8, 128)}
 TILES = [
-    DecodeTile(tokens, warps, stages, programs, least)
+    DecodeTile(tokens, warps, stages, programs, min_tiles)
     for tokens, warps, stages in [(32, 2, 5), (64, 4, 3)]
     for programs in (4, 8, 12, 16, 24)
-    for least in (2, 4, 8)
+    for min_tiles in (2, 4, 8)
 ]
 BLOCK, LAYERS, MAX_ROWS = 16, 28, 1024
 
@@ -66,17 +66,17 @@ class Case:
     def run_once(self, kernel: DecodeAttention) -> None:
         rows = len(self.lens)
         plan = kernel.plan(self.lens, self.rows, rows, None)
-        self.other.add_(1)  # something must be launched between the two
+        self.other.add_(1)  # another kernel must be launched between the two
         kernel.attend(self.q, self.cache[:, 0], self.out, self.tables, self.rows, self.lens, plan, rows, 0.088, None)
 
     def microseconds(self, kernel: DecodeAttention) -> float:
-        """A layer's attention, the step's planning not counted."""
+        """A layer's attention, without the step's planning."""
         rows = len(self.lens)
         plan = kernel.plan(self.lens, self.rows, rows, None)
 
         def run(attends: bool = True) -> None:
             for layer in range(LAYERS):
-                self.other.add_(1)  # as in a model: launches of one kernel never overlap
+                self.other.add_(1)  # as in a model: another kernel runs between two attentions
                 if not attends:
                     continue
                 kernel.attend(
@@ -90,7 +90,7 @@ class Case:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="the shipped shape only")
+    parser.add_argument("--quick", action="store_true", help="the default tile shape only")
     quick = parser.parse_args().quick
     for model, (heads, kv_heads, dim) in MODELS.items():
         kernels = {
@@ -120,7 +120,7 @@ def decode_default(dim: int) -> DecodeTile:
 
 
 def _name(tile: DecodeTile | None) -> str:
-    return "shipped" if tile is None else f"{tile.tokens}t{tile.warps}w{tile.stages}s{tile.programs}p{tile.least}"
+    return "shipped" if tile is None else f"{tile.tokens}t{tile.warps}w{tile.stages}s{tile.programs}p{tile.min_tiles}"
 
 
 if __name__ == "__main__":

@@ -2,9 +2,9 @@
 
     python benchmarks/gpu/elementwise.py
 
-Each kernel repeats inside a CUDA graph, so no launch cost of the host is in its time; that has a column of its own
-("host": what one eager call costs Python). Nothing flushes the L2 cache in between: what fits there (50 MB on an H200)
-stays, as it does between the kernels of a step, and reads faster than memory. The column of 16384 tokens is memory.
+Each kernel is repeated inside a CUDA graph, so its time contains no host launch cost; that has its own column ("host":
+microseconds of one eager call in Python). L2 is not flushed in between: what fits there (50 MB on an H200) stays, as
+between the kernels of a step, and reads faster than memory. The column of 16384 tokens is bound by memory.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Case = tuple[Callable[[], object], int]
 
 @dataclass(frozen=True)
 class Shape:
-    """What a model's kernels depend on."""
+    """The dimensions of a model's row-wise kernels."""
 
     name: str
     hidden: int

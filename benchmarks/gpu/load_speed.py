@@ -4,9 +4,9 @@
     python benchmarks/gpu/load_speed.py FOLDER --layers 2 --device cpu      # small, anywhere
 
 The checkpoint (random bfloat16 numbers in four safetensors files) is written to FOLDER if it is not there. "Cold" is
-after the system was told to forget the files; the share it still holds in memory is shown, and should be 0%. The
-disk's own speed is that of threads that read the same files into buffers and look at nothing. On a CPU the first
-load also has the system find memory for the weights; the best of the rounds is compared.
+after the files were dropped from the page cache; the share still cached is printed, and should be 0%. The disk's own
+speed is that of threads that read the same files into buffers. On a CPU the first load also includes page faults for
+the weights; the best round is compared.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def write_checkpoint(folder: Path, config: dict[str, Any]) -> None:
         list(threads.map(lambda name, shard: write_shard(folder / name, shard, bank), names, shards))
     index = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
-    note.write_text(json.dumps(config))  # Last: what is there is whole.
+    note.write_text(json.dumps(config))  # Last: its presence means that the checkpoint is complete.
 
 
 def write_shard(path: Path, shapes: Shapes, bank: memoryview) -> None:
@@ -123,16 +123,16 @@ def write_shard(path: Path, shapes: Shapes, bank: memoryview) -> None:
         os.fsync(file.fileno())
 
 
-def forget(files: list[Path]) -> None:
-    """Have the system drop the files from its memory."""
+def drop_from_page_cache(files: list[Path]) -> None:
+    """Drop the files from the page cache."""
     for path in files:
         with path.open("rb") as file:
             os.fsync(file.fileno())
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def share_in_memory(files: list[Path]) -> float:
-    """How much of the files the system holds in memory."""
+def cached_share(files: list[Path]) -> float:
+    """The share of the files that is in the page cache."""
     libc, held, total = ctypes.CDLL(None, use_errno=True), 0, 0
     for path in files:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapped:
@@ -147,7 +147,7 @@ def share_in_memory(files: list[Path]) -> float:
 
 
 def read_plainly(files: list[Path], threads: int) -> None:
-    """Every byte into a buffer that the next overwrites."""
+    """Read every byte into a buffer that is reused."""
     ranges = [(path, at) for path in files for at in range(0, path.stat().st_size, RANGE)]
     buffers = [np.zeros(RANGE, np.uint8).data for _ in range(threads)]
 
@@ -171,7 +171,7 @@ def seconds(run: Callable[[], None]) -> float:
 
 
 def check(targets: dict[str, list[Target]], files: list[Path], layers: int) -> None:
-    """Compare what was loaded with what the format's own library reads: outside the layers, and the last one."""
+    """Compare what was loaded with what safetensors reads: the last layer and everything outside the layers."""
     wanted = {name for name in targets if ".layers." not in name or f".layers.{layers - 1}." in name}
     for path in files:
         with safe_open(path, framework="pt") as file:
@@ -179,11 +179,11 @@ def check(targets: dict[str, list[Target]], files: list[Path], layers: int) -> N
                 (target,) = targets[name]
                 expected = file.get_tensor(name)[target.keep].to(target.into.device)
                 if not torch.equal(target.into, expected.to(target.into.dtype)):
-                    raise RuntimeError(f"{name} did not arrive as it is in the file")
+                    raise RuntimeError(f"{name} differs from the file")
 
 
 def peak_memory() -> float:
-    """The most memory this process has had, in GB."""
+    """Peak memory of this process, in GB."""
     found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
     return int(found[1]) * 1024 / 1e9 if found else math.nan
 
@@ -198,7 +198,7 @@ def main() -> None:
         "--threads",
         type=int,
         default=readers.THREADS,
-        help="quire's; the disk alone is read by as many, then by twice as many",
+        help="readers of quire; the disk alone is read by as many, then by twice as many",
     )
     parser.add_argument("--rounds", type=int, default=2)
     options = parser.parse_args()
@@ -223,24 +223,24 @@ def main() -> None:
         return size / took / 1e9
 
     print(f"{platform.describe()} | {size / 1e9:.2f} GB in {len(files)} files, at most {options.threads} threads")
-    print(f"{'':<26} {'in memory':>9} {'seconds':>8} {'GB/s':>8}")
+    print(f"{'':<26} {'cached':>9} {'seconds':>8} {'GB/s':>8}")
     disk, cold, warm = [], [], []
     for number in range(options.rounds):
         threads = options.threads << number % 2
-        forget(files)
-        held = share_in_memory(files)
+        drop_from_page_cache(files)
+        held = cached_share(files)
         disk.append(show(f"disk, {threads} plain readers", held, seconds(partial(read_plainly, files, threads))))
-        forget(files)
-        held = share_in_memory(files)
+        drop_from_page_cache(files)
+        held = cached_share(files)
         cold.append(show("load, cold", held, seconds(load)))
     for _ in range(options.rounds):
-        held = share_in_memory(files)
+        held = cached_share(files)
         warm.append(show("load, warm", held, seconds(load)))
     peak = peak_memory()
     check(targets, files, options.layers)
     print(f"cold load / disk, best of each: {max(cold) / max(disk):.2f}")
     print(f"warm load / disk, best of each: {max(warm) / max(disk):.2f}")
-    print(f"host memory at its peak: {peak:.2f} GB; arrived tensors compared with the file's: equal")
+    print(f"host memory at its peak: {peak:.2f} GB; loaded tensors equal the file's")
 
 
 if __name__ == "__main__":

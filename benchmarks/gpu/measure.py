@@ -1,8 +1,8 @@
-"""One engine in a process of its own: start it, run workloads, print a JSON line for each. `table.py` calls this."""
+"""Starts one engine, runs workloads, prints a JSON line for each. `table.py` runs this as a process."""
 
 import time
 
-BORN = time.time()  # a start counts from here, imports included
+BORN = time.time()  # start time counts from here, imports included
 
 import argparse  # noqa: E402
 import json  # noqa: E402
@@ -10,8 +10,8 @@ import random  # noqa: E402
 from dataclasses import dataclass, field, replace  # noqa: E402
 from typing import Any  # noqa: E402
 
-HIGHEST = 10_000
-"""Token ids are drawn up to this one, which lies below the special ones of every model here."""
+MAX_TOKEN_ID = 10_000
+"""Random token ids are at most this, below the special ones of every model here."""
 
 
 @dataclass(frozen=True)
@@ -21,18 +21,18 @@ class Workload:
     requests: int
     inputs: tuple[int, int]
     outputs: tuple[int, int]
-    asks: dict[str, Any] = field(default_factory=dict)
-    """More sampling parameters, of every request."""
+    params: dict[str, Any] = field(default_factory=dict)
+    """Further sampling parameters of every request."""
 
-    def draw(self, seed: int = 0, highest: int = HIGHEST) -> tuple[list[list[int]], list[int]]:
-        """Prompts, and how many tokens each is to yield; the same for the same seed."""
-        drawn = random.Random(seed)
+    def generate(self, seed: int = 0, max_token_id: int = MAX_TOKEN_ID) -> tuple[list[list[int]], list[int]]:
+        """Prompts and output lengths; the same for the same seed."""
+        rng = random.Random(seed)
         prompts = [
-            [drawn.randint(0, highest) for _ in range(drawn.randint(*self.inputs))] for _ in range(self.requests)
+            [rng.randint(0, max_token_id) for _ in range(rng.randint(*self.inputs))] for _ in range(self.requests)
         ]
         shortest, longest = self.outputs
         fixed = shortest == longest
-        return prompts, [shortest if fixed else drawn.randint(shortest, longest) for _ in prompts]
+        return prompts, [shortest if fixed else rng.randint(shortest, longest) for _ in prompts]
 
 
 WORKLOADS = {
@@ -51,7 +51,7 @@ WORKLOADS = {
     "prompt_logprobs": Workload(128, (1024, 1024), (1, 1), {"prompt_logprobs": 1}),
 }
 TABLE = ["bs1", "nano", "decode256", "prefill"]
-"""Those of the table; the others are run when they are named."""
+"""Workloads of the table; the others run only if named."""
 QUICK = {name: replace(work, requests=4, inputs=(16, 16), outputs=(64, 64)) for name, work in WORKLOADS.items()} | {
     "bs1": Workload(1, (16, 16), (8, 8)),
     "nano": Workload(4, (4, 16), (4, 16)),
@@ -66,20 +66,20 @@ def run(llm: Any, work: Workload, seed: int = 0) -> dict[str, float]:
     from quire import SamplingParams
 
     llm.reset_prefix_cache()
-    prompts, outputs = work.draw(seed, min(HIGHEST, llm.llm_engine.facts.model.vocab_size - 1))
+    prompts, outputs = work.generate(seed, min(MAX_TOKEN_ID, llm.llm_engine.facts.model.vocab_size - 1))
     fixed = {"temperature": 0.6, "ignore_eos": True, "detokenize": False}
-    params = [SamplingParams(max_tokens=count, **fixed, **work.asks) for count in outputs]
+    params = [SamplingParams(max_tokens=count, **fixed, **work.params) for count in outputs]
     begin = time.perf_counter()
     results = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
     seconds = time.perf_counter() - begin
     produced = sum(len(sample.token_ids) for result in results for sample in result.outputs)
     if produced != sum(outputs):
-        raise RuntimeError(f"{produced} tokens came where {sum(outputs)} were asked for")
+        raise RuntimeError(f"{produced} tokens were generated instead of {sum(outputs)}")
     return {"seconds": seconds, "in_tokens": sum(map(len, prompts)), "out_tokens": produced}
 
 
 def describe(llm: Any) -> dict[str, Any]:
-    """What the engine turned out to be."""
+    """The engine's device, settings and memory."""
     import torch
 
     facts = llm.llm_engine.facts

@@ -1,10 +1,11 @@
-"""Mixtures of experts on a GPU: every way through them checked, measured against the card's limits, and tuned.
+"""Mixtures of experts on a GPU: every kernel checked, measured against the GPU's limits, and tuned.
 
     python -m benchmarks.gpu.moe --seconds 120 --out table.json
 
-Checks routing and experts for 1 to 8192 tokens, dealt evenly and to four experts alone; times every part of a layer of
-Qwen3-30B-A3B in CUDA graphs over several layers of weights; then tries what `moe_candidates` names, as long as there is
-time, and writes the best to `--out`: entries for `quire/kernels/triton/tables`. `--merge` writes them into that table.
+Checks routing and experts for 1 to 8192 tokens, routed evenly and to a few experts only; times every part of a layer of
+Qwen3-30B-A3B in CUDA graphs over several layers of weights; then measures the candidates of
+`quire/kernels/triton/moe/tuning.py` for `--seconds` and writes the best to `--out`: entries for
+`quire/kernels/triton/tables`. `--merge` writes them into that table.
 """
 
 from __future__ import annotations
@@ -22,8 +23,7 @@ from quire.kernels.triton import compiler
 from quire.kernels.triton import ops as triton_ops
 from quire.kernels.triton.moe import experts as moe
 from quire.kernels.triton.moe import tuning as moe_tuning
-from quire.kernels.triton.moe.candidates import INVARIANT, MAX_VECTOR_TOKENS, families
-from quire.kernels.triton.moe.common import ExpertsConfig, ExpertsShape
+from quire.kernels.triton.moe.common import ChosenExperts, ExpertsConfig, ExpertsShape
 from quire.kernels.triton.moe.layout import arrange
 from quire.kernels.triton.moe.tile import combine
 from quire.kernels.triton.moe.timing import (
@@ -33,8 +33,17 @@ from quire.kernels.triton.moe.timing import (
     compile_experts,
     random_logits,
 )
+from quire.kernels.triton.moe.tuning import BUCKETS, INVARIANT, MAX_VECTOR_TOKENS, ExpertsTuner, candidates
 from quire.kernels.triton.skinny_gemm.timing import GraphTimer, raise_clocks
-from quire.kernels.triton.skinny_gemm.tuning import Tuner, current_gpu, read_table, shipped_table, write_table
+from quire.kernels.triton.tuning_table import (
+    Entry,
+    TuningTables,
+    bucket_of,
+    current_gpu,
+    read_table,
+    shipped_path,
+    write_table,
+)
 
 SHAPES = {
     "Qwen3-30B-A3B": ExpertsShape(128, 8, 768, 2048),
@@ -43,14 +52,14 @@ SHAPES = {
 }
 CHECKED = (1, 2, 3, 4, 8, 16, 64, 256, 1024, 8192)
 SKEW = 4
-"""Experts that all tokens go to, where routing is skewed."""
+"""Experts that all tokens are routed to, where routing is skewed."""
 BANDWIDTH, TENSOR = 4300.0, 790.0
 """GB/s and TFLOP/s of an H200, measured."""
 TOLERANCE = 1e-2
-"""Of bfloat16 results: features and every expert's result are rounded before the sum."""
+"""Relative error of bfloat16 results: features and every expert's result are rounded before the sum."""
 DTYPE = torch.bfloat16
-BUCKETS = (1, 256, 8192, 2, 4, 128, 16384, 8, 64, 512, 4096, 16, 32, 1024, 2048)
-"""The most important first."""
+TUNED_BUCKETS = (1, 256, 8192, 2, 4, 128, 16384, 8, 64, 512, 4096, 16, 32, 1024, 2048)
+"""Token counts, the most important first."""
 
 
 def reference(x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor, experts: Experts) -> torch.Tensor:
@@ -74,7 +83,7 @@ def poison(size: int) -> None:
 
 
 def check(shape: ExpertsShape, experts: Experts, tokens: int, used: int) -> list[str]:
-    """What is wrong for so many tokens: routing, every family's first way through, the folded one, determinism."""
+    """What is wrong for `tokens` tokens: routing, the first candidate of every group, the fused norm, determinism."""
     wrong = []
     logits = random_logits(shape, tokens, DTYPE, used)
     counts = torch.zeros(shape.experts, dtype=torch.int64, device="cuda")
@@ -90,8 +99,8 @@ def check(shape: ExpertsShape, experts: Experts, tokens: int, used: int) -> list
         wrong.append("route: other counts")
     x = torch.randn(tokens, shape.hidden, dtype=DTYPE, device="cuda")
     expected = reference(x, weights, chosen, experts)
-    gpu, bucket = current_gpu(), moe_tuning.bucket_of(tokens)
-    for config in [*(family.base for family in families(shape, bucket, DTYPE, gpu)), INVARIANT]:
+    groups = candidates(shape, bucket_of(tokens, BUCKETS) or BUCKETS[-1], DTYPE, current_gpu())
+    for config in [*(group.base for group in groups), INVARIANT]:
         poison(tokens * shape.top_k * shape.hidden)
         out = moe.experts(x, weights, chosen, *experts, config)
         if not (error := error_of(out, expected)) < TOLERANCE:
@@ -105,12 +114,12 @@ def check(shape: ExpertsShape, experts: Experts, tokens: int, used: int) -> list
         wrong.append("batch-invariant: another result alone")
     if tokens <= MAX_VECTOR_TOKENS:
         gain = torch.randn(shape.hidden, dtype=DTYPE, device="cuda")
-        base = next(family.base for family in families(shape, bucket, DTYPE, gpu) if family.base.kernel == "vector")
-        routing = moe.Routing(shape.top_k, weights, chosen)
+        base = next(group.base for group in groups if group.base.kernel == "vector")
+        routing = ChosenExperts(shape.top_k, weights, chosen)
         out = moe.vector_experts(x, routing, *experts, base, (gain, 1e-6))
         normed = F.rms_norm(x.float(), (shape.hidden,), gain.float(), 1e-6)
         if not (error := error_of(out, reference(normed, weights, chosen, experts))) < TOLERANCE:
-            wrong.append(f"folded, {base}: error {error:.1e}")
+            wrong.append(f"fused norm, {base}: error {error:.1e}")
     return wrong
 
 
@@ -127,40 +136,40 @@ def limits(shape: ExpertsShape, tokens: int, used: int, part: str) -> tuple[floa
 
 def rates(shape: ExpertsShape, tokens: int, used: int, part: str, us: float) -> str:
     size, operations = limits(shape, tokens, used, part)
-    least = max(size / BANDWIDTH / 1e3, operations / TENSOR / 1e6)
-    return f"{us:9.1f} us {size / us / 1e3:6.0f} GB/s {operations / us / 1e6:5.0f} TFLOP/s {least / us:5.0%}"
+    limit = max(size / BANDWIDTH / 1e3, operations / TENSOR / 1e6)
+    return f"{us:9.1f} us {size / us / 1e3:6.0f} GB/s {operations / us / 1e6:5.0f} TFLOP/s {limit / us:5.0%}"
 
 
 def timed(graphs: GraphTimer, run: Callable[[int], object], count: int = 2 * ROUTINGS) -> float:
-    """Microseconds of `run`, which is told whose turn it is."""
+    """Microseconds of `run`, which gets the number of the call."""
 
     def chain() -> None:
-        for turn in range(count):
-            run(turn)
+        for index in range(count):
+            run(index)
 
     run(0)
     return graphs.replay(chain) / count
 
 
 def show(shape: ExpertsShape, tokens: int, used: int, timer: GraphExpertsTimer, config: ExpertsConfig) -> float:
-    """Print what every part takes; microseconds of a whole layer, from the stream to what is added to it."""
+    """Print every part's time; returns microseconds of a whole layer, from the stream to what is added to it."""
     graphs, layers = GraphTimer(), timer.weights(shape, DTYPE)
     logits = [random_logits(shape, tokens, DTYPE, used) for _ in range(ROUTINGS)]
     routed = [moe.route(one, shape.top_k, True, None) for one in logits]
     counts = torch.zeros(shape.experts, dtype=torch.int64, device="cuda")
     name = f"{tokens:5} tokens" + (f" to {used} experts" if used else "")
     print(f"\n{name}: {moe_tuning.describe(moe_tuning.entry_of(config))}")
-    us = timed(graphs, lambda turn: moe.route(logits[turn % ROUTINGS], shape.top_k, True, counts))
+    us = timed(graphs, lambda index: moe.route(logits[index % ROUTINGS], shape.top_k, True, counts))
     print(f"  route    {us:9.1f} us")
     if config.kernel == "tile":
-        us = timed(graphs, lambda turn: arrange(routed[turn % ROUTINGS][1], shape.experts, config.block_m))
+        us = timed(graphs, lambda index: arrange(routed[index % ROUTINGS][1], shape.experts, config.block_m))
         print(f"  arrange  {us:9.1f} us")
     for part in ("gate_up", "down"):
         us = timer.time(shape, logits, DTYPE, config, part)
         print(f"  {part:8} {rates(shape, tokens, used, part, us)}")
     if config.kernel == "tile":
         results = torch.randn(tokens * shape.top_k, shape.hidden, dtype=DTYPE, device="cuda")
-        us = timed(graphs, lambda turn: combine(results, *routed[turn % ROUTINGS], shape.experts))
+        us = timed(graphs, lambda index: combine(results, *routed[index % ROUTINGS], shape.experts))
         print(f"  combine  {us:9.1f} us {results.numel() * 2 / us / 1e3:6.0f} GB/s")
         del results
     us = timer.time(shape, logits, DTYPE, config)
@@ -176,16 +185,16 @@ def whole_layer(
     gain = torch.ones(shape.hidden, dtype=DTYPE, device="cuda")
     x, residual = (torch.randn(tokens, shape.hidden, dtype=DTYPE, device="cuda") for _ in range(2))
     router = torch.randn(shape.experts, shape.hidden, dtype=DTYPE, device="cuda") * shape.hidden**-0.5
-    if used:  # all tokens point one way, and some experts like it
+    if used:  # all tokens have one direction, which some experts prefer
         x, residual = x.abs(), residual.abs()
         router[:used] += 1.0
-    # Other values each time, so that few tokens find other experts.
-    given = [x.roll(turn, 1) for turn in range(ROUTINGS)] if tokens <= 256 else [x]
+    # Other values each call, so that few tokens are routed to other experts.
+    given = [x.roll(shift, 1) for shift in range(ROUTINGS)] if tokens <= 256 else [x]
     counts = torch.zeros(shape.experts, dtype=torch.int64, device="cuda")
 
-    def run(turn: int) -> None:
+    def run(index: int) -> None:
         ops.sparse_mlp(
-            given[turn % len(given)], residual, gain, 1e-6, router, *layers[turn % len(layers)], shape.top_k, True,
+            given[index % len(given)], residual, gain, 1e-6, router, *layers[index % len(layers)], shape.top_k, True,
             counts,
         )  # fmt: skip
 
@@ -198,27 +207,29 @@ def whole_layer(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="Qwen3-30B-A3B", choices=list(SHAPES))
-    parser.add_argument("--seconds", type=float, default=120.0, help="for trying configurations")
+    parser.add_argument("--seconds", type=float, default=120.0, help="time for measuring candidates")
     parser.add_argument("--out", type=Path, help="file for the table")
-    parser.add_argument("--merge", action="store_true", help="write what was found into the table that is shipped")
+    parser.add_argument("--merge", action="store_true", help="write the result into the shipped table")
     parser.add_argument("--layers", type=int, default=8, help="layers of weights rotated over")
     parser.add_argument("--tokens", nargs="*", type=int, default=[1, 2, 4, 8, 16, 64, 256, 1024, 8192])
-    parser.add_argument("--buckets", nargs="*", type=int, default=list(BUCKETS), help="tuned, in this order")
+    parser.add_argument("--buckets", nargs="*", type=int, default=list(TUNED_BUCKETS), help="tuned, in this order")
     parser.add_argument("--unchecked", action="store_true", help="measure only")
-    parser.add_argument("--untuned", action="store_true", help="check and show only")
+    parser.add_argument("--untuned", action="store_true", help="check and print only")
     options = parser.parse_args()
     shape, gpu = SHAPES[options.model], current_gpu()
-    tables = Tuner(gpu, shipped_table(gpu), None)
+    tuner = ExpertsTuner(TuningTables(gpu, shipped_path(gpu), None))
     timer = GraphExpertsTimer(options.layers)
     layer = timer.weights(shape, DTYPE)[0]
 
-    compiler.PATIENCE = 300.0
+    compiler.TIMEOUT_S = 300.0
     began = time.perf_counter()
-    used = {moe_tuning.chosen(tables, shape, moe_tuning.bucket_of(tokens), DTYPE) for tokens in options.tokens}
+    used = {tuner.choose(shape, tokens, DTYPE) for tokens in options.tokens}
     configs = [*used, INVARIANT]
-    configs += [f.base for tokens in CHECKED for f in families(shape, moe_tuning.bucket_of(tokens), DTYPE, gpu)]
+    configs += [
+        group.base for tokens in CHECKED for group in candidates(shape, bucket_of(tokens, BUCKETS) or 0, DTYPE, gpu)
+    ]
     if not options.untuned:
-        configs += moe_tuning.tried(shape, DTYPE, options.buckets, tables)
+        configs += tuner.candidate_configs(shape, DTYPE, options.buckets)
     count = compile_experts(shape, layer, dict.fromkeys(configs))
     print(f"{gpu.name}: {count} kernels compiled in {time.perf_counter() - began:.0f} s", flush=True)
     raise_clocks()
@@ -230,42 +241,42 @@ def main() -> None:
                 for line in check(shape, layer, tokens, min(skew, shape.experts)):
                     wrong += 1
                     print(f"WRONG {tokens} tokens{' skewed' if skew else ''}: {line}", flush=True)
-        print(f"checked {len(CHECKED)} numbers of tokens, even and skewed: {wrong} wrong", flush=True)
+        print(f"checked {len(CHECKED)} token counts, even and skewed: {wrong} wrong", flush=True)
 
     def show_all(title: str) -> None:
         print(f"\n{title}")
         times = {}
         for tokens in options.tokens:
-            config = moe_tuning.chosen(tables, shape, moe_tuning.bucket_of(tokens), DTYPE)
+            config = tuner.choose(shape, tokens, DTYPE)
             times[tokens] = show(shape, tokens, 0, timer, config)
             torch.cuda.empty_cache()
         for tokens in [tokens for tokens in (256, 8192) if tokens in options.tokens]:
-            config = moe_tuning.chosen(tables, shape, moe_tuning.bucket_of(tokens), DTYPE)
+            config = tuner.choose(shape, tokens, DTYPE)
             skewed = show(shape, tokens, max(SKEW, shape.top_k), timer, config)
             print(f"  skewed routing takes {skewed / times[tokens]:.2f} of the time of an even one")
         if options.model == "Qwen3-30B-A3B":
             totals = ", ".join(f"{tokens} tokens {us * 48 / 1000:.2f} ms" for tokens, us in times.items())
             print(f"\n48 layers: {totals}", flush=True)
 
-    show_all("as chosen before")
+    show_all("before tuning")
     if not options.untuned:
         deadline = time.perf_counter() + options.seconds
-        print(f"\ntrying for {options.seconds:.0f} s", flush=True)
+        print(f"\nmeasuring candidates for {options.seconds:.0f} s", flush=True)
 
-        def progress(tokens: int, entry: moe_tuning.Entry) -> None:
+        def progress(tokens: int, entry: Entry) -> None:
             print(f"{tokens:6} {entry['us']:9.1f} us  {moe_tuning.describe(entry)}", flush=True)
 
-        found = moe_tuning.tune(
-            tables, shape, DTYPE, options.buckets, timer, progress, lambda: time.perf_counter() > deadline
-        )
+        found = tuner.tune(
+            shape, DTYPE, options.buckets, timer, progress, lambda: time.perf_counter() > deadline
+        )  # fmt: skip
         if options.out is not None:
             write_table(options.out, found)
             print(f"wrote {len(found)} entries to {options.out}")
         if options.merge:
-            path = shipped_table(gpu)
+            path = shipped_path(gpu)
             write_table(path, read_table(path) | found)
             print(f"merged {len(found)} entries into {path}")
-        show_all("as found")
+        show_all("after tuning")
 
 
 if __name__ == "__main__":

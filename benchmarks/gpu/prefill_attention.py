@@ -3,7 +3,7 @@
     python benchmarks/gpu/prefill_attention.py [--model all|llama-8b|qwen3-0.6b]
 
 TFLOP/s count causal operations only: 4 * head_dim a query head and visible key. Each case runs over several layers of
-one block-major cache as a captured graph, so that neither Python nor a warm L2 flatters or hides anything.
+one block-major cache as a captured graph, so that neither Python nor a warm L2 distorts the times.
 """
 
 from __future__ import annotations
@@ -77,16 +77,16 @@ class Step:
 
 
 def compile_all(models: list[str]) -> None:
-    """Every variant for every model, side by side: ptxas runs in processes of its own."""
+    """Compile every variant for every model in parallel: ptxas runs as separate processes."""
 
     def compile_one(heads: int, kv_heads: int, tile: Tile) -> None:
         step = Step([(33, 20)], heads, kv_heads)
         step.attend(range(1), step.plan(tile), tile)
 
-    jobs = [(*MODELS[model], tile) for model in models for tile in VARIANTS]
-    compile_one(*jobs[0])
+    cases = [(*MODELS[model], tile) for model in models for tile in VARIANTS]
+    compile_one(*cases[0])
     with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda job: compile_one(*job), jobs[1:]))
+        list(pool.map(lambda case: compile_one(*case), cases[1:]))
     torch.cuda.synchronize()
 
 
@@ -126,7 +126,7 @@ def seconds(run: Callable[[], object], repeats: int = 5) -> float:
 
 
 def rate(step: Step, tile: Tile) -> float:
-    """TFLOP/s of the attention of a layer; the step's plan is not counted."""
+    """TFLOP/s of the attention of a layer, without the step's planning."""
     tiles = step.plan(tile)
     return step.operations * RUN_LAYERS / seconds(lambda: step.attend(range(RUN_LAYERS), tiles, tile)) / 1e12
 

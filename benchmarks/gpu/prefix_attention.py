@@ -1,9 +1,9 @@
-"""Decode attention of rows that share a beginning: microseconds a layer, each for itself and as a group.
+"""Decode attention of rows that share a prefix: microseconds a layer, each row by itself and as a group.
 
     python benchmarks/gpu/prefix_attention.py [--tiles]
 
-Each case runs over several layers' caches, so that no launch finds the last one's keys in the L2 cache. `--tiles`
-tries other shapes of program for the shared pass.
+Each case runs over several layers' caches, so that no launch finds the last one's keys in L2. `--tiles` tries
+other tile shapes for the shared pass.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ HEADS, KV_HEADS, DIM = 32, 8, 128  # Llama 8B
 BLOCK, LAYERS, MAX_ROWS = 16, 4, 1024
 SCALE = DIM**-0.5
 CASES = [(256, 1, 2048, 200), (64, 1, 8192, 200), (64, 8, 2048, 200), (32, 1, 512, 300), (8, 1, 8192, 100)]
-"""Rows, groups they are in, tokens a group shares, tokens of a row's own."""
+"""Rows, groups, shared tokens of a group, own tokens of a row."""
 TILES = [
     PrefixTile(queries, tokens, warps, stages, programs)
     for queries, tokens, warps in [(64, 64, 4), (64, 32, 4), (64, 128, 8), (128, 64, 8), (32, 64, 4)]
@@ -37,13 +37,13 @@ class Case:
     """Rows in groups over a cache in shuffled blocks."""
 
     def __init__(self, rows: int, groups: int, shared: int, own: int) -> None:
-        beginning, rest = shared // BLOCK, math.ceil(own / BLOCK)
-        total = groups * beginning + rows * rest + 1
+        prefix, rest = shared // BLOCK, math.ceil(own / BLOCK)
+        total = groups * prefix + rows * rest + 1
         self.cache = torch.randn(total, LAYERS, 2, KV_HEADS, BLOCK, DIM, device="cuda", dtype=torch.bfloat16)
         order = torch.randperm(total - 1, dtype=torch.int32) + 1
-        beginnings = order[: groups * beginning].view(groups, beginning).repeat_interleave(rows // groups, 0)
-        tables = torch.zeros(MAX_ROWS + 1, beginning + rest, dtype=torch.int32)
-        tables[:rows] = torch.cat([beginnings, order[groups * beginning :].view(rows, rest)], 1)
+        prefixes = order[: groups * prefix].view(groups, prefix).repeat_interleave(rows // groups, 0)
+        tables = torch.zeros(MAX_ROWS + 1, prefix + rest, dtype=torch.int32)
+        tables[:rows] = torch.cat([prefixes, order[groups * prefix :].view(rows, rest)], 1)
         self.tables = tables.cuda()
         self.rows = torch.arange(rows, dtype=torch.int32, device="cuda")
         self.lens = torch.full((rows,), shared + own, dtype=torch.int32, device="cuda")
@@ -55,7 +55,7 @@ class Case:
         self.starts = starts.cuda()
         self.q = torch.randn(rows, HEADS, DIM, device="cuda", dtype=torch.bfloat16)
         self.out = torch.empty(rows, HEADS * DIM, device="cuda", dtype=torch.bfloat16)
-        self.least_bytes = (groups * shared + rows * own) * 2 * KV_HEADS * DIM * 2
+        self.min_bytes = (groups * shared + rows * own) * 2 * KV_HEADS * DIM * 2
 
     def apart(self, kernel: DecodeAttention) -> Callable[[], None]:
         """A pass over the layers; each row reads all of its tokens."""
@@ -63,7 +63,7 @@ class Case:
         return lambda: [self._decode(kernel, layer, plan, None) for layer in range(LAYERS)] and None
 
     def together(self, kernel: DecodeAttention, prefix: PrefixAttention) -> Callable[[], None]:
-        """A pass over the layers; what is shared is read once a query tile."""
+        """A pass over the layers; shared tokens are read once a query tile."""
         rows = len(self.rows)
         tiles = prefix.plan(self.members, self.starts, self.shared, self.rows, rows, kernel.tile_tokens)
         plan = kernel.plan(self.lens, self.rows, rows, None, self.shared)
@@ -84,14 +84,14 @@ class Case:
 
 
 def microseconds(run: Callable[[], None]) -> float:
-    """Of one layer, the step's planning not counted."""
+    """Of one layer, without the step's planning."""
     run()
     return triton.testing.do_bench_cudagraph(run, rep=20, return_mode="median") * 1000 / LAYERS
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tiles", action="store_true", help="try other shapes of program too")
+    parser.add_argument("--tiles", action="store_true", help="try other tile shapes too")
     shapes: list[PrefixTile | None] = [None, *(TILES if parser.parse_args().tiles else [])]
     dimensions = (HEADS, KV_HEADS, DIM, MAX_ROWS, torch.bfloat16, torch.device("cuda"))
     decode = DecodeAttention(*dimensions)
@@ -99,13 +99,13 @@ def main() -> None:
     small = Case(4, 1, 64, 20)
     with ThreadPoolExecutor(12) as pool:  # compiles
         list(pool.map(lambda prefix: small.together(decode, prefix)(), prefixes.values()))
-    print(f"heads {HEADS}/{KV_HEADS} x {DIM}, us a layer; least: every byte once at 4.3 TB/s")
+    print(f"heads {HEADS}/{KV_HEADS} x {DIM}, us a layer; limit: every byte once at 4.3 TB/s")
     for rows, groups, shared, own in CASES:
         case = Case(rows, groups, shared, own)
         apart = microseconds(case.apart(decode))
         expected = case.out.float()
         name = f"{rows} rows, {groups} x {shared} shared + {own} own"
-        least = case.least_bytes / 4.3e6
+        limit = case.min_bytes / 4.3e6
         times = {}
         for shape, prefix in prefixes.items():
             times[shape] = microseconds(case.together(decode, prefix))
@@ -113,7 +113,7 @@ def main() -> None:
             assert error < 1e-2, f"{name}: {shape} is wrong by {error}"
         print(
             f"{name:40s} apart {apart:7.1f}  together {times[None]:6.1f}  ({apart / times[None]:.1f} x)  "
-            f"least {least:6.1f}",
+            f"limit {limit:6.1f}",
             flush=True,
         )
         for shape in sorted(times, key=times.__getitem__)[:5] if len(times) > 1 else ():

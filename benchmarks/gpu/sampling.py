@@ -1,10 +1,10 @@
-"""Microseconds to draw and commit a token for each row, beside torch's ways of drawing alone.
+"""Microseconds to sample and commit a token for each row, beside torch's ways of sampling alone.
 
     python benchmarks/gpu/sampling.py
 
-Every contestant runs from a CUDA graph: what is timed is the card, not Python. Logits are like a model's (a Zipf tail
-whose steepness differs from row to row, so that nuclei have from one to a few hundred tokens) and, for the widest
-nuclei, plain noise. The logits read once at the card's bandwidth are the bound.
+Everything runs in CUDA graphs: the GPU is timed, not Python. Logits resemble a model's (a Zipf tail whose steepness
+differs from row to row, so that nuclei have from one to a few hundred tokens) and, for the widest nuclei, are noise.
+The bound is reading the logits once at the GPU's bandwidth.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def model_like(rows: int, vocab: int) -> torch.Tensor:
 
 
 def columns(rows: int, vocab: int, top_k: int, top_p: float) -> Columns:
-    """Rows that all want the same, and one of padding."""
+    """Rows with equal parameters, and a padding row."""
 
     def whole(value: int) -> torch.Tensor:
         return torch.full((rows + 1,), value, dtype=torch.int64, device=DEVICE)

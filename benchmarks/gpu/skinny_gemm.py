@@ -1,13 +1,12 @@
-"""Thin products on a GPU: every candidate checked, then measured against cuBLAS, for the shapes of many models.
+"""Skinny GEMMs on a GPU: every candidate checked, then measured against cuBLAS, for the shapes of many models.
 
     python -m benchmarks.gpu.skinny_gemm --out tables                      # all of them
-    python -m benchmarks.gpu.skinny_gemm --out tables --missing            # those the table has not, added to it
+    python -m benchmarks.gpu.skinny_gemm --out tables --missing            # those not in the table, added to it
     python -m benchmarks.gpu.skinny_gemm --models Qwen3-4B --times t.json  # every candidate's time
 
-writes `tables/<card>.json`, the table that `quire/kernels/triton/tables` ships. What a product is measured as, and
-against what, is in `quire/kernels/triton/skinny_gemm/tuning.py` and `timing.py`.
-Beside the fastest stands what a card or a
-model without a table would get: `thin_candidates.guess`.
+writes `tables/<card>.json`, the table that `quire/kernels/triton/tables` ships. How a GEMM is measured, and against
+what, is in `quire/kernels/triton/skinny_gemm/tuning.py` and `timing.py`. Beside the fastest kernel it prints what a GPU
+or model without a table would use: `candidates.guess`.
 """
 
 from __future__ import annotations
@@ -26,28 +25,24 @@ from quire.kernels.triton.skinny_gemm.candidates import GemmShape
 from quire.kernels.triton.skinny_gemm.timing import GraphTimer, Inputs, compile_all, raise_clocks, run
 from quire.kernels.triton.skinny_gemm.tuning import (
     MEASURED_BUCKETS,
-    Entry,
     GemmTimer,
-    Plan,
-    Tuner,
-    current_gpu,
+    GemmTuner,
+    GemmVariant,
+    candidate_kernels,
     describe,
     entry_of,
     key_of,
-    read_table,
-    shipped_table,
-    tuning_jobs,
-    with_parts,
-    write_table,
+    with_less_fused,
 )
+from quire.kernels.triton.tuning_table import Entry, TuningTables, current_gpu, read_table, shipped_path, write_table
 
 DTYPE = torch.bfloat16
 TOLERANCE = 8e-3
-"""Of bfloat16 results, rounded once or (their norm) twice, against float32."""
+"""Relative error of bfloat16 results, rounded once (with a norm twice), against float32."""
 
 
 class Model(NamedTuple):
-    """The products of a step."""
+    """The GEMMs of a step."""
 
     layers: int
     each: tuple[GemmShape, ...]
@@ -55,7 +50,7 @@ class Model(NamedTuple):
 
 
 def dense(layers: int, hidden: int, heads: int, kv_heads: int, head: int, mlp: int, vocab: int) -> Model:
-    """A model of the Llama family."""
+    """A model with the Llama architecture."""
     each = (
         GemmShape("norm_linear", (heads + 2 * kv_heads) * head, hidden),
         GemmShape("linear", hidden, heads * head),
@@ -88,62 +83,62 @@ MODELS = {
 
 
 class Case(NamedTuple):
-    """What a timer is asked."""
+    """One measurement."""
 
     shape: GemmShape
     rows: int
-    plan: Plan
+    variant: GemmVariant
 
 
-class RememberingTimer(GraphTimer):
+class CachingTimer(GraphTimer):
     """Measures nothing twice."""
 
     def __init__(self) -> None:
         super().__init__()
         self.times: dict[Case, float] = {}
 
-    def __call__(self, shape: GemmShape, rows: int, dtype: torch.dtype, plan: Plan) -> float:
-        case = Case(shape, rows, plan)
+    def __call__(self, shape: GemmShape, rows: int, dtype: torch.dtype, variant: GemmVariant) -> float:
+        case = Case(shape, rows, variant)
         if case not in self.times:
-            self.times[case] = self.measure(shape, rows, dtype, plan)
+            self.times[case] = self.measure(shape, rows, dtype, variant)
         return self.times[case]
 
-    def measure(self, shape: GemmShape, rows: int, dtype: torch.dtype, plan: Plan) -> float:
-        return super().__call__(shape, rows, dtype, plan)
+    def measure(self, shape: GemmShape, rows: int, dtype: torch.dtype, variant: GemmVariant) -> float:
+        return super().__call__(shape, rows, dtype, variant)
 
 
-class CheckedTimer(RememberingTimer):
-    """Compares what it times with float32."""
+class CheckedTimer(CachingTimer):
+    """Also compares what it times with float32."""
 
     def __init__(self) -> None:
         super().__init__()
         self.checked = 0
         self.wrong: list[str] = []
 
-    def measure(self, shape: GemmShape, rows: int, dtype: torch.dtype, plan: Plan) -> float:
-        us = super().measure(shape, rows, dtype, plan)
-        if plan.config is None or us == float("inf"):
+    def measure(self, shape: GemmShape, rows: int, dtype: torch.dtype, variant: GemmVariant) -> float:
+        us = super().measure(shape, rows, dtype, variant)
+        if variant.config is None or us == float("inf"):
             return us
-        # A row less than the bucket holds, where that is no other kernel: what lies past the end must not matter.
+        # One row less than the bucket, where the kernel is the same: memory past the end must not matter.
         inputs = self._inputs(shape, rows - 1 if rows > 2 else rows, dtype)
         expected = reference(shape, inputs, inputs.weights[-1])
         poison(expected, dtype)
-        out = run(shape, plan, inputs, inputs.weights[-1])
+        out = run(shape, variant, inputs, inputs.weights[-1])
         error = ((out.float() - expected).norm() / expected.norm()).item()
         self.checked += 1
         if not error < TOLERANCE:
-            self.wrong.append(f"{shape} {rows} rows, {plan.config}: error {error:.1e}")
+            self.wrong.append(f"{shape} {rows} rows, {variant.config}: error {error:.1e}")
             return float("inf")
         return us
 
 
 def reference(shape: GemmShape, inputs: Inputs, weight: torch.Tensor) -> torch.Tensor:
-    """The product in float32; the residual is added in the dtype, as it is stored."""
+    """The GEMM in float32; the residual is added in the dtype, as it is stored."""
     x = inputs.x.float()
     if shape.norm:
         x = (inputs.x + inputs.residual).float()
         x = F.rms_norm(x, (shape.k,), inputs.gain.float(), 1e-5)
-    # In pieces: a head in float32 takes gigabytes.
+    # In parts: an LM head in float32 takes gigabytes.
     out = torch.cat([F.linear(x, part.float()) for part in weight.split(16384)], dim=1)
     if shape.silu:
         gate, up = out.chunk(2, dim=1)
@@ -156,15 +151,15 @@ def poison(like: torch.Tensor, dtype: torch.dtype) -> None:
     torch.full_like(like, float("nan"), dtype=dtype)
 
 
-def guessed(shape: GemmShape, rows: int) -> Plan:
-    """What `TritonOps` does with a product that no table knows."""
-    tuner = Tuner(current_gpu(), None, None)
+def guessed(shape: GemmShape, rows: int) -> GemmVariant:
+    """What `TritonOps` runs for a GEMM that is in no table."""
+    tuner = GemmTuner(TuningTables(current_gpu(), None, None))
     kinds = {"norm_silu_linear": ("norm_silu_linear", "silu_linear"), "norm_linear": ("norm_linear",)}
     for kind in (*kinds.get(shape.kind, ()), "linear"):
-        lesser = GemmShape(kind, shape.n, shape.k)
-        if config := tuner.choose(lesser, rows, DTYPE):
-            return Plan(config, lesser.norm, lesser.silu)
-    return Plan()
+        variant = GemmShape(kind, shape.n, shape.k)
+        if config := tuner.choose(variant, rows, DTYPE):
+            return GemmVariant(config, variant.norm, variant.silu)
+    return GemmVariant()
 
 
 def print_shape(shape: GemmShape, buckets: Iterable[int], found: dict[str, Entry], timer: GemmTimer) -> None:
@@ -178,28 +173,30 @@ def print_shape(shape: GemmShape, buckets: Iterable[int], found: dict[str, Entry
 
 
 def print_model(name: str, model: Model, buckets: Iterable[int], found: dict[str, Entry], timer: GemmTimer) -> None:
-    print(f"\n{name}: products of a step, ms: rows, tuned, guessed, cuBLAS")
-    products = [*model.each * model.layers, model.head]
+    print(f"\n{name}: GEMMs of a step, ms: rows, tuned, guessed, cuBLAS")
+    gemms = [*model.each * model.layers, model.head]
     for rows in buckets:
-        entries = [found[key_of(shape, rows, DTYPE)] for shape in products]
+        entries = [found[key_of(shape, rows, DTYPE)] for shape in gemms]
         tuned, cublas = (sum(entry[column] for entry in entries) / 1000 for column in ("us", "cublas_us"))
-        guess = sum(timer(shape, rows, DTYPE, guessed(shape, rows)) for shape in products) / 1000
+        guess = sum(timer(shape, rows, DTYPE, guessed(shape, rows)) for shape in gemms) / 1000
         print(f"{rows:5} {tuned:8.3f} {guess:8.3f} {cublas:8.3f} {cublas / tuned:5.2f}x")
 
 
 def write_times(path: Path, times: dict[Case, float]) -> None:
-    """Every time, a line each: product, rows, plan and microseconds."""
+    """Every time, a line each: shape, rows, variant and microseconds."""
     lines = [
-        json.dumps([case.shape[:3], case.rows, case.plan.config and entry_of(case.plan.config), case.plan[1:], us])
+        json.dumps(
+            [case.shape[:3], case.rows, case.variant.config and entry_of(case.variant.config), case.variant[1:], us]
+        )
         for case, us in times.items()
     ]
     path.write_text("[" + ",\n".join(lines) + "]\n")
 
 
 def missing_shapes(model: Model, buckets: Sequence[int], found: dict[str, Entry]) -> list[GemmShape]:
-    """A model's products and their parts, without those whose times are found."""
-    parts = dict.fromkeys(part for shape in (*model.each, model.head) for part in with_parts(shape))
-    return [shape for shape in parts if any(key_of(shape, rows, DTYPE) not in found for rows in buckets)]
+    """A model's GEMMs and their less fused kinds, without those already in `found`."""
+    shapes = dict.fromkeys(part for shape in (*model.each, model.head) for part in with_less_fused(shape))
+    return [shape for shape in shapes if any(key_of(shape, rows, DTYPE) not in found for rows in buckets)]
 
 
 def main() -> None:
@@ -207,24 +204,24 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="folder for the table")
     parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--buckets", nargs="*", type=int, default=list(MEASURED_BUCKETS))
-    parser.add_argument("--processes", type=int, help="compilers at a time (default: one a core)")
+    parser.add_argument("--processes", type=int, help="compiler processes (default: one a core)")
     parser.add_argument("--unchecked", action="store_true", help="measure only")
-    parser.add_argument("--missing", action="store_true", help="only what the shipped table has not; add it")
-    parser.add_argument("--times", type=Path, help="file for the time of everything tried")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no model after so long")
+    parser.add_argument("--missing", action="store_true", help="only what is not in the shipped table; add it")
+    parser.add_argument("--times", type=Path, help="file for the time of every candidate")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="start no model after this time")
     options = parser.parse_args()
 
     gpu = current_gpu()
-    found = read_table(shipped_table(gpu)) if options.missing else {}
+    found = read_table(shipped_path(gpu)) if options.missing else {}
     wanted = [shape for name in options.models for shape in missing_shapes(MODELS[name], options.buckets, found)]
     began = time.perf_counter()
-    jobs = tuning_jobs(wanted, DTYPE, options.buckets, gpu)
-    compile_all(jobs, options.processes)
-    print(f"{gpu.name}: {len(jobs)} kernels compiled in {time.perf_counter() - began:.0f} s", flush=True)
+    kernels = candidate_kernels(wanted, DTYPE, options.buckets, gpu)
+    compile_all(kernels, options.processes)
+    print(f"{gpu.name}: {len(kernels)} kernels compiled in {time.perf_counter() - began:.0f} s", flush=True)
 
     began = time.perf_counter()
-    timer = RememberingTimer() if options.unchecked else CheckedTimer()
-    tuner = Tuner(gpu, shipped_table(gpu) if options.missing else None, None)
+    timer = CachingTimer() if options.unchecked else CheckedTimer()
+    tuner = GemmTuner(TuningTables(gpu, shipped_path(gpu) if options.missing else None, None))
     raise_clocks()
     for name in options.models:
         if time.perf_counter() - began > options.seconds:
@@ -237,7 +234,7 @@ def main() -> None:
         print_model(name, MODELS[name], options.buckets, found, timer)
         print(f"after {time.perf_counter() - began:.0f} s", flush=True)
         if options.out is not None:
-            write_table(options.out / shipped_table(gpu).name, found)
+            write_table(options.out / shipped_path(gpu).name, found)
         if options.times is not None:
             write_times(options.times, timer.times)
     if isinstance(timer, CheckedTimer):

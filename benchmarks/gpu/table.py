@@ -4,21 +4,21 @@
     python benchmarks/gpu/table.py --models qwen3-0.6b --workloads bs1 nano
     python benchmarks/gpu/table.py --settings '{"enforce_eager": true}' --json eager.json
 
-Models are folders with a config.json (names below benchmarks/gpu/models, or paths) and get random weights: the work is
-measured, not the text. Every model runs in a process of its own. Figures are medians of --repeats runs, each from an
-empty prefix cache, with the smallest and the largest beside. Pieces add up: each run adds its figures to the JSON file
-and prints the table of all that is in it.
+Models are folders with a config.json (names in benchmarks/gpu/models, or paths) and get random weights: speed is
+measured, not text. Every model runs in its own process. Results are medians of --repeats runs, each from an empty
+prefix cache, with the smallest and the largest beside. Each run adds its results to the JSON file and prints the table
+of all that is in it.
 
-    start       seconds from the beginning of the process to an engine that is ready: cold (no compiled kernels, no
-                tuning, in fresh cache folders) and a second time
+    start       seconds from the start of the process until the engine is ready: cold (no compiled kernels, no tuning,
+                empty cache folders) and a second time
     bs1         one request, 512 in, 256 out: milliseconds a token
     nano        256 requests, 100 to 1,024 in, 100 to 1,024 out: output tokens a second
     decode256   256 requests, 128 in, 512 out: output tokens a second
     prefill     128 requests, 2,048 in, 1 out: tokens a second
 
-and, if they are named, those of `measure.py` that are not in the table: a few requests at once (bs8, bs32:
-milliseconds a step), and what requests may ask for beside plain ones (plain, filtered, listed, penalised, logprobs;
-prompts, prompt_logprobs).
+and, if named, the workloads of `measure.py` that are not in the table: a few requests at once (bs8, bs32:
+milliseconds a step), and request features beside plain requests (plain, filtered, listed, penalised, logprobs; prompts,
+prompt_logprobs).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ PACKAGES = ("quire", "torch", "triton", "transformers", "numpy")
 
 @dataclass(frozen=True)
 class Measure:
-    """How a run becomes a figure."""
+    """The unit of a result, and how it is judged."""
 
     unit: str
     lower_is_better: bool = False
@@ -69,12 +69,12 @@ MEASURES = {
     "decode256": Measure("tok/s"),
     "prefill": Measure("tok/s"),
 }
-"""Of the table."""
+"""The table's rows."""
 STEPS = {name: Measure("ms/step", lower_is_better=True, digits=3) for name in ("bs8", "bs32")}
 ALL = {**MEASURES, **STEPS, **{name: Measure("tok/s") for name in WORKLOADS if name not in {*MEASURES, *STEPS}}}
 
 
-def figure(workload: str, run: dict[str, float]) -> float:
+def result_of(workload: str, run: dict[str, float]) -> float:
     """The number a workload is judged by."""
     work = WORKLOADS[workload]
     if ALL[workload].lower_is_better:
@@ -87,7 +87,7 @@ def figure(workload: str, run: dict[str, float]) -> float:
 
 
 class Results:
-    """The figures so far, in a file that grows with every run."""
+    """The results so far, in a file that grows with every run."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -96,18 +96,18 @@ class Results:
         self.data["command"] = " ".join(sys.argv)
 
     def add(self, model: str, name: str, values: list[float], **more: Any) -> None:
-        """Put the figures of a workload in place of earlier ones."""
+        """Replace the results of a workload."""
         entry = {"values": values, "median": statistics.median(values), "unit": ALL[name].unit}
         entry["date"] = time.strftime("%Y-%m-%d %H:%M:%S%z")
         self.data["figures"].setdefault(model, {})[name] = {**entry, **more}
         self._path.write_text(json.dumps(self.data, indent=2) + "\n")
 
-    def note_engine(self, model: str, engine: dict[str, Any]) -> None:
+    def record_engine(self, model: str, engine: dict[str, Any]) -> None:
         self.data.setdefault("engines", {})[model] = engine
 
 
 def versions() -> dict[str, str]:
-    """What the figures were made with."""
+    """Versions of the software that was measured."""
     found = {"python": platform.python_version(), "system": platform.platform()}
     for package in PACKAGES:
         try:
@@ -119,14 +119,14 @@ def versions() -> dict[str, str]:
 
 def _commit() -> str:
     try:
-        told = subprocess.run(["git", "-C", HERE, "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
-    except OSError:  # no git here
+        result = subprocess.run(["git", "-C", HERE, "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    except OSError:  # git is not installed
         return "unknown"
-    return told.stdout.strip() or "unknown"
+    return result.stdout.strip() or "unknown"
 
 
 def measure(model: Path, workloads: list[str], args: argparse.Namespace, **caches: str) -> Iterator[dict[str, Any]]:
-    """What the measuring process prints, as it comes."""
+    """The JSON lines that the measuring process prints, as they arrive."""
     command = [sys.executable, str(HERE / "measure.py"), str(model), *workloads, "--repeats", str(args.repeats)]
     command += ["--settings", json.dumps(args.settings), *(["--quick"] if args.quick else [])]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, **caches})
@@ -142,15 +142,15 @@ def measure(model: Path, workloads: list[str], args: argparse.Namespace, **cache
 
 
 def measure_starts(model: Path, results: Results, args: argparse.Namespace) -> None:
-    """Cold once, then as often as anything is repeated, with the caches the first one filled."""
+    """One cold start, then --repeats starts with the caches that it filled."""
     with tempfile.TemporaryDirectory(prefix="quire-start-") as folder:
         caches = {"TRITON_CACHE_DIR": f"{folder}/triton", "QUIRE_CACHE": f"{folder}/quire"}
         starts = []
-        for turn in range(1 + args.repeats):
-            for told in measure(model, [], args, **caches):
-                starts.append(told["start"])
-                results.note_engine(model.name, told["engine"])
-            print(f"  {model.name}: start {turn + 1}: {starts[-1]:.1f} s", flush=True)
+        for number in range(1 + args.repeats):
+            for line in measure(model, [], args, **caches):
+                starts.append(line["start"])
+                results.record_engine(model.name, line["engine"])
+            print(f"  {model.name}: start {number + 1}: {starts[-1]:.1f} s", flush=True)
     results.add(model.name, "start, cold", starts[:1])
     results.add(model.name, "start, second", starts[1:])
 
@@ -158,23 +158,23 @@ def measure_starts(model: Path, results: Results, args: argparse.Namespace) -> N
 def measure_workloads(model: Path, names: list[str], results: Results, args: argparse.Namespace) -> None:
     """All of a model's workloads in one process."""
     runs: dict[str, list[dict[str, float]]] = {}
-    for told in measure(model, names, args):
-        if "start" in told:
-            results.note_engine(model.name, told["engine"])
-            print(f"  {model.name}: ready after {told['start']:.1f} s on {told['engine']['device']}", flush=True)
+    for line in measure(model, names, args):
+        if "start" in line:
+            results.record_engine(model.name, line["engine"])
+            print(f"  {model.name}: ready after {line['start']:.1f} s on {line['engine']['device']}", flush=True)
             continue
-        name = told.pop("workload")
-        runs.setdefault(name, []).append(told)
-        values = [figure(name, run) for run in runs[name]]
-        print(f"  {model.name}: {name}: {ALL[name].show(values[-1])} in {told['seconds']:.2f} s", flush=True)
+        name = line.pop("workload")
+        runs.setdefault(name, []).append(line)
+        values = [result_of(name, run) for run in runs[name]]
+        print(f"  {model.name}: {name}: {ALL[name].show(values[-1])} in {line['seconds']:.2f} s", flush=True)
         results.add(model.name, name, values, runs=runs[name], settings=args.settings)
 
 
-# Showing
+# Printing
 
 
 def table(data: dict[str, Any], bars: dict[str, Any]) -> str:
-    """All figures so far, beside what they are held to."""
+    """All results so far, beside their bars and goals."""
     rows = [("model", "workload", "median", "spread", "bar", "goal", "")]
     for model, entries in data["figures"].items():
         for name, how in ALL.items():
@@ -195,7 +195,7 @@ def table(data: dict[str, Any], bars: dict[str, Any]) -> str:
 
 
 def verdict(value: float, how: Measure, held: dict[str, float | None]) -> str:
-    """The highest mark a figure reaches."""
+    """The highest mark a result reaches."""
     for mark in ("goal", "bar"):
         if (bar := held.get(mark)) is not None and how.reaches(value, bar):
             return mark
@@ -203,7 +203,7 @@ def verdict(value: float, how: Measure, held: dict[str, float | None]) -> str:
 
 
 def find_model(name: str) -> Path:
-    """A folder, by its path or by its name below models/."""
+    """A folder, by its path or by its name in models/."""
     for path in (Path(name), MODELS / name):
         if (path / "config.json").is_file():
             return path.resolve()
@@ -217,7 +217,7 @@ def main() -> int:
     parser.add_argument("--workloads", nargs="+", default=["start", *TABLE], choices=["start", *WORKLOADS])
     parser.add_argument("--repeats", type=int, default=3, help="runs of each workload (default: 3)")
     parser.add_argument("--json", type=Path, default=Path("gpu-table.json"), help="default: gpu-table.json")
-    parser.add_argument("--settings", type=json.loads, default={}, metavar="JSON", help="more settings of the engine")
+    parser.add_argument("--settings", type=json.loads, default={}, metavar="JSON", help="further engine settings")
     parser.add_argument("--quick", action="store_true", help="tiny sizes: only shows that it runs")
     args = parser.parse_args()
     models = [find_model(name) for name in args.models]
@@ -230,7 +230,7 @@ def main() -> int:
             measure_workloads(model, names, results, args)
     print(f"\n{table(results.data, {} if args.quick else json.loads(BARS.read_text()))}")
     if args.quick:
-        print("\n--quick: sizes are tiny and these figures mean nothing")
+        print("\n--quick: sizes are tiny and these results mean nothing")
     print(f"written to {args.json}")
     return 0
 

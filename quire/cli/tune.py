@@ -1,4 +1,4 @@
-"""`quire tune`: measure which kernel does each of a model's products fastest on this GPU, and remember it."""
+"""`quire tune`: measure which kernel is fastest for each of a model's GEMMs on this GPU, and store the result."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from quire.config import EngineConfig
     from quire.kernels.triton.moe.common import ExpertsShape
     from quire.kernels.triton.skinny_gemm.candidates import GemmShape
-    from quire.kernels.triton.skinny_gemm.tuning import Entry, Tuner
+    from quire.kernels.triton.tuning_table import Entry, Gpu, TuningTables
     from quire.platforms.base import Platform
 
 WHAT = """\
-Measure which kernel does each matrix product of a model fastest on this GPU, how tokens go through a mixture's
-experts, and which of cuBLAS's algorithms suit products of many rows, and keep the result for later starts.
-What is known already, because it comes with quire or was measured here before, is shown and not measured again.
+Measure which kernel is fastest on this GPU for each GEMM of a model, for its experts, and which cuBLASLt algorithm
+for GEMMs of many rows, and store the result for later starts.
+What is known already, shipped with quire or measured here before, is printed and not measured again.
 No weights are loaded (a model that is not here yet is downloaded). Nothing else should use the GPU meanwhile."""
 EXAMPLES = """
   quire tune qwen3-0.6b
@@ -42,16 +42,16 @@ def configure(parser: Parser) -> None:
     group = parser.add_argument_group("measuring")
     group.add_argument(
         "--buckets",
-        type=_numbers,
+        type=_integers,
         metavar="N,N,...",
-        help="rows to measure, of 1, 2, 4 to 512: a step of 5 rows takes what is best for 8 (default: all to 256)",
+        help="row counts to measure, of 1, 2, 4 to 512: a step of 5 rows uses what is best for 8 (default: 1 to 256)",
     )
-    group.add_argument("--again", action="store_true", help="measure what is known already, too")
+    group.add_argument("--again", action="store_true", help="also measure what is known already")
     add_engine_flags(parser, FLAGS)
     add_common(parser)
 
 
-def _numbers(text: str) -> list[int]:
+def _integers(text: str) -> list[int]:
     try:
         return sorted({int(part) for part in text.split(",")})
     except ValueError:
@@ -59,108 +59,110 @@ def _numbers(text: str) -> list[int]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Compile what will be tried, all at once; then measure and print, a product at a time."""
+    """Compile all candidates in parallel; then measure and print, one GEMM at a time."""
     from quire.config import EngineConfig
 
     config = EngineConfig(**engine_settings(args))
     platform = usable_gpu()
-    from quire.kernels.triton.skinny_gemm import timing as thin_timing
-    from quire.kernels.triton.skinny_gemm import tuning
+    from quire.kernels.triton import tuning_table
+    from quire.kernels.triton.skinny_gemm import timing, tuning
 
     buckets = args.buckets or list(tuning.MEASURED_BUCKETS)
     if wrong := [rows for rows in buckets if rows not in tuning.BUCKETS]:
-        args.parser.error(f"--buckets are of {', '.join(map(str, tuning.BUCKETS))}; got {wrong[0]}")
+        args.parser.error(f"--buckets must be of {', '.join(map(str, tuning.BUCKETS))}; got {wrong[0]}")
     model = shape_model(config, platform)
-    shapes, dtype = products(model)
-    gpu = tuning.current_gpu()
-    tuner = tuning.Tuner(gpu, tuning.shipped_table(gpu), tuning.own_table(gpu))
+    shapes, dtype = gemm_shapes(model)
+    gpu = tuning_table.current_gpu()
+    tables = tuning_table.TuningTables(gpu, tuning_table.shipped_path(gpu), tuning_table.own_path(gpu))
+    tuner = tuning.GemmTuner(tables)
     unknown = {
         shape: [rows for rows in buckets if args.again or tuner.known(shape, rows, dtype) is None] for shape in shapes
     }
     count = sum(map(len, unknown.values()))
-    name = str(dtype).removeprefix("torch.")
-    say(f"{gpu.name}: {config.model} in {name}; {count} of {len(shapes) * len(buckets)} cases to measure")
+    say(
+        f"{gpu.name}: {config.model} in {tuning_table.dtype_name(dtype)}; "
+        f"{count} of {len(shapes) * len(buckets)} cases to measure"
+    )
     if count:
         begin = time.monotonic()
-        _compile(unknown, dtype, tuner)
+        _compile(unknown, dtype, gpu)
         say(f"compiled in {time.monotonic() - begin:.0f} s")
-        thin_timing.raise_clocks()
-    timer = thin_timing.GraphTimer() if count else None
+        timing.raise_clocks()
+    timer = timing.GraphTimer() if count else None
     begin = time.monotonic()
     for index, shape in enumerate(shapes):
         print(f"{shape.kind} {shape.n} x {shape.k} ({index + 1} of {len(shapes)})", flush=True)
         print(f"{'rows':>6}{'us':>10}{'cuBLAS us':>12}  kernel")
         for rows in buckets:
             if timer is not None and rows in unknown[shape]:
-                tuner.tune([shape], dtype, [rows], timer)  # kept at once: who interrupts loses little
+                tuner.tune([shape], dtype, [rows], timer)  # stored at once: an interrupt loses little
                 note = ""
             else:
                 note = "  (known)"
             print(f"{_line(shape, rows, tuner.known(shape, rows, dtype) or {})}{note}", flush=True)
     if count:
-        say(f"{count} cases measured in {time.monotonic() - begin:.0f} s, kept in {tuner.own}")
+        say(f"{count} cases measured in {time.monotonic() - begin:.0f} s, stored in {tables.own}")
     else:
-        say("everything was known already; --again measures it anew")
-    for experts in mixtures(model):
-        tune_experts(tuner, experts, dtype, args.buckets, args.again)
+        say("everything was known already; --again measures it again")
+    for experts in experts_shapes(model):
+        tune_experts(tables, experts, dtype, args.buckets, args.again)
     weights = dict.fromkeys((shape.n, shape.k) for shape in shapes if shape.kind == "linear")
-    tune_many_rows(tuner, list(weights), dtype, args.buckets, args.again)
+    tune_cublaslt(gpu, list(weights), dtype, args.buckets, args.again)
     return 0
 
 
 def tune_experts(
-    tuner: Tuner, shape: ExpertsShape, dtype: torch.dtype, buckets: list[int] | None, again: bool
+    tables: TuningTables, shape: ExpertsShape, dtype: torch.dtype, buckets: list[int] | None, again: bool
 ) -> None:  # fmt: skip
-    """Measure how tokens go through experts fastest, and print it, a number of tokens at a time."""
+    """Measure which kernel is fastest for experts, and print it, one token count at a time."""
     from quire.kernels.triton.moe import timing as moe_timing
     from quire.kernels.triton.moe import tuning as moe_tuning
 
+    tuner = moe_tuning.ExpertsTuner(tables)
     buckets = buckets or list(moe_tuning.BUCKETS)
-    unknown = [tokens for tokens in buckets if again or moe_tuning.known(tuner, shape, tokens, dtype) is None]
+    unknown = [tokens for tokens in buckets if again or tuner.known(shape, tokens, dtype) is None]
     print(f"{shape.experts} experts of {shape.width} x {shape.hidden}, {shape.top_k} a token")
     print(f"{'tokens':>6}{'us':>10}  kernel", flush=True)
     timer = None
     if unknown:
         timer = moe_timing.GraphExpertsTimer()
-        configs = moe_tuning.tried(shape, dtype, unknown, tuner)
+        configs = tuner.candidate_configs(shape, dtype, unknown)
         moe_timing.compile_experts(shape, timer.weights(shape, dtype)[0], configs)
     for tokens in buckets:
         if timer is not None and tokens in unknown:
-            moe_tuning.tune(tuner, shape, dtype, [tokens], timer)  # kept at once: who interrupts loses little
-        entry = moe_tuning.known(tuner, shape, tokens, dtype) or {}
+            tuner.tune(shape, dtype, [tokens], timer)  # stored at once: an interrupt loses little
+        entry = tuner.known(shape, tokens, dtype) or {}
         note = "" if tokens in unknown else "  (known)"
         print(f"{tokens:>6}{entry.get('us', 0.0):>10.2f}  {moe_tuning.describe(entry)}{note}", flush=True)
 
 
-def tune_many_rows(
-    tuner: Tuner, weights: list[tuple[int, int]], dtype: torch.dtype, buckets: list[int] | None, again: bool
+def tune_cublaslt(
+    gpu: Gpu, weights: list[tuple[int, int]], dtype: torch.dtype, buckets: list[int] | None, again: bool
 ) -> None:  # fmt: skip
-    """Measure which of cuBLASLt's algorithms beat cuBLAS's own choice, and print them, a weight at a time."""
-    from quire.kernels import cublaslt
-    from quire.kernels.triton import cublas_timing
-    from quire.kernels.triton.skinny_gemm import timing as thin_timing
-    from quire.kernels.triton.skinny_gemm import tuning
+    """Measure which cuBLASLt algorithms beat cuBLAS's own choice, and print them, one weight at a time."""
+    from quire.kernels.triton import cublaslt
+    from quire.kernels.triton.skinny_gemm import timing
+    from quire.kernels.triton.tuning_table import read_table, write_table
 
     lt = cublaslt.library()
     if lt is None or dtype.itemsize != 2:
         return
-    shipped = tuning.read_table(cublaslt.shipped_table(tuning.card_of(tuner.gpu), lt.version))
-    own = cublaslt.own_table(tuning.slug(tuner.gpu.name), lt.version)
-    known, timer = tuning.read_table(own), cublas_timing.CublasTimer()
+    shipped_path, own_path = cublaslt.table_paths(gpu, lt.version)
+    shipped, known, timer = read_table(shipped_path), read_table(own_path), cublaslt.CublasTimer()
     for n, k in weights:
-        keys = {rows: cublaslt.key_of(rows, n, k, dtype) for rows in cublas_timing.grid_of(n)}
-        comes_with_us = any(key in shipped for key in keys.values())  # and then those that won alone
-        asked = {rows: key for rows, key in keys.items() if buckets is None or rows in buckets}
-        unknown = [rows for rows, key in asked.items() if again or not (key in known or comes_with_us)]
-        if asked:
-            print(f"many rows of {n} x {k}")
+        keys = {rows: cublaslt.key_of(rows, n, k, dtype) for rows in cublaslt.measured_rows(n)}
+        is_shipped = any(key in shipped for key in keys.values())  # a shipped table lists only the keys that won
+        wanted = {rows: key for rows, key in keys.items() if buckets is None or rows in buckets}
+        unknown = [rows for rows, key in wanted.items() if again or not (key in known or is_shipped)]
+        if wanted:
+            print(f"cuBLASLt algorithms, {n} x {k}")
             print(f"{'rows':>6}{'us':>10}{'cuBLAS us':>12}", flush=True)
         if unknown:
-            thin_timing.raise_clocks()
-        for rows, key in asked.items():
+            timing.raise_clocks()
+        for rows, key in wanted.items():
             if rows in unknown:
-                known[key] = cublas_timing.measure(lt, n, k, rows, dtype, timer)
-                tuning.write_table(own, tuning.read_table(own) | {key: known[key]})
+                known[key] = cublaslt.measure_algorithms(lt, n, k, rows, dtype, timer)
+                write_table(own_path, read_table(own_path) | {key: known[key]})
                 note = "  taken" if "algorithm" in known[key] else ""
             else:
                 note = "  (known)"
@@ -169,7 +171,7 @@ def tune_many_rows(
 
 
 def usable_gpu() -> Platform:
-    """The GPU to measure on; an error that says what is missing where there is none."""
+    """The GPU to measure on; raises an error that says what is missing if there is none."""
     from quire.platforms import choose
     from quire.platforms.cuda import FAST, why_unusable
 
@@ -179,12 +181,12 @@ def usable_gpu() -> Platform:
         raise QuireError('the kernels to choose from need triton, which is not installed (pip install "quire[cuda]")')
     platform = choose("cuda")
     if platform.ops != FAST[0]:
-        raise QuireError(f"quire's kernels do not run on {platform.describe()}: there are none to choose from")
+        raise QuireError(f"quire's kernels do not run on {platform.describe()}: there is nothing to tune")
     return platform
 
 
 def shape_model(config: EngineConfig, platform: Platform) -> nn.Module:
-    """The model, with shapes and no weights."""
+    """The model on the meta device: shapes without weights."""
     import torch
 
     from quire.engine.setup import model_len
@@ -198,10 +200,10 @@ def shape_model(config: EngineConfig, platform: Platform) -> nn.Module:
     return build_model(config, files, facts, platform, length, device=torch.device("meta"))  # type: ignore[return-value]
 
 
-def products(model: nn.Module) -> tuple[list[GemmShape], torch.dtype]:
-    """The products of a step, parts before wholes; their dtype."""
+def gemm_shapes(model: nn.Module) -> tuple[list[GemmShape], torch.dtype]:
+    """The GEMMs of a step, less fused kinds first; their dtype."""
     from quire.kernels.triton.skinny_gemm.candidates import GemmShape
-    from quire.kernels.triton.skinny_gemm.tuning import KINDS, with_parts
+    from quire.kernels.triton.skinny_gemm.tuning import KINDS, with_less_fused
     from quire.layers.gemm_shapes import layer_products
 
     found = layer_products(model)
@@ -209,11 +211,11 @@ def products(model: nn.Module) -> tuple[list[GemmShape], torch.dtype]:
     for product in found:
         kind = ("norm_silu_linear" if product.gated else "norm_linear") if product.normed else "linear"
         n, k = product.weight.shape
-        shapes |= dict.fromkeys(with_parts(GemmShape(kind, n, k)))  # a bias adds no time, and tables know of none
+        shapes |= dict.fromkeys(with_less_fused(GemmShape(kind, n, k)))  # a bias adds no time and is in no key
     return sorted(shapes, key=lambda shape: KINDS.index(shape.kind)), found[0].weight.dtype
 
 
-def mixtures(model: nn.Module) -> list[ExpertsShape]:
+def experts_shapes(model: nn.Module) -> list[ExpertsShape]:
     """The experts of a step, if there are any."""
     from quire.kernels.triton.moe.experts import shape_of
     from quire.layers.gemm_shapes import layer_experts
@@ -221,18 +223,18 @@ def mixtures(model: nn.Module) -> list[ExpertsShape]:
     return list(dict.fromkeys(shape_of(experts.gate_up, experts.top_k) for experts in layer_experts(model)))
 
 
-def _compile(unknown: dict[GemmShape, list[int]], dtype: torch.dtype, tuner: Tuner) -> None:
+def _compile(unknown: dict[GemmShape, list[int]], dtype: torch.dtype, gpu: Gpu) -> None:
     from quire.kernels.triton.skinny_gemm.gemm import compile_key
     from quire.kernels.triton.skinny_gemm.timing import compile_all
-    from quire.kernels.triton.skinny_gemm.tuning import tuning_jobs
+    from quire.kernels.triton.skinny_gemm.tuning import candidate_kernels
 
-    jobs = {
-        compile_key(job.product(), job.config): job
+    kernels = {
+        compile_key(kernel.gemm(), kernel.config): kernel
         for shape, buckets in unknown.items()
-        for job in tuning_jobs([shape], dtype, buckets, tuner.gpu)
+        for kernel in candidate_kernels([shape], dtype, buckets, gpu)
     }
-    say(f"compiling {len(jobs)} kernels to try")
-    compile_all(list(jobs.values()))
+    say(f"compiling {len(kernels)} candidate kernels")
+    compile_all(list(kernels.values()))
 
 
 def _line(shape: GemmShape, rows: int, entry: Entry) -> str:
@@ -240,7 +242,7 @@ def _line(shape: GemmShape, rows: int, entry: Entry) -> str:
 
     kernel = describe(entry)
     if kernel == "cublas" and shape.kind != "linear":
-        kernel = "not folded"  # by the kernels of its parts
+        kernel = "not fused"  # by the less fused kernels
     return f"{_times(rows, entry)}  {kernel}"
 
 

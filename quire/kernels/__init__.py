@@ -1,1 +1,1 @@
-"""The arithmetic of a layer, one implementation a device behind one protocol (`base.py`)."""
+"""Kernels of a model's layers: one protocol (`base.py`), one implementation a device."""

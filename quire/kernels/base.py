@@ -1,15 +1,27 @@
-"""`Ops`: the kernels a layer calls. Every device offers these; `reference.py` says what they mean."""
+"""`Ops`: the kernels a layer calls. Every device implements them; `reference.py` defines what they compute."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 
 
+class CompilableKernel(Protocol):
+    """A kernel that can be compiled ahead of its first launch."""
+
+    def compile(self) -> None: ...
+
+
 class Ops(Protocol):
-    """Row-wise kernels over token matrices [tokens, features]. Inputs are contiguous in their last dimension."""
+    """Row-wise kernels over token matrices [tokens, features]. Inputs are contiguous in their last dimension.
+
+    The *stream* is the residual stream: residual + x, or whichever of the two is given.
+    """
+
+    whole_steps: bool
+    """Whether batch and sampling have kernels too: a graph can then hold a step from its inputs to its tokens."""
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x @ weight.T (+ bias); weight is [out, in]."""
@@ -32,7 +44,7 @@ class Ops(Protocol):
     def norm_stream(
         self, x: torch.Tensor | None, residual: torch.Tensor | None, gain: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(rms_norm(stream), stream), where the stream is residual + x, or whichever of them there is."""
+        """(rms_norm(stream), stream)."""
         ...
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
@@ -43,10 +55,10 @@ class Ops(Protocol):
         """silu_mul(linear(x))."""
         ...
 
-    def linear_onto(
+    def linear_add(
         self, stream: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor | None:
-        """linear(x), which is to be added to the stream; None if it has been added, in place."""
+        """linear(x), for the caller to add to the stream; None if it has been added in place."""
         ...
 
     def norm_linear(
@@ -59,10 +71,10 @@ class Ops(Protocol):
         bias: torch.Tensor | None = None,
         gated: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(linear(rms_norm(stream)), stream), where the stream is residual + x, or whichever of them there is.
+        """(linear(rms_norm(stream)), stream).
 
-        `gated`: weight is a gate's rows, then as many up rows, and the product goes through `silu_mul`. The stream may
-        be written over residual.
+        `gated`: weight is gate rows, then as many up rows, and the result goes through `silu_mul`. The stream may
+        overwrite residual.
         """
         ...
 
@@ -74,15 +86,15 @@ class Ops(Protocol):
         counts: torch.Tensor | None = None,
         slots: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(weights [tokens, top_k] float32, experts [tokens, top_k] int32): the experts each token goes to.
+        """(weights [tokens, top_k] float32, experts [tokens, top_k] int32): the experts each token is routed to.
 
         logits  [tokens, experts]; their softmax over all experts, in float32, gives the weights. The `top_k` largest
-                logits are chosen, largest first, the lower index first among equals. Indices are in range for any
-                logits, NaN too.
+                logits are chosen, largest first, among equals the lower index first. Indices are in range for any
+                logits, including NaN.
         renormalise: the chosen weights are divided by their sum
-        counts  [experts] int64, in place: plus how often each expert was chosen; None: not counted
-        slots   [tokens] int64: where their keys are; one at 0 is nobody's, it pads a step. A device that pads sends it
-                to no expert, and does not count it
+        counts  [experts] int64, in place: incremented by how often each expert was chosen; None: not counted
+        slots   [tokens] int64: cache slots; a token with slot 0 is padding. Devices that pad steps route it to no
+                expert (-1) and do not count it
         """
         ...
 
@@ -94,15 +106,15 @@ class Ops(Protocol):
         gate_up: torch.Tensor,
         down: torch.Tensor,
     ) -> torch.Tensor:
-        """Each token through the experts it was routed to: sum of weight * down_e(silu(gate_e(x)) * up_e(x)).
+        """The weighted sum over each token's experts: sum of weight * down_e(silu(gate_e(x)) * up_e(x)).
 
         x       [tokens, hidden]
         weights [tokens, top_k] float32, experts [tokens, top_k] int32: what `route` returned
         gate_up [experts, 2 * width, hidden]: an expert's gate rows, then its up rows
         down    [experts, hidden, width]
 
-        The result is [tokens, hidden], of x's dtype; the sum over experts is made in float32. An index outside
-        0 .. experts - 1 adds nothing (an expert another rank holds).
+        The result is [tokens, hidden], of x's dtype; the sum over experts is in float32. An index outside
+        0 .. experts - 1 adds nothing (an expert on another rank).
         """
         ...
 
@@ -120,9 +132,9 @@ class Ops(Protocol):
         counts: torch.Tensor | None = None,
         slots: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(`experts` of rms_norm(stream) as `route` says, stream): residual + x, or whichever of them there is.
+        """(`experts` of rms_norm(stream), routed by `route`, stream).
 
-        router [experts, hidden]: its product with the norm gives the logits. The stream may be written over residual.
+        router [experts, hidden]: linear(rms_norm(stream), router) are the logits. The stream may overwrite residual.
         """
         ...
 
@@ -143,7 +155,7 @@ class Ops(Protocol):
         qkv      [tokens, (heads + 2 * kv_heads) * head_dim]; may be overwritten
         positions[tokens] int64
         cos_sin  [max_position, rotary_dim] float32: cosines of the first half, then sines; None: no rotation.
-                 Dimension i < rotary_dim / 2 is paired with i + rotary_dim / 2; those past rotary_dim are left alone.
+                 Dimension i < rotary_dim / 2 is paired with i + rotary_dim / 2; those past rotary_dim are not rotated.
         norms    (q weight, k weight, eps): RMS norm over head_dim before the rotation; None: no norm
         kv       one layer's cache [blocks, 2, kv_heads, block_size, head_dim] (any stride between blocks)
         slots    [tokens] int64: block * block_size + offset
@@ -151,9 +163,24 @@ class Ops(Protocol):
         ...
 
     def capture(self, run: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Callable[[], None] | None]:
-        """Run a pass, and learn it: the function returned does the same again over the same memory.
+        """Run a forward pass and record it: the returned function replays it over the same memory.
 
-        None in its place where a pass cannot be learned. What `run` reads and returns must stay where it is; the
-        result is written over by each replay.
+        None in its place if the pass cannot be recorded. Tensors that `run` reads and returns must keep their memory;
+        each replay overwrites the result.
+        """
+        ...
+
+    def kernels_of(
+        self, weight: torch.Tensor, normed: bool, gated: bool, bias: bool, max_rows: int
+    ) -> Sequence[CompilableKernel]:
+        """The kernels that `linear` (`normed`: `norm_linear`) launches for up to `max_rows` rows, each once."""
+        ...
+
+    def expert_kernels_of(
+        self, gate_up: torch.Tensor, down: torch.Tensor, top_k: int, renormalise: bool, routed: int, max_tokens: int
+    ) -> dict[object, Callable[[], object]]:
+        """Tasks that launch the kernels of these experts for up to `max_tokens` tokens, each once, by name.
+
+        routed: number of experts the router chooses among, on all ranks
         """
         ...

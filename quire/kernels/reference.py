@@ -1,16 +1,20 @@
-"""What each kernel means, in plain torch: any device, any dtype, arithmetic in float32, and nothing that makes the
-host wait for the device."""
+"""`TorchOps`: what each kernel computes, in plain torch. Any device, any dtype, arithmetic in float32, and no
+synchronization with the host."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 
+from quire.kernels.base import CompilableKernel
+
 
 class TorchOps:
     """`Ops` without kernels of our own: the reference the others are tested against."""
+
+    whole_steps = False
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         return F.linear(x, weight, bias)
@@ -31,7 +35,6 @@ class TorchOps:
     def norm_stream(
         self, x: torch.Tensor | None, residual: torch.Tensor | None, gain: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(rms_norm(stream), stream), where the stream is residual + x, or whichever of them there is."""
         if x is not None and residual is not None:
             return self.add_rms_norm(x, residual, gain, eps)
         stream = x if residual is None else residual
@@ -42,7 +45,7 @@ class TorchOps:
         gate, up = gate_up.float().chunk(2, dim=-1)
         return (F.silu(gate) * up).to(gate_up.dtype)
 
-    def linear_onto(
+    def linear_add(
         self, stream: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor | None:
         return self.linear(x, weight, bias)
@@ -61,7 +64,6 @@ class TorchOps:
         return (self.gated_linear if gated else self.linear)(normed, weight, bias), stream
 
     def gated_linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """silu_mul(linear(x))."""
         return self.silu_mul(self.linear(x, weight, bias))
 
     def route(
@@ -90,7 +92,7 @@ class TorchOps:
         gate_up: torch.Tensor,
         down: torch.Tensor,
     ) -> torch.Tensor:
-        # Every expert sees every token: which tokens it was chosen for is known to the device alone.
+        # Every expert computes every token: only the device knows which tokens it was chosen for.
         total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         for index in range(gate_up.shape[0]):
             chosen = experts == index
@@ -146,11 +148,21 @@ class TorchOps:
     def capture(self, run: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Callable[[], None] | None]:
         return run(), None
 
+    def kernels_of(
+        self, weight: torch.Tensor, normed: bool, gated: bool, bias: bool, max_rows: int
+    ) -> Sequence[CompilableKernel]:
+        return []
+
+    def expert_kernels_of(
+        self, gate_up: torch.Tensor, down: torch.Tensor, top_k: int, renormalise: bool, routed: int, max_tokens: int
+    ) -> dict[object, Callable[[], object]]:
+        return {}
+
 
 def _rotate(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
-    """Turn each pair (i, i + rotary_dim / 2) of x [tokens, heads, head_dim] by its angle."""
+    """Rotate each pair (i, i + rotary_dim / 2) of x [tokens, heads, head_dim] by its angle."""
     cos, sin = angles.chunk(2, dim=-1)
     half = cos.shape[-1]
     first, second = x[..., :half].float(), x[..., half : 2 * half].float()
-    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-    return torch.cat((turned.to(x.dtype), x[..., 2 * half :]), dim=-1)
+    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return torch.cat((rotated.to(x.dtype), x[..., 2 * half :]), dim=-1)

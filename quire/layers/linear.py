@@ -155,7 +155,7 @@ class RowParallelLinear(nn.Module):
         """This product, which is to be added to the stream; None if it has been added, in place."""
         if is_shared(self.ranks):
             return self(x)
-        return self.ops.linear_onto(stream, x, self.weight, self.bias)
+        return self.ops.linear_add(stream, x, self.weight, self.bias)
 
     def targets(self) -> dict[str, list[Target]]:
         """The rank's columns of the weight, and the whole bias."""

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from quire.kernels.triton.batch import NEW_ROW_INTS, apply_plan, expand_rows
-from quire.kernels.triton.masking import mask_logits
+from quire.kernels.triton.elementwise import mask_logits
 from quire.kernels.triton.sampling import Columns, commit, draw_and_commit, workspace
 from quire.layers.attention.base import AttentionInputs, LastTokens
 from quire.messages.plan import NewRow, StepPlan

@@ -55,7 +55,7 @@ def test_it_runs_in_pieces_that_add_up(tiny_model: Path, tmp_path: Path) -> None
     ],
 )
 def test_figures(script: ModuleType, workload: str, run: dict[str, float], expected: float) -> None:
-    assert script.figure(workload, run) == pytest.approx(expected)
+    assert script.result_of(workload, run) == pytest.approx(expected)
 
 
 def test_low_is_good_for_times_and_high_for_rates(script: ModuleType) -> None:

@@ -8,7 +8,7 @@ import json
 import pytest
 
 from quire.cli.bench.limits import KINDS, DeviceSpeed, StepShape, Work, kind_of
-from quire.cli.bench.profile_table import figures, report
+from quire.cli.bench.profile_table import metrics, report
 from quire.cli.bench.trace import MARK, Trace, short
 
 SHAPE = StepShape(
@@ -74,8 +74,8 @@ def test_a_trace_without_steps_is_refused():
     ("kernel", "name", "kind"),
     [
         ("void at::native::elementwise_kernel<128, 2, foo(int)>(int)", "at::native::elementwise_kernel", "other"),
-        ("nvjet_tst_128x256_64x4_1x2_h_bz_coopA_TNT", "nvjet_tst_128x256_64x4_1x2_h_bz_coopA_TNT", "products"),
-        ("_tile", "_tile", "products"),
+        ("nvjet_tst_128x256_64x4_1x2_h_bz_coopA_TNT", "nvjet_tst_128x256_64x4_1x2_h_bz_coopA_TNT", "GEMMs"),
+        ("_tile", "_tile", "GEMMs"),
         ("_decode", "_decode", "attention"),
         ("_add_rms_norm", "_add_rms_norm", "norms"),
         ("_prepare_qkv", "_prepare_qkv", "QKV"),
@@ -92,7 +92,7 @@ def test_kernels_have_short_names_and_kinds(kernel, name, kind):
 
 
 def test_products_read_every_weight_once_and_compute_twice_a_token():
-    kind = next(kind for kind in KINDS if kind.name == "products")
+    kind = next(kind for kind in KINDS if kind.name == "GEMMs")
     moved, operations = kind.cost(SHAPE, WORK)
     weights = SHAPE.body_bytes + 2 * 256 * 64
     assert weights < moved < 2 * weights
@@ -119,7 +119,7 @@ def test_the_report_names_kinds_kernels_and_limits():
     ])  # fmt: skip
     text = report(trace, WORK, SHAPE, DeviceSpeed(2e9, 1e15), before=95e-6)
     assert "1 steps of 8 requests, 8 tokens, 800 in context" in text
-    assert "0.100 ms a step; 0.095 ms before the profiler came on" in text
+    assert "0.100 ms a step; 0.095 ms before the profiler started" in text
     assert "GPU busy      0.080 ms, 80.0%" in text
     assert "the longest 10 us, before _dot" in text
     assert "launch 0.030" in text and "rest 0.070" in text
@@ -128,7 +128,7 @@ def test_the_report_names_kinds_kernels_and_limits():
     moved, _ = next(kind for kind in KINDS if kind.name == "attention").cost(SHAPE, WORK)
     assert rows["attention"] == ["attention", "1.0", "30.0", "37.5%", f"{moved / 2e3:.1f}", f"{moved / 2e3 / 0.3:.0f}%"]
     assert rows["other"] == ["other", "1.0", "10.0", "12.5%"]
-    assert figures(trace, WORK, "x")["kernels"]["_dot"] == {"calls": 1, "seconds": pytest.approx(40e-6)}
+    assert metrics(trace, WORK, "x")["kernels"]["_dot"] == {"calls": 1, "seconds": pytest.approx(40e-6)}
 
 
 def test_without_known_limits_their_columns_are_empty():

@@ -1,4 +1,4 @@
-"""`quire tune` on a GPU that is not there: what it measures, shows, keeps, and leaves alone."""
+"""`quire tune` on a simulated GPU: what it measures, prints, stores, and skips."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from quire.platforms import choose
 pytest.importorskip("triton")
 
 from quire.cli import tune
-from quire.kernels import cublaslt
-from quire.kernels.triton import cublas_timing
+from quire.kernels.triton import cublaslt, tuning_table
 from quire.kernels.triton.moe import timing as moe_timing
 from quire.kernels.triton.moe.common import ExpertsShape
-from quire.kernels.triton.skinny_gemm import timing as thin_timing
-from quire.kernels.triton.skinny_gemm import tuning
-from quire.kernels.triton.skinny_gemm.candidates import GemmShape, Gpu
+from quire.kernels.triton.skinny_gemm import timing
+from quire.kernels.triton.skinny_gemm.candidates import GemmShape
+from quire.kernels.triton.skinny_gemm.tuning import GemmTuner, key_of
+from quire.kernels.triton.tuning_table import Gpu, TuningTables, own_path, read_table, write_table
 
 GPU = Gpu("NVIDIA Imaginary 9000", 100, True)
 # Of a Llama of width 64, MLP 128, 4 query and 2 KV heads of 16, and 257 tokens.
@@ -34,23 +34,24 @@ SHAPES = [
 
 @pytest.fixture
 def measured(monkeypatch, tmp_path):
-    """A GPU on which it pays to fold in the norm or the gate, but not both; what was timed on it."""
+    """A GPU on which it pays to fuse the norm or the gate, but not both; what was timed on it."""
     timed: list[tuple[GemmShape, int, torch.dtype]] = []
 
     class Timer:
-        def __call__(self, shape, rows, dtype, plan):
+        def __call__(self, shape, rows, dtype, variant):
             timed.append((shape, rows, dtype))
-            if plan.config is None:
+            if variant.config is None:
                 return 4.0
-            folded = plan.norm + plan.silu
-            return 3.0 if folded == 2 else 2.0 - folded
+            fused = variant.norm + variant.silu
+            return 3.0 if fused == 2 else 2.0 - fused
 
     monkeypatch.setenv("QUIRE_CACHE", str(tmp_path))
     monkeypatch.setattr(tune, "usable_gpu", lambda: choose("cpu"))
-    monkeypatch.setattr(tuning, "current_gpu", lambda: GPU)
-    monkeypatch.setattr(thin_timing, "GraphTimer", Timer)
-    monkeypatch.setattr(thin_timing, "raise_clocks", lambda: None)
-    monkeypatch.setattr(thin_timing, "compile_all", lambda jobs: timed.clear())
+    monkeypatch.setattr(tuning_table, "current_gpu", lambda: GPU)
+    monkeypatch.setattr(cublaslt, "current_gpu", lambda: GPU)
+    monkeypatch.setattr(timing, "GraphTimer", Timer)
+    monkeypatch.setattr(timing, "raise_clocks", lambda: None)
+    monkeypatch.setattr(timing, "compile_all", lambda kernels: timed.clear())
     return timed
 
 
@@ -65,22 +66,22 @@ def test_every_product_of_the_model_is_measured_shown_and_kept(quire, byte_llama
     assert {dtype for _, _, dtype in measured} == {torch.float16}
     for shape in SHAPES:
         assert f"{shape.kind} {shape.n} x {shape.k} (" in ran.out
-    lines = re.findall(r"^ +[14] +(\d\.00) +4\.00  (vector n\d|not folded)", ran.out, re.M)
+    lines = re.findall(r"^ +[14] +(\d\.00) +4\.00  (vector n\d|not fused)", ran.out, re.M)
     assert [us for us, _ in lines] == ["2.00"] * 10 + ["1.00"] * 6
-    assert ["folded" in kernel for _, kernel in lines] == [False] * 14 + [True] * 2
-    own = tuning.own_table(GPU)
+    assert ["fused" in kernel for _, kernel in lines] == [False] * 14 + [True] * 2
+    own = own_path(GPU)
     assert str(own) in ran.err
     assert "16 of 16 cases to measure" in ran.err
     assert len(json.loads(own.read_text())) == 16
-    kept = tuning.Tuner(GPU, None, own)
+    kept = GemmTuner(TuningTables(GPU, None, own))
     assert all(kept.known(shape, rows, torch.float16) for shape in SHAPES for rows in (1, 4))
 
 
 def test_what_is_known_is_not_measured_again_unless_asked(quire, byte_llama, measured, monkeypatch, tmp_path):
     shipped = tmp_path / "shipped.json"
-    monkeypatch.setattr(tuning, "shipped_table", lambda gpu: shipped)
-    head = tuning.key_of(SHAPES[4], 1, torch.bfloat16)
-    tuning.write_table(shipped, {head: {"kernel": "cublas", "us": 3.0, "cublas_us": 3.0}})
+    monkeypatch.setattr(tuning_table, "shipped_path", lambda gpu, library="": shipped)
+    head = key_of(SHAPES[4], 1, torch.bfloat16)
+    write_table(shipped, {head: {"kernel": "cublas", "us": 3.0, "cublas_us": 3.0}})
     command = ["tune", byte_llama, "--dtype", "bfloat16", "--buckets"]
     assert quire(*command, "1").code == 0
     assert cases(measured) == {(shape, 1) for shape in SHAPES if shape != SHAPES[4]}
@@ -94,19 +95,19 @@ def test_what_is_known_is_not_measured_again_unless_asked(quire, byte_llama, mea
     ran = quire(*command, "1", "--again")
     assert cases(measured) == {(shape, 1) for shape in SHAPES}
     assert "(known)" not in ran.out
-    assert head in tuning.read_table(tuning.own_table(GPU))
+    assert head in read_table(own_path(GPU))
 
 
 def test_a_tune_that_is_interrupted_keeps_what_it_has(quire, byte_llama, measured, monkeypatch):
-    class Tired(thin_timing.GraphTimer):
-        def __call__(self, shape, rows, dtype, plan):
+    class Tired(timing.GraphTimer):
+        def __call__(self, shape, rows, dtype, variant):
             if rows == 8:
                 raise KeyboardInterrupt
-            return super().__call__(shape, rows, dtype, plan)
+            return super().__call__(shape, rows, dtype, variant)
 
-    monkeypatch.setattr(thin_timing, "GraphTimer", Tired)
+    monkeypatch.setattr(timing, "GraphTimer", Tired)
     assert quire("tune", byte_llama, "--buckets", "2,4,8", "--dtype", "bfloat16").code == 130
-    assert len(tuning.read_table(tuning.own_table(GPU))) == 2
+    assert len(read_table(own_path(GPU))) == 2
 
 
 def test_the_model_may_be_bent(quire, byte_llama, measured):
@@ -116,7 +117,7 @@ def test_the_model_may_be_bent(quire, byte_llama, measured):
 
 
 @pytest.mark.parametrize(
-    ("buckets", "said"), [("3", "--buckets are of 1, 2, 4, 8"), ("1,x", "'1,x' is not a list of integers")]
+    ("buckets", "said"), [("3", "--buckets must be of 1, 2, 4, 8"), ("1,x", "'1,x' is not a list of integers")]
 )
 def test_buckets_that_are_none(quire, byte_llama, measured, buckets, said):
     ran = quire("tune", byte_llama, "--buckets", buckets)
@@ -177,25 +178,27 @@ def test_algorithms_for_many_rows_are_measured_too(quire, byte_llama, measured, 
         return {"cublas_us": 5.0, "us": 4.0} | ({"algorithm": "ab" * 64} if rows == 64 else {})
 
     monkeypatch.setattr(cublaslt, "library", Library)
-    monkeypatch.setattr(cublas_timing, "Timer", lambda: None)
-    monkeypatch.setattr(cublas_timing, "measure", measure)
+    monkeypatch.setattr(cublaslt, "CublasTimer", lambda: None)
+    monkeypatch.setattr(cublaslt, "measure_algorithms", measure)
     weights = [(shape.n, shape.k) for shape in SHAPES[:5]]
     command = ["tune", byte_llama, "--buckets", "1,32,64", "--dtype", "bfloat16"]
     ran = quire(*command)
     assert ran.code == 0, ran.err
     assert timed == [(*weight, rows) for weight in weights for rows in (32, 64)]
-    assert re.search(r"^many rows of 128 x 64\n.*\n +32 +4\.00 +5\.00\n +64 +4\.00 +5\.00  taken$", ran.out, re.M)
-    own = json.loads(cublaslt.own_table(tuning.slug(GPU.name), 7).read_text())
+    assert re.search(
+        r"^cuBLASLt algorithms, 128 x 64\n.*\n +32 +4\.00 +5\.00\n +64 +4\.00 +5\.00  taken$", ran.out, re.M
+    )
+    own = json.loads(cublaslt.table_paths(GPU, 7)[1].read_text())
     assert len(own) == 10 and sum("algorithm" in entry for entry in own.values()) == 5
     timed.clear()
     assert "  (known)" in quire(*command).out and timed == []
     quire(*command, "--again")
     assert len(timed) == 10
-    assert tuning.many_rows.__wrapped__() is not None, "and the next start finds them"
-    assert "many rows" not in quire("tune", byte_llama, "--buckets", "1", "--dtype", "bfloat16").out
+    assert cublaslt.tuned_gemms.__wrapped__() is not None, "and the next start finds them"
+    assert "cuBLASLt" not in quire("tune", byte_llama, "--buckets", "1", "--dtype", "bfloat16").out
     timed.clear()
     shipped = {cublaslt.key_of(1024, *weights[0], torch.bfloat16): {"algorithm": "ab" * 64}}
-    tuning.write_table(tmp_path / "shipped.json", shipped)
-    monkeypatch.setattr(cublaslt, "shipped_table", lambda *_: tmp_path / "shipped.json")
+    write_table(tmp_path / "shipped.json", shipped)
+    monkeypatch.setattr(cublaslt, "shipped_path", lambda *_: tmp_path / "shipped.json")
     quire("tune", byte_llama, "--buckets", "128", "--dtype", "bfloat16")
     assert timed == [(*weight, 128) for weight in weights[1:]], "what is not in our table, for such a weight, has lost"

@@ -1,4 +1,4 @@
-"""Algorithms of cuBLASLt compute what torch's products do, in eager mode and in a graph."""
+"""cuBLASLt algorithms compute what torch's GEMMs do, in eager mode and in a graph."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from quire.kernels import cublaslt
+from quire.kernels.triton import cublaslt
 from tests.gpu.target import DEVICE, ON_A_GPU
 
 pytestmark = ON_A_GPU
@@ -41,10 +41,10 @@ def test_every_algorithm_computes_the_product(
     assert algorithms
     for algorithm in algorithms:
         out = torch.full_like(before, float("nan"))
-        assert lt.run(x, weight, out, algorithm, onto=False)
+        assert lt.run(x, weight, out, algorithm, accumulate=False)
         assert error(out, expected) < 8e-3
         out = before.clone()
-        assert lt.run(x, weight, out, algorithm, onto=True)
+        assert lt.run(x, weight, out, algorithm, accumulate=True)
         assert error(out, expected + before.float()) < 8e-3
 
 
@@ -55,17 +55,17 @@ def test_rows_and_strides_may_change_between_calls(lt: cublaslt.CublasLt) -> Non
     for rows in (512, 100, 7, 300):
         for source in (x, wide[:, 1024:2048]):
             given, result = source[:rows], torch.empty(rows, 1024, device=DEVICE, dtype=torch.bfloat16)
-            assert lt.run(given, weight, result, algorithm, onto=False)
+            assert lt.run(given, weight, result, algorithm, accumulate=False)
             assert error(result, F.linear(given.float(), weight.float())) < 8e-3
 
 
 def test_a_graph_replays_it(lt: cublaslt.CublasLt) -> None:
     x, weight, out = tensors(256, 2048, 2048, torch.bfloat16)
     algorithm = lt.algorithms(x, weight, out, 1)[0]
-    lt.run(x, weight, out, algorithm, onto=False)
+    lt.run(x, weight, out, algorithm, accumulate=False)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        lt.run(x, weight, out, algorithm, onto=False)
+        lt.run(x, weight, out, algorithm, accumulate=False)
     x.normal_()
     graph.replay()
     assert error(out, F.linear(x.float(), weight.float())) < 8e-3

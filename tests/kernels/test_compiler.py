@@ -1,4 +1,4 @@
-"""Compiling for a card that is not there, in a process of its own."""
+"""Compiling for a GPU that is not there, in another process."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from quire.kernels.triton import compiler, launch
 from quire.kernels.triton.moe import experts as moe
 from quire.kernels.triton.moe.common import Block, ExpertsConfig
 from quire.kernels.triton.skinny_gemm.candidates import GemmShape
-from quire.kernels.triton.skinny_gemm.common import Config
-from quire.kernels.triton.skinny_gemm.tuning import TuningJob
+from quire.kernels.triton.skinny_gemm.common import GemmConfig
+from quire.kernels.triton.skinny_gemm.tuning import GemmKernel
 
-JOBS = [
-    TuningJob(GemmShape("norm_linear", 512, 256), 1, torch.bfloat16, Config("vector", 4, warps=2), True),
-    TuningJob(GemmShape("linear", 512, 256), 16, torch.bfloat16, Config("tile", 64, 16, 64, 4, 4), False),
+KERNELS = [
+    GemmKernel(GemmShape("norm_linear", 512, 256), 1, torch.bfloat16, GemmConfig("vector", 4, warps=2), True),
+    GemmKernel(GemmShape("linear", 512, 256), 16, torch.bfloat16, GemmConfig("tile", 64, 16, 64, 4, 4), False),
 ]
 
 
-def compile_jobs() -> None:
-    compiler.compile_tasks(90, 132, [job.compile for job in JOBS])
+def compile_gemms() -> None:
+    compiler.compile_tasks(90, 132, [kernel.compile for kernel in KERNELS])
 
 
 def compile_experts() -> None:
-    """The kernels of mixtures of experts: vectors, tiles by the copy engine, and what stands around them."""
+    """The kernels of mixtures of experts: vectors, tiles loaded by TMA, routing, layout and sum."""
     gate_up = torch.empty(16, 256, 128, dtype=torch.bfloat16, device="meta")
     configs = [
         ExpertsConfig("vector", Block(2, warps=1), Block(2, warps=1)),
@@ -48,7 +48,7 @@ def compile_experts() -> None:
     compiler.compile_tasks(90, 132, list(tasks.values()))
 
 
-def compile_in_process(cache: Path, what: str = "compile_jobs") -> set[str]:
+def compile_in_process(cache: Path, what: str = "compile_gemms") -> set[str]:
     """Names of the machine code in Triton's cache afterwards."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     subprocess.run(
@@ -59,15 +59,15 @@ def compile_in_process(cache: Path, what: str = "compile_jobs") -> set[str]:
     return {str(path) for path in cache.rglob("*.cubin")}
 
 
-def test_a_process_without_a_card_compiles_for_hopper_once(tmp_path: Path) -> None:
+def test_a_process_without_a_gpu_compiles_for_hopper_once(tmp_path: Path) -> None:
     made = compile_in_process(tmp_path)
-    assert len(made) == len(JOBS)
+    assert len(made) == len(KERNELS)
     assert compile_in_process(tmp_path) == made
 
 
 def test_mixtures_of_experts_compile_for_hopper(tmp_path: Path) -> None:
-    # Routing, sum, the first product as vectors with the norm folded in and without, the second, both in tiles, one
-    # kernel that counts and three that arrange.
+    # Routing, sum, the first GEMM as vectors with the norm fused and without, the second, both in tiles, one kernel
+    # that counts and three that sort.
     assert len(compile_in_process(tmp_path, "compile_experts")) == 2 + 2 + 1 + 2 + 1 + 3
 
 
@@ -102,7 +102,7 @@ def test_a_stamp_is_left_when_all_is_compiled(cache: Path, fails: bool) -> None:
 
 
 def test_a_compiler_that_hangs_is_given_up(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiler, "PATIENCE", 0.2)
+    monkeypatch.setattr(compiler, "TIMEOUT_S", 0.2)
     began = time.monotonic()
     compilers = compiler.Compilers(many(lambda _: time.sleep(60)), "a")
     compilers.wait()

@@ -1,43 +1,41 @@
-"""Which algorithm of cuBLASLt a product gets. That they compute the same is tested on a GPU."""
+"""Which cuBLASLt algorithm a GEMM gets. That they compute the same is tested on a GPU (tests/gpu)."""
 
 from __future__ import annotations
 
 import ctypes
 import json
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
 
-from quire.kernels import cublaslt
-from quire.kernels.cublaslt import GRID, Algorithm, Products
-from quire.kernels.triton import cublas_timing
+from quire.kernels.triton import cublaslt
+from quire.kernels.triton.cublaslt import ROW_GRID, HeuristicResult, TunedGemms
 from quire.kernels.triton.ops import TritonOps
-from quire.kernels.triton.skinny_gemm import tuning
 from quire.kernels.triton.skinny_gemm.timing import random_inputs
+from quire.kernels.triton.tuning_table import TABLES
 
 A, B, C = bytes(range(64)), bytes(range(64, 128)), bytes(range(128, 192))
 BF16 = torch.bfloat16
 
 
 class Library:
-    """Notes what is asked of it; multiplies as torch does, unless it is told that it cannot."""
+    """Records its calls; multiplies with torch, or refuses if not `able`."""
 
     def __init__(self, able: bool = True) -> None:
         self.able = able
-        self.asked: list[tuple[bytes, bool]] = []
+        self.calls: list[tuple[bytes, bool]] = []
 
-    def run(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, algorithm: bytes, onto: bool) -> bool:
-        self.asked.append((algorithm, onto))
+    def run(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, algorithm: bytes, accumulate: bool) -> bool:
+        self.calls.append((algorithm, accumulate))
         if self.able:
-            out.copy_(x @ weight.T + (out if onto else 0))
+            out.copy_(x @ weight.T + (out if accumulate else 0))
         return self.able
 
 
-def products(library: Library, **entries: bytes) -> Products:
+def tuned(library: Library, **entries: bytes) -> TunedGemms:
     table = {f"{rows[1:]} 64x32 bfloat16": {"algorithm": algorithm.hex()} for rows, algorithm in entries.items()}
-    return Products(library, table)  # type: ignore[arg-type]
+    return TunedGemms(library, table)  # type: ignore[arg-type]
 
 
 def tensors(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -53,89 +51,89 @@ def tensors(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
 )  # fmt: skip
 def test_an_algorithm_serves_the_rows_down_to_the_one_before(rows: int, expected: bytes | None) -> None:
     library = Library()
-    known = products(library, _32=C, _128=A, _16384=B)
+    known = tuned(library, _32=C, _128=A, _16384=B)
     x, weight = tensors(rows)
     out = known.linear(x, weight)
     assert (out is None) == (expected is None)
-    assert library.asked == ([] if expected is None else [(expected, False)])
+    assert library.calls == ([] if expected is None else [(expected, False)])
     if out is not None:
         assert out.equal(x @ weight.T)
 
 
-def test_a_product_is_added_to_the_stream() -> None:
-    known = products(library := Library(), _128=A)
+def test_a_gemm_is_added_to_the_stream() -> None:
+    known = tuned(library := Library(), _128=A)
     x, weight = tensors(100)
     stream = torch.ones(100, 64, dtype=BF16)
-    assert known.add_linear(stream, x, weight)
+    assert known.linear_add(stream, x, weight)
     assert stream.equal(x @ weight.T + 1)
-    assert library.asked == [(A, True)]
+    assert library.calls == [(A, True)]
 
 
 def test_what_the_library_cannot_do_is_left_to_torch() -> None:
-    known = products(Library(able=False), _128=A)
+    known = tuned(Library(able=False), _128=A)
     x, weight = tensors(100)
     stream = torch.ones(100, 64, dtype=BF16)
     assert known.linear(x, weight) is None
-    assert not known.add_linear(stream, x, weight)
+    assert not known.linear_add(stream, x, weight)
     assert stream.eq(1).all()
 
 
-def test_weights_and_dtypes_nobody_measured_and_crooked_tensors_are_left_to_torch() -> None:
-    known = products(library := Library(), _128=A)
+def test_unmeasured_weights_and_dtypes_and_unaligned_tensors_are_left_to_torch() -> None:
+    known = tuned(library := Library(), _128=A)
     x, weight = tensors(100)
     assert known.linear(x.half(), weight.half()) is None
     assert known.linear(x, weight[:48]) is None
     assert known.linear(torch.randn(100, 33, dtype=BF16)[:, 1:], weight) is None
     assert known.linear(torch.randn(32, 100, dtype=BF16).T, weight) is None
-    assert not known.add_linear(torch.zeros(100 * 64 + 1, dtype=BF16)[1:].view(100, 64), x, weight)
-    assert library.asked == []
+    assert not known.linear_add(torch.zeros(100 * 64 + 1, dtype=BF16)[1:].view(100, 64), x, weight)
+    assert library.calls == []
 
 
 @pytest.mark.parametrize("algorithm", ["", "ab" * 63, "ab" * 65, "no hexadecimal digits", None, 7])
 def test_what_is_no_algorithm_is_left_to_torch(algorithm: object) -> None:
-    known = Products(library := Library(), {"128 64x32 bfloat16": {"algorithm": algorithm}})  # type: ignore[arg-type]
+    known = TunedGemms(library := Library(), {"128 64x32 bfloat16": {"algorithm": algorithm}})  # type: ignore[arg-type]
     assert known.linear(*tensors(128)) is None
-    assert library.asked == []
+    assert library.calls == []
 
 
 def test_every_algorithm_is_measured_within_the_rows_it_serves() -> None:
-    for rows in GRID:
-        assert {cublaslt.cell_of(place) for place in cublas_timing.places(rows)} == {rows}
-        assert len(set(cublas_timing.places(rows))) == 2 and min(cublas_timing.places(rows)) > cublaslt.FEW
+    for rows in ROW_GRID:
+        assert {cublaslt.grid_rows(count) for count in cublaslt.sampled_rows(rows)} == {rows}
+        assert len(set(cublaslt.sampled_rows(rows))) == 2 and min(cublaslt.sampled_rows(rows)) >= cublaslt.MIN_ROWS
 
 
 def test_an_algorithm_is_the_libraries_64_bytes() -> None:
-    assert ctypes.sizeof(Algorithm) == 96
-    algorithm = Algorithm()
+    assert ctypes.sizeof(HeuristicResult) == 96
+    algorithm = HeuristicResult()
     algorithm.data[0], algorithm.data[7] = 1, 2
     assert bytes(algorithm) == b"\x01" + bytes(55) + b"\x02" + bytes(7)
 
 
-def test_without_a_card_there_is_none() -> None:
+def test_without_a_gpu_there_is_none() -> None:
     if not torch.cuda.is_available():
-        assert cublaslt.library() is None and tuning.many_rows() is None
+        assert cublaslt.library() is None and cublaslt.tuned_gemms() is None
 
 
 def test_shipped_tables_are_sound() -> None:
-    for path in (Path(cublaslt.__file__).parent / "triton" / "tables").glob("*-cublas-*.json"):
+    for path in TABLES.glob("*-cublas-*.json"):
         for key, entry in json.loads(path.read_text()).items():
             rows, weight, dtype = key.split()
-            assert int(rows) in GRID and all(int(side) > 0 for side in weight.split("x")) and dtype == "bfloat16"
+            assert int(rows) in ROW_GRID and all(int(side) > 0 for side in weight.split("x")) and dtype == "bfloat16"
             assert len(bytes.fromhex(entry["algorithm"])) == 64
 
 
-def test_the_kernels_ask_for_products_of_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    known = products(library := Library(), _128=A, _1024=B)
-    monkeypatch.setattr(TritonOps, "_many_rows", lambda *_: known)
+def test_ops_use_tuned_gemms(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = tuned(library := Library(), _128=A, _1024=B)
+    monkeypatch.setattr(TritonOps, "_tuned_gemms", lambda *_: known)
     x, weight = tensors(1024)
     stream = torch.ones(1024, 64, dtype=BF16)
     assert TritonOps().linear(x, weight).equal(x @ weight.T)
-    assert TritonOps().linear_onto(stream, x, weight) is None
+    assert TritonOps().linear_add(stream, x, weight) is None
     assert stream.equal(x @ weight.T + 1)
-    assert library.asked == [(B, False), (B, True)]
+    assert library.calls == [(B, False), (B, True)]
     bias = torch.ones(64, dtype=BF16)
     assert TritonOps().linear(x, weight, bias).equal(torch.nn.functional.linear(x, weight, bias))
-    assert len(library.asked) == 2
+    assert len(library.calls) == 2
 
 
 class Clock:
@@ -145,16 +143,16 @@ class Clock:
         self.times = times
 
     def time(self, product: partial, weights: list[torch.Tensor], rows: int) -> float:
-        return self.times[None if product.func is not cublas_timing._multiply else product.args[3][0], rows]
+        return self.times[None if product.func is not cublaslt._multiply else product.args[3][0], rows]
 
 
 class Choosing(Library):
     """Offers algorithms 1, 2 and 3; the last computes nonsense."""
 
-    def algorithms(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, most: int) -> list[bytes]:
-        return [bytes([number] * 64) for number in (1, 2, 3)][:most]
+    def algorithms(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, limit: int) -> list[bytes]:
+        return [bytes([number] * 64) for number in (1, 2, 3)][:limit]
 
-    def run(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, algorithm: bytes, onto: bool) -> bool:
+    def run(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, algorithm: bytes, accumulate: bool) -> bool:
         out.copy_(x @ weight.T if algorithm[0] < 3 else x.new_zeros(out.shape))
         return True
 
@@ -172,12 +170,12 @@ class Choosing(Library):
 def test_what_wins_is_faster_at_both_ends(
     monkeypatch: pytest.MonkeyPatch, seconds: dict[int, tuple[float, float]], chosen: int | None
 ) -> None:
-    monkeypatch.setattr(cublas_timing, "random_inputs", partial(random_inputs, device="cpu"))
-    first, second = cublas_timing.places(64)
+    monkeypatch.setattr(cublaslt, "random_inputs", partial(random_inputs, device="cpu"))
+    first, second = cublaslt.sampled_rows(64)
     assert (first, second) == (64, 56)
     times: dict[tuple[int | None, int], float] = {(None, first): 10.0, (None, second): 10.0}
     times |= {(number, rows): us for number, pair in seconds.items() for rows, us in zip((64, 56), pair, strict=True)}
     times |= {(3, first): 1.0, (3, second): 1.0}
-    entry = cublas_timing.measure(Choosing(), 64, 32, 64, BF16, Clock(times))  # type: ignore[arg-type]
+    entry = cublaslt.measure_algorithms(Choosing(), 64, 32, 64, BF16, Clock(times))  # type: ignore[arg-type]
     assert entry["cublas_us"] == 10.0
     assert entry.get("algorithm") == (bytes([chosen] * 64).hex() if chosen else None)

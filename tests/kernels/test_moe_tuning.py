@@ -1,4 +1,4 @@
-"""How a way through experts is chosen, by tables, guesses and measuring; and that `Ops` takes it."""
+"""How the experts' kernel is chosen: tables, guesses, measuring; and that `Ops` uses it."""
 
 from __future__ import annotations
 
@@ -8,19 +8,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.kernels.triton_target import DEVICE, HALF, ON_GPU
+from tests.kernels.triton_target import DEVICE, HALF, ON_GPU, assert_same_bits
 
 from quire.kernels.reference import TorchOps  # isort: skip
 from quire.kernels.triton import ops  # isort: skip
-from quire.kernels.triton.moe import candidates as moe_candidates
 from quire.kernels.triton.moe import experts as moe
 from quire.kernels.triton.moe import tuning as moe_tuning
 
-from quire.kernels.triton.moe.candidates import families, guess  # isort: skip
 from quire.kernels.triton.moe.common import Block, ExpertsConfig, ExpertsShape  # isort: skip
-from quire.kernels.triton.moe.tuning import BUCKETS, chosen, config_of, entry_of, key_of, tune  # isort: skip
-from quire.kernels.triton.skinny_gemm.candidates import Gpu  # isort: skip
-from quire.kernels.triton.skinny_gemm.tuning import Tuner, read_table, write_table  # isort: skip
+from quire.kernels.triton.moe.tuning import (  # isort: skip
+    BUCKETS, ExpertsTuner, candidates, config_of, entry_of, guess, key_of,
+)  # fmt: skip
+from quire.kernels.triton.tuning_table import Gpu, TuningTables, read_table, write_table  # isort: skip
 
 BF16 = torch.bfloat16
 H200 = Gpu("NVIDIA H200", 132, True)
@@ -30,23 +29,27 @@ VECTOR = ExpertsConfig("vector", Block(2, warps=4), Block(1, warps=2))
 TILE = ExpertsConfig("tile", Block(64, 64, 4, 5), Block(128, 64, 4, 5), 32, True)
 
 
+def experts_tuner(own: Path | None = None) -> ExpertsTuner:
+    return ExpertsTuner(TuningTables(H200, None, own))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize(
     "shape", [QWEN3, MIXTRAL, ExpertsShape(60, 4, 1408, 2048), ExpertsShape(3, 1, 20, 36)], ids=str
 )
 def test_a_guess_fits_any_shape(shape: ExpertsShape, dtype: torch.dtype) -> None:
     for tokens in BUCKETS:
-        found = families(shape, tokens, dtype, H200)
+        found = candidates(shape, tokens, dtype, H200)
         assert guess(shape, tokens, dtype, H200) == found[0].base
         for base, gate_ups, downs in found:
             if base.kernel == "vector":
                 assert tokens <= 8
                 continue
             assert not base.tma or shape.hidden * dtype.itemsize % 16 == shape.width * dtype.itemsize % 16 == 0
-            for blocks, folds in ((gate_ups, 2), (downs, 1)):
+            for blocks, matrices in ((gate_ups, 2), (downs, 1)):
                 for block in blocks:
                     assert block.stages >= 1
-                    tile = (folds * block.n + base.block_m) * block.k * dtype.itemsize
+                    tile = (matrices * block.n + base.block_m) * block.k * dtype.itemsize
                     assert tile * block.stages <= 227 * 1024
 
 
@@ -60,9 +63,9 @@ def test_few_tokens_go_by_themselves_and_many_in_tall_tiles() -> None:
 def test_a_table_keeps_a_configuration(config: ExpertsConfig, tmp_path: Path) -> None:
     path = tmp_path / "own.json"
     write_table(path, {key_of(QWEN3, 256, BF16): entry_of(config) | {"us": 1.0}})
-    tables = Tuner(H200, None, path)
-    assert chosen(tables, QWEN3, 256, BF16) == config
-    assert chosen(tables, QWEN3, 128, BF16) == guess(QWEN3, 128, BF16, H200)
+    tuner = experts_tuner(path)
+    assert tuner.choose(QWEN3, 256, BF16) == config
+    assert tuner.choose(QWEN3, 128, BF16) == guess(QWEN3, 128, BF16, H200)
 
 
 @pytest.mark.parametrize(
@@ -77,27 +80,27 @@ def test_an_entry_this_version_does_not_know_is_a_guess(damage: dict, tmp_path: 
 
 def test_the_fastest_of_each_product_is_kept(tmp_path: Path) -> None:
     path = tmp_path / "own.json"
-    families_of = families(QWEN3, 256, BF16, H200)
-    gate_up, down = families_of[1].gate_ups[-1], families_of[1].downs[1]
+    groups = candidates(QWEN3, 256, BF16, H200)
+    gate_up, down = groups[1].gate_ups[-1], groups[1].downs[1]
 
     def timer(shape: ExpertsShape, tokens: int, dtype: torch.dtype, config: ExpertsConfig, part: str = "") -> float:
         if part == "gate_up":
             return 5.0 if config.gate_up == gate_up else 6.0
         if part == "down":
             return 5.0 if config.down == down else 6.0
-        return 12.0 - (config.block_m == families_of[1].base.block_m) - (not config.tma)
+        return 12.0 - (config.block_m == groups[1].base.block_m) - (not config.tma)
 
-    found = tune(Tuner(H200, None, path), QWEN3, BF16, [256], timer)
-    best = replace(families_of[1].base, gate_up=gate_up, down=down, tma=False)
+    found = experts_tuner(path).tune(QWEN3, BF16, [256], timer)
+    best = replace(groups[1].base, gate_up=gate_up, down=down, tma=False)
     assert found == {key_of(QWEN3, 256, BF16): entry_of(best) | {"us": 10.0}} == read_table(path)
 
 
 def test_what_cannot_be_measured_is_not_kept() -> None:
-    assert tune(Tuner(H200, None, None), QWEN3, BF16, [1, 256], lambda *_: float("inf")) == {}
+    assert experts_tuner().tune(QWEN3, BF16, [1, 256], lambda *_: float("inf")) == {}
 
 
 def test_time_that_is_up_ends_measuring() -> None:
-    assert tune(Tuner(H200, None, None), QWEN3, BF16, [1, 256], lambda *_: 1.0, expired=lambda: True) == {}
+    assert experts_tuner().tune(QWEN3, BF16, [1, 256], lambda *_: 1.0, expired=lambda: True) == {}
 
 
 HIDDEN, WIDTH, COUNT, TOP = 64, 32, 8, 2
@@ -120,8 +123,8 @@ def layer() -> tuple[torch.Tensor, ...]:
 
 @pytest.fixture
 def ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels as on a card; thin products stay torch's, which takes no time."""
-    monkeypatch.setattr(ops, "THIN", True)
+    """The experts' kernels as on a GPU; skinny GEMMs stay torch's, which take no time."""
+    monkeypatch.setattr(ops, "USE_OWN_GEMMS", True)
     if not ON_GPU:
         monkeypatch.setattr(ops, "choose", lambda *_: None)
         monkeypatch.setattr(ops, "INVARIANT", None)
@@ -146,7 +149,7 @@ def test_a_sparse_mlp_is_that_of_torch(kernel: str, given: str, ours: None, monk
 
 def test_in_batch_invariant_mode_a_row_is_the_same_in_any_batch(ours: None, monkeypatch: pytest.MonkeyPatch) -> None:
     if not ON_GPU:
-        monkeypatch.setattr(moe_candidates, "INVARIANT", SMALL["tile"])
+        monkeypatch.setattr(moe_tuning, "INVARIANT", SMALL["tile"])
     invariant = ops.TritonOps(batch_invariant=True)
     _, router, gate_up, down = layer()
     x = random(9, HIDDEN)
@@ -154,7 +157,7 @@ def test_in_batch_invariant_mode_a_row_is_the_same_in_any_batch(ours: None, monk
     whole = invariant.experts(x, *routing, gate_up, down)
     for rows in ([4], [5, 4, 0]):
         part = invariant.experts(x[rows], *(given[rows] for given in routing), gate_up, down)
-        assert torch.equal(part, whole[rows])
+        assert_same_bits(part, whole[rows])
 
 
 def test_kernels_of_a_start_are_those_of_the_steps(ours: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,5 +172,9 @@ def test_kernels_of_a_start_are_those_of_the_steps(ours: None, monkeypatch: pyte
 
 def test_a_shape_is_read_from_the_weights() -> None:
     assert moe.shape_of(torch.empty(128, 1536, 2048, device="meta"), 8) == QWEN3
-    assert moe_tuning.bucket_of(17) == 32
-    assert moe_tuning.bucket_of(100_000) == BUCKETS[-1]
+
+
+def test_tokens_are_rounded_up_to_a_bucket() -> None:
+    tuner = experts_tuner()
+    assert tuner.choose(QWEN3, 17, BF16) == guess(QWEN3, 32, BF16, H200)
+    assert tuner.choose(QWEN3, 100_000, BF16) == guess(QWEN3, BUCKETS[-1], BF16, H200)

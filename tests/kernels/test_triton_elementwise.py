@@ -12,8 +12,7 @@ from quire.kernels.reference import TorchOps
 from tests.kernels.triton_target import DEVICE, HALF, ON_GPU
 
 # isort: split
-from quire.kernels.triton.activation import BLOCK, silu_mul
-from quire.kernels.triton.norm import add_rms_norm, rms_norm
+from quire.kernels.triton.elementwise import MASK_BLOCK, SILU_BLOCK, add_rms_norm, mask_logits, rms_norm, silu_mul
 from quire.kernels.triton.ops import TritonOps
 from quire.kernels.triton.qkv import prepare_qkv
 
@@ -75,7 +74,9 @@ def test_add_rms_norm_writes_the_sum_over_the_residual(width: int, dtype: torch.
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("width", [1, 11, 48, 1536, BLOCK, BLOCK + 16, 3072] + ([14336, 28672] if ON_GPU else []))
+@pytest.mark.parametrize(
+    "width", [1, 11, 48, 1536, SILU_BLOCK, SILU_BLOCK + 16, 3072] + ([14336, 28672] if ON_GPU else [])
+)
 def test_silu_mul(width: int, dtype: torch.dtype) -> None:
     for rows in ROWS:
         gate_up = 4 * random(rows, 2 * width, dtype=dtype)
@@ -247,3 +248,28 @@ def test_what_no_kernel_takes_goes_to_torch() -> None:
     expected = REFERENCE.prepare_qkv(case.qkv, *rest, expected_pool[:, 1], case.slots, *case.shape)
     assert_near(OPS.prepare_qkv(case.qkv, *rest, apart[:, 1], case.slots, *case.shape), expected)
     torch.testing.assert_close(apart, expected_pool, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("vocab", [1, 31, 128, MASK_BLOCK + 33])
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+def test_mask_logits_writes_banned_tokens_only(vocab: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(vocab)
+    logits = torch.randn(6, vocab + 3, generator=generator).to(DEVICE, dtype)[:, :vocab]
+    allowed = torch.rand(3, vocab, generator=generator) < 0.4
+    words = -(-vocab // 32)
+    padded = torch.nn.functional.pad(allowed, (0, 32 * words - vocab)).view(3, words, 32).long()
+    bits = (padded << torch.arange(32)).sum(-1)
+    bits = torch.where(bits >= 2**31, bits - 2**32, bits).to(DEVICE, torch.int32)
+    rows = torch.tensor([4, 0, 3], dtype=torch.int32, device=DEVICE)
+    expected = logits.clone()
+    for row, mask in zip(rows.tolist(), allowed, strict=True):
+        expected[row, ~mask.to(DEVICE)] = float("-inf")
+    mask_logits(logits, rows, bits)
+    torch.testing.assert_close(logits, expected, rtol=0, atol=0)
+
+
+def test_mask_logits_of_no_rows() -> None:
+    logits = torch.zeros(2, 40, device=DEVICE)
+    nothing = torch.zeros(0, dtype=torch.int32, device=DEVICE)
+    mask_logits(logits, nothing, nothing.view(0, 1).expand(0, 2))
+    assert not logits.any()

@@ -8,16 +8,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.kernels.triton_target import DEVICE, HALF, ON_GPU
+from tests.kernels.triton_target import DEVICE, HALF, ON_GPU, assert_same_bits
 
 from quire.kernels.reference import TorchOps  # isort: skip
 from quire.kernels.triton.moe import tile as moe_tile
 
-from quire.kernels.triton.moe.layout import LARGE, SMALL, arrange, most_tiles  # isort: skip
-from quire.kernels.triton.moe.common import Block, ExpertsConfig  # isort: skip
+from quire.kernels.triton.moe.layout import LARGE, SMALL, arrange, max_tiles  # isort: skip
+from quire.kernels.triton.moe.common import Block, ChosenExperts, ExpertsConfig  # isort: skip
 from quire.kernels.triton.moe.route import route  # isort: skip
 from quire.kernels.triton.moe.tile import tile_experts  # isort: skip
-from quire.kernels.triton.moe.vector import ChosenExperts, vector_experts  # isort: skip
+from quire.kernels.triton.moe.vector import vector_experts  # isort: skip
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 EPS = 1e-5
@@ -106,7 +106,7 @@ def test_each_token_gets_its_likeliest_experts(
     assert torch.equal(route(logits, top_k, renormalise, None)[1], experts)
 
 
-def test_a_token_of_nobody_goes_nowhere() -> None:
+def test_padding_is_routed_to_no_expert() -> None:
     logits = random(9, 12)
     slots = torch.tensor([16, 0, 33, 0, 0, 64, 17, 99, 0], device=DEVICE)
     for ops in (route, TorchOps().route):
@@ -139,7 +139,7 @@ def test_pairs_are_arranged_by_expert(tokens: int, skewed: bool) -> None:
     ours = [pair for pair, expert in enumerate(flat) if 0 <= expert < count]
     order = layout.order.tolist()
     assert sorted(order[: len(ours)]) == ours
-    assert layout.tiles == most_tiles(2 * tokens, count, block_m)
+    assert layout.tiles == max_tiles(2 * tokens, count, block_m)
     seen = []
     for expert, first, end, _ in layout.spans.tolist():
         if expert < count:
@@ -169,7 +169,7 @@ def test_any_number_of_tokens(config: ExpertsConfig, tokens: int, dtype: torch.d
 
 
 @pytest.mark.parametrize("config", [VECTOR, TILE, WIDE_TILE], ids=["vector", "tile", "wide"])
-def test_experts_of_others_add_nothing(config: ExpertsConfig) -> None:
+def test_experts_on_other_ranks_add_nothing(config: ExpertsConfig) -> None:
     gate_up, down = expert_weights(4, HALF)
     x, weights = random(3, HIDDEN).to(HALF), random(3, 2).abs()
     experts = torch.tensor([[0, 4], [-1, 3], [7, -5]], dtype=torch.int32, device=DEVICE)
@@ -194,14 +194,14 @@ def test_a_token_comes_out_the_same_in_any_batch(config: ExpertsConfig) -> None:
     out = run(config, x, weights, experts, gate_up, down)
     for chosen in ([7], [7, 3, 8]) if config is VECTOR else ([7], [7, 3, 8], list(reversed(range(9)))):
         again = run(config, x[chosen], weights[chosen], experts[chosen], gate_up, down)
-        assert torch.equal(again, out[chosen])
+        assert_same_bits(again, out[chosen])
 
 
 @pytest.mark.parametrize(
     "count, top_k, renormalise, dtype",
     [(8, 2, True, HALF), (12, 5, False, HALF), (12, 5, True, torch.float32), (40, 3, False, torch.float32)],
 )
-def test_the_norm_is_folded_into_the_experts_of_few_tokens(
+def test_the_norm_is_fused_into_the_experts_of_few_tokens(
     count: int, top_k: int, renormalise: bool, dtype: torch.dtype
 ) -> None:
     gate_up, down = expert_weights(count, dtype)
@@ -213,19 +213,19 @@ def test_the_norm_is_folded_into_the_experts_of_few_tokens(
 
 
 @pytest.mark.parametrize("group", [2, 3, 16])
-def test_tiles_go_along_wide_experts_in_groups(monkeypatch: pytest.MonkeyPatch, group: int) -> None:
+def test_wide_experts_are_visited_by_groups_of_tiles(monkeypatch: pytest.MonkeyPatch, group: int) -> None:
     """Five tiles of two experts, and columns that fill no tile at the end."""
     monkeypatch.setattr(moe_tile, "GROUP", group)
-    moe_tile._meta.cache_clear()
+    moe_tile._constants.cache_clear()
     width = moe_tile.WIDE * WIDE_TILE.gate_up.n + 8
     gate_up, down = expert_weights(2, HALF, 32, width)
     x, routing = random(260, 32).to(HALF), choices(260, 2, 2)
     out = run(WIDE_TILE, x, *routing, gate_up, down)
-    moe_tile._meta.cache_clear()
+    moe_tile._constants.cache_clear()
     assert_close(out, reference(x, *routing, gate_up, down), HALF)
 
 
-def test_wide_experts_are_read_in_pieces() -> None:
+def test_wide_experts_are_read_in_chunks() -> None:
     gate_up, down = expert_weights(2, HALF, 32, 4500)
     x, routing = random(1, 32).to(HALF), choices(1, 2, 2)
     config = VECTOR if ON_GPU else replace(VECTOR, gate_up=Block(512, warps=1))

@@ -1,4 +1,4 @@
-"""Thin products in Triton, with everything that can be folded into them, against the plain-torch kernels in turn."""
+"""Skinny GEMMs in Triton, with everything that can be fused into them, against the unfused kernels in plain torch."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import torch
 from tests.kernels.triton_target import DEVICE, HALF, ON_GPU
 
 from quire.kernels.reference import TorchOps  # isort: skip
-from quire.kernels.triton.skinny_gemm.gemm import Config, thin_linear, thin_norm_linear, thin_silu_linear  # isort: skip
+from quire.kernels.triton.skinny_gemm.gemm import GemmConfig, skinny_linear, skinny_norm_linear, skinny_silu_linear  # isort: skip
 from quire.kernels.triton.skinny_gemm.candidates import GemmShape, candidates  # isort: skip
-from quire.kernels.triton.skinny_gemm.common import Product  # isort: skip
-from quire.kernels.triton.skinny_gemm.tuning import current_gpu  # isort: skip
+from quire.kernels.triton.skinny_gemm.common import Gemm  # isort: skip
+from quire.kernels.triton.tuning_table import current_gpu  # isort: skip
 
 EPS = 1e-5
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
@@ -27,21 +27,21 @@ FOLDS = [
 ]
 
 # Small enough for the interpreter: 40 outputs and 96 inputs are no multiple of any block.
-VECTOR = Config("vector", 4, warps=2)
-DOT = Config("dot", 16, block_m=32, block_k=32, warps=2, stages=2)
-TILE = Config("tile", 64 if ON_GPU else 16, block_m=32, block_k=64 if ON_GPU else 32, warps=4, stages=3)
+VECTOR = GemmConfig("vector", 4, warps=2)
+DOT = GemmConfig("dot", 16, block_m=32, block_k=32, warps=2, stages=2)
+TILE = GemmConfig("tile", 64 if ON_GPU else 16, block_m=32, block_k=64 if ON_GPU else 32, warps=4, stages=3)
 
 
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever a kernel should write holds NaN before."""
-    new_output, empty_like = Product.new_output, torch.empty_like
-    monkeypatch.setattr(Product, "new_output", lambda self: new_output(self).fill_(float("nan")))
+    new_output, empty_like = Gemm.new_output, torch.empty_like
+    monkeypatch.setattr(Gemm, "new_output", lambda self: new_output(self).fill_(float("nan")))
     monkeypatch.setattr(torch, "empty_like", lambda x, **options: empty_like(x, **options).fill_(float("nan")))
 
 
 def check(
-    config: Config, rows: int, dtype: torch.dtype, norm: bool, residual: bool, silu: bool, bias: bool,
+    config: GemmConfig, rows: int, dtype: torch.dtype, norm: bool, residual: bool, silu: bool, bias: bool,
     n: int = 40, k: int = 96,
 ) -> torch.Tensor:  # fmt: skip
     """Compare a product with the reference; returns it."""
@@ -51,13 +51,13 @@ def check(
     offset = random(n).to(dtype) if bias else None
     before = None if carried is None else carried.clone()
     if norm:
-        out, stream = thin_norm_linear(x, carried, gain, EPS, weight, offset, silu=silu, config=config)
+        out, stream = skinny_norm_linear(x, carried, gain, EPS, weight, offset, silu=silu, config=config)
         total = x if carried is None else x + carried
         assert torch.equal(stream, total)
         assert carried is None or torch.equal(carried, before)
         inputs = TorchOps().rms_norm(total.float(), gain.float(), EPS)
     else:
-        fold = thin_silu_linear if silu else thin_linear
+        fold = skinny_silu_linear if silu else skinny_linear
         out = fold(x, weight, offset, config=config)
         inputs = x.float()
     expected = inputs.double() @ weight.double().T
@@ -79,7 +79,7 @@ def random(*size: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("norm, residual, silu, bias", FOLDS)
 @pytest.mark.parametrize("config", [VECTOR, DOT, TILE], ids=lambda config: config.kernel)
-def test_anything_can_be_folded_in(config: Config, norm: bool, residual: bool, silu: bool, bias: bool) -> None:
+def test_anything_can_be_fused(config: GemmConfig, norm: bool, residual: bool, silu: bool, bias: bool) -> None:
     check(config, 3, HALF, norm, residual, silu, bias)
 
 
@@ -94,9 +94,9 @@ def test_anything_can_be_folded_in(config: Config, norm: bool, residual: bool, s
         (replace(DOT, block_n=8, warps=4, block_m=16), 5),
         *((TILE, rows) for rows in (1, 5, 16, 20, 40)),
     ],
-    ids=lambda value: value.kernel if isinstance(value, Config) else str(value),
+    ids=lambda value: value.kernel if isinstance(value, GemmConfig) else str(value),
 )
-def test_any_number_of_rows(config: Config, rows: int, dtype: torch.dtype) -> None:
+def test_any_number_of_rows(config: GemmConfig, rows: int, dtype: torch.dtype) -> None:
     check(config, rows, dtype, norm=True, residual=True, silu=False, bias=False)
 
 
@@ -113,10 +113,10 @@ def test_the_next_kernel_may_start_early() -> None:
 
 @pytest.mark.parametrize("dtype", [HALF, torch.float32], ids=str)
 @pytest.mark.parametrize("silu", [False, True])
-@pytest.mark.parametrize("copy_engine", [False, True])
+@pytest.mark.parametrize("tma", [False, True])
 @pytest.mark.parametrize("shared", [{}, {"split": 2}, {"split": 3}, {"programs": 1}], ids=str)
-def test_programs_share_tiles(shared: dict[str, int], copy_engine: bool, silu: bool, dtype: torch.dtype) -> None:
-    config = replace(TILE, tma=copy_engine, **shared)
+def test_programs_share_tiles(shared: dict[str, int], tma: bool, silu: bool, dtype: torch.dtype) -> None:
+    config = replace(TILE, tma=tma, **shared)
     k = 320 if ON_GPU else 160
     for rows in (20, 40):
         check(config, rows, dtype, False, False, silu, True, k=k)
@@ -125,22 +125,22 @@ def test_programs_share_tiles(shared: dict[str, int], copy_engine: bool, silu: b
 def test_shared_tiles_come_out_the_same_each_time() -> None:
     x, weight = random(20, 160).to(HALF), random(40, 160).to(HALF)
     for config in (replace(TILE, split=3), replace(TILE, programs=1)):
-        first = thin_linear(x, weight, config=config)
+        first = skinny_linear(x, weight, config=config)
         for _ in range(20 if ON_GPU else 2):
-            assert torch.equal(thin_linear(x, weight, config=config), first)
+            assert torch.equal(skinny_linear(x, weight, config=config), first)
 
 
 def test_a_norm_needs_whole_tiles() -> None:
     x, weight = random(4, 96).to(HALF), random(40, 96).to(HALF)
     with pytest.raises(ValueError, match="whole tiles"):
-        thin_norm_linear(x, None, x[0], EPS, weight, config=replace(TILE, split=2))
+        skinny_norm_linear(x, None, x[0], EPS, weight, config=replace(TILE, split=2))
 
 
 def test_too_many_rows_are_refused() -> None:
     x, weight = random(40, 96).to(HALF), random(40, 96).to(HALF)
     for config in (VECTOR, DOT):
         with pytest.raises(ValueError, match="not 40"):
-            thin_linear(x, weight, config=config)
+            skinny_linear(x, weight, config=config)
 
 
 @pytest.mark.skipif(not ON_GPU, reason="as many programs as a card takes")

@@ -11,6 +11,17 @@ pytest.importorskip("triton")
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
 IS_SANITIZED = bool(os.environ.get("QUIRE_SANITIZED"))
-"""Under compute-sanitizer a launch takes a thousand times as long: fewer of the same say as much."""
+"""Under compute-sanitizer a launch takes a thousand times as long: tests run fewer of them."""
 # The interpreter keeps bfloat16 as raw bits and cannot multiply matrices of it; float16 walks the same lines there.
 HALF = torch.bfloat16 if ON_GPU else torch.float16
+
+
+def assert_same_bits(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    """Equal bits on a GPU, where the order of sums is the kernel's; closeness in the interpreter.
+
+    There `tl.dot` is numpy's matmul, and which bits BLAS gives a row depends on the CPU and on the row's position.
+    """
+    if ON_GPU:
+        assert torch.equal(actual, expected)
+    else:
+        torch.testing.assert_close(actual, expected)

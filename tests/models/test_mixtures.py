@@ -130,7 +130,7 @@ def test_the_same_with_the_kernels_for_gpus(tokens: int, monkeypatch: pytest.Mon
     pytest.importorskip("triton")
     from quire.kernels.triton import ops
 
-    monkeypatch.setattr(ops, "THIN", True)
+    monkeypatch.setattr(ops, "USE_OWN_GEMMS", True)
     reference = reference_of("qwen3-moe")
     (whole, *_) = sparse(loaded_model(reference))
     parts = []

@@ -128,7 +128,7 @@ def test_memory_is_given_out_again_only_when_nobody_looks_at_it() -> None:
         third = like.new_empty(100)
         assert third.data_ptr() == place
     assert len(arena.memory) == 2
-    assert arena.foreign == []
+    assert arena.torch_ops == []
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32])

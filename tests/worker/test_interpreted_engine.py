@@ -120,15 +120,15 @@ def test_products_that_add_themselves_to_the_stream(
     from quire.kernels.triton import ops
 
     added: list[int] = []
-    onto = ops.TritonOps.linear_onto
+    linear_add = ops.TritonOps.linear_add
 
     def noted(self: Any, stream: Any, x: Any, *more: Any) -> Any:
-        result = onto(self, stream, x, *more)
+        result = linear_add(self, stream, x, *more)
         added.append(len(x) if result is None else 0)
         return result
 
-    monkeypatch.setattr(ops, "ONTO_ROWS", 5)
-    monkeypatch.setattr(ops.TritonOps, "linear_onto", noted)
+    monkeypatch.setattr(ops, "FUSED_ADD_MIN_ROWS", 5)
+    monkeypatch.setattr(ops.TritonOps, "linear_add", noted)
     llm = interpreted(pipeline_depth=0)
     assert tokens_of(llm.generate(PROMPTS, PARAMS, use_tqdm=False)) == expected
     assert max(added) >= sum(map(len, PROMPTS))

@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
             "latencies": latencies,
             "percentiles": percentiles,
             **waste_figures(stats, facts.max_model_len),
-            **({"profile": profiled.figures} if profiled else {}),
+            **({"profile": profiled.metrics} if profiled else {}),
         },
     )
     if profiled:

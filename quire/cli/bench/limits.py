@@ -1,6 +1,6 @@
-"""What a step cannot be faster than: bytes that must be moved and operations that must be done, by kind of kernel.
+"""Roofline limits of a step: the bytes it must move and the operations it must do, by kind of kernel.
 
-To teach a profile a new kind of kernel is to add a line to `KINDS`.
+To add a kind of kernel to the profile, add a line to `KINDS`.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ class Work:
     rows: float
     draws: float
     context: float
-    """Tokens all rows attend to, together."""
+    """Tokens that all rows attend to, in sum."""
     pairs: float
     """Query and key pairs: each token with everything up to itself."""
 
 
 @dataclass(frozen=True)
 class StepShape:
-    """The model in numbers."""
+    """The model's dimensions."""
 
     layers: int
     hidden: int
@@ -40,7 +40,7 @@ class StepShape:
     vocabulary: int
     itemsize: int
     body_bytes: int
-    """All weights but the embeddings'."""
+    """All weights except the embeddings'."""
 
     @classmethod
     def of(cls, facts: EngineFacts) -> StepShape:
@@ -64,7 +64,7 @@ Cost = tuple[float, float]
 """Bytes and operations of a step."""
 
 
-def _products(shape: StepShape, work: Work) -> Cost:
+def _gemms(shape: StepShape, work: Work) -> Cost:
     """Every weight read once, every activation read and written once; two operations a weight and token."""
     head = shape.vocabulary * shape.hidden
     qkv = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
@@ -104,7 +104,7 @@ def _draws(shape: StepShape, work: Work) -> Cost:
 
 @dataclass(frozen=True)
 class KernelKind:
-    """Kernels that do the same sort of work, by their names."""
+    """Kernels that do the same kind of work, recognized by name."""
 
     name: str
     pattern: str
@@ -115,12 +115,12 @@ class KernelKind:
 
 
 KINDS = (
-    KernelKind("attention", r"^_(decode|prefill|prefix|plan|lay_out|merge)|attention|attn|flash|fmha", _attention),
+    KernelKind("attention", r"^_?(decode|prefill|prefix|plan|merge)|attention|attn|flash|fmha", _attention),
     KernelKind("QKV", r"qkv|rope|rotary", _qkv),
-    KernelKind("products", r"^_(dot|tile|vector|linear)|gemm|gemv|cutlass|nvjet|xmma|cublas|splitk", _products),
+    KernelKind("GEMMs", r"^_(dot|tile|vector|linear)|gemm|gemv|cutlass|nvjet|xmma|cublas|splitk", _gemms),
     KernelKind("norms", r"norm", _norms),
     KernelKind("activation", r"silu|gelu", _activation),
-    KernelKind("sampling", r"^_(measure|draw|filter)|softmax|arg_?max|top_?k|sort|scan|sampl|philox", _draws),
+    KernelKind("sampling", r"^_(measure|draw|filter|mask)|softmax|arg_?max|top_?k|sort|scan|sampl|philox", _draws),
     KernelKind("copies", r"memcpy|memset|copy"),
     KernelKind("batch", r"^_(apply|expand|commit)|index|gather|scatter|arange|fill"),
 )
@@ -128,24 +128,24 @@ OTHER = KernelKind("other", "")
 
 
 def kind_of(kernel: str) -> KernelKind:
-    """The first kind whose pattern is in the kernel's name."""
+    """The first kind whose pattern matches the kernel's name."""
     return next((kind for kind in KINDS if kind.fits(kernel)), OTHER)
 
 
 @dataclass(frozen=True)
 class DeviceSpeed:
-    """What the device can do, measured on it."""
+    """The device's measured bandwidth and throughput."""
 
     bytes_per_second: float
     operations_per_second: float
 
     def seconds(self, cost: Cost) -> float:
-        """The least time the work takes."""
+        """A lower bound on the time of this work."""
         return max(cost[0] / self.bytes_per_second, cost[1] / self.operations_per_second)
 
 
 def measure_speed(repeats: int = 10) -> DeviceSpeed | None:
-    """How fast the current GPU copies memory and multiplies large bfloat16 matrices; None without one, or no room."""
+    """How fast the current GPU copies memory and multiplies large bfloat16 matrices; None without a GPU or memory."""
     import torch
 
     if not torch.cuda.is_initialized():

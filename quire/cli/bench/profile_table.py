@@ -1,4 +1,4 @@
-"""Where the time of a step went, in words and columns."""
+"""The report of a profile: where the time of a step was spent."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from quire.cli.bench.trace import Trace, TraceEntry
 from quire.cli.terminal import table
 
 SHOWN = 20
-"""Lines of the table of kernels."""
+"""Kernels listed by name."""
 PARTS = ("schedule", "launch", "collect", "update", "output")
-"""Of a step on the host, in their order."""
+"""Parts of a step on the host, in order."""
 
 Rows = list[tuple[str, ...]]
 
 
 def report(trace: Trace, work: Work, shape: StepShape, speed: DeviceSpeed | None, before: float | None) -> str:
-    """Where the time of a step went, in words and columns."""
+    """An overview, then the kernels by kind and by name (without a GPU: torch's operators)."""
     lines = [
         f"\n{trace.steps} steps of {work.rows:.0f} requests, {work.tokens:.0f} tokens, {work.context:.0f} in context",
         table(_overview(trace, before)),
@@ -36,37 +36,37 @@ def report(trace: Trace, work: Work, shape: StepShape, speed: DeviceSpeed | None
 
 def _overview(trace: Trace, before: float | None) -> list[tuple[str, str]]:
     wall = trace.wall / trace.steps
-    alone = "" if before is None else f"; {1000 * before:.3f} ms before the profiler came on"
+    alone = "" if before is None else f"; {1000 * before:.3f} ms before the profiler started"
     rows = [("wall", f"{wall / 1000:.3f} ms a step{alone}")]
     if trace.kernels:
         gap = f"; the longest {trace.longest_gap:.0f} us, before {trace.after_gap}" if trace.after_gap else ""
         idle = trace.wall - trace.busy
         rows.append(("GPU busy", f"{trace.busy / trace.steps / 1000:.3f} ms, {100 * trace.busy / trace.wall:.1f}%"))
         rows.append(("gaps", f"{idle / trace.steps / 1000:.3f} ms, {100 * idle / trace.wall:.1f}%{gap}"))
-    told = [(part, trace.parts.get(part, 0.0)) for part in PARTS]
-    rest = trace.wall - sum(time for _, time in told)
-    parts = ", ".join(f"{part} {time / trace.steps / 1000:.3f}" for part, time in [*told, ("rest", rest)])
+    parts_us = [(part, trace.parts.get(part, 0.0)) for part in PARTS]
+    rest = trace.wall - sum(time for _, time in parts_us)
+    parts = ", ".join(f"{part} {time / trace.steps / 1000:.3f}" for part, time in [*parts_us, ("rest", rest)])
     return [*rows, ("host, ms", parts)]
 
 
 def _kind_rows(trace: Trace, work: Work, shape: StepShape, speed: DeviceSpeed | None) -> Rows:
-    """Kernels by what they do, beside the least time that takes."""
+    """Kernels by kind, with the lower bound of their time."""
     sums: dict[str, TraceEntry] = {}
     for name, entry in trace.kernels.items():
         total = sums.setdefault(kind_of(name).name, TraceEntry())
         total.calls += entry.calls
         total.microseconds += entry.microseconds
-    rows: Rows = [("kind", "calls", "us a step", "share", "least us", "of its limit")]
+    rows: Rows = [("kind", "calls", "us a step", "share", "limit us", "of limit")]
     for kind in (*KINDS, OTHER):
         if kind.name not in sums:
             continue
         total = sums[kind.name]
         spent = total.microseconds / trace.steps
-        least, reached = "", ""
+        limit, reached = "", ""
         if speed is not None and kind.cost is not None and spent:
             bound = 1e6 * speed.seconds(kind.cost(shape, work))
-            least, reached = f"{bound:.1f}", f"{100 * bound / spent:.0f}%"
-        rows.append((kind.name, *_figures_of(total, trace)[::2], _share(total, trace.busy), least, reached))
+            limit, reached = f"{bound:.1f}", f"{100 * bound / spent:.0f}%"
+        rows.append((kind.name, *_cells(total, trace)[::2], _share(total, trace.busy), limit, reached))
     return rows
 
 
@@ -76,11 +76,11 @@ def _kernel_rows(trace: Trace) -> Rows:
 
 
 def _operator_rows(trace: Trace) -> Rows:
-    """torch's operators; the rest of the wall is Python and the native kernels, which torch does not see."""
+    """torch's operators; the rest of the wall time is Python and our native kernels, which torch does not see."""
     rows: Rows = [("operator", "calls", "us each", "us a step", "share")]
     outside = TraceEntry(trace.steps, max(0.0, trace.wall - trace.operators_time))
     rows += _rows(trace.operators, trace, trace.wall)
-    return [*rows, ("(native kernels, Python)", *_figures_of(outside, trace), _share(outside, trace.wall))]
+    return [*rows, ("(native kernels, Python)", *_cells(outside, trace), _share(outside, trace.wall))]
 
 
 def _rows(entries: dict[str, TraceEntry], trace: Trace, whole: float, with_kind: bool = False) -> Rows:
@@ -92,11 +92,11 @@ def _rows(entries: dict[str, TraceEntry], trace: Trace, whole: float, with_kind:
     rows: Rows = []
     for name, entry in shown:
         kind = (kind_of(name).name if not name.startswith("(") else "",) if with_kind else ()
-        rows.append((_cut(name), *kind, *_figures_of(entry, trace), _share(entry, whole)))
+        rows.append((_shorten(name), *kind, *_cells(entry, trace), _share(entry, whole)))
     return rows
 
 
-def _figures_of(entry: TraceEntry, trace: Trace) -> tuple[str, str, str]:
+def _cells(entry: TraceEntry, trace: Trace) -> tuple[str, str, str]:
     each = entry.microseconds / entry.calls
     return f"{entry.calls / trace.steps:.1f}", f"{each:.1f}", f"{entry.microseconds / trace.steps:.1f}"
 
@@ -105,12 +105,12 @@ def _share(entry: TraceEntry, whole: float) -> str:
     return f"{100 * entry.microseconds / whole:.1f}%" if whole else ""
 
 
-def _cut(name: str, width: int = 48) -> str:
+def _shorten(name: str, width: int = 48) -> str:
     return name if len(name) <= width else name[: width - 1] + "…"
 
 
 def _columns(rows: Rows) -> str:
-    """The first column to the left, the others to the right, but words to the left too."""
+    """Aligned columns: names to the left, numbers to the right."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     words = [i == 0 or rows[0][i] == "kind" for i in range(len(widths))]
     return "\n".join(
@@ -123,7 +123,7 @@ def _columns(rows: Rows) -> str:
     )
 
 
-def figures(trace: Trace, work: Work, path: str) -> dict[str, Any]:
+def metrics(trace: Trace, work: Work, path: str) -> dict[str, Any]:
     """The same for --output-json; times in seconds a step."""
     per_step = 1e-6 / trace.steps
     return {

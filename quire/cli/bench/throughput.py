@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
             "output_tokens_per_second": generated / elapsed,
             "num_preemptions": preemptions,
             **waste_figures(stats, facts.max_model_len),
-            **({"profile": profiled.figures} if profiled else {}),
+            **({"profile": profiled.metrics} if profiled else {}),
         },
     )
     if profiled:

@@ -1,4 +1,4 @@
-"""A profiler's trace, read back: where the time of a step went."""
+"""Reads a profiler's trace: where the time of a step was spent."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 MARK = "quire:"
-"""Begins the names of the marks a profiled run leaves: `quire:step` and its parts."""
+"""Prefix of the names of our marks in a trace: `quire:step` and its parts."""
 ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
 @dataclass
 class TraceEntry:
-    """A kernel, or an operator: how often, and how long in all."""
+    """A kernel or an operator: number of calls and total time."""
 
     calls: int = 0
     microseconds: float = 0.0
@@ -30,24 +30,24 @@ class TraceEntry:
 
 @dataclass
 class Trace:
-    """Times in microseconds, over all the steps that were recorded."""
+    """Times in microseconds, over all recorded steps."""
 
     steps: int
     wall: float
-    """From the first step's begin to the last one's end."""
+    """From the start of the first step to the end of the last."""
     parts: dict[str, float]
     """Host time by part of the loop."""
     kernels: dict[str, TraceEntry] = field(default_factory=dict)
     operators: dict[str, TraceEntry] = field(default_factory=dict)
     busy: float = 0.0
-    """How long the device was at work."""
+    """Time in which the device was busy."""
     longest_gap: float = 0.0
     after_gap: str = ""
-    """The kernel that came after it."""
+    """The kernel after the longest gap."""
 
     @classmethod
     def read(cls, path: Path) -> Trace:
-        """From a file of torch.profiler's."""
+        """From a file written by torch.profiler."""
         with gzip.open(path, "rt") as file:
             return cls.of(json.load(file)["traceEvents"])
 
@@ -58,19 +58,19 @@ class Trace:
         marks = [event for event in spans if event.get("cat") == "user_annotation" and event["name"].startswith(MARK)]
         whole = [mark for mark in marks if mark["name"] == MARK + "step"]
         if not whole:
-            raise ValueError("the trace holds no step: the run was too short to be profiled")
+            raise ValueError("the trace contains no step: the run was too short to be profiled")
         begin = min(step["ts"] for step in whole)
         end = max(step["ts"] + step["dur"] for step in whole)
         parts: dict[str, float] = defaultdict(float)
         for mark in marks:
             parts[mark["name"].removeprefix(MARK)] += mark["dur"]
         trace = cls(len(whole), end - begin, dict(parts))
-        trace._take_kernels([event for event in spans if event.get("cat") in ON_DEVICE], begin, end)
-        trace._take_operators([event for event in spans if event.get("cat") == "cpu_op"], begin, end)
+        trace._add_kernels([event for event in spans if event.get("cat") in ON_DEVICE], begin, end)
+        trace._add_operators([event for event in spans if event.get("cat") == "cpu_op"], begin, end)
         return trace
 
-    def _take_kernels(self, events: list[dict[str, Any]], begin: float, end: float) -> None:
-        """A kernel's time counts from the end of all before it: one that starts early only waits until then."""
+    def _add_kernels(self, events: list[dict[str, Any]], begin: float, end: float) -> None:
+        """A kernel's time counts from the end of all before it: with dependent launches one starts early and waits."""
         spans = [
             (max(event["ts"], begin), min(event["ts"] + event["dur"], end), short(event["name"]))
             for event in events
@@ -87,32 +87,32 @@ class Trace:
             self.kernels.setdefault(name, TraceEntry()).add(stop - max(start, done))
             done = stop
 
-    def _take_operators(self, events: list[dict[str, Any]], begin: float, end: float) -> None:
+    def _add_operators(self, events: list[dict[str, Any]], begin: float, end: float) -> None:
         """An operator's own time, without that of the operators it called."""
         threads: dict[Any, list[dict[str, Any]]] = defaultdict(list)
         for event in events:
             if begin <= event["ts"] < end:
                 threads[event["tid"]].append(event)
         for each in threads.values():
-            for name, own in _own_times(each):
-                self.operators.setdefault(name, TraceEntry()).add(own)
+            for name, self_time in _self_times(each):
+                self.operators.setdefault(name, TraceEntry()).add(self_time)
 
     @property
     def operators_time(self) -> float:
-        """All operators together."""
+        """The sum over all operators."""
         return sum(entry.microseconds for entry in self.operators.values())
 
 
-def _own_times(events: list[dict[str, Any]]) -> list[tuple[str, float]]:
-    owns = {id(event): event["dur"] for event in events}
+def _self_times(events: list[dict[str, Any]]) -> list[tuple[str, float]]:
+    self_times = {id(event): event["dur"] for event in events}
     open_spans: list[dict[str, Any]] = []
     for event in sorted(events, key=lambda event: (event["ts"], -event["dur"])):
         while open_spans and open_spans[-1]["ts"] + open_spans[-1]["dur"] <= event["ts"]:
             open_spans.pop()
         if open_spans:
-            owns[id(open_spans[-1])] -= event["dur"]
+            self_times[id(open_spans[-1])] -= event["dur"]
         open_spans.append(event)
-    return [(event["name"], max(0.0, owns[id(event)])) for event in events]
+    return [(event["name"], max(0.0, self_times[id(event)])) for event in events]
 
 
 def short(kernel: str) -> str:

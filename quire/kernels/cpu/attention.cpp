@@ -1,37 +1,36 @@
-// Causal attention of packed queries over a paged cache, all rows of a step in one call.
+// Causal attention of packed queries over a paged cache: prefills and decodes of a step in one call.
 //
 // Work:  4 * D operations per (query head, visible key), plus one exponential.
-// Bytes: a key and a value (2 * D numbers) per (KV head, key) and query tile: once for a decode, whatever the group.
-//        Two Zen 4 cores: a decode of one token does 2 * G / 4 operations a byte, so memory bounds it; a prompt is
-//        bound by arithmetic.
+// Bytes: a key and a value (2 * D numbers) per (KV head, key) and query tile: once for a decode, for any group
+//        size. A decode of one token does 2 * G / 4 operations a byte, so memory bounds it (two Zen 4 cores); arithmetic
+//        bounds a prompt.
 //
 // A tile is up to kTile query vectors of one row that share a KV head: (token, head of the group) pairs, token-major.
-// They are the lanes: scores lie as s[key][lane], so that maxima, sums and masks are plain vector operations and no
-// sum ever crosses lanes. Keys come in chunks of kChunk; each chunk is a softmax of its own, (peak, total, values),
-// and chunks are merged in order. Chunks of one tile may therefore run on several threads with the same result.
-// A decode goes through all its KV heads at once where there are rows enough to share out: a cache block is then read
-// from end to end, which memory likes better than a head's 4 KB of it (25 instead of 20 GB/s).
+// They are the SIMD lanes: scores are stored as s[key][lane], so that maxima, sums and masks are plain vector
+// operations and no sum crosses lanes. Keys come in chunks of kChunk; each chunk is a softmax of its own, (peak, total,
+// values), and chunks are merged in order. Chunks of one tile may therefore run on several threads with the same
+// result. With enough rows for all threads, a decode processes all its KV heads together: a cache block is then read
+// sequentially, which is faster than a head's 4 KB of it at a time (25 instead of 20 GB/s).
 //
 // Bits: chunks begin at multiples of kChunk in the row's own positions and lanes never mix, so a token's output
-// depends only on its row's queries and cache: not on the batch, the threads, or how its prompt was cut into steps.
+// depends only on its row's queries and cache: not on the batch, the threads, or the chunking of its prompt.
 #include <algorithm>
 #include <vector>
 
 #include "outer.h"
-#include "scratch.h"
 
 namespace {
 
 constexpr int kVectors = kRegisters == 32 ? 4 : 2;
 constexpr int64_t kTile = kVectors * kLanes;
 constexpr int64_t kChunk = 256;  // keys: a tile's scores (64 KB) stay in L2
-constexpr int64_t kWorthSharing = 128 * 1024;  // multiply-adds: fewer take less time than waking the team
-constexpr int64_t kRowsToShare = 4;  // decodes a thread: from there on no thread waits long for the last one
+constexpr int64_t kWorthSharing = 128 * 1024;  // multiply-adds: fewer take less time than waking the thread pool
+constexpr int64_t kRowsToShare = 4;  // decodes a thread: with this many, no thread waits long for the last one
 constexpr float kNever = -__builtin_inff();
 
 thread_local Scratch tile_scratch, partial_scratch;
 
-// The call as Python packs it (8 bytes a field).
+// Arguments as Python packs them (8 bytes a field).
 template <class T>
 struct Call {
     const T* q;   // [tokens, heads, dim], q_stride between tokens
@@ -45,7 +44,7 @@ struct Call {
     double scale;
     int64_t threads;
 
-    // How far a row may be read, whatever its length says.
+    // Tokens a block table can hold: the limit of what is read, whatever a row's length says.
     int64_t capacity() const { return table_width * block_size; }
     int64_t group() const { return heads / kv_heads; }
     int64_t padded_dim() const { return (dim + kLanes - 1) / kLanes * kLanes; }
@@ -59,7 +58,7 @@ struct Item {
     int64_t first, count;                // queries first .. first + count of the row, as token * group + head
     int64_t position;                    // of the row's first query token
     int64_t chunk, chunk_end;            // chunks of keys to read
-    int64_t partial;                     // where the first chunk's result goes in the partials, or -1: finish here
+    int64_t partial;                     // offset of the first chunk's result in the partials, or -1: finish here
     int64_t cost;                        // keys * lanes
 };
 
@@ -103,8 +102,9 @@ void merge(State into, State from, int64_t width, int64_t dim) {
         }
 }
 
-// Rows of the cache as float32 with padded_dim numbers each, copied only where they are not that already. `ahead`:
-// how far away the next rows are, to be fetched meanwhile; whoever reads rows in place does that itself, and is left it.
+// Rows of the cache as float32 with padded_dim numbers each, copied unless they are that already. `ahead`: distance of
+// the next rows, which are prefetched during the copy; it is set to 0 then, and kept for the caller if nothing is
+// copied.
 template <class T>
 const float* widen(const Call<T>& c, const T* rows, int64_t count, float* copy, int64_t& ahead) {
     if (c.direct()) return reinterpret_cast<const float*>(rows);
@@ -190,8 +190,8 @@ struct Tile {
         }
     }
 
-    // A decode waits for memory: how far ahead of `rows` the next block's are, to be fetched line by line meanwhile.
-    // (All at once would fill the queue of misses, and the loads that are needed now would stand in it.)
+    // Software prefetch of a decode: the distance from `rows` to the next block's, fetched line by line. (All at once
+    // would fill the miss queue, and the loads needed now would wait in it.)
     int64_t distance(const T* rows, int64_t next, int64_t end, int64_t offset) const {
         return V == 1 && next < end ? block_of(next) + offset - rows : 0;
     }
@@ -207,7 +207,7 @@ struct Tile {
         });
     }
 
-    // scores become weights e^(score - peak); keys a lane may not see get weight 0.
+    // scores become weights e^(score - peak); keys that a lane must not see get weight 0.
     void softmax(State s, float* scores, int64_t begin, int64_t end) {
         const int64_t first_token = item.first / c.group(), last_token = (item.first + item.count - 1) / c.group();
         const bool masked = end - 1 > item.position + first_token ||
@@ -258,7 +258,7 @@ struct Tile {
         });
     }
 
-    // One chunk of keys, of every head: their states lie one after the other.
+    // One chunk of keys, of every head; the heads' states are consecutive.
     void chunk(float* states, int64_t index) {
         const int64_t first_token = item.first / c.group(), last_token = (item.first + item.count - 1) / c.group();
         const int64_t lowest = c.window ? item.position + first_token - c.window + 1 : 0;
@@ -359,7 +359,7 @@ Plan plan(const Call<T>& c) {
             }
         }
     }
-    // A tile that alone would be a good part of a thread's share is cut into its chunks.
+    // A tile larger than a quarter of a thread's share is divided into its chunks.
     const int64_t share = result.cost / (c.threads * 4);
     for (Item tile : tiles) {
         if (c.threads == 1 || tile.chunk_end - tile.chunk == 1 || tile.cost <= share) {
@@ -370,10 +370,10 @@ Plan plan(const Call<T>& c) {
         tile.partial = result.partials;
         result.split.push_back(tile);
         for (int64_t i = tile.chunk; i < tile.chunk_end; i++, result.partials += size) {
-            Item piece = tile;
-            piece.chunk = i, piece.chunk_end = i + 1, piece.partial = result.partials;
-            piece.cost = kChunk * lanes_for(tile.count) * tile.kv_heads;
-            result.items.push_back(piece);
+            Item part = tile;
+            part.chunk = i, part.chunk_end = i + 1, part.partial = result.partials;
+            part.cost = kChunk * lanes_for(tile.count) * tile.kv_heads;
+            result.items.push_back(part);
         }
     }
     std::stable_sort(result.items.begin(), result.items.end(),

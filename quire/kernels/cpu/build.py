@@ -1,7 +1,7 @@
-"""Compile the C++ beside this file on first use, keep the result, load it.
+"""Compiles the C++ kernels beside this file on first use, caches and loads the library.
 
-No torch headers and no build system: a few files, one compiler call each, a few seconds once per machine. Without a
-working compiler `library()` is None, and callers stay with torch.
+No torch headers and no build system: a few files, one compiler call each, a few seconds once a machine. Without a
+working compiler `library()` is None, and callers use torch.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ logger = logging.getLogger(__name__)
 
 _FOLDER = Path(__file__).parent
 _SOURCES = ("attention.cpp", "elementwise.cpp", "experts.cpp", "linear.cpp", "replay.cpp")
-_HEADERS = ("outer.h", "scratch.h", "simd.h")
-# Contraction makes a * b + c one fused operation, which the kernels count on; -ffast-math would lose NaN.
+_HEADERS = ("outer.h", "simd.h")
+# Contraction makes a * b + c one fused multiply-add, which the kernels rely on; -ffast-math would lose NaN.
 _FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-fPIC")
 _QUIET = ("-fvisibility=hidden", "-w")
 
 # A kernel takes one pointer, to its arguments packed 8 bytes each in the order of its C++ struct: q (pointer or int64)
-# or d (double). ctypes would take half a microsecond to a microsecond to convert them one by one.
+# or d (double). Converting them one by one, ctypes would take 0.5 to 1 us.
 _LAYOUTS = {
     "linear": "10q",
     "attend": "16qdq",
@@ -50,8 +50,8 @@ _LAYOUTS = {
     "route": "9q",
     "experts": "13q",
 }
-# Calls of a microsecond or so keep the GIL: giving it up could cost a whole switch interval to get it back.
-_SHORT = {"rms_norm", "add_rms_norm", "silu_mul", "prepare_qkv", "embedding", "route"}
+# Calls of about a microsecond keep the GIL: after releasing it, reacquiring can take a whole switch interval.
+_HOLD_GIL = {"rms_norm", "add_rms_norm", "silu_mul", "prepare_qkv", "embedding", "route"}
 _SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}
 
 
@@ -68,9 +68,9 @@ class Library:
         self._kernels: dict[str, dict[torch.dtype, Kernel]] = {}
 
     def kernel(self, name: str) -> dict[torch.dtype, Kernel]:
-        """For each dtype it knows, (run, pack): call run(pack(...)) with data pointers and sizes as ints.
+        """(run, pack) by dtype: call run(pack(...)) with data pointers and sizes as ints.
 
-        Look the pair up for each call: while a tape records, another one is there.
+        Look the pair up for each call: while a tape records, it is replaced by a recording one.
         """
         if name not in self._kernels:
             self._kernels[name] = self._bind(name)
@@ -78,21 +78,21 @@ class Library:
 
     @contextmanager
     def recording(self) -> Iterator[Tape]:
-        """Kernels called inside run as ever, and are written down on the tape."""
+        """Kernels called inside run as usual and are recorded on the tape."""
         replay = self._releasing["quire_replay"]
         replay.argtypes, replay.restype = [ctypes.c_void_p, ctypes.c_int64], None
         tape = Tape(replay)
-        usual = {name: dict(kernels) for name, kernels in self._kernels.items()}
+        original = {name: dict(kernels) for name, kernels in self._kernels.items()}
         for kernels in self._kernels.values():
             kernels.update({dtype: (tape.recording(run), pack) for dtype, (run, pack) in kernels.items()})
         try:
             yield tape
         finally:
-            for name, kernels in usual.items():
+            for name, kernels in original.items():
                 self._kernels[name].update(kernels)
 
     def _bind(self, name: str) -> dict[torch.dtype, Kernel]:
-        handle = self._holding if name in _SHORT else self._releasing
+        handle = self._holding if name in _HOLD_GIL else self._releasing
         pack = struct.Struct(_LAYOUTS[name]).pack
         kernels: dict[torch.dtype, Kernel] = {}
         for dtype, suffix in _SUFFIXES.items():
@@ -104,9 +104,9 @@ class Library:
 
 @functools.cache
 def library() -> Library | None:
-    """The kernels, compiled if need be; None, with one warning, where that is not possible."""
+    """The kernels, compiled if necessary; None, with one warning, where that is not possible."""
     try:
-        return Library(_built())
+        return Library(_library_path())
     except (OSError, subprocess.SubprocessError, RuntimeError) as error:
         detail = getattr(error, "stderr", None) or error
         logger.warning(
@@ -117,8 +117,8 @@ def library() -> Library | None:
         return None
 
 
-def _built() -> Path:
-    """Path of the library for this source, compiler and CPU; built now unless an earlier process did."""
+def _library_path() -> Path:
+    """The library of this source, compiler and CPU; built now unless it is cached."""
     compiler = _compiler()
     flags = [*_FLAGS, *_architecture(compiler), *_openmp_flags()]
     runtime = _openmp_runtime()
@@ -133,7 +133,7 @@ def _built() -> Path:
 
 
 def _compile(compiler: list[str], flags: list[str], runtime: Path, target: Path) -> None:
-    """Build beside the target under a name of our own, then rename: another process may be doing the same."""
+    """Build under a temporary name, then rename: another process may be building the same."""
 
     def call(*arguments: str) -> None:
         subprocess.run([*compiler, *arguments], capture_output=True, text=True, check=True)
@@ -144,7 +144,7 @@ def _compile(compiler: list[str], flags: list[str], runtime: Path, target: Path)
             sources = [str(_FOLDER / name) for name in _SOURCES]
             list(pool.map(lambda pair: call(*flags, "-c", pair[0], "-o", pair[1]), zip(sources, objects, strict=True)))
         # Torch's own OpenMP runtime, by path and without -fopenmp, which would add the compiler's: two runtimes in
-        # one process are two teams of threads that spin against each other.
+        # one process are two thread pools that spin against each other.
         call("-shared", *objects, str(runtime), f"-Wl,-rpath,{runtime.parent}", "-o", f"{folder}/library")
         os.replace(f"{folder}/library", target)
 
@@ -162,7 +162,12 @@ def _compiler() -> list[str]:
 
 
 def _architecture(compiler: list[str]) -> list[str]:
-    """What this compiler calls "for the CPU we are on"; GCC and older Clang spell it differently on ARM."""
+    """The flag that means "for this CPU" (GCC and older Clang spell it differently on ARM), unless CXX names one.
+
+    CXX="g++ -march=x86-64-v3" builds the kernels as a machine without AVX-512 would.
+    """
+    if any(argument.startswith(("-march=", "-mcpu=")) for argument in compiler):
+        return []
     for flag in ("-march=native", "-mcpu=native"):
         probe = [*compiler, flag, "-x", "c++", "-E", os.devnull]
         if subprocess.run(probe, capture_output=True).returncode == 0:
@@ -191,7 +196,7 @@ def _site() -> Path:
 
 
 def _cpu() -> str:
-    """What -march=native depends on: a cache on a shared disk may serve several machines."""
+    """What -march=native depends on: a cache on a shared disk may serve different CPUs."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
@@ -199,7 +204,7 @@ def _cpu() -> str:
 
 
 def _cache() -> Path:
-    """Where libraries are kept; a folder of this process alone where the user has no writable one."""
+    """The folder of compiled libraries; a temporary one if the user's cache is not writable."""
     folder = cache_dir("kernels")
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -10,7 +10,7 @@
 
 namespace {
 
-// Waking the team costs some microseconds: about what one thread needs for this many numbers.
+// Waking the thread pool takes some microseconds: about what one thread needs for this many numbers.
 constexpr int64_t kWorthSharing = 96 * 1024;
 
 template <class Row>
@@ -19,7 +19,7 @@ void for_rows(int64_t rows, int64_t width, int64_t threads, Row row) {
     for (int64_t i = 0; i < rows; i++) row(i);
 }
 
-// Calls part(offset, load, store) over `width` numbers: whole vectors, then what is left through a partial one.
+// Calls part(offset, load, store) over `width` numbers: whole vectors, then the tail as a partial one.
 template <class Part>
 INLINE void sweep(int64_t width, Part part) {
     int64_t i = 0;
@@ -47,7 +47,7 @@ INLINE void scale_row(const T* x, const T* weight, T* out, int64_t width, float 
     });
 }
 
-// Calls as Python packs them (8 bytes a field).
+// Arguments as Python packs them (8 bytes a field).
 template <class T>
 struct RmsNorm {
     const T *x, *weight;
@@ -107,9 +107,9 @@ void silu_mul(const SiluMul<T>& c) {
 
 constexpr int64_t kMaxDim = 1024;
 
-// One head: norm (weight may be null), rotation (cosines may be null), rounded once at the end.
+// One head: norm (unless weight is null), rotation (unless cosines is null), rounded once at the end.
 template <class T>
-INLINE void place_head(const T* from, T* to, int64_t dim, const T* weight, float eps, const float* cosines,
+INLINE void rotate_head(const T* from, T* to, int64_t dim, const T* weight, float eps, const float* cosines,
                        int64_t rotary) {
     float head[kMaxDim];
     const float factor = weight ? inverse_rms(from, dim, eps) : 1;
@@ -151,13 +151,14 @@ void prepare_qkv(const PrepareQkv<T>& c) {
         const int64_t slot = c.slots[token];
         T* keys = c.kv + slot / c.block_size * c.block_stride + slot % c.block_size * dim;
         T* values = keys + c.kv_heads * plane;
-        // The slots are cold, and scattered over as many pages as there are heads: fetch them while Q is made.
+        // The slots are not in cache, and scattered over as many pages as there are heads: prefetch them while Q is
+        // computed.
         for (int64_t h = 0; h < 2 * c.kv_heads; h++)
             for (int64_t i = 0; i < dim; i += 64 / int64_t(sizeof(T))) __builtin_prefetch(keys + h * plane + i, 1);
         for (int64_t h = 0; h < c.heads; h++, from += dim)
-            place_head(from, c.q + (token * c.heads + h) * dim, dim, c.q_weight, c.eps, cosines, c.rotary);
+            rotate_head(from, c.q + (token * c.heads + h) * dim, dim, c.q_weight, c.eps, cosines, c.rotary);
         for (int64_t h = 0; h < c.kv_heads; h++, from += dim)
-            place_head(from, keys + h * plane, dim, c.k_weight, c.eps, cosines, c.rotary);
+            rotate_head(from, keys + h * plane, dim, c.k_weight, c.eps, cosines, c.rotary);
         for (int64_t h = 0; h < c.kv_heads; h++, from += dim) std::memcpy(values + h * plane, from, dim * sizeof(T));
     });
 }

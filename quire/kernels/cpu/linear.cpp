@@ -4,30 +4,29 @@
 // Bytes: N * K * sizeof(weight), read once from memory; x and y are small beside it. On two Zen 4 cores (22 GB/s,
 //        236 GFLOP/s in float32) memory bounds M <= 20 or so, arithmetic the rest.
 //
-// Lanes run along M: x is packed transposed, xt[k][M rounded up to lanes], and each weight is broadcast against it.
-// So the weight needs no repacking, there are no sums across lanes, and K and N need no alignment. One row of x
-// leaves lanes idle, yet two broadcasts a cycle still consume 8 bytes of weight a cycle: more than memory delivers.
+// SIMD lanes run along M: x is packed transposed, xt[k][M rounded up to lanes], and each weight is broadcast against
+// it. So the weight needs no repacking, there are no sums across lanes, and K and N need no alignment. One row of x
+// leaves lanes idle, but two broadcasts a cycle still consume 8 bytes of weight a cycle, more than memory delivers.
 //
 // Bits: every output is one chain of fused multiply-adds over k = 0 .. K - 1 (see outer.h), so a row's result is the
-// same for every M, every thread count and every place in the batch.
+// same for every M, every thread count and every position in the batch.
 #include <algorithm>
 #include <type_traits>
 
 #include "outer.h"
-#include "scratch.h"
 
 namespace {
 
 constexpr int kVectors = kRegisters == 32 ? 4 : 2;  // of a panel, along M
 constexpr int64_t kPanel = kVectors * kLanes;       // rows of x packed side by side
 constexpr int64_t kSlab = 16 * kPanel;              // rows of x packed at once: bounds the memory that takes
-constexpr int64_t kSliceBytes = 384 * 1024;         // of a packed panel, then on along k: stays in L2
+constexpr int64_t kSliceBytes = 384 * 1024;         // of a packed panel along k: stays in L2
 constexpr int64_t kChunkBytes = 256 * 1024;         // of weight: stays in L2 while the panels pass over it
-constexpr int64_t kWorthSharing = 256 * 1024;       // multiply-adds: fewer take less time than waking the team
+constexpr int64_t kWorthSharing = 256 * 1024;       // multiply-adds: fewer take less time than waking the thread pool
 
 thread_local Scratch packed_scratch, sums_scratch, wide_scratch;
 
-// Rows of weight in a tile: with V vectors along M, as many accumulators as registers allow.
+// Rows of weight in a register tile: with V vectors along M, as many accumulators as there are registers.
 constexpr int tile_rows(int vectors) {
     return vectors == 1 ? 8 : kRegisters == 32 ? 24 / vectors : 6;
 }
@@ -36,7 +35,7 @@ constexpr int tile_rows(int vectors) {
 template <class T>
 using Operand = std::conditional_t<kBf16Dot, T, float>;
 
-// The call as Python packs it (8 bytes a field); bias may be null.
+// Arguments as Python packs them (8 bytes a field); bias may be null.
 template <class T>
 struct Problem {
     const T *x, *weight, *bias;
@@ -66,7 +65,7 @@ INLINE typename Lanes<L>::f load_steps(const T* source, int64_t numbers) {
 template <int L, class T>
 void pack(const Problem<T>& p, int64_t m0, int64_t width, int64_t step, float* xt) {
     const int64_t offset = step * p.per_step, steps = std::min<int64_t>(L, p.steps() - step);
-    if (p.m == 1) {  // nothing to transpose: a number in the first lane each step
+    if (p.m == 1) {  // nothing to transpose: each step has one number, in the first lane
         const auto row = load_steps<L>(p.x + offset, p.k - offset);
         for (int64_t i = 0; i < steps; i++) Lanes<L>::store(xt + (step + i) * width, typename Lanes<L>::f{row[i]});
         return;
@@ -114,7 +113,7 @@ void multiply(const W* weight, int64_t stride, int64_t rows, int64_t k, const fl
         for (int64_t r = 0; r < rows; r += R)
             outer<L, V, R, Order::kRows>(weight + r * stride + k0 * per_step, stride, rows - r, xt + k0 * width, width,
                                          sums + r * width, width, std::min(depth, steps - k0), k0 > 0, R * stride);
-    if (k % per_step)  // an odd K's last number, paired with nothing
+    if (k % per_step)  // an odd K's last number, paired with zero
         for (int64_t r = 0; r < rows; r += R) {
             W last[R][2] = {};
             for (int64_t i = 0; i < R; i++) last[i][0] = weight[std::min(r + i, rows - 1) * stride + k - 1];
@@ -138,14 +137,14 @@ void panel(const Problem<T>& p, int64_t m0, int64_t n0, int64_t rows, const floa
     unpack<L>(p, m0, L * V, n0, rows, sums);
 }
 
-// All of it, with panels of `most` vectors of L lanes, the last one narrower if that covers M.
-template <int L, int most, class T>
+// The whole GEMM, in panels of up to `max_vectors` vectors of L lanes, the last one narrower if that covers M.
+template <int L, int max_vectors, class T>
 void linear(const Problem<T>& p) {
     const int64_t panels = (p.m + kPanel - 1) / kPanel, steps = p.steps();
-    auto vectors = [&](int64_t i) { return int(std::min((p.m - i * kPanel + L - 1) / L, int64_t(most))); };
+    auto vectors = [&](int64_t i) { return int(std::min((p.m - i * kPanel + L - 1) / L, int64_t(max_vectors))); };
     float* packed = packed_scratch.get(panels * kPanel * steps);
 
-    // Chunks of weight rows go to whichever thread is free: cores are not equally fast when others use them too.
+    // Chunks of weight rows are scheduled dynamically: cores are not equally fast when other processes use them too.
     constexpr int64_t tile = 24;  // a multiple of every tile_rows
     const int64_t fitting = kChunkBytes / (p.k * int64_t(sizeof(Operand<T>))), fair = p.n / (p.threads * 4);
     const int64_t rows = std::max(tile, std::min(fitting, fair) / tile * tile);
@@ -166,9 +165,9 @@ void linear(const Problem<T>& p) {
                 const float* xt = packed + i * kPanel * steps;
                 switch (vectors(i)) {
                     case 1: panel<L, 1>(p, i * kPanel, n0, count, xt, sums); break;
-                    case 2: panel<L, std::min(2, most)>(p, i * kPanel, n0, count, xt, sums); break;
-                    case 3: panel<L, std::min(3, most)>(p, i * kPanel, n0, count, xt, sums); break;
-                    default: panel<L, most>(p, i * kPanel, n0, count, xt, sums); break;
+                    case 2: panel<L, std::min(2, max_vectors)>(p, i * kPanel, n0, count, xt, sums); break;
+                    case 3: panel<L, std::min(3, max_vectors)>(p, i * kPanel, n0, count, xt, sums); break;
+                    default: panel<L, max_vectors>(p, i * kPanel, n0, count, xt, sums); break;
                 }
             }
         }

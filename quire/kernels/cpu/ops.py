@@ -1,4 +1,4 @@
-"""`CpuOps`: `Ops` in C++ for float32 and bfloat16; whatever the kernels do not cover goes to torch."""
+"""`CpuOps`: `Ops` in C++ for float32 and bfloat16; what the kernels do not support goes to torch."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _MAX_HEAD_DIM = 1024  # kMaxDim in elementwise.cpp
 class CpuOps(TorchOps):
     """Kernels for a CPU. Threads follow `torch.get_num_threads()`; a row's bits do not depend on its batch.
 
-    `linear` is native at every size: from 1 row to 512 it is ahead of torch in float32, and in bfloat16 ahead up to
-    about 128 rows and level at 512 (benchmarks/cpu_kernels.py). So there is no size at which the arithmetic, and with
-    it a row's bits, would change.
+    `linear` is native at every size: in float32 it is faster than torch from 1 to 512 rows, in bfloat16 up to about 128
+    rows and equal at 512 (benchmarks/cpu_kernels.py). So there is no size at which the order of sums, and with it a
+    row's bits, would change.
     """
 
     def __init__(self) -> None:
@@ -129,7 +129,7 @@ class CpuOps(TorchOps):
         gate_up: torch.Tensor,
         down: torch.Tensor,
     ) -> torch.Tensor:
-        """One product for each expert that is used, over all of its tokens."""
+        """One GEMM for each expert in use, over all of its tokens."""
         kernel = self._experts.get(x.dtype)
         if kernel is None or gate_up.dtype != x.dtype or not (gate_up.is_contiguous() and down.is_contiguous()):
             return self._experts_one_by_one(x, weights, experts, gate_up, down)
@@ -149,7 +149,7 @@ class CpuOps(TorchOps):
         gate_up: torch.Tensor,
         down: torch.Tensor,
     ) -> torch.Tensor:
-        """The same where there are no kernels: here the host may look which experts are used."""
+        """The same in torch; on a CPU the host can read which experts are in use."""
         total = torch.zeros(x.shape, dtype=torch.float32)
         for index in experts.unique().tolist():
             if not 0 <= index < gate_up.size(0):
@@ -214,7 +214,7 @@ class CpuOps(TorchOps):
             return super().capture(run)
         with native.recording() as tape, TapeArena() as arena:
             result = run()
-        if arena.foreign:
+        if arena.torch_ops:
             return result, None
         tape.seal(arena.memory)
         return result, tape.replay

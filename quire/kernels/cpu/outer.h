@@ -2,7 +2,7 @@
 //
 // Each step loads V vectors of b and R scalars of a (broadcast for free inside the multiply-add) and does R * V
 // multiply-adds. Every element of c is one chain of fused multiply-adds in the order of k, so its bits depend neither
-// on R, V and L nor on where k was cut into calls: c stays in float32 between them.
+// on R, V and L nor on how k is divided into calls: c stays in float32 between them.
 #pragma once
 
 #include "simd.h"
@@ -19,8 +19,8 @@
 #endif
 constexpr bool kBf16Dot = QUIRE_BF16_DOT;
 
-// What one step takes from a row of T: a float32, or two neighbouring bf16 that are multiplied and added together
-// (vdpbf16ps), in which case a lane of b is such a pair too and k counts pairs.
+// What one step loads from a row of T: a float32, or two adjacent bf16 whose products are added together (vdpbf16ps);
+// a lane of b is then such a pair too, and k counts pairs.
 template <class T> struct Step { using scalar = float; };
 template <> struct Step<bf16> { using scalar = uint32_t; };
 
@@ -44,9 +44,9 @@ enum class Order {
     kColumns,  // a[r, k] at a[k * stride + r]
 };
 
-// Strides are in numbers. Rows of a from `valid` on are not read (c gets copies of the last one). `prefetch` numbers
-// past each row of a are fetched for the next call, into L2 (L1 is full of b): the hardware follows neither R streams at
-// once nor one stream into the next 4 KB page. `b_prefetch` does the same for b.
+// Strides are in numbers. Rows of a from `valid` on are not read (c gets copies of the last one). `prefetch`: distance
+// in numbers at which a is software-prefetched for the next call, into L2 (L1 is full of b): the hardware prefetcher
+// follows neither R streams at once nor one stream into the next 4 KB page. `b_prefetch` does the same for b.
 template <int L, int V, int R, Order order, class T>
 INLINE void outer(const T* a, int64_t a_stride, int64_t valid, const float* b, int64_t b_stride, float* c,
                   int64_t c_stride, int64_t count, bool accumulate, int64_t prefetch = 0, int64_t b_prefetch = 0) {

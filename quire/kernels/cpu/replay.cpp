@@ -1,4 +1,4 @@
-// A recorded forward pass, run again: the calls in their order, with nothing in between.
+// Replays a recorded forward pass (tape.py): its calls in order.
 #include "simd.h"
 
 namespace {

@@ -1,11 +1,13 @@
-// Vectors for every kernel here: GCC/Clang vector extensions, so one source serves AVX-512, AVX2 and NEON.
+// What every kernel here shares: vectors (GCC/Clang vector extensions, so that one source serves AVX-512, AVX2 and
+// NEON) and scratch memory.
 //
-// A Lanes<L>::f is L floats. Arithmetic is lane-wise and every lane does exactly the same IEEE operations whatever L
-// is; that is what lets kernels choose the width by batch size and still give a row the same bits in every batch.
+// A Lanes<L>::f is L floats. Arithmetic is lane-wise and every lane does exactly the same IEEE operations whatever
+// L is; so kernels can choose the width by batch size and still give a row the same bits in every batch.
 // Compiled with -ffp-contract=fast: a * b + c is one fused operation. Never with -ffast-math: NaN and inf must survive.
 #pragma once
 
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 
 #if defined(__AVX512F__)
@@ -35,11 +37,28 @@ constexpr int kRegisters = 16;
 #define UNROLL_4 _Pragma("GCC unroll 4")
 #endif
 
+// Scratch memory of a thread, kept between calls: aligned to a cache line, grown when needed, never shrunk.
+struct Scratch {
+    float* data = nullptr;
+    int64_t size = 0;
+
+    float* get(int64_t floats) {
+        if (floats > size) {
+            std::free(data);
+            size = (floats + 1023) / 1024 * 1024;
+            data = static_cast<float*>(std::aligned_alloc(64, size * sizeof(float)));
+            if (!data) std::abort();
+        }
+        return data;
+    }
+    ~Scratch() { std::free(data); }
+};
+
 struct bf16 {
     uint16_t bits;
 };
 
-// The types of each width, spelt out because GCC's __builtin_convertvector refuses types that depend on a template.
+// The types of each width, spelled out because GCC's __builtin_convertvector refuses types that depend on a template.
 template <int L>
 struct LaneTypes;
 #define LANE_TYPES(L)                                                               \
@@ -118,7 +137,7 @@ INLINE float sum(typename Lanes<L>::f v) {
 }
 
 // e^x to about 1 ulp; exactly 1 at 0, exactly 0 below -87 (so a score of -inf gets no weight), NaN stays NaN.
-// 2^n * e^r with |r| <= ln2 / 2: n by adding and taking away 1.5 * 2^23, e^r by a degree 6 polynomial.
+// 2^n * e^r with |r| <= ln2 / 2: n by adding and subtracting 1.5 * 2^23, e^r by a degree 6 polynomial.
 template <int L>
 INLINE typename Lanes<L>::f exp(typename Lanes<L>::f x) {
     using V = typename Lanes<L>::f;

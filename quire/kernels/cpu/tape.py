@@ -1,8 +1,8 @@
-"""A forward pass recorded once and replayed without Python between its kernels.
+"""Records a forward pass and replays it without Python between its kernels: for a CPU what a CUDA graph is for a GPU.
 
-A decode step of a small model is some three hundred native calls of which most take microseconds; calling them from
-Python costs as much again. The kernels get everything through pointers, so a pass over the same memory can be run
-from a list of them. It is to a CPU what a captured graph is to a GPU.
+A decode step of a small model is some three hundred native calls, most of microseconds; calling them from Python costs
+as much again. The kernels get all arguments through pointers, so a pass over the same memory can be replayed from a
+list of calls (`replay.cpp`).
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-_ALLOCATE = {torch.ops.aten.new_empty.default, torch.ops.aten.empty.memory_format}
-_VIEW = {
+_ALLOCATIONS = {torch.ops.aten.new_empty.default, torch.ops.aten.empty.memory_format}
+_VIEWS = {
     torch.ops.aten.view.default,
     torch.ops.aten.slice.Tensor,
     torch.ops.aten.select.int,
@@ -37,7 +37,7 @@ class Tape:
         self._entries: Any = None
 
     def recording(self, run: Any) -> Callable[[bytes], None]:
-        """`run`, which writes itself down on this tape each time it is called."""
+        """`run`, recorded on this tape each time it is called."""
         address = ctypes.cast(run, ctypes.c_void_p).value or 0
 
         def record(call: bytes) -> None:
@@ -47,45 +47,45 @@ class Tape:
         return record
 
     def seal(self, memory: list[torch.Tensor]) -> None:
-        """Recording is over; `memory` is what the calls point into."""
+        """End the recording; `memory` is what the calls point into."""
         self._memory = memory
         flat = [word for address, call in self._calls for word in (address, _address_of(call))]
         self._entries = (ctypes.c_void_p * len(flat))(*flat)
 
     def replay(self) -> None:
-        """Make all calls again."""
+        """Repeat all calls."""
         self._replay(self._entries, len(self._calls))
 
 
 class TapeArena(TorchDispatchMode):
-    """Gives out memory that stays, and takes note of torch operations, which a replay would leave out.
+    """Allocates memory that outlives the pass, and records torch operations, which a replay would skip.
 
-    Memory whose tensor is gone is given out again, as an allocator would: a pass then stays within a few warm buffers
-    instead of touching new memory for every layer.
+    Memory whose tensor is gone is reused, as by an allocator: a pass then stays within a few warm buffers instead of
+    touching new memory for every layer.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.memory: list[torch.Tensor] = []
-        self.foreign: list[str] = []
+        self.torch_ops: list[str] = []
         self._free: dict[int, list[torch.Tensor]] = {}
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Nothing here is compiled; otherwise torch imports its compiler at the first step, which takes seconds."""
+        """Keeps torch from importing its compiler at the first step, which takes seconds."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func in _ALLOCATE:
-            return self._place(result)
-        if func in _VIEW:
-            result.viewed = args[0]  # the memory is in use as long as somebody looks at it
+        if func in _ALLOCATIONS:
+            return self._allocate(result)
+        if func in _VIEWS:
+            result.viewed = args[0]  # the memory is in use as long as a view of it exists
         else:
-            self.foreign.append(str(func))
+            self.torch_ops.append(str(func))
         return result
 
-    def _place(self, wanted: torch.Tensor) -> torch.Tensor:
+    def _allocate(self, wanted: torch.Tensor) -> torch.Tensor:
         size = wanted.numel() * wanted.itemsize
         free = self._free.setdefault(size, [])
         if free:
@@ -93,9 +93,9 @@ class TapeArena(TorchDispatchMode):
         else:
             memory = wanted.new_empty(max(size, 1), dtype=torch.uint8)
             self.memory.append(memory)
-        placed = memory[:size].view(wanted.dtype).view(wanted.shape)
-        weakref.finalize(placed, free.append, memory)
-        return placed
+        tensor = memory[:size].view(wanted.dtype).view(wanted.shape)
+        weakref.finalize(tensor, free.append, memory)
+        return tensor
 
 
 def _address_of(data: bytes) -> int:

@@ -1,1 +1,1 @@
-"""Kernels in Triton: one file an idea. Imported only where triton is there; on a CPU they run in its interpreter."""
+"""Kernels for NVIDIA GPUs, in Triton; cuBLASLt where a measured algorithm is faster."""

@@ -1,7 +1,7 @@
-"""The device-resident batch's own kernels: take a plan's differences, and lay out a step from the rows it schedules.
+"""Kernels of the device-resident batch: apply a plan's differences, and expand its rows into a step's tokens.
 
-Both read little and are bound by latency alone. `apply_plan` reads the plan straight out of pinned host memory: a few
-kilobytes over the bus, no copy in between, nothing that waits.
+Both read little and are bound by latency. `apply_plan` reads the plan from pinned host memory: a few kilobytes over the
+bus, without a copy or a synchronization.
 """
 
 # ruff: noqa: N803
@@ -86,7 +86,7 @@ def _expand(
     tokens, positions, slots, context, decodes, stride_table,
     BLOCK_SIZE: tl.constexpr, SIZE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program a scheduled row: its tokens, their positions and cache slots, and how long it is afterwards."""
+    """One program a scheduled row: its tokens, their positions and cache slots, and its length after the step."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -98,7 +98,7 @@ def _expand(
     first = tl.load(query_starts + i, mask=i >= decodes, other=i)
     count = tl.load(query_starts + i + 1, mask=i >= decodes, other=i + 1) - first
     last = tl.load(last_token + row)
-    # A row that ended on the device before the host knew writes into the null block, and attends to nothing.
+    # A row that has ended on the device before the host knows writes to block 0 and attends to nothing.
     for offset in range(0, count, SIZE):
         j = offset + tl.arange(0, SIZE)
         inside = j < count
@@ -116,7 +116,7 @@ def _expand(
 
 
 def apply_plan(packed: torch.Tensor, sizes: dict[str, int], longest: int, buffers: Any, columns: Any) -> None:
-    """Differences of one plan. `packed` is int32 in pinned memory: sections in the order `_apply` reads them.
+    """Apply the differences of one plan. `packed` is int32 in pinned memory: sections in the order `_apply` reads them.
 
     sizes    the sections' lengths, by the kernel's argument names
     longest  of all sections
@@ -137,7 +137,7 @@ def expand_rows(
     buffers: Any, columns: Any, pages: torch.Tensor, num_rows: int, decodes: int, tokens: torch.Tensor,
     positions: torch.Tensor, slots: torch.Tensor, context: torch.Tensor,
 ) -> None:  # fmt: skip
-    """Lay out the step: the first `decodes` rows compute the token drawn last, the others their fresh ones."""
+    """Lay out the step: the first `decodes` rows compute their last sampled token, the others the plan's tokens."""
     if num_rows:
         _expand[(num_rows,)](
             buffers.rows, buffers.query_starts, buffers.tokens, columns.last_token, columns.num_computed,

@@ -1,11 +1,10 @@
-"""Kernels compiled by processes of their own, for a first start.
+"""Compiles kernels in parallel processes, for a first start.
 
-Threads share Python's lock, which Triton's front end holds for a good part of a compilation; processes do not. They
-are forks of this one, so nothing is imported again. A fork cannot use the card: it knows it by its description, goes
-through the motions of launching with tensors that are only shapes, and leaves what was compiled for that in Triton's
-cache on disk, whence this process loads it.
+Threads share the GIL, which Triton's front end holds for much of a compilation; processes do not. They are forked, so
+nothing is imported again. A fork cannot use the GPU: it gets the GPU's properties, runs the launches with meta tensors,
+and the kernels compiled for them go to Triton's cache on disk, from which this process loads them.
 
-Once all is compiled a stamp is left beside the tuning tables: the next start asks nobody.
+Once everything is compiled a stamp file is written beside the tuning tables; the next start then forks nothing.
 """
 
 from __future__ import annotations
@@ -38,55 +37,57 @@ logger = logging.getLogger(__name__)
 Task = Callable[[], object]
 """Launches kernels."""
 
-EACH = 2
-"""Tasks a process takes at least."""
-MOST = 12
-PATIENCE = 60.0
-"""Seconds; compilers that take longer are given up."""
+MIN_TASKS = 2
+"""Tasks a process, at least."""
+MAX_PROCESSES = 12
+TIMEOUT_S = 60.0
+"""Processes that take longer are killed."""
 
 
 class Compilers:
-    """Processes at work; none where everything has been compiled before."""
+    """The compiler processes; none if everything has been compiled before."""
 
     def __init__(self, tasks: Sequence[Task], identity: str) -> None:
-        """`identity`: tells these tasks from others, by what their kernels depend on."""
+        """`identity`: everything the tasks' kernels depend on; the stamp's name is a hash of it."""
         self._identity = identity
         self.is_needed = not _stamp(identity).exists()
-        """Whether something may not have been compiled yet."""
+        """Whether some kernel may not have been compiled yet."""
         self._processes: list[CompilerFork] = []
-        if self.is_needed and len(tasks) > EACH:
-            count = min(MOST, len(tasks) // EACH, max(1, (os.cpu_count() or 1) * 3 // 4))
+        if self.is_needed and len(tasks) > MIN_TASKS:
+            count = min(MAX_PROCESSES, len(tasks) // MIN_TASKS, max(1, (os.cpu_count() or 1) * 3 // 4))
             logger.info(
-                "starting: compiling the kernels of %d tasks in %d processes, for this first time", len(tasks), count
+                "starting: compiling the kernels of %d tasks in %d processes (first start only)", len(tasks), count
             )
-            card = _card()
+            device = _device()
             self._processes = [
-                CompilerFork(functools.partial(compile_tasks, *card, tasks[i::count])) for i in range(count)
+                CompilerFork(functools.partial(compile_tasks, *device, tasks[i::count])) for i in range(count)
             ]
 
     def wait(self) -> None:
-        """Until all are done, or late. What one could not do is done when it is needed."""
-        deadline = time.monotonic() + PATIENCE
+        """Wait until all are done or timed out. Kernels that were not compiled are compiled on first use."""
+        deadline = time.monotonic() + TIMEOUT_S
         failed = [process for process in self._processes if not process.wait(deadline)]
         if failed:
-            logger.warning("%d of %d compilers failed; this start takes longer", len(failed), len(self._processes))
+            logger.warning(
+                "%d of %d compiler processes failed; this start takes longer", len(failed), len(self._processes)
+            )
         elif self._processes:
-            self._leave_stamp()
+            self._write_stamp()
 
-    def _leave_stamp(self) -> None:
-        stamp = _stamp(self._identity)  # the cache may have been made only now
+    def _write_stamp(self) -> None:
+        stamp = _stamp(self._identity)  # named anew: the cache directory may not have existed before
         try:
             stamp.parent.mkdir(parents=True, exist_ok=True)
             stamp.touch()
         except OSError:
-            pass  # a cache that cannot be written costs the next start these seconds again
+            pass  # without a stamp the next start checks again
 
 
 class CompilerFork:
-    """This process over again, doing one thing and ending."""
+    """A fork of this process that runs one task and exits."""
 
     def __init__(self, task: Task) -> None:
-        with warnings.catch_warnings():  # Python warns of threads that a fork lacks: it waits for none of them
+        with warnings.catch_warnings():  # Python warns that a fork has no other threads; the task needs none
             warnings.simplefilter("ignore", DeprecationWarning)
             self._pid = os.fork()
         if self._pid:
@@ -96,10 +97,10 @@ class CompilerFork:
             task()
             status = 0
         finally:
-            os._exit(status)  # nothing of the parent's is flushed, closed or run a second time
+            os._exit(status)  # without flushing or closing what belongs to the parent
 
     def wait(self, deadline: float) -> bool:
-        """Whether it did what it was to do; one that is late is stopped."""
+        """Whether the task succeeded; past the deadline the process is killed."""
         while not (ended := os.waitpid(self._pid, os.WNOHANG))[0]:
             if time.monotonic() > deadline:
                 os.kill(self._pid, signal.SIGKILL)
@@ -110,36 +111,37 @@ class CompilerFork:
 
 
 def _stamp(identity: str) -> Path:
-    """Names what was compiled: for which tasks, from which sources, by which Triton, into which cache."""
+    """The stamp of these tasks, these sources, this Triton and this cache directory."""
     digest = hashlib.blake2b(identity.encode(), digest_size=16)
     for source in sorted(Path(__file__).parent.rglob("*.py")):
         digest.update(source.read_bytes())
     cache = Path(triton.knobs.cache.dir)
-    known = cache.stat().st_ino if cache.exists() else 0  # a cache that was emptied is another one
-    digest.update(f"{triton.__version__} {torch.__version__} {cache} {known}".encode())
+    inode = cache.stat().st_ino if cache.exists() else 0  # a cache that was deleted gets a new one
+    digest.update(f"{triton.__version__} {torch.__version__} {cache} {inode}".encode())
     return cache_dir() / "compiled" / digest.hexdigest()
 
 
-def _card() -> tuple[int, int]:
+def _device() -> tuple[int, int]:
+    """(compute capability, multiprocessors)."""
     major, minor = torch.cuda.get_device_capability()
     return 10 * major + minor, launch.num_sms()
 
 
-# In a fork
+# In a forked process
 
 
 def compile_tasks(arch: int, multiprocessors: int, tasks: Sequence[Task]) -> None:
-    """Compile what these tasks launch, for a card that this process must not call. Changes Triton: for forks only."""
-    triton.runtime.driver.set_active(DescribedDriver(arch))
-    launch.describe(arch, multiprocessors)
+    """Compile what these tasks launch, for a GPU that this process must not use. Patches Triton: for forks only."""
+    triton.runtime.driver.set_active(AssumedDriver(arch))
+    launch.assume_device(arch, multiprocessors)
     JITFunction.run = _compile_only
     failures: list[Exception] = []
-    with ShapesOnly():
+    with MetaTensors():
         for task in tasks:
             try:
                 task()
-            except Exception as error:  # the others may still be compiled
-                logger.debug("a kernel could not be compiled ahead", exc_info=error)
+            except Exception as error:  # the other tasks may still succeed
+                logger.debug("a kernel could not be compiled ahead of time", exc_info=error)
                 failures.append(error)
     if failures:
         raise failures[0]
@@ -150,13 +152,13 @@ _run = JITFunction.run
 
 def _compile_only(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
     compiled = _run(kernel, *args, grid=grid, warmup=True, **kwargs)
-    with contextlib.suppress(Exception):  # without CUDA's libraries it cannot be made, and whoever launches makes it
-        CudaLauncher(compiled.src, compiled.metadata)  # the piece of C that hands the arguments over is cached, too
+    with contextlib.suppress(Exception):  # fails without CUDA's libraries; the first launch then builds it
+        CudaLauncher(compiled.src, compiled.metadata)  # its C extension is cached, too
     return compiled
 
 
-class DescribedDriver:
-    """A card that is known, not there: enough to compile for it."""
+class AssumedDriver:
+    """A Triton driver for a GPU of a given architecture: enough to compile, not to launch."""
 
     def __init__(self, arch: int) -> None:
         self._target = GPUTarget("cuda", arch, 32)
@@ -171,8 +173,8 @@ class DescribedDriver:
         return 0
 
 
-class ShapesOnly(TorchFunctionMode):
-    """Tensors on a card have shapes and no contents: whatever is done with them calls nobody."""
+class MetaTensors(TorchFunctionMode):
+    """CUDA tensors become meta tensors, so that no operation calls the GPU."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -180,13 +182,13 @@ class ShapesOnly(TorchFunctionMode):
             kwargs = kwargs | {"device": "meta"}
         if "pin_memory" in kwargs:
             kwargs = kwargs | {"pin_memory": False}
-        args, kwargs = tree_map(_shape_of, (args, kwargs))
+        args, kwargs = tree_map(_to_meta, (args, kwargs))
         if func is torch.empty_like:
-            return args[0].new_empty(args[0].shape)  # the other way has torch import sympy, which takes seconds
+            return args[0].new_empty(args[0].shape)  # torch.empty_like would import sympy, which takes seconds
         return func(*args, **kwargs)
 
 
-def _shape_of(value: Any) -> Any:
+def _to_meta(value: Any) -> Any:
     if isinstance(value, torch.Tensor) and value.is_cuda:
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
     if isinstance(value, torch.device) and value.type == "cuda":

@@ -1,16 +1,16 @@
-"""Paged attention of one query token a row, balanced whatever the rows' lengths.
+"""Paged decode attention: one query token a row, persistent programs, balanced for any mix of lengths (stream-K).
 
-A row's cached tokens are cut into tiles; all tiles of all rows and KV heads stand in one line, and every program takes
-an equal stretch of it. A stretch may end one row's tiles and begin another's: what it has of a row it does not own
-alone is written as a partial result, and whichever program finishes a row last merges them, always in the same order.
-So one long row keeps the whole card busy, a thousand short ones do too, and the grid depends on nothing but the card:
-the kernel can be captured in a graph and replayed for any lengths.
+A row's cached tokens are divided into tiles; the tiles of all rows and KV heads form one sequence, and every program
+takes an equal contiguous range of it. A range may end one row and begin another: a row that a program does not compute
+alone is written as a partial result, and the last program to finish a row merges its partials, always in the same
+order. So one long row occupies the whole GPU, and a thousand short ones do too; the grid depends only on the GPU, so
+one captured CUDA graph serves any lengths.
 
 Bytes: every K and V of every row once (2 * context * kv_heads * head_dim values); q, output and partials are small
-beside that. Operations: 4 * context * heads * head_dim a row, some 2 * group of them a byte: bound by memory.
+beside that. Operations: 4 * context * heads * head_dim a row, some 2 * group a byte: bound by memory.
 
-Rows that begin with the same blocks may leave those to `prefix_attention.py`, which reads them once for all: such a
-row's softmax then starts from the state the other kernel left, at the first tile of its own.
+For rows that share a prefix, `prefix_attention.py` may read the shared blocks once for all of them: such a row's online
+softmax then continues from the state that kernel wrote, at the row's first tile of its own.
 """
 
 # ruff: noqa: N803, N806
@@ -27,29 +27,30 @@ import triton.language as tl
 from quire.kernels.triton.launch import INTERPRETED, gdc_launch_dependents, gdc_wait, num_sms, pdl
 
 PLANNED_AT_ONCE = 32
+"""Ranges that one program of the planning kernel computes."""
 HEADER = 8
-"""Integers before a plan's entries, the first of them the tiles of a program."""
+"""Integers before a plan's entries; the first is the number of tiles a program."""
 ENTRY = 8
 """Integers of an entry: row, KV head, tile, number of tiles, the row's length, its line in the block tables, and the
-tokens at its beginning that are somebody else's work."""
+tokens of its prefix to skip; padding."""
 
 
 @dataclass(frozen=True)
 class DecodeTile:
-    """How a program is shaped: tokens a tile, warps, loads in flight, and programs a multiprocessor."""
+    """Tile shape: tokens a tile, warps, pipeline stages, and programs a multiprocessor."""
 
     tokens: int
     warps: int
     stages: int
     programs: int
-    """More than run at once: the rest start as others end, which evens out what the plan did not foresee."""
-    least: int = 2
-    """Tiles a program is made for at least: with fewer, merging costs more than it saves."""
+    """More than are resident at once: the rest start as others end, which evens out differences in speed."""
+    min_tiles: int = 2
+    """Tiles a program, at least: with fewer, merging costs more than it saves."""
 
 
 @functools.cache
 def decode_tile(head_dim: int, itemsize: int) -> DecodeTile:
-    """The shape for a head of so many values; found with benchmarks/gpu/decode_attention.py on an H200."""
+    """The tile shape for a head size; found with benchmarks/gpu/decode_attention.py on an H200."""
     if INTERPRETED:
         return DecodeTile(16, 4, 1, 2)
     if head_dim * itemsize > 256:
@@ -59,30 +60,30 @@ def decode_tile(head_dim: int, itemsize: int) -> DecodeTile:
 
 @dataclass(frozen=True)
 class PrefixState:
-    """What of their rows' softmax is done already: the beginnings that rows share."""
+    """The online-softmax state of rows after the prefix that `prefix_attention.py` computed."""
 
     shared: torch.Tensor
-    """[lines of the block tables] int32: tokens at a row's beginning that may be left out; whole tiles of them are."""
+    """[lines of the block tables] int32: shared prefix tokens of a row; whole tiles of them are skipped."""
     sums: torch.Tensor
-    """[rows, heads, head_dim] float32: values seen so far, weighted by exp2(score - best)."""
+    """[rows, heads, head_dim] float32: the sum of values weighted by exp2(score - best)."""
     stats: torch.Tensor
     """[rows, heads, 2] float32: the best score, and the sum of the weights."""
 
 
 @triton.jit
-def _left_out(shared, line, length, mask, TILE: tl.constexpr):
-    """Tokens at a row's beginning that another kernel has seen. None, if the row has ended (its length is 0)."""
+def _skipped_tokens(shared, line, length, mask, TILE: tl.constexpr):
+    """Prefix tokens of a row that another kernel has computed; 0 if the row has ended (its length is 0)."""
     tokens = tl.load(shared + line, mask=mask, other=0)
     return tl.where(length > tokens, tokens // TILE * TILE, 0)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def plan_stretches(
+def plan_ranges(
     lens, rows, shared, plan, num_rows, programs, WINDOW: tl.constexpr, KV_HEADS: tl.constexpr, TILE: tl.constexpr,
-    ROWS: tl.constexpr, AT_ONCE: tl.constexpr, LEAST: tl.constexpr, SHARED: tl.constexpr,
+    ROWS: tl.constexpr, AT_ONCE: tl.constexpr, MIN_TILES: tl.constexpr, SHARED: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """For each program of an attention kernel: the row, head and tile it begins at, and how many tiles it takes."""
+    """For each program of an attention kernel: the row, head and tile its range begins at, and its number of tiles."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -93,14 +94,14 @@ def plan_stretches(
         tiles -= tl.maximum(length - WINDOW, 0) // TILE
     if SHARED:
         own_line = tl.load(rows + index, mask=index < num_rows, other=0)
-        tiles -= _left_out(shared, own_line, length, index < num_rows, TILE) // TILE
+        tiles -= _skipped_tokens(shared, own_line, length, index < num_rows, TILE) // TILE
     tiles = tl.where(index < num_rows, tiles, 0)
     ends = tl.cumsum(tiles, 0) * KV_HEADS
     total = tl.sum(tiles, 0) * KV_HEADS
     p = tl.program_id(0) * AT_ONCE + tl.arange(0, AT_ONCE)
-    # The same whole number for each, though some may be left without: rows of equal length then tend to end where
-    # programs do, and need no merging; and no program has more than it would with fractions.
-    each = tl.maximum((total + programs - 1) // programs, LEAST)
+    # The same whole number of tiles for each, though some programs may get none: rows of equal length then tend to end
+    # where ranges do and need no merging, and no program has more than with fractional shares.
+    each = tl.maximum((total + programs - 1) // programs, MIN_TILES)
     begin = p * each
     count = tl.minimum(each, total - begin)
     passed = ends[None, :] <= begin[:, None]
@@ -121,7 +122,7 @@ def plan_stretches(
     tl.store(entry + 4, length)
     tl.store(entry + 5, line)
     if SHARED:
-        tl.store(entry + 6, _left_out(shared, line, length, here, TILE))
+        tl.store(entry + 6, _skipped_tokens(shared, line, length, here, TILE))
     if tl.program_id(0) == 0:
         tl.store(plan, each)
 
@@ -131,8 +132,8 @@ ENTRY_SIZE: tl.constexpr = tl.constexpr(ENTRY)
 
 
 @triton.jit
-def fold(scores, v, best, weight, acc, PRECISION: tl.constexpr):
-    """A running softmax takes in a tile: its scores [queries, tokens] and values [tokens, dim]."""
+def online_softmax(scores, v, best, weight, acc, PRECISION: tl.constexpr):
+    """Update the online-softmax state with a tile: scores [queries, tokens], values [tokens, dim]."""
     new_best = tl.maximum(best, tl.max(scores, 1))
     safe = tl.where(new_best == float("-inf"), 0.0, new_best)
     keep = tl.exp2(best - safe)
@@ -144,9 +145,9 @@ def fold(scores, v, best, weight, acc, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def merge_parts(partial, stats, first, last, GROUP: tl.constexpr, GROUP_P2: tl.constexpr, DIM: tl.constexpr,
+def merge_partials(partial, stats, first, last, GROUP: tl.constexpr, GROUP_P2: tl.constexpr, DIM: tl.constexpr,
            DIM_P2: tl.constexpr, PARTS: tl.constexpr):  # fmt: skip
-    """The partial results of programs first to last as one: best scores, weights [GROUP_P2], sums [.., DIM_P2]."""
+    """Merge the partials of programs first to last: best scores, weights [GROUP_P2], sums [GROUP_P2, DIM_P2]."""
     g = tl.arange(0, GROUP_P2)
     d = tl.arange(0, DIM_P2)
     best = tl.full([GROUP_P2], float("-inf"), tl.float32)
@@ -154,7 +155,7 @@ def merge_parts(partial, stats, first, last, GROUP: tl.constexpr, GROUP_P2: tl.c
     total = tl.zeros([GROUP_P2, DIM_P2], tl.float32)
     for start in range(first, last + 1, PARTS):
         part = start + tl.arange(0, PARTS)
-        slot = part * 2 + (part == first).to(tl.int32)  # the first program has this row's beginning at its end
+        slot = part * 2 + (part == first).to(tl.int32)  # the first program has this row at the end of its range
         there = (part <= last)[:, None] & (g < GROUP)[None, :]
         at = slot[:, None] * (2 * GROUP) + g[None, :]
         high = tl.load(stats + at, mask=there, other=float("-inf"), cache_modifier=".cg")
@@ -181,8 +182,8 @@ def _decode(
     DIM_P2: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr,
     STAGES: tl.constexpr, SHARED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A program's stretch of tiles, segment by segment; a segment is what it has of one row and KV head."""
-    # The least rows of a tensor-core product are 16; queries of a group fill some of them.
+    """A program's range of tiles, segment by segment; a segment is the part of the range in one row and KV head."""
+    # tl.dot needs at least 16 rows; the queries of a group fill some of them.
     M: tl.constexpr = 16 if GROUP_P2 < 16 else GROUP_P2
     program = tl.program_id(0)
     each = tl.load(plan)
@@ -193,13 +194,13 @@ def _decode(
     count = tl.load(entry + 3)
     length = tl.load(entry + 4)
     line = tl.load(entry + 5)
-    left_out = 0
+    skipped = 0
     if SHARED:
-        left_out = tl.load(entry + 6)
-    if PDL:  # plan and tables are older than the kernel before this one, which waited for theirs: see `prepare`
+        skipped = tl.load(entry + 6)
+    if PDL:  # plan and tables were written before the preceding kernel started: see `plan`
         gdc_wait()
         gdc_launch_dependents()
-    place = program * each  # of this stretch in the line of all tiles
+    start_tile = program * each  # of this range in the sequence of all tiles
     g = tl.arange(0, M)
     d = tl.arange(0, DIM_P2)
     in_dim = d < DIM
@@ -208,7 +209,7 @@ def _decode(
         if WINDOW > 0:
             low = tl.maximum(length - WINDOW, 0)
         if SHARED:
-            low = left_out
+            low = skipped
         first_tile = low // TILE
         tiles = tl.maximum((length + TILE - 1) // TILE - first_tile, 1)
         take = tl.minimum(count, tiles - tile)
@@ -219,8 +220,8 @@ def _decode(
         best = tl.full([M], float("-inf"), tl.float32)
         weight = tl.zeros([M], tl.float32)
         acc = tl.zeros([M, DIM_P2], tl.float32)
-        if SHARED:  # the row's softmax goes on from what it has seen
-            begins = (g < GROUP) & (tile == 0) & (left_out > 0)
+        if SHARED:  # continue from the prefix's state
+            begins = (g < GROUP) & (tile == 0) & (skipped > 0)
             at_seen = (row * KV_HEADS + head).to(tl.int64) * GROUP + g
             best = tl.load(seen_stats + at_seen * 2, mask=begins, other=float("-inf"))
             weight = tl.load(seen_stats + at_seen * 2 + 1, mask=begins, other=0.0)
@@ -236,10 +237,10 @@ def _decode(
             at = (block * stride_block + (position % BLOCK) * DIM)[:, None]
             there = seen[:, None] & in_dim[None, :]
             k = tl.load(keys + at, mask=there, other=0.0)
-            v = tl.load(keys + stride_half + at, mask=there, other=0.0)  # zeros, not garbage: it may be NaN
+            v = tl.load(keys + stride_half + at, mask=there, other=0.0)  # zeros: uninitialized memory may be NaN
             scores = tl.dot(qs, tl.trans(k), input_precision=PRECISION) * scale
             scores = tl.where(seen[None, :], scores, float("-inf"))
-            best, weight, acc = fold(scores, v, best, weight, acc, PRECISION)
+            best, weight, acc = online_softmax(scores, v, best, weight, acc, PRECISION)
         target = out + (row * KV_HEADS + head).to(tl.int64) * (GROUP * DIM)
         if take == tiles:
             values = acc / tl.where(weight == 0.0, 1.0, weight)[:, None]
@@ -252,21 +253,21 @@ def _decode(
             tl.store(stats + slot * (2 * GROUP) + GROUP + g, weight, mask=g < GROUP)
             tl.store(partial + (slot * GROUP + g[:, None]) * DIM + d[None, :], acc,
                      mask=(g < GROUP)[:, None] & in_dim[None, :])  # fmt: skip
-            segment = place - tile
+            segment = start_tile - tile
             first = segment // each
             last = (segment + tiles - 1) // each
-            tl.debug_barrier()  # every thread's part is written before one of them counts
+            tl.debug_barrier()  # all threads must have written before one counts the arrival
             counter = counters + row * KV_HEADS + head
             arrived = tl.atomic_add(counter, 1)
             if arrived == last - first:
                 tl.store(counter, 0)
-                _, mass, merged = merge_parts(partial, stats, first, last, GROUP, GROUP_P2,
+                _, mass, merged = merge_partials(partial, stats, first, last, GROUP, GROUP_P2,
                                               DIM, DIM_P2, PARTS)  # fmt: skip
                 merged = merged / tl.where(mass == 0.0, 1.0, mass)[:, None]
                 h = tl.arange(0, GROUP_P2)
                 tl.store(target + h[:, None] * DIM + d[None, :], merged.to(out.dtype.element_ty),
                          mask=(h < GROUP)[:, None] & in_dim[None, :])  # fmt: skip
-        place += take
+        start_tile += take
         count -= take
         tile = 0
         head += 1
@@ -274,16 +275,16 @@ def _decode(
             head = 0
             row += 1
             length = tl.load(lens + row, mask=count > 0, other=0)
-            while (length == 0) & (count > 0):  # rows that have ended, and padding
+            while (length == 0) & (count > 0):  # ended rows and padding
                 row += 1
                 length = tl.load(lens + row)
             line = tl.load(rows + row, mask=count > 0, other=0).to(tl.int32)
             if SHARED:
-                left_out = _left_out(shared, line, length, count > 0, TILE)
+                skipped = _skipped_tokens(shared, line, length, count > 0, TILE)
 
 
 class DecodeAttention:
-    """The kernel and the memory it works in, for one shape of heads. Made once; its plans live one step."""
+    """The kernel and its workspace, for one configuration of heads. Created once; a plan lasts one step."""
 
     def __init__(
         self, heads: int, kv_heads: int, head_dim: int, max_rows: int, dtype: torch.dtype, device: torch.device,
@@ -315,26 +316,25 @@ class DecodeAttention:
 
     @property
     def tile_tokens(self) -> int:
-        """Rows leave out whole tiles of so many tokens."""
+        """Tokens a tile: prefixes are skipped by whole tiles."""
         return self._tile.tokens
 
     def plan(
         self, lens: torch.Tensor, rows: torch.Tensor, num_rows: int, window: int | None,
         shared: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        """Who computes what, for rows of these lengths [num_rows] int32: one small kernel a step.
+        """The ranges of the programs, for rows of these lengths [num_rows] int32: one small kernel a step.
 
-        `shared`: as in `PrefixState`, where `attend` will be given one. It has no window then.
+        `shared`: as in `PrefixState`, if `attend` will get one; the window must be None then.
 
-        Between this and `attend` some other kernel must be launched: `attend` reads the plan before it waits for its
-        predecessor.
+        Another kernel must be launched between this and `attend`, which reads the plan before its `gdc_wait`.
         """
         plan = torch.empty(HEADER + ENTRY * self._planned, dtype=torch.int32, device=lens.device)
         width = min(self._rows, 32 if num_rows <= 32 else 256 if num_rows <= 256 else self._rows)
-        plan_stretches[(self._planned // PLANNED_AT_ONCE,)](
+        plan_ranges[(self._planned // PLANNED_AT_ONCE,)](
             lens, rows, lens if shared is None else shared, plan, num_rows, self._programs, WINDOW=window or 0,
             KV_HEADS=self._kv_heads, TILE=self._tile.tokens, ROWS=width, AT_ONCE=PLANNED_AT_ONCE,
-            LEAST=self._tile.least, SHARED=shared is not None, num_warps=4, **pdl(),
+            MIN_TILES=self._tile.min_tiles, SHARED=shared is not None, num_warps=4, **pdl(),
         )  # fmt: skip
         return plan
 
@@ -343,9 +343,9 @@ class DecodeAttention:
         lens: torch.Tensor, plan: torch.Tensor, num_rows: int, scale: float, window: int | None,
         prefix: PrefixState | None = None,
     ) -> None:  # fmt: skip
-        """Attention of q's first `num_rows` tokens, one a row, into `out`'s first rows; rows of length 0 are left out.
+        """Attention of q's first `num_rows` tokens, one a row, into `out`'s first rows; rows of length 0 are skipped.
 
-        `prefix`: what rows have seen already; the plan was made with its `shared`.
+        `prefix`: the state after the shared prefix; the plan must have been made with its `shared`.
         q [*, heads, head_dim], heads contiguous; kv one layer's cache; row i's blocks are tables[rows[i]].
         """
         stride_block, stride_half, stride_head, _, _ = kv.stride()

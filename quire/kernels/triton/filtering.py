@@ -1,18 +1,18 @@
 # ruff: noqa: N803, N806
-"""Which tokens min-p, top-k and top-p leave: one threshold a row, found without sorting.
+"""min-p, top-k and top-p: one logit threshold a row, found without sorting.
 
-A row is cut into groups of 128 neighbouring tokens, and the pass that every draw begins with has left each group's
-largest logit and sum of weights (`sampling.py`). Those maxima are an index: a group whose maximum is below a value
-holds nothing above it, and the k-th largest maximum is a lower bound on the k-th largest logit. So one program a row
+A row is divided into groups of 128 adjacent tokens, and the first pass of every draw has written each group's largest
+logit and sum of weights (`sampling.py`). Those maxima are an index: a group whose maximum is below a value contains
+nothing above it, and the k-th largest maximum is a lower bound on the k-th largest logit. So one program a row
 
 1. picks a cut from the maxima alone, such that a few dozen groups reach it;
-2. tallies how many logits, and how much mass, those groups have above the cut. If the threshold is below it (a wide
-   nucleus) or too much is left above, it goes on with other pivots;
-3. once at most 512 logits lie between two pivots, notes where they are, and bisects the threshold among them
-   over the ordered bits of a float, which ends at an exact value of a logit;
-4. rewrites the groups' sums of weights as if what is below the threshold were not there.
+2. counts the logits, and their mass, that those groups have above the cut. If the threshold is below it (a wide
+   nucleus) or too many logits are above, it continues with other pivots;
+3. once at most 512 logits are between two pivots, records their positions, and bisects the threshold among them over
+   the ordered bits of a float, which ends at the exact value of a logit;
+4. recomputes the groups' sums of weights without the logits below the threshold.
 
-Most rows read a twentieth of their logits, three times; those with wide nuclei all of them, a few times.
+Most rows read a twentieth of their logits, three times; rows with wide nuclei read all of them, a few times.
 
 No atomics, and every sum in a fixed order: a row's threshold does not depend on the rows beside it.
 """
@@ -27,13 +27,13 @@ from quire.kernels.triton.launch import gdc_launch_dependents, gdc_wait, pdl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 GREEDY_BELOW = tl.constexpr(1e-5)
-"""Rows colder than this take the best token (`SamplingParams.is_greedy`)."""
+"""Temperatures below this are greedy (`SamplingParams.is_greedy`)."""
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 """The lowest finite float32: a threshold that excludes only -inf."""
 FAR = tl.constexpr(64.0)
-"""Nats below the maximum where no mass is left: brackets wider than this are split by bits, not by value."""
+"""Nats below the maximum at which no mass is left: wider brackets are split by bits, not by value."""
 SPAN = tl.constexpr(8)
-"""Neighbouring tokens that are noted as one: 16 bytes of bfloat16, which a thread reads at once."""
+"""Adjacent tokens that are recorded as one: 16 bytes of bfloat16, which a thread loads at once."""
 
 
 def filter_groups(
@@ -49,7 +49,7 @@ def filter_groups(
     group: int,
     tile: int,
 ) -> None:
-    """Write each draw's threshold (-inf: nothing excluded) and take what is below it out of its groups' sums.
+    """Write each draw's threshold (-inf: nothing excluded) and remove what is below it from its groups' sums.
 
     logits     [S, vocab] any row stride; rows [S] the batch row of each, whose parameters are
     top_k      [rows] int64 and floats [rows, 6] float32 (temperature, top_p, min_p, ...)
@@ -71,7 +71,7 @@ def filter_groups(
 
 
 def _unused_bits(dtype: torch.dtype) -> int:
-    """Low bits that are always zero when a number of this type is written as a float32: not worth bisecting."""
+    """Low bits that are always zero in a number of this type as a float32: they need no bisection."""
     return {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}[dtype]
 
 
@@ -81,7 +81,7 @@ def _filter_kernel(
     VOCAB: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
     ROOM: tl.constexpr, SHIFT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program a draw. Operations: about 10 a logit tallied, and 4 a logit noted for each bit of the threshold."""
+    """One program a draw. Operations: about 10 a logit counted, and 4 a recorded logit and bit of the threshold."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -101,7 +101,7 @@ def _filter_kernel(
         best = tl.max(peaks)
         scale = LOG2E / temperature
         mass = tl.sum(tl.load(sums + group, mask=group < GROUPS, other=0.0) * tl.exp2((peaks - best) * scale))
-        # Rows with NaN, +inf or nothing finite are left to the draw, which reports them.
+        # Rows with NaN, +inf or nothing finite are reported by the draw kernel.
         if (best > float("-inf")) & (best < float("inf")) & (mass == mass):
             row_logits = logits + draw * row_stride
             live += draw * GROUPS
@@ -143,7 +143,7 @@ def _threshold(
                 right, right_count, right_mass = top, 0.0, 0.0
                 noted = 0
             if (stage == 1) & (noted == 0):
-                # All that lies below this cannot make up the share of the mass that top-p cuts off.
+                # All logits below this value cannot add up to the mass that top-p excludes.
                 hopeless = best + temperature * (tl.log((1.0 - top_p) * mass / VOCAB) - 0.1)
                 left = tl.minimum(tl.maximum(left, _key(hopeless, SHIFT)), right - 1)
             left, left_count, left_mass, right, right_count, right_mass, mass, passes = _close_in(
@@ -153,7 +153,7 @@ def _threshold(
             kept_count, kept_mass, floor = left_count, left_mass, left
             worth = tl.where(stage == 0, left_count, left_mass)
             goal = tl.where(stage == 0, k.to(tl.float32), top_p * mass)
-            # Otherwise a single value is left, or even the bottom keeps less than it may.
+            # Otherwise a single value is left, or even the bottom keeps less than the goal.
             if (right - left > 1) & (worth >= goal):
                 low, high = tl.maximum(_value(left, SHIFT), bottom), _value(right, SHIFT)
                 if noted == 0:
@@ -169,7 +169,7 @@ def _threshold(
                 kept_count = right_count + tl.sum(kept.to(tl.float32))
                 kept_mass = right_mass + tl.sum(tl.where(kept, weights, 0.0))
             threshold = tl.maximum(_value(floor, SHIFT), bottom)
-            # What top-p takes its share of: no more than k logits, however many equal the last of them.
+            # The mass that top-p is a share of: at most k logits, even if more equal the last of them.
             excess = tl.maximum(kept_count - k, 0.0)
             mass = kept_mass - excess * tl.exp2((threshold - best) * scale)
     return threshold
@@ -182,17 +182,17 @@ def _close_in(
     VOCAB: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, TILE: tl.constexpr, ROOM: tl.constexpr,
     SHIFT: tl.constexpr,
 ):  # fmt: skip
-    """Tally at pivots between `left` and `right` until no more than ROOM logits are in between, or a single value."""
+    """Count at pivots between `left` and `right` until at most ROOM logits are in between, or a single value."""
     searching = (passes == 0) | ((left_count - right_count > ROOM) & (right - left > 1))
     while searching:
         goal = tl.where(stage == 0, k.to(tl.float32), top_p * mass)
         left_worth = tl.where(stage == 0, left_count, left_mass)
         right_worth = tl.where(stage == 0, right_count, right_mass)
-        # Where the goal is if the logarithm of what lies above falls off evenly, as it does in the tails.
+        # Interpolates the goal as if the logarithm of the mass above were linear, as it is in the tails.
         base = tl.maximum(right_worth, 1e-3 * goal)
         share = tl.log(goal / base) / tl.maximum(tl.log(left_worth / base), 1e-6)
         low, high = _pivots(peaks, best, temperature, bottom, k, left, right, share, passes, GROUPS, SHIFT)
-        if (passes == 0) & (min_p > 0.0):  # what it leaves is usually little, and top-p needs to know its mass
+        if (passes == 0) & (min_p > 0.0):  # it usually leaves few logits, and top-p needs their mass
             low = bottom
             high = bottom
         low_count, low_mass, high_count, high_mass = _tally(
@@ -219,7 +219,7 @@ def _close_in(
 
 @triton.jit
 def _bisect(values, worths, left, right, goal, SHIFT: tl.constexpr):
-    """The highest key in [left, right) from which on the values are worth `goal`; `left` if there is none."""
+    """The highest key in [left, right) such that the values from it on sum to `goal`; `left` if there is none."""
     while right - left > 1:
         middle = (left + right) >> 1
         if tl.sum(tl.where(values >= _value(middle, SHIFT), worths, 0.0)) >= goal:
@@ -233,14 +233,14 @@ def _bisect(values, worths, left, right, goal, SHIFT: tl.constexpr):
 def _pivots(
     peaks, best, temperature, bottom, k, left, right, share, passes, GROUPS: tl.constexpr, SHIFT: tl.constexpr
 ):  # fmt: skip
-    """Two values to tally at, strictly between `left` and `right` or the bottom; the first not above the second."""
+    """Two values to count at, strictly between `left` and `right` or the bottom; the first is at most the second."""
     left_value, right_value = _value(left, SHIFT), _value(right, SHIFT)
     width = right_value - left_value
     if passes > 10:
-        # Thirds of the floats there are: slow where values are spread evenly, but it ends whatever they are.
+        # Thirds of the representable floats: slow where values are spread evenly, but it always terminates.
         low, high = left + (right - left) // 3, right - (right - left) // 3
     elif width > FAR * temperature:
-        # A left end like the lowest number there is says nothing: go down by the distance from the best, and more.
+        # A left end like the lowest float carries no information: go down by the distance from the best, and more.
         step = best - right_value + temperature
         low, high = _key(right_value - 2.0 * step, SHIFT), _key(right_value - 0.5 * step, SHIFT)
     elif passes % 2 == 0:
@@ -248,9 +248,9 @@ def _pivots(
     else:
         guess = right_value - share * width
         low, high = _key(guess - 0.06 * width, SHIFT), _key(guess + 0.06 * width, SHIFT)
-    to_bottom = passes == 6  # it may be that nothing is cut off
+    to_bottom = passes == 6  # possibly nothing is excluded
     if passes < 2:
-        # As many groups as there are tokens wanted, or a few dozen; then a third of the groups there are.
+        # As many groups as tokens wanted, or a few dozen; then a third of all groups.
         fewest = tl.where(k <= 512, tl.maximum(k, 16), 32)
         fewest = tl.where(passes == 0, fewest, GROUPS // 4)
         most = tl.where(passes == 0, 2 * fewest, GROUPS * 2 // 5)
@@ -267,7 +267,7 @@ def _pivots(
 
 @triton.jit
 def _cut(peaks, best, temperature, bottom, fewest, most):
-    """A value that at least `fewest` and at most `most` groups reach, if there is one to be found quickly."""
+    """A value that at least `fewest` and at most `most` groups reach, if one is found in 16 tries."""
     cut = bottom
     if tl.sum((peaks >= bottom).to(tl.int32)) > most:
         low = tl.maximum(best - FAR * temperature, bottom)

@@ -1,12 +1,12 @@
-"""What every Triton kernel here shares: programmatic dependent launch, and whether a GPU is there at all.
+"""What every Triton kernel here shares: programmatic dependent launch (PDL), and the device's properties.
 
-A decode step is hundreds of kernels of a few microseconds. Launched the usual way, each begins when the last block of
-the one before has ended, and the card idles for a microsecond or two in between. With programmatic dependent launch
-(Hopper and later) a kernel starts early, does what does not depend on its predecessor (reads weights), and waits at
-`gdc_wait` for the rest. The rule that keeps it right: **every** kernel launched with `**pdl()` calls `gdc_wait` (under
-`PDL: tl.constexpr`) before it reads or writes anything another kernel touches, weights excepted.
-One exception: `moe_vector._down` reads the routing before it waits, since the kernel that wrote it had ended when the
-one in between passed its own wait, and that one lets its successor start only after that.
+A decode step is hundreds of kernels of a few microseconds. Launched normally, each begins when the last block of its
+predecessor has ended, and the GPU idles for a microsecond or two in between. With PDL (Hopper and later) a kernel
+starts early, does what does not depend on its predecessor (loads weights), and waits at `gdc_wait` for the rest. The
+rule that keeps this correct: **every** kernel launched with `**pdl()` calls `gdc_wait` (under `PDL: tl.constexpr`)
+before it reads or writes anything another kernel touches, weights excepted.
+Exceptions: `_down` in `moe/vector.py` reads the routing, and the decode attention kernels read their plan, before they
+wait. The kernel that wrote it has ended by then: the kernel in between launches its dependents only after its own wait.
 """
 
 from __future__ import annotations
@@ -22,22 +22,25 @@ from triton.backends.nvidia.driver import CudaLauncher
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
-"""Kernels run in Python on the CPU: for tests."""
+"""Kernels run in Triton's interpreter on the CPU: for tests."""
 
 
-_described: list[int] = []
+_assumed: list[int] = []
 
 
-def describe(arch: int, multiprocessors: int) -> None:
-    """For a process that compiles for a card and never opens it; before anything else is asked here."""
-    _described[:] = arch, multiprocessors
+def assume_device(arch: int, multiprocessors: int) -> None:
+    """Use these properties instead of the device's: for a process that compiles for a GPU it must not open.
+
+    To be called before the functions below.
+    """
+    _assumed[:] = arch, multiprocessors
 
 
 @functools.cache
 def has_pdl() -> bool:
-    """Whether the current device starts dependent kernels early."""
-    if _described:
-        return _described[0] >= 90
+    """Whether the current device supports programmatic dependent launch."""
+    if _assumed:
+        return _assumed[0] >= 90
     return not INTERPRETED and torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
 
 
@@ -48,49 +51,49 @@ def pdl() -> dict[str, Any]:
 
 
 compiled: list[str] = []
-"""Kernels compiled, or loaded from Triton's own cache, since `watch_compiles`: there should be none on the way of a
-request."""
+"""Kernels compiled, or loaded from Triton's cache on disk, since `watch_compiles`: while requests run there should be
+none."""
 
 
 def watch_compiles() -> None:
-    """From here on `compiled` is kept."""
+    """Record compilations in `compiled` from now on."""
 
-    def note(*_: Any, repr: str, **__: Any) -> None:
+    def record(*_: Any, repr: str, **__: Any) -> None:
         compiled.append(repr)
 
     compiled.clear()
-    triton.knobs.runtime.jit_post_compile_hook = note
+    triton.knobs.runtime.jit_post_compile_hook = record
 
 
 class SafeLauncher(CudaLauncher):
-    """What hands a kernel its arguments, made by one thread at a time.
+    """Triton's kernel launcher, created by one thread at a time.
 
-    Triton builds it as a little extension module, and all of them have one name. To Python a module of that kind which
-    is loaded once more *is* the one of that name loaded last: it puts the old functions into it. Between another
-    thread's loading and its taking the function out, that gives it a launcher of some other kernel.
+    Triton compiles it as an extension module, and all of them have one name. Loading such a module again makes Python
+    fill the module of that name loaded last with its functions, so a second thread that loads one between the first
+    thread's load and its function lookup would give the first thread the launcher of another kernel.
     """
 
-    _making = threading.Lock()
+    _lock = threading.Lock()
 
     def __init__(self, *args: Any) -> None:
-        with self._making:
+        with self._lock:
             super().__init__(*args)
 
 
 def let_threads_launch() -> None:
-    """From here on several threads may launch kernels for the first time."""
+    """Allow several threads to launch kernels for the first time."""
     triton.runtime.driver.active.launcher_cls = SafeLauncher
 
 
 @functools.cache
 def num_sms() -> int:
     """Multiprocessors of the current device; a small number in the interpreter."""
-    if _described:
-        return _described[1]
+    if _assumed:
+        return _assumed[1]
     return 4 if INTERPRETED else torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
 
 
 __all__ = [
-    "INTERPRETED", "SafeLauncher", "compiled", "describe", "gdc_launch_dependents", "gdc_wait", "has_pdl",
+    "INTERPRETED", "SafeLauncher", "assume_device", "compiled", "gdc_launch_dependents", "gdc_wait", "has_pdl",
     "let_threads_launch", "num_sms", "pdl", "watch_compiles",
 ]  # fmt: skip

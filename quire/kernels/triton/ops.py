@@ -4,75 +4,70 @@ from __future__ import annotations
 
 import torch
 
-from quire.kernels.cublaslt import Products
 from quire.kernels.reference import TorchOps
-from quire.kernels.triton import norm
-from quire.kernels.triton.activation import silu_mul
+from quire.kernels.triton import elementwise
+from quire.kernels.triton.cublaslt import TunedGemms, tuned_gemms
 from quire.kernels.triton.launch import INTERPRETED
-from quire.kernels.triton.moe import candidates as moe_candidates
 from quire.kernels.triton.moe import experts as moe
+from quire.kernels.triton.moe import tuning as moe_tuning
 from quire.kernels.triton.moe.common import ExpertsConfig
-from quire.kernels.triton.moe.tuning import BUCKETS as EXPERT_BUCKETS
 from quire.kernels.triton.moe.tuning import choose_experts
 from quire.kernels.triton.qkv import prepare_qkv
 from quire.kernels.triton.skinny_gemm.candidates import GemmShape
-from quire.kernels.triton.skinny_gemm.gemm import Config, thin_linear, thin_norm_linear, thin_silu_linear
-from quire.kernels.triton.skinny_gemm.tuning import BUCKETS, TuningJob, choose, jobs_for, many_rows
+from quire.kernels.triton.skinny_gemm.gemm import GemmConfig, skinny_linear, skinny_norm_linear, skinny_silu_linear
+from quire.kernels.triton.skinny_gemm.tuning import BUCKETS, GemmKernel, choose, distinct_kernels
 
 
-def _takes(x: torch.Tensor) -> bool:
-    """Whether x is what a kernel can walk: rows on the device, contiguous in their last dimension, at least one."""
+def _is_supported(x: torch.Tensor) -> bool:
+    """Whether a kernel can take x: a matrix on the device, contiguous in its last dimension, not empty."""
     return (x.is_cuda or INTERPRETED or x.is_meta) and x.dim() == 2 and x.stride(1) == 1 and x.numel() > 0
 
 
-THIN = not INTERPRETED
-"""Whether thin products are ours: the interpreter takes seconds for each, so tests turn it on for some."""
-
-
-ONTO_ROWS = 1024
-"""From here on cuBLAS adds a product to the stream as it writes it: one pass over the stream less than adding it in
-the norm, which for few rows is folded into the next product anyway."""
-INVARIANT = Config("tile", block_n=128, block_m=64, block_k=64, warps=4, stages=4)
-"""One shape for all: cuBLAS, and our tables, choose by the number of rows, and shapes differ in how they sum."""
+USE_OWN_GEMMS = not INTERPRETED
+"""Whether GEMMs and experts run our kernels. Off in the interpreter, which takes seconds for each; tests enable it."""
+FUSED_ADD_MIN_ROWS = 1024
+"""From this many rows on cuBLAS adds a GEMM's result to the residual stream in its epilogue: one pass over the stream
+less than adding in the norm. With fewer rows the norm, and with it the addition, is fused into the next GEMM."""
+INVARIANT = GemmConfig("tile", block_n=128, block_m=64, block_k=64, warps=4, stages=4)
+"""Batch-invariant: cuBLAS and our tables choose by the number of rows, and tile shapes differ in the order of sums."""
 
 
 class TritonOps(TorchOps):
-    """Row-wise kernels for a GPU. A row's bits do not depend on its batch: each is computed by itself."""
+    """Kernels for a GPU. In the row-wise ones a row's bits do not depend on its batch."""
 
     whole_steps = True
-    """Batch and sampling have kernels too: a step can be captured from its inputs to its tokens."""
 
     def __init__(self, batch_invariant: bool = False) -> None:
-        """`batch_invariant`: products sum in the same order however many rows there are, in float16 and bfloat16."""
+        """`batch_invariant`: GEMMs in float16 and bfloat16 sum in the same order whatever the number of rows."""
         self._invariant = batch_invariant
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        if _takes(x) and x.size(1) <= norm.MAX_WIDTH:
-            return norm.rms_norm(x, weight, eps)
+        if _is_supported(x) and x.size(1) <= elementwise.MAX_NORM_WIDTH:
+            return elementwise.rms_norm(x, weight, eps)
         return super().rms_norm(x, weight, eps)
 
     def add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if _takes(x) and _takes(residual) and x.size(1) <= norm.MAX_WIDTH:
-            return norm.add_rms_norm(x, residual, weight, eps)
+        if _is_supported(x) and _is_supported(residual) and x.size(1) <= elementwise.MAX_NORM_WIDTH:
+            return elementwise.add_rms_norm(x, residual, weight, eps)
         return super().add_rms_norm(x, residual, weight, eps)
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         config = self._config("linear", x, weight)
         if config is not None:
-            return thin_linear(x, weight, bias, config=config)
-        known = self._many_rows(x) if bias is None else None
-        out = None if known is None else known.linear(x, weight)
+            return skinny_linear(x, weight, bias, config=config)
+        tuned = self._tuned_gemms(x) if bias is None else None
+        out = None if tuned is None else tuned.linear(x, weight)
         return super().linear(x, weight, bias) if out is None else out
 
-    def linear_onto(
+    def linear_add(
         self, stream: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor | None:
-        if bias is not None or self._invariant or len(x) < ONTO_ROWS or not stream.is_contiguous():
+        if bias is not None or self._invariant or len(x) < FUSED_ADD_MIN_ROWS or not stream.is_contiguous():
             return self.linear(x, weight, bias)
-        known = self._many_rows(x)
-        if known is None or not known.add_linear(stream, x, weight):
+        tuned = self._tuned_gemms(x)
+        if tuned is None or not tuned.linear_add(stream, x, weight):
             stream.addmm_(x, weight.t())
         return None
 
@@ -89,7 +84,7 @@ class TritonOps(TorchOps):
         if x is not None:
             config = self._config("norm_silu_linear" if gated else "norm_linear", x, weight)
             if config is not None and (residual is None or residual.is_contiguous()):
-                return thin_norm_linear(x, residual, gain, eps, weight, bias, silu=gated, config=config)
+                return skinny_norm_linear(x, residual, gain, eps, weight, bias, silu=gated, config=config)
         return super().norm_linear(x, residual, gain, eps, weight, bias, gated)
 
     def gated_linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -97,20 +92,20 @@ class TritonOps(TorchOps):
         return (
             super().gated_linear(x, weight, bias)
             if config is None
-            else thin_silu_linear(x, weight, bias, config=config)
+            else skinny_silu_linear(x, weight, bias, config=config)
         )
 
-    def _many_rows(self, x: torch.Tensor) -> Products | None:
-        """Products whose algorithm was measured, if one of x may be among them."""
-        if self._invariant or not THIN or not x.is_cuda or x.dim() != 2 or not len(x):
+    def _tuned_gemms(self, x: torch.Tensor) -> TunedGemms | None:
+        """cuBLASLt with measured algorithms, if it may be used for x."""
+        if self._invariant or not USE_OWN_GEMMS or not x.is_cuda or x.dim() != 2 or not len(x):
             return None
-        return many_rows()
+        return tuned_gemms()
 
-    def _config(self, kind: str, x: torch.Tensor, weight: torch.Tensor) -> Config | None:
-        """The kernel of ours for a product; None: cuBLAS is faster, or ours does not take it."""
+    def _config(self, kind: str, x: torch.Tensor, weight: torch.Tensor) -> GemmConfig | None:
+        """Our kernel for a GEMM; None: cuBLAS is faster, or ours does not support it."""
         if not (
-            THIN
-            and _takes(x)
+            USE_OWN_GEMMS
+            and _is_supported(x)
             and x.is_contiguous()
             and weight.is_contiguous()
             and weight.stride(0) * x.itemsize % 16 == 0
@@ -121,21 +116,22 @@ class TritonOps(TorchOps):
         n, k = weight.shape
         return choose(kind, x.shape[0], n, k, x.dtype)
 
-    def kernels_of(self, weight: torch.Tensor, normed: bool, gated: bool, bias: bool, max_rows: int) -> list[TuningJob]:
-        """The kernels that `linear` (`normed`: `norm_linear`) takes for up to `max_rows` rows, each once."""
-        folded = (["norm_silu_linear", "silu_linear"] if gated else ["norm_linear"]) if normed else []
-        kinds = [*folded, "linear"]
+    def kernels_of(
+        self, weight: torch.Tensor, normed: bool, gated: bool, bias: bool, max_rows: int
+    ) -> list[GemmKernel]:
+        fused = (["norm_silu_linear", "silu_linear"] if gated else ["norm_linear"]) if normed else []
+        kinds = [*fused, "linear"]
         n, k = weight.shape
 
-        def chosen(shape: GemmShape, rows: int) -> list[Config]:
-            """Of the kinds a product can be of, the first that has a kernel is the one that runs."""
+        def chosen(shape: GemmShape, rows: int) -> list[GemmConfig]:
+            """The configuration if `shape.kind` is the one that runs: the most fused kind that has a kernel."""
             x = weight.new_empty(rows, k, device="meta")
             found = ((kind, self._config(kind, x, weight)) for kind in kinds)
             first, config = next((pair for pair in found if pair[1] is not None), ("", None))
             return [config] if config is not None and first == shape.kind else []
 
         buckets = [rows for rows in BUCKETS if rows < 2 * max_rows]
-        return jobs_for([GemmShape(kind, n, k, bias) for kind in kinds], weight.dtype, buckets, chosen)
+        return distinct_kernels([GemmShape(kind, n, k, bias) for kind in kinds], weight.dtype, buckets, chosen)
 
     def route(
         self,
@@ -145,7 +141,7 @@ class TritonOps(TorchOps):
         counts: torch.Tensor | None = None,
         slots: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if _takes(logits) and logits.shape[1] <= moe.MAX_EXPERTS:
+        if _is_supported(logits) and logits.shape[1] <= moe.MAX_EXPERTS:
             return moe.route(logits, top_k, renormalise, counts, slots)
         return super().route(logits, top_k, renormalise, counts, slots)
 
@@ -179,7 +175,7 @@ class TritonOps(TorchOps):
         if x is not None and router.shape[0] == gate_up.shape[0]:
             config = self._experts_config(x, gate_up, down, top_k)
             if config is not None and config.kernel == "vector":
-                # Four kernels: the router's product has the norm folded in, and so have the experts' programs.
+                # Four kernels: the norm is fused into the router's GEMM and into the experts' first one.
                 logits, stream = self.norm_linear(x, residual, gain, eps, router)
                 weights, chosen = self.route(logits, top_k, renormalise, counts, slots)
                 routing = moe.ChosenExperts(top_k, weights=weights, experts=chosen)
@@ -191,10 +187,10 @@ class TritonOps(TorchOps):
     def _experts_config(
         self, x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, top_k: int
     ) -> ExpertsConfig | None:
-        """How x goes through experts; None: not by kernels of ours."""
+        """The experts' kernel and tile shapes; None: ours do not support x."""
         if not (
-            THIN
-            and _takes(x)
+            USE_OWN_GEMMS
+            and _is_supported(x)
             and x.is_contiguous()
             and gate_up.is_contiguous()
             and down.is_contiguous()
@@ -203,22 +199,20 @@ class TritonOps(TorchOps):
         ):
             return None
         if self._invariant:
-            return moe_candidates.INVARIANT
+            return moe_tuning.INVARIANT
         return choose_experts(moe.shape_of(gate_up, top_k), x.shape[0], x.dtype)
 
     def expert_kernels_of(
         self, gate_up: torch.Tensor, down: torch.Tensor, top_k: int, renormalise: bool, routed: int, max_tokens: int
     ) -> dict[object, moe.Task]:
-        """Launches of the kernels that take up to `max_tokens` tokens through such experts, each with a name. `routed`:
-        experts there are on all ranks."""
-        buckets = [tokens for tokens in EXPERT_BUCKETS if tokens < 2 * max_tokens]
+        buckets = [tokens for tokens in moe_tuning.BUCKETS if tokens < 2 * max_tokens]
         inputs = (gate_up.new_empty(tokens, gate_up.shape[2], device="meta") for tokens in buckets)
         configs = [self._experts_config(x, gate_up, down, top_k) for x in inputs]
         wanted = [config for config in configs if config is not None]
         return moe.launches(gate_up, down, top_k, renormalise, routed, wanted)
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        return silu_mul(gate_up) if _takes(gate_up) else super().silu_mul(gate_up)
+        return elementwise.silu_mul(gate_up) if _is_supported(gate_up) else super().silu_mul(gate_up)
 
     def prepare_qkv(
         self,
@@ -232,5 +226,5 @@ class TritonOps(TorchOps):
         num_kv_heads: int,
         head_dim: int,
     ) -> torch.Tensor:
-        kernel = prepare_qkv if _takes(qkv) and kv.stride(4) == 1 else super().prepare_qkv
+        kernel = prepare_qkv if _is_supported(qkv) and kv.stride(4) == 1 else super().prepare_qkv
         return kernel(qkv, positions, cos_sin, norms, kv, slots, num_heads, num_kv_heads, head_dim)

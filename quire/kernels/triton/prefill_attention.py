@@ -1,17 +1,17 @@
-"""Paged attention of rows with several query tokens: prompts, chunks of prompts, and both mixed.
+"""Paged prefill attention: rows with several query tokens (prompts and chunks of prompts), on tensor cores.
 
-The queries of each row are cut into tiles of some tokens; a program takes one tile and one KV head, and all query
-heads that share that head stand side by side as lines of the same matrix, so that K and V are read once a group. Which
-tiles there are is known on the device only: `plan_tiles` lists them once a step, longest context first, and the grid
-is a bound the host can compute; programs past the list's end leave at once.
+The queries of each row are divided into tiles of tokens; a program takes one tile and one KV head, and all query heads
+of that head's group are rows of the same matrix, so that K and V are read once a group. Only the device knows the
+tiles: `plan_tiles` lists them once a step, longest context first, and the grid is an upper bound that the host can
+compute; programs past the list's end exit at once.
 
 Operations: 4 * head_dim a query head, query and visible key; a causal prompt of n tokens has n * (n + 1) / 2 pairs.
-Bytes: a program reads its context's K and V, 4 * head_dim a key in half precision, mostly from the L2 cache, and does
+Bytes: a program reads its context's K and V, 4 * head_dim a key in half precision, mostly from L2, and does
 4 * head_dim * BLOCK_M operations with them: BLOCK_M = 128 operations a byte, bound by the tensor cores (and, close
 behind, by the exponentials: one a pair and head, 16 a cycle and multiprocessor on an H200, against 4096 operations).
 
-What a query computes depends on its own row alone and on the fixed stride of key tiles from position 0: not on the
-tile it falls in, on how a prompt is cut into chunks, or on the rest of the batch. The same bits either way.
+A query's result depends only on its own row and on the fixed stride of key tiles from position 0, not on its tile, the
+chunking of its prompt or the rest of the batch: the bits are the same.
 """
 
 # ruff: noqa: N803
@@ -32,9 +32,9 @@ LOG2_E = 1.4426950408889634
 
 @dataclass(frozen=True)
 class Tile:
-    """How a program is shaped: its lines (tokens times the heads of a group), keys a step, warps, loads in flight.
+    """Tile shape: matrix rows (tokens times the heads of a group), keys an iteration, warps, pipeline stages.
 
-    `skewed`: the product with V runs one step late, while the next step's softmax is computed.
+    `skewed`: the product with V runs one iteration late, while the next softmax is computed.
     """
 
     block_m: int
@@ -49,12 +49,12 @@ class Tile:
 
 
 LONG_CONTEXT = 3072
-"""From here on large tiles win: they read each key for more queries, and lose less at the diagonal."""
+"""Tokens. From here on large tiles win: they read each key for more queries, and waste less at the diagonal."""
 
 
 @functools.cache
 def prefill_tile(head_dim: int, itemsize: int, is_long: bool = True) -> Tile:
-    """The shape for a head of so many values; found with benchmarks/gpu/prefill_attention.py on an H200."""
+    """The tile shape for a head size; found with benchmarks/gpu/prefill_attention.py on an H200."""
     if INTERPRETED:
         return Tile(32, 32, 4, 1)
     if itemsize == 4:  # no tensor cores for exact float32
@@ -68,7 +68,7 @@ def prefill_tile(head_dim: int, itemsize: int, is_long: bool = True) -> Tile:
 def _plan(query_starts, context_lens, rows, tiles, first_row, num_rows, bound,
           TOKENS: tl.constexpr, AT_ONCE: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """Each program writes the tiles of its row, [batch row, first token, tokens, position of the first] each, last
-    tile first; rows with longer contexts come earlier. One program more marks what is left of the list as empty."""
+    tile first; rows with longer contexts come earlier. One more program marks the rest of the list as empty."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -77,9 +77,9 @@ def _plan(query_starts, context_lens, rows, tiles, first_row, num_rows, bound,
     first = tl.load(query_starts + row, mask=own, other=0)
     length = tl.load(query_starts + row + 1, mask=own, other=0) - first
     context = tl.load(context_lens + row, mask=own, other=-1)
-    length = tl.where(context > 0, length, 0)  # a row that has ended, or padding
+    length = tl.where(context > 0, length, 0)  # an ended row, or padding
     lane = tl.arange(0, AT_ONCE)
-    place = 0
+    slot = 0
     for start in range(first_row, num_rows, AT_ONCE):
         other = start + lane
         there = other < num_rows
@@ -88,7 +88,7 @@ def _plan(query_starts, context_lens, rows, tiles, first_row, num_rows, bound,
         contexts = tl.load(context_lens + other, mask=there, other=-1)
         lengths = tl.where(contexts > 0, lengths, 0)
         earlier = (contexts > context) | ((contexts == context) & (other < row))
-        place += tl.sum(tl.where(there & earlier, (lengths + TOKENS - 1) // TOKENS, 0), 0)
+        slot += tl.sum(tl.where(there & earlier, (lengths + TOKENS - 1) // TOKENS, 0), 0)
     if own:
         batch_row = tl.load(rows + row).to(tl.int32)
         count = (length + TOKENS - 1) // TOKENS
@@ -96,35 +96,35 @@ def _plan(query_starts, context_lens, rows, tiles, first_row, num_rows, bound,
             index = start + lane
             there = index < count
             begin = (count - 1 - index) * TOKENS
-            entry = tiles + (place + index) * 4
+            entry = tiles + (slot + index) * 4
             tl.store(entry, batch_row, mask=there)
             tl.store(entry + 1, first + begin, mask=there)
             tl.store(entry + 2, tl.minimum(length - begin, TOKENS), mask=there)
             tl.store(entry + 3, context - length + begin, mask=there)
     else:
-        for start in range(place, bound, AT_ONCE):
+        for start in range(slot, bound, AT_ONCE):
             tl.store(tiles + (start + lane) * 4, -1, mask=start + lane < bound)
 
 
 @triton.jit
-def _places(table, start, columns, BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, STRIDE_BLOCK: tl.constexpr,
+def _key_offsets(table, start, columns, BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, STRIDE_BLOCK: tl.constexpr,
             DIM: tl.constexpr):  # fmt: skip
-    """Where keys start to start + BLOCK_N lie in the cache, [BLOCK_N]. What follows a row's end is not to be used."""
+    """Cache offsets of keys start to start + BLOCK_N, [BLOCK_N]; those past the row's end are invalid."""
     if BLOCK < BLOCK_N:
-        # One number a block, not one a key: a thread that copies keys of eight blocks reads them in two loads.
+        # One table entry a block, not one a key: a thread that copies keys of eight blocks needs two loads.
         index = start // BLOCK + tl.arange(0, BLOCK_N // BLOCK)
         blocks = tl.load(table + index, mask=index < columns)
-        places = (blocks.to(tl.int64) * STRIDE_BLOCK)[:, None] + (tl.arange(0, BLOCK) * DIM)[None, :]
-        # Triton forgets in a reshape what it knew of alignment, and without it would copy two bytes at a time.
-        return tl.multiple_of(tl.reshape(places, [BLOCK_N]), 16)
-    else:  # noqa: RET505 (a branch taken while compiling)
+        offsets = (blocks.to(tl.int64) * STRIDE_BLOCK)[:, None] + (tl.arange(0, BLOCK) * DIM)[None, :]
+        # A reshape loses Triton's alignment information, without which it would copy two bytes at a time.
+        return tl.multiple_of(tl.reshape(offsets, [BLOCK_N]), 16)
+    else:  # noqa: RET505 (a compile-time branch)
         block = tl.load(table + start // BLOCK)
         return block.to(tl.int64) * STRIDE_BLOCK + (start % BLOCK + tl.arange(0, BLOCK_N)) * DIM
 
 
 @triton.jit
 def _exists(n, start, low, end, WINDOW: tl.constexpr):
-    """Which of keys start + n some query of the tile sees: others may be garbage, and zero times NaN is NaN."""
+    """Which keys start + n some query of the tile sees; others may be uninitialized, and zero times NaN is NaN."""
     exists = n < end - start
     if WINDOW > 0:
         exists = exists & (n >= low - start)
@@ -132,8 +132,8 @@ def _exists(n, start, low, end, WINDOW: tl.constexpr):
 
 
 @triton.jit
-def _hide(scores, start, n, position, first, last, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Scores of the keys a line's query does not see become very low. Most tiles are seen whole, and skip it."""
+def _mask(scores, start, n, position, first, last, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Causal and window mask: scores of invisible keys become very low. Most tiles are fully visible and skip it."""
     edge = start + BLOCK_N > first + 1
     if WINDOW > 0:
         edge = edge | (start <= last - WINDOW)
@@ -142,15 +142,15 @@ def _hide(scores, start, n, position, first, last, WINDOW: tl.constexpr, BLOCK_N
         seen = key[None, :] <= position[:, None]
         if WINDOW > 0:
             seen = seen & (key[None, :] > position[:, None] - WINDOW)
-        # Not -inf: a line that sees nothing of its first tile must not become NaN. What it gathers there is scaled
-        # to nothing when it meets a key it sees.
+        # Not -inf: a row that sees no key of its first tile must not become NaN. What it accumulates there is scaled
+        # to 0 at the first visible key.
         scores = tl.where(seen, scores, -1e30)
     return scores
 
 
 @triton.jit
 def _softmax(scores, best, weight, scale):
-    """Weights of a tile's keys against the best score yet, what to scale earlier sums by, that best, their sum."""
+    """Online softmax: (weights of a tile's keys, factor for earlier sums, best score so far, sum of weights)."""
     higher = tl.maximum(best, tl.max(scores, 1) * scale)
     keep = tl.exp2(best - higher)
     p = tl.exp2(scores * scale - higher[:, None])
@@ -164,7 +164,7 @@ def _prefill(
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_P2: tl.constexpr, BLOCK: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, STAGES: tl.constexpr, SKEWED: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One tile of queries, one KV head: line m is token m // GROUP and head m % GROUP of the group."""
+    """One tile of queries, one KV head: matrix row m is token m // GROUP and head m % GROUP of the group."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -184,8 +184,8 @@ def _prefill(
     if WINDOW > 0:
         low = tl.maximum(first - WINDOW + 1, 0)
         begin = low // BLOCK_N * BLOCK_N
-    # There is always a key. A loop that may be empty has a second way round it, and ptxas, which cannot tell that no
-    # product is under way there, would wait for each product at once in all of the kernel.
+    # There is always a key. A loop that may be empty has a path around it, on which ptxas cannot tell that no WGMMA is
+    # in flight; it would then serialize every WGMMA of the kernel.
     tl.assume(begin < end)
 
     m = tl.arange(0, BLOCK_M)
@@ -206,38 +206,37 @@ def _prefill(
     weight = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, DIM_P2], tl.float32)
     if SKEWED:
-        # While the tensor cores multiply the last step's weights with V, the other units compute this step's
-        # weights. The weights wait in float32: packed, they would have to be written where the product under way
-        # still reads them.
+        # While the tensor cores multiply the last iteration's weights with V, the other units compute this iteration's
+        # weights. They stay in float32: packed, they would overwrite registers that the WGMMA in flight still reads.
         p = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         keep = tl.full([BLOCK_M], 1.0, tl.float32)
         for start in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
             start = tl.multiple_of(start, BLOCK_N)
             exists = _exists(n, start, low, end, WINDOW)[:, None]
-            places = _places(table, start, stride_table, BLOCK, BLOCK_N, STRIDE_BLOCK, DIM)
-            k = tl.load(keys + places[:, None], mask=exists & in_dim, other=0.0)
+            offsets = _key_offsets(table, start, stride_table, BLOCK, BLOCK_N, STRIDE_BLOCK, DIM)
+            k = tl.load(keys + offsets[:, None], mask=exists & in_dim, other=0.0)
             past = tl.multiple_of(tl.maximum(start - BLOCK_N, 0), BLOCK_N)
             exists = _exists(n, past, low, past + BLOCK_N, WINDOW)[:, None] & (start > begin)  # at first p is zero
-            places = _places(table, past, stride_table, BLOCK, BLOCK_N, STRIDE_BLOCK, DIM)
-            v = tl.load(values + places[:, None], mask=exists & in_dim, other=0.0)
+            offsets = _key_offsets(table, past, stride_table, BLOCK, BLOCK_N, STRIDE_BLOCK, DIM)
+            v = tl.load(values + offsets[:, None], mask=exists & in_dim, other=0.0)
             scores = tl.dot(qs, tl.trans(k), input_precision=PRECISION)
             acc = tl.dot(p.to(v.dtype), v, acc * keep[:, None], input_precision=PRECISION)
-            scores = _hide(scores, start, n, position, first, last, WINDOW, BLOCK_N)
+            scores = _mask(scores, start, n, position, first, last, WINDOW, BLOCK_N)
             p, keep, best, weight = _softmax(scores, best, weight, scale)
         start = tl.multiple_of(last // BLOCK_N * BLOCK_N, BLOCK_N)
         exists = _exists(n, start, low, end, WINDOW)[:, None]
-        places = _places(table, start, stride_table, BLOCK, BLOCK_N, STRIDE_BLOCK, DIM)
-        v = tl.load(values + places[:, None], mask=exists & in_dim, other=0.0)
+        offsets = _key_offsets(table, start, stride_table, BLOCK, BLOCK_N, STRIDE_BLOCK, DIM)
+        v = tl.load(values + offsets[:, None], mask=exists & in_dim, other=0.0)
         acc = tl.dot(p.to(v.dtype), v, acc * keep[:, None], input_precision=PRECISION)
     else:
         for start in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
             start = tl.multiple_of(start, BLOCK_N)
             exists = _exists(n, start, low, end, WINDOW)[:, None]
-            places = _places(table, start, stride_table, BLOCK, BLOCK_N, STRIDE_BLOCK, DIM)
-            k = tl.load(keys + places[:, None], mask=exists & in_dim, other=0.0)
-            v = tl.load(values + places[:, None], mask=exists & in_dim, other=0.0)
+            offsets = _key_offsets(table, start, stride_table, BLOCK, BLOCK_N, STRIDE_BLOCK, DIM)
+            k = tl.load(keys + offsets[:, None], mask=exists & in_dim, other=0.0)
+            v = tl.load(values + offsets[:, None], mask=exists & in_dim, other=0.0)
             scores = tl.dot(qs, tl.trans(k), input_precision=PRECISION)
-            scores = _hide(scores, start, n, position, first, last, WINDOW, BLOCK_N)
+            scores = _mask(scores, start, n, position, first, last, WINDOW, BLOCK_N)
             p, keep, best, weight = _softmax(scores, best, weight, scale)
             acc = tl.dot(p.to(v.dtype), v, acc * keep[:, None], input_precision=PRECISION)
     result = (acc / weight[:, None]).to(out.dtype.element_ty)
@@ -253,7 +252,7 @@ def plan_tiles(
     query_starts [S + 1] and context_lens [S] int32 as in AttentionInputs; row i of the batch's tables is rows[i] [S].
     Each row before `first_row` has one of the step's `num_tokens` tokens. `tile_tokens`: Tile.tokens(group).
     """
-    # Whole tiles are no more than the tokens hold, and each row has at most one that is not whole.
+    # Full tiles are at most tokens / tile_tokens, and each row has at most one partial tile.
     bound = (num_tokens - first_row) // tile_tokens + num_rows - first_row
     tiles = torch.empty(bound, 4, dtype=torch.int32, device=query_starts.device)
     _plan[(num_rows - first_row + 1,)](

@@ -1,15 +1,15 @@
-"""Paged attention over blocks that many rows share (a common system prompt, samples of one prompt), read once for all.
+"""Paged attention over a prefix that many rows share (a system prompt, sequences of one prompt), read once for all.
 
-Rows that begin with the same blocks are a *group*. The queries of up to a few dozen members stand in one tile, as rows
-of a tensor-core product, and are held against the shared tokens together. What comes out is the state of each row's
-softmax after its shared tokens; `decode_attention.py` goes on from there. Work is dealt out as there: all tiles of
-tokens of all query tiles and KV heads stand in one line, every program takes an equal stretch of it, and whoever is
-last to finish a query tile merges what the others left, always in the same order. Groups lie in buffers that stay and
-are counted on the device, so the kernels can be captured and replayed for any groups.
+Rows that begin with the same blocks are a *group*. The queries of up to a few dozen members form one query tile, the
+rows of a tensor-core product with the shared tokens. The result is each row's online-softmax state after its shared
+tokens, from which `decode_attention.py` continues. Work is balanced as there (stream-K): the token tiles of all query
+tiles and KV heads form one sequence, every program takes an equal range of it, and the last program to finish a query
+tile merges the partials, always in the same order. Groups are in persistent buffers and counted on the device, so one
+captured CUDA graph serves any groups.
 
-Bytes: a group's shared K and V once a query tile (2 * shared * kv_heads * head_dim values; from the L2 cache for all
-tiles but the first) instead of once a row; and for each member 4 * heads * (head_dim + 2) bytes of state, written here
-and read by the other kernel. Operations: 4 * shared * heads * head_dim a member, as ever, plus those of empty places.
+Bytes: a group's shared K and V once a query tile (2 * shared * kv_heads * head_dim values; from L2 for all query tiles
+but the first) instead of once a row; and for each member 4 * heads * (head_dim + 2) bytes of state, written here and
+read by the decode kernel. Operations: 4 * shared * heads * head_dim a member, plus those of unused tile rows.
 """
 
 # ruff: noqa: N803
@@ -31,22 +31,23 @@ from quire.kernels.triton.decode_attention import (
     LOG2_E,
     PLANNED_AT_ONCE,
     PrefixState,
-    fold,
-    merge_parts,
-    plan_stretches,
+    merge_partials,
+    online_softmax,
+    plan_ranges,
 )
 from quire.kernels.triton.launch import INTERPRETED, gdc_launch_dependents, gdc_wait, num_sms, pdl
 
 SEARCHED_AT_ONCE = 128
-LEAST_TILES = 2
-"""A program is not made for less: merging would cost more than it saves."""
-LEAST_MEMBERS = 2
-"""A group of one shares with nobody."""
+"""Rows of the step that the search for members compares at a time."""
+MIN_TILES = 2
+"""Tiles a program, at least: with fewer, merging costs more than it saves."""
+MIN_MEMBERS = 2
+"""Rows of a group, at least."""
 
 
 @dataclass(frozen=True)
 class PrefixTile:
-    """How a program is shaped: queries and tokens a tile, warps, loads in flight, and programs a multiprocessor."""
+    """Tile shape: queries and tokens a tile, warps, pipeline stages, and programs a multiprocessor."""
 
     queries: int
     tokens: int
@@ -57,10 +58,10 @@ class PrefixTile:
 
 @functools.cache
 def prefix_tile(head_dim: int, itemsize: int) -> PrefixTile:
-    """The shape for a head of so many values; candidates are in benchmarks/gpu/prefix_attention.py."""
+    """The tile shape for a head size; candidates are in benchmarks/gpu/prefix_attention.py."""
     if INTERPRETED:
         return PrefixTile(16, 16, 4, 1, 2)
-    if itemsize > 2:  # no tensor cores: a larger tile would not fit the registers
+    if itemsize > 2:  # no tensor cores: a larger tile would spill registers
         return PrefixTile(16, 32, 4, 2, 2)
     if head_dim > 128:
         return PrefixTile(64, 32, 8, 3, 1)
@@ -69,24 +70,24 @@ def prefix_tile(head_dim: int, itemsize: int) -> PrefixTile:
 
 @dataclass(frozen=True)
 class PrefixPlan:
-    """One step's query tiles, and who computes what of them."""
+    """One step's query tiles, and the programs' ranges."""
 
     members: torch.Tensor
-    """[tiles, members] int32: the queries' places in the step; -1: none."""
+    """[tiles, members] int32: the index of each query in the step; -1: none."""
     rows: torch.Tensor
     """[tiles] int32: the line of the block tables that holds the shared blocks."""
     lens: torch.Tensor
-    """[tiles] int32: shared tokens; tiles that there are come first, the others have 0."""
-    stretches: torch.Tensor
+    """[tiles] int32: shared tokens; used tiles come first, the others have 0."""
+    ranges: torch.Tensor
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _lay_out(
+def _plan_queries(
     members, starts, shared, rows, tile_members, tile_rows, tile_lens, num_rows,
     MAX_GROUPS: tl.constexpr, GROUPS_P2: tl.constexpr, MEMBERS: tl.constexpr, MEMBERS_P2: tl.constexpr,
     ROUND: tl.constexpr, AT_ONCE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One query tile a program: whose it is, and where in the step its members are."""
+    """One query tile a program: its group, and its members' indices in the step."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -108,12 +109,12 @@ def _lay_out(
     at = tl.sum(tl.where(mine, first, 0), 0) + tile * MEMBERS + m
     inside = is_there & (m < MEMBERS) & (at < tl.sum(tl.where(mine, last, 0), 0))
     member = tl.load(members + at, mask=inside, other=-1)
-    place = tl.full([MEMBERS_P2], -1, tl.int32)
+    index = tl.full([MEMBERS_P2], -1, tl.int32)
     for start in range(0, tl.where(is_there, num_rows, 0), AT_ONCE):
         i = start + tl.arange(0, AT_ONCE)
         row = tl.load(rows + i, mask=i < num_rows, other=-2).to(tl.int32)
-        place = tl.maximum(place, tl.max(tl.where(member[:, None] == row[None, :], i[None, :], -1), 1))
-    tl.store(tile_members + t * MEMBERS + m, place, mask=m < MEMBERS)
+        index = tl.maximum(index, tl.max(tl.where(member[:, None] == row[None, :], i[None, :], -1), 1))
+    tl.store(tile_members + t * MEMBERS + m, index, mask=m < MEMBERS)
     tl.store(tile_rows + t, tl.sum(tl.where(mine, leader, 0), 0))
     tl.store(tile_lens + t, tl.where(is_there, tl.sum(tl.where(mine, length, 0), 0), 0))
 
@@ -126,7 +127,7 @@ def _prefix(
     MEMBERS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """A program's stretch, segment by segment; a segment is what it has of one query tile and KV head."""
+    """A program's range, segment by segment; a segment is the part of the range in one query tile and KV head."""
     program = tl.program_id(0)
     each = tl.load(plan)
     entry = plan + HEADER_SIZE + program * ENTRY_SIZE
@@ -136,10 +137,10 @@ def _prefix(
     count = tl.load(entry + 3)
     length = tl.load(entry + 4)
     line = tl.load(entry + 5)
-    if PDL:  # the plan is older than the kernel before this one, which waited for it: see `prepare`
+    if PDL:  # the plan was written before the preceding kernel started: see `plan`
         gdc_wait()
         gdc_launch_dependents()
-    place = program * each
+    start_tile = program * each
     r = tl.arange(0, M)
     d = tl.arange(0, DIM_P2)
     in_dim = d < DIM
@@ -166,30 +167,30 @@ def _prefix(
             v = tl.load(keys + stride_half + at, mask=held, other=0.0)
             scores = tl.dot(qs, tl.trans(k), input_precision=PRECISION) * scale
             scores = tl.where(seen[None, :], scores, float("-inf"))
-            best, weight, acc = fold(scores, v, best, weight, acc, PRECISION)
+            best, weight, acc = online_softmax(scores, v, best, weight, acc, PRECISION)
         is_done = take == tiles
         if take < tiles:
             slot = program * 2 + (tile == 0).to(tl.int32)
             tl.store(partial_stats + slot * (2 * M) + r, best)
             tl.store(partial_stats + slot * (2 * M) + M + r, weight)
             tl.store(partial + (slot * M + r[:, None]) * DIM + d[None, :], acc, mask=there)
-            segment = place - tile
+            segment = start_tile - tile
             first = segment // each
             last = (segment + tiles - 1) // each
-            tl.debug_barrier()  # every thread's part is written before one of them counts
+            tl.debug_barrier()  # all threads must have written before one counts the arrival
             counter = counters + row * KV_HEADS + head
             arrived = tl.atomic_add(counter, 1)
             is_done = arrived == last - first
             if is_done:
                 tl.store(counter, 0)
-                best, weight, acc = merge_parts(partial, partial_stats, first, last, M, M,
+                best, weight, acc = merge_partials(partial, partial_stats, first, last, M, M,
                                                 DIM, DIM_P2, 1)  # fmt: skip
         if is_done:
             at_state = member * (KV_HEADS * GROUP) + query_head
             tl.store(stats + at_state * 2, best, mask=is_query)
             tl.store(stats + at_state * 2 + 1, weight, mask=is_query)
             tl.store(sums + at_state[:, None] * DIM + d[None, :], acc, mask=there)
-        place += take
+        start_tile += take
         count -= take
         tile = 0
         head += 1
@@ -201,7 +202,7 @@ def _prefix(
 
 
 class PrefixAttention:
-    """The kernel and the memory it works in, for one shape of heads. Made once; its plans live one step."""
+    """The kernel and its workspace, for one configuration of heads. Created once; a plan lasts one step."""
 
     def __init__(
         self, heads: int, kv_heads: int, head_dim: int, max_rows: int, dtype: torch.dtype, device: torch.device,
@@ -210,11 +211,11 @@ class PrefixAttention:
         self._kv_heads = kv_heads
         group = heads // kv_heads
         self._tile = tile or prefix_tile(head_dim, dtype.itemsize)
-        queries = max(self._tile.queries, triton.next_power_of_2(LEAST_MEMBERS * group))
+        queries = max(self._tile.queries, triton.next_power_of_2(MIN_MEMBERS * group))
         self._members = queries // group
-        # No group has fewer than two members and no tile has room for fewer: half as many tiles as rows. Only where a
-        # tile has room for two can they be more: three members take two of them.
-        self._tiles = max(1, max_rows * 2 // 3 if self._members == LEAST_MEMBERS else max_rows // LEAST_MEMBERS)
+        # Groups have at least two members, and so do full tiles: at most half as many tiles as rows. Only if a tile
+        # holds just two can there be more: three members take two tiles.
+        self._tiles = max(1, max_rows * 2 // 3 if self._members == MIN_MEMBERS else max_rows // MIN_MEMBERS)
         self._programs = num_sms() * self._tile.programs
         self._partial = torch.empty(2 * self._programs * queries * head_dim, dtype=torch.float32, device=device)
         self._partial_stats = torch.empty(4 * self._programs * queries, dtype=torch.float32, device=device)
@@ -239,42 +240,42 @@ class PrefixAttention:
         self, members: torch.Tensor, starts: torch.Tensor, shared: torch.Tensor, rows: torch.Tensor, num_rows: int,
         tile_tokens: int,
     ) -> PrefixPlan:  # fmt: skip
-        """Query tiles of a step's groups, and who computes what: two small kernels a step.
+        """Query tiles of a step's groups, and the programs' ranges: two small kernels a step.
 
         Group i's members are the lines members[starts[i]] to members[starts[i + 1]] of the block tables; those among
         `rows`, the lines of the step's first `num_rows` rows, have a query. Line l shares shared[l] tokens, of which
-        whole tiles of `tile_tokens` are attended to: the decode kernel leaves out as many. Between this and `attend`
-        some other kernel must be launched.
+        whole tiles of `tile_tokens` are computed here and skipped by the decode kernel. Another kernel must be launched
+        between this and `attend`.
         """
         device, groups = shared.device, len(starts) - 1
-        places = torch.empty(self._tiles, self._members, dtype=torch.int32, device=device)
+        indices = torch.empty(self._tiles, self._members, dtype=torch.int32, device=device)
         lines, lens = torch.empty(2, self._tiles, dtype=torch.int32, device=device)
-        _lay_out[(self._tiles,)](
-            members, starts, shared, rows, places, lines, lens, num_rows, MAX_GROUPS=groups,
+        _plan_queries[(self._tiles,)](
+            members, starts, shared, rows, indices, lines, lens, num_rows, MAX_GROUPS=groups,
             GROUPS_P2=triton.next_power_of_2(groups), MEMBERS=self._members,
             MEMBERS_P2=triton.next_power_of_2(self._members), ROUND=tile_tokens, AT_ONCE=SEARCHED_AT_ONCE, num_warps=4,
             **pdl(),
         )  # fmt: skip
         planned = -(-self._programs // PLANNED_AT_ONCE)
-        stretches = torch.empty(HEADER + ENTRY * planned * PLANNED_AT_ONCE, dtype=torch.int32, device=device)
-        plan_stretches[(planned,)](
-            lens, lines, lens, stretches, self._tiles, self._programs, WINDOW=0, KV_HEADS=self._kv_heads,
+        ranges = torch.empty(HEADER + ENTRY * planned * PLANNED_AT_ONCE, dtype=torch.int32, device=device)
+        plan_ranges[(planned,)](
+            lens, lines, lens, ranges, self._tiles, self._programs, WINDOW=0, KV_HEADS=self._kv_heads,
             TILE=self._tile.tokens, ROWS=max(16, triton.next_power_of_2(self._tiles)), AT_ONCE=PLANNED_AT_ONCE,
-            LEAST=LEAST_TILES, SHARED=False, num_warps=4, **pdl(),
+            MIN_TILES=MIN_TILES, SHARED=False, num_warps=4, **pdl(),
         )  # fmt: skip
-        return PrefixPlan(places, lines, lens, stretches)
+        return PrefixPlan(indices, lines, lens, ranges)
 
     def attend(
         self, q: torch.Tensor, kv: torch.Tensor, tables: torch.Tensor, shared: torch.Tensor, plan: PrefixPlan,
         scale: float,
     ) -> PrefixState:  # fmt: skip
-        """The state of the members' softmax after their shared tokens, for `DecodeAttention.attend`.
+        """The members' online-softmax state after their shared tokens, for `DecodeAttention.attend`.
 
         q [*, heads, head_dim], heads contiguous; kv one layer's cache.
         """
         stride_block, stride_half, stride_head, _, _ = kv.stride()
         _prefix[(self._programs,)](
-            q, kv, self._sums, self._stats, tables, plan.members, plan.rows, plan.lens, plan.stretches, self._partial,
+            q, kv, self._sums, self._stats, tables, plan.members, plan.rows, plan.lens, plan.ranges, self._partial,
             self._partial_stats, self._counters, scale * LOG2_E, q.stride(0), stride_block, stride_half, stride_head,
             tables.stride(0), BLOCK=kv.shape[3], **self._constants,
         )  # fmt: skip

@@ -1,9 +1,9 @@
-"""Between the fused QKV product and attention: norm and rotate Q and K, write K and V to the paged cache. One launch.
+"""Between the fused QKV GEMM and attention: norm and rotate Q and K, write K and V to the paged cache. One launch.
 
-A program takes one token and a group of neighbouring heads, whatever their role: Q, K and V heads lie side by side in
-a row of qkv, so all are loaded alike, and only where a head is stored depends on what it is. A head is held as the two
-halves of its rotated dimensions, so that a pair sits in one thread, and the rest that is not rotated. Each value is
-loaded and stored by the same thread, which is why Q may be written over its input.
+A program takes one token and a group of adjacent heads, of any role: Q, K and V heads are adjacent in a row of qkv, so
+all are loaded alike, and only the store address depends on the role. A head is held as the two halves of its rotated
+dimensions, so that a pair is in one thread, and the unrotated rest. Each value is loaded and stored by the same thread,
+so Q may overwrite its input.
 """
 
 # ruff: noqa: N803, N806
@@ -30,7 +30,7 @@ def _square(x):
 
 @triton.jit
 def _scaled(x, inverse, weight):
-    """x * inverse * weight, rounded to x's dtype as the result of a norm is."""
+    """x * inverse * weight, rounded to x's dtype like a norm's result."""
     return (x.to(tl.float32) * inverse * weight.to(tl.float32)).to(x.dtype)
 
 
@@ -81,7 +81,7 @@ def _prepare_qkv(
         if REST:
             rest_weight = tl.load(weight + rest, mask=in_rest & ~is_v, other=0.0)
     else:
-        in_rest &= ~is_q  # neither normed nor rotated: already where it belongs
+        in_rest &= ~is_q  # neither normed nor rotated: already in place
 
     if PDL:
         gdc_wait()
@@ -93,25 +93,25 @@ def _prepare_qkv(
         position = tl.load(positions + token).to(tl.int64)
         first = tl.load(q_at + pair, mask=in_pair, other=0.0)
         second = tl.load(q_at + HALF + pair, mask=in_pair, other=0.0)
-        # Every head reads the angles for itself: one read shared by all would be passed on through shared memory.
-        turn = cos_sin + position * (2 * HALF) + pair + tl.zeros((GROUP, 1), tl.int32)
-        cos = tl.load(turn, mask=in_pair & ~is_v, other=0.0)
-        sin = tl.load(turn + HALF, mask=in_pair & ~is_v, other=0.0)
+        # Every head loads the angles: a load broadcast to all heads would go through shared memory.
+        angles = cos_sin + position * (2 * HALF) + pair + tl.zeros((GROUP, 1), tl.int32)
+        cos = tl.load(angles, mask=in_pair & ~is_v, other=0.0)
+        sin = tl.load(angles + HALF, mask=in_pair & ~is_v, other=0.0)
     if REST:
-        still = tl.load(q_at + rest, mask=in_rest, other=0.0)
+        rest_values = tl.load(q_at + rest, mask=in_rest, other=0.0)
 
     if NORM:
         squares = tl.zeros((GROUP, 1), tl.float32)
         if HALF:
             squares += tl.sum(_square(first) + _square(second), axis=1, keep_dims=True)
         if REST:
-            squares += tl.sum(_square(still), axis=1, keep_dims=True)
+            squares += tl.sum(_square(rest_values), axis=1, keep_dims=True)
         inverse = tl.rsqrt(squares / HEAD_DIM + eps)
         if HALF:
             first = tl.where(is_v, first, _scaled(first, inverse, first_weight))
             second = tl.where(is_v, second, _scaled(second, inverse, second_weight))
         if REST:
-            still = tl.where(is_v, still, _scaled(still, inverse, rest_weight))
+            rest_values = tl.where(is_v, rest_values, _scaled(rest_values, inverse, rest_weight))
 
     kv_head = tl.where(is_v, head - HEADS - KV_HEADS, head - HEADS)
     cache_at = (
@@ -131,13 +131,15 @@ def _prepare_qkv(
         tl.store(cache_at + HALF + pair, second.to(kv.dtype.element_ty), mask=in_pair & ~is_q)
     if REST:
         if NORM:
-            tl.store(q_at + rest, still, mask=in_rest & is_q)
-        tl.store(cache_at + rest, still.to(kv.dtype.element_ty), mask=in_rest & ~is_q)
+            tl.store(q_at + rest, rest_values, mask=in_rest & is_q)
+        tl.store(cache_at + rest, rest_values.to(kv.dtype.element_ty), mask=in_rest & ~is_q)
 
 
 @functools.cache
-def _meta(heads: int, kv_heads: int, head_dim: int, rotary_dim: int, block_size: int) -> tuple[int, dict[str, Any]]:
-    """(programs a token, what a launch is compiled with)."""
+def _constants(
+    heads: int, kv_heads: int, head_dim: int, rotary_dim: int, block_size: int
+) -> tuple[int, dict[str, Any]]:
+    """(programs a token, constexpr arguments and launch options)."""
     half, rest = rotary_dim // 2, head_dim - rotary_dim
     half_block, rest_block = (triton.next_power_of_2(size) if size else 1 for size in (half, rest))
     values = triton.next_power_of_2(2 * half_block * bool(half) + rest_block * bool(rest))
@@ -168,7 +170,7 @@ def prepare_qkv(
     num_kv_heads: int,
     head_dim: int,
 ) -> torch.Tensor:
-    """As `Ops.prepare_qkv`; Q is written over qkv and returned as a view of it.
+    """`Ops.prepare_qkv`; Q overwrites its part of qkv and is returned as a view of it.
 
     Bytes a token: (heads + 2 * kv_heads) * head_dim values in and as many out, one row of cos_sin (4 * rotary_dim)
     and 16 of position and slot. Operations: 6 a rotated pair, and 4 a value where there is a norm.
@@ -178,7 +180,7 @@ def prepare_qkv(
     tokens = qkv.shape[0]
     stride = qkv.stride(0)
     block_stride, value_stride, head_stride, slot_stride, _ = kv.stride()
-    groups, meta = _meta(num_heads, num_kv_heads, head_dim, rotary_dim, kv.shape[3])
+    groups, constants = _constants(num_heads, num_kv_heads, head_dim, rotary_dim, kv.shape[3])
     _prepare_qkv[(tokens * groups,)](
         qkv,
         positions,
@@ -193,6 +195,6 @@ def prepare_qkv(
         value_stride,
         head_stride,
         slot_stride,
-        **meta,
+        **constants,
     )
     return qkv.as_strided((tokens, num_heads, head_dim), (stride, head_dim, 1))

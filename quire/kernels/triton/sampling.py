@@ -1,12 +1,12 @@
 # ruff: noqa: N803
-"""One token a row, drawn and written back on the GPU: two launches, three with filters, none of them a sort.
+"""Samples one token a row and commits it, on the GPU: two launches, three with filters, without sorting.
 
-The vocabulary is cut into groups of 128 neighbouring tokens. The first launch reads the logits once and leaves each
-group's maximum and its sum of weights exp((logit - maximum) / temperature). The last one merges those in the order of
-the vocabulary, finds the group that holds the row's uniform number (a greedy row: the first that holds the maximum),
-reads that group again, picks the token, and commits it. Between them `filtering.py` may take unlikely tokens out.
+The vocabulary is divided into groups of 128 adjacent tokens. The first launch reads the logits once and writes each
+group's maximum and sum of weights exp((logit - maximum) / temperature). The last one merges those in vocabulary order,
+finds the group that contains the row's uniform number (greedy: the first that contains the maximum), reads that group
+again, picks the token and commits it. In between `filtering.py` may exclude unlikely tokens.
 
-What a group sums to does not depend on how many rows or programs there are, so neither does a row's token.
+A group's sum does not depend on the number of rows or programs, so neither does a row's token.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Columns:
 
 @dataclass
 class Workspace:
-    """What the launches hand each other, allocated once so that a graph can hold it. Needs no clearing."""
+    """Intermediate results between the launches, allocated once so that a graph can hold them. Needs no clearing."""
 
     maxima: torch.Tensor
     """[draws, groups] float32: the largest logit of each group. Groups are whole tiles; those past the end are -inf."""
@@ -169,7 +169,7 @@ def _measure_kernel(
     x = tl.load(logits + draw * row_stride + token, mask=token < VOCAB, other=float("-inf")).to(tl.float32)
     scale = _scale(tl.load(floats + tl.load(rows + draw).to(tl.int64) * float_stride))
     peak = tl.max(x, axis=1)
-    # Relative to 0 where nothing is finite: -inf less -inf would be NaN, which stands for NaN among the logits.
+    # Relative to 0 where nothing is finite: -inf minus -inf would be NaN, which must mean NaN among the logits.
     base = tl.where(peak > float("-inf"), peak, 0.0)
     total = tl.sum(tl.exp2((x - base[:, None]) * scale), axis=1)
     tl.store(maxima + draw * GROUPS + group, peak)
@@ -221,7 +221,7 @@ def _draw_kernel(
             weights = tl.where(x >= tl.load(thresholds + draw), weights, 0.0)
         rest = tl.maximum((goal - before) / tl.exp2((peak - best) * scale).to(tl.float64), 0.0)
         reached = tl.where(greedy, x == peak, tl.cumsum(weights.to(tl.float64), axis=0) > rest)
-        # Where rounding leaves the number past the group's end, its last token that can be drawn.
+        # If rounding puts the number past the group's end: the last token that can be drawn.
         last = tl.max(tl.where(weights > 0.0, inner, 0))
         drawn = tl.minimum(chosen * GROUP + tl.min(tl.where(reached, inner, last)), VOCAB - 1)
         _commit(
@@ -253,7 +253,7 @@ def _commit(
     draw, row, token, invalid, last_token, num_tokens, limit, active, stop_ids, stop_width,
     results, slot_stride, result_stride, slot,
 ):  # fmt: skip
-    """A row takes its token, ends if it is done, and tells the host."""
+    """Write a row's token back, end the row if it is done, and write the result for the host."""
     stopped = 0
     lane = tl.arange(0, 16)
     for start in range(0, stop_width, 16):
@@ -272,7 +272,7 @@ def _commit(
 
 @triton.jit
 def _scale(temperature):
-    """What a difference of logits is multiplied by to be an exponent of 2. Greedy rows have their sums for NaN only."""
+    """The factor that makes a difference of logits an exponent of 2. Greedy rows use their sums to detect NaN only."""
     return LOG2E / tl.where(temperature < GREEDY_BELOW, 1.0, temperature)
 
 

@@ -1,1 +1,1 @@
-"""Mixtures of experts: routing, and each token through the few experts that the router chose for it."""
+"""Mixtures of experts: routing, and each token through the experts that the router chose for it."""

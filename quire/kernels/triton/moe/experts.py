@@ -1,7 +1,7 @@
-"""Mixtures of experts: each token through the few experts that the router chose for it.
+"""Each token through the experts that the router chose for it, by the kernel a configuration names.
 
-A handful of tokens go pair by pair (`moe_vector`), more of them sorted by expert in tiles (`moe_layout`, `moe_tile`);
-`moe_tuning` says which, and in what shape. No way waits for the host: all of them can be captured.
+Up to 8 tokens go pair by pair (`vector.py`), more are sorted by expert into tiles (`layout.py`, `tile.py`); `tuning.py`
+chooses. None of them synchronizes with the host, so all can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from quire.kernels.triton.moe.common import ExpertsConfig, ExpertsShape
+from quire.kernels.triton.moe.common import ChosenExperts, ExpertsConfig, ExpertsShape
 from quire.kernels.triton.moe.layout import LARGE, SMALL, arrange
 from quire.kernels.triton.moe.route import MAX_EXPERTS, route
 from quire.kernels.triton.moe.tile import combine, tile_down, tile_experts, tile_gate_up
-from quire.kernels.triton.moe.vector import ChosenExperts, vector_experts
+from quire.kernels.triton.moe.vector import vector_experts
 
 Task = Callable[[], object]
 """Launches kernels."""
@@ -29,14 +29,14 @@ def experts(
     down: torch.Tensor,
     config: ExpertsConfig,
 ) -> torch.Tensor:
-    """`Ops.experts`, in the way that `config` says."""
+    """`Ops.experts` by the kernel of `config`."""
     if config.kernel == "vector":
         return vector_experts(x, ChosenExperts(chosen.shape[1], weights, chosen), gate_up, down, config)
     return tile_experts(x, weights, chosen, gate_up, down, config)
 
 
 def shape_of(gate_up: torch.Tensor, top_k: int) -> ExpertsShape:
-    """The experts of stacked weights [experts, 2 * width, hidden]."""
+    """The shape of experts with stacked weights [experts, 2 * width, hidden]."""
     count, double, hidden = gate_up.shape
     return ExpertsShape(count, top_k, double // 2, hidden)
 
@@ -49,8 +49,8 @@ def launches(
     routed: int,
     configs: Iterable[ExpertsConfig],
 ) -> dict[object, Task]:
-    """Tasks that launch the kernels of these configurations, each once, for one token of zeros. `routed`: experts that
-    are chosen among, here or on other ranks."""
+    """Tasks that launch the kernels of these configurations, each once, for one token of zeros. `routed`: number of
+    experts the router chooses among, on all ranks."""
     count, _, hidden = gate_up.shape
     width = down.shape[2]
 
@@ -63,8 +63,8 @@ def launches(
     def chosen(tokens: int = 1) -> torch.Tensor:
         return zeros(tokens, top_k, dtype=torch.int32)
 
-    def vector(config: ExpertsConfig, folded: bool) -> None:
-        norm = (zeros(hidden), 1e-6) if folded else None
+    def vector(config: ExpertsConfig, fused_norm: bool) -> None:
+        norm = (zeros(hidden), 1e-6) if fused_norm else None
         vector_experts(zeros(1, hidden), ChosenExperts(top_k, weights(), chosen()), gate_up, down, config, norm)
 
     def gate_up_tiles(config: ExpertsConfig) -> None:
@@ -81,12 +81,12 @@ def launches(
     }
     for config in configs:
         if config.kernel == "vector":
-            for folded in (True, False):
-                tasks[config, folded] = functools.partial(vector, config, folded)
+            for fused_norm in (True, False):
+                tasks[config, fused_norm] = functools.partial(vector, config, fused_norm)
         else:
             tasks["gate_up", config.gate_up, config.block_m, config.tma] = functools.partial(gate_up_tiles, config)
             tasks["down", config.down, config.block_m, config.tma] = functools.partial(down_tiles, config)
-    for pairs in (1, SMALL + 1, LARGE + 1):  # one program of few, one of many, several
+    for pairs in (1, SMALL + 1, LARGE + 1):  # one small program, one large one, several
         tokens = -(-pairs // top_k)
         tasks["arrange", pairs] = functools.partial(lambda tokens: arrange(chosen(tokens), count, 16), tokens)
     return tasks

@@ -1,7 +1,7 @@
-"""The pairs of a token and an expert, put in the order of their experts, and cut into tiles of one expert each.
+"""Sorts pairs (token, chosen expert) by expert, and divides them into tiles of one expert each: a counting sort.
 
-All of it on the device: how many tiles there are is known there alone. The product that follows is launched for as
-many as there could be, and programs without a tile leave at once.
+Entirely on the device, which alone knows the number of tiles. The GEMM that follows is launched for the largest number
+possible; programs without a tile exit at once.
 """
 
 # ruff: noqa: N803, N806
@@ -18,18 +18,18 @@ import triton.language as tl
 from quire.kernels.triton.launch import gdc_launch_dependents, gdc_wait, pdl
 
 SMALL, LARGE = 512, 4096
-"""Pairs of a program: so few are arranged by one, more by several."""
+"""Pairs a program: up to SMALL by one small program, up to LARGE by one large one, more by several."""
 SPAN = 4
-"""Integers of a tile: its expert, its first row among the arranged pairs, and where its expert's rows end."""
+"""Integers of a tile: its expert, its first row among the sorted pairs, the end of its expert's rows; padding."""
 
 
 class ExpertLayout(NamedTuple):
-    """Pairs in the order of their experts."""
+    """Pairs sorted by expert."""
 
     order: torch.Tensor
-    """[pairs] int32: the pair on each row. Pairs whose expert is none of ours are left out, at the end."""
+    """[pairs] int32: the pair of each row. Pairs of experts on other ranks are left out."""
     spans: torch.Tensor
-    """[tiles, SPAN] int32; the expert of a tile that is not needed is past the last."""
+    """[tiles, SPAN] int32; an unused tile's expert is past the last."""
 
     @property
     def tiles(self) -> int:
@@ -38,14 +38,14 @@ class ExpertLayout(NamedTuple):
 
 @triton.jit
 def _read(experts, at, pairs, E: tl.constexpr):
-    """(experts of pairs, whether they are there and ours)."""
+    """(experts of pairs, whether they exist and are on this rank)."""
     expert = tl.load(experts + at, mask=at < pairs, other=-1)
     return expert, (expert >= 0) & (expert < E)
 
 
 @triton.jit(do_not_specialize=["pairs"])
 def _count(experts, totals, pairs, E: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """How many of its pairs go to each expert, by each program."""
+    """Each program's histogram of its pairs over experts."""
     program = tl.program_id(0)
     if PDL:
         gdc_wait()
@@ -81,8 +81,8 @@ def _arrange(
             before += tl.sum(tl.where(other < program, count, 0), 0)
     end = tl.cumsum(total, 0)
     begin = end - total
-    # Where the next pair of each expert goes: one cursor a program and expert. In which order the pairs of one expert
-    # come does not matter to any result.
+    # The row of the next pair of each expert: one cursor a program and expert. The order of an expert's pairs affects
+    # no result.
     own = cursors + program * LANES
     tl.store(own + lane, begin + before)
     tl.debug_barrier()
@@ -104,36 +104,36 @@ def _arrange(
         tl.store(at + 2, stop, mask=tile < tiles)
 
 
-def most_tiles(pairs: int, experts: int, block_m: int) -> int:
-    """Tiles there can be: every expert's last one may hold a single pair."""
+def max_tiles(pairs: int, experts: int, block_m: int) -> int:
+    """The largest possible number of tiles: every expert's last one may hold a single pair."""
     used = min(pairs, experts)
     return used + (pairs - used) // block_m
 
 
 def arrange(experts: torch.Tensor, count: int, block_m: int) -> ExpertLayout:
-    """Arrange pairs, experts [tokens, top_k] int32 of `count`, into tiles of block_m rows.
+    """Sort the pairs of experts [tokens, top_k] int32, of `count` experts, into tiles of block_m rows.
 
-    Bytes: 8 a pair, 16 a tile. Operations: one addition to a counter a pair; `count` comparisons a tile.
+    Bytes: 8 a pair, 16 a tile. Operations: one atomic addition a pair; `count` comparisons a tile.
     """
     pairs = experts.numel()
-    tiles = most_tiles(pairs, count, block_m)
+    tiles = max_tiles(pairs, count, block_m)
     block = SMALL if pairs <= SMALL else LARGE
     programs = triton.cdiv(pairs, block)
-    meta = _meta(count, block)
+    constants = _constants(count, block)
     order, spans = experts.new_empty(pairs), experts.new_empty((tiles, SPAN))
-    cursors = experts.new_empty(programs * meta["LANES"])
+    cursors = experts.new_empty(programs * constants["LANES"])
     totals = None
     if programs > 1:
         totals = torch.empty_like(cursors)
-        _count[(programs,)](experts, totals, pairs, **meta)
+        _count[(programs,)](experts, totals, pairs, **constants)
     _arrange[(programs,)](
-        experts, totals, cursors, order, spans, pairs, tiles, programs, block_m, SPAN=SPAN, **meta
+        experts, totals, cursors, order, spans, pairs, tiles, programs, block_m, SPAN=SPAN, **constants
     )  # fmt: skip
     return ExpertLayout(order, spans)
 
 
 @functools.cache
-def _meta(count: int, block: int) -> dict[str, Any]:
-    """What a launch is compiled with."""
+def _constants(count: int, block: int) -> dict[str, Any]:
+    """Constexpr arguments and launch options."""
     lanes = max(triton.next_power_of_2(count), 32)
     return {"E": count, "LANES": lanes, "BLOCK": block, "num_warps": 8 if block == LARGE else 4, **pdl()}

@@ -1,4 +1,8 @@
-"""Which experts each token goes to, and with which weights."""
+"""Routing: the top-k experts of each token and their softmax weights, one warp a token.
+
+Bytes: the logits once, 8 a choice. Operations: about 10 a logit and choice. A token's routing does not depend on its
+batch.
+"""
 
 # ruff: noqa: N803
 
@@ -12,11 +16,37 @@ import triton
 import triton.language as tl
 
 from quire.kernels.triton.launch import gdc_launch_dependents, gdc_wait, pdl
-from quire.kernels.triton.moe.common import TAKEN, expert_of, logit_of, sort_keys
 
 ROWS = 4
 """Tokens of a program: one a warp."""
 MAX_EXPERTS = 1024
+TAKEN = tl.constexpr(-0x7FFFFFFFFFFFFFFF)
+"""A sort key below all others: of an expert already chosen."""
+
+
+@triton.jit
+def _sort_keys(values, lane, E: tl.constexpr):
+    """Integers in the order in which experts are chosen: by logit, among equals the lower index first.
+
+    NaN counts as the largest, and lanes past the last expert come last, so the chosen index is in range for any logits.
+    """
+    bits = tl.where(values == 0, 0.0, values).to(tl.int32, bitcast=True)  # the two zeros are equal
+    bits = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    bits = tl.where(values == values, bits, 0x7FFFFFFF)
+    return tl.where(lane < E, (bits.to(tl.int64) << 32) + (0x7FFFFFFF - lane), TAKEN)
+
+
+@triton.jit
+def _expert_of(key):
+    """The expert whose sort key this is."""
+    return (0x7FFFFFFF - (key & 0x7FFFFFFF)).to(tl.int32)
+
+
+@triton.jit
+def _logit_of(key):
+    """The logit of a sort key."""
+    bits = (key >> 32).to(tl.int32)
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.float32, bitcast=True)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -34,14 +64,14 @@ def _route(
     inside = (row < tokens)[:, None]
     at = logits + row.to(tl.int64)[:, None] * stride + lane
     values = tl.load(at, mask=inside & (lane < E), other=float("-inf")).to(tl.float32)
-    keys = sort_keys(values, lane, E)
+    keys = _sort_keys(values, lane, E)
     largest = tl.max(values, 1)[:, None]
     chosen = tl.zeros((ROWS, SLOTS), tl.int32)
     logit = tl.full((ROWS, SLOTS), float("-inf"), tl.float32)
     for rank in tl.static_range(TOP):
         best = tl.max(keys, 1)[:, None]
-        chosen = tl.where(slot == rank, expert_of(best), chosen)
-        logit = tl.where(slot == rank, logit_of(best), logit)
+        chosen = tl.where(slot == rank, _expert_of(best), chosen)
+        logit = tl.where(slot == rank, _logit_of(best), logit)
         keys = tl.where(keys == best, TAKEN, keys)
     share = tl.exp(logit - largest)
     if RENORMALISE:
@@ -52,9 +82,9 @@ def _route(
     real = stored
     if slots is not None:
         real &= (tl.load(slots + row, mask=row < tokens, other=0) != 0)[:, None]
-    place = row[:, None] * TOP + slot
-    tl.store(weights + place, share, mask=stored)
-    tl.store(experts + place, tl.where(real, chosen, -1), mask=stored)
+    index = row[:, None] * TOP + slot
+    tl.store(weights + index, share, mask=stored)
+    tl.store(experts + index, tl.where(real, chosen, -1), mask=stored)
     if counts is not None:
         tl.atomic_add(counts + chosen, tl.full((ROWS, SLOTS), 1, tl.int64), mask=real, sem="relaxed")
 
@@ -66,23 +96,19 @@ def route(
     counts: torch.Tensor | None,
     slots: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(weights [tokens, top_k] float32, experts [tokens, top_k] int32) of logits [tokens, experts]; see `Ops.route`.
-
-    Bytes: the logits once, 8 a choice. Operations: about 10 a logit and choice. A token's choice does not depend on
-    its batch.
-    """
+    """(weights [tokens, top_k] float32, experts [tokens, top_k] int32) of logits [tokens, experts]; see `Ops.route`."""
     tokens, experts = logits.shape
     weights = logits.new_empty((tokens, top_k), dtype=torch.float32)
     chosen = logits.new_empty((tokens, top_k), dtype=torch.int32)
     _route[(triton.cdiv(tokens, ROWS),)](
-        logits, weights, chosen, counts, slots, tokens, logits.stride(0), **_meta(experts, top_k, renormalise)
+        logits, weights, chosen, counts, slots, tokens, logits.stride(0), **_constants(experts, top_k, renormalise)
     )
     return weights, chosen
 
 
 @functools.cache
-def _meta(experts: int, top_k: int, renormalise: bool) -> dict[str, Any]:
-    """What a launch is compiled with."""
+def _constants(experts: int, top_k: int, renormalise: bool) -> dict[str, Any]:
+    """Constexpr arguments and launch options."""
     return {
         "E": experts,
         "TOP": top_k,

@@ -1,12 +1,12 @@
-"""Experts of many tokens: the tokens of an expert together, in tiles on the tensor cores.
+"""Experts of many tokens: a grouped GEMM over the tokens of each expert, on tensor-core tiles.
 
-`moe_layout` has put the pairs of a token and an expert in the order of their experts. Three kernels follow: gate, up
-and what joins them, which gathers its rows of x by that order; down, which puts every pair's result back where the
-pair came from; and the sum over the experts of each token, in the order in which they were chosen. So the bits of a
-result depend on nothing but its token and the shape of the tiles.
+`layout.py` has sorted the pairs (token, chosen expert) by expert. Three kernels follow: gate and up with the activation
+fused, which gathers its rows of x in that order; down, which scatters every pair's result back to the pair's place; and
+the weighted sum over each token's experts, in the order in which they were chosen. So a result's bits depend only on
+its token and the tile shape.
 
-With few rows a tile the product is computed transposed, weight @ x.T: the tensor cores of this generation multiply 64
-rows at a time and any multiple of 8 columns, so that the weights stand where 64 are needed.
+With few rows a tile the GEMM is computed transposed, weight @ x.T: Hopper's WGMMA multiplies 64 rows by any multiple of
+8 columns, so the weights take the side of 64.
 """
 
 # ruff: noqa: N803, N806
@@ -26,23 +26,23 @@ from quire.kernels.triton.moe.common import Block, ExpertsConfig
 from quire.kernels.triton.moe.layout import SPAN, ExpertLayout, arrange
 
 SWAPPED = 64
-"""Rows of a tile up to which the product is computed transposed."""
+"""Rows of a tile up to which the GEMM is computed transposed."""
 GROUP, WIDE = 16, 64
-"""Tiles of an expert's tokens that go along its weights together, where those are so many tiles wide: by the time one
-tile had gone along all of them, the cache would have forgotten the first."""
-COLUMNS = 1024
-"""Of a program that sums over experts."""
+"""For weights at least WIDE tiles wide, GROUP row tiles visit the weight tiles together: if one row tile visited all of
+them alone, the first would have left L2 by the end."""
+COMBINE_COLUMNS = 1024
+"""Columns of a program that sums over experts."""
 
 
 @triton.jit
 def _weight_tile(
     weight, view, line, column, k, N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
 ):
-    """Weights [BLOCK_N, BLOCK_K] of outputs `column` on, whose matrix begins at `line` of all of them."""
+    """Weights [BLOCK_N, BLOCK_K] from output `column` of the expert whose matrix begins at row `line` of the stack."""
     if view is not None:
         tile = view.load([line + column, k])
     else:
-        # Outputs past the end repeat the last, and are not stored.
+        # Outputs past the end repeat the last and are not stored.
         lines = line.to(tl.int64) + tl.minimum(column + tl.arange(0, BLOCK_N), N - 1)
         depth = k + tl.arange(0, BLOCK_K)[None, :]
         at = weight + lines[:, None] * K + depth
@@ -73,8 +73,8 @@ def _grouped(
     WIDTH: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     EACH: tl.constexpr = 2 * N if GATED else N
     program = tl.program_id(0)
-    # Neighbours share rows of x, and an expert's tiles are near each other: its weights are read from memory once.
-    # Where the cache does not hold them, GROUP tiles go along the weights side by side.
+    # Adjacent programs share rows of x, and an expert's tiles are adjacent: its weights are read from memory once.
+    # Where L2 does not hold them, GROUP row tiles visit the weights together.
     if GROUP == 1:
         at = spans + program // WIDTH * SPAN
         column = program % WIDTH * BLOCK_N
@@ -93,7 +93,7 @@ def _grouped(
     first = tl.load(at + 1)
     end = tl.load(at + 2)
     row = first + tl.arange(0, BLOCK_M)
-    # Rows past the end repeat the last, and are not stored.
+    # Rows past the end repeat the last and are not stored.
     held = tl.minimum(row, end - 1)
     pair = tl.load(order + held)
     source = pair // TOP if GATED else held
@@ -109,7 +109,7 @@ def _grouped(
     for k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
         tile = _weight_tile(weight, view, line, column, k, N, K, BLOCK_N, BLOCK_K)
         if x_view is not None:
-            value = x_view.load([first, k])  # the next expert's rows beyond the end are not stored either
+            value = x_view.load([first, k])  # rows past the end are the next expert's, and not stored
         elif K % BLOCK_K == 0:
             value = tl.load(lines + k)
         else:
@@ -148,7 +148,7 @@ def _combine(
     for slot in tl.static_range(TOP):
         pair = token * TOP + slot
         expert = tl.load(experts + pair)
-        # What another's expert would have written is not there.
+        # Results of experts on other ranks were not written.
         ours = (expert >= 0) & (expert < E)
         part = tl.load(x + pair * N + column, mask=inside & ours, other=0.0).to(tl.float32)
         total += part * tl.where(ours, tl.load(weights + pair), 0.0)
@@ -163,7 +163,7 @@ def tile_experts(
     down: torch.Tensor,
     config: ExpertsConfig,
 ) -> torch.Tensor:
-    """`Ops.experts` of any number of tokens."""
+    """`Ops.experts` for any number of tokens."""
     top_k = experts.shape[1]
     layout = arrange(experts, gate_up.shape[0], config.block_m)
     features = tile_gate_up(x, layout, gate_up, top_k, config)
@@ -174,9 +174,9 @@ def tile_experts(
 def tile_gate_up(
     x: torch.Tensor, layout: ExpertLayout, weight: torch.Tensor, top_k: int, config: ExpertsConfig
 ) -> torch.Tensor:
-    """silu(gate) * up of every pair [pairs, width], in the order of the layout.
+    """silu(gate) * up of every pair [pairs, width], in the layout's order.
 
-    Bytes: the weights of the experts used, once; x once an expert's choice, from the cache beyond the first.
+    Bytes: the weights of the experts used, once; x once a pair, from L2 after the first read.
     Operations: 4 a weight and pair, on tensor cores.
     """
     out = x.new_empty((layout.order.shape[0], weight.shape[1] // 2))
@@ -187,7 +187,7 @@ def tile_gate_up(
 def tile_down(
     features: torch.Tensor, layout: ExpertLayout, weight: torch.Tensor, top_k: int, config: ExpertsConfig
 ) -> torch.Tensor:
-    """The result of every pair [pairs, hidden], token by token.
+    """The result of every pair [pairs, hidden], in token order.
 
     Bytes: the weights of the experts used, once; the features, and the results written. Operations: 2 a weight and
     pair, on tensor cores.
@@ -198,15 +198,15 @@ def tile_down(
 
 
 def combine(results: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, count: int) -> torch.Tensor:
-    """Each token's results of its experts [tokens * top_k, hidden], weighted and summed.
+    """The weighted sum over experts of results [tokens * top_k, hidden].
 
     Bytes: top_k + 1 values an output. Operations: 2 top_k an output.
     """
     tokens, top_k = weights.shape
     hidden = results.shape[1]
     out = results.new_empty((tokens, hidden))
-    meta = _combine_meta(count, top_k, hidden)
-    _combine[(tokens * triton.cdiv(hidden, meta["BLOCK"]),)](results, weights, experts, out, **meta)
+    constants = _combine_constants(count, top_k, hidden)
+    _combine[(tokens * triton.cdiv(hidden, constants["BLOCK"]),)](results, weights, experts, out, **constants)
     return out
 
 
@@ -228,15 +228,15 @@ def _launch(
     columns = out.shape[1]
     _grouped[(layout.tiles * triton.cdiv(columns, block.n),)](
         x, x_view, weight, view, layout.order, layout.spans, out,
-        **_meta(weight.shape[0], top_k, columns, x.shape[1], config.block_m, block, gated),
+        **_constants(weight.shape[0], top_k, columns, x.shape[1], config.block_m, block, gated),
     )  # fmt: skip
 
 
 @functools.cache
-def _meta(
+def _constants(
     experts: int, top_k: int, columns: int, depth: int, block_m: int, block: Block, gated: bool
 ) -> dict[str, Any]:
-    """What a launch is compiled with."""
+    """Constexpr arguments and launch options."""
     return {
         "E": experts,
         "TOP": top_k,
@@ -256,7 +256,7 @@ def _meta(
 
 
 @functools.cache
-def _combine_meta(experts: int, top_k: int, hidden: int) -> dict[str, Any]:
-    """What a launch is compiled with."""
-    block = min(COLUMNS, triton.next_power_of_2(hidden))
+def _combine_constants(experts: int, top_k: int, hidden: int) -> dict[str, Any]:
+    """Constexpr arguments and launch options."""
+    block = min(COMBINE_COLUMNS, triton.next_power_of_2(hidden))
     return {"E": experts, "TOP": top_k, "N": hidden, "BLOCK": block, "num_warps": max(block // 256, 1), **pdl()}

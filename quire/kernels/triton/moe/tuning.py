@@ -1,7 +1,11 @@
-"""How tokens go through their experts, by how many there are: what was measured for the shape, or else a guess.
+"""Which kernel and tile shapes the experts of a layer run, by the number of tokens.
 
-The tables are those of `tuning`. An entry: {"experts 256 128x768x2048/8 bfloat16": {"kernel": "tile", "gate_up": [64,
-64, 4, 5], "down": [128, 64, 4, 5], "block_m": 32, "tma": true, "us": 300.1}, ...}; blocks are [n, k, warps, stages].
+Looked up in the tuning tables (`tuning_table.py`), or else guessed. An entry: {"experts 256 128x768x2048/8 bfloat16":
+{"kernel": "tile", "gate_up": [64, 64, 4, 5], "down": [128, 64, 4, 5], "block_m": 32, "tma": true, "us": 300.1}};
+blocks are [n, k, warps, stages].
+
+With few tokens an expert, time is that of reading the experts used, and what counts is the bytes in flight on every
+multiprocessor. With many it is that of the tensor cores, and what counts is how little else a tile does.
 """
 
 from __future__ import annotations
@@ -9,64 +13,199 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
-from quire.kernels.triton.moe.candidates import Family, families, guess
 from quire.kernels.triton.moe.common import Block, ExpertsConfig, ExpertsShape
-from quire.kernels.triton.skinny_gemm.tuning import Entry, Tuner, read_table, tuner, write_table
+from quire.kernels.triton.tuning_table import Entry, Gpu, TuningTables, bucket_of, current_tables, dtype_name
 
 BUCKETS = (*(2**power for power in range(15)),)
-"""Tokens: 1 to 16384. More go as the last does."""
+"""Tokens: 1 to 16384. More use the last one's."""
+MAX_VECTOR_TOKENS = 8
+"""With more, tokens share experts often enough for tiles to pay."""
+INVARIANT = ExpertsConfig("tile", Block(64, 64, 4, 4), Block(128, 64, 4, 4), 64)
+"""Batch-invariant: one shape for any number of tokens, so that sums always have the same order."""
+_SHARED = 224 * 1024  # bytes of shared memory a multiprocessor, less what the compiler needs
+
+
+class ConfigGroup(NamedTuple):
+    """Configurations that differ only in the tile shapes of their two GEMMs."""
+
+    base: ExpertsConfig
+    gate_ups: list[Block]
+    downs: list[Block]
+
+
+_VECTORS = (
+    [Block(2, warps=4), Block(4, warps=4), Block(1, warps=2), Block(2, warps=2), Block(4, warps=8), Block(8, warps=8)],
+    [Block(2, warps=4), Block(1, warps=4), Block(1, warps=2), Block(4, warps=8), Block(2, warps=8), Block(4, warps=4)],
+)
+"""(gate and up, down), the best guesses first."""
+_TILES = {
+    16: (((64, 128, 4), (64, 64, 4), (128, 64, 4), (128, 64, 8)), ((128, 128, 4), (64, 128, 4), (128, 64, 4))),
+    32: (((64, 64, 4), (64, 128, 4), (128, 64, 4), (128, 64, 8)), ((128, 64, 4), (128, 128, 4), (64, 128, 4))),
+    64: (((64, 64, 4), (128, 64, 8), (64, 128, 4)), ((128, 64, 4), (128, 128, 8), (256, 64, 8))),
+    128: (((128, 64, 8), (64, 64, 4), (64, 64, 8)), ((128, 64, 8), (256, 64, 8), (128, 64, 4))),
+    256: (((64, 64, 8),), ((128, 64, 8), (64, 64, 8))),
+}
+"""(block_n, block_k, warps) of (gate and up, down) by block_m, the best guesses first."""
+
+
+def candidates(shape: ExpertsShape, tokens: int, dtype: torch.dtype, gpu: Gpu) -> list[ConfigGroup]:
+    """What to try for at most `tokens` tokens (a power of two), the best guess first."""
+    found = []
+    aligned = shape.hidden * dtype.itemsize % 16 == 0 and shape.width * dtype.itemsize % 16 == 0
+    if tokens <= MAX_VECTOR_TOKENS and aligned:
+        base = ExpertsConfig("vector", _VECTORS[0][0], _VECTORS[1][0])
+        found.append(ConfigGroup(base, *_VECTORS))
+    tma = gpu.has_tma and aligned and dtype.itemsize == 2
+    for block_m in _tile_heights(shape, tokens):
+        gate_ups, downs = (
+            [block for n, k, warps in blocks for block in _staged(n, k, warps, block_m, matrices, dtype)]
+            for blocks, matrices in zip(_TILES[block_m], (2, 1), strict=True)
+        )
+        found.append(ConfigGroup(ExpertsConfig("tile", gate_ups[0], downs[0], block_m, tma), gate_ups, downs))
+    if found[0].base.kernel == "vector" and tokens > MAX_VECTOR_TOKENS // 2:
+        found.append(found.pop(0))
+    return found
+
+
+def guess(shape: ExpertsShape, tokens: int, dtype: torch.dtype, gpu: Gpu) -> ExpertsConfig:
+    """The configuration to use where nothing was measured."""
+    return candidates(shape, tokens, dtype, gpu)[0].base
+
+
+def _tile_heights(shape: ExpertsShape, tokens: int) -> list[int]:
+    """block_m, the best guess first: most experts should need a single tile, or fill several."""
+    tokens_an_expert = tokens * shape.top_k / shape.experts
+    if tokens_an_expert <= 8:
+        return [16, 32]
+    if tokens_an_expert <= 24:
+        return [32, 16]
+    if tokens_an_expert <= 48:
+        return [64, 32]
+    if tokens_an_expert <= 128:
+        return [128, 64]
+    return [128, 256, 64]
+
+
+def _staged(n: int, k: int, warps: int, block_m: int, matrices: int, dtype: torch.dtype) -> list[Block]:
+    """A block with as many pipeline stages as fit: for two programs a multiprocessor, and for one."""
+    if dtype.itemsize == 4:
+        n, k = min(n, 64), 32
+    step = (matrices * n + block_m) * k * dtype.itemsize
+    counts = [min(6, shared // step) for shared in (_SHARED // 2, _SHARED)]
+    return [Block(n, k, warps, stages) for stages in dict.fromkeys(counts) if stages >= 3] or [
+        Block(n, k, warps, max(counts[1], 1))
+    ]
 
 
 class ExpertsTimer(Protocol):
-    """Measures a way through experts."""
+    """Measures a configuration."""
 
     def __call__(
         self, shape: ExpertsShape, tokens: int, dtype: torch.dtype, config: ExpertsConfig, part: str = ""
     ) -> float:
-        """Microseconds, of `gate_up` or `down` alone if so asked; infinity if it cannot be done that way."""
+        """Microseconds, of `gate_up` or `down` alone if `part` names it; infinity if it cannot run."""
         ...
 
 
+class ExpertsTuner:
+    """Chooses and measures the kernels of experts on one GPU."""
+
+    def __init__(self, tables: TuningTables) -> None:
+        self._tables = tables
+
+    def choose(self, shape: ExpertsShape, tokens: int, dtype: torch.dtype) -> ExpertsConfig:
+        """The configuration for `tokens` tokens."""
+        bucket = bucket_of(tokens, BUCKETS) or BUCKETS[-1]
+        entry = self.known(shape, bucket, dtype)
+        config = None if entry is None else config_of(entry)
+        return guess(shape, bucket, dtype, self._tables.gpu) if config is None else config
+
+    def known(self, shape: ExpertsShape, bucket: int, dtype: torch.dtype) -> Entry | None:
+        """The tables' entry; None: it was not measured."""
+        return self._tables.get(key_of(shape, bucket, dtype))
+
+    def tune(
+        self,
+        shape: ExpertsShape,
+        dtype: torch.dtype,
+        buckets: Sequence[int],
+        timer: ExpertsTimer,
+        progress: Callable[[int, Entry], None] | None = None,
+        expired: Callable[[], bool] = lambda: False,
+    ) -> dict[str, Entry]:
+        """Measure the candidates and record the fastest; stop early when `expired`."""
+        found: dict[str, Entry] = {}
+        for tokens in buckets:
+            if expired():
+                break
+            groups = candidates(shape, tokens, dtype, self._tables.gpu)
+            entry = _fastest(groups, shape, tokens, dtype, timer)
+            if entry is None:
+                continue
+            found[key_of(shape, tokens, dtype)] = entry
+            if progress is not None:
+                progress(tokens, entry)
+        self._tables.record(found)
+        _chosen.cache_clear()
+        return found
+
+    def candidate_configs(
+        self, shape: ExpertsShape, dtype: torch.dtype, buckets: Iterable[int]
+    ) -> list[ExpertsConfig]:  # fmt: skip
+        """Configurations that together contain every kernel `tune` may measure."""
+        configs: dict[ExpertsConfig, None] = {}
+        for tokens in buckets:
+            for group in candidates(shape, tokens, dtype, self._tables.gpu):
+                for i in range(max(len(group.gate_ups), len(group.downs))):
+                    gate_up, down = group.gate_ups[i % len(group.gate_ups)], group.downs[i % len(group.downs)]
+                    for tma in {group.base.tma, False}:
+                        configs[replace(group.base, gate_up=gate_up, down=down, tma=tma)] = None
+        return list(configs)
+
+
+def _fastest(
+    groups: Iterable[ConfigGroup], shape: ExpertsShape, tokens: int, dtype: torch.dtype, timer: ExpertsTimer
+) -> Entry | None:
+    """Within a group the tile shapes of each GEMM are timed alone; groups, and TMA or not, by the whole."""
+
+    def time(config: ExpertsConfig, part: str = "") -> float:
+        return timer(shape, tokens, dtype, config, part)
+
+    best, us = None, float("inf")
+    for base, gate_ups, downs in groups:
+        gate_up = min(gate_ups, key=lambda block: time(replace(base, gate_up=block), "gate_up"))
+        down = min(downs, key=lambda block: time(replace(base, down=block), "down"))
+        config = replace(base, gate_up=gate_up, down=down)
+        if (whole := time(config)) < us:
+            best, us = config, whole
+    if best is not None and best.tma:
+        without_tma = replace(best, tma=False)
+        if (whole := time(without_tma)) < us:
+            best, us = without_tma, whole
+    return None if best is None else entry_of(best) | {"us": round(us, 2)}
+
+
 def choose_experts(shape: ExpertsShape, tokens: int, dtype: torch.dtype) -> ExpertsConfig:
-    """How so many tokens go through experts of a shape, on the current device."""
-    return _chosen(shape, bucket_of(tokens), dtype)
+    """The configuration for `tokens` tokens on the current device."""
+    return _chosen(shape, bucket_of(tokens, BUCKETS) or BUCKETS[-1], dtype)
 
 
 @functools.cache
 def _chosen(shape: ExpertsShape, bucket: int, dtype: torch.dtype) -> ExpertsConfig:
-    return chosen(tuner(), shape, bucket, dtype)
-
-
-def chosen(tables: Tuner, shape: ExpertsShape, bucket: int, dtype: torch.dtype) -> ExpertsConfig:
-    """What these tables say, or a guess."""
-    entry = known(tables, shape, bucket, dtype)
-    config = None if entry is None else config_of(entry)
-    return guess(shape, bucket, dtype, tables.gpu) if config is None else config
-
-
-def known(tables: Tuner, shape: ExpertsShape, bucket: int, dtype: torch.dtype) -> Entry | None:
-    """What was measured, by the user or by us; None: nothing was."""
-    key = key_of(shape, bucket, dtype)
-    return tables.measured.get(key) or tables.shipped.get(key)
-
-
-def bucket_of(tokens: int) -> int:
-    """The smallest bucket that holds so many tokens, or the largest."""
-    return next((bucket for bucket in BUCKETS if tokens <= bucket), BUCKETS[-1])
+    return ExpertsTuner(current_tables()).choose(shape, bucket, dtype)
 
 
 def key_of(shape: ExpertsShape, bucket: int, dtype: torch.dtype) -> str:
-    """The name of experts and a number of tokens in a table."""
-    experts = f"{shape.experts}x{shape.width}x{shape.hidden}/{shape.top_k}"
-    return f"experts {bucket} {experts} {str(dtype).removeprefix('torch.')}"
+    """The key in a table."""
+    return f"experts {bucket} {shape.experts}x{shape.width}x{shape.hidden}/{shape.top_k} {dtype_name(dtype)}"
 
 
 def entry_of(config: ExpertsConfig) -> Entry:
-    """A configuration as a table holds it."""
+    """A configuration as a table stores it."""
     entry: Entry = {"kernel": config.kernel, "gate_up": [*config.gate_up], "down": [*config.down]}
     if config.kernel == "tile":
         entry |= {"block_m": config.block_m, "tma": config.tma}
@@ -74,7 +213,7 @@ def entry_of(config: ExpertsConfig) -> Entry:
 
 
 def config_of(entry: Entry) -> ExpertsConfig | None:
-    """The configuration of an entry; None for what this version does not know."""
+    """The configuration of an entry; None for entries this version does not know."""
     blocks = entry.get("gate_up"), entry.get("down")
     if not all(isinstance(block, list) and len(block) == 4 and all(map(_is_small, block)) for block in blocks):
         return None
@@ -100,67 +239,3 @@ def describe(entry: Entry) -> str:
     for name, block in (("gate_up", config.gate_up), ("down", config.down)):
         text += f", {name} n{block.n} w{block.warps}" + (f" k{block.k} s{block.stages}" if block.k else "")
     return text + (" tma" if config.tma else "")
-
-
-def tune(
-    tables: Tuner,
-    shape: ExpertsShape,
-    dtype: torch.dtype,
-    buckets: Sequence[int],
-    timer: ExpertsTimer,
-    progress: Callable[[int, Entry], None] | None = None,
-    expired: Callable[[], bool] = lambda: False,
-) -> dict[str, Entry]:
-    """Measure what is worth trying and keep the fastest, here and in the user's table; stop early when `expired`."""
-    found: dict[str, Entry] = {}
-    for tokens in buckets:
-        if expired():
-            break
-        entry = _fastest(families(shape, tokens, dtype, tables.gpu), shape, tokens, dtype, timer)
-        if entry is None:
-            continue
-        found[key_of(shape, tokens, dtype)] = entry
-        tables.measured[key_of(shape, tokens, dtype)] = entry
-        if progress is not None:
-            progress(tokens, entry)
-    if tables.own is not None:
-        # Another process may have written in the meantime.
-        write_table(tables.own, read_table(tables.own) | found)
-    _chosen.cache_clear()
-    return found
-
-
-def _fastest(
-    found: Iterable[Family], shape: ExpertsShape, tokens: int, dtype: torch.dtype, timer: ExpertsTimer
-) -> Entry | None:
-    """The two products by themselves within a family; the families, and who reads, by the whole."""
-
-    def time(config: ExpertsConfig, part: str = "") -> float:
-        return timer(shape, tokens, dtype, config, part)
-
-    best, us = None, float("inf")
-    for family in found:
-        base = family.base
-        gate_up = min(family.gate_ups, key=lambda block: time(replace(base, gate_up=block), "gate_up"))
-        down = min(family.downs, key=lambda block: time(replace(base, down=block), "down"))
-        config = replace(base, gate_up=gate_up, down=down)
-        if (whole := time(config)) < us:
-            best, us = config, whole
-    if best is not None and best.tma:
-        plain = replace(best, tma=False)
-        if (whole := time(plain)) < us:
-            best, us = plain, whole
-    return None if best is None else entry_of(best) | {"us": round(us, 2)}
-
-
-def tried(shape: ExpertsShape, dtype: torch.dtype, buckets: Iterable[int], tables: Tuner) -> list[ExpertsConfig]:
-    """Every configuration that `tune` may measure, each product's shapes at least once."""
-    configs: dict[ExpertsConfig, None] = {}
-    for tokens in buckets:
-        for family in families(shape, tokens, dtype, tables.gpu):
-            count = max(len(family.gate_ups), len(family.downs))
-            for i in range(count):
-                gate_up, down = family.gate_ups[i % len(family.gate_ups)], family.downs[i % len(family.downs)]
-                for tma in {family.base.tma, False}:
-                    configs[replace(family.base, gate_up=gate_up, down=down, tma=tma)] = None
-    return list(configs)

@@ -1,15 +1,15 @@
-"""Experts of a handful of tokens: each pair of a token and an expert by itself, on the ordinary float32 units.
+"""Experts of up to 8 tokens: each pair (token, chosen expert) by itself, on the float32 FMA units.
 
-With so few tokens hardly two share an expert, and a step takes as long as reading the experts used. Two kernels, with
-nothing sorted before them: one for gate, up and what joins them, a program owning a few features of one pair; one for
-down, a program owning a few outputs of one token and going through all its experts, so that the sum over them needs no
-exchange and has one order.
+With so few tokens hardly two share an expert, and time is that of reading the experts used. Two kernels, without
+sorting: gate and up with the activation fused, where a program owns a few features of one pair; and down, where a
+program owns a few outputs of one token and loops over all its experts, so that the sum over them needs no exchange and
+has a fixed order.
 
-The norm before can be folded in, as in `thin`. Which experts those are is found by a kernel before (`moe_route`): left
-to every program, one for each few features, it had cost more than that kernel's launch.
+The preceding norm can be fused, as in `skinny_gemm`. Routing stays a kernel of its own (`route.py`): repeated in every
+program it cost more than that kernel's launch.
 
-The second kernel reads the routing, and with it its weights, before it waits for the first: whoever wrote the routing
-had ended when the first kernel let the second start, because it does so only after its own wait.
+The second kernel reads the routing, and with it its weights, before `gdc_wait`: the kernel that wrote the routing has
+ended by then, because the first kernel launches its dependents only after its own wait.
 """
 
 # ruff: noqa: N803, N806, RUF005  # Triton's names; its tuples grow by `+` alone
@@ -18,7 +18,6 @@ had ended when the first kernel let the second start, because it does so only af
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,8 +25,8 @@ import triton
 import triton.language as tl
 
 from quire.kernels.triton.launch import gdc_launch_dependents, gdc_wait, pdl
-from quire.kernels.triton.moe.common import Block, ExpertsConfig
-from quire.kernels.triton.skinny_gemm.vector import gained_stream, in_chunks, partials, weight_rows
+from quire.kernels.triton.moe.common import Block, ChosenExperts, ExpertsConfig
+from quire.kernels.triton.skinny_gemm.vector import apply_gain, load_chunks, partials, weight_rows
 
 
 @triton.jit
@@ -43,20 +42,20 @@ def _gate_up(
     first = program % BLOCKS * BLOCK_N
     token = (pair // TOP).to(tl.int64)
     if gain is not None:
-        gains = in_chunks(gain, K, BLOCK_K)
+        gains = load_chunks(gain, K, BLOCK_K)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    vector = in_chunks(x + token * K, K, BLOCK_K)
+    vector = load_chunks(x + token * K, K, BLOCK_K)
     expert = tl.load(experts + pair)
     if (expert < 0) | (expert >= E):
-        return  # another's; what is not written here is not read
+        return  # on another rank; `_down` does not read what is not written here
     own = weight + expert.to(tl.int64) * (2 * N * K)
     tiles = weight_rows(own, first, N, K, BLOCK_N, BLOCK_K)
     tiles = tiles + weight_rows(own + N * K, first, N, K, BLOCK_N, BLOCK_K)
     scale = 1.0
     if gain is not None:
-        vector, squares = gained_stream(vector, None, gains, None, False, K, BLOCK_K)
+        vector, squares = apply_gain(vector, None, gains, None, False, K, BLOCK_K)
         scale = tl.rsqrt(tl.sum(squares, 0) / K + eps)
     part = partials(tiles[:CHUNKS], (vector,), 1, BLOCK_N, BLOCK_K, CHUNKS, WIDE)
     gated = partials(tiles[CHUNKS:], (vector,), 1, BLOCK_N, BLOCK_K, CHUNKS, WIDE)
@@ -68,8 +67,8 @@ def _gate_up(
 
 
 @triton.jit
-def _pieces(at, ours, first, K: tl.constexpr, BLOCK_K: tl.constexpr, CHUNKS: tl.constexpr):
-    """Weights [SLOTS, BLOCK_N, BLOCK_K] of inputs `first` on, in CHUNKS; zeros past the end, and of others' experts."""
+def _load_weights(at, ours, first, K: tl.constexpr, BLOCK_K: tl.constexpr, CHUNKS: tl.constexpr):
+    """CHUNKS weight tiles [SLOTS, BLOCK_N, BLOCK_K] from input `first`; zeros past the end and for absent experts."""
     tiles = ()
     for chunk in tl.static_range(CHUNKS):
         k = first + chunk * BLOCK_K + tl.arange(0, BLOCK_K)
@@ -79,12 +78,12 @@ def _pieces(at, ours, first, K: tl.constexpr, BLOCK_K: tl.constexpr, CHUNKS: tl.
 
 
 @triton.jit
-def _add_pieces(
+def _accumulate(
     part, tiles, source, ours, first,
     K: tl.constexpr, SLOTS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WIDE: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """Add each thread's share of the products of such weights with the features."""
+    """Add each thread's partial dot products of these weights with the features to `part`."""
     for chunk in tl.static_range(CHUNKS):
         k = first + chunk * BLOCK_K + tl.arange(0, BLOCK_K)
         value = tl.load(source + k[None, :], mask=ours[:, None] & (k < K)[None, :], other=0.0)
@@ -108,33 +107,24 @@ def _down(
     expert = tl.load(experts + token * TOP + slot, mask=slot < TOP, other=-1)
     ours = (expert >= 0) & (expert < E)
     share = tl.load(weights + token * TOP + slot, mask=ours, other=0.0)
-    # Outputs past the end repeat the last, and are not stored.
+    # Outputs past the end repeat the last and are not stored.
     line = expert.to(tl.int64)[:, None] * N + tl.minimum(column, N - 1)[None, :]
     at = weight + line[:, :, None] * K
     source = x + (token * TOP + tl.arange(0, SLOTS))[:, None] * K
-    tiles = _pieces(at, ours, 0, K, BLOCK_K, CHUNKS)
+    tiles = _load_weights(at, ours, 0, K, BLOCK_K, CHUNKS)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     part = tl.zeros((SLOTS, BLOCK_N, BLOCK_K // WIDE), tl.float32)
     if STEP >= K:
-        part = _add_pieces(part, tiles, source, ours, 0, K, SLOTS, BLOCK_N, BLOCK_K, WIDE, CHUNKS)
+        part = _accumulate(part, tiles, source, ours, 0, K, SLOTS, BLOCK_N, BLOCK_K, WIDE, CHUNKS)
     else:
         for first in range(0, K, STEP):
-            ahead = _pieces(at, ours, first + STEP, K, BLOCK_K, CHUNKS)
-            part = _add_pieces(part, tiles, source, ours, first, K, SLOTS, BLOCK_N, BLOCK_K, WIDE, CHUNKS)
+            ahead = _load_weights(at, ours, first + STEP, K, BLOCK_K, CHUNKS)
+            part = _accumulate(part, tiles, source, ours, first, K, SLOTS, BLOCK_N, BLOCK_K, WIDE, CHUNKS)
             tiles = ahead
     out = tl.sum(tl.sum(part, 2) * share[:, None], 0)
     tl.store(y + token * N + column, out.to(y.dtype.element_ty), mask=column < N)
-
-
-@dataclass(frozen=True)
-class ChosenExperts:
-    """Where tokens go: what `route` returned."""
-
-    top_k: int
-    weights: torch.Tensor
-    experts: torch.Tensor
 
 
 def vector_experts(
@@ -145,7 +135,7 @@ def vector_experts(
     config: ExpertsConfig,
     norm: tuple[torch.Tensor, float] | None = None,
 ) -> torch.Tensor:
-    """`Ops.experts` of few tokens; `norm`: x is normed with (gain, eps) first."""
+    """`Ops.experts` for few tokens; `norm`: x is normed with (gain, eps) first."""
     features = vector_gate_up(x, routing, gate_up, config.gate_up, norm)
     return vector_down(features, routing, down, config.down)
 
@@ -155,8 +145,8 @@ def vector_gate_up(
 ) -> torch.Tensor:
     """silu(gate) * up of every pair [tokens * top_k, width].
 
-    Bytes: the two weights of each pair's expert; the input and the gain once a program, from the cache. Operations:
-    one conversion and one multiplication a weight.
+    Bytes: the two weights of each pair's expert; the input and the gain once a program, from cache. Operations: one
+    conversion and one multiply-add a weight.
     """
     tokens, depth = x.shape
     experts, double, _ = weight.shape
@@ -165,7 +155,7 @@ def vector_gate_up(
     gain, eps = norm or (None, 0.0)
     _gate_up[(pairs * triton.cdiv(width, block.n),)](
         x, gain, routing.experts, weight, out, eps,
-        **_gate_up_meta(experts, routing.top_k, width, depth, block, x.element_size()),
+        **_gate_up_constants(experts, routing.top_k, width, depth, block, x.element_size()),
     )  # fmt: skip
     return out
 
@@ -173,22 +163,22 @@ def vector_gate_up(
 def vector_down(features: torch.Tensor, routing: ChosenExperts, weight: torch.Tensor, block: Block) -> torch.Tensor:
     """The weighted sum over each token's experts [tokens, hidden].
 
-    Bytes: the weight of each pair's expert; the features once a program, from the cache. Operations: one conversion
-    and one multiplication a weight.
+    Bytes: the weight of each pair's expert; the features once a program, from cache. Operations: one conversion and
+    one multiply-add a weight.
     """
     experts, hidden, width = weight.shape
     tokens = features.shape[0] // routing.top_k
     out = features.new_empty((tokens, hidden))
     _down[(tokens * triton.cdiv(hidden, block.n),)](
         features, routing.weights, routing.experts, weight, out,
-        **_down_meta(experts, routing.top_k, hidden, width, block, features.element_size()),
+        **_down_constants(experts, routing.top_k, hidden, width, block, features.element_size()),
     )  # fmt: skip
     return out
 
 
 @functools.cache
-def _gate_up_meta(experts: int, top_k: int, width: int, depth: int, block: Block, itemsize: int) -> dict[str, Any]:
-    """What a launch is compiled with: a thread reads 16 bytes of each weight row and chunk."""
+def _gate_up_constants(experts: int, top_k: int, width: int, depth: int, block: Block, itemsize: int) -> dict[str, Any]:
+    """Constexpr arguments and launch options: a thread loads 16 bytes of each weight row and chunk."""
     wide = 16 // itemsize
     return {
         "E": experts,
@@ -204,14 +194,15 @@ def _gate_up_meta(experts: int, top_k: int, width: int, depth: int, block: Block
 
 
 @functools.cache
-def _down_meta(experts: int, top_k: int, hidden: int, width: int, block: Block, itemsize: int) -> dict[str, Any]:
-    """What a launch is compiled with: a warp reads 512 bytes of a weight row at a time, warps side by side read
-    different rows first, and then the same."""
+def _down_constants(experts: int, top_k: int, hidden: int, width: int, block: Block, itemsize: int) -> dict[str, Any]:
+    """Constexpr arguments and launch options: a warp loads 512 bytes of a weight row at a time; warps are spread over
+    rows first, then along a row."""
     wide = 16 // itemsize
     slots = triton.next_power_of_2(top_k)
     block_k = 32 * wide * max(1, block.warps // (slots * block.n))
     chunks = triton.cdiv(width, block_k)
-    # 16 bytes are 4 registers, of which 64 hold weights: all of them, or half of those now and half of those next.
+    # 16 bytes are 4 registers. 64 registers hold weights: all chunks, or half of them for this iteration and half
+    # for the next.
     held = 16 * 32 * wide * block.warps // (slots * block.n * block_k)
     if chunks > held:
         chunks = max(1, held // 2)

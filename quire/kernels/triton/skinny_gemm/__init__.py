@@ -1,1 +1,1 @@
-"""Matrix products of few rows, with the preceding norm and the following activation fused."""
+"""GEMMs of few rows, with the preceding norm and the following activation fused."""

@@ -1,8 +1,10 @@
-"""Products of up to 64 rows on small tensor core tiles, for outputs too few to give every multiprocessor a large one.
+"""Skinny GEMM `dot`: up to 64 rows on small tensor-core tiles, for weights with too few outputs for large tiles.
 
-A program owns as few as 8 outputs and reads their weights in one go, its warps side by side along the inputs: each
-multiplies its own slice, and the slices are summed once at the end. So 1024 outputs occupy 128 multiprocessors without
-any exchange between programs.
+A program owns as few as 8 outputs. Its warps split K: each multiplies its own slice, and the slices are reduced once at
+the end, within the program. So 1024 outputs occupy 128 multiprocessors without any exchange between programs.
+
+Bytes: the weight once; the input, the residual and the gain once a program, from cache. Operations: 2 a weight and row
+of block_m, on tensor cores.
 """
 
 # ruff: noqa: N803, N806
@@ -16,7 +18,7 @@ import triton
 import triton.language as tl
 
 from quire.kernels.triton.launch import gdc_launch_dependents, gdc_wait, pdl
-from quire.kernels.triton.skinny_gemm.common import Config, Launch, Product, finish, prefetch_rows, prefetch_shape
+from quire.kernels.triton.skinny_gemm.common import Gemm, GemmConfig, Launch, finish, prefetch_rows, prefetch_shape
 
 MAX_ROWS = 64
 
@@ -34,19 +36,19 @@ def _weights(at, k, columns, K, EVEN_K: tl.constexpr):
 def _dot(
     x, residual, gain, weight, bias, stream, y, rows, N, K, eps,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SLICES: tl.constexpr, STAGES: tl.constexpr,
-    SILU: tl.constexpr, EVEN_K: tl.constexpr, PIECES: tl.constexpr, SPAN: tl.constexpr, PDL: tl.constexpr,
+    SILU: tl.constexpr, EVEN_K: tl.constexpr, SPANS: tl.constexpr, SPAN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     STEP: tl.constexpr = SLICES * BLOCK_K
     program = tl.program_id(0)
-    # Outputs past the end repeat the last, and are not stored.
+    # Outputs past the end repeat the last and are not stored.
     first = tl.minimum(program * BLOCK_N + tl.arange(0, BLOCK_N), N - 1).to(tl.int64) * K
     second = first + N.to(tl.int64) * K
     row = tl.arange(0, BLOCK_M)[None, :, None]
     columns = tl.arange(0, SLICES)[:, None, None] * BLOCK_K + tl.arange(0, BLOCK_K)[None, None, :]
     if PDL:
-        prefetch_rows(weight + first, K, PIECES, SPAN)
+        prefetch_rows(weight + first, K, SPANS, SPAN)
         if SILU:
-            prefetch_rows(weight + second, K, PIECES, SPAN)
+            prefetch_rows(weight + second, K, SPANS, SPAN)
     if gain is not None:
         gains = tl.load(gain + columns, mask=columns < K, other=0.0)
     if PDL:
@@ -72,7 +74,7 @@ def _dot(
             wide = value.to(tl.float32)
             squares += tl.sum(wide * wide, 2)
             value = (wide * gains.to(tl.float32)).to(value.dtype)
-            # A step ahead: a read so narrow is not pipelined by the compiler.
+            # One iteration ahead: the compiler does not pipeline a load this narrow.
             gains = tl.load(gain + k + STEP + columns, mask=k + STEP + columns < K, other=0.0)
         total = tl.dot(value, tl.permute(tile, (0, 2, 1)), total, input_precision="ieee")
         if SILU:
@@ -91,28 +93,24 @@ def _dot(
     finish(out, up, bias, y, row, column, rows, N, SILU)
 
 
-def dot_launch(product: Product, config: Config) -> Launch:
-    """The launch of a product of at most `config.block_m` rows.
-
-    Bytes: the weight once; the input, the residual and the gain once a program, from the cache. Operations: 2 a weight
-    and row of block_m, on tensor cores.
-    """
-    if product.rows > config.block_m:
-        raise ValueError(f"{config} is for at most {config.block_m} rows, not {product.rows}")
-    out = product.new_output()
+def dot_launch(gemm: Gemm, config: GemmConfig) -> Launch:
+    """The launch of a GEMM of at most `config.block_m` rows."""
+    if gemm.rows > config.block_m:
+        raise ValueError(f"{config} is for at most {config.block_m} rows, not {gemm.rows}")
+    out = gemm.new_output()
     outputs = out.shape[1]
     arguments = (
-        product.x, product.residual, product.gain, product.weight, product.bias, product.stream, out,
-        product.rows, outputs, product.depth, product.eps,
+        gemm.x, gemm.residual, gemm.gain, gemm.weight, gemm.bias, gemm.stream, out,
+        gemm.rows, outputs, gemm.depth, gemm.eps,
     )  # fmt: skip
-    meta = _meta(config, product.depth, product.x.element_size(), product.silu)
-    return Launch(_dot, triton.cdiv(outputs, config.block_n), arguments, meta, out)
+    constants = _constants(config, gemm.depth, gemm.x.element_size(), gemm.silu)
+    return Launch(_dot, triton.cdiv(outputs, config.block_n), arguments, constants, out)
 
 
 @functools.cache
-def _meta(config: Config, depth: int, itemsize: int, silu: bool) -> dict[str, Any]:
-    """What a launch is compiled with."""
-    pieces, span = prefetch_shape(config.block_n, depth, itemsize, config.warps)
+def _constants(config: GemmConfig, depth: int, itemsize: int, silu: bool) -> dict[str, Any]:
+    """Constexpr arguments and launch options."""
+    spans, span = prefetch_shape(config.block_n, depth, itemsize, config.warps)
     return {
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
@@ -121,7 +119,7 @@ def _meta(config: Config, depth: int, itemsize: int, silu: bool) -> dict[str, An
         "STAGES": config.stages,
         "SILU": silu,
         "EVEN_K": depth % (config.warps * config.block_k) == 0,
-        "PIECES": pieces,
+        "SPANS": spans,
         "SPAN": span,
         "num_warps": config.warps,
         **pdl(),

@@ -1,13 +1,15 @@
-"""Products of 8 to 512 rows on large tensor core tiles, all multiprocessors kept equally busy.
+"""Skinny GEMM `tile`: 8 to 512 rows on large tensor-core tiles, with split-K or stream-K to balance multiprocessors.
 
-The result is computed transposed, weight @ x.T: the tensor cores of this generation multiply 64 rows at a time and any
-multiple of 8 columns, so that the weights, of which there are many, stand where 64 are needed, and the rows of x, of
-which there are few, where any number goes.
+The result is computed transposed, weight @ x.T: Hopper's WGMMA multiplies 64 rows by any multiple of 8 columns, so the
+many weight rows take the side of 64 and the few rows of x the side of any size.
 
-A tile may be computed by several programs, each over some of the inputs: by `split` of them, or, under `programs`, by
-whoever's turn it is when all steps of all tiles, laid end to end, are cut into equal shares. Those who did only part
-of a tile leave it in a workspace, and the last of them to arrive adds the parts up, in a fixed order: the same bits
-every time, whoever is last.
+A tile may be computed by several programs, each over a range of K: by `split` programs (split-K), or, with `programs`,
+by those among which all iterations of all tiles, in one sequence, are divided equally (stream-K). A program that
+computed part of a tile writes it to a workspace; the last one to arrive sums the parts in a fixed order, so the bits do
+not depend on which is last.
+
+Bytes: the weight once (for up to block_m rows), the input once a program, from cache; parts of tiles, which stay in L2.
+Operations: 2 a weight and row, on tensor cores.
 """
 
 # ruff: noqa: N803
@@ -23,21 +25,21 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from quire.kernels.triton.launch import gdc_launch_dependents, gdc_wait, num_sms, pdl
-from quire.kernels.triton.skinny_gemm.common import Config, Launch, Product, finish, prefetch_rows, prefetch_shape
+from quire.kernels.triton.skinny_gemm.common import Gemm, GemmConfig, Launch, finish, prefetch_rows, prefetch_shape
 
 MAX_SHARED_TILES = 65536
-"""Tiles of one product that several programs may share: the arrival counters there are."""
+"""Most tiles of a GEMM that programs may share: the number of arrival counters."""
 
 
 @triton.jit
 def _weight_tile(
     weight, view, skip, output, k, N, K, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr
 ):
-    """Weights [BLOCK_N, BLOCK_K] from (skip + output, k) on; `view` is the copy engine's of all of them, or None."""
+    """Weights [BLOCK_N, BLOCK_K] from (skip + output, k); `view` is the weight's TMA descriptor, or None."""
     if view is not None:
         tile = view.load([skip + output, k])
     else:
-        # Outputs past the end repeat the last, and are not stored.
+        # Outputs past the end repeat the last and are not stored.
         rows = (skip + tl.minimum(output + tl.arange(0, BLOCK_N), N - 1)).to(tl.int64)
         columns = k + tl.arange(0, BLOCK_K)
         at = weight + rows[:, None] * K + columns[None, :]
@@ -54,7 +56,7 @@ def _accumulate(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, SILU: tl.constexpr,
     EVEN_K: tl.constexpr,
 ):  # fmt: skip
-    """Outputs [output, + BLOCK_N) of rows [row, + BLOCK_M), summed over inputs [begin, end): the gate's, the gated."""
+    """Outputs [output, + BLOCK_N) of rows [row, + BLOCK_M), summed over inputs [begin, end): (gate, up)."""
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     gated = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     squares = tl.zeros((BLOCK_M,), tl.float32)
@@ -80,7 +82,7 @@ def _accumulate(
                 wide = value.to(tl.float32)
                 squares += tl.sum(wide * wide, 1)
                 value = (wide * gains.to(tl.float32)).to(value.dtype)
-                # A step ahead: the compiler does not pipeline a read so narrow.
+                # One iteration ahead: the compiler does not pipeline a load this narrow.
                 ahead = k + BLOCK_K + columns
                 gains = tl.load(gain + ahead, mask=ahead < K, other=0.0)
         total = tl.dot(tile, value.T, total, input_precision="ieee")
@@ -96,13 +98,13 @@ def _accumulate(
 
 @triton.jit
 def _share(program, work, programs):
-    """Where the share of `program` begins, of `work` steps over all `programs`."""
+    """The first iteration of `program`, where `work` iterations are divided among `programs`."""
     return (work.to(tl.int64) * program // programs).to(tl.int32)
 
 
 @triton.jit
 def _owner(step, work, programs):
-    """Whose share a step is in."""
+    """The program that computes an iteration."""
     return ((programs.to(tl.int64) * (step + 1) - 1) // work).to(tl.int32)
 
 
@@ -110,11 +112,11 @@ def _owner(step, work, programs):
 def _part(
     parts, program, tile, steps, work, programs, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SILU: tl.constexpr
 ):
-    """Where a program leaves its part of a tile. It has at most two: of its first tile, and of its last."""
+    """The workspace of a program's part of a tile. It has at most two: of its first tile and of its last."""
     later = (_share(program, work, programs) // steps != tile).to(tl.int32)
     slot = (program + later * programs).to(tl.int64) * (2 if SILU else 1)
-    place = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
-    return parts + slot * BLOCK_N * BLOCK_M + place
+    offset = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
+    return parts + slot * BLOCK_N * BLOCK_M + offset
 
 
 @triton.jit
@@ -122,12 +124,12 @@ def _sum_parts(
     parts, bias, y, tile, row, column, first, last, rows, N, steps, work, programs,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SILU: tl.constexpr,
 ):  # fmt: skip
-    """Add up what programs first to last left of a tile, and finish it."""
+    """Sum the parts of a tile that programs first to last wrote, and finish it."""
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     gated = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for program in tl.range(first, last + 1, num_stages=1):
         at = _part(parts, program, tile, steps, work, programs, BLOCK_M, BLOCK_N, SILU)
-        # Past the first-level cache, which knows nothing of what the others wrote.
+        # From L2: L1 is not coherent with what other multiprocessors wrote.
         total += tl.load(at, cache_modifier=".cg")
         if SILU:
             gated += tl.load(at + BLOCK_N * BLOCK_M, cache_modifier=".cg")
@@ -135,23 +137,23 @@ def _sum_parts(
 
 
 @triton.jit
-def _bring_in(weight, tile, k, row_tiles, N, K, BLOCK_N: tl.constexpr, PIECES: tl.constexpr, SPAN: tl.constexpr,
-              SILU: tl.constexpr):  # fmt: skip
-    """Start the first weights of a tile, from input k on, on their way into the L2 cache."""
+def _prefetch_tile(weight, tile, k, row_tiles, N, K, BLOCK_N: tl.constexpr, SPANS: tl.constexpr, SPAN: tl.constexpr,
+                   SILU: tl.constexpr):  # fmt: skip
+    """Prefetch the first weights of a tile, from input k on, into L2."""
     outputs = tl.minimum(tile // row_tiles * BLOCK_N + tl.arange(0, BLOCK_N), N - 1).to(tl.int64)
-    # Not past the end of the row, which is the end of memory in the last one.
+    # Not past the end of the row: for the last row that is the end of memory.
     k = tl.minimum(k, K - SPAN)
     at = weight + outputs * K + k
-    prefetch_rows(at, K - k, PIECES, SPAN)
+    prefetch_rows(at, K - k, SPANS, SPAN)
     if SILU:
-        prefetch_rows(at + N.to(tl.int64) * K, K - k, PIECES, SPAN)
+        prefetch_rows(at + N.to(tl.int64) * K, K - k, SPANS, SPAN)
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _tile(
     x, x_view, residual, gain, weight, view, bias, stream, y, parts, arrivals, rows, N, K, eps,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, SILU: tl.constexpr,
-    EVEN_K: tl.constexpr, PIECES: tl.constexpr, SPAN: tl.constexpr, PDL: tl.constexpr,
+    EVEN_K: tl.constexpr, SPANS: tl.constexpr, SPAN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     programs = tl.num_programs(0)
@@ -165,11 +167,11 @@ def _tile(
         begin = _share(program, work, programs)
         end = _share(program + 1, work, programs)
     if PDL:
-        _bring_in(weight, begin // steps, begin % steps * BLOCK_K, row_tiles, N, K, BLOCK_N, PIECES, SPAN, SILU)
+        _prefetch_tile(weight, begin // steps, begin % steps * BLOCK_K, row_tiles, N, K, BLOCK_N, SPANS, SPAN, SILU)
         gdc_wait()
         gdc_launch_dependents()
     for tile in range(begin // steps, (end - 1) // steps + 1):
-        # Neighbours share weights: after a tile comes the one of the same outputs and the next rows.
+        # Consecutive tiles share weights: same outputs, next rows.
         row = tile % row_tiles * BLOCK_M
         output = tile // row_tiles * BLOCK_N
         low = tl.maximum(begin - tile * steps, 0)
@@ -189,7 +191,7 @@ def _tile(
                 tl.store(at + BLOCK_N * BLOCK_M, gated)
             first = _owner(tile * steps, work, programs)
             last = _owner(tile * steps + steps - 1, work, programs)
-            # All threads have written before one of them says so.
+            # All threads must have written before one of them counts the arrival.
             tl.debug_barrier()
             if tl.atomic_add(arrivals + tile, 1, sem="acq_rel") == last - first:
                 _sum_parts(
@@ -199,37 +201,33 @@ def _tile(
                 tl.store(arrivals + tile, 0)
 
 
-def tile_launch(product: Product, config: Config) -> Launch:
-    """The launch of a product of any number of rows; with a norm it must be one of whole tiles.
-
-    Bytes: the weight once (rows up to block_m), the input once a program, from the cache; parts of tiles, which stay in
-    the L2 cache. Operations: 2 a weight and row, on tensor cores.
-    """
-    out = product.new_output()
-    rows, depth, outputs = product.rows, product.depth, out.shape[1]
+def tile_launch(gemm: Gemm, config: GemmConfig) -> Launch:
+    """The launch of a GEMM of any number of rows; a fused norm excludes split-K and stream-K."""
+    out = gemm.new_output()
+    rows, depth, outputs = gemm.rows, gemm.depth, out.shape[1]
     tiles = triton.cdiv(rows, config.block_m) * triton.cdiv(outputs, config.block_n)
     programs = _programs(config, tiles, triton.cdiv(depth, config.block_k))
     parts = arrivals = None
     if programs != tiles:
-        if product.gain is not None:
-            raise ValueError(f"{config}: a norm before the product needs whole tiles")
-        places = programs * (2 if config.programs else 1) * (2 if product.silu else 1)
-        parts = out.new_empty(places * config.block_n * config.block_m, dtype=torch.float32)
+        if gemm.gain is not None:
+            raise ValueError(f"{config}: a fused norm needs whole tiles, without split-K or stream-K")
+        slots = programs * (2 if config.programs else 1) * (2 if gemm.silu else 1)
+        parts = out.new_empty(slots * config.block_n * config.block_m, dtype=torch.float32)
         arrivals = _arrivals(out.device)
     x_view = view = None
     if config.tma:
-        view = TensorDescriptor.from_tensor(product.weight, [config.block_n, config.block_k])
-        if product.gain is None:
-            x_view = TensorDescriptor.from_tensor(product.x, [config.block_m, config.block_k])
+        view = TensorDescriptor.from_tensor(gemm.weight, [config.block_n, config.block_k])
+        if gemm.gain is None:
+            x_view = TensorDescriptor.from_tensor(gemm.x, [config.block_m, config.block_k])
     arguments = (
-        product.x, x_view, product.residual, product.gain, product.weight, view, product.bias, product.stream, out,
-        parts, arrivals, rows, outputs, depth, product.eps,
+        gemm.x, x_view, gemm.residual, gemm.gain, gemm.weight, view, gemm.bias, gemm.stream, out,
+        parts, arrivals, rows, outputs, depth, gemm.eps,
     )  # fmt: skip
-    return Launch(_tile, programs, arguments, _meta(config, depth, product.x.element_size(), product.silu), out)
+    return Launch(_tile, programs, arguments, _constants(config, depth, gemm.x.element_size(), gemm.silu), out)
 
 
-def _programs(config: Config, tiles: int, steps: int) -> int:
-    """How many programs a product of so many tiles is done by; `tiles` of them each do a whole one."""
+def _programs(config: GemmConfig, tiles: int, steps: int) -> int:
+    """Programs of a GEMM; if as many as `tiles`, each computes a whole tile."""
     if config.programs:
         programs = min(config.programs * num_sms(), tiles * steps)
     else:
@@ -239,17 +237,17 @@ def _programs(config: Config, tiles: int, steps: int) -> int:
 
 @functools.cache
 def _arrivals(device: torch.device) -> torch.Tensor:
-    """Counters of the parts of a tile that are there, all zero between kernels: whoever counts to the end resets.
+    """Arrival counters of tiles, all zero between kernels: the last arrival resets.
 
-    One set a device: products that share tiles must not run beside each other on two streams.
+    One set a device: GEMMs that share tiles must not run concurrently on two streams.
     """
     return torch.zeros(MAX_SHARED_TILES, dtype=torch.int32, device=device)
 
 
 @functools.cache
-def _meta(config: Config, depth: int, itemsize: int, silu: bool) -> dict[str, Any]:
-    """What a launch is compiled with."""
-    pieces, span = prefetch_shape(config.block_n, depth, itemsize, config.warps)
+def _constants(config: GemmConfig, depth: int, itemsize: int, silu: bool) -> dict[str, Any]:
+    """Constexpr arguments and launch options."""
+    spans, span = prefetch_shape(config.block_n, depth, itemsize, config.warps)
     return {
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
@@ -257,7 +255,7 @@ def _meta(config: Config, depth: int, itemsize: int, silu: bool) -> dict[str, An
         "STAGES": config.stages,
         "SILU": silu,
         "EVEN_K": depth % config.block_k == 0,
-        "PIECES": pieces,
+        "SPANS": spans,
         "SPAN": span,
         "num_warps": config.warps,
         **pdl(),

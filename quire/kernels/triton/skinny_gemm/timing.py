@@ -1,4 +1,4 @@
-"""How long a product takes in a step: what `tuning` measures with, and the compiling that has to come first."""
+"""Times skinny GEMMs as a step runs them, for `tuning.py`; compiles the candidates in parallel first."""
 
 from __future__ import annotations
 
@@ -15,22 +15,21 @@ import torch.nn.functional as F
 from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources, PTXASError
 
-from quire.kernels.triton.activation import silu_mul
-from quire.kernels.triton.norm import add_rms_norm
+from quire.kernels.triton.elementwise import add_rms_norm, silu_mul
 from quire.kernels.triton.skinny_gemm.candidates import GemmShape
-from quire.kernels.triton.skinny_gemm.gemm import thin_linear, thin_norm_linear, thin_silu_linear
-from quire.kernels.triton.skinny_gemm.tuning import Plan, TuningJob
+from quire.kernels.triton.skinny_gemm.gemm import skinny_linear, skinny_norm_linear, skinny_silu_linear
+from quire.kernels.triton.skinny_gemm.tuning import GemmKernel, GemmVariant
 
 log = logging.getLogger(__name__)
 
 COLD_BYTES = 120 << 20
-"""A step reads every weight once and the cache holds none of them: weights are rotated over at least so much."""
+"""Timing rotates over at least this many bytes of weights: a step reads every weight once, none of them from L2."""
 
 _EPS = 1e-5
 
 
 class Inputs(NamedTuple):
-    """A product's inputs on the device; the weights are several of one shape."""
+    """A GEMM's inputs on the device; the weights are several of one shape."""
 
     x: torch.Tensor
     residual: torch.Tensor
@@ -39,7 +38,7 @@ class Inputs(NamedTuple):
 
 
 def random_inputs(shape: GemmShape, rows: int, dtype: torch.dtype, copies: int, device: str = "cuda") -> Inputs:
-    """Inputs of the size that they have in a model: activations about 1, products of them too."""
+    """Inputs scaled as in a model: activations and outputs about 1."""
 
     def normal(*size: int) -> torch.Tensor:
         return torch.randn(size, dtype=dtype, device=device)
@@ -48,27 +47,27 @@ def random_inputs(shape: GemmShape, rows: int, dtype: torch.dtype, copies: int, 
     return Inputs(normal(rows, shape.k), normal(rows, shape.k), normal(shape.k), weights)
 
 
-def run(shape: GemmShape, plan: Plan, inputs: Inputs, weight: torch.Tensor) -> torch.Tensor:
-    """Do a product as `plan` says, what it does not fold in by the other kernels of a step."""
-    x, config = inputs.x, plan.config
+def run(shape: GemmShape, variant: GemmVariant, inputs: Inputs, weight: torch.Tensor) -> torch.Tensor:
+    """Compute a GEMM by a variant; what the variant does not fuse is done by the other kernels of a step."""
+    x, config = inputs.x, variant.config
     if shape.norm:
-        if plan.norm:
+        if variant.norm:
             assert config is not None
-            return thin_norm_linear(
-                x, inputs.residual, inputs.gain, _EPS, weight, silu=plan.silu, config=config
+            return skinny_norm_linear(
+                x, inputs.residual, inputs.gain, _EPS, weight, silu=variant.silu, config=config
             )[0]  # fmt: skip
         x, _ = add_rms_norm(x, inputs.residual, inputs.gain, _EPS)
     if config is None:
         out = F.linear(x, weight)
-    elif plan.silu:
-        out = thin_silu_linear(x, weight, config=config)
+    elif variant.silu:
+        out = skinny_silu_linear(x, weight, config=config)
     else:
-        out = thin_linear(x, weight, config=config)
-    return silu_mul(out) if shape.silu and not plan.silu else out
+        out = skinny_linear(x, weight, config=config)
+    return silu_mul(out) if shape.silu and not variant.silu else out
 
 
 class GraphTimer:
-    """Times a product as a step runs it: in a CUDA graph, after another one like it, its weights in no cache."""
+    """Times a GEMM as a step runs it: in a CUDA graph, after another one like it, its weights not in L2."""
 
     def __init__(self, window_us: float = 300.0, replays: int = 8) -> None:
         self.window_us = window_us
@@ -76,27 +75,25 @@ class GraphTimer:
         self.stream = torch.cuda.Stream()
         self._weights: tuple[tuple[int, int, torch.dtype], list[torch.Tensor]] | None = None
 
-    def __call__(self, shape: GemmShape, rows: int, dtype: torch.dtype, plan: Plan) -> float:
-        """Microseconds a product; infinity if it does not compile or does not fit."""
+    def __call__(self, shape: GemmShape, rows: int, dtype: torch.dtype, variant: GemmVariant) -> float:
+        """Microseconds; infinity if it does not compile or does not fit."""
         inputs = self._inputs(shape, rows, dtype)
         try:
-            run(shape, plan, inputs, inputs.weights[0])
+            run(shape, variant, inputs, inputs.weights[0])
         except (CompilationError, OutOfResources, PTXASError) as error:
-            log.warning("%s of %d rows cannot be done by %s: %s", shape, rows, plan, error)
+            log.warning("%s of %d rows cannot be computed by %s: %s", shape, rows, variant, error)
             return float("inf")
         estimate = 3.0 + shape.n * shape.k * dtype.itemsize / 4e6
-        return self.time(lambda weight: run(shape, plan, inputs, weight), inputs.weights, estimate)
+        return self.time(lambda weight: run(shape, variant, inputs, weight), inputs.weights, estimate)
 
-    def time(
-        self, product: Callable[[torch.Tensor], object], weights: Sequence[torch.Tensor], estimate: float
-    ) -> float:
-        """Microseconds of a product that takes about `estimate`, one weight after the other."""
+    def time(self, gemm: Callable[[torch.Tensor], object], weights: Sequence[torch.Tensor], estimate: float) -> float:
+        """Microseconds of a GEMM that takes about `estimate` microseconds, one weight after the other."""
         count = len(weights)
         launches = -(-max(count, int(self.window_us / estimate), 2) // count) * count
 
         def chain() -> None:
             for i in range(launches):
-                product(weights[i % count])
+                gemm(weights[i % count])
 
         return self.replay(chain) / launches
 
@@ -113,7 +110,7 @@ class GraphTimer:
         graph.replay()
         for _ in range(3):
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            graph.replay()  # the card is busy while the host prepares what is timed
+            graph.replay()  # keeps the GPU busy while the host enqueues what is timed
             start.record()
             for _ in range(self.replays):
                 graph.replay()
@@ -123,40 +120,40 @@ class GraphTimer:
         return min(times)
 
     def _inputs(self, shape: GemmShape, rows: int, dtype: torch.dtype) -> Inputs:
-        """Fresh activations; the weights of the last call if they fit, since drawing them takes longest."""
+        """New activations; the weights of the last call if they fit, since generating them takes longest."""
         key = (shape.n, shape.k, dtype)
         if self._weights is None or self._weights[0] != key:
-            self._weights = None  # freed before the next are drawn
+            self._weights = None  # freed before the next are generated
             copies = -(-COLD_BYTES // (shape.n * shape.k * dtype.itemsize))
             self._weights = key, random_inputs(shape, 1, dtype, copies).weights
         return random_inputs(shape, rows, dtype, 0)._replace(weights=self._weights[1])
 
 
 def raise_clocks() -> None:
-    """Keep the card busy for a moment: one that has idled runs slowly."""
+    """Keep the GPU busy for a moment: after idling its clocks are low."""
     x = torch.randn(4096, 8192, dtype=torch.float16, device="cuda")
     weight = torch.randn(8192, 8192, dtype=torch.float16, device="cuda")
     for _ in range(50):
         F.linear(x, weight)
 
 
-def compile_all(jobs: Sequence[TuningJob], processes: int | None = None) -> None:
-    """Compile many kernels at once, into Triton's cache on disk, whence this process loads them."""
-    # New processes rather than forks: a fork cannot use the card.
+def compile_all(kernels: Sequence[GemmKernel], processes: int | None = None) -> None:
+    """Compile kernels in parallel processes, into Triton's cache on disk, from which this process loads them."""
+    # Spawned, not forked: a forked process cannot use the GPU.
     context = multiprocessing.get_context("spawn")
-    workers = max(min(processes or os.cpu_count() or 1, len(jobs)), 1)
+    workers = max(min(processes or os.cpu_count() or 1, len(kernels)), 1)
     with ProcessPoolExecutor(workers, mp_context=context) as pool:
         try:
-            for job, error in zip(jobs, pool.map(_compile, jobs, chunksize=2), strict=True):
+            for kernel, error in zip(kernels, pool.map(_compile, kernels, chunksize=2), strict=True):
                 if error is not None:
-                    log.warning("%s was not compiled: %s", job, error)
+                    log.warning("%s was not compiled: %s", kernel, error)
         except BrokenProcessPool as error:
-            log.warning("a compiler died; the rest is compiled as it is needed: %s", error)
+            log.warning("a compiler process died; the remaining kernels are compiled on first use: %s", error)
 
 
-def _compile(job: TuningJob) -> str | None:
+def _compile(kernel: GemmKernel) -> str | None:
     try:
-        job.compile()
+        kernel.compile()
     except (CompilationError, OutOfResources, PTXASError) as error:
         return str(error)
     return None

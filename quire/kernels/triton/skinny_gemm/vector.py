@@ -1,9 +1,12 @@
-"""Products of one to four rows, on the ordinary float32 units.
+"""Skinny GEMM `vector`: 1 to 4 rows on the float32 FMA units.
 
-A program owns a few rows of the weight, holds all of them in registers at once, and multiplies them with every input
-row. A thread reads 16 bytes of a weight row at a time, all its reads are under way before the first is used, and they
-are issued before `gdc_wait`: they cross the end of the kernel before. Tensor cores would idle here; float32
-multiplications keep pace with the memory up to about four input rows.
+A program owns a few rows of the weight, holds all of them in registers, and multiplies them with every input row. A
+thread loads 16 bytes of a weight row at a time; all its loads are in flight before the first is used, and they are
+issued before `gdc_wait`, so they overlap the end of the preceding kernel. Tensor cores would idle here: float32 FMAs
+keep pace with memory up to about 4 input rows.
+
+Bytes: the weight once; the input, the residual and the gain once a program, mostly from cache. Operations: one
+conversion a weight, and one multiply-add a weight and row.
 """
 
 # ruff: noqa: N803, N806, RUF005  # Triton's names; its tuples grow by `+` alone
@@ -18,21 +21,21 @@ import triton
 import triton.language as tl
 
 from quire.kernels.triton.launch import gdc_launch_dependents, gdc_wait, num_sms, pdl
-from quire.kernels.triton.skinny_gemm.common import Config, Launch, Product
+from quire.kernels.triton.skinny_gemm.common import Gemm, GemmConfig, Launch
 
 MAX_ROWS = 4
-"""Input rows at most: past that the arithmetic costs more than the reads."""
+"""Input rows: with more, arithmetic takes longer than the loads."""
 
 
 @triton.jit
 def weight_rows(weight, first, N, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Rows [first, first + BLOCK_N) of a weight [N, K], as tiles [BLOCK_N, BLOCK_K]. Past its end, the last again."""
+    """Rows [first, first + BLOCK_N) of a weight [N, K], as tiles [BLOCK_N, BLOCK_K]; past the end the last repeats."""
     rows = tl.minimum(first + tl.arange(0, BLOCK_N), N - 1).to(tl.int64)
     tiles = ()
     for chunk in tl.static_range((K + BLOCK_K - 1) // BLOCK_K):
         columns = chunk * BLOCK_K + tl.arange(0, BLOCK_K)
         at = weight + rows[:, None] * K + columns[None, :]
-        # A step reads each weight once: it should not push out of the cache what is read again.
+        # A step reads each weight once: it should not evict what is read again.
         if (chunk + 1) * BLOCK_K <= K:
             tile = tl.load(at, eviction_policy="evict_first")
         else:
@@ -43,7 +46,7 @@ def weight_rows(weight, first, N, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_
 
 @triton.jit
 def _tiles(weight, first, N, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SILU: tl.constexpr):
-    """The weight tiles of outputs [first, first + BLOCK_N): of the gate, then of the values it gates, under SILU."""
+    """The weight tiles of outputs [first, first + BLOCK_N); with SILU those of the gate, then those of up."""
     tiles = weight_rows(weight, first, N, K, BLOCK_N, BLOCK_K)
     if SILU:
         tiles = tiles + weight_rows(weight + N.to(tl.int64) * K, first, N, K, BLOCK_N, BLOCK_K)
@@ -51,8 +54,8 @@ def _tiles(weight, first, N, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl
 
 
 @triton.jit
-def in_chunks(vector, K: tl.constexpr, BLOCK_K: tl.constexpr):
-    """A vector of K values in chunks, zeros past its end."""
+def load_chunks(vector, K: tl.constexpr, BLOCK_K: tl.constexpr):
+    """A vector of K values in chunks of BLOCK_K, zeros past its end."""
     chunks = ()
     for chunk in tl.static_range((K + BLOCK_K - 1) // BLOCK_K):
         columns = chunk * BLOCK_K + tl.arange(0, BLOCK_K)
@@ -61,8 +64,8 @@ def in_chunks(vector, K: tl.constexpr, BLOCK_K: tl.constexpr):
 
 
 @triton.jit
-def gained_stream(row, carried, gain, stream, writes, K: tl.constexpr, BLOCK_K: tl.constexpr):
-    """(stream * gain in chunks, squares of the stream), where stream = row + carried, rounded as it is stored."""
+def apply_gain(row, carried, gain, stream, writes, K: tl.constexpr, BLOCK_K: tl.constexpr):
+    """(stream * gain in chunks, squares of the stream), where stream = row + carried, rounded to its dtype."""
     chunks = ()
     squares = tl.zeros((BLOCK_K,), tl.float32)
     for chunk in tl.static_range((K + BLOCK_K - 1) // BLOCK_K):
@@ -79,9 +82,9 @@ def gained_stream(row, carried, gain, stream, writes, K: tl.constexpr, BLOCK_K: 
 
 @triton.jit
 def _join(parts, ROWS: tl.constexpr):
-    """One tensor of what every row has: its axes of size 2 are the row's bits, low bit first.
+    """The rows' tensors as one, whose axes of size 2 are the bits of the row, low bit first.
 
-    Joined, the rows are summed over the threads in one exchange instead of one each.
+    Joined, the rows are reduced over the threads in one exchange instead of one each.
     """
     if ROWS == 4:
         joined = tl.join(tl.join(parts[0], parts[1]), tl.join(parts[2], parts[3]))
@@ -93,16 +96,16 @@ def _join(parts, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _places(columns, ROWS: tl.constexpr):
-    """(column, row) of each output, shaped as `_join` shapes them."""
+def _output_index(columns, ROWS: tl.constexpr):
+    """(column, row) of each output, in the shape `_join` gives."""
     bit = tl.arange(0, 2)
     if ROWS == 4:
-        places = columns[:, None, None], bit[None, :, None] + 2 * bit[None, None, :]
+        index = columns[:, None, None], bit[None, :, None] + 2 * bit[None, None, :]
     elif ROWS == 2:
-        places = columns[:, None], bit[None, :]
+        index = columns[:, None], bit[None, :]
     else:
-        places = columns, tl.zeros_like(columns)
-    return places
+        index = columns, tl.zeros_like(columns)
+    return index
 
 
 @triton.jit
@@ -110,7 +113,7 @@ def partials(
     tiles, vectors,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, CHUNKS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Each thread's share of the products of weight tiles with every row: [BLOCK_N, threads] joined over rows."""
+    """Each thread's partial dot products of weight tiles with every row: [BLOCK_N, threads] joined over rows."""
     parts = ()
     for row in tl.static_range(ROWS):
         part = tl.zeros((BLOCK_N, BLOCK_K // WIDE), tl.float32)
@@ -127,8 +130,8 @@ def _write(
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, CHUNKS: tl.constexpr, WIDE: tl.constexpr,
     SILU: tl.constexpr,
 ):  # fmt: skip
-    """Outputs [first, first + BLOCK_N) of every row; `scale` is the rows', joined."""
-    column, row = _places(first + tl.arange(0, BLOCK_N), ROWS)
+    """Store outputs [first, first + BLOCK_N) of every row; `scale` is the rows' 1 / rms, joined."""
+    column, row = _output_index(first + tl.arange(0, BLOCK_N), ROWS)
     inside = column < N
     part = partials(tiles[:CHUNKS], vectors, ROWS, BLOCK_N, BLOCK_K, CHUNKS, WIDE)
     if SILU:
@@ -161,33 +164,33 @@ def _vector(
     tiles = _tiles(weight, program * BLOCK_N, N, K, BLOCK_N, BLOCK_K, SILU)
     gains = None
     if gain is not None:
-        gains = in_chunks(gain, K, BLOCK_K)
+        gains = load_chunks(gain, K, BLOCK_K)
     if PDL:
-        # Early, the next kernel's weights come in behind ours while both still wait; it finds less room then.
+        # EARLY: the next kernel's weight loads queue behind ours while both wait; it has fewer free registers then.
         if EARLY:
             gdc_launch_dependents()
         gdc_wait()
         if not EARLY:
             gdc_launch_dependents()
-    # Every read comes before any write: the compiler may not move a read over a write.
+    # All loads precede all stores: the compiler may not move a load over a store.
     vectors = ()
     carried = ()
     for row in tl.static_range(ROWS):
         at = tl.minimum(row, rows - 1) * K
-        vectors = vectors + (in_chunks(x + at, K, BLOCK_K),)
+        vectors = vectors + (load_chunks(x + at, K, BLOCK_K),)
         if residual is not None:
-            carried = carried + (in_chunks(residual + at, K, BLOCK_K),)
+            carried = carried + (load_chunks(residual + at, K, BLOCK_K),)
     scale = None
     if gain is not None:
         weighted = ()
         squares = ()
         for row in tl.static_range(ROWS):
             if residual is not None:
-                # One program writes the new stream, into a tensor of its own: the others may still read the old one.
+                # One program writes the new stream, to another tensor: the others may still read the old one.
                 writes = (program == 0) & (row < rows)
-                chunks, square = gained_stream(vectors[row], carried[row], gains, stream + row * K, writes, K, BLOCK_K)
+                chunks, square = apply_gain(vectors[row], carried[row], gains, stream + row * K, writes, K, BLOCK_K)
             else:
-                chunks, square = gained_stream(vectors[row], None, gains, None, False, K, BLOCK_K)
+                chunks, square = apply_gain(vectors[row], None, gains, None, False, K, BLOCK_K)
             weighted = weighted + (chunks,)
             squares = squares + (square,)
         vectors = weighted
@@ -205,30 +208,26 @@ def _vector(
         _write(tiles, vectors, scale, bias, y, first, rows, N, ROWS, BLOCK_N, BLOCK_K, CHUNKS, WIDE, SILU)
 
 
-def vector_launch(product: Product, config: Config) -> Launch:
-    """The launch of a product of at most MAX_ROWS rows.
-
-    Bytes: the weight once; the input, the residual and the gain once a program, mostly from the cache. Operations: one
-    conversion a weight, and one multiplication a weight and row.
-    """
-    if product.rows > MAX_ROWS:
-        raise ValueError(f"{config} is for at most {MAX_ROWS} rows, not {product.rows}")
-    out = product.new_output()
+def vector_launch(gemm: Gemm, config: GemmConfig) -> Launch:
+    """The launch of a GEMM of at most MAX_ROWS rows."""
+    if gemm.rows > MAX_ROWS:
+        raise ValueError(f"{config} is for at most {MAX_ROWS} rows, not {gemm.rows}")
+    out = gemm.new_output()
     outputs = out.shape[1]
     programs = triton.cdiv(outputs, config.block_n)
     if config.programs:
         programs = min(programs, config.programs * num_sms())
     arguments = (
-        product.x, product.residual, product.gain, product.weight, product.bias, product.stream, out,
-        product.rows, outputs, product.eps,
+        gemm.x, gemm.residual, gemm.gain, gemm.weight, gemm.bias, gemm.stream, out,
+        gemm.rows, outputs, gemm.eps,
     )  # fmt: skip
-    meta = _meta(config, product.rows, product.depth, product.x.element_size(), product.silu)
-    return Launch(_vector, programs, arguments, meta, out)
+    constants = _constants(config, gemm.rows, gemm.depth, gemm.x.element_size(), gemm.silu)
+    return Launch(_vector, programs, arguments, constants, out)
 
 
 @functools.cache
-def _meta(config: Config, rows: int, depth: int, itemsize: int, silu: bool) -> dict[str, Any]:
-    """What a launch is compiled with: a thread reads 16 bytes of each weight row and chunk."""
+def _constants(config: GemmConfig, rows: int, depth: int, itemsize: int, silu: bool) -> dict[str, Any]:
+    """Constexpr arguments and launch options: a thread loads 16 bytes of each weight row and chunk."""
     wide = 16 // itemsize
     return {
         "K": depth,
