@@ -145,9 +145,7 @@ class Runner:
             return step
         step.last_only = output.last_only
         if output.inputs is not None:
-            step.prompt_logprobs = prompt_logprobs(
-                plan, self._batch, output.inputs, output.hidden, self._model.logits
-            )
+            step.prompt_logprobs = prompt_logprobs(plan, self._batch, output.inputs, output.hidden, self._model.logits)
             step.vectors = pool(plan, self._batch, output.hidden, output.last_only)
         if (self._batch.kinds[plan.sample_rows] & RowKind.GUIDED).any():
             step.hidden, self._unsupplied = output.hidden, step

@@ -143,7 +143,8 @@ class Worker:
             return None
         from quire.worker.warmup import warm_up
 
-        return warm_up(self.model, self._ops, trial.batch, self._max_tokens, self.reads_groups)  # type: ignore[arg-type]
+        model, ops, batch = self.model, self._ops, trial.batch
+        return warm_up(model, ops, batch, self._max_tokens, self.reads_groups)  # type: ignore[arg-type]
 
     def _run_largest_step(self, runner: Runner) -> None:
         runner.launch(self._largest_plan()).result()
@@ -155,7 +156,7 @@ class Worker:
         return empty_cache_plan([length for length in lengths if length])
 
     def make_cache(self, num_blocks: int, host: HostMemory | None = None) -> None:
-        """Allocate the cache and the batch; plans can run after this. `host`: the host memory, if it was left out before."""
+        """Allocate the cache and the batch; plans can run after this. `host`: the host memory that was to come later."""
         self._host_memory = host or self._host_memory
         self._runner = self._make_runner(num_blocks, capture=not self._config.enforce_eager)
         if self._host_memory is not None:
