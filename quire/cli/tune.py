@@ -204,9 +204,9 @@ def gemm_shapes(model: nn.Module) -> tuple[list[GemmShape], torch.dtype]:
     """The GEMMs of a step, less fused kinds first; their dtype."""
     from quire.kernels.triton.skinny_gemm.candidates import GemmShape
     from quire.kernels.triton.skinny_gemm.tuning import KINDS, with_less_fused
-    from quire.layers.gemm_shapes import layer_products
+    from quire.layers.gemm_shapes import layer_gemms
 
-    found = layer_products(model)
+    found = layer_gemms(model)
     shapes: dict[GemmShape, None] = {}
     for product in found:
         kind = ("norm_silu_linear" if product.gated else "norm_linear") if product.normed else "linear"

@@ -10,7 +10,6 @@ import torch
 from quire.config import EngineConfig
 from quire.distributed.groups import Ranks
 from quire.distributed.lockstep import LockstepAddress, LockstepAgreement
-from quire.distributed.world import BACKENDS
 from quire.engine.device_split import shares_gpu
 from quire.errors import ConfigError
 from quire.executor.base import Executor
@@ -23,10 +22,10 @@ from quire.loading.files import ModelFiles
 from quire.loading.model_config import ModelConfig
 from quire.platforms import choose
 from quire.platforms.base import Platform
-from quire.platforms.elsewhere import CudaElsewhere
+from quire.platforms.cuda import RemoteCudaPlatform
 from quire.worker.building import build_model
 from quire.worker.memory import MemoryNeeds, MemoryPlan, no_room
-from quire.worker.moves import HostRoom
+from quire.worker.moves import HostTierInfo
 from quire.worker.worker import Worker
 
 JOIN_SECONDS = 600.0
@@ -55,7 +54,7 @@ class Workers:
     """Of all ranks together; so is the cache."""
     cache_bytes: int
     reads_groups: bool
-    host_room: HostRoom | None = None
+    host_room: HostTierInfo | None = None
     phases: dict[str, float] = field(default_factory=dict)
     """Seconds each part of the start took."""
 
@@ -70,7 +69,7 @@ def choose_platform(config: EngineConfig) -> Platform:
     kinds = {name for node in ray_cluster.alive_nodes().values() for name, count in node["Resources"].items() if count}
     if config.device == "cuda" or "GPU" in kinds:
         label = "accelerator_type:"
-        return CudaElsewhere({kind.removeprefix(label) for kind in kinds if kind.startswith(label)})
+        return RemoteCudaPlatform({kind.removeprefix(label) for kind in kinds if kind.startswith(label)})
     return choose("cpu")
 
 
@@ -162,13 +161,13 @@ def _start_here(
         weight_bytes=worker.needs.weight_bytes,
         cache_bytes=memory.cache,
         reads_groups=worker.reads_groups,
-        host_room=None if worker.mover is None else worker.mover.room(),
+        host_room=None if worker.mover is None else worker.mover.tier_info(),
         phases=worker.phases,
     )
 
 
 def _join(platform: Platform, place: LockstepAddress) -> LockstepAgreement:
-    backend = BACKENDS[platform.device.type]
+    backend = platform.collectives
     if shares_gpu():  # several to a card, which NCCL refuses
         backend = "gloo"
     return LockstepAgreement(place, backend, JOIN_SECONDS)

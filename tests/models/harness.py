@@ -16,8 +16,7 @@ from quire.kernels.base import Ops
 from quire.kernels.reference import TorchOps
 from quire.layers.attention.base import AttentionBackend, AttentionInputs
 from quire.layers.attention.torch_paged import TorchPagedAttention
-from quire.layers.build_context import BuildContext
-from quire.layers.targets import collect_targets
+from quire.layers.build_context import BuildContext, collect_targets
 from quire.loading.model_config import ModelConfig
 from quire.loading.weights import fitting
 from quire.models.registry import model_class
@@ -124,7 +123,7 @@ def reference_logits(reference: Any, tokens: Sequence[int]) -> torch.Tensor:
 class PagedRun:
     """Rows of tokens moving through a paged cache whose physical blocks are in no order.
 
-    Unwritten slots hold NaN: whoever reads one shows.
+    Unwritten slots hold NaN, so that reading one shows.
     """
 
     def __init__(self, stages: Any, block_size: int = 4, blocks: int = 64, seed: int = 0) -> None:

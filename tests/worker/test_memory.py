@@ -1,4 +1,4 @@
-"""The memory plan: parts that sum up to the whole, the cache gets what is left, and what does not fit is told."""
+"""The memory plan: parts sum to the total, the cache gets what is left, and what does not fit is refused."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ NEEDS = MemoryNeeds(
 
 
 class FakeGpu(CpuPlatform):
-    """A card with so many GiB, of which so many are free. It computes on the CPU."""
+    """A card with `total` GiB, of which `free` are free. It computes on the CPU."""
 
     ops = "quire.kernels.reference.TorchOps"
     attention = "torch"
@@ -113,7 +113,7 @@ def test_a_measured_step_replaces_the_estimate() -> None:
 def test_the_table_names_every_part_in_columns() -> None:
     text = str(NEEDS.plan(config(), FakeGpu(), 79 * GIB, 62 * GIB))
     lines = text.splitlines()
-    for part in ("in all", "in use before", "weights", "kernels", "step's work", "reserve", "KV cache", "left free"):
+    for part in ("total", "in use before", "weights", "kernels", "activations", "reserve", "KV cache", "free"):
         assert any(part in line for line in lines), part
     assert len({line.index("GiB") for line in lines}) == 1
     assert "gpu_memory_utilization is 0.9" in text
