@@ -96,7 +96,7 @@ class Runner:
         """`pipeline`: the ways to the stages before and after this one, where the model has several."""
         self._pipeline = pipeline
         if pipeline is not None:
-            batch.given = pipeline.given
+            batch.given = pipeline.received
         self._model = model
         self._graphs = graphs
         self.batch = self._batch = batch
@@ -112,7 +112,7 @@ class Runner:
         except BaseException:
             self._batch.is_broken = True
             if self._pipeline is not None:
-                self._pipeline.make_up()
+                self._pipeline.send_placeholder()
             raise
 
     @torch.inference_mode()
