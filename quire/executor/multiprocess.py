@@ -105,9 +105,9 @@ class MultiprocessExecutor:
         file = self._ranks.ranks.host_file
         loaded = [self._loaded[rank] for rank in range(len(self._ranks))]
         slots = min(each.host_slots for each in loaded)
-        return (
-            None if file is None or not slots else SharedHostMemory(file, slots, [each.slot_bytes for each in loaded])
-        )
+        if file is None or not slots:
+            return None
+        return SharedHostMemory(file, slots, [each.slot_bytes for each in loaded])
 
     # What the ranks have
 
