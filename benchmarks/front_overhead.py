@@ -238,7 +238,7 @@ def engine_first_tokens(model: str, streams: int, probes: int, pace: float) -> f
         engine._socket.sendall(ipc.encode(ipc.Add(NewRequest(name, [5, 6, 7], params, limit))))
 
     for i in range(streams):
-        add(f"stream-{i}", engine.facts.max_model_len)
+        add(f"stream-{i}", engine.info.max_model_len)
     times = []
     with woken_at_once():
         for i in range(probes):

@@ -3,7 +3,7 @@
     python benchmarks/grammar_overhead.py --rows 8 --guided 0 1 8 [--device cuda] [--model …]
 
 Rows draw at temperature 1 and never end. Guided ones write JSON of a schema. `masks` is what the loop spends on masks
-before a step may draw (asking, waiting, copying), `follow` what it spends telling guides the tokens.
+before a step may draw (asking, waiting, copying), `advance` what it spends telling guides the tokens.
 """
 
 from __future__ import annotations
@@ -59,16 +59,16 @@ def measure(llm: LLM, rows: int, guided: int, forms: int, steps: int) -> dict[st
         engine.step()
     for _ in range(10):
         engine.step()
-    masks, follow = Timed(grammars.masks), Timed(grammars.follow)
-    grammars.masks, grammars.follow = masks, follow  # type: ignore[method-assign]
+    masks, advance = Timed(grammars.masks), Timed(grammars.advance)
+    grammars.masks, grammars.advance = masks, advance  # type: ignore[method-assign]
     step = Timed(engine.step)
     for _ in range(steps):
         step()
-    del grammars.masks, grammars.follow  # type: ignore[method-assign]
+    del grammars.masks, grammars.advance  # type: ignore[method-assign]
     engine.abort_request([f"{guided}-{i}" for i in range(rows)])
     while engine.has_unfinished_requests():
         engine.step()
-    parts = {"step": step.seconds, "masks": masks.seconds, "follow": follow.seconds}
+    parts = {"step": step.seconds, "masks": masks.seconds, "advance": advance.seconds}
     return {name: 1e6 * statistics.median(seconds) if seconds else 0.0 for name, seconds in parts.items()}
 
 

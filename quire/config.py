@@ -92,7 +92,8 @@ class EngineConfig:
     distributed_executor_backend: str | None = option(
         None,
         "How ranks run: uni (in the engine's own process), mp (a process each, on this machine), ray (an actor each, "
-        "on the nodes of a Ray cluster); unset: mp where there are several",
+        "on the nodes of a Ray cluster), null (no model: constant tokens), or a dotted path; unset: mp if there are "
+        "several ranks, else uni",
         "device",
     )
     ray_address: str | None = option(
@@ -232,9 +233,9 @@ class EngineConfig:
         config_checks.check(self)
 
     @property
-    def is_multiprocess(self) -> bool:
-        """Whether ranks run in processes of their own."""
-        return self.num_ranks > 1 or self.distributed_executor_backend in ("mp", "ray")
+    def executor_name(self) -> str:
+        """The executor backend, by a name or dotted path that `executor/registry.py` resolves."""
+        return self.distributed_executor_backend or ("mp" if self.num_ranks > 1 else "uni")
 
     @property
     def num_ranks(self) -> int:

@@ -11,7 +11,6 @@ from quire.errors import ConfigError
 if TYPE_CHECKING:
     from quire.config import EngineConfig
 
-EXECUTORS = ("uni", "mp", "ray")
 DEEPEST = 4
 """Steps in flight beside the one that is collected: more would only make ends come later."""
 
@@ -111,12 +110,6 @@ def _check_parallel(config: EngineConfig) -> None:
     for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
         _check_integer(config, name, 1)
     _check_stages(config)
-    if backend not in (None, *EXECUTORS):
-        raise ConfigError(
-            f"distributed_executor_backend must be one of {', '.join(EXECUTORS)}; got {backend!r}",
-            "distributed_executor_backend",
-            backend,
-        )
     if backend == "uni" and config.num_ranks > 1:
         name = "tensor_parallel_size" if config.tensor_parallel_size > 1 else "pipeline_parallel_size"
         raise ConfigError(
@@ -181,7 +174,7 @@ def _check_experts(config: EngineConfig) -> None:
                 name,
                 value,
             )
-    if config.steps_together and config.is_multiprocess:
+    if config.steps_together and config.executor_name != "uni":
         raise ConfigError(
             f"enable_expert_parallel over {config.data_parallel_size} replicas (data_parallel_size) needs engines of "
             "one rank so far: leave out tensor_parallel_size, pipeline_parallel_size and "

@@ -1,4 +1,4 @@
-"""Every error a user can meet. Each says what was wrong, the value, the limit and what to do."""
+"""All errors a user can get. A message says what was wrong, the value, the limit and the remedy."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from typing import Any
 
 
 class QuireError(Exception):
-    """Base of all errors raised on purpose by quire."""
+    """Base of all errors that quire raises."""
 
 
 class ValidationError(QuireError, ValueError):
-    """A value given by the caller is wrong. `parameter` names it, `value` holds it."""
+    """A value from the caller is invalid. `parameter` is its name, `value` the value."""
 
     def __init__(self, message: str, parameter: str | None = None, value: Any = None) -> None:
         super().__init__(message)
@@ -19,31 +19,31 @@ class ValidationError(QuireError, ValueError):
 
 
 class ConfigError(ValidationError):
-    """An engine setting is wrong, or two settings contradict each other."""
+    """An engine setting is invalid, or two settings contradict each other."""
 
 
 class UnknownSettingError(ConfigError, TypeError):
-    """There is no engine setting of this name."""
+    """There is no engine setting with this name."""
 
 
 class ModelNotFoundError(QuireError, ValueError):
-    """No model answers to this name: not a folder, a file, an alias or a reachable Hub id."""
+    """The name is not a folder, a file, an alias or a reachable Hub id."""
 
 
 class UnsupportedModelError(QuireError, ValueError):
-    """The model is there, but its architecture or a feature of it is not implemented."""
+    """The model's architecture, or a feature it uses, is not implemented."""
 
 
 class CheckpointError(QuireError, ValueError):
-    """A weight file is missing, damaged, or does not hold the tensors the model needs."""
+    """A weight file is missing, damaged, or lacks tensors the model needs."""
 
 
 class CacheTooSmallError(QuireError, ValueError):
-    """The KV cache cannot hold what is asked of it."""
+    """The KV cache is too small for a request or a setting."""
 
 
 class ModelTooLargeError(QuireError, ValueError):
-    """The device has not the memory for the model's weights and one step."""
+    """The device's memory is too small for the model's weights and one step."""
 
 
 class StepError(QuireError, RuntimeError):
@@ -51,39 +51,39 @@ class StepError(QuireError, RuntimeError):
 
 
 class StepMemoryError(StepError):
-    """The device had no memory for a step."""
+    """The device ran out of memory in a step."""
 
 
 class DeviceLostError(StepError):
-    """A step failed, or hangs, and took the device with it: nothing more can run there in this process."""
+    """A step failed or hangs, and the device is unusable in this process from now on."""
 
 
 class RankLostError(DeviceLostError):
-    """A process that holds a part of the model has died, hangs, or is out of step with the others."""
+    """A rank's process has exited, hangs, or is out of sync with the others."""
 
 
 class EngineDeadError(QuireError, RuntimeError):
-    """The engine has been shut down or cannot go on."""
+    """The engine has been shut down, or has failed for good."""
 
 
 SHUT = "the engine has been shut down; make a new one"
-"""What every call is told after that."""
+"""Message of every call after a shutdown."""
 
 
 class ClusterError(QuireError, RuntimeError):
-    """The cluster that is to hold the ranks cannot be reached, has too little, or has other software."""
+    """The cluster for the ranks cannot be reached, lacks resources, or has other package versions."""
 
 
 class ReplicaDownError(EngineDeadError):
-    """One of several engines is down, and what was asked for is there. The others go on."""
+    """The replica that a call needs is down. The others go on."""
 
 
 class StoreError(QuireError, RuntimeError):
-    """A folder that keeps memory on disk cannot do what was asked of it."""
+    """An operation on a folder of the disk tier or the session store failed."""
 
 
 class StoreInUseError(StoreError):
-    """Another process owns the folder. `pid` is that process, where known."""
+    """Another process owns the folder. `pid` is its id, if known."""
 
     def __init__(self, message: str, pid: int | None = None) -> None:
         super().__init__(message)
@@ -91,38 +91,38 @@ class StoreInUseError(StoreError):
 
 
 class StoreUnavailableError(StoreError):
-    """The folder cannot be used at all: read-only, no folder, no permission, or of a newer version."""
+    """The folder cannot be used: read-only, not a folder, no permission, or of a newer format version."""
 
 
 class StoreFullError(StoreError):
-    """The disk has no room left for something that must not be dropped."""
+    """The disk is full, and the data must not be dropped."""
 
 
 class SessionNotFoundError(QuireError, KeyError):
-    """No session answers to this name."""
+    """There is no session with this name."""
 
     def __str__(self) -> str:
         return str(self.args[0])
 
 
 class SessionExistsError(ValidationError):
-    """A session of this name exists already."""
+    """A session with this name exists already."""
 
 
 class SessionBusyError(QuireError, RuntimeError):
-    """The session is in the middle of a turn, or has changed under the caller's feet."""
+    """The session is in a turn, or was changed concurrently."""
 
 
 class SessionLostError(StoreError):
-    """The session's tokens were damaged on disk. `name` says which session, the message what happened."""
+    """A session's tokens were damaged on disk. `name` is the session's."""
 
     def __init__(self, message: str, name: str = "") -> None:
         super().__init__(message)
         self.name = name
 
 
-def told(name: str, message: str, parameter: str | None = None) -> QuireError | None:
-    """An error that was raised in another process, by the name of its class; None if it is none of these."""
+def error_by_name(name: str, message: str, parameter: str | None = None) -> QuireError | None:
+    """The error that another process raised, from its class's name; None if no such class is defined here."""
     kind = globals().get(name)
     if isinstance(kind, type) and issubclass(kind, ValidationError):
         return kind(message, parameter)

@@ -1,4 +1,4 @@
-"""Where quire keeps what it downloads and builds, and where its own processes find it."""
+"""The cache folder, and the environment of child processes."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 
 
 def cache_dir(*parts: str) -> Path:
-    """The cache folder (`$QUIRE_CACHE`, else `$XDG_CACHE_HOME/quire`, else `~/.cache/quire`) or a place inside it.
+    """The cache folder (`$QUIRE_CACHE`, else `$XDG_CACHE_HOME/quire`, else `~/.cache/quire`) or a path inside it.
 
-    Nothing is created. Each part must be a plain name, so that no caller can be led outside the cache.
+    Creates nothing. Each part must be a plain name, so that the path cannot leave the cache.
     """
     if chosen := os.environ.get("QUIRE_CACHE"):
         root = Path(chosen).expanduser().absolute()
@@ -27,7 +27,7 @@ def cache_dir(*parts: str) -> Path:
 
 
 def child_environment() -> dict[str, str]:
-    """For a process of ours: quire found where we found it, not in whatever folder happens to be the current one."""
+    """For a child process: it imports quire from the same place as this one, not from its current folder."""
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     return {**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
 
@@ -35,7 +35,7 @@ def child_environment() -> dict[str, str]:
 def _checked(part: str) -> str:
     if not _PLAIN_NAME.fullmatch(part):
         raise ValidationError(
-            f"{part!r} cannot name a place in the cache: letters, digits, '.', '_' and '-' only, 128 at most",
+            f"{part!r} cannot be a path in the cache: letters, digits, '.', '_' and '-' only, 128 at most",
             "part",
             part,
         )

@@ -1,4 +1,4 @@
-"""Names to implementations, imported only when asked for."""
+"""Resolves names to implementations, imported on demand."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from quire.errors import ValidationError
 
 
 def resolve(kind: str, name: str, known: Mapping[str, str]) -> Any:
-    """What `name` stands for: a short name in `known`, or itself a dotted path such as `my_pkg.my_mod.MyThing`.
+    """The object that `name` refers to: a short name in `known`, or a dotted path such as `my_pkg.my_mod.MyThing`.
 
-    `kind` says in words what is looked for ("attention backend"), for the error that lists what is known.
+    `kind`: what it is ("attention backend"), for the error that lists the known names.
     """
     path = known.get(name, name)
     module, dot, attribute = path.rpartition(".")

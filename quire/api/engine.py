@@ -10,7 +10,8 @@ from typing import Any
 from quire.api.inputs import InputProcessor, PromptType
 from quire.api.interrupts import deferred_interrupts
 from quire.config import EngineConfig
-from quire.engine.setup import EngineFacts, make_engine
+from quire.engine.engine_info import EngineInfo
+from quire.engine.setup import make_engine
 from quire.engine.stats import Metric
 from quire.errors import SHUT, ConfigError, EngineDeadError, QuireError, ValidationError
 from quire.loading.hub import find
@@ -167,4 +168,4 @@ class LLMEngine:
             self.core.shutdown()
 
 
-__all__ = ["EngineFacts", "FailedRequest", "LLMEngine"]
+__all__ = ["EngineInfo", "FailedRequest", "LLMEngine"]

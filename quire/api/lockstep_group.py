@@ -44,7 +44,7 @@ class LockstepGroup:
 
         In this order: an engine that had heard of a request and not got it might agree that there is nothing to do.
         """
-        message = ipc.encode(ipc.Rouse(next(self._requests)))
+        message = ipc.encode(ipc.Wake(next(self._requests)))
         for replica in self._replicas:
             replica.engine.send(message)
 
@@ -60,5 +60,5 @@ class LockstepGroup:
         others = [replica for replica in self._replicas if not replica.death]
         deadline = time.monotonic() + LOOK_SECONDS
         for replica in others:
-            own = replica.engine.ended(max(0.0, deadline - time.monotonic()))
+            own = replica.engine.exit_reason(max(0.0, deadline - time.monotonic()))
             replica.kill_engine(own or f"it shares the experts with replica {lost.number}, which is down: {lost.death}")

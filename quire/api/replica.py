@@ -88,7 +88,7 @@ class Replica:
     @property
     def facts(self) -> EngineInfo:
         """What the engine turned out to be."""
-        return self.engine.facts
+        return self.engine.info
 
     @property
     def pid(self) -> int:

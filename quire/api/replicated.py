@@ -33,7 +33,7 @@ class ReplicatedEngine(LLMEngine):
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
         self._llm = AsyncLLM.from_config(config)
-        self.facts = self._llm.facts  # type: ignore[assignment]  # where its bytes went only an engine itself knows
+        self.facts = self._llm.facts
         self.inputs = self._llm.inputs
         self._unfinished: dict[str, OutputStream] = {}
         """Requests whose end nobody has been told yet."""

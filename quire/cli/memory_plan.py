@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from quire.config import EngineConfig
-from quire.engine.setup import budgets, estimate_needs, model_len
+from quire.engine.setup import budgets, model_len
+from quire.executor.base import StepLimits
+from quire.executor.estimate import estimate_needs
 from quire.loading.files import ModelFiles
 from quire.loading.model_config import ModelConfig
 from quire.platforms import choose
@@ -14,7 +16,7 @@ from quire.worker.memory import MemoryPlan
 
 @dataclass(frozen=True)
 class Outlook:
-    """Sizes, as `EngineFacts` would have them."""
+    """Sizes, as `EngineInfo` would have them."""
 
     device: str
     dtype: str
@@ -33,7 +35,7 @@ def plan_memory(config: EngineConfig, files: ModelFiles, model: ModelConfig) -> 
     longest = model_len(config, model)
     rows, tokens = budgets(config, platform, longest)
     free = platform.free_memory()
-    needs = estimate_needs(config, files, model, platform, longest, rows, tokens)
+    needs = estimate_needs(config, files, model, platform, StepLimits(longest, rows, tokens))
     return Outlook(
         device=platform.describe(),
         dtype=str(needs.dtype).removeprefix("torch."),

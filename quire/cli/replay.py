@@ -81,9 +81,10 @@ def _print_plan(recording: Recording, step: int) -> int:
 
 def _replay(recording: Recording, settings: dict[str, Any]) -> tuple[Comparison, list[tuple[bool, float]]]:
     """The comparison, and for each step whether it only decodes and the seconds from its launch to its result."""
-    from quire.engine.start_executor import Limits, choose_platform, start_workers
     from quire.errors import ConfigError
+    from quire.executor.base import ExecutorSpec, StepLimits
     from quire.executor.recording import Comparison
+    from quire.executor.registry import executor_backend
     from quire.loading.files import ModelFiles
     from quire.loading.hub import find
     from quire.loading.read_config import read_model_config
@@ -92,9 +93,10 @@ def _replay(recording: Recording, settings: dict[str, Any]) -> tuple[Comparison,
     header = recording.header
     config = header.config(**settings)
     files = find(config) if "model" in settings else ModelFiles.from_plain(header.files)
-    limits = Limits(header.max_model_len, header.max_num_seqs, header.max_num_batched_tokens)
+    limits = StepLimits(header.max_model_len, header.max_num_seqs, header.max_num_batched_tokens)
     model = read_model_config(files, config.hf_overrides)
-    started = start_workers(config, files, model, choose_platform(config), limits)
+    backend = executor_backend(config)
+    started = backend.start(ExecutorSpec(config, files, model, backend.choose_platform(config), limits))
     if started.memory.num_blocks < header.num_blocks:
         raise ConfigError(
             f"the recorded cache has {header.num_blocks} blocks, and the same bytes hold {started.memory.num_blocks} "

@@ -1,1 +1,1 @@
-"""Ranks and collectives: how a model is cut over devices."""
+"""Ranks and collectives: how a model is split over devices."""

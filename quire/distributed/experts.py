@@ -1,4 +1,4 @@
-"""The ranks that whole experts are spread over, and what travels between them."""
+"""Expert parallelism: the ranks that share whole experts, and the exchanges between them."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from quire.errors import RankLostError
 
 @dataclass(frozen=True)
 class ExpertRanks:
-    """This process's place among those that share the experts."""
+    """This process among the ranks that share the experts."""
 
     rank: int = 0
     size: int = 1
     spare: int = 0
-    """Slots there are, over all ranks, beyond one for each expert."""
+    """Slots over all ranks beyond one for each expert: they hold copies."""
     exchanges: bool = False
-    """Each rank has tokens of its own and sends them where their experts are; if not, all have the same tokens."""
+    """Each rank has its own tokens and sends them to their experts' ranks; otherwise all ranks have the same tokens."""
     first: int = 0
-    """The first one's rank in the world."""
+    """Global rank of the first of them."""
 
 
 def exchange_counts(counts: torch.Tensor) -> list[list[int]]:
-    """(rows this rank sends to each, rows it is sent by each). The device is waited for."""
+    """[rows this rank sends to each rank, rows it receives from each]. Synchronizes with the device."""
     sent = counts.to(_carrier(counts.device))
     received = torch.empty_like(sent)
     _run(lambda: torch.distributed.all_to_all_single(received, sent))
@@ -34,25 +34,25 @@ def exchange_counts(counts: torch.Tensor) -> list[list[int]]:
 
 
 def exchange_rows(rows: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> torch.Tensor:
-    """The rows that other ranks sent here, in the order of ranks; `rows` lie in that order too."""
+    """The rows received from all ranks, ordered by rank; `rows`, the ones to send, are ordered by rank too."""
     device, carrier = rows.device, _carrier(rows.device)
     out = torch.empty((sum(received), *rows.shape[1:]), dtype=rows.dtype, device=carrier)
-    there = rows.contiguous().to(carrier)
-    _run(lambda: torch.distributed.all_to_all_single(out, there, list(received), list(sent)))
+    outgoing = rows.contiguous().to(carrier)
+    _run(lambda: torch.distributed.all_to_all_single(out, outgoing, list(received), list(sent)))
     return out.to(device)
 
 
 @dataclass(frozen=True)
 class Copy:
-    """A row of every rank's tensor that goes to another place: (rank, row) each."""
+    """Copy one row of a per-rank tensor to another; both ends are (rank, row)."""
 
     source: tuple[int, int]
     target: tuple[int, int]
 
 
 def copy_rows(stack: torch.Tensor, copies: Sequence[Copy], ranks: ExpertRanks) -> None:
-    """Copy rows of `stack`, which every rank has one of, from rank to rank, all at once: what is read is what was
-    there before. Every rank names the same copies."""
+    """Copy rows of the ranks' `stack` tensors between ranks, as if all reads came before all writes. Every rank passes
+    the same copies."""
     carrier = _carrier(stack.device)
     ops, arrived, kept = [], [], []
     for copy in copies:
@@ -66,21 +66,23 @@ def copy_rows(stack: torch.Tensor, copies: Sequence[Copy], ranks: ExpertRanks) -
             buffer = torch.empty_like(stack[slot], device=carrier)
             arrived.append((slot, buffer))
             ops.append(torch.distributed.P2POp(torch.distributed.irecv, buffer, ranks.first + source))
-    # Also where nothing comes or goes: ranks compare how many collectives they have begun.
+    # Also with nothing to send or receive: ranks compare how many collectives they have started.
     _run(lambda: [work.wait() for work in torch.distributed.batch_isend_irecv(ops)] if ops else None)
     for slot, weights in arrived:
         stack[slot].copy_(weights)
 
 
 def _carrier(device: torch.device) -> torch.device:
-    """Where a tensor must lie to be sent: gloo sends host memory alone."""
+    """The device a tensor must be on to be sent: gloo sends host memory only."""
     return torch.device("cpu") if torch.distributed.get_backend() == "gloo" else device
 
 
 def _run(collective: collectives.Collective) -> None:
-    """Run it, and call it by its name if another rank is not there to take part."""
-    collectives.count()
+    """Run it; raises RankLostError if another rank does not take part."""
+    collectives.count_collective()
     try:
         collective()
     except RuntimeError as error:
-        raise RankLostError(f"another rank is gone, or does not answer: {collectives.words_of(error)}") from error
+        raise RankLostError(
+            f"another rank has exited or does not respond: {collectives.backend_message(error)}"
+        ) from error

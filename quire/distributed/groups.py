@@ -1,36 +1,42 @@
-"""Which part of the model this process holds."""
+"""Tensor-parallel and pipeline ranks: which part of the model this process holds."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 from quire.errors import ConfigError
 
 
+def shares_gpu() -> bool:
+    """Whether several engines or ranks may use the same GPU (QUIRE_SHARE_GPU=1)."""
+    return os.environ.get("QUIRE_SHARE_GPU") == "1"
+
+
 @dataclass(frozen=True)
 class Ranks:
-    """This process's place: its tensor-parallel slice and its pipeline stage."""
+    """This process's tensor-parallel slice and pipeline stage."""
 
     tp_rank: int = 0
     tp_size: int = 1
     pp_rank: int = 0
     pp_size: int = 1
     stage_layers: tuple[int, ...] = ()
-    """How many layers each stage has; spread evenly where empty."""
+    """Number of layers of each stage; empty: spread evenly."""
 
     @classmethod
     def at(cls, rank: int, tp_size: int, pp_size: int = 1, stage_layers: tuple[int, ...] = ()) -> Ranks:
-        """The place of a process among all of them: those of a stage are neighbours."""
+        """From a global rank: ranks of a stage are consecutive."""
         return cls(rank % tp_size, tp_size, rank // tp_size, pp_size, stage_layers)
 
     @property
     def rank(self) -> int:
-        """This process among all."""
+        """Global rank."""
         return self.pp_rank * self.tp_size + self.tp_rank
 
     @property
     def size(self) -> int:
-        """Processes in all."""
+        """Number of ranks."""
         return self.pp_size * self.tp_size
 
     def split(self, total: int, what: str) -> int:
@@ -73,8 +79,8 @@ class Ranks:
 
 
 def spread(layers: int, stages: int) -> tuple[int, ...]:
-    """Layers over stages, as evenly as can be. What is left over goes to the middle, then to the first stage, which
-    also has the embedding, never to the last, which has the head and draws."""
+    """Layers per stage, as even as possible. Extra layers go to the middle stages, then to the first, which has the
+    embedding too, never to the last, which has the head and samples."""
     share, extra = divmod(layers, stages)
     larger = [*range(1, stages - 1), 0][:extra]
     return tuple(share + (stage in larger) for stage in range(stages))

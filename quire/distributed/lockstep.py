@@ -1,9 +1,9 @@
-"""Engines that share experts step together: before every pass they agree on whether there is one.
+"""Engines that share experts run in lockstep: before every pass they agree on whether there is one.
 
-Each of them has requests of its own. While one has something to compute all make a pass, those that have nothing an
-empty one, in which their experts serve the others. When nobody has work left all go to sleep, and cost nothing, until
-they are roused. Whoever rouses them numbers that, after the work is where it belongs, and a wave ends only when all
-have heard the same number: so nobody begins a turn that the others, asleep, would not join.
+Each engine has its own requests. While one engine has something to compute, all make a pass; an engine without tokens
+makes an empty one, in which its experts serve the others. When no engine has work left all of them sleep, at no cost,
+until they are woken. Wake-ups are numbered, and sent after the request has reached its engine. Rounds end only when all
+engines have seen the same number, so no engine starts a round that the sleeping others would not join.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from datetime import timedelta
 import torch
 from torch.distributed import distributed_c10d
 
-from quire.distributed.collectives import words_of
-from quire.distributed.world import one_machine
+from quire.distributed.collectives import backend_message
+from quire.distributed.process_group import loopback_environment
 from quire.errors import RankLostError
 
 
 @dataclass(frozen=True)
 class LockstepAddress:
-    """An engine's place among those that step together."""
+    """An engine's rank among those in lockstep, and where they rendezvous."""
 
     rank: int
     size: int
-    meeting: str
-    """The file in which they find each other."""
+    rendezvous: str
+    """Path of the file through which they find each other."""
 
 
 @dataclass(frozen=True)
 class LockstepRound:
-    """What all have agreed on."""
+    """What all engines have agreed on."""
 
     runs: bool
     """A pass is made."""
@@ -42,52 +42,53 @@ class LockstepRound:
 
 
 class LockstepAgreement:
-    """This engine among the others. Every call of `agree` meets one of each of them."""
+    """This engine's side of the agreement. Every call of `agree` waits for one of every other engine."""
 
-    def __init__(self, place: LockstepAddress, backend: str, seconds: float) -> None:
-        """Meets the others. `seconds`: so long one waits for them, now and in every exchange before `limit`."""
-        self.place = place
-        self.is_on = False
-        """Whether turns are being taken; if not, everyone sleeps."""
-        self._heard = 0
-        self._asked = self._rebalanced = 0
-        os.environ.update(one_machine(dict(os.environ)))
-        store = torch.distributed.FileStore(place.meeting, place.size)
-        limit = timedelta(seconds=seconds)
+    def __init__(self, address: LockstepAddress, backend: str, seconds: float) -> None:
+        """Joins the other engines. `seconds`: the timeout, now and in every exchange, until `set_timeout`."""
+        self.address = address
+        self.is_active = False
+        """Whether rounds are being made; if not, all engines sleep."""
+        self._last_wake = 0
+        self._requested = self._rebalanced = 0
+        os.environ.update(loopback_environment(dict(os.environ)))
+        store = torch.distributed.FileStore(address.rendezvous, address.size)
+        timeout = timedelta(seconds=seconds)
         torch.distributed.init_process_group(
-            backend, store=store, rank=place.rank, world_size=place.size, timeout=limit
+            backend, store=store, rank=address.rank, world_size=address.size, timeout=timeout
         )
-        self._group = None if backend == "gloo" else torch.distributed.new_group(backend="gloo", timeout=limit)
+        self._group = None if backend == "gloo" else torch.distributed.new_group(backend="gloo", timeout=timeout)
 
-    def limit(self, seconds: float) -> None:
-        """All are there: from now on nobody is waited for longer than this."""
+    def set_timeout(self, seconds: float) -> None:
+        """How long to wait for the other engines from now on."""
         for group in {None, self._group}:
             distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
-    def rouse(self, number: int) -> None:
-        """There is work somewhere."""
-        self._heard = max(self._heard, number)
-        self.is_on = True
+    def wake(self, number: int) -> None:
+        """One of the engines has received a request."""
+        self._last_wake = max(self._last_wake, number)
+        self.is_active = True
 
-    def ask(self, number: int) -> None:
-        """Experts are to be moved, once all have been asked."""
-        self._asked = max(self._asked, number)
-        self.is_on = True
+    def request_rebalance(self, number: int) -> None:
+        """Move experts once all engines have received this request."""
+        self._requested = max(self._requested, number)
+        self.is_active = True
 
     def agree(self, has_plan: bool, has_work: bool) -> LockstepRound:
-        """Take a turn. `has_plan`: there is something to compute now; `has_work`: or soon."""
-        heard, asked = self._heard, self._asked
-        ours = [has_plan, has_work or has_plan, heard, -heard, asked, -asked]
-        plan, work, last, first, last_asked, first_asked = self._reduce(ours, torch.distributed.ReduceOp.MAX)
-        all_heard, all_asked = last == -first, last_asked == -first_asked
-        rebalances = all_asked and asked > self._rebalanced
+        """Make a round. `has_plan`: this engine has something to compute now; `has_work`: now or soon."""
+        wake, requested = self._last_wake, self._requested
+        ours = [has_plan, has_work or has_plan, wake, -wake, requested, -requested]
+        any_plan, any_work, *extremes = self._reduce(ours, torch.distributed.ReduceOp.MAX)
+        max_wake, negative_min_wake, max_requested, negative_min_requested = extremes
+        same_wake, same_requested = max_wake == -negative_min_wake, max_requested == -negative_min_requested
+        rebalances = same_requested and requested > self._rebalanced
         if rebalances:
-            self._rebalanced = asked
-        self.is_on = bool(work) or not (all_heard and all_asked)
-        return LockstepRound(bool(plan), rebalances)
+            self._rebalanced = requested
+        self.is_active = bool(any_work) or not (same_wake and same_requested)
+        return LockstepRound(bool(any_plan), rebalances)
 
     def sum(self, counts: Mapping[int, Sequence[int]]) -> dict[int, list[int]]:
-        """Counts of all engines."""
+        """Expert counts summed over all engines."""
         flat = [count for chosen in counts.values() for count in chosen]
         total = iter(self._reduce(flat, torch.distributed.ReduceOp.SUM))
         return {layer: [next(total) for _ in chosen] for layer, chosen in counts.items()}
@@ -98,11 +99,11 @@ class LockstepAgreement:
             torch.distributed.all_reduce(tensor, how, group=self._group)
         except RuntimeError as error:
             raise RankLostError(
-                f"another engine of the {self.place.size} that share the experts is gone, or does not answer: "
-                f"{words_of(error)}"
+                f"another engine of the {self.address.size} that share the experts has exited or does not respond: "
+                f"{backend_message(error)}"
             ) from error
         return tensor.tolist()
 
     def leave(self) -> None:
-        """The others are on their own."""
+        """Leave the process group."""
         torch.distributed.destroy_process_group()

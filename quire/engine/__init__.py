@@ -1,1 +1,1 @@
-"""The loop and what watches it."""
+"""The engine: its loop, its process, and structured output."""

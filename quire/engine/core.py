@@ -130,7 +130,7 @@ class EngineCore:
         """Whether `step` has something to do, or something to tell."""
         scheduler = self.scheduler
         own = bool(scheduler.unfinished or self._launched or scheduler.has_outputs or scheduler.is_busy)
-        return own or (self._lockstep is not None and self._lockstep.is_on)
+        return own or (self._lockstep is not None and self._lockstep.is_active)
 
     def begin(self) -> None:
         """Launch a step if none is in flight, and wait for nothing: the device works while more requests are added."""
@@ -161,10 +161,10 @@ class EngineCore:
     def _accompany(self, lockstep: Lockstep) -> bool:
         """Take a turn without a plan; whether nothing is left to wait for."""
         has_work = bool(self.scheduler.unfinished or self._launched)
-        if not (lockstep.is_on or has_work):
+        if not (lockstep.is_active or has_work):
             return False
         try:
-            return lockstep.accompany(has_work) or not has_work
+            return lockstep.join_round(has_work) or not has_work
         except DeviceLostError as error:
             self._end(f"the engine is dead: {error}", error)
 
@@ -191,7 +191,7 @@ class EngineCore:
         else:
             self.scheduler.update(result)
             if self._grammars is not None and self._is_guided:
-                self._grammars.follow()
+                self._grammars.advance()
         finally:
             self._watchdog.end()
 
@@ -200,13 +200,13 @@ class EngineCore:
     def rouse(self, number: int) -> None:
         """There is work for one of the engines that step together."""
         if self._lockstep is not None:
-            self._lockstep.rouse(number)
+            self._lockstep.wake(number)
 
     def rebalance_experts(self, number: int = 0) -> Rebalanced | None:
         """Move experts to where the load is. With engines that step together, once all of them were asked with this
         number: None for now, and `take_rebalanced` tells."""
         if self._lockstep is not None:
-            self._lockstep.ask_to_rebalance(number)
+            self._lockstep.request_rebalance(number)
             return None
         try:
             outcome = self._executor.rebalance_experts()

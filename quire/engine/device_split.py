@@ -1,4 +1,4 @@
-"""Engines behind one front share a machine: what each of them gets of its devices, cores, memory and disk."""
+"""Replicas on one machine: the share of its devices, cores, memory and disk that each gets."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from quire.config import EngineConfig
+from quire.distributed.groups import shares_gpu
 from quire.errors import ConfigError
+from quire.executor.registry import executor_backend
 
 logger = logging.getLogger(__name__)
 
@@ -17,13 +19,8 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 CPU_SPACE = "QUIRE_CPU_KVCACHE_SPACE"
 
 
-def shares_gpu() -> bool:
-    """Whether engines and ranks may use the same devices."""
-    return os.environ.get("QUIRE_SHARE_GPU") == "1"
-
-
 def replica_config(config: EngineConfig, replica: int) -> EngineConfig:
-    """The settings of one of the engines. What is said for the machine is divided."""
+    """The settings of one replica: those that mean the whole machine are divided."""
     replicas = config.data_parallel_size
     if replicas == 1:
         return config
@@ -41,12 +38,12 @@ def replica_config(config: EngineConfig, replica: int) -> EngineConfig:
 
 
 def replica_folder(kv_disk: str, replica: int) -> Path:
-    """Where one of several engines keeps its blocks and sessions: a folder has one owner."""
+    """A replica's folder for blocks and sessions: a folder has one owner."""
     return Path(kv_disk).expanduser() / f"replica-{replica}"
 
 
 def warn_of_orphans(config: EngineConfig) -> None:
-    """Say which sessions on disk are not seen, because there are fewer engines than there were, or more than one."""
+    """Warn of sessions on disk that are not loaded because `data_parallel_size` was different when they were stored."""
     if config.kv_disk is None:
         return
     folder, replicas = Path(config.kv_disk).expanduser(), config.data_parallel_size
@@ -59,13 +56,13 @@ def warn_of_orphans(config: EngineConfig) -> None:
         others.append("sessions")
     if others:
         logger.warning(
-            "%s holds %s of a run with another data_parallel_size: what is there is not seen with %d",
+            "%s holds %s of a run with another data_parallel_size: it is not loaded with data_parallel_size %d",
             folder, ", ".join(others), replicas,
         )  # fmt: skip
 
 
-def take_share(config: EngineConfig, replica: int, replicas: int) -> None:
-    """In the engine's own process, before anything touches a device: leave the others theirs."""
+def limit_to_share(config: EngineConfig, replica: int, replicas: int) -> None:
+    """Limit this process to its replica's threads, memory and GPUs. Before anything uses a device."""
     if replicas == 1:
         return
     import torch
@@ -73,19 +70,19 @@ def take_share(config: EngineConfig, replica: int, replicas: int) -> None:
     torch.set_num_threads(max(1, torch.get_num_threads() // replicas))
     if (space := config.cpu_kv_cache_bytes) is not None:
         os.environ[CPU_SPACE] = str(space / replicas / 2**30)
-    if config.device == "cpu" or shares_gpu() or config.distributed_executor_backend == "ray":
-        return  # on a Ray cluster each rank is given its device
-    # Counted by the driver's library: asking CUDA itself would settle what this process sees.
+    if config.device == "cpu" or shares_gpu() or not executor_backend(config).uses_local_devices:
+        return
+    # Counted through NVML: initializing CUDA would fix the devices this process sees.
     if count := torch.cuda.device_count():
         os.environ[VISIBLE] = own_devices(os.environ.get(VISIBLE), count, replica, replicas, config.num_ranks)
 
 
 def own_devices(visible: str | None, count: int, replica: int, replicas: int, each: int) -> str:
-    """CUDA_VISIBLE_DEVICES of one engine: its slice of the `count` that are visible to all."""
+    """CUDA_VISIBLE_DEVICES of one replica: its slice of the `count` visible GPUs."""
     if replicas * each > count:
         raise ConfigError(
             f"data_parallel_size is {replicas} with {each} GPU{'s' if each > 1 else ''} each: {replicas * each} are "
-            f"needed, and this machine shows {count}; lower it, or look at {VISIBLE}",
+            f"needed, and this machine shows {count}; lower it, or check {VISIBLE}",
             "data_parallel_size",
             replicas,
         )

@@ -1,17 +1,21 @@
-"""What an engine turned out to be. Without torch, so that a process without an engine can know it of another's."""
+"""Static description of a started engine. Imports no torch: the front has one of an engine in another process."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from quire.kvcache.prefix_cache import ContentKeys
 from quire.loading.files import ModelFiles
 from quire.loading.model_config import ModelConfig
 
+if TYPE_CHECKING:
+    from quire.worker.memory import MemoryPlan
+
 
 @dataclass(frozen=True)
 class EngineInfo:
-    """What the engine turned out to be, once everything was resolved."""
+    """The engine's sizes and limits, as resolved at start."""
 
     files: ModelFiles
     model: ModelConfig
@@ -22,18 +26,20 @@ class EngineInfo:
     max_num_batched_tokens: int
     block_size: int
     num_blocks: int
-    """Usable blocks; the reserved one is not counted."""
+    """Usable blocks, without the reserved one."""
     weight_bytes: int
     kv_bytes: int
     start_seconds: float
     keys: ContentKeys
+    memory: MemoryPlan | None = None
+    """Where the memory of the (first) device went; None for an engine in another process."""
 
     @property
     def block_bytes(self) -> int:
-        """What a block takes."""
+        """Bytes of a block."""
         return self.kv_bytes // (self.num_blocks + 1)
 
     @property
     def cache_tokens(self) -> int:
-        """Tokens the KV cache holds."""
+        """Tokens that fit in the KV cache."""
         return self.num_blocks * self.block_size

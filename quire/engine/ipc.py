@@ -1,7 +1,7 @@
-"""The process boundary: every message between the engine's process and the one that has the users, and their bytes.
+"""The process boundary: every message between the engine's process and the front, and their encoding.
 
-Messages are tagged structs in msgpack, each behind its length, over a Unix domain socket. Nothing is pickled: what
-arrives is data of the declared types, or an error.
+Messages are tagged structs in msgpack, each prefixed with its length, over a Unix domain socket. Nothing is pickled:
+what arrives is data of the declared types, or an error.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ import msgspec
 from quire.engine.session_calls import SessionAnswer, SessionOp
 from quire.engine.stats import Metric
 from quire.errors import ValidationError
-from quire.executor import child
-from quire.executor.child import RelayedLog, Surroundings
+from quire.executor.child import ChildContext, ChildLink, RelayedLog
 from quire.messages.experts import Rebalanced
 from quire.messages.frames import LARGEST, frame
 from quire.messages.memory_map import MemoryMap
@@ -24,15 +23,15 @@ from quire.messages.request import NewRequest
 # Down: to the engine
 
 
-class StartEngine(Surroundings, tag=True):
-    """The first message: what to make an engine of."""
+class StartEngine(ChildContext, tag=True):
+    """The first message: which engine to build."""
 
     replica: int = 0
-    """Which engine this is of those behind one front…"""
+    """Number of this engine among those behind one front…"""
     replicas: int = 1
     """…and how many there are: they share the machine."""
-    meeting: str = ""
-    """The file in which engines that step together find each other."""
+    rendezvous: str = ""
+    """Path of the file through which engines in lockstep find each other."""
 
 
 class Add(msgspec.Struct, tag=True):
@@ -42,13 +41,13 @@ class Add(msgspec.Struct, tag=True):
 
 
 class Abort(msgspec.Struct, tag=True):
-    """End a request; its outputs tell when that has happened."""
+    """Abort a request; its outputs say when that has happened."""
 
     id: str
 
 
 class Finish(msgspec.Struct, tag=True):
-    """A stop string was found: end a sample after its first `at` output tokens."""
+    """A stop string was found: finish a sequence after its first `at` output tokens."""
 
     key: Key
     at: int
@@ -56,13 +55,13 @@ class Finish(msgspec.Struct, tag=True):
 
 
 class ResetPrefixCache(msgspec.Struct, tag=True):
-    """Forget all cached blocks. Answered by `ResetReport`."""
+    """Drop all cached blocks. Answered by `ResetReport`."""
 
     question: int
 
 
 class Ping(msgspec.Struct, tag=True):
-    """Does the loop go round? Answered by `HealthReport`."""
+    """Health check of the loop. Answered by `HealthReport`."""
 
     question: int
 
@@ -78,36 +77,36 @@ class GetMemoryMap(msgspec.Struct, tag=True):
 
     question: int
     block_bytes: int
-    """What a block takes on the device."""
+    """Bytes of a block on the device."""
 
 
 class SessionCall(msgspec.Struct, tag=True):
-    """Something about sessions. Answered by `SessionReply`, when it is durable."""
+    """A session operation. Answered by `SessionReply` once it is durable."""
 
     question: int
     op: SessionOp
 
 
-class Rouse(msgspec.Struct, tag=True):
-    """The so many-th request has been sent, to one of the engines that step together: all of them wake up."""
+class Wake(msgspec.Struct, tag=True):
+    """Request `number`, counted over all engines in lockstep, has been sent to one of them: all wake up."""
 
     number: int
 
 
 class RebalanceExperts(msgspec.Struct, tag=True):
-    """Move experts to where the load is. Answered by `RebalanceReport`; engines that step together are all asked, with
-    the same number, and do it together."""
+    """Move experts to balance the load. Answered by `RebalanceReport`. Engines in lockstep all get the same number and
+    move them together."""
 
     question: int
     number: int = 0
 
 
 class ShutdownEngine(msgspec.Struct, tag=True):
-    """End everything and leave."""
+    """Abort everything and exit."""
 
 
 Down = Union[
-    StartEngine, Add, Abort, Finish, ResetPrefixCache, Ping, GetStats, GetMemoryMap, SessionCall, Rouse,
+    StartEngine, Add, Abort, Finish, ResetPrefixCache, Ping, GetStats, GetMemoryMap, SessionCall, Wake,
     RebalanceExperts, ShutdownEngine,
 ]  # fmt: skip
 
@@ -116,7 +115,7 @@ Down = Union[
 
 
 class EngineReady(msgspec.Struct, tag=True):
-    """The engine is made. What it turned out to be, as far as requests and their outputs depend on it."""
+    """The engine has started. The fields of an `EngineInfo` that the front needs."""
 
     device: str
     dtype: str
@@ -133,13 +132,13 @@ class EngineReady(msgspec.Struct, tag=True):
 
 
 class Outputs(msgspec.Struct, tag=True):
-    """What a step told about requests."""
+    """The outputs of a step."""
 
     outputs: StepOutputs
 
 
 class RequestRefused(msgspec.Struct, tag=True):
-    """A request that was not taken; with an empty id, the engine itself that could not be made."""
+    """A request was not accepted; with an empty id: the engine could not be started."""
 
     id: str
     error: str
@@ -151,9 +150,9 @@ class RequestRefused(msgspec.Struct, tag=True):
 class HealthReport(msgspec.Struct, tag=True):
     question: int
     unfinished: int
-    """Requests that have not ended and wait for nothing but steps."""
+    """Unfinished requests, without those that wait for a grammar."""
     steps: int = 0
-    """Steps made so far: where requests are open, this number grows."""
+    """Steps made so far: grows while there are unfinished requests."""
 
 
 class StatsReport(msgspec.Struct, tag=True):
@@ -165,24 +164,24 @@ class MemoryReport(msgspec.Struct, tag=True):
     question: int
     map: MemoryMap | None = None
     error: str = ""
-    """Why there is none."""
+    """Why there is no result."""
 
 
 class ResetReport(msgspec.Struct, tag=True):
     question: int
     is_empty: bool
-    """No block had to stay with a running request."""
+    """Whether no block was kept for a running request."""
 
 
 class RebalanceReport(msgspec.Struct, tag=True):
     question: int
     outcome: Rebalanced | None = None
     error: RequestRefused | None = None
-    """Why there is none."""
+    """Why there is no result."""
 
 
 class SessionReply(msgspec.Struct, tag=True):
-    """What came of a question about sessions, or why nothing did."""
+    """The result of a session call, or why it failed."""
 
     question: int
     answer: SessionAnswer | None = None
@@ -206,7 +205,7 @@ _up_decoder = msgspec.msgpack.Decoder(Up)
 
 
 class MalformedRequestError(ValidationError):
-    """A request that arrived, but not as one: a value in it is of the wrong kind."""
+    """A field of a request has the wrong type."""
 
     def __init__(self, request_id: str, message: str) -> None:
         super().__init__(message, "request", request_id)
@@ -214,7 +213,7 @@ class MalformedRequestError(ValidationError):
 
 
 class MalformedCallError(ValidationError):
-    """The same, of a question about sessions."""
+    """A field of a session call has the wrong type."""
 
     def __init__(self, question: int, message: str) -> None:
         super().__init__(message, "session")
@@ -222,18 +221,18 @@ class MalformedCallError(ValidationError):
 
 
 def encode(message: Down | Up) -> bytes:
-    """A message as it goes over the socket. A value that is no plain data raises."""
+    """A message as sent over the socket; raises if a value is not plain data."""
     try:
         data = _encoder.encode(message)
     except (TypeError, ValueError, OverflowError, NotImplementedError) as error:
-        raise ValidationError(f"this cannot be sent to the engine's process: {error}") from error
+        raise ValidationError(f"a value cannot be sent to the engine's process: {error}") from error
     if len(data) > LARGEST:
-        raise ValidationError(f"a message of {len(data)} bytes is too large for the engine's process")
+        raise ValidationError(f"a message of {len(data)} bytes to the engine's process is above the limit of {LARGEST}")
     return frame(data)
 
 
 def decode_down(data: bytes) -> Down:
-    """A message to the engine. One that asks for something and is not as declared raises in a way that names it."""
+    """A message to the engine. A malformed request or session call raises an error that identifies it."""
     try:
         return _down_decoder.decode(data)
     except msgspec.ValidationError as error:
@@ -249,13 +248,13 @@ def decode_up(data: bytes) -> Up:
     return _up_decoder.decode(data)
 
 
-class MessageLink(child.ChildLink):
+class MessageLink(ChildLink):
     """The engine's end of the socket."""
 
     def send(self, message: Down | Up) -> None:
-        """Waits while the other end is behind. May be called from any thread."""
+        """Waits while the socket is full. May be called from any thread."""
         self.send_bytes(encode(message))
 
     def receive(self, wait: bool, seconds: float | None = None) -> list[bytes]:
-        """Messages that have come; with `wait`, at least one read's worth, unless `seconds` pass."""
-        return self.take(seconds if wait else 0.0)
+        """Messages that have arrived; with `wait`, waits for one read, at most `seconds`."""
+        return self.receive_payloads(seconds if wait else 0.0)

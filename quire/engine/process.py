@@ -1,7 +1,7 @@
 """The engine's own process: `python -m quire.engine.process FD`, started by `quire.engine.remote`.
 
-It makes an engine of the first message and then does nothing but its loop: take what has come, make a step, tell. With
-nothing to do it sleeps in the kernel until something comes.
+The first message says which engine to build. Then it runs the loop: read messages, make a step, send outputs. Without
+work it sleeps in the kernel until a message comes.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from quire.engine import ipc
-from quire.engine.device_split import take_share
+from quire.engine.device_split import limit_to_share
 from quire.engine.session_calls import SessionAnswer, SessionHandler
 from quire.errors import EngineDeadError, QuireError
-from quire.executor.child import adopt, leave_signals, leave_with, model_of
+from quire.executor.child import apply_context, exit_with_peer, ignore_signals, load_context
 
 if TYPE_CHECKING:
     from quire.config import EngineConfig
@@ -36,7 +36,7 @@ logger = logging.getLogger("quire.engine.process")
 
 
 class EngineLoop:
-    """Messages in, steps, messages out."""
+    """Reads messages, makes steps, sends outputs."""
 
     def __init__(self, link: ipc.MessageLink, core: EngineCore) -> None:
         self._link = link
@@ -47,17 +47,17 @@ class EngineLoop:
         core.wakes.append(link.fileno())
 
     def run(self) -> None:
-        """Until told to stop. While there is work nothing is waited for."""
+        """Until asked to stop. Waits for messages only while there is no work."""
         while self._is_open:
             seconds = self._core.rest()
             for data in self._link.receive(not self._core.has_work, seconds):
                 self._take(data)
             if self._is_open and self._core.has_work:
                 outputs = self._core.step()
-                if _tells_something(outputs):
+                if _has_content(outputs):
                     self._link.send(ipc.Outputs(outputs))
                 self._sessions.answer_saved()
-                self._tell_rebalanced()
+                self._report_rebalanced()
 
     def _take(self, data: bytes) -> None:
         try:
@@ -66,14 +66,14 @@ class EngineLoop:
             self._link.send(refusal(error.request_id, error))
             return
         except ipc.MalformedCallError as error:
-            self._tell_session(error.question, error)
+            self._reply_session(error.question, error)
             return
         core, send = self._core, self._link.send
         match message:
             case ipc.Add(request=request):
                 try:
                     core.add(request)
-                except Exception as error:  # whatever is wrong with one request, the others go on
+                except Exception as error:  # one bad request must not end the others
                     send(refusal(request.id, error))
             case ipc.Abort(id=request_id):
                 core.abort(request_id)
@@ -87,22 +87,22 @@ class EngineLoop:
                 send(ipc.StatsReport(question, core.metrics()))
             case ipc.GetMemoryMap(question=question, block_bytes=block_bytes):
                 send(self._map_memory(question, block_bytes))
-            case ipc.Rouse(number=number):
+            case ipc.Wake(number=number):
                 core.rouse(number)
             case ipc.RebalanceExperts(question=question, number=number):
                 self._rebalance(question, number)
             case ipc.SessionCall(question=question, op=op):
-                self._sessions.handle(op, lambda outcome: self._tell_session(question, outcome))
+                self._sessions.handle(op, lambda outcome: self._reply_session(question, outcome))
             case ipc.ShutdownEngine():
                 self._is_open = False
             case ipc.StartEngine():
-                raise RuntimeError("a second Start came: an engine is made once")
+                raise RuntimeError("unexpected second StartEngine message")
 
     def _rebalance(self, question: int, number: int) -> None:
         try:
             outcome = self._core.rebalance_experts(number)
         except EngineDeadError:
-            raise  # the process's end, and not the question's alone
+            raise  # ends the process, not just this call
         except QuireError as error:
             self._link.send(ipc.RebalanceReport(question, error=refusal(str(question), error)))
             return
@@ -111,8 +111,8 @@ class EngineLoop:
         else:
             self._link.send(ipc.RebalanceReport(question, outcome))
 
-    def _tell_rebalanced(self) -> None:
-        """Who asked for experts to be moved learns what came of it, once all engines have done it."""
+    def _report_rebalanced(self) -> None:
+        """Answer rebalance calls once all engines in lockstep have moved their experts."""
         if self._rebalances and (outcomes := self._core.take_rebalanced()):
             for question in self._rebalances:
                 self._link.send(ipc.RebalanceReport(question, outcomes[-1]))
@@ -121,16 +121,16 @@ class EngineLoop:
     def _map_memory(self, question: int, block_bytes: int) -> ipc.MemoryReport:
         try:
             return ipc.MemoryReport(question, self._core.memory_map(block_bytes))
-        except Exception as error:  # who only looks must not end anything
-            logger.exception("the memory could not be mapped")
+        except Exception as error:  # a debugging aid must not end the engine
+            logger.exception("the memory map failed")
             return ipc.MemoryReport(question, error=f"{type(error).__name__}: {error}")
 
-    def _tell_session(self, question: int, outcome: SessionAnswer | Exception) -> None:
+    def _reply_session(self, question: int, outcome: SessionAnswer | Exception) -> None:
         if isinstance(outcome, SessionAnswer):
             self._link.send(ipc.SessionReply(question, outcome))
             return
         if not isinstance(outcome, QuireError):
-            logger.error("a question about sessions failed", exc_info=outcome)
+            logger.error("a session call failed", exc_info=outcome)
         self._link.send(ipc.SessionReply(question, refused=refusal(str(question), outcome)))
 
 
@@ -143,21 +143,21 @@ def refusal(request_id: str, error: Exception) -> ipc.RequestRefused:
     return ipc.RequestRefused(request_id, name, str(error), getattr(error, "parameter", None))
 
 
-def _tells_something(outputs: StepOutputs) -> bool:
+def _has_content(outputs: StepOutputs) -> bool:
     return bool(outputs.keys or outputs.finished or outputs.started or outputs.preempted or outputs.prompt_logprobs)
 
 
 def main(make: MakeEngine | None = None) -> int:
-    """The process, from its first message to its end. `make`: another engine than the usual one."""
-    leave_signals()
+    """Run the process. `make`: builds another engine than the default one."""
+    ignore_signals()
     sock = socket.socket(fileno=int(sys.argv[1]))
     sock.set_inheritable(False)
-    leave_with(sock)
+    exit_with_peer(sock)
     link = ipc.MessageLink(sock)
     core = _start(link, make)
     if core is None:
         return 1
-    gc.freeze()  # what is there now stays: a collection that went through all of it would stop every stream
+    gc.freeze()  # these objects stay: a collection over all of them would pause every stream
     try:
         EngineLoop(link, core).run()
     except (EOFError, BrokenPipeError):
@@ -169,53 +169,53 @@ def main(make: MakeEngine | None = None) -> int:
 
 
 def _start(link: ipc.MessageLink, make: MakeEngine | None) -> EngineCore | None:
-    """An engine as the first message wants it; None if it cannot be made, and the front knows why."""
-    start = ipc.decode_down(link.first())
+    """Build the engine the first message describes; None if that failed, which the front is told."""
+    start = ipc.decode_down(link.next_payload())
     assert isinstance(start, ipc.StartEngine)
     prefix = f"replica {start.replica}: " if start.replicas > 1 else ""
-    adopt(start, start.log_level, link.send, prefix)
+    apply_context(start, start.log_level, link.send, prefix)
     try:
-        config, files, model = model_of(start)
+        config, files, model = load_context(start)
         if make is None:
-            take_share(config, start.replica, start.replicas)
-        usual = functools.partial(_make_usual, meeting=(start.replica, start.replicas, start.meeting))
-        core, facts = (make or usual)(config, files, model)
+            limit_to_share(config, start.replica, start.replicas)
+        default = functools.partial(_make_default, lockstep=(start.replica, start.replicas, start.rendezvous))
+        core, info = (make or default)(config, files, model)
     except Exception as error:
         if not isinstance(error, QuireError):
-            logger.exception("the engine could not be made")
+            logger.exception("the engine could not be started")
         link.send(refusal("", error))
         return None
     link.send(
         ipc.EngineReady(
-            device=facts.device,
-            dtype=facts.dtype,
-            max_model_len=facts.max_model_len,
-            max_num_seqs=facts.max_num_seqs,
-            max_num_batched_tokens=facts.max_num_batched_tokens,
-            block_size=facts.block_size,
-            num_blocks=facts.num_blocks,
-            weight_bytes=facts.weight_bytes,
-            kv_bytes=facts.kv_bytes,
-            start_seconds=facts.start_seconds,
-            key_root=facts.keys.root(),
+            device=info.device,
+            dtype=info.dtype,
+            max_model_len=info.max_model_len,
+            max_num_seqs=info.max_num_seqs,
+            max_num_batched_tokens=info.max_num_batched_tokens,
+            block_size=info.block_size,
+            num_blocks=info.num_blocks,
+            weight_bytes=info.weight_bytes,
+            kv_bytes=info.kv_bytes,
+            start_seconds=info.start_seconds,
+            key_root=info.keys.root(),
         )
     )
     return core
 
 
-def _make_usual(
-    config: EngineConfig, files: ModelFiles, model: ModelConfig, meeting: tuple[int, int, str] = (0, 1, "")
+def _make_default(
+    config: EngineConfig, files: ModelFiles, model: ModelConfig, lockstep: tuple[int, int, str] = (0, 1, "")
 ) -> tuple[EngineCore, EngineInfo]:
     from quire.distributed.lockstep import LockstepAddress
     from quire.engine.setup import make_engine
     from quire.scheduler.pacing import STREAM_STRETCH
 
-    place = LockstepAddress(*meeting) if config.steps_together else None
-    return make_engine(config, files, model, STREAM_STRETCH, place)
+    address = LockstepAddress(*lockstep) if config.steps_together else None
+    return make_engine(config, files, model, STREAM_STRETCH, address)
 
 
 def _die(link: ipc.MessageLink, error: Exception) -> None:
-    """Tell why, and leave at once: a device that is lost lets nobody tidy up."""
+    """Send the reason and exit at once: cleaning up on a lost device may hang."""
     if not isinstance(error, EngineDeadError):
         logger.error("the engine's loop failed", exc_info=error)
     message = str(error) if isinstance(error, EngineDeadError) else f"its loop failed: {type(error).__name__}: {error}"

@@ -1,4 +1,4 @@
-"""`RemoteEngine`: an engine in a process of its own, as an asyncio program sees it."""
+"""`RemoteEngine`: the asyncio side of an engine in its own process."""
 
 from __future__ import annotations
 
@@ -19,9 +19,8 @@ import msgspec
 from quire.config import EngineConfig
 from quire.engine import ipc
 from quire.engine.engine_info import EngineInfo
-from quire.errors import EngineDeadError, QuireError, told
-from quire.executor.child import surroundings
-from quire.executor.exit_status import describe_end
+from quire.errors import EngineDeadError, QuireError, error_by_name
+from quire.executor.child import child_context, describe_exit
 from quire.kvcache.prefix_cache import ContentKeys
 from quire.loading.files import ModelFiles
 from quire.loading.model_config import ModelConfig
@@ -31,18 +30,18 @@ from quire.paths import child_environment
 logger = logging.getLogger(__name__)
 
 STOP_SECONDS = 10.0
-"""So long the process may take to leave when told to; then it is killed."""
+"""How long the process may take to exit when asked to; then it is killed."""
 KILL_SECONDS = 30.0
-"""So long a killed process may take to be gone: a driver may hold it for a while. Then it is left to the system."""
-BURIAL_SECONDS = 2.0
-"""So long the front waits to learn how a process ended whose end of the socket is closed."""
+"""How long a killed process may take to exit: a driver may hold it for a while. After that it is left to the system."""
+EXIT_STATUS_SECONDS = 2.0
+"""How long to wait for the exit status of a process that has closed its socket."""
 
 
 class RemoteEngine:
-    """Starts the process, passes messages, notices its death. One that is dead stays dead: make another."""
+    """Starts the process, passes messages, and reports its death. It cannot be restarted: make another."""
 
-    facts: EngineInfo
-    """Known once it is ready."""
+    info: EngineInfo
+    """Set by `wait_until_ready`."""
 
     def __init__(
         self,
@@ -52,23 +51,23 @@ class RemoteEngine:
         module: str = "quire.engine.process",
         replica: int = 0,
         replicas: int = 1,
-        meeting: str = "",
+        rendezvous: str = "",
     ) -> None:
-        """Starts the process, which runs `module`, and waits for nothing: `wait_until_ready` comes next. `replica`:
-        which engine it is, of how many that share the machine; `meeting`: a file in which those find each other that
-        step together."""
+        """Starts the process, which runs `module`, without waiting for it: call `wait_until_ready` next. `replica`: its
+        number among the `replicas` that share the machine; `rendezvous`: path of the file through which engines in
+        lockstep find each other."""
         self._files, self._model = files, model
         self.death = ""
-        """Why nothing can be asked of it any more; empty while it lives."""
+        """Why it cannot be used any more; empty while it is alive."""
         self.on_message: Callable[[ipc.Up], None] = lambda message: None
         self.on_death: Callable[[str], None] = lambda reason: None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._frames = Frames()
         self._unsent = bytearray()
-        self._burial: asyncio.Task[None] | None = None
-        # What cannot be sent is said before anything is started.
+        self._exit_task: asyncio.Task[None] | None = None
+        # Raises for settings that cannot be sent, before the process is started.
         start = ipc.encode(
-            ipc.StartEngine(**surroundings(config, files), replica=replica, replicas=replicas, meeting=meeting)
+            ipc.StartEngine(**child_context(config, files), replica=replica, replicas=replicas, rendezvous=rendezvous)
         )
         self._socket, theirs = socket.socketpair()
         self._inlet = Inlet(self._socket)
@@ -80,14 +79,14 @@ class RemoteEngine:
                 env=child_environment(),
             )
         self.kill = weakref.finalize(self, _kill, self._process, self._socket, os.getpid())
-        """Ends the process at once, also when this object or the interpreter goes."""
-        with contextlib.suppress(ConnectionError):  # it is dead already: reading says so
+        """Kills the process; runs also when this object or the interpreter goes."""
+        with contextlib.suppress(ConnectionError):  # it has exited already, which the next read reports
             self._socket.sendall(start)
 
     def wait_until_ready(self) -> None:
-        """Blocks until the engine is made, or raises what kept it from that."""
+        """Blocks until the engine is ready; raises the error that kept it from starting."""
         try:
-            self.facts = _facts(self._receive_ready(), self._files, self._model)
+            self.info = _engine_info(self._receive_ready(), self._files, self._model)
         except BaseException:
             self.kill()
             raise
@@ -100,7 +99,7 @@ class RemoteEngine:
     # Messages
 
     def attach(self) -> None:
-        """Let the running event loop read what comes. Another loop than before takes over."""
+        """Let the running event loop read messages, instead of the loop attached before."""
         loop = asyncio.get_running_loop()
         if loop is self._loop or self.death:
             return
@@ -111,14 +110,14 @@ class RemoteEngine:
             loop.add_writer(self._socket, self._write)
 
     def detach(self) -> None:
-        """No loop reads any more."""
+        """Stop reading messages."""
         if (loop := self._open_loop) is not None:
             loop.remove_reader(self._socket)
             loop.remove_writer(self._socket)
         self._loop = None
 
     def send(self, message: ipc.Down | bytes) -> None:
-        """Send, or keep until the socket has room; never waits. To a dead process nothing is sent."""
+        """Send, or buffer until the socket has room; never waits. Does nothing if the process is dead."""
         if self.death:
             return
         self._unsent += message if isinstance(message, bytes) else ipc.encode(message)
@@ -133,7 +132,7 @@ class RemoteEngine:
                 loop.add_writer(self._socket, self._write)
             return
         except OSError:
-            self._unsent.clear()  # it is dead: the reader learns the same, and tells
+            self._unsent.clear()  # it is dead: the reader reports that
         if (loop := self._open_loop) is not None:
             loop.remove_writer(self._socket)
 
@@ -149,73 +148,73 @@ class RemoteEngine:
         except OSError:
             data = memoryview(b"")
         if not data:
-            self._bury()
+            self._on_close()
         for payload in self._frames.feed(data):
             self._take(payload)
 
     def _take(self, payload: bytes) -> None:
         try:
             message = ipc.decode_up(payload)
-        except msgspec.MsgspecError as error:  # nobody knows what it was about: whoever waits would wait for ever
-            self._announce(f"the engine's process (pid {self.pid}) sent what cannot be read: {error}")
+        except msgspec.MsgspecError as error:  # the call it answers is unknown and would wait forever
+            self._report_death(f"the engine's process (pid {self.pid}) sent an unreadable message: {error}")
             return
         if isinstance(message, ipc.RelayedLog):
             message.relay()
         elif isinstance(message, ipc.Died):
-            self._announce(f"the engine's process (pid {self.pid}) has ended: {message.message}")
+            self._report_death(f"the engine's process (pid {self.pid}) has ended: {message.message}")
         else:
             self.on_message(message)
 
     # The end
 
-    def _bury(self) -> None:
-        """The socket is closed: find out how the process ended, and say so."""
+    def _on_close(self) -> None:
+        """The socket is closed: find out how the process ended, and report it."""
         loop = self._loop
         self.detach()
         if not self.death and loop is not None:
-            self._burial = loop.create_task(self._wait_for_end())
+            self._exit_task = loop.create_task(self._wait_for_exit())
 
-    async def _wait_for_end(self) -> None:
-        deadline = time.monotonic() + BURIAL_SECONDS
+    async def _wait_for_exit(self) -> None:
+        deadline = time.monotonic() + EXIT_STATUS_SECONDS
         while self._process.poll() is None and time.monotonic() < deadline:
             await asyncio.sleep(0.005)
-        self._announce(_describe_end(self._process))
+        self._report_death(_describe_exit(self._process))
 
-    def _announce(self, reason: str) -> None:
+    def _report_death(self, reason: str) -> None:
         if not self.death:
             self.death = reason
             self.detach()
             self.on_death(reason)
 
-    def ended(self, seconds: float) -> str:
-        """How the process has ended, if it has, or does so within these seconds; else empty."""
+    def exit_reason(self, seconds: float) -> str:
+        """How the process ended, if it has or does so within `seconds`; else empty."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(seconds)
-            return _describe_end(self._process)
+            return _describe_exit(self._process)
         return ""
 
     def end(self, reason: str) -> None:
-        """Kill the process, whatever it is in the middle of, and say why."""
+        """Kill the process, and report this reason."""
         if self._process.poll() is None:
             self._process.kill()
-        self._announce(reason)
+        self._report_death(reason)
 
     def close(self, reason: str) -> None:
-        """Nothing is sent or received any more; `stop` comes next."""
+        """Stop sending and receiving; call `stop` next."""
         self.detach()
         self.death = self.death or reason
 
     def stop(self) -> None:
-        """End the process of a closed engine and wait for that. Blocks."""
+        """End the process of a closed engine. Blocks until it has exited."""
         if self._process.poll() is None:
             with contextlib.suppress(OSError):
                 self._socket.settimeout(STOP_SECONDS)
                 self._socket.sendall(bytes(self._unsent) + ipc.encode(ipc.ShutdownEngine()))
-            self._drain_until_end()
+            self._drain_until_exit()
         self.kill()
 
-    def _drain_until_end(self) -> None:
-        """Read on, so that a process in the middle of telling something can come to the message that ends it."""
+    def _drain_until_exit(self) -> None:
+        """Keep reading, so that a process blocked in a send gets to the shutdown message."""
         deadline = time.monotonic() + STOP_SECONDS
         with contextlib.suppress(OSError):
             while (left := deadline - time.monotonic()) > 0:
@@ -236,42 +235,44 @@ class RemoteEngine:
                 if isinstance(message, ipc.RelayedLog):
                     message.relay()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(BURIAL_SECONDS)
-        raise EngineDeadError(f"{_describe_end(self._process)}, before it was ready")
+            self._process.wait(EXIT_STATUS_SECONDS)
+        raise EngineDeadError(f"{_describe_exit(self._process)}, before it was ready")
 
     def _receive(self) -> memoryview:
         try:
             return self._inlet.receive()
-        except OSError:  # it is dead, or was killed while another thread waits here
+        except OSError:  # it is dead, or was killed by another thread
             return memoryview(b"")
 
 
 def error_of(refused: ipc.RequestRefused) -> QuireError:
-    """The error that was raised in the other process."""
-    if (known := told(refused.error, refused.message, refused.parameter)) is not None:
+    """The error raised in the other process."""
+    if (known := error_by_name(refused.error, refused.message, refused.parameter)) is not None:
         return known
     if not refused.id:
-        return EngineDeadError(f"the engine could not be made: {refused.error}: {refused.message}")
-    return QuireError(f"the engine failed to take the request: {refused.error}: {refused.message}")
+        return EngineDeadError(f"the engine could not be started: {refused.error}: {refused.message}")
+    return QuireError(f"the engine failed to accept the request: {refused.error}: {refused.message}")
 
 
-def _facts(ready: ipc.EngineReady, files: ModelFiles, model: ModelConfig) -> EngineInfo:
-    said: dict[str, Any] = {name: getattr(ready, name) for name in ready.__struct_fields__ if name != "key_root"}
-    return EngineInfo(files=files, model=model, keys=ContentKeys.rooted(ready.block_size, ready.key_root), **said)
+def _engine_info(ready: ipc.EngineReady, files: ModelFiles, model: ModelConfig) -> EngineInfo:
+    fields: dict[str, Any] = msgspec.structs.asdict(ready)
+    keys = ContentKeys.rooted(ready.block_size, fields.pop("key_root"))
+    return EngineInfo(files=files, model=model, keys=keys, **fields)
 
 
-def _describe_end(process: subprocess.Popen[bytes]) -> str:
-    return describe_end(process, "the engine's process")
+def _describe_exit(process: subprocess.Popen[bytes]) -> str:
+    return describe_exit(process, "the engine's process")
 
 
 def _kill(process: subprocess.Popen[bytes], sock: socket.socket, owner: int) -> None:
-    """Whatever happened, no process stays behind."""
     if os.getpid() != owner:
-        return  # a fork of the front ends, and the engine is not its own
+        return  # this is a fork of the front: the engine is not its child
     if process.poll() is None:
         process.kill()
     try:
         process.wait(KILL_SECONDS)
     except subprocess.TimeoutExpired:
-        logger.error("the engine's process (pid %d) does not end, although it was killed", process.pid)
+        logger.error(
+            "the engine's process (pid %d) was killed and has not exited after %g s", process.pid, KILL_SECONDS
+        )
     sock.close()

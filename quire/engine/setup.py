@@ -1,22 +1,22 @@
-"""From a configuration to a running loop."""
+"""Builds an engine from a configuration."""
 
 from __future__ import annotations
 
 import logging
 import math
 import time
-from dataclasses import dataclass
 
 from quire.config import EngineConfig
 from quire.distributed.lockstep import LockstepAddress
 from quire.engine.core import EngineCore
 from quire.engine.engine_info import EngineInfo
 from quire.engine.grammar.grammars import Grammars
-from quire.engine.grammar.wire import Setup
-from quire.engine.start_executor import Limits, choose_platform, estimate_needs, start_workers
+from quire.engine.grammar.wire import ForkServerSpec
 from quire.engine.tiers import kv_fingerprint, make_sessions, make_tiers
 from quire.errors import ConfigError
 from quire.executor.recording import RecordingExecutor
+from quire.executor.base import ExecutorSpec, StepLimits
+from quire.executor.registry import executor_backend
 from quire.kvcache.block_tables import BlockTables
 from quire.kvcache.prefix_cache import ContentKeys
 from quire.loading.files import ModelFiles
@@ -27,23 +27,15 @@ from quire.scheduler.pacing import Pacer
 from quire.scheduler.policies.registry import make_policy
 from quire.scheduler.scheduler import Scheduler
 from quire.sessions.keeper import SessionKeeper
-from quire.worker.memory import MemoryPlan
 
 logger = logging.getLogger(__name__)
 
-GUIDE_BYTES = 1 << 30
-"""Memory a grammar may take to compile and to follow."""
-
-
-@dataclass(frozen=True)
-class EngineFacts(EngineInfo):
-    """…and where every byte of the device went."""
-
-    memory: MemoryPlan
+MATCHER_BYTES = 1 << 30
+"""Memory that a matcher process may use to compile and match a grammar."""
 
 
 def longest_position(model: ModelConfig) -> int:
-    """The model's own length, stretched by its rope scaling where the config gives the length before stretching."""
+    """The model's context length, times its rope scaling factor if the config gives the length before scaling."""
     rope = model.rope
     factor = float(rope.get("factor") or 1.0)
     if rope.get("rope_type") in ("linear", "dynamic"):
@@ -57,76 +49,84 @@ def make_engine(
     config: EngineConfig,
     files: ModelFiles,
     model: ModelConfig,
-    usual_stretch: float = math.inf,
-    place: LockstepAddress | None = None,
-) -> tuple[EngineCore, EngineFacts]:
-    """Load the model, size the cache, and put the loop together.
+    default_stretch: float = math.inf,
+    lockstep: LockstepAddress | None = None,
+) -> tuple[EngineCore, EngineInfo]:
+    """Load the model, size the cache, and assemble the loop.
 
-    `usual_stretch`: what `max_step_stretch` is where the configuration leaves it open. `place`: this engine's, where
-    several step together.
+    `default_stretch`: `max_step_stretch` if the configuration leaves it unset. `lockstep`: this engine among those that
+    share the experts.
     """
     begin = time.monotonic()
-    platform = choose_platform(config)
+    backend = executor_backend(config)
+    platform = backend.choose_platform(config)
     longest = model_len(config, model)
     rows, tokens = budgets(config, platform, longest)
-    workers = start_workers(config, files, model, platform, Limits(longest, rows, tokens), place)
-    memory = workers.memory
+    limits = StepLimits(longest, rows, tokens)
+    started = backend.start(ExecutorSpec(config, files, model, platform, limits, lockstep))
+    memory = started.memory
     tables = BlockTables(memory.num_blocks, config.block_size, config.enable_prefix_caching)
-    fingerprint = kv_fingerprint(config, files, model, workers.dtype)
+    fingerprint = kv_fingerprint(config, files, model, started.dtype)
     keys = ContentKeys(config.block_size, fingerprint)
-    tiers = make_tiers(config, fingerprint, tables, workers.host_room)
+    tiers = make_tiers(config, fingerprint, tables, started.host_room)
 
     def keeper() -> SessionKeeper:
         return make_sessions(config, model, fingerprint, tables, keys, tiers)
 
     stages = config.pipeline_parallel_size
-    depth = platform.pipeline_depth if stages == 1 else stages - 1
-    if config.pipeline_depth is not None:
-        depth = config.pipeline_depth
+    depth = _pipeline_depth(config, platform)
     scheduler = Scheduler(
         tables, make_policy(config.scheduling_policy, config), keys, rows, tokens, config.enable_chunked_prefill,
-        groups=PrefixGroups(config.block_size) if workers.reads_groups else None,
-        pacer=_pacer(config, usual_stretch), tiers=tiers, sessions=None if config.kv_disk is None else keeper(),
+        groups=PrefixGroups(config.block_size) if started.reads_groups else None,
+        pacer=_pacer(config, default_stretch), tiers=tiers, sessions=None if config.kv_disk is None else keeper(),
         waves=None if stages == 1 else depth + 1,
     )  # fmt: skip
-    grammars = Grammars(_vocabulary(config, files, model, rows), config.grammar_timeout)
-    executor = workers.executor
+    grammars = Grammars(_fork_server_spec(config, files, model, rows), config.grammar_timeout)
+    executor = started.executor
     if config.record is not None:
         executor = RecordingExecutor(
             executor, config, files, max_model_len=longest, max_num_seqs=rows, max_num_batched_tokens=tokens,
-            num_blocks=memory.num_blocks, cache_bytes=memory.cache, device=workers.device, dtype=workers.dtype,
+            num_blocks=memory.num_blocks, cache_bytes=memory.cache, device=started.device, dtype=started.dtype,
         )  # fmt: skip
     core = EngineCore(scheduler, executor, depth, not config.disable_log_stats, config.step_timeout, grammars, keeper)
-    facts = EngineFacts(
+    info = EngineInfo(
         files=files,
         model=model,
-        device=workers.device,
-        dtype=workers.dtype.removeprefix("torch."),
+        device=started.device,
+        dtype=started.dtype.removeprefix("torch."),
         max_model_len=_fitting_len(config, longest, tables.pool.capacity * config.block_size + 1),
         max_num_seqs=rows,
         max_num_batched_tokens=tokens,
         block_size=config.block_size,
         num_blocks=tables.pool.capacity,
-        weight_bytes=workers.weight_bytes,
-        kv_bytes=workers.cache_bytes,
+        weight_bytes=started.weight_bytes,
+        kv_bytes=started.cache_bytes,
         memory=memory,
         start_seconds=time.monotonic() - begin,
         keys=keys,
     )
     logger.info(
         "%s on %s (%s): weights %.2f GiB, KV cache %.2f GiB = %d tokens in %d blocks of %d; ready in %.1f s",
-        files.name, facts.device, facts.dtype, facts.weight_bytes / 2**30, facts.kv_bytes / 2**30,
-        facts.cache_tokens, facts.num_blocks, facts.block_size, facts.start_seconds,
+        files.name, info.device, info.dtype, info.weight_bytes / 2**30, info.kv_bytes / 2**30,
+        info.cache_tokens, info.num_blocks, info.block_size, info.start_seconds,
     )  # fmt: skip
-    logger.info("start: %s", ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in workers.phases.items()))
+    logger.info("start: %s", ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in started.phases.items()))
     if platform.device.type != "cpu":
-        logger.info("memory of %s:\n%s", facts.device, memory)
-    return core, facts
+        logger.info("memory of %s:\n%s", info.device, memory)
+    return core, info
 
 
-def _vocabulary(config: EngineConfig, files: ModelFiles, model: ModelConfig, rows: int) -> Setup:
-    """Whose tokens grammars are made of; loaded when the first request needs one."""
-    return Setup(
+def _pipeline_depth(config: EngineConfig, platform: Platform) -> int:
+    """Steps in flight beside the one that is collected."""
+    if config.pipeline_depth is not None:
+        return config.pipeline_depth
+    stages = config.pipeline_parallel_size
+    return platform.pipeline_depth if stages == 1 else stages - 1
+
+
+def _fork_server_spec(config: EngineConfig, files: ModelFiles, model: ModelConfig, rows: int) -> ForkServerSpec:
+    """The tokenizer and limits of grammars; loaded when the first request needs one."""
+    return ForkServerSpec(
         tokenizer=config.tokenizer,
         files=files.to_plain(),
         trust_remote_code=config.trust_remote_code,
@@ -134,39 +134,39 @@ def _vocabulary(config: EngineConfig, files: ModelFiles, model: ModelConfig, row
         vocab_size=model.vocab_size,
         end_ids=[],
         rows=rows,
-        memory_bytes=GUIDE_BYTES,
+        memory_bytes=MATCHER_BYTES,
     )
 
 
-def _pacer(config: EngineConfig, usual_stretch: float) -> Pacer | None:
-    stretch = usual_stretch if config.max_step_stretch is None else config.max_step_stretch
+def _pacer(config: EngineConfig, default_stretch: float) -> Pacer | None:
+    stretch = default_stretch if config.max_step_stretch is None else config.max_step_stretch
     return Pacer(stretch) if math.isfinite(stretch) and config.enable_chunked_prefill else None
 
 
 def model_len(config: EngineConfig, model: ModelConfig) -> int:
     """The longest sequence to prepare for."""
     own = longest_position(model)
-    asked = config.max_model_len
-    if asked is None or config.wants_longest_len:
+    wanted = config.max_model_len
+    if wanted is None or config.wants_longest_len:
         return own
-    if int(asked) > own:
+    if int(wanted) > own:
         raise ConfigError(
-            f"max_model_len ({asked}) is above the {own} positions the model was made for; "
-            "lower it, or stretch the model with hf_overrides (rope_scaling)",
+            f"max_model_len ({wanted}) is above the model's {own} positions; "
+            "lower it, or extend the model with hf_overrides (rope_scaling)",
             "max_model_len",
-            asked,
+            wanted,
         )
-    return int(asked)
+    return int(wanted)
 
 
 def _fitting_len(config: EngineConfig, longest: int, cache_tokens: int) -> int:
-    """The length requests may reach: the model's, or what the cache holds where nobody insisted on a length."""
+    """The length requests may reach: the model's, or what fits in the cache if no length was configured."""
     if longest <= cache_tokens:
         return longest
     if config.max_model_len is None or config.wants_longest_len:
         level = logging.INFO if config.wants_longest_len else logging.WARNING
         logger.log(
-            level, "the KV cache holds %d tokens: max_model_len is %d, not %d", cache_tokens, cache_tokens, longest
+            level, "the KV cache holds %d tokens: max_model_len is lowered to that from %d", cache_tokens, longest
         )
         return cache_tokens
     logger.warning("the KV cache holds %d tokens; requests that may reach %d are refused", cache_tokens, longest)
@@ -174,7 +174,7 @@ def _fitting_len(config: EngineConfig, longest: int, cache_tokens: int) -> int:
 
 
 def budgets(config: EngineConfig, platform: Platform, longest: int) -> tuple[int, int]:
-    """Rows and tokens a step may have."""
+    """The most rows and tokens of a step."""
     rows = config.max_num_seqs
     tokens = config.max_num_batched_tokens
     if rows is None:
@@ -191,6 +191,3 @@ def budgets(config: EngineConfig, platform: Platform, longest: int) -> tuple[int
             tokens,
         )
     return rows, tokens
-
-
-__all__ = ["EngineFacts", "budgets", "estimate_needs", "longest_position", "make_engine", "model_len"]

@@ -1,1 +1,1 @@
-"""How a plan reaches the workers: in this process, in others, on other machines."""
+"""Runs plans on workers: in this process, in others on this machine, or on a Ray cluster."""

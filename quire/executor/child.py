@@ -1,4 +1,4 @@
-"""Processes of ours that serve another: what they are told first, how they listen, and when they leave."""
+"""Child processes (engines and ranks): start message, logs, messages, and how they exit."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import select
 import signal
 import socket
+import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -24,21 +25,66 @@ if TYPE_CHECKING:
     from quire.loading.model_config import ModelConfig
 
 
-class Surroundings(msgspec.Struct):
-    """What a process must know to see the same model in the same way as the one that starts it."""
+class ChildContext(msgspec.Struct):
+    """The parent's configuration and import path; base of the first message to a child."""
 
     settings: dict[str, Any]
     """The fields of an `EngineConfig`."""
     files: dict[str, str | None]
-    """`ModelFiles` as plain data: the model is looked up once, by whoever the user has asked."""
+    """`ModelFiles` as plain data: the model's name is resolved once, in the process the user called."""
     import_path: list[str]
-    """Where the other process imports from: dotted paths in settings mean the same here. Empty: it is another machine,
-    where this means nothing."""
+    """The parent's `sys.path`, so that dotted paths in settings mean the same. Empty on another machine, where it has
+    no meaning."""
     log_level: int
 
 
+def child_context(config: EngineConfig, files: ModelFiles) -> dict[str, Any]:
+    """The fields of `ChildContext` for a child of this process."""
+    return {
+        "settings": _plain_settings(config),
+        "files": files.to_plain(),
+        "import_path": list(sys.path),
+        "log_level": logging.getLogger("quire").getEffectiveLevel(),
+    }
+
+
+def _plain_settings(config: EngineConfig) -> dict[str, Any]:
+    settings = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    settings["logits_processors"] = [_dotted_path(item) for item in config.logits_processors]
+    settings["hf_overrides"] = None if config.hf_overrides is None else dict(config.hf_overrides)
+    return settings
+
+
+def _dotted_path(item: str | type) -> str:
+    """A class by its path: the child imports it."""
+    if isinstance(item, str):
+        return item
+    if item.__module__ == "__main__" or item.__qualname__ != item.__name__:
+        raise ConfigError(
+            f"the engine's process cannot import {item.__qualname__} of {item.__module__}: define it at the top level "
+            "of a module and pass its dotted path",
+            "logits_processors",
+            item,
+        )
+    return f"{item.__module__}.{item.__name__}"
+
+
+def load_context(context: ChildContext) -> tuple[EngineConfig, ModelFiles, ModelConfig]:
+    """In the child: the configuration and the model it describes."""
+    # Imported here: it takes seconds, and `exit_with_peer` must run before.
+    from quire.config import EngineConfig
+    from quire.loading.files import ModelFiles
+    from quire.loading.read_config import read_model_config
+
+    config, files = EngineConfig(**context.settings), ModelFiles.from_plain(context.files)
+    return config, files, read_model_config(files, config.hf_overrides)
+
+
+# Logs
+
+
 class RelayedLog(msgspec.Struct, tag=True):
-    """A line of the process's log, for the handlers of the other: there the user has set logging up."""
+    """A log record of the child, for the parent's handlers: the user has configured logging there."""
 
     name: str
     level: int
@@ -49,61 +95,35 @@ class RelayedLog(msgspec.Struct, tag=True):
         logging.getLogger(self.name).log(self.level, "%s", self.message)
 
 
-def surroundings(config: EngineConfig, files: ModelFiles) -> dict[str, Any]:
-    """The fields of `Surroundings`, as they are in this process."""
-    return {
-        "settings": _settings_of(config),
-        "files": files.to_plain(),
-        "import_path": list(sys.path),
-        "log_level": logging.getLogger("quire").getEffectiveLevel(),
-    }
+class _LogSender(logging.Handler):
+    """Sends log records to the parent."""
+
+    def __init__(self, send: Callable[[RelayedLog], object], prefix: str) -> None:
+        super().__init__()
+        self._send, self._prefix = send, prefix
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self._send(RelayedLog(record.name, record.levelno, self._prefix + self.format(record)))
+        except Exception:  # the parent has exited
+            self.handleError(record)
 
 
-def adopt(told: Surroundings, level: int, tell: Callable[[RelayedLog], object], prefix: str = "") -> None:
-    """Import from where the other process does, and hand it this one's log, from `level` on."""
-    if told.import_path:
-        sys.path[:] = told.import_path
+def apply_context(context: ChildContext, level: int, send: Callable[[RelayedLog], object], prefix: str = "") -> None:
+    """Use the parent's import path, and send it this process's log records of `level` and above."""
+    if context.import_path:
+        sys.path[:] = context.import_path
     root = logging.getLogger("quire")
     root.setLevel(level)
-    root.addHandler(_LogSender(tell, prefix))
+    root.addHandler(_LogSender(send, prefix))
     root.propagate = False
 
 
-def model_of(told: Surroundings) -> tuple[EngineConfig, ModelFiles, ModelConfig]:
-    """The configuration and the model that the process was told of."""
-    # Imported now and not above: it takes its time, and the watch on the other process must stand before.
-    from quire.config import EngineConfig
-    from quire.loading.files import ModelFiles
-    from quire.loading.read_config import read_model_config
-
-    config, files = EngineConfig(**told.settings), ModelFiles.from_plain(told.files)
-    return config, files, read_model_config(files, config.hf_overrides)
-
-
-def leave_signals() -> None:
-    """Ctrl-C reaches the whole terminal, a service's stop all its processes: who started this one decides."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-
-
-def leave_with(sock: socket.socket, tidy_up: Callable[[], object] = lambda: None) -> None:
-    """From a thread: when the other end of the socket closes, go, whatever the process is in the middle of.
-
-    PR_SET_PDEATHSIG would not do: it fires when the thread that started us ends, and that may be any.
-    """
-
-    def watch() -> None:
-        poll = select.poll()
-        poll.register(sock, getattr(select, "POLLRDHUP", 0))  # what comes to read wakes nobody here
-        poll.poll()
-        tidy_up()
-        os._exit(1)
-
-    threading.Thread(target=watch, name="quire-watch", daemon=True).start()
+# Messages
 
 
 class ChildLink:
-    """One end of the socket, for a process that does nothing while it waits."""
+    """The child's end of the socket to its parent, for a process that only waits for messages."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
@@ -112,26 +132,25 @@ class ChildLink:
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
         self._lock = threading.Lock()
-        self._kept: list[bytes] = []
-        """Messages that came together with the first."""
+        self._unread: list[bytes] = []
+        """Messages that arrived together with the one `next_payload` returned."""
 
     def fileno(self) -> int:
         return self._socket.fileno()
 
     def send_bytes(self, data: bytes) -> None:
-        """Waits while the other end is behind. May be called from any thread."""
+        """Waits while the socket is full. May be called from any thread."""
         with self._lock:
             self._socket.sendall(data)
 
-    def take(self, seconds: float | None) -> list[bytes]:
-        """Messages that have come; waits for one read's worth, at most so long, None for ever. Raises EOFError when the
-        other end is gone.
+    def receive_payloads(self, seconds: float | None) -> list[bytes]:
+        """Messages of one read; waits at most `seconds` (None: no limit). Raises EOFError when the parent has exited.
 
-        A read may end inside a message: then the list can be empty although something came.
+        A read may end inside a message: the list can be empty although data came.
         """
-        if self._kept:
-            kept, self._kept = self._kept, []
-            return kept
+        if self._unread:
+            unread, self._unread = self._unread, []
+            return unread
         if not self._poll.poll(None if seconds is None else 1000 * seconds):
             return []
         try:
@@ -139,47 +158,53 @@ class ChildLink:
         except ConnectionError:
             data = memoryview(b"")
         if not data:
-            raise EOFError("the other process has gone")
+            raise EOFError("the other process has exited")
         return list(self._frames.feed(data))
 
-    def first(self) -> bytes:
-        """The next message, waited for."""
-        while not (messages := self.take(None)):
+    def next_payload(self) -> bytes:
+        """Waits for the next message."""
+        while not (payloads := self.receive_payloads(None)):
             pass
-        self._kept = messages[1:]
-        return messages[0]
+        self._unread = payloads[1:]
+        return payloads[0]
 
 
-class _LogSender(logging.Handler):
-    """Hands log lines to the other process."""
-
-    def __init__(self, tell: Callable[[RelayedLog], object], prefix: str) -> None:
-        super().__init__()
-        self._tell, self._prefix = tell, prefix
-
-    def emit(self, record: logging.LogRecord) -> None:
-        try:
-            self._tell(RelayedLog(record.name, record.levelno, self._prefix + self.format(record)))
-        except Exception:  # nobody is there to read it
-            self.handleError(record)
+# Exit
 
 
-def _settings_of(config: EngineConfig) -> dict[str, Any]:
-    settings = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    settings["logits_processors"] = [_dotted(item) for item in config.logits_processors]
-    settings["hf_overrides"] = None if config.hf_overrides is None else dict(config.hf_overrides)
-    return settings
+def ignore_signals() -> None:
+    """Ctrl-C reaches every process of the terminal, and a service's stop all its processes: the parent decides."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
 
 
-def _dotted(item: str | type) -> str:
-    """A class by its path: the other process imports it by itself."""
-    if isinstance(item, str):
-        return item
-    if item.__module__ == "__main__" or item.__qualname__ != item.__name__:
-        raise ConfigError(
-            f"the engine's process cannot import {item.__qualname__} of {item.__module__}: put it at the top of a "
-            "module and give its dotted path",
-            "logits_processors",
-            item,
-        )
-    return f"{item.__module__}.{item.__name__}"
+def exit_with_peer(sock: socket.socket, cleanup: Callable[[], object] = lambda: None) -> None:
+    """Exit the process, whatever it is doing, when the other end of the socket closes. Runs in a thread.
+
+    PR_SET_PDEATHSIG would not do: it fires when the thread that started this process ends.
+    """
+
+    def watch() -> None:
+        poll = select.poll()
+        poll.register(sock, getattr(select, "POLLRDHUP", 0))  # only the close, not data to read
+        poll.poll()
+        cleanup()
+        os._exit(1)
+
+    threading.Thread(target=watch, name="quire-watch", daemon=True).start()
+
+
+def describe_exit(process: subprocess.Popen[bytes], title: str) -> str:
+    """How a child ended, in words. `title`: which process it is."""
+    code = process.poll()
+    name = f"{title} (pid {process.pid})"
+    if code is None:
+        return f"{name} has closed its connection"
+    if code >= 0:
+        return f"{name} has exited with code {code}"
+    try:
+        by = signal.Signals(-code).name
+    except ValueError:
+        by = f"signal {-code}"
+    hint = ": the system does that when memory runs out" if by == "SIGKILL" else ""
+    return f"{name} was killed by {by}{hint}"

@@ -1,4 +1,4 @@
-"""The engine's links to its ranks, whatever started them: send, receive, notice the loss of one."""
+"""The engine's connections to its ranks, however they were started: send, receive, detect the loss of one."""
 
 from __future__ import annotations
 
@@ -14,41 +14,32 @@ import msgspec
 
 from quire.errors import RankLostError
 from quire.executor import wire
-from quire.executor.shared_ring import LEAST_BYTES, RingWriter
+from quire.executor.liveness import Liveness
+from quire.executor.shared_ring import MIN_BYTES, RingWriter
 from quire.messages.frames import Frames, Inlet, unframe
 
-LOOK_SECONDS = 0.5
-"""A wait for ranks looks so often whether it still makes sense."""
+CHECK_SECONDS = 0.5
+"""How often a wait for ranks checks whether they are alive and the wait was not given up."""
 STOP_SECONDS = 5.0
-"""So long ranks may take to leave when told to; then they are killed."""
+"""How long ranks may take to exit when asked to; then they are killed."""
 
 
 @dataclass(frozen=True)
-class RankPlace:
-    """Where a rank is, and what it has there."""
+class RankResources:
+    """What a rank has on its machine."""
 
     threads: int
-    """Of the CPU."""
-    neighbours: int
+    """CPU threads it may use."""
+    local_size: int
     """Ranks on the same machine, itself included: they share its memory."""
-    own_device: bool = False
-    """Whether the GPU it sees is its own."""
-
-
-class Liveness(Protocol):
-    """Tells which rank has stopped to live without ending."""
-
-    def watch(self) -> None:
-        """Begin to look: what was before is forgotten."""
-        ...
-
-    def silent(self) -> int | None:
-        """A rank that has shown no life for too long since `watch`."""
-        ...
+    owns_device: bool = False
+    """Whether no other rank uses the GPU it sees."""
 
 
 class StartedRanks(Protocol):
-    """Processes that were started, one a rank, and can be ended."""
+    """Processes that were started, one per rank."""
+
+    on_this_machine: bool
 
     @property
     def sockets(self) -> Sequence[socket.socket]: ...
@@ -57,46 +48,46 @@ class StartedRanks(Protocol):
     def pids(self) -> list[int]: ...
 
     @property
-    def places(self) -> Sequence[RankPlace]: ...
+    def resources(self) -> Sequence[RankResources]: ...
 
     @property
-    def pulse(self) -> Liveness: ...
+    def liveness(self) -> Liveness: ...
 
     @property
     def ring(self) -> RingWriter | None:
-        """Memory that they share with this process, where they do."""
+        """Memory shared with this process, if they are on its machine."""
         ...
 
     @property
     def host_file(self) -> int | None:
-        """An empty file that all of them have open, for host memory that this process sees too; None where not."""
+        """An empty file that all of them have open, for host memory shared with this process; None if not shared."""
         ...
 
     @property
     def rendezvous(self) -> str:
-        """Where they find each other: a file's path, or tcp://HOST:PORT."""
+        """Where their process group is formed: a file's path, or tcp://HOST:PORT."""
         ...
 
     @property
-    def end(self) -> Any:
-        """Kill them all and clear up, also when this object or the interpreter goes: a `weakref.finalize`."""
+    def kill(self) -> Any:
+        """Kill them all and clean up; runs also when this object or the interpreter goes: a `weakref.finalize`."""
         ...
 
     def name(self, rank: int) -> str:
         """As in `rank 1 of 2 (pid 17)`."""
         ...
 
-    def describe_end(self, rank: int) -> str:
-        """How a rank ended whose end of the socket is closed; may wait a moment to learn it."""
+    def describe_exit(self, rank: int) -> str:
+        """How a rank that closed its socket has exited; may wait briefly to find out."""
         ...
 
     def wait(self, seconds: float) -> None:
-        """Until all have ended, at most so long."""
+        """Until all have exited, at most this long."""
         ...
 
 
 class RankLinks:
-    """A socket to each rank. When one is lost all are ended: the others would wait for it for ever."""
+    """A socket to each rank. When one rank is lost all are killed: the others would wait for it forever."""
 
     def __init__(self, ranks: StartedRanks) -> None:
         self.ranks = ranks
@@ -107,12 +98,12 @@ class RankLinks:
         self._rank_of = {sock.fileno(): rank for rank, sock in enumerate(self._sockets)}
         for sock in self._sockets:
             self._poll.register(sock, select.POLLIN)
-        self._heard: deque[tuple[int, wire.Up]] = deque()
-        """What ranks have said and nobody has taken yet."""
+        self._received: deque[tuple[int, wire.Up]] = deque()
+        """Messages read but not yet handled."""
         self.given_up = ""
-        """Why nobody is to wait any longer, if so. May be set in any thread."""
+        """Why the current wait should end, if it should. May be set in any thread."""
         self.lost = ""
-        """Why there are no ranks any more, if so."""
+        """Why the ranks were killed, if they were."""
 
     def __len__(self) -> int:
         return len(self._sockets)
@@ -122,18 +113,18 @@ class RankLinks:
         return self.ranks.pids
 
     def send(self, message: wire.Down) -> None:
-        """To every rank."""
+        """To every rank: a long message through shared memory, if there is some with room."""
         data = wire.encode(message)
         ring = self.ranks.ring
-        if ring is not None and len(data) >= LEAST_BYTES and self.ranks.end.alive:
+        if ring is not None and len(data) >= MIN_BYTES and self.ranks.kill.alive:
             message_bytes = unframe(data)
             at = ring.put(message_bytes)
             data = data if at is None else wire.encode(wire.Shared(at, len(message_bytes)))
         self.send_bytes([data] * len(self))
 
     def send_bytes(self, messages: list[bytes], watch: bool = True) -> None:
-        """To each rank its own. Waits while one is behind; `watch` as in `receive`."""
-        self._check()
+        """One message to each rank. Waits while a rank's socket is full; `watch` as in `receive`."""
+        self._check_open()
         self.given_up = ""
         for rank, data in enumerate(messages):
             left = memoryview(data)
@@ -143,65 +134,66 @@ class RankLinks:
                 except BlockingIOError:
                     self._wait_for_room(rank, watch)
                 except OSError:
-                    raise self.lose(self.ranks.describe_end(rank)) from None
+                    raise self.lose(self.ranks.describe_exit(rank)) from None
 
     def _wait_for_room(self, rank: int, watch: bool) -> None:
-        """Until the rank reads on. All are heard meanwhile: one that waits for that reads nothing."""
-        self.ranks.pulse.watch()
+        """Until the rank's socket can be written. Reads from all ranks meanwhile: a rank blocked in a send would never
+        read."""
+        self.ranks.liveness.watch()
         sock = self._sockets[rank]
         self._poll.modify(sock, select.POLLIN | select.POLLOUT)
         try:
             while True:
-                ready = self._poll.poll(1000 * LOOK_SECONDS)
+                ready = self._poll.poll(1000 * CHECK_SECONDS)
                 for descriptor, event in ready:
                     if event & ~select.POLLOUT:
                         self._read(self._rank_of[descriptor])
                 if any(event & select.POLLOUT for _, event in ready):
                     return
                 if not ready:
-                    self._look_after(watch)
+                    self._check_wait(watch)
         finally:
-            if self.ranks.end.alive:
+            if self.ranks.kill.alive:
                 self._poll.modify(sock, select.POLLIN)
 
-    def receive(self, until: Callable[[], bool], take: Callable[[int, wire.Up], None], watch: bool = True) -> None:
-        """Hand what comes to `take(rank, message)` until `until()` says so. Raises RankLostError when a rank is lost.
+    def receive(self, until: Callable[[], bool], handle: Callable[[int, wire.Up], None], watch: bool = True) -> None:
+        """Call `handle(rank, message)` for each message until `until()`. Raises RankLostError when a rank is lost.
 
-        `watch`: one that does not move for seconds counts as lost.
+        `watch`: a rank without heartbeats counts as lost.
         """
-        self._check()
+        self._check_open()
         self.given_up = ""
-        self.ranks.pulse.watch()
-        self._hand_over(take)
+        self.ranks.liveness.watch()
+        self._handle_received(handle)
         while not until():
-            ready = self._poll.poll(1000 * LOOK_SECONDS)
+            ready = self._poll.poll(1000 * CHECK_SECONDS)
             for descriptor, _ in ready:
                 self._read(self._rank_of[descriptor])
-                self._hand_over(take)
+                self._handle_received(handle)
             if not ready:
-                self._look_after(watch)
+                self._check_wait(watch)
 
-    def look(self, take: Callable[[int, wire.Up], None]) -> None:
-        """Take what is there already; raises if a rank has gone."""
-        self._check()
+    def poll(self, handle: Callable[[int, wire.Up], None]) -> None:
+        """Handle messages that have arrived, without waiting; raises RankLostError if a rank has exited."""
+        self._check_open()
         for descriptor, _ in self._poll.poll(0):
             self._read(self._rank_of[descriptor])
-        self._hand_over(take)
+        self._handle_received(handle)
 
-    def _check(self) -> None:
-        if not self.ranks.end.alive:
+    def _check_open(self) -> None:
+        if not self.ranks.kill.alive:
             raise RankLostError(self.lost or "the ranks have been shut down")
 
-    def _look_after(self, watch: bool) -> None:
-        """Whether it makes sense to wait on."""
+    def _check_wait(self, watch: bool) -> None:
+        """Raises if waiting on is pointless."""
         if self.given_up:
-            raise self.lose(f"the ranks do not answer: {self.given_up}")
-        if watch and (rank := self.ranks.pulse.silent()) is not None:
-            raise self.lose(f"{self.ranks.name(rank)} hangs: it is stopped, or cannot go on")
+            raise self.lose(f"the ranks do not respond: {self.given_up}")
+        if watch and (rank := self.ranks.liveness.silent()) is not None:
+            raise self.lose(f"{self.ranks.name(rank)} hangs: it is stopped or blocked")
 
-    def _hand_over(self, take: Callable[[int, wire.Up], None]) -> None:
-        while self._heard:
-            take(*self._heard.popleft())
+    def _handle_received(self, handle: Callable[[int, wire.Up], None]) -> None:
+        while self._received:
+            handle(*self._received.popleft())
 
     def _read(self, rank: int) -> None:
         try:
@@ -209,30 +201,26 @@ class RankLinks:
         except OSError:
             data = memoryview(b"")
         if not data:
-            raise self.lose(self.ranks.describe_end(rank))
+            raise self.lose(self.ranks.describe_exit(rank))
         try:
             messages = [wire.decode_up(payload) for payload in self._frames[rank].feed(data)]
         except (msgspec.MsgspecError, ValueError) as error:
-            raise self.lose(f"rank {rank} of {len(self)} sent what cannot be read: {error}") from error
+            raise self.lose(f"rank {rank} of {len(self)} sent an unreadable message: {error}") from error
         for message in messages:
             if isinstance(message, wire.RelayedLog):
                 message.relay()
             else:
-                self._heard.append((rank, message))
+                self._received.append((rank, message))
 
-    def lose(self, why: str) -> RankLostError:
-        """End all ranks; returns the error that says why: the first that there was."""
-        self.lost = self.lost or why
-        self.ranks.end()
+    def lose(self, reason: str) -> RankLostError:
+        """Kill all ranks; returns the error to raise, with the first reason there was."""
+        self.lost = self.lost or reason
+        self.ranks.kill()
         return RankLostError(self.lost)
 
-    def end(self) -> None:
-        """Kill all ranks, whatever they are in the middle of."""
-        self.ranks.end()
-
     def stop(self) -> None:
-        """Let the ranks leave, and see to it that they do."""
-        if not self.ranks.end.alive:
+        """Ask the ranks to exit, and kill those that do not."""
+        if not self.ranks.kill.alive:
             return
         data = wire.encode(wire.ShutdownRank())
         for sock in self._sockets:
@@ -240,4 +228,4 @@ class RankLinks:
                 sock.settimeout(STOP_SECONDS)
                 sock.sendall(data)
         self.ranks.wait(STOP_SECONDS)
-        self.ranks.end()
+        self.ranks.kill()

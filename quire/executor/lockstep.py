@@ -1,79 +1,80 @@
-"""The worker in this process, in step with those of other engines, which hold the experts it does not."""
+"""The worker in this process, in lockstep with those of other engines, which hold the other experts."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from quire.distributed.collectives import calls
+from quire.distributed.collectives import collectives_started
 from quire.distributed.lockstep import LockstepAgreement
 from quire.errors import RankLostError, StepError
 from quire.executor.expert_balance import ExpertBalance
-from quire.executor.local import LocalExecutor
 from quire.messages.experts import Rebalanced
 from quire.messages.plan import StepMasks, StepPlan, StepResult
 from quire.worker.runner import PendingStep
 from quire.worker.worker import Worker
 
+if TYPE_CHECKING:
+    from quire.executor.local import LocalExecutor
+
 
 class LockstepExecutor:
-    """Runs plans when it is everyone's turn. One engine lost is all lost: they wait for each other in every layer."""
+    """Runs plans in lockstep rounds. When one engine is lost all are: every layer exchanges tokens with all of them."""
 
-    def __init__(self, local: LocalExecutor, worker: Worker, world: LockstepAgreement, balance: ExpertBalance) -> None:
-        self._local, self._worker, self._world = local, worker, world
+    def __init__(
+        self, local: LocalExecutor, worker: Worker, agreement: LockstepAgreement, balance: ExpertBalance
+    ) -> None:
+        self._local, self._worker, self._agreement = local, worker, agreement
         self.balance = balance
         self.lockstep = self
         self._rebalanced: list[Rebalanced] = []
-        begin = calls()
+        before = collectives_started()
         self._worker.serve_others()
-        self._collectives = calls() - begin
-        """In every pass, whoever has tokens."""
+        self._collectives = collectives_started() - before
+        """Of every pass, with or without tokens of this engine."""
 
-    # Turns
+    # Rounds
 
     @property
-    def is_on(self) -> bool:
-        """Whether the engines take turns: then there is a step to make, with or without a plan."""
-        return self._world.is_on
+    def is_active(self) -> bool:
+        return self._agreement.is_active
 
-    def rouse(self, number: int) -> None:
-        """A request, the `number`-th of all, has come to one of the engines."""
-        self._world.rouse(number)
+    def wake(self, number: int) -> None:
+        self._agreement.wake(number)
 
-    def accompany(self, has_work: bool) -> bool:
-        """There is no plan here: take a turn with the others. Whether a pass was made."""
-        return self._take_turn(has_plan=False, has_work=has_work)
+    def join_round(self, has_work: bool) -> bool:
+        return self._make_round(has_plan=False, has_work=has_work)
 
-    def _take_turn(self, has_plan: bool, has_work: bool) -> bool:
-        turn = self._world.agree(has_plan, has_work)
-        # All make the same passes: experts are due everywhere at once.
-        if turn.rebalances or (turn.runs and self.balance.is_due()):
-            self._rebalance(is_asked=turn.rebalances)
-        if turn.runs and not has_plan:
+    def _make_round(self, has_plan: bool, has_work: bool) -> bool:
+        agreed = self._agreement.agree(has_plan, has_work)
+        # All engines make the same passes, so a rebalance is due in all of them at once.
+        if agreed.rebalances or (agreed.runs and self.balance.is_due()):
+            self._rebalance(is_requested=agreed.rebalances)
+        if agreed.runs and not has_plan:
             self._worker.serve_others()
-        return turn.runs
+        return agreed.runs
 
     # Steps
 
     def submit(self, plan: StepPlan) -> PendingStep | StepError:
-        if not len(plan.rows):  # moves between tiers are nobody else's business
+        if not len(plan.rows):  # only transfers between tiers: no pass
             return self._local.submit(plan)
-        self._take_turn(has_plan=True, has_work=True)
-        begin = calls()
+        self._make_round(has_plan=True, has_work=True)
+        before = collectives_started()
         handle = self._local.submit(plan)
         if isinstance(handle, StepError):
-            self._catch_up(handle, calls() - begin)
+            self._catch_up(handle, collectives_started() - before)
         return handle
 
-    def _catch_up(self, error: StepError, made: int) -> None:
-        """A step failed here. The others are in it too: one that ended before or after all exchanges can be made good,
-        in the midst of them nobody knows who waits for what."""
+    def _catch_up(self, error: StepError, started: int) -> None:
+        """A step failed here after `started` collectives; the other engines are in it too. Before the first or after
+        the last one this engine can stay in lockstep; in between, the engines are out of sync for good."""
         if isinstance(error.__cause__, RankLostError):
             raise error.__cause__
-        if not made:
+        if not started:
             self._worker.serve_others()
-        elif made != self._collectives:
+        elif started != self._collectives:
             raise RankLostError(f"a step failed while other engines took part in it: {error}") from error
 
     def supply(self, handle: Any, masks: StepMasks) -> None:
@@ -88,28 +89,26 @@ class LockstepExecutor:
         return self._local.expert_counts()
 
     def rebalance_experts(self) -> None:
-        return None  # not alone
+        return None  # only together with the other engines: `request_rebalance`
 
-    def ask_to_rebalance(self, number: int) -> None:
-        """Move experts when all engines have been asked; `take_rebalanced` tells."""
-        self._world.ask(number)
+    def request_rebalance(self, number: int) -> None:
+        self._agreement.request_rebalance(number)
 
     def take_rebalanced(self) -> list[Rebalanced]:
-        """What came of it, of each time since this was asked last."""
         taken, self._rebalanced = self._rebalanced, []
         return taken
 
-    def _rebalance(self, is_asked: bool) -> None:
+    def _rebalance(self, is_requested: bool) -> None:
         """All engines compute the same placement from the same counts, and move the experts."""
-        counts = self._world.sum(own := self._local.expert_counts())
+        counts = self._agreement.sum(own := self._local.expert_counts())
         placements, outcome = self.balance.plan(counts)
         self._worker.place_experts(placements)
         self.balance.commit(placements, counts, own)
-        if is_asked:
+        if is_requested:
             self._rebalanced.append(outcome)
 
     def check(self) -> None:
-        return None  # the front looks after all engines
+        return None  # the front watches all engines
 
     def give_up(self, message: str) -> None:
         self._local.give_up(message)
@@ -117,4 +116,4 @@ class LockstepExecutor:
     def shutdown(self) -> None:
         self._local.shutdown()
         with contextlib.suppress(RuntimeError):
-            self._world.leave()
+            self._agreement.leave()

@@ -1,13 +1,14 @@
-"""The executors `mp` and `ray`: the model cut over processes, here or on other machines, all of which run every plan.
+"""The executor `mp`: the model split over processes, all of which run every plan. The executor `ray` uses it too.
 
-Plans go to every rank as bytes over a socket. The result of the last stage's first rank comes back, from the others
-of that stage that they drew the same, and from the stages before that they are done. The engine's own process computes
+Plans go to every rank as bytes over a socket. The first rank of the last stage returns the result, the others of that
+stage a checksum of their tokens, and the stages before just that they are done. The engine's own process computes
 nothing.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import os
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -16,133 +17,128 @@ import torch
 
 from quire import errors
 from quire.config import EngineConfig
-from quire.distributed.world import one_machine
-from quire.errors import EngineDeadError, QuireError, StepError, StepMemoryError
+from quire.distributed.groups import shares_gpu
+from quire.distributed.process_group import loopback_environment
+from quire.errors import ConfigError, EngineDeadError, QuireError, StepError, StepMemoryError
 from quire.executor import wire
-from quire.executor.child import surroundings
+from quire.executor.base import ExecutorSpec, StartedExecutor
+from quire.executor.child import child_context
+from quire.executor.estimate import estimate_needs
 from quire.executor.expert_balance import ExpertBalance
-from quire.executor.host import EngineHost
 from quire.executor.links import RankLinks, StartedRanks
 from quire.executor.processes import RankProcesses
-from quire.loading.files import ModelFiles
 from quire.messages.experts import Rebalanced
 from quire.messages.plan import MovesDone, StepMasks, StepPlan, StepResult, decode_result, encode
+from quire.messages.shared import map_shared
 from quire.paths import child_environment
+from quire.platforms import choose
+from quire.platforms.base import Platform
 from quire.worker.memory import MemoryPlan
 from quire.worker.moves import HostTierInfo
 
 FAILURE_SECONDS = 5.0
-"""After one rank failed a step the others of its stage have so long to say that they did too; else they wait for it for
-ever."""
-CHECK_SECONDS = 1.0
-"""So often somebody should look after ranks that have nothing to do."""
+"""After one rank failed a step, how long the others of its stage may take to report the same; longer than that, they
+wait in a collective that it never joins."""
+IDLE_CHECK_SECONDS = 1.0
+"""How often idle ranks are checked."""
 
 
 class MultiprocessExecutor:
-    """Runs plans on all ranks. One rank lost is all lost: make another executor."""
+    """Runs plans on all ranks. When one rank is lost all are: make another executor."""
 
     lockstep = None
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        files: ModelFiles,
-        max_model_len: int,
-        max_rows: int,
-        max_tokens: int,
-        ranks: StartedRanks | None = None,
-    ) -> None:
-        """Waits until the ranks are loaded and have their caches; raises what kept one from that.
-
-        `ranks`: those that were started elsewhere; else they are started here.
-        """
-        size = config.num_ranks
+    def __init__(self, spec: ExecutorSpec, ranks: StartedRanks) -> None:
+        """Waits until the ranks have loaded and allocated their caches; raises the error of a rank that could not."""
+        config = spec.config
         self._stage_size = config.tensor_parallel_size
-        told = surroundings(config, files)
-        self._ranks = RankLinks(_start_processes(size) if ranks is None else ranks)
-        if ranks is not None:
-            told["import_path"] = []
+        self._ranks = RankLinks(ranks)
         self._loaded: dict[int, wire.WeightsLoaded] = {}
         self._ready: dict[int, wire.RankReady] = {}
         self._answers: dict[int, dict[int, wire.Done | wire.StepFailed]] = {}
         """By step, then by rank."""
         self._moves: dict[int, list[MovesDone]] = {}
-        """Moves that some ranks have done."""
+        """By step: its transfers between tiers, of the ranks that have completed them."""
         self._counts: dict[int, Mapping[int, Sequence[int]]] = {}
         self._is_dense = False
-        """There are no experts, in any stage: nobody is asked for them again."""
+        """The model has no experts in any stage: ranks need not be asked again."""
         self._placed: set[int] = set()
         self.balance: ExpertBalance | None = None
-        """Of whole experts over the ranks of a stage, where they are so."""
         if config.enable_expert_parallel and config.expert_ranks > 1:
-            self.balance = ExpertBalance.of(config)
+            self.balance = ExpertBalance.from_config(config)
         try:
-            starts = [
-                wire.StartRank(
-                    **told, rank=rank, size=size, rendezvous=self._ranks.ranks.rendezvous, **dataclasses.asdict(place),
-                    max_model_len=max_model_len, max_rows=max_rows, max_tokens=max_tokens,
-                )
-                for rank, place in enumerate(self._ranks.ranks.places)
-            ]  # fmt: skip
-            self._ranks.send_bytes([wire.encode(start) for start in starts], watch=False)
-            self._ranks.receive(lambda: len(self._loaded) == size, self._take, watch=False)
-            # Ranks may have found different amounts of free memory; blocks are the same everywhere.
-            self.num_blocks = min(int(loaded.memory["num_blocks"]) for loaded in self._loaded.values())
-            self._host = None if config.kv_disk is None else self._share_host()
-            shares = [None] * size if self._host is None else self._host.shares
-            caches = [wire.encode(wire.MakeCache(self.num_blocks, share)) for share in shares]
-            self._ranks.send_bytes(caches, watch=False)
-            self._ranks.receive(lambda: len(self._ready) == size, self._take, watch=False)
+            self._load(spec)
+            self._make_caches(share_host=config.kv_disk is not None)
         except errors.RankLostError as error:
             raise EngineDeadError(f"{error}, before it was ready") from error
         except BaseException:
-            self._ranks.end()
+            ranks.kill()
             raise
 
-    def _share_host(self) -> EngineHost | None:
-        """Host memory of all ranks that this process sees, for the disk below it."""
+    def _load(self, spec: ExecutorSpec) -> None:
+        ranks, limits = self._ranks.ranks, spec.limits
+        context = child_context(spec.config, spec.files)
+        if not ranks.on_this_machine:
+            context["import_path"] = []
+        starts = [
+            wire.StartRank(
+                **context, rank=rank, size=len(self._ranks), rendezvous=ranks.rendezvous,
+                **dataclasses.asdict(resources),
+                max_model_len=limits.model_len, max_rows=limits.rows, max_tokens=limits.tokens,
+            )
+            for rank, resources in enumerate(ranks.resources)
+        ]  # fmt: skip
+        self._ranks.send_bytes([wire.encode(start) for start in starts], watch=False)
+        self._ranks.receive(lambda: len(self._loaded) == len(self._ranks), self._take, watch=False)
+
+    def _make_caches(self, share_host: bool) -> None:
+        # Ranks may have found different amounts of free memory; all of them have the same blocks.
+        self._num_blocks = min(int(loaded.memory["num_blocks"]) for loaded in self._loaded.values())
+        self._host = self._share_host() if share_host else None
+        shares = [None] * len(self._ranks) if self._host is None else self._host.shares
+        messages = [wire.encode(wire.MakeCache(self._num_blocks, share)) for share in shares]
+        self._ranks.send_bytes(messages, watch=False)
+        self._ranks.receive(lambda: len(self._ready) == len(self._ranks), self._take, watch=False)
+
+    def _share_host(self) -> SharedHostMemory | None:
+        """Host memory of all ranks, mapped here too for the disk tier."""
         file = self._ranks.ranks.host_file
         loaded = [self._loaded[rank] for rank in range(len(self._ranks))]
         slots = min(each.host_slots for each in loaded)
-        return None if file is None or not slots else EngineHost(file, slots, [each.slot_bytes for each in loaded])
+        if file is None or not slots:
+            return None
+        return SharedHostMemory(file, slots, [each.slot_bytes for each in loaded])
 
-    # What the ranks turned out to be
-
-    @property
-    def first(self) -> wire.WeightsLoaded:
-        """What the first rank said of itself."""
-        return self._loaded[0]
-
-    @property
-    def device(self) -> str:
-        return f"{len(self._ranks)} × {self.first.device}"
+    # What the ranks have
 
     @property
     def pids(self) -> list[int]:
         """The ranks' processes."""
         return self._ranks.pids
 
-    @property
-    def weight_bytes(self) -> int:
-        """What all ranks hold together."""
-        return sum(loaded.weight_bytes for loaded in self._loaded.values())
+    def started(self) -> StartedExecutor:
+        """This executor, with the sizes its ranks reported."""
+        first, plans = self._loaded[0], [loaded.memory for loaded in self._loaded.values()]
+        return StartedExecutor(
+            executor=self,
+            memory=self._first_memory(),
+            device=f"{len(self._ranks)} × {first.device}",
+            dtype=first.dtype,
+            weight_bytes=sum(loaded.weight_bytes for loaded in self._loaded.values()),
+            cache_bytes=sum(self._num_blocks * (plan["cache"] // plan["num_blocks"]) for plan in plans),
+            reads_groups=first.reads_groups,
+            host_room=self._host_room(),
+            phases=first.phases,
+        )
 
-    @property
-    def memory(self) -> MemoryPlan:
-        """Where the memory of the first rank's device goes."""
-        plan = MemoryPlan(**self.first.memory)
+    def _first_memory(self) -> MemoryPlan:
+        """Memory of the first rank's device, with the number of blocks all ranks agreed on."""
+        plan = MemoryPlan(**self._loaded[0].memory)
         block_bytes = plan.cache // plan.num_blocks
-        return dataclasses.replace(plan, cache=self.num_blocks * block_bytes, num_blocks=self.num_blocks)
+        return dataclasses.replace(plan, cache=self._num_blocks * block_bytes, num_blocks=self._num_blocks)
 
-    @property
-    def cache_bytes(self) -> int:
-        """The caches of all ranks."""
-        plans = [loaded.memory for loaded in self._loaded.values()]
-        return sum(self.num_blocks * (plan["cache"] // plan["num_blocks"]) for plan in plans)
-
-    @property
-    def host_room(self) -> HostTierInfo | None:
-        """The ranks' tiers in host memory as one: each keeps its part of a block in the same slot."""
+    def _host_room(self) -> HostTierInfo | None:
+        """The ranks' host tiers as one: each keeps its part of a block in the same slot."""
         rooms = list(self._ready.values())
         slots = min(room.host_slots for room in rooms)
         if not slots:
@@ -180,42 +176,43 @@ class MultiprocessExecutor:
 
         self._ranks.receive(is_over, self._take)
         for step in [step for step in self._answers if step <= handle]:
-            del self._answers[step]  # those before are of steps that were given up
+            del self._answers[step]  # earlier ones are of steps that the loop dropped
         if any(isinstance(answer, wire.StepFailed) for answer in answers.values()):
             raise self._failure(answers)
         return self._result(handle, answers)
 
     def _has_split_stage(self, answers: Mapping[int, wire.Done | wire.StepFailed]) -> bool:
-        """Whether a rank has failed, and another of its stage is still on its way. Other stages wait for nobody who
-        failed, and may take as long as they do."""
+        """Whether a rank has failed and another of its stage has not answered. Other stages do not wait for the failed
+        rank, and may take as long as they need."""
         answered = Counter(rank // self._stage_size for rank in answers)
         failed = {rank // self._stage_size for rank, answer in answers.items() if isinstance(answer, wire.StepFailed)}
         return any(answered[stage] < self._stage_size for stage in failed)
 
     def _failure(self, answers: Mapping[int, wire.Done | wire.StepFailed]) -> StepError:
-        """What the loop is to make of it. A stage whose ranks all failed in the same place can go on."""
+        """The error for the loop. The ranks can go on if those of each failed stage all failed at the same place."""
         failures = {rank: answer for rank, answer in answers.items() if isinstance(answer, wire.StepFailed)}
-        rank, first = next(iter(sorted(failures.items())))
-        said = f"rank {rank} of {len(self._ranks)}: {first.message}"
-        lost = any(issubclass(_kind(each.error), errors.DeviceLostError) for each in failures.values())
-        if lost or len(answers) < len(self._ranks) or not self._are_together(failures):
-            return self._ranks.lose(said)
-        no_memory = any(issubclass(_kind(each.error), StepMemoryError) for each in failures.values())
-        return StepMemoryError(said) if no_memory else StepError(said)
+        rank, first = min(failures.items())
+        message = f"rank {rank} of {len(self._ranks)}: {first.message}"
+        kinds = [_error_class(failed.error) for failed in failures.values()]
+        is_lost = any(issubclass(kind, errors.DeviceLostError) for kind in kinds)
+        if is_lost or len(answers) < len(self._ranks) or not self._are_in_sync(failures):
+            return self._ranks.lose(message)
+        no_memory = any(issubclass(kind, StepMemoryError) for kind in kinds)
+        return StepMemoryError(message) if no_memory else StepError(message)
 
-    def _are_together(self, failures: Mapping[int, wire.StepFailed]) -> bool:
-        """Whether no rank of a stage is where the others of it are not."""
+    def _are_in_sync(self, failures: Mapping[int, wire.StepFailed]) -> bool:
+        """Whether all ranks of each failed stage have failed, after the same number of collectives."""
         stages: dict[int, list[int]] = {}
         for rank, failed in failures.items():
             stages.setdefault(rank // self._stage_size, []).append(failed.collectives)
-        return all(len(calls) == self._stage_size and len(set(calls)) == 1 for calls in stages.values())
+        return all(len(started) == self._stage_size and len(set(started)) == 1 for started in stages.values())
 
     def _result(self, step: int, answers: Mapping[int, wire.Done | wire.StepFailed]) -> StepResult:
         done = {rank: answer for rank, answer in answers.items() if isinstance(answer, wire.Done)}
-        first = len(self._ranks) - self._stage_size  # of the last stage, which draws
-        strange = [rank for rank, answer in done.items() if rank > first and answer.drawn != done[first].drawn]
-        if strange:
-            raise self._ranks.lose(f"rank {strange[0]} drew other tokens in step {step} than rank {first}")
+        first = len(self._ranks) - self._stage_size  # of the last stage, which samples
+        differing = [rank for rank, answer in done.items() if rank > first and answer.drawn != done[first].drawn]
+        if differing:
+            raise self._ranks.lose(f"rank {differing[0]} sampled other tokens in step {step} than rank {first}")
         result = decode_result(done[first].result)
         for answer in done.values():
             for move in answer.moves_done:
@@ -227,6 +224,8 @@ class MultiprocessExecutor:
                 result.moves_done.append(MovesDone(moved, *seconds))
         return result
 
+    # Experts
+
     def expert_counts(self) -> Mapping[int, Sequence[int]]:
         if self._is_dense:
             return {}
@@ -234,7 +233,7 @@ class MultiprocessExecutor:
             counts = self._count_experts()
             self._is_dense = not counts
             return counts
-        except errors.RankLostError:  # who waits for a step will tell
+        except errors.RankLostError:  # the next `collect` raises it
             return {}
 
     def _count_experts(self) -> Mapping[int, Sequence[int]]:
@@ -245,10 +244,7 @@ class MultiprocessExecutor:
         return {layer: counts for _, each in sorted(self._counts.items()) for layer, counts in each.items()}
 
     def rebalance_experts(self) -> Rebalanced | None:
-        """Between two steps, move experts to where the load since the last time says they had better be.
-
-        Steps that were launched before are waited for.
-        """
+        """Between two steps, move experts to balance the load since the last rebalance. Waits for launched steps."""
         if self.balance is None:
             return None
         counts = self._count_experts()
@@ -261,10 +257,11 @@ class MultiprocessExecutor:
         self.balance.commit(placements, counts)
         return outcome
 
+    # Ranks
+
     def check(self) -> float:
-        """Raise RankLostError if a rank has died while nobody waited for it; seconds until one should look again."""
-        self._ranks.look(self._take)
-        return CHECK_SECONDS
+        self._ranks.poll(self._take)
+        return IDLE_CHECK_SECONDS
 
     def give_up(self, message: str) -> None:
         self._ranks.given_up = message
@@ -285,21 +282,66 @@ class MultiprocessExecutor:
             case wire.Placed():
                 self._placed.add(rank)
             case wire.StartRefused():
-                raise _refusal(message, rank, len(self._ranks))
+                raise _start_error(message, rank, len(self._ranks))
 
 
-def _start_processes(size: int) -> RankProcesses:
-    threads = max(1, torch.get_num_threads() // size)
-    return RankProcesses(size, threads, one_machine({**child_environment(), "OMP_NUM_THREADS": str(threads)}))
+class SharedHostMemory:
+    """Host memory of the ranks, mapped by the engine: each slot holds the ranks' parts of a block one after another."""
+
+    def __init__(self, file: int, slots: int, parts: Sequence[int]) -> None:
+        """`file`: an empty file that all ranks have open. `parts`: the bytes of each rank's part."""
+        self._slot_bytes = sum(parts)
+        os.truncate(file, slots * self._slot_bytes)
+        # Never closed: the disk's threads may be copying a slot. The mapping goes with its last reference.
+        self._data = memoryview(map_shared(os.dup(file)))
+        offsets = [sum(parts[:rank]) for rank in range(len(parts))]
+        self.shares = [wire.HostShare(slots, self._slot_bytes, offset) for offset in offsets]
+        """For each rank."""
+
+    def slot(self, number: int) -> memoryview:
+        """A slot's bytes."""
+        return self._data[number * self._slot_bytes : (number + 1) * self._slot_bytes]
 
 
-def _kind(name: str) -> type[Exception]:
-    kind = getattr(errors, name, StepError)
-    return kind if isinstance(kind, type) and issubclass(kind, Exception) else StepError
+def _error_class(name: str) -> type[QuireError]:
+    return type(errors.error_by_name(name, "") or StepError())
 
 
-def _refusal(refused: wire.StartRefused, rank: int, size: int) -> QuireError:
+def _start_error(refused: wire.StartRefused, rank: int, size: int) -> QuireError:
     """The error that kept a rank from starting."""
-    return errors.told(refused.error, refused.message, refused.parameter) or EngineDeadError(
+    return errors.error_by_name(refused.error, refused.message, refused.parameter) or EngineDeadError(
         f"rank {rank} of {size} could not start: {refused.error}: {refused.message}"
+    )
+
+
+class MultiprocessBackend:
+    """Starts a process for each rank on this machine."""
+
+    uses_local_devices = True
+
+    def choose_platform(self, config: EngineConfig) -> Platform:
+        return choose(config.device)
+
+    def start(self, spec: ExecutorSpec) -> StartedExecutor:
+        config, platform = spec.config, spec.platform
+        # A model that cannot be split, or does not fit, is refused before any process is started.
+        needs = estimate_needs(config, spec.files, spec.model, platform, spec.limits)
+        _check_devices(config, platform)
+        needs.check_weights(config, platform, platform.free_memory())
+        size = config.num_ranks
+        threads = max(1, torch.get_num_threads() // size)
+        environment = loopback_environment({**child_environment(), "OMP_NUM_THREADS": str(threads)})
+        return MultiprocessExecutor(spec, RankProcesses(size, threads, environment)).started()
+
+
+def _check_devices(config: EngineConfig, platform: Platform) -> None:
+    size = config.num_ranks
+    if shares_gpu() or platform.device.type != "cuda" or size <= torch.cuda.device_count():
+        return
+    names = [n for n in ("tensor_parallel_size", "pipeline_parallel_size") if getattr(config, n) > 1]
+    sizes = " and ".join(f"{name} is {getattr(config, name)}" for name in names)
+    raise ConfigError(
+        f"{sizes}, and this machine shows {torch.cuda.device_count()} GPUs; lower it, or check CUDA_VISIBLE_DEVICES",
+        names[0] if names else "tensor_parallel_size",
+        size,
     )

@@ -1,17 +1,26 @@
-"""An executor that computes nothing: the planning half alone, for benchmarks and storms."""
+"""The executor `null`: computes nothing. The planning half alone, for benchmarks and stress tests."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
 
+from quire.executor.base import ExecutorSpec, StartedExecutor
 from quire.messages.plan import NewRow, StepMasks, StepPlan, StepResult, Vector
+
+if TYPE_CHECKING:
+    from quire.config import EngineConfig
+    from quire.platforms.base import Platform
+
+NUM_BLOCKS = 100_000
+"""Blocks of an engine without a cache, unless `num_gpu_blocks_override` gives another number."""
 
 
 class NullExecutor:
-    """Yields a token for every draw at once. `token_of(request id, sample, position)` says which."""
+    """Returns a token for every sampled row at once: 7, or `token_of(request id, sequence, position)`."""
 
     balance = lockstep = None
 
@@ -24,7 +33,7 @@ class NullExecutor:
 
     def submit(self, plan: StepPlan) -> StepResult:
         if plan.step != self._next_step:
-            raise RuntimeError(f"plan {plan.step} came where {self._next_step} was due")
+            raise RuntimeError(f"expected plan {self._next_step}, got plan {plan.step}")
         self._next_step += 1
         draws = len(plan.sample_rows)
         stopped = np.zeros(draws, np.bool_)
@@ -36,7 +45,7 @@ class NullExecutor:
         return StepResult(plan.step, tokens, counts, stopped, invalid, vectors=self._pool(plan))
 
     def supply(self, handle: StepResult, masks: StepMasks) -> None:
-        pass  # tokens are not drawn from anything
+        pass  # tokens are not sampled from logits
 
     def collect(self, handle: StepResult) -> StepResult:
         return handle
@@ -51,13 +60,13 @@ class NullExecutor:
         return None
 
     def give_up(self, message: str) -> None:
-        pass  # nobody ever waits here
+        pass  # `collect` never waits
 
     def shutdown(self) -> None:
         self._rows.clear()
 
     def _pool(self, plan: StepPlan) -> dict[int, Vector]:
-        """A vector for every pooled row whose prompt is done."""
+        """A vector for every pooling row whose prompt is computed."""
         self._pooled = set() if plan.reset else self._pooled.difference(plan.drop)
         for new in plan.add:
             (self._pooled.discard if new.pooling is None else self._pooled.add)(new.row)
@@ -80,3 +89,32 @@ class NullExecutor:
             stopped[i] = int(tokens[i]) in owner.stop_ids
             self._drawn[row] += 1
         return tokens
+
+
+class NullBackend:
+    """Starts an engine without a model: tokens are constant, and only the front and the planning half do work."""
+
+    uses_local_devices = False
+
+    def choose_platform(self, config: EngineConfig) -> Platform:
+        from quire.platforms import choose
+
+        return choose("cpu")
+
+    def start(self, spec: ExecutorSpec) -> StartedExecutor:
+        from quire.worker.memory import MemoryPlan
+
+        memory = MemoryPlan(
+            total=0, before=0, weights=0, loaded=0, activations=0, is_measured=False, step_tokens=spec.limits.tokens,
+            reserve=0, cache=0, num_blocks=(spec.config.num_gpu_blocks_override or NUM_BLOCKS) + 1,
+            block_size=spec.config.block_size, share=None,
+        )  # fmt: skip
+        return StartedExecutor(
+            executor=NullExecutor(spec.limits.rows),
+            memory=memory,
+            device="null",
+            dtype="none",
+            weight_bytes=0,
+            cache_bytes=0,
+            reads_groups=False,
+        )

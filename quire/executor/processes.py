@@ -1,4 +1,4 @@
-"""Rank processes on this machine: start them, say how they ended, leave nothing behind."""
+"""Rank processes on this machine: start them, report how they exited, clean up after them."""
 
 from __future__ import annotations
 
@@ -15,37 +15,40 @@ import weakref
 from collections.abc import Mapping
 from pathlib import Path
 
-from quire.executor.exit_status import describe_end
-from quire.executor.links import RankPlace
-from quire.executor.pulse import Pulses
+from quire.executor.child import describe_exit
+from quire.executor.links import RankResources
+from quire.executor.liveness import MemoryHeartbeats
 from quire.executor.shared_ring import RingWriter
 from quire.messages.shared import unnamed_file
 
 logger = logging.getLogger(__name__)
 
 KILL_SECONDS = 30.0
-BURIAL_SECONDS = 2.0
-"""So long one waits to learn how a process ended whose end of the socket is closed."""
+"""How long a killed process may take to exit."""
+EXIT_STATUS_SECONDS = 2.0
+"""How long to wait for the exit status of a process that has closed its socket."""
 
 
 class RankProcesses:
-    """One process a rank, with a socket to each, and memory that all of them see."""
+    """One process per rank, with a socket to each and memory shared by all of them."""
+
+    on_this_machine = True
 
     def __init__(self, size: int, threads: int, environment: Mapping[str, str]) -> None:
-        """`threads`: how many each of them may use."""
-        self.places = [RankPlace(threads, neighbours=size)] * size
+        """`threads`: CPU threads of each."""
+        self.resources = [RankResources(threads, local_size=size)] * size
         self._folder = Path(tempfile.mkdtemp(prefix="quire-ranks-"))
-        self.rendezvous = str(self._folder / "meeting")
-        self.pulse = Pulses(size)
+        self.rendezvous = str(self._folder / "rendezvous")
+        self.liveness = MemoryHeartbeats(size)
         self.ring = RingWriter(size)
         self.host_file = unnamed_file()
         self._processes: list[subprocess.Popen[bytes]] = []
         self.sockets: list[socket.socket] = []
-        self.end = weakref.finalize(
+        self.kill = weakref.finalize(
             self,
-            _end,
+            _kill,
             self._processes,
-            [self.pulse, self.ring],
+            [self.liveness, self.ring],
             self.sockets,
             self.host_file,
             self._folder,
@@ -55,7 +58,7 @@ class RankProcesses:
             for rank in range(size):
                 self._start(rank, size, environment)
         except BaseException:
-            self.end()
+            self.kill()
             raise
 
     @property
@@ -65,7 +68,7 @@ class RankProcesses:
     def _start(self, rank: int, size: int, environment: Mapping[str, str]) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
-            inherited = [theirs.fileno(), self.pulse.fileno(), self.ring.fileno(), self.host_file]
+            inherited = [theirs.fileno(), self.liveness.fileno(), self.ring.fileno(), self.host_file]
             process = subprocess.Popen(
                 [sys.executable, "-m", "quire.executor.rank", *map(str, [*inherited, rank, size])],
                 pass_fds=inherited,
@@ -78,10 +81,10 @@ class RankProcesses:
     def name(self, rank: int) -> str:
         return f"{self._title(rank)} (pid {self._processes[rank].pid})"
 
-    def describe_end(self, rank: int) -> str:
+    def describe_exit(self, rank: int) -> str:
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._processes[rank].wait(BURIAL_SECONDS)
-        return describe_end(self._processes[rank], self._title(rank))
+            self._processes[rank].wait(EXIT_STATUS_SECONDS)
+        return describe_exit(self._processes[rank], self._title(rank))
 
     def wait(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
@@ -93,17 +96,16 @@ class RankProcesses:
         return f"rank {rank} of {len(self._processes)}"
 
 
-def _end(
+def _kill(
     processes: list[subprocess.Popen[bytes]],
-    memories: list[Pulses | RingWriter],
+    memories: list[MemoryHeartbeats | RingWriter],
     sockets: list[socket.socket],
     host_file: int,
     folder: Path,
     owner: int,
 ) -> None:
-    """Whatever happened, nothing stays behind."""
     if os.getpid() != owner:
-        return  # a fork of ours ends, and the ranks are not its own
+        return  # this is a fork of the owner: the ranks are not its children
     for process in processes:
         if process.poll() is None:
             process.kill()
@@ -111,7 +113,7 @@ def _end(
         try:
             process.wait(KILL_SECONDS)
         except subprocess.TimeoutExpired:
-            logger.error("a rank (pid %d) does not end, although it was killed", process.pid)
+            logger.error("rank process %d was killed and has not exited after %g s", process.pid, KILL_SECONDS)
     for each in (*sockets, *memories):
         each.close()
     os.close(host_file)

@@ -1,7 +1,7 @@
-"""The actor that holds a rank on a node of a Ray cluster. Ray places, starts and watches it; it carries no plans.
+"""The Ray actor that runs a rank on a node of the cluster. Ray places and starts it; plans do not go through it.
 
-The class travels to the node as code, so that a node without quire, or with another one, can say so. That is why
-nothing of quire is imported above.
+The class is sent to the node as code, so that a node without quire, or with another version, can report that. This
+module therefore imports nothing of quire.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any
 class RankActor:
     """One rank."""
 
-    def facts(self, paths: list[str]) -> dict[str, Any]:
-        """What is there: versions, cores, and which of these paths."""
+    def node_info(self, paths: list[str]) -> dict[str, Any]:
+        """The node's address, cores and package versions, and which of these paths are missing."""
         import ray
 
         return {
@@ -32,7 +32,7 @@ class RankActor:
         }
 
     def run(self, address: tuple[str, int], secret: bytes, rank: int, environment: dict[str, str]) -> None:
-        """Be the rank, until the engine has gone."""
+        """Run the rank until the engine exits."""
         os.environ.update(environment)
         from quire.executor.rank import serve_engine_at
 

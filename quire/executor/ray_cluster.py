@@ -1,4 +1,4 @@
-"""The Ray cluster an engine runs its ranks on: found, joined or started, and left; each within a bounded time."""
+"""Finds, joins or starts a Ray cluster, and leaves it; every call is bounded in time."""
 
 from __future__ import annotations
 
@@ -16,78 +16,75 @@ from quire.errors import ClusterError, ConfigError
 logger = logging.getLogger(__name__)
 
 CONNECT_SECONDS = 5.0
-"""So long the head of a cluster may take to answer."""
+"""How long the cluster's head may take to answer."""
 CALL_SECONDS = 10.0
-"""So long Ray may take for a question. It would wait for minutes for a head that has gone."""
+"""Timeout of a call to Ray, which by itself waits minutes for a lost head."""
 STORE_BYTES = 100 << 20
-"""Memory for objects on a cluster of our own: it carries none."""
+"""Object store of a cluster started here: no objects go through it."""
 _HTTP2_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
-"""What opens a connection of gRPC, which Ray speaks: the preface, and settings that set nothing."""
+"""Opens a gRPC connection, Ray's protocol: the HTTP/2 preface and an empty settings frame."""
 
 T = TypeVar("T")
 _ours = False
-"""Whether this process was connected by us, and not by its user."""
+"""Whether this module connected the process to Ray, and not the user."""
 _holders = 0
-"""Engines of this process that have ranks there."""
+"""Engines of this process that have ranks on the cluster."""
 
 
 def connect(address: str | None) -> str:
-    """Join the cluster at `address` ("local": one of our own; None: RAY_ADDRESS, the one that `ray start` has started
-    here, or one of our own). Returns the address. A process that is connected already stays where it is."""
+    """Join the cluster at `address` ("local": start one; None: RAY_ADDRESS, the one that `ray start` started here, or a
+    new one). Returns the address. A process that is already connected keeps its connection."""
     global _ours
     ray = import_ray()
     if ray.is_initialized():
         return _address(ray)
     found = _find(address)
     quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False, "configure_logging": False}
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # asked for by nobody, and prints a page
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # else Ray warns that this will come
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # off by default: it prints a page
+    os.environ.setdefault(
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0"
+    )  # otherwise Ray warns that this will become the default
     logging.getLogger("ray").setLevel(logging.ERROR)
     if found is not None:
         _check_answers(found)
     try:
         with _signals_kept():
             if found is None:
-                logger.info("a Ray cluster of this machine alone is started")
+                logger.info("starting a Ray cluster of this machine only")
                 ray.init(address="local", include_dashboard=False, object_store_memory=STORE_BYTES, **quiet)
             else:
                 ray.init(address=found, **quiet)
-    except (Exception, SystemExit) as error:  # Ray ends the process where its head does not answer
+    except (Exception, SystemExit) as error:  # Ray raises SystemExit if its head does not answer
         where = "started here" if found is None else f"joined at {found}"
         raise ClusterError(f"the Ray cluster cannot be {where}: {_first_line(error)}") from error
     _ours = True
-    _hush()
+    _redirect_output()
     return _address(ray)
 
 
 def hold() -> None:
-    """An engine has ranks there, until it calls `leave`."""
+    """Count an engine with ranks on the cluster, until it calls `leave`."""
     global _holders
     _holders += 1
 
 
 def leave() -> None:
-    """The engine has none any more."""
-    global _holders
+    """An engine has ended its ranks. After the last one, disconnect if this module connected; a cluster started here
+    ends."""
+    global _holders, _ours
     _holders -= 1
-    let_go()
-
-
-def let_go() -> None:
-    """Leave the cluster if no engine has ranks there and we joined or started it. One of our own ends."""
-    global _ours
     if _ours and not _holders:
         _ours = False
         bounded(import_ray().shutdown, 2 * CALL_SECONDS)
 
 
 def import_ray() -> Any:
-    """Ray, or the error that says how to get it."""
+    """The module; raises ConfigError with the command to install it."""
     try:
         import ray
     except ImportError as error:
         raise ConfigError(
-            "distributed_executor_backend is 'ray', and Ray is not installed here: pip install 'quire[ray]'",
+            "distributed_executor_backend is 'ray', and Ray is not installed: pip install 'quire[ray]'",
             "distributed_executor_backend",
             "ray",
         ) from error
@@ -95,19 +92,19 @@ def import_ray() -> Any:
 
 
 def bounded(call: Callable[[], T], seconds: float = CALL_SECONDS) -> T | None:
-    """What Ray answers; None if it does not within the time, or cannot."""
+    """The result of a call to Ray; None if it fails or takes too long."""
     answers: list[T] = []
 
-    def ask() -> None:
+    def run() -> None:
         with contextlib.suppress(Exception):
-            if import_ray().is_initialized():  # else it would connect, somewhere, to answer
+            if import_ray().is_initialized():  # otherwise Ray would connect to some cluster
                 answers.append(call())
 
-    thread = threading.Thread(target=ask, name="quire-ray", daemon=True)
+    thread = threading.Thread(target=run, name="quire-ray", daemon=True)
     try:
         thread.start()
-    except RuntimeError:  # the interpreter ends, and starts no threads any more
-        ask()
+    except RuntimeError:  # the interpreter is shutting down
+        run()
     else:
         thread.join(seconds)
     return answers[0] if answers else None
@@ -120,14 +117,14 @@ def alive_nodes() -> dict[str, dict[str, Any]]:
 
 
 def _find(address: str | None) -> str | None:
-    """The address to join; None: start one."""
+    """The address to join; None: start a cluster."""
     if address == "local":
         return None
     if address is None or address == "auto":
         try:
             from ray._private.services import get_ray_address_from_environment
 
-            find: Callable[..., str | None] = get_ray_address_from_environment  # as Ray's own programs look for it
+            find: Callable[..., str | None] = get_ray_address_from_environment  # the lookup of Ray's own commands
             address = find(address, None)
         except ImportError:
             address = os.environ.get("RAY_ADDRESS") or None
@@ -146,10 +143,12 @@ def _find(address: str | None) -> str | None:
 
 
 def _check_answers(address: str) -> None:
-    """Whether a Ray head is there. Ray itself would wait for minutes, and then end the process."""
+    """Raises unless a Ray head answers. Ray itself would wait for minutes, and then exit the process."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise ConfigError(f"ray_address must be HOST:PORT, as 10.0.0.1:6379; got {address!r}", "ray_address", address)
+        raise ConfigError(
+            f"ray_address must be HOST:PORT, for example 10.0.0.1:6379; got {address!r}", "ray_address", address
+        )
     try:
         with socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS) as sock:
             if os.environ.get("RAY_USE_TLS", "0") not in ("", "0"):
@@ -159,16 +158,16 @@ def _check_answers(address: str) -> None:
     except OSError as error:
         why = "no answer" if isinstance(error, TimeoutError) else (error.strerror or str(error)).lower()
         raise ClusterError(
-            f"no Ray cluster can be reached at {address} ({why} within {CONNECT_SECONDS:.0f} s): look at ray_address "
-            "or RAY_ADDRESS, and whether `ray start --head` runs there"
+            f"no Ray cluster can be reached at {address} ({why} within {CONNECT_SECONDS:.0f} s): check ray_address "
+            "or RAY_ADDRESS, and that `ray start --head` runs there"
         ) from error
     if len(answer) < 4 or answer[3] != 4:  # no frame of settings
-        raise ClusterError(f"what answers at {address} is no Ray cluster: look at ray_address or RAY_ADDRESS")
+        raise ClusterError(f"the server at {address} is not a Ray cluster: check ray_address or RAY_ADDRESS")
 
 
 @contextlib.contextmanager
 def _signals_kept() -> Iterator[None]:
-    """Ray takes over SIGTERM; whose it was gets it back."""
+    """Ray replaces the SIGTERM handler; restore it."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -179,8 +178,8 @@ def _signals_kept() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before if before is not None else signal.SIG_DFL)
 
 
-def _hush() -> None:
-    """What Ray prints about nodes that went is for our log: the error that follows says it in a line."""
+def _redirect_output() -> None:
+    """Send what Ray prints about lost nodes to the debug log: the error that follows says it in a line."""
     with contextlib.suppress(Exception):
         from ray._private import worker
 

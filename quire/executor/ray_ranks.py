@@ -1,12 +1,13 @@
-"""Ranks on the nodes of a Ray cluster: one actor each, in one placement group.
+"""The executor `ray`: ranks on the nodes of a Ray cluster, one actor each, in one placement group.
 
-Ray places, starts and ends them. Plans, results and beats go over connections of our own, and ranks meet at a store
-that this process keeps.
+Ray places, starts and ends them. Plans, results and heartbeats go over quire's own connections, and ranks form their
+process group through a TCP store in this process.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib.metadata
 import logging
 import os
@@ -24,85 +25,92 @@ import torch
 from quire.config import EngineConfig
 from quire.errors import ClusterError
 from quire.executor import ray_actor, ray_cluster
-from quire.executor.links import RankPlace
-from quire.executor.liveness import Heartbeats
+from quire.executor.base import ExecutorSpec, StartedExecutor
+from quire.executor.estimate import estimate_needs
+from quire.executor.links import RankResources
+from quire.executor.liveness import SocketHeartbeats
+from quire.executor.multiprocess import MultiprocessExecutor
 from quire.executor.rank_listener import RankListener
 from quire.loading.files import ModelFiles
+from quire.platforms import choose
+from quire.platforms.base import Platform
+from quire.platforms.cuda import RemoteCudaPlatform
 
 logger = logging.getLogger(__name__)
 
 BUSY_SECONDS = 60
-"""So long resources that the cluster has may be in use by others: those of an engine that has just died, maybe."""
+"""Default wait for resources that others use, perhaps an engine that has just exited."""
 ABSENT_SECONDS = 5
-"""So long they may be missing altogether: a node may just be joining."""
+"""Default wait for resources the cluster does not have: a node may be joining."""
 START_SECONDS = 60
-"""So long an actor may take to start, and to find its way here."""
-BURIAL_SECONDS = 3.0
-"""So long one waits to learn from Ray how an actor ended."""
-CARRIED = ("QUIRE_", "HF_", "CUDA_", "NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "TRITON_")
-"""Variables that ranks get as they are here."""
-NOT_CARRIED = ("CUDA_VISIBLE_DEVICES",)
-"""Ray's own business."""
+"""How long an actor may take to start, and to connect to the engine."""
+EXIT_STATUS_SECONDS = 3.0
+"""How long to wait for Ray to report a lost node."""
+FORWARDED = ("QUIRE_", "HF_", "CUDA_", "NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "TRITON_")
+"""Prefixes of environment variables that ranks get from this process."""
+NOT_FORWARDED = ("CUDA_VISIBLE_DEVICES",)
+"""Set by Ray."""
 
 
 class RayRanks:
-    """One actor a rank, with two connections to each."""
+    """One actor per rank, with two connections to each."""
 
+    on_this_machine = False
     ring = host_file = None
 
     def __init__(self, config: EngineConfig, files: ModelFiles, size: int, on_gpus: bool) -> None:
-        """`on_gpus`: a GPU for each; else a CPU."""
-        self._held = _Held()
+        """`on_gpus`: a GPU for each rank; otherwise a CPU."""
+        self._held = _RayResources()
         ray_cluster.hold()
-        self.end = weakref.finalize(self, _end, self._held, os.getpid())
+        self.kill = weakref.finalize(self, _kill, self._held, os.getpid())
         self._size = size
         try:
             self._start(config, files, on_gpus)
         except BaseException:
-            self.end()
+            self.kill()
             raise
 
     def _start(self, config: EngineConfig, files: ModelFiles, on_gpus: bool) -> None:
         address = ray_cluster.connect(config.ray_address)
         self._ray = ray_cluster.import_ray()
         self._place(address, "GPU" if on_gpus else "CPU", config.ray_placement_timeout)
-        self._facts = self._ask(str(files.path))
-        check_versions(self._facts)
-        check_model(self._facts, str(files.path))
-        neighbours = Counter(facts["node"] for facts in self._facts)
+        self._nodes = self._node_infos(str(files.path))
+        check_versions(self._nodes)
+        check_model(self._nodes, str(files.path))
+        local_sizes = Counter(info["node"] for info in self._nodes)
         wanted = os.environ.get("OMP_NUM_THREADS", "")
-        self.places = [
-            RankPlace(
-                threads=max(1, (int(wanted) if wanted.isdecimal() else facts["cores"]) // neighbours[facts["node"]]),
-                neighbours=neighbours[facts["node"]],
-                own_device=on_gpus,
+        self.resources = [
+            RankResources(
+                threads=max(1, (int(wanted) if wanted.isdecimal() else info["cores"]) // local_sizes[info["node"]]),
+                local_size=local_sizes[info["node"]],
+                owns_device=on_gpus,
             )
-            for facts in self._facts
+            for info in self._nodes
         ]
         here = self._ray.util.get_node_ip_address()
         self.rendezvous = self._held.open_store(here)
-        self.sockets = self._meet(here, carried(config.ray_env, os.environ))
+        self.sockets = self._connect(here, forwarded(config.ray_env, os.environ))
 
     # Placement
 
-    def _place(self, address: str, kind: str, patience: int | None) -> None:
-        """A bundle for each rank, of as few nodes as can be."""
+    def _place(self, address: str, kind: str, timeout: int | None) -> None:
+        """Reserve a bundle for each rank, on as few nodes as possible."""
         needed = f"{self._size} rank{'s' if self._size > 1 else ''} need{'' if self._size > 1 else 's'}"
         needed += f" {self._size} {kind}{'s' if self._size > 1 else ''}"
-        absent = ABSENT_SECONDS if patience is None else patience
+        absent = ABSENT_SECONDS if timeout is None else timeout
         deadline = time.monotonic() + absent
-        while (there := _resources(kind)) and sum(there.values()) < self._size and time.monotonic() < deadline:
+        while (counts := _resources(kind)) and sum(counts.values()) < self._size and time.monotonic() < deadline:
             time.sleep(0.2)
-        total = int(sum(there.values()))
+        total = int(sum(counts.values()))
         if total < self._size:
-            listed = ", ".join(f"{node}: {count:g}" for node, count in there.items())
+            listed = ", ".join(f"{node}: {count:g}" for node, count in counts.items())
             raise ClusterError(
                 f"{needed}, and the Ray cluster at {address} has {total} ({listed}), also after {absent} s: add "
                 f"nodes, lower the parallel sizes, or set ray_placement_timeout to wait longer"
             )
         group = self._ray.util.placement_group([{kind: 1}] * self._size, strategy="PACK")
         self._held.group = group
-        busy = BUSY_SECONDS if patience is None else patience
+        busy = BUSY_SECONDS if timeout is None else timeout
         if not group.wait(busy):
             free = int(self._ray.available_resources().get(kind, 0))
             raise ClusterError(
@@ -115,88 +123,90 @@ class RayRanks:
         ray = self._ray
         ray.cloudpickle.register_pickle_by_value(ray_actor)
         table = ray.util.placement_group_table(group)["bundles_to_node_id"]
-        crowd = Counter(table.values())
-        # Neighbours in rank are neighbours in place: those of one stage talk the most.
-        bundles = sorted(table, key=lambda bundle: (-crowd[table[bundle]], table[bundle], bundle))
+        per_node = Counter(table.values())
+        # Consecutive ranks on the same node: those of one stage communicate the most.
+        bundles = sorted(table, key=lambda bundle: (-per_node[table[bundle]], table[bundle], bundle))
         actor = ray.remote(ray_actor.RankActor)
         for bundle in bundles:
             strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(group, bundle)
             options = {"num_cpus": int(kind == "CPU"), "num_gpus": int(kind == "GPU"), "max_restarts": 0}
             self._held.actors.append(actor.options(scheduling_strategy=strategy, **options).remote())
 
-    def _ask(self, path: str) -> list[dict[str, Any]]:
-        questions = [actor.facts.remote([path]) for actor in self._held.actors]
+    def _node_infos(self, path: str) -> list[dict[str, Any]]:
+        calls = [actor.node_info.remote([path]) for actor in self._held.actors]
         try:
-            return list(self._ray.get(questions, timeout=START_SECONDS))
-        except Exception as error:  # of Ray's making: its words, in one line
-            said = type(error).__name__ if isinstance(error, TimeoutError) else _words(error)
-            raise ClusterError(f"an actor of the Ray cluster did not start within {START_SECONDS} s: {said}") from error
+            return list(self._ray.get(calls, timeout=START_SECONDS))
+        except Exception as error:  # any error of Ray: its message in one line
+            reason = type(error).__name__ if isinstance(error, TimeoutError) else _last_line(error)
+            raise ClusterError(
+                f"an actor of the Ray cluster did not start within {START_SECONDS} s: {reason}"
+            ) from error
 
     # Connections
 
-    def _meet(self, host: str, environment: dict[str, str]) -> list[socket.socket]:
-        with contextlib.closing(RankListener(host, self._size)) as gate:
-            for rank, (actor, place) in enumerate(zip(self._held.actors, self.places, strict=True)):
-                own = {**environment, "OMP_NUM_THREADS": str(place.threads)}
-                self._held.runs.append(actor.run.remote(gate.address, gate.secret, rank, own))
+    def _connect(self, host: str, environment: dict[str, str]) -> list[socket.socket]:
+        with contextlib.closing(RankListener(host, self._size)) as listener:
+            for rank, (actor, resources) in enumerate(zip(self._held.actors, self.resources, strict=True)):
+                own = {**environment, "OMP_NUM_THREADS": str(resources.threads)}
+                self._held.runs.append(actor.run.remote(listener.address, listener.secret, rank, own))
             try:
-                sockets, beats = gate.admit(self._look, time.monotonic() + START_SECONDS)
+                sockets, heartbeats = listener.accept_all(self._check_actors, time.monotonic() + START_SECONDS)
             except TimeoutError as error:
                 raise ClusterError(f"{error} within {START_SECONDS} s: can the nodes reach this one?") from error
         self._held.sockets += sockets
-        self._held.pulse = self.pulse = Heartbeats(beats)
+        self._held.liveness = self.liveness = SocketHeartbeats(heartbeats)
         return sockets
 
-    def _look(self) -> None:
-        """Raises if an actor has ended before it has come here."""
+    def _check_actors(self) -> None:
+        """Raises if an actor has exited before it connected."""
         ended, _ = self._ray.wait(list(self._held.runs), num_returns=1, timeout=0)
         for run in ended:
             name = self.name(self._held.runs.index(run))
             try:
                 self._ray.get(run, timeout=1)
-                said = "it has ended"
+                reason = "it has exited"
             except Exception as error:  # as above
-                said = _words(error)
-            raise ClusterError(f"{name} did not start: {said}")
+                reason = _last_line(error)
+            raise ClusterError(f"{name} did not start: {reason}")
 
-    # How they are
+    # State
 
     @property
     def pids(self) -> list[int]:
-        return [facts["pid"] for facts in self._facts]
+        return [info["pid"] for info in self._nodes]
 
     def name(self, rank: int) -> str:
-        facts = self._facts[rank]
-        return f"rank {rank} of {self._size} (pid {facts['pid']} on node {facts['address']})"
+        info = self._nodes[rank]
+        return f"rank {rank} of {self._size} (pid {info['pid']} on node {info['address']})"
 
-    def describe_end(self, rank: int) -> str:
-        node = self._facts[rank]["node"]
-        deadline = time.monotonic() + BURIAL_SECONDS
+    def describe_exit(self, rank: int) -> str:
+        node = self._nodes[rank]["node"]
+        deadline = time.monotonic() + EXIT_STATUS_SECONDS
         while time.monotonic() < deadline:
             nodes = ray_cluster.alive_nodes()
             if nodes and node not in nodes:
                 return f"{self.name(rank)} was lost: its node has left the Ray cluster"
             time.sleep(0.2)
-        return f"{self.name(rank)} was lost: its process was killed, or its machine has gone"
+        return f"{self.name(rank)} was lost: its process was killed, or its machine is unreachable"
 
     def wait(self, seconds: float) -> None:
         runs = list(self._held.runs)
         ray_cluster.bounded(lambda: self._ray.wait(runs, num_returns=len(runs), timeout=seconds), seconds + 1)
 
 
-class _Held:
-    """What must be given back."""
+class _RayResources:
+    """What the finalizer must release."""
 
     def __init__(self) -> None:
         self.group: Any = None
         self.actors: list[Any] = []
         self.runs: list[Any] = []
         self.sockets: list[socket.socket] = []
-        self.pulse: Heartbeats | None = None
+        self.liveness: SocketHeartbeats | None = None
         self.store: torch.distributed.TCPStore | None = None
 
     def open_store(self, host: str) -> str:
-        """Where ranks find each other; it listens at this address alone."""
+        """Start the store through which ranks form their process group, on this address only; returns its URL."""
         with socket.create_server((host, 0)) as listener:
             port = listener.getsockname()[1]
             self.store = torch.distributed.TCPStore(
@@ -206,19 +216,19 @@ class _Held:
         return f"tcp://{host}:{port}"
 
 
-def carried(chosen: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables that ranks get: ours, those of the libraries, and those the user has chosen."""
+def forwarded(chosen: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment variables that ranks get: those of quire and its libraries, and those the user has chosen."""
     return {
         name: value
         for name, value in environment.items()
-        if name in chosen or (name.startswith(CARRIED) and name not in NOT_CARRIED)
+        if name in chosen or (name.startswith(FORWARDED) and name not in NOT_FORWARDED)
     }
 
 
-def check_versions(facts: Sequence[Mapping[str, Any]]) -> None:
-    """All ranks must run what the engine runs."""
+def check_versions(nodes: Sequence[Mapping[str, Any]]) -> None:
+    """All ranks must have the engine's versions."""
     ours = {"quire": str(import_module("quire").__version__), "torch": importlib.metadata.version("torch")}
-    for rank, each in enumerate(facts):
+    for rank, each in enumerate(nodes):
         for package, version in ours.items():
             theirs = str(each[package])
             if _public(theirs) != _public(version):
@@ -229,9 +239,9 @@ def check_versions(facts: Sequence[Mapping[str, Any]]) -> None:
                 )
 
 
-def check_model(facts: Sequence[Mapping[str, Any]], path: str) -> None:
-    """All ranks must find the model where the engine found it."""
-    for rank, each in enumerate(facts):
+def check_model(nodes: Sequence[Mapping[str, Any]], path: str) -> None:
+    """All ranks must find the model under the engine's path."""
+    for rank, each in enumerate(nodes):
         if each["missing"]:
             raise ClusterError(
                 f"node {each['address']} ({each['host']}, rank {rank}) has no {path}: put the model there under the "
@@ -240,34 +250,33 @@ def check_model(facts: Sequence[Mapping[str, Any]], path: str) -> None:
 
 
 def _public(version: str) -> str:
-    """Without what was built in: the engine's node may have torch without CUDA."""
+    """Without the build's suffix: the engine's node may have torch without CUDA."""
     return version.partition("+")[0]
 
 
 def _resources(kind: str) -> dict[str, float]:
-    """How many each node has."""
+    """Amount of this resource by node."""
     nodes = ray_cluster.alive_nodes()
     if not nodes:
-        raise ClusterError("the Ray cluster does not answer any more")
+        raise ClusterError("the Ray cluster no longer answers")
     return {
         f"{node['NodeManagerAddress']} ({name[:8]})": node["Resources"].get(kind, 0.0) for name, node in nodes.items()
     }
 
 
-def _words(error: BaseException) -> str:
-    """The last line of what Ray says: the error itself, below where it came from."""
+def _last_line(error: BaseException) -> str:
+    """The last line of Ray's error: the error itself, below its traceback."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1] if lines else type(error).__name__
 
 
-def _end(held: _Held, owner: int) -> None:
-    """Whatever happened, nothing stays behind."""
+def _kill(held: _RayResources, owner: int) -> None:
     if os.getpid() != owner:
-        return  # a fork of ours ends, and the ranks are not its own
-    for sock in held.sockets:  # first: a rank whose connection closes leaves, also where Ray cannot be asked any more
+        return  # this is a fork of the owner: the ranks are not its own
+    for sock in held.sockets:  # first: ranks exit when their connection closes, even if Ray no longer answers
         sock.close()
-    if held.pulse is not None:
-        held.pulse.close()
+    if held.liveness is not None:
+        held.liveness.close()
     held.store = None
 
     def release() -> None:
@@ -280,3 +289,29 @@ def _end(held: _Held, owner: int) -> None:
     if held.actors or held.group is not None:
         ray_cluster.bounded(release)
     ray_cluster.leave()
+
+
+class RayBackend:
+    """Starts an actor for each rank on a Ray cluster."""
+
+    uses_local_devices = False  # Ray assigns each rank its device
+
+    def choose_platform(self, config: EngineConfig) -> Platform:
+        """GPUs if the cluster has any, whatever this machine has."""
+        if config.device == "cpu":
+            return choose("cpu")
+        ray_cluster.connect(config.ray_address)
+        nodes = ray_cluster.alive_nodes().values()
+        resources = {name for node in nodes for name, count in node["Resources"].items() if count}
+        if config.device == "cuda" or "GPU" in resources:
+            label = "accelerator_type:"
+            return RemoteCudaPlatform({name.removeprefix(label) for name in resources if name.startswith(label)})
+        return choose("cpu")
+
+    def start(self, spec: ExecutorSpec) -> StartedExecutor:
+        # A model that cannot be split is refused before any actor is started.
+        estimate_needs(spec.config, spec.files, spec.model, spec.platform, spec.limits)
+        # Each rank must use the device Ray gives it, not whatever else its node has.
+        config = dataclasses.replace(spec.config, device=spec.platform.device.type)
+        ranks = RayRanks(config, spec.files, config.num_ranks, on_gpus=config.device == "cuda")
+        return MultiprocessExecutor(dataclasses.replace(spec, config=config), ranks).started()

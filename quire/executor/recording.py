@@ -17,7 +17,7 @@ import msgspec
 from quire.config import EngineConfig
 from quire.errors import ConfigError
 from quire.executor.base import Executor, Lockstep
-from quire.executor.child import surroundings
+from quire.executor.child import child_context
 from quire.executor.expert_balance import ExpertBalance
 from quire.loading.files import ModelFiles
 from quire.messages.experts import Rebalanced
@@ -72,7 +72,7 @@ class RecordingExecutor:
     def __init__(self, executor: Executor, config: EngineConfig, files: ModelFiles, **shape: Any) -> None:
         """`shape`: the fields of `RecordingHeader` that only a started engine knows."""
         assert config.record is not None
-        told = surroundings(config, files)
+        told = child_context(config, files)
         settings = {name: value for name, value in told["settings"].items() if name not in _SECRETS}
         self._inner = executor
         self._file = _create(config.record)

@@ -1,8 +1,8 @@
-"""A ring of shared memory: what goes to every rank is written once, and each reads it there.
+"""A ring buffer in shared memory: a message to every rank is written once, and each rank reads it there.
 
-The socket to a rank is the doorbell: it says where a message lies, in its place among the others. The writer never
-waits. What finds no room, because a rank is behind or the message is too long, goes over the sockets as it is; so a
-rank that is slow, or dead, holds nobody up here.
+The socket to a rank is the doorbell: it carries the message's position, in order with the other messages. The writer
+never waits. A message that does not fit, because a rank is behind or the message is too long, is sent over the sockets
+instead; so a slow or dead rank does not block the writer.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import mmap
 from quire.messages.shared import SharedMemory, map_shared
 
 RING_BYTES = 8 << 20
-LEAST_BYTES = 64 << 10
-"""A shorter message is sent faster than it is fetched (benchmarks/plan_broadcast.py)."""
+MIN_BYTES = 64 << 10
+"""Shorter messages are faster over the sockets (benchmarks/plan_broadcast.py)."""
 _LINE = 64
-"""Bytes to a reader's position: each has a cache line, so that they do not slow each other down."""
+"""Bytes per reader's position: a cache line each, to avoid false sharing."""
 
 
 class RingWriter:
@@ -26,7 +26,7 @@ class RingWriter:
         self._start = readers * _LINE
         self._memory = SharedMemory(self._start + size)
         self._data = memoryview(self._memory.data)
-        # Positions count all bytes ever passed, gaps at the end of the ring included. A reader writes its own alone.
+        # Positions count all bytes ever passed, gaps at the end of the ring included. Each reader writes only its own.
         self._positions = self._data[: self._start].cast("Q")[:: _LINE // 8]
         self._end = 0
 
@@ -35,7 +35,7 @@ class RingWriter:
         return self._memory.fileno()
 
     def put(self, message: bytes | memoryview) -> int | None:
-        """Where the message lies; None if there is no room, which will be again when readers have read."""
+        """Position of the message; None if it does not fit until readers have read more."""
         at, offset = self._end, self._end % self._size
         if offset + len(message) > self._size:  # a message is never in two pieces
             at, offset = at + self._size - offset, 0
@@ -68,7 +68,7 @@ class RingReader:
         return cls(map_shared(descriptor), readers, reader)
 
     def take(self, at: int, length: int) -> bytes:
-        """The message that lies there. Its place may be written anew from now on."""
+        """The message at this position, whose memory may be overwritten from now on."""
         begin = self._start + at % self._size
         message = bytes(self._data[begin : begin + length])
         self._position[0] = at + length

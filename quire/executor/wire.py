@@ -1,4 +1,4 @@
-"""The messages between an engine and its ranks. Tagged structs in msgpack; nothing is pickled."""
+"""The messages between an engine and its ranks: tagged structs in msgpack, nothing pickled."""
 
 from __future__ import annotations
 
@@ -7,35 +7,35 @@ from typing import Any, Union
 import msgspec
 
 from quire.errors import ValidationError
-from quire.executor.child import RelayedLog, Surroundings
+from quire.executor.child import ChildContext, RelayedLog
 from quire.messages.frames import frame
 from quire.messages.plan import MovesDone
 
 LARGEST = 1 << 30
-"""Bytes a message may have: far more than any has, and less than a machine."""
+"""Upper bound on a message's bytes: far above any real message, far below a machine's memory."""
 
 # Down: to a rank
 
 
-class StartRank(Surroundings, tag=True):
-    """The first message: which part of which model."""
+class StartRank(ChildContext, tag=True):
+    """The first message: which part of which model to load."""
 
     rank: int
     size: int
     rendezvous: str
-    """Where ranks find each other: a file's path, or tcp://HOST:PORT."""
+    """Where the process group is formed: a file's path, or tcp://HOST:PORT."""
     threads: int
-    neighbours: int
+    local_size: int
     """Ranks on the same machine, itself included: they share its memory."""
-    own_device: bool
-    """Whether the GPU it sees is its own."""
+    owns_device: bool
+    """Whether no other rank uses the GPU it sees."""
     max_model_len: int
     max_rows: int
     max_tokens: int
 
 
 class HostShare(msgspec.Struct):
-    """A rank's part of every slot in a memory of slots."""
+    """A rank's part of every slot of host memory shared by all ranks."""
 
     slots: int
     slot_bytes: int
@@ -45,11 +45,11 @@ class HostShare(msgspec.Struct):
 
 
 class MakeCache(msgspec.Struct, tag=True):
-    """All ranks are loaded; this is how many blocks each of them has room for."""
+    """All ranks have loaded: allocate this many blocks."""
 
     num_blocks: int
     host: HostShare | None = None
-    """Its part of host memory that all ranks and the engine share; None: it has its own, if any."""
+    """Its part of host memory shared with the engine; None: it allocates its own, if any."""
 
 
 class Step(msgspec.Struct, tag=True):
@@ -59,7 +59,7 @@ class Step(msgspec.Struct, tag=True):
 
 
 class Supply(msgspec.Struct, tag=True):
-    """Masks for a step that waits for them."""
+    """Token masks for a step that waits for them."""
 
     masks: bytes
 
@@ -69,21 +69,21 @@ class CountExperts(msgspec.Struct, tag=True):
 
 
 class Shared(msgspec.Struct, tag=True):
-    """A message that lies in the memory all ranks share."""
+    """A message is in the shared ring, at this position."""
 
     at: int
     length: int
 
 
 class PlaceExperts(msgspec.Struct, tag=True):
-    """Hold other experts from the next step on. Answered by `Placed`."""
+    """Hold these experts from the next step on. Answered by `Placed`."""
 
     placements: dict[int, list[list[int]]]
     """By layer, the experts of each rank."""
 
 
 class ShutdownRank(msgspec.Struct, tag=True):
-    """Leave."""
+    """Exit."""
 
 
 Down = Union[StartRank, MakeCache, Step, Supply, CountExperts, PlaceExperts, Shared, ShutdownRank]
@@ -93,7 +93,7 @@ Down = Union[StartRank, MakeCache, Step, Supply, CountExperts, PlaceExperts, Sha
 
 
 class WeightsLoaded(msgspec.Struct, tag=True):
-    """The rank has its part of the model. What it takes, and what it leaves for the cache."""
+    """The rank has loaded its part of the model. What that takes, and what is left for the cache."""
 
     device: str
     dtype: str
@@ -103,42 +103,42 @@ class WeightsLoaded(msgspec.Struct, tag=True):
     """The fields of a `MemoryPlan`."""
     phases: dict[str, float]
     host_slots: int = 0
-    """Blocks it has room for in host memory…"""
+    """Blocks that fit in its host memory…"""
     slot_bytes: int = 0
-    """…and what its part of one takes."""
+    """…and the bytes of its part of one."""
 
 
 class RankReady(msgspec.Struct, tag=True):
-    """The rank takes plans."""
+    """The rank accepts plans."""
 
     host_slots: int = 0
-    """Blocks of its tier in host memory."""
+    """Blocks of its host tier."""
     slot_bytes: int = 0
     out_rate: float = 0.0
-    """Bytes a second to there and back."""
+    """Bytes per second from device to host; `back_rate`: from host to device."""
     back_rate: float = 0.0
 
 
 class Done(msgspec.Struct, tag=True):
-    """A step is over."""
+    """A step has completed."""
 
     step: int
     drawn: int
-    """A checksum of its tokens: every rank of the last stage must have drawn the same."""
+    """Checksum of its tokens: every rank of the last stage must have sampled the same."""
     moves_done: list[MovesDone]
     result: bytes = b""
-    """From the first rank of the last stage alone."""
+    """Only from the first rank of the last stage."""
 
 
 class StepFailed(msgspec.Struct, tag=True):
-    """A step failed here."""
+    """A step failed on this rank."""
 
     step: int
     error: str
     """The error's class."""
     message: str
     collectives: int
-    """How many this rank has begun. Where all ranks of a stage failed at the same one, they can go on together."""
+    """Number of collectives this rank has started. If all ranks of a stage failed at the same one, they can go on."""
 
 
 class ExpertCounts(msgspec.Struct, tag=True):
@@ -146,7 +146,7 @@ class ExpertCounts(msgspec.Struct, tag=True):
 
 
 class Placed(msgspec.Struct, tag=True):
-    """The experts are where they were to go."""
+    """The experts have been moved."""
 
 
 class StartRefused(msgspec.Struct, tag=True):
@@ -165,11 +165,11 @@ _up_decoder = msgspec.msgpack.Decoder(Up)
 
 
 def encode(message: Down | Up) -> bytes:
-    """A message as it goes over the socket. A setting that is no plain data raises."""
+    """A message as sent over the socket; raises if a setting is not plain data."""
     try:
         return frame(_encoder.encode(message))
     except (TypeError, ValueError, OverflowError, NotImplementedError) as error:
-        raise ValidationError(f"this cannot be sent to another process: {error}") from error
+        raise ValidationError(f"a setting cannot be sent to another process: {error}") from error
 
 
 def decode_down(data: bytes) -> Down:

@@ -105,7 +105,7 @@ class Runner:
         except BaseException:
             self._batch.is_broken = True
             if self._pipeline is not None:
-                self._pipeline.make_up()
+                self._pipeline.send_placeholder()
             raise
 
     @torch.inference_mode()

@@ -201,7 +201,7 @@ class Worker:
     def _connect(self, batch: DeviceBatch) -> None:
         """Give the batch the buffer of the previous stage's hidden states: graphs have its address in them."""
         if self._pipeline is not None:
-            batch.given = self._pipeline.given
+            batch.given = self._pipeline.received
 
     def _can_capture(self) -> bool:
         """Whether steps can be CUDA graphs. With experts on other replicas they cannot: how much is sent depends on

@@ -371,7 +371,7 @@ class TestProcesses:
             assert "ready in" in caplog.text  # its log lines are ours
             async with llm:
                 assert (await final(llm, "abc", priority=5)).finished
-                with pytest.raises(QuireError, match="failed to take the request: KeyError") as caught:
+                with pytest.raises(QuireError, match="failed to accept the request: KeyError") as caught:
                     await final(llm, "abc", priority=14)
                 assert not isinstance(caught.value, EngineDeadError)
                 await assert_idle(llm)

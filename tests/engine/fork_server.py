@@ -1,4 +1,4 @@
-"""One nursery for the engines of a test module: loading a vocabulary takes its seconds."""
+"""One fork_server for the engines of a test module: loading a vocabulary takes its seconds."""
 
 from __future__ import annotations
 
@@ -21,33 +21,33 @@ def grammars_of(llm: LLM) -> Grammars:
     return grammars
 
 
-class SharedNursery:
-    """Makes engines over one model that have their guides from the same process."""
+class SharedForkServer:
+    """Makes engines over one model that have their matchers from the same process."""
 
     def __init__(self, model: Path) -> None:
         self._model = model
-        self._nursery: ForkServerClient | None = None
+        self._fork_server: ForkServerClient | None = None
         self._made: list[LLM] = []
 
     def engine(self, **settings: Any) -> LLM:
         usual = {"dtype": "float32", "num_gpu_blocks_override": 128, "device": "cpu", "max_num_seqs": ROWS}
         llm = LLM(str(self._model), **(usual | settings))
         grammars = grammars_of(llm)
-        grammars._setup.end_ids = [1, 3]
-        if self._nursery is None:
-            self._nursery = ForkServerClient(grammars._setup)
-        grammars._nursery = self._nursery
-        grammars._numbers = next(_engines) << 20  # guides are told apart by number
+        grammars._spec.end_ids = [1, 3]
+        if self._fork_server is None:
+            self._fork_server = ForkServerClient(grammars._spec)
+        grammars._fork_server = self._fork_server
+        grammars._numbers = next(_engines) << 20  # matchers are told apart by number
         self._made.append(llm)
         return llm
 
     def close(self) -> None:
         for llm in self._made:
             assert_idle(llm)
-            nursery = grammars_of(llm)._nursery
-            if nursery is not None and nursery is not self._nursery:
-                nursery.close()  # the one it had was killed
-            grammars_of(llm)._nursery = None
+            fork_server = grammars_of(llm)._fork_server
+            if fork_server is not None and fork_server is not self._fork_server:
+                fork_server.close()  # the one it had was killed
+            grammars_of(llm)._fork_server = None
             llm.shutdown()
-        if self._nursery is not None:
-            self._nursery.close()
+        if self._fork_server is not None:
+            self._fork_server.close()

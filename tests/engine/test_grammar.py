@@ -13,11 +13,11 @@ import jsonschema_rs
 import pytest
 
 from quire import LLM, RequestOutput, SamplingParams, StructuredOutputsParams
-from quire.engine.grammar.rules import MOST_SPACES
+from quire.engine.grammar.xgrammar_backend import MAX_WHITESPACE
 from quire.errors import StepError
 from quire.platforms.cpu import CpuPlatform
 from tests.conftest import assert_idle
-from tests.engine.fork_server import SharedNursery
+from tests.engine.fork_server import SharedForkServer
 from tests.kernels.triton_target import ON_GPU
 
 PERSON = {
@@ -79,7 +79,7 @@ def tokens_of(outputs: list[RequestOutput]) -> list[list[int]]:
 @pytest.fixture(scope="module")
 def engines(tiny_model: Path) -> Iterator[Callable[..., LLM]]:
     """Engines over the tiny model, one for each setting."""
-    shared = SharedNursery(tiny_model)
+    shared = SharedForkServer(tiny_model)
     yield functools.cache(shared.engine)
     shared.close()
 
@@ -168,7 +168,7 @@ def test_a_model_in_love_with_white_space_comes_to_an_end(engines: Callable[...,
         fields = {"logit_bias": line_breaks, "max_tokens": 200, "temperature": 0}
         (sample,) = llm.generate([PROMPT[:9]], params(form, **fields), use_tqdm=False)[0].outputs
         runs = [len(run) for run in re.findall(r"\s+", sample.text)]
-        assert max(runs) == MOST_SPACES
+        assert max(runs) == MAX_WHITESPACE
         if form.json is not None:  # any object may have any number of members
             assert sample.finish_reason == "stop" and set(json.loads(sample.text)) == {"a"}
 

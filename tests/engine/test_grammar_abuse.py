@@ -19,7 +19,7 @@ from quire import LLM, AsyncLLM, RequestOutput, SamplingParams, StructuredOutput
 from quire.engine.grammar import grammars as module
 from quire.errors import ValidationError
 from tests.conftest import assert_idle
-from tests.engine.fork_server import SharedNursery, grammars_of
+from tests.engine.fork_server import SharedForkServer, grammars_of
 
 Form = StructuredOutputsParams
 PROMPT = [20 + 3 * i for i in range(30)]
@@ -62,15 +62,15 @@ def params(form: Form | None = None, **fields: Any) -> SamplingParams:
 
 
 @pytest.fixture(scope="module")
-def nursery(tiny_model: Path) -> Iterator[SharedNursery]:
-    shared = SharedNursery(tiny_model)
+def fork_server(tiny_model: Path) -> Iterator[SharedForkServer]:
+    shared = SharedForkServer(tiny_model)
     yield shared
     shared.close()
 
 
 @pytest.fixture(scope="module")
-def shared(nursery: SharedNursery) -> LLM:
-    llm = nursery.engine(grammar_timeout=TIMEOUT)
+def shared(fork_server: SharedForkServer) -> LLM:
+    llm = fork_server.engine(grammar_timeout=TIMEOUT)
     assert generate(llm, Form(regex="a{3}")).outputs[0].text == "aaa"  # the vocabulary is loaded
     return llm
 
@@ -81,8 +81,8 @@ def llm(shared: LLM) -> Iterator[LLM]:
     assert_idle(shared)
     grammars = grammars_of(shared)
     grammars._refused.clear()
-    assert not grammars.is_active and not grammars._followers
-    assert not any(guide.users for guide in grammars._guides.values())
+    assert not grammars.is_active and not grammars._sequences
+    assert not any(matcher.users for matcher in grammars._matchers.values())
 
 
 def generate(llm: LLM, form: Form, **fields: Any) -> RequestOutput:
@@ -97,12 +97,12 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def guides(llm: LLM) -> list[int]:
-    """Processes of the nursery's."""
-    nursery = grammars_of(llm)._nursery
-    if nursery is None:
+def matcher_pids(llm: LLM) -> list[int]:
+    """Processes of the fork_server's."""
+    fork_server = grammars_of(llm)._fork_server
+    if fork_server is None:
         return []
-    with open(f"/proc/{nursery.pid}/task/{nursery.pid}/children") as file:
+    with open(f"/proc/{fork_server.pid}/task/{fork_server.pid}/children") as file:
         return [pid for pid in map(int, file.read().split()) if is_alive(pid)]
 
 
@@ -150,38 +150,38 @@ def test_what_takes_too_long_to_follow_fails_and_holds_nobody_up_for_long(llm: L
     print(f"{name}: longest gap {gap * 1000:.0f} ms over {tokens} tokens, {output.error}")
     assert tokens > 3 and gap < 1.0
     if output.error is not None:
-        assert "too long to follow" in output.error or "grammar_timeout" in output.error
+        assert "too long to match" in output.error or "grammar_timeout" in output.error
     assert generate(llm, Form(regex="a{3}")).outputs[0].text == "aaa"
 
 
 def test_no_more_grammars_are_kept_than_may_be(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MOST_GUIDES", 3)
+    monkeypatch.setattr(module, "MAX_MATCHERS", 3)
     for i in range(8):
         assert generate(llm, Form(regex=f"b{{{i + 1}}}")).outputs[0].text == "b" * (i + 1)
         time.sleep(0.05)
-        assert len(grammars_of(llm)._guides) <= 3 and len(guides(llm)) <= 3
-    kept = guides(llm)
+        assert len(grammars_of(llm)._matchers) <= 3 and len(matcher_pids(llm)) <= 3
+    kept = matcher_pids(llm)
     assert generate(llm, Form(regex="b{8}")).outputs[0].text == "b" * 8
-    assert guides(llm) == kept  # the last one was still there
+    assert matcher_pids(llm) == kept  # the last one was still there
     forms = [params(Form(regex=f"c{{{i + 1}}}")) for i in range(7)]  # more at once than may be kept
     outputs = llm.generate([PROMPT] * 7, forms, use_tqdm=False)
     assert [output.outputs[0].text for output in outputs] == ["c" * (i + 1) for i in range(7)]
 
 
 def test_no_more_memory_is_kept_than_may_be(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "CACHE_BYTES", 1)
+    monkeypatch.setattr(module, "IDLE_BYTES", 1)
     for i in range(3):
         generate(llm, Form(regex=f"d{{{i + 1}}}"))
-    assert len(grammars_of(llm)._guides) <= 2  # the last one, and the one before until the next comes
+    assert len(grammars_of(llm)._matchers) <= 2  # the last one, and the one before until the next comes
 
 
-def test_a_storm_of_aborts_leaves_nothing_behind(nursery: SharedNursery) -> None:
+def test_a_storm_of_aborts_leaves_nothing_behind(fork_server: SharedForkServer) -> None:
     """A cache for a few, prompts in chunks, good forms and bad ones and none, ends at any moment."""
     chaos = random.Random(7)
     forms = [
         Form(regex="[a-z]{3,30}"), Form(choice=["yes", "no"]), Form(grammar="root ::= x"), None, Form(json_object=True),
     ]  # fmt: skip
-    llm = nursery.engine(num_gpu_blocks_override=24, block_size=4, max_num_batched_tokens=9, pipeline_depth=1)
+    llm = fork_server.engine(num_gpu_blocks_override=24, block_size=4, max_num_batched_tokens=9, pipeline_depth=1)
     generate(llm, forms[0] or Form(regex="a"))  # the vocabulary is loaded
     engine, ended, open_ids, number = llm.llm_engine, list[RequestOutput](), set[str](), 0
     while number < 120 or open_ids:
@@ -199,35 +199,35 @@ def test_a_storm_of_aborts_leaves_nothing_behind(nursery: SharedNursery) -> None
                 ended.append(output)
                 open_ids.discard(output.request_id)
     assert_idle(llm)
-    assert not grammars_of(llm).is_active and not grammars_of(llm)._followers
+    assert not grammars_of(llm).is_active and not grammars_of(llm)._sequences
     assert {output.outputs[0].finish_reason for output in ended} == {"stop", "length", "error"}
 
 
 @pytest.mark.slow
-def test_a_killed_nursery_is_replaced(llm: LLM) -> None:
+def test_a_killed_fork_server_is_replaced(llm: LLM) -> None:
     grammars = grammars_of(llm)
-    assert grammars._nursery is not None
-    os.kill(grammars._nursery.pid, signal.SIGKILL)
+    assert grammars._fork_server is not None
+    os.kill(grammars._fork_server.pid, signal.SIGKILL)
     time.sleep(0.1)
-    assert generate(llm, Form(regex="a{3}")).outputs[0].text == "aaa"  # compiled before: its guide is gone too
+    assert generate(llm, Form(regex="a{3}")).outputs[0].text == "aaa"  # compiled before: its matcher is gone too
     assert generate(llm, Form(regex="a{4}")).outputs[0].text == "aaaa"
 
 
-def test_a_nursery_killed_while_it_compiles_is_replaced_and_the_request_served(llm: LLM) -> None:
+def test_a_fork_server_killed_while_it_compiles_is_replaced_and_the_request_served(llm: LLM) -> None:
     engine = llm.llm_engine
     slow = Form(regex="e{5}|" + "|".join("".join(chr(97 + i * j % 26) for j in range(1, 24)) for i in range(1500)))
     engine.add_request("slow", PROMPT, params(slow, max_tokens=40))
     engine.step()
     grammars = grammars_of(llm)
-    assert grammars._nursery is not None
-    os.kill(grammars._nursery.pid, signal.SIGKILL)
+    assert grammars._fork_server is not None
+    os.kill(grammars._fork_server.pid, signal.SIGKILL)
     outputs: list[RequestOutput] = []
     while engine.has_unfinished_requests():
         outputs += engine.step()
     assert outputs[-1].error is None and outputs[-1].outputs[0].finish_reason == "stop"
 
 
-def test_a_killed_guide_fails_its_requests_and_no_other(llm: LLM) -> None:
+def test_a_killed_matcher_fails_its_requests_and_no_other(llm: LLM) -> None:
     engine = llm.llm_engine
     engine.add_request("a", PROMPT, params(Form(regex="[a-z]{200}"), max_tokens=100))
     engine.add_request("b", PROMPT, params(Form(regex="f{50}"), max_tokens=100))
@@ -243,10 +243,10 @@ def test_a_killed_guide_fails_its_requests_and_no_other(llm: LLM) -> None:
     assert generate(llm, Form(regex="[a-z]{200}"), max_tokens=20).outputs[0].finish_reason == "length"
 
 
-def test_a_guide_that_left_by_itself_is_made_again(llm: LLM) -> None:
+def test_a_matcher_that_left_by_itself_is_made_again(llm: LLM) -> None:
     form = Form(regex="g{6}")
     generate(llm, form)
-    pid = next(guide.pid for guide in grammars_of(llm)._guides.values() if b"g{6}" in guide.form)
+    pid = next(matcher.pid for matcher in grammars_of(llm)._matchers.values() if b"g{6}" in matcher.form)
     os.kill(pid, signal.SIGKILL)
     time.sleep(0.1)
     assert generate(llm, form).outputs[0].text == "g" * 6
@@ -255,14 +255,14 @@ def test_a_guide_that_left_by_itself_is_made_again(llm: LLM) -> None:
 def test_an_engine_that_is_shut_down_leaves_no_process(tiny_model: Path) -> None:
     settings = {"dtype": "float32", "num_gpu_blocks_override": 64, "device": "cpu"}
     with LLM(str(tiny_model), **settings) as llm:
-        assert grammars_of(llm)._nursery is None  # nothing is started before it is needed
+        assert grammars_of(llm)._fork_server is None  # nothing is started before it is needed
         assert generate(llm, Form(regex="a{3}")).outputs[0].text == "aaa"
         llm.llm_engine.add_request("hangs", PROMPT, params(TO_COMPILE["optional properties"]))
-        while len(guides(llm)) < 2:
+        while len(matcher_pids(llm)) < 2:
             llm.llm_engine.step()
-        nursery = grammars_of(llm)._nursery
-        assert nursery is not None
-        pids = [nursery.pid, *guides(llm)]
+        fork_server = grammars_of(llm)._fork_server
+        assert fork_server is not None
+        pids = [fork_server.pid, *matcher_pids(llm)]
     time.sleep(0.2)
     assert not [pid for pid in pids if is_alive(pid)]
 

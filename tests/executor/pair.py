@@ -22,16 +22,16 @@ from quire.messages.request import NewRequest
 
 
 class Pair:
-    """Two engines or more of one model. Rouses all of them with each request, as a front does."""
+    """Two engines or more of one model. Each request wakes all of them, as a front does."""
 
     def __init__(self, folder: Path, size: int = 2, **settings: Any) -> None:
         config = EngineConfig(str(folder), data_parallel_size=size, enable_expert_parallel=True, **settings)
         files = local_files(str(folder), folder)
         model = read_model_config(files)
         self._folder = tempfile.TemporaryDirectory(prefix="quire-meeting-")
-        meeting = str(Path(self._folder.name) / "meeting")
+        rendezvous = str(Path(self._folder.name) / "rendezvous")
         self.engines = [
-            RemoteEngine(config, files, model, replica=i, replicas=size, meeting=meeting) for i in range(size)
+            RemoteEngine(config, files, model, replica=i, replicas=size, rendezvous=rendezvous) for i in range(size)
         ]
         self.tokens: dict[Key, list[int]] = defaultdict(list)
         self.ended: dict[Key, str] = {}
@@ -54,15 +54,15 @@ class Pair:
         for finished in outputs.finished:
             self.ended[tuple(finished.key)] = finished.reason
 
-    def add(self, engine: int, request_id: str, prompt: list[int], params: SamplingParams, rouses: bool = True) -> None:
-        facts = self.engines[engine].facts
+    def add(self, engine: int, request_id: str, prompt: list[int], params: SamplingParams, wakes: bool = True) -> None:
+        info = self.engines[engine].info
         self.number += 1
-        limit = min(len(prompt) + (params.max_tokens or 16), facts.max_model_len)
-        keys = facts.keys.of(prompt, "")
+        limit = min(len(prompt) + (params.max_tokens or 16), info.max_model_len)
+        keys = info.keys.of(prompt, "")
         request = NewRequest(request_id, list(prompt), params, limit, keys=keys, seed=params.seed or 0)
         self.engines[engine].send(ipc.Add(request))
-        for each in self.engines if rouses else []:
-            each.send(ipc.Rouse(self.number))
+        for each in self.engines if wakes else []:
+            each.send(ipc.Wake(self.number))
 
     async def generate(self, prompts: Mapping[int, Sequence[list[int]]], **params: Any) -> dict[int, list[list[int]]]:
         """The tokens of each engine's prompts, sample by sample."""

@@ -18,7 +18,7 @@ from torch import distributed
 
 from quire import LLM, AsyncLLM
 from quire.config import EngineConfig
-from quire.distributed.collectives import calls
+from quire.distributed.collectives import collectives_started
 from quire.distributed.experts import Copy, ExpertRanks, copy_rows
 from quire.engine import ipc
 from quire.errors import ConfigError, EngineDeadError, ValidationError
@@ -135,9 +135,9 @@ def test_a_rank_that_no_expert_comes_to_counts_the_move_as_the_others_do() -> No
     """Ranks that have begun as many collectives can go on after a step that failed on all of them."""
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     try:
-        before = calls()
+        before = collectives_started()
         copy_rows(torch.zeros(2, 3), [Copy((1, 0), (2, 0))], ExpertRanks(0, 3))
-        assert calls() == before + 1
+        assert collectives_started() == before + 1
     finally:
         distributed.destroy_process_group()
 
@@ -181,7 +181,7 @@ async def heard_late(pair: Pair, order: list[int]) -> list[int]:
     )
     for engine in order:
         await asyncio.sleep(0.1)
-        pair.engines[engine].send(ipc.Rouse(pair.number))
+        pair.engines[engine].send(ipc.Wake(pair.number))
     await pair.until(lambda: (name, 0) in pair.ended)
     return pair.tokens[name, 0]
 
@@ -241,7 +241,7 @@ def test_engines_that_step_together_say_what_one_says_and_end_together(
             await asyncio.sleep(0.01)
 
     asyncio.run(lose_one())
-    assert "another" in pair.deaths[0][0] and "is gone" in pair.deaths[0][0]
+    assert "another" in pair.deaths[0][0] and "has exited" in pair.deaths[0][0]
 
 
 def cpu_seconds(pid: int) -> float:
@@ -315,7 +315,7 @@ def test_an_engine_may_take_longer_to_load_than_a_step_may(tmp_path: Path, make_
             await asyncio.sleep(0.05)
 
     asyncio.run(live())
-    assert "another engine of the 2 that share the experts is gone, or does not answer" in pair.deaths[0][0]
+    assert "another engine of the 2 that share the experts has exited or does not respond" in pair.deaths[0][0]
 
 
 @pytest.mark.parametrize(

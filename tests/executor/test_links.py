@@ -8,7 +8,7 @@ import time
 import pytest
 
 from quire.errors import RankLostError
-from quire.executor import links, pulse, wire
+from quire.executor import links, liveness, wire
 from quire.executor.links import RankLinks
 from tests.executor.test_shared_ring import Listeners
 
@@ -18,8 +18,8 @@ LONG = bytes(4 << 20)
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(links, "LOOK_SECONDS", 0.02)
-    monkeypatch.setattr(pulse, "SILENT_SECONDS", 0.2)
+    monkeypatch.setattr(links, "CHECK_SECONDS", 0.02)
+    monkeypatch.setattr(liveness, "SILENT_SECONDS", 0.2)
 
 
 def send_long(ranks: Listeners) -> str:
@@ -41,15 +41,15 @@ def send_long(ranks: Listeners) -> str:
 
 
 def test_a_rank_that_is_stopped_is_noticed_by_who_sends() -> None:
-    assert send_long(Listeners(2, ring_bytes=1000)) == "rank 0 hangs: it is stopped, or cannot go on"
+    assert send_long(Listeners(2, ring_bytes=1000)) == "rank 0 hangs: it is stopped or blocked"
 
 
 def test_who_sends_can_be_called_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pulse, "SILENT_SECONDS", 60)
+    monkeypatch.setattr(liveness, "SILENT_SECONDS", 60)
     ranks = Listeners(1, ring_bytes=1000)
     senders = RankLinks(ranks)
     threading.Timer(0.2, lambda: setattr(senders, "given_up", "it takes too long")).start()
-    with pytest.raises(RankLostError, match="the ranks do not answer: it takes too long"):
+    with pytest.raises(RankLostError, match="the ranks do not respond: it takes too long"):
         senders.send(wire.Step(LONG))
 
 
@@ -78,7 +78,7 @@ def test_long_messages_both_ways_at_once() -> None:
 
 def _beat(ranks: Listeners, while_alive: threading.Thread) -> None:
     while while_alive.is_alive():
-        ranks.pulse._memory.data[0] = (ranks.pulse._memory.data[0] + 1) % 256
+        ranks.liveness._memory.data[0] = (ranks.liveness._memory.data[0] + 1) % 256
         time.sleep(0.05)
 
 
@@ -87,8 +87,8 @@ def test_the_first_loss_is_told_whoever_asks_later() -> None:
     senders = RankLinks(ranks)
     ranks.theirs[1].close()
     for attempt in (
-        lambda: senders.look(lambda rank, message: None),
-        lambda: senders.look(lambda rank, message: None),
+        lambda: senders.poll(lambda rank, message: None),
+        lambda: senders.poll(lambda rank, message: None),
         lambda: senders.receive(lambda: False, lambda rank, message: None),
         lambda: senders.send(wire.CountExperts()),
     ):

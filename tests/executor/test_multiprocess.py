@@ -17,9 +17,9 @@ import pytest
 
 from quire import LLM, AsyncLLM, SamplingParams
 from quire.config import EngineConfig
-from quire.distributed.collectives import calls
+from quire.distributed.collectives import collectives_started
 from quire.errors import ConfigError, EngineDeadError, ValidationError
-from quire.executor import links, pulse
+from quire.executor import links, liveness
 from quire.messages.sampling import StructuredOutputsParams
 from tests.engine.test_tiers_engine import weather
 from tests.executor.lone_group import group_of_one
@@ -103,9 +103,9 @@ def test_a_group_of_one_sums_as_a_larger_one_does(make_llm: Callable[..., LLM]) 
     """So that what graphs capture between GPUs can be tested with one of them."""
     alone = tokens(make_llm(**TIGHT), [BEGIN])
     with group_of_one("gloo"):
-        before = calls()
+        before = collectives_started()
         assert tokens(make_llm(**TIGHT), [BEGIN]) == alone
-        assert calls() > before
+        assert collectives_started() > before
 
 
 def lose_a_rank(llm: LLM, said: str, seconds: float) -> None:
@@ -160,7 +160,10 @@ def test_a_rank_that_cannot_start_says_why(tiny_model: Path) -> None:
         ({"tensor_parallel_size": 3}, "4 attention heads cannot be split over 3 tensor-parallel ranks.*1, 2, 4"),
         ({"tensor_parallel_size": 0}, "tensor_parallel_size must be an integer of at least 1"),
         ({"tensor_parallel_size": 2, "distributed_executor_backend": "uni"}, "'uni' is one rank"),
-        ({"distributed_executor_backend": "slurm"}, "must be one of uni, mp, ray; got 'slurm'"),
+        (
+            {"distributed_executor_backend": "slurm"},
+            "unknown executor backend 'slurm'; known: mp, null, ray, uni; or give a dotted path",
+        ),
         ({"distributed_executor_backend": "ray", "kv_disk": "somewhere"}, "kv_disk needs all ranks on the engine's m"),
     ],
 )
@@ -171,9 +174,9 @@ def test_what_cannot_be_is_said_in_a_line(settings: dict[str, Any], message: str
 
 
 def test_one_rank_needs_no_process_of_its_own_unless_asked() -> None:
-    assert not EngineConfig("m").is_multiprocess
-    assert EngineConfig("m", distributed_executor_backend="mp").is_multiprocess
-    assert EngineConfig("m", tensor_parallel_size=4).is_multiprocess
+    assert EngineConfig("m").executor_name == "uni"
+    assert EngineConfig("m", distributed_executor_backend="mp").executor_name == "mp"
+    assert EngineConfig("m", tensor_parallel_size=4).executor_name == "mp"
 
 
 MODELS = {
@@ -191,7 +194,7 @@ IN_CI = ("qwen3",)
 def test_architectures_over_two_ranks(
     name: str, tmp_path: Path, make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(links, "LEAST_BYTES", 0)  # every plan goes through shared memory, also the short ones
+    monkeypatch.setattr(links, "MIN_BYTES", 0)  # every plan goes through shared memory, also the short ones
     folder = tmp_path / name
     random_reference(MODELS[name]).save_pretrained(folder)
     prompts = [[(7 * i + 3 * j) % 97 for j in range(20 + 5 * i)] for i in range(4)]
@@ -256,7 +259,7 @@ def test_a_step_that_fails_on_one_rank_ends_the_engine(make_llm: Callable[..., L
 
 @pytest.mark.slow
 def test_a_rank_that_is_stopped_is_noticed(make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pulse, "SILENT_SECONDS", 3.0)
+    monkeypatch.setattr(liveness, "SILENT_SECONDS", 3.0)
     llm = make_llm(**TIGHT, tensor_parallel_size=2)
     pids = ranks_of(llm)
     os.kill(pids[0], signal.SIGSTOP)

@@ -23,13 +23,14 @@ import torch
 
 from quire import LLM, AsyncLLM, SamplingParams
 from quire.config import EngineConfig
-from quire.engine.device_split import take_share
-from quire.engine.start_executor import estimate_needs
+from quire.engine.device_split import limit_to_share
 from quire.errors import ClusterError, ConfigError, EngineDeadError, QuireError
 from quire.executor import ray_ranks
-from quire.executor.liveness import Heartbeats
-from quire.executor.rank_listener import BEATS, MESSAGES, SECRET_BYTES, RankListener, dial
-from quire.executor.ray_ranks import carried
+from quire.executor.base import StepLimits
+from quire.executor.estimate import estimate_needs
+from quire.executor.liveness import SocketHeartbeats
+from quire.executor.rank_listener import HEARTBEATS, MESSAGES, SECRET_BYTES, RankListener, connect_to_engine
+from quire.executor.ray_ranks import forwarded
 from quire.loading.files import ModelFiles, local_files
 from quire.loading.read_config import read_model_config
 from quire.platforms.cuda import RemoteCudaPlatform
@@ -62,7 +63,7 @@ def two_nodes(cluster: Any) -> Iterator[Any]:
 
 
 def nodes_of(llm: LLM) -> list[str]:
-    return [facts["node"] for facts in llm.llm_engine.core._executor._ranks.ranks._facts]
+    return [info["node"] for info in llm.llm_engine.core._executor._ranks.ranks._nodes]
 
 
 def goes(pid: int, seconds: float = 15.0) -> bool:
@@ -159,16 +160,16 @@ def test_an_address_where_no_ray_is(tiny_model: Path, monkeypatch: pytest.Monkey
     said = refused(tiny_model, ray_address=f"127.0.0.1:{port}")
     assert f"no Ray cluster can be reached at 127.0.0.1:{port} (connection refused" in said
     with mute_port() as port:
-        assert f"what answers at 127.0.0.1:{port} is no Ray" in refused(tiny_model, ray_address=f"127.0.0.1:{port}")
+        assert f"the server at 127.0.0.1:{port} is not a Ray" in refused(tiny_model, ray_address=f"127.0.0.1:{port}")
     assert "no Ray cluster can be reached at no.such.host.invalid:6379" in refused(
         tiny_model, ray_address="no.such.host.invalid:6379"
     )
-    assert "must be HOST:PORT, as 10.0.0.1:6379; got '6379'" in refused(tiny_model, ray_address="6379")
+    assert "must be HOST:PORT, for example 10.0.0.1:6379; got '6379'" in refused(tiny_model, ray_address="6379")
     assert "not as a client from outside" in refused(tiny_model, ray_address="ray://127.0.0.1:10001")
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:9")
     assert "no Ray cluster can be reached at 127.0.0.1:9" in refused(tiny_model)
     monkeypatch.setitem(sys.modules, "ray", None)
-    assert "Ray is not installed here: pip install 'quire[ray]'" in refused(tiny_model)
+    assert "Ray is not installed: pip install 'quire[ray]'" in refused(tiny_model)
 
 
 def test_settings_that_contradict_each_other(tmp_path: Path) -> None:
@@ -272,7 +273,7 @@ def test_a_node_that_goes_is_named_and_the_engine_comes_back_with_another(two_no
 def test_a_rank_that_is_stopped_is_noticed(
     two_nodes: Any, make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quire.executor.pulse.SILENT_SECONDS", 3.0)
+    monkeypatch.setattr("quire.executor.liveness.SILENT_SECONDS", 3.0)
     llm = make_llm(**RAY, ray_address=two_nodes.address)
     pids = ranks_of(llm)
     os.kill(pids[0], signal.SIGSTOP)
@@ -341,14 +342,17 @@ def descendants(root: int) -> dict[int, str]:
 
 
 def test_only_who_knows_the_secret_is_let_in() -> None:
-    gate = RankListener("127.0.0.1", 1)
-    strangers = [socket.create_connection(gate.address) for _ in range(3)]
+    listener = RankListener("127.0.0.1", 1)
+    strangers = [socket.create_connection(listener.address) for _ in range(3)]
     strangers[0].sendall(b"GET / HTTP/1.1\r\nHost: engine\r\nAccept: anything at all\r\n\r\n")
     strangers[1].sendall(bytes(SECRET_BYTES + 5))
-    callers = [dial(gate.address, bytes(SECRET_BYTES), 0, MESSAGES), dial(gate.address, gate.secret, 7, MESSAGES)]
-    known = [dial(gate.address, gate.secret, 0, kind) for kind in (MESSAGES, BEATS)]
-    second = dial(gate.address, gate.secret, 0, MESSAGES)
-    messages, beats = gate.admit(lambda: None, time.monotonic() + 10)
+    callers = [
+        connect_to_engine(listener.address, bytes(SECRET_BYTES), 0, MESSAGES),
+        connect_to_engine(listener.address, listener.secret, 7, MESSAGES),
+    ]
+    known = [connect_to_engine(listener.address, listener.secret, 0, kind) for kind in (MESSAGES, HEARTBEATS)]
+    second = connect_to_engine(listener.address, listener.secret, 0, MESSAGES)
+    messages, beats = listener.accept_all(lambda: None, time.monotonic() + 10)
     assert len(messages) == len(beats) == 1
     messages[0].sendall(b"plan")
     assert known[0].recv(10) == b"plan"
@@ -356,21 +360,21 @@ def test_only_who_knows_the_secret_is_let_in() -> None:
         sock.settimeout(5)
         with contextlib.suppress(ConnectionError):
             assert sock.recv(10) == b""
-    gate.close()
+    listener.close()
 
 
 def test_ranks_that_do_not_come_are_named() -> None:
-    gate = RankListener("127.0.0.1", 2)
-    dial(gate.address, gate.secret, 0, MESSAGES)
+    listener = RankListener("127.0.0.1", 2)
+    connect_to_engine(listener.address, listener.secret, 0, MESSAGES)
     with pytest.raises(TimeoutError, match="ranks 0, 1 of 2 did not connect"):
-        gate.admit(lambda: None, time.monotonic() + 0.5)
-    gate.close()
+        listener.accept_all(lambda: None, time.monotonic() + 0.5)
+    listener.close()
 
 
 def test_a_rank_that_does_not_beat_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.executor.pulse.SILENT_SECONDS", 1.0)
+    monkeypatch.setattr("quire.executor.liveness.SILENT_SECONDS", 1.0)
     pairs = [socket.socketpair() for _ in range(2)]
-    beats = Heartbeats([ours for ours, _ in pairs])
+    beats = SocketHeartbeats([ours for ours, _ in pairs])
     beats.watch()
     deadline = time.monotonic() + 30
     while (silent := beats.silent()) is None and time.monotonic() < deadline:
@@ -385,10 +389,10 @@ def test_engines_on_a_cluster_need_no_devices_of_their_own_machine(monkeypatch: 
     monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     config = EngineConfig("m", data_parallel_size=2, tensor_parallel_size=2, distributed_executor_backend="ray")
-    take_share(config, 1, 2)
+    limit_to_share(config, 1, 2)
     assert "CUDA_VISIBLE_DEVICES" not in os.environ
     with pytest.raises(ConfigError, match="4 are needed, and this machine shows 1"):
-        take_share(EngineConfig("m", data_parallel_size=2, tensor_parallel_size=2), 1, 2)
+        limit_to_share(EngineConfig("m", data_parallel_size=2, tensor_parallel_size=2), 1, 2)
 
 
 def test_which_variables_ranks_get() -> None:
@@ -400,14 +404,15 @@ def test_which_variables_ranks_get() -> None:
         "MINE": "d",
         "HOME": "e",
     }
-    assert carried(["MINE"], here) == {"QUIRE_CACHE": "a", "HF_HOME": "b", "NCCL_DEBUG": "c", "MINE": "d"}
+    assert forwarded(["MINE"], here) == {"QUIRE_CACHE": "a", "HF_HOME": "b", "NCCL_DEBUG": "c", "MINE": "d"}
 
 
 def test_an_engine_without_a_gpu_plans_for_ranks_that_have_some(tiny_model: Path) -> None:
     """As on the head node of a cluster: what a rank will take is known there."""
     files = local_files("m", tiny_model)
     config = EngineConfig(str(tiny_model), distributed_executor_backend="ray", tensor_parallel_size=2)
-    needs = estimate_needs(config, files, read_model_config(files), RemoteCudaPlatform({"H100"}), 256, 8, 64)
-    alone = estimate_needs(EngineConfig("m"), files, read_model_config(files), RemoteCudaPlatform(), 256, 8, 64)
+    limits = StepLimits(256, 8, 64)
+    needs = estimate_needs(config, files, read_model_config(files), RemoteCudaPlatform({"H100"}), limits)
+    alone = estimate_needs(EngineConfig("m"), files, read_model_config(files), RemoteCudaPlatform(), limits)
     assert 0.4 * alone.weight_bytes < needs.weight_bytes < 0.6 * alone.weight_bytes
     assert RemoteCudaPlatform({"H100", "H200"}).max_num_seqs > RemoteCudaPlatform({"H100", "T4"}).max_num_seqs

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from quire.errors import RankLostError
 from quire.executor import links, wire
 from quire.executor.links import RankLinks
-from quire.executor.pulse import Pulses
+from quire.executor.liveness import MemoryHeartbeats
 from quire.executor.rank import RankLink
 from quire.executor.shared_ring import RingReader, RingWriter
 
@@ -63,20 +63,20 @@ class Listeners:
             for rank, (_, theirs) in enumerate(pairs)
         ]
         self.theirs = [theirs for _, theirs in pairs]
-        self.pulse = Pulses(count)
-        self.pids, self.places, self.rendezvous = [0] * count, [], ""
-        self.end = _End(self.sockets)
+        self.liveness = MemoryHeartbeats(count)
+        self.pids, self.resources, self.rendezvous = [0] * count, [], ""
+        self.kill = _Kill(self.sockets)
 
     def name(self, rank: int) -> str:
         return f"rank {rank}"
 
-    def describe_end(self, rank: int) -> str:
+    def describe_exit(self, rank: int) -> str:
         return f"rank {rank} has gone"
 
     def wait(self, seconds: float) -> None: ...
 
 
-class _End:
+class _Kill:
     alive = True
 
     def __init__(self, sockets: list[socket.socket]) -> None:
@@ -90,7 +90,7 @@ class _End:
 
 def test_slow_readers_get_everything_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """In turns through the ring and, while one is behind or a message is too long for it, over the sockets."""
-    monkeypatch.setattr(links, "LEAST_BYTES", 100)
+    monkeypatch.setattr(links, "MIN_BYTES", 100)
     ranks = Listeners(3, ring_bytes=50_000)
     chance = random.Random(3)
     plans = [chance.randbytes(chance.choice([10, 1000, 20_000, 60_000])) for _ in range(200)]
@@ -118,7 +118,7 @@ def test_slow_readers_get_everything_in_order(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_dead_reader_does_not_hold_the_writer_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(links, "LEAST_BYTES", 100)
+    monkeypatch.setattr(links, "MIN_BYTES", 100)
     ranks = Listeners(2, ring_bytes=10_000)
     senders = RankLinks(ranks)
     for _ in range(3):
@@ -135,6 +135,6 @@ def test_a_message_above_the_bound_is_refused_before_it_is_read(monkeypatch: pyt
     senders = RankLinks(ranks)
     ranks.links[0].send(wire.StartRefused("A", "b" * 1000))
     with pytest.raises(
-        RankLostError, match="rank 0 of 1 sent what cannot be read: a message of 1.* bytes is announced"
+        RankLostError, match="rank 0 of 1 sent an unreadable message: a message of 1.* bytes is announced"
     ):
         senders.receive(lambda: False, lambda rank, message: None)

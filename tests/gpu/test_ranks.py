@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from quire import LLM, AsyncLLM, SamplingParams
-from quire.distributed.collectives import calls
+from quire.distributed.collectives import collectives_started
 from tests.conftest import TINY_VOCAB
 from tests.executor.lone_group import group_of_one
 from tests.executor.pair import Pair
@@ -65,16 +65,16 @@ def compare(llm: LLM, model: tuple[Path, Any, list[list[int]]], what: str) -> No
 
 @pytest.mark.usefixtures("nccl")
 def test_graphs_with_collectives(engine: Callable[..., LLM], model: tuple[Path, Any, list[list[int]]]) -> None:
-    before = calls()
+    before = collectives_started()
     llm = engine(model[0])
-    assert calls() > before, "the graphs of the start have collectives"
+    assert collectives_started() > before, "the graphs of the start have collectives"
     compare(llm, model, "a group of one")
     alone = llm.generate([PROMPTS[0]], GREEDY, use_tqdm=False)[0].outputs[0].token_ids
-    before = calls()
+    before = collectives_started()
     assert llm.generate([PROMPTS[0]], GREEDY, use_tqdm=False)[0].outputs[0].token_ids == alone
     # The prompt's step may be another graph's first; its thirty decodes begin no collective: they are in graphs.
     layers = llm.llm_engine.facts.model.num_layers
-    assert calls() - before < 3 * (2 * layers + 2)
+    assert collectives_started() - before < 3 * (2 * layers + 2)
 
 
 @pytest.mark.usefixtures("shared_gpu")

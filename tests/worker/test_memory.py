@@ -13,8 +13,8 @@ import torch
 from quire import LLM
 from quire.config import EngineConfig
 from quire.engine import setup
-from quire.engine import start_executor as workers
 from quire.errors import CacheTooSmallError, ModelTooLargeError
+from quire.executor import local as workers
 from quire.loading.hub import resolve
 from quire.loading.read_config import read_model_config
 from quire.platforms.cpu import CpuPlatform
@@ -172,7 +172,7 @@ def tiny(tiny_model: Path) -> tuple[EngineConfig, Any, Any]:
 def test_weights_that_do_not_fit_are_refused_before_they_are_loaded(
     tiny: tuple[EngineConfig, Any, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(setup, "choose_platform", lambda config: FakeGpu(total=1e-4, free=9e-5))
+    monkeypatch.setattr(workers.LocalBackend, "choose_platform", lambda self, config: FakeGpu(total=1e-4, free=9e-5))
     monkeypatch.setattr(workers, "Worker", lambda *arguments: pytest.fail("the model was loaded"))
     with pytest.raises(ModelTooLargeError, match="the weights need"):
         setup.make_engine(*tiny)
@@ -195,7 +195,7 @@ def test_memory_that_ends_at_start_is_one_line(
             if at == where:
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.\nmore")
 
-    monkeypatch.setattr(setup, "choose_platform", lambda config: FakeGpu())
+    monkeypatch.setattr(workers.LocalBackend, "choose_platform", lambda self, config: FakeGpu())
     monkeypatch.setattr(workers, "Worker", Unlucky)
     with pytest.raises(ModelTooLargeError, match="out of memory on Test Card") as caught:
         setup.make_engine(*tiny)
@@ -221,7 +221,7 @@ def test_the_table_is_logged_on_a_gpu(
         def shutdown(self) -> None:
             pass
 
-    monkeypatch.setattr(setup, "choose_platform", lambda config: FakeGpu())
+    monkeypatch.setattr(workers.LocalBackend, "choose_platform", lambda self, config: FakeGpu())
     monkeypatch.setattr(workers, "Worker", Idle)
     with caplog.at_level(logging.INFO):
         core, facts = setup.make_engine(*tiny)

@@ -14,7 +14,7 @@ from quire import LLM, SamplingParams
 from quire.config import EngineConfig
 from quire.distributed.groups import Ranks
 from quire.distributed.pipeline import Pipeline
-from quire.engine import start_executor as workers
+from quire.executor import local as workers
 from quire.kernels.cpu.build import library
 from quire.messages.plan import StepMasks, StepPlan
 from quire.platforms.cpu import CpuPlatform
@@ -69,14 +69,14 @@ def in_stages(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     sent: deque[torch.Tensor] = deque()
 
     def begin(self: Pipeline, tokens: int) -> None:
-        if self.given is not None:
+        if self.received is not None:
             assert len(sent[0]) == tokens
-            self.given[:tokens] = sent.popleft()
+            self.received[:tokens] = sent.popleft()
 
     monkeypatch.setattr(Pipeline, "begin", begin)
     monkeypatch.setattr(Pipeline, "send", lambda self, hidden: sent.append(hidden.clone()))
     monkeypatch.setattr(workers, "Worker", Stages)
-    monkeypatch.setattr(EngineConfig, "is_multiprocess", False)
+    monkeypatch.setattr(EngineConfig, "executor_name", "uni")
     return {"pipeline_parallel_size": 2}
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from quire.engine.setup import EngineFacts
+    from quire.engine.engine_info import EngineInfo
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class StepShape:
     """All weights except the embeddings'."""
 
     @classmethod
-    def of(cls, facts: EngineFacts) -> StepShape:
+    def of(cls, facts: EngineInfo) -> StepShape:
         model = facts.model
         itemsize = 4 if facts.dtype == "float32" else 2
         embedding = model.vocab_size * model.hidden_size * itemsize

@@ -1,7 +1,7 @@
-"""Structured output: grammars compiled and followed outside the engine's process, and their masks.
+"""Structured output: grammars are compiled and matched outside the engine's process.
 
-A grammar comes from a stranger, and neither compiling one nor following it has a bound on its time or memory. So each
-lives in a process of its own (a *guide*), which can be killed. The engine's process tells it the tokens as they are
-drawn and finds the masks for the next ones in memory they share. Guides are forks of one process (the *nursery*), in
-which the library and the vocabulary are loaded once, when the first request needs them.
+A grammar comes from an untrusted user, and neither compiling nor matching it is bounded in time or memory. So each
+grammar has its own process (a *matcher*), which can be killed. The engine sends it the tokens as they are sampled, and
+reads the masks for the next ones from shared memory. Matchers are forks of one process (the *fork server*), which loads
+the library and the vocabulary once, when the first request needs them.
 """

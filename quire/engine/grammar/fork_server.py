@@ -1,4 +1,4 @@
-"""The nursery, as the engine sees it: a process that starts others."""
+"""The engine's side of the fork server: the process that forks matchers."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from quire.engine.grammar import wire
 from quire.paths import child_environment
 
 START_SECONDS = 120.0
-"""So long loading the vocabulary may take."""
+"""How long loading the vocabulary may take."""
 
 
 class ForkServerClient:
-    """Starts the process and tells it what to do; nothing here waits for it."""
+    """Starts the fork server and sends it orders; never waits for it."""
 
-    def __init__(self, setup: wire.Setup) -> None:
+    def __init__(self, spec: wire.ForkServerSpec) -> None:
         self.is_ready = False
         self.death = ""
-        """Why it is of no use any more; empty while it is."""
-        self._begun = time.monotonic()
+        """Why it cannot be used any more; empty while it is alive."""
+        self._started_at = time.monotonic()
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = subprocess.Popen(
@@ -35,8 +35,8 @@ class ForkServerClient:
             )
         self._control.setblocking(False)
         self.close = weakref.finalize(self, _close, self._process, self._control, os.getpid())
-        """Ends it and everyone it started, also when this object or the interpreter goes."""
-        self._control.send(wire.encode(setup))
+        """Kills it and its matchers; runs also when this object or the interpreter goes."""
+        self._control.send(wire.encode(spec))
 
     def fileno(self) -> int:
         return self._control.fileno()
@@ -46,29 +46,29 @@ class ForkServerClient:
         return self._process.pid
 
     def poll(self) -> None:
-        """Take what has come."""
+        """Read its message, if there is one."""
         try:
-            said = self._control.recv(wire.MESSAGE_BYTES)
+            message = self._control.recv(wire.MESSAGE_BYTES)
         except BlockingIOError:
-            if not self.is_ready and time.monotonic() - self._begun > START_SECONDS:
+            if not self.is_ready and time.monotonic() - self._started_at > START_SECONDS:
                 self._end(f"the vocabulary was not loaded after {START_SECONDS:g} s")
             return
         except OSError:
-            said = b""
-        if said == wire.READY:
+            message = b""
+        if message == wire.READY:
             self.is_ready = True
         else:
-            self._end(said.decode("utf-8", "replace") or "the process of the grammars has ended")
+            self._end(message.decode("utf-8", "replace") or "the grammar fork server has exited")
 
     def start(self, number: int, length: int, files: list[int]) -> None:
-        """Fork a guide over these files: its socket and its memory, whose first `length` bytes are its form."""
+        """Fork a matcher with these files: its socket and its memory, whose first `length` bytes are its form."""
         try:
             socket.send_fds(self._control, [wire.ORDER.pack(wire.START, number, length)], files)
         except OSError as error:
-            self._end(f"the process of the grammars has ended: {error}")
+            self._end(f"the grammar fork server has exited: {error}")
 
     def kill(self, number: int) -> None:
-        """End a guide, whatever it is doing."""
+        """Kill a matcher."""
         with contextlib.suppress(OSError):
             self._control.send(wire.ORDER.pack(wire.KILL, number, 0))
 
@@ -78,7 +78,7 @@ class ForkServerClient:
 
 
 def _environment() -> dict[str, str]:
-    """One thread: what forks must not have others, and what waits must not spin."""
+    """One thread: a process that forks must have no others, and idle ones must not spin."""
     single = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS")
     return {
         **child_environment(),
@@ -90,6 +90,6 @@ def _environment() -> dict[str, str]:
 
 def _close(process: subprocess.Popen[bytes], control: socket.socket, owner: int) -> None:
     control.close()
-    if os.getpid() == owner:  # a fork of ours has the object, but not the child
-        process.kill()  # its guides go with it
+    if os.getpid() == owner:  # a fork of the engine has this object, but not the child
+        process.kill()  # its matchers exit with it
         process.wait()

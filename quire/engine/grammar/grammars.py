@@ -1,4 +1,4 @@
-"""`Grammars`: what the loop knows of structured output."""
+"""`Grammars`: structured output, as the loop uses it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import msgspec
 import numpy as np
 
 from quire.engine.grammar.fork_server import ForkServerClient
-from quire.engine.grammar.matcher import GONE, MatcherClient
-from quire.engine.grammar.wire import Op, Setup, encode
+from quire.engine.grammar.matcher import EXITED, MatcherClient
+from quire.engine.grammar.wire import ForkServerSpec, Op, encode
 from quire.errors import ValidationError
 from quire.messages.histogram import COMPILE_BOUNDS, Histogram
 from quire.messages.outputs import Key
@@ -23,67 +23,67 @@ from quire.sleeping import sleep_until
 
 logger = logging.getLogger(__name__)
 
-MOST_GUIDES = 32
-"""Grammars kept compiled, used or not, each in a process that sleeps…"""
-CACHE_BYTES = 512 << 20
-"""…and the memory that those nobody uses may take together."""
-MOST_REFUSALS = 256
-"""Forms that are known not to compile."""
-STEP_WAIT = 0.03
-"""Seconds a step waits for masks. Who has none by then is set aside until it has."""
-MASK_SECONDS = 1.0
-"""CPU time a guide may take for one answer…"""
-FREE_SECONDS = 2.0
-ANSWER_SECONDS = 0.01
-"""…and for all of them: so much, and so much more for each."""
+MAX_MATCHERS = 32
+"""Compiled grammars kept, used or not, each in a sleeping process…"""
+IDLE_BYTES = 512 << 20
+"""…and the memory that unused ones may take together."""
+MAX_REFUSED = 256
+"""Forms remembered as not compiling."""
+STEP_WAIT_SECONDS = 0.03
+"""How long a step waits for masks. A sequence whose mask is later is suspended until it comes."""
+MASK_CPU_SECONDS = 1.0
+"""CPU time a matcher may take for one reply…"""
+FREE_CPU_SECONDS = 2.0
+REPLY_CPU_SECONDS = 0.01
+"""…and for all replies: FREE_CPU_SECONDS, plus this much per reply."""
 
 
-class Follower:
-    """A running sequence and its guide."""
+class MatchedSequence:
+    """A running sequence and its matcher."""
 
-    __slots__ = ("asked", "guide", "number", "position", "request", "slot", "used")
+    __slots__ = ("cpu_when_late", "late_since", "matcher", "number", "position", "request", "slot")
 
-    def __init__(self, request: Request, guide: MatcherClient, number: int) -> None:
+    def __init__(self, request: Request, matcher: MatcherClient, number: int) -> None:
         self.request = request
-        self.guide = guide
+        self.matcher = matcher
         self.number = number
         self.position = 0
-        """Output tokens the guide knows."""
+        """Output tokens sent to the matcher."""
         self.slot = -1
-        """Where its mask for the next one is, or will be; -1: nowhere."""
-        self.asked = 0.0
-        """Once it is set aside: since when, and the CPU time its guide had used by then."""
-        self.used = 0.0
+        """Index of its next mask, present or requested; -1: none."""
+        self.late_since = 0.0
+        """When its mask was late for a step; `cpu_when_late`: the CPU time its matcher had used then."""
+        self.cpu_when_late = 0.0
 
 
 class Grammars:
-    """Has forms compiled, tells their guides what is drawn, and collects masks. Starts nothing before it is needed."""
+    """Has forms compiled, sends matchers the sampled tokens, collects masks. Starts no process before it is needed."""
 
-    def __init__(self, setup: Setup, timeout: float) -> None:
-        """`timeout`: seconds a form may take to compile, and to say what may come next."""
-        self._setup = setup
+    def __init__(self, spec: ForkServerSpec, timeout: float) -> None:
+        """`timeout`: seconds that compiling a form, or a single mask, may take."""
+        self._spec = spec
         self._timeout = timeout
-        self._words = -(-setup.vocab_size // 32)
-        self._nursery: ForkServerClient | None = None
-        self._guides: OrderedDict[bytes, MatcherClient] = OrderedDict()
-        """By form, those needed last at the end."""
+        self._words = -(-spec.vocab_size // 32)
+        self._fork_server: ForkServerClient | None = None
+        self._matchers: OrderedDict[bytes, MatcherClient] = OrderedDict()
+        """By form, least recently used first."""
         self._waiting: dict[str, MatcherClient] = {}
-        """By request: what it waits for."""
+        """By request: the matcher it waits for."""
         self._in_use: dict[str, MatcherClient] = {}
-        self._followers: dict[Key, Follower] = {}
-        self._aside: dict[Key, Follower] = {}
-        """Those whose mask did not come in time."""
+        self._sequences: dict[Key, MatchedSequence] = {}
+        self._late: dict[Key, MatchedSequence] = {}
+        """Suspended sequences, whose mask did not come in time."""
         self._refused: OrderedDict[bytes, str] = OrderedDict()
-        self._settled: list[tuple[str, str]] = []
+        self._resolved: list[tuple[str, str]] = []
         self._numbers = 0
         self.compile_times = Histogram(COMPILE_BOUNDS)
-        """Seconds that forms which compiled took to."""
-        self._compiles_at_once = max(1, min(4, (os.cpu_count() or 1) // 2))
+        """Seconds of successful compilations."""
+        self._max_compiling = max(1, min(4, (os.cpu_count() or 1) // 2))
 
-    # A request comes, and waits
+    # Requests that wait for their grammar
 
     def add(self, source: NewRequest) -> None:
-        """The request needs its grammar; `poll` tells when it has it."""
+        """Compile the request's grammar, or find it compiled; `poll` returns the request when that is done."""
         if not source.eos_ids:
             raise ValidationError(
                 "structured_outputs need a model with an end-of-sequence token: nothing else could end the output",
@@ -91,312 +91,317 @@ class Grammars:
             )
         form = encode(source.params.structured_outputs)
         if (refusal := self._refused.get(form)) is not None:
-            self._settled.append((source.id, refusal))
+            self._resolved.append((source.id, refusal))
             return
-        if not self._setup.end_ids:
-            self._setup = msgspec.structs.replace(self._setup, end_ids=source.eos_ids)
-        guide = self._guides.get(form)
-        if guide is not None and guide.is_compiled:
-            guide.read()  # it may have left
-        if guide is not None and guide.is_dead:
-            self._drop(guide)
-            guide = None
-        guide = guide or self._make_guide(form)
-        self._guides.move_to_end(form)
-        guide.users.add(source.id)
-        if guide.is_compiled:
-            self._hold(guide)
-        self._waiting[source.id] = guide
+        if not self._spec.end_ids:
+            self._spec = msgspec.structs.replace(self._spec, end_ids=source.eos_ids)
+        matcher = self._matchers.get(form)
+        if matcher is not None and matcher.is_compiled:
+            matcher.read()  # it may have exited while idle
+        if matcher is not None and matcher.is_dead:
+            self._drop(matcher)
+            matcher = None
+        matcher = matcher or self._make_matcher(form)
+        self._matchers.move_to_end(form)
+        matcher.users.add(source.id)
+        if matcher.is_compiled:
+            self._send_users(matcher)
+        self._waiting[source.id] = matcher
 
     def poll(self) -> list[tuple[str, str]]:
-        """Requests that wait no longer: their ids, and what is wrong where they cannot be served."""
+        """Requests that no longer wait: (id, empty or why the request is refused)."""
         if self._waiting:
             self._read()
-            self._start_some()
-            for request_id, guide in list(self._waiting.items()):
-                if guide.refusal:
-                    self._settle(request_id, guide.refusal)
-                elif guide.is_compiled and guide.is_held:
-                    self._settle(request_id, "")
-        if self._aside:
-            self._call_back()
-        settled, self._settled = self._settled, []
-        return settled
+            self._start_matchers()
+            for request_id, matcher in list(self._waiting.items()):
+                if matcher.refusal:
+                    self._resolve(request_id, matcher.refusal)
+                elif matcher.is_compiled and matcher.is_confirmed:
+                    self._resolve(request_id, "")
+        if self._late:
+            self._resume_late()
+        resolved, self._resolved = self._resolved, []
+        return resolved
 
     @property
     def is_active(self) -> bool:
-        """Whether any unfinished request has a form to keep."""
-        return bool(self._in_use or self._waiting or self._settled)
+        """Whether any unfinished request has a grammar."""
+        return bool(self._in_use or self._waiting or self._resolved)
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait for their grammar, or for a mask that is late."""
-        return len(self._waiting) + len({key[0] for key in self._aside})
+        """Requests that wait for their grammar, or for a late mask."""
+        return len(self._waiting) + len({key[0] for key in self._late})
 
     def wait(self, seconds: float, wakes: Sequence[int] = ()) -> None:
-        """Sleep until something has come for those who wait, or at one of the files `wakes`, or time is up."""
-        if self._settled:
+        """Sleep until a message comes that a request waits for, or one of the files `wakes` is readable, or `seconds`
+        have passed."""
+        if self._resolved:
             return
-        guides = {guide for guide in self._waiting.values() if guide.is_open and guide.is_started}
-        guides |= {follower.guide for follower in self._aside.values() if follower.guide.is_open}
-        files = [*wakes, *(guide.fileno() for guide in guides)]
-        if self._nursery is not None and not self._nursery.death and not self._nursery.is_ready:
-            files.append(self._nursery.fileno())
-        for guide in guides:
-            if guide.pid and not guide.is_compiled:
-                seconds = min(seconds, guide.begun + self._timeout - time.monotonic())
+        matchers = {matcher for matcher in self._waiting.values() if matcher.is_open and matcher.is_started}
+        matchers |= {sequence.matcher for sequence in self._late.values() if sequence.matcher.is_open}
+        files = [*wakes, *(matcher.fileno() for matcher in matchers)]
+        if self._fork_server is not None and not self._fork_server.death and not self._fork_server.is_ready:
+            files.append(self._fork_server.fileno())
+        for matcher in matchers:
+            if matcher.pid and not matcher.is_compiled:
+                seconds = min(seconds, matcher.compiling_since + self._timeout - time.monotonic())
         sleep_until(files, seconds)
 
-    def _settle(self, request_id: str, refusal: str) -> None:
-        guide = self._waiting.pop(request_id)
-        self._settled.append((request_id, refusal))
+    def _resolve(self, request_id: str, refusal: str) -> None:
+        matcher = self._waiting.pop(request_id)
+        self._resolved.append((request_id, refusal))
         if refusal:
-            guide.users.discard(request_id)
+            matcher.users.discard(request_id)
         else:
-            self._in_use[request_id] = guide
+            self._in_use[request_id] = matcher
 
-    def _hold(self, guide: MatcherClient) -> None:
-        """Tell it how many need it; that it answers shows that it is there."""
-        guide.is_held = False
-        guide.ask(Op.HOLD, len(guide.users))
-        guide.flush()
+    def _send_users(self, matcher: MatcherClient) -> None:
+        """Send the number of users; the reply confirms that the matcher is alive."""
+        matcher.is_confirmed = False
+        matcher.add(Op.SET_USERS, len(matcher.users))
+        matcher.flush()
 
-    # Guides come and go
+    # Matchers
 
-    def _make_guide(self, form: bytes) -> MatcherClient:
+    def _make_matcher(self, form: bytes) -> MatcherClient:
         self._numbers += 1
-        guide = self._guides[form] = MatcherClient(self._numbers, form, self._setup.rows, self._words)
-        return guide
+        matcher = self._matchers[form] = MatcherClient(self._numbers, form, self._spec.rows, self._words)
+        return matcher
 
     def _read(self) -> None:
-        """What nursery and guides have said to those who wait."""
-        if self._nursery is not None and not self._nursery.death:
-            self._nursery.poll()
-        for guide in dict.fromkeys(self._waiting.values()):
-            if not guide.is_started:
-                continue
-            was_compiled = guide.is_compiled
-            guide.read()
-            if guide.is_compiled and not was_compiled:
-                self.compile_times.add(time.monotonic() - guide.begun)
-                self._hold(guide)
-            if guide.refusal:
-                self._refuse(guide, f"it cannot be compiled: {guide.refusal}")
-            elif guide.is_dead:
-                self._lose(guide)
-            elif guide.pid and not guide.is_compiled and time.monotonic() - guide.begun > self._timeout:
-                is_its_fault = guide.cpu_seconds() > self._timeout / 2  # and not a busy machine's
-                self._refuse(
-                    guide, f"it takes longer to compile than {self._timeout:g} s (grammar_timeout)", is_its_fault
-                )
+        """Read the messages of the fork server and of the matchers that requests wait for."""
+        if self._fork_server is not None and not self._fork_server.death:
+            self._fork_server.poll()
+        for matcher in dict.fromkeys(self._waiting.values()):
+            if matcher.is_started:
+                self._read_matcher(matcher)
 
-    def _start_some(self) -> None:
-        """Fork guides for forms that wait for one, as many as may be at once."""
-        unstarted = [g for g in dict.fromkeys(self._waiting.values()) if g.is_open and not g.is_started]
+    def _read_matcher(self, matcher: MatcherClient) -> None:
+        was_compiled = matcher.is_compiled
+        matcher.read()
+        seconds = time.monotonic() - matcher.compiling_since
+        if matcher.is_compiled and not was_compiled:
+            self.compile_times.add(seconds)
+            self._send_users(matcher)
+        if matcher.refusal:
+            self._refuse(matcher, f"it cannot be compiled: {matcher.refusal}")
+        elif matcher.is_dead:
+            self._replace(matcher)
+        elif matcher.pid and not matcher.is_compiled and seconds > self._timeout:
+            is_its_fault = matcher.cpu_seconds() > self._timeout / 2  # otherwise the machine was busy
+            reason = f"it takes longer to compile than {self._timeout:g} s (grammar_timeout)"
+            self._refuse(matcher, reason, is_its_fault)
+
+    def _start_matchers(self) -> None:
+        """Fork matchers for forms that wait for one, up to the limits."""
+        unstarted = [m for m in dict.fromkeys(self._waiting.values()) if m.is_open and not m.is_started]
         if not unstarted:
             return
-        if self._nursery is None or self._nursery.death:
-            if self._nursery is not None and not self._nursery.is_ready:
-                for guide in unstarted:  # it never came so far: another would not either
-                    self._refuse(guide, self._nursery.death, remember=False)
-                self._nursery = None
+        if self._fork_server is None or self._fork_server.death:
+            if self._fork_server is not None and not self._fork_server.is_ready:
+                for matcher in unstarted:  # it failed to start: another would fail too
+                    self._refuse(matcher, self._fork_server.death, remember=False)
+                self._fork_server = None
                 return
-            self._nursery = ForkServerClient(self._setup)
-        if not self._nursery.is_ready:
+            self._fork_server = ForkServerClient(self._spec)
+        if not self._fork_server.is_ready:
             return
-        compiling = sum(guide.is_started and not guide.is_compiled for guide in self._guides.values())
-        for guide in unstarted[: max(0, self._compiles_at_once - compiling)]:
+        compiling = sum(matcher.is_started and not matcher.is_compiled for matcher in self._matchers.values())
+        for matcher in unstarted[: max(0, self._max_compiling - compiling)]:
             if self._make_room():
-                self._nursery.start(guide.number, len(guide.form), guide.take_files())
-                guide.started()
-                guide.attempts += 1
+                self._fork_server.start(matcher.number, len(matcher.form), matcher.files())
+                matcher.mark_started()
+                matcher.attempts += 1
 
     def _make_room(self) -> bool:
-        """One process more, and no more bytes than may be; False if all there are are in use."""
-        idle = [guide for guide in self._guides.values() if not guide.users]
-        count = sum(guide.is_started for guide in self._guides.values())
-        held = sum(guide.memory for guide in idle)
-        for guide in idle:
-            if count < MOST_GUIDES and held <= CACHE_BYTES:
+        """Drop idle matchers until one more process is within the limits; False if all matchers are in use."""
+        idle = [matcher for matcher in self._matchers.values() if not matcher.users]
+        count = sum(matcher.is_started for matcher in self._matchers.values())
+        idle_bytes = sum(matcher.memory for matcher in idle)
+        for matcher in idle:
+            if count < MAX_MATCHERS and idle_bytes <= IDLE_BYTES:
                 break
-            count, held = count - 1, held - guide.memory
-            self._drop(guide)
-        return count < MOST_GUIDES
+            count, idle_bytes = count - 1, idle_bytes - matcher.memory
+            self._drop(matcher)
+        return count < MAX_MATCHERS
 
-    def _drop(self, guide: MatcherClient) -> None:
-        """Nobody needs it any more."""
-        if self._guides.get(guide.form) is guide:
-            del self._guides[guide.form]
-        if self._nursery is not None and guide.is_started:
-            self._nursery.kill(guide.number)
-        guide.close()
+    def _drop(self, matcher: MatcherClient) -> None:
+        if self._matchers.get(matcher.form) is matcher:
+            del self._matchers[matcher.form]
+        if self._fork_server is not None and matcher.is_started:
+            self._fork_server.kill(matcher.number)
+        matcher.close()
 
-    def _refuse(self, guide: MatcherClient, reason: str, remember: bool = True) -> None:
-        """Whoever waits for this form is told why there will be nothing."""
-        guide.refusal = f"structured_outputs: {reason}"
-        logger.info("a form of %d bytes is refused: %s", len(guide.form), reason)
+    def _refuse(self, matcher: MatcherClient, reason: str, remember: bool = True) -> None:
+        """Requests with this form fail with the reason; `remember`: later ones at once."""
+        matcher.refusal = f"structured_outputs: {reason}"
+        logger.info("refused a form of %d bytes: %s", len(matcher.form), reason)
         if remember:
-            self._refused[guide.form] = guide.refusal
-            while len(self._refused) > MOST_REFUSALS:
+            self._refused[matcher.form] = matcher.refusal
+            while len(self._refused) > MAX_REFUSED:
                 self._refused.popitem(last=False)
-        self._drop(guide)
+        self._drop(matcher)
 
-    def _lose(self, guide: MatcherClient) -> None:
-        """Its process has ended while someone waits for it: of itself, or with the nursery, or somebody ended it."""
-        if guide.is_compiled or guide.attempts < 2:  # it had left, or there may have been no fault of its own
-            again = self._make_guide(guide.form)
-            again.attempts = 1 if guide.is_compiled else guide.attempts
-            for request_id, waited in self._waiting.items():
-                if waited is guide:
-                    self._waiting[request_id] = again
-                    again.users.add(request_id)
-            if self._nursery is not None and guide.is_started:
-                self._nursery.kill(guide.number)
-            guide.close()
-        else:
-            limit = self._setup.memory_bytes >> 20
-            self._refuse(guide, f"it cannot be compiled: that takes more than {limit} MiB of memory, or crashes")
+    def _replace(self, matcher: MatcherClient) -> None:
+        """A matcher that requests wait for has exited, by itself, with the fork server or killed: start another, unless
+        it has failed to compile twice."""
+        if not matcher.is_compiled and matcher.attempts >= 2:
+            limit = self._spec.memory_bytes >> 20
+            self._refuse(matcher, f"it cannot be compiled: that takes more than {limit} MiB of memory, or crashes")
+            return
+        again = self._make_matcher(matcher.form)
+        again.attempts = 1 if matcher.is_compiled else matcher.attempts
+        for request_id, waited in self._waiting.items():
+            if waited is matcher:
+                self._waiting[request_id] = again
+                again.users.add(request_id)
+        if self._fork_server is not None and matcher.is_started:
+            self._fork_server.kill(matcher.number)
+        matcher.close()
 
     # Masks
 
-    def follow(self) -> None:
-        """Tokens have been collected: tell the guides, who prepare the next masks while the loop goes on."""
-        for follower in self._followers.values():
-            if follower.request.row >= 0 and len(follower.request.output) > follower.position:
-                self._advance(follower)
+    def advance(self) -> None:
+        """After a step was collected: send the matchers its tokens, so that they prepare the next masks meanwhile."""
+        for sequence in self._sequences.values():
+            if sequence.request.row >= 0 and len(sequence.request.output) > sequence.position:
+                self._advance(sequence)
         self._flush()
 
     def masks(self, step: int, draws: Iterable[Request]) -> tuple[StepMasks, list[Request], list[tuple[Request, str]]]:
-        """Masks for a step's draws, every token before them being known; requests whose mask is late, to be set aside;
-        and requests that cannot go on, and why."""
+        """(masks for a step's rows, all earlier tokens being known; requests whose mask is late, to be suspended;
+        requests that failed, and why)."""
         wanted = [
-            (index, self._follower(request))
+            (index, self._request_mask(request))
             for index, request in enumerate(draws)
             if request.params.structured_outputs is not None and request.row >= 0
         ]
         self._flush()
-        self._await({follower.guide for _, follower in wanted})
-        kept: list[tuple[int, Follower]] = []
+        self._await({sequence.matcher for _, sequence in wanted})
+        ready: list[tuple[int, MatchedSequence]] = []
         late: list[Request] = []
         failed: list[tuple[Request, str]] = []
-        for index, follower in wanted:
-            guide = follower.guide
-            failure = guide.failure_of(follower.number) or guide.refusal or (GONE if guide.is_dead else "")
+        for index, sequence in wanted:
+            matcher = sequence.matcher
+            failure = matcher.take_failure(sequence.number) or matcher.refusal or (EXITED if matcher.is_dead else "")
             if failure:
-                failed.append((follower.request, failure))
-            elif guide.unanswered:
-                late.append(follower.request)
-                follower.asked, follower.used = time.monotonic(), guide.cpu_seconds()
-                self._aside[follower.request.key] = follower
+                failed.append((sequence.request, failure))
+            elif matcher.unanswered:
+                late.append(sequence.request)
+                sequence.late_since, sequence.cpu_when_late = time.monotonic(), matcher.cpu_seconds()
+                self._late[sequence.request.key] = sequence
             else:
-                kept.append((index, follower))
-        bits = np.empty((len(kept), self._words), np.int32)
-        for i, (_, follower) in enumerate(kept):
-            bits[i] = follower.guide.masks[follower.slot]
-        return StepMasks(step, np.array([index for index, _ in kept], np.int32), bits), late, failed
+                ready.append((index, sequence))
+        bits = np.empty((len(ready), self._words), np.int32)
+        for i, (_, sequence) in enumerate(ready):
+            bits[i] = sequence.matcher.masks[sequence.slot]
+        return StepMasks(step, np.array([index for index, _ in ready], np.int32), bits), late, failed
 
-    def _follower(self, request: Request) -> Follower:
-        """The request's follower, its mask there or on the way."""
-        follower = self._followers.get(request.key)
-        if follower is None:
+    def _request_mask(self, request: Request) -> MatchedSequence:
+        """The request's sequence, its next mask present or requested."""
+        sequence = self._sequences.get(request.key)
+        if sequence is None:
             self._numbers += 1
-            follower = self._followers[request.key] = Follower(request, self._in_use[request.id], self._numbers)
-            follower.slot = self._take_slot(follower.guide)
+            sequence = self._sequences[request.key] = MatchedSequence(request, self._in_use[request.id], self._numbers)
+            sequence.slot = self._take_slot(sequence.matcher)
             source = request.source
-            follower.guide.ask(Op.BEGIN, follower.number, follower.slot, source.params.min_tokens, source.stop_ids)
-        had_slot = follower.slot >= 0
+            sequence.matcher.add(Op.BEGIN, sequence.number, sequence.slot, source.params.min_tokens, source.stop_ids)
+        had_slot = sequence.slot >= 0
         if not had_slot:
-            follower.slot = self._take_slot(follower.guide)
-        if len(request.output) > follower.position:
-            self._advance(follower)
+            sequence.slot = self._take_slot(sequence.matcher)
+        if len(request.output) > sequence.position:
+            self._advance(sequence)
         elif not had_slot:
-            follower.guide.ask(Op.FILL, follower.number, follower.slot)
-        return follower
+            sequence.matcher.add(Op.FILL, sequence.number, sequence.slot)
+        return sequence
 
-    def _take_slot(self, guide: MatcherClient) -> int:
-        """There are as many as rows: if none is free, someone has one who has no row."""
-        if guide.free_slots:
-            return guide.free_slots.pop()
-        owner = next(f for f in self._followers.values() if f.guide is guide and f.slot >= 0 and f.request.row < 0)
+    def _take_slot(self, matcher: MatcherClient) -> int:
+        """There are as many slots as rows: if none is free, a sequence without a row has one."""
+        if matcher.free_slots:
+            return matcher.free_slots.pop()
+        sequences = (s for s in self._sequences.values() if s.matcher is matcher and s.slot >= 0)
+        owner = next(sequence for sequence in sequences if sequence.request.row < 0)
         slot, owner.slot = owner.slot, -1
         return slot
 
-    def _advance(self, follower: Follower) -> None:
-        output = follower.request.output
-        if follower.slot < 0:
-            follower.slot = self._take_slot(follower.guide)
-        follower.guide.ask(Op.ADVANCE, follower.number, follower.slot, output[follower.position :])
-        follower.position = len(output)
+    def _advance(self, sequence: MatchedSequence) -> None:
+        output = sequence.request.output
+        if sequence.slot < 0:
+            sequence.slot = self._take_slot(sequence.matcher)
+        sequence.matcher.add(Op.ADVANCE, sequence.number, sequence.slot, output[sequence.position :])
+        sequence.position = len(output)
 
     def _flush(self) -> None:
-        for guide in dict.fromkeys(self._in_use.values()):
-            guide.flush()
+        for matcher in dict.fromkeys(self._in_use.values()):
+            matcher.flush()
 
-    def _await(self, guides: set[MatcherClient]) -> None:
-        """Until all have answered, or it has been long enough."""
-        deadline = time.monotonic() + STEP_WAIT
-        for guide in guides:
-            guide.read()
-        while late := [guide for guide in guides if guide.unanswered and guide.is_open]:
+    def _await(self, matchers: set[MatcherClient]) -> None:
+        """Until all have replied, at most STEP_WAIT_SECONDS."""
+        deadline = time.monotonic() + STEP_WAIT_SECONDS
+        for matcher in matchers:
+            matcher.read()
+        while pending := [matcher for matcher in matchers if matcher.unanswered and matcher.is_open]:
             left = deadline - time.monotonic()
             if left <= 0:
                 return
-            sleep_until([guide.fileno() for guide in late], left)
-            for guide in late:
-                guide.read()
+            sleep_until([matcher.fileno() for matcher in pending], left)
+            for matcher in pending:
+                matcher.read()
 
-    def _call_back(self) -> None:
-        """Those whose mask has come since may go on. Guides that take too long are ended, with all who need them."""
-        for guide in {follower.guide for follower in self._aside.values()}:
-            guide.read()
-        for key, follower in list(self._aside.items()):
-            guide = follower.guide
-            if guide.unanswered and guide.is_open:
-                self._check_time(follower)
-            if not guide.unanswered or not guide.is_open:
-                del self._aside[key]
-                self._settled.append((key[0], ""))  # what went wrong, if it did, shows when it draws again
+    def _resume_late(self) -> None:
+        """Sequences whose mask has come may go on. A matcher that takes too long is killed; its requests fail."""
+        for matcher in {sequence.matcher for sequence in self._late.values()}:
+            matcher.read()
+        for key, sequence in list(self._late.items()):
+            matcher = sequence.matcher
+            if matcher.unanswered and matcher.is_open:
+                self._check_time(sequence)
+            if not matcher.unanswered or not matcher.is_open:
+                del self._late[key]
+                self._resolved.append((key[0], ""))  # a failure shows when its next mask is requested
 
-    def _check_time(self, follower: Follower) -> None:
-        guide = follower.guide
-        used = guide.cpu_seconds()
-        total = used - guide.compile_cpu
-        if used - follower.used > MASK_SECONDS or total > FREE_SECONDS + ANSWER_SECONDS * guide.answers:
-            self._refuse(guide, "it takes too long to follow: it is ambiguous, or has too many repetitions")
-        elif time.monotonic() - follower.asked > self._timeout:  # the machine may be busy with others
-            reason = f"what may come next is not known after {self._timeout:g} s (grammar_timeout)"
-            self._refuse(guide, reason, remember=False)
+    def _check_time(self, sequence: MatchedSequence) -> None:
+        matcher = sequence.matcher
+        cpu = matcher.cpu_seconds()
+        total = cpu - matcher.compile_cpu_seconds
+        limit = FREE_CPU_SECONDS + REPLY_CPU_SECONDS * matcher.answers
+        if cpu - sequence.cpu_when_late > MASK_CPU_SECONDS or total > limit:
+            self._refuse(matcher, "it takes too long to match: it is ambiguous, or has too many repetitions")
+        elif time.monotonic() - sequence.late_since > self._timeout:  # the machine may be busy
+            reason = f"the allowed next tokens are not known after {self._timeout:g} s (grammar_timeout)"
+            self._refuse(matcher, reason, remember=False)
 
-    # Requests leave
+    # Requests that finish
 
     def forget(self, request: Request, is_last: bool) -> None:
-        """A sample has ended; `is_last`: and with it its request."""
-        follower = self._followers.pop(request.key, None)
-        self._aside.pop(request.key, None)
-        if follower is not None and follower.guide.is_open:
-            follower.guide.ask(Op.DROP, follower.number)
-            if follower.slot >= 0:
-                follower.guide.free_slots.append(follower.slot)
+        """A sequence has finished; `is_last`: so has its request."""
+        sequence = self._sequences.pop(request.key, None)
+        self._late.pop(request.key, None)
+        if sequence is not None and sequence.matcher.is_open:
+            sequence.matcher.add(Op.DROP, sequence.number)
+            if sequence.slot >= 0:
+                sequence.matcher.free_slots.append(sequence.slot)
         if is_last:
-            self._settled = [entry for entry in self._settled if entry[0] != request.id]
+            self._resolved = [entry for entry in self._resolved if entry[0] != request.id]
             self._release(request.id)
 
     def _release(self, request_id: str) -> None:
-        """The request's guide stays for the next who needs it, if it is compiled."""
-        guide = self._waiting.pop(request_id, None) or self._in_use.pop(request_id, None)
-        if guide is None:
+        """Keep the request's matcher for later requests if it is compiled."""
+        matcher = self._waiting.pop(request_id, None) or self._in_use.pop(request_id, None)
+        if matcher is None:
             return
-        guide.users.discard(request_id)
-        if guide.is_dead or not (guide.is_compiled or guide.users):
-            self._drop(guide)
-        elif guide.is_compiled:
-            self._hold(guide)
+        matcher.users.discard(request_id)
+        if matcher.is_dead or not (matcher.is_compiled or matcher.users):
+            self._drop(matcher)
+        elif matcher.is_compiled:
+            self._send_users(matcher)
 
     def shutdown(self) -> None:
         """End every process."""
-        for guide in list(self._guides.values()):
-            guide.close()
-        self._guides.clear()
-        if self._nursery is not None:
-            self._nursery.close()
-            self._nursery = None
+        for matcher in list(self._matchers.values()):
+            matcher.close()
+        self._matchers.clear()
+        if self._fork_server is not None:
+            self._fork_server.close()
+            self._fork_server = None

@@ -1,4 +1,4 @@
-"""A guide, as the engine sees it: one grammar in a process of its own."""
+"""The engine's side of a matcher: one grammar in its own process."""
 
 from __future__ import annotations
 
@@ -15,35 +15,34 @@ from numpy.typing import NDArray
 from quire.engine.grammar import wire
 from quire.engine.grammar.wire import Op
 
-_told = msgspec.msgpack.Decoder(wire.Told)
-_answer = msgspec.msgpack.Decoder(wire.MatcherReply)
+_status_decoder = msgspec.msgpack.Decoder(wire.MatcherStatus)
+_reply_decoder = msgspec.msgpack.Decoder(wire.MatcherReply)
 
-GONE = "the process that kept the output to its form has ended"
+EXITED = "the grammar's matcher process has ended"
 
 
 class MatcherClient:
-    """Sends operations, takes answers, reads masks. Never waits."""
+    """Sends operations, reads replies and masks. Never waits."""
 
     def __init__(self, number: int, form: bytes, rows: int, words: int) -> None:
         self.number = number
         self.form = form
         self.users: set[str] = set()
-        """Ids of unfinished requests that need it."""
+        """Ids of unfinished requests that use it."""
         self.pid = 0
         self.memory = 0
         self.is_compiled = False
-        self.is_held = False
-        """It has answered since it was needed last: it is there and stays."""
+        self.is_confirmed = False
+        """It has replied since its users last changed: it is alive and will not exit while it has some."""
         self.refusal = ""
         self.is_dead = False
-        self.begun = 0.0
-        """When it began to compile."""
+        self.compiling_since = 0.0
         self.attempts = 0
         self.unanswered = 0
-        """Messages."""
+        """Messages without a reply."""
         self.answers = 0
-        self.compile_cpu = 0.0
-        """Seconds of CPU it had used when its grammar was compiled."""
+        self.compile_cpu_seconds = 0.0
+        """CPU time it had used when its grammar was compiled."""
         self._operations: list[list[Any]] = []
         self._failures: dict[int, str] = {}
         self._socket, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -55,7 +54,7 @@ class MatcherClient:
         self._shared[: len(form)] = form
         self.masks: NDArray[np.int32] = np.frombuffer(self._shared, np.int32, rows * words).reshape(rows, words)
         self.free_slots = list(range(rows))
-        """Places among them that no sequence has."""
+        """Indices of masks that no sequence uses."""
 
     def fileno(self) -> int:
         return self._socket.fileno()
@@ -69,34 +68,34 @@ class MatcherClient:
     def is_started(self) -> bool:
         return self._theirs.fileno() < 0
 
-    def take_files(self) -> list[int]:
-        """Its end of the socket and its memory, for the fork; to be followed by `started`."""
+    def files(self) -> list[int]:
+        """Its end of the socket and its memory, for the fork; call `mark_started` once they are sent."""
         return [self._theirs.fileno(), self._memory]
 
-    def started(self) -> None:
-        """The fork has them."""
+    def mark_started(self) -> None:
+        """The fork has the files: close them here."""
         self._theirs.close()
         os.close(self._memory)
 
     # Operations
 
-    def ask(self, op: Op, *arguments: Any) -> None:
-        """To be sent with the next `flush`."""
+    def add(self, op: Op, *arguments: Any) -> None:
+        """Queue an operation for the next `flush`."""
         self._operations.append([int(op), *arguments])
 
     def flush(self) -> None:
-        """Send what was asked since the last time."""
+        """Send the queued operations."""
         if not self._operations or self.is_dead:
             return
         data, self._operations = wire.encode(self._operations), []
         self.unanswered += 1
         try:
             self._socket.send(data)
-        except OSError:  # it is gone, or so far behind that it might as well be
+        except OSError:  # it has exited, or does not read any more
             self.is_dead = True
 
     def read(self) -> None:
-        """Take what has come."""
+        """Read messages that have arrived."""
         while not self.is_dead:
             try:
                 data = self._socket.recv(wire.MESSAGE_BYTES)
@@ -109,25 +108,25 @@ class MatcherClient:
             elif self.is_compiled:
                 self.unanswered -= 1
                 self.answers += 1
-                self.is_held = True
-                self._failures.update(_answer.decode(data).failures)
+                self.is_confirmed = True
+                self._failures.update(_reply_decoder.decode(data).failures)
             else:
-                self._note(_told.decode(data))
+                self._update(_status_decoder.decode(data))
 
-    def _note(self, told: wire.Told) -> None:
-        if told.refused:
-            self.refusal = told.refused
-        elif told.memory:
-            self.is_compiled, self.memory, self.compile_cpu = True, told.memory, self.cpu_seconds()
+    def _update(self, status: wire.MatcherStatus) -> None:
+        if status.refused:
+            self.refusal = status.refused
+        elif status.memory:
+            self.is_compiled, self.memory, self.compile_cpu_seconds = True, status.memory, self.cpu_seconds()
         else:
-            self.pid, self.begun = told.pid, time.monotonic()
+            self.pid, self.compiling_since = status.pid, time.monotonic()
 
-    def failure_of(self, number: int) -> str:
-        """What went wrong with a sequence, told once."""
+    def take_failure(self, number: int) -> str:
+        """The error of a sequence, once."""
         return self._failures.pop(number, "")
 
     def cpu_seconds(self) -> float:
-        """What its process has used so far."""
+        """CPU time its process has used so far."""
         try:
             with open(f"/proc/{self.pid}/stat") as file:
                 fields = file.read().rpartition(")")[2].split()
@@ -136,9 +135,9 @@ class MatcherClient:
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def close(self) -> None:
-        """Let go of it. Its process leaves when it next looks at its socket, or is killed by the nursery."""
+        """Close the connection. Its process exits when it next reads its socket, or when the fork server kills it."""
         self.is_dead = True
         self._socket.close()
         if not self.is_started:
-            self.started()
-        self.masks = np.empty((0, 0), np.int32)  # the map goes with its last reader
+            self.mark_started()
+        self.masks = np.empty((0, 0), np.int32)  # the mapping is freed with its last reader

@@ -1,8 +1,8 @@
-"""The nursery: `python -m quire.engine.grammar.process FD`. It loads the library and the vocabulary, then does nothing
-but fork: each fork is a guide, which compiles one grammar and follows it for every sequence that asks.
+"""The fork server: `python -m quire.engine.grammar.process FD`. It loads the library and the vocabulary, then only
+forks: each fork is a matcher, which compiles one grammar and matches every sequence that uses it.
 
-Nothing here runs without a bound: a guide has a limit on its memory, and the engine has it killed when it is late. All
-are gone when the engine is, and leave by themselves when nobody has needed them for a while.
+Everything is bounded: a matcher's memory is limited, and the engine has it killed when it takes too long. All of them
+exit with the engine, or by themselves after IDLE_SECONDS without use.
 """
 
 from __future__ import annotations
@@ -25,37 +25,36 @@ import numpy as np
 
 from quire.engine.grammar import wire
 from quire.engine.grammar.wire import Op
-from quire.executor.child import leave_signals
+from quire.executor.child import ignore_signals
 from quire.loading.files import ModelFiles
 from quire.loading.tokenizer import load_tokenizer
 from quire.messages.structured import StructuredOutputsParams
 
 if TYPE_CHECKING:
-    from quire.engine.grammar.sequences import GrammarSequence
-    from quire.engine.grammar.vocabulary import GrammarVocabulary
+    from quire.engine.grammar.xgrammar_backend import GrammarSequence, GrammarVocabulary
 
 IDLE_SECONDS = 600.0
-"""Whom nobody has needed for so long leaves; the next one who does pays for another."""
+"""Idle matchers, and a fork server without matchers, exit after this many seconds."""
 PR_SET_PDEATHSIG = 1
 
 
 class ForkServer:
-    """Forks guides, kills them when told to, and buries them."""
+    """Forks matchers, kills them on request, and reaps them."""
 
-    def __init__(self, control: socket.socket, setup: wire.Setup, vocabulary: GrammarVocabulary) -> None:
+    def __init__(self, control: socket.socket, spec: wire.ForkServerSpec, vocabulary: GrammarVocabulary) -> None:
         self._control = control
-        self._setup = setup
+        self._spec = spec
         self._vocabulary = vocabulary
         self._pids: dict[int, int] = {}
         self._wake, wake = os.pipe()
         for end in (self._wake, wake):
             os.set_blocking(end, False)
-        signal.signal(signal.SIGCHLD, lambda *_: None)  # to be woken at all
+        signal.signal(signal.SIGCHLD, lambda *_: None)  # a handler is needed for the wakeup file
         signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
         self._inherited = (self._wake, wake)
 
     def run(self) -> None:
-        """Until the engine is gone, or nobody has needed anything for long."""
+        """Until the engine has exited, or there were no matchers for IDLE_SECONDS."""
         poll = select.poll()
         poll.register(self._control, select.POLLIN)
         poll.register(self._wake, select.POLLIN)
@@ -66,12 +65,12 @@ class ForkServer:
             if self._wake in events:
                 with contextlib.suppress(BlockingIOError):
                     os.read(self._wake, 4096)
-            self._bury()
+            self._reap()
             if self._control.fileno() in events and not self._take():
                 return
 
     def _take(self) -> bool:
-        """One order; False if there will be no more."""
+        """Handle one order; False if the engine has closed the socket."""
         data, files, _, _ = socket.recv_fds(self._control, wire.ORDER.size, 2)
         if not data:
             return False
@@ -86,12 +85,12 @@ class ForkServer:
         parent = os.getpid()
         pid = os.fork()
         if pid == 0:
-            self._be_guide(parent, length, sock, memory)
+            self._run_matcher(parent, length, sock, memory)
         self._pids[number] = pid
         os.close(sock)
         os.close(memory)
 
-    def _be_guide(self, parent: int, length: int, sock: int, memory: int) -> NoReturn:
+    def _run_matcher(self, parent: int, length: int, sock: int, memory: int) -> NoReturn:
         status = 1
         try:
             signal.set_wakeup_fd(-1)
@@ -100,54 +99,54 @@ class ForkServer:
             for end in self._inherited:
                 os.close(end)
             _die_with(parent)
-            _limit_memory(self._setup.memory_bytes)
-            MatcherProcess(socket.socket(fileno=sock), memory, length, self._setup, self._vocabulary).run()
+            _limit_memory(self._spec.memory_bytes)
+            MatcherProcess(socket.socket(fileno=sock), memory, length, self._spec, self._vocabulary).run()
             status = 0
         except (ConnectionError, TimeoutError):
             status = 0
         finally:
-            os._exit(status)  # nothing of the nursery's is to be tidied up twice
+            os._exit(status)  # skips the fork server's exit handlers
 
-    def _bury(self) -> None:
+    def _reap(self) -> None:
         for number, pid in list(self._pids.items()):
             if os.waitpid(pid, os.WNOHANG)[0]:
                 del self._pids[number]
 
 
 class MatcherProcess:
-    """One grammar, and the sequences that follow it. Each has a slot in the shared memory for its next mask."""
+    """One grammar, and its sequences. Each has a slot in the shared memory for its next mask."""
 
     def __init__(
-        self, sock: socket.socket, memory: int, length: int, setup: wire.Setup, vocabulary: GrammarVocabulary
+        self, sock: socket.socket, memory: int, length: int, spec: wire.ForkServerSpec, vocabulary: GrammarVocabulary
     ) -> None:
         self._socket = sock
-        self._setup = setup
+        self._spec = spec
         self._vocabulary = vocabulary
         shared = mmap.mmap(memory, 0)
         os.close(memory)
         self._form = msgspec.msgpack.decode(shared[:length], type=StructuredOutputsParams)
-        words = -(-setup.vocab_size // 32)
-        self._masks = np.frombuffer(shared, np.int32, setup.rows * words).reshape(setup.rows, words)
+        words = -(-spec.vocab_size // 32)
+        self._masks = np.frombuffer(shared, np.int32, spec.rows * words).reshape(spec.rows, words)
         self._sequences: dict[int, GrammarSequence] = {}
-        self._holds = 0
+        self._users = 0
 
     def run(self) -> None:
-        """Compile, tell how that went, and serve."""
-        from quire.engine.grammar.rules import compile_form
+        """Compile, report the outcome, and serve."""
+        from quire.engine.grammar.xgrammar_backend import compile_form
 
-        self._send(wire.Told(pid=os.getpid()))
+        self._send(wire.MatcherStatus(pid=os.getpid()))
         try:
             self._grammar = compile_form(self._vocabulary.compiler, self._form)
-            self._begin(0, []).fill(self._masks[0])  # the first mask may take as long as all the rest
+            self._begin(0, []).fill(self._masks[0])  # the first mask may take as long as all later ones
         except MemoryError:
             raise
-        except Exception as error:  # whatever the library makes of it
-            self._send(wire.Told(refused=_reason(error)))
+        except Exception as error:  # of any kind the library raises
+            self._send(wire.MatcherStatus(refused=_reason(error)))
             return
-        self._send(wire.Told(memory=_private_bytes()))
+        self._send(wire.MatcherStatus(memory=_private_bytes()))
         decoder = msgspec.msgpack.Decoder(list[list[Any]])
         while True:
-            self._socket.settimeout(None if self._holds else IDLE_SECONDS)
+            self._socket.settimeout(None if self._users else IDLE_SECONDS)
             data = self._socket.recv(wire.MESSAGE_BYTES)
             if not data:
                 return
@@ -163,8 +162,8 @@ class MatcherProcess:
         return failures
 
     def _do(self, op: Op, number: int = 0, slot: int = 0, *more: Any) -> None:
-        if op is Op.HOLD:
-            self._holds = number
+        if op is Op.SET_USERS:
+            self._users = number
         elif op is Op.DROP:
             self._sequences.pop(number, None)
         elif op is Op.BEGIN:
@@ -177,17 +176,17 @@ class MatcherProcess:
             sequence.fill(self._masks[slot])
 
     def _begin(self, min_tokens: int, stop_ids: list[int]) -> GrammarSequence:
-        from quire.engine.grammar.sequences import GrammarSequence
+        from quire.engine.grammar.xgrammar_backend import GrammarSequence
 
         after = (self._form.after or "").encode()
-        return GrammarSequence(self._grammar, self._setup.end_ids, stop_ids, min_tokens, after, self._vocabulary.bytes)
+        return GrammarSequence(self._grammar, self._spec.end_ids, stop_ids, min_tokens, after, self._vocabulary.bytes)
 
     def _send(self, message: object) -> None:
         self._socket.sendall(wire.encode(message))
 
 
 def _die_with(parent: int) -> None:
-    """A guide in the middle of something endless must not outlive the engine."""
+    """Have the kernel kill this process when the fork server exits: it may be in a computation that never ends."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
@@ -201,55 +200,54 @@ def _limit_memory(extra: int) -> None:
 
 
 def _private_bytes() -> int:
-    """Memory that is this process's alone."""
+    """Memory not shared with other processes."""
     with open("/proc/self/smaps_rollup") as file:
         return sum(int(line.split()[1]) * 1024 for line in file if line.startswith("Private"))
 
 
 def _reason(error: Exception) -> str:
-    """What the library says, without the place in its source."""
+    """The library's message, without its source location."""
     if isinstance(error, KeyError):
         return f"{error} is missing"
     lines = str(error).strip().splitlines() or [type(error).__name__]
-    _, found, said = lines[0].partition(".cc:")
-    return (said.partition(": ")[2] if found else lines[0]).strip()[:500]
+    _, found, text = lines[0].partition(".cc:")
+    return (text.partition(": ")[2] if found else lines[0]).strip()[:500]
 
 
 def main() -> int:
-    """The process, from its first message to its end."""
-    leave_signals()
+    """Run the fork server."""
+    ignore_signals()
     control = socket.socket(fileno=int(sys.argv[1]))
     control.set_inheritable(False)
-    setup = msgspec.msgpack.decode(control.recv(wire.MESSAGE_BYTES), type=wire.Setup)
+    spec = msgspec.msgpack.decode(control.recv(wire.MESSAGE_BYTES), type=wire.ForkServerSpec)
     watch = _Watch(control)
     try:
         tokenizer = load_tokenizer(
-            ModelFiles.from_plain(setup.files) if setup.tokenizer is None else setup.tokenizer,
-            trust_remote_code=setup.trust_remote_code,
-            revision=setup.revision,
+            ModelFiles.from_plain(spec.files) if spec.tokenizer is None else spec.tokenizer,
+            trust_remote_code=spec.trust_remote_code,
+            revision=spec.revision,
             spares_torch=True,
         )
-        # The library comes after the tokenizer, because it imports torch, and before the forks.
-        from quire.engine.grammar import rules, sequences  # noqa: F401
-        from quire.engine.grammar.vocabulary import GrammarVocabulary
+        # After the tokenizer, because xgrammar imports torch, and before the forks.
+        from quire.engine.grammar.xgrammar_backend import GrammarVocabulary
 
-        vocabulary = GrammarVocabulary(setup, tokenizer)
+        vocabulary = GrammarVocabulary(spec, tokenizer)
     except Exception as error:
         control.sendall(f"{type(error).__name__}: {error}".encode()[: wire.MESSAGE_BYTES])
         return 1
-    watch.end()  # a fork takes no threads along, and what they hold stays held
+    watch.end()  # a fork has no threads, and locks they hold would stay locked
     gc.collect()
     gc.freeze()
     try:
         control.sendall(wire.READY)
-    except ConnectionError:  # the engine has gone meanwhile
+    except ConnectionError:  # the engine has exited meanwhile
         return 1
-    ForkServer(control, setup, vocabulary).run()
+    ForkServer(control, spec, vocabulary).run()
     return 0
 
 
 class _Watch:
-    """In a thread while things are loaded: when the engine goes, so do we."""
+    """A thread that exits the process if the engine exits while the vocabulary is loaded."""
 
     def __init__(self, control: socket.socket) -> None:
         self._wake, self._waker = os.pipe()

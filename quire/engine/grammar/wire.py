@@ -1,4 +1,4 @@
-"""What the engine, the nursery and the guides say to each other."""
+"""The messages between the engine, the fork server and the matchers."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 import msgspec
 
 DEAD_END = "no text has this form: there is no token that could come next"
-"""What is said of a sequence whose form the vocabulary cannot write."""
+"""The error of a sequence that the vocabulary cannot continue within its grammar."""
 MESSAGE_BYTES = 1 << 18
-"""No message is longer: forms, which may be, go through shared memory."""
+"""Upper bound on a message. Forms may be longer: they go through shared memory."""
 
 
-class Setup(msgspec.Struct):
-    """To the nursery, first of all: whose tokens they are."""
+class ForkServerSpec(msgspec.Struct):
+    """The first message to the fork server: tokenizer and limits."""
 
     tokenizer: str | None
     """A name or a folder; None: the model's own."""
@@ -24,51 +24,52 @@ class Setup(msgspec.Struct):
     trust_remote_code: bool
     revision: str | None
     vocab_size: int
-    """The model's: may be more than the tokenizer knows."""
+    """The model's, which may be larger than the tokenizer's."""
     end_ids: list[int]
     rows: int
+    """Masks in a matcher's shared memory."""
     memory_bytes: int
-    """What a guide may have beyond what it began with."""
+    """What a matcher may allocate after the fork."""
 
 
 READY = b"ready"
-"""From the nursery. Anything else it says is why it cannot be one."""
+"""From the fork server. Anything else it sends is why it cannot start."""
 
 ORDER = struct.Struct("<cII")
-"""To the nursery: START with a guide's number and the length of its form, its socket and its memory beside it; or KILL
+"""To the fork server: START with a matcher's number and the length of its form, its socket and memory attached; or KILL
 with a number."""
 START = b"S"
 KILL = b"K"
 
 
 class Op(enum.IntEnum):
-    """What a guide is asked to do, with what follows in the list."""
+    """An operation for a matcher, with the arguments that follow it in the list."""
 
-    HOLD = 0
-    """[count]: so many need the grammar; do not leave while there are some, however long nothing comes."""
+    SET_USERS = 0
+    """[count]: requests that use the grammar; the matcher does not exit while there are any, however long it idles."""
     BEGIN = 1
-    """[number, slot, min_tokens, stop ids]: a new sequence; put the mask of its first token there."""
+    """[number, slot, min_tokens, stop ids]: a new sequence; write the mask of its first token to the slot."""
     ADVANCE = 2
-    """[number, slot, tokens]: tokens were drawn; put the mask of the next there."""
+    """[number, slot, tokens]: tokens were sampled; write the mask of the next."""
     FILL = 3
-    """[number, slot]: put the mask of the next token there."""
+    """[number, slot]: write the mask of the next token."""
     DROP = 4
-    """[number]: the sequence is over."""
+    """[number]: the sequence has finished."""
 
 
-class Told(msgspec.Struct):
-    """From a guide: where it is with its grammar."""
+class MatcherStatus(msgspec.Struct):
+    """From a matcher, before it serves: the state of its grammar."""
 
     pid: int = 0
-    """It has begun."""
+    """Compilation has started."""
     memory: int = 0
-    """It is compiled, and takes so many bytes."""
+    """The grammar is compiled, and takes this many bytes."""
     refused: str = ""
-    """It cannot be compiled, and why."""
+    """Why it cannot be compiled."""
 
 
 class MatcherReply(msgspec.Struct, array_like=True):
-    """From a guide, to a list of operations: what went wrong, by the sequence's number."""
+    """From a matcher, to a list of operations: errors by sequence number."""
 
     failures: dict[int, str] = {}
 
