@@ -8,7 +8,7 @@ from quire.kvcache.prefix_cache import ContentKeys
 from quire.messages.outputs import StepOutputs
 from quire.messages.request import NewRequest
 from quire.output.processor import OutputProcessor, Tracked
-from quire.router import RoutedFlight, RoutedRequest, Router
+from quire.router import OpenRequest, RoutedRequest, Router
 
 LOOK_STEPS = 32
 """The router learns so often how far requests have come: it costs a token next to nothing."""
@@ -18,7 +18,7 @@ LOOK_STEPS = 32
 class RoutedTrip:
     """A request at the replica."""
 
-    flight: RoutedFlight
+    flight: OpenRequest
     tracked: Tracked
 
 

@@ -67,7 +67,7 @@ async def assert_idle(llm: AsyncLLM) -> None:
         figures = {metric.name: metric.value for metric in await replica.get_metrics()}
         for name in ("num_requests_running", "num_requests_waiting"):
             assert figures[f"quire:{name}"] == 0
-    for load in llm.router.figures():
+    for load in llm.router.stats():
         assert (load.open_requests, load.rows, load.queued_tokens, load.kv_tokens) == (0, 0, 0, 0)
 
 
@@ -145,9 +145,9 @@ class TestPrefixes:
     def test_what_the_engines_forget_the_router_forgets(self, pair: AsyncLLM) -> None:
         async def work() -> None:
             await final(pair, [7] * 200)
-            assert pair.router is not None and sum(load.known_blocks for load in pair.router.figures()) > 0
+            assert pair.router is not None and sum(load.known_blocks for load in pair.router.stats()) > 0
             assert await pair.reset_prefix_cache()
-            assert sum(load.known_blocks for load in pair.router.figures()) == 0
+            assert sum(load.known_blocks for load in pair.router.stats()) == 0
             assert (await final(pair, [7] * 200)).num_cached_tokens == 0
 
         run(work())

@@ -12,7 +12,7 @@ from quire.engine.engine_info import EngineInfo
 from quire.engine.stats import Metric
 from quire.errors import QuireError
 from quire.messages.histogram import Histogram
-from quire.router.router import ReplicaFigures
+from quire.router.router import ReplicaLoadStats
 from quire.server.observability.metric_table import ROUTER_FIGURES, Figure
 
 PATIENCE_SECONDS = 1.0
@@ -145,7 +145,7 @@ class ReplicaView(EngineView):
         replica: MeasuredReplica,
         config: EngineConfig,
         supervisor: Restarting,
-        routing: Callable[[], Sequence[ReplicaFigures]],
+        routing: Callable[[], Sequence[ReplicaLoadStats]],
     ) -> None:
         super().__init__(replica, config, supervisor)
         self._replica = replica
