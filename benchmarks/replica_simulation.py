@@ -210,4 +210,5 @@ def _balance(loads: Sequence[int]) -> float:
 
 def _windows(replicas: Sequence[SimulatedReplica], end: float) -> list[list[int]]:
     """Tokens computed by each replica in each window, while requests arrived."""
-    return [[replica.work_by_window[window] for replica in replicas] for window in range(max(1, int(end / WINDOW_SECONDS)))]
+    windows = range(max(1, int(end / WINDOW_SECONDS)))
+    return [[replica.work_by_window[window] for replica in replicas] for window in windows]

@@ -51,9 +51,7 @@ class Router:
 
     # Replicas
 
-    def add(
-        self, name: str, capacity_blocks: int, max_rows: int, prefill_speed: float = INITIAL_PREFILL_SPEED
-    ) -> None:
+    def add(self, name: str, capacity_blocks: int, max_rows: int, prefill_speed: float = INITIAL_PREFILL_SPEED) -> None:
         """Add a replica with an empty cache. `prefill_speed`: prompt tokens a second, a first guess."""
         if name in self._replicas:
             raise ValidationError(f"replica {name!r} exists already; remove it before it is added again", "name", name)

@@ -104,7 +104,7 @@ def test_a_prompt_that_is_the_whole_conversation(allm: AsyncLLM, expected: list[
         second = [out async for out in allm.generate(prompt, greedy(), session_id="s")][-1]  # type: ignore[arg-type]
         assert await s.tokens() == expected
         assert second.num_cached_tokens == len(tokens) - 1
-        with pytest.raises(ValidationError, match="one sample"):
+        with pytest.raises(ValidationError, match="one sequence"):
             [out async for out in allm.generate("other", greedy(n=2, temperature=1), session="s")]
         assert await s.tokens() == expected, "what is refused changes nothing"
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from quire import AsyncLLM, RequestOutputKind, SamplingParams
-from quire.api.first_tokens import apart
+from quire.api.output_stream import split_outputs
 from quire.messages.outputs import Finished, Started, StepOutputs
 from quire.messages.plan import PromptLogprobs, TokenLogprobs
 
@@ -31,7 +31,7 @@ def test_everything_a_step_told_is_in_one_of_the_parts() -> None:
         preempted=[("b", 0)],
         finished=[Finished(("a", 1), "stop"), Finished(("c", 0), "length")],
     )
-    first, rest = apart(outputs, {"a"})
+    first, rest = split_outputs(outputs, {"a"})
     assert first == StepOutputs(
         keys=[("a", 0), ("a", 1)],
         tokens=[1, 3],

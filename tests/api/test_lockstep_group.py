@@ -121,7 +121,7 @@ def test_one_dead_is_all_dead_and_all_come_back(
             llm.shutdown()
 
     run(live())
-    assert not list((tmp_path / "tmp").glob("quire-meeting-*"))
+    assert not list((tmp_path / "tmp").glob("quire-lockstep-*"))
 
 
 @pytest.mark.slow
@@ -170,12 +170,12 @@ def test_a_dense_model_is_refused_in_a_line(tiny_model: Path) -> None:
 def test_a_restart_that_nobody_waits_for_leaves_no_engine_that_begins_alone(tiny_model: Path) -> None:
     async def work() -> None:
         async with NullLLM(tiny_model, **PAIR) as pair:
-            restart = asyncio.ensure_future(pair._fleet._restart_each(False))
+            restart = asyncio.ensure_future(pair._group._restart_each(False))
             await asyncio.sleep(0.01)  # the old ones are being ended
             restart.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await restart
             assert asyncio.all_tasks() == {asyncio.current_task()} and pair.errored
-            assert not any(replica.coming for replica in pair.replicas)
+            assert not any(replica.starting for replica in pair.replicas)
 
     asyncio.run(work())

@@ -60,7 +60,7 @@ def test_five_hundred_streams_at_once_leave_no_memory_behind(tiny_model: Path, m
             for _ in range(5):
                 results = await asyncio.gather(*(read(llm, 40) for _ in range(500)))
                 assert {tokens for tokens, _ in results} == {40}
-                assert not (llm._streams or llm.replicas[0].boxes or llm._outputs._open)
+                assert not (llm._streams or llm.replicas[0].streams or llm._outputs._open)
                 used.append(resident_bytes())
         return used
 

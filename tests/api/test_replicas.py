@@ -63,7 +63,7 @@ async def assert_idle(llm: AsyncLLM) -> None:
     """Nothing is open anywhere, neither here nor in any engine, and the router knows it."""
     assert llm.num_open_requests == 0 and llm.router is not None
     for replica in llm.replicas:
-        assert not replica.boxes
+        assert not replica.streams
         figures = {metric.name: metric.value for metric in await replica.get_metrics()}
         for name in ("num_requests_running", "num_requests_waiting"):
             assert figures[f"quire:{name}"] == 0
@@ -163,7 +163,7 @@ class TestPrefixes:
 
 
 def home(llm: AsyncLLM, name: str) -> int:
-    found = llm._fleet.homes.known(name)
+    found = llm._group.affinity.known(name)
     assert found is not None
     return found.number
 
@@ -218,7 +218,7 @@ class TestSessions:
                 if home(pair, "two") == other:
                     break
                 await two.delete()
-            pair._fleet.homes._homes.clear()  # as after a restart: nobody knows who lives where
+            pair._group.affinity._known.clear()  # as after a restart: nobody knows who lives where
             with pytest.raises(SessionExistsError, match="a session 'one' exists already"):
                 await pair.sessions.create("one")
             with pytest.raises(SessionExistsError, match="a session 'one' exists already"):
@@ -337,14 +337,14 @@ class TestDeath:
                 params = greedy(max_tokens=200, output_kind=RequestOutputKind.FINAL_ONLY)
                 task = asyncio.ensure_future(final(four, "abc", params))
                 for _ in range(3):
-                    while not (at := [replica for replica in four.replicas if replica.boxes]):
+                    while not (at := [replica for replica in four.replicas if replica.streams]):
                         await asyncio.sleep(0.01)
                     os.kill(at[0].pid, signal.SIGKILL)
                     while not at[0].death:
                         await asyncio.sleep(0.01)
                 with pytest.raises(ReplicaDownError, match="was killed by SIGKILL"):
                     await task
-                assert len(four._fleet.living) == 1 and not four.errored
+                assert len(four._group.alive) == 1 and not four.errored
                 four.kill_engine("enough")
                 with pytest.raises(EngineDeadError, match="replica 0 of 4 is down: .*replica 3 of 4 is down: enough"):
                     await final(four, "abc")
@@ -366,11 +366,11 @@ class TestDeath:
                 victim = pair.replicas[0]
                 victim.kill_engine("for a test")
                 gone, there = (next(name for name, at in homes.items() if at == number) for number in (0, 1))
-                with pytest.raises(ReplicaDownError, match=f"session '{gone}' lives at a replica that is down"):
+                with pytest.raises(ReplicaDownError, match=f"session '{gone}' is at a replica that is down"):
                     await (await pair.sessions.get(gone)).generate(greedy())
-                with pytest.raises(ReplicaDownError, match="may be at one that does not"):
+                with pytest.raises(ReplicaDownError, match="may be at one that is down"):
                     await pair.sessions.create("new")
-                with pytest.raises(ReplicaDownError, match="not all sessions can be seen now"):
+                with pytest.raises(ReplicaDownError, match="some sessions are at a replica that is down"):
                     await pair.sessions.list()
                 made_up = await pair.sessions.create("made-up", "hello the world", is_new=True)
                 assert home(pair, "made-up") == 1
@@ -409,7 +409,7 @@ class TestStarting:
 
     def test_a_memory_map_is_of_one_of_them(self, pair: AsyncLLM) -> None:
         assert run(pair.memory_map(1)) is not None
-        with pytest.raises(ValidationError, match="there is no replica 2: there are 2, counted from 0"):
+        with pytest.raises(ValidationError, match="there is no replica 2: there are 2, numbered from 0"):
             run(pair.memory_map(2))
 
 

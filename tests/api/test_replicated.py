@@ -39,12 +39,12 @@ def stopped_midway(llm: LLM) -> tuple[Iterator[RequestOutput], int]:
     engine = engine_of(llm)
     while True:  # until it is not over by the time
         stream = llm.stream("abc", greedy(max_tokens=200))
-        box = engine._unfinished[next(stream).request_id]
-        assert box.replica is not None
-        pid = box.replica.pid
+        opened = engine._unfinished[next(stream).request_id]
+        assert opened.replica is not None
+        pid = opened.replica.pid
         os.kill(pid, signal.SIGSTOP)
         time.sleep(0.1)  # what was on its way has come
-        if box.replica.number == 0 and not box.is_ended:
+        if opened.replica.number == 0 and not opened.is_ended:
             return stream, pid
         os.kill(pid, signal.SIGCONT)
 

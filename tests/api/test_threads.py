@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from quire import LLM, SamplingParams
-from quire.api.call_lock import CallLock
+from quire.api.output_queues import CallLock
 
 GREEDY = SamplingParams(temperature=0, ignore_eos=True, max_tokens=30)
 PROMPTS = ["hello", "the world " * 6, "in an", "x" * 40]

@@ -1,4 +1,4 @@
-"""After any sequence of events: dead replicas get nothing, the load is what open requests make it, memory is bounded."""
+"""After any sequence of events: removed replicas get nothing, the load is that of open requests, memory is bounded."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class MeasuredReplica(MetricsSource, Protocol):
     """…and of one of several."""
 
     number: int
-    traffic: RouterFeed | None
+    router_feed: RouterFeed | None
 
 
 class Restarting(Protocol):
@@ -157,7 +157,7 @@ class ReplicaView(EngineView):
 
     def _routed(self, name: str) -> dict[Labels, float]:
         load = next((one for one in self._routing() if one.name == str(self._replica.number)), None)
-        traffic = self._replica.traffic
+        traffic = self._replica.router_feed
         if load is None or traffic is None:  # it is down
             return {(): 0.0}
         shown: dict[str, float] = {
