@@ -33,7 +33,6 @@ from quire.messages.experts import Rebalanced
 from quire.messages.memory_map import MemoryMap
 from quire.messages.outputs import BeamSearchOutput, PoolingRequestOutput, RequestOutput
 from quire.messages.pooling import PoolingParams
-from quire.messages.request import NewRequest
 from quire.messages.sampling import RequestOutputKind, SamplingParams
 from quire.output.detokenizer import Vocabulary
 from quire.output.processor import OutputProcessor
@@ -221,7 +220,9 @@ class AsyncLLM:
         stream = self._streams[request_id] = OutputStream(request_id, key)
         begun: SessionTurn | None = None
         try:
-            request, text = await self._prepare(key, prompt, params, priority, tenant)
+            make, arguments = self.inputs.make, (key, prompt, params, time.monotonic(), priority, tenant)
+            is_short = _size(prompt) < LONG_PROMPT
+            request, text = make(*arguments) if is_short else await asyncio.to_thread(make, *arguments)
             if turn is not None:
                 await turn.begin(self, request)
                 begun = turn
@@ -385,14 +386,6 @@ class AsyncLLM:
             self.is_shut = True
             self._group.shut()
             await self._group.stop_in_thread()
-
-    async def _prepare(
-        self, key: str, prompt: PromptType, params: AnyParams, priority: int, tenant: str
-    ) -> tuple[NewRequest, str | None]:
-        arguments = (key, prompt, params, time.monotonic(), priority, tenant)
-        if _size(prompt) < LONG_PROMPT:
-            return self.inputs.make(*arguments)
-        return await asyncio.to_thread(self.inputs.make, *arguments)
 
 
 AsyncLLMEngine = AsyncLLM

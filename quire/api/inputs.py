@@ -1,4 +1,4 @@
-"""Turns a user's prompt and parameters into a checked request. A bad one raises here and never reaches the loop."""
+"""Makes a checked request of a user's prompt and parameters. A bad one raises here and never reaches the loop."""
 
 from __future__ import annotations
 

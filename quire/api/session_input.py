@@ -31,7 +31,7 @@ class Addition(NamedTuple):
 
 
 class SessionReader:
-    """Turns user input into tokens that continue a session."""
+    """Converts user input to tokens that continue a session."""
 
     def __init__(self, inputs: InputProcessor, render: RenderText | None) -> None:
         """`render`: renders messages; None without a tokenizer."""

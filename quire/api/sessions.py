@@ -161,7 +161,7 @@ class Sessions:
 
     @property
     def reader(self) -> SessionReader:
-        """Turns input into tokens."""
+        """Converts input to tokens."""
         inputs = self._engine.inputs
         return SessionReader(inputs, None if inputs.tokenizer is None else self._renderer().render_text)
 

@@ -1,4 +1,4 @@
-"""Messages added piece by piece make the conversation that the template writes of all of them, or are refused."""
+"""Messages rendered incrementally give the text of the whole conversation, or are refused."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ TALK = [
 
 
 def piecewise(write: Render, pieces: list[Any], end: str) -> tuple[str, list[Message]]:
-    """The text of a session after these messages and answers, each answer ended as the model ends them."""
+    """The text of a session after these messages and answers, each answer with the model's end token."""
     conversation, text, whole = IncrementalRenderer(write), "", []
     for piece in pieces:
         if isinstance(piece, str):
@@ -64,7 +64,7 @@ def test_pieces_make_the_whole(template: str, end: str, system: list[Message]) -
 
 def test_the_same_without_a_system_message_where_the_template_moves_it_about() -> None:
     write = writer(BRACKETS)
-    # The template writes a space before answers that no tokenizer adds: that one belongs to the answer.
+    # The template renders a space before answers that no tokenizer adds: it belongs to the answer.
     text, whole = piecewise(write, [piece if isinstance(piece, list) else f" {piece}" for piece in TALK], "</s>")
     assert text == write(whole, True)
 
@@ -92,7 +92,7 @@ def test_a_tools_result_follows_the_call(template: str, end: str) -> None:
 
 
 @pytest.mark.parametrize("template", [CHATML, HEADERS, BRACKETS, THINKING, CHAT_TEMPLATE])
-def test_a_question_that_waits_for_its_answer_is_not_talked_over(template: str) -> None:
+def test_messages_cannot_follow_an_unanswered_question(template: str) -> None:
     conversation = IncrementalRenderer(writer(template))
     text = conversation.first([said("user", "one")])
     with pytest.raises(ValidationError, match="has no answer yet"):

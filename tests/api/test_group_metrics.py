@@ -1,4 +1,4 @@
-"""Figures of several engines as those of one."""
+"""Metrics of several engines as those of one."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from quire.api.engine_group import merged_metrics
 from quire.engine.stats import Metric
 
 
-def test_counts_add_up_shares_are_means_and_pressure_is_the_highest() -> None:
+def test_counts_are_summed_shares_averaged_and_pressure_is_the_highest() -> None:
     def engine(scale: int) -> list[Metric]:
         return [
             Metric("quire:steps", "counter", 10.0 * scale),
