@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from quire import LLM, AsyncLLM, EngineConfig, RequestOutput, RequestOutputKind, SamplingParams
+from quire import LLM, AsyncLLM, EngineConfig, RequestOutput, RequestOutputKind, SamplingParams, StructuredOutputsParams
 from quire.engine.remote import RemoteEngine
 from quire.errors import (
     CacheTooSmallError,
@@ -299,6 +299,12 @@ class TestRefusals:
                 await assert_idle(llm)
 
         run(work())
+
+    def test_a_refusal_after_the_request_was_sent_names_its_field(self, allm: AsyncLLM) -> None:
+        form = StructuredOutputsParams(grammar="root ::= missing")
+        with pytest.raises(ValidationError, match="structured_outputs: ") as caught:
+            run(collect(allm, "abc", params(structured_outputs=form)))
+        assert caught.value.parameter == "structured_outputs"
 
     def test_errors_of_the_start_are_those_of_llm(self, tiny_model: Path, tmp_path: Path) -> None:
         with pytest.raises(ModelNotFoundError):
