@@ -1,6 +1,6 @@
-"""What the engine's own process costs: 16 concurrent requests through `AsyncLLM` against `LLM.generate`, in turns.
+"""The cost of the engine's own process: 16 concurrent requests through `AsyncLLM` against `LLM.generate`, alternating.
 
-python benchmarks/async_overhead.py            # five pairs; every token is streamed and detokenized by the front
+python benchmarks/async_overhead.py            # five pairs; the front streams and detokenizes every token
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ BAR = 0.93
 
 
 def offline(llm: LLM, work: Work) -> float:
-    """Seconds `LLM.generate` takes."""
+    """Seconds that `LLM.generate` takes."""
     llm.reset_prefix_cache()
     prompts: list[Any] = [{"prompt_token_ids": prompt} for prompt in work.prompts]
     begin = time.perf_counter()
@@ -33,7 +33,7 @@ def offline(llm: LLM, work: Work) -> float:
 
 
 async def streamed(llm: AsyncLLM, work: Work) -> float:
-    """Seconds the same takes as streams read at once."""
+    """Seconds that the same requests take as concurrent streams."""
     await llm.reset_prefix_cache()
 
     async def read(prompt: list[int], count: int) -> int:
@@ -55,7 +55,7 @@ def params(count: int, kind: RequestOutputKind = RequestOutputKind.CUMULATIVE) -
 
 def check(counts: list[int], work: Work) -> None:
     if counts != work.outputs:
-        raise RuntimeError(f"{counts} tokens came where {work.outputs} were asked for")
+        raise RuntimeError(f"got {counts} tokens, expected {work.outputs}")
 
 
 async def measure(args: argparse.Namespace) -> float:
@@ -67,7 +67,7 @@ async def measure(args: argparse.Namespace) -> float:
     try:
         for pair in range(args.pairs + 1):
             alone, apart = offline(here, work), await streamed(there, work)
-            if pair:  # the first shows the way
+            if pair:  # the first pair is a warm-up
                 ratios.append(alone / apart)
                 rates = [work.output_tokens / seconds for seconds in (alone, apart)]
                 print(
@@ -85,7 +85,7 @@ async def measure(args: argparse.Namespace) -> float:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=5)
-    parser.add_argument("--quick", action="store_true", help="tiny sizes: only shows that it runs")
+    parser.add_argument("--quick", action="store_true", help="tiny sizes, only to check that it runs")
     parser.add_argument("--settings", type=json.loads, default={}, help="settings of AsyncLLM, as JSON")
     args = parser.parse_args()
     ratio = asyncio.run(measure(args))

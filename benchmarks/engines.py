@@ -1,4 +1,4 @@
-"""The engines that are compared: each does a `Work` and says how long it took."""
+"""The engines that are compared: each runs a `Work` and returns its seconds."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from quire.loading.read_config import read_model_config, read_raw_config
 
 
 class Quire:
-    """quire in this process. The prefix cache is emptied before every run: nothing is left over from the last one."""
+    """quire in this process. The prefix cache is reset before every run."""
 
     def __init__(self, **settings: Any) -> None:
         self.drawn: list[list[int]] = []
@@ -34,12 +34,12 @@ class Quire:
         elapsed = time.perf_counter() - begin
         self.drawn = [list(output.outputs[0].token_ids) for output in outputs]
         if [len(tokens) for tokens in self.drawn] != work.outputs:
-            raise RuntimeError(f"quire yielded other numbers of tokens than the {work.outputs} asked for")
+            raise RuntimeError(f"quire generated other numbers of tokens than the {work.outputs} requested")
         return elapsed
 
 
 class Transformers:
-    """transformers' `generate`, all requests in one batch padded at the left, until the longest is done."""
+    """transformers' `generate`: all requests in one left-padded batch, until the longest is done."""
 
     def __init__(self) -> None:
         self.model = transformers_model()
@@ -59,7 +59,7 @@ class Transformers:
         )
         elapsed = time.perf_counter() - begin
         if out.shape[1] != longest + steps:
-            raise RuntimeError(f"transformers yielded {out.shape[1] - longest} tokens where {steps} were asked for")
+            raise RuntimeError(f"transformers generated {out.shape[1] - longest} tokens instead of {steps}")
         new = out[:, longest:].tolist()
         self.drawn = [tokens[:count] for tokens, count in zip(new, work.outputs, strict=True)]
         return elapsed
@@ -81,7 +81,7 @@ def transformers_model() -> Any:
 
 
 class VllmCpu:
-    """vLLM for CPUs, in the interpreter it is installed for: the same weights in a folder, the same token ids."""
+    """vLLM for CPUs, in its own interpreter: the same weights, from a folder, and the same token ids."""
 
     def __init__(self, python: str, model: Any, threads: int, **settings: Any) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="quire-bench-")

@@ -1,4 +1,4 @@
-"""Replicas without a device: quire's own block tables and prefix index, steps that take the time a formula says."""
+"""Simulated replicas: quire's own block tables and prefix cache, steps whose duration is computed by a formula."""
 
 from __future__ import annotations
 
@@ -16,14 +16,13 @@ from prefix_traces import BLOCK, Arrival
 from quire.kvcache.block_tables import BlockTables
 
 REPORT_STEPS = 16
-"""Steps between a row's reports of progress: a front that reads everything is told more often."""
-WINDOW = 10.0
-"""Seconds."""
+"""Steps between progress reports of a row; a real front process sees every step."""
+WINDOW_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What a replica can do."""
+    """Capacity and speed of a replica."""
 
     blocks: int = 6144
     """KV blocks, of 16 tokens."""
@@ -49,7 +48,7 @@ class Visit:
 
 
 class SimulatedReplica:
-    """Admits in the order of arrival, computes prompts in chunks beside decodes, and keeps what it computed."""
+    """Admits in order of arrival, computes prompts in chunks beside decodes, and caches what it computed."""
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
@@ -57,7 +56,7 @@ class SimulatedReplica:
         self.waiting: deque[Visit] = deque()
         self.prompts: list[Visit] = []
         self._ends: list[tuple[int, int, Visit]] = []
-        """Decoding visits by the step they end with."""
+        """Decoding visits by the step they finish in."""
         self._order = itertools.count()
         self.steps = 0
         self.hit_tokens = 0
@@ -71,7 +70,7 @@ class SimulatedReplica:
         return len(self.waiting) + len(self.prompts) + len(self._ends)
 
     def begin_step(self, now: float) -> float:
-        """Plan a step; returns when it is over."""
+        """Plan a step; returns the time at which it ends."""
         self._admit()
         machine, left = self.machine, self.machine.budget
         self._chunks = []
@@ -84,12 +83,12 @@ class SimulatedReplica:
         seconds = machine.step_seconds + machine.row_seconds * len(self._ends) + machine.token_seconds * tokens
         work = tokens + len(self._ends)
         self.work_tokens += work
-        self.work_by_window[int(now / WINDOW)] += work
+        self.work_by_window[int(now / WINDOW_SECONDS)] += work
         self.busy_seconds += seconds
         return now + seconds
 
     def end_step(self, now: float) -> tuple[list[Visit], list[Visit], list[Visit]]:
-        """Visits with a first token, visits that got on, visits that ended."""
+        """Visits with a first token, visits that progressed, visits that finished."""
         self.steps += 1
         for visit, chunk in self._chunks:
             visit.computed += chunk
@@ -106,8 +105,8 @@ class SimulatedReplica:
             visit.first_token, visit.first_step = now, self.steps
             end = self.steps + max(1, visit.arrival.output_tokens - 1)
             heapq.heappush(self._ends, (end, next(self._order), visit))
-        got_on = [visit for _, _, visit in self._ends] if self.steps % REPORT_STEPS == 0 else []
-        return started, got_on, ended
+        progressed = [visit for _, _, visit in self._ends] if self.steps % REPORT_STEPS == 0 else []
+        return started, progressed, ended
 
     def _admit(self) -> None:
         tables = self.tables
@@ -126,17 +125,17 @@ class SimulatedReplica:
             self.prompts.append(visit)
 
 
-class Policy(Protocol):
-    """Who gets a request. What it is told of visits is what a front process sees."""
+class Dispatcher(Protocol):
+    """Chooses a replica for each request. It gets the events that a front process sees."""
 
     @abstractmethod
     def send(self, arrival: Arrival, now: float) -> int:
-        """The replica for it."""
+        """The replica to send it to."""
 
     def started(self, arrival: Arrival, cached: int, now: float) -> None:
         """Its first token came."""
 
-    def got_on(self, arrival: Arrival, generated: int, now: float) -> None:
+    def progressed(self, arrival: Arrival, generated: int, now: float) -> None:
         """More tokens came."""
 
     def ended(self, arrival: Arrival, now: float) -> None:
@@ -145,25 +144,25 @@ class Policy(Protocol):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a trace."""
+    """Results of a trace."""
 
     hit_tokens: int
     prompt_tokens: int
     work_balance: float
     """Max ÷ mean over replicas of tokens computed, of prompts and outputs."""
     window_balance: float
-    """The same within each ten seconds, averaged."""
+    """The same per window of ten seconds, averaged."""
     longest: float
-    """Open requests at the replica that has the most, as arrivals find it."""
+    """Open requests at the replica with the most, averaged over arrivals."""
     ttft_p50: float
     ttft_p99: float
     busy_seconds: float
     """The busiest replica's."""
 
 
-def replay(arrivals: Sequence[Arrival], make: Callable[[], Policy], count: int, machine: Machine) -> Outcome:
-    """Run a trace through `count` replicas until all is answered."""
-    policy = make()
+def replay(arrivals: Sequence[Arrival], make: Callable[[], Dispatcher], count: int, machine: Machine) -> Outcome:
+    """Run a trace through `count` replicas until every request has finished."""
+    dispatcher = make()
     replicas = [SimulatedReplica(machine) for _ in range(count)]
     visits = [Visit(arrival) for arrival in arrivals]
     coming = 0
@@ -175,7 +174,7 @@ def replay(arrivals: Sequence[Arrival], make: Callable[[], Policy], count: int, 
             coming += 1
             longest.append(max(replica.open_requests for replica in replicas))
             now = visit.arrival.at
-            chosen = policy.send(visit.arrival, now)
+            chosen = dispatcher.send(visit.arrival, now)
             is_idle = replicas[chosen].open_requests == 0
             replicas[chosen].waiting.append(visit)
             if is_idle:
@@ -183,13 +182,13 @@ def replay(arrivals: Sequence[Arrival], make: Callable[[], Policy], count: int, 
             continue
         now, number = heapq.heappop(steps)
         replica = replicas[number]
-        started, got_on, ended = replica.end_step(now)
+        started, progressed, ended = replica.end_step(now)
         for visit in started:
-            policy.started(visit.arrival, visit.cached, now)
-        for visit in got_on:
-            policy.got_on(visit.arrival, 1 + replica.steps - visit.first_step, now)
+            dispatcher.started(visit.arrival, visit.cached, now)
+        for visit in progressed:
+            dispatcher.progressed(visit.arrival, 1 + replica.steps - visit.first_step, now)
         for visit in ended:
-            policy.ended(visit.arrival, now)
+            dispatcher.ended(visit.arrival, now)
         if replica.open_requests:
             heapq.heappush(steps, (replica.begin_step(now), number))
     waits = sorted(visit.first_token - visit.arrival.at for visit in visits)
@@ -210,5 +209,6 @@ def _balance(loads: Sequence[int]) -> float:
 
 
 def _windows(replicas: Sequence[SimulatedReplica], end: float) -> list[list[int]]:
-    """Tokens computed by each replica in each window, as long as requests came."""
-    return [[replica.work_by_window[window] for replica in replicas] for window in range(max(1, int(end / WINDOW)))]
+    """Tokens computed by each replica in each window, while requests arrived."""
+    windows = range(max(1, int(end / WINDOW_SECONDS)))
+    return [[replica.work_by_window[window] for replica in replicas] for window in windows]

@@ -1,8 +1,8 @@
-"""The router beside simpler ways to share out requests, on replayed traces over simulated replicas.
+"""The routing policies beside simpler ways to spread requests, on replayed traces over simulated replicas.
 
 python benchmarks/router.py                       # 5 traces × 3 seeds over 4 replicas; about two minutes
 python benchmarks/router.py --traces mixed --seeds 1 --replicas 8 --rate 2
-python benchmarks/router.py --choose              # what a choice costs
+python benchmarks/router.py --choose              # the cost of one choice
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import time
 from collections.abc import Callable, Sequence
 
 from prefix_traces import BLOCK, TRACES, Arrival, trace
-from replica_simulation import Machine, Outcome, Policy, replay
+from replica_simulation import Dispatcher, Machine, Outcome, replay
 
-from quire.router import RoutedFlight, RoutedRequest, Router
+from quire.router import OpenRequest, RoutedRequest, Router, make_routing_policy
 
 
-class RoundRobin(Policy):
-    """In turns."""
+class RoundRobin(Dispatcher):
+    """One after the other."""
 
     def __init__(self, replicas: int) -> None:
         self._replicas, self._next = replicas, -1
@@ -30,8 +30,8 @@ class RoundRobin(Policy):
         return self._next
 
 
-class Random(Policy):
-    """By lot."""
+class Random(Dispatcher):
+    """At random."""
 
     def __init__(self, replicas: int) -> None:
         self._replicas, self._rng = replicas, random.Random(0)
@@ -40,8 +40,8 @@ class Random(Policy):
         return self._rng.randrange(self._replicas)
 
 
-class LeastLoaded(Policy):
-    """To whoever has the fewest requests open."""
+class FewestOpen(Dispatcher):
+    """The replica with the fewest open requests."""
 
     def __init__(self, replicas: int) -> None:
         self._open, self._at = [0] * replicas, dict[Arrival, int]()
@@ -55,55 +55,56 @@ class LeastLoaded(Policy):
         self._open[self._at.pop(arrival)] -= 1
 
 
-class Routed(Policy):
-    """As the router says. It is told no speeds and measures them."""
+class Routed(Dispatcher):
+    """quire's router with one of its policies. It is given no speeds and measures them."""
 
-    def __init__(self, replicas: int, machine: Machine, **settings: float) -> None:
+    def __init__(self, replicas: int, machine: Machine, policy: str) -> None:
         self._now = 0.0
-        self.router = Router(BLOCK, clock=lambda: self._now, **settings)  # type: ignore[arg-type]
-        self._flights: dict[Arrival, RoutedFlight] = {}
+        self.router = Router(BLOCK, make_routing_policy(policy), clock=lambda: self._now)
+        self._open: dict[Arrival, OpenRequest] = {}
         for number in range(replicas):
             self.router.add(str(number), machine.blocks, machine.rows)
 
     def send(self, arrival: Arrival, now: float) -> int:
         self._now = now
-        request = RoutedRequest("", arrival.prompt_keys, arrival.prompt_tokens)
+        request = RoutedRequest(arrival.prompt_keys, arrival.prompt_tokens)
         name = self.router.choose(request)
-        self._flights[arrival] = self.router.launched(request, name)
+        self._open[arrival] = self.router.launched(request, name)
         return int(name)
 
     def started(self, arrival: Arrival, cached: int, now: float) -> None:
         self._now = now
-        self.router.progress(self._flights[arrival], 1, cached)
+        self.router.progress(self._open[arrival], 1, cached)
 
-    def got_on(self, arrival: Arrival, generated: int, now: float) -> None:
+    def progressed(self, arrival: Arrival, generated: int, now: float) -> None:
         self._now = now
-        self.router.progress(self._flights[arrival], generated)
+        self.router.progress(self._open[arrival], generated)
 
     def ended(self, arrival: Arrival, now: float) -> None:
         self._now = now
-        flight = self._flights.pop(arrival)
-        self.router.progress(flight, arrival.output_tokens)
-        self.router.finished(flight, arrival.keys)
+        opened = self._open.pop(arrival)
+        self.router.progress(opened, arrival.output_tokens)
+        self.router.finished(opened, arrival.keys)
 
 
-def contestants(replicas: int, machine: Machine) -> dict[str, Callable[[], Policy]]:
-    """Every way to share out requests, by name."""
+def contestants(replicas: int, machine: Machine) -> dict[str, Callable[[], Dispatcher]]:
+    """Every way to spread requests, by name."""
     return {
         "round robin": lambda: RoundRobin(replicas),
         "random": lambda: Random(replicas),
-        "least loaded": lambda: LeastLoaded(replicas),
-        "router": lambda: Routed(replicas, machine),
+        "fewest open": lambda: FewestOpen(replicas),
+        "least_loaded": lambda: Routed(replicas, machine, "least_loaded"),
+        "prefix": lambda: Routed(replicas, machine, "prefix"),
     }
 
 
 def compare(arrivals: Sequence[Arrival], replicas: int, machine: Machine) -> dict[str, Outcome]:
-    """One trace through all of them."""
+    """Replay one trace through all of them."""
     return {name: replay(arrivals, make, replicas, machine) for name, make in contestants(replicas, machine).items()}
 
 
 def most_hits(arrivals: Sequence[Arrival]) -> int:
-    """Tokens that one cache without bounds would have had, were every answer there before the next question."""
+    """Hits of one unbounded cache, if every answer were complete before the next request."""
     seen: set[bytes] = set()
     tokens = 0
     for arrival in arrivals:
@@ -113,7 +114,7 @@ def most_hits(arrivals: Sequence[Arrival]) -> int:
     return tokens
 
 
-def tell(name: str, seed: int, arrivals: Sequence[Arrival], outcomes: dict[str, Outcome]) -> None:
+def print_outcomes(name: str, seed: int, arrivals: Sequence[Arrival], outcomes: dict[str, Outcome]) -> None:
     base = outcomes["round robin"]
     print(f"{name:>7} {seed:>4} {'at most':>13} {most_hits(arrivals) / base.prompt_tokens:>7.1%}")
     for policy, outcome in outcomes.items():
@@ -128,7 +129,8 @@ def tell(name: str, seed: int, arrivals: Sequence[Arrival], outcomes: dict[str, 
 
 
 def choice_microseconds(blocks: int = 512, replicas: int = 16, rounds: int = 300) -> tuple[float, float]:
-    """Median microseconds of `choose` and of `launched`, each prompt's keys as fresh as if it had just come."""
+    """Median microseconds of `choose` and of `launched`. Each prompt's keys are new objects, as those of a new request
+    are."""
     router = Router(BLOCK)
     rng = random.Random(0)
     shared = [rng.randbytes(32) for _ in range(blocks)]
@@ -136,19 +138,19 @@ def choice_microseconds(blocks: int = 512, replicas: int = 16, rounds: int = 300
         router.add(str(number), 50_000, 256)
         for _ in range(40):
             filler = [rng.randbytes(32) for _ in range(blocks)]
-            router.launched(RoutedRequest("", filler, blocks * BLOCK), str(number))
-        # Each knows another length of the prompt.
+            router.launched(RoutedRequest(filler, blocks * BLOCK), str(number))
+        # Each replica knows a different length of the prompt.
         known = shared[: blocks * (number + 1) // replicas]
-        router.launched(RoutedRequest("", known, len(known) * BLOCK), str(number))
+        router.launched(RoutedRequest(known, len(known) * BLOCK), str(number))
     choosing, launching = [], []
     for _ in range(rounds):
-        request = RoutedRequest("", [bytes(bytearray(key)) for key in shared], blocks * BLOCK)
+        request = RoutedRequest([bytes(bytearray(key)) for key in shared], blocks * BLOCK)
         begin = time.perf_counter()
         name = router.choose(request)
         middle = time.perf_counter()
-        flight = router.launched(request, name)
+        opened = router.launched(request, name)
         end = time.perf_counter()
-        router.finished(flight)
+        router.finished(opened)
         choosing.append(middle - begin)
         launching.append(end - middle)
     return 1e6 * statistics.median(choosing), 1e6 * statistics.median(launching)
@@ -160,10 +162,10 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=120.0)
-    parser.add_argument("--rate", type=float, default=1.0, help="times the traffic")
+    parser.add_argument("--rate", type=float, default=1.0, help="factor on the arrival rate")
     parser.add_argument("--replicas", type=int, default=4)
     parser.add_argument("--blocks", type=int, default=Machine.blocks, help="KV blocks of a replica")
-    parser.add_argument("--choose", action="store_true", help="time a choice, and nothing else")
+    parser.add_argument("--choose", action="store_true", help="only time a choice")
     args = parser.parse_args()
     if args.choose:
         choosing, launching = choice_microseconds()
@@ -174,7 +176,7 @@ def main() -> None:
     for name in args.traces:
         for seed in range(args.first_seed, args.first_seed + args.seeds):
             arrivals = trace(name, seed, args.seconds, args.rate)
-            tell(name, seed, arrivals, compare(arrivals, args.replicas, Machine(blocks=args.blocks)))
+            print_outcomes(name, seed, arrivals, compare(arrivals, args.replicas, Machine(blocks=args.blocks)))
 
 
 if __name__ == "__main__":

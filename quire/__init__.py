@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 __version_tuple__ = (0, 1, 0)
 
-# OpenMP's threads spin for milliseconds between kernels by default, which starves everyone else on a busy machine;
-# this is long enough to bridge the gap between two kernels. It is read when torch is loaded, so it must come first.
+# OpenMP threads spin for milliseconds between kernels by default, which starves other processes on a busy machine; this
+# is long enough to bridge the gap between two kernels. torch reads it when it is imported, so it is set first.
 os.environ.setdefault("GOMP_SPINCOUNT", "20000")
 
-# Imported when first used: `import quire` costs nothing, and the planning half never pays for torch.
+# Imported on first use: `import quire` is fast, and the planning half never imports torch.
 _EXPORTS = {
     "LLM": "quire.api.llm",
     "AsyncLLM": "quire.api.async_llm",
@@ -37,8 +37,8 @@ _EXPORTS = {
     "EmbeddingOutput": "quire.messages.outputs",
     "EmbeddingRequestOutput": "quire.messages.outputs",
     "EngineConfig": "quire.config",
-    "EngineArgs": "quire.api.engine_args",
-    "AsyncEngineArgs": "quire.api.engine_args",
+    "EngineArgs": "quire.api.compat",
+    "AsyncEngineArgs": "quire.api.compat",
     "TextPrompt": "quire.api.inputs",
     "TokensPrompt": "quire.api.inputs",
     "PromptType": "quire.api.inputs",
@@ -47,9 +47,9 @@ _EXPORTS = {
 if TYPE_CHECKING:
     from quire.api.async_llm import AsyncLLM as AsyncLLM
     from quire.api.async_llm import AsyncLLMEngine as AsyncLLMEngine
+    from quire.api.compat import AsyncEngineArgs as AsyncEngineArgs
+    from quire.api.compat import EngineArgs as EngineArgs
     from quire.api.engine import LLMEngine as LLMEngine
-    from quire.api.engine_args import AsyncEngineArgs as AsyncEngineArgs
-    from quire.api.engine_args import EngineArgs as EngineArgs
     from quire.api.inputs import PromptType as PromptType
     from quire.api.inputs import TextPrompt as TextPrompt
     from quire.api.inputs import TokensPrompt as TokensPrompt

@@ -89,6 +89,12 @@ class EngineConfig:
         "cached, unless it would wait longer there",
         "device",
     )
+    routing_policy: str = option(
+        "prefix",
+        "Which engine gets a request, with data_parallel_size > 1: prefix (where its prompt is cached, unless the wait "
+        "there is longer), least_loaded, or a dotted path",
+        "device",
+    )
     distributed_executor_backend: str | None = option(
         None,
         "How ranks run: uni (in the engine's own process), mp (a process each, on this machine), ray (an actor each, "

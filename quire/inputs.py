@@ -1,4 +1,4 @@
-"""Forms of prompts, where vLLM has them: `from quire.inputs import TokensPrompt`."""
+"""Prompt types, in vLLM's module: `from quire.inputs import TokensPrompt`."""
 
 from quire.api.inputs import PromptType as PromptType
 from quire.api.inputs import TextPrompt as TextPrompt

@@ -1,4 +1,4 @@
-"""Outputs of requests, where vLLM has them: `from quire.outputs import RequestOutput`."""
+"""Outputs of requests, in vLLM's module: `from quire.outputs import RequestOutput`."""
 
 from quire.messages.outputs import BeamSearchOutput as BeamSearchOutput
 from quire.messages.outputs import BeamSearchSequence as BeamSearchSequence

@@ -1,4 +1,4 @@
-"""Parameters of requests, where vLLM has them: `from quire.sampling_params import SamplingParams`."""
+"""Parameters of requests, in vLLM's module: `from quire.sampling_params import SamplingParams`."""
 
 from quire.messages.beams import BeamSearchParams as BeamSearchParams
 from quire.messages.sampling import RequestOutputKind as RequestOutputKind

@@ -1,4 +1,4 @@
-"""Sleep that ends early."""
+"""A sleep that ends early when a file becomes readable."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Iterable
 
 
 def sleep_until(files: Iterable[int], seconds: float) -> list[int]:
-    """Until one of the files has something to read, or time is up; which of them have."""
-    poll = select.poll()  # `select` knows no file above 1023
+    """Wait until one of the files is readable, or for `seconds`; returns the readable ones."""
+    poll = select.poll()  # `select` is limited to descriptors below 1024
     for file in files:
         poll.register(file, select.POLLIN)
     return [file for file, _ in poll.poll(max(0.0, seconds) * 1000)]

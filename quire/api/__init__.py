@@ -1,1 +1,1 @@
-"""What Python users touch."""
+"""The Python API."""

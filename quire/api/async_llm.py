@@ -1,4 +1,4 @@
-"""`AsyncLLM`: generation for asyncio programs, the engine in a process of its own. Names and meanings are vLLM's."""
+"""`AsyncLLM`: generation for asyncio programs, with the engine in its own process. Names and semantics are vLLM's."""
 
 from __future__ import annotations
 
@@ -16,15 +16,13 @@ from quire.api.async_sessions import AsyncSessions, SessionTurn
 from quire.api.chat import ChatRenderer
 from quire.api.compat import check_call, drop_neutral
 from quire.api.engine_group import EngineGroup
-from quire.api.fleet_metrics import merged
-from quire.api.inputs import InputProcessor, PromptType
+from quire.api.inputs import AnyParams, InputProcessor, PromptType, check_params
 from quire.api.output_stream import OutputStream
 from quire.api.replica import Replica
-from quire.api.session_input import whole_turns_only
 from quire.config import EngineConfig
 from quire.engine import ipc
 from quire.engine.engine_info import EngineInfo
-from quire.engine.session_calls import CutSession, RewriteSession, SessionAnswer, SessionOp
+from quire.engine.session_calls import SessionAnswer, SessionOp
 from quire.engine.stats import Metric
 from quire.errors import EngineDeadError, ValidationError
 from quire.loading.hub import find
@@ -35,7 +33,6 @@ from quire.messages.experts import Rebalanced
 from quire.messages.memory_map import MemoryMap
 from quire.messages.outputs import BeamSearchOutput, PoolingRequestOutput, RequestOutput
 from quire.messages.pooling import PoolingParams
-from quire.messages.request import NewRequest
 from quire.messages.sampling import RequestOutputKind, SamplingParams
 from quire.output.detokenizer import Vocabulary
 from quire.output.processor import OutputProcessor
@@ -44,61 +41,65 @@ from quire.router import Router
 from quire.sessions.log import session_key
 
 LONG_PROMPT = 4096
-"""Characters, or token ids: a prompt this long is prepared in a thread, and the event loop goes on."""
+"""Characters, or token ids: a prompt this long is prepared in a thread, so that the event loop is not blocked."""
 
 
 class AsyncLLM:
     """A model, ready to generate for many callers at once.
 
-    Takes every field of `EngineConfig` as a keyword. Making one blocks until the engine is ready. Text is made and read
-    in this process, tokens in the other. All its methods are for the event loop's thread.
+    Takes every field of `EngineConfig` as a keyword. The constructor blocks until the engine is ready. Tokenizing and
+    detokenizing happen in this process. Not thread-safe: call its methods in the event loop's thread.
     """
 
     engine_module = "quire.engine.process"
-    """What the engine's process runs. A benchmark puts an engine of its own in its place."""
+    """The module that the engine's process runs; benchmarks replace it."""
 
     def __init__(self, model: str | os.PathLike[str] = EngineConfig.model, **settings: Any) -> None:
         self._open(EngineConfig(model=os.fspath(model), **drop_neutral(settings)))
 
     @classmethod
     def from_config(cls, config: EngineConfig, *, spares_torch: bool = False) -> AsyncLLM:
-        """As the constructor, with settings that are checked already. `spares_torch`: nothing in this process will use
-        transformers' models, so torch need not be imported with it."""
+        """The same as the constructor, with settings that are already checked. `spares_torch`: nothing in this process
+        will use transformers' models, so importing it need not import torch."""
         made = cls.__new__(cls)
         made._open(config, spares_torch)
         return made
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineConfig) -> AsyncLLM:
-        """As `from_config`; vLLM's name."""
+        """The same as `from_config`; vLLM's name."""
         return cls.from_config(engine_args)
 
     def _open(self, config: EngineConfig, spares_torch: bool = False) -> None:
         self.config = config
-        self._files = find(config)
-        self._model = read_model_config(self._files, config.hf_overrides)
-        self._generation = read_generation_config(self._files) if config.generation_config == "auto" else {}
+        files = find(config)
+        model = read_model_config(files, config.hf_overrides)
+        generation = read_generation_config(files) if config.generation_config == "auto" else {}
         self._outputs = OutputProcessor()
-        self._fleet = EngineGroup(config, self._files, self._model, self.engine_module, self._outputs)
-        self._fleet.start()
-        try:  # the tokenizer is loaded while the engines are
-            self._tokenizer = (
-                None if config.skip_tokenizer_init else tokenizer_of(config, self._files, spares_torch=spares_torch)
-            )
+        self._group = EngineGroup(config, files, model, self.engine_module, self._outputs)
+        self._group.start()
+        try:  # the tokenizer is loaded while the engines start
+            tokenizer = None if config.skip_tokenizer_init else tokenizer_of(config, files, spares_torch=spares_torch)
         except BaseException:
-            self._fleet.kill()
+            self._group.kill()
             raise
-        self._fleet.wait_until_ready()
-        self._fleet.on_ready = self._make_inputs
-        self._make_inputs()
-        if self._tokenizer is not None:
-            self._outputs.vocabulary = Vocabulary(self._tokenizer)
+        self._group.wait_until_ready()
+
+        def make_inputs() -> None:
+            self.inputs = InputProcessor(
+                config, self.facts, tokenizer, generation, computes_keys=config.enable_prefix_caching
+            )
+
+        self._group.on_ready = make_inputs  # a restarted engine may have another cache size
+        make_inputs()
+        if tokenizer is not None:
+            self._outputs.vocabulary = Vocabulary(tokenizer)
         self._streams: dict[str, OutputStream] = {}
-        """Open requests by the id the caller knows. Engines know them by another: an id may be used again while outputs
-        of its last use are on their way."""
+        """Open requests by the caller's id. Engines use another: an id may be used again while outputs of its last use
+        are still arriving."""
         self._numbers = itertools.count()
         self.is_shut = False
-        """Whether it has been shut down: nothing brings it back."""
+        """Whether it has been shut down for good."""
 
     # Generating
 
@@ -115,10 +116,11 @@ class AsyncLLM:
         **of_vllm: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Outputs of one request as they come. Each holds everything so far, or with `output_kind=DELTA` only what is
-        new. Who reads slowly gets several steps in one output. Leaving early, or being cancelled, aborts the request.
+        new. A slow reader gets several steps in one output. Leaving early, or being cancelled, aborts the request.
 
-        `session` (or `session_id`) names a session that the prompt is all of: the session is made, or becomes that,
-        and goes on with what is generated. What begins as it did is not computed again.
+        `session` (or `session_id`) names a session whose whole content is the prompt: the session is created, or
+        replaced by the prompt, and the output is appended to it. A common prefix with its old content is not
+        recomputed.
         """
         check_call(of_vllm, "generate")
         name = session if session_id is None else session_id
@@ -135,32 +137,25 @@ class AsyncLLM:
         priority: int,
         tenant: str,
         turn: SessionTurn | None = None,
+        shares_id: bool = False,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """As `generate`; `turn`: of which session it is one."""
+        """As `generate`. `turn`: the session's turn that this is, if it is one. `shares_id`: as for `submit`."""
         if isinstance(sampling_params, PoolingParams):
-            raise ValidationError(
-                "sampling_params must be SamplingParams, got PoolingParams: `encode` makes vectors", "sampling_params"
-            )
-        box = await self.submit(prompt, sampling_params, request_id, priority, tenant, turn)
+            check_params(sampling_params, SamplingParams, "sampling_params", ": `encode` returns embeddings")
+        stream = await self.submit(prompt, sampling_params, request_id, priority, tenant, turn, shares_id)
         written, is_kept = 0, False
         try:
-            while not box.is_finished:
-                output: RequestOutput = await box.take()
+            while not stream.is_finished:
+                output: RequestOutput = await stream.take()
                 if turn is not None:
-                    written = len(output.outputs[0].token_ids) + (written if box.is_delta else 0)
-                    await self._end_turn(turn.key, output, written)
+                    written = len(output.outputs[0].token_ids) + (written if stream.is_delta else 0)
+                    await turn.cut_at_stop(self, output, written)
                     is_kept = output.outputs[0].finish_reason in ("stop", "length")
                 yield output
         finally:
-            self.leave(box)
+            self.leave(stream)
             if turn is not None and not is_kept:
-                self._undo(turn)
-
-    async def _end_turn(self, key: str, output: RequestOutput, written: int) -> None:
-        """Where a stop string was found here, the engine may have gone on meanwhile, and nothing is durable yet."""
-        sample = output.outputs[0]
-        if sample.finish_reason == "stop" and isinstance(sample.stop_reason, str):
-            await self.ask_sessions(CutSession(key, len(output.prompt_token_ids) + written))
+                turn.undo(self)
 
     async def encode(
         self,
@@ -172,19 +167,16 @@ class AsyncLLM:
         tenant: str = "",
         **of_vllm: Any,
     ) -> AsyncGenerator[PoolingRequestOutput, None]:
-        """The vector of one prompt: the one output there is. Leaving early, or being cancelled, aborts the request."""
+        """The embedding of one prompt, as a single output. Leaving early, or being cancelled, aborts the request."""
         check_call(of_vllm, "encode")
         params = PoolingParams() if pooling_params is None else pooling_params
-        if not isinstance(params, PoolingParams):
-            raise ValidationError(
-                f"pooling_params must be PoolingParams, got {type(params).__name__}", "pooling_params", params
-            )
-        box = await self.submit(prompt, params, request_id, priority, tenant)
+        check_params(params, PoolingParams, "pooling_params")
+        stream = await self.submit(prompt, params, request_id, priority, tenant)
         try:
-            while not box.is_finished:
-                yield await box.take()
+            while not stream.is_finished:
+                yield await stream.take()
         finally:
-            self.leave(box)
+            self.leave(stream)
 
     async def beam_search(
         self,
@@ -196,157 +188,163 @@ class AsyncLLM:
         tenant: str = "",
     ) -> BeamSearchOutput:
         """The likeliest continuations of one prompt, best first. Being cancelled aborts the search."""
-        if not isinstance(params, BeamSearchParams):
-            raise ValidationError(f"params must be BeamSearchParams, got {type(params).__name__}", "params", params)
-        box = await self.submit(prompt, params, request_id, priority, tenant)
+        check_params(params, BeamSearchParams, "params")
+        stream = await self.submit(prompt, params, request_id, priority, tenant)
         try:
-            found: BeamSearchOutput = await box.take()
+            found: BeamSearchOutput = await stream.take()
             return found
         finally:
-            self.leave(box)
+            self.leave(stream)
 
     async def submit(
         self,
         prompt: PromptType,
-        params: SamplingParams | PoolingParams | BeamSearchParams | None,
+        params: AnyParams | None,
         request_id: str | None,
         priority: int,
         tenant: str,
         turn: SessionTurn | None = None,
+        shares_id: bool = False,
     ) -> OutputStream:
-        """Check a request and send it off; what comes of it is read from its box, until `leave`."""
-        self._fleet.attach()
+        """Check a request and send it to an engine; its outputs are read from the stream, until `leave`. `shares_id`:
+        other open requests may have the same id (an HTTP request with several prompts, or a client that repeats
+        ids)."""
+        self._group.attach()
         number = next(self._numbers)
         request_id = str(number) if request_id is None else request_id
+        key = f"{request_id}-{number}"
+        request_id = key if shares_id else request_id
         if request_id in self._streams:
             raise ValidationError(f"request id {request_id!r} is in use", "request_id", request_id)
         params = self.get_default_sampling_params() if params is None else params
-        box = self._streams[request_id] = OutputStream(request_id, f"{request_id}-{number}")
+        stream = self._streams[request_id] = OutputStream(request_id, key)
         begun: SessionTurn | None = None
         try:
-            request, text = await self._prepare(box.key, prompt, params, priority, tenant)
+            make, arguments = self.inputs.make, (key, prompt, params, time.monotonic(), priority, tenant)
+            is_short = _size(prompt) < LONG_PROMPT
+            request, text = make(*arguments) if is_short else await asyncio.to_thread(make, *arguments)
             if turn is not None:
-                await self._begin_turn(request, turn)
+                await turn.begin(self, request)
                 begun = turn
-            box.is_delta = request.params.output_kind is RequestOutputKind.DELTA
-            box.is_streamed = box.awaits_first = request.params.output_kind is not RequestOutputKind.FINAL_ONLY
+            kind = request.params.output_kind
+            stream.is_delta = kind is RequestOutputKind.DELTA
+            stream.is_streamed = stream.awaits_first = kind is not RequestOutputKind.FINAL_ONLY
             message = ipc.encode(ipc.Add(request))
-            replica = self._fleet.choose(request)  # which may have died while the prompt was prepared
+            replica = self._group.choose(request)  # raises if it died while the prompt was prepared
         except BaseException:
             del self._streams[request_id]
             if begun is not None:
-                self._undo(begun)
+                begun.undo(self)
             raise
         self._outputs.add(request, text)
-        self._fleet.launch(replica, box, request, message)
-        return box
+        self._group.launch(replica, stream, request, message)
+        return stream
 
-    def leave(self, box: OutputStream) -> None:
-        """Nobody reads this request any more."""
-        del self._streams[box.request_id]
-        if box.replica is not None:
-            box.replica.leave(box)
+    def leave(self, stream: OutputStream) -> None:
+        """The request's reader has left: abort it if it is unfinished."""
+        del self._streams[stream.request_id]
+        if stream.replica is not None:
+            stream.replica.leave(stream)
 
     async def abort(self, request_id: str | list[str]) -> None:
-        """End requests; their readers get a last output with `finish_reason="abort"`. Unknown ids are no error."""
+        """Abort requests; their readers get a last output with `finish_reason="abort"`. Unknown ids are no error."""
         for one in [request_id] if isinstance(request_id, str) else request_id:
-            if (box := self._streams.get(one)) is not None:
-                box.is_aborted = True
-                if box.replica is not None:
-                    box.replica.abort(box)
+            if (stream := self._streams.get(one)) is not None:
+                stream.is_aborted = True
+                if stream.replica is not None:
+                    stream.replica.abort(stream)
 
     # Sessions
 
     @property
     def sessions(self) -> AsyncSessions:
-        """Conversations by name, which outlive their turns, and with `kv_disk` the engine."""
+        """Conversations by name. Their KV is kept between turns; with `kv_disk` they also survive the engine."""
         return AsyncSessions(self)
 
-    async def ask_sessions(self, op: SessionOp) -> SessionAnswer:
-        """Ask the engine something about sessions. What it changed is durable when this returns."""
-        return await self._fleet.ask_sessions(op)
+    async def call_sessions(self, op: SessionOp) -> SessionAnswer:
+        """Run a session operation in the engine. Its changes are durable when this returns."""
+        return await self._group.call_sessions(op)
 
-    @property
-    def inputs(self) -> InputProcessor:
-        """What checks requests."""
-        return self._inputs
+    def send_session_op(self, key: str, op: SessionOp) -> None:
+        """The same for one session, without waiting for the reply."""
+        self._group.send_session_op(key, op)
 
     @cached_property
     def renderer(self) -> ChatRenderer:
-        """Writes conversations as the model's chat template does."""
-        return ChatRenderer(self._tokenizer, self.config.chat_template)
+        """Renders conversations with the model's chat template."""
+        return ChatRenderer(self.inputs.tokenizer, self.config.chat_template)
 
-    # Asking
+    # The engine
 
     async def check_health(self) -> None:
-        """Raises `EngineDeadError` if the engine is dead; returns when its loop has answered."""
+        """Raises `EngineDeadError` if the engine is dead; returns when its loop has replied."""
         await self.report_health()
 
     async def report_health(self) -> ipc.HealthReport:
-        """How far the engines' loops have come, in their own words."""
-        reports = await self._fleet.ask_all(ipc.Ping)
+        """Open requests and steps so far, as the engines' loops report them."""
+        reports = await self._group.call_all(ipc.Ping)
         return ipc.HealthReport(0, sum(one.unfinished for one in reports), sum(one.steps for one in reports))
 
     async def wait_until_dead(self) -> str:
-        """Returns once no engine lives, with the reason. Until then it costs nothing."""
-        return await self._fleet.wait_until_dead()
+        """Waits until all engines are dead; returns the reason."""
+        return await self._group.wait_until_dead()
 
     async def get_metrics(self) -> list[Metric]:
-        """Counters and gauges of the engine; of several, of all together."""
-        return merged([report.metrics for report in await self._fleet.ask_all(ipc.GetStats)])
+        """Counters and gauges of the engine, or of all engines together."""
+        return await self._group.get_metrics()
 
     async def memory_map(self, replica: int = 0) -> MemoryMap:
-        """Who holds what now, on the device and in the tiers below. `replica`: whose memory, of several engines."""
+        """What holds which blocks now, on all tiers of one replica."""
         if not 0 <= replica < len(self.replicas):
             raise ValidationError(
-                f"there is no replica {replica}: there are {len(self.replicas)}, counted from 0", "replica", replica
+                f"there is no replica {replica}: there are {len(self.replicas)}, numbered from 0", "replica", replica
             )
         return await self.replicas[replica].memory_map()
 
     async def reset_prefix_cache(self) -> bool:
-        """Forget all cached blocks; True if none had to stay with a running request."""
-        return await self._fleet.reset_prefix_cache()
+        """Drop all cached blocks; False if running requests still hold some."""
+        return await self._group.reset_prefix_cache()
 
     async def rebalance_experts(self) -> Rebalanced:
-        """With enable_expert_parallel: move experts to where the load since the last time says they had better be."""
-        return await self._fleet.rebalance_experts()
+        """With enable_expert_parallel: move experts to balance the load measured since the last time."""
+        return await self._group.rebalance_experts()
 
     async def get_tokenizer(self) -> Any:
-        """The model's tokenizer, as transformers knows it."""
-        if self._tokenizer is None:
+        """The model's tokenizer, as transformers loads it."""
+        if self.inputs.tokenizer is None:
             raise ValidationError(
                 "this engine has no tokenizer: skip_tokenizer_init is set", "skip_tokenizer_init", True
             )
-        return self._tokenizer
+        return self.inputs.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What `sampling_params=None` stands for: the model's own generation config."""
-        return self._inputs.default_params()
+        """The default for `sampling_params=None`: the model's generation config."""
+        return self.inputs.default_params()
 
     @property
     def facts(self) -> EngineInfo:
-        """What the engine turned out to be; of several, the smallest."""
-        return self._fleet.facts
+        """What the engine reported; of several, the one with the smallest cache."""
+        return self._group.facts
 
     @property
     def replicas(self) -> list[Replica]:
-        """The engines, of which there are `data_parallel_size`."""
-        return self._fleet.replicas
+        """The engines; there are `data_parallel_size`."""
+        return self._group.replicas
 
     @property
     def router(self) -> Router | None:
-        """What shares requests out among several engines."""
-        return self._fleet.router
+        """Chooses an engine for each request; None for a single engine."""
+        return self._group.router
 
     @property
     def token_times(self) -> TokenTimes:
-        """How many tokens have come, and the gaps between them, over all requests of this object."""
+        """Tokens received and the gaps between them, over all requests of this object."""
         return self._outputs.times
 
     @property
     def errored(self) -> bool:
-        """Whether the engine is dead, for whatever reason; of several, all of them."""
-        return self._fleet.errored
+        """Whether the engine is dead; of several, all of them."""
+        return self._group.errored
 
     @property
     def is_running(self) -> bool:
@@ -354,29 +352,29 @@ class AsyncLLM:
 
     @property
     def dead_error(self) -> EngineDeadError:
-        """What every call raises once the engine is dead."""
-        return self._fleet.dead_error
+        """The error of every call once the engine is dead."""
+        return self._group.dead_error
 
     @property
     def num_open_requests(self) -> int:
         return len(self._streams)
 
-    # Ending, and beginning again
+    # Restart and shutdown
 
     async def restart(self, only_if_dead: bool = False) -> None:
-        """Make a new engine in place of one that died, or of one that lives: then its requests fail."""
-        await self._fleet.restart(only_if_dead)
+        """Replace the engine by a new one. If it is alive, its requests fail."""
+        await self._group.restart(only_if_dead)
 
     def kill_engine(self, reason: str) -> None:
-        """End the engine's process at once: it cannot be talked to. Open requests fail with the reason."""
-        self._fleet.kill_engines(reason)
+        """Kill the engine's process. Open requests fail with the reason."""
+        self._group.kill_engines(reason)
 
     def shutdown(self) -> None:
-        """End everything: open requests fail, the processes are gone when this returns. Calling it twice is fine."""
+        """End the processes and wait for them; open requests fail. Calling it twice is fine."""
         if not self.is_shut:
             self.is_shut = True
-            self._fleet.shut()
-            self._fleet.stop()
+            self._group.shut()
+            self._group.stop()
 
     async def __aenter__(self) -> AsyncLLM:
         return self
@@ -386,60 +384,16 @@ class AsyncLLM:
     ) -> None:
         if not self.is_shut:
             self.is_shut = True
-            self._fleet.shut()
-            await self._fleet.stop_aside()
-
-    # How it is done
-
-    def _make_inputs(self) -> None:
-        """What checks requests, for the engines that are there now."""
-        config = self.config
-        self._inputs = InputProcessor(
-            self.facts, self._tokenizer, self._generation, config.seed, config.max_logprobs, config.pooling,
-            config.isolate_tenants,
-        )  # fmt: skip
-        self._inputs.hashes_ahead = config.enable_prefix_caching
-
-    async def _begin_turn(self, request: NewRequest, turn: SessionTurn) -> None:
-        if request.params.n != 1:  # before anything is written
-            raise ValidationError("a turn of a session has one sample: n must be 1", "n", request.params.n)
-        request.session = turn.key
-        if request.params.truncate_prompt_tokens is not None and not turn.rewrites:
-            raise whole_turns_only()
-        if turn.rewrites:
-            await self.ask_sessions(RewriteSession(turn.key, request.prompt, request.salt))
-        elif turn.before is not None:
-            try:
-                await self.ask_sessions(turn.before)
-            except (asyncio.CancelledError, EngineDeadError):  # it is on its way, and will be done, or may have been
-                self._undo(turn)
-                raise
-
-    def _undo(self, turn: SessionTurn) -> None:
-        """Take back what the turn added to its session; nobody waits for that."""
-        if turn.undo is not None:
-            self._fleet.tell_sessions(turn.key, turn.undo)
-
-    async def _prepare(
-        self,
-        key: str,
-        prompt: PromptType,
-        params: SamplingParams | PoolingParams | BeamSearchParams,
-        priority: int,
-        tenant: str,
-    ) -> tuple[NewRequest, str | None]:
-        arguments = (key, prompt, params, time.monotonic(), priority, tenant)
-        if _size(prompt) < LONG_PROMPT:
-            return self._inputs.make(*arguments)
-        return await asyncio.to_thread(self._inputs.make, *arguments)
+            self._group.shut()
+            await self._group.stop_in_thread()
 
 
 AsyncLLMEngine = AsyncLLM
-"""What vLLM calls it too."""
+"""vLLM's other name for it."""
 
 
 def _size(prompt: Any) -> int:
-    """How much there is to prepare; what is no prompt at all has no size."""
+    """Characters or token ids of a prompt; 0 for anything else."""
     if isinstance(prompt, Mapping):
         prompt = prompt.get("prompt_token_ids", prompt.get("prompt"))
     return len(prompt) if hasattr(prompt, "__len__") else 0

@@ -1,4 +1,4 @@
-"""`AsyncLLM.sessions`: conversations by name, for asyncio programs. Names and meanings are those of `llm.sessions`."""
+"""`AsyncLLM.sessions`: conversations by name, for asyncio programs. The interface is that of `llm.sessions`."""
 
 from __future__ import annotations
 
@@ -8,11 +8,19 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from quire.api.session_input import TAIL_TOKENS, RenderText, SessionInput, SessionReader, is_messages
-from quire.api.session_tools import calls_tools
+from quire.api.session_input import (
+    TAIL_TOKENS,
+    RenderText,
+    SessionInput,
+    SessionReader,
+    calls_tools,
+    check_turn,
+    is_messages,
+)
 from quire.engine import session_calls as calls
-from quire.errors import SessionNotFoundError, ValidationError
+from quire.errors import EngineDeadError, SessionNotFoundError, ValidationError
 from quire.messages.outputs import RequestOutput
+from quire.messages.request import NewRequest
 from quire.messages.sampling import RequestOutputKind, SamplingParams, check_integer
 from quire.sessions.keeper import KEEP, SessionInfo, SessionPage
 from quire.sessions.log import owner_id, session_key
@@ -23,31 +31,55 @@ if TYPE_CHECKING:
 
 PAGE = 100
 LONG_TEXT = 4096
-"""Characters: text this long is read in a thread."""
+"""Characters: a text this long is tokenized in a thread."""
 
 
 class SessionTurn(NamedTuple):
-    """A request that is a session's turn."""
+    """A request that is a turn of a session."""
 
     key: str
-    """What the session goes by in the engine."""
+    """The session's key in the engine."""
     rewrites: bool = False
-    """The session becomes the prompt first."""
-    before: calls.SessionOp | None = None
-    """To be done when the request is known to be right, before it is queued…"""
-    undo: calls.SessionOp | None = None
-    """…and to be done if the turn is not finished."""
+    """The session is replaced by the prompt first."""
+    append: calls.SessionOp | None = None
+    """Run once the request is checked, before it is queued…"""
+    take_back: calls.SessionOp | None = None
+    """…and its inverse, run if the turn does not finish."""
+
+    async def begin(self, llm: AsyncLLM, request: NewRequest) -> None:
+        """Make a checked request a turn of the session, and write what precedes it."""
+        check_turn(request.params, rewrites=self.rewrites)  # before anything is written
+        request.session = self.key
+        if self.rewrites:
+            await llm.call_sessions(calls.RewriteSession(self.key, request.prompt, request.salt))
+        elif self.append is not None:
+            try:
+                await llm.call_sessions(self.append)
+            except (asyncio.CancelledError, EngineDeadError):  # the operation was sent, and may be or have been done
+                self.undo(llm)
+                raise
+
+    async def cut_at_stop(self, llm: AsyncLLM, output: RequestOutput, written: int) -> None:
+        """If a stop string was found in this process, cut the session there: the engine may have generated more."""
+        sequence = output.outputs[0]
+        if sequence.finish_reason == "stop" and isinstance(sequence.stop_reason, str):
+            await llm.call_sessions(calls.CutSession(self.key, len(output.prompt_token_ids) + written))
+
+    def undo(self, llm: AsyncLLM) -> None:
+        """Take back what the turn appended, without waiting for it."""
+        if self.take_back is not None:
+            llm.send_session_op(self.key, self.take_back)
 
 
 class AsyncSessions:
-    """The sessions of an engine; those of one tenant."""
+    """The sessions of one tenant."""
 
     def __init__(self, llm: AsyncLLM, tenant: str = "") -> None:
         self._llm = llm
         self.tenant = tenant
 
     def of(self, tenant: str) -> AsyncSessions:
-        """The sessions of a tenant. Tenants do not see each other's, and may use the same names."""
+        """The sessions of another tenant. Tenants do not see each other's sessions, and may use the same names."""
         return AsyncSessions(self._llm, tenant)
 
     async def create(
@@ -64,41 +96,41 @@ class AsyncSessions:
         first_render: RenderText | None = None,
         is_new: bool = False,
     ) -> AsyncSession:
-        """A new session, empty or beginning with a prompt or messages. `ttl`: seconds without use after which it
-        ends. `first_render`: writes the messages, where the model's chat template alone is not to. `is_new`: the name
-        was made up for it, and nobody is asked whether there is such a session."""
+        """A new session, empty or starting with a prompt or messages. `ttl`: seconds without use after which it is
+        deleted. `first_render`: renders the messages instead of the model's chat template. `is_new`: the name is known
+        to be unused (generated), and is not looked up."""
         if tenant is not None and tenant != self.tenant:
             return await self.of(tenant).create(
                 name, prompt, messages=messages, tools=tools, ttl=ttl, meta=meta,
                 chat_template_kwargs=chat_template_kwargs, first_render=first_render, is_new=is_new,
             )  # fmt: skip
         if prompt is not None and messages is not None:
-            raise ValidationError("a session begins with a prompt or with messages, not with both", "messages")
-        session = self._handle(name, tools)
+            raise ValidationError("a session starts with a prompt or with messages, not with both", "messages")
+        session = self.handle(name, tools)
         tokens: list[int] = []
         if (begin := messages if prompt is None else prompt) is not None:
             tokens = (await session.read(begin, [], 0, tools, chat_template_kwargs, first_render)).tokens
         salt = self._llm.inputs.salt_of(self.tenant)
-        op = calls.CreateSession(session.key, tokens, salt, _ttl(ttl), _notes(meta or {}), is_new)
-        session.found = _info(await self._llm.ask_sessions(op))
+        op = calls.CreateSession(session.key, tokens, salt, _checked_ttl(ttl), _checked_meta(meta or {}), is_new)
+        session.found = _info(await self._llm.call_sessions(op))
         return session
 
     async def resume(self, name: str) -> AsyncSession:
-        """A session that is there; raises if there is none, or if it is lost. Its next turn loads what it needs."""
-        session = self._handle(name)
-        session.found = _info(await self._llm.ask_sessions(calls.TouchSession(session.key)))
+        """An existing session; raises if there is none, or if it is lost. Its next turn loads the KV it needs."""
+        session = self.handle(name)
+        session.found = _info(await self._llm.call_sessions(calls.TouchSession(session.key)))
         return session
 
     async def get(self, name: str) -> AsyncSession:
-        """A session that is there, lost or not. It is not used by that."""
-        session = self._handle(name)
+        """An existing session, lost or not. Does not count as use."""
+        session = self.handle(name)
         session.found = await session.info()
         return session
 
     async def page(self, after: str | None = None, limit: int = PAGE) -> SessionPage:
-        """Up to `limit` sessions in the order they were made; `after`: those made after the one of that name."""
+        """Up to `limit` sessions, oldest first; `after`: those created after the one with that name."""
         key = None if after is None else session_key(self.tenant, after)
-        answer = await self._llm.ask_sessions(calls.ListSessions(owner_id(self.tenant), key, limit))
+        answer = await self._llm.call_sessions(calls.ListSessions(owner_id(self.tenant), key, limit))
         assert answer.page is not None
         return answer.page
 
@@ -116,12 +148,12 @@ class AsyncSessions:
             page = await self.page(page.sessions[-1].name)
 
     async def count(self) -> int:
-        """How many there are."""
-        answer = await self._llm.ask_sessions(calls.CountSessions(owner_id(self.tenant)))
+        """The number of sessions."""
+        answer = await self._llm.call_sessions(calls.CountSessions(owner_id(self.tenant)))
         return answer.count or 0
 
     async def exists(self, name: str) -> bool:
-        """Whether there is a session of that name."""
+        """Whether there is a session with that name."""
         try:
             await self.get(name)
         except (SessionNotFoundError, ValidationError):
@@ -129,8 +161,8 @@ class AsyncSessions:
         return True
 
     async def delete(self, name: str) -> None:
-        """End a session. Its forks stay."""
-        await self._llm.ask_sessions(calls.DeleteSession(session_key(self.tenant, name)))
+        """Delete a session. Its forks stay."""
+        await self._llm.call_sessions(calls.DeleteSession(session_key(self.tenant, name)))
 
     async def import_(
         self, source: str | os.PathLike[str] | bytes, name: str | None = None, *, ttl: float | None = None
@@ -138,16 +170,13 @@ class AsyncSessions:
         """A session from a file that `export` wrote, or from its bytes, under its own name or another."""
         data = source if isinstance(source, bytes) else await asyncio.to_thread(read_file, source)
         salt = self._llm.inputs.salt_of(self.tenant)
-        answer = await self._llm.ask_sessions(calls.ImportSession(data, self.tenant, name, salt, _ttl(ttl)))
-        session = self._handle(_info(answer).name)
+        answer = await self._llm.call_sessions(calls.ImportSession(data, self.tenant, name, salt, _checked_ttl(ttl)))
+        session = self.handle(_info(answer).name)
         session.found = _info(answer)
         return session
 
     def handle(self, name: str, tools: Sequence[Any] | None = None) -> AsyncSession:
-        """A session by its name, which nobody has looked for yet."""
-        return self._handle(name, tools)
-
-    def _handle(self, name: str, tools: Sequence[Any] | None = None) -> AsyncSession:
+        """A session by its name, without checking that it exists."""
         return AsyncSession(self._llm, self, name, session_key(self.tenant, name), tools)
 
 
@@ -162,9 +191,9 @@ class AsyncSession:
         self._tools = tools
         self.name = name
         self.key = key
-        """What it goes by in the engine."""
+        """Its key in the engine."""
         self.found: SessionInfo | None = None
-        """How it was when it was made, or looked for."""
+        """Its state when it was created or looked up."""
 
     async def append(
         self,
@@ -174,13 +203,14 @@ class AsyncSession:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         first_render: RenderText | None = None,
     ) -> SessionInfo:
-        """Add text, token ids or messages. They are durable when this returns, and computed with the next turn."""
+        """Append text, token ids or messages. They are durable when this returns, and computed with the next turn."""
         tools = self._tools if tools is None and is_messages(given) else tools
-        answer = await self._llm.ask_sessions(calls.ReadTokens(self.key, -TAIL_TOKENS))
+        answer = await self._llm.call_sessions(calls.ReadTokens(self.key, -TAIL_TOKENS))
         length = _info(answer).num_tokens
         addition = await self.read(given, answer.tokens or [], length, tools, chat_template_kwargs, first_render)
         self._tools = tools if tools is not None else self._tools
-        return _info(await self._llm.ask_sessions(calls.AppendTokens(self.key, addition.tokens, addition.drop, length)))
+        op = calls.AppendTokens(self.key, addition.tokens, addition.drop, length)
+        return _info(await self._llm.call_sessions(op))
 
     async def read(
         self,
@@ -191,10 +221,9 @@ class AsyncSession:
         chat_template_kwargs: Mapping[str, Any] | None,
         first_render: RenderText | None,
     ) -> Any:
-        """What is to be added to a session of so many tokens that ends with `tail`."""
+        """The tokens to add to a session of `length` tokens that ends with `tail`."""
         inputs = self._llm.inputs
-        usual = None if inputs.tokenizer is None else self._llm.renderer.render_text
-        reader = SessionReader(inputs, usual)
+        reader = SessionReader(inputs, None if inputs.tokenizer is None else self._llm.renderer.render_text)
 
         def read() -> Any:
             addition = reader.read(
@@ -214,7 +243,7 @@ class AsyncSession:
         request_id: str | None = None,
         priority: int = 0,
     ) -> RequestOutput:
-        """One turn: the session goes on, and what it says is part of it. After a call of one of `tools` it sleeps."""
+        """One turn: generate a continuation and append it. If it calls one of `tools`, the session is suspended."""
         params = (self._llm.get_default_sampling_params() if params is None else params).clone()
         params.output_kind = RequestOutputKind.FINAL_ONLY
         async with aclosing(self.stream(params, tools=tools, request_id=request_id, priority=priority)) as outputs:
@@ -230,7 +259,7 @@ class AsyncSession:
         request_id: str | None = None,
         priority: int = 0,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """As `generate`, as it comes. Leaving early aborts the turn, and the session is as it was before."""
+        """As `generate`, streamed. Leaving early aborts the turn, and the session is as it was before."""
         self._tools = tools if tools is not None else self._tools
         tokens = await self.tokens()
         self._llm.inputs.check_room(len(tokens), "session")
@@ -238,11 +267,11 @@ class AsyncSession:
         async with aclosing(run) as outputs:
             async for output in outputs:
                 if output.finished and self._tools:
-                    await self._sleep_after_calls(len(output.prompt_token_ids))
+                    await self._suspend_after_calls(len(output.prompt_token_ids))
                 yield output
 
-    async def _sleep_after_calls(self, start: int) -> None:
-        answer = await self._llm.ask_sessions(calls.ReadTokens(self.key, start))
+    async def _suspend_after_calls(self, start: int) -> None:
+        answer = await self._llm.call_sessions(calls.ReadTokens(self.key, start))
         if answer.tokens and self._tools and calls_tools(answer.tokens, self._tools, self._llm.renderer):
             await self.suspend(wait=False)
 
@@ -254,9 +283,9 @@ class AsyncSession:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         first_render: RenderText | None = None,
     ) -> tuple[list[int], SessionTurn]:
-        """A turn that begins by appending: its prompt, and what adds to the session once the request is queued. If
-        the turn does not come to its end, the session is as it was before."""
-        answer = await self._llm.ask_sessions(calls.ReadTokens(self.key))
+        """A turn that starts by appending: its prompt, and the turn, which appends once the request is checked. If it
+        does not finish, the session is as it was before."""
+        answer = await self._llm.call_sessions(calls.ReadTokens(self.key))
         tokens, length = answer.tokens or [], _info(answer).num_tokens
         if given is None:
             self._llm.inputs.check_room(length, "session")
@@ -268,57 +297,57 @@ class AsyncSession:
             return prompt, SessionTurn(self.key)
         added = calls.AppendTokens(self.key, addition.tokens, addition.drop, length)
         undo = calls.AppendTokens(self.key, tokens[len(kept) :], len(addition.tokens), len(prompt))
-        return prompt, SessionTurn(self.key, before=added, undo=undo)
+        return prompt, SessionTurn(self.key, append=added, take_back=undo)
 
     async def suspend(self, wait: bool = True) -> SessionInfo:
-        """Leave the device. With `wait`, when this returns all there was to save is saved."""
-        return _info(await self._llm.ask_sessions(calls.SuspendSession(self.key, wait)))
+        """Free its device blocks. With `wait`, returns when its KV is saved."""
+        return _info(await self._llm.call_sessions(calls.SuspendSession(self.key, wait)))
 
     async def fork(self, name: str, at: int | None = None) -> AsyncSession:
-        """A session with the same first tokens (all of them, unless said otherwise). They share what they can."""
+        """A new session with the first `at` tokens of this one (default: all). They share cached blocks."""
         made = self._sessions.handle(name, self._tools)
         if at is not None:
             check_integer("at", at, 0)
-        made.found = _info(await self._llm.ask_sessions(calls.ForkSession(self.key, made.key, at)))
+        made.found = _info(await self._llm.call_sessions(calls.ForkSession(self.key, made.key, at)))
         return made
 
     async def export(self, path: str | os.PathLike[str]) -> None:
-        """Write the session to a file: its tokens and notes, not its KV."""
+        """Write the session to a file: its tokens and metadata, not its KV."""
         await asyncio.to_thread(write_export, await self.exported(), path)
 
     async def exported(self) -> bytes:
         """What `export` writes."""
-        answer = await self._llm.ask_sessions(calls.ExportSession(self.key))
+        answer = await self._llm.call_sessions(calls.ExportSession(self.key))
         return answer.data or b""
 
     async def update(self, *, ttl: float | None = KEEP, meta: Mapping[str, str] | None = None) -> SessionInfo:
-        """Another time to live (None: for ever), or other notes."""
+        """Change the time to live (None: no limit), or the metadata."""
         keeps = ttl is KEEP
-        notes = None if meta is None else _notes(meta)
-        op = calls.UpdateSession(self.key, None if keeps else _ttl(ttl), keeps, notes)
-        return _info(await self._llm.ask_sessions(op))
+        new_meta = None if meta is None else _checked_meta(meta)
+        op = calls.UpdateSession(self.key, None if keeps else _checked_ttl(ttl), keeps, new_meta)
+        return _info(await self._llm.call_sessions(op))
 
     async def recover(self) -> SessionInfo:
-        """Accept what is left of a session that is lost."""
-        return _info(await self._llm.ask_sessions(calls.RecoverSession(self.key)))
+        """Keep what is left of a lost session."""
+        return _info(await self._llm.call_sessions(calls.RecoverSession(self.key)))
 
     async def delete(self) -> None:
-        """End the session. Its forks stay."""
+        """Delete the session. Its forks stay."""
         await self._sessions.delete(self.name)
 
     async def tokens(self) -> list[int]:
         """All its tokens."""
-        return (await self._llm.ask_sessions(calls.ReadTokens(self.key))).tokens or []
+        return (await self._llm.call_sessions(calls.ReadTokens(self.key))).tokens or []
 
     async def text(self) -> str:
-        """All its tokens as text, special ones too."""
+        """All its tokens as text, including special tokens."""
         tokenizer = await self._llm.get_tokenizer()
         text: str = tokenizer.decode(await self.tokens(), skip_special_tokens=False)
         return text
 
     async def info(self) -> SessionInfo:
-        """How it is."""
-        return _info(await self._llm.ask_sessions(calls.GetSession(self.key)))
+        """Its state."""
+        return _info(await self._llm.call_sessions(calls.GetSession(self.key)))
 
     def __repr__(self) -> str:
         return f"AsyncSession({self.name!r})"
@@ -329,13 +358,13 @@ def _info(answer: calls.SessionAnswer) -> SessionInfo:
     return answer.info
 
 
-def _notes(meta: Mapping[str, str]) -> dict[str, str]:
+def _checked_meta(meta: Mapping[str, str]) -> dict[str, str]:
     if not all(isinstance(key, str) and isinstance(value, str) for key, value in meta.items()):
         raise ValidationError("meta maps text to text", "meta")
     return dict(meta)
 
 
-def _ttl(ttl: float | None) -> float | None:
+def _checked_ttl(ttl: float | None) -> float | None:
     if ttl is not None and not isinstance(ttl, (int, float)):
         raise ValidationError(f"ttl is a number of seconds, got {ttl!r}", "ttl", ttl)
     return None if ttl is None else float(ttl)

@@ -1,4 +1,4 @@
-"""Conversations into prompts: messages through a chat template, in a sandbox, then to token ids."""
+"""Renders conversations to prompts: messages through a chat template, in a sandbox, then to token ids."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from typing import Any
 import jinja2
 
 from quire.api.chat_messages import Message, normalized, plain
+from quire.api.inputs import encode_text
 from quire.api.templates.budget import Budget, TemplateLimits, on_budget
+from quire.api.templates.compiling import Expectations
 from quire.api.templates.environment import TemplateEnvironment, compile_template, render_template
-from quire.api.templates.reading import Expectations
-from quire.api.text import encoded
 from quire.errors import QuireError, ValidationError
 
 MAX_CACHED = 32
@@ -31,7 +31,7 @@ _RESERVED = frozenset(
         "sep_token", "pad_token", "cls_token", "mask_token", "additional_special_tokens", "extra_special_tokens",
     }
 )  # fmt: skip
-"""What a template is given by us; `chat_template_kwargs` must not stand in for it."""
+"""Variables that the renderer sets; `chat_template_kwargs` must not override them."""
 
 
 @dataclass(frozen=True)
@@ -42,10 +42,10 @@ class _Compiled:
 
 
 class ChatRenderer:
-    """Renders conversations for one tokenizer. Safe to use from many threads.
+    """Renders conversations for one tokenizer. Thread-safe.
 
-    `template` (inline or a file) stands in for the tokenizer's own. A template given with a call comes from further
-    away than the model's, and may be given `request_limits` that are tighter.
+    `template` (inline or a file) replaces the tokenizer's own. A template given with a call is less trusted than the
+    model's, and is run with `request_limits`, which may be tighter.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class ChatRenderer:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         documents: Sequence[Any] | None = None,
     ) -> tuple[str, list[int]]:
-        """The prompt's text and its token ids. Whatever is wrong with the input raises a `ValidationError`."""
+        """The prompt's text and its token ids. Any error in the input raises a `ValidationError`."""
         text = self.render_text(
             messages,
             tools=tools,
@@ -86,7 +86,7 @@ class ChatRenderer:
             documents=documents,
         )
         # The template writes the special tokens itself; the tokenizer must not add its own.
-        return text, encoded(self.tokenizer, text, "messages", add_special_tokens=False)
+        return text, encode_text(self.tokenizer, text, "messages", add_special_tokens=False)
 
     def render_text(
         self,
@@ -99,13 +99,13 @@ class ChatRenderer:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         documents: Sequence[Any] | None = None,
     ) -> str:
-        """The prompt's text alone."""
+        """The prompt's text only."""
         if self.tokenizer is None:
             raise ValidationError("chat needs a tokenizer, and skip_tokenizer_init is set", "messages")
         if continue_final_message and add_generation_prompt:
             raise ValidationError(
-                "add_generation_prompt starts a new message and continue_final_message goes on with the last one: "
-                "set one of them",
+                "add_generation_prompt starts a new message and continue_final_message continues the last one: set one "
+                "of them",
                 "continue_final_message",
             )
         source = self._source(chat_template, tools)
@@ -126,7 +126,7 @@ class ChatRenderer:
         return text if final is None else _cut_after(text, final)
 
     def template(self, tools: Sequence[Any] | None = None) -> str:
-        """The source of the template that is used where a call names none; with tools it may be another."""
+        """The source of the default template; a model may have a separate one for tools."""
         return self._source(None, tools)
 
     def _source(self, given: str | None, tools: Sequence[Any] | None) -> str:
@@ -142,7 +142,7 @@ class ChatRenderer:
             source = own
         if source is None:
             raise ValidationError(
-                "the model has no chat template: give one with chat_template, or send a plain prompt", "chat_template"
+                "the model has no chat template: set chat_template, or send a plain prompt", "chat_template"
             )
         if not isinstance(source, str):
             raise ValidationError(f"chat_template is text, not a {type(source).__name__}", "chat_template")
@@ -188,13 +188,13 @@ def _run(template: jinja2.Template, variables: dict[str, Any], limits: TemplateL
             return render_template(template, variables)
     except QuireError:
         raise
-    except Exception as error:  # a role it does not know, a limit, a mistake in it: all are input
+    except Exception as error:  # an unknown role, a limit, a bug in it: all count as bad input
         raise ValidationError(f"the chat template failed: {_reason(error)}", "messages") from error
 
 
 def _reason(error: Exception) -> str:
     if isinstance(error, RecursionError):
-        return "it calls itself too deep"
+        return "it recurses too deeply"
     text = str(error) or type(error).__name__
     return text if len(text) <= 500 else text[:497] + "..."
 
@@ -209,11 +209,11 @@ def _checked_kwargs(given: Mapping[str, Any] | None) -> dict[str, Any]:
     for name in given:
         if not isinstance(name, str) or not name.isidentifier() or name.startswith("_"):
             raise ValidationError(
-                f"chat_template_kwargs holds {str(name)[:60]!r}, which is no name of a variable", "chat_template_kwargs"
+                f"chat_template_kwargs holds {str(name)[:60]!r}, which is not a variable name", "chat_template_kwargs"
             )
         if name in _RESERVED:
             raise ValidationError(
-                f"chat_template_kwargs may not set {name!r}: that is the request's own field, or the server's",
+                f"chat_template_kwargs may not set {name!r}: it is set by the request or the server",
                 "chat_template_kwargs",
                 name,
             )
@@ -222,7 +222,7 @@ def _checked_kwargs(given: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def _tool(tool: dict[str, Any] | Callable[..., Any]) -> Any:
-    """A tool's schema; Python functions tell theirs by their annotations."""
+    """A tool's schema; for a Python function, made from its annotations."""
     if inspect.isfunction(tool) or inspect.ismethod(tool):
         from transformers.utils import get_json_schema
 
@@ -234,7 +234,7 @@ def _tool(tool: dict[str, Any] | Callable[..., Any]) -> Any:
 
 
 def _mark_end(conversation: list[Message], compiled: _Compiled) -> str:
-    """Put a mark behind the last message's text; returns that text."""
+    """Append a marker to the last message's text; returns that text."""
     last = conversation[-1]
     content = last["content"]
     if isinstance(content, list) and content:
@@ -245,20 +245,21 @@ def _mark_end(conversation: list[Message], compiled: _Compiled) -> str:
         last["content"] = final + _CONTINUE
     else:
         raise ValidationError(
-            "continue_final_message is set, but the last message has no content to go on with", "messages"
+            "continue_final_message is set, but the last message has no content to continue", "messages"
         )
     if not compiled.mentions_content:
         raise ValidationError(
-            "continue_final_message is set, but the chat template does not write the content of messages", "messages"
+            "continue_final_message is set, but the chat template does not render the content of messages", "messages"
         )
     return final
 
 
 def _cut_after(text: str, final: str) -> str:
-    """The rendered text up to the mark. A template that trims messages takes the spaces before it away too."""
+    """The rendered text up to the marker. A template that trims messages also removed the spaces before it."""
     at = text.rfind(_CONTINUE.strip())
     if at < 0 or final.strip() not in text:
         raise ValidationError(
-            "continue_final_message is set, but the chat template does not write the last message as it is", "messages"
+            "continue_final_message is set, but the chat template does not render the last message unchanged",
+            "messages",
         )
     return text[:at] if text[at : at + len(_CONTINUE)] == _CONTINUE else text[:at].rstrip()

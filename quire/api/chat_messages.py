@@ -1,4 +1,4 @@
-"""Messages as clients send them, made into what chat templates read."""
+"""Converts messages as clients send them to what chat templates expect."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ MAX_MESSAGES = 16_384
 MAX_NESTING = 64
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 _REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
-"""Names a message's thinking goes by; templates read the first or the second."""
+"""Fields that may hold a message's reasoning; templates read the first or the second."""
 
 
 def plain(value: Any, parameter: str, level: int = 0) -> Any:
-    """A copy made of nothing but JSON's types: a template must not reach the methods of anything else."""
+    """A copy made of JSON types only: a template must not reach methods of other objects."""
     if value is None or type(value) in (str, bool, int, float):
         return value
     if level > MAX_NESTING:
@@ -32,7 +32,7 @@ def plain(value: Any, parameter: str, level: int = 0) -> Any:
         return int.__int__(value)
     if isinstance(value, float):
         return float.__float__(value)
-    if callable(getattr(value, "model_dump", None)):  # messages as the openai client hands them out
+    if callable(getattr(value, "model_dump", None)):  # messages of the openai client
         return plain(value.model_dump(exclude_none=True), parameter, level + 1)
     raise ValidationError(f"{parameter} holds a {type(value).__name__}, which is not JSON", parameter)
 
@@ -40,9 +40,8 @@ def plain(value: Any, parameter: str, level: int = 0) -> Any:
 def normalized(messages: Sequence[Any], *, parts: bool, wrap_text: bool, keep_none: bool) -> list[Message]:
     """Checked copies of the messages.
 
-    `parts` says that the template loops over the parts of a content, otherwise they are joined to one text;
-    `wrap_text`, that it knows nothing else, so that a text becomes a part; `keep_none`, that it knows a content which
-    is none, otherwise "" stands for it.
+    `parts`: the template loops over content parts; otherwise they are joined to one text. `wrap_text`: it accepts parts
+    only, so a text becomes one part. `keep_none`: it handles a content of None; otherwise "" replaces it.
     """
     if not messages:
         raise ValidationError("a conversation is empty: it needs at least one message", "messages", [])
@@ -61,7 +60,7 @@ def _normalize(given: Any, where: str, parts: bool, wrap_text: bool, keep_none: 
         raise ValidationError(f"{where} is a {type(given).__name__}; a message is an object", where)
     role = message.get("role")
     if not isinstance(role, str) or not role:
-        raise ValidationError(f"{where} needs a role, such as 'user'; got {_shown(role)}", f"{where}.role", role)
+        raise ValidationError(f"{where} needs a role, such as 'user'; got {_short_repr(role)}", f"{where}.role", role)
     calls = message.get("tool_calls")
     if calls is None:
         message.pop("tool_calls", None)
@@ -69,7 +68,7 @@ def _normalize(given: Any, where: str, parts: bool, wrap_text: bool, keep_none: 
         message["tool_calls"] = _tool_calls(calls, f"{where}.tool_calls")
     content = _content(message.get("content"), f"{where}.content", parts)
     if content is None and role != "assistant" and not calls:
-        raise ValidationError(f"{where} of role {_shown(role)} has no content", f"{where}.content")
+        raise ValidationError(f"{where} of role {_short_repr(role)} has no content", f"{where}.content")
     if content is None and not keep_none:
         content = ""
     if wrap_text and isinstance(content, str):
@@ -82,7 +81,7 @@ def _content(content: Any, where: str, parts: bool) -> Any:
     if content is None or isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise ValidationError(f"{where} is text or a list of parts, not {_shown(content)}", where)
+        raise ValidationError(f"{where} is text or a list of parts, not {_short_repr(content)}", where)
     texts = [_part_text(part, f"{where}[{index}]") for index, part in enumerate(content)]
     return [{"type": "text", "text": text} for text in texts] if parts else "\n".join(texts)
 
@@ -93,32 +92,32 @@ def _part_text(part: Any, where: str) -> str:
     kind = part.get("type") if isinstance(part, dict) else None
     if not isinstance(kind, str) or kind not in _TEXT_PARTS:
         raise ValidationError(
-            f"{where} is a content part of type {_shown(kind)}; this server reads text parts only", where, kind
+            f"{where} is a content part of type {_short_repr(kind)}; this server reads text parts only", where, kind
         )
     text = part.get(_TEXT_PARTS[kind])
     if not isinstance(text, str):
-        raise ValidationError(f"{where} is a text part whose text is {_shown(text)}", where)
+        raise ValidationError(f"{where} is a text part whose text is {_short_repr(text)}", where)
     return text
 
 
 def _tool_calls(calls: Any, where: str) -> list[Any]:
     if not isinstance(calls, list):
-        raise ValidationError(f"{where} is a list of calls, not {_shown(calls)}", where)
+        raise ValidationError(f"{where} is a list of calls, not {_short_repr(calls)}", where)
     return [_tool_call(call, f"{where}[{index}]") for index, call in enumerate(calls)]
 
 
 def _tool_call(call: Any, where: str) -> Any:
-    """A call with its arguments as an object: clients send them as JSON text, templates want to write them."""
+    """A call with its arguments as an object: clients send JSON text, templates write the arguments themselves."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict):
         raise ValidationError(f"{where} needs a function with a name and arguments", where)
     if not isinstance(function.get("name"), str):
-        raise ValidationError(f"{where}.function.name is {_shown(function.get('name'))}, not a name", where)
+        raise ValidationError(f"{where}.function.name is {_short_repr(function.get('name'))}, not a name", where)
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         arguments = _parsed(arguments, f"{where}.function.arguments")
     if not isinstance(arguments, dict | None):
-        raise ValidationError(f"{where}.function.arguments is {_shown(arguments)}, not a JSON object", where)
+        raise ValidationError(f"{where}.function.arguments is {_short_repr(arguments)}, not a JSON object", where)
     return {**call, "function": {**function, "arguments": arguments or {}}}
 
 
@@ -144,6 +143,6 @@ def _plain_key(key: Any, parameter: str) -> Any:
     raise ValidationError(f"{parameter} holds a key of type {type(key).__name__}", parameter)
 
 
-def _shown(value: Any) -> str:
+def _short_repr(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."

@@ -1,9 +1,10 @@
-"""vLLM's arguments that quire does not have: harmless values are accepted, all others refused by name."""
+"""vLLM's arguments that quire does not have: values that change nothing are accepted, all others refused by name."""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,7 +12,7 @@ from quire.config import EngineConfig
 from quire.errors import ConfigError, UnknownSettingError, ValidationError
 
 Neutral = Mapping[str, tuple[Any, ...]]
-"""Values, by name, that ask for nothing quire does not do anyway."""
+"""Accepted values by name: those that request nothing quire does not do anyway."""
 
 ENGINE: Neutral = {
     "runner": ("auto", "generate", "pooling"),
@@ -64,7 +65,7 @@ ENGINE: Neutral = {
     "node_rank": (0,),
     "language_model_only": (False,),
 }
-"""Of the engine: `LLM(...)`, and flags of commands that run one."""
+"""Engine arguments: `LLM(...)`, and flags of commands that run an engine."""
 
 SERVER: Neutral = {
     "chat_template_content_format": ("auto", "string", "openai"),
@@ -77,7 +78,7 @@ SERVER: Neutral = {
     "api_server_count": (1,),
     "lora_modules": (None,),
 }
-"""Of `quire serve`."""
+"""Flags of `quire serve`."""
 
 CALL: Neutral = {
     "lora_request": (None,),
@@ -87,12 +88,12 @@ CALL: Neutral = {
     "trace_headers": (None, {}),
     "data_parallel_rank": (None,),
 }
-"""Of `generate`, `chat` and their like."""
+"""Arguments of `generate`, `chat` and the like."""
 
 
 def drop_neutral(arguments: dict[str, Any]) -> dict[str, Any]:
-    """`arguments` without those of vLLM's that mean nothing here; any other that is not a setting of ours raises.
-    None is the default, unless it means something of its own."""
+    """`arguments` without vLLM's that have no effect here; any other that is not an engine setting raises. None selects
+    the default, except for settings with a None of their own."""
     kept = {name: value for name, value in arguments.items() if name not in ENGINE}
     refuse({name: value for name, value in arguments.items() if name in ENGINE}, ENGINE, ConfigError)
     _refuse_unknown(kept)
@@ -100,7 +101,7 @@ def drop_neutral(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_call(of_vllm: Mapping[str, Any], method: str) -> None:
-    """Refuse arguments of a call that ask for something; one that vLLM does not know either is a TypeError."""
+    """Refuse arguments that would have an effect in vLLM; one that vLLM does not have either is a TypeError."""
     for name in of_vllm:
         if name not in CALL:
             raise TypeError(f"{method}() got an unexpected keyword argument {name!r}")
@@ -108,14 +109,14 @@ def check_call(of_vllm: Mapping[str, Any], method: str) -> None:
 
 
 def refuse(arguments: Mapping[str, Any], neutral: Neutral, kind: type[ValidationError]) -> None:
-    """Raise where a value asks for something."""
+    """Raise for values that are not neutral."""
     for name, value in arguments.items():
         if value is not None and value not in neutral[name]:
             raise kind(f"{name}={value!r} is not supported by quire; leave it out", name, value)
 
 
 _FIELDS = {field.name: "None" in str(field.type) for field in dataclasses.fields(EngineConfig)}
-"""Our settings, and whether None is a value of theirs."""
+"""Engine settings, and whether None is one of their values."""
 
 
 def _refuse_unknown(arguments: Mapping[str, Any]) -> None:
@@ -124,3 +125,13 @@ def _refuse_unknown(arguments: Mapping[str, Any]) -> None:
             close = difflib.get_close_matches(name, _FIELDS, n=1)
             hint = f"did you mean {close[0]}?" if close else "docs/configuration.md lists them all"
             raise UnknownSettingError(f"there is no setting {name!r} (given {value!r}); {hint}", name, value)
+
+
+class EngineArgs(EngineConfig):
+    """vLLM's name for `EngineConfig`. Also accepts vLLM's arguments that change nothing, as `LLM` does."""
+
+    def __init__(self, model: str | os.PathLike[str] = EngineConfig.model, **settings: Any) -> None:
+        super().__init__(model=os.fspath(model), **drop_neutral(settings))
+
+
+AsyncEngineArgs = EngineArgs

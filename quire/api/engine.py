@@ -1,14 +1,17 @@
-"""`LLMEngine`: the engine in this process, request by request and step by step."""
+"""`LLMEngine`: an engine in this process, driven request by request and step by step."""
 
 from __future__ import annotations
 
+import signal
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
-from quire.api.inputs import InputProcessor, PromptType
-from quire.api.interrupts import deferred_interrupts
+from quire.api.inputs import AnyParams, InputProcessor, PromptType
 from quire.config import EngineConfig
 from quire.engine.engine_info import EngineInfo
 from quire.engine.setup import make_engine
@@ -17,12 +20,9 @@ from quire.errors import SHUT, ConfigError, EngineDeadError, QuireError, Validat
 from quire.loading.hub import find
 from quire.loading.read_config import read_generation_config, read_model_config
 from quire.loading.tokenizer import tokenizer_of
-from quire.messages.beams import BeamSearchParams
 from quire.messages.experts import Rebalanced
 from quire.messages.memory_map import MemoryMap
 from quire.messages.outputs import Output
-from quire.messages.pooling import PoolingParams
-from quire.messages.sampling import SamplingParams
 from quire.output.detokenizer import Vocabulary
 from quire.output.processor import OutputProcessor
 from quire.sessions.keeper import SessionKeeper
@@ -30,7 +30,7 @@ from quire.sessions.keeper import SessionKeeper
 
 @dataclass(frozen=True, slots=True)
 class FailedRequest:
-    """The end of a request that failed while others go on."""
+    """A request that failed while others continue."""
 
     request_id: str
     error: QuireError
@@ -42,8 +42,8 @@ class LLMEngine:
     def __init__(self, config: EngineConfig) -> None:
         if config.data_parallel_size > 1:
             raise ConfigError(
-                f"data_parallel_size is {config.data_parallel_size}, and this is one engine: use LLM, AsyncLLM or the "
-                "server",
+                f"LLMEngine is a single engine, and data_parallel_size is {config.data_parallel_size}: use LLM, "
+                "AsyncLLM or the server",
                 "data_parallel_size",
                 config.data_parallel_size,
             )
@@ -53,17 +53,15 @@ class LLMEngine:
         generation = read_generation_config(files) if config.generation_config == "auto" else {}
         tokenizer = None if config.skip_tokenizer_init else tokenizer_of(config, files)
         self.core, self.facts = make_engine(config, files, model)
-        self.inputs = InputProcessor(
-            self.facts, tokenizer, generation, config.seed, config.max_logprobs, config.pooling, config.isolate_tenants
-        )
+        self.inputs = InputProcessor(config, self.facts, tokenizer, generation)
         self._outputs = OutputProcessor(None if tokenizer is None else Vocabulary(tokenizer))
         self._closed = False
         self._queued_tokens = 0
-        """Of prompts that came since the last step."""
+        """Prompt tokens added since the last step."""
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineConfig) -> LLMEngine:
-        """As the constructor; vLLM's name."""
+        """The same as the constructor; vLLM's name."""
         return cls(engine_args)
 
     @property
@@ -76,7 +74,7 @@ class LLMEngine:
 
     @property
     def sessions(self) -> SessionKeeper:
-        """Keeps conversations by name, for as long as the engine is there."""
+        """Sessions of the engine, by key."""
         if self._closed:
             raise EngineDeadError(SHUT)
         return self.core.sessions
@@ -85,14 +83,14 @@ class LLMEngine:
         self,
         request_id: str,
         prompt: PromptType,
-        params: SamplingParams | PoolingParams | BeamSearchParams,
+        params: AnyParams,
         *,
         priority: int = 0,
         tenant: str = "",
         session: str = "",
     ) -> None:
         """Check a request and queue it. `PoolingParams` ask for a vector, `BeamSearchParams` for the best sequences.
-        `session`: what the session goes by whose turn this is."""
+        `session`: key of the session whose turn this is."""
         if self._closed:
             raise EngineDeadError(SHUT)
         if request_id in self._outputs:
@@ -104,14 +102,14 @@ class LLMEngine:
         self._queued_tokens += len(request.prompt)
 
     def begin_when_full(self) -> None:
-        """If a step's worth of tokens is queued, let an idle device start on it; nothing is waited for."""
+        """Launch a step if the device is idle and a step's worth of tokens is queued; does not wait for it."""
         if self._queued_tokens >= self.facts.max_num_batched_tokens:
             self._queued_tokens = 0
             with deferred_interrupts():
                 self.core.begin()
 
     def step(self) -> list[Output]:
-        """One step; what it brought for requests that are to be told."""
+        """One step; its outputs, of requests that have something to show."""
         self._queued_tokens = 0
         with deferred_interrupts():
             views, stops = self._outputs.process(self.core.step())
@@ -119,32 +117,32 @@ class LLMEngine:
                 self.core.finish(key, at, string)
         return views
 
-    def arrivals(self, patience: float | None = None) -> Sequence[Output | FailedRequest]:
-        """As `step`, where each request's failure is its own. `patience`: seconds after which nothing is an answer, for
-        an engine that only waits."""
+    def collect(self, timeout: float | None = None) -> Sequence[Output | FailedRequest]:
+        """As `step`, with failed requests among the outputs. `timeout`: seconds to wait for engines in other
+        processes."""
         return self.step()
 
     def abort_request(self, request_ids: str | list[str]) -> None:
-        """End requests now; their outputs are not shown any more."""
+        """End requests now; they have no further outputs."""
         for request_id in [request_ids] if isinstance(request_ids, str) else request_ids:
             self.core.abort(request_id)
             self._outputs.forget(request_id)
 
     def has_unfinished_requests(self) -> bool:
-        """Whether another step has something to do."""
+        """Whether another step has work."""
         return self.core.has_work
 
     def get_num_unfinished_requests(self) -> int:
         return self.core.scheduler.unfinished
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached blocks; True if none had to stay with a running request."""
+        """Drop all cached blocks; False if running requests still hold some."""
         return self.core.scheduler.reset_prefix_cache()
 
     def rebalance_experts(self) -> Rebalanced:
-        """Move experts to where the load since the last time says they had better be."""
+        """Move experts to balance the load measured since the last time."""
         outcome = self.core.rebalance_experts()
-        assert outcome is not None, "engines that step together are in processes of their own"
+        assert outcome is not None, "engines of a lockstep group run in their own processes"
         return outcome
 
     def get_metrics(self) -> list[Metric]:
@@ -152,20 +150,35 @@ class LLMEngine:
         return self.core.metrics()
 
     def memory_map(self) -> MemoryMap:
-        """Who holds what now, on the device and in the tiers below."""
+        """What holds which blocks now, on the device and in the tiers below."""
         return self.core.memory_map(self.facts.block_bytes)
 
     def check_idle(self) -> None:
-        """Raise unless every block and row has come back."""
+        """Raise unless every block and row is free."""
         while self.core.has_work and not self.core.scheduler.unfinished:  # a step was in flight at the last abort
             self.step()
         self.core.scheduler.check_idle()
 
     def shutdown(self) -> None:
-        """End everything and give the memory back. Calling it twice is fine."""
+        """Abort everything and free the memory. Calling it twice is fine."""
         if not self._closed:
             self._closed = True
             self.core.shutdown()
 
 
-__all__ = ["EngineInfo", "FailedRequest", "LLMEngine"]
+@contextmanager
+def deferred_interrupts() -> Iterator[None]:
+    """Hold SIGINT back until the block is done: a step cut in half would leave scheduler and device out of sync. Does
+    nothing outside the main thread."""
+    previous = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(previous):
+        yield
+        return
+    pending: list[tuple[int, FrameType | None]] = []
+    signal.signal(signal.SIGINT, lambda number, frame: pending.append((number, frame)))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
+        if pending:
+            previous(*pending[0])

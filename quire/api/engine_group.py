@@ -1,20 +1,21 @@
 """The engines behind an `AsyncLLM`: one, or several with a router in front.
 
-One engine is asked directly. With several, a request goes where the router says, a session's turns to the session's
-home; when an engine dies, requests that nobody has seen anything of begin again at another.
+A single engine gets every request. With several, the router chooses one for each request, and a session's turns go to
+the replica that holds the session; when an engine dies, requests whose reader has seen nothing yet are restarted at
+another.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from functools import partial
 from typing import Any
 
 from quire.api.lockstep_group import LockstepGroup
 from quire.api.output_stream import OutputStream
-from quire.api.replica import Replica, aside
+from quire.api.replica import Replica, run_in_thread
 from quire.api.router_feed import RouterFeed, as_routed
 from quire.api.session_affinity import SessionAffinity
 from quire.config import EngineConfig
@@ -23,20 +24,28 @@ from quire.engine.device_split import replica_config, warn_of_orphans
 from quire.engine.engine_info import EngineInfo
 from quire.engine.remote import RemoteEngine, error_of
 from quire.engine.session_calls import SessionAnswer, SessionOp
+from quire.engine.stats import Metric
 from quire.errors import SHUT, EngineDeadError
 from quire.loading.files import ModelFiles
 from quire.loading.model_config import ModelConfig
 from quire.messages.experts import Rebalanced
 from quire.messages.request import NewRequest
 from quire.output.processor import OutputProcessor
-from quire.router import RoutedRequest, Router
+from quire.router import RoutedRequest, Router, make_routing_policy
 
-MOST_MOVES = 2
-"""A request that was there when so many engines died is not given another one: it may be why they did."""
+MAX_RESTARTS = 2
+"""A request that was at this many engines when they died is not restarted again: it may have killed them."""
+AVERAGED = frozenset(
+    f"quire:{name}"
+    for name in ("kv_cache_usage_perc", "kv_cache_waste", "expert_load_max_over_mean", "expert_rank_load_max_over_mean")
+)
+"""Metrics of the group that are the mean of the engines'; others are their sum."""
+MAXIMUM = frozenset(f"quire:pressure_{tier}" for tier in ("device", "host", "disk"))
+"""Metrics of the group that are the highest of the engines'."""
 
 
 class EngineGroup:
-    """Starts the engines, sends requests to them, and knows who lives."""
+    """Starts the engines, sends requests to them, and tracks which are alive."""
 
     def __init__(
         self, config: EngineConfig, files: ModelFiles, model: ModelConfig, module: str, outputs: OutputProcessor
@@ -46,30 +55,28 @@ class EngineGroup:
         size = config.data_parallel_size
         self.replicas = [Replica(number, partial(self.start_engine, number), outputs) for number in range(size)]
         self.router: Router | None = None
-        """Where there are several."""
-        self.company = LockstepGroup(self.replicas) if config.steps_together else None
-        """Where they step together, all of them or none."""
+        """None for a single engine."""
+        self.lockstep = LockstepGroup(self.replicas) if config.steps_together else None
+        """If the engines step in lockstep: all of them run, or none."""
         self._restarting = asyncio.Lock()
-        self.homes = SessionAffinity(self, config.kv_disk is not None)
+        self.affinity = SessionAffinity(self, config.kv_disk is not None)
         self.on_ready: Callable[[], None] = lambda: None
-        """An engine has taken the place of another."""
+        """Called when a new engine has taken a replica's place."""
+        policy = make_routing_policy(config.routing_policy)
         for replica in self.replicas:
-            replica.on_ready = self._welcome
+            replica.on_ready = self._on_ready
         if size > 1:
-            self._connect()
-
-    def _connect(self) -> None:
-        self.router = Router(self._config.block_size)
-        for replica in self.replicas:
-            replica.title = f"replica {replica.number} of {len(self.replicas)}"
-            replica.on_lost, replica.rescue = self._lose, self._rescue
-            if self.company is not None:
-                replica.restart_all = self._restart_together
+            self.router = Router(config.block_size, policy)
+            for replica in self.replicas:
+                replica.title = f"replica {replica.number} of {size}"
+                replica.on_lost, replica.move_elsewhere = self._on_lost, self._move_elsewhere
+                if self.lockstep is not None:
+                    replica.restart_all = self._restart_together
 
     # Starting
 
     def start(self) -> None:
-        """Start all processes at once; nothing is waited for."""
+        """Start all processes at once; does not wait for them."""
         warn_of_orphans(self._config)
         try:
             for replica in self.replicas:
@@ -79,14 +86,14 @@ class EngineGroup:
             raise
 
     def start_engine(self, number: int) -> RemoteEngine:
-        """The process of one of them."""
+        """Start the process of one of them."""
         return RemoteEngine(
             replica_config(self._config, number), self._files, self._model, self._module, number, len(self.replicas),
-            "" if self.company is None else self.company.meeting(number),
+            "" if self.lockstep is None else self.lockstep.rendezvous_file(number),
         )  # fmt: skip
 
     def wait_until_ready(self) -> None:
-        """Blocks until all engines are made. If one cannot be, none stays, and its error is raised."""
+        """Blocks until all engines are ready. If one fails, all are killed, and its error is raised."""
         try:
             if len(self.replicas) == 1:
                 self.replicas[0].wait_until_ready()
@@ -106,20 +113,20 @@ class EngineGroup:
                 for one in done:
                     one.result()
             except BaseException:
-                self.kill()  # also ends the threads' waits
+                self.kill()  # also ends the waits in the threads
                 raise
 
     def kill(self) -> None:
-        """End every process that is being started."""
+        """Kill every process that is being started."""
         for replica in self.replicas:
-            if replica.coming is not None:
-                replica.coming.kill()
+            if replica.starting is not None:
+                replica.starting.kill()
 
-    # Who lives
+    # State
 
     @property
-    def living(self) -> list[Replica]:
-        """Those that can be asked."""
+    def alive(self) -> list[Replica]:
+        """Replicas whose engine is not dead."""
         return [replica for replica in self.replicas if not replica.death]
 
     @property
@@ -129,18 +136,18 @@ class EngineGroup:
 
     @property
     def dead_error(self) -> EngineDeadError:
-        """What every call raises once all engines are dead."""
+        """The error of every call once all engines are dead."""
         if len(self.replicas) == 1:
             return self.replicas[0].dead_error
         return EngineDeadError("; ".join(str(replica.dead_error) for replica in self.replicas))
 
     @property
     def facts(self) -> EngineInfo:
-        """What the engines turned out to be; where they differ, the smallest: what fits there fits all."""
+        """What the engines reported; if they differ, of the one with the smallest cache: what fits there fits all."""
         return min((replica.facts for replica in self.replicas), key=lambda facts: facts.num_blocks)
 
     def attach(self) -> None:
-        """Let the running event loop hear all of them; raises if none lives."""
+        """Let the running event loop read messages of all engines; raises if none is alive."""
         if self.errored:
             raise self.dead_error
         for replica in self.replicas:
@@ -149,140 +156,144 @@ class EngineGroup:
     # Requests
 
     def choose(self, request: NewRequest) -> Replica:
-        """The engine that a request should go to; raises if that is dead."""
+        """The replica to send a request to; raises if it is dead."""
         if self.router is None:
             chosen = self.replicas[0]
         elif request.session:
-            chosen = self.homes.replica_of(request.session)
+            chosen = self.affinity.replica_of(request.session)
         else:
             self.attach()
             chosen = self.replicas[int(self.router.choose(as_routed(request)))]
         chosen.attach()
         return chosen
 
-    def choose_for(self, tokens: list[int], salt: str) -> Replica:
-        """The engine that a session which begins so should live at."""
+    def choose_for_session(self, tokens: list[int], salt: str) -> Replica:
+        """The replica for a new session that starts with these tokens."""
         assert self.router is not None
         self.attach()
         keys = self.facts.keys.of(tokens, salt) if self._config.enable_prefix_caching else []
-        routed = RoutedRequest("", keys, len(tokens))
+        routed = RoutedRequest(keys, len(tokens))
         name = self.router.choose(routed)
-        # It will be work there: the next one may live elsewhere.
+        # Counts as work there, so that sessions created together are spread.
         self.router.finished(self.router.launched(routed, name))
         return self.replicas[int(name)]
 
-    def launch(self, replica: Replica, box: OutputStream, request: NewRequest, message: bytes) -> None:
-        """Send a request there; `message` is its `Add`. The only way a request reaches an engine."""
-        box.request = request
-        if replica.traffic is not None:
-            replica.traffic.launch(request)
-        replica.add(box, message)
-        if self.company is not None:
-            self.company.rouse()
+    def launch(self, replica: Replica, stream: OutputStream, request: NewRequest, message: bytes) -> None:
+        """Send a request there; `message` is its encoded `Add`. The only way a request reaches an engine."""
+        stream.request = request
+        if replica.router_feed is not None:
+            replica.router_feed.launch(request)
+        replica.add(stream, message)
+        if self.lockstep is not None:
+            self.lockstep.wake_all()
 
-    # Coming and going
+    # Engines start and die
 
-    def _welcome(self, replica: Replica) -> None:
-        """An engine is there, with nothing cached."""
+    def _on_ready(self, replica: Replica) -> None:
+        """An engine is ready, with an empty cache."""
         if self.router is not None:
             name, facts = str(replica.number), replica.facts
             self.router.add(name, facts.num_blocks, facts.max_num_seqs)
-            replica.traffic = RouterFeed(self.router, name, facts.keys, self._outputs)
+            replica.router_feed = RouterFeed(self.router, name, facts.keys, self._outputs)
         self.on_ready()
 
-    def _lose(self, replica: Replica) -> None:
-        """An engine is dead: nothing goes there any more. Its requests are rescued, or fail, next."""
+    def _on_lost(self, replica: Replica) -> None:
+        """An engine is dead: nothing is sent there any more. Its requests are moved, or fail, next."""
         assert self.router is not None
         self.router.remove(str(replica.number))
-        replica.traffic = None
-        self.homes.lose(replica)
-        if self.company is not None and not replica.is_shut:
-            self.company.follow(replica)
+        replica.router_feed = None
+        self.affinity.forget(replica)
+        if self.lockstep is not None and not replica.is_shut:
+            self.lockstep.end_others(replica)
 
-    def _rescue(self, box: OutputStream) -> bool:
-        """Let a request of a dead engine begin again elsewhere, unseen; False if that cannot be."""
-        lost, request = box.replica, box.request
+    def _move_elsewhere(self, stream: OutputStream) -> bool:
+        """Restart a request of a dead engine at another, unnoticed by its reader; False if that is not possible."""
+        lost, request = stream.replica, stream.request
         assert lost is not None and request is not None
-        if lost.is_shut or not box.is_untouched or request.session or box.moves >= MOST_MOVES:
+        if lost.is_shut or not stream.can_restart or request.session or stream.restarts >= MAX_RESTARTS:
             return False
         try:
             chosen = self.choose(request)
-        except EngineDeadError:  # nobody is left
+        except EngineDeadError:  # none is left
             return False
-        box.moves += 1
-        del lost.boxes[box.key]
-        self._outputs.begin_again(box.key)
-        self.launch(chosen, box, request, ipc.encode(ipc.Add(request)))
+        stream.restarts += 1
+        del lost.streams[stream.key]
+        self._outputs.begin_again(stream.key)
+        self.launch(chosen, stream, request, ipc.encode(ipc.Add(request)))
         return True
 
-    # Questions
+    # Calls
 
-    async def ask_all(self, question: Callable[[int], ipc.Down]) -> list[Any]:
-        """What all that live answer, in their order; raises if none does."""
+    async def call_all(self, message: Callable[[int], ipc.Down]) -> list[Any]:
+        """Replies of all engines that are alive, in order; raises if none replies."""
         self.attach()
-        answers = await asyncio.gather(*(replica.ask(question) for replica in self.living), return_exceptions=True)
-        good = [answer for answer in answers if not isinstance(answer, BaseException)]
+        replies = await asyncio.gather(*(replica.call(message) for replica in self.alive), return_exceptions=True)
+        good = [reply for reply in replies if not isinstance(reply, BaseException)]
         if not good:
-            raise next(answer for answer in answers if isinstance(answer, BaseException))
+            raise next(reply for reply in replies if isinstance(reply, BaseException))
         return good
 
+    async def get_metrics(self) -> list[Metric]:
+        """Counters and gauges of all engines together."""
+        return merged_metrics([report.metrics for report in await self.call_all(ipc.GetStats)])
+
     async def reset_prefix_cache(self) -> bool:
-        """Forget all cached blocks everywhere; True if none had to stay with a running request."""
+        """Drop all cached blocks everywhere; False if running requests still hold some."""
         if self.router is not None:
             self.router.forget_blocks()
-        return all(report.is_empty for report in await self.ask_all(ipc.ResetPrefixCache))
+        return all(report.is_empty for report in await self.call_all(ipc.ResetPrefixCache))
 
     async def rebalance_experts(self) -> Rebalanced:
-        """Move experts to where the load is; raises where they have no other place to go."""
+        """Move experts to balance their load; raises where they cannot move."""
         down = next((replica for replica in self.replicas if replica.death), None)
-        if self.company is not None and down is not None:
-            raise down.dead_error  # those that live would wait for it
-        number = 0 if self.company is None else self.company.next_rebalance()
-        reports = await self.ask_all(lambda question: ipc.RebalanceExperts(question, number))
+        if self.lockstep is not None and down is not None:
+            raise down.dead_error  # the others would wait for it
+        rebalance = 0 if self.lockstep is None else self.lockstep.next_rebalance()
+        reports = await self.call_all(lambda number: ipc.RebalanceExperts(number, rebalance))
         if (error := reports[0].error) is not None:
             raise error_of(error)
         outcome: Rebalanced = reports[0].outcome
         return outcome
 
-    async def ask_sessions(self, op: SessionOp) -> SessionAnswer:
-        """Ask something about sessions. What it changed is durable when this returns."""
-        return await (self.replicas[0] if self.router is None else self.homes).ask_sessions(op)
+    async def call_sessions(self, op: SessionOp) -> SessionAnswer:
+        """Run a session operation. Its changes are durable when this returns."""
+        return await (self.replicas[0] if self.router is None else self.affinity).call_sessions(op)
 
-    def tell_sessions(self, key: str, op: SessionOp) -> None:
-        """The same of one session, where nobody waits for what comes of it."""
-        replica = self.replicas[0] if self.router is None else self.homes.known(key)
+    def send_session_op(self, key: str, op: SessionOp) -> None:
+        """The same for one session, without waiting for the reply."""
+        replica = self.replicas[0] if self.router is None else self.affinity.known(key)
         if replica is not None:
-            replica.tell_sessions(op)
+            replica.send_session_op(op)
 
     async def wait_until_dead(self) -> str:
-        """Returns once all engines are dead, with the reason."""
+        """Waits until all engines are dead; returns the reason."""
         if len(self.replicas) == 1:
             return await self.replicas[0].wait_until_dead()
         while not self.errored:
-            await asyncio.gather(*(replica.wait_until_dead() for replica in self.living))
+            await asyncio.gather(*(replica.wait_until_dead() for replica in self.alive))
         return str(self.dead_error)
 
-    # Ending, and beginning again
+    # Restart and shutdown
 
     async def restart(self, only_if_dead: bool) -> None:
-        """Make new engines in place of those that died, or of all."""
+        """Replace dead engines by new ones, or all of them."""
         if all(replica.is_shut for replica in self.replicas):
             raise EngineDeadError(SHUT)
-        if self.company is not None:
+        if self.lockstep is not None:
             await self._restart_together(only_if_dead)
         else:
             restarts = (replica.restart(only_if_dead) for replica in self.replicas)
-            outcomes = await asyncio.gather(*restarts, return_exceptions=True)  # none is left halfway
+            outcomes = await asyncio.gather(*restarts, return_exceptions=True)  # every restart runs to its end
             if (failed := next((one for one in outcomes if one is not None), None)) is not None:
                 raise failed
 
     async def _restart_together(self, only_if_dead: bool) -> None:
-        """All or none: one that waits for another that will not come is not waited for."""
+        """All or none: an engine that waits for one that failed to start is killed."""
         async with self._restarting:
-            if not only_if_dead or len(self.living) < len(self.replicas):
+            if not only_if_dead or len(self.alive) < len(self.replicas):
                 await self._restart_each(only_if_dead)
-                assert self.company is not None
-                self.company.rouse()  # one may have got a request before the last was there to hear of it
+                assert self.lockstep is not None
+                self.lockstep.wake_all()  # one may have got a request before the last was ready to be woken
 
     async def _restart_each(self, only_if_dead: bool) -> None:
         restarts = [asyncio.ensure_future(replica.restart_alone(only_if_dead)) for replica in self.replicas]
@@ -291,20 +302,21 @@ class EngineGroup:
             while waiting:
                 self.kill()
                 _, waiting = await asyncio.wait(waiting, timeout=0.1)
-        except asyncio.CancelledError:  # nor does any of them go on alone
+        except asyncio.CancelledError:  # none of them may continue alone
             for each in restarts:
                 each.cancel()
             await asyncio.gather(*restarts, return_exceptions=True)
             raise
         failed = next((error for each in restarts if (error := each.exception()) is not None), None)
         if failed is not None:
-            self.kill_engines(f"not all engines could be started again: {failed}")
+            self.kill_engines(f"not all engines could be restarted: {failed}")
             raise failed
 
     def kill_engines(self, reason: str) -> None:
-        """End all processes at once. Open requests fail with the reason."""
+        """Kill all processes. Open requests fail with the reason."""
         for replica in self.replicas:
-            replica.is_shut, was_shut = True, replica.is_shut  # nothing moves to one that is next
+            # Marked as shut meanwhile: its requests must not move to an engine that is killed next.
+            replica.is_shut, was_shut = True, replica.is_shut
             replica.kill_engine(reason)
             replica.is_shut = was_shut
 
@@ -314,17 +326,40 @@ class EngineGroup:
             replica.is_shut = True
         for replica in self.replicas:
             replica.shut()
-        if self.company is not None:
-            self.company.close()
+        if self.lockstep is not None:
+            self.lockstep.close()
 
     def stop(self) -> None:
-        """End the processes of engines that are shut, and wait for that. Blocks."""
+        """End the processes of engines that are shut, and wait for them. Blocks."""
         if len(self.replicas) == 1:
             self.replicas[0].engine.stop()
             return
         with ThreadPoolExecutor(len(self.replicas)) as pool:
             list(pool.map(lambda replica: replica.engine.stop(), self.replicas))
 
-    async def stop_aside(self) -> None:
+    async def stop_in_thread(self) -> None:
         """The same, for an event loop."""
-        await aside(self.stop)
+        await run_in_thread(self.stop)
+
+
+def merged_metrics(engines: Sequence[Sequence[Metric]]) -> list[Metric]:
+    """Metrics of several engines as those of one."""
+    if len(engines) == 1:
+        return list(engines[0])
+    by_name: dict[str, list[Metric]] = {}
+    for metrics in engines:
+        for metric in metrics:
+            by_name.setdefault(metric.name, []).append(metric)
+    return [_merged(same) for same in by_name.values()]
+
+
+def _merged(same: list[Metric]) -> Metric:
+    first, values = same[0], [metric.value for metric in same]
+    divisor = len(same) if first.name in AVERAGED else 1
+    value = max(values) if first.name in MAXIMUM else sum(values) / divisor
+    series: dict[tuple[str, ...], float] = {}
+    for metric in same:
+        for labels, part in metric.series:
+            series[labels] = series.get(labels, 0.0) + part / divisor
+    counts = tuple(sum(column) for column in zip(*(metric.counts for metric in same), strict=True))
+    return Metric(first.name, first.kind, value, first.bounds, counts, tuple(series.items()))

@@ -1,29 +1,31 @@
-"""From what a user gives to a validated request. A bad one raises here and never reaches the loop."""
+"""Makes a checked request of a user's prompt and parameters. A bad one raises here and never reaches the loop."""
 
 from __future__ import annotations
 
 import operator
 import random
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, Protocol, TypedDict, Union
+from typing import Any, Protocol, TypedDict, TypeVar, Union
 
-from quire.api.beams import as_search, row_params
 from quire.api.pooling import PoolingInputs
-from quire.api.text import encoded
+from quire.config import EngineConfig
 from quire.errors import CacheTooSmallError, ValidationError
 from quire.kvcache.prefix_cache import ContentKeys
 from quire.loading.model_config import ModelConfig
 from quire.messages.beams import BeamSearchParams
 from quire.messages.pooling import PoolingParams
 from quire.messages.request import NewRequest
-from quire.messages.sampling import SamplingParams
+from quire.messages.sampling import RequestOutputKind, SamplingParams
+from quire.scheduler.beams import num_candidates
 
 MAX_BAD_WORDS = 128
-LONGEST_BAD_WORD = 1024
-"""Characters."""
-KNOWN_BAD_WORDS = 1024
-"""Whose tokens are kept: requests often have the same."""
+MAX_BAD_WORD_CHARACTERS = 1024
+CACHED_BAD_WORDS = 1024
+"""Words whose tokens are cached: requests often have the same ones."""
+
+T = TypeVar("T")
+AnyParams = SamplingParams | PoolingParams | BeamSearchParams
 
 
 class TextPrompt(TypedDict, total=False):
@@ -45,8 +47,8 @@ PromptType = Union[str, Sequence[int], TextPrompt, TokensPrompt]
 _PROMPT_FIELDS = {"prompt", "prompt_token_ids", "cache_salt"}
 
 
-class InputFacts(Protocol):
-    """What requests are checked against; the engine may be in another process."""
+class InputInfo(Protocol):
+    """What requests are checked against; the engine may run in another process."""
 
     @property
     def model(self) -> ModelConfig: ...
@@ -63,41 +65,41 @@ class InputProcessor:
 
     def __init__(
         self,
-        facts: InputFacts,
+        config: EngineConfig,
+        info: InputInfo,
         tokenizer: Any | None,
         generation_config: Mapping[str, Any],
-        seed: int,
-        max_logprobs: int,
-        pooling: str = "last",
-        isolate_tenants: bool = True,
+        *,
+        computes_keys: bool = False,
     ) -> None:
+        """`computes_keys`: content keys are computed here; otherwise the loop computes them at admission, while the
+        device works."""
         self.tokenizer = tokenizer
-        self._facts = facts
+        self._info = info
         self._generation_config = generation_config
-        self._max_logprobs = facts.model.vocab_size if max_logprobs < 0 else max_logprobs
-        self._seeds = random.Random(seed)
+        self._max_logprobs = info.model.vocab_size if config.max_logprobs < 0 else config.max_logprobs
+        self._seeds = random.Random(config.seed)
         self.eos_ids = self._end_tokens()
-        """Every token that ends an answer."""
-        self._pooling = PoolingInputs(facts, tokenizer, pooling)
-        self._isolate_tenants = isolate_tenants
-        self._word_tokens = lru_cache(KNOWN_BAD_WORDS)(self._encode_word)
-        self.hashes_ahead = False
-        """Whether content keys are computed here, or by the loop when it admits the request: while the device works."""
+        """Tokens that end an answer."""
+        self._pooling = PoolingInputs(info, tokenizer, config.pooling)
+        self._isolates_tenants = config.isolate_tenants
+        self._word_tokens = lru_cache(CACHED_BAD_WORDS)(self._encode_word)
+        self._computes_keys = computes_keys
 
     def make(
         self,
         request_id: str,
         prompt: PromptType,
-        params: SamplingParams | PoolingParams | BeamSearchParams,
+        params: AnyParams,
         arrival: float,
         priority: int = 0,
         tenant: str = "",
     ) -> tuple[NewRequest, str | None]:
-        """The request, and its prompt as text where it has one."""
+        """The request, and the text of its prompt if it has one."""
         if isinstance(params, BeamSearchParams):
             search = params.clone()
-            request, text = self.make(request_id, prompt, row_params(search), arrival, priority, tenant)
-            return as_search(request, search, self._facts.model.vocab_size), text
+            request, text = self.make(request_id, prompt, _beam_params(search), arrival, priority, tenant)
+            return _as_beam_search(request, search, self._info.model.vocab_size), text
         text, tokens, salt = self._read_prompt(prompt)
         if not isinstance(tenant, str):
             raise ValidationError(f"a tenant is a string, got {tenant!r}", "tenant", tenant)
@@ -107,11 +109,11 @@ class InputProcessor:
         if isinstance(params, PoolingParams):
             pooled = self._pooling.make(request_id, tokens, params, salt)
             self.check_vocabulary(pooled.prompt)
-            pooled.keys = self._facts.keys.of(pooled.prompt, salt) if self.hashes_ahead else []
+            pooled.keys = self._keys_of(pooled.prompt, salt)
             pooled.priority, pooled.tenant, pooled.arrival = priority, tenant, arrival
             return pooled, text
         self._check_params(params)
-        params = params.clone()  # checks it again: it may have been changed since it was made
+        params = params.clone()  # checks again: its fields may have been changed since
         tokens = self._truncate(tokens, params)
         self._check_tokens(tokens)
         request = NewRequest(
@@ -121,7 +123,7 @@ class InputProcessor:
             limit=self._limit(len(tokens), params),
             eos_ids=self.eos_ids,
             bad_words=self._bad_words(params),
-            keys=self._facts.keys.of(tokens, salt) if self.hashes_ahead else [],
+            keys=self._keys_of(tokens, salt),
             salt=salt,
             reads_cache=params.prompt_logprobs is None,
             seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
@@ -130,6 +132,9 @@ class InputProcessor:
             arrival=arrival,
         )
         return request, text
+
+    def _keys_of(self, tokens: list[int], salt: str) -> list[bytes]:
+        return self._info.keys.of(tokens, salt) if self._computes_keys else []
 
     def default_params(self) -> SamplingParams:
         """The model's own sampling defaults, from its generation_config.json."""
@@ -140,8 +145,8 @@ class InputProcessor:
         return SamplingParams(**given)
 
     def _end_tokens(self) -> list[int]:
-        """Every token that ends an answer: the model's, its generation config's, the tokenizer's."""
-        ids = list(self._facts.model.eos_token_ids)
+        """Tokens that end an answer: the model's, its generation config's, the tokenizer's."""
+        ids = list(self._info.model.eos_token_ids)
         extra = self._generation_config.get("eos_token_id")
         ids += extra if isinstance(extra, list) else [] if extra is None else [extra]
         if self.tokenizer is not None and self.tokenizer.eos_token_id is not None:
@@ -169,11 +174,11 @@ class InputProcessor:
         )
 
     def salt_of(self, tenant: str, salt: str = "") -> str:
-        """What keeps a tenant's blocks apart from others'."""
-        return own_salt(tenant, salt) if self._isolate_tenants else salt
+        """What separates a tenant's cached blocks from those of others."""
+        return tenant_salt(tenant, salt) if self._isolates_tenants else salt
 
     def token_ids(self, given: Sequence[Any]) -> list[int]:
-        """A list of integers of any kind as one of Python's; anything else raises."""
+        """A sequence of integers of any kind (numpy's too) as a list of Python's; anything else raises."""
         if isinstance(given, bytes) or not (isinstance(given, Sequence) or hasattr(given, "__array__")):
             raise ValidationError(f"token ids are a list of integers; got {type(given).__name__}", "prompt_token_ids")
         if set(map(type, given)) <= {int}:
@@ -181,19 +186,19 @@ class InputProcessor:
         return [_token_id(token) for token in given]
 
     def first_text(self, text: str) -> list[int]:
-        """Text as it begins a sequence: with what the tokenizer puts in front, and without what it puts at an end."""
+        """Text at the start of a sequence: with the tokens the tokenizer puts in front, without those it appends."""
         ids, plain = self.encode(text), self.encode(text, add_special_tokens=False)
         starts = range(len(ids) - len(plain) + 1)
         start = next((start for start in starts if ids[start : start + len(plain)] == plain), None)
         return ids if start is None else ids[: start + len(plain)]
 
     def check_room(self, length: int, parameter: str = "input") -> None:
-        """Raise if a session of so many tokens leaves the model no room to add one."""
-        longest = self._facts.max_model_len
+        """Raise if a session of `length` tokens leaves no room to generate one."""
+        longest = self._info.max_model_len
         if length >= longest:
             raise ValidationError(
-                f"the session comes to {length} tokens; with max_model_len {longest} it may have {longest - 1}, so "
-                "that one can be generated. Fork it at fewer tokens, begin another, or set a larger max_model_len",
+                f"the session has {length} tokens; with max_model_len {longest} it may have {longest - 1}, so that one "
+                "can be generated. Fork it at fewer tokens, start another, or set a larger max_model_len",
                 parameter,
                 length,
             )
@@ -204,27 +209,27 @@ class InputProcessor:
             raise ValidationError(
                 "text prompts need a tokenizer, and skip_tokenizer_init is set: give prompt_token_ids", "prompt"
             )
-        return encoded(self.tokenizer, text, "prompt", add_special_tokens)
+        return encode_text(self.tokenizer, text, "prompt", add_special_tokens)
 
     def _truncate(self, tokens: list[int], params: SamplingParams) -> list[int]:
-        """Keep the last tokens, if asked to."""
+        """The last `truncate_prompt_tokens` tokens, if that is set."""
         keep = params.truncate_prompt_tokens
         if keep is None:
             return tokens
-        return tokens[-(self._facts.max_model_len - 1 if keep == -1 else keep) :]
+        return tokens[-(self._info.max_model_len - 1 if keep == -1 else keep) :]
 
     def check_vocabulary(self, tokens: list[int]) -> None:
-        """Raise unless the model knows these tokens, and there are some."""
+        """Raise unless there is at least one token, and all are in the vocabulary."""
         if not tokens:
             raise ValidationError("the prompt is empty: at least one token is needed", "prompt", tokens)
-        vocab = self._facts.model.vocab_size
+        vocab = self._info.model.vocab_size
         if min(tokens) < 0 or max(tokens) >= vocab:
             bad = next(token for token in tokens if not 0 <= token < vocab)
             raise ValidationError(f"token id {bad} is outside the vocabulary of {vocab}", "prompt_token_ids", bad)
 
     def _check_tokens(self, tokens: list[int]) -> None:
         self.check_vocabulary(tokens)
-        longest = self._facts.max_model_len
+        longest = self._info.max_model_len
         if len(tokens) >= longest:
             raise ValidationError(
                 f"the prompt has {len(tokens)} tokens; with max_model_len {longest} it may have {longest - 1}, so that "
@@ -234,16 +239,13 @@ class InputProcessor:
             )
 
     def _check_params(self, params: SamplingParams) -> None:
-        if not isinstance(params, SamplingParams):
-            raise ValidationError(
-                f"sampling_params must be SamplingParams, got {type(params).__name__}", "sampling_params", params
-            )
+        check_params(params, SamplingParams, "sampling_params")
         for name in ("logprobs", "prompt_logprobs"):
             count = getattr(params, name)
-            asked = self._facts.model.vocab_size if count == -1 else count
-            if asked is not None and asked > self._max_logprobs:
+            wanted = self._info.model.vocab_size if count == -1 else count
+            if wanted is not None and wanted > self._max_logprobs:
                 raise ValidationError(f"{name} is {count}; at most {self._max_logprobs} (max_logprobs)", name, count)
-        vocab = self._facts.model.vocab_size
+        vocab = self._info.model.vocab_size
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             bad = [token for token in getattr(params, name) or () if token >= vocab]
             if bad:
@@ -254,9 +256,9 @@ class InputProcessor:
             raise ValidationError("stop strings need a tokenizer, and skip_tokenizer_init is set", "stop", params.stop)
 
     def _limit(self, prompt_len: int, params: SamplingParams) -> int:
-        """Where the request ends at the latest: at max_tokens, at the model's length, or where the cache is full."""
-        longest = self._facts.max_model_len
-        capacity = self._facts.cache_tokens + 1  # the last token needs no place in the cache
+        """Most tokens of the request, with its prompt: by max_tokens, max_model_len, or the size of the cache."""
+        longest = self._info.max_model_len
+        capacity = self._info.cache_tokens + 1  # the last token has no KV
         if params.max_tokens is None:
             if prompt_len >= capacity:
                 raise CacheTooSmallError(
@@ -281,20 +283,87 @@ class InputProcessor:
         return tuple(self.encode(text, add_special_tokens=False))
 
     def _check_bad_words(self, words: Collection[str]) -> None:
-        """Before any of them is tokenized: that takes its time, and the caller may be an event loop."""
+        """Check counts and lengths before tokenizing, which is slow: the caller may be an event loop."""
         if len(words) > MAX_BAD_WORDS:
             raise ValidationError(f"bad_words holds {len(words)} words; at most {MAX_BAD_WORDS}", "bad_words")
         longest = max(map(len, words), default=0)
-        if longest > LONGEST_BAD_WORD:
+        if longest > MAX_BAD_WORD_CHARACTERS:
             raise ValidationError(
-                f"bad_words holds a word of {longest} characters; at most {LONGEST_BAD_WORD}", "bad_words", longest
+                f"bad_words holds a word of {longest} characters; at most {MAX_BAD_WORD_CHARACTERS}",
+                "bad_words",
+                longest,
             )
 
 
-def own_salt(tenant: str, salt: str) -> str:
-    """What keeps a tenant's cached prefixes apart from all others', whatever salts they think of. Requests with neither
-    a tenant nor a salt share one cache."""
+def tenant_salt(tenant: str, salt: str) -> str:
+    """Separates a tenant's cached prefixes from all others', whatever salts they choose. Requests with neither a tenant
+    nor a salt share one cache."""
     return f"{len(tenant)}:{tenant}{salt}" if tenant or salt else ""
+
+
+def encode_text(tokenizer: Any, text: str, parameter: str, add_special_tokens: bool) -> list[int]:
+    """Text as token ids. A lone surrogate, which Python reads from bytes that are not UTF-8, is refused."""
+    try:
+        return list(tokenizer.encode(text, add_special_tokens=add_special_tokens))
+    except (TypeError, UnicodeEncodeError):
+        at = next((at for at, character in enumerate(text) if "\ud800" <= character <= "\udfff"), None)
+        if at is None:
+            raise
+        raise ValidationError(
+            f"{parameter} holds {text[at]!r}, half a surrogate pair, which is no character: was it read from bytes "
+            "that are not UTF-8?",
+            parameter,
+            text[at],
+        ) from None
+
+
+def check_params(params: object, kind: type[AnyParams], name: str, hint: str = "") -> None:
+    """Raise unless parameters are of the kind that a call takes."""
+    if not isinstance(params, kind):
+        raise ValidationError(f"{name} must be {kind.__name__}, got {type(params).__name__}{hint}", name, params)
+
+
+def as_prompts(prompts: PromptType | Sequence[PromptType]) -> list[PromptType]:
+    """One prompt or many, as a list: a string, a dict, or a list of token ids is one."""
+    if isinstance(prompts, (str, dict)):
+        return [prompts]
+    if not isinstance(prompts, Iterable) or isinstance(prompts, bytes):
+        raise ValidationError(
+            f"prompts are text, token ids, dicts of them, or a list of those; got {type(prompts).__name__}",
+            "prompts",
+            prompts,
+        )
+    listed = list(prompts)
+    return [listed] if listed and hasattr(listed[0], "__index__") else listed  # type: ignore[list-item,return-value]
+
+
+def one_each(name: str, value: T | Sequence[T], count: int, plural: str = "") -> list[T]:
+    """One value for each of `count` prompts: the same for all, or a sequence of that length."""
+    if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
+        return [value] * count
+    if len(value) != count:
+        raise ValidationError(f"{count} prompts, but {len(value)} {plural or name}", name, len(value))
+    return list(value)
+
+
+def _beam_params(search: BeamSearchParams) -> SamplingParams:
+    """The search's limits as sampling parameters, to be checked like any other request's."""
+    return SamplingParams(
+        temperature=0,
+        max_tokens=search.max_tokens,
+        ignore_eos=search.ignore_eos,
+        stop_token_ids=search.stop_token_ids,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def _as_beam_search(request: NewRequest, search: BeamSearchParams, vocab_size: int) -> NewRequest:
+    """Make the request a beam search: its rows report the likeliest tokens, and none of them stops by itself."""
+    request.beams = search
+    request.params.logprobs = min(num_candidates(search, len(request.stop_ids)), vocab_size)
+    request.params.ignore_eos, request.params.stop_token_ids = True, None
+    return request
 
 
 def _token_id(token: object) -> int:

@@ -1,13 +1,16 @@
-"""What has come for one request and was not read yet."""
+"""Outputs of one request on their way to its reader, and the order in which a step's outputs are delivered."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from quire.errors import QuireError
-from quire.messages.outputs import CompletionOutput, Output, RequestOutput
+from quire.messages.outputs import CompletionOutput, Output, RequestOutput, StepOutputs
 
 if TYPE_CHECKING:
     from quire.api.replica import Replica
@@ -15,61 +18,61 @@ if TYPE_CHECKING:
 
 
 class OutputStream:
-    """Holds one output at most: what a slow reader has not read is merged with what comes next."""
+    """Holds at most one output: a slow reader's unread output is merged with the next."""
 
     def __init__(self, request_id: str, key: str) -> None:
         self.request_id = request_id
-        """The caller's name for the request."""
+        """The caller's id of the request."""
         self.key = key
-        """The engine's."""
+        """The engine's id."""
         self.request: NewRequest | None = None
-        """What was sent, once it was…"""
+        """The request, once it was sent…"""
         self.replica: Replica | None = None
         """…and where."""
-        self.moves = 0
-        """How often it had to begin again elsewhere."""
+        self.restarts = 0
+        """How often it was restarted at another replica."""
         self.is_delta = False
         self.is_aborted = False
-        """The caller wants it ended."""
-        self.raises_own = True
-        """What is wrong with the request itself, and only the engine could know, is raised; else it is told in the
-        last output, as an engine in this process does."""
+        """The caller has aborted it."""
+        self.raises_refusals = True
+        """If the engine refuses the request late, `take` raises; otherwise the last output reports the error, as for an
+        engine in this process."""
         self.is_streamed = False
-        """Someone reads as it comes…"""
+        """Its reader reads every output…"""
         self.awaits_first = False
-        """…and nothing has come yet."""
+        """…and none has come yet."""
         self.is_ended = False
-        """Nothing more comes."""
+        """Nothing more will come."""
         self.is_finished = False
         """The last output has been read."""
         self._output: Output | None = None
         self._error: QuireError | None = None
         self._reader: asyncio.Future[None] | None = None
-        """Someone who waits for what comes."""
+        """Set when something has come, while the reader waits."""
 
     @property
-    def is_untouched(self) -> bool:
-        """Nobody has seen anything of it: it can begin again."""
+    def can_restart(self) -> bool:
+        """Its reader has seen nothing of it: it can start again."""
         return not self.is_ended and (self.awaits_first or not self.is_streamed)
 
     def put(self, output: Output) -> None:
-        """Something new to read."""
+        """Deliver an output."""
         if self.is_delta and isinstance(self._output, RequestOutput) and isinstance(output, RequestOutput):
-            output = merged(self._output, output)
+            output = merged_deltas(self._output, output)
         self._output = output
         self.awaits_first = False
         self.is_ended = output.finished
         self._wake()
 
     def fail(self, error: QuireError) -> None:
-        """Nothing more comes, and this is why. What came before can still be read."""
+        """Nothing more will come, because of this error. Earlier output can still be read."""
         if not self.is_ended:
             self._error = error
             self.is_ended = True
             self._wake()
 
     async def take(self) -> Any:
-        """Everything that came since this was asked last, as one output; waits until something has."""
+        """Everything since the last call, as one output; waits until there is something."""
         while self._output is None:
             if self._error is not None:
                 raise self._error
@@ -84,10 +87,9 @@ class OutputStream:
             self._reader.set_result(None)
 
 
-def merged(first: RequestOutput, then: RequestOutput) -> RequestOutput:
-    """Two outputs that each hold what was new, as one. The first is used up: its lists grow instead of being copied,
-    so that a reader who is far behind costs no more than one who is not.
-    """
+def merged_deltas(first: RequestOutput, then: RequestOutput) -> RequestOutput:
+    """Two deltas as one. The first is consumed: its lists are extended instead of copied, so that a slow reader costs
+    no more than a fast one."""
     pairs = zip(first.outputs, then.outputs, strict=True)
     prompt_logprobs = then.prompt_logprobs if first.prompt_logprobs is None else first.prompt_logprobs
     return dataclasses.replace(then, outputs=[_joined(a, b) for a, b in pairs], prompt_logprobs=prompt_logprobs)
@@ -100,3 +102,21 @@ def _joined(first: CompletionOutput, then: CompletionOutput) -> CompletionOutput
         first.logprobs += then.logprobs
     logprobs = then.logprobs if first.logprobs is None else first.logprobs
     return dataclasses.replace(then, text=first.text + then.text, token_ids=tokens, logprobs=logprobs)
+
+
+def split_outputs(outputs: StepOutputs, requests: Collection[str]) -> tuple[StepOutputs, StepOutputs]:
+    """A step's outputs of these requests, and all the rest. For steps with one token a key."""
+    first = _columns(outputs, requests, True)
+    return StepOutputs(**first), msgspec.structs.replace(outputs, **_columns(outputs, requests, False))
+
+
+def _columns(outputs: StepOutputs, requests: Collection[str], inside: bool) -> dict[str, Any]:
+    rows = [i for i, key in enumerate(outputs.keys) if (key[0] in requests) is inside]
+    return {
+        "keys": [outputs.keys[i] for i in rows],
+        "tokens": [outputs.tokens[i] for i in rows],
+        "logprobs": {new: outputs.logprobs[i] for new, i in enumerate(rows) if i in outputs.logprobs},
+        "prompt_logprobs": [item for item in outputs.prompt_logprobs if (item[0][0] in requests) is inside],
+        "started": [item for item in outputs.started if (item.key[0] in requests) is inside],
+        "finished": [item for item in outputs.finished if (item.key[0] in requests) is inside],
+    }

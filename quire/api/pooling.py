@@ -1,4 +1,4 @@
-"""Requests for vectors: what they may ask of the model, and where they end."""
+"""Embedding requests: checks and limits."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from quire.messages.request import NewRequest
 from quire.messages.sampling import RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
-    from quire.api.inputs import InputFacts
+    from quire.api.inputs import InputInfo
 
 
 class PoolingInputs:
-    """Checks and completes requests for vectors."""
+    """Checks and completes embedding requests."""
 
-    def __init__(self, facts: InputFacts, tokenizer: Any | None, pooling: str) -> None:
-        """`pooling`: for requests that do not say how."""
-        self._facts = facts
+    def __init__(self, info: InputInfo, tokenizer: Any | None, pooling: str) -> None:
+        """`pooling`: the default method."""
+        self._info = info
         self._default = pooling
         self._closing = frozenset(() if tokenizer is None else tokenizer.all_special_ids)
 
     def make(self, request_id: str, tokens: list[int], params: PoolingParams, salt: str) -> NewRequest:
-        """The request. It counts one token more than its prompt: the place where the vector comes."""
-        params = params.clone()  # checks it again: it may have been changed since it was made
+        """The request. Its limit is one token more than its prompt: the step that yields the vector."""
+        params = params.clone()  # checks again: its fields may have been changed since
         params.pooling = params.pooling or self._default
         self._check_dimensions(params.dimensions)
         tokens = self._truncate(tokens, params.truncate_prompt_tokens)
@@ -42,14 +42,14 @@ class PoolingInputs:
         )
 
     def _truncate(self, tokens: list[int], keep: int | None) -> list[int]:
-        """The first tokens, as many as are asked for; one that closes the text stays its last."""
-        keep = min(self._facts.max_model_len, self._facts.cache_tokens) if keep == -1 else keep
+        """The first `keep` tokens (-1: as many as fit); a special token that ends the text stays the last."""
+        keep = min(self._info.max_model_len, self._info.cache_tokens) if keep == -1 else keep
         if keep is None or len(tokens) <= keep:
             return tokens
         return [*tokens[: keep - 1], tokens[-1]] if tokens[-1] in self._closing else tokens[:keep]
 
     def _check_length(self, tokens: list[int]) -> None:
-        longest = self._facts.max_model_len
+        longest = self._info.max_model_len
         if len(tokens) > longest:
             raise ValidationError(
                 f"the prompt has {len(tokens)} tokens; the model's maximum context length is {longest} "
@@ -57,21 +57,21 @@ class PoolingInputs:
                 "prompt",
                 len(tokens),
             )
-        if len(tokens) > self._facts.cache_tokens:
+        if len(tokens) > self._info.cache_tokens:
             raise CacheTooSmallError(
-                f"the prompt's {len(tokens)} tokens do not fit the KV cache of {self._facts.cache_tokens} tokens"
+                f"the prompt's {len(tokens)} tokens do not fit the KV cache of {self._info.cache_tokens} tokens"
             )
 
     def _check_dimensions(self, dimensions: int | None) -> None:
-        """Other models put what matters anywhere: the first so many numbers of theirs mean little."""
+        """Only Matryoshka models put the important numbers first: a prefix of other vectors means little."""
         if dimensions is None:
             return
-        model = self._facts.model
+        model = self._info.model
         allowed = model.raw.get("matryoshka_dimensions")
         allowed = allowed if isinstance(allowed, (list, tuple)) else ()
         if not (allowed or model.raw.get("is_matryoshka")):
             raise ValidationError(
-                "dimensions cannot be chosen: the model's config.json says nothing of Matryoshka embeddings. If the "
+                "dimensions cannot be chosen: the model's config.json does not declare Matryoshka embeddings. If the "
                 'model was trained for them, set hf_overrides to {"is_matryoshka": true}',
                 "dimensions",
                 dimensions,

@@ -10,7 +10,7 @@ from quire.messages.outputs import Output, RequestOutput
 
 
 class Progress:
-    """Requests done and tokens a second, on a terminal."""
+    """Finished requests and tokens per second, if stderr is a terminal."""
 
     def __init__(self, total: int, enabled: bool) -> None:
         self._total = total
@@ -39,12 +39,12 @@ class Progress:
         return self
 
     def finished(self, output: Output) -> None:
-        """One request is done."""
+        """One request has finished."""
         if self._bar is not None:
             elapsed = time.monotonic() - self._begin
             self._input += len(output.prompt_token_ids)
             if isinstance(output, RequestOutput):
-                self._output += sum(len(sample.token_ids) for sample in output.outputs)
+                self._output += sum(len(sequence.token_ids) for sequence in output.outputs)
             rate = f"in {self._input / elapsed:.0f} tok/s, out {self._output / elapsed:.0f} tok/s"
             self._bar.update(self._task, advance=1, rate=rate)
 

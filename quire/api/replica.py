@@ -1,4 +1,4 @@
-"""One engine as `AsyncLLM` sees it: what is open there, what it is asked, its death and its successor."""
+"""One engine as `AsyncLLM` sees it: its open requests, calls to it, its death and its restart."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from quire.api.first_tokens import apart
-from quire.api.output_stream import OutputStream
+from quire.api.output_stream import OutputStream, split_outputs
 from quire.api.router_feed import RouterFeed
 from quire.engine import ipc
 from quire.engine.engine_info import EngineInfo
@@ -24,70 +23,71 @@ from quire.output.processor import OutputProcessor
 
 logger = logging.getLogger(__name__)
 
-MANY = 8
-"""Outputs that first tokens do not wait for."""
+DEFERRED_OUTPUTS = 8
+"""A step with at least this many other outputs delivers first tokens before them."""
 
 
 class Replica:
-    """An engine's place: when the engine dies, another can take it. It knows requests by their keys."""
+    """A slot for an engine: when the engine dies, a new one can take its place. Requests are known by their keys."""
 
     def __init__(self, number: int, start: Callable[[], RemoteEngine], outputs: OutputProcessor) -> None:
-        """`start` makes a process and waits for nothing."""
+        """`start` starts a process and does not wait for it."""
         self.number = number
         self.title = ""
-        """What errors call it, where there are several."""
+        """Its name in errors, if there are several."""
         self.engine: RemoteEngine
-        """The one that is there, or was there last."""
-        self.coming: RemoteEngine | None = None
-        """The one that is being made."""
-        self.boxes: dict[str, OutputStream] = {}
-        """Requests sent here, by the key the engine knows them by."""
-        self.questions: dict[int, asyncio.Future[Any]] = {}
-        self.traffic: RouterFeed | None = None
-        """Who tells the router, where there is one."""
+        """The current engine, or the last one."""
+        self.starting: RemoteEngine | None = None
+        """The engine that is being started."""
+        self.streams: dict[str, OutputStream] = {}
+        """Requests sent here, by the engine's key."""
+        self.calls: dict[int, asyncio.Future[Any]] = {}
+        """Calls to the engine that wait for their reply, by number."""
+        self.router_feed: RouterFeed | None = None
+        """Reports to the router, if there is one."""
         self.is_shut = False
-        """Nothing brings it back."""
+        """Shut down for good: it cannot be restarted."""
         self.on_ready: Callable[[Replica], None] = lambda replica: None
-        """An engine has taken its place."""
+        """Called when an engine has taken its place."""
         self.on_lost: Callable[[Replica], None] = lambda replica: None
-        """The engine is dead; its requests are still here."""
-        self.rescue: Callable[[OutputStream], bool] = lambda box: False
-        """Takes a request elsewhere, if that can be."""
+        """Called when the engine is dead, before its requests are failed."""
+        self.move_elsewhere: Callable[[OutputStream], bool] = lambda stream: False
+        """Restarts a request at another replica; False if that is not possible."""
         self.restart_all: Callable[[bool], Awaitable[None]] | None = None
-        """Where none can be started without the others: starts them all."""
+        """Restarts all replicas, if none can be restarted alone."""
         self._start = start
         self._outputs = outputs
-        self._rest: StepOutputs | None = None
-        """What came with first tokens, and waits until those are with their readers."""
+        self._deferred: StepOutputs | None = None
+        """The rest of a step's outputs, until its first tokens are with their readers."""
         self._numbers = itertools.count()
-        self._untold: list[SessionOp] = []
-        """What the next engine is told about sessions first: the last one died before it could be."""
+        self._unsent: list[SessionOp] = []
+        """Session operations for the next engine: the last one died before it got them."""
         self._restarting = asyncio.Lock()
 
-    # Its engine
+    # The engine
 
     def start(self) -> None:
-        """Start an engine's process; nothing is waited for."""
-        self.coming = self._start()
+        """Start an engine's process; does not wait for it."""
+        self.starting = self._start()
 
     def wait_until_ready(self) -> None:
-        """Blocks until the engine that was started is made, or raises what kept it from that."""
-        assert self.coming is not None
-        self.coming.wait_until_ready()
+        """Blocks until the engine that was started is ready; raises its error if it failed."""
+        assert self.starting is not None
+        self.starting.wait_until_ready()
 
     def adopt(self) -> None:
-        """The engine that was started, and is ready, takes the place."""
-        assert self.coming is not None
-        self.engine, self.coming = self.coming, None
-        self.engine.on_message, self.engine.on_death = self._take, self._lose_all
-        untold, self._untold = self._untold, []
-        for op in untold:
-            self.tell_sessions(op)
+        """The engine that was started, and is ready, becomes the current one."""
+        assert self.starting is not None
+        self.engine, self.starting = self.starting, None
+        self.engine.on_message, self.engine.on_death = self._receive, self._on_death
+        unsent, self._unsent = self._unsent, []
+        for op in unsent:
+            self.send_session_op(op)
         self.on_ready(self)
 
     @property
     def facts(self) -> EngineInfo:
-        """What the engine turned out to be."""
+        """What the engine reported when it was ready."""
         return self.engine.info
 
     @property
@@ -113,99 +113,99 @@ class Replica:
 
     @property
     def num_open_requests(self) -> int:
-        return len(self.boxes)
+        return len(self.streams)
 
     def attach(self) -> None:
-        """Whoever asks something must be able to get an answer."""
+        """Let the running event loop read the engine's messages; raises if the engine is dead."""
         if self.engine.death:
             raise self.dead_error
         self.engine.attach()
 
     # Requests
 
-    def add(self, box: OutputStream, message: bytes) -> None:
-        """Send a request; `message` is its `Add`. Its outputs are waited for already."""
-        box.replica = self
-        self.boxes[box.key] = box
+    def add(self, stream: OutputStream, message: bytes) -> None:
+        """Send a request; `message` is its encoded `Add`."""
+        stream.replica = self
+        self.streams[stream.key] = stream
         self.engine.send(message)
-        if box.is_aborted:
-            self.engine.send(ipc.Abort(box.key))
+        if stream.is_aborted:
+            self.engine.send(ipc.Abort(stream.key))
 
-    def abort(self, box: OutputStream) -> None:
-        """End a request; its reader is told when that has happened."""
-        if box.key in self.boxes:
-            self.engine.send(ipc.Abort(box.key))
+    def abort(self, stream: OutputStream) -> None:
+        """Abort a request; its reader gets a last output."""
+        if stream.key in self.streams:
+            self.engine.send(ipc.Abort(stream.key))
 
-    def leave(self, box: OutputStream) -> None:
-        """Nobody reads this request any more."""
-        if self.boxes.pop(box.key, None) is not None:
-            if self.traffic is not None:
-                self.traffic.end(box.key)
-            self._outputs.forget(box.key)
-            if not box.is_ended:
-                self.engine.send(ipc.Abort(box.key))
+    def leave(self, stream: OutputStream) -> None:
+        """The request's reader has left: abort it if it is unfinished."""
+        if self.streams.pop(stream.key, None) is not None:
+            if self.router_feed is not None:
+                self.router_feed.end(stream.key)
+            self._outputs.forget(stream.key)
+            if not stream.is_ended:
+                self.engine.send(ipc.Abort(stream.key))
 
-    # Questions
+    # Calls
 
-    async def ask(self, question: Callable[[int], ipc.Down]) -> Any:
-        """Ask the engine something, by the number that the answer will have."""
+    async def call(self, message: Callable[[int], ipc.Down]) -> Any:
+        """Send the message made with a new number, and wait for the reply with that number."""
         self.attach()
         number = next(self._numbers)
-        self.engine.send(question(number))
-        return await self._answer_to(number)
+        self.engine.send(message(number))
+        return await self._reply_to(number)
 
-    async def ask_sessions(self, op: SessionOp) -> SessionAnswer:
-        """Ask something about sessions. What it changed is durable when this returns."""
-        reply: ipc.SessionReply = await self.ask(lambda question: ipc.SessionCall(question, op))
+    async def call_sessions(self, op: SessionOp) -> SessionAnswer:
+        """Run a session operation. Its changes are durable when this returns."""
+        reply: ipc.SessionReply = await self.call(lambda number: ipc.SessionCall(number, op))
         if reply.refused is not None:
             raise error_of(reply.refused)
         assert reply.answer is not None
         return reply.answer
 
-    def tell_sessions(self, op: SessionOp) -> None:
-        """The same, where nobody waits for what comes of it. If the engine is dead, the one that follows it is told."""
+    def send_session_op(self, op: SessionOp) -> None:
+        """The same without waiting for the reply. If the engine is dead, its successor gets the operation."""
         if self.engine.death:
-            self._untold.append(op)
+            self._unsent.append(op)
         else:
             self.engine.send(ipc.SessionCall(next(self._numbers), op))
 
     async def report_health(self) -> ipc.HealthReport:
-        """How far the engine's loop has come, in its own words."""
-        report: ipc.HealthReport = await self.ask(ipc.Ping)
+        """The engine's open requests and steps so far, as its loop reports them."""
+        report: ipc.HealthReport = await self.call(ipc.Ping)
         return report
 
     async def memory_map(self) -> MemoryMap:
-        """Who holds what now, on the device and in the tiers below."""
+        """What holds which blocks now, on all tiers."""
         block_bytes = self.facts.block_bytes
-        report: ipc.MemoryReport = await self.ask(lambda question: ipc.GetMemoryMap(question, block_bytes))
+        report: ipc.MemoryReport = await self.call(lambda number: ipc.GetMemoryMap(number, block_bytes))
         if report.map is None:
-            raise QuireError(f"the engine's memory could not be mapped: {report.error}")
+            raise QuireError(f"the engine failed to report its memory map: {report.error}")
         return report.map
 
     async def get_metrics(self) -> list[Metric]:
         """Counters and gauges of the engine."""
-        metrics: list[Metric] = (await self.ask(ipc.GetStats)).metrics
+        metrics: list[Metric] = (await self.call(ipc.GetStats)).metrics
         return metrics
 
     async def wait_until_dead(self) -> str:
-        """Returns once the engine is dead, with the reason. Until then it costs nothing."""
+        """Waits until the engine is dead; returns the reason."""
         try:
             self.attach()
-            await self._answer_to(next(self._numbers))
+            await self._reply_to(next(self._numbers))
         except EngineDeadError as error:
             return str(error)
-        raise AssertionError("nobody answers what was not asked")
+        raise AssertionError("a reply came to a call that was not sent")
 
-    async def _answer_to(self, number: int) -> Any:
-        answer = self.questions[number] = asyncio.get_running_loop().create_future()
+    async def _reply_to(self, number: int) -> Any:
+        reply = self.calls[number] = asyncio.get_running_loop().create_future()
         try:
-            return await answer
+            return await reply
         finally:
-            del self.questions[number]
+            del self.calls[number]
 
-    # What comes
+    # Messages from the engine
 
-    def _take(self, message: ipc.Up) -> None:
+    def _receive(self, message: ipc.Up) -> None:
         match message:
             case ipc.Outputs(outputs=outputs):
                 self._take_outputs(outputs)
@@ -219,137 +219,135 @@ class Replica:
                 | ipc.MemoryReport()
                 | ipc.RebalanceReport()
             ):
-                answer = self.questions.get(message.question)
-                if answer is not None and not answer.done():
-                    answer.set_result(message)
+                reply = self.calls.get(message.question)
+                if reply is not None and not reply.done():
+                    reply.set_result(message)
 
     def _take_outputs(self, outputs: StepOutputs) -> None:
-        self._show_rest()
-        boxes = self.boxes
-        new = {key[0] for key in outputs.keys if (box := boxes.get(key[0])) is not None and box.awaits_first}
-        if not new or outputs.counts is not None or len(outputs.keys) - len(new) < MANY:
-            self._show(outputs)
+        """First tokens are delivered before the tokens of running streams: time to first token is what users notice."""
+        self._deliver_deferred()
+        streams = self.streams
+        new = {key[0] for key in outputs.keys if (one := streams.get(key[0])) is not None and one.awaits_first}
+        if not new or outputs.counts is not None or len(outputs.keys) - len(new) < DEFERRED_OUTPUTS:
+            self._deliver(outputs)
             return
-        first, self._rest = apart(outputs, new)
-        self._show(first)
-        asyncio.get_running_loop().call_soon(self._show_rest)  # after the readers who have just been woken
+        first, self._deferred = split_outputs(outputs, new)
+        self._deliver(first)
+        asyncio.get_running_loop().call_soon(self._deliver_deferred)  # after the readers that were just woken
 
-    def _show_rest(self) -> None:
-        """What a step told about all others, if that is still to be shown."""
-        rest, self._rest = self._rest, None
-        if rest is not None:
-            self._show(rest)
+    def _deliver_deferred(self) -> None:
+        deferred, self._deferred = self._deferred, None
+        if deferred is not None:
+            self._deliver(deferred)
 
-    def _show(self, outputs: StepOutputs) -> None:
+    def _deliver(self, outputs: StepOutputs) -> None:
         for end in outputs.finished:
             if end.error:
                 self._refuse(end)
         try:
             views, stops = self._outputs.process(outputs)
-        except Exception as error:  # what cannot be shown must not be waited for
-            logger.exception("the outputs of a step cannot be shown")
+        except Exception as error:  # readers must not wait for outputs that cannot be made
+            logger.exception("the outputs of a step could not be processed")
             for request in {key[0] for key in (*outputs.keys, *(end.key for end in outputs.finished))}:
                 self.engine.send(ipc.Abort(request))
-                self._fail(request, QuireError(f"the output cannot be shown: {type(error).__name__}: {error}"))
+                self._fail(request, QuireError(f"the output could not be processed: {type(error).__name__}: {error}"))
             return
         for key, at, string in stops:
             self.engine.send(ipc.Finish(key, at, string))
         for view in views:
-            if (box := self.boxes.get(view.request_id)) is not None:
-                view.request_id = box.request_id
-                box.put(view)
-        if self.traffic is not None:
-            self.traffic.note(outputs)
+            if (stream := self.streams.get(view.request_id)) is not None:
+                view.request_id = stream.request_id
+                stream.put(view)
+        if self.router_feed is not None:
+            self.router_feed.note(outputs)
 
     def _refuse(self, end: Finished) -> None:
-        """The request is at fault, and only the engine could know."""
-        box = self.boxes.get(end.key[0])
-        if box is not None and box.raises_own:
-            said = end.message or ""
-            form = "structured_outputs"  # the one field that takes until here to be looked at
-            refused = ipc.RequestRefused(box.key, end.error or "", said, form if said.startswith(f"{form}:") else None)
-            self._fail(box.key, error_of(refused))
+        """The request is at fault, and only the engine could know that."""
+        stream = self.streams.get(end.key[0])
+        if stream is not None and stream.raises_refusals:
+            refused = ipc.RequestRefused(stream.key, end.error, end.message or "", end.parameter)
+            self._fail(stream.key, error_of(refused))
 
     def _fail(self, key: str, error: QuireError) -> None:
-        if (box := self.boxes.get(key)) is not None:
+        if (stream := self.streams.get(key)) is not None:
             self._outputs.forget(key)
-            box.fail(error)
+            stream.fail(error)
 
-    # Its end
+    # The end of the engine
 
-    def _lose_all(self, reason: str) -> None:
-        """The engine is dead: nobody waits for it any longer."""
-        self._show_rest()
+    def _on_death(self, reason: str) -> None:
+        """The engine is dead: move its requests elsewhere or fail them, and fail open calls."""
+        self._deliver_deferred()
         self.on_lost(self)
-        rescued = 0
-        for box in list(self.boxes.values()):
-            if not box.is_ended and self.rescue(box):
-                rescued += 1
+        moved = 0
+        for stream in list(self.streams.values()):
+            if not stream.is_ended and self.move_elsewhere(stream):
+                moved += 1
             else:
-                self._fail(box.key, self.dead_error)
-        if rescued:
-            logger.warning("%s is down: %d requests begin again elsewhere", self.title, rescued)
-        for answer in self.questions.values():
-            if not answer.done():
-                answer.set_exception(self.dead_error)
+                self._fail(stream.key, self.dead_error)
+        if moved:
+            logger.warning("%s is down: %d requests are restarted at other replicas", self.title, moved)
+        for reply in self.calls.values():
+            if not reply.done():
+                reply.set_exception(self.dead_error)
 
     async def restart(self, only_if_dead: bool = False) -> None:
-        """Make a new engine in place of one that died, or of one that lives: then its requests fail."""
+        """Replace the engine by a new one. If it is alive, its requests fail."""
         await (self.restart_alone if self.restart_all is None else self.restart_all)(only_if_dead)
 
     async def restart_alone(self, only_if_dead: bool) -> None:
-        """The same, of this engine and no other."""
+        """The same, for this engine only."""
         async with self._restarting:
             if self.is_shut:
                 raise EngineDeadError(SHUT)
             if only_if_dead and not self.errored:
-                return  # someone else was quicker
+                return  # another call has restarted it
             self.close("the engine is being restarted")
-            await aside(self.engine.stop)
+            await run_in_thread(self.engine.stop)
             await self._make_engine()
 
     async def _make_engine(self) -> None:
-        """A new one, ready. Nothing of it is left if nobody wants it any more."""
+        """Start a new engine and wait for it; it is killed if this replica is shut down meanwhile."""
         if self.is_shut:
             raise EngineDeadError(SHUT)
         self.start()
-        engine = self.coming
+        engine = self.starting
         assert engine is not None
         try:
-            await aside(engine.wait_until_ready)
+            await run_in_thread(engine.wait_until_ready)
         except BaseException as error:
-            self.coming = None
-            engine.kill()  # also ends the thread's wait
+            self.starting = None
+            engine.kill()  # also ends the wait in the thread
             if self.is_shut and isinstance(error, Exception):
                 raise EngineDeadError(SHUT) from error
             raise
         if self.is_shut:
-            self.coming = None
+            self.starting = None
             engine.kill()
             raise EngineDeadError(SHUT)
         self.adopt()
 
     def kill_engine(self, reason: str) -> None:
-        """End the engine's process at once: it cannot be talked to. Open requests fail with the reason."""
+        """Kill the engine's process. Open requests fail with the reason."""
         self.engine.end(reason)
 
     def close(self, reason: str) -> None:
         """Nothing is sent or received any more; `engine.stop` comes next."""
         self.engine.close(reason)
-        self._lose_all(self.engine.death)
+        self._on_death(self.engine.death)
 
     def shut(self) -> None:
-        """Close for good: an engine that is being made is not wanted either."""
+        """Close for good, together with an engine that is being started."""
         self.is_shut = True
-        if self.coming is not None:
-            self.coming.kill()
+        if self.starting is not None:
+            self.starting.kill()
         self.close(SHUT)
 
 
-async def aside(wait: Callable[[], None]) -> None:
-    """In a thread of its own: those of the pool may all be busy with prompts."""
+async def run_in_thread(work: Callable[[], None]) -> None:
+    """Run it in a thread of its own: those of the default pool may all be busy with prompts."""
     pool = ThreadPoolExecutor(1)
     try:
-        await asyncio.get_running_loop().run_in_executor(pool, wait)
+        await asyncio.get_running_loop().run_in_executor(pool, work)
     finally:
         pool.shutdown(wait=False)

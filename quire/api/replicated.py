@@ -1,4 +1,4 @@
-"""`LLM` over several engines: an `AsyncLLM` in a thread of its own, as one engine that makes steps."""
+"""`LLM` over several engines: an `AsyncLLM` in its own thread, behind the interface of `LLMEngine`."""
 
 from __future__ import annotations
 
@@ -11,24 +11,20 @@ from typing import Any, TypeVar
 
 from quire.api.async_llm import AsyncLLM
 from quire.api.engine import FailedRequest, LLMEngine
-from quire.api.inputs import PromptType
+from quire.api.inputs import AnyParams, PromptType
 from quire.api.output_stream import OutputStream
 from quire.config import EngineConfig
 from quire.engine.stats import Metric
 from quire.errors import SHUT, ConfigError, EngineDeadError, QuireError, ValidationError
-from quire.messages.beams import BeamSearchParams
 from quire.messages.experts import Rebalanced
 from quire.messages.memory_map import MemoryMap
 from quire.messages.outputs import Output
-from quire.messages.pooling import PoolingParams
-from quire.messages.sampling import SamplingParams
 
 T = TypeVar("T")
 
 
 class ReplicatedEngine(LLMEngine):
-    """What `LLMEngine` is for one engine in this process, for several in processes of their own. A step is whatever has
-    come by then, from any of them."""
+    """`LLMEngine` for several engines in their own processes. A step returns what has arrived from any of them."""
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
@@ -36,22 +32,22 @@ class ReplicatedEngine(LLMEngine):
         self.facts = self._llm.facts
         self.inputs = self._llm.inputs
         self._unfinished: dict[str, OutputStream] = {}
-        """Requests whose end nobody has been told yet."""
+        """Requests whose end was not returned yet."""
         self._readers: dict[OutputStream, asyncio.Task[None]] = {}
-        self._came: queue.SimpleQueue[tuple[OutputStream, Output | QuireError]] = queue.SimpleQueue()
-        """The last of a request is its end."""
+        self._arrived: queue.SimpleQueue[tuple[OutputStream, Output | QuireError]] = queue.SimpleQueue()
+        """Outputs and errors; the last of a request is its end."""
         self._closed = False
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="quire-replicas", daemon=True)
         self._thread.start()
-        # One that is dropped takes its engines along. At the interpreter's end they go by themselves.
+        # A dropped object ends its engines. When the interpreter exits they end by themselves.
         weakref.finalize(self, _end, self._llm, self._loop).atexit = False
 
     def __getattr__(self, name: str) -> Any:
         if name == "core":
             raise ConfigError(
-                f"with data_parallel_size {self.config.data_parallel_size} the engines run in processes of their own, "
-                "and this needs one in this process",
+                f"with data_parallel_size {self.config.data_parallel_size} the engines run in their own processes, and "
+                "this needs one in this process",
                 "data_parallel_size",
                 self.config.data_parallel_size,
             )
@@ -61,7 +57,7 @@ class ReplicatedEngine(LLMEngine):
         self,
         request_id: str,
         prompt: PromptType,
-        params: SamplingParams | PoolingParams | BeamSearchParams,
+        params: AnyParams,
         *,
         priority: int = 0,
         tenant: str = "",
@@ -71,10 +67,10 @@ class ReplicatedEngine(LLMEngine):
         if self._closed:
             raise EngineDeadError(SHUT)
         if session:
-            raise ValidationError("sessions over several engines are for AsyncLLM and the server", "session")
+            raise ValidationError("LLM supports sessions with one engine only: use AsyncLLM or the server", "session")
         try:
             self._wait(self._add(request_id, prompt, params, priority, tenant))
-        except KeyboardInterrupt:  # it may be queued by now, and its caller does not know
+        except KeyboardInterrupt:  # it may be queued, and its caller does not have the id
             self.abort_request(request_id)
             raise
 
@@ -82,77 +78,77 @@ class ReplicatedEngine(LLMEngine):
         self,
         request_id: str,
         prompt: PromptType,
-        params: SamplingParams | PoolingParams | BeamSearchParams,
+        params: AnyParams,
         priority: int,
         tenant: str,
     ) -> None:
-        box = await self._llm.submit(prompt, params, request_id, priority, tenant)
-        box.raises_own = False
-        self._unfinished[request_id] = box
-        self._readers[box] = asyncio.ensure_future(self._read(box))
+        stream = await self._llm.submit(prompt, params, request_id, priority, tenant)
+        stream.raises_refusals = False
+        self._unfinished[request_id] = stream
+        self._readers[stream] = asyncio.ensure_future(self._read(stream))
 
-    async def _read(self, box: OutputStream) -> None:
+    async def _read(self, stream: OutputStream) -> None:
         try:
-            while not box.is_finished:
-                self._came.put((box, await box.take()))
+            while not stream.is_finished:
+                self._arrived.put((stream, await stream.take()))
         except QuireError as error:
-            self._came.put((box, error))
+            self._arrived.put((stream, error))
         finally:
-            self._llm.leave(box)
-            del self._readers[box]
+            self._llm.leave(stream)
+            del self._readers[stream]
 
     def begin_when_full(self) -> None:
-        """They have begun."""
+        """Nothing to do: the engines start by themselves."""
 
     def step(self) -> list[Output]:
-        """What has come; waits until something has. Raises if a request has failed."""
-        arrivals = self.arrivals()
-        failed = next((one for one in arrivals if isinstance(one, FailedRequest)), None)
+        """What has arrived; waits until something has. Raises if a request has failed."""
+        collected = self.collect()
+        failed = next((one for one in collected if isinstance(one, FailedRequest)), None)
         if failed is not None:
             raise failed.error
-        return [one for one in arrivals if not isinstance(one, FailedRequest)]
+        return [one for one in collected if not isinstance(one, FailedRequest)]
 
-    def arrivals(self, patience: float | None = None) -> list[Output | FailedRequest]:
-        """What has come; waits until something has, or for so many seconds."""
-        arrivals: list[Output | FailedRequest] = []
-        while self._unfinished and (not arrivals or not self._came.empty()):
+    def collect(self, timeout: float | None = None) -> list[Output | FailedRequest]:
+        """What has arrived; waits until something has, or for `timeout` seconds."""
+        collected: list[Output | FailedRequest] = []
+        while self._unfinished and (not collected or not self._arrived.empty()):
             try:
-                box, came = self._came.get(timeout=patience)
+                stream, arrived = self._arrived.get(timeout=timeout)
             except queue.Empty:
                 break
-            if self._unfinished.get(box.request_id) is not box:
+            if self._unfinished.get(stream.request_id) is not stream:
                 continue  # it was aborted
-            if isinstance(came, QuireError) or came.finished:
-                del self._unfinished[box.request_id]
-            arrivals.append(FailedRequest(box.request_id, came) if isinstance(came, QuireError) else came)
-        return arrivals
+            if isinstance(arrived, QuireError) or arrived.finished:
+                del self._unfinished[stream.request_id]
+            collected.append(FailedRequest(stream.request_id, arrived) if isinstance(arrived, QuireError) else arrived)
+        return collected
 
     def abort_request(self, request_ids: str | list[str]) -> None:
-        """End requests now; their outputs are not shown any more."""
+        """End requests now; they have no further outputs."""
         ids = [request_ids] if isinstance(request_ids, str) else request_ids
-        boxes = [box for one in ids if (box := self._unfinished.pop(one, None)) is not None]
-        if boxes and not self._closed:
-            self._wait(self._abort(boxes))
+        streams = [stream for one in ids if (stream := self._unfinished.pop(one, None)) is not None]
+        if streams and not self._closed:
+            self._wait(self._abort(streams))
 
-    async def _abort(self, boxes: list[OutputStream]) -> None:
-        readers = [reader for box in boxes if (reader := self._readers.get(box)) is not None]
+    async def _abort(self, streams: list[OutputStream]) -> None:
+        readers = [reader for stream in streams if (reader := self._readers.get(stream)) is not None]
         for reader in readers:
             reader.cancel()
         await asyncio.gather(*readers, return_exceptions=True)
 
     def has_unfinished_requests(self) -> bool:
-        """Whether something will come."""
+        """Whether more outputs will arrive."""
         return bool(self._unfinished)
 
     def get_num_unfinished_requests(self) -> int:
         return len(self._unfinished)
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached blocks; True if none had to stay with a running request."""
+        """Drop all cached blocks; False if running requests still hold some."""
         return self._wait(self._llm.reset_prefix_cache())
 
     def rebalance_experts(self) -> Rebalanced:
-        """Move experts to where the load since the last time says they had better be."""
+        """Move experts to balance the load measured since the last time."""
         return self._wait(self._llm.rebalance_experts())
 
     def get_metrics(self) -> list[Metric]:
@@ -160,14 +156,14 @@ class ReplicatedEngine(LLMEngine):
         return self._wait(self._llm.get_metrics())
 
     def memory_map(self) -> MemoryMap:
-        """Who holds what now at the first engine, on the device and in the tiers below."""
+        """What holds which blocks now at the first engine, on all tiers."""
         return self._wait(self._llm.memory_map())
 
     def check_idle(self) -> None:
-        """Raise unless every request has ended everywhere."""
+        """Raise unless every request has finished everywhere."""
         open_here, report = len(self._unfinished) + len(self._readers), self._wait(self._llm.report_health())
         if open_here or report.unfinished:
-            raise RuntimeError(f"{open_here} requests are read, and {report.unfinished} are open in engines")
+            raise RuntimeError(f"{open_here} requests are being read, {report.unfinished} are open in engines")
 
     def shutdown(self) -> None:
         """End all engines. Calling it twice is fine."""
@@ -179,7 +175,7 @@ class ReplicatedEngine(LLMEngine):
             self._loop.close()
 
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
-        """Have it done by the other thread. Who does not wait for it any more, after Ctrl-C, does not want it."""
+        """Run it in the other thread and wait; Ctrl-C cancels it."""
         if self._closed:
             work.close()
             raise EngineDeadError(SHUT)
@@ -192,7 +188,7 @@ class ReplicatedEngine(LLMEngine):
 
 
 def _end(llm: AsyncLLM, loop: asyncio.AbstractEventLoop) -> None:
-    """Nobody has the engines any more; nothing is waited for."""
+    """Shut the engines of a dropped object down, without waiting."""
 
     async def end() -> None:
         await llm.__aexit__(None, None, None)

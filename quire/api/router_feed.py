@@ -1,4 +1,4 @@
-"""What the router is told of the requests at one replica. Nobody needs it where there is only one."""
+"""What the router learns of the requests at one replica. Used only when there are several replicas."""
 
 from __future__ import annotations
 
@@ -8,78 +8,78 @@ from quire.kvcache.prefix_cache import ContentKeys
 from quire.messages.outputs import StepOutputs
 from quire.messages.request import NewRequest
 from quire.output.processor import OutputProcessor, Tracked
-from quire.router import RoutedFlight, RoutedRequest, Router
+from quire.router import OpenRequest, RoutedRequest, Router
 
-LOOK_STEPS = 32
-"""The router learns so often how far requests have come: it costs a token next to nothing."""
+REPORT_STEPS = 32
+"""Steps between progress reports to the router: reporting every token would cost more."""
 
 
 @dataclass(slots=True, eq=False)
-class RoutedTrip:
+class FedRequest:
     """A request at the replica."""
 
-    flight: RoutedFlight
+    opened: OpenRequest
     tracked: Tracked
 
 
 class RouterFeed:
-    """First tokens, how far requests are, and their ends, as steps tell them."""
+    """Reports first tokens, progress and ends to the router, from the outputs of steps."""
 
     def __init__(self, router: Router, name: str, keys: ContentKeys, outputs: OutputProcessor) -> None:
         self._router = router
         self._name = name
         self._keys = keys
         self._outputs = outputs
-        self._open: dict[str, RoutedTrip] = {}
+        self._open: dict[str, FedRequest] = {}
         self._waiting: set[str] = set()
         """Requests without a token yet."""
         self._steps = 0
         self.prompt_tokens = 0
-        """Of all requests that came here."""
+        """Prompt tokens of all requests sent here."""
         self.expected_tokens = 0
-        """Of these, tokens that the router thought to be cached here."""
+        """Of these, tokens that the router expected to be cached here."""
 
     def launch(self, request: NewRequest) -> None:
-        """The request goes there. Its outputs are waited for already."""
+        """The request is sent to the replica; the output processor tracks it already."""
         routed = as_routed(request)
-        flight = self._router.launched(routed, self._name)
-        self._open[request.id] = RoutedTrip(flight, self._outputs.tracked(request.id))
+        opened = self._router.launched(routed, self._name)
+        self._open[request.id] = FedRequest(opened, self._outputs.tracked(request.id))
         self._waiting.add(request.id)
         self.prompt_tokens += routed.prompt_tokens
-        self.expected_tokens += routed.prompt_tokens - flight.uncached
+        self.expected_tokens += routed.prompt_tokens - opened.uncached
 
     def note(self, outputs: StepOutputs) -> None:
-        """A step has told this, and it has been shown."""
+        """Outputs of a step, which the output processor has taken."""
         if self._waiting:
             for key in self._waiting.intersection(key for key, _ in outputs.keys):
                 self._waiting.discard(key)
-                self._tell(self._open[key])
+                self._report(self._open[key])
         self._steps += 1
-        if self._steps % LOOK_STEPS == 0:
-            for key, trip in self._open.items():
+        if self._steps % REPORT_STEPS == 0:
+            for key, fed in self._open.items():
                 if key not in self._waiting:
-                    self._tell(trip)
+                    self._report(fed)
         for end in outputs.finished:
-            trip = self._open.get(end.key[0])  # type: ignore[assignment]
-            if trip is not None and trip.tracked.open == 0:
+            ended = self._open.get(end.key[0])
+            if ended is not None and ended.tracked.open == 0:
                 self.end(end.key[0])
 
     def end(self, key: str) -> None:
-        """Nothing more comes of the request, or nobody waits for it."""
-        trip = self._open.pop(key, None)
-        if trip is None:
+        """The request has finished, or its reader has left."""
+        fed = self._open.pop(key, None)
+        if fed is None:
             return
         if key not in self._waiting:
-            self._tell(trip)
+            self._report(fed)
         self._waiting.discard(key)
-        self._router.finished(trip.flight, self._all_keys(trip.tracked))
+        self._router.finished(fed.opened, self._all_keys(fed.tracked))
 
-    def _tell(self, trip: RoutedTrip) -> None:
-        tracked = trip.tracked
-        self._router.progress(trip.flight, sum(len(one.tokens) for one in tracked.samples), tracked.num_cached)
+    def _report(self, fed: FedRequest) -> None:
+        tracked = fed.tracked
+        self._router.progress(fed.opened, sum(len(one.tokens) for one in tracked.samples), tracked.num_cached)
 
     def _all_keys(self, tracked: Tracked) -> list[bytes]:
-        """Keys of the prompt's blocks and of those of what was generated; the last token has no KV."""
+        """Keys of the blocks of prompt and output; the last token has no KV."""
         request, size = tracked.request, self._keys.block_size
         keys = list(request.keys)
         if len(tracked.samples) > 1 or not keys:
@@ -89,5 +89,5 @@ class RouterFeed:
 
 
 def as_routed(request: NewRequest) -> RoutedRequest:
-    """A request as the router sees it. Sessions have homes of their own (`SessionHomes`)."""
-    return RoutedRequest(request.id, request.keys, len(request.prompt), request.num_samples, request.tenant)
+    """A request as the router sees it. Turns of sessions are not routed: `SessionAffinity` decides."""
+    return RoutedRequest(request.keys, len(request.prompt), request.num_samples, request.tenant)

@@ -1,36 +1,40 @@
-"""What is added to a session, as tokens: text, token ids, or messages."""
+"""A session's input and output: text, token ids or messages as tokens to append; tool calls in an answer."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Union
 
+from quire.api.chat import ChatRenderer
 from quire.api.conversation import IncrementalRenderer, Message
 from quire.api.inputs import InputProcessor
 from quire.errors import ValidationError
+from quire.messages.sampling import SamplingParams
+from quire.output.parsers.toolcalls import guess_parser
+from quire.output.parsers.tools.registry import make_tool_parser
 
 TAIL_TOKENS = 64
-"""So many of a session's last tokens tell whether its last message is closed."""
+"""Number of a session's last tokens that are decoded to see whether its last message is closed."""
 
 SessionInput = Union[str, Sequence[int], Sequence[Message]]
 RenderText = Callable[..., str]
-"""As `ChatRenderer.render_text`."""
+"""A function with the signature of `ChatRenderer.render_text`."""
 
 
 class Addition(NamedTuple):
-    """What is to be done to a session."""
+    """A change at the end of a session."""
 
     drop: int
-    """So many of its last tokens go…"""
+    """Number of last tokens to remove…"""
     tokens: list[int]
-    """…and these come."""
+    """…before these are appended."""
 
 
 class SessionReader:
-    """Turns what users give into tokens that follow those a session has."""
+    """Converts user input to tokens that continue a session."""
 
     def __init__(self, inputs: InputProcessor, render: RenderText | None) -> None:
-        """`render`: how messages are written; None where there is no tokenizer."""
+        """`render`: renders messages; None without a tokenizer."""
         self._inputs = inputs
         self._render = render
 
@@ -43,8 +47,8 @@ class SessionReader:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         first_render: RenderText | None = None,
     ) -> Addition:
-        """`tail`: the session's last tokens (`TAIL_TOKENS` of them, if it has as many). `first_render`: what writes a
-        session's first messages, if something else is to."""
+        """`tail`: the session's last tokens (`TAIL_TOKENS`, or all it has). `first_render`: renders a session's first
+        messages instead."""
         if is_messages(given):
             render = self._render if tail or first_render is None else first_render
             return self._read_messages(given, tail, tools, chat_template_kwargs, render)  # type: ignore[arg-type]
@@ -54,7 +58,7 @@ class SessionReader:
         return self._checked(Addition(0, tokens))
 
     def check_room(self, length: int, addition: Addition) -> None:
-        """Raise if a session of so many tokens would outgrow the model: what is appended cannot be taken back."""
+        """Raise if a session of `length` tokens would exceed max_model_len: an append cannot be undone."""
         self._inputs.check_room(length - addition.drop + len(addition.tokens))
 
     def _plain(self, given: Any) -> list[int]:
@@ -73,15 +77,15 @@ class SessionReader:
         if render is None or self._inputs.tokenizer is None:
             raise ValidationError("messages need a tokenizer, and skip_tokenizer_init is set: give token ids", "input")
 
-        def write(conversation: Sequence[Message], opens: bool) -> str:
+        def render_messages(conversation: Sequence[Message], opens: bool) -> str:
             return render(conversation, tools=tools, add_generation_prompt=opens, chat_template_kwargs=kwargs)
 
-        conversation, listed = IncrementalRenderer(write), as_messages(messages)
+        conversation, listed = IncrementalRenderer(render_messages), as_messages(messages)
         if not tail:
             return self._checked(Addition(0, self._plain(conversation.first(listed))))
         text = self._inputs.tokenizer.decode(list(tail), skip_special_tokens=False)
         added, is_closed = conversation.following(listed, text)
-        # An answer may have ended with a token that ends answers, but not these: the template's own takes its place.
+        # The answer's end token is not the one this template writes after messages: the template's replaces it.
         drop = int(tail[-1] in self._inputs.eos_ids and not is_closed)
         return self._checked(Addition(drop, self._plain(added)))
 
@@ -91,16 +95,19 @@ class SessionReader:
         return addition
 
 
-def whole_turns_only() -> ValidationError:
-    """A session is not cut short for a turn."""
-    return ValidationError(
-        "truncate_prompt_tokens is not for sessions: fork one where it is to begin, or start another",
-        "truncate_prompt_tokens",
-    )
+def check_turn(params: SamplingParams, *, rewrites: bool = False) -> None:
+    """Raise unless a request with these parameters can be a turn. `rewrites`: the session becomes the prompt."""
+    if params.n != 1:
+        raise ValidationError("a turn of a session has one sequence: n must be 1", "n", params.n)
+    if params.truncate_prompt_tokens is not None and not rewrites:
+        raise ValidationError(
+            "truncate_prompt_tokens does not apply to sessions: fork the session, or start another",
+            "truncate_prompt_tokens",
+        )
 
 
 def is_messages(given: object) -> bool:
-    """Whether these are messages, and not text or token ids."""
+    """Whether the input is messages, and not text or token ids."""
     return (
         isinstance(given, Sequence)
         and not isinstance(given, (str, bytes))
@@ -110,7 +117,7 @@ def is_messages(given: object) -> bool:
 
 
 def as_messages(given: Sequence[Any]) -> list[Message]:
-    """Messages as plain dicts, as far as their roles must be read."""
+    """Messages as dicts; their contents stay as they are."""
     return [message if isinstance(message, dict) else _dumped(message) for message in given]
 
 
@@ -119,3 +126,19 @@ def _dumped(message: Any) -> Message:
         return dict(message)
     dumped: Message = message.model_dump(exclude_none=True)
     return dumped
+
+
+def calls_tools(answer: Sequence[int], tools: Sequence[Any], renderer: ChatRenderer) -> bool:
+    """Whether these tokens contain tool calls, in the format of the chat template."""
+    parser = make_tool_parser(guess_parser(renderer.template(tools)), {_tool_name(tool) for tool in tools})
+    skips = not parser.needs_special_tokens
+    text = renderer.tokenizer.decode(list(answer), skip_special_tokens=skips)
+    return bool(parser.parse(text).calls)
+
+
+def _tool_name(tool: Any) -> str:
+    """The name of a tool, which is a schema or a Python function."""
+    if not isinstance(tool, Mapping):
+        return str(getattr(tool, "__name__", ""))
+    function = tool.get("function", tool)
+    return str(function.get("name", "")) if isinstance(function, Mapping) else ""

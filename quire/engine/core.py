@@ -236,7 +236,7 @@ class EngineCore:
         assert self._grammars is not None
         for request_id, refusal in self._grammars.poll():
             if refusal:
-                self.scheduler.abort(request_id, "error", refusal, ValidationError.__name__)
+                self.scheduler.abort(request_id, "error", refusal, ValidationError.__name__, "structured_outputs")
             else:
                 self.scheduler.end_compiling(request_id)
 
@@ -255,7 +255,8 @@ class EngineCore:
             self.scheduler.set_aside(request)
         for request, message in failed:
             if message == DEAD_END:  # the vocabulary cannot write what the form asks for
-                self.scheduler.fail(request, f"structured_outputs: {message}", ValidationError.__name__)
+                said = f"structured_outputs: {message}"
+                self.scheduler.fail(request, said, ValidationError.__name__, "structured_outputs")
             else:
                 self.scheduler.fail(request, message)
         self._watchdog.begin(plan)

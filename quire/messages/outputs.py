@@ -36,6 +36,8 @@ class Finished(msgspec.Struct):
     """What went wrong, when the reason is "error"."""
     error: str = ""
     """…and the class of error it is for the caller, where the request itself is at fault."""
+    parameter: str | None = None
+    """…and the field of the request that caused it, where it was one."""
 
 
 class StepOutputs(msgspec.Struct):

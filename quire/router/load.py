@@ -1,27 +1,57 @@
-"""How busy a replica is, as seen from outside: what was sent there, and what came back."""
+"""How busy a replica is, as seen from outside: from what was sent there and what came back."""
 
 from __future__ import annotations
 
-from quire.router.request import RoutedFlight
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-HALF_LIFE = 20.0
-"""Seconds after which work done counts half."""
-GUESS = 4000.0
+HALF_LIFE_SECONDS = 20.0
+"""Age at which computed tokens count half in `work`."""
+INITIAL_PREFILL_SPEED = 4000.0
 """Prompt tokens a second, until something was measured."""
-LEAST_TOKENS = 256
-"""A prompt with fewer to compute says more about what a step costs than about what a token does."""
-ALIKE = 1.4
-"""Replicas whose speeds are within this factor of the fleet's count as equally fast: what differs is mostly noise, and
-a replica that looks slower for no reason would get less work for none."""
+MIN_MEASURED_TOKENS = 256
+"""Shorter prompts are not measured: their time says more about the cost of a step than about the cost of a token."""
+SPEED_TOLERANCE = 1.4
+"""A replica within this factor of the group's speed counts as equally fast: the difference is mostly noise, and a
+replica that only looks slower would get less work for no reason."""
 ROW_TOKENS = 200
-"""A sequence under way counts as so many prompt tokens before one's own: it has a part in every step."""
+"""A running sequence delays a new prompt as much as this many queued prompt tokens: it has a part in every step."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RoutedRequest:
+    """What the router knows of a request."""
+
+    keys: Sequence[bytes]
+    """Content keys of the prompt's full blocks. They include the tenant's salt: tenants do not match each other's."""
+    prompt_tokens: int
+    sequences: int = 1
+    """Rows it takes once its prompt is computed."""
+    tenant: str = ""
+
+
+@dataclass(slots=True, eq=False)
+class OpenRequest:
+    """One request at one replica, from launch to end. Events that arrive after its end are ignored."""
+
+    request: RoutedRequest
+    replica: str
+    uncached: int
+    """Prompt tokens to compute: the router's estimate until the replica reports it."""
+    launched: float
+    started: float | None = None
+    """When its first token came."""
+    generated: int = 0
+    """Tokens so far, over all sequences."""
+    is_over: bool = False
 
 
 class Rate:
-    """Things a second, over the last `span` measurements or so; a guess counts as one of them, a second long.
+    """Amount per second, over about the last `span` measurements; the initial guess counts as a measurement of one
+    second.
 
-    Amounts and times are summed apart. Prompts computed in one step end together, and the second of them took no time
-    of its own: a mean of ratios would take that for infinite speed.
+    Amounts and times are summed separately. Prompts computed in one step finish together, so the second of them took no
+    time of its own: a mean of ratios would count that as infinite speed.
     """
 
     def __init__(self, guess: float, span: int) -> None:
@@ -29,7 +59,7 @@ class Rate:
         self._keep = 1 - 1 / span
 
     def note(self, amount: float, seconds: float) -> None:
-        """So much was done in so much time."""
+        """Add a measurement."""
         self._amount = self._keep * self._amount + amount
         self._seconds = self._keep * self._seconds + seconds
 
@@ -38,103 +68,96 @@ class Rate:
         return self._amount / self._seconds
 
 
-class GroupRates:
-    """What the replicas have in common."""
-
-    def __init__(self) -> None:
-        self.prefill: Rate | None = None
-        """Prompt tokens a second of one of them."""
-
-
 class ReplicaLoad:
-    """Bookkeeping of one replica's flights. All of it is zero again when they are over, but for `work`, which fades."""
+    """The load of one replica's open requests. Everything is zero again when they are over, except `work`, which
+    decays."""
 
-    def __init__(self, fleet: GroupRates, rows: int, kv_tokens: int, prefill_speed: float | None = None) -> None:
-        """Rows and tokens of KV that the replica has room for; prompt tokens a second, where known."""
-        guess = GUESS if prefill_speed is None else prefill_speed
-        fleet.prefill = fleet.prefill or Rate(guess, span=200)
-        self._fleet = fleet.prefill
+    def __init__(self, group_speed: Rate, rows: int, kv_tokens: int, prefill_speed: float) -> None:
+        """`group_speed`: prompt tokens a second of a replica, measured over all of them. `rows`, `kv_tokens`: what this
+        one has room for. `prefill_speed`: prompt tokens a second, a first guess."""
+        self._group_speed = group_speed
         self.max_rows, self.max_kv_tokens = rows, kv_tokens
         self.queued = 0
-        """Prompt tokens that are to be computed still."""
+        """Prompt tokens still to compute."""
         self.rows = 0
-        """Sequences there, those whose prompt waits too."""
+        """Sequences there, including those whose prompt waits."""
         self.kv_tokens = 0
-        """Tokens of KV that all flights hold, or will when their prompts are computed."""
+        """Tokens of KV that all open requests hold, or will when their prompts are computed."""
         self.generated = 0
-        """Tokens that flights have generated."""
-        self.flights: dict[RoutedFlight, None] = {}
-        self._own = Rate(guess, span=50)
-        self._waiting: dict[RoutedFlight, None] = {}
+        """Tokens that open requests have generated."""
+        self.requests: dict[OpenRequest, None] = {}
+        self._own_speed = Rate(prefill_speed, span=50)
+        self._waiting: dict[OpenRequest, None] = {}
+        """Requests without a first token."""
         self._busy_since = 0.0
-        """When the last prompt was done, or the first came: what is computed since is not known."""
+        """When the last prompt was done, or the first arrived: progress since then is unknown."""
         self._stay = Rate(1.0, span=50)
-        """Seconds that a flight stays."""
+        """Seconds from launch to end, per request."""
         self._work, self._work_at = 0.0, 0.0
 
-    # What happens
+    # Events
 
-    def launched(self, flight: RoutedFlight, now: float) -> None:
-        """A request goes there."""
-        request = flight.request
+    def launched(self, opened: OpenRequest, now: float) -> None:
+        """A request was sent there."""
+        request = opened.request
         if not self._waiting:
             self._busy_since = now
-        self.flights[flight] = self._waiting[flight] = None
-        self.queued += flight.uncached
-        self.rows += request.samples
+        self.requests[opened] = self._waiting[opened] = None
+        self.queued += opened.uncached
+        self.rows += request.sequences
         self.kv_tokens += request.prompt_tokens
-        self._add_work(flight.uncached, now)
+        self._add_work(opened.uncached, now)
 
-    def started(self, flight: RoutedFlight, now: float, cached: int | None = None) -> None:
-        """Its first token came; `cached` prompt tokens had not to be computed, where the replica says so."""
-        believed = flight.uncached
-        del self._waiting[flight]
-        self.queued -= believed
-        flight.started = now
+    def started(self, opened: OpenRequest, now: float, cached: int | None = None) -> None:
+        """Its first token came. `cached`: prompt tokens found in the cache, if the replica reported it."""
+        expected = opened.uncached
+        del self._waiting[opened]
+        self.queued -= expected
+        opened.started = now
         if cached is not None:
-            flight.uncached = flight.request.prompt_tokens - cached
-            self._add_work(flight.uncached - believed, now)
-        if flight.uncached >= LEAST_TOKENS:
-            for rate in (self._own, self._fleet):
-                rate.note(flight.uncached, now - self._busy_since)
+            opened.uncached = opened.request.prompt_tokens - cached
+            self._add_work(opened.uncached - expected, now)
+        if opened.uncached >= MIN_MEASURED_TOKENS:
+            for speed in (self._own_speed, self._group_speed):
+                speed.note(opened.uncached, now - self._busy_since)
         self._busy_since = now
 
-    def generated_more(self, flight: RoutedFlight, tokens: int, now: float) -> None:
+    def generated_more(self, opened: OpenRequest, tokens: int, now: float) -> None:
         """More tokens of it came."""
-        flight.generated += tokens
+        opened.generated += tokens
         self.generated += tokens
         self.kv_tokens += tokens
         self._add_work(tokens, now)
 
-    def finished(self, flight: RoutedFlight, now: float) -> None:
+    def finished(self, opened: OpenRequest, now: float) -> None:
         """It is over, for whatever reason."""
-        flight.is_over = True
-        del self.flights[flight]
-        if flight in self._waiting:
-            # It counts as work though it was not done: a replica that fails all it gets must not look idle for it.
-            del self._waiting[flight]
-            self.queued -= flight.uncached
+        opened.is_over = True
+        del self.requests[opened]
+        if opened in self._waiting:
+            # It still counts as work although it was not done: a replica that fails every request must not look idle.
+            del self._waiting[opened]
+            self.queued -= opened.uncached
         else:
-            self._stay.note(now - flight.launched, 1.0)
-        self.rows -= flight.request.samples
-        self.generated -= flight.generated
-        self.kv_tokens -= flight.request.prompt_tokens + flight.generated
+            self._stay.note(now - opened.launched, 1.0)
+        self.rows -= opened.request.sequences
+        self.generated -= opened.generated
+        self.kv_tokens -= opened.request.prompt_tokens + opened.generated
 
-    # What follows from it
+    # Estimates
 
     @property
     def prefill_speed(self) -> float:
         """Prompt tokens a second."""
-        own, fleet = self._own.value, self._fleet.value
-        return fleet if fleet / ALIKE < own < fleet * ALIKE else own
+        own, group = self._own_speed.value, self._group_speed.value
+        return group if group / SPEED_TOLERANCE < own < group * SPEED_TOLERANCE else own
 
     def wait(self, now: float) -> float:
-        """Seconds until a prompt that comes now would be begun."""
+        """Seconds until a prompt that arrives now would be started."""
         speed = self.prefill_speed
         tokens: float = self.queued + ROW_TOKENS * self.rows
         if self._waiting:
-            # Nobody says how far the prompt under way is. No more than all of it can be done: a replica that hangs
-            # must not look as if it had caught up.
+            # The progress of the prompt being computed is unknown. At most all of it is done: a replica that hangs must
+            # not look as if it had caught up.
             tokens -= min(next(iter(self._waiting)).uncached, speed * (now - self._busy_since))
         seconds = tokens / speed
         crowding = max(self.rows / self.max_rows, self.kv_tokens / self.max_kv_tokens)
@@ -143,8 +166,8 @@ class ReplicaLoad:
         return seconds
 
     def work(self, now: float) -> float:
-        """Tokens computed lately, of prompts and outputs; the older, the less they count."""
-        return self._work * 0.5 ** ((now - self._work_at) / HALF_LIFE)
+        """Tokens computed recently, of prompts and outputs, weighted by age."""
+        return self._work * 0.5 ** ((now - self._work_at) / HALF_LIFE_SECONDS)
 
     def _add_work(self, tokens: float, now: float) -> None:
         self._work = self.work(now) + tokens

@@ -149,7 +149,13 @@ class RequestTable:
         self.forked.discard(request)
 
     def finish(
-        self, request: Request, reason: str, stop_reason: object = None, message: str | None = None, error: str = ""
+        self,
+        request: Request,
+        reason: str,
+        stop_reason: object = None,
+        message: str | None = None,
+        error: str = "",
+        parameter: str | None = None,
     ) -> None:
         """The one way out: row and blocks come back, the caller is told. Beams of a search end together."""
         together = [request]
@@ -162,7 +168,7 @@ class RequestTable:
         group = self._groups.get(request.id)
         preemptions = sum(one.preemptions for one in together)
         key = request.key if request.beam is None else (request.id, 0)
-        self._tell_end(request, Finished(key, reason, stop_reason, preemptions, message, error))
+        self._tell_end(request, Finished(key, reason, stop_reason, preemptions, message, error, parameter))
         if self.on_guided_end is not None and request.params.structured_outputs is not None:
             self.on_guided_end(request, not group)
         self.stats.finished += 1

@@ -92,11 +92,18 @@ class Scheduler:
         """Queue a request. One that could never fit is refused, so that any other always finishes."""
         self.ledger.add(source)
 
-    def abort(self, request_id: str, reason: str = "abort", message: str | None = None, error: str = "") -> None:
+    def abort(
+        self,
+        request_id: str,
+        reason: str = "abort",
+        message: str | None = None,
+        error: str = "",
+        parameter: str | None = None,
+    ) -> None:
         """End every sample of a request, wherever it is. An unknown id is no error: it may just have finished."""
         for request in self.ledger.samples(request_id):
             if not request.is_finished:
-                self.ledger.finish(request, reason, message=message, error=error)
+                self.ledger.finish(request, reason, message=message, error=error, parameter=parameter)
 
     def end_compiling(self, request_id: str) -> None:
         """The request's grammar is there: it waits like any other."""
@@ -109,10 +116,10 @@ class Scheduler:
             request.move(RequestState.WAITING)
             request.move(RequestState.COMPILING)
 
-    def fail(self, request: Request, message: str, error: str = "") -> None:
+    def fail(self, request: Request, message: str, error: str = "", parameter: str | None = None) -> None:
         """End one sample: it cannot go on. `error`: the class of error it is, where the request itself is at fault."""
         if not request.is_finished:
-            self.ledger.finish(request, "error", message=message, error=error)
+            self.ledger.finish(request, "error", message=message, error=error, parameter=parameter)
 
     def abort_all(self) -> None:
         """End everything that is unfinished."""

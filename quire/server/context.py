@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from quire import __version__
 from quire.api.async_llm import AsyncLLM
-from quire.api.text import encoded
+from quire.api.inputs import encode_text
 from quire.errors import ValidationError
 from quire.loading.read_config import read_generation_config
 from quire.output.detokenizer import Vocabulary
@@ -149,7 +149,7 @@ class ServerContext:
         return await asyncio.to_thread(self._encode, text, add_special_tokens)
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        return encoded(self.tokenizer, text, "prompt", add_special_tokens)
+        return encode_text(self.tokenizer, text, "prompt", add_special_tokens)
 
     @functools.cached_property
     def vocabulary(self) -> Vocabulary | None:

@@ -41,4 +41,4 @@ def session_turn(
 
 async def fall_asleep(server: ServerContext, turn: SessionTurn) -> None:
     """The answer calls tools: until their results come, the session's memory is better used by others."""
-    await server.llm.ask_sessions(SuspendSession(turn.key))
+    await server.llm.call_sessions(SuspendSession(turn.key))

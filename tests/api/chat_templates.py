@@ -1,4 +1,4 @@
-"""Chat templates in the manners of well-known families, written for these tests."""
+"""Chat templates in the style of well-known model families, written for these tests."""
 
 CHATML = """
 {%- for message in messages -%}

@@ -1,4 +1,4 @@
-"""A scheduling policy with a mistake in it, to be named by its dotted path."""
+"""A scheduling policy with a bug, named by its dotted path."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from quire.scheduler.policies.fcfs import FirstComeFirstServed
 
 
 class FailingPolicy(FirstComeFirstServed):
-    """Fails, and takes the loop with it, when a request of priority 13 is up; refuses one of priority 14."""
+    """Fails, and ends the loop, when a request of priority 13 is next; refuses one of priority 14."""
 
     def add(self, request: Request) -> None:
         if request.priority == 14:

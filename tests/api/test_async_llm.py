@@ -1,4 +1,4 @@
-"""`AsyncLLM`: the engine in a process of its own, what readers get of it, and what happens when either process ends."""
+"""`AsyncLLM`: the engine in its own process, what readers get, and what happens when either process ends."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from quire import LLM, AsyncLLM, EngineConfig, RequestOutput, RequestOutputKind, SamplingParams
+from quire import LLM, AsyncLLM, EngineConfig, RequestOutput, RequestOutputKind, SamplingParams, StructuredOutputsParams
 from quire.engine.remote import RemoteEngine
 from quire.errors import (
     CacheTooSmallError,
@@ -37,7 +37,7 @@ def params(**fields: Any) -> SamplingParams:
 
 
 def run(work: Awaitable[T]) -> T:
-    """In an event loop of its own: an `AsyncLLM` outlives loops."""
+    """Run in a new event loop: an `AsyncLLM` survives loops."""
 
     async def bounded() -> T:
         return await asyncio.wait_for(work, 60)
@@ -86,7 +86,7 @@ def shared(tiny_model: Path) -> Iterator[AsyncLLM]:
 
 @pytest.fixture
 def allm(shared: AsyncLLM) -> Iterator[AsyncLLM]:
-    """One for all tests that leave it as it was; checked to be idle after each."""
+    """Shared by tests that do not change it; checked to be idle after each."""
     run(shared.reset_prefix_cache())
     yield shared
     run(assert_idle(shared))
@@ -107,7 +107,7 @@ class TestGenerating:
             assert ours.prompt_token_ids == theirs.prompt_token_ids
             assert ours.prompt_logprobs == theirs.prompt_logprobs
 
-    def test_seeded_samples_are_the_same_too(self, allm: AsyncLLM, llm: LLM) -> None:
+    def test_seeded_sequences_are_the_same_too(self, allm: AsyncLLM, llm: LLM) -> None:
         asked = SamplingParams(n=3, temperature=1.0, seed=5, max_tokens=20, logit_bias={40: 2})
         (wanted,) = llm.generate("hello", asked, use_tqdm=False)
         assert run(final(allm, "hello", asked)).outputs == wanted.outputs
@@ -131,7 +131,7 @@ class TestGenerating:
         assert [output.outputs[0].text for output in outputs] == wanted
         assert [output.request_id for output in outputs] == [f"r{i}" for i in range(50)]
 
-    def test_a_long_prompt_is_prepared_beside_the_loop(self, tiny_model: Path) -> None:
+    def test_a_long_prompt_is_prepared_in_a_thread(self, tiny_model: Path) -> None:
         async def work() -> None:
             async with AsyncLLM(tiny_model, **SETTINGS) as llm:
                 asked = params(truncate_prompt_tokens=100, max_tokens=3)
@@ -145,14 +145,14 @@ class TestGenerating:
 
         run(work())
 
-    def test_a_prefix_is_found_again(self, allm: AsyncLLM) -> None:
+    def test_a_prefix_is_cached(self, allm: AsyncLLM) -> None:
         async def twice() -> tuple[int | None, int | None]:
             first = await final(allm, list(range(4, 60)))
             return first.num_cached_tokens, (await final(allm, list(range(4, 60)))).num_cached_tokens
 
         assert run(twice()) == (0, 48)
 
-    def test_a_tokenizer_can_be_had(self, allm: AsyncLLM) -> None:
+    def test_the_tokenizer(self, allm: AsyncLLM) -> None:
         assert run(allm.get_tokenizer()).decode(run(final(allm, "abc")).prompt_token_ids) == "abc"
 
 
@@ -180,7 +180,7 @@ class TestStreaming:
 
         parts = run(read())
         if pause:
-            assert len(parts) < 60  # what was not read was merged
+            assert len(parts) < 60  # unread outputs were merged
         for whole in wanted.outputs:
             mine = [part.outputs[whole.index] for part in parts]
             assert "".join(part.text for part in mine) == whole.text
@@ -192,7 +192,7 @@ class TestStreaming:
         (only,) = run(collect(allm, "abc", params(output_kind=RequestOutputKind.FINAL_ONLY)))
         assert only.finished and len(only.outputs[0].token_ids) == 20
 
-    def test_a_stop_string_ends_it_here_and_there(self, allm: AsyncLLM, llm: LLM) -> None:
+    def test_a_stop_string_ends_it_in_both_processes(self, allm: AsyncLLM, llm: LLM) -> None:
         text = llm.generate("abc", params(max_tokens=30), use_tqdm=False)[0].outputs[0].text
         stop = text[6:9]
         output = run(final(allm, "abc", params(max_tokens=200, stop=[stop]))).outputs[0]
@@ -226,7 +226,7 @@ class TestLeaving:
                 async with aclosing(stream):
                     async for _ in stream:
                         break
-            # The question is read after the abort and before the next step.
+            # The call is read after the abort and before the next step.
             assert await metric(allm, "num_blocks_used") == 0
 
         run(work())
@@ -277,12 +277,12 @@ class TestRefusals:
 
         run(work())
 
-    def test_what_is_no_plain_data_fails_alone(self, allm: AsyncLLM) -> None:
+    def test_a_request_that_cannot_be_encoded_fails_alone(self, allm: AsyncLLM) -> None:
         async def work() -> None:
             with pytest.raises(ValidationError, match="cannot be sent"):
                 await collect(allm, "abc", params(extra_args={"x": object()}))
             with pytest.raises(ValidationError, match="bool"):
-                await collect(allm, "abc", params(detokenize=1))  # found by the engine's process, which goes on
+                await collect(allm, "abc", params(detokenize=1))  # found by the engine's process, which continues
             assert (await final(allm, "abc")).finished
 
         run(work())
@@ -300,19 +300,25 @@ class TestRefusals:
 
         run(work())
 
+    def test_a_refusal_after_the_request_was_sent_names_its_field(self, allm: AsyncLLM) -> None:
+        form = StructuredOutputsParams(grammar="root ::= missing")
+        with pytest.raises(ValidationError, match="structured_outputs: ") as caught:
+            run(collect(allm, "abc", params(structured_outputs=form)))
+        assert caught.value.parameter == "structured_outputs"
+
     def test_errors_of_the_start_are_those_of_llm(self, tiny_model: Path, tmp_path: Path) -> None:
         with pytest.raises(ModelNotFoundError):
             AsyncLLM(tmp_path)
         with pytest.raises(ConfigError, match="did you mean"):
             AsyncLLM(tiny_model, blocksize=3)
-        with pytest.raises(ConfigError, match="max_model_len"):  # known only once the engine is made
+        with pytest.raises(ConfigError, match="max_model_len"):  # known only when the engine is ready
             AsyncLLM(tiny_model, **SETTINGS, max_model_len=100000)
         with pytest.raises(ConfigError, match="dotted path"):
             AsyncLLM(tiny_model, **SETTINGS, logits_processors=[type("Local", (), {"__qualname__": "f.Local"})])
 
 
 class TestProcesses:
-    def test_a_healthy_engine_says_so(self, allm: AsyncLLM) -> None:
+    def test_a_healthy_engine_reports_it(self, allm: AsyncLLM) -> None:
         async def work() -> None:
             await allm.check_health()
             assert allm.is_running and not allm.errored
@@ -333,7 +339,7 @@ class TestProcesses:
         run(final(allm, "abc", params(max_tokens=1)))
         assert time.monotonic() - begin < 1.0
 
-    def test_a_killed_engine_fails_its_requests_and_can_be_made_again(self, tiny_model: Path) -> None:
+    def test_a_killed_engine_fails_its_requests_and_can_be_restarted(self, tiny_model: Path) -> None:
         async def work() -> None:
             config = EngineConfig(model=str(tiny_model), **SETTINGS)
             async with AsyncLLM.from_config(config) as llm:
@@ -364,11 +370,11 @@ class TestProcesses:
 
         run(work())
 
-    def test_a_loop_that_fails_says_why(self, tiny_model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def test_a_loop_that_fails_reports_why(self, tiny_model: Path, caplog: pytest.LogCaptureFixture) -> None:
         async def work() -> None:
             with caplog.at_level("INFO", "quire"):
                 llm = AsyncLLM(tiny_model, **SETTINGS, scheduling_policy="tests.api.failing_policy.FailingPolicy")
-            assert "ready in" in caplog.text  # its log lines are ours
+            assert "ready in" in caplog.text  # its log lines are relayed
             async with llm:
                 assert (await final(llm, "abc", priority=5)).finished
                 with pytest.raises(QuireError, match="failed to accept the request: KeyError") as caught:
@@ -381,14 +387,14 @@ class TestProcesses:
                     with pytest.raises(EngineDeadError, match="ZeroDivisionError: a mistake"):
                         async for _ in stream:
                             pass
-                assert "failing_policy.py" in caplog.text  # with the way it came
+                assert "failing_policy.py" in caplog.text  # with the traceback
                 await llm.restart()
                 assert (await final(llm, "abc")).finished
             assert is_gone(pid_of(llm))
 
         run(work())
 
-    def test_one_that_dies_while_it_is_made(self, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_an_engine_that_dies_while_starting(self, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         wait = RemoteEngine.wait_until_ready
         pids = []
 
@@ -402,7 +408,7 @@ class TestProcesses:
             AsyncLLM(tiny_model, **SETTINGS)
         assert is_gone(pids[0])
 
-    def test_one_that_died_between_loops_is_noticed(self, tiny_model: Path) -> None:
+    def test_an_engine_that_died_between_event_loops_is_noticed(self, tiny_model: Path) -> None:
         llm = AsyncLLM(tiny_model, **SETTINGS)
         run(final(llm, "abc"))
         os.kill(pid_of(llm), signal.SIGKILL)
@@ -454,7 +460,7 @@ asyncio.run(work())
         pid, _, tokens = said.strip().partition(" ")
         assert process.returncode == 0
         assert tokens == str(wanted.outputs[0].token_ids)
-        assert wait_until(lambda: is_gone(int(pid)))  # nobody called shutdown
+        assert wait_until(lambda: is_gone(int(pid)))  # without a call of shutdown
 
     def test_a_killed_front_leaves_no_engine_behind(self, tmp_path: Path, tiny_model: Path) -> None:
         process = self.start_script(tmp_path, tiny_model, "time.sleep(60)\n")
@@ -465,7 +471,7 @@ asyncio.run(work())
         process.communicate()
         assert wait_until(lambda: is_gone(pid))
 
-    def test_a_front_killed_while_the_engine_is_made_leaves_none_behind(self, tmp_path: Path, tiny_model: Path) -> None:
+    def test_a_front_killed_while_the_engine_starts_leaves_none_behind(self, tmp_path: Path, tiny_model: Path) -> None:
         report = "from quire.engine.remote import RemoteEngine\nwait = RemoteEngine.wait_until_ready\n"
         report += "RemoteEngine.wait_until_ready = lambda self: (print(self.pid, flush=True), wait(self))\n"
         script = tmp_path / "script.py"
@@ -480,6 +486,6 @@ asyncio.run(work())
         assert wait_until(lambda: is_gone(pid))
 
     @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-    def test_when_to_end_is_the_fronts_to_decide(self, allm: AsyncLLM, number: signal.Signals) -> None:
+    def test_the_engine_ignores_signals_that_the_front_handles(self, allm: AsyncLLM, number: signal.Signals) -> None:
         os.kill(pid_of(allm), number)
         assert run(final(allm, "abc")).finished

@@ -1,4 +1,4 @@
-"""`AsyncLLM.sessions`: sessions of an engine in another process, which no question keeps waiting."""
+"""`AsyncLLM.sessions`: sessions of an engine in another process."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def shared(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 @pytest.fixture
 def allm(shared: AsyncLLM) -> Iterator[AsyncLLM]:
-    """One for all tests; none of them leaves a session behind."""
+    """Shared by all tests; none of them leaves a session behind."""
     yield shared
 
     async def forget() -> None:
@@ -62,7 +62,7 @@ def expected(shared_tiny: LLM) -> list[int]:
     return tokens
 
 
-def test_turns_sleep_and_wake(allm: AsyncLLM, expected: list[int]) -> None:
+def test_turns_suspend_and_resume(allm: AsyncLLM, expected: list[int]) -> None:
     async def work() -> None:
         s = await allm.sessions.create("s")
         await s.append(BEGIN)
@@ -80,13 +80,13 @@ def test_turns_sleep_and_wake(allm: AsyncLLM, expected: list[int]) -> None:
     run(work())
 
 
-def test_an_idle_engine_puts_idle_sessions_to_sleep_and_ends_old_ones(allm: AsyncLLM) -> None:
+def test_an_idle_engine_suspends_idle_sessions_and_deletes_expired_ones(allm: AsyncLLM) -> None:
     async def work() -> None:
         s = await allm.sessions.create("s", BEGIN)
         await s.generate(greedy())
         await allm.sessions.create("t", ttl=1.0)
         assert (await s.info()).phase == "idle"
-        await asyncio.sleep(2.5)  # nobody asks anything meanwhile
+        await asyncio.sleep(2.5)  # no calls meanwhile
         assert (await s.info()).phase == "asleep"
         assert not await allm.sessions.exists("t")
 
@@ -104,7 +104,7 @@ def test_a_prompt_that_is_the_whole_conversation(allm: AsyncLLM, expected: list[
         second = [out async for out in allm.generate(prompt, greedy(), session_id="s")][-1]  # type: ignore[arg-type]
         assert await s.tokens() == expected
         assert second.num_cached_tokens == len(tokens) - 1
-        with pytest.raises(ValidationError, match="one sample"):
+        with pytest.raises(ValidationError, match="one sequence"):
             [out async for out in allm.generate("other", greedy(n=2, temperature=1), session="s")]
         assert await s.tokens() == expected, "what is refused changes nothing"
 
@@ -140,7 +140,7 @@ def test_a_turn_that_is_left_changes_nothing(allm: AsyncLLM) -> None:
     run(work())
 
 
-def test_what_is_wrong_is_told_here_as_there(allm: AsyncLLM) -> None:
+def test_errors_are_those_of_the_sync_api(allm: AsyncLLM) -> None:
     async def work() -> None:
         sessions = allm.sessions
         await sessions.create("s")
@@ -161,7 +161,7 @@ def test_what_is_wrong_is_told_here_as_there(allm: AsyncLLM) -> None:
     run(work())
 
 
-def test_a_session_that_is_full_says_what_helps(allm: AsyncLLM) -> None:
+def test_the_error_of_a_full_session_names_remedies(allm: AsyncLLM) -> None:
     async def work() -> None:
         full = await allm.sessions.create("full", prompt=[5] * 250)
         await full.generate(greedy(max_tokens=100))
@@ -201,7 +201,7 @@ def test_a_turn_that_the_engine_dies_in_leaves_the_session_as_it_was(allm: Async
             async for _ in outputs:
                 pass
         await allm.restart()
-        assert await s.tokens() == before  # who tries again does not add twice
+        assert await s.tokens() == before  # a retry does not append twice
         prompt, turn = await s.prepare(MORE)
         async for _ in allm.run({"prompt_token_ids": prompt}, greedy(), None, 0, "", turn):
             pass

@@ -33,7 +33,7 @@ def test_the_best_sequences_of_each_prompt_in_order(llm: LLM) -> None:
         assert output.metrics is not None and output.metrics.num_generation_tokens > 0
 
 
-def test_the_end_token_is_shown_only_when_asked_for(llm: LLM) -> None:
+def test_the_end_token_is_shown_only_on_request(llm: LLM) -> None:
     (greedy,) = llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=3, ignore_eos=True), use_tqdm=False)
     end = greedy.outputs[0].token_ids[2]
     for include in (False, True):
@@ -58,7 +58,7 @@ def test_one_beam_is_greedy(llm: LLM) -> None:
     assert output.sequences[0].score == pytest.approx(output.sequences[0].cum_logprob / 9)
 
 
-def test_a_limit_on_how_many_run_at_a_time_changes_nothing(llm: LLM) -> None:
+def test_the_concurrency_limit_does_not_change_results(llm: LLM) -> None:
     prompts, params = [[5 + i, 6, 7] for i in range(5)], BeamSearchParams(2, 5)
     together = llm.beam_search(prompts, params)
     most, step = 0, llm.llm_engine.step
@@ -133,7 +133,7 @@ def test_logits_that_are_not_numbers_end_the_search_alone(make_llm: Callable[...
         ({"stop_token_ids": 5}, "stop_token_ids must be a list"),
     ],
 )
-def test_parameters_that_mean_nothing(given: dict[str, Any], names: str) -> None:
+def test_invalid_parameters(given: dict[str, Any], names: str) -> None:
     with pytest.raises(ValidationError, match=names):
         BeamSearchParams(**({"beam_width": 2, "max_tokens": 4} | given))
 

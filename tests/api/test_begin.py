@@ -49,7 +49,7 @@ def test_without_overlap_nothing_starts_early(tmp_path: Path, monkeypatch: pytes
         assert all(count == len(PROMPTS) for count in seen)
 
 
-def test_a_bad_prompt_after_the_start_takes_everything_back(tmp_path: Path) -> None:
+def test_a_bad_prompt_after_the_launch_aborts_the_batch(tmp_path: Path) -> None:
     with make(write_tiny_model(tmp_path), 1) as llm:
         with pytest.raises(ValidationError):
             llm.generate([*PROMPTS, [TINY_VOCAB + 5]], PARAMS, use_tqdm=False)

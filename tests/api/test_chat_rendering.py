@@ -1,4 +1,4 @@
-"""What chat templates make of conversations: the same as transformers, whatever the messages."""
+"""Chat templates render the same text as with transformers, for any messages."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def tokenizer() -> Any:
 
 
 def conversation(rng: random.Random) -> list[dict[str, Any]]:
-    """Any order of turns, calls among them."""
+    """Messages in any order, with tool calls among them."""
 
     def text() -> str:
         return "".join(rng.choices(WORDS, k=rng.randrange(6)))
@@ -70,7 +70,7 @@ def conversation(rng: random.Random) -> list[dict[str, Any]]:
 
 
 def outcome(render: Any) -> str:
-    """The text, or that there is none."""
+    """The text, or a marker for an error."""
     try:
         return str(render())
     except Exception as error:
@@ -78,7 +78,7 @@ def outcome(render: Any) -> str:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_the_text_is_what_transformers_makes(tokenizer: Any, name: str) -> None:
+def test_the_text_is_that_of_transformers(tokenizer: Any, name: str) -> None:
     renderer = ChatRenderer(tokenizer, ALL[name])
     rng = random.Random(name)
     rendered = 0
@@ -100,7 +100,7 @@ def test_the_text_is_what_transformers_makes(tokenizer: Any, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["chatml", "thinking", "headers"])
-def test_the_last_message_goes_on_as_in_transformers(tokenizer: Any, name: str) -> None:
+def test_the_last_message_is_continued_as_in_transformers(tokenizer: Any, name: str) -> None:
     renderer = ChatRenderer(tokenizer, ALL[name])
     for content in ("And so", "And so  ", "  x\n", "a\n\nb"):
         messages = [{"role": "user", "content": "Go."}, {"role": "assistant", "content": content}]
@@ -141,13 +141,13 @@ class TestMessages:
         assert self.render(tokenizer, [{"role": "user", "content": "whole"}], loops) == "(whole)"
 
     @pytest.mark.parametrize("kind", ["image_url", "input_audio", "video_url", "file", "imaginary"])
-    def test_parts_that_are_no_text_are_refused_by_name(self, tokenizer: Any, kind: str) -> None:
+    def test_parts_that_are_not_text_are_refused_by_name(self, tokenizer: Any, kind: str) -> None:
         part = {"type": kind, kind: {"url": "http://127.0.0.1/x"}}
         with pytest.raises(ValidationError, match=rf"messages\[0\].content\[0\].*{kind}.*text parts only"):
             self.render(tokenizer, [{"role": "user", "content": [part]}])
 
     @pytest.mark.parametrize("kind", [{"a": 1}, ["text"], 7, None])
-    def test_parts_whose_kind_is_no_name_are_refused(self, tokenizer: Any, kind: Any) -> None:
+    def test_parts_with_an_invalid_type_are_refused(self, tokenizer: Any, kind: Any) -> None:
         with pytest.raises(ValidationError, match=r"messages\[0\].content\[0\].*text parts only"):
             self.render(tokenizer, [{"role": "user", "content": [{"type": kind, "text": "a"}]}])
 
@@ -195,30 +195,30 @@ class TestMessages:
             ([{"role": "user", "content": "x"}] * 20_000, "20000 messages; at most"),
         ],
     )
-    def test_what_is_wrong_is_said(self, tokenizer: Any, messages: Any, says: str) -> None:
+    def test_errors_name_the_problem(self, tokenizer: Any, messages: Any, says: str) -> None:
         with pytest.raises(ValidationError, match=says):
             self.render(tokenizer, messages)
 
-    def test_a_conversation_nested_into_the_deep_is_refused(self, tokenizer: Any) -> None:
+    def test_deep_nesting_is_refused(self, tokenizer: Any) -> None:
         deep: Any = "x"
         for _ in range(5000):
             deep = [deep]
         with pytest.raises(ValidationError, match="nested deeper"):
             self.render(tokenizer, [{"role": "user", "content": "x", "extra": deep}])
 
-    def test_what_the_template_refuses_is_told_in_its_words(self, tokenizer: Any) -> None:
+    def test_a_templates_own_error_is_passed_on(self, tokenizer: Any) -> None:
         with pytest.raises(ValidationError, match="no such role: wizard"):
             self.render(tokenizer, [{"role": "user", "content": "a"}, {"role": "wizard", "content": "b"}], BRACKETS)
 
 
 class TestTemplates:
-    def test_a_model_without_one_says_so(self) -> None:
+    def test_a_model_without_a_template_is_an_error(self) -> None:
         tokenizer = tiny_tokenizer()
         tokenizer.chat_template = None
         with pytest.raises(ValidationError, match="no chat template"):
             ChatRenderer(tokenizer).render([{"role": "user", "content": "x"}])
 
-    def test_tools_may_have_a_template_of_their_own(self) -> None:
+    def test_tools_may_have_a_separate_template(self) -> None:
         tokenizer = tiny_tokenizer()
         tokenizer.chat_template = {"default": "plain", "tool_use": "tools", "other": "other"}
         renderer, messages = ChatRenderer(tokenizer), [{"role": "user", "content": "x"}]

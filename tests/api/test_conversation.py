@@ -1,4 +1,4 @@
-"""Messages added piece by piece make the conversation that the template writes of all of them, or are refused."""
+"""Messages rendered incrementally give the text of the whole conversation, or are refused."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ TALK = [
 
 
 def piecewise(write: Render, pieces: list[Any], end: str) -> tuple[str, list[Message]]:
-    """The text of a session after these messages and answers, each answer ended as the model ends them."""
+    """The text of a session after these messages and answers, each answer with the model's end token."""
     conversation, text, whole = IncrementalRenderer(write), "", []
     for piece in pieces:
         if isinstance(piece, str):
@@ -64,19 +64,19 @@ def test_pieces_make_the_whole(template: str, end: str, system: list[Message]) -
 
 def test_the_same_without_a_system_message_where_the_template_moves_it_about() -> None:
     write = writer(BRACKETS)
-    # The template writes a space before answers that no tokenizer adds: that one belongs to the answer.
+    # The template renders a space before answers that no tokenizer adds: it belongs to the answer.
     text, whole = piecewise(write, [piece if isinstance(piece, list) else f" {piece}" for piece in TALK], "</s>")
     assert text == write(whole, True)
 
 
 @pytest.mark.parametrize("first", [[said("system", "Be brief."), said("user", "one")], [said("system", "Be brief.")]])
 def test_a_template_that_rewrites_what_was_said_is_refused(first: list[Message]) -> None:
-    with pytest.raises(ValidationError, match="otherwise once more follow"):
+    with pytest.raises(ValidationError, match="differently once more follow"):
         IncrementalRenderer(writer(BRACKETS)).first(first)
 
 
 def test_tools_that_move_to_the_last_question_are_refused() -> None:
-    with pytest.raises(ValidationError, match="otherwise once more follow"):
+    with pytest.raises(ValidationError, match="differently once more follow"):
         IncrementalRenderer(writer(BRACKETS, [TOOL])).first([said("user", "one")])
 
 
@@ -92,10 +92,10 @@ def test_a_tools_result_follows_the_call(template: str, end: str) -> None:
 
 
 @pytest.mark.parametrize("template", [CHATML, HEADERS, BRACKETS, THINKING, CHAT_TEMPLATE])
-def test_a_question_that_waits_for_its_answer_is_not_talked_over(template: str) -> None:
+def test_messages_cannot_follow_an_unanswered_question(template: str) -> None:
     conversation = IncrementalRenderer(writer(template))
     text = conversation.first([said("user", "one")])
-    with pytest.raises(ValidationError, match="waits for its answer"):
+    with pytest.raises(ValidationError, match="has no answer yet"):
         conversation.following([said("user", "two")], text)
 
 

@@ -33,7 +33,7 @@ def test_encode_gives_arrays(llm: LLM) -> None:
     np.testing.assert_allclose(raw.outputs.data / np.linalg.norm(raw.outputs.data), unit.outputs.data, atol=1e-6)
 
 
-def test_the_engine_says_how_where_a_request_does_not(llm: LLM, make_llm: Callable[..., LLM]) -> None:
+def test_the_engine_sets_the_default_pooling(llm: LLM, make_llm: Callable[..., LLM]) -> None:
     prompt = [5, 6, 7, 8]
     mean, last = (
         llm.embed(prompt, pooling_params=PoolingParams(pooling=pooling), use_tqdm=False)[0].outputs.embedding
@@ -47,7 +47,7 @@ def test_the_engine_says_how_where_a_request_does_not(llm: LLM, make_llm: Callab
         quire.EngineConfig(pooling="max")
 
 
-def test_dimensions_are_for_models_that_say_so(llm: LLM, make_llm: Callable[..., LLM]) -> None:
+def test_dimensions_need_a_matryoshka_model(llm: LLM, make_llm: Callable[..., LLM]) -> None:
     params = PoolingParams(dimensions=8)
     with pytest.raises(ValidationError, match="Matryoshka") as error:
         llm.embed([5, 6], pooling_params=params, use_tqdm=False)
@@ -60,7 +60,7 @@ def test_dimensions_are_for_models_that_say_so(llm: LLM, make_llm: Callable[...,
         able.embed([5, 6], pooling_params=PoolingParams(dimensions=65), use_tqdm=False)
 
 
-def test_what_is_cut_off_is_the_end_but_not_the_end_token(llm: LLM) -> None:
+def test_truncation_keeps_the_end_token(llm: LLM) -> None:
     def kept(prompt: list[int], keep: int) -> list[int]:
         params = PoolingParams(truncate_prompt_tokens=keep)
         return llm.embed(prompt, pooling_params=params, use_tqdm=False)[0].prompt_token_ids
@@ -85,7 +85,7 @@ def test_what_is_cut_off_is_the_end_but_not_the_end_token(llm: LLM) -> None:
     ],
 )
 def test_refusals_leave_no_request_behind(llm: LLM, call: Callable[[LLM], Any], message: str) -> None:
-    """The `llm` fixture sees that nothing is left."""
+    """The `llm` fixture checks that nothing is left."""
     with pytest.raises(ValidationError, match=message):
         call(llm)
 

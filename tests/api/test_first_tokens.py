@@ -1,4 +1,4 @@
-"""Whoever waits for a first token is told before those who are reading, and nobody's tokens change their order."""
+"""First tokens are delivered before those of running streams, and each stream's tokens keep their order."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from quire import AsyncLLM, RequestOutputKind, SamplingParams
-from quire.api.first_tokens import apart
+from quire.api.output_stream import split_outputs
 from quire.messages.outputs import Finished, Started, StepOutputs
 from quire.messages.plan import PromptLogprobs, TokenLogprobs
 
@@ -19,7 +19,7 @@ class NullLLM(AsyncLLM):
     engine_module = "benchmarks.null_engine"
 
 
-def test_everything_a_step_told_is_in_one_of_the_parts() -> None:
+def test_every_output_of_a_step_is_in_one_of_the_parts() -> None:
     entry = TokenLogprobs([7], [-0.5], 1)
     outputs = StepOutputs(
         keys=[("a", 0), ("b", 0), ("a", 1), ("c", 0)],
@@ -31,7 +31,7 @@ def test_everything_a_step_told_is_in_one_of_the_parts() -> None:
         preempted=[("b", 0)],
         finished=[Finished(("a", 1), "stop"), Finished(("c", 0), "length")],
     )
-    first, rest = apart(outputs, {"a"})
+    first, rest = split_outputs(outputs, {"a"})
     assert first == StepOutputs(
         keys=[("a", 0), ("a", 1)],
         tokens=[1, 3],
@@ -71,7 +71,7 @@ def test_a_first_token_is_read_before_the_others_of_its_step(tiny_model: Path, m
             late = asyncio.ensure_future(user(llm, "late"))
             while "late" not in read:
                 await asyncio.sleep(0)
-            # Its step has a token for everyone, and its own row is the last of them.
+            # Its step has a token for every stream, and its own row is the last.
             at = read.index("late")
             assert len(set(read[at - 20 : at])) == 20  # the step before
             await asyncio.sleep(0.02)
@@ -83,7 +83,7 @@ def test_a_first_token_is_read_before_the_others_of_its_step(tiny_model: Path, m
 
 
 def test_tokens_keep_their_order_while_others_arrive(tiny_model: Path) -> None:
-    """Without a pace many steps come in one read: what was put off must come before what follows."""
+    """An engine without delays sends many steps in one read: deferred outputs must precede the next step's."""
     asked = SamplingParams(temperature=0, max_tokens=50, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
 
     async def user(llm: AsyncLLM) -> tuple[str, list[int]]:

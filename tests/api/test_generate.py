@@ -118,7 +118,7 @@ class TestOutputs:
                 tokens = tokens[:-1]
             assert output.outputs[0].text == llm.get_tokenizer().decode(tokens, skip_special_tokens=True)
 
-    def test_metrics_tell_when_things_happened(self, llm: LLM) -> None:
+    def test_metrics_hold_times(self, llm: LLM) -> None:
         begin = time.time()
         (output,) = llm.generate("hello", GREEDY, use_tqdm=False)
         m = output.metrics
@@ -193,7 +193,7 @@ class TestEnds:
         (output,) = llm.generate("abc", params, use_tqdm=False)
         assert output.outputs[0].text == llm.get_tokenizer().decode(tokens[: at + 1], skip_special_tokens=True)
 
-    def test_min_tokens_puts_off_the_end(self, llm: LLM) -> None:
+    def test_min_tokens_delays_the_end(self, llm: LLM) -> None:
         ends = SamplingParams(temperature=0, max_tokens=60)
         at = len(llm.generate("hello", ends, use_tqdm=False)[0].outputs[0].token_ids)
         for least in (at - 1, at, at + 5):
@@ -211,7 +211,7 @@ class TestEnds:
 
 
 class TestSamples:
-    def test_n_samples_differ_and_repeat_with_the_seed(self, llm: LLM) -> None:
+    def test_n_sequences_differ_and_repeat_with_the_seed(self, llm: LLM) -> None:
         params = SamplingParams(n=5, temperature=1.0, seed=9, max_tokens=10, ignore_eos=True)
         (first,) = llm.generate("hello world", params, use_tqdm=False)
         (second,) = llm.generate("hello world", params, use_tqdm=False)
@@ -219,8 +219,8 @@ class TestSamples:
         assert [s.token_ids for s in first.outputs] == [s.token_ids for s in second.outputs]
         assert len({tuple(sample.token_ids) for sample in first.outputs}) == 5
 
-    def test_samples_are_the_same_when_rows_run_out_or_blocks_do(self, llm: LLM, make_llm: Any) -> None:
-        """Forked, queued one by one, or preempted: sample i draws the same tokens."""
+    def test_sequences_are_the_same_when_rows_or_blocks_run_out(self, llm: LLM, make_llm: Any) -> None:
+        """Forked, queued one by one, or preempted: sequence i draws the same tokens."""
         params = SamplingParams(n=6, temperature=1.0, seed=4, max_tokens=24, ignore_eos=True)
         prompt = list(range(10, 31))
         expected = [list(s.token_ids) for s in llm.generate(prompt, params, use_tqdm=False)[0].outputs]
@@ -255,7 +255,7 @@ class TestSamples:
 
 
 class TestLife:
-    def test_a_context_manager_gives_everything_back(self, tiny_model: Path) -> None:
+    def test_a_context_manager_frees_everything(self, tiny_model: Path) -> None:
         import gc
         import weakref
 
@@ -267,7 +267,7 @@ class TestLife:
         gc.collect()
         assert [reference() for reference in held] == [None, None]
 
-    def test_memory_comes_back(self, tiny_model: Path) -> None:
+    def test_memory_is_freed(self, tiny_model: Path) -> None:
         import gc
         import os
 
@@ -287,7 +287,7 @@ class TestLife:
             gc.collect()
         assert resident() - before < 100 * 2**20
 
-    def test_after_shutdown_nothing_goes_and_says_so(self, make_llm: Any) -> None:
+    def test_calls_after_shutdown_raise(self, make_llm: Any) -> None:
         llm = make_llm()
         stream = llm.stream("abc", GREEDY)
         next(stream)
@@ -297,7 +297,7 @@ class TestLife:
             llm.generate("abc", GREEDY, use_tqdm=False)
         assert [output.outputs[0].finish_reason for output in stream] == ["abort"]
 
-    def test_the_model_path_and_tokenizer_are_told(self, llm: LLM, tiny_model: Path) -> None:
+    def test_the_model_path_and_tokenizer(self, llm: LLM, tiny_model: Path) -> None:
         assert llm.model_path == tiny_model.resolve()
         assert llm.get_tokenizer().decode(llm.get_tokenizer().encode("hello the world")) == "hello the world"
 

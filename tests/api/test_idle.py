@@ -1,4 +1,4 @@
-"""With nothing to do, neither process does anything; and the next request does not wait for them to wake up."""
+"""Without requests neither process uses CPU, and the next request starts at once."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def allm(tiny_model: Path) -> Iterator[AsyncLLM]:
 
 
 def cpu_seconds(pid: int) -> float:
-    """What all threads of a process have used so far, in user mode and in the kernel."""
+    """CPU time of all threads of a process so far, in user mode and in the kernel."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) * TICK
 
 
 async def first_token_after(llm: AsyncLLM) -> tuple[float, float]:
-    """Seconds until the engine took a request up, and until its first token was read."""
+    """Seconds until the engine scheduled a request, and until its first token was read."""
     begin = time.monotonic()
     stream = llm.generate([5, 6, 7], SamplingParams(max_tokens=2, ignore_eos=True))
     output = await anext(stream)
@@ -54,7 +54,7 @@ def test_idle_takes_no_cpu(allm: AsyncLLM) -> None:
 
     used = asyncio.run(use_and_rest())
     assert used["engine"] <= 2 * TICK, used
-    assert used["front"] <= 0.02 * IDLE_SECONDS, used  # pytest lives here too
+    assert used["front"] <= 0.02 * IDLE_SECONDS, used  # with pytest's own work
 
 
 def test_a_request_after_idling_starts_at_once(allm: AsyncLLM) -> None:

@@ -1,4 +1,4 @@
-"""Engines that share the experts, behind one `AsyncLLM`: the tokens of one engine, and one death is everybody's."""
+"""Engines that share the experts, behind one `AsyncLLM`: the tokens of one engine; they die together."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ async def asked(llm: AsyncLLM, prompts: list[str], params: SamplingParams) -> li
 
 
 async def talk(llm: AsyncLLM, name: str) -> list[Any]:
-    """A session of three turns; what was said in each."""
+    """A session of three turns; the tokens of each."""
     said, text = [], ""
     for turn in ("the world", " is one", " and two"):
         text += turn
@@ -83,7 +83,7 @@ def compare(name: str, folder: Path, make_llm: Callable[..., LLM], forms: bool, 
     run(live())
 
 
-def test_two_engines_with_half_the_experts_each_say_what_one_says(tmp_path: Path, make_llm: Callable[..., LLM]) -> None:
+def test_two_engines_with_half_the_experts_each_match_one(tmp_path: Path, make_llm: Callable[..., LLM]) -> None:
     compare("qwen2-moe", tmp_path / "model", make_llm, forms=False, num_redundant_experts=2)
 
 
@@ -95,7 +95,7 @@ def test_families(name: str, more: dict[str, Any], tmp_path: Path, make_llm: Cal
 
 
 @pytest.mark.parametrize("victims", [[1], pytest.param([0, 1, 0, 1], marks=pytest.mark.slow)], ids=len)
-def test_one_dead_is_all_dead_and_all_come_back(
+def test_when_one_dies_all_die_and_all_restart(
     victims: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "tmp").mkdir()
@@ -121,11 +121,11 @@ def test_one_dead_is_all_dead_and_all_come_back(
             llm.shutdown()
 
     run(live())
-    assert not list((tmp_path / "tmp").glob("quire-meeting-*"))
+    assert not list((tmp_path / "tmp").glob("quire-lockstep-*"))
 
 
 @pytest.mark.slow
-def test_a_request_that_is_sooner_than_one_of_the_new_engines_is_not_forgotten(tmp_path: Path) -> None:
+def test_a_request_sent_before_the_last_engine_is_ready_is_served(tmp_path: Path) -> None:
     folder = write_mixture(tmp_path / "model", "mixtral")
 
     async def live() -> None:
@@ -167,15 +167,15 @@ def test_a_dense_model_is_refused_in_a_line(tiny_model: Path) -> None:
         AsyncLLM(tiny_model, **SETTINGS, **TOGETHER)
 
 
-def test_a_restart_that_nobody_waits_for_leaves_no_engine_that_begins_alone(tiny_model: Path) -> None:
+def test_a_cancelled_restart_leaves_no_engine_that_starts_alone(tiny_model: Path) -> None:
     async def work() -> None:
         async with NullLLM(tiny_model, **PAIR) as pair:
-            restart = asyncio.ensure_future(pair._fleet._restart_each(False))
+            restart = asyncio.ensure_future(pair._group._restart_each(False))
             await asyncio.sleep(0.01)  # the old ones are being ended
             restart.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await restart
             assert asyncio.all_tasks() == {asyncio.current_task()} and pair.errored
-            assert not any(replica.coming for replica in pair.replicas)
+            assert not any(replica.starting for replica in pair.replicas)
 
     asyncio.run(work())

@@ -1,4 +1,4 @@
-"""Many readers at once, slow ones among them, and prompts that take long to prepare: the event loop goes on."""
+"""Many readers at once, some slow, and prompts that take long to prepare: the event loop is not blocked."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PAGE = resource.getpagesize()
 
 
 class NullLLM(AsyncLLM):
-    """Its engine computes nothing: what is tested here is on this side."""
+    """Its engine computes nothing: these tests are about the front process."""
 
     engine_module = "benchmarks.null_engine"
 
@@ -60,17 +60,17 @@ def test_five_hundred_streams_at_once_leave_no_memory_behind(tiny_model: Path, m
             for _ in range(5):
                 results = await asyncio.gather(*(read(llm, 40) for _ in range(500)))
                 assert {tokens for tokens, _ in results} == {40}
-                assert not (llm._streams or llm.replicas[0].boxes or llm._outputs._open)
+                assert not (llm._streams or llm.replicas[0].streams or llm._outputs._open)
                 used.append(resident_bytes())
         return used
 
     used = run(work())
-    # Rounds after the first ask for nothing new; 500 streams of this size hold several MB while they run.
+    # Later rounds need no new memory; 500 streams of this size hold several MB while they run.
     assert used[-1] - used[1] < 2 * 2**20, [size >> 10 for size in used]
 
 
-def test_what_slow_readers_have_not_read_is_one_output_each(tiny_model: Path) -> None:
-    """An engine without a pace makes all tokens at once: whoever reads one output has the rest waiting for them."""
+def test_unread_outputs_of_slow_readers_are_merged_to_one_each(tiny_model: Path) -> None:
+    """An engine without delays makes all tokens at once: a reader of one output has the rest waiting."""
 
     async def slow(llm: AsyncLLM) -> list[int]:
         sizes = []
@@ -89,7 +89,7 @@ def test_what_slow_readers_have_not_read_is_one_output_each(tiny_model: Path) ->
         assert len(sizes) < 20
 
 
-def test_a_slow_reader_keeps_nobody_waiting(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_reader_does_not_delay_others(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NULL_ENGINE_PACE", "100")
 
     async def work() -> tuple[tuple[int, int], tuple[int, int]]:
@@ -104,7 +104,7 @@ def test_a_slow_reader_keeps_nobody_waiting(tiny_model: Path, monkeypatch: pytes
     assert outputs > 4 * slow_outputs
 
 
-def test_a_huge_prompt_is_prepared_while_the_loop_goes_on(tiny_model: Path) -> None:
+def test_a_huge_prompt_does_not_block_the_loop(tiny_model: Path) -> None:
     ticks = 0
 
     async def tick() -> None:

@@ -135,7 +135,7 @@ def test_params_of_another_kind(llm: LLM, given: Any) -> None:
 
 
 @pytest.mark.parametrize("given", [5, b"me", [1, "b"]], ids=str)
-def test_what_is_no_tenant(llm: LLM, given: Any) -> None:
+def test_invalid_tenants(llm: LLM, given: Any) -> None:
     with pytest.raises(ValidationError, match="a tenant is a string"):
         llm.generate(["a", "b"], GREEDY, use_tqdm=False, tenant=given)
 
@@ -146,7 +146,7 @@ def test_as_many_priorities_as_prompts(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("priority", ["high", 1.5, None, 2**80], ids=str)
-def test_what_is_no_priority(make_llm: Any, priority: Any) -> None:
+def test_invalid_priorities(make_llm: Any, priority: Any) -> None:
     llm = make_llm(scheduling_policy="priority")
     with pytest.raises(ValidationError, match="priority is an integer"):
         llm.generate(["a", "b"], GREEDY, priority=[1, priority], use_tqdm=False)
@@ -211,7 +211,7 @@ def test_none_is_the_default_of_a_setting(make_llm: Any) -> None:
         block_size=None, enable_prefix_caching=None, dtype=None, session_idle_seconds=None
     ).llm_engine.config
     assert (config.block_size, config.enable_prefix_caching, config.dtype) == (16, True, "auto")
-    assert config.session_idle_seconds is None  # which means something there
+    assert config.session_idle_seconds is None  # None is one of its values
 
 
 def test_an_unknown_setting_is_a_type_error(tiny_model: Path) -> None:
@@ -220,7 +220,7 @@ def test_an_unknown_setting_is_a_type_error(tiny_model: Path) -> None:
 
 
 def test_arguments_of_vllms_calls(llm: LLM) -> None:
-    """Taken where they ask for nothing, refused by name otherwise."""
+    """Accepted if they change nothing, refused by name otherwise."""
     taken = {"lora_request": None, "tokenization_kwargs": None, "mm_processor_kwargs": {}}
     assert llm.generate("abc", GREEDY, use_tqdm=False, **taken)[0].finished
     assert llm.embed("abc", use_tqdm=False, **taken)[0].finished
@@ -251,13 +251,13 @@ class TestDamagedModels:
             LLM(str(model), device="cpu", num_gpu_blocks_override=4)
         assert isinstance(caught.value, ValueError)
 
-    def test_a_folder_that_is_not_there(self, tmp_path: Path) -> None:
+    def test_a_missing_folder(self, tmp_path: Path) -> None:
         self.refused(tmp_path / "nothing", ModelNotFoundError, "nothing")
 
     def test_an_empty_folder(self, tmp_path: Path) -> None:
         self.refused(tmp_path, ModelNotFoundError, "neither config.json nor")
 
-    def test_a_name_that_names_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_an_unknown_model_name(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("HF_HUB_OFFLINE", "1")
         self.refused("no-such-org/no-such-model", ModelNotFoundError, "no-such-org/no-such-model")
 
@@ -285,7 +285,7 @@ class TestDamagedModels:
         change(config)
         (folder / "config.json").write_text(json.dumps(config))
 
-    def test_another_shape(self, folder: Path) -> None:
+    def test_a_wrong_shape(self, folder: Path) -> None:
         self._change(folder, lambda config: config.update(intermediate_size=128))
         self.refused(folder, CheckpointError, r"\(96, 64\).*\(128, 64\)")
 
@@ -325,7 +325,7 @@ class TestDamagedModels:
         with pytest.raises((CheckpointError, UnsupportedModelError), match="model.gguf"):
             LLM(str(path), device="cpu")
 
-    def test_a_file_that_is_no_model(self, tmp_path: Path) -> None:
+    def test_a_file_that_is_not_a_model(self, tmp_path: Path) -> None:
         path = tmp_path / "notes.txt"
         path.write_text("hello")
         self.refused(path, ModelNotFoundError, "not a GGUF file")

@@ -1,4 +1,4 @@
-"""Several engines behind one `AsyncLLM`: the same tokens, prefixes that are found, sessions at home, deaths unseen."""
+"""Several engines behind one `AsyncLLM`: the same tokens, prefix hits, sessions at one replica, unnoticed deaths."""
 
 from __future__ import annotations
 
@@ -60,19 +60,19 @@ async def hits(llm: AsyncLLM) -> list[float]:
 
 
 async def assert_idle(llm: AsyncLLM) -> None:
-    """Nothing is open anywhere, neither here nor in any engine, and the router knows it."""
+    """No request is open here, in any engine, or in the router."""
     assert llm.num_open_requests == 0 and llm.router is not None
     for replica in llm.replicas:
-        assert not replica.boxes
+        assert not replica.streams
         figures = {metric.name: metric.value for metric in await replica.get_metrics()}
         for name in ("num_requests_running", "num_requests_waiting"):
             assert figures[f"quire:{name}"] == 0
-    for load in llm.router.figures():
+    for load in llm.router.stats():
         assert (load.open_requests, load.rows, load.queued_tokens, load.kv_tokens) == (0, 0, 0, 0)
 
 
 def children() -> set[str]:
-    """Processes that this one has started."""
+    """Child processes of this one."""
     return {pid for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()}
 
 
@@ -85,7 +85,7 @@ def shared(tiny_model: Path) -> Iterator[AsyncLLM]:
 
 @pytest.fixture
 def pair(shared: AsyncLLM) -> Iterator[AsyncLLM]:
-    """Two engines, with empty caches and as if neither had worked more lately; checked to be idle after the test."""
+    """Two engines with empty caches and no recent work; checked to be idle after the test."""
     run(shared.reset_prefix_cache())
     assert shared.router is not None
     for known in shared.router._replicas.values():
@@ -95,7 +95,7 @@ def pair(shared: AsyncLLM) -> Iterator[AsyncLLM]:
 
 
 class TestTokens:
-    def test_they_are_those_of_one_engine(self, pair: AsyncLLM, llm: LLM) -> None:
+    def test_tokens_are_those_of_one_engine(self, pair: AsyncLLM, llm: LLM) -> None:
         shared_begin = "the world one two three four five "
         prompts = [*(shared_begin + str(i) for i in range(8)), *("x the " * i for i in range(1, 25, 3)), "abc"]
         for asked in (greedy(), greedy(n=3, temperature=1.0, seed=5)):
@@ -118,7 +118,7 @@ class TestTokens:
 
 
 class TestPrefixes:
-    def test_what_begins_alike_goes_to_the_same_engine_and_is_found(self, pair: AsyncLLM) -> None:
+    def test_a_common_prefix_goes_to_the_same_engine_and_is_cached(self, pair: AsyncLLM) -> None:
         begins = [[5 + i] * 192 for i in range(4)]
 
         async def work() -> tuple[list[int | None], list[list[float]]]:
@@ -131,31 +131,31 @@ class TestPrefixes:
             return found, counts
 
         found, (before, after) = run(work())
-        assert found == [0] * 4 + [192] * 8  # the router knew, every time
+        assert found == [0] * 4 + [192] * 8  # a hit every time
         gained = [b - a for a, b in zip(before, after, strict=True)]
-        assert sum(gained) == 8 * 192 and all(gained)  # and the beginnings are shared out
+        assert sum(gained) == 8 * 192 and all(gained)  # and the prefixes are spread
 
-    def test_tenants_have_prefixes_of_their_own(self, pair: AsyncLLM) -> None:
+    def test_tenants_do_not_share_prefixes(self, pair: AsyncLLM) -> None:
         async def work() -> list[int | None]:
             tenants = ["a", "b", "a", "b"]
             return [(await final(pair, [7] * 200, tenant=tenant)).num_cached_tokens for tenant in tenants]
 
         assert run(work()) == [0, 0, 192, 192]
 
-    def test_what_the_engines_forget_the_router_forgets(self, pair: AsyncLLM) -> None:
+    def test_a_cache_reset_resets_the_router(self, pair: AsyncLLM) -> None:
         async def work() -> None:
             await final(pair, [7] * 200)
-            assert pair.router is not None and sum(load.known_blocks for load in pair.router.figures()) > 0
+            assert pair.router is not None and sum(load.known_blocks for load in pair.router.stats()) > 0
             assert await pair.reset_prefix_cache()
-            assert sum(load.known_blocks for load in pair.router.figures()) == 0
+            assert sum(load.known_blocks for load in pair.router.stats()) == 0
             assert (await final(pair, [7] * 200)).num_cached_tokens == 0
 
         run(work())
 
-    def test_answers_are_known_to_the_router_too(self, pair: AsyncLLM) -> None:
+    def test_the_router_knows_generated_blocks(self, pair: AsyncLLM) -> None:
         async def work() -> int | None:
             first = await final(pair, [11] * 100, greedy(max_tokens=120))
-            await asyncio.gather(*(final(pair, f"{i} abc") for i in range(6)))  # others, everywhere
+            await asyncio.gather(*(final(pair, f"{i} abc") for i in range(6)))  # other requests, at both engines
             whole = [*first.prompt_token_ids, *first.outputs[0].token_ids]
             return (await final(pair, whole)).num_cached_tokens
 
@@ -163,13 +163,13 @@ class TestPrefixes:
 
 
 def home(llm: AsyncLLM, name: str) -> int:
-    found = llm._fleet.homes.known(name)
+    found = llm._group.affinity.known(name)
     assert found is not None
     return found.number
 
 
 class TestSessions:
-    def test_they_stay_where_they_were_made_and_say_what_one_engine_says(self, pair: AsyncLLM, llm: LLM) -> None:
+    def test_sessions_stay_at_one_replica_and_give_the_tokens_of_one_engine(self, pair: AsyncLLM, llm: LLM) -> None:
         texts = [f"{i} hello the world one two three" for i in range(6)]
         tokenizer = llm.get_tokenizer()
         wanted = []
@@ -206,19 +206,19 @@ class TestSessions:
 
         run(work())
 
-    def test_a_name_is_given_once_whoever_is_asked(self, pair: AsyncLLM) -> None:
+    def test_a_name_is_unique_over_all_replicas(self, pair: AsyncLLM) -> None:
         async def work() -> None:
             made = await asyncio.gather(
                 *(pair.sessions.create("one", "x " * i) for i in range(1, 9)), return_exceptions=True
             )
             assert sum(isinstance(one, SessionExistsError) for one in made) == 7
             other = 1 - home(pair, "one")
-            for i in range(100):  # until one lives elsewhere: they are shared out
+            for i in range(100):  # until one is at the other replica: they are spread
                 two = await pair.sessions.create("two", [5 + i] * 200)
                 if home(pair, "two") == other:
                     break
                 await two.delete()
-            pair._fleet.homes._homes.clear()  # as after a restart: nobody knows who lives where
+            pair._group.affinity._known.clear()  # as after a restart: nothing is known
             with pytest.raises(SessionExistsError, match="a session 'one' exists already"):
                 await pair.sessions.create("one")
             with pytest.raises(SessionExistsError, match="a session 'one' exists already"):
@@ -233,9 +233,9 @@ class TestSessions:
 
         run(work())
 
-    def test_one_that_is_made_anew_while_it_is_deleted_has_a_home(self, pair: AsyncLLM) -> None:
+    def test_a_session_created_again_while_it_is_deleted_is_found(self, pair: AsyncLLM) -> None:
         async def work() -> None:
-            for i in range(100):  # until it does not live at the first, who is asked where nobody knows better
+            for i in range(100):  # until it is not at the first replica, which gets calls for unknown sessions
                 await pair.sessions.create("again", [5 + i] * 200)
                 if home(pair, "again") == 1:
                     break
@@ -246,7 +246,7 @@ class TestSessions:
 
         run(work())
 
-    def test_pages_follow_each_other_in_the_order_sessions_were_made(self, pair: AsyncLLM) -> None:
+    def test_pages_list_sessions_oldest_first(self, pair: AsyncLLM) -> None:
         async def work() -> None:
             names = [f"s{i}" for i in range(17)]
             for i, name in enumerate(names):
@@ -269,20 +269,20 @@ class TestSessions:
 
         run(work())
 
-    def test_a_chat_by_session_id_goes_home(self, pair: AsyncLLM) -> None:
+    def test_a_chat_by_session_id_goes_to_the_sessions_replica(self, pair: AsyncLLM) -> None:
         async def work() -> None:
             first = await final(pair, [7] * 40, session="chat")
             whole = [*first.prompt_token_ids, *first.outputs[0].token_ids, 9, 9]
             await asyncio.gather(*(final(pair, f"{i} abc") for i in range(6)))
             again = await final(pair, whole, session="chat")
-            assert again.num_cached_tokens == len(whole) - 3  # the last token said has no KV
+            assert again.num_cached_tokens == len(whole) - 3  # the last token has no KV
             await pair.sessions.delete("chat")
 
         run(work())
 
 
 class TestDeath:
-    def test_what_nobody_has_seen_begins_again_elsewhere_and_it_comes_back(self, tiny_model: Path, llm: LLM) -> None:
+    def test_unread_requests_restart_elsewhere_and_the_engine_comes_back(self, tiny_model: Path, llm: LLM) -> None:
         prompts = [f"{i} the world" for i in range(60)]
         wanted = [one.outputs[0].token_ids for one in llm.generate(prompts, greedy(max_tokens=60), use_tqdm=False)]
 
@@ -302,7 +302,7 @@ class TestDeath:
             async with AsyncLLM(tiny_model, **SETTINGS) as pair:
                 supervisor = ReplicaSupervisor(pair)
                 supervisor.start()
-                events = [asyncio.Event() for _ in prompts[:8]]  # these are read as they come
+                events = [asyncio.Event() for _ in prompts[:8]]  # these are streamed
                 streams = [
                     asyncio.ensure_future(read(pair, prompt, event))
                     for prompt, event in zip(prompts, events, strict=False)
@@ -313,7 +313,7 @@ class TestDeath:
                 victim = max(pair.replicas, key=lambda replica: replica.num_open_requests)
                 pid = victim.pid
                 os.kill(pid, signal.SIGKILL)
-                assert await asyncio.gather(*silent) == wanted[8:]  # nobody has noticed anything
+                assert await asyncio.gather(*silent) == wanted[8:]  # unnoticed by their readers
                 for got, right in zip(await asyncio.gather(*streams), wanted, strict=False):
                     if isinstance(got, Exception):
                         assert isinstance(got, ReplicaDownError)
@@ -331,20 +331,20 @@ class TestDeath:
 
         run(work())
 
-    def test_a_request_that_saw_engines_die_is_not_given_another(self, tiny_model: Path) -> None:
+    def test_a_request_at_several_dying_engines_is_not_restarted_again(self, tiny_model: Path) -> None:
         async def work() -> None:
             async with NullLLM(tiny_model, **{**SETTINGS, "data_parallel_size": 4}) as four:
                 params = greedy(max_tokens=200, output_kind=RequestOutputKind.FINAL_ONLY)
                 task = asyncio.ensure_future(final(four, "abc", params))
                 for _ in range(3):
-                    while not (at := [replica for replica in four.replicas if replica.boxes]):
+                    while not (at := [replica for replica in four.replicas if replica.streams]):
                         await asyncio.sleep(0.01)
                     os.kill(at[0].pid, signal.SIGKILL)
                     while not at[0].death:
                         await asyncio.sleep(0.01)
                 with pytest.raises(ReplicaDownError, match="was killed by SIGKILL"):
                     await task
-                assert len(four._fleet.living) == 1 and not four.errored
+                assert len(four._group.alive) == 1 and not four.errored
                 four.kill_engine("enough")
                 with pytest.raises(EngineDeadError, match="replica 0 of 4 is down: .*replica 3 of 4 is down: enough"):
                     await final(four, "abc")
@@ -366,11 +366,11 @@ class TestDeath:
                 victim = pair.replicas[0]
                 victim.kill_engine("for a test")
                 gone, there = (next(name for name, at in homes.items() if at == number) for number in (0, 1))
-                with pytest.raises(ReplicaDownError, match=f"session '{gone}' lives at a replica that is down"):
+                with pytest.raises(ReplicaDownError, match=f"session '{gone}' is at a replica that is down"):
                     await (await pair.sessions.get(gone)).generate(greedy())
-                with pytest.raises(ReplicaDownError, match="may be at one that does not"):
+                with pytest.raises(ReplicaDownError, match="may be at one that is down"):
                     await pair.sessions.create("new")
-                with pytest.raises(ReplicaDownError, match="not all sessions can be seen now"):
+                with pytest.raises(ReplicaDownError, match="some sessions are at a replica that is down"):
                     await pair.sessions.list()
                 made_up = await pair.sessions.create("made-up", "hello the world", is_new=True)
                 assert home(pair, "made-up") == 1
@@ -395,7 +395,7 @@ class TestDeath:
 
 
 class TestStarting:
-    def test_one_that_cannot_start_ends_all_and_is_told_once(self, tiny_model: Path, tmp_path: Path) -> None:
+    def test_an_engine_that_cannot_start_ends_all_with_one_error(self, tiny_model: Path, tmp_path: Path) -> None:
         (tmp_path / "replica-1").write_text("in the way")
         before = children()
         with pytest.raises(Exception, match="replica-1"):
@@ -403,13 +403,13 @@ class TestStarting:
         assert children() <= before
 
     @pytest.mark.parametrize("size", [0, -1, True, "2", 1.5])
-    def test_sizes_that_are_none(self, tiny_model: Path, size: Any) -> None:
+    def test_invalid_sizes(self, tiny_model: Path, size: Any) -> None:
         with pytest.raises(ConfigError, match="data_parallel_size must be an integer of at least 1"):
             AsyncLLM(tiny_model, data_parallel_size=size)
 
     def test_a_memory_map_is_of_one_of_them(self, pair: AsyncLLM) -> None:
         assert run(pair.memory_map(1)) is not None
-        with pytest.raises(ValidationError, match="there is no replica 2: there are 2, counted from 0"):
+        with pytest.raises(ValidationError, match="there is no replica 2: there are 2, numbered from 0"):
             run(pair.memory_map(2))
 
 

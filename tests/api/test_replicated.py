@@ -1,4 +1,4 @@
-"""`LLM` over several engines: each request's end reaches who asked for it, whatever happens to the others."""
+"""`LLM` over several engines: each request's end reaches its caller, whatever happens to the others."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ def engine_of(llm: LLM) -> ReplicatedEngine:
 
 
 def stopped_midway(llm: LLM) -> tuple[Iterator[RequestOutput], int]:
-    """A stream at the first engine that has begun, and that engine's process, which stands still."""
+    """A started stream at the first engine, and that engine's process, which is stopped."""
     engine = engine_of(llm)
-    while True:  # until it is not over by the time
+    while True:  # until one is still running
         stream = llm.stream("abc", greedy(max_tokens=200))
-        box = engine._unfinished[next(stream).request_id]
-        assert box.replica is not None
-        pid = box.replica.pid
+        opened = engine._unfinished[next(stream).request_id]
+        assert opened.replica is not None
+        pid = opened.replica.pid
         os.kill(pid, signal.SIGSTOP)
-        time.sleep(0.1)  # what was on its way has come
-        if box.replica.number == 0 and not box.is_ended:
+        time.sleep(0.1)  # outputs under way have arrived
+        if opened.replica.number == 0 and not opened.is_ended:
             return stream, pid
         os.kill(pid, signal.SIGCONT)
 
@@ -63,7 +63,7 @@ def both(shared: LLM) -> Iterator[LLM]:
     shared.llm_engine.check_idle()
 
 
-def test_requests_that_are_wrong_are_told_as_by_one_engine_and_leave_nothing(both: LLM, llm: LLM) -> None:
+def test_bad_requests_give_the_errors_of_one_engine_and_leave_nothing(both: LLM, llm: LLM) -> None:
     params = [greedy(structured_outputs=WRONG), greedy(), greedy(structured_outputs=WRONG)]
     ours, theirs = (each.generate(["a", "b", "c"], params, use_tqdm=False) for each in (both, llm))
     assert [one.error for one in ours] == [one.error for one in theirs] and ours[0].error
@@ -71,9 +71,9 @@ def test_requests_that_are_wrong_are_told_as_by_one_engine_and_leave_nothing(bot
     assert both.generate("abc", greedy(), use_tqdm=False)[0].error is None
 
 
-def test_steps_until_nothing_is_unfinished_come_to_an_end(both: LLM) -> None:
+def test_stepping_until_nothing_is_unfinished_ends(both: LLM) -> None:
     engine, interval = engine_of(both), sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)  # threads take turns at the worst of times
+    sys.setswitchinterval(1e-6)  # threads switch at the worst of times
     try:
         for i in range(200):
             engine.add_request(f"loop-{i}", "abc", greedy(max_tokens=1))
@@ -85,11 +85,11 @@ def test_steps_until_nothing_is_unfinished_come_to_an_end(both: LLM) -> None:
         sys.setswitchinterval(interval)
 
 
-def test_what_is_aborted_is_not_shown_any_more(both: LLM) -> None:
+def test_aborted_requests_have_no_further_outputs(both: LLM) -> None:
     engine = engine_of(both)
     engine.add_request("again", "abc", greedy(max_tokens=100))
     engine.step()
-    time.sleep(0.05)  # more has come meanwhile
+    time.sleep(0.05)  # more has arrived meanwhile
     engine.abort_request("again")
     assert not engine.has_unfinished_requests() and engine.step() == []
     engine.add_request("again", "abc", greedy(max_tokens=1))
@@ -112,7 +112,7 @@ def test_an_interrupt_while_a_request_is_queued_leaves_nothing(both: LLM, monkey
     assert not engine.has_unfinished_requests()
 
 
-def test_an_interrupt_while_outputs_are_waited_for_aborts(both: LLM) -> None:
+def test_an_interrupt_while_waiting_for_outputs_aborts(both: LLM) -> None:
     threading.Timer(0.2, signal.raise_signal, [signal.SIGINT]).start()
     with pytest.raises(KeyboardInterrupt):
         while True:
@@ -120,12 +120,12 @@ def test_an_interrupt_while_outputs_are_waited_for_aborts(both: LLM) -> None:
     assert len(both.generate("abc", greedy(), use_tqdm=False)[0].outputs[0].token_ids) == 4
 
 
-def test_a_stream_fails_for_its_reader_alone_and_who_drops_the_llm_drops_its_engines(tiny_model: Path) -> None:
+def test_a_stream_fails_for_its_reader_only_and_a_dropped_llm_ends_its_engines(tiny_model: Path) -> None:
     both = LLM(tiny_model, **SETTINGS)
     lost, pid = stopped_midway(both)
     other = both.stream("abc", greedy(max_tokens=20))
     os.kill(pid, signal.SIGKILL)
-    assert len(list(other)[-1].outputs[0].token_ids) == 20  # though it is its steps that bring the error
+    assert len(list(other)[-1].outputs[0].token_ids) == 20  # although its steps receive the error
     with pytest.raises(ReplicaDownError, match="replica 0 of 2 is down: .*SIGKILL"):
         list(lost)
     survivor = engine_of(both)._llm.replicas[1].pid

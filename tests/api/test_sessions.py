@@ -1,4 +1,4 @@
-"""`llm.sessions`: whatever sleeps, wakes or forks, the tokens are those of one undisturbed run."""
+"""`llm.sessions`: with any suspends, resumes and forks, the tokens are those of one uninterrupted run."""
 
 from __future__ import annotations
 
@@ -42,19 +42,19 @@ def expected(shared_tiny: LLM) -> list[int]:
 
 
 def used(llm: LLM) -> int:
-    """Device blocks that somebody holds."""
+    """Device blocks in use."""
     return llm.llm_engine.core.scheduler.tables.pool.used
 
 
 @pytest.fixture(params=["none", "host", "disk"])
 def tiers(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, Any]:
-    """Where sleeping sessions go."""
+    """Tiers for suspended sessions."""
     return {"none": {}, "host": {"swap_space": 0.02}, "disk": {"swap_space": 0.02, "kv_disk": str(tmp_path)}}[
         request.param
     ]
 
 
-def test_turns_between_which_everything_sleeps(make_llm: MakeLLM, tiers: dict[str, Any], expected: list[int]) -> None:
+def test_turns_with_a_suspend_between_them(make_llm: MakeLLM, tiers: dict[str, Any], expected: list[int]) -> None:
     llm = make_llm(**tiers)
     s = llm.sessions.create("agent-7")
     s.append(BEGIN)
@@ -103,7 +103,7 @@ def test_forks_of_a_session_on_the_device_do_not_write_over_each_other(make_llm:
         assert session.tokens[: len(prompt) + 20] == [*prompt, *alone]
 
 
-def test_another_process_goes_on_where_this_one_ended(
+def test_another_process_continues_a_session(
     make_llm: MakeLLM, tiny_model: Path, tmp_path: Path, expected: list[int]
 ) -> None:
     llm = make_llm(swap_space=0.02, kv_disk=str(tmp_path))
@@ -196,7 +196,7 @@ def test_messages_make_one_conversation(make_llm: MakeLLM) -> None:
     assert t.text == f"<|user|>hello{ENDS}<|assistant|>"
 
 
-def test_an_end_that_is_not_the_templates_gives_way_to_it(make_llm: MakeLLM) -> None:
+def test_an_end_token_that_is_not_the_templates_is_replaced(make_llm: MakeLLM) -> None:
     llm = make_llm()
     end = llm.get_tokenizer().convert_tokens_to_ids("<|assistant|>")  # the generation config names it as an end
     s = llm.sessions.create("s", messages=[{"role": "user", "content": "hello"}])
@@ -205,7 +205,7 @@ def test_an_end_that_is_not_the_templates_gives_way_to_it(make_llm: MakeLLM) -> 
     assert s.text == f"<|user|>hello{ENDS}<|assistant|>hm{ENDS}<|user|>on{ENDS}<|assistant|>"
 
 
-def test_after_a_tool_call_it_sleeps(make_llm: MakeLLM) -> None:
+def test_a_tool_call_suspends_the_session(make_llm: MakeLLM) -> None:
     llm = make_llm(swap_space=0.02)
     call = '[{"name": "f", "parameters": {}}]'
     params = SamplingParams(temperature=0, max_tokens=100, structured_outputs=StructuredOutputsParams(choice=[call]))
@@ -218,7 +218,7 @@ def test_after_a_tool_call_it_sleeps(make_llm: MakeLLM) -> None:
     assert t.info.phase == "idle"
 
 
-def test_what_there_is(make_llm: MakeLLM) -> None:
+def test_listing_sessions(make_llm: MakeLLM) -> None:
     sessions = make_llm().sessions
     names = [f"n{i}" for i in (3, 1, 2)]
     for name in names:
@@ -238,7 +238,7 @@ def test_what_there_is(make_llm: MakeLLM) -> None:
             sessions.create(bad)
 
 
-def test_tenants_have_names_of_their_own(make_llm: MakeLLM) -> None:
+def test_tenants_have_separate_names(make_llm: MakeLLM) -> None:
     sessions = make_llm().sessions
     sessions.create("s", "hello", tenant="one")
     assert "s" not in sessions and "s" in sessions.of("one") and len(sessions.of("two")) == 0
@@ -249,7 +249,7 @@ def test_tenants_have_names_of_their_own(make_llm: MakeLLM) -> None:
         sessions.get("s")
 
 
-def test_a_session_that_nobody_uses_ends(make_llm: MakeLLM) -> None:
+def test_an_unused_session_expires(make_llm: MakeLLM) -> None:
     llm = make_llm()
     s, t = llm.sessions.create("s", "hello", ttl=0.2), llm.sessions.create("t", ttl=0.2)
     s.generate(SamplingParams(max_tokens=2, temperature=0))
@@ -259,7 +259,7 @@ def test_a_session_that_nobody_uses_ends(make_llm: MakeLLM) -> None:
     assert used(llm) == 0
 
 
-def test_a_file_takes_it_elsewhere(make_llm: MakeLLM, tmp_path: Path, expected: list[int]) -> None:
+def test_export_and_import(make_llm: MakeLLM, tmp_path: Path, expected: list[int]) -> None:
     s = make_llm().sessions.create("s", BEGIN, meta={"a": "b"})
     s.generate(GREEDY)
     s.export(tmp_path / "file")
@@ -293,7 +293,7 @@ def test_after_the_engine_has_ended_there_are_none(make_llm: MakeLLM, tmp_path: 
     assert other.resume("s").tokens == tokens and len(other) == 1
 
 
-def test_what_a_turn_cannot_do(make_llm: MakeLLM) -> None:
+def test_what_a_turn_refuses(make_llm: MakeLLM) -> None:
     llm = make_llm()
     s = llm.sessions.create("s")
     with pytest.raises(ValidationError, match="empty"):
@@ -314,7 +314,7 @@ def test_what_a_turn_cannot_do(make_llm: MakeLLM) -> None:
     assert again.prompt_logprobs[1 : len(logprobs.prompt_logprobs)][-1].keys() == logprobs.prompt_logprobs[-1].keys()  # type: ignore[union-attr]
 
 
-def test_a_session_that_is_full_says_what_helps(make_llm: MakeLLM) -> None:
+def test_the_error_of_a_full_session_names_remedies(make_llm: MakeLLM) -> None:
     llm = make_llm()
     full = llm.sessions.create("full", prompt=[5] * 250)
     full.generate(SamplingParams(temperature=0, ignore_eos=True, max_tokens=100))
@@ -325,8 +325,8 @@ def test_a_session_that_is_full_says_what_helps(make_llm: MakeLLM) -> None:
     full.fork("shorter", at=200).generate(GREEDY)
 
 
-def test_a_session_larger_than_the_way_to_disk_is_kept_whole(make_llm: MakeLLM, tmp_path: Path) -> None:
-    """With a disk and no host memory to keep blocks in, a few slots are all there is to pass through."""
+def test_a_session_larger_than_the_staging_slots_is_kept_whole(make_llm: MakeLLM, tmp_path: Path) -> None:
+    """With a disk and no host tier, blocks pass through a few staging slots."""
     llm = make_llm(kv_disk=str(tmp_path), block_size=2, num_gpu_blocks_override=256)
     scheduler = llm.llm_engine.core.scheduler
     s = llm.sessions.create("long", [5 + i % 50 for i in range(220)])
@@ -342,10 +342,10 @@ def test_a_session_larger_than_the_way_to_disk_is_kept_whole(make_llm: MakeLLM, 
     assert scheduler.stats.prompt_tokens == computed + 1
 
 
-def test_what_went_to_sleep_is_not_taken_for_what_was_said_since(
+def test_suspended_kv_is_not_used_for_tokens_that_changed_since(
     make_llm: MakeLLM, shared_tiny: LLM, tiers: dict[str, Any]
 ) -> None:
-    """Asleep, cut short, told something else, robbed of its blocks: each turn says what the tokens say."""
+    """Suspended, cut, rewritten, evicted: each turn continues the tokens that the session has."""
     llm = make_llm(**tiers)
     greedy = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
     session, keeper = llm.sessions.create("a"), llm.sessions.keeper

@@ -54,7 +54,7 @@ class TestKinds:
         assert "".join(output.outputs[0].text for output in seen["the world"]) == wanted[1]
         assert [output.outputs[0].text for output in seen["x"]] == [wanted[2]]
 
-    def test_deltas_of_several_samples_join_each(self, llm: LLM) -> None:
+    def test_deltas_of_several_sequences_join_each(self, llm: LLM) -> None:
         asked = params(RequestOutputKind.DELTA, n=3, temperature=1.0, seed=6, ignore_eos=False, max_tokens=40)
         texts = ["", "", ""]
         for output in llm.stream("hello", asked):
@@ -95,12 +95,12 @@ class TestLeaving:
         assert_idle(llm)
         assert final(llm, "abc").outputs[0].text
 
-    def test_two_streams_can_be_read_in_turns(self, llm: LLM) -> None:
+    def test_two_streams_can_be_interleaved(self, llm: LLM) -> None:
         wanted = [final(llm, prompt).outputs[0].text for prompt in ("abc", "x")]
         pairs = list(zip(llm.stream("abc", params()), llm.stream("x", params()), strict=True))
         assert [output.outputs[0].text for output in pairs[-1]] == wanted
 
-    def test_generating_while_a_stream_is_open_takes_nothing_from_it(self, llm: LLM) -> None:
+    def test_generate_leaves_an_open_streams_outputs_alone(self, llm: LLM) -> None:
         wanted = final(llm, "abc").outputs[0].text
         stream = llm.stream("abc", params(RequestOutputKind.DELTA))
         text = next(stream).outputs[0].text
@@ -144,21 +144,21 @@ class TestStopStrings:
                 assert text[:at].startswith(shown)
             assert shown == text[:at]
 
-    def test_a_string_that_only_begins_is_shown_in_the_end(self, llm: LLM, text: str) -> None:
+    def test_the_start_of_a_stop_string_is_shown_at_the_end(self, llm: LLM, text: str) -> None:
         stop = text[-3:] + "#never#"
         outputs = list(llm.stream("abc", params(max_tokens=30, stop=[stop])))
         assert outputs[-1].outputs[0].text == text
         assert outputs[-1].outputs[0].finish_reason == "length"
         assert all(len(o.outputs[0].text) <= max(0, len(text) - len(stop) + 1) for o in outputs[:-1])
 
-    def test_min_tokens_puts_off_stop_strings(self, llm: LLM, text: str) -> None:
+    def test_min_tokens_delays_stop_strings(self, llm: LLM, text: str) -> None:
         stop = text[2:4]
         output = final(llm, "abc", max_tokens=30, stop=[stop], min_tokens=12).outputs[0]
         assert len(output.token_ids) > 12
-        assert stop in output.text  # the early one was passed over
+        assert stop in output.text  # the early one was ignored
 
     @pytest.mark.parametrize("depth", [0, 1])
-    def test_what_came_after_the_stop_is_forgotten(self, make_llm: Any, text: str, depth: int) -> None:
+    def test_tokens_after_the_stop_are_dropped(self, make_llm: Any, text: str, depth: int) -> None:
         llm = make_llm(pipeline_depth=depth)
         stop = text[6:9]
         alone = final(llm, "abc", max_tokens=30, stop=[stop]).outputs[0]
@@ -166,7 +166,7 @@ class TestStopStrings:
         many = llm.generate(["abc", "the world"] * 4, params(max_tokens=30, stop=[stop]), use_tqdm=False)
         assert all(output.outputs[0].token_ids == alone.token_ids for output in many[::2])
 
-    def test_each_sample_stops_by_itself(self, llm: LLM) -> None:
+    def test_each_sequence_stops_by_itself(self, llm: LLM) -> None:
         fields: dict[str, Any] = {"n": 4, "temperature": 1.0, "seed": 2, "max_tokens": 30}
         free = final(llm, "abc", **fields)
         stopped = final(llm, "abc", stop=["e"], **fields)

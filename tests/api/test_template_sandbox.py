@@ -1,4 +1,4 @@
-"""Templates that want too much: each fails by itself, soon, and without taking memory."""
+"""Templates that use too much time or memory: each fails quickly, and affects no other."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def renderer() -> ChatRenderer:
 
 
 def refused(renderer: ChatRenderer, template: str) -> tuple[float, str]:
-    """Processor time until the template is refused, and why it was."""
+    """CPU time until the template is refused, and the reason."""
     start = time.thread_time()
     with pytest.raises(ValidationError) as caught:
         renderer.render_text(HELLO, chat_template=template)
@@ -159,7 +159,7 @@ def peak_mb() -> float:
 @pytest.mark.parametrize("name", RUNAWAY)
 def test_templates_that_run_on_are_stopped(renderer: ChatRenderer, name: str) -> None:
     seconds, _ = refused(renderer, RUNAWAY[name])
-    assert seconds < SECONDS + 1  # compiling comes before; one operation may end after
+    assert seconds < SECONDS + 1  # plus compiling, and the last operation
 
 
 @pytest.mark.parametrize("name", EXPLOSIVE)
@@ -172,7 +172,7 @@ def test_templates_that_grow_are_stopped(renderer: ChatRenderer, name: str) -> N
 
 @pytest.mark.parametrize("name", ESCAPES)
 def test_nothing_outside_is_reached(renderer: ChatRenderer, name: str) -> None:
-    """What is hidden is undefined: to be written it is nothing, and to be used an error."""
+    """Hidden attributes are undefined: rendered as nothing, an error when used."""
     with contextlib.suppress(ValidationError):
         assert renderer.render_text(HELLO, chat_template=ESCAPES[name]) == ""
 
@@ -190,15 +190,15 @@ def test_what_cannot_be_compiled_is_refused(renderer: ChatRenderer, template: st
 
 
 def test_an_escape_attempt_reads_as_nothing_or_fails() -> None:
-    """Attributes that are hidden are undefined: in a test they are false, as transformers has it."""
+    """Hidden attributes are undefined: false in a test, as in transformers."""
     text = ChatRenderer(tiny_tokenizer()).render_text(
         HELLO, chat_template="{{ 'hidden' if messages.__class__ is not defined else 'seen' }}"
     )
     assert text == "hidden"
 
 
-def test_other_threads_go_on_while_one_runs_away(renderer: ChatRenderer) -> None:
-    """Accounts are apart: a template on its last legs costs no other rendering anything."""
+def test_a_runaway_template_does_not_affect_other_threads(renderer: ChatRenderer) -> None:
+    """Budgets are separate: a template over its limits costs no other rendering anything."""
     failures: list[str] = []
 
     def run_away() -> None:
@@ -214,12 +214,12 @@ def test_other_threads_go_on_while_one_runs_away(renderer: ChatRenderer) -> None
     assert len(failures) == 2 and all("longer than its" in why for why in failures)
 
 
-def test_a_conversation_too_long_is_told_so(renderer: ChatRenderer) -> None:
+def test_a_conversation_that_is_too_long_is_refused(renderer: ChatRenderer) -> None:
     with pytest.raises(ValidationError, match=r"hold 8500\d\d\d characters; at most 8388608"):
         renderer.render_text([{"role": "user", "content": "x" * 8_500_000}])
 
 
-def test_a_long_conversation_is_no_abuse(renderer: ChatRenderer) -> None:
+def test_a_long_conversation_is_within_limits(renderer: ChatRenderer) -> None:
     from tests.api.chat_templates import THINKING
 
     talk = [{"role": ("user", "assistant")[i % 2], "content": f"{i} " + "word " * 200} for i in range(1000)]
@@ -233,7 +233,7 @@ def test_a_long_conversation_is_no_abuse(renderer: ChatRenderer) -> None:
      "return_dict", "raise_exception", "strftime_now", "bos_token", "eos_token", "namespace", "range", "self", "loop",
      "__class__", "_x", "not a name", ""],
 )  # fmt: skip
-def test_template_variables_do_not_stand_in_for_ours(renderer: ChatRenderer, name: str) -> None:
+def test_template_variables_cannot_replace_reserved_ones(renderer: ChatRenderer, name: str) -> None:
     with pytest.raises(ValidationError, match="chat_template_kwargs"):
         renderer.render_text(HELLO, chat_template_kwargs={name: "x"})
 

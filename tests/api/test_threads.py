@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from quire import LLM, SamplingParams
-from quire.api.call_lock import CallLock
+from quire.api.output_queues import CallLock
 
 GREEDY = SamplingParams(temperature=0, ignore_eos=True, max_tokens=30)
 PROMPTS = ["hello", "the world " * 6, "in an", "x" * 40]
@@ -29,13 +29,13 @@ def test_every_kind_of_call_beside_every_other(make_llm: Callable[..., LLM]) -> 
         return list(tokens)
 
     def work(thread: int) -> None:
-        for turn in range(ROUNDS):
-            which = (thread + turn) % len(PROMPTS)
+        for round_ in range(ROUNDS):
+            which = (thread + round_) % len(PROMPTS)
             prompt, tokens = PROMPTS[which], expected[which]
             assert llm.generate([prompt, "b"], GREEDY, use_tqdm=False)[0].outputs[0].token_ids == tokens
             assert list(llm.stream(prompt, GREEDY))[-1].outputs[0].token_ids == tokens
-            assert session(prompt, f"s{thread}-{turn}") == tokens
-            next(iter(llm.stream([prompt, "a"], GREEDY)))  # and is dropped
+            assert session(prompt, f"s{thread}-{round_}") == tokens
+            next(iter(llm.stream([prompt, "a"], GREEDY)))  # and dropped
             llm.get_metrics()
 
     with ThreadPoolExecutor(THREADS) as pool:
@@ -43,28 +43,28 @@ def test_every_kind_of_call_beside_every_other(make_llm: Callable[..., LLM]) -> 
             done.result(PATIENCE)
 
 
-def test_who_waits_is_next() -> None:
-    turns, order = CallLock(), []
+def test_a_waiting_thread_is_next() -> None:
+    lock, order = CallLock(), []
     waits = threading.Event()
 
     def other() -> None:
         waits.set()
-        with turns:
+        with lock:
             order.append("other")
 
     thread = threading.Thread(target=other)
-    with turns, turns:  # within its own turn nobody waits
+    with lock, lock:  # its owner does not queue
         thread.start()
         waits.wait(PATIENCE)
-        time.sleep(0.1)  # it stands in line by now
-    with turns:
+        time.sleep(0.1)  # it is queued by now
+    with lock:
         order.append("first again")
     thread.join(PATIENCE)
     assert order == ["other", "first again"]
 
 
 def test_threads_share_engines_in_other_processes(tiny_model: Path) -> None:
-    """Who waits for a long answer keeps nobody from asking."""
+    """A call that waits for a long answer does not block others."""
     settings = {"dtype": "float32", "num_gpu_blocks_override": 64, "device": "cpu", "data_parallel_size": 2}
     with LLM(tiny_model, **settings) as llm, ThreadPoolExecutor(THREADS) as pool:
         expected = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]

@@ -1,4 +1,4 @@
-"""Scripts written for vLLM find its names here, and need no other change than the import."""
+"""Scripts written for vLLM find its names here, and need only another import."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TINY = {"device": "cpu", "num_gpu_blocks_override": 16, "max_model_len": 128}
         ("quire.inputs", "TextPrompt TokensPrompt PromptType"),
     ],
 )
-def test_where_vllm_has_them(module: str, names: str) -> None:
+def test_names_in_vllms_modules(module: str, names: str) -> None:
     for name in names.split():
         assert getattr(import_module(module), name) is getattr(quire, name)
 

@@ -21,7 +21,7 @@ EVEN = 1.03
 def test_it_finds_half_as_much_again_as_turns_at_no_worse_balance(seed: int) -> None:
     arrivals, machine = trace("mixed", seed, seconds=40), Machine()
     turns = replay(arrivals, lambda: RoundRobin(4), 4, machine)
-    routed = replay(arrivals, lambda: Routed(4, machine), 4, machine)
+    routed = replay(arrivals, lambda: Routed(4, machine, "prefix"), 4, machine)
     assert routed.hit_tokens >= 1.5 * turns.hit_tokens
     assert routed.work_balance <= turns.work_balance
     assert routed.window_balance <= turns.window_balance
@@ -34,7 +34,7 @@ def test_it_finds_half_as_much_again_as_turns_at_no_worse_balance(seed: int) -> 
 @pytest.mark.parametrize("name", TRACES)
 def test_it_is_even_and_quick_on_every_trace(name: str, seed: int) -> None:
     outcomes = compare(trace(name, seed), 4, Machine())
-    turns, routed = outcomes["round robin"], outcomes["router"]
+    turns, routed = outcomes["round robin"], outcomes["prefix"]
     assert routed.hit_tokens >= 0.99 * turns.hit_tokens
     assert routed.work_balance <= max(EVEN, turns.work_balance)
     assert routed.ttft_p50 <= 1.05 * turns.ttft_p50

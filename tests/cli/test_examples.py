@@ -54,6 +54,10 @@ def test_the_policy_lets_short_prompts_go_first(example, settings, capsys):
     assert [len(prompt) < 20 for prompt in order] == [True, True, False]
 
 
+def test_the_routing_policy_keeps_tenants_apart(example, settings, capsys):
+    assert example("custom_routing_policy").main(max_tokens=2, **settings) == [1, 3]
+
+
 def test_the_processor_allows_no_ngram_twice(example, settings, capsys):
     _, tokens = example("custom_logits_processor").main(max_tokens=24, **settings)
     prompt_pairs = len("la la la la") - 1

@@ -1,6 +1,8 @@
-"""Requests for the router, by the texts their prompts are made of."""
+"""Requests for the router, made of texts."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from quire.kvcache.prefix_cache import ContentKeys
 from quire.router import RoutedRequest, Router
@@ -10,7 +12,7 @@ KEYS = ContentKeys(BLOCK, b"model")
 
 
 class Clock:
-    """Time that passes when it is told to."""
+    """A clock that the test sets."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -20,17 +22,17 @@ class Clock:
 
 
 def words(text: int, tokens: int) -> list[int]:
-    """Tokens that no other text has."""
+    """Tokens that no other text contains."""
     return [text * 100_000 + i for i in range(tokens)]
 
 
-def request(*texts: list[int], name: str = "", session: str = "", tenant: str = "", samples: int = 1) -> RoutedRequest:
-    """A request whose prompt is these texts."""
+def request(*texts: list[int], tenant: str = "", sequences: int = 1) -> RoutedRequest:
+    """A request whose prompt is these texts, joined."""
     tokens = [token for text in texts for token in text]
-    return RoutedRequest(name, KEYS.of(tokens, tenant), len(tokens), samples, tenant, session)
+    return RoutedRequest(KEYS.of(tokens, tenant), len(tokens), sequences, tenant)
 
 
-def router_of(*names: str, clock: Clock | None = None, blocks: int = 10_000, rows: int = 64, **settings: int) -> Router:
+def router_of(*names: str, clock: Clock | None = None, blocks: int = 10_000, rows: int = 64, **settings: Any) -> Router:
     """A router with these replicas."""
     router = Router(BLOCK, clock=clock or Clock(), **settings)
     for name in names:

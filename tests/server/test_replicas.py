@@ -80,7 +80,7 @@ def test_two_engines_serve_as_one_and_one_that_dies_is_not_missed(pair: Pair, ll
     _check_figures(pair)
     assert pair.client.get("/admin/memory?replica=1", headers=BOSS).status_code == 200
     refused = pair.client.get("/admin/memory?replica=2", headers=BOSS)
-    assert refused.status_code == 400 and "there are 2, counted from 0" in refused.json()["error"]["message"]
+    assert refused.status_code == 400 and "there are 2, numbered from 0" in refused.json()["error"]["message"]
     assert pair.client.post("/admin/reset_prefix_cache", headers=BOSS).json() == {"is_empty": True}
     for i in range(8):  # without a disk they end with their engine
         assert pair.client.post("/v1/sessions", json={"id": f"s{i}", "input": [5 + i] * 200}).status_code == 200

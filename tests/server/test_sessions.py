@@ -140,7 +140,7 @@ def test_messages_are_answered_like_a_chat_and_streams_have_its_events(sessions:
     assert whole["choices"][0]["message"]["content"] == said
     assert sessions.post("/v1/sessions/s/append", {"input": [{"role": "user", "content": "on"}]}).status_code == 200
     refused = sessions.post("/v1/sessions/s/append", {"input": [{"role": "user", "content": "on"}]})
-    assert refused.status_code == 400 and "waits for its answer" in refused.json()["error"]["message"]
+    assert refused.status_code == 400 and "has no answer yet" in refused.json()["error"]["message"]
     chat = turn(sessions, "s", answer="chat")
     assert chat["object"] == "chat.completion" and chat["choices"][0]["message"]["role"] == "assistant"
     text = events(sessions, "/v1/sessions/s/generate", {"input": " x", "max_tokens": 4, "stream": True, **GREEDY})
@@ -180,7 +180,7 @@ def wait_until(holds: Callable[[], bool], seconds: float = 10) -> None:
 
 def test_a_name_that_is_made_up_is_looked_for_nowhere(sessions: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
-    ask = sessions.server.llm.ask_sessions
+    ask = sessions.server.llm.call_sessions
 
     async def noted(op: Any) -> Any:
         asked.append(op)

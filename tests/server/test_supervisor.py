@@ -216,8 +216,8 @@ class TestDeath:
             supervisor.start()
             await final(llm)
             kill(llm)
-            await until(lambda: llm.replicas[0].coming is not None)
-            pid = llm.replicas[0].coming.pid  # type: ignore[union-attr]
+            await until(lambda: llm.replicas[0].starting is not None)
+            pid = llm.replicas[0].starting.pid  # type: ignore[union-attr]
             begin = time.monotonic()
             if how == "stop the supervisor":
                 await supervisor.stop()
@@ -302,8 +302,8 @@ async def kills_under_load(model: Path, kind: type[AsyncLLM], count: int, with_f
         assert not after.descriptors - before.descriptors  # of what other tests hold, some may have gone since
         assert after.temporary == before.temporary
         (replica,) = llm.replicas
-        assert llm.num_open_requests == 0 and not replica.boxes
-        assert not replica.questions.keys() - {min(replica.questions)}
+        assert llm.num_open_requests == 0 and not replica.streams
+        assert not replica.calls.keys() - {min(replica.calls)}
         assert await metric(llm, "num_blocks_used") == await metric(llm, "num_requests_running") == 0
     times.sort()
     print(
@@ -323,7 +323,7 @@ class TestHanging:
                 assert not first.ok and not second.ok
                 assert "the engine's loop has made no step for" in first.message
                 assert first.message.endswith("with nothing to do")
-                questions = llm.replicas[0].questions
+                questions = llm.replicas[0].calls
                 assert len(questions) == 2  # one open question however many ask, and the wait for its death
                 kill(llm, signal.SIGCONT)
                 await until(lambda: not supervisor._pulse.is_waiting)
@@ -354,7 +354,7 @@ class TestHanging:
             async with NullLLM(tiny_model, **SETTINGS, scheduling_policy=policy) as llm:
                 supervisor = Supervisor(llm, stall_seconds=0.5)
                 waiting = asyncio.ensure_future(final(llm))
-                await until(lambda: llm.replicas[0].boxes)
+                await until(lambda: llm.replicas[0].streams)
                 begin = time.monotonic()
                 while (await supervisor.health()).ok:
                     assert time.monotonic() - begin < 10

@@ -1,4 +1,4 @@
-"""What one rendering may cost. A thread cannot be stopped from outside, so whatever a template does pays here first."""
+"""The cost limits of one rendering. A thread cannot be stopped from outside, so all work is charged here first."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ _CONTAINERS: tuple[type, ...] = (list, tuple, dict, set, type({}.keys()), type({
 
 
 class OverBudgetError(TemplateRuntimeError):
-    """A template wanted more time or memory than it may have."""
+    """A template exceeded its time or memory."""
 
 
 @dataclass(frozen=True)
 class TemplateLimits:
-    """Bounds around one rendering."""
+    """Limits of one rendering."""
 
     seconds: float = 1.0
-    """Processor time of the rendering thread: a busy machine fails nobody."""
+    """CPU time of the rendering thread: a busy machine makes no template fail."""
     characters: int = 8 << 20
-    """Size of the rendered text, and of any value on the way to it."""
+    """Size of the rendered text, and of any intermediate value."""
     total: int = 256 << 20
-    """Size of all values made on the way, together: nothing is counted back."""
+    """Total size of all intermediate values; freed ones still count."""
     depth: int = 128
-    """How deep lists and dicts may be nested."""
+    """Maximum nesting of lists and dicts."""
     source: int = 1 << 20
     """Characters of a template."""
 
 
 class Budget:
-    """The account of one rendering.
+    """What one rendering has used of its limits.
 
-    Sizes are in characters, as if a value were written out: a list holding one list twice is as large as two, so what
-    is linear in the size is quick, whatever was built.
+    Sizes are in characters, as if a value were written out: a list that holds one list twice is as large as two, so
+    work linear in the size is bounded, however the value was built.
     """
 
     def __init__(self, limits: TemplateLimits) -> None:
@@ -52,10 +52,10 @@ class Budget:
         self._until_look = _LOOK_EVERY
         self._total = 0
         self._known: dict[int, tuple[Any, int, int]] = {}
-        """Sizes and depths of containers by id; holding them keeps the ids theirs. Templates cannot change them."""
+        """Sizes and depths of containers by id; the reference keeps the id valid. Templates cannot change them."""
 
     def spend(self, work: int) -> None:
-        """Pay for work about as long as copying this many characters, or running that many small operations."""
+        """Charge for work that takes about as long as copying this many characters."""
         self._until_look -= work
         if self._until_look < 0:
             self._until_look = _LOOK_EVERY
@@ -63,11 +63,11 @@ class Budget:
                 raise OverBudgetError(f"the chat template ran longer than its {self.limits.seconds:g} s")
 
     def step(self) -> None:
-        """Pay for one block of a template's code."""
+        """Charge for one block of a template's code."""
         self.spend(8)
 
     def read(self, value: T) -> T:
-        """Pay for an operation that looks at all of a value."""
+        """Charge for an operation that reads all of a value."""
         size = self.size(value)
         if size > self.limits.characters:
             self.room(size)
@@ -75,13 +75,13 @@ class Budget:
         return value
 
     def made(self, value: T) -> T:
-        """Pay for a new value."""
+        """Charge for a new value."""
         size = self.size(value)
         self.room(size, _REFERENCE * len(value) if isinstance(value, _CONTAINERS) else size)  # type: ignore[arg-type]
         return value
 
     def room(self, size: int, memory: int | None = None) -> None:
-        """Refuse before a value of this size is made; pay for it otherwise. A list takes less `memory` than it says."""
+        """Refuse a value of this size before it is made, or charge for it. A list takes less `memory` than its size."""
         if size > self.limits.characters:
             raise OverBudgetError(
                 f"the chat template makes a value of {_short(size)} characters; at most {self.limits.characters}"
@@ -89,12 +89,12 @@ class Budget:
         self._total += size if memory is None else memory
         if self._total > self.limits.total:
             raise OverBudgetError(
-                f"the chat template makes more than {self.limits.total} characters of values on its way"
+                f"the chat template makes more than {self.limits.total} characters of intermediate values"
             )
         self.spend(8 + (size >> 4))
 
     def size(self, value: Any) -> int:
-        """How large a value is when written out, about."""
+        """Approximate size of a value when written out."""
         if isinstance(value, str):
             return len(value)
         if isinstance(value, int):
@@ -106,7 +106,7 @@ class Budget:
         return len(value) if isinstance(value, range) else 1
 
     def depth(self, value: Any) -> int:
-        """How deep a value is nested; 0 for one that holds no others."""
+        """Nesting depth of a value; 0 if it is no container."""
         return self._measured(value)[1] if isinstance(value, _CONTAINERS) else 0
 
     def _measured(self, value: Any, level: int = 0) -> tuple[int, int]:
@@ -138,13 +138,13 @@ _current: ContextVar[Budget] = ContextVar("rendering_budget")
 
 
 def budget() -> Budget:
-    """The account of the rendering that runs in this thread."""
+    """The budget of the rendering that runs in this thread."""
     return _current.get()
 
 
 @contextmanager
 def on_budget(account: Budget) -> Iterator[Budget]:
-    """Everything inside is paid from this account."""
+    """All work inside is charged to this budget."""
     token = _current.set(account)
     try:
         yield account
@@ -153,7 +153,7 @@ def on_budget(account: Budget) -> Iterator[Budget]:
 
 
 def metered(items: Any) -> Iterator[Any]:
-    """The same items, each of them paid for."""
+    """The same items, each charged."""
     account = budget()
     for item in items:
         account.step()

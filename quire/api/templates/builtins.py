@@ -1,4 +1,4 @@
-"""What templates may call on strings and containers, and their filters: all of a bounded size."""
+"""Methods of strings and containers that templates may call, and filters: all with bounded results."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ _METHODS: tuple[tuple[type, frozenset[str]], ...] = (
     (float, frozenset({"is_integer"})),
 )
 _UNBOUNDED_FILTERS = frozenset({"pprint", "striptags", "urlencode", "urlize", "wordwrap", "xmlattr"})
-"""For writing HTML and for looking at values: slow beyond their input's size, and of no use to a prompt."""
+"""For HTML and debugging: slower than linear in their input, and of no use for prompts."""
 _CHOOSING_FILTERS = frozenset({"attr", "d", "default", "first", "last", "max", "min", "random"})
-"""What these return was there before."""
+"""These return an existing value."""
 _LISTING_FILTERS = frozenset({"groupby", "join", "list", "slice", "sort", "title", "unique", "wordcount"})
-"""These make an object of each character or word of a text."""
+"""These make one object per character or word of a text."""
 _OBJECT = 8
-"""What an object costs beside its characters."""
+"""Cost of an object besides its characters."""
 _MAX_SEARCH = 1 << 30
 _MAX_WIDTH = 1 << 12
 _MAX_GROUPS = 100_000
@@ -49,7 +49,7 @@ _LONGEST_NUMBER = 320
 
 
 def method_of(callee: Any) -> tuple[Any, str] | None:
-    """The value and the name, where this is a method of a built-in type that templates may call."""
+    """The value and the method's name, if this is a method of a built-in type that templates may call."""
     owner, name = getattr(callee, "__self__", None), getattr(callee, "__name__", "")
     for kind, names in _METHODS:
         if isinstance(owner, kind):
@@ -58,7 +58,7 @@ def method_of(callee: Any) -> tuple[Any, str] | None:
 
 
 def call_method(owner: Any, name: str, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Call one of them, once it is known that its result has room."""
+    """Call one of them, after checking that its result is within the limits."""
     if isinstance(owner, str):
         args = _check_str_method(owner, name, args, kwargs)
     else:
@@ -96,7 +96,7 @@ def _check_search(text: str, pattern: str) -> None:
 
 def _check_width(width: Any) -> int:
     if not isinstance(width, int):
-        return 0  # the call itself says what is wrong with it
+        return 0  # the call itself raises the right error
     budget().room(abs(width))
     return abs(width)
 
@@ -107,7 +107,7 @@ def _check_replace(text: str, old: Any, new: Any, *_: Any) -> None:
 
 
 def check_printf(form: str, values: Any) -> None:
-    """Before `form % values`."""
+    """Check before `form % values`."""
     account = budget()
     each = account.size(values) + _LONGEST_NUMBER
     fields = [check_format_spec(_PRINTF_KEY.sub("", field)) + each for field in _PRINTF.findall(form)]
@@ -115,7 +115,7 @@ def check_printf(form: str, values: Any) -> None:
 
 
 def check_format_spec(spec: str) -> int:
-    """Before a value is written with this width and precision; returns what they add at most."""
+    """Check the width and precision of a format; returns the most characters they add."""
     total = 0
     for number in _NUMBER.findall(spec):
         if number == "*" or len(number) > 4 or int(number) > _MAX_WIDTH:
@@ -201,7 +201,7 @@ _CHECKS: dict[str, Callable[..., None]] = {
 
 
 def bounded_filters() -> dict[str, Callable[..., Any]]:
-    """Jinja's filters, each of which pays for what it reads and makes."""
+    """Jinja's filters, each charged for what it reads and makes."""
     filters = {
         name: _bounded(function, _CHECKS.get(name), makes=name not in _CHOOSING_FILTERS, cuts=name in _LISTING_FILTERS)
         for name, function in DEFAULT_FILTERS.items()
@@ -214,7 +214,7 @@ def bounded_filters() -> dict[str, Callable[..., Any]]:
 
 
 def bounded_tests() -> dict[str, Callable[..., Any]]:
-    """Jinja's tests; those that compare pay for it."""
+    """Jinja's tests; comparisons are charged."""
     compares = {"in", "eq", "equalto", "==", "ne", "!=", "lt", "lessthan", "<", "le", "<=", "gt", "greaterthan", ">",
                 "ge", ">="}  # fmt: skip
     tests: dict[str, Callable[..., Any]] = dict(DEFAULT_TESTS)  # type: ignore[arg-type]
@@ -273,9 +273,9 @@ def _sum(environment: Any, items: Any, attribute: Any = None, start: Any = 0) ->
         return sync_do_sum(environment, items, attribute, start)
     lists = items if attribute is None else list(map(make_attrgetter(environment, attribute), items))
     budget().made(lists)
-    return [*start, *itertools.chain.from_iterable(lists)]  # as adding them does, without a copy of all so far for each
+    return [*start, *itertools.chain.from_iterable(lists)]  # as adding them, without copying the sum for each
 
 
 def _listed(items: Iterable[Any] | Any) -> Any:
-    """Items that come one by one as a list, so that they can be measured before they are used."""
+    """An iterator as a list, so that it can be measured before it is used."""
     return list(items) if hasattr(items, "__next__") else items

@@ -1,4 +1,4 @@
-"""The sandbox chat templates run in: the names transformers offers them, in a closed world where everything pays."""
+"""The sandbox that chat templates run in: transformers' names for them, with all work charged to a budget."""
 
 from __future__ import annotations
 
@@ -26,20 +26,19 @@ from quire.api.templates.builtins import (
     check_printf,
     method_of,
 )
-from quire.api.templates.code import PayingCodeGenerator
-from quire.api.templates.reading import Expectations
+from quire.api.templates.compiling import BudgetedCodeGenerator, Expectations
 
 _LONGEST_DATE = 32
 
 
 class TemplateEnvironment(ImmutableSandboxedEnvironment):
-    """Renders as transformers does, but only what `budget()` can pay.
+    """Renders as transformers does, within `budget()`.
 
-    Nothing outside this list can be called: macros, loops, blocks, the globals below, and the methods of strings and
-    containers that `builtins` knows. So no template finds a way to do much work, or take much memory, in one go.
+    Only these can be called: macros, loops, blocks, the globals below, and the methods of strings and containers that
+    `builtins` lists. So no single call can take much time or memory.
     """
 
-    code_generator_class = PayingCodeGenerator
+    code_generator_class = BudgetedCodeGenerator
     intercepted_binops = frozenset({"+", "-", "*", "/", "//", "**", "%"})
 
     def __init__(self) -> None:
@@ -47,7 +46,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
             trim_blocks=True,
             lstrip_blocks=True,
             extensions=[GenerationTag, loopcontrols],
-            optimized=False,  # folding constants would run them with no budget
+            optimized=False,  # constant folding would run without a budget
             finalize=_finalize,
         )
         self.filters = bounded_filters()
@@ -63,10 +62,10 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         }
         self._callable = {id(value) for value in self.globals.values()}
 
-    # What generated code calls
+    # Called by generated code
 
     def step(self) -> None:
-        """A block begins."""
+        """A block starts."""
         budget().step()
 
     def read(self, value: Any) -> Any:
@@ -92,7 +91,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         account = budget()
-        if operator == "+" and type(left) is str and type(right) is str:  # most of what templates do
+        if operator == "+" and type(left) is str and type(right) is str:  # the most common case
             account.room(len(left) + len(right))
             return left + right
         if operator == "*":
@@ -112,7 +111,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         for arg in args:
             account.read(arg)
         for name, arg in kwargs.items():
-            if not name.startswith("_"):  # Jinja's own, which change while the template runs
+            if not name.startswith("_"):  # Jinja's own arguments, which change while the template runs
                 account.read(arg)
         if isinstance(__obj, (Macro, LoopContext, BlockReference, Joiner, Undefined, _Format)):
             return __context.call(__obj, *args, **kwargs)
@@ -137,7 +136,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
 
 
 class GenerationTag(Extension):
-    """`{% generation %}`: marks the assistant's text for training; here only its scope matters."""
+    """`{% generation %}`: marks the assistant's text for training; here it only opens a scope."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -151,8 +150,8 @@ class GenerationTag(Extension):
         return caller()
 
 
-class _PaidFields:
-    """Each field of `str.format` has a bounded width and pays for what it writes."""
+class _ChargedFields:
+    """Each field of `str.format` has a bounded width and is charged for its text."""
 
     def format_field(self, value: Any, format_spec: str) -> Any:
         check_format_spec(format_spec)
@@ -160,11 +159,11 @@ class _PaidFields:
         return budget().made(super().format_field(value, format_spec))  # type: ignore[misc]
 
 
-class _Formatter(_PaidFields, SandboxedFormatter):
+class _Formatter(_ChargedFields, SandboxedFormatter):
     pass
 
 
-class _EscapeFormatter(_PaidFields, SandboxedEscapeFormatter):
+class _EscapeFormatter(_ChargedFields, SandboxedEscapeFormatter):
     pass
 
 
@@ -202,9 +201,9 @@ class _Dict:
 
 
 class _Namespace(Namespace):
-    """Holds what a template assigns inside its loops. It is never written out: it may hold itself, or much, often."""
+    """Holds what a template assigns inside its loops. Its content is never rendered: it may contain itself."""
 
-    def __init__(*args: Any, **kwargs: Any) -> None:  # as Jinja's, so that `self` is a fine name
+    def __init__(*args: Any, **kwargs: Any) -> None:  # as Jinja's, so that `self` can be a name
         self, given = args[0], dict(*args[1:], **kwargs)
         for name in given:
             _Namespace._check(name)
@@ -239,7 +238,7 @@ def _check_power(base: Any, exponent: Any) -> None:
 
 @pass_context
 def _finalize(context: Context, value: Any) -> Any:
-    """What is written out; needing the context keeps Jinja from doing this while it compiles."""
+    """The text of a rendered value; `pass_context` keeps Jinja from calling this at compile time."""
     account = budget()
     if type(value) is not str:
         value = str(account.read(value))
@@ -262,7 +261,7 @@ def _name_of(value: Any) -> str:
 
 
 def compile_template(environment: TemplateEnvironment, source: str) -> tuple[jinja2.Template, Expectations]:
-    """The template as a program, and what it expects of messages."""
+    """The compiled template, and how it treats messages."""
     tree = environment.parse(source)
     expects = Expectations.of(tree)
     code = environment.compile(tree)
@@ -270,7 +269,7 @@ def compile_template(environment: TemplateEnvironment, source: str) -> tuple[jin
 
 
 def render_template(template: jinja2.Template, variables: Mapping[str, Any]) -> str:
-    """Run it, paying from the budget that is set."""
+    """Run it, charged to the current budget."""
     account = budget()
     given = account.size(list(variables.values()))
     if given > account.limits.characters:

@@ -12,7 +12,7 @@ from quire.engine.engine_info import EngineInfo
 from quire.engine.stats import Metric
 from quire.errors import QuireError
 from quire.messages.histogram import Histogram
-from quire.router.router import ReplicaFigures
+from quire.router.router import ReplicaLoadStats
 from quire.server.observability.metric_table import ROUTER_FIGURES, Figure
 
 PATIENCE_SECONDS = 1.0
@@ -44,7 +44,7 @@ class MeasuredReplica(MetricsSource, Protocol):
     """…and of one of several."""
 
     number: int
-    traffic: RouterFeed | None
+    router_feed: RouterFeed | None
 
 
 class Restarting(Protocol):
@@ -145,7 +145,7 @@ class ReplicaView(EngineView):
         replica: MeasuredReplica,
         config: EngineConfig,
         supervisor: Restarting,
-        routing: Callable[[], Sequence[ReplicaFigures]],
+        routing: Callable[[], Sequence[ReplicaLoadStats]],
     ) -> None:
         super().__init__(replica, config, supervisor)
         self._replica = replica
@@ -157,7 +157,7 @@ class ReplicaView(EngineView):
 
     def _routed(self, name: str) -> dict[Labels, float]:
         load = next((one for one in self._routing() if one.name == str(self._replica.number)), None)
-        traffic = self._replica.traffic
+        traffic = self._replica.router_feed
         if load is None or traffic is None:  # it is down
             return {(): 0.0}
         shown: dict[str, float] = {

@@ -19,7 +19,7 @@ from quire.config import EngineConfig
 from quire.messages.histogram import Histogram
 from quire.messages.pooling import PoolingParams
 from quire.output.times import TokenTimes
-from quire.router.router import ReplicaFigures
+from quire.router.router import ReplicaLoadStats
 from quire.server.observability.engine_figures import (
     PER_ENGINE,
     EngineView,
@@ -81,7 +81,7 @@ class ServerMetrics:
         supervisor: Restarting | None = None,
         admission: Refusing | None = None,
         replicas: Sequence[tuple[MeasuredReplica, Restarting]] = (),
-        routing: Callable[[], Sequence[ReplicaFigures]] = tuple,
+        routing: Callable[[], Sequence[ReplicaLoadStats]] = tuple,
     ) -> None:
         """`vllm_names`: show every figure that vLLM has a second time under its prefix, for boards made for it.
         `replicas`: the engines, where there are several, each with its supervisor; `routing`: what the router knows."""

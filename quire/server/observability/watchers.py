@@ -27,7 +27,7 @@ class Observability:
         self.metrics = ServerMetrics(
             llm, model_name, config.vllm_metric_names, supervisor, admission,
             list(zip(llm.replicas, supervisor.each, strict=True)),
-            tuple if llm.router is None else llm.router.figures,
+            tuple if llm.router is None else llm.router.stats,
         )  # fmt: skip
         self._traces: RequestTraces | None = None
         of_requests: list[HttpWatch] = [self.metrics, AccessLog()]

@@ -1,4 +1,4 @@
-"""What the router believes to be cached: bounded, aged as the replica's own cache, whole from the head."""
+"""The blocks the router expects at a replica: bounded, evicted in the order of the replica's own cache."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from quire.kvcache.block_tables import BlockTables
 from quire.kvcache.prefix_cache import ContentKeys
-from quire.router.sent import SentBlocks
+from quire.router.replica_state import SentBlocks
 from tests.router.prompts import words
 
 KEYS = ContentKeys(1)

@@ -1,4 +1,4 @@
-"""What a replica likely still caches: the blocks of prompts that were sent there, forgotten as the replica would."""
+"""A replica as the router knows it: its load, and the blocks that its prefix cache likely holds."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Sequence
 
+from quire.router.load import ReplicaLoad, RoutedRequest
+
 
 class SentBlocks:
-    """Keys of blocks, at most `limit`, least recently used first; of one prompt the last block goes first.
+    """Keys of blocks that were sent to a replica, at most `limit`, least recently used first; of one prompt the last
+    block is dropped first, as the replica evicts it.
 
     So a block is never here without those before it, and the longest known prefix is found by bisection.
     """
@@ -49,7 +52,28 @@ class SentBlocks:
         self.trim(self._limit)
 
     def trim(self, room: int) -> None:
-        """Forget the oldest until at most `room` blocks are left."""
+        """Drop the oldest until at most `room` blocks are left."""
         known = self._keys
         for _ in range(len(known) - max(0, room)):
             known.popitem(last=False)
+
+
+class ReplicaState:
+    """What a routing policy may read of a replica. A restarted replica is a new one."""
+
+    def __init__(self, name: str, block_size: int, capacity_blocks: int, load: ReplicaLoad) -> None:
+        self.name = name
+        self.load = load
+        self.capacity_blocks = capacity_blocks
+        self.sent = SentBlocks(0)
+        self._block_size = block_size
+
+    def uncached_tokens(self, request: RoutedRequest) -> int:
+        """Prompt tokens that the replica would compute: at least the last one, whose logits are needed."""
+        return max(1, request.prompt_tokens - self._block_size * self.sent.match(request.keys))
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """A prompt with these blocks is used there now."""
+        self.sent.touch(keys)
+        # Outputs being generated take blocks too; their keys are known only at the end.
+        self.sent.trim(self.capacity_blocks - self.load.generated // self._block_size)

@@ -1,0 +1,115 @@
+"""Compiling a chat template: generated code charges its work to the budget; how it treats messages is read off it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from jinja2 import nodes
+from jinja2.compiler import CodeGenerator, Frame
+
+
+class BudgetedCodeGenerator(CodeGenerator):
+    """Routes blocks, literals, slices, joins and comparisons through the environment, which charges for them; operators
+    and calls go through it anyway."""
+
+    def blockvisit(self, nodes: Iterable[nodes.Node], frame: Frame) -> None:
+        self.writeline("environment.step()")
+        super().blockvisit(nodes, frame)
+
+    def visit_For(self, node: nodes.For, frame: Frame) -> None:  # noqa: N802
+        node.iter = _charged(node.iter)
+        super().visit_For(node, frame)
+
+    def visit_List(self, node: nodes.List, frame: Frame) -> None:  # noqa: N802
+        self.write("environment.made(")
+        super().visit_List(node, frame)
+        self.write(")")
+
+    def visit_Dict(self, node: nodes.Dict, frame: Frame) -> None:  # noqa: N802
+        self.write("environment.made(")
+        super().visit_Dict(node, frame)
+        self.write(")")
+
+    def visit_Tuple(self, node: nodes.Tuple, frame: Frame) -> None:  # noqa: N802
+        charges = node.ctx == "load" and not all(isinstance(item, nodes.Const) for item in node.items)
+        self.write("environment.made(" if charges else "")
+        super().visit_Tuple(node, frame)
+        self.write(")" if charges else "")
+
+    def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:  # noqa: N802
+        self.write("environment.joined((")
+        for part in node.nodes:
+            self.visit(part, frame)
+            self.write(", ")
+        self.write("))")
+
+    def visit_Compare(self, node: nodes.Compare, frame: Frame) -> None:  # noqa: N802
+        node.expr = _charged(node.expr)
+        for operand in node.ops:
+            operand.expr = _charged(operand.expr)
+        super().visit_Compare(node, frame)
+
+    def visit_Getitem(self, node: nodes.Getitem, frame: Frame) -> None:  # noqa: N802
+        charges = isinstance(node.arg, nodes.Slice)
+        self.write("environment.made(" if charges else "")
+        super().visit_Getitem(node, frame)
+        self.write(")" if charges else "")
+
+    def visit_MarkSafe(self, node: nodes.MarkSafe, frame: Frame) -> None:  # noqa: N802
+        self.write("environment.read(")
+        self.visit(node.expr, frame)
+        self.write(")")
+
+
+def _charged(node: nodes.Node) -> nodes.Expr:
+    """The same, charged when it is read. Jinja accepts no new node types, and no template syntax makes a `MarkSafe`."""
+    if isinstance(node, (nodes.Const, nodes.MarkSafe)):
+        return node
+    return nodes.MarkSafe(node, lineno=node.lineno)
+
+
+@dataclass(frozen=True)
+class Expectations:
+    """How a template treats the content of messages, read from its source."""
+
+    parts: bool
+    """It loops over the parts of a content."""
+    text: bool
+    """It tests whether a content is text, or does not loop over it at all."""
+    none: bool
+    """It tests for None."""
+
+    @classmethod
+    def of(cls, tree: nodes.Template) -> Expectations:
+        """Those of a parsed template."""
+        aliases = _names_of_content(tree)
+        parts = any(_is_content(loop.iter, aliases) for loop in tree.find_all(nodes.For))
+        tests = {test.name for test in tree.find_all(nodes.Test)}
+        none = "none" in tests or any(
+            isinstance(const, nodes.Const) and const.value is None
+            for compare in tree.find_all(nodes.Compare)
+            for const in (compare.expr, *(operand.expr for operand in compare.ops))
+        )
+        return cls(parts=parts, text=not parts or "string" in tests, none=none)
+
+
+def _names_of_content(tree: nodes.Template) -> set[str]:
+    """Variables and macro arguments that hold some message's content."""
+    names = {"content"}
+    for assignment in tree.find_all(nodes.Assign):
+        if isinstance(assignment.target, nodes.Name) and _is_content(assignment.node, names):
+            names.add(assignment.target.name)
+    return names
+
+
+def _is_content(node: nodes.Node, names: set[str]) -> bool:
+    if isinstance(node, nodes.Filter) and node.node is not None:
+        return _is_content(node.node, names)
+    if isinstance(node, nodes.Getattr):
+        return node.attr == "content"
+    if isinstance(node, nodes.Getitem):
+        if isinstance(node.arg, nodes.Slice):
+            return _is_content(node.node, names)
+        return isinstance(node.arg, nodes.Const) and node.arg.value == "content"
+    return isinstance(node, nodes.Name) and node.name in names

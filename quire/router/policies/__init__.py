@@ -1,0 +1,1 @@
+"""Routing policies: what it costs to send a request to a replica."""
