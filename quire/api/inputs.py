@@ -17,7 +17,7 @@ from quire.loading.model_config import ModelConfig
 from quire.messages.beams import BeamSearchParams
 from quire.messages.pooling import PoolingParams
 from quire.messages.request import NewRequest
-from quire.messages.sampling import SamplingParams
+from quire.messages.sampling import FROM_GENERATION_CONFIG, SamplingParams
 
 MAX_BAD_WORDS = 128
 LONGEST_BAD_WORD = 1024
@@ -133,8 +133,9 @@ class InputProcessor:
 
     def default_params(self) -> SamplingParams:
         """The model's own sampling defaults, from its generation_config.json."""
-        names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-        given = {name: self._generation_config[name] for name in names if self._generation_config.get(name) is not None}
+        given = {
+            name: value for name in FROM_GENERATION_CONFIG if (value := self._generation_config.get(name)) is not None
+        }
         if self._generation_config.get("max_new_tokens"):
             given["max_tokens"] = self._generation_config["max_new_tokens"]
         return SamplingParams(**given)

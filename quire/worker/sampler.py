@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from quire.worker.batch import DeviceBatch
-from quire.worker.extras import RowKind
+from quire.worker.extras import RowKind, ScalarColumns
 from quire.worker.logits import NEGATIVE_INFINITY, LogitsProcessor, apply_lists, apply_penalties
 from quire.worker.philox import uniform
 
@@ -65,9 +65,10 @@ class Sampler:
 
     def _draw_random(self, logits: torch.Tensor, rows: torch.Tensor, filtered: bool) -> torch.Tensor:
         batch = self._batch
-        scaled = logits / batch.temperature[rows, None]
+        scalars = batch.scalars_of(rows)
+        scaled = logits / scalars["temperature"][:, None]
         if filtered:
-            scaled = filter_logits(scaled, batch.top_k[rows], batch.top_p[rows], batch.min_p[rows])
+            scaled = filter_logits(scaled, scalars)
         cumulative = torch.softmax(scaled, dim=-1).cumsum(-1, dtype=torch.float64)
         threshold = self._uniform(rows) * cumulative[:, -1]
         drawn = torch.searchsorted(cumulative, threshold[:, None], right=True)[:, 0]
@@ -89,10 +90,15 @@ def _argmax(logits: torch.Tensor) -> torch.Tensor:
     return logits.argmax(-1)
 
 
-def filter_logits(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
-    """Mask what min-p, then top-k, then top-p among the rest exclude; ties with the last one kept stay in."""
-    floor = logits.amax(-1) + min_p.log()  # log 0 is -inf: off
+def filter_logits(logits: torch.Tensor, scalars: ScalarColumns) -> torch.Tensor:
+    """Mask what min-p, then top-k, then top-p among the rest exclude; ties with the last one kept stay in.
+
+    logits [n, vocab] are divided by the temperature already.
+    """
+    floor = logits.amax(-1) + scalars["min_p"].log()  # log 0 is -inf: off
     logits = logits.masked_fill(logits < floor[:, None], NEGATIVE_INFINITY)
+    top_k, top_p = scalars["top_k"], scalars["top_p"]
+    top_k = torch.where(top_k > 0, top_k, logits.shape[-1])
     window = min(FILTER_WINDOW, logits.shape[-1])
     threshold, undecided = _threshold(logits, logits.topk(window).values, top_k, top_p)
     if bool(undecided.any()):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -12,6 +13,8 @@ import torch
 from tests.kernels.triton_target import DEVICE, HALF, ON_GPU  # isort: skip  # before any kernel
 
 from quire.kernels.triton.sampling import INVALID, STOPPED, Columns, Workspace, commit, draw_and_commit, workspace
+from quire.messages.sampling import COLUMN, PENALTIES, SamplingParams
+from quire.worker.extras import ScalarColumns, pack_scalars
 from quire.worker.philox import uniform
 from quire.worker.sampler import filter_logits
 
@@ -35,6 +38,10 @@ class Row:
     num_tokens: int = 5
     limit: int = 100
     stop_ids: list[int] = field(default_factory=list)
+
+    @property
+    def params(self) -> SamplingParams:
+        return SamplingParams(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p)
 
 
 @dataclass
@@ -69,9 +76,7 @@ def bench(rows: list[Row], vocab: int, sizes: dict[str, int] | None = None, slot
         active=column([True] * len(rows) + [False], torch.bool),
         seed=column([row.seed for row in padded]),
         sample=column([row.sample for row in padded]),
-        top_k=column([row.top_k if row.top_k > 0 else vocab for row in padded]),
-        floats=column([[row.temperature, row.top_p, row.min_p, math.nan, math.nan, math.nan] for row in padded],
-                      torch.float32),
+        scalars=packed([row.params for row in padded]),
         stop_ids=column([row.stop_ids + [-1] * (width - len(row.stop_ids)) for row in padded]),
     )  # fmt: skip
     results = torch.full((SLOTS, 2, len(rows)), -9, dtype=torch.int32, pin_memory=ON_GPU)
@@ -81,6 +86,13 @@ def bench(rows: list[Row], vocab: int, sizes: dict[str, int] | None = None, slot
     work.live.fill_(-1)
     work.spans.fill_(2**30)
     return Bench(columns, results, column([slot], torch.int32), work)
+
+
+def packed(params: list[SamplingParams]) -> torch.Tensor:
+    """The batch's scalar columns; penalties, which no kernel reads, are NaN."""
+    scalars = pack_scalars(params)
+    scalars.view(np.float32)[:, [COLUMN[penalty.name] for penalty in PENALTIES]] = math.nan
+    return torch.from_numpy(scalars).to(DEVICE)
 
 
 def draw(logits: torch.Tensor, rows: list[Row], filtered: bool = True, sizes: dict[str, int] | None = None) -> Bench:
@@ -101,10 +113,9 @@ def noise(*shape: int, seed: int, scale: float = 1.0, dtype: torch.dtype = torch
 def allowed(logits: torch.Tensor, row: Row, slack: float = 0.0) -> torch.Tensor:
     """Which tokens the torch sampler leaves; with slack, those it leaves where masses are that much off."""
     scaled = (logits.float() / torch.tensor(row.temperature))[None].cpu()
-    top_k = torch.tensor([row.top_k if row.top_k > 0 else logits.shape[-1]])
-    top_p = torch.tensor([row.top_p * (1 + slack)])
-    min_p = torch.tensor([min(row.min_p * (1 - slack), 1.0)])
-    return (filter_logits(scaled, top_k, top_p, min_p) > -math.inf)[0]
+    top_p, min_p = min(row.top_p * (1 + slack), 1.0), min(row.min_p * (1 - slack), 1.0)
+    asked = pack_scalars([msgspec.structs.replace(row.params, top_p=top_p, min_p=min_p)])
+    return (filter_logits(scaled, ScalarColumns(torch.from_numpy(asked))) > -math.inf)[0]
 
 
 def assert_kept(logits: torch.Tensor, rows: list[Row], thresholds: torch.Tensor) -> None:

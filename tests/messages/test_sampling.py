@@ -71,7 +71,7 @@ BAD: list[tuple[str, Any, str, str]] = [
     ("stop_token_ids", [2**31], str(2**31), str(MAX_TOKEN_ID)),
     ("stop_token_ids", 7, "7", "list"),
     ("stop_token_ids", "12", "'12'", "list"),
-    ("allowed_token_ids", [], "empty", "no token could ever be drawn"),
+    ("allowed_token_ids", [], "empty", "no token could ever be sampled"),
     ("allowed_token_ids", [-4], "-4", "from 0"),
     ("logit_bias", {-1: 1.0}, "-1", "from 0"),
     ("logit_bias", {"5": 1.0}, "'5'", "from 0"),

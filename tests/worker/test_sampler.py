@@ -10,16 +10,19 @@ import pytest
 import torch
 
 from quire import SamplingParams
+from quire.worker.extras import ScalarColumns, pack_scalars
 from quire.worker.sampler import FILTER_WINDOW, filter_logits
 from tests.worker.device import Device
 
 
-def kept(logits: torch.Tensor, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> list[bool]:
+def columns(*params: SamplingParams) -> ScalarColumns:
+    """The scalar columns of rows with these parameters."""
+    return ScalarColumns(torch.from_numpy(pack_scalars(params)))
+
+
+def kept(logits: torch.Tensor, **params: Any) -> list[bool]:
     """Which tokens our filter leaves, for one row."""
-    vocab = logits.shape[-1]
-    mask = filter_logits(
-        logits[None], torch.tensor([top_k if top_k > 0 else vocab]), torch.tensor([top_p]), torch.tensor([min_p])
-    )
+    mask = filter_logits(logits[None], columns(SamplingParams(**params)))
     left = mask[0] > -math.inf
     assert torch.equal(mask[0][left], logits[left])
     return left.tolist()
@@ -74,11 +77,10 @@ def test_nuclei_wider_than_the_window_are_exact() -> None:
 def test_wide_and_narrow_rows_do_not_disturb_each_other() -> None:
     generator = torch.Generator().manual_seed(9)
     logits = torch.stack([torch.randn(3000, generator=generator) * scale for scale in (0.1, 3.0, 0.1, 8.0)])
-    settings = [(3000, 0.9, 0.0), (40, 1.0, 0.0), (3000, 1.0, 0.1), (3000, 1.0, 0.0)]
-    top_k, top_p, min_p = (torch.tensor(column) for column in zip(*settings, strict=True))
-    together = filter_logits(logits, top_k, top_p, min_p) > -math.inf
-    for row, (k, p, m) in enumerate(settings):
-        assert together[row].tolist() == kept(logits[row], 0 if k == 3000 else k, p, m)
+    settings: list[dict[str, Any]] = [{"top_p": 0.9}, {"top_k": 40}, {"min_p": 0.1}, {}]
+    together = filter_logits(logits, columns(*(SamplingParams(**params) for params in settings))) > -math.inf
+    for row, params in enumerate(settings):
+        assert together[row].tolist() == kept(logits[row], **params)
 
 
 def test_ties_with_the_last_token_kept_stay_in() -> None:
