@@ -28,6 +28,8 @@ MAX_TOKEN_IDS = 2**18
 """In one list: the size of the largest vocabularies. Each id is checked in the process that makes the request."""
 GREEDY_BELOW = 1e-5
 LOWEST_TEMPERATURE = 0.01
+XTC_STREAM = 2**32
+"""Added to a sequence's number: the random stream that decides whether XTC applies, apart from that of its tokens."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +57,7 @@ class Scalar:
 
     def check(self, value: Any) -> None:
         """Raise unless the value is in range."""
-        remedy = f"; {self.off[0]:g} turns it off" if self.off else ""
+        remedy = f"; {self.off[0]:g} turns it off" if self.off else f"; the default is {self.default:g}"
         if self.kind is int:
             check_integer(self.name, value, int(self.low), None if self.high is None else int(self.high), remedy)
         else:
@@ -78,7 +80,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=False):
     """How tokens are sampled, when a request ends, and what is reported about it.
 
     Scalars apply in this order: penalties (after `logit_bias` and lists), `temperature`, then the filters: `min_p`,
-    `top_k`, `top_p` among what `top_k` leaves.
+    `top_k`, `top_p` among what `top_k` leaves, and XTC by the probabilities of what these leave.
     """
 
     n: Annotated[int, "Sequences generated for one prompt. They share its computation and its cache blocks"] = 1
@@ -157,6 +159,21 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=False):
         StructuredOutputsParams | None, "A form the output must have: a JSON schema, regex, choice or grammar"
     ] = None
     """`min_tokens` and `ignore_eos` yield to it: where the form is complete, the output ends."""
+    xtc_probability: Annotated[
+        float,
+        Scalar(
+            "Probability that a token is sampled without the top choices (XTC): all tokens with a probability of at "
+            "least xtc_threshold, except the least likely of them; 0 is off", 0.0, 1.0,
+            off=(0.0,), role="filter",
+        ),
+    ] = 0.0  # fmt: skip
+    xtc_threshold: Annotated[
+        float,
+        Scalar(
+            "Probability from which on a token is a top choice for XTC, after temperature and the other filters; "
+            "above 0.5 there is never more than one", 0.0, 1.0,
+        ),
+    ] = 0.1  # fmt: skip
 
     def __post_init__(self) -> None:
         self.stop = _strings("stop", self.stop)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from quire.messages.sampling import XTC_STREAM
 from quire.worker.batch import DeviceBatch
 from quire.worker.extras import RowKind, ScalarColumns
 from quire.worker.logits import NEGATIVE_INFINITY, LogitsProcessor, apply_lists, apply_penalties
@@ -69,15 +70,18 @@ class Sampler:
         scaled = logits / scalars["temperature"][:, None]
         if filtered:
             scaled = filter_logits(scaled, scalars)
+            if bool((scalars["xtc_probability"] > 0.0).any()):
+                exclude_top_choices(scaled, scalars, self._uniform(rows, XTC_STREAM))
         cumulative = torch.softmax(scaled, dim=-1).cumsum(-1, dtype=torch.float64)
         threshold = self._uniform(rows) * cumulative[:, -1]
         drawn = torch.searchsorted(cumulative, threshold[:, None], right=True)[:, 0]
         return drawn.clamp(max=logits.shape[-1] - 1)  # only a row of NaN gets here; it is reported as invalid
 
-    def _uniform(self, rows: torch.Tensor) -> torch.Tensor:
+    def _uniform(self, rows: torch.Tensor, stream: int = 0) -> torch.Tensor:
+        """A number in [0, 1) for the next token of each row; `stream`: 0 for the token itself."""
         batch = self._batch
         index = batch.num_tokens[rows] - batch.prompt_len[rows]
-        seed, sample = batch.seed[rows], batch.sample[rows]
+        seed, sample = batch.seed[rows], batch.sample[rows] + stream
         if seed.device.type == "cpu":  # numpy's small-array overhead is a fifth of torch's
             return torch.from_numpy(uniform(seed.numpy(), index.numpy(), sample.numpy()))
         return uniform(seed, index, sample).to(torch.float64)
@@ -106,6 +110,21 @@ def filter_logits(logits: torch.Tensor, scalars: ScalarColumns) -> torch.Tensor:
         ordered = logits[wide].sort(descending=True).values
         threshold[wide], _ = _threshold(logits[wide], ordered, top_k[wide], top_p[wide])
     return logits.masked_fill(logits < threshold[:, None], NEGATIVE_INFINITY)
+
+
+def exclude_top_choices(logits: torch.Tensor, scalars: ScalarColumns, numbers: torch.Tensor) -> None:
+    """XTC, in place: mask every token with a probability of at least `xtc_threshold`, except the least likely of them
+    and its ties, in rows whose number is below `xtc_probability`.
+
+    logits [n, vocab]: as the other filters left them; probabilities are those of what is left.
+    """
+    chosen = (numbers < scalars["xtc_probability"]).nonzero()[:, 0]
+    if not len(chosen):
+        return
+    left = logits[chosen]
+    is_top = (torch.softmax(left, dim=-1) >= scalars["xtc_threshold"][chosen, None]) & (left > NEGATIVE_INFINITY)
+    ceiling = left.masked_fill(~is_top, float("inf")).amin(-1)
+    logits[chosen] = left.masked_fill(left > ceiling[:, None], NEGATIVE_INFINITY)
 
 
 def _threshold(

@@ -32,6 +32,8 @@ class Row:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
     seed: int = 0
     sample: int = 0
     prompt_len: int = 3
@@ -41,7 +43,7 @@ class Row:
 
     @property
     def params(self) -> SamplingParams:
-        return SamplingParams(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p)
+        return SamplingParams(**{name: value for name, value in vars(self).items() if name in COLUMN})
 
 
 @dataclass
@@ -173,6 +175,78 @@ def test_filters_and_draws_equal_the_torch_sampler(dtype: torch.dtype, scale: fl
     assert made.flags(len(rows)) == [0] * len(rows)
     assert_kept(logits, rows, made.work.thresholds)
     assert_drawn(logits, rows, made.tokens(len(rows)))
+
+
+def reference(logits: torch.Tensor, row: Row) -> np.ndarray:
+    """The probabilities that a row's token is drawn from: every filter in turn, in float64."""
+    x = logits.double().cpu().numpy()
+    kept = x > -math.inf
+    scaled = np.where(kept, x, -1e300) / np.float32(row.temperature)
+    weights = np.where(kept, np.exp(scaled - scaled.max()), 0.0)
+    kept &= weights >= np.float32(row.min_p)
+    if row.top_k > 0:
+        kept &= weights >= np.sort(weights)[::-1][min(row.top_k, len(weights)) - 1]
+    if row.top_p < 1.0:
+        best = np.sort(np.where(kept, weights, 0.0))[::-1]
+        above = np.cumsum(best) - best
+        kept &= weights >= best[above < np.float32(row.top_p) * best.sum()].min()
+    drawn = row.num_tokens - row.prompt_len
+    number = uniform(np.int64(row.seed), np.int64(drawn), np.int64(row.sample + 2**32))
+    if number < np.float32(row.xtc_probability):
+        probabilities = np.where(kept, weights, 0.0) / weights[kept].sum()
+        is_top = kept & (probabilities >= np.float32(row.xtc_threshold))
+        if is_top.sum() > 1:
+            kept &= x <= x[is_top].min()
+    return np.where(kept, weights, 0.0) / weights[kept].sum()
+
+
+def assert_drawn_by_the_reference(logits: torch.Tensor, rows: list[Row], tokens: list[int]) -> None:
+    for i, (row, token) in enumerate(zip(rows, tokens, strict=True)):
+        probabilities = reference(logits[i], row)
+        number = uniform(np.int64(row.seed), np.int64(row.num_tokens - row.prompt_len), np.int64(row.sample))
+        through = probabilities.cumsum()
+        assert probabilities[token] > 0, (i, row, token)
+        assert through[token] - probabilities[token] - 1e-6 < number < through[token] + 1e-6, (i, row, token)
+
+
+XTC = [
+    Row(xtc_probability=1.0), Row(xtc_probability=1.0, xtc_threshold=0.02), Row(xtc_probability=1.0, xtc_threshold=0.0),
+    Row(xtc_probability=1.0, xtc_threshold=1e-6, temperature=0.5), Row(xtc_probability=1.0, xtc_threshold=0.6),
+    Row(xtc_probability=1.0, xtc_threshold=0.05, top_k=5), Row(xtc_probability=1.0, top_p=0.8, temperature=1.7),
+    Row(xtc_probability=1.0, xtc_threshold=0.03, min_p=0.05), Row(xtc_probability=1.0, xtc_threshold=0.0, top_k=12),
+    Row(xtc_probability=0.5, xtc_threshold=0.02), Row(xtc_probability=0.5, xtc_threshold=0.02, top_p=0.95),
+    Row(top_p=0.9, xtc_threshold=0.02), Row(xtc_threshold=0.0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype, scale", [(torch.float32, 1.0), (torch.float32, 3.0), (torch.bfloat16, 3.0)], ids=str)
+def test_xtc_excludes_top_choices(dtype: torch.dtype, scale: float) -> None:
+    rows = [Row(**{**vars(row), "seed": 31 * i + 5, "sample": i}) for i, row in enumerate(XTC * (20 if ON_GPU else 2))]
+    logits = noise(len(rows), 803, seed=int(10 * scale), scale=scale, dtype=dtype)
+    logits[:, ::7] = -math.inf  # as under a grammar
+    made = draw(logits, rows)
+    assert made.flags(len(rows)) == [0] * len(rows)
+    assert_drawn_by_the_reference(logits, rows, made.tokens(len(rows)))
+    best = logits.float().amax(-1)
+    assert (made.work.maxima.amax(-1) < best).sum() > len(rows) // 3
+
+
+def test_xtc_keeps_ties_of_the_least_likely_choice_and_a_single_choice() -> None:
+    few = torch.tensor([0.4, 0.2, 0.2, 0.15, 0.05], device=DEVICE).log()
+    logits = torch.stack([few, few, few, few])
+    rows = [
+        Row(xtc_probability=1.0, xtc_threshold=threshold, seed=seed)
+        for seed, threshold in enumerate((0.19, 0.3, 0.1, 0.5))
+    ]
+    made = draw(logits, rows, sizes={"group": 2, "tile": 2, "room": 8})
+    expected = few[[1, 0, 3, 0]]
+    assert torch.equal(made.work.maxima.amax(-1), expected)
+
+
+def test_greedy_rows_ignore_xtc() -> None:
+    logits = noise(2, 300, seed=2, scale=4.0)
+    greedy = Row(temperature=0.0, xtc_probability=1.0, xtc_threshold=0.0)
+    assert draw(logits, [greedy] * 2).tokens(2) == logits.argmax(-1).tolist()
 
 
 @pytest.mark.parametrize("count", [0, 1, 7])

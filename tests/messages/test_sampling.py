@@ -49,6 +49,8 @@ BAD: list[tuple[str, Any, str, str]] = [
     ("top_k", 0.5, "0.5", "at least -1"),
     ("min_p", -0.1, "-0.1", "[0, 1]"),
     ("min_p", 1.1, "1.1", "[0, 1]"),
+    ("xtc_probability", 1.5, "1.5", "[0, 1]"),
+    ("xtc_threshold", -0.1, "-0.1", "[0, 1]"),
     ("min_tokens", -1, "-1", "at least 0"),
     ("max_tokens", 0, "0", "at least 1"),
     ("max_tokens", -5, "-5", "at least 1"),

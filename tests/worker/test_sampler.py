@@ -11,7 +11,7 @@ import torch
 
 from quire import SamplingParams
 from quire.worker.extras import ScalarColumns, pack_scalars
-from quire.worker.sampler import FILTER_WINDOW, filter_logits
+from quire.worker.sampler import FILTER_WINDOW, exclude_top_choices, filter_logits
 from tests.worker.device import Device
 
 
@@ -49,6 +49,15 @@ def brute_force(logits: torch.Tensor, top_k: int = 0, top_p: float = 1.0, min_p:
     return alive.tolist()
 
 
+def without_top_choices(probabilities: np.ndarray, threshold: float) -> np.ndarray:
+    """Which tokens XTC keeps where it applies, one by one from the most likely."""
+    alive = probabilities > 0
+    tops = [token for token in np.argsort(-probabilities) if alive[token] and probabilities[token] >= threshold]
+    for token in tops[:-1]:
+        alive[token] = probabilities[token] == probabilities[tops[-1]]
+    return alive
+
+
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("vocab", [5, 300, 3000])
 def test_masks_equal_brute_force(seed: int, vocab: int) -> None:
@@ -72,6 +81,39 @@ def test_nuclei_wider_than_the_window_are_exact() -> None:
         assert left == brute_force(logits, top_p=top_p)
     assert sum(kept(logits, top_k=FILTER_WINDOW + 500)) == FILTER_WINDOW + 500
     assert kept(logits, top_k=2000, top_p=0.9) == brute_force(logits, top_k=2000, top_p=0.9)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_xtc_equals_brute_force(seed: int) -> None:
+    logits = torch.randn(200, generator=torch.Generator().manual_seed(seed)) * (0.5 + seed)
+    logits[::9] = -math.inf
+    for threshold in (0.0, 0.001, 0.05, 0.1, 0.3, 0.5, 0.9):
+        for top_k in (0, 7):
+            scalars = columns(SamplingParams(xtc_probability=0.5, xtc_threshold=threshold, top_k=top_k))
+            left = filter_logits(logits[None], scalars)
+            probabilities = np.exp(left[0].double().numpy() - float(logits.max()))
+            probabilities /= probabilities.sum()
+            exclude_top_choices(left, scalars, torch.tensor([0.5]))  # not below the probability: nothing happens
+            assert ((left[0] > -math.inf).numpy() == (probabilities > 0)).all()
+            exclude_top_choices(left, scalars, torch.tensor([0.49]))
+            wanted = without_top_choices(probabilities, np.float32(threshold))
+            assert ((left[0] > -math.inf).numpy() == wanted).all(), (threshold, top_k)
+
+
+def test_xtc_applies_as_often_as_its_probability_and_by_a_number_of_its_own() -> None:
+    """Probabilities .6 .3 .1: without the top choice only .3 and .1 are drawn. Whether it applies says nothing about
+    which of the two it is."""
+    logits = torch.tensor([0.6, 0.3, 0.1]).log()
+    device = Device(3, max_rows=512)
+    for row in range(512):
+        device.add(row, SamplingParams(xtc_probability=0.5, xtc_threshold=0.2), seed=row * 104729)
+    counts = np.zeros(3)
+    for _ in range(16):
+        tokens, _ = device.draw(logits.expand(512, -1), range(512))
+        counts += np.bincount(tokens, minlength=3)
+        device.batch.num_tokens += 1
+    expected = 8192 * (0.5 * np.array([0.6, 0.3, 0.1]) + 0.5 * np.array([0.0, 0.75, 0.25]))
+    assert ((counts - expected) ** 2 / expected).sum() < 25, (counts, expected)
 
 
 def test_wide_and_narrow_rows_do_not_disturb_each_other() -> None:

@@ -4,7 +4,7 @@
 The vocabulary is cut into groups of 128 neighbouring tokens. The first launch reads the logits once and leaves each
 group's maximum and its sum of weights exp((logit - maximum) / temperature). The last one merges those in the order of
 the vocabulary, finds the group that holds the row's uniform number (a greedy row: the first that holds the maximum),
-reads that group again, picks the token, and commits it. Between them `filtering.py` may take unlikely tokens out.
+reads that group again, picks the token, and commits it. Between them `filtering.py` may exclude tokens.
 
 What a group sums to does not depend on how many rows or programs there are, so neither does a row's token.
 """
@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.kernels.triton.filtering import GREEDY_BELOW, TEMPERATURE, filter_groups, load_scalar
+from quire.kernels.triton.filtering import GREEDY_BELOW, TEMPERATURE, filter_groups, load_scalar, uniform
 from quire.kernels.triton.launch import gdc_launch_dependents, gdc_wait, pdl
 from quire.kernels.triton.threshold_search import LOG2E
 
@@ -49,7 +49,7 @@ class Workspace:
     """What the launches hand each other, allocated once so that a graph can hold it. Needs no clearing."""
 
     maxima: torch.Tensor
-    """[draws, groups] float32: the largest logit of each group. Groups are whole tiles; those past the end are -inf."""
+    """[draws, groups] float32: each group's largest logit, -inf past the end (groups are whole tiles)."""
     sums: torch.Tensor
     """[draws, groups] float32: the weights of each group, relative to its maximum."""
     thresholds: torch.Tensor
@@ -193,7 +193,7 @@ def _draw_kernel(
         temperature = load_scalar(scalars, row, TEMPERATURE)
         greedy = temperature < GREEDY_BELOW
         scale = _scale(temperature)
-        number = _uniform(
+        number = uniform(
             tl.load(seed + row), tl.load(num_tokens + row) - tl.load(prompt_len + row), tl.load(sample + row)
         )
 
@@ -214,7 +214,8 @@ def _draw_kernel(
         x = tl.load(logits + draw * row_stride + token, mask=token < VOCAB, other=float("-inf")).to(tl.float32)
         weights = tl.exp2((x - peak) * scale)
         if FILTERED:
-            weights = tl.where(x >= tl.load(thresholds + draw), weights, 0.0)
+            # What XTC excluded is above the best of what is left.
+            weights = tl.where((x >= tl.load(thresholds + draw)) & (x <= best), weights, 0.0)
         rest = tl.maximum((goal - before) / tl.exp2((peak - best) * scale).to(tl.float64), 0.0)
         reached = tl.where(greedy, x == peak, tl.cumsum(weights.to(tl.float64), axis=0) > rest)
         # Where rounding leaves the number past the group's end, its last token that can be drawn.
@@ -270,16 +271,3 @@ def _commit(
 def _scale(temperature):
     """What a difference of logits is multiplied by to be an exponent of 2. Greedy rows have their sums for NaN only."""
     return LOG2E / tl.where(temperature < GREEDY_BELOW, 1.0, temperature)
-
-
-@triton.jit
-def _uniform(seed, counter, stream):
-    """As `quire.worker.philox.uniform`: a double in [0, 1) for each (seed, counter, stream) of int64."""
-    bits, _, _, _ = tl.philox(
-        seed,
-        (counter & 0xFFFFFFFF).to(tl.uint32),
-        ((counter >> 32) & 0xFFFFFFFF).to(tl.uint32),
-        (stream & 0xFFFFFFFF).to(tl.uint32),
-        ((stream >> 32) & 0xFFFFFFFF).to(tl.uint32),
-    )
-    return bits.to(tl.float64) * (1.0 / 4294967296.0)
