@@ -79,8 +79,10 @@ class RequestOutputKind(enum.Enum):
 class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=False):
     """How tokens are sampled, when a request ends, and what is reported about it.
 
-    Scalars apply in this order: penalties (after `logit_bias` and lists), `temperature`, then the filters: `min_p`,
-    `top_k`, `top_p` among what `top_k` leaves, and XTC by the probabilities of what these leave.
+    Scalars apply in this order: penalties (after `logit_bias` and lists), `temperature`, then the filters:
+    `top_n_sigma`, `min_p`, `top_k`, `top_p` among what `top_k` leaves, XTC by the probabilities of what these leave.
+    `top_n_sigma` keeps the same tokens at every temperature, because the deviation scales with it ("Top-nσ: Not All
+    Logits Are You Need"); the deviation is over all logits that are not masked.
     """
 
     n: Annotated[int, "Sequences generated for one prompt. They share its computation and its cache blocks"] = 1
@@ -174,6 +176,14 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=False):
             "above 0.5 there is never more than one", 0.0, 1.0,
         ),
     ] = 0.1  # fmt: skip
+    top_n_sigma: Annotated[
+        float,
+        Scalar(
+            "Sample from tokens whose logit is at most this many standard deviations of all logits below the largest; "
+            "0 is off", 0.0, 100.0,
+            off=(0.0,), role="filter",
+        ),
+    ] = 0.0  # fmt: skip
 
     def __post_init__(self) -> None:
         self.stop = _strings("stop", self.stop)

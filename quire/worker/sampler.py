@@ -95,11 +95,16 @@ def _argmax(logits: torch.Tensor) -> torch.Tensor:
 
 
 def filter_logits(logits: torch.Tensor, scalars: ScalarColumns) -> torch.Tensor:
-    """Mask what min-p, then top-k, then top-p among the rest exclude; ties with the last one kept stay in.
+    """Mask what top-n-sigma, min-p, top-k, then top-p among the rest exclude; ties with the last one kept stay in.
 
     logits [n, vocab] are divided by the temperature already.
     """
-    floor = logits.amax(-1) + scalars["min_p"].log()  # log 0 is -inf: off
+    best = logits.amax(-1)
+    floor = best + scalars["min_p"].log()  # log 0 is -inf: off
+    num_sigmas = scalars["top_n_sigma"]
+    if bool((num_sigmas > 0.0).any()):
+        lowest = best - num_sigmas * _deviation(logits)
+        floor = torch.where(num_sigmas > 0.0, torch.maximum(floor, lowest), floor)
     logits = logits.masked_fill(logits < floor[:, None], NEGATIVE_INFINITY)
     top_k, top_p = scalars["top_k"], scalars["top_p"]
     top_k = torch.where(top_k > 0, top_k, logits.shape[-1])
@@ -110,6 +115,15 @@ def filter_logits(logits: torch.Tensor, scalars: ScalarColumns) -> torch.Tensor:
         ordered = logits[wide].sort(descending=True).values
         threshold[wide], _ = _threshold(logits[wide], ordered, top_k[wide], top_p[wide])
     return logits.masked_fill(logits < threshold[:, None], NEGATIVE_INFINITY)
+
+
+def _deviation(logits: torch.Tensor) -> torch.Tensor:
+    """The standard deviation of each row's finite logits."""
+    finite = logits > NEGATIVE_INFINITY
+    count = finite.sum(-1)
+    mean = torch.where(finite, logits, 0.0).sum(-1, dtype=torch.float64) / count
+    squares = torch.where(finite, logits - mean[:, None], 0.0) ** 2
+    return (squares.sum(-1, dtype=torch.float64) / count).sqrt().to(logits.dtype)
 
 
 def exclude_top_choices(logits: torch.Tensor, scalars: ScalarColumns, numbers: torch.Tensor) -> None:

@@ -32,6 +32,7 @@ class Row:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    top_n_sigma: float = 0.0
     xtc_probability: float = 0.0
     xtc_threshold: float = 0.1
     seed: int = 0
@@ -183,6 +184,8 @@ def reference(logits: torch.Tensor, row: Row) -> np.ndarray:
     kept = x > -math.inf
     scaled = np.where(kept, x, -1e300) / np.float32(row.temperature)
     weights = np.where(kept, np.exp(scaled - scaled.max()), 0.0)
+    if row.top_n_sigma > 0.0:
+        kept &= x >= x.max() - np.float32(row.top_n_sigma) * x[kept].std()
     kept &= weights >= np.float32(row.min_p)
     if row.top_k > 0:
         kept &= weights >= np.sort(weights)[::-1][min(row.top_k, len(weights)) - 1]
@@ -229,6 +232,29 @@ def test_xtc_excludes_top_choices(dtype: torch.dtype, scale: float) -> None:
     assert_drawn_by_the_reference(logits, rows, made.tokens(len(rows)))
     best = logits.float().amax(-1)
     assert (made.work.maxima.amax(-1) < best).sum() > len(rows) // 3
+
+
+SIGMAS = [
+    Row(top_n_sigma=1.0), Row(top_n_sigma=0.3, temperature=2.0), Row(top_n_sigma=2.5), Row(top_n_sigma=100.0),
+    Row(top_n_sigma=1.5, temperature=0.3), Row(top_n_sigma=2.0, top_k=4), Row(top_n_sigma=2.0, top_p=0.6),
+    Row(top_n_sigma=1.0, min_p=0.001), Row(top_n_sigma=3.0, min_p=0.2), Row(top_n_sigma=1e-6),
+    Row(top_n_sigma=2.0, xtc_probability=1.0, xtc_threshold=0.01), Row(top_n_sigma=1.5, top_k=300, top_p=0.9),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype, scale", [(torch.float32, 1.0), (torch.float32, 9.0), (torch.bfloat16, 3.0)], ids=str)
+def test_top_n_sigma_keeps_what_is_near_the_best(dtype: torch.dtype, scale: float) -> None:
+    rows = [Row(**{**vars(row), "seed": 19 * i + 2, "sample": i}) for i, row in enumerate(SIGMAS)]
+    logits = noise(len(rows), 803, seed=int(10 * scale), scale=scale, dtype=dtype)
+    logits[:, 3::5] = -math.inf
+    logits += 40.0  # a mean far from zero loses no digits
+    made = draw(logits, rows)
+    assert made.flags(len(rows)) == [0] * len(rows)
+    assert_drawn_by_the_reference(logits, rows, made.tokens(len(rows)))
+    for i, row in enumerate(rows):
+        if row.xtc_probability == 0.0:
+            kept = (logits[i].float() >= made.work.thresholds[i]) & (logits[i] > -math.inf)
+            assert (kept.cpu().numpy() == (reference(logits[i], row) > 0)).all(), row
 
 
 def test_xtc_keeps_ties_of_the_least_likely_choice_and_a_single_choice() -> None:

@@ -49,6 +49,7 @@ BAD: list[tuple[str, Any, str, str]] = [
     ("top_k", 0.5, "0.5", "at least -1"),
     ("min_p", -0.1, "-0.1", "[0, 1]"),
     ("min_p", 1.1, "1.1", "[0, 1]"),
+    ("top_n_sigma", -1.0, "-1.0; 0 turns it off", "[0, 100]"),
     ("xtc_probability", 1.5, "1.5", "[0, 1]"),
     ("xtc_threshold", -0.1, "-0.1", "[0, 1]"),
     ("min_tokens", -1, "-1", "at least 0"),

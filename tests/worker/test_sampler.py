@@ -28,10 +28,15 @@ def kept(logits: torch.Tensor, **params: Any) -> list[bool]:
     return left.tolist()
 
 
-def brute_force(logits: torch.Tensor, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> list[bool]:
+def brute_force(
+    logits: torch.Tensor, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0, top_n_sigma: float = 0.0
+) -> list[bool]:
     """The same in float64, one rule after the other as vLLM has them; a tie with the last one kept stays in."""
     weights = np.exp(logits.double().numpy() - float(logits.max()))
     alive = weights >= min_p * weights.max()
+    if top_n_sigma > 0.0:
+        x = logits.double().numpy()
+        alive &= x >= x.max() - top_n_sigma * x[x > -math.inf].std()
     if top_k > 0:
         alive &= weights >= np.sort(weights)[::-1][min(top_k, len(weights)) - 1]
     if top_p < 1.0:
@@ -67,7 +72,8 @@ def test_masks_equal_brute_force(seed: int, vocab: int) -> None:
         {"top_k": 1}, {"top_k": 3}, {"top_k": vocab}, {"top_k": 2 * vocab}, {"top_p": 0.1}, {"top_p": 0.9},
         {"top_p": 0.999}, {"min_p": 0.05}, {"min_p": 1.0}, {"top_k": 4, "top_p": 0.7},
         {"top_k": 50, "top_p": 0.95, "min_p": 0.02},
-        {"top_p": 0.8, "min_p": 0.2}, {"top_p": 1e-6},
+        {"top_p": 0.8, "min_p": 0.2}, {"top_p": 1e-6}, {"top_n_sigma": 0.5}, {"top_n_sigma": 1.5, "top_p": 0.7},
+        {"top_n_sigma": 1.0, "min_p": 0.05, "top_k": 20}, {"top_n_sigma": 100.0},
     ):  # fmt: skip
         values: dict[str, Any] = params
         assert kept(logits, **values) == brute_force(logits, **values), params
@@ -81,6 +87,17 @@ def test_nuclei_wider_than_the_window_are_exact() -> None:
         assert left == brute_force(logits, top_p=top_p)
     assert sum(kept(logits, top_k=FILTER_WINDOW + 500)) == FILTER_WINDOW + 500
     assert kept(logits, top_k=2000, top_p=0.9) == brute_force(logits, top_k=2000, top_p=0.9)
+
+
+def test_top_n_sigma_keeps_the_same_tokens_at_any_temperature_and_ignores_masked_ones() -> None:
+    logits = torch.randn(500, generator=torch.Generator().manual_seed(4)) * 2.5
+    wanted = brute_force(logits, top_n_sigma=1.3)
+    assert 1 < sum(wanted) < 250
+    assert all(kept(logits / temperature, top_n_sigma=1.3) == wanted for temperature in (0.1, 0.7, 1.9))
+    logits[50:] = -math.inf
+    assert kept(logits, top_n_sigma=1.3) == brute_force(logits, top_n_sigma=1.3)
+    logits[1:] = -math.inf
+    assert sum(kept(logits, top_n_sigma=1.3)) == 1
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -1,10 +1,10 @@
 # ruff: noqa: N803
 """Which tokens the scalar filters leave: the second of three launches of a draw, for steps that have filtered rows.
 
-A row's filters apply in this order, after its temperature: min-p, which sets a floor under the logits; top-k and top-p
-(`threshold_search.py`); XTC, which excludes the top choices of what is left. So a row keeps the logits from a threshold
-to a ceiling. The maxima and sums of weights of groups that the first launch measured (`sampling.py`) are rewritten as if
-the others were not there: the largest maximum left is the ceiling.
+A row's filters apply in this order, after its temperature: top-n-sigma and min-p, which set a floor under the logits;
+top-k and top-p (`threshold_search.py`); XTC, which excludes the top choices of what is left. So a row keeps the logits
+from a threshold to a ceiling. The maxima and sums of weights of groups that the first launch measured (`sampling.py`)
+are rewritten as if the others were not there: the largest maximum left is the ceiling.
 
 One program a row, no atomics, and every sum in a fixed order: what is left does not depend on the rows beside it.
 """
@@ -33,6 +33,7 @@ TEMPERATURE = tl.constexpr(COLUMN["temperature"])
 TOP_K = tl.constexpr(COLUMN["top_k"])
 TOP_P = tl.constexpr(COLUMN["top_p"])
 MIN_P = tl.constexpr(COLUMN["min_p"])
+TOP_N_SIGMA = tl.constexpr(COLUMN["top_n_sigma"])
 XTC_PROBABILITY = tl.constexpr(COLUMN["xtc_probability"])
 XTC_THRESHOLD = tl.constexpr(COLUMN["xtc_threshold"])
 
@@ -46,8 +47,8 @@ def filter_groups(logits: torch.Tensor, rows: torch.Tensor, columns: Columns, wo
     `sampling.draw_and_commit` measured them; .live and .spans are scratch, left dirty.
 
     Bytes a row: 10 a group, and the logits of the groups that reach the cut three times (16 KB each time in bfloat16).
-    XTC adds 4 a group and, twice, the logits of the few groups that hold top choices. A row without filters reads its
-    parameters and writes its threshold.
+    top-n-sigma adds all logits, twice; XTC adds 4 a group and, twice, the logits of the few groups that hold top
+    choices. A row without filters reads its parameters and writes its threshold.
     """
     groups = workspace.maxima.shape[1]
     # 128 registers: two programs fit on a multiprocessor, so that 256 rows take one round of an H200.
@@ -91,7 +92,8 @@ def _filter_kernel(
     min_p = load_scalar(scalars, row, MIN_P)
     k = tl.load(scalars + row * NUM_SCALARS + TOP_K)
     k = tl.where(k > 0, tl.minimum(k, VOCAB), VOCAB)
-    cuts = (k < VOCAB) | (top_p < 1.0) | (min_p > 0.0)
+    num_sigmas = load_scalar(scalars, row, TOP_N_SIGMA)
+    cuts = (k < VOCAB) | (top_p < 1.0) | (min_p > 0.0) | (num_sigmas > 0.0)
     xtc_probability = load_scalar(scalars, row, XTC_PROBABILITY)
     excludes = xtc_probability > 0.0
     if excludes:
@@ -114,6 +116,8 @@ def _filter_kernel(
                 bottom = LOWEST
                 if min_p > 0.0:
                     bottom = tl.maximum(best + temperature * tl.log(min_p), LOWEST)
+                if num_sigmas > 0.0:
+                    bottom = tl.maximum(best - num_sigmas * _deviation(row_logits, VOCAB, GROUP * TILE), bottom)
                 threshold = find_threshold(
                     row_logits, peaks, best, mass, k, top_p, bottom, temperature, live, spans + draw * ROOM,
                     VOCAB, GROUP, GROUPS, TILE, ROOM, SHIFT,
@@ -127,6 +131,26 @@ def _filter_kernel(
                     VOCAB, GROUP, GROUPS, WIDTH, TILE,
                 )  # fmt: skip
     tl.store(thresholds + draw, threshold)
+
+
+@triton.jit
+def _deviation(row_logits, VOCAB: tl.constexpr, SIZE: tl.constexpr):
+    """The standard deviation of the finite logits. Two passes: squares less the squared mean would lose digits."""
+    token = tl.arange(0, SIZE)
+    counts = tl.zeros([SIZE], tl.float32)
+    totals = tl.zeros([SIZE], tl.float32)
+    for start in tl.range(0, VOCAB, SIZE, num_stages=3):
+        x = tl.load(row_logits + start + token, mask=start + token < VOCAB, other=float("-inf")).to(tl.float32)
+        counts += tl.where(x > float("-inf"), 1.0, 0.0)
+        totals += tl.where(x > float("-inf"), x, 0.0)
+    count = tl.sum(counts)
+    mean = tl.sum(totals) / count
+    squares = tl.zeros([SIZE], tl.float32)
+    for start in tl.range(0, VOCAB, SIZE, num_stages=3):
+        x = tl.load(row_logits + start + token, mask=start + token < VOCAB, other=float("-inf")).to(tl.float32)
+        distance = tl.where(x > float("-inf"), x - mean, 0.0)
+        squares += distance * distance
+    return tl.sqrt(tl.sum(squares) / count)
 
 
 @triton.jit
