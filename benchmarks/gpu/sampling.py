@@ -15,6 +15,8 @@ import torch
 from triton.testing import do_bench_cudagraph
 
 from quire.kernels.triton.sampling import Columns, draw_and_commit, workspace
+from quire.messages.sampling import SamplingParams
+from quire.worker.extras import pack_scalars
 
 VOCABULARIES = (151_936, 128_256)
 ROWS = (1, 32, 256)
@@ -31,8 +33,8 @@ def model_like(rows: int, vocab: int) -> torch.Tensor:
     return (20 - steepness * rank.log() + 0.5 * noise).to(torch.bfloat16)
 
 
-def columns(rows: int, vocab: int, top_k: int, top_p: float) -> Columns:
-    """Rows with equal parameters, and a padding row."""
+def columns(rows: int, params: SamplingParams) -> Columns:
+    """Rows that all want the same, and one of padding."""
 
     def whole(value: int) -> torch.Tensor:
         return torch.full((rows + 1,), value, dtype=torch.int64, device=DEVICE)
@@ -40,21 +42,20 @@ def columns(rows: int, vocab: int, top_k: int, top_p: float) -> Columns:
     return Columns(
         last_token=whole(0), num_tokens=whole(10), prompt_len=whole(3), limit=whole(2**40),
         active=torch.ones(rows + 1, dtype=torch.bool, device=DEVICE), seed=torch.arange(rows + 1, device=DEVICE),
-        sample=whole(0), top_k=whole(top_k or vocab),
-        floats=torch.tensor([[0.8, top_p, 0.0, 1.0, 0.0, 0.0]], device=DEVICE).repeat(rows + 1, 1),
+        sample=whole(0), scalars=torch.from_numpy(pack_scalars([params])).to(DEVICE).repeat(rows + 1, 1),
         stop_ids=torch.full((rows + 1, 2), -1, device=DEVICE),
     )  # fmt: skip
 
 
-def ours(logits: torch.Tensor, top_k: int = 0, top_p: float = 1.0) -> Callable[[], object]:
+def ours(logits: torch.Tensor, **scalars: float) -> Callable[[], object]:
     draws, vocab = logits.shape
-    state = columns(draws, vocab, top_k, top_p)
+    params = SamplingParams(temperature=0.8, **scalars)  # type: ignore[arg-type]
+    state = columns(draws, params)
     rows = torch.arange(draws, device=DEVICE)
     results = torch.empty(2, 2, draws, dtype=torch.int32, pin_memory=True)
     slot = torch.zeros(1, dtype=torch.int32, device=DEVICE)
     room = workspace(draws, vocab, DEVICE)
-    filtered = top_k > 0 or top_p < 1.0
-    return lambda: draw_and_commit(logits, rows, state, results, slot, filtered, room)
+    return lambda: draw_and_commit(logits, rows, state, results, slot, params.has_filters, room)
 
 
 def torch_plain(logits: torch.Tensor) -> Callable[[], object]:
@@ -97,9 +98,10 @@ def main() -> None:
             print(
                 f"{rows:>5} x {vocab:>8,} {bound:7.1f} |"
                 f" {microseconds(ours(logits)):7.1f} {microseconds(torch_plain(logits)):7.1f} |"
-                f" {microseconds(ours(logits, 20, 0.95)):8.1f} {microseconds(torch_topk(logits, 20, 0.95)):7.1f} |"
-                f" {microseconds(ours(logits, 0, 0.95)):7.1f} {microseconds(torch_sorted(logits, 0.95)):8.1f} |"
-                f" {microseconds(ours(wide, 0, 0.9)):8.1f}",
+                f" {microseconds(ours(logits, top_k=20, top_p=0.95)):8.1f}"
+                f" {microseconds(torch_topk(logits, 20, 0.95)):7.1f} |"
+                f" {microseconds(ours(logits, top_p=0.95)):7.1f} {microseconds(torch_sorted(logits, 0.95)):8.1f} |"
+                f" {microseconds(ours(wide, top_p=0.9)):8.1f}",
                 flush=True,
             )
 

@@ -16,8 +16,9 @@ from quire.loading.model_config import ModelConfig
 from quire.messages.beams import BeamSearchParams
 from quire.messages.pooling import PoolingParams
 from quire.messages.request import NewRequest
-from quire.messages.sampling import RequestOutputKind, SamplingParams
+
 from quire.scheduler.beams import num_candidates
+from quire.messages.sampling import FROM_GENERATION_CONFIG, RequestOutputKind, SamplingParams
 
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_CHARACTERS = 1024
@@ -138,8 +139,9 @@ class InputProcessor:
 
     def default_params(self) -> SamplingParams:
         """The model's own sampling defaults, from its generation_config.json."""
-        names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-        given = {name: self._generation_config[name] for name in names if self._generation_config.get(name) is not None}
+        given = {
+            name: value for name in FROM_GENERATION_CONFIG if (value := self._generation_config.get(name)) is not None
+        }
         if self._generation_config.get("max_new_tokens"):
             given["max_tokens"] = self._generation_config["max_new_tokens"]
         return SamplingParams(**given)

@@ -10,9 +10,8 @@ from typing import Any
 
 import msgspec
 
-from quire.cli.sampling_flags import MEANINGS
 from quire.config import EngineConfig
-from quire.messages.sampling import SamplingParams
+from quire.messages.sampling import HELP, SamplingParams
 from quire.server.config import ServerConfig
 
 INTRODUCTION = """\
@@ -91,7 +90,7 @@ def _sampling() -> Iterator[str]:
     yield "| field | default | meaning |"
     yield "|---|---|---|"
     for field in msgspec.structs.fields(SamplingParams):
-        yield f"| `{field.name}` | {_default(field.default)} | {_cell(MEANINGS[field.name])} |"
+        yield f"| `{field.name}` | {_default(field.default)} | {_cell(HELP[field.name])} |"
 
 
 def _default(value: Any) -> str:

@@ -1,12 +1,20 @@
-"""`SamplingParams`: how a request wants its tokens drawn. Names, defaults and meanings are vLLM's."""
+"""`SamplingParams`: how a request wants its tokens sampled. Names, defaults and meanings are vLLM's.
+
+The class is also the table of sampling parameters: a field's annotation holds its help text and, for the numbers the
+sampler reads on the device (`Scalar`), its range. From it come validation, the columns of the device batch and their
+packing, the fields of HTTP bodies, the flags of the command line and docs/configuration.md. To add such a number is to
+add a field here and its effect to `worker/sampler.py` and `kernels/triton/filtering.py`.
+"""
 
 from __future__ import annotations
 
 import copy
+import dataclasses
 import enum
+import operator
 import sys
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 import msgspec
 
@@ -17,11 +25,44 @@ MAX_N = 16384
 MAX_STOP_STRINGS = 64
 MAX_TOKEN_ID = 2**31 - 1
 MAX_TOKEN_IDS = 2**18
-"""In one list: as many as the largest vocabularies have. Each is looked at, by whoever makes the request."""
+"""In one list: the size of the largest vocabularies. Each id is checked in the process that makes the request."""
 GREEDY_BELOW = 1e-5
 LOWEST_TEMPERATURE = 0.01
-REPETITION_PENALTY = 0.01, 100.0
-"""Logits are divided and multiplied by it: far beyond, they are no numbers any more."""
+XTC_STREAM = 2**32
+"""Added to a sequence's number: the random stream that decides whether XTC applies, apart from that of its tokens."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Scalar:
+    """A sampling parameter that is one number for each row of the device batch; annotates its field."""
+
+    help: str
+    low: float
+    high: float | None
+    """None: no upper limit (integers only)."""
+    excludes_low: bool = False
+    """`low` itself is refused."""
+    off: tuple[float, ...] = ()
+    """Values without effect, the default first."""
+    role: Literal["filter", "penalty", "other"] = "other"
+    """filter: restricts which tokens may be sampled; greedy requests ignore it. penalty: changes logits by the tokens
+    so far. A row with neither pays for neither."""
+    in_generation_config: bool = False
+    """A model's generation_config.json may set the default."""
+
+    # From the field it annotates.
+    name: str = ""
+    kind: type = float
+    default: float = 0.0
+
+    def check(self, value: Any) -> None:
+        """Raise unless the value is in range."""
+        remedy = f"; {self.off[0]:g} turns it off" if self.off else f"; the default is {self.default:g}"
+        if self.kind is int:
+            check_integer(self.name, value, int(self.low), None if self.high is None else int(self.high), remedy)
+        else:
+            assert self.high is not None
+            check_number(self.name, value, self.low, self.high, self.excludes_low, remedy)
 
 
 class RequestOutputKind(enum.Enum):
@@ -36,36 +77,113 @@ class RequestOutputKind(enum.Enum):
 
 
 class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=False):
-    """How tokens are drawn, when a request ends, and what is reported about it."""
+    """How tokens are sampled, when a request ends, and what is reported about it.
 
-    n: int = 1
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    seed: int | None = None
-    stop: list[str] | str | None = None
-    stop_token_ids: list[int] | None = None
-    ignore_eos: bool = False
-    max_tokens: int | None = 16
-    min_tokens: int = 0
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    detokenize: bool = True
-    skip_special_tokens: bool = True
-    spaces_between_special_tokens: bool = True
-    include_stop_str_in_output: bool = False
-    bad_words: list[str] | None = None
-    logit_bias: dict[int, float] | None = None
-    allowed_token_ids: list[int] | None = None
-    truncate_prompt_tokens: int | None = None
-    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
-    extra_args: dict[str, Any] | None = None
-    structured_outputs: StructuredOutputsParams | None = None
-    """The form the output must have. `min_tokens` and `ignore_eos` yield to it: where it is complete, output ends."""
+    Scalars apply in this order: penalties (after `logit_bias` and lists), `temperature`, then the filters:
+    `top_n_sigma`, `min_p`, `top_k`, `top_p` among what `top_k` leaves, XTC by the probabilities of what these leave.
+    `top_n_sigma` keeps the same tokens at every temperature, because the deviation scales with it ("Top-nσ: Not All
+    Logits Are You Need"); the deviation is over all logits that are not masked.
+    """
+
+    n: Annotated[int, "Sequences generated for one prompt. They share its computation and its cache blocks"] = 1
+    presence_penalty: Annotated[
+        float,
+        Scalar(
+            "Lowers the logit of every token that is in the output already; from -2 to 2", -2.0, 2.0,
+            off=(0.0,), role="penalty",
+        ),
+    ] = 0.0  # fmt: skip
+    frequency_penalty: Annotated[
+        float,
+        Scalar(
+            "The same, once for each time the token is in the output; from -2 to 2", -2.0, 2.0,
+            off=(0.0,), role="penalty",
+        ),
+    ] = 0.0  # fmt: skip
+    repetition_penalty: Annotated[
+        float,
+        Scalar(  # logits are divided and multiplied by it: outside of this range they would overflow
+            "Divides the logits of tokens in prompt or output (multiplies negative ones); 1 is off", 0.01, 100.0,
+            off=(1.0,), role="penalty", in_generation_config=True,
+        ),
+    ] = 1.0  # fmt: skip
+    temperature: Annotated[
+        float,
+        Scalar("0 takes the most likely token; higher is more varied; at most 2", 0.0, 2.0, in_generation_config=True),
+    ] = 1.0
+    top_p: Annotated[
+        float,
+        Scalar(
+            "Sample from the most likely tokens whose probabilities add up to this; 1 is off", 0.0, 1.0,
+            excludes_low=True, off=(1.0,), role="filter", in_generation_config=True,
+        ),
+    ] = 1.0  # fmt: skip
+    top_k: Annotated[
+        int,
+        Scalar(
+            "Sample from this many of the most likely tokens; 0 or -1 is off", -1, None,
+            off=(0, -1), role="filter", in_generation_config=True,
+        ),
+    ] = 0  # fmt: skip
+    min_p: Annotated[
+        float,
+        Scalar(
+            "Sample from tokens with at least this probability relative to the most likely one; 0 is off", 0.0, 1.0,
+            off=(0.0,), role="filter", in_generation_config=True,
+        ),
+    ] = 0.0  # fmt: skip
+    seed: Annotated[int | None, "Makes this request's tokens repeatable, whatever runs beside it"] = None
+    stop: Annotated[list[str] | str | None, "Text that ends the output"] = None
+    stop_token_ids: Annotated[list[int] | None, "Tokens that end the output"] = None
+    ignore_eos: Annotated[bool, "Continue after the model's own end token"] = False
+    max_tokens: Annotated[int | None, "Longest output in tokens; None is up to the model's length"] = 16
+    min_tokens: Annotated[int, "The output does not end before this many tokens"] = 0
+    logprobs: Annotated[
+        int | None, "Report the log-probability of each sampled token and of this many of the likeliest; -1 is all"
+    ] = None
+    prompt_logprobs: Annotated[int | None, "The same for the prompt's tokens"] = None
+    detokenize: Annotated[bool, "Turn tokens into text"] = True
+    skip_special_tokens: Annotated[bool, "Leave special tokens out of the text"] = True
+    spaces_between_special_tokens: Annotated[bool, "Put spaces between special tokens in the text"] = True
+    include_stop_str_in_output: Annotated[bool, "Keep the stop text at the end of the output"] = False
+    bad_words: Annotated[list[str] | None, "Words that are never generated"] = None
+    logit_bias: Annotated[dict[int, float] | None, "Added to the logits of tokens, by token id"] = None
+    allowed_token_ids: Annotated[list[int] | None, "Sample from these tokens only"] = None
+    truncate_prompt_tokens: Annotated[
+        int | None, "Keep this many of the prompt's last tokens; -1 is as many as fit"
+    ] = None
+    output_kind: Annotated[
+        RequestOutputKind,
+        "What each output of a stream holds: all so far, what is new, or nothing until the end",
+    ] = RequestOutputKind.CUMULATIVE
+    extra_args: Annotated[dict[str, Any] | None, "Parameters of custom logits processors"] = None
+    structured_outputs: Annotated[
+        StructuredOutputsParams | None, "A form the output must have: a JSON schema, regex, choice or grammar"
+    ] = None
+    """`min_tokens` and `ignore_eos` yield to it: where the form is complete, the output ends."""
+    xtc_probability: Annotated[
+        float,
+        Scalar(
+            "Probability that a token is sampled without the top choices (XTC): all tokens with a probability of at "
+            "least xtc_threshold, except the least likely of them; 0 is off", 0.0, 1.0,
+            off=(0.0,), role="filter",
+        ),
+    ] = 0.0  # fmt: skip
+    xtc_threshold: Annotated[
+        float,
+        Scalar(
+            "Probability from which on a token is a top choice for XTC, after temperature and the other filters; "
+            "above 0.5 there is never more than one", 0.0, 1.0,
+        ),
+    ] = 0.1  # fmt: skip
+    top_n_sigma: Annotated[
+        float,
+        Scalar(
+            "Sample from tokens whose logit is at most this many standard deviations of all logits below the largest; "
+            "0 is off", 0.0, 100.0,
+            off=(0.0,), role="filter",
+        ),
+    ] = 0.0  # fmt: skip
 
     def __post_init__(self) -> None:
         self.stop = _strings("stop", self.stop)
@@ -75,13 +193,14 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=False):
         self._check_lists()
         self._check_together()
         if self.is_greedy:
-            self.top_p, self.top_k, self.min_p = 1.0, 0, 0.0
+            for scalar in FILTERS:
+                setattr(self, scalar.name, scalar.default)
         else:
             self.temperature = max(self.temperature, LOWEST_TEMPERATURE)
 
     @classmethod
     def from_optional(cls, **fields: Any) -> SamplingParams:
-        """As the constructor, with None standing for a field's default and biases clamped to [-100, 100]."""
+        """Like the constructor, but None means a field's default and biases are clamped to [-100, 100]."""
         given = {name: value for name, value in fields.items() if value is not None or name == "max_tokens"}
         if given.get("logit_bias"):
             given["logit_bias"] = _clamped(given["logit_bias"])
@@ -101,7 +220,11 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=False):
 
     @property
     def has_penalties(self) -> bool:
-        return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
+        return any(getattr(self, scalar.name) not in scalar.off for scalar in PENALTIES)
+
+    @property
+    def has_filters(self) -> bool:
+        return any(getattr(self, scalar.name) not in scalar.off for scalar in FILTERS)
 
     @property
     def stop_strings(self) -> list[str]:
@@ -109,13 +232,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=False):
 
     def _check_numbers(self) -> None:
         check_integer("n", self.n, 1, MAX_N)
-        check_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        check_number("repetition_penalty", self.repetition_penalty, *REPETITION_PENALTY)
-        check_number("temperature", self.temperature, 0.0, 2.0)
-        check_number("top_p", self.top_p, 0.0, 1.0, open_low=True)
-        check_integer("top_k", self.top_k, -1)
-        check_number("min_p", self.min_p, 0.0, 1.0)
+        for scalar, value in zip(SCALARS, scalar_values(self), strict=True):
+            scalar.check(value)
         check_integer("min_tokens", self.min_tokens, 0)
         if self.seed is not None:
             check_integer("seed", self.seed, -(2**63), 2**64 - 1)
@@ -144,7 +262,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=False):
         self.stop_token_ids = list(dict.fromkeys(check_token_ids("stop_token_ids", self.stop_token_ids) or [])) or None
         self.allowed_token_ids = check_token_ids("allowed_token_ids", self.allowed_token_ids)
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
-            raise ValidationError("allowed_token_ids is empty: no token could ever be drawn", "allowed_token_ids", [])
+            raise ValidationError("allowed_token_ids is empty: no token could ever be sampled", "allowed_token_ids", [])
         if self.logit_bias:
             if not isinstance(self.logit_bias, Mapping):
                 raise ValidationError(f"logit_bias must map token ids to biases, got {self.logit_bias!r}", "logit_bias")
@@ -169,8 +287,31 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=False):
             raise ValidationError("stop strings need detokenize=True: they are found in the text", "stop", self.stop)
         if self.n > 1 and self.is_greedy:
             raise ValidationError(
-                f"n must be 1 with temperature 0, got {self.n}: all greedy samples are the same", "n", self.n
+                f"n must be 1 with temperature 0, got {self.n}: all greedy sequences are the same", "n", self.n
             )
+
+
+def _read_table() -> tuple[tuple[Scalar, ...], dict[str, str]]:
+    """The scalars among the fields, and what each field does."""
+    scalars, meanings = [], {}
+    hints = get_type_hints(SamplingParams, include_extras=True)
+    for field in msgspec.structs.fields(SamplingParams):
+        kind, note = get_args(hints[field.name])
+        meanings[field.name] = note.help if isinstance(note, Scalar) else note
+        if isinstance(note, Scalar):
+            scalars.append(dataclasses.replace(note, name=field.name, kind=kind, default=field.default))
+    return tuple(scalars), meanings
+
+
+SCALARS, HELP = _read_table()
+"""In the order of the device batch's columns; and what every field does, in words."""
+COLUMN = {scalar.name: column for column, scalar in enumerate(SCALARS)}
+FILTERS = tuple(scalar for scalar in SCALARS if scalar.role == "filter")
+PENALTIES = tuple(scalar for scalar in SCALARS if scalar.role == "penalty")
+FROM_GENERATION_CONFIG = tuple(scalar.name for scalar in SCALARS if scalar.in_generation_config)
+
+scalar_values = operator.attrgetter(*COLUMN)
+"""Of a `SamplingParams`: its scalars in that order."""
 
 
 def _is_finite(value: object) -> bool:
@@ -178,19 +319,21 @@ def _is_finite(value: object) -> bool:
     return is_number and abs(value) <= sys.float_info.max  # type: ignore[arg-type]
 
 
-def check_number(name: str, value: float, low: float, high: float, open_low: bool = False) -> None:
+def check_number(
+    name: str, value: float, low: float, high: float, excludes_low: bool = False, remedy: str = ""
+) -> None:
     """Raise unless it is a number in these bounds."""
-    inside = _is_finite(value) and (low < value if open_low else low <= value) and value <= high
+    inside = _is_finite(value) and (low < value if excludes_low else low <= value) and value <= high
     if not inside:
-        bracket = "(" if open_low else "["
-        raise ValidationError(f"{name} must be in {bracket}{low:g}, {high:g}], got {value!r}", name, value)
+        bracket = "(" if excludes_low else "["
+        raise ValidationError(f"{name} must be in {bracket}{low:g}, {high:g}], got {value!r}{remedy}", name, value)
 
 
-def check_integer(name: str, value: int, low: int, high: int | None = None) -> None:
+def check_integer(name: str, value: int, low: int, high: int | None = None, remedy: str = "") -> None:
     """Raise unless it is an integer in these bounds."""
     if not isinstance(value, int) or isinstance(value, bool) or value < low or (high is not None and value > high):
         wanted = f"at least {low}" if high is None else f"from {low} to {high}"
-        raise ValidationError(f"{name} must be an integer {wanted}, got {value!r}", name, value)
+        raise ValidationError(f"{name} must be an integer {wanted}, got {value!r}{remedy}", name, value)
     if value.bit_length() > 64:
         raise ValidationError(f"{name} must be an integer of 64 bits", name, value)
 
@@ -204,13 +347,13 @@ def _strings(name: str, value: Sequence[str] | str | None) -> list[str] | None:
 
 
 def check_count(name: str, value: Collection[object]) -> None:
-    """Raise for more token ids than anybody needs."""
+    """Raise for more token ids than a list may hold."""
     if len(value) > MAX_TOKEN_IDS:
         raise ValidationError(f"{name} holds {len(value)} token ids; at most {MAX_TOKEN_IDS}", name, len(value))
 
 
 def check_token_ids(name: str, value: Sequence[int] | None) -> list[int] | None:
-    """The ids as a list; raises unless they may be some."""
+    """The ids as a list; raises unless each is a valid id."""
     check_count(name, _listed(name, value) or [])
     if value:
         _check_ids(name, value)
@@ -218,7 +361,7 @@ def check_token_ids(name: str, value: Sequence[int] | None) -> list[int] | None:
 
 
 def _check_ids(name: str, ids: Collection[int]) -> None:
-    """There may be many thousand, and they are checked more than once: those that are right, all together."""
+    """Valid ids are checked all at once: there may be many thousand, checked more than once."""
     if set(map(type, ids)) <= {int} and min(ids) >= 0 and max(ids) <= MAX_TOKEN_ID:
         return
     for token in ids:

@@ -12,6 +12,7 @@ from quire.api.async_llm import AsyncLLM
 from quire.api.inputs import encode_text
 from quire.errors import ValidationError
 from quire.loading.read_config import read_generation_config
+from quire.messages.sampling import FROM_GENERATION_CONFIG
 from quire.output.detokenizer import Vocabulary
 from quire.server.auth import Keys
 from quire.server.config import ServerConfig
@@ -20,7 +21,6 @@ from quire.server.http import Exchange, HungUpError
 from quire.server.lifecycle.replicas import supervise
 from quire.server.limits import AdmissionLimiter, Bodies
 from quire.server.observability.watchers import Observability
-from quire.server.protocol.sampling import FROM_GENERATION_CONFIG
 from quire.server.tool_prompts import ToolPrompts
 
 if TYPE_CHECKING:

@@ -11,7 +11,8 @@ import torch
 
 from quire.layers.attention.base import AttentionInputs, LastTokens
 from quire.messages.plan import Fork, NewRow, StepPlan
-from quire.worker.extras import RowExtras, RowKind
+from quire.messages.sampling import SCALARS
+from quire.worker.extras import RowExtras, RowKind, ScalarColumns, pack_scalars
 from quire.worker.kv import KVCache
 
 
@@ -69,11 +70,6 @@ class Drawn:
         return [tensor.cpu().numpy() for tensor in self._tensors]
 
 
-def effective_top_k(new: NewRow, vocab_size: int) -> int:
-    """How many tokens top-k leaves a row: all, if it is off or asks for more than there are."""
-    return min(new.params.top_k, vocab_size) if new.params.top_k > 0 else vocab_size
-
-
 class DeviceBatch:
     """Columns on the device, indexed by row. What the host must know to choose a path is kept beside them."""
 
@@ -106,20 +102,12 @@ class DeviceBatch:
         self.block_table = column(torch.int32, -(-blocks // 16) * 16)  # rows of tables on 64-byte lines
         self.seed = column(torch.int64)
         self.sample = column(torch.int64)
-        self.top_k = column(torch.int64)
-        self.floats = column(torch.float32, 6)
+        self.scalars = column(torch.int32, len(SCALARS))
+        """Scalar sampling parameters, in the order of `SCALARS`; floats by their bits (`ScalarColumns` reads them)."""
         self.stop_ids = column(torch.int64, 1)
         # Host side: what kind of work each row's sampling is, and the parameters that are lists.
         self.kinds = np.zeros(max_rows, np.int32)
         self.extras: dict[int, RowExtras] = {}
-
-    # Scalar sampling parameters share one float column, so that a new row is one write.
-    temperature = property(lambda self: self.floats[:, 0])
-    top_p = property(lambda self: self.floats[:, 1])
-    min_p = property(lambda self: self.floats[:, 2])
-    repetition = property(lambda self: self.floats[:, 3])
-    presence = property(lambda self: self.floats[:, 4])
-    frequency = property(lambda self: self.floats[:, 5])
 
     def apply(self, plan: StepPlan, padded_rows: int = 0) -> None:
         """Bring the rows up to the plan; `padded_rows`: rows the step will have where it is padded."""
@@ -157,7 +145,7 @@ class DeviceBatch:
     def _add(self, added: list[NewRow]) -> None:
         if not added:
             return
-        rows, num_tokens, num_computed, prompt_len, limit, seed, sample, top_k = self.upload(
+        rows, num_tokens, num_computed, prompt_len, limit, seed, sample, scalars = self.upload(
             [new.row for new in added],
             [new.num_tokens for new in added],
             [new.num_computed for new in added],
@@ -165,7 +153,7 @@ class DeviceBatch:
             [new.limit for new in added],
             np.array([new.seed & (2**64 - 1) for new in added], np.uint64).view(np.int64),
             [new.sample for new in added],
-            [effective_top_k(new, self.vocab_size) for new in added],
+            pack_scalars([new.params for new in added]).reshape(-1),
         )
         self.num_tokens[rows] = num_tokens
         self.num_computed[rows] = num_computed
@@ -173,16 +161,15 @@ class DeviceBatch:
         self.limit[rows] = limit
         self.seed[rows] = seed
         self.sample[rows] = sample
-        self.top_k[rows] = top_k
+        self.scalars[rows] = scalars.view(len(added), -1).to(torch.int32)
         self.active[rows] = True
-        floats = [
-            (p.temperature, p.top_p, p.min_p, p.repetition_penalty, p.presence_penalty, p.frequency_penalty)
-            for p in (new.params for new in added)
-        ]
-        self.floats[rows] = torch.tensor(floats, dtype=torch.float32).to(self._device, non_blocking=True)
         self._set_stop_ids(rows, [new.stop_ids for new in added])
         for new in added:
             self._remember(new)
+
+    def scalars_of(self, rows: torch.Tensor) -> ScalarColumns:
+        """The scalar sampling parameters of these rows, by name."""
+        return ScalarColumns(self.scalars[rows])
 
     def _set_stop_ids(self, rows: torch.Tensor, lists: list[list[int]]) -> None:
         width = max(map(len, lists))
@@ -275,7 +262,7 @@ class DeviceBatch:
         )
         for column in (
             self.last_token, self.num_tokens, self.num_computed, self.prompt_len, self.limit, self.active,
-            self.block_table, self.seed, self.top_k, self.floats, self.stop_ids,
+            self.block_table, self.seed, self.scalars, self.stop_ids,
         ):  # fmt: skip
             column[rows] = column[sources]
         self.sample[rows] = samples

@@ -8,13 +8,14 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from quire.kernels.triton.batch import NEW_ROW_INTS, apply_plan, expand_rows
+from quire.kernels.triton.batch import NEW_ROW_HEAD, NEW_ROW_INTS, apply_plan, expand_rows
 from quire.kernels.triton.elementwise import mask_logits
 from quire.kernels.triton.sampling import Columns, commit, draw_and_commit, workspace
 from quire.layers.attention.base import AttentionInputs, LastTokens
 from quire.messages.plan import NewRow, StepPlan
-from quire.worker.batch import DeviceBatch, StepInputs, effective_top_k
+from quire.worker.batch import DeviceBatch, StepInputs
 from quire.worker.device_groups import DeviceGroups
+from quire.worker.extras import pack_scalars
 from quire.worker.kv import KVCache
 
 IN_FLIGHT = 8
@@ -132,20 +133,13 @@ class CudaBatch(DeviceBatch):
 
     def _new_rows(self, added: list[NewRow]) -> list[np.ndarray]:
         ints = np.empty((len(added), NEW_ROW_INTS), np.int32)
-        floats = ints.view(np.float32)
+        ints[:, NEW_ROW_HEAD:] = pack_scalars([new.params for new in added])
         self._widen_stop_ids(max(len(new.stop_ids) for new in added))
         stops = np.full((len(added), self.stop_ids.shape[1]), -1, np.int32)
         for i, new in enumerate(added):
-            p = new.params
             seed = new.seed & (2**64 - 1)
-            ints[i, :7] = (
-                new.row, new.num_tokens, new.num_computed, new.prompt_len, new.limit,
-                effective_top_k(new, self.vocab_size), new.sample,
-            )  # fmt: skip
-            ints[i, 7:9] = np.array([seed & 0xFFFFFFFF, seed >> 32], np.uint32).view(np.int32)
-            floats[i, 9:] = (
-                p.temperature, p.top_p, p.min_p, p.repetition_penalty, p.presence_penalty, p.frequency_penalty
-            )  # fmt: skip
+            ints[i, :6] = new.row, new.num_tokens, new.num_computed, new.prompt_len, new.limit, new.sample
+            ints[i, 6:8] = np.array([seed & 0xFFFFFFFF, seed >> 32], np.uint32).view(np.int32)
             stops[i, : len(new.stop_ids)] = new.stop_ids
             self._remember(new)
         return [ints.reshape(-1), stops.reshape(-1)]
@@ -210,8 +204,7 @@ class CudaBatch(DeviceBatch):
         """What the sampling kernels read and write."""
         return Columns(
             last_token=self.last_token, num_tokens=self.num_tokens, prompt_len=self.prompt_len, limit=self.limit,
-            active=self.active, seed=self.seed, sample=self.sample, top_k=self.top_k, floats=self.floats,
-            stop_ids=self.stop_ids,
+            active=self.active, seed=self.seed, sample=self.sample, scalars=self.scalars, stop_ids=self.stop_ids,
         )  # fmt: skip
 
     def picks(self, plan: StepPlan) -> torch.Tensor:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 
 from quire.messages.plan import NewRow
+from quire.messages.sampling import COLUMN, SCALARS, SamplingParams, scalar_values
 
 _NOTHING = torch.empty(0)
 
@@ -19,7 +20,7 @@ class RowKind(enum.IntFlag):
     GREEDY = 0
     RANDOM = 1
     FILTERED = 2
-    """top-k, top-p or min-p."""
+    """A scalar restricts which tokens may be sampled (top-k, top-p, min-p, ...)."""
     PENALISED = 4
     LISTED = 8
     """Logit bias, allowed ids, bad words, min_tokens or a custom processor."""
@@ -40,7 +41,7 @@ class RowKind(enum.IntFlag):
         """The kind of a new row."""
         p = new.params
         kind = RowKind.GREEDY if p.is_greedy else RowKind.RANDOM
-        if p.top_k > 0 or p.top_p < 1.0 or p.min_p > 0.0:
+        if p.has_filters:
             kind |= RowKind.FILTERED
         if p.has_penalties:
             kind |= RowKind.PENALISED
@@ -55,6 +56,34 @@ class RowKind(enum.IntFlag):
         if new.pooling is not None:
             kind |= RowKind.MEAN if new.pooling == "mean" else RowKind.LAST
         return kind
+
+
+_INT_COLUMNS = [column for column, scalar in enumerate(SCALARS) if scalar.kind is int]
+_INT32_MAX = 2**31 - 1
+
+
+def pack_scalars(params: Sequence[SamplingParams]) -> np.ndarray:
+    """Scalar parameters as int32 [len(params), len(SCALARS)]: rows of `DeviceBatch.scalars`, floats by their bits."""
+    packed = np.empty((len(params), len(SCALARS)), np.int32)
+    floats = packed.view(np.float32)
+    for i, p in enumerate(params):
+        values = scalar_values(p)
+        floats[i] = values
+        for column in _INT_COLUMNS:
+            packed[i, column] = min(values[column], _INT32_MAX)
+    return packed
+
+
+class ScalarColumns:
+    """Scalar parameters of some rows, by name: `columns["top_p"]` is [rows] float32 (int32 for integers)."""
+
+    def __init__(self, packed: torch.Tensor) -> None:
+        self._ints = packed
+        self._floats = packed.view(torch.float32)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        column = COLUMN[name]
+        return (self._ints if column in _INT_COLUMNS else self._floats)[:, column]
 
 
 class RowExtras:

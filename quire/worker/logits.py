@@ -46,9 +46,11 @@ def apply_penalties(batch: DeviceBatch, logits: torch.Tensor, rows: torch.Tensor
     is_output = exists & (position >= batch.prompt_len[rows, None])
     seen = torch.zeros_like(logits).scatter_add_(1, tokens, exists.to(logits.dtype)) > 0
     count = torch.zeros_like(logits).scatter_add_(1, tokens, is_output.to(logits.dtype))
-    repetition = batch.repetition[rows, None]
+    scalars = batch.scalars_of(rows)
+    repetition = scalars["repetition_penalty"][:, None]
+    frequency, presence = scalars["frequency_penalty"][:, None], scalars["presence_penalty"][:, None]
     logits = torch.where(seen, torch.where(logits > 0, logits / repetition, logits * repetition), logits)
-    return logits - batch.frequency[rows, None] * count - batch.presence[rows, None] * (count > 0)
+    return logits - frequency * count - presence * (count > 0)
 
 
 def apply_lists(

@@ -11,8 +11,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from quire.messages.sampling import XTC_STREAM
 from quire.worker.batch import DeviceBatch
-from quire.worker.extras import RowKind
+from quire.worker.extras import RowKind, ScalarColumns
 from quire.worker.logits import NEGATIVE_INFINITY, LogitsProcessor, apply_lists, apply_penalties
 from quire.worker.philox import uniform
 
@@ -65,18 +66,22 @@ class Sampler:
 
     def _draw_random(self, logits: torch.Tensor, rows: torch.Tensor, filtered: bool) -> torch.Tensor:
         batch = self._batch
-        scaled = logits / batch.temperature[rows, None]
+        scalars = batch.scalars_of(rows)
+        scaled = logits / scalars["temperature"][:, None]
         if filtered:
-            scaled = filter_logits(scaled, batch.top_k[rows], batch.top_p[rows], batch.min_p[rows])
+            scaled = filter_logits(scaled, scalars)
+            if bool((scalars["xtc_probability"] > 0.0).any()):
+                exclude_top_choices(scaled, scalars, self._uniform(rows, XTC_STREAM))
         cumulative = torch.softmax(scaled, dim=-1).cumsum(-1, dtype=torch.float64)
         threshold = self._uniform(rows) * cumulative[:, -1]
         drawn = torch.searchsorted(cumulative, threshold[:, None], right=True)[:, 0]
         return drawn.clamp(max=logits.shape[-1] - 1)  # only a row of NaN gets here; it is reported as invalid
 
-    def _uniform(self, rows: torch.Tensor) -> torch.Tensor:
+    def _uniform(self, rows: torch.Tensor, stream: int = 0) -> torch.Tensor:
+        """A number in [0, 1) for the next token of each row; `stream`: 0 for the token itself."""
         batch = self._batch
         index = batch.num_tokens[rows] - batch.prompt_len[rows]
-        seed, sample = batch.seed[rows], batch.sample[rows]
+        seed, sample = batch.seed[rows], batch.sample[rows] + stream
         if seed.device.type == "cpu":  # numpy's small-array overhead is a fifth of torch's
             return torch.from_numpy(uniform(seed.numpy(), index.numpy(), sample.numpy()))
         return uniform(seed, index, sample).to(torch.float64)
@@ -89,10 +94,20 @@ def _argmax(logits: torch.Tensor) -> torch.Tensor:
     return logits.argmax(-1)
 
 
-def filter_logits(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
-    """Mask what min-p, then top-k, then top-p among the rest exclude; ties with the last one kept stay in."""
-    floor = logits.amax(-1) + min_p.log()  # log 0 is -inf: off
+def filter_logits(logits: torch.Tensor, scalars: ScalarColumns) -> torch.Tensor:
+    """Mask what top-n-sigma, min-p, top-k, then top-p among the rest exclude; ties with the last one kept stay in.
+
+    logits [n, vocab] are divided by the temperature already.
+    """
+    best = logits.amax(-1)
+    floor = best + scalars["min_p"].log()  # log 0 is -inf: off
+    num_sigmas = scalars["top_n_sigma"]
+    if bool((num_sigmas > 0.0).any()):
+        lowest = best - num_sigmas * _deviation(logits)
+        floor = torch.where(num_sigmas > 0.0, torch.maximum(floor, lowest), floor)
     logits = logits.masked_fill(logits < floor[:, None], NEGATIVE_INFINITY)
+    top_k, top_p = scalars["top_k"], scalars["top_p"]
+    top_k = torch.where(top_k > 0, top_k, logits.shape[-1])
     window = min(FILTER_WINDOW, logits.shape[-1])
     threshold, undecided = _threshold(logits, logits.topk(window).values, top_k, top_p)
     if bool(undecided.any()):
@@ -100,6 +115,30 @@ def filter_logits(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor
         ordered = logits[wide].sort(descending=True).values
         threshold[wide], _ = _threshold(logits[wide], ordered, top_k[wide], top_p[wide])
     return logits.masked_fill(logits < threshold[:, None], NEGATIVE_INFINITY)
+
+
+def _deviation(logits: torch.Tensor) -> torch.Tensor:
+    """The standard deviation of each row's finite logits."""
+    finite = logits > NEGATIVE_INFINITY
+    count = finite.sum(-1)
+    mean = torch.where(finite, logits, 0.0).sum(-1, dtype=torch.float64) / count
+    squares = torch.where(finite, logits - mean[:, None], 0.0) ** 2
+    return (squares.sum(-1, dtype=torch.float64) / count).sqrt().to(logits.dtype)
+
+
+def exclude_top_choices(logits: torch.Tensor, scalars: ScalarColumns, numbers: torch.Tensor) -> None:
+    """XTC, in place: mask every token with a probability of at least `xtc_threshold`, except the least likely of them
+    and its ties, in rows whose number is below `xtc_probability`.
+
+    logits [n, vocab]: as the other filters left them; probabilities are those of what is left.
+    """
+    chosen = (numbers < scalars["xtc_probability"]).nonzero()[:, 0]
+    if not len(chosen):
+        return
+    left = logits[chosen]
+    is_top = (torch.softmax(left, dim=-1) >= scalars["xtc_threshold"][chosen, None]) & (left > NEGATIVE_INFINITY)
+    ceiling = left.masked_fill(~is_top, float("inf")).amin(-1)
+    logits[chosen] = left.masked_fill(left > ceiling[:, None], NEGATIVE_INFINITY)
 
 
 def _threshold(

@@ -13,11 +13,11 @@ import pytest
 from quire.cli.engine_flags import add_engine_flags, engine_settings, flag
 from quire.cli.parser import Parser, UsageError, with_dashes
 from quire.cli.reference import reference
-from quire.cli.sampling_flags import MEANINGS, add_sampling_flags, sampling_params
+from quire.cli.sampling_flags import add_sampling_flags, sampling_params
 from quire.cli.values import readable_bytes, size
 from quire.config import EngineConfig
 from quire.errors import ConfigError
-from quire.messages.sampling import SamplingParams
+from quire.messages.sampling import HELP, SCALARS, SamplingParams
 
 VALUES = {
     "hf_overrides": {"rope_theta": 5.0},
@@ -160,7 +160,15 @@ def test_sampling_flags_go_over_the_defaults():
 
 
 def test_every_sampling_parameter_is_explained():
-    assert list(MEANINGS) == [field.name for field in msgspec.structs.fields(SamplingParams)]
+    assert list(HELP) == [field.name for field in msgspec.structs.fields(SamplingParams)]
+    assert all(isinstance(text, str) and text for text in HELP.values())
+
+
+def test_every_scalar_has_a_flag():
+    parser = Parser(prog="quire test")
+    add_sampling_flags(parser)
+    flags = [part for scalar in SCALARS for part in ("--" + scalar.name.replace("_", "-"), str(scalar.default))]
+    assert sampling_params(parser.parse(flags), SamplingParams()) == SamplingParams()
 
 
 def test_the_configuration_page_is_up_to_date():

@@ -32,7 +32,7 @@ TABLE = -(-LONGEST // BLOCK) + 1
 SEEDS = (0, 1, -1, -5, 2**31, 2**32 + 7, 2**63 - 1, -(2**63), 2**64 - 1, 0x9E3779B97F4A7C15)
 STEPS = 200 if ON_GPU and not IS_SANITIZED else 40
 GREEDY = SamplingParams(temperature=0)
-COLUMNS = ("last_token", "num_tokens", "prompt_len", "limit", "active", "seed", "sample", "top_k", "floats")
+COLUMNS = ("last_token", "num_tokens", "prompt_len", "limit", "active", "seed", "sample", "scalars")
 
 
 def ints(*values: int) -> np.ndarray:

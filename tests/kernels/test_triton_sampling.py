@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -12,6 +13,8 @@ import torch
 from tests.kernels.triton_target import DEVICE, HALF, ON_GPU  # isort: skip  # before any kernel
 
 from quire.kernels.triton.sampling import INVALID, STOPPED, Columns, Workspace, commit, draw_and_commit, workspace
+from quire.messages.sampling import COLUMN, PENALTIES, SamplingParams
+from quire.worker.extras import ScalarColumns, pack_scalars
 from quire.worker.philox import uniform
 from quire.worker.sampler import filter_logits
 
@@ -29,12 +32,19 @@ class Row:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    top_n_sigma: float = 0.0
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
     seed: int = 0
     sample: int = 0
     prompt_len: int = 3
     num_tokens: int = 5
     limit: int = 100
     stop_ids: list[int] = field(default_factory=list)
+
+    @property
+    def params(self) -> SamplingParams:
+        return SamplingParams(**{name: value for name, value in vars(self).items() if name in COLUMN})
 
 
 @dataclass
@@ -69,9 +79,7 @@ def bench(rows: list[Row], vocab: int, sizes: dict[str, int] | None = None, slot
         active=column([True] * len(rows) + [False], torch.bool),
         seed=column([row.seed for row in padded]),
         sample=column([row.sample for row in padded]),
-        top_k=column([row.top_k if row.top_k > 0 else vocab for row in padded]),
-        floats=column([[row.temperature, row.top_p, row.min_p, math.nan, math.nan, math.nan] for row in padded],
-                      torch.float32),
+        scalars=packed([row.params for row in padded]),
         stop_ids=column([row.stop_ids + [-1] * (width - len(row.stop_ids)) for row in padded]),
     )  # fmt: skip
     results = torch.full((SLOTS, 2, len(rows)), -9, dtype=torch.int32, pin_memory=ON_GPU)
@@ -81,6 +89,13 @@ def bench(rows: list[Row], vocab: int, sizes: dict[str, int] | None = None, slot
     work.live.fill_(-1)
     work.spans.fill_(2**30)
     return Bench(columns, results, column([slot], torch.int32), work)
+
+
+def packed(params: list[SamplingParams]) -> torch.Tensor:
+    """The batch's scalar columns; penalties, which no kernel reads, are NaN."""
+    scalars = pack_scalars(params)
+    scalars.view(np.float32)[:, [COLUMN[penalty.name] for penalty in PENALTIES]] = math.nan
+    return torch.from_numpy(scalars).to(DEVICE)
 
 
 def draw(logits: torch.Tensor, rows: list[Row], filtered: bool = True, sizes: dict[str, int] | None = None) -> Bench:
@@ -101,10 +116,9 @@ def noise(*shape: int, seed: int, scale: float = 1.0, dtype: torch.dtype = torch
 def allowed(logits: torch.Tensor, row: Row, slack: float = 0.0) -> torch.Tensor:
     """Which tokens the torch sampler leaves; with slack, those it leaves where masses are that much off."""
     scaled = (logits.float() / torch.tensor(row.temperature))[None].cpu()
-    top_k = torch.tensor([row.top_k if row.top_k > 0 else logits.shape[-1]])
-    top_p = torch.tensor([row.top_p * (1 + slack)])
-    min_p = torch.tensor([min(row.min_p * (1 - slack), 1.0)])
-    return (filter_logits(scaled, top_k, top_p, min_p) > -math.inf)[0]
+    top_p, min_p = min(row.top_p * (1 + slack), 1.0), min(row.min_p * (1 - slack), 1.0)
+    asked = pack_scalars([msgspec.structs.replace(row.params, top_p=top_p, min_p=min_p)])
+    return (filter_logits(scaled, ScalarColumns(torch.from_numpy(asked))) > -math.inf)[0]
 
 
 def assert_kept(logits: torch.Tensor, rows: list[Row], thresholds: torch.Tensor) -> None:
@@ -162,6 +176,103 @@ def test_filters_and_draws_equal_the_torch_sampler(dtype: torch.dtype, scale: fl
     assert made.flags(len(rows)) == [0] * len(rows)
     assert_kept(logits, rows, made.work.thresholds)
     assert_drawn(logits, rows, made.tokens(len(rows)))
+
+
+def reference(logits: torch.Tensor, row: Row) -> np.ndarray:
+    """The probabilities that a row's token is drawn from: every filter in turn, in float64."""
+    x = logits.double().cpu().numpy()
+    kept = x > -math.inf
+    scaled = np.where(kept, x, -1e300) / np.float32(row.temperature)
+    weights = np.where(kept, np.exp(scaled - scaled.max()), 0.0)
+    if row.top_n_sigma > 0.0:
+        kept &= x >= x.max() - np.float32(row.top_n_sigma) * x[kept].std()
+    kept &= weights >= np.float32(row.min_p)
+    if row.top_k > 0:
+        kept &= weights >= np.sort(weights)[::-1][min(row.top_k, len(weights)) - 1]
+    if row.top_p < 1.0:
+        best = np.sort(np.where(kept, weights, 0.0))[::-1]
+        above = np.cumsum(best) - best
+        kept &= weights >= best[above < np.float32(row.top_p) * best.sum()].min()
+    drawn = row.num_tokens - row.prompt_len
+    number = uniform(np.int64(row.seed), np.int64(drawn), np.int64(row.sample + 2**32))
+    if number < np.float32(row.xtc_probability):
+        probabilities = np.where(kept, weights, 0.0) / weights[kept].sum()
+        is_top = kept & (probabilities >= np.float32(row.xtc_threshold))
+        if is_top.sum() > 1:
+            kept &= x <= x[is_top].min()
+    return np.where(kept, weights, 0.0) / weights[kept].sum()
+
+
+def assert_drawn_by_the_reference(logits: torch.Tensor, rows: list[Row], tokens: list[int]) -> None:
+    for i, (row, token) in enumerate(zip(rows, tokens, strict=True)):
+        probabilities = reference(logits[i], row)
+        number = uniform(np.int64(row.seed), np.int64(row.num_tokens - row.prompt_len), np.int64(row.sample))
+        through = probabilities.cumsum()
+        assert probabilities[token] > 0, (i, row, token)
+        assert through[token] - probabilities[token] - 1e-6 < number < through[token] + 1e-6, (i, row, token)
+
+
+XTC = [
+    Row(xtc_probability=1.0), Row(xtc_probability=1.0, xtc_threshold=0.02), Row(xtc_probability=1.0, xtc_threshold=0.0),
+    Row(xtc_probability=1.0, xtc_threshold=1e-6, temperature=0.5), Row(xtc_probability=1.0, xtc_threshold=0.6),
+    Row(xtc_probability=1.0, xtc_threshold=0.05, top_k=5), Row(xtc_probability=1.0, top_p=0.8, temperature=1.7),
+    Row(xtc_probability=1.0, xtc_threshold=0.03, min_p=0.05), Row(xtc_probability=1.0, xtc_threshold=0.0, top_k=12),
+    Row(xtc_probability=0.5, xtc_threshold=0.02), Row(xtc_probability=0.5, xtc_threshold=0.02, top_p=0.95),
+    Row(top_p=0.9, xtc_threshold=0.02), Row(xtc_threshold=0.0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype, scale", [(torch.float32, 1.0), (torch.float32, 3.0), (torch.bfloat16, 3.0)], ids=str)
+def test_xtc_excludes_top_choices(dtype: torch.dtype, scale: float) -> None:
+    rows = [Row(**{**vars(row), "seed": 31 * i + 5, "sample": i}) for i, row in enumerate(XTC * (20 if ON_GPU else 2))]
+    logits = noise(len(rows), 803, seed=int(10 * scale), scale=scale, dtype=dtype)
+    logits[:, ::7] = -math.inf  # as under a grammar
+    made = draw(logits, rows)
+    assert made.flags(len(rows)) == [0] * len(rows)
+    assert_drawn_by_the_reference(logits, rows, made.tokens(len(rows)))
+    best = logits.float().amax(-1)
+    assert (made.work.maxima.amax(-1) < best).sum() > len(rows) // 3
+
+
+SIGMAS = [
+    Row(top_n_sigma=1.0), Row(top_n_sigma=0.3, temperature=2.0), Row(top_n_sigma=2.5), Row(top_n_sigma=100.0),
+    Row(top_n_sigma=1.5, temperature=0.3), Row(top_n_sigma=2.0, top_k=4), Row(top_n_sigma=2.0, top_p=0.6),
+    Row(top_n_sigma=1.0, min_p=0.001), Row(top_n_sigma=3.0, min_p=0.2), Row(top_n_sigma=1e-6),
+    Row(top_n_sigma=2.0, xtc_probability=1.0, xtc_threshold=0.01), Row(top_n_sigma=1.5, top_k=300, top_p=0.9),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype, scale", [(torch.float32, 1.0), (torch.float32, 9.0), (torch.bfloat16, 3.0)], ids=str)
+def test_top_n_sigma_keeps_what_is_near_the_best(dtype: torch.dtype, scale: float) -> None:
+    rows = [Row(**{**vars(row), "seed": 19 * i + 2, "sample": i}) for i, row in enumerate(SIGMAS)]
+    logits = noise(len(rows), 803, seed=int(10 * scale), scale=scale, dtype=dtype)
+    logits[:, 3::5] = -math.inf
+    logits += 40.0  # a mean far from zero loses no digits
+    made = draw(logits, rows)
+    assert made.flags(len(rows)) == [0] * len(rows)
+    assert_drawn_by_the_reference(logits, rows, made.tokens(len(rows)))
+    for i, row in enumerate(rows):
+        if row.xtc_probability == 0.0:
+            kept = (logits[i].float() >= made.work.thresholds[i]) & (logits[i] > -math.inf)
+            assert (kept.cpu().numpy() == (reference(logits[i], row) > 0)).all(), row
+
+
+def test_xtc_keeps_ties_of_the_least_likely_choice_and_a_single_choice() -> None:
+    few = torch.tensor([0.4, 0.2, 0.2, 0.15, 0.05], device=DEVICE).log()
+    logits = torch.stack([few, few, few, few])
+    rows = [
+        Row(xtc_probability=1.0, xtc_threshold=threshold, seed=seed)
+        for seed, threshold in enumerate((0.19, 0.3, 0.1, 0.5))
+    ]
+    made = draw(logits, rows, sizes={"group": 2, "tile": 2, "room": 8})
+    expected = few[[1, 0, 3, 0]]
+    assert torch.equal(made.work.maxima.amax(-1), expected)
+
+
+def test_greedy_rows_ignore_xtc() -> None:
+    logits = noise(2, 300, seed=2, scale=4.0)
+    greedy = Row(temperature=0.0, xtc_probability=1.0, xtc_threshold=0.0)
+    assert draw(logits, [greedy] * 2).tokens(2) == logits.argmax(-1).tolist()
 
 
 @pytest.mark.parametrize("count", [0, 1, 7])

@@ -10,25 +10,33 @@ import pytest
 import torch
 
 from quire import SamplingParams
-from quire.worker.sampler import FILTER_WINDOW, filter_logits
+from quire.worker.extras import ScalarColumns, pack_scalars
+from quire.worker.sampler import FILTER_WINDOW, exclude_top_choices, filter_logits
 from tests.worker.device import Device
 
 
-def kept(logits: torch.Tensor, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> list[bool]:
+def columns(*params: SamplingParams) -> ScalarColumns:
+    """The scalar columns of rows with these parameters."""
+    return ScalarColumns(torch.from_numpy(pack_scalars(params)))
+
+
+def kept(logits: torch.Tensor, **params: Any) -> list[bool]:
     """Which tokens our filter leaves, for one row."""
-    vocab = logits.shape[-1]
-    mask = filter_logits(
-        logits[None], torch.tensor([top_k if top_k > 0 else vocab]), torch.tensor([top_p]), torch.tensor([min_p])
-    )
+    mask = filter_logits(logits[None], columns(SamplingParams(**params)))
     left = mask[0] > -math.inf
     assert torch.equal(mask[0][left], logits[left])
     return left.tolist()
 
 
-def brute_force(logits: torch.Tensor, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> list[bool]:
+def brute_force(
+    logits: torch.Tensor, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0, top_n_sigma: float = 0.0
+) -> list[bool]:
     """The same in float64, one rule after the other as vLLM has them; a tie with the last one kept stays in."""
     weights = np.exp(logits.double().numpy() - float(logits.max()))
     alive = weights >= min_p * weights.max()
+    if top_n_sigma > 0.0:
+        x = logits.double().numpy()
+        alive &= x >= x.max() - top_n_sigma * x[x > -math.inf].std()
     if top_k > 0:
         alive &= weights >= np.sort(weights)[::-1][min(top_k, len(weights)) - 1]
     if top_p < 1.0:
@@ -46,6 +54,15 @@ def brute_force(logits: torch.Tensor, top_k: int = 0, top_p: float = 1.0, min_p:
     return alive.tolist()
 
 
+def without_top_choices(probabilities: np.ndarray, threshold: float) -> np.ndarray:
+    """Which tokens XTC keeps where it applies, one by one from the most likely."""
+    alive = probabilities > 0
+    tops = [token for token in np.argsort(-probabilities) if alive[token] and probabilities[token] >= threshold]
+    for token in tops[:-1]:
+        alive[token] = probabilities[token] == probabilities[tops[-1]]
+    return alive
+
+
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("vocab", [5, 300, 3000])
 def test_masks_equal_brute_force(seed: int, vocab: int) -> None:
@@ -55,7 +72,8 @@ def test_masks_equal_brute_force(seed: int, vocab: int) -> None:
         {"top_k": 1}, {"top_k": 3}, {"top_k": vocab}, {"top_k": 2 * vocab}, {"top_p": 0.1}, {"top_p": 0.9},
         {"top_p": 0.999}, {"min_p": 0.05}, {"min_p": 1.0}, {"top_k": 4, "top_p": 0.7},
         {"top_k": 50, "top_p": 0.95, "min_p": 0.02},
-        {"top_p": 0.8, "min_p": 0.2}, {"top_p": 1e-6},
+        {"top_p": 0.8, "min_p": 0.2}, {"top_p": 1e-6}, {"top_n_sigma": 0.5}, {"top_n_sigma": 1.5, "top_p": 0.7},
+        {"top_n_sigma": 1.0, "min_p": 0.05, "top_k": 20}, {"top_n_sigma": 100.0},
     ):  # fmt: skip
         values: dict[str, Any] = params
         assert kept(logits, **values) == brute_force(logits, **values), params
@@ -71,14 +89,57 @@ def test_nuclei_wider_than_the_window_are_exact() -> None:
     assert kept(logits, top_k=2000, top_p=0.9) == brute_force(logits, top_k=2000, top_p=0.9)
 
 
+def test_top_n_sigma_keeps_the_same_tokens_at_any_temperature_and_ignores_masked_ones() -> None:
+    logits = torch.randn(500, generator=torch.Generator().manual_seed(4)) * 2.5
+    wanted = brute_force(logits, top_n_sigma=1.3)
+    assert 1 < sum(wanted) < 250
+    assert all(kept(logits / temperature, top_n_sigma=1.3) == wanted for temperature in (0.1, 0.7, 1.9))
+    logits[50:] = -math.inf
+    assert kept(logits, top_n_sigma=1.3) == brute_force(logits, top_n_sigma=1.3)
+    logits[1:] = -math.inf
+    assert sum(kept(logits, top_n_sigma=1.3)) == 1
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_xtc_equals_brute_force(seed: int) -> None:
+    logits = torch.randn(200, generator=torch.Generator().manual_seed(seed)) * (0.5 + seed)
+    logits[::9] = -math.inf
+    for threshold in (0.0, 0.001, 0.05, 0.1, 0.3, 0.5, 0.9):
+        for top_k in (0, 7):
+            scalars = columns(SamplingParams(xtc_probability=0.5, xtc_threshold=threshold, top_k=top_k))
+            left = filter_logits(logits[None], scalars)
+            probabilities = np.exp(left[0].double().numpy() - float(logits.max()))
+            probabilities /= probabilities.sum()
+            exclude_top_choices(left, scalars, torch.tensor([0.5]))  # not below the probability: nothing happens
+            assert ((left[0] > -math.inf).numpy() == (probabilities > 0)).all()
+            exclude_top_choices(left, scalars, torch.tensor([0.49]))
+            wanted = without_top_choices(probabilities, np.float32(threshold))
+            assert ((left[0] > -math.inf).numpy() == wanted).all(), (threshold, top_k)
+
+
+def test_xtc_applies_as_often_as_its_probability_and_by_a_number_of_its_own() -> None:
+    """Probabilities .6 .3 .1: without the top choice only .3 and .1 are drawn. Whether it applies says nothing about
+    which of the two it is."""
+    logits = torch.tensor([0.6, 0.3, 0.1]).log()
+    device = Device(3, max_rows=512)
+    for row in range(512):
+        device.add(row, SamplingParams(xtc_probability=0.5, xtc_threshold=0.2), seed=row * 104729)
+    counts = np.zeros(3)
+    for _ in range(16):
+        tokens, _ = device.draw(logits.expand(512, -1), range(512))
+        counts += np.bincount(tokens, minlength=3)
+        device.batch.num_tokens += 1
+    expected = 8192 * (0.5 * np.array([0.6, 0.3, 0.1]) + 0.5 * np.array([0.0, 0.75, 0.25]))
+    assert ((counts - expected) ** 2 / expected).sum() < 25, (counts, expected)
+
+
 def test_wide_and_narrow_rows_do_not_disturb_each_other() -> None:
     generator = torch.Generator().manual_seed(9)
     logits = torch.stack([torch.randn(3000, generator=generator) * scale for scale in (0.1, 3.0, 0.1, 8.0)])
-    settings = [(3000, 0.9, 0.0), (40, 1.0, 0.0), (3000, 1.0, 0.1), (3000, 1.0, 0.0)]
-    top_k, top_p, min_p = (torch.tensor(column) for column in zip(*settings, strict=True))
-    together = filter_logits(logits, top_k, top_p, min_p) > -math.inf
-    for row, (k, p, m) in enumerate(settings):
-        assert together[row].tolist() == kept(logits[row], 0 if k == 3000 else k, p, m)
+    settings: list[dict[str, Any]] = [{"top_p": 0.9}, {"top_k": 40}, {"min_p": 0.1}, {}]
+    together = filter_logits(logits, columns(*(SamplingParams(**params) for params in settings))) > -math.inf
+    for row, params in enumerate(settings):
+        assert together[row].tolist() == kept(logits[row], **params)
 
 
 def test_ties_with_the_last_token_kept_stay_in() -> None:

@@ -17,8 +17,9 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.kernels.triton.filtering import GREEDY_BELOW, LOG2E, filter_groups
+from quire.kernels.triton.filtering import GREEDY_BELOW, TEMPERATURE, filter_groups, load_scalar, uniform
 from quire.kernels.triton.launch import gdc_launch_dependents, gdc_wait, pdl
+from quire.kernels.triton.threshold_search import LOG2E
 
 STOPPED, INVALID = 1, 2
 """Flags in the results: the token is one of the row's stop ids; the row's logits had NaN, or nothing finite."""
@@ -29,7 +30,7 @@ class Columns:
     """The batch's columns that a draw reads and writes. The last row of each is padding: draws for it do nothing."""
 
     last_token: torch.Tensor
-    """[rows] int64, like all of them unless told."""
+    """[rows] int64, like all of them unless noted."""
     num_tokens: torch.Tensor
     prompt_len: torch.Tensor
     limit: torch.Tensor
@@ -37,10 +38,8 @@ class Columns:
     """[rows] bool."""
     seed: torch.Tensor
     sample: torch.Tensor
-    top_k: torch.Tensor
-    """As many as the vocabulary has, or more: off."""
-    floats: torch.Tensor
-    """[rows, 6] float32: temperature, top_p, min_p, and three that are not read here."""
+    scalars: torch.Tensor
+    """[rows, scalars] int32: parameters in the order of `quire.messages.sampling.SCALARS`, floats by their bits."""
     stop_ids: torch.Tensor
     """[rows, width], padded with -1."""
 
@@ -50,7 +49,7 @@ class Workspace:
     """Intermediate results between the launches, allocated once so that a graph can hold them. Needs no clearing."""
 
     maxima: torch.Tensor
-    """[draws, groups] float32: the largest logit of each group. Groups are whole tiles; those past the end are -inf."""
+    """[draws, groups] float32: each group's largest logit, -inf past the end (groups are whole tiles)."""
     sums: torch.Tensor
     """[draws, groups] float32: the weights of each group, relative to its maximum."""
     thresholds: torch.Tensor
@@ -99,8 +98,8 @@ def draw_and_commit(
     """Draw a token for each of `rows` [S] from logits [S, vocab], and commit it.
 
     A token is the first whose cumulative probability, in the order of the vocabulary, passes the row's number from
-    Philox (seed, number of tokens drawn so far, sample). `filtered`: some row may have top-k, top-p or min-p; without
-    it they are ignored. results and slot: as in `commit`.
+    Philox (seed, number of tokens drawn so far, sample). `filtered`: some row may have a filter (top-k, top-p, ...);
+    without it they are ignored. results and slot: as in `commit`.
 
     Bytes: the logits once; 16 a group; one group a draw. Operations: about 8 a logit.
     """
@@ -110,17 +109,14 @@ def draw_and_commit(
     group, tile = workspace.group, workspace.tile
     groups = workspace.maxima.shape[1]
     _measure_kernel[(groups // tile, draws)](
-        logits, logits.stride(0), rows, columns.floats, columns.floats.stride(0),
+        logits, logits.stride(0), rows, columns.scalars,
         workspace.maxima, workspace.sums,
         VOCAB=vocab, GROUP=group, GROUPS=groups, TILE=tile, num_warps=4, **pdl(),
     )  # fmt: skip
     if filtered:
-        filter_groups(
-            logits, rows, columns.top_k, columns.floats, workspace.maxima, workspace.sums, workspace.thresholds,
-            workspace.live, workspace.spans, group, tile,
-        )  # fmt: skip
+        filter_groups(logits, rows, columns, workspace)
     _draw_kernel[(draws,)](
-        logits, logits.stride(0), rows, columns.floats, columns.floats.stride(0),
+        logits, logits.stride(0), rows, columns.scalars,
         workspace.maxima, workspace.sums, workspace.thresholds,
         columns.seed, columns.sample, columns.prompt_len,
         columns.last_token, columns.num_tokens, columns.limit, columns.active, columns.stop_ids,
@@ -154,9 +150,9 @@ def commit(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["float_stride"])
+@triton.jit
 def _measure_kernel(
-    logits, row_stride, rows, floats, float_stride, maxima, sums,
+    logits, row_stride, rows, scalars, maxima, sums,
     VOCAB: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Each group's maximum and sum of weights: TILE groups a program, 8 KB in bfloat16."""
@@ -167,7 +163,7 @@ def _measure_kernel(
     draw = tl.program_id(1).to(tl.int64)
     token = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     x = tl.load(logits + draw * row_stride + token, mask=token < VOCAB, other=float("-inf")).to(tl.float32)
-    scale = _scale(tl.load(floats + tl.load(rows + draw).to(tl.int64) * float_stride))
+    scale = _scale(load_scalar(scalars, tl.load(rows + draw).to(tl.int64), TEMPERATURE))
     peak = tl.max(x, axis=1)
     # Relative to 0 where nothing is finite: -inf minus -inf would be NaN, which must mean NaN among the logits.
     base = tl.where(peak > float("-inf"), peak, 0.0)
@@ -176,9 +172,9 @@ def _measure_kernel(
     tl.store(sums + draw * GROUPS + group, total)
 
 
-@triton.jit(do_not_specialize=["float_stride", "stop_width", "slot_stride", "result_stride", "padding_row"])
+@triton.jit(do_not_specialize=["stop_width", "slot_stride", "result_stride", "padding_row"])
 def _draw_kernel(
-    logits, row_stride, rows, floats, float_stride, maxima, sums, thresholds,
+    logits, row_stride, rows, scalars, maxima, sums, thresholds,
     seed, sample, prompt_len, last_token, num_tokens, limit, active, stop_ids, stop_width,
     results, slot_stride, result_stride, slot, padding_row,
     VOCAB: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, FILTERED: tl.constexpr,
@@ -194,10 +190,10 @@ def _draw_kernel(
     peaks = tl.load(maxima + draw * GROUPS + group, mask=group < GROUPS, other=float("-inf"))
     totals = tl.load(sums + draw * GROUPS + group, mask=group < GROUPS, other=0.0)
     if row != padding_row:
-        temperature = tl.load(floats + row * float_stride)
+        temperature = load_scalar(scalars, row, TEMPERATURE)
         greedy = temperature < GREEDY_BELOW
         scale = _scale(temperature)
-        number = _uniform(
+        number = uniform(
             tl.load(seed + row), tl.load(num_tokens + row) - tl.load(prompt_len + row), tl.load(sample + row)
         )
 
@@ -218,7 +214,8 @@ def _draw_kernel(
         x = tl.load(logits + draw * row_stride + token, mask=token < VOCAB, other=float("-inf")).to(tl.float32)
         weights = tl.exp2((x - peak) * scale)
         if FILTERED:
-            weights = tl.where(x >= tl.load(thresholds + draw), weights, 0.0)
+            # What XTC excluded is above the best of what is left.
+            weights = tl.where((x >= tl.load(thresholds + draw)) & (x <= best), weights, 0.0)
         rest = tl.maximum((goal - before) / tl.exp2((peak - best) * scale).to(tl.float64), 0.0)
         reached = tl.where(greedy, x == peak, tl.cumsum(weights.to(tl.float64), axis=0) > rest)
         # If rounding puts the number past the group's end: the last token that can be drawn.
@@ -274,16 +271,3 @@ def _commit(
 def _scale(temperature):
     """The factor that makes a difference of logits an exponent of 2. Greedy rows use their sums to detect NaN only."""
     return LOG2E / tl.where(temperature < GREEDY_BELOW, 1.0, temperature)
-
-
-@triton.jit
-def _uniform(seed, counter, stream):
-    """As `quire.worker.philox.uniform`: a double in [0, 1) for each (seed, counter, stream) of int64."""
-    bits, _, _, _ = tl.philox(
-        seed,
-        (counter & 0xFFFFFFFF).to(tl.uint32),
-        ((counter >> 32) & 0xFFFFFFFF).to(tl.uint32),
-        (stream & 0xFFFFFFFF).to(tl.uint32),
-        ((stream >> 32) & 0xFFFFFFFF).to(tl.uint32),
-    )
-    return bits.to(tl.float64) * (1.0 / 4294967296.0)

@@ -27,11 +27,10 @@ from quire.server.protocol.messages import (
     ToolResultBlock,
     ToolUseBlock,
 )
-from quire.server.protocol.sampling import JsonSchemaFormat, ResponseFormat
+from quire.server.protocol.sampling import SCALAR_NAMES, JsonSchemaFormat, ResponseFormat
 
 _SAME = (
-    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "priority", "timeout", "cache_salt",
-    "request_id", "stream",
+    *SCALAR_NAMES, "seed", "priority", "timeout", "cache_salt", "request_id", "stream",
 )  # fmt: skip
 """Fields that mean the same in both."""
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}

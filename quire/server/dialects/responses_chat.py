@@ -26,12 +26,11 @@ from quire.server.protocol.responses import (
     ResponseInputMessage,
     ResponsesRequest,
 )
-from quire.server.protocol.sampling import JsonSchemaFormat, ResponseFormat
+from quire.server.protocol.sampling import SCALAR_NAMES, JsonSchemaFormat, ResponseFormat
 
 _SAME = (
-    "model", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
-    "seed", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "min_tokens", "logit_bias",
-    "allowed_token_ids", "bad_words", "skip_special_tokens", "structured_outputs", "include_reasoning",
+    *SCALAR_NAMES, "model", "seed", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "min_tokens",
+    "logit_bias", "allowed_token_ids", "bad_words", "skip_special_tokens", "structured_outputs", "include_reasoning",
     "chat_template_kwargs", "priority", "timeout", "cache_salt", "request_id", "vllm_xargs", "stream",
     "parallel_tool_calls",
 )  # fmt: skip

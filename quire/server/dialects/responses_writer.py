@@ -45,6 +45,7 @@ from quire.server.protocol.responses import (
     ResponsesRequest,
     ResponseUsage,
 )
+from quire.server.protocol.sampling import given_scalars
 
 
 def new_response(request: ResponsesRequest, response_id: str, created: int, model: str) -> Response:
@@ -53,6 +54,7 @@ def new_response(request: ResponsesRequest, response_id: str, created: int, mode
     if request.text is not None and request.text.format is not None:
         given = msgspec.structs.asdict(request.text.format)
         text = {"format": {name: value for name, value in given.items() if value is not None}}
+    scalars = given_scalars(request)
     return Response(
         id=response_id,
         created_at=created,
@@ -63,12 +65,12 @@ def new_response(request: ResponsesRequest, response_id: str, created: int, mode
         max_tool_calls=request.max_tool_calls,
         parallel_tool_calls=request.parallel_tool_calls is not False,
         reasoning=request.reasoning,
-        temperature=request.temperature,
+        temperature=scalars.get("temperature"),
         text=text,
         tool_choice=request.tool_choice or "auto",
         tools=request.tools or [],
         top_logprobs=request.top_logprobs or 0,
-        top_p=request.top_p,
+        top_p=scalars.get("top_p"),
         truncation=request.truncation or "disabled",
         user=request.user,
     )

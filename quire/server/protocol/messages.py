@@ -9,23 +9,18 @@ import msgspec
 
 from quire.server.errors import ApiError, bad_request
 from quire.server.protocol.common import HINTS, Body, check_depth
-from quire.server.protocol.sampling import form_names
+from quire.server.protocol.sampling import form_names, with_scalars
 from quire.server.protocol.values import (
     NOT_EMPTY,
-    Factor,
     ModelName,
     Name,
     OutputLimit,
-    PositiveShare,
     Priority,
     RequestId,
     Seconds,
     Seed,
-    Share,
     StopList,
-    Temperature,
     TemplateVariables,
-    TopK,
     told,
 )
 
@@ -191,6 +186,7 @@ class CountTokensRequest(Body):
             raise bad_request("tool_choice of type tool needs a name", "tool_choice.name")
 
 
+@with_scalars
 class MessagesRequest(CountTokensRequest, kw_only=True):
     """The body of /v1/messages."""
 
@@ -199,15 +195,10 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
     max_tokens: OutputLimit
     stop_sequences: StopList | None = None
     stream: bool | None = None
-    temperature: Temperature | None = None
-    top_p: PositiveShare | None = None
-    top_k: TopK | None = None
     metadata: MessagesMetadata | None = None
     service_tier: str | None = None
 
     seed: Seed | None = None
-    min_p: Share | None = None
-    repetition_penalty: Factor | None = None
     priority: Priority | None = None
     timeout: Seconds | None = None
     cache_salt: str | None = None

@@ -10,30 +10,24 @@ import msgspec
 from quire.server.errors import bad_request
 from quire.server.protocol.chat import TokenLogprob
 from quire.server.protocol.common import HINTS, Body, check_depth
-from quire.server.protocol.sampling import StructuredOutputs, form_names
+from quire.server.protocol.sampling import StructuredOutputs, form_names, with_scalars
 from quire.server.protocol.values import (
     NOT_EMPTY,
     AllowedTokens,
-    Factor,
     LogitBias,
     Logprobs,
     ModelName,
     Name,
     OutputLimit,
     Part,
-    Penalty,
-    PositiveShare,
     Priority,
     RequestId,
     Seconds,
     Seed,
-    Share,
     StopStrings,
-    Temperature,
     TemplateVariables,
     TokenIds,
     ToolChoice,
-    TopK,
     WithinContext,
     told,
 )
@@ -155,6 +149,7 @@ class ResponseStreamOptions(Body):
     """Accepted, and never done."""
 
 
+@with_scalars
 class ResponsesRequest(Body):
     """The body of /v1/responses."""
 
@@ -181,8 +176,6 @@ class ResponsesRequest(Body):
     instructions: str | None = None
     """A system message before all others."""
     max_output_tokens: OutputLimit | None = None
-    temperature: Temperature | None = None
-    top_p: PositiveShare | None = None
     top_logprobs: Logprobs | None = None
     include: list[str] | None = None
     tools: list[FunctionTool] | None = None
@@ -197,11 +190,6 @@ class ResponsesRequest(Body):
     metadata: dict[str, str] | None = None
     """Comes back with the answer."""
 
-    top_k: TopK | None = None
-    min_p: Share | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
-    repetition_penalty: Factor | None = None
     seed: Seed | None = None
     stop: StopStrings | None = None
     stop_token_ids: TokenIds | None = None

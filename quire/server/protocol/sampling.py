@@ -1,24 +1,21 @@
-"""Fields that say how text is to be made, shared by every route that makes some."""
+"""Fields that say how text is generated, shared by every route that generates some."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgspec
 
 from quire.messages.beams import BeamSearchParams
-from quire.messages.sampling import RequestOutputKind, SamplingParams, StructuredOutputsParams
+from quire.messages.sampling import SCALARS, RequestOutputKind, SamplingParams, Scalar, StructuredOutputsParams
 from quire.server.errors import bad_request
 from quire.server.protocol.common import Body, check_depth
 from quire.server.protocol.values import (
     AllowedTokens,
-    Factor,
     LogitBias,
     ModelName,
     Name,
-    Penalty,
-    PositiveShare,
     Power,
     Priority,
     PromptLogprobs,
@@ -27,29 +24,27 @@ from quire.server.protocol.values import (
     Seconds,
     Seed,
     SessionName,
-    Share,
     StopStrings,
-    Temperature,
     TokenIds,
-    TopK,
     Truncation,
     WithinContext,
 )
 
-FROM_GENERATION_CONFIG = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+SCALAR_NAMES = tuple(scalar.name for scalar in SCALARS)
 _PLAIN = (
-    *FROM_GENERATION_CONFIG, "n", "presence_penalty", "frequency_penalty", "seed", "stop", "stop_token_ids",
-    "ignore_eos", "min_tokens", "prompt_logprobs", "skip_special_tokens", "spaces_between_special_tokens",
-    "include_stop_str_in_output", "bad_words", "logit_bias", "allowed_token_ids", "truncate_prompt_tokens",
+    *SCALAR_NAMES, "n", "seed", "stop", "stop_token_ids", "ignore_eos", "min_tokens", "prompt_logprobs",
+    "skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output", "bad_words", "logit_bias",
+    "allowed_token_ids", "truncate_prompt_tokens",
 )  # fmt: skip
 """Fields that mean the same in a body and in `SamplingParams`."""
 
 
+AnyBody = TypeVar("AnyBody", bound=Body)
+
 _IN_SEARCHES = ("n", "skip_special_tokens", "spaces_between_special_tokens")
 _NOT_IN_SEARCHES: Mapping[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("presence_penalty", "frequency_penalty", "min_p", "min_tokens"), (0,)),
-    **dict.fromkeys(("top_p", "repetition_penalty"), (1,)),
-    "top_k": (0, -1),
+    **{scalar.name: scalar.off for scalar in SCALARS if scalar.off},
+    "min_tokens": (0,),
     "stop": ([],),
     "logit_bias": ({},),
     "bad_words": ([],),
@@ -58,7 +53,29 @@ _NOT_IN_SEARCHES: Mapping[str, tuple[Any, ...]] = {
         ("prompt_logprobs", "allowed_token_ids", "truncate_prompt_tokens", "structured_outputs", "vllm_xargs"), ()
     ),
 }
-"""Fields that a beam search cannot do, and the values that ask for nothing."""
+"""Fields that a beam search refuses, and the values of them without effect."""
+
+
+def with_scalars(body: type[AnyBody]) -> type[AnyBody]:
+    """Class decorator: add the scalar sampling parameters to the fields of a body."""
+    fields = [(scalar.name, Annotated[scalar.kind, _describe(scalar)] | None, None) for scalar in SCALARS]
+    namespace = {"__doc__": body.__doc__}
+    return msgspec.defstruct(  # type: ignore[return-value]
+        body.__name__, fields, bases=(body,), module=body.__module__, namespace=namespace, kw_only=True
+    )
+
+
+def given_scalars(body: Body) -> dict[str, Any]:
+    """The scalar sampling parameters that a body sets."""
+    return {name: value for name in SCALAR_NAMES if (value := getattr(body, name)) is not None}
+
+
+def _describe(scalar: Scalar) -> msgspec.Meta:
+    """What the OpenAPI document says of a scalar; its range is checked by `SamplingParams`."""
+    schema = {"exclusiveMinimum" if scalar.excludes_low else "minimum": scalar.low}
+    if scalar.high is not None:
+        schema["maximum"] = scalar.high
+    return msgspec.Meta(description=scalar.help, extra_json_schema=schema)
 
 
 class StreamOptions(Body):
@@ -105,6 +122,7 @@ class ResponseFormat(Body):
     triggers: list[str] | None = None
 
 
+@with_scalars
 class GenerationFields(Body):
     """What chat and plain completions have in common."""
 
@@ -119,13 +137,6 @@ class GenerationFields(Body):
     stream_options: StreamOptions | None = None
 
     n: Samples | None = None
-    temperature: Temperature | None = None
-    top_p: PositiveShare | None = None
-    top_k: TopK | None = None
-    min_p: Share | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
-    repetition_penalty: Factor | None = None
     seed: Seed | None = None
     stop: StopStrings | None = None
     stop_token_ids: TokenIds | None = None
@@ -268,7 +279,7 @@ def beam_search_params(body: GenerationFields, max_tokens: int) -> BeamSearchPar
         beam_width=body.n or 1,
         max_tokens=max_tokens,
         ignore_eos=bool(body.ignore_eos),
-        temperature=body.temperature or 0.0,
+        temperature=given_scalars(body).get("temperature", 0.0),
         length_penalty=1.0 if body.length_penalty is None else body.length_penalty,
         include_stop_str_in_output=bool(body.include_stop_str_in_output),
         stop_token_ids=body.stop_token_ids,

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Union
 from msgspec import Meta
 
 from quire.messages.beams import STEEPEST_PENALTY
-from quire.messages.sampling import MAX_STOP_STRINGS, REPETITION_PENALTY
+from quire.messages.sampling import MAX_STOP_STRINGS
 
 
 def told(**schema: Any) -> Meta:
@@ -40,13 +40,7 @@ SessionName = Annotated[str, told(pattern=SESSION_NAME)]
 Samples = Annotated[int, told(minimum=1, maximum="$max_samples")]
 OutputLimit = Annotated[int, told(minimum=1, maximum="$max_model_len")]
 WithinContext = Annotated[int, told(minimum=0, maximum="$max_model_len")]
-Temperature = Annotated[float, told(minimum=0, maximum=2)]
-Share = Annotated[float, told(minimum=0, maximum=1)]
-PositiveShare = Annotated[float, told(exclusiveMinimum=0, maximum=1)]
-TopK = Annotated[int, told(minimum=-1)]
-Penalty = Annotated[float, told(minimum=-2, maximum=2)]
 Power = Annotated[float, told(minimum=-STEEPEST_PENALTY, maximum=STEEPEST_PENALTY)]
-Factor = Annotated[float, told(minimum=REPETITION_PENALTY[0], maximum=REPETITION_PENALTY[1])]
 Seed = Annotated[int, told(minimum=-(2**63), maximum=2**64 - 1)]
 Logprobs = Annotated[int, told(minimum=0, maximum="$max_logprobs")]
 PromptLogprobs = Annotated[int, told(minimum="$least_logprobs", maximum="$max_logprobs")]
