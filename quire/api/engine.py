@@ -13,7 +13,6 @@ from typing import Any
 
 from quire.api.inputs import AnyParams, InputProcessor, PromptType
 from quire.config import EngineConfig
-from quire.engine.engine_info import EngineInfo
 from quire.engine.setup import make_engine
 from quire.engine.stats import Metric
 from quire.errors import SHUT, ConfigError, EngineDeadError, QuireError, ValidationError

@@ -16,9 +16,8 @@ from quire.loading.model_config import ModelConfig
 from quire.messages.beams import BeamSearchParams
 from quire.messages.pooling import PoolingParams
 from quire.messages.request import NewRequest
-
-from quire.scheduler.beams import num_candidates
 from quire.messages.sampling import FROM_GENERATION_CONFIG, RequestOutputKind, SamplingParams
+from quire.scheduler.beams import num_candidates
 
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_CHARACTERS = 1024

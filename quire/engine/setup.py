@@ -14,8 +14,8 @@ from quire.engine.grammar.grammars import Grammars
 from quire.engine.grammar.wire import ForkServerSpec
 from quire.engine.tiers import kv_fingerprint, make_sessions, make_tiers
 from quire.errors import ConfigError
-from quire.executor.recording import RecordingExecutor
 from quire.executor.base import ExecutorSpec, StepLimits
+from quire.executor.recording import RecordingExecutor
 from quire.executor.registry import executor_backend
 from quire.kvcache.block_tables import BlockTables
 from quire.kvcache.prefix_cache import ContentKeys

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from quire.distributed.groups import Ranks
     from quire.executor.local import LocalExecutor
     from quire.platforms.base import Platform
-    from quire.worker.moves import HostMemory, open_shared_part
+    from quire.worker.moves import HostMemory
     from quire.worker.worker import Worker
 
 logger = logging.getLogger("quire.executor.rank")

@@ -21,9 +21,6 @@ class Ops(Protocol):
     """
 
     whole_steps: bool
-    """Whether batch and sampling have kernels too: a graph can then hold a step from its inputs to its tokens."""
-
-    whole_steps: bool
     """Whether batch and sampling have kernels too (`CudaBatch`), so that a step is captured from inputs to tokens."""
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

@@ -46,7 +46,7 @@ class Profile:
 
 
 @dataclass
-class Recording:
+class StepTrace:
     """What a run records beside the trace."""
 
     begins: list[float] = field(default_factory=list)
@@ -117,10 +117,10 @@ def profile(llm: LLM, args: argparse.Namespace, run: Callable[[], object], steps
 
 
 @contextmanager
-def marked(llm: LLM, after_step: Callable[[], None]) -> Iterator[Recording]:
+def marked(llm: LLM, after_step: Callable[[], None]) -> Iterator[StepTrace]:
     """Within this context each step, and each part of it, is marked in the trace."""
     engine = llm.llm_engine
-    core, recording = engine.core, Recording()
+    core, recording = engine.core, StepTrace()
     scheduler, executor = core.scheduler, core._executor
     step, submit = engine.step, executor.submit
 
