@@ -80,9 +80,9 @@ def many(script: Script) -> list[compiler.Task]:
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A card to compile for, and a place for stamps."""
+    """A GPU to compile for, and a folder for stamps."""
     monkeypatch.setenv("QUIRE_CACHE", str(tmp_path))
-    monkeypatch.setattr(compiler, "_card", lambda: (90, 132))
+    monkeypatch.setattr(compiler, "_device", lambda: (90, 132))
     return tmp_path
 
 
@@ -145,7 +145,7 @@ def wrong_launchers(kind: type, rounds: int) -> int:
 
 @pytest.fixture
 def modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Launchers as Triton's are: a module each, all of one name. No card is needed to make them."""
+    """Launchers as Triton's are: a module each, all of one name. No GPU is needed to create them."""
 
     def make(launcher: Any, number: int) -> None:
         module = load_module(number)
