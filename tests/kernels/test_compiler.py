@@ -87,7 +87,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("fails", [False, True], ids=["done", "failed"])
-def test_a_stamp_is_left_when_all_is_compiled(cache: Path, fails: bool) -> None:
+def test_a_stamp_is_written_when_everything_is_compiled(cache: Path, fails: bool) -> None:
     def task(number: int) -> None:
         (cache / f"task-{number}").touch()
         if fails and number == 3:
@@ -101,7 +101,7 @@ def test_a_stamp_is_left_when_all_is_compiled(cache: Path, fails: bool) -> None:
     assert compiler.Compilers([], "b").is_needed
 
 
-def test_a_compiler_that_hangs_is_given_up(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiler_that_hangs_is_killed(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler, "TIMEOUT_S", 0.2)
     began = time.monotonic()
     compilers = compiler.Compilers(many(lambda _: time.sleep(60)), "a")

@@ -50,7 +50,7 @@ def test_linear_is_a_product_for_any_shape(ops: CpuOps, rows: int, dtype: torch.
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows, width, depth", [(1100, 30, 50), (1, 40, 13001), (20, 40, 9001)])
-def test_linear_in_more_pieces_than_one(ops: CpuOps, rows: int, width: int, depth: int, dtype: torch.dtype) -> None:
+def test_linear_in_several_slabs_and_chunks(ops: CpuOps, rows: int, width: int, depth: int, dtype: torch.dtype) -> None:
     """More rows than are packed at once, and a depth that is cut."""
     x, weight = random(rows, depth, dtype=dtype), random(width, depth, dtype=dtype)
     assert_near(ops.linear(x, weight), x.double() @ weight.double().T, depth**0.5)
