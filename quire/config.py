@@ -14,7 +14,6 @@ from quire.errors import ConfigError
 
 DTYPES = ("auto", "float32", "float", "bfloat16", "float16", "half")
 LOAD_FORMATS = ("auto", "safetensors", "pt", "gguf", "dummy")
-DEVICES = ("auto", "cpu", "cuda")
 
 
 def option(default: Any, help: str, group: str, **facts: Any) -> Any:
@@ -67,7 +66,7 @@ class EngineConfig:
         (), "Dotted paths of custom logits processors (see worker/logits.py)", "model", many=True
     )
 
-    device: str = option("auto", "Where the model runs", "device", choices=DEVICES)
+    device: str = option("auto", "Where the model runs: auto, cpu, cuda, or a platform by dotted path", "device")
     attention_backend: str = option("auto", "Attention implementation, by name or dotted path", "device")
     enforce_eager: bool = option(False, "No captured graphs on a GPU", "device")
     batch_invariant: bool = option(

@@ -31,7 +31,7 @@ import torch
 from safetensors import safe_open
 
 from quire.config import EngineConfig
-from quire.layers.targets import collect_targets
+from quire.layers.build_context import collect_targets
 from quire.loading import readers
 from quire.loading.files import local_files
 from quire.loading.load import load_weights, open_checkpoint

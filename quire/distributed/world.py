@@ -10,7 +10,6 @@ import torch
 from quire.distributed.collectives import use_group
 from quire.distributed.groups import Ranks
 
-BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 TCP = "tcp://"
 
 

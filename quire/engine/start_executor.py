@@ -10,7 +10,6 @@ import torch
 from quire.config import EngineConfig
 from quire.distributed.groups import Ranks
 from quire.distributed.lockstep import LockstepAddress, LockstepAgreement
-from quire.distributed.world import BACKENDS
 from quire.engine.device_split import shares_gpu
 from quire.errors import ConfigError
 from quire.executor.base import Executor
@@ -23,7 +22,7 @@ from quire.loading.files import ModelFiles
 from quire.loading.model_config import ModelConfig
 from quire.platforms import choose
 from quire.platforms.base import Platform
-from quire.platforms.elsewhere import CudaElsewhere
+from quire.platforms.cuda import RemoteCudaPlatform
 from quire.worker.building import build_model
 from quire.worker.memory import MemoryNeeds, MemoryPlan, no_room
 from quire.worker.moves import HostRoom
@@ -70,7 +69,7 @@ def choose_platform(config: EngineConfig) -> Platform:
     kinds = {name for node in ray_cluster.alive_nodes().values() for name, count in node["Resources"].items() if count}
     if config.device == "cuda" or "GPU" in kinds:
         label = "accelerator_type:"
-        return CudaElsewhere({kind.removeprefix(label) for kind in kinds if kind.startswith(label)})
+        return RemoteCudaPlatform({kind.removeprefix(label) for kind in kinds if kind.startswith(label)})
     return choose("cpu")
 
 
@@ -168,7 +167,7 @@ def _start_here(
 
 
 def _join(platform: Platform, place: LockstepAddress) -> LockstepAgreement:
-    backend = BACKENDS[platform.device.type]
+    backend = platform.collectives
     if shares_gpu():  # several to a card, which NCCL refuses
         backend = "gloo"
     return LockstepAgreement(place, backend, JOIN_SECONDS)

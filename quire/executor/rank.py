@@ -289,14 +289,13 @@ def _place(config: EngineConfig, start: wire.StartRank) -> tuple[Platform, Engin
     """The device of this rank, what it may take of it, and how it talks to the others'."""
     import torch
 
-    from quire.distributed.world import BACKENDS
     from quire.platforms import choose
 
     size = start.neighbours
     if config.device != "cpu" and torch.cuda.is_available():
         torch.cuda.set_device(start.rank % torch.cuda.device_count())
     platform = choose(config.device)
-    backend = BACKENDS[platform.device.type]
+    backend = platform.collectives
     share: dict[str, Any] = {"swap_space": config.swap_space / size}  # all ranks share the machine's memory
     if platform.device.type == "cpu":
         share["cpu_kv_cache_share"] = config.cpu_kv_cache_share / size

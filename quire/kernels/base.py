@@ -11,6 +11,9 @@ import torch
 class Ops(Protocol):
     """Row-wise kernels over token matrices [tokens, features]. Inputs are contiguous in their last dimension."""
 
+    whole_steps: bool
+    """Whether batch and sampling have kernels too (`CudaBatch`), so that a step is captured from inputs to tokens."""
+
     def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x @ weight.T (+ bias); weight is [out, in]."""
         ...

@@ -1,8 +1,9 @@
-"""What every layer is told when it is made."""
+"""What every layer is built from, and the checkpoint tensors it declares."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -12,12 +13,13 @@ from quire.distributed.groups import Ranks
 from quire.kernels.base import Ops
 from quire.layers.attention.base import AttentionBackend
 from quire.loading.model_config import ModelConfig
+from quire.loading.weights import Target
 from quire.platforms.memory import MemoryArena
 
 
 @dataclass(frozen=True)
 class BuildContext:
-    """The model's shape, this process's place in it, and the kernels it runs on."""
+    """The model's shape, this process's rank, and the kernels it runs on."""
 
     config: ModelConfig
     ranks: Ranks
@@ -27,7 +29,7 @@ class BuildContext:
     attention: AttentionBackend
     max_model_len: int
     experts: ExpertRanks | None = None
-    """The ranks that whole experts are spread over; None: each keeps a part of every expert."""
+    """The ranks that whole experts are spread over; None: each rank has a part of every expert."""
     memory: MemoryArena = field(init=False)
     """Where the weights go."""
 
@@ -35,5 +37,34 @@ class BuildContext:
         object.__setattr__(self, "memory", MemoryArena(self.device))
 
     def parameter(self, *shape: int) -> nn.Parameter:
-        """Room for a weight; the checkpoint fills it."""
+        """Memory for a weight; the checkpoint fills it."""
         return nn.Parameter(self.memory.zeros(shape, self.dtype), requires_grad=False)
+
+
+@runtime_checkable
+class WeightedLayer(Protocol):
+    """A layer that holds weights."""
+
+    def targets(self) -> dict[str, list[Target]]:
+        """The checkpoint tensors that fill its weights, named relative to the module that owns the layer."""
+        ...
+
+
+def collect_targets(model: nn.Module) -> dict[str, list[Target]]:
+    """Every checkpoint tensor `model` needs, by its full Hugging Face name, with the places its parts go."""
+    collected: dict[str, list[Target]] = {}
+    for path, module in model.named_modules():
+        if not isinstance(module, WeightedLayer):
+            continue
+        owner = path.rpartition(".")[0]
+        for name, targets in module.targets().items():
+            if owner:
+                targets = [_prefixed(target, owner) for target in targets]
+            collected.setdefault(f"{owner}.{name}" if owner else name, []).extend(targets)
+    return collected
+
+
+def _prefixed(target: Target, owner: str) -> Target:
+    if not target.layouts:
+        return target
+    return replace(target, layouts=tuple(layout.under(owner) for layout in target.layouts))

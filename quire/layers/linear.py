@@ -1,4 +1,4 @@
-"""Matrix products cut over tensor-parallel ranks.
+"""Matrix products split over tensor-parallel ranks.
 
 Column-parallel layers keep some of the output features, row-parallel ones some of the input features and sum their
 results over the ranks: column then row costs one all-reduce.
@@ -13,8 +13,9 @@ import torch
 from torch import nn
 
 from quire.distributed.collectives import all_reduce, is_shared
+from quire.distributed.groups import Ranks
+from quire.errors import ConfigError
 from quire.layers.build_context import BuildContext
-from quire.layers.heads import Heads
 from quire.layers.norm import RMSNorm
 from quire.loading.weights import Target
 
@@ -56,7 +57,7 @@ class FusedLinear(nn.Module):
     def after(
         self, norm: RMSNorm, x: torch.Tensor | None, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(this product of the norm of the stream, the stream): residual + x, or whichever of them there is."""
+        """(this product of the normed stream, the stream); the stream is residual + x, either of which may be None."""
         return self.ops.norm_linear(x, residual, norm.weight, norm.eps, self.weight, self.bias, self.gated)
 
     def targets(self) -> dict[str, list[Target]]:
@@ -87,6 +88,47 @@ class ColumnParallelLinear(FusedLinear):
     ) -> None:
         part = Part(name, out_features, build.ranks.slice(out_features, f"{name} outputs"))
         super().__init__(build, in_features, (part,), bias, transposed)
+
+
+@dataclass(frozen=True)
+class Heads:
+    """The query and KV heads of this rank, as ranges of the whole model's heads."""
+
+    query: range
+    kv: range
+    dim: int
+
+    @classmethod
+    def of(cls, build: BuildContext) -> Heads:
+        """An equal share of both; if there are more ranks than KV heads, several ranks hold the same one."""
+        config, ranks = build.config, build.ranks
+        query = ranks.slice(config.num_heads, "attention heads")
+        return cls(range(query.start, query.stop), _kv_heads(config.num_kv_heads, ranks), config.head_dim)
+
+    @property
+    def rows(self) -> slice:
+        """The rows of a whole Q projection that this rank keeps."""
+        return slice(self.query.start * self.dim, self.query.stop * self.dim)
+
+    @property
+    def kv_rows(self) -> slice:
+        """The rows of a whole K or V projection that this rank keeps."""
+        return slice(self.kv.start * self.dim, self.kv.stop * self.dim)
+
+
+def _kv_heads(total: int, ranks: Ranks) -> range:
+    if total >= ranks.tp_size:
+        share = ranks.slice(total, "KV heads")
+        return range(share.start, share.stop)
+    if ranks.tp_size % total:
+        raise ConfigError(
+            f"{total} KV heads cannot be split evenly over {ranks.tp_size} tensor-parallel ranks; "
+            f"use a multiple or a divisor of {total}",
+            "tensor_parallel_size",
+            ranks.tp_size,
+        )
+    head = ranks.tp_rank * total // ranks.tp_size
+    return range(head, head + 1)
 
 
 class QKVLinear(FusedLinear):
@@ -121,7 +163,7 @@ class GateUpLinear(FusedLinear):
         names: tuple[str, str] = ("gate_proj", "up_proj"),
         width: int | None = None,
     ) -> None:
-        """`width`: the MLP's, where it is not the model's usual one."""
+        """`width`: the MLP's, if not the model's intermediate_size."""
         width = width or build.config.intermediate_size
         keep = build.ranks.slice(width, "MLP features")
         super().__init__(build, build.config.hidden_size, [Part(name, width, keep) for name in names], bias)
@@ -152,7 +194,7 @@ class RowParallelLinear(nn.Module):
         return all_reduce(self.ops.linear(x, self.weight, self.bias if self.adds_bias else None), self.ranks)
 
     def onto(self, stream: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:
-        """This product, which is to be added to the stream; None if it has been added, in place."""
+        """This product, for the caller to add to the stream; None if it was added in place."""
         if is_shared(self.ranks):
             return self(x)
         return self.ops.linear_onto(stream, x, self.weight, self.bias)

@@ -1,4 +1,4 @@
-"""What the engine asks of a model, and what every model asks about its pipeline stage."""
+"""What a model implements, and the helpers every model has for its pipeline stage."""
 
 from __future__ import annotations
 
@@ -15,6 +15,9 @@ from quire.layers.build_context import BuildContext
 class CausalLM(Protocol):
     """A language model, or this stage and slice of one: an `nn.Module` made from a `BuildContext`."""
 
+    supports_last_tokens: bool
+    """Whether `forward` returns only the hidden states of `inputs.last` if that is given."""
+
     def forward(
         self,
         tokens: torch.Tensor,
@@ -28,9 +31,7 @@ class CausalLM(Protocol):
         tokens   [T] int64
         positions[T] int64
         kv       for each layer of this stage, its cache [blocks, 2, kv_heads, block_size, head_dim]
-        hidden   what the stage before returned; may be overwritten. None on the first stage.
-
-        A model whose class says `narrows = True` returns only the hidden states of `inputs.last`, where that is given.
+        hidden   what the previous stage returned; may be overwritten. None on the first stage.
         """
         ...
 
@@ -39,7 +40,7 @@ class CausalLM(Protocol):
         ...
 
     def ignores(self, name: str) -> bool:
-        """Whether a checkpoint may hold a tensor of this name though it has no target here."""
+        """Whether a checkpoint may hold a tensor of this name that has no target here."""
         ...
 
     @property

@@ -13,8 +13,7 @@ from quire.layers.attention.base import AttentionInputs, KVSpec
 from quire.layers.attention.layer import Attention
 from quire.layers.build_context import BuildContext
 from quire.layers.embedding import LMHead, PositionEmbedding, VocabEmbedding
-from quire.layers.heads import Heads
-from quire.layers.linear import ColumnParallelLinear, FusedLinear, Part, RowParallelLinear
+from quire.layers.linear import ColumnParallelLinear, FusedLinear, Heads, Part, RowParallelLinear
 from quire.layers.norm import LayerNorm
 from quire.models.base import in_other_stage, stage_layers
 
@@ -73,7 +72,7 @@ class GPT2Block(nn.Module):
 
 
 class GPT2Model(nn.Module):
-    """Embeddings, blocks and final norm: those of them that are on this stage."""
+    """Embeddings, blocks and final norm: those on this stage."""
 
     def __init__(self, build: BuildContext) -> None:
         super().__init__()
@@ -100,6 +99,8 @@ class GPT2Model(nn.Module):
 
 class GPT2LMHeadModel(nn.Module):
     """GPT-2 with its head."""
+
+    supports_last_tokens = False
 
     def __init__(self, build: BuildContext) -> None:
         super().__init__()

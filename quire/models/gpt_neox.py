@@ -12,8 +12,7 @@ from quire.layers.attention.base import AttentionInputs, KVSpec
 from quire.layers.attention.layer import Attention
 from quire.layers.build_context import BuildContext
 from quire.layers.embedding import LMHead, VocabEmbedding
-from quire.layers.heads import Heads
-from quire.layers.linear import ColumnParallelLinear, FusedLinear, Part, RowParallelLinear
+from quire.layers.linear import ColumnParallelLinear, FusedLinear, Heads, Part, RowParallelLinear
 from quire.layers.norm import LayerNorm
 from quire.layers.rope import rope_table
 from quire.models.base import in_other_stage, stage_layers
@@ -77,7 +76,7 @@ class GPTNeoXLayer(nn.Module):
 
 
 class GPTNeoXModel(nn.Module):
-    """Embedding, layers and final norm: those of them that are on this stage."""
+    """Embedding, layers and final norm: those on this stage."""
 
     def __init__(self, build: BuildContext) -> None:
         super().__init__()
@@ -104,6 +103,8 @@ class GPTNeoXModel(nn.Module):
 
 class GPTNeoXForCausalLM(nn.Module):
     """GPT-NeoX with its head."""
+
+    supports_last_tokens = False
 
     def __init__(self, build: BuildContext) -> None:
         super().__init__()

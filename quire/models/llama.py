@@ -1,4 +1,4 @@
-"""Llama (arXiv 2302.13971, 2307.09288, 2407.21783), and the parts its relatives are made of."""
+"""Llama (arXiv 2302.13971, 2307.09288, 2407.21783), and the parts its relatives share."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from quire.layers.attention.base import AttentionInputs, KVSpec, LastTokens
 from quire.layers.attention.layer import Attention
 from quire.layers.build_context import BuildContext
 from quire.layers.embedding import LMHead, VocabEmbedding
-from quire.layers.heads import Heads
-from quire.layers.linear import GateUpLinear, QKVLinear, RowParallelLinear
+from quire.layers.linear import GateUpLinear, Heads, QKVLinear, RowParallelLinear
 from quire.layers.norm import RMSNorm
 from quire.layers.rope import rope_table
 from quire.models.base import in_other_stage, stage_layers
@@ -22,7 +21,7 @@ from quire.models.base import in_other_stage, stage_layers
 
 @dataclass(frozen=True)
 class Variant:
-    """Where Llama's relatives differ from it."""
+    """How a relative of Llama differs from it."""
 
     qkv_bias: bool = False
     output_bias: bool = False
@@ -58,7 +57,7 @@ class LlamaAttention(nn.Module):
         inputs: AttentionInputs,
         last: LastTokens | None,
     ) -> torch.Tensor:
-        """What the heads found, before `o_proj`."""
+        """The heads' outputs, before `o_proj`."""
         return self.attention(qkv, positions, kv, inputs, last)
 
 
@@ -66,7 +65,7 @@ class LlamaMLP(nn.Module):
     """down(silu(gate(x)) * up(x))."""
 
     def __init__(self, build: BuildContext, bias: bool = False, width: int | None = None) -> None:
-        """`width`: where it is not the model's usual one."""
+        """`width`: if not the model's intermediate_size."""
         super().__init__()
         config = build.config
         self.gate_up_proj = GateUpLinear(build, bias, width=width)
@@ -77,19 +76,19 @@ class LlamaMLP(nn.Module):
     def forward(
         self, norm: RMSNorm, x: torch.Tensor | None, residual: torch.Tensor | None, slots: torch.Tensor | None = None
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """Of the norm of the stream: (what is still to be added to the residual stream, the stream)."""
+        """(what is still to be added to the residual stream, the stream)."""
         gated, residual = self.gate_up_proj.after(norm, x, residual)
         return self.down_proj.onto(residual, gated), residual
 
     def of(self, normed: torch.Tensor) -> torch.Tensor:
-        """Of what has been normed already."""
+        """The MLP of an input that is already normed."""
         return self.down_proj(self.gate_up_proj(normed))
 
 
 class LlamaLayer(nn.Module):
     """Attention, then MLP, each on the norm of the residual stream and added back to it.
 
-    Norms are part of the product that reads them, and additions part of the next norm, so that a device can do all
+    A norm is fused with the product that follows it, and an addition with the next norm, so that a device can do all
     three in one kernel.
     """
 
@@ -113,15 +112,15 @@ class LlamaLayer(nn.Module):
         """(what is still to be added to the residual stream, the stream)."""
         qkv, residual = self.self_attn.qkv_proj.after(self.input_layernorm, hidden, residual)
         last, slots = inputs.last if self.is_last else None, inputs.slots
-        found = self.self_attn(qkv, positions, kv, inputs, last)
-        if last is not None:  # of a prompt's tokens only the last one's hidden state is read: the others end here
+        attended = self.self_attn(qkv, positions, kv, inputs, last)
+        if last is not None:  # only the last tokens' hidden states are read: the other tokens end here
             residual, slots = residual[last.tokens], slots[last.tokens]
-        hidden = self.self_attn.o_proj.onto(residual, found)
+        hidden = self.self_attn.o_proj.onto(residual, attended)
         return self.mlp(self.post_attention_layernorm, hidden, residual, slots)
 
 
 class LlamaModel(nn.Module):
-    """Embedding, layers and final norm: those of them that are on this stage."""
+    """Embedding, layers and final norm: those on this stage."""
 
     def __init__(self, build: BuildContext, variant: Variant) -> None:
         super().__init__()
@@ -143,15 +142,15 @@ class LlamaModel(nn.Module):
         residual = None
         for layer, cache in zip(self.layers.values(), kv, strict=True):
             hidden, residual = layer(hidden, residual, positions, cache, inputs)
-        if self.norm is None:  # the sum alone, by a kernel that also norms: those of a device can be replayed
+        if self.norm is None:  # only the sum is needed; this kernel, which also norms, can be replayed
             return layer.input_layernorm(hidden, residual)[1]  # type: ignore[operator]
         return self.norm(hidden, residual)[0]
 
 
 class LlamaForCausalLM(nn.Module):
-    """Llama 1 to 3, and whoever calls themselves so."""
+    """Llama 1 to 3, and models published as this architecture."""
 
-    narrows = True
+    supports_last_tokens = True
 
     def __init__(self, build: BuildContext, variant: Variant | None = None) -> None:
         super().__init__()

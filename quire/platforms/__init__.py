@@ -1,31 +1,42 @@
-"""What a device is and has. Kernels are named here by path, so that this room needs none of them."""
+"""Platforms: a kind of device, one file each. Kernels are named by dotted path, so that this package imports none."""
 
 from __future__ import annotations
 
 import logging
 
 from quire.errors import ConfigError
-from quire.platforms.base import Platform
+from quire.platforms.base import Platform, PlatformUnavailableError
+from quire.registry import resolve
 
 logger = logging.getLogger(__name__)
 
+_KNOWN = {
+    "cuda": "quire.platforms.cuda.CudaPlatform",
+    "cpu": "quire.platforms.cpu.CpuPlatform",
+}
+"""By name, in the order in which `auto` tries them."""
+
 
 def choose(device: str) -> Platform:
-    """The platform for `device`: cpu, cuda, or auto."""
-    from quire.platforms.cpu import CpuPlatform
+    """The platform called `device`, or found at that dotted path; auto: the first known one that can be used."""
+    if device == "auto":
+        return _first_available()
+    kind: type[Platform] = resolve("device", device, _KNOWN)
+    try:
+        return kind()
+    except PlatformUnavailableError as error:
+        raise ConfigError(
+            f"device is {device!r}, but {error}; device='cpu' runs without a GPU", "device", device
+        ) from error
 
-    if device == "cpu":
-        return CpuPlatform()
-    from quire.platforms.cuda import CudaPlatform, driver_version, explain, why_unusable
 
-    why = why_unusable()
-    if not why:
+def _first_available() -> Platform:
+    *preferred, fallback = _KNOWN
+    for name in preferred:
         try:
-            return CudaPlatform()
-        except RuntimeError as error:  # a card that is there and does not answer
-            why = explain(str(error))
-    if device == "cuda":
-        raise ConfigError(f"device is 'cuda', but {why}; device='cpu' runs without a GPU", "device", device)
-    if driver_version():  # whoever has a driver has a GPU, and expects it to be used
-        logger.warning("the CPU is used: %s", why)
-    return CpuPlatform()
+            platform: Platform = resolve("device", name, _KNOWN)()
+            return platform
+        except PlatformUnavailableError as error:
+            if error.is_expected:
+                logger.warning("the CPU is used: %s", error)
+    return choose(fallback)

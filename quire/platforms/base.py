@@ -1,4 +1,4 @@
-"""What the engine asks of a platform."""
+"""What a platform implements."""
 
 from __future__ import annotations
 
@@ -6,15 +6,31 @@ from typing import Protocol
 
 import torch
 
+from quire.errors import QuireError
+
+
+class PlatformUnavailableError(QuireError):
+    """A device cannot be used on this machine; the message says why."""
+
+    def __init__(self, why: str, is_expected: bool = False) -> None:
+        """`is_expected`: the device seems to be installed, so the user should learn why it is not used."""
+        super().__init__(why)
+        self.is_expected = is_expected
+
 
 class Platform(Protocol):
-    """A kind of device: its memory, its kernels, and the limits that suit it."""
+    """A kind of device: its memory, its kernels, and the default limits that suit it.
+
+    Constructed without arguments; raises `PlatformUnavailableError` if this machine has no such device.
+    """
 
     device: torch.device
     ops: str
     """Dotted path of the kernels."""
     attention: str
-    """Attention backend used when none is named."""
+    """Attention backend used if none is configured."""
+    collectives: str
+    """The torch.distributed backend its ranks communicate with."""
     pipeline_depth: int
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -29,7 +45,7 @@ class Platform(Protocol):
         ...
 
     def free_memory(self) -> int:
-        """Bytes a new allocation could take now."""
+        """Bytes that can be allocated now."""
         ...
 
     def total_memory(self) -> int:

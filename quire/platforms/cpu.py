@@ -17,9 +17,10 @@ class CpuPlatform:
     device = torch.device("cpu")
     ops = "quire.kernels.cpu.ops.CpuOps"
     attention = "cpu"
+    collectives = "gloo"
     pipeline_depth = 0
     max_num_seqs = 256
-    max_num_batched_tokens = 512  # half a second for a small model: the longest a running request waits for a prompt
+    max_num_batched_tokens = 512  # half a second for a small model: the longest a prompt delays running requests
 
     @property
     def has_bfloat16(self) -> bool:
@@ -30,7 +31,7 @@ class CpuPlatform:
         return f"{name.strip()}, {torch.get_num_threads()} threads"
 
     def free_memory(self) -> int:
-        """Free memory, not more than what this process's control group may still take."""
+        """Free memory, limited to what this process's control group may still allocate."""
         return min(_available(), _left_in_cgroup())
 
     def total_memory(self) -> int:
@@ -61,7 +62,7 @@ def _available() -> int:
                 return int(line.split()[1]) * 1024
     except OSError:
         pass
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2  # macOS tells no better without a subprocess
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2  # macOS says more only through a subprocess
 
 
 def _left_in_cgroup() -> int:

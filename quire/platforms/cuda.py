@@ -1,4 +1,4 @@
-"""An NVIDIA GPU: with which kernels it is used and, where it cannot be, why not in one line."""
+"""NVIDIA GPUs: which kernels run on a card and, if it cannot be used, why, in one line."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ import logging
 import os
 import re
 import warnings
+from collections.abc import Set
 from pathlib import Path
 
 import torch
 
 from quire.errors import ConfigError
+from quire.platforms.base import PlatformUnavailableError
 
 logger = logging.getLogger(__name__)
 
@@ -21,6 +23,10 @@ PLAIN = ("quire.kernels.reference.TorchOps", "torch")
 LEAST_FOR_FAST = (8, 0)
 """Compute capability the Triton kernels are written for: bfloat16 products, asynchronous copies."""
 LEAST = (7, 0)
+LARGE_BYTES = 70 * 2**30
+"""Cards with this much memory get larger default limits."""
+LARGE_CARDS = frozenset({"A100-80G", "H100", "H200", "H20", "GH200", "B200", "B300", "GB200", "GB300"})
+"""Cards of that size, by Ray's names."""
 
 Capability = tuple[int, int]
 
@@ -29,16 +35,23 @@ class CudaPlatform:
     """The current CUDA device."""
 
     pipeline_depth = 1
+    collectives = "nccl"
 
     def __init__(self) -> None:
+        if why := why_unusable():
+            raise PlatformUnavailableError(why, is_expected=bool(driver_version()))
+        try:
+            self._open()
+        except RuntimeError as error:  # the card exists and does not respond
+            raise PlatformUnavailableError(explain(str(error)), is_expected=bool(driver_version())) from error
+
+    def _open(self) -> None:
         self.device = torch.device("cuda", torch.cuda.current_device())
         properties = torch.cuda.get_device_properties(self.device)
         capability = (properties.major, properties.minor)
         _refuse_unsupported(properties.name, capability)
         self.ops, self.attention = choose_kernels(properties.name, capability)
-        large = properties.total_memory >= 70 * 2**30
-        self.max_num_seqs = 1024 if large else 256
-        self.max_num_batched_tokens = 16384 if large else 8192
+        self.max_num_seqs, self.max_num_batched_tokens = _default_limits(properties.total_memory >= LARGE_BYTES)
 
     @property
     def has_bfloat16(self) -> bool:
@@ -48,7 +61,7 @@ class CudaPlatform:
         return torch.cuda.get_device_name(self.device)
 
     def free_memory(self) -> int:
-        """Memory torch keeps for later use is given back first: it counts as free."""
+        """Memory that torch caches is released first: it counts as free."""
         torch.cuda.empty_cache()
         return torch.cuda.mem_get_info(self.device)[0]
 
@@ -56,8 +69,37 @@ class CudaPlatform:
         return torch.cuda.mem_get_info(self.device)[1]
 
 
+class RemoteCudaPlatform:
+    """GPUs of other machines, for an engine that plans for them and computes nothing itself."""
+
+    device = torch.device("cuda")
+    # Only the shapes of layers are read here, and these kernels exist on any machine.
+    ops, attention = PLAIN
+    collectives = "nccl"
+    pipeline_depth = 1
+    has_bfloat16 = True
+
+    def __init__(self, cards: Set[str] = frozenset()) -> None:
+        """`cards`: kinds of cards the cluster has, by Ray's names."""
+        self.max_num_seqs, self.max_num_batched_tokens = _default_limits(bool(cards) and cards <= LARGE_CARDS)
+
+    def describe(self) -> str:
+        return "GPUs of a Ray cluster"
+
+    def free_memory(self) -> int:
+        return 1 << 62
+
+    def total_memory(self) -> int:
+        return 1 << 62
+
+
+def _default_limits(is_large: bool) -> tuple[int, int]:
+    """(max_num_seqs, max_num_batched_tokens)."""
+    return (1024, 16384) if is_large else (256, 8192)
+
+
 def choose_kernels(name: str, capability: Capability) -> tuple[str, str]:
-    """Ours in Triton, or plain torch where they cannot run, with a warning that says why."""
+    """Our Triton kernels, or plain torch if they cannot run, with a warning that says why."""
     if capability < LEAST_FOR_FAST:
         why = f"{name} has compute capability {_dotted(capability)}, and quire's own kernels need 8.0"
     elif importlib.util.find_spec("triton") is None:
@@ -73,7 +115,7 @@ def why_unusable() -> str:
     if torch.version.cuda is None:
         return f"this torch ({torch.__version__}) is built without CUDA; install one with it (https://pytorch.org)"
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch says in many lines what we say in one
+        warnings.simplefilter("ignore")  # torch's own warning has many lines
         if torch.cuda.is_available():
             return ""
         try:
@@ -84,7 +126,7 @@ def why_unusable() -> str:
 
 
 def explain(said: str) -> str:
-    """torch's words, with what was found and what is needed."""
+    """torch's error message in one line, with what was found and what is needed."""
     driver = driver_version()
     shown = f"the NVIDIA driver ({driver})" if driver else "the NVIDIA driver"
     if found := re.search(r"too old \(found version (\d+)\)", said):

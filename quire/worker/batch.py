@@ -36,9 +36,10 @@ class StepInputs:
 
     tokens: torch.Tensor
     positions: torch.Tensor
-    attention: AttentionInputs
+    attention: tuple[AttentionInputs, ...]
+    """One for each cache group: its block tables and slots. Models have one group."""
     hidden: torch.Tensor | None = None
-    """What the pipeline stage before has made of the tokens; None on the first."""
+    """Hidden states from the previous pipeline stage; None on the first."""
 
 
 class StepDraws(Protocol):
@@ -231,7 +232,7 @@ class DeviceBatch:
             max_query_len=longest,
             max_context_len=plan.max_context,
         )
-        return StepInputs(tokens, positions, attention, self._given(total))
+        return StepInputs(tokens, positions, (attention,), self._given(total))
 
     def _given(self, tokens: int) -> torch.Tensor | None:
         return None if self.given is None else self.given[:tokens]
@@ -242,7 +243,7 @@ class DeviceBatch:
             tokens, rows = self.picks(plan), self.draw_rows(plan)
         else:
             tokens, rows = self.upload([int(plan.counts[0]) - 1], [int(plan.rows[0])])
-        return LastTokens(tokens, self._one_token_each(rows, inputs.attention))
+        return LastTokens(tokens, self._one_token_each(rows, inputs.attention[0]))
 
     def last_of(self, draws: int, inputs: StepInputs) -> LastTokens:
         """The tokens that the step's `draws` draws are made from, where these are laid out already."""

@@ -1,7 +1,9 @@
-"""From a configuration to a model without weights: which kernels, which attention, which dtype."""
+"""From a configuration to a model without weights: its kernels, attention backend and dtype."""
 
 from __future__ import annotations
 
+import functools
+import logging
 from typing import Any
 
 import torch
@@ -11,8 +13,7 @@ from quire.distributed.experts import ExpertRanks
 from quire.distributed.groups import Ranks
 from quire.errors import ConfigError
 from quire.kernels.base import Ops
-from quire.layers.attention.base import AttentionBackend
-from quire.layers.attention.registry import attention_backend
+from quire.layers.attention.base import AttentionBackend, attention_backend
 from quire.layers.build_context import BuildContext
 from quire.loading.files import ModelFiles
 from quire.loading.model_config import ModelConfig
@@ -20,7 +21,16 @@ from quire.models.base import CausalLM
 from quire.models.registry import model_class
 from quire.platforms.base import Platform
 from quire.registry import resolve
-from quire.worker.dtypes import choose_dtype
+
+logger = logging.getLogger(__name__)
+
+DTYPES = {
+    "float32": torch.float32,
+    "float": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "half": torch.float16,
+}
 
 
 def make_ops(config: EngineConfig, platform: Platform) -> Ops:
@@ -56,7 +66,7 @@ def _check_invariance(config: EngineConfig, platform: Platform, dtype: torch.dty
 
 
 def backend_name(config: EngineConfig, platform: Platform) -> str:
-    """The attention backend asked for, or the platform's own."""
+    """The configured attention backend, or the platform's own."""
     return platform.attention if config.attention_backend == "auto" else config.attention_backend
 
 
@@ -70,9 +80,10 @@ def build_model(
     device: torch.device | None = None,
     replica: int = 0,
 ) -> CausalLM:
-    """The model's layers, their weights not filled. `device` other than the platform's: "meta" for shapes alone.
+    """The model's layers, their weights not filled. `device`: if not the platform's, such as "meta" for
+    shapes only.
 
-    `replica`: which of those that share the experts this is.
+    `replica`: this engine's number among those that share the experts.
     """
     dtype = choose_dtype(config.dtype, model, files, platform)
     _check_invariance(config, platform, dtype)
@@ -92,10 +103,48 @@ def build_model(
 
 
 def _expert_ranks(config: EngineConfig, ranks: Ranks, replica: int) -> ExpertRanks | None:
-    """The ranks that whole experts are spread over, where they are."""
+    """The ranks that whole experts are spread over; None without expert parallelism."""
     if not config.enable_expert_parallel:
         return None
     spare = config.num_redundant_experts
     if config.steps_together:
         return ExpertRanks(replica, config.data_parallel_size, spare, exchanges=True)
     return ExpertRanks(ranks.tp_rank, ranks.tp_size, spare, first=ranks.pp_rank * ranks.tp_size)
+
+
+def choose_dtype(configured: str, model: ModelConfig, files: ModelFiles, platform: Platform) -> torch.dtype:
+    """The dtype of weights and activations: the configured one, or the checkpoint's own if the device computes in it.
+
+    A GGUF file names no dtype for its activations: a GPU uses bfloat16, a CPU float32, which keeps every bit of the
+    quantized weights. A GPU without bfloat16 uses float16 instead.
+    """
+    on_cpu = platform.device.type == "cpu"
+    if configured != "auto":
+        _check_supported(DTYPES[configured], platform, on_cpu)
+        return DTYPES[configured]
+    own = DTYPES.get(model.dtype or "float32", torch.float32)
+    if on_cpu:
+        is_slow = own is torch.float16 or not platform.has_bfloat16
+        return torch.float32 if is_slow or files.gguf is not None else own
+    if own is torch.float16 and files.gguf is None:
+        return own
+    if platform.has_bfloat16:
+        return torch.bfloat16
+    _warn_once(f"{platform.describe()} has no bfloat16: float16 is used, whose range is smaller")
+    return torch.float16
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    logger.warning("%s", message)
+
+
+def _check_supported(dtype: torch.dtype, platform: Platform, on_cpu: bool) -> None:
+    """A CPU computes in any dtype, if slowly; a GPU's kernels need the hardware."""
+    if dtype is torch.bfloat16 and not on_cpu and not platform.has_bfloat16:
+        raise ConfigError(
+            f"dtype is bfloat16, which {platform.describe()} does not have (compute capability 8.0 does); "
+            "use float16, float32 or auto",
+            "dtype",
+            "bfloat16",
+        )

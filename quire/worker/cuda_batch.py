@@ -180,11 +180,11 @@ class CudaBatch(DeviceBatch):
             rows=self.buffers.rows[:rows],
             groups=self.groups.inputs if grouped else None,
         )
-        return StepInputs(longs[0], longs[1], attention, self._given(tokens))
+        return StepInputs(longs[0], longs[1], (attention,), self._given(tokens))
 
     def last_of(self, draws: int, inputs: StepInputs) -> LastTokens:
         rows = self.buffers.draw_rows[:draws]
-        return LastTokens(self.buffers.picks[:draws], self._one_token_each(rows, inputs.attention))
+        return LastTokens(self.buffers.picks[:draws], self._one_token_each(rows, inputs.attention[0]))
 
     def _one_token_each(self, rows: torch.Tensor, step: AttentionInputs) -> AttentionInputs:
         inputs = super()._one_token_each(rows, step)
@@ -197,7 +197,7 @@ class CudaBatch(DeviceBatch):
 
     def expand(self, inputs: StepInputs) -> None:
         """Fill a step's numbers in from the rows it schedules."""
-        attention = inputs.attention
+        (attention,) = inputs.attention
         expand_rows(
             self.buffers, self, self.kv.tokens, attention.num_rows, attention.num_decodes, inputs.tokens,
             inputs.positions, attention.slots, attention.context_lens,

@@ -1,9 +1,9 @@
-"""Steps that compute prompts beside decodes, brought to one of a few shapes, so that they can be CUDA graphs too.
+"""Steps that compute prompts beside decodes, padded to one of a few shapes, so that they can be CUDA graphs too.
 
-Launched kernel by kernel such a step keeps Python busy for longer than the device: hundreds of launches, however small
-the chunk. So a plan is *padded*: its decodes to a rung of rows, its prompt tokens to a rung of tokens. What is added
-are rows of the batch's padding row, which is never active: they write to the null block, attend to nothing, and their
-draws come after the real ones and are read by nobody. A padded plan is a plan like any other.
+Launched kernel by kernel, such a step keeps Python busy for longer than the device: hundreds of launches, however
+small the chunk. So a plan is *padded*: its decodes to one of a few numbers of rows, its prompt tokens to one of a few
+numbers of tokens. The added rows are the batch's padding row, which is never active: they write to the null block,
+attend to nothing, and their draws come after the real ones and are never read. A padded plan is a plan like any other.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PROMPTS = 8
 
 @dataclass(frozen=True)
 class MixedShape:
-    """What a graph is for."""
+    """What a graph is captured for."""
 
     decodes: int
     tokens: int
@@ -33,16 +33,16 @@ class MixedShape:
     is_long: bool
     """Attention has other tiles for long contexts."""
     grouped: bool
-    """Some decodes begin alike."""
+    """Whether attention reads the blocks of prefix groups once for all their rows."""
 
     @property
     def rows(self) -> int:
-        """One more than may be needed: it takes the tokens that are lacking."""
+        """One more than may be needed: it takes the padding tokens."""
         return self.decodes + PROMPTS + 1
 
     @property
     def num_tokens(self) -> int:
-        """All of a step's, the padding's too."""
+        """All tokens of a step, padding included."""
         return self.decodes + self.tokens
 
     @property
@@ -50,9 +50,9 @@ class MixedShape:
         return self.decodes + PROMPTS
 
 
-def shape_of(plan: StepPlan, long_context: int, grouped: bool, most_rows: int, most_tokens: int) -> MixedShape | None:
-    """The shape a step with prompts is padded to; None if it is too large for any, or a batch of so many rows and
-    prompt tokens a step is too small."""
+def shape_of(plan: StepPlan, long_context: int, grouped: bool, max_rows: int, max_tokens: int) -> MixedShape | None:
+    """The shape a step with prompts is padded to; None if the plan is too large for any shape, or the shape for a
+    batch of `max_rows` rows and `max_tokens` prompt tokens a step."""
     prompts, tokens = len(plan.rows) - plan.num_decodes, len(plan.tokens)
     if not 0 < prompts <= PROMPTS or plan.num_decodes > DECODES[-1] or tokens > TOKENS[-1] or plan.forks:
         return None
@@ -62,26 +62,28 @@ def shape_of(plan: StepPlan, long_context: int, grouped: bool, most_rows: int, m
         plan.max_context > long_context,
         grouped,
     )
-    return shape if shape.draws <= most_rows and shape.tokens <= most_tokens else None
+    return shape if shape.draws <= max_rows and shape.tokens <= max_tokens else None
 
 
-def padded(plan: StepPlan, shape: MixedShape, pad_row: int) -> StepPlan:
-    """The plan with rows of nobody, so that it has the shape."""
+def pad_plan(plan: StepPlan, shape: MixedShape, pad_row: int) -> StepPlan:
+    """The plan with padding rows, so that it has the shape."""
     decodes, prompts = plan.num_decodes, len(plan.rows) - plan.num_decodes
-    more, lacking = shape.decodes - decodes, shape.tokens - len(plan.tokens)
-    pads = shape.rows - shape.decodes - prompts
-    nobody = np.full(max(more, pads, shape.draws), pad_row, np.int32)
+    pad_decodes, pad_tokens = shape.decodes - decodes, shape.tokens - len(plan.tokens)
+    pad_prompts = shape.rows - shape.decodes - prompts
+    pads = np.full(max(pad_decodes, pad_prompts, shape.draws), pad_row, np.int32)
     zeros = np.zeros(shape.tokens, np.int32)
-    counts = np.concatenate([plan.counts[:decodes], np.ones(more, np.int32), plan.counts[decodes:], zeros[:pads]])
-    counts[-1] = lacking
-    samples = plan.samples + np.where(plan.samples < decodes, 0, more).astype(np.int32)
+    counts = np.concatenate(
+        [plan.counts[:decodes], np.ones(pad_decodes, np.int32), plan.counts[decodes:], zeros[:pad_prompts]]
+    )
+    counts[-1] = pad_tokens
+    samples = plan.samples + np.where(plan.samples < decodes, 0, pad_decodes).astype(np.int32)
     unread = shape.draws - len(samples)
     return msgspec.structs.replace(
         plan,
-        rows=np.concatenate([plan.rows[:decodes], nobody[:more], plan.rows[decodes:], nobody[:pads]]),
+        rows=np.concatenate([plan.rows[:decodes], pads[:pad_decodes], plan.rows[decodes:], pads[:pad_prompts]]),
         counts=counts,
         num_decodes=shape.decodes,
-        tokens=np.concatenate([plan.tokens, zeros[:lacking]]),
+        tokens=np.concatenate([plan.tokens, zeros[:pad_tokens]]),
         samples=np.concatenate([samples, np.full(unread, shape.rows - 1, np.int32)]),
-        sample_rows=np.concatenate([plan.sample_rows, nobody[:unread]]),
+        sample_rows=np.concatenate([plan.sample_rows, pads[:unread]]),
     )

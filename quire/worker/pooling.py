@@ -14,7 +14,7 @@ from quire.worker.batch import DeviceBatch
 from quire.worker.extras import RowKind
 
 
-class Vectors:
+class PendingVectors:
     """What a step's pooled rows came to, on its way to the host."""
 
     def __init__(self, draws: list[int], vectors: list[torch.Tensor]) -> None:
@@ -27,14 +27,14 @@ class Vectors:
         return dict(zip(self._draws, self._host.numpy(), strict=True))
 
 
-def pool(plan: StepPlan, batch: DeviceBatch, hidden: torch.Tensor, is_narrow: bool) -> Vectors:
+def pool(plan: StepPlan, batch: DeviceBatch, hidden: torch.Tensor, is_narrow: bool) -> PendingVectors:
     """The vectors of rows whose prompt this step ends; sums of those it does not end go on.
 
     `is_narrow`: `hidden` has a line for each draw, and no other.
     """
     kinds = batch.kinds[plan.rows]
     if not (kinds & RowKind.POOLED).any():
-        return Vectors([], [])
+        return PendingVectors([], [])
     ends = np.cumsum(plan.counts)
     last = np.flatnonzero(kinds[plan.samples] & RowKind.LAST)
     draws, vectors = last.tolist(), list[torch.Tensor]()
@@ -49,7 +49,7 @@ def pool(plan: StepPlan, batch: DeviceBatch, hidden: torch.Tensor, is_narrow: bo
         if (draw := draw_of.get(i)) is not None:
             draws.append(draw)
             vectors.append(extras.total / extras.prompt_len)
-    return Vectors(draws, vectors)
+    return PendingVectors(draws, vectors)
 
 
 def _to_host(vectors: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
-"""Kernels compiled before the first request, many at once, while the weights are read.
+"""Compiles kernels before the first request, many at once, while the weights are read.
 
 Triton compiles a kernel when it is first launched, in a second or so, and keeps it on disk. One after the other that
-would be most of a first start; `kernels/triton/compiler.py` has them compiled side by side.
+would be most of a first start; `kernels/triton/compiler.py` compiles them in parallel.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from quire.kernels.base import Ops
 from quire.kernels.triton.compiler import Compilers, Task
 from quire.kernels.triton.launch import let_threads_launch
+from quire.kernels.triton.ops import TritonOps
 from quire.kernels.triton.prefill_attention import LONG_CONTEXT
 from quire.layers.attention.base import AttentionInputs
 from quire.layers.attention.layer import Attention
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 class WarmUp:
-    """Compilations under way, if they were never done before."""
+    """Compilations in progress, of kernels that are not on disk yet."""
 
     def __init__(self, tasks: Sequence[Task], identity: str, device: torch.device) -> None:
         self._tasks = tasks
@@ -38,7 +38,7 @@ class WarmUp:
         self._compilers = Compilers(tasks, identity)
 
     def wait(self) -> None:
-        """Until all are done, and loaded. One that fails is no harm: who launches the kernel learns why."""
+        """Until all are compiled and loaded. A failure is only logged: launching the kernel raises it."""
         self._compilers.wait()
         let_threads_launch()
         workers = min(16, os.cpu_count() or 1)
@@ -48,8 +48,8 @@ class WarmUp:
                     logger.debug("a kernel was not compiled ahead: %s", error)
 
 
-def warm_up(model: nn.Module, ops: Ops, batch: CudaBatch, max_tokens: int, grouped: bool) -> WarmUp:
-    """Start compiling what a step launches. The weights need not be filled; `batch` is one that nobody uses."""
+def warm_up(model: nn.Module, ops: TritonOps, batch: CudaBatch, max_tokens: int, grouped: bool) -> WarmUp:
+    """Start compiling what a step launches. The weights need not be filled; `batch` is not in use."""
     # The longest first: attention.
     experts = _expert_kernels(model, ops, max_tokens)
     tasks = [
@@ -59,8 +59,7 @@ def warm_up(model: nn.Module, ops: Ops, batch: CudaBatch, max_tokens: int, group
         *_row_kernels(model, ops),
     ]
     products = layer_products(model)
-    kernels_of = getattr(ops, "kernels_of", None)
-    jobs = [] if kernels_of is None else [job for product in products for job in kernels_of(*product, max_tokens)]
+    jobs = [job for product in products for job in ops.kernels_of(*product, max_tokens)]
     layers = {_shape(module) for module in model.modules() if isinstance(module, Attention)}
     weights = {(tuple(product.weight.shape), *product[1:]) for product in products}
     kv = batch.kv.data
@@ -76,7 +75,7 @@ def _shape(layer: Attention) -> tuple[object, ...]:
 
 
 def _attention_kernels(model: nn.Module, batch: CudaBatch, grouped: bool) -> Iterator[Task]:
-    """Attention over rows that have no tokens: of one query, of several, over long contexts, of groups."""
+    """Attention over rows without tokens: one query, several, long contexts, prefix groups."""
     layers = {module.window: module for module in model.modules() if isinstance(module, Attention)}
     many = len(batch.buffers.rows) - 1
     for layer in layers.values():
@@ -86,7 +85,7 @@ def _attention_kernels(model: nn.Module, batch: CudaBatch, grouped: bool) -> Ite
         yield functools.partial(_attend, layer, batch, 1, 2, 0, 2, False)
         yield functools.partial(_attend, layer, batch, 1, 2, 0, LONG_CONTEXT + 1, False)
         for is_grouped in kinds:
-            for rows in (33, 257):  # plans of more rows; the kernel that follows them is the same
+            for rows in (33, 257):  # plans of more rows; the attention kernel is the same
                 if rows <= many:
                     yield functools.partial(_plan, layer, batch, rows, rows, rows, 0, is_grouped)
 
@@ -95,7 +94,7 @@ def _attention_kernels(model: nn.Module, batch: CudaBatch, grouped: bool) -> Ite
 def _plan(
     layer: Attention, batch: CudaBatch, rows: int, tokens: int, decodes: int, max_context: int, grouped: bool
 ) -> AttentionInputs:
-    inputs = batch.empty_inputs(rows, tokens, decodes, tokens, max_context, grouped).attention
+    inputs = batch.empty_inputs(rows, tokens, decodes, tokens, max_context, grouped).attention[0]
     inputs.context_lens.zero_()
     layer.backend.prepare(layer.num_heads, batch.kv.layers[0], inputs, layer.window)
     return inputs
@@ -113,35 +112,32 @@ def _attend(
     layer.backend.attend(q, kv, inputs, layer.scale, layer.window)
 
 
-def _expert_kernels(model: nn.Module, ops: Ops, max_tokens: int) -> dict[object, Task]:
-    """One token of zeros through experts of each form, in every way that a step may go."""
-    kernels_of = getattr(ops, "expert_kernels_of", None)
+def _expert_kernels(model: nn.Module, ops: TritonOps, max_tokens: int) -> dict[object, Task]:
+    """One token of zeros through experts of each shape, by every kernel a step may use."""
     tasks: dict[object, Task] = {}
-    if kernels_of is None:
-        return tasks
     for experts in layer_experts(model):
         form = (tuple(experts.gate_up.shape), *experts[2:])
-        tasks |= {(form, kernel): task for kernel, task in kernels_of(*experts, max_tokens).items()}
+        tasks |= {(form, kernel): task for kernel, task in ops.expert_kernels_of(*experts, max_tokens).items()}
     return tasks
 
 
 def _sampling_kernels(batch: CudaBatch) -> Iterator[Task]:
-    """Draws for the padding row, which do nothing, and the layout of steps of it."""
+    """Draws for the padding row, which do nothing, and the layout of steps of padding rows."""
     rows = torch.full((1,), batch.pad_row, dtype=torch.int32, device=batch.buffers.rows.device)
     logits = torch.zeros(1, batch.vocab_size, dtype=batch.kv.data.dtype, device=rows.device)
     token, invalid = rows.long(), rows.bool()
-    for drawn in (logits, logits.float()):  # as they come, and after penalties and lists
+    for drawn in (logits, logits.float()):  # unchanged, and after penalties and lists
         yield functools.partial(batch.draw, drawn, rows, 0, filtered=True)
         yield functools.partial(batch.draw, drawn, rows, 0, filtered=False)
     yield lambda: batch.commit(token, invalid, rows.long(), 0)
-    nothing, words = np.zeros(1, np.int32), np.zeros((1, -(-batch.vocab_size // 32)), np.int32)
-    yield lambda: batch.mask(logits.clone(), nothing, words)
+    indices, words = np.zeros(1, np.int32), np.zeros((1, -(-batch.vocab_size // 32)), np.int32)
+    yield lambda: batch.mask(logits.clone(), indices, words)
     yield lambda: batch.expand(batch.empty_inputs(1, 1, 1, 1, 0))
     yield lambda: batch.expand(batch.empty_inputs(1, 2, 0, 2, 0))
     yield batch.apply_nothing
 
 
-def _row_kernels(model: nn.Module, ops: Ops) -> Iterator[Task]:
+def _row_kernels(model: nn.Module, ops: TritonOps) -> Iterator[Task]:
     """The row-wise kernels, on two rows of zeros."""
     attention = next((module for module in model.modules() if isinstance(module, Attention)), None)
     fused = next((module for module in model.modules() if isinstance(module, FusedLinear)), None)

@@ -14,10 +14,10 @@ from quire.config import EngineConfig
 from quire.distributed.collectives import is_shared
 from quire.distributed.groups import Ranks
 from quire.distributed.pipeline import Pipeline
-from quire.layers.attention.registry import attention_backend
+from quire.layers.attention.base import PrefixGroupBackend, attention_backend
+from quire.layers.build_context import collect_targets
 from quire.layers.expert_placement import Placement
 from quire.layers.moe import expert_counts, forget_counts, rearrange_experts, serve_others
-from quire.layers.targets import collect_targets
 from quire.loading.files import ModelFiles
 from quire.loading.load import load_weights, open_checkpoint
 from quire.loading.model_config import ModelConfig
@@ -26,11 +26,11 @@ from quire.messages.sampling import SamplingParams
 from quire.platforms.base import Platform
 from quire.worker.batch import DeviceBatch
 from quire.worker.building import backend_name, build_model, make_ops
-from quire.worker.graphs import DecodeGraphs
 from quire.worker.kv import KVCache, stored_bytes
-from quire.worker.logits import load_processors
+from quire.worker.logits import LogitsProcessor, load_processors
 from quire.worker.memory import MemoryNeeds, logit_bytes, profile_activations
 from quire.worker.moves import HostMemory, Mover, host_slots
+from quire.worker.paths import EagerPath, StepPath, TapeDecodePath
 from quire.worker.runner import PendingStep, Runner
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class Worker:
         replica: int = 0,
     ) -> None:
         """`max_rows`, `max_tokens`: the most a step has. `host_comes_later`: host memory is given with the cache.
-        `replica`: which of those that share the experts this is."""
+        `replica`: this engine's number among those that share the experts."""
         self.phases: dict[str, float] = {}
         """Seconds each part of the start took."""
         self._since = time.monotonic()
@@ -88,30 +88,30 @@ class Worker:
         self._max_rows = max_rows
         self.model = build_model(config, files, model, platform, max_model_len, ranks, replica=replica)
         backend = attention_backend(backend_name(config, platform))
-        self._graph_safe = getattr(backend, "graph_safe", False)
+        self._graph_safe = backend.graph_safe
         self.reads_groups = (
             config.prefix_group_attention
             and not config.batch_invariant
-            and getattr(backend, "reads_groups", False)
-            and getattr(self._ops, "whole_steps", False)
+            and issubclass(backend, PrefixGroupBackend)
+            and self._ops.whole_steps
             and None in model.windows
             and max_rows > 1
         )
-        """Whether plans should tell of rows that begin alike."""
+        """Whether plans should name prefix groups."""
         self._runner: Runner | None = None
         self.mover: Mover | None = None
-        """Copies blocks to host memory and back, where there is such a tier; known once the cache is made."""
+        """Copies blocks to host memory and back, if there is a host tier; set when the cache is made."""
         self.needs = MemoryNeeds.of(self.model, config, model, max_model_len, max_rows, max_tokens)
         self._pipeline: Pipeline | None = None
         if ranks.pp_size > 1:
             most = max_tokens + max_rows  # a step that is padded may have more than it was planned with
             self._pipeline = Pipeline(ranks, model.hidden_size, most, self.needs.dtype, self._device)
         self.slot_bytes = stored_bytes(self.model.kv_shape, config.block_size, self.needs.dtype)
-        """What a block takes in host memory…"""
+        """Bytes of a block in host memory."""
         self.host_slots = host_slots(config, self.slot_bytes)
-        """…and how many are to be there."""
+        """Blocks the host tier has room for."""
         self._host_memory = None if host_comes_later else self._start_host_memory()
-        trial = self._make_runner(2, enabled=False) if self._device.type == "cuda" else None
+        trial = self._make_runner(2, capture=False) if self._device.type == "cuda" else None
         warming = self._start_compiling(trial)
         self._done("model")
         targets = collect_targets(self.model)  # type: ignore[arg-type]
@@ -133,63 +133,73 @@ class Worker:
         logger.info("starting: %s done in %.1f s", phase, self.phases[phase])
 
     def _start_host_memory(self) -> HostMemory | None:
-        """The tier below the device's memory, as large as the configuration says."""
+        """The host tier, as large as configured."""
         slots, size = self.host_slots, self.slot_bytes
         return HostMemory(slots, size, pinned=self._device.type == "cuda") if slots else None
 
     def _start_compiling(self, trial: Runner | None) -> WarmUp | None:
-        """Kernels are compiled while the weights are read."""
-        if trial is None or not getattr(self._ops, "whole_steps", False):
+        """Compile kernels while the weights are read."""
+        if trial is None or not self._ops.whole_steps:
             return None
         from quire.worker.warmup import warm_up
 
-        return warm_up(self.model, self._ops, trial.batch, self._max_tokens, self.reads_groups)  # type: ignore[arg-type]
+        model, ops, batch = self.model, self._ops, trial.batch
+        return warm_up(model, ops, batch, self._max_tokens, self.reads_groups)  # type: ignore[arg-type]
 
     def _run_largest_step(self, runner: Runner) -> None:
         runner.launch(self._largest_plan()).result()
 
     def _largest_plan(self) -> StepPlan:
-        """As many tokens as a step may have, as long as they may be, over a cache of nothing."""
+        """As many tokens as a step may have, in prompts as long as they may be, over an empty cache."""
         lengths = [self._max_model_len] * (self._max_tokens // self._max_model_len)
         lengths = [*lengths, self._max_tokens - sum(lengths)][: self._max_rows]
         return empty_cache_plan([length for length in lengths if length])
 
     def make_cache(self, num_blocks: int, host: HostMemory | None = None) -> None:
-        """Allocate the cache and the batch; plans can come from here on. `host`: the memory that comes later."""
+        """Allocate the cache and the batch; plans can run after this. `host`: the host memory that was to come later."""
         self._host_memory = host or self._host_memory
-        self._runner = self._make_runner(num_blocks, enabled=not self._config.enforce_eager)
+        self._runner = self._make_runner(num_blocks, capture=not self._config.enforce_eager)
         if self._host_memory is not None:
             self.mover = self._runner.mover = Mover(self._runner.batch.kv, self._host_memory)
-        forget_counts(self.model)  # type: ignore[arg-type]  # of steps that were nobody's
+        forget_counts(self.model)  # type: ignore[arg-type]  # of warm-up steps
         self._done("cache, graphs")
 
-    def _make_runner(self, num_blocks: int, enabled: bool) -> Runner:
+    def _make_runner(self, num_blocks: int, capture: bool) -> Runner:
+        """`capture`: whether decodes may be captured."""
         kv = KVCache(self.model.kv_shape, num_blocks, self._config.block_size, self.needs.dtype, self._device)
         processors = load_processors(self._config.logits_processors)
-        if not getattr(self._ops, "whole_steps", False):
-            batch = DeviceBatch(self._max_rows, self._max_model_len, self._vocab_size, kv, self._device)
-            width = batch.block_table.shape[1]
-            # A tape holds native calls alone, no collectives.
-            enabled = enabled and not is_shared(self._ranks) and not self._config.steps_together
-            decodes = DecodeGraphs(self.model, kv.layers, self._ops, width, enabled)
-            return Runner(self.model, batch, decodes, processors, self._pipeline)
-        from quire.worker.cuda_batch import IN_FLIGHT, CudaBatch
-        from quire.worker.cuda_graphs import CudaGraphs
+        if self._ops.whole_steps:
+            return self._make_cuda_runner(kv, processors, capture)
+        batch = DeviceBatch(self._max_rows, self._max_model_len, self._vocab_size, kv, self._device)
+        paths: list[StepPath] = [EagerPath(self.model, batch, self._ranks.is_last_stage)]
+        # A tape holds only native calls, no collectives.
+        if capture and not is_shared(self._ranks) and not self._config.steps_together:
+            paths.insert(0, TapeDecodePath(self.model, batch, self._ops))
+        return Runner(self.model, batch, paths, processors, self._pipeline)
 
-        on_gpu = self._device.type == "cuda"  # or in Triton's interpreter
-        cuda_batch = CudaBatch(
+    def _make_cuda_runner(self, kv: KVCache, processors: list[LogitsProcessor], capture: bool) -> Runner:
+        from quire.worker.cuda_batch import IN_FLIGHT, CudaBatch
+
+        batch = CudaBatch(
             self._max_rows, self._max_model_len, self._vocab_size, kv, self._device, self._max_tokens,
             max(IN_FLIGHT, self._ranks.pp_size + 2),
         )  # fmt: skip
-        # What is sent to other replicas' experts depends on the tokens: the host must know how much it is.
-        enabled = enabled and self._graph_safe and on_gpu and not self._config.steps_together
-        draws = self._ranks.is_last_stage
-        graphs = CudaGraphs(self.model, cuda_batch, self._max_rows, enabled, self.reads_groups, draws)
-        runner = Runner(self.model, cuda_batch, graphs, processors, self._pipeline)
-        graphs.capture()
-        if enabled:  # torch keeps the memory of a large step for the next one, and asks the driver no more
+        capture = capture and self._can_capture()
+        paths: list[StepPath] = [EagerPath(self.model, batch, self._ranks.is_last_stage)]
+        if capture:
+            from quire.worker.cuda_graphs import captured_paths
+
+            is_last = self._ranks.is_last_stage
+            paths = [*captured_paths(self.model, batch, self._max_rows, is_last, self.reads_groups), *paths]
+        runner = Runner(self.model, batch, paths, processors, self._pipeline)
+        if capture:  # torch keeps the memory of a large step for the next one, and does not ask the driver again
             runner.launch(self._largest_plan()).result()
         return runner
+
+    def _can_capture(self) -> bool:
+        """Whether steps can be CUDA graphs. With experts on other replicas they cannot: how much is sent depends on
+        the tokens, and the host must know it. Nor in Triton's interpreter, which has no CUDA device."""
+        return self._graph_safe and self._device.type == "cuda" and not self._config.steps_together
 
     def launch(self, plan: StepPlan) -> PendingStep:
         """Start a step."""
@@ -198,7 +208,7 @@ class Worker:
         return self._runner.launch(plan)
 
     def supply(self, step: PendingStep, masks: StepMasks) -> None:
-        """Let a step draw that waits for masks."""
+        """Let a step sample that waits for masks."""
         if self._runner is not None:
             self._runner.supply(step, masks)
 
@@ -208,16 +218,16 @@ class Worker:
 
     @torch.inference_mode()
     def serve_others(self) -> None:
-        """A pass without tokens of our own, for those that share the experts."""
+        """A pass without tokens of our own, for the engines that share the experts."""
         serve_others(self.model)  # type: ignore[arg-type]
 
     @torch.inference_mode()
     def place_experts(self, placements: Mapping[int, Placement]) -> None:
-        """Hold other experts from the next step on, in the layers that are named. All ranks do so together."""
+        """Hold other experts from the next step on, in the layers named. All ranks call this together."""
         rearrange_experts(self.model, placements)  # type: ignore[arg-type]
 
     def shutdown(self) -> None:
-        """Let go of the model and the cache."""
+        """Free the model and the cache."""
         self._runner = self.mover = self._host_memory = None
         del self.model
         if self._device.type == "cuda":

@@ -32,7 +32,7 @@ from quire.executor.rank_listener import BEATS, MESSAGES, SECRET_BYTES, RankList
 from quire.executor.ray_ranks import carried
 from quire.loading.files import ModelFiles, local_files
 from quire.loading.read_config import read_model_config
-from quire.platforms.elsewhere import CudaElsewhere
+from quire.platforms.cuda import RemoteCudaPlatform
 from tests.executor.test_multiprocess import BEGIN, TIGHT, everything, is_running, lose_a_rank, ranks_of, tokens
 
 ray = pytest.importorskip("ray")
@@ -407,7 +407,7 @@ def test_an_engine_without_a_gpu_plans_for_ranks_that_have_some(tiny_model: Path
     """As on the head node of a cluster: what a rank will take is known there."""
     files = local_files("m", tiny_model)
     config = EngineConfig(str(tiny_model), distributed_executor_backend="ray", tensor_parallel_size=2)
-    needs = estimate_needs(config, files, read_model_config(files), CudaElsewhere({"H100"}), 256, 8, 64)
-    alone = estimate_needs(EngineConfig("m"), files, read_model_config(files), CudaElsewhere(), 256, 8, 64)
+    needs = estimate_needs(config, files, read_model_config(files), RemoteCudaPlatform({"H100"}), 256, 8, 64)
+    alone = estimate_needs(EngineConfig("m"), files, read_model_config(files), RemoteCudaPlatform(), 256, 8, 64)
     assert 0.4 * alone.weight_bytes < needs.weight_bytes < 0.6 * alone.weight_bytes
-    assert CudaElsewhere({"H100", "H200"}).max_num_seqs > CudaElsewhere({"H100", "T4"}).max_num_seqs
+    assert RemoteCudaPlatform({"H100", "H200"}).max_num_seqs > RemoteCudaPlatform({"H100", "T4"}).max_num_seqs

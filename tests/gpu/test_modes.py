@@ -16,7 +16,7 @@ pytestmark = ON_A_GPU
 
 PROMPTS = [[(7 * i + 3 * j) % TINY_VOCAB for j in range(1 + 5 * i)] for i in range(14)]
 LENGTHS = [3 + 4 * (11 * i % 14) for i in range(len(PROMPTS))]
-"""Requests end one by one, so that every rung of the ladder is taken."""
+"""Requests end one by one, so that every capture size is run."""
 
 
 def tokens_of(outputs: list[RequestOutput]) -> list[list[int]]:
@@ -30,22 +30,22 @@ def greedy_params(length: int, **more: Any) -> SamplingParams:
 
 @pytest.fixture
 def replays(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[int]]:
-    """Rows of every captured step and forward pass that ran."""
-    from quire.worker.cuda_graphs import CudaGraphs
+    """Rows of every captured decode step and decode forward pass that ran."""
+    from quire.worker.cuda_graphs import CapturedDecodePath
 
-    calls: dict[str, list[int]] = {"run_step": [], "run_forward": []}
+    calls: dict[str, list[int]] = {"step": [], "forward": []}
 
     def counted(name: str) -> Callable[..., Any]:
-        run = getattr(CudaGraphs, name)
+        run = getattr(CapturedDecodePath, f"_run_{name}")
 
-        def call(self: Any, rows: int, *more: Any) -> Any:
-            calls[name].append(rows)
-            return run(self, rows, *more)
+        def call(self: Any, shape: Any) -> Any:
+            calls[name].append(shape.rows)
+            return run(self, shape)
 
         return call
 
     for name in calls:
-        monkeypatch.setattr(CudaGraphs, name, counted(name))
+        monkeypatch.setattr(CapturedDecodePath, f"_run_{name}", counted(name))
     return calls
 
 
@@ -66,9 +66,9 @@ def test_greedy_tokens_equal_transformers_in_every_mode(
     for i, prompt in enumerate(PROMPTS):
         ties.compare(prompt, outputs[i], expected[i], f"prompt {i}")
     ties.report("eager" if eager else "graphs")
-    rungs = set(replays["run_step"])
-    assert not rungs if eager else {1, 2, 4, 8} <= rungs, "requests end one by one: every size is passed"
-    assert not replays["run_forward"]
+    sizes = set(replays["step"])
+    assert not sizes if eager else {1, 2, 4, 8} <= sizes, "requests end one by one: every size is run"
+    assert not replays["forward"]
 
 
 def test_rows_that_report_replay_the_forward_pass_and_draw_the_same(
@@ -83,7 +83,7 @@ def test_rows_that_report_replay_the_forward_pass_and_draw_the_same(
         for token, report in zip(tokens, reports or [], strict=reports is not None):
             assert report[token].rank == 1
     ties.report("logprobs")
-    assert replays["run_forward"] and replays["run_step"]
+    assert replays["forward"] and replays["step"]
 
 
 def test_a_long_list_of_stop_ids_moves_the_column_and_graphs_follow(
@@ -141,9 +141,9 @@ def test_rows_that_begin_alike_are_read_together_and_draw_the_same(
 def test_bfloat16_graphs_draw_what_eager_steps_draw(
     engine: Callable[..., LLM], rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So many rows is a rung: nothing is padded, so a captured step is the eager one, bit for bit. Steps with prompts
+    """`rows` is a capture size: nothing is padded, so a captured step is the eager one, bit for bit. Steps with prompts
     are padded, and left out here."""
-    monkeypatch.setattr("quire.worker.cuda_graphs.CudaGraphs.mixed_shape", lambda self, plan: None)
+    monkeypatch.setattr("quire.worker.cuda_graphs.CapturedMixedPath.fit", lambda self, plan: None)
     prompts = [[(5 * i + 3 * j) % TINY_VOCAB for j in range(20)] for i in range(rows)]
     outputs = []
     for eager in (True, False):
@@ -169,13 +169,13 @@ def test_steps_with_prompts_are_captured_too(
     engine: Callable[..., LLM], ties: NearTies, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Prompts that come while others run share steps with them, padded to shapes that are graphs."""
-    from quire.worker.cuda_graphs import CudaGraphs
+    from quire.worker.cuda_graphs import CapturedMixedPath
 
     shapes: list[Any] = []
-    for name in ("run_mixed_step", "run_mixed_forward"):
-        run = getattr(CudaGraphs, name)
+    for name in ("_run_step", "_run_forward"):
+        run = getattr(CapturedMixedPath, name)
         monkeypatch.setattr(
-            CudaGraphs,
+            CapturedMixedPath,
             name,
             lambda self, shape, run=run, name=name: (shapes.append((name, shape)), run(self, shape))[1],
         )
@@ -186,5 +186,5 @@ def test_steps_with_prompts_are_captured_too(
         for prompt, ours, theirs in zip(PROMPTS, tokens_of(outputs), expected, strict=True):
             ties.compare(prompt, ours, theirs)
     ties.report("captured steps with prompts")
-    assert {name for name, _ in shapes} == {"run_mixed_step", "run_mixed_forward"}
+    assert {name for name, _ in shapes} == {"_run_step", "_run_forward"}
     assert len({shape for _, shape in shapes}) > 1

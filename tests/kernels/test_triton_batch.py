@@ -117,7 +117,7 @@ class Twins:
         idle, before = ~self.triton.active, self.triton.num_computed.clone()
         if padded:
             ours = self.triton.empty_inputs(padded, padded, padded, 1, 0)
-            for tensor in (ours.tokens, ours.positions, ours.attention.slots, ours.attention.context_lens):
+            for tensor in (ours.tokens, ours.positions, ours.attention[0].slots, ours.attention[0].context_lens):
                 tensor.fill_(-99)
             self.triton.expand(ours)
         else:
@@ -133,21 +133,21 @@ class Twins:
         owners = torch.repeat_interleave(live, torch.from_numpy(plan.counts).long().to(DEVICE))
         for mine, other, mask in (
             (ours.positions[:tokens], theirs.positions, owners),
-            (ours.attention.slots[:tokens], theirs.attention.slots, owners),
-            (ours.attention.context_lens[:rows], theirs.attention.context_lens, live),
+            (ours.attention[0].slots[:tokens], theirs.attention[0].slots, owners),
+            (ours.attention[0].context_lens[:rows], theirs.attention[0].context_lens, live),
         ):
             assert torch.equal(mine[mask], other[mask])
         assert not ours.positions[:tokens][~owners].any()
-        assert (ours.attention.slots[:tokens][~owners] < BLOCK).all()
-        assert not ours.attention.context_lens[:rows][~live].any()
-        width = theirs.attention.block_tables.shape[1]
-        assert torch.equal(ours.attention.own_tables(width)[:rows], theirs.attention.block_tables)
+        assert (ours.attention[0].slots[:tokens][~owners] < BLOCK).all()
+        assert not ours.attention[0].context_lens[:rows][~live].any()
+        width = theirs.attention[0].block_tables.shape[1]
+        assert torch.equal(ours.attention[0].own_tables(width)[:rows], theirs.attention[0].block_tables)
         if padded:
-            assert (ours.attention.rows[rows:] == self.triton.pad_row).all()
-            assert not ours.positions[rows:].any() and not ours.attention.context_lens[rows:].any()
-            assert ((ours.attention.slots[rows:] >= 0) & (ours.attention.slots[rows:] < BLOCK)).all()
+            assert (ours.attention[0].rows[rows:] == self.triton.pad_row).all()
+            assert not ours.positions[rows:].any() and not ours.attention[0].context_lens[rows:].any()
+            assert ((ours.attention[0].slots[rows:] >= 0) & (ours.attention[0].slots[rows:] < BLOCK)).all()
         else:
-            assert torch.equal(ours.attention.query_starts, theirs.attention.query_starts)
+            assert torch.equal(ours.attention[0].query_starts, theirs.attention[0].query_starts)
         for name in ("picks", "draw_rows"):
             assert torch.equal(getattr(self.triton, name)(plan).long(), getattr(self.torch, name)(plan).long())
 
@@ -343,7 +343,7 @@ def test_a_chunk_longer_than_a_program_takes_at_once() -> None:
     )  # fmt: skip
     theirs, ours = (batch.apply(plan) or batch.inputs(plan) for batch in batches)
     assert torch.equal(ours.tokens, theirs.tokens) and torch.equal(ours.positions, theirs.positions)
-    assert torch.equal(ours.attention.slots, theirs.attention.slots)
+    assert torch.equal(ours.attention[0].slots, theirs.attention[0].slots)
     assert torch.equal(batches[0].kv.tokens, batches[1].kv.tokens)
 
 

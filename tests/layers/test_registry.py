@@ -7,7 +7,7 @@ from collections import OrderedDict
 import pytest
 
 from quire.errors import ValidationError
-from quire.layers.attention.registry import attention_backend
+from quire.layers.attention.base import attention_backend
 from quire.layers.attention.torch_paged import TorchPagedAttention
 from quire.registry import resolve
 

@@ -16,8 +16,7 @@ from quire.kernels.base import Ops
 from quire.kernels.reference import TorchOps
 from quire.layers.attention.base import AttentionBackend, AttentionInputs
 from quire.layers.attention.torch_paged import TorchPagedAttention
-from quire.layers.build_context import BuildContext
-from quire.layers.targets import collect_targets
+from quire.layers.build_context import BuildContext, collect_targets
 from quire.loading.model_config import ModelConfig
 from quire.loading.weights import fitting
 from quire.models.registry import model_class

@@ -20,8 +20,8 @@ from quire.engine.experts import expert_figures
 from quire.errors import CheckpointError, ValidationError
 from quire.kernels.cpu.ops import CpuOps
 from quire.layers.attention.cpu import CpuPagedAttention
+from quire.layers.build_context import collect_targets
 from quire.layers.moe import SparseMLP, active_parameters, expert_counts
-from quire.layers.targets import collect_targets
 from quire.loading.files import local_files
 from quire.loading.load import load_weights, open_checkpoint
 from quire.loading.model_config import ModelConfig

@@ -12,7 +12,7 @@ import torch
 from quire.distributed.groups import Ranks
 from quire.errors import ConfigError
 from quire.layers.attention.base import KVSpec
-from quire.layers.targets import collect_targets
+from quire.layers.build_context import collect_targets
 from quire.loading.load import load_weights
 from tests.models.harness import (
     PagedRun,

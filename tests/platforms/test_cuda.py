@@ -14,8 +14,8 @@ from quire.errors import ConfigError
 from quire.platforms import choose, cuda
 from quire.platforms.cpu import CpuPlatform
 from quire.platforms.cuda import CudaPlatform, choose_kernels, driver_version, runs_on
-from quire.worker import dtypes
-from quire.worker.dtypes import choose_dtype
+from quire.worker import building
+from quire.worker.building import choose_dtype
 
 TOO_OLD = (
     "The NVIDIA driver on your system is too old (found version 11040). Please update your GPU driver by downloading "
@@ -192,7 +192,7 @@ def test_bfloat16_is_refused_or_replaced_where_a_gpu_has_none(
     card(7, 5)
     platform = choose("cuda")
     model, files = SimpleNamespace(dtype="bfloat16"), SimpleNamespace(gguf=None)
-    dtypes._warn_once.cache_clear()
+    building._warn_once.cache_clear()
     if asked == "auto":
         with caplog.at_level(logging.WARNING):
             assert choose_dtype("auto", model, files, platform) is torch.float16  # type: ignore[arg-type]

@@ -170,8 +170,8 @@ def test_penalties_in_the_engine_equal_a_loop(llm: LLM, reference: Any) -> None:
 def test_requests_that_ask_for_different_counts_share_a_step(
     llm: LLM, reference: Any, monkeypatch: pytest.MonkeyPatch, rows: int, narrow: int
 ) -> None:
-    monkeypatch.setattr(logprobs, "REPORT_ROWS", rows)
-    monkeypatch.setattr(logprobs, "NARROW", narrow)
+    monkeypatch.setattr(logprobs, "LOGPROB_ROWS", rows)
+    monkeypatch.setattr(logprobs, "COPIED_AT_ONCE", narrow)
     counts = [0, 5, None, 2, 5, None, 0, 1]
     asked = [
         SamplingParams(temperature=0.9, seed=i, max_tokens=6, ignore_eos=True, logprobs=c) for i, c in enumerate(counts)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,10 @@ import pytest
 from quire import LLM, SamplingParams
 from quire.messages.plan import StepPlan
 from quire.platforms.cpu import CpuPlatform
-from quire.worker.mixed_steps import DECODES, PROMPTS, TOKENS, padded, shape_of
+from quire.worker.mixed_steps import DECODES, PROMPTS, TOKENS, pad_plan, shape_of
 from tests.conftest import TINY_VOCAB, assert_idle
 from tests.kernels.triton_target import ON_GPU
+from tests.worker.eager_graphs import run_graphs_eagerly
 
 PAD = 99
 
@@ -35,16 +35,16 @@ def plan_of(decodes: int, prompts: list[int], draws: list[int], context: int = 1
 @pytest.mark.parametrize("prompts, draws", [([5], [0]), ([5, 1, 30], [1]), ([64], []), ([1] * PROMPTS, [0, 3, 7])])
 def test_what_is_real_stays_where_it_is_found(decodes: int, prompts: list[int], draws: list[int]) -> None:
     plan = plan_of(decodes, prompts, draws)
-    shape = shape_of(plan, long_context=1000, grouped=False, most_rows=512, most_tokens=512)
+    shape = shape_of(plan, long_context=1000, grouped=False, max_rows=512, max_tokens=512)
     assert shape is not None and shape.decodes in DECODES and shape.tokens in TOKENS
-    more = padded(plan, shape, PAD)
+    more = pad_plan(plan, shape, PAD)
     assert len(more.rows) == len(more.counts) == shape.rows and more.num_decodes == shape.decodes >= decodes
     assert len(more.tokens) == shape.tokens == more.counts[more.num_decodes :].sum()
     assert len(more.samples) == len(more.sample_rows) == shape.draws
     real = len(plan.samples)
     assert (more.sample_rows[:real] == plan.sample_rows).all() and (more.sample_rows[real:] == PAD).all()
     assert (more.rows[more.samples[:real]] == plan.rows[plan.samples]).all()
-    # Each prompt has its own tokens, and nobody else does.
+    # Each prompt has its own tokens, and no other row has them.
     ends = np.cumsum(more.counts[more.num_decodes :])
     given = {int(row): more.tokens[end - count : end].tolist() for row, end, count in zip(
         more.rows[more.num_decodes :], ends, more.counts[more.num_decodes :], strict=True) if row != PAD}  # fmt: skip
@@ -61,19 +61,11 @@ def test_what_fits_no_shape_is_left_alone() -> None:
     assert shape_of(plan_of(DECODES[-1] + 1, [9], []), 1000, False, 1024, 512) is None
 
 
-class Replayed:
-    """A graph that is the function it would be captured from."""
-
-    def __init__(self, run: Callable[[], object]) -> None:
-        self.replay = run
-
-
 @pytest.mark.skipif(ON_GPU, reason="on a GPU steps are really captured: tests/gpu runs them there")
 @pytest.mark.parametrize("depth", [1, pytest.param(0, marks=pytest.mark.slow)])
 def test_engines_yield_the_same(tiny_model: Path, monkeypatch: pytest.MonkeyPatch, depth: int) -> None:
     """Over the GPU's kernels in the interpreter, every step through what would be captured."""
-    from quire.worker import cuda_graphs, mixed_steps
-    from quire.worker.cuda_graphs import CudaGraphs
+    from quire.worker import mixed_steps
 
     monkeypatch.setattr(mixed_steps, "DECODES", (0, 2, 8))
     monkeypatch.setattr(mixed_steps, "TOKENS", (8, 16, 24))
@@ -97,27 +89,6 @@ def test_engines_yield_the_same(tiny_model: Path, monkeypatch: pytest.MonkeyPatc
     expected = run()
     monkeypatch.setattr(CpuPlatform, "ops", "quire.kernels.triton.ops.TritonOps")
     monkeypatch.setattr(CpuPlatform, "attention", "triton")
-    used: list[object] = []
-
-    def init(self: CudaGraphs, model: Any, batch: Any, max_rows: int, enabled: bool, *more: bool) -> None:
-        original(self, model, batch, max_rows, False, *more)
-        self._rungs = [max_rows]
-
-    def forward_of(self: CudaGraphs, shape: Any) -> Any:
-        used.append(shape)
-        return self._mixed_forward(shape)
-
-    original = CudaGraphs.__init__
-    monkeypatch.setattr(CudaGraphs, "__init__", init)
-    monkeypatch.setattr(CudaGraphs, "capture", lambda self: None)
-    monkeypatch.setattr(CudaGraphs, "padded_rows", lambda self, plan: 0)
-    monkeypatch.setattr(CudaGraphs, "_captured", lambda self, run, warm_up=False: Replayed(run))
-    monkeypatch.setattr(CudaGraphs, "run_mixed_forward", forward_of)
-    monkeypatch.setattr(cuda_graphs, "LONG_CONTEXT", 16)
-    steps: list[object] = []
-    run_step = CudaGraphs.run_mixed_step
-    monkeypatch.setattr(
-        CudaGraphs, "run_mixed_step", lambda self, shape: (steps.append(shape), run_step(self, shape))[1]
-    )
-    assert run(enforce_eager=True, pipeline_depth=depth, max_num_batched_tokens=24) == expected
-    assert used and steps, "no step went through a padded plan"
+    used = run_graphs_eagerly(monkeypatch, {"mixed"})
+    assert run(enforce_eager=False, pipeline_depth=depth, max_num_batched_tokens=24) == expected
+    assert {(True, "mixed step"), (True, "mixed forward")} <= used, "no step went through a padded plan"

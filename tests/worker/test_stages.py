@@ -18,11 +18,10 @@ from quire.engine import start_executor as workers
 from quire.kernels.cpu.build import library
 from quire.messages.plan import StepMasks, StepPlan
 from quire.platforms.cpu import CpuPlatform
-from quire.worker import cuda_graphs
-from quire.worker.cuda_graphs import CudaGraphs, _next_rung
 from quire.worker.runner import PendingStep
 from quire.worker.worker import Worker
 from tests.conftest import TINY_VOCAB, assert_idle
+from tests.worker.eager_graphs import run_graphs_eagerly
 
 PROMPTS = [[(7 * i + 3 * j) % TINY_VOCAB for j in range(14 + 9 * i)] for i in range(4)]
 WANTED = [
@@ -34,7 +33,7 @@ WANTED = [
 
 
 class Stages:
-    """As a worker, and made of two."""
+    """A worker made of two."""
 
     def __init__(self, *settings: Any, **more: Any) -> None:
         self._stages = [Worker(*settings, Ranks(pp_rank=stage, pp_size=2), **more) for stage in range(2)]
@@ -58,15 +57,15 @@ class Stages:
         return {}
 
     def shutdown(self) -> None:
-        if library() is not None and getattr(self._stages[0]._ops, "whole_steps", False) is False:
-            assert all(stage._runner._graphs._graphs for stage in self._stages), "decodes are replayed, in each stage"
+        if library() is not None and not self._stages[0]._ops.whole_steps:
+            assert all(stage._runner.paths[0]._passes for stage in self._stages), "decodes are replayed, in each stage"
         for stage in self._stages:
             stage.shutdown()
 
 
 @pytest.fixture
 def in_stages(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What travels goes through a queue."""
+    """Hidden states go between the stages through a queue."""
     sent: deque[torch.Tensor] = deque()
 
     def begin(self: Pipeline, tokens: int) -> None:
@@ -110,25 +109,8 @@ def test_with_the_padded_steps_of_a_gpu(
 ) -> None:
     monkeypatch.setattr(CpuPlatform, "ops", "quire.kernels.triton.ops.TritonOps")
     monkeypatch.setattr(CpuPlatform, "attention", "triton")
-    original, used = CudaGraphs.__init__, set()
-
-    def init(self: CudaGraphs, model: Any, batch: Any, max_rows: int, enabled: bool, *more: bool) -> None:
-        original(self, model, batch, max_rows, False, *more)
-        self._rungs = [4, max_rows]
-        self._rung_of = _next_rung(self._rungs)
-
-    def eagerly(name: str) -> Any:
-        """What a graph would replay."""
-        return lambda self, shape: (
-            used.add((self._draws, name)),
-            getattr(self, name)((shape, False) if isinstance(shape, int) else shape),
-        )[1]
-
-    monkeypatch.setattr(CudaGraphs, "__init__", init)
-    monkeypatch.setattr(CudaGraphs, "capture", lambda self: None)
-    for kind in ("step", "forward", "mixed_step", "mixed_forward"):
-        monkeypatch.setattr(CudaGraphs, f"run_{kind}", eagerly(f"_{kind}"))
-    monkeypatch.setattr(cuda_graphs, "LONG_CONTEXT", 16)
-    assert run(tiny_model, enforce_eager=True, max_num_batched_tokens=32, **in_stages) == expected
-    assert {(False, "_forward"), (False, "_mixed_forward"), (True, "_step"), (True, "_mixed_step")} <= used
-    assert (False, "_step") not in used
+    used = run_graphs_eagerly(monkeypatch, {"decode", "mixed"})
+    assert run(tiny_model, max_num_batched_tokens=32, **in_stages) == expected
+    assert {(False, "decode forward"), (False, "mixed forward")} <= used
+    assert {(True, "decode step"), (True, "mixed step")} <= used
+    assert (False, "decode step") not in used and (False, "mixed step") not in used

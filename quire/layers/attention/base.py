@@ -1,4 +1,4 @@
-"""What attention is told about a step, and what a backend must do."""
+"""A step as attention sees it, what a backend implements, and the backends by name."""
 
 from __future__ import annotations
 
@@ -6,6 +6,14 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
+
+from quire.registry import resolve
+
+_KNOWN = {
+    "torch": "quire.layers.attention.torch_paged.TorchPagedAttention",
+    "triton": "quire.layers.attention.triton.TritonPagedAttention",
+    "cpu": "quire.layers.attention.cpu.CpuPagedAttention",
+}
 
 
 @dataclass(frozen=True)
@@ -19,24 +27,24 @@ class KVSpec:
 
 @dataclass(frozen=True)
 class GroupInputs:
-    """Rows that begin with the same blocks, by their lines in the block tables; int32, on the device.
+    """Prefix groups: rows whose first blocks are the same, by their rows of the block tables; int32, on the device.
 
-    Group i's members are members[starts[i]] to members[starts[i + 1]], its blocks those of the first of them. Not all
-    of them need be in the step.
+    Group i's members are members[starts[i]] to members[starts[i + 1]], its blocks those of the first member. Not all
+    members need be in the step.
     """
 
     shared: torch.Tensor
-    """[lines]: tokens of the full blocks a row shares with its group; 0: it is in none. Fewer than it has."""
+    """[batch rows]: tokens of the full blocks a row shares with its group, fewer than it has; 0: it is in no group."""
     members: torch.Tensor
     starts: torch.Tensor
 
 
 @dataclass
 class AttentionInputs:
-    """One step as attention sees it: S rows, T query tokens, packed row after row.
+    """One step as attention over one cache group sees it: S rows, T query tokens, packed row after row.
 
     The first `num_decodes` rows have exactly one query token each. The integer bounds are known on the host, so that
-    no backend has to ask the device for them.
+    no backend has to read them from the device.
     """
 
     slots: torch.Tensor
@@ -46,7 +54,7 @@ class AttentionInputs:
     context_lens: torch.Tensor
     """[S] int32: tokens of the row that are in the cache once this step's are written."""
     block_tables: torch.Tensor
-    """[S, max_blocks] int32; or those of the whole batch, if `rows` says whose is whose."""
+    """[S, max_blocks] int32; or the whole batch's tables, indexed by `rows`."""
     num_rows: int
     num_tokens: int
     num_decodes: int
@@ -55,15 +63,15 @@ class AttentionInputs:
     rows: torch.Tensor | None = None
     """[S]: row i's table is block_tables[rows[i]]. None: block_tables[i]."""
     groups: GroupInputs | None = None
-    """Where `rows` is given: what rows share, for a backend that can read it once for all. It need not."""
+    """With `rows`: the prefix groups, for a backend that can read shared blocks once (`PrefixGroupBackend`)."""
     last: LastTokens | None = None
-    """Where not all hidden states are wanted: a model that can (`narrows`) computes the others no further than the
-    keys and values of its last layer."""
+    """If only some hidden states are wanted: a model with `supports_last_tokens` stops computing the other tokens once
+    the keys and values of its last layer are written."""
     plans: dict[Any, Any] = field(default_factory=dict)
-    """What a backend worked out for this step and will need again in the next layer."""
+    """What a backend computed for this step and needs again in the next layer."""
 
     def own_tables(self, width: int) -> torch.Tensor:
-        """[S, width]: the rows' tables, gathered if need be."""
+        """[S, width]: the rows' tables, gathered if needed."""
         if self.rows is None:
             return self.block_tables[:, :width]
         if ("tables", width) not in self.plans:
@@ -76,9 +84,9 @@ class LastTokens:
     """The tokens of a step whose hidden states are wanted, each the last of its row."""
 
     tokens: torch.Tensor
-    """[P]: their places among the step's tokens."""
+    """[P]: their indices among the step's tokens."""
     inputs: AttentionInputs
-    """The step as if it had no others."""
+    """The step as if it had only these tokens."""
 
 
 class AttentionBackend(Protocol):
@@ -88,7 +96,7 @@ class AttentionBackend(Protocol):
     """Whether its kernels can be captured once and replayed for rows of other lengths."""
 
     def prepare(self, heads: int, kv: torch.Tensor, inputs: AttentionInputs, window: int | None) -> None:
-        """Called in each layer before its keys are written: what a step needs worked out once is worked out here."""
+        """Called in each layer before its keys are written: the place to compute what is needed once a step."""
         ...
 
     def attend(
@@ -101,3 +109,12 @@ class AttentionBackend(Protocol):
         sees itself and the window - 1 tokens before it.
         """
         ...
+
+
+class PrefixGroupBackend:
+    """Base class of backends that read the blocks a prefix group shares once for all its rows."""
+
+
+def attention_backend(name: str) -> type[AttentionBackend]:
+    """The backend class called `name`, or found at that dotted path."""
+    return resolve("attention backend", name, _KNOWN)

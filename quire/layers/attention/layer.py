@@ -7,7 +7,7 @@ from torch import nn
 
 from quire.layers.attention.base import AttentionInputs, LastTokens
 from quire.layers.build_context import BuildContext
-from quire.layers.heads import Heads
+from quire.layers.linear import Heads
 
 
 class Attention(nn.Module):

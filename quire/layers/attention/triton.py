@@ -1,4 +1,4 @@
-"""Paged attention on an NVIDIA GPU: one kernel for rows of one token, one for longer ones."""
+"""Paged attention on an NVIDIA GPU: a decode kernel for rows of one token, a prefill kernel for longer ones."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ import torch
 from quire.kernels.triton.decode_attention import DecodeAttention
 from quire.kernels.triton.prefill_attention import LONG_CONTEXT, plan_tiles, prefill_attention, prefill_tile
 from quire.kernels.triton.prefix_attention import PrefixAttention
-from quire.layers.attention.base import AttentionInputs
+from quire.layers.attention.base import AttentionInputs, PrefixGroupBackend
 
 
-class TritonPagedAttention:
-    """Plans each step once, in its first layer, on the device; the other layers read the plan."""
+class TritonPagedAttention(PrefixGroupBackend):
+    """Plans each step once, in its first layer, on the device; the other layers read the plan.
+
+    Layers with a sliding window ignore prefix groups: they see too little of the shared blocks.
+    """
 
     graph_safe = True
-    reads_groups = True
-    """Whether it reads what rows share once for all; not in layers with a window, which see too little of it."""
 
     def __init__(self, batch_invariant: bool = False) -> None:
-        """`batch_invariant`: a token's bits depend on its own row alone. Then all rows go through the kernel for long
-        ones, which sums in the order of the cache, however its prompt was cut into steps and whoever is beside it."""
+        """`batch_invariant`: a token's bits depend only on its own row. Then all rows go through the prefill kernel,
+        which sums in cache order, whatever the prompt's chunks and the other rows."""
         self._invariant = batch_invariant
         self._kernels: dict[tuple, Any] = {}
 
@@ -76,11 +77,11 @@ class TritonPagedAttention:
         return out
 
     def _decodes(self, inputs: AttentionInputs) -> int:
-        """Rows that go through the kernel for one token: the first so many."""
+        """How many rows, from the first, go through the decode kernel."""
         return 0 if self._invariant else inputs.num_decodes
 
     def _kernel(self, kind: type, heads: int, kv: torch.Tensor, inputs: AttentionInputs) -> Any:
-        """The kernel for heads of this shape; made when first asked for, with the memory it works in."""
+        """The kernel for heads of this shape, with its workspace; made when first used."""
         _, _, kv_heads, _, head_dim = kv.shape
         rows = max(len(inputs.block_tables) - 1, inputs.num_rows)  # the last one is padding
         key = (kind, heads, kv_heads, head_dim, kv.dtype, rows)

@@ -1,4 +1,4 @@
-"""A learned pass gives the bits an eager one gives, whatever changed between its runs."""
+"""A recorded pass gives the bits an eager one gives, whatever changed between its runs."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from quire.kernels.cpu.ops import CpuOps
 from quire.kernels.cpu.tape import TapeArena
 from quire.kernels.reference import TorchOps
 from quire.platforms.memory import MemoryArena
+from quire.worker.paths import TapeDecodePath
 from tests.conftest import TINY_VOCAB, write_tiny_model
 
 needs_native = pytest.mark.skipif(library() is None, reason="needs a C++ compiler")
@@ -30,30 +31,31 @@ def generate(folder: Path, **settings: Any) -> tuple[list[list[int]], LLM]:
     return [list(output.outputs[0].token_ids) for output in outputs], llm
 
 
-def graphs_of(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Every DecodeGraphs that is made from here on."""
+def tape_paths(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Every TapeDecodePath that is made after this."""
     from quire.worker import worker
 
     made: list[Any] = []
-    make: Callable[..., Any] = worker.DecodeGraphs
+    make: Callable[..., Any] = worker.TapeDecodePath
 
     def noted(*args: Any, **kwargs: Any) -> Any:
         made.append(make(*args, **kwargs))
         return made[-1]
 
-    monkeypatch.setattr(worker, "DecodeGraphs", noted)
+    monkeypatch.setattr(worker, "TapeDecodePath", noted)
     return made
 
 
 @needs_native
 def test_replayed_steps_draw_the_same_tokens_as_eager_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write_tiny_model(tmp_path)
-    made = graphs_of(monkeypatch)
+    made = tape_paths(monkeypatch)
     replayed, _ = generate(folder)
     eager, _ = generate(folder, enforce_eager=True)
     assert replayed == eager
-    assert {rows for rows, _ in made[0]._graphs} == set(range(1, len(PROMPTS) + 1))
-    assert not made[1]._graphs
+    assert len(made) == 1, "with enforce_eager nothing is recorded"
+    assert {shape.rows for shape, _ in made[0]._passes} == set(range(1, len(PROMPTS) + 1))
+    assert {shape.width for shape, _ in made[0]._passes} == {1}
 
 
 @needs_native
@@ -81,7 +83,7 @@ def test_hidden_states_of_a_replay_equal_the_eager_ones_bit_for_bit() -> None:
 
 
 @needs_native
-def test_a_pass_with_a_torch_operation_in_it_is_not_learned() -> None:
+def test_a_pass_with_a_torch_operation_is_not_recorded() -> None:
     ops = CpuOps()
     x, weight = torch.randn(2, 16), torch.randn(16, 16)
     result, replay = ops.capture(lambda: torch.nn.functional.gelu(ops.linear(x, weight)))
@@ -97,7 +99,7 @@ def test_a_model_with_torch_operations_runs_eagerly(tmp_path: Path, monkeypatch:
     config = GPT2Config(vocab_size=64, n_positions=64, n_embd=32, n_layer=2, n_head=4, initializer_range=0.4)
     model = GPT2LMHeadModel(config).eval()
     model.save_pretrained(tmp_path)
-    made = graphs_of(monkeypatch)
+    made = tape_paths(monkeypatch)
     with LLM(tmp_path, dtype="float32", device="cpu", skip_tokenizer_init=True) as llm:
         params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, detokenize=False)
         (output,) = llm.generate([[1, 2, 3]], params, use_tqdm=False)
@@ -106,16 +108,22 @@ def test_a_model_with_torch_operations_runs_eagerly(tmp_path: Path, monkeypatch:
         for _ in range(12):
             tokens = torch.cat([tokens, model(tokens).logits[:, -1:].argmax(-1)], dim=1)
     assert list(output.outputs[0].token_ids) == tokens[0, 3:].tolist()
-    assert not made[0]._graphs
+    assert not made[0]._passes
 
 
-def test_the_reference_learns_nothing() -> None:
+def test_several_queries_a_row_are_refused_by_name() -> None:
+    batch: Any = None
+    with pytest.raises(NotImplementedError, match="1 query token a row, got width 2"):
+        TapeDecodePath(batch, batch, TorchOps(), width=2)
+
+
+def test_the_reference_records_nothing() -> None:
     result, replay = TorchOps().capture(lambda: torch.ones(2))
     assert replay is None
     assert result.tolist() == [1, 1]
 
 
-def test_memory_is_given_out_again_only_when_nobody_looks_at_it() -> None:
+def test_memory_is_reused_only_when_no_view_of_it_is_left() -> None:
     like = torch.zeros(1)
     with TapeArena() as arena:
         first = like.new_empty(100)
@@ -123,7 +131,7 @@ def test_memory_is_given_out_again_only_when_nobody_looks_at_it() -> None:
         place = first.data_ptr()
         del first
         second = like.new_empty(100)
-        assert second.data_ptr() != place, "a view still shows it"
+        assert second.data_ptr() != place, "a view still uses it"
         del view
         third = like.new_empty(100)
         assert third.data_ptr() == place
