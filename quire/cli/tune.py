@@ -202,9 +202,9 @@ def products(model: nn.Module) -> tuple[list[GemmShape], torch.dtype]:
     """The products of a step, parts before wholes; their dtype."""
     from quire.kernels.triton.skinny_gemm.candidates import GemmShape
     from quire.kernels.triton.skinny_gemm.tuning import KINDS, with_parts
-    from quire.layers.gemm_shapes import layer_products
+    from quire.layers.gemm_shapes import layer_gemms
 
-    found = layer_products(model)
+    found = layer_gemms(model)
     shapes: dict[GemmShape, None] = {}
     for product in found:
         kind = ("norm_silu_linear" if product.gated else "norm_linear") if product.normed else "linear"

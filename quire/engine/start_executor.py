@@ -25,7 +25,7 @@ from quire.platforms.base import Platform
 from quire.platforms.cuda import RemoteCudaPlatform
 from quire.worker.building import build_model
 from quire.worker.memory import MemoryNeeds, MemoryPlan, no_room
-from quire.worker.moves import HostRoom
+from quire.worker.moves import HostTierInfo
 from quire.worker.worker import Worker
 
 JOIN_SECONDS = 600.0
@@ -54,7 +54,7 @@ class Workers:
     """Of all ranks together; so is the cache."""
     cache_bytes: int
     reads_groups: bool
-    host_room: HostRoom | None = None
+    host_room: HostTierInfo | None = None
     phases: dict[str, float] = field(default_factory=dict)
     """Seconds each part of the start took."""
 
@@ -161,7 +161,7 @@ def _start_here(
         weight_bytes=worker.needs.weight_bytes,
         cache_bytes=memory.cache,
         reads_groups=worker.reads_groups,
-        host_room=None if worker.mover is None else worker.mover.room(),
+        host_room=None if worker.mover is None else worker.mover.tier_info(),
         phases=worker.phases,
     )
 

@@ -21,7 +21,7 @@ from quire.sessions.keeper import SessionKeeper
 from quire.sessions.log import SessionStore
 from quire.sessions.pinned_blocks import PinnedBlocks
 from quire.sessions.session_kv import SessionKV
-from quire.worker.moves import HostRoom
+from quire.worker.moves import HostTierInfo
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ def kv_fingerprint(config: EngineConfig, files: ModelFiles, model: ModelConfig, 
 
 
 def make_tiers(
-    config: EngineConfig, fingerprint: bytes, tables: BlockTables, room: HostRoom | None
+    config: EngineConfig, fingerprint: bytes, tables: BlockTables, room: HostTierInfo | None
 ) -> OffloadManager | None:
     """Host memory, and disk if there is a folder for it; None where there is neither."""
     if room is None:

@@ -29,7 +29,7 @@ from quire.messages.experts import Rebalanced
 from quire.messages.plan import MovesDone, StepMasks, StepPlan, StepResult, decode_result, encode
 from quire.paths import child_environment
 from quire.worker.memory import MemoryPlan
-from quire.worker.moves import HostRoom
+from quire.worker.moves import HostTierInfo
 
 FAILURE_SECONDS = 5.0
 """After one rank failed a step the others of its stage have so long to say that they did too; else they wait for it for
@@ -141,7 +141,7 @@ class MultiprocessExecutor:
         return sum(self.num_blocks * (plan["cache"] // plan["num_blocks"]) for plan in plans)
 
     @property
-    def host_room(self) -> HostRoom | None:
+    def host_room(self) -> HostTierInfo | None:
         """The ranks' tiers in host memory as one: each keeps its part of a block in the same slot."""
         rooms = list(self._ready.values())
         slots = min(room.host_slots for room in rooms)
@@ -149,7 +149,7 @@ class MultiprocessExecutor:
             return None
         out, back = min(room.out_rate for room in rooms), min(room.back_rate for room in rooms)
         slot = None if self._host is None else self._host.slot
-        return HostRoom(slots, sum(room.slot_bytes for room in rooms), len(rooms) * out, len(rooms) * back, slot)
+        return HostTierInfo(slots, sum(room.slot_bytes for room in rooms), len(rooms) * out, len(rooms) * back, slot)
 
     # Steps
 

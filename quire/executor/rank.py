@@ -269,19 +269,18 @@ def _host_memory(
     share: wire.HostShare | None, descriptor: int | None, part_bytes: int, platform: Platform
 ) -> HostMemory | None:
     """This rank's part of the host memory that it shares with the others and the engine."""
-    from quire.worker.moves import HostMemory
-    from quire.worker.shared_host import open_part
+    from quire.worker.moves import HostMemory, open_shared_part
 
     if share is None or descriptor is None:
         return None
     place = (descriptor, share.slots, share.slot_bytes, share.offset, part_bytes, platform.device)
-    return HostMemory(share.slots, part_bytes, platform.device.type == "cuda", lambda: open_part(*place))
+    return HostMemory(share.slots, part_bytes, platform.device.type == "cuda", lambda: open_shared_part(*place))
 
 
 def _ready(worker: Worker) -> wire.RankReady:
     if worker.mover is None:
         return wire.RankReady()
-    room = worker.mover.room()
+    room = worker.mover.tier_info()
     return wire.RankReady(room.num_slots, room.slot_bytes, room.out_rate, room.back_rate)
 
 

@@ -1,6 +1,6 @@
-"""From tokens to vectors and back: the vocabulary is cut over the ranks, an equal number of rows each.
+"""Token embedding and LM head: the vocabulary is split over the ranks, an equal number of rows each.
 
-A vocabulary that does not divide is padded at its end; padded rows are never looked up and their logits are cut off.
+A vocabulary that does not divide is padded at its end; padding rows are never looked up and their logits are dropped.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from quire.loading.weights import Target
 
 
 class VocabEmbedding(nn.Module):
-    """A vector per token; this rank holds some tokens' and the ranks sum."""
+    """A vector per token; each rank holds some tokens' vectors, and the ranks sum."""
 
     def __init__(self, build: BuildContext, name: str) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class LMHead(nn.Module):
     """A logit per token of the vocabulary, on every rank, in the weights' dtype."""
 
     def __init__(self, build: BuildContext, name: str, tied: VocabEmbedding | None = None) -> None:
-        """`tied`: the embedding whose weight this head uses; it then asks the checkpoint for nothing."""
+        """`tied`: the embedding whose weight this head uses; it then has no checkpoint tensor of its own."""
         super().__init__()
         self.ops = build.ops
         self.ranks = build.ranks
@@ -58,7 +58,7 @@ class LMHead(nn.Module):
         return logits[:, : self.whole[0]]
 
     def targets(self) -> dict[str, list[Target]]:
-        """The rank's rows of the head; none where it is tied."""
+        """The rank's rows of the head; none if it is tied."""
         if not self.owns_weight:
             return {}
         return {f"{self.name}.weight": [_vocab_target(self.weight, self.kept, self.whole)]}

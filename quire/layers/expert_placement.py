@@ -1,6 +1,6 @@
-"""Which rank holds which experts, and how a placement is found for the load that is seen. Numbers, no tensors.
+"""Which rank holds which experts, and a placement for the observed load. Numbers, no tensors.
 
-An expert may have copies on several ranks; its tokens are dealt evenly over them.
+An expert may have copies on several ranks; its tokens are divided evenly among them.
 """
 
 from __future__ import annotations
@@ -13,27 +13,27 @@ from dataclasses import dataclass
 from quire.errors import ConfigError
 
 TRIES = 64
-"""So many exchanges of two experts are made at most to even a placement out…"""
+"""The most swaps of two experts that balance a placement…"""
 NEIGHBOURS = 4
-"""…each between the fullest rank and one of so many that have the least to do."""
+"""…each between the most loaded rank and one of this many least loaded ones."""
 SHARINGS = 4
-"""So many ways to share out the spare slots are tried…"""
+"""How many ways to use the spare slots are tried…"""
 EVEN = 1.01
-"""…until the fullest rank has no more to do than this much of the mean."""
+"""…until the most loaded rank has at most this multiple of the mean load."""
 ALIKE = 1.01
-"""Among placements this close to the best, the one that moves the fewest experts is taken."""
+"""Among placements within this factor of the best, the one that moves the fewest experts is chosen."""
 
 
 @dataclass(frozen=True)
 class Placement:
-    """The experts on each rank, slot by slot. Every expert is somewhere, none is twice on a rank."""
+    """The experts on each rank, slot by slot. Every expert has a rank, and none is on a rank twice."""
 
     slots: tuple[tuple[int, ...], ...]
     num_experts: int
 
     @classmethod
     def even(cls, num_experts: int, ranks: int, spare: int = 0) -> Placement:
-        """Ranges of experts, the earlier ranks one more where they do not divide; copies in the `spare` slots."""
+        """Ranges of experts, earlier ranks one more if they do not divide; copies in the `spare` slots."""
         sizes = capacities(num_experts, ranks, spare)
         ranges, start = [], 0
         for rank in range(ranks):
@@ -68,19 +68,19 @@ class Placement:
         return homes
 
     def loads(self, counts: Sequence[float]) -> list[float]:
-        """What each rank has to do where each expert is chosen so often."""
+        """The load of each rank if each expert is chosen `counts` times."""
         copies = Counter(expert for held in self.slots for expert in held)
         return [sum(counts[expert] / copies[expert] for expert in held) for held in self.slots]
 
     def skew(self, counts: Sequence[float]) -> float:
-        """The fullest rank's load ÷ the mean; 1 is perfectly even. 0 where there is no load."""
+        """The highest rank's load ÷ the mean; 1 is perfectly even. 0 without load."""
         loads = self.loads(counts)
         return max(loads) * len(loads) / total if (total := sum(loads)) else 0.0
 
 
 @dataclass(frozen=True)
 class Move:
-    """An expert's weights go from a slot to another, on the same rank or from rank to rank."""
+    """An expert's weights are copied from one slot to another, on the same rank or between ranks."""
 
     source: tuple[int, int]
     """(rank, slot)"""
@@ -94,7 +94,7 @@ def capacities(num_experts: int, ranks: int, spare: int) -> list[int]:
 
 
 def check_ranks(num_experts: int, ranks: int, spare: int) -> None:
-    """Raise where so many ranks cannot share so many experts."""
+    """Raise if the experts cannot be spread over this many ranks."""
     if ranks > num_experts:
         raise ConfigError(
             f"{num_experts} experts cannot be spread over {ranks} ranks: enable_expert_parallel needs at least an "
@@ -113,10 +113,10 @@ def check_ranks(num_experts: int, ranks: int, spare: int) -> None:
 
 
 def place(counts: Sequence[float], before: Placement) -> Placement:
-    """A placement in as many slots as `before` has, in which the fullest rank has as little to do as can be found.
+    """A placement in as many slots as `before` has that minimises the highest load of a rank.
 
-    Hot experts get several copies where there are spare slots. Experts stay where they are if that costs nothing;
-    where nothing better is found, so does everything.
+    Hot experts get several copies if there are spare slots. Experts stay where they are if that costs nothing; if
+    nothing better is found, `before` is returned.
     """
     sizes = [len(held) for held in before.slots]
     spare = sum(sizes) - len(counts)
@@ -136,7 +136,7 @@ def place(counts: Sequence[float], before: Placement) -> Placement:
 
 
 def moves(before: Placement, after: Placement) -> list[Move]:
-    """What must be copied so that ranks which hold `before` hold `after`; a rank's own copy comes first."""
+    """The copies that turn `before` into `after`; a rank copies from its own slots where it can."""
     homes, found = before.homes, []
     dealt: Counter[int] = Counter()
     for rank, held in enumerate(after.slots):
@@ -151,9 +151,9 @@ def moves(before: Placement, after: Placement) -> list[Move]:
 
 
 def _share_out(counts: Sequence[float], ranks: int, useful: int, idle: int) -> list[int]:
-    """Copies of each expert: `useful` slots go, one by one, to the one whose copies have most to do.
+    """Copies of each expert: `useful` slots go, one by one, to the expert with the highest load a copy.
 
-    The `idle` ones go to those that have least: a copy takes tokens to its rank, where others may have more.
+    The `idle` ones go to the experts with the least load: a copy draws tokens to its rank, which may be busy already.
     """
     copies = [1] * len(counts)
     heap = [(-count, expert) for expert, count in enumerate(counts)]
@@ -171,7 +171,7 @@ def _share_out(counts: Sequence[float], ranks: int, useful: int, idle: int) -> l
 
 
 def _adapt(weights: Sequence[float], copies: Sequence[int], slots: Sequence[Sequence[int]]) -> list[set[int]]:
-    """What is there, with as many copies of each expert as wanted; the rest stays."""
+    """The current placement with the wanted number of copies of each expert; the rest stays."""
     ranks = [set(held) for held in slots]
     for expert, wanted in enumerate(copies):
         holders = [rank for rank, held in enumerate(ranks) if expert in held]
@@ -183,14 +183,14 @@ def _adapt(weights: Sequence[float], copies: Sequence[int], slots: Sequence[Sequ
 
 
 def _pack(weights: Sequence[float], copies: Sequence[int], sizes: Sequence[int]) -> list[set[int]]:
-    """Everything anew."""
+    """A placement from scratch."""
     ranks: list[set[int]] = [set() for _ in sizes]
     _fill(ranks, weights, copies, sizes)
     return ranks
 
 
 def _fill(ranks: list[set[int]], weights: Sequence[float], copies: Sequence[int], sizes: Sequence[int]) -> None:
-    """Copies that are missing, heaviest first, each to the rank with the least to do that has room and lacks it."""
+    """Add missing copies, heaviest first, each to the least loaded rank that has a free slot and lacks the expert."""
     loads = [sum(weights[expert] for expert in held) for held in ranks]
     for expert in sorted(range(len(weights)), key=lambda expert: -weights[expert]):
         for _ in range(copies[expert] - sum(expert in held for held in ranks)):
@@ -199,8 +199,8 @@ def _fill(ranks: list[set[int]], weights: Sequence[float], copies: Sequence[int]
             if fitting:
                 rank = min(fitting, key=lambda rank: (loads[rank], rank))
             else:
-                # All that have room hold it already. A full rank that does not gives up something for it, which one
-                # with room takes: it holds no more than the full one, and this one beside, so there is something.
+                # All ranks with a free slot hold it already. A full rank without it hands one of its experts to one of
+                # them: that rank holds fewer experts, this one among them, so there is one it lacks.
                 rank = next(rank for rank, held in enumerate(ranks) if expert not in held)
                 taker = room[0]
                 given = min(ranks[rank] - ranks[taker], key=lambda other: (weights[other], other))
@@ -213,7 +213,7 @@ def _fill(ranks: list[set[int]], weights: Sequence[float], copies: Sequence[int]
 
 
 def _even_out(weights: Sequence[float], ranks: list[set[int]]) -> None:
-    """Exchange experts between the fullest rank and those with little to do, while that helps; in place."""
+    """Swap experts between the most and the least loaded ranks while that helps; in place."""
     loads = [sum(weights[expert] for expert in held) for held in ranks]
     for _ in range(TRIES):
         order = sorted(range(len(ranks)), key=lambda rank: loads[rank])
@@ -236,7 +236,7 @@ def _even_out(weights: Sequence[float], ranks: list[set[int]]) -> None:
 
 
 def _settle(ranks: Sequence[set[int]], before: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
-    """Which set goes to which rank, and in which slots, so that much stays where it is."""
+    """Assign sets of experts to ranks and slots so that as many experts as possible stay where they are."""
     pairs = sorted(
         ((-len(held & set(old)), rank, index) for index, held in enumerate(ranks) for rank, old in enumerate(before)
          if len(held) == len(old)),

@@ -1,7 +1,7 @@
-"""Where a sparse MLP's tensors lie in a checkpoint, and which part of them a rank keeps.
+"""Names of a sparse MLP's tensors in a checkpoint, and the part of them that a rank keeps.
 
 Checkpoints hold the experts stacked in two tensors, or one by one in thousands, under names that differ from family to
-family; a `Spelling` is one way to name them.
+family; an `ExpertNaming` is one way to name them.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from quire.loading.weights import Target, TensorLayout
 
 @dataclass(frozen=True)
 class ExpertShare:
-    """The experts of this rank, by their numbers in the whole model, and which of each one's features it keeps."""
+    """The experts of this rank, by their numbers in the whole model, and the features it keeps of each."""
 
     total: int
-    """Experts there are in all."""
+    """Experts in the whole model."""
     total_width: int
     """Features of a whole expert."""
     experts: Sequence[int]
@@ -33,7 +33,7 @@ class ExpertShare:
 
     @property
     def runs(self) -> list[tuple[int, range]]:
-        """The experts as ranges of successive numbers, each with the place of its first."""
+        """The experts as ranges of consecutive numbers, each with the index of its first."""
         runs: list[tuple[int, range]] = []
         for place, expert in enumerate(self.experts):
             if runs and expert == runs[-1][1].stop:
@@ -45,7 +45,7 @@ class ExpertShare:
 
     @property
     def is_whole(self) -> bool:
-        """Everything there is, in its order."""
+        """Whether it is all experts, whole and in order."""
         return self.width == self.total_width and list(self.experts) == list(range(self.total))
 
     @property
@@ -55,10 +55,10 @@ class ExpertShare:
 
 
 @dataclass(frozen=True)
-class Spelling:
+class ExpertNaming:
     """Names of a sparse MLP's tensors, relative to the decoder layer.
 
-    `{}` stands for an expert's number; a name without it is of one tensor that holds all experts.
+    `{}` is an expert's number; a name without it is one tensor with all experts.
     """
 
     router: str
@@ -66,37 +66,41 @@ class Spelling:
     up: str
     down: str
 
+    def of(self, matrix: str) -> str:
+        """The name of a matrix: "gate", "up" or "down"."""
+        return {"gate": self.gate, "up": self.up, "down": self.down}[matrix]
 
-STACKED_APART = Spelling(
+
+STACKED_APART = ExpertNaming(
     "mlp.gate.weight", "mlp.experts.gate_proj.weight", "mlp.experts.up_proj.weight", "mlp.experts.down_proj.weight"
 )
-"""GGUF files, in the names that loading/gguf_names.py gives their tensors."""
-ONE_BY_ONE = Spelling(
+"""GGUF files, by the names that loading/gguf_names.py gives their tensors."""
+ONE_BY_ONE = ExpertNaming(
     "mlp.gate.weight",
     "mlp.experts.{}.gate_proj.weight",
     "mlp.experts.{}.up_proj.weight",
     "mlp.experts.{}.down_proj.weight",
 )
-# How transformers 5 holds every mixture in memory, and writes it if asked to.
+# How transformers 5 holds every mixture in memory, and may save it.
 ROUTER, GATE_UP, DOWN = "mlp.gate.weight", "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
 
 
 @dataclass(frozen=True)
 class _Matrix:
-    """One matrix of every expert: where this rank's part of it lies."""
+    """One matrix of every expert, and this rank's part of it."""
 
     into: torch.Tensor
     """[experts kept, rows kept, columns kept]"""
     shape: tuple[int, int]
-    """Of an expert's whole matrix."""
+    """Shape of one expert's whole matrix."""
     keep: tuple[slice, slice]
 
     def names(self, name: str, share: ExpertShare) -> list[str]:
-        """The tensors that a name, or a pattern of names, stands for."""
+        """The tensors that a name or a pattern of names matches."""
         return [name.format(expert) for expert in range(share.total)] if "{}" in name else [name]
 
     def targets(self, name: str, share: ExpertShare) -> dict[str, list[Target]]:
-        """Where those tensors go; those of experts that other ranks keep go nowhere."""
+        """The targets of those tensors; none for experts that other ranks keep."""
         if "{}" not in name:
             return {name: self.stacked(share)}
         keep = _unless_whole(self.keep, self.shape)
@@ -107,7 +111,7 @@ class _Matrix:
         }
 
     def stacked(self, share: ExpertShare, before: int = 0, after: int = 0) -> list[Target]:
-        """All experts in one tensor, in which each has so many rows of something else before and after its own."""
+        """All experts in one tensor, where each has `before` and `after` rows of another matrix around its own."""
         shape = (share.total, before + self.shape[0] + after, self.shape[1])
         rows, columns = self.keep
         inside = (slice(before + rows.start, before + rows.stop), columns)
@@ -122,13 +126,13 @@ class _Matrix:
 
 
 def _unless_whole(keep: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[slice, ...]:
-    """`keep`; empty where it is everything, so that bytes can go from a file to their place as they are."""
+    """`keep`; empty if it is everything, so that bytes can be copied from the file unchanged."""
     return () if all(part == slice(0, size) for part, size in zip(keep, shape, strict=True)) else keep
 
 
 @dataclass(frozen=True)
 class ExpertWeights:
-    """The parameters of a sparse MLP, and the names their tensors go by."""
+    """The parameters of a sparse MLP, and the names of their tensors."""
 
     router: torch.Tensor
     """[experts, hidden]"""
@@ -137,11 +141,11 @@ class ExpertWeights:
     down: torch.Tensor
     """[experts kept, hidden, width kept]"""
     share: ExpertShare
-    spellings: Sequence[Spelling]
-    """The ways checkpoints may name them, beside the stacked one."""
+    namings: Sequence[ExpertNaming]
+    """The ways checkpoints may name them, besides the stacked one."""
 
     def targets(self) -> dict[str, list[Target]]:
-        """Router and experts, stacked; or, where the checkpoint holds them so, under other names or one by one."""
+        """Router and experts, stacked; alternatively under other names or one by one, if the checkpoint has them so."""
         share, (gate, up, down) = self.share, self._matrices()
         width = share.total_width
         shape = (share.total, 2 * width, self.router.shape[1])
@@ -162,17 +166,17 @@ class ExpertWeights:
         return _Matrix(gate, *tall), _Matrix(up, *tall), _Matrix(self.down, *wide)
 
     def _router_layouts(self, target: Target) -> tuple[TensorLayout, ...]:
-        names = {spelling.router for spelling in self.spellings} - {ROUTER}
+        names = {naming.router for naming in self.namings} - {ROUTER}
         return tuple(TensorLayout((name,), lambda name=name: {name: [target]}) for name in names)  # type: ignore[misc]
 
     def _layouts(self, matrices: Mapping[str, _Matrix]) -> tuple[TensorLayout, ...]:
-        """For each spelling, the tensors that together hold these matrices."""
+        """For each naming, the tensors that together hold these matrices."""
 
-        def layout(spelling: Spelling) -> TensorLayout:
-            named = [(getattr(spelling, kind), matrix) for kind, matrix in matrices.items()]
+        def layout(naming: ExpertNaming) -> TensorLayout:
+            named = [(naming.of(kind), matrix) for kind, matrix in matrices.items()]
             return TensorLayout(
                 tuple(full for name, matrix in named for full in matrix.names(name, self.share)),
                 lambda: {k: t for name, matrix in named for k, t in matrix.targets(name, self.share).items()},
             )
 
-        return tuple(map(layout, self.spellings))
+        return tuple(map(layout, self.namings))

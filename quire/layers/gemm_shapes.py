@@ -1,4 +1,4 @@
-"""The matrix products of a model, for those who prepare for them: compilers ahead of time, and `quire tune`."""
+"""The distinct GEMMs and experts of a model: what is compiled ahead of time (`worker/warmup.py`) and tuned."""
 
 from __future__ import annotations
 
@@ -12,46 +12,46 @@ from quire.layers.linear import FusedLinear, ReplicatedLinear, RowParallelLinear
 from quire.layers.moe import SparseMLP
 
 
-class LayerProduct(NamedTuple):
-    """A product, and what a step may fold into it."""
+class LayerGemm(NamedTuple):
+    """A GEMM, and what a step may fuse with it."""
 
     weight: torch.Tensor
-    """One of those that have this form."""
+    """One of the weights with this shape."""
     normed: bool
-    """A norm comes before it (`Ops.norm_linear`)."""
+    """A norm precedes it (`Ops.norm_linear`)."""
     gated: bool
     bias: bool
 
 
-def layer_products(model: nn.Module) -> list[LayerProduct]:
-    """One product of each form that `model` has. The weights need not be filled, nor be anywhere."""
-    products: dict[object, LayerProduct] = {}
+def layer_gemms(model: nn.Module) -> list[LayerGemm]:
+    """One GEMM of each shape that `model` has. The weights need not be filled; they may be on the meta device."""
+    gemms: dict[object, LayerGemm] = {}
     for module in model.modules():
         if isinstance(module, SparseMLP):
             for normed in (True, False):  # few tokens; many
-                router = LayerProduct(module.router, normed=normed, gated=False, bias=False)
-                products.setdefault((tuple(module.router.shape), *router[1:]), router)
+                router = LayerGemm(module.router, normed=normed, gated=False, bias=False)
+                gemms.setdefault((tuple(module.router.shape), *router[1:]), router)
         elif isinstance(module, (FusedLinear, ReplicatedLinear, RowParallelLinear, LMHead)):
             gated = isinstance(module, FusedLinear) and module.gated
-            bias = getattr(module, "bias", None) is not None
-            product = LayerProduct(module.weight, isinstance(module, FusedLinear), gated, bias)
-            products.setdefault((tuple(module.weight.shape), *product[1:]), product)
-    return list(products.values())
+            has_bias = isinstance(module, (FusedLinear, RowParallelLinear)) and module.bias is not None
+            gemm = LayerGemm(module.weight, isinstance(module, FusedLinear), gated, has_bias)
+            gemms.setdefault((tuple(module.weight.shape), *gemm[1:]), gemm)
+    return list(gemms.values())
 
 
 class LayerExperts(NamedTuple):
-    """The experts of a layer, and how many of them a token goes to."""
+    """The experts of a layer, and how many of them a token is routed to."""
 
     gate_up: torch.Tensor
     down: torch.Tensor
     top_k: int
     renormalise: bool
     routed: int
-    """Experts the router chooses among: more than there are here, where other ranks hold some."""
+    """Experts the router chooses among: more than are on this rank if other ranks hold some."""
 
 
 def layer_experts(model: nn.Module) -> list[LayerExperts]:
-    """Experts of each form that `model` has: those of one layer. The weights need not be filled, nor be anywhere."""
+    """Experts of each shape that `model` has, from one layer each. The weights may be on the meta device."""
     found: dict[object, LayerExperts] = {}
     for module in model.modules():
         if isinstance(module, SparseMLP):

@@ -1,4 +1,4 @@
-"""Mixtures of experts: an MLP of many, of which each token goes through a few."""
+"""Mixtures of experts: each token goes through a few of many MLPs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from quire.errors import ValidationError
 from quire.layers.build_context import BuildContext
 from quire.layers.expert_parallel import ExpertSpread
 from quire.layers.expert_placement import Placement
-from quire.layers.expert_weights import ONE_BY_ONE, STACKED_APART, ExpertShare, ExpertWeights, Spelling
+from quire.layers.expert_weights import ONE_BY_ONE, STACKED_APART, ExpertNaming, ExpertShare, ExpertWeights
 from quire.layers.norm import RMSNorm
 from quire.loading.model_config import ModelConfig, positive_integer
 from quire.loading.weights import Target
@@ -21,7 +21,7 @@ from quire.loading.weights import Target
 
 @dataclass(frozen=True)
 class Routing:
-    """How many experts there are, how wide each is, and how tokens are dealt to them."""
+    """How many experts there are, how wide each is, and how tokens are routed to them."""
 
     num_experts: int
     top_k: int
@@ -31,8 +31,8 @@ class Routing:
 
     @classmethod
     def of(cls, config: ModelConfig, width: str, renormalise: bool) -> Routing:
-        """Read from the model's config, where `width` is this family's name of that field."""
-        # Which of its two names the number of experts has depends on who wrote the file, not on the family.
+        """Read from the model's config; `width` is this family's name of that field."""
+        # The number of experts has one of two names, depending on the program that wrote the file, not on the family.
         count = positive_integer(config.raw, "num_experts", "num_local_experts")
         top_k = positive_integer(config.raw, "num_experts_per_tok")
         if top_k > count:
@@ -45,25 +45,24 @@ class Routing:
 
 
 class SparseMLP(nn.Module):
-    """Each token through the few experts that the router chose for it; their results, weighted, are summed.
+    """Sends each token through the few experts that the router chose for it; their weighted results are summed.
 
-    `counts` says how often each expert was chosen since the start. It is written by the router's kernel and read only
-    when somebody asks. What it counts is what is computed: in the last layer only the tokens that something is drawn
-    from.
+    `counts` is how often each expert was chosen since the start. It is written by the router's kernel and read only on
+    request. It counts what is computed: in the last layer only the tokens that are sampled from.
     """
 
     counts: torch.Tensor
 
     def __init__(
-        self, build: BuildContext, routing: Routing, layer: int, spellings: Sequence[Spelling] = (ONE_BY_ONE,)
+        self, build: BuildContext, routing: Routing, layer: int, namings: Sequence[ExpertNaming] = (ONE_BY_ONE,)
     ) -> None:
-        """`spellings`: how checkpoints of this family name the tensors, beside the ways that all have in common."""
+        """`namings`: how checkpoints of this family name the tensors, besides the ways common to all."""
         super().__init__()
         self.ops = build.ops
         self.layer = layer
         self.ranks = build.ranks
         self.routing = routing
-        self.spellings = (*spellings, STACKED_APART)
+        self.namings = (*namings, STACKED_APART)
         self.spread: ExpertSpread | None = None
         if build.experts is None:
             self.share = share = ExpertShare.of(build.ranks, routing.num_experts, routing.width)
@@ -93,10 +92,10 @@ class SparseMLP(nn.Module):
         return all_reduce(out, self.ranks), residual
 
     def mix(self, x: torch.Tensor, slots: torch.Tensor | None = None) -> torch.Tensor:
-        """What the experts make of x."""
+        """The weighted sum of the experts' outputs for x."""
         logits, routing = self.ops.linear(x, self.router), self.routing
         exchanges = self.spread is not None and self.spread.ranks.exchanges
-        places = None if exchanges else slots  # such steps are not padded
+        places = None if exchanges else slots  # steps with exchanges are not padded
         weights, experts = self.ops.route(logits, routing.top_k, routing.renormalise, self.counts, places)
         if self.spread is None:
             return all_reduce(self._run(x, weights, experts), self.ranks)
@@ -108,30 +107,30 @@ class SparseMLP(nn.Module):
         return self.ops.experts(x, weights, experts, self.gate_up, self.down)
 
     def serve(self) -> None:
-        """Compute what other ranks send, without a token of our own."""
+        """Compute tokens that other ranks send, without tokens of our own."""
         assert self.spread is not None
         top_k, none = self.routing.top_k, self.router[:0]
         pairs = torch.empty(0, top_k, device=none.device)
         self.spread.exchange(none, pairs, pairs.int(), self._run)
 
     def rearrange(self, placement: Placement) -> None:
-        """Hold the experts that `placement` gives this rank. All ranks do so, at the same time."""
+        """Hold the experts that `placement` gives this rank. All ranks call this together."""
         assert self.spread is not None
         self.spread.change(placement, self.gate_up, self.down)
 
     @property
     def idle_parameters(self) -> int:
-        """Those of the experts that a token does not go to."""
+        """Parameters of the experts that a token is not routed to."""
         total, top_k = self.routing.num_experts, self.routing.top_k
         return (self.gate_up.numel() + self.down.numel()) * (total - top_k) // total
 
     def targets(self) -> dict[str, list[Target]]:
         """The router and the rank's part of the experts."""
-        return ExpertWeights(self.router, self.gate_up, self.down, self.share, self.spellings).targets()
+        return ExpertWeights(self.router, self.gate_up, self.down, self.share, self.namings).targets()
 
 
 def expert_counts(model: nn.Module) -> dict[int, list[int]]:
-    """How often each expert was chosen, by layer. The device is waited for, once."""
+    """How often each expert was chosen, by layer. Waits for the device once."""
     layers = _sparse(model)
     if not layers:
         return {}
@@ -140,43 +139,43 @@ def expert_counts(model: nn.Module) -> dict[int, list[int]]:
 
 
 def serve_others(model: nn.Module) -> None:
-    """A pass without tokens: nothing but what other ranks need of this one's experts."""
+    """A pass without tokens of our own: computes what other ranks send to this rank's experts."""
     for layer in _sparse(model):
         layer.serve()
 
 
 def rearrange_experts(model: nn.Module, placements: Mapping[int, Placement]) -> None:
-    """Hold other experts, in the layers that are named."""
+    """Hold other experts, in the layers named."""
     for layer in _sparse(model):
         if layer.layer in placements:
             layer.rearrange(placements[layer.layer])
 
 
-def forget_counts(model: nn.Module) -> None:
-    """Begin to count anew."""
+def reset_expert_counts(model: nn.Module) -> None:
+    """Set the counts to zero."""
     for layer in _sparse(model):
         layer.counts.zero_()
 
 
 def active_parameters(model: nn.Module) -> int:
-    """Parameters that one token meets; all of them, but for the experts it does not go to."""
+    """Parameters used for one token: all but those of the experts it is not routed to."""
     return sum(weight.numel() for weight in model.parameters()) - sum(layer.idle_parameters for layer in _sparse(model))
 
 
 def widest_mixture(model: nn.Module) -> int:
-    """Numbers a token has at once on its way through a mixture, at most; 0 where there is none."""
-    return max(map(_token_numbers, _sparse(model)), default=0)
+    """The most activations a token has at once in a mixture; 0 if there is none."""
+    return max(map(_activations_per_token, _sparse(model)), default=0)
 
 
-def _token_numbers(layer: SparseMLP) -> int:
+def _activations_per_token(layer: SparseMLP) -> int:
     numbers = layer.routing.top_k * (3 * layer.share.width + layer.router.shape[1])
     spread = layer.spread
-    # At worst every rank sends all of its tokens to the same one.
+    # In the worst case every rank sends all of its tokens to the same rank.
     return numbers if spread is None or not spread.ranks.exchanges else numbers * spread.ranks.size
 
 
 def has_experts(model: nn.Module) -> bool:
-    """Whether there is a mixture in it."""
+    """Whether the model has a mixture of experts."""
     return bool(_sparse(model))
 
 

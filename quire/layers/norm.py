@@ -1,4 +1,4 @@
-"""Normalisations, whole on every rank."""
+"""Norms, whole on every rank."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from quire.loading.weights import Target
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight, with the residual stream's addition folded in."""
+    """x / rms(x) * weight, fused with the addition to the residual stream."""
 
     def __init__(self, build: BuildContext, name: str, size: int) -> None:
         super().__init__()
@@ -21,7 +21,7 @@ class RMSNorm(nn.Module):
         self.weight = build.parameter(size)
 
     def forward(self, x: torch.Tensor | None, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """(norm of the stream, the stream): residual + x, written over residual, or whichever of them there is."""
+        """(the normed stream, the stream): residual + x, either of which may be None; written over residual."""
         return self.ops.norm_stream(x, residual, self.weight, self.eps)
 
     def targets(self) -> dict[str, list[Target]]:

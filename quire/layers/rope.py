@@ -19,7 +19,7 @@ from quire.layers.build_context import BuildContext
 
 @dataclass(frozen=True)
 class _Rope:
-    """What every rope type reads."""
+    """The parameters every rope type has."""
 
     kind: str
     dim: int
@@ -30,7 +30,7 @@ class _Rope:
     given: Mapping[str, Any]
 
     def number(self, name: str) -> float:
-        """A parameter this rope type cannot do without."""
+        """A parameter this rope type requires."""
         value = self.given.get(name)
         if not isinstance(value, (int, float)) or isinstance(value, bool):
             raise UnsupportedModelError(f"rope type {self.kind!r} needs a number as {name!r}; the config has {value!r}")
@@ -78,8 +78,8 @@ def _dynamic(rope: _Rope) -> tuple[torch.Tensor, float]:
     """NTK scaling whose base grows with the sequence: the row of position p has the base of a sequence of p + 1 tokens.
 
     Within the original length that is the plain base. Past it, this is what transformers computes when it decodes
-    token by token; unlike there, a position's rotation does not depend on how the prompt was cut into chunks, so a
-    cached block is the same whoever computed it.
+    token by token; unlike there, a position's rotation does not depend on the prompt's chunks, so a cached block is the
+    same whichever request computed it.
     """
     factor = rope.number("factor")
     lengths = torch.arange(1, rope.positions + 1, dtype=torch.float32).clamp(min=rope.max_position)
@@ -120,7 +120,7 @@ def _yarn_magnitude(factor: float, given: Mapping[str, Any]) -> float:
 
 
 def _llama3(rope: _Rope) -> tuple[torch.Tensor, float]:
-    """Llama 3.1: pairs slower than the original length are slowed by `factor`, with a smooth passage to fast ones."""
+    """Llama 3.1: pairs slower than the original length are slowed by `factor`, blending smoothly into fast ones."""
     factor, low, high = rope.number("factor"), rope.number("low_freq_factor"), rope.number("high_freq_factor")
     plain = rope.frequencies()
     turns = rope.original_max_position * plain / (2 * math.pi)

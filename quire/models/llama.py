@@ -80,7 +80,7 @@ class LlamaMLP(nn.Module):
         gated, residual = self.gate_up_proj.after(norm, x, residual)
         return self.down_proj.onto(residual, gated), residual
 
-    def of(self, normed: torch.Tensor) -> torch.Tensor:
+    def of_normed(self, normed: torch.Tensor) -> torch.Tensor:
         """The MLP of an input that is already normed."""
         return self.down_proj(self.gate_up_proj(normed))
 

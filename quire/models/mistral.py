@@ -1,4 +1,4 @@
-"""Mistral (arXiv 2310.06825): Llama without biases, whose layers may look back over a sliding window."""
+"""Mistral (arXiv 2310.06825): Llama without biases, whose layers may have a sliding window."""
 
 from __future__ import annotations
 

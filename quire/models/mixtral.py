@@ -1,15 +1,15 @@
-"""Mixtral (arXiv 2401.04088): Mistral with a mixture of experts in the place of each MLP."""
+"""Mixtral (arXiv 2401.04088): Mistral with a mixture of experts in place of each MLP."""
 
 from __future__ import annotations
 
 from torch import nn
 
 from quire.layers.build_context import BuildContext
-from quire.layers.expert_weights import ONE_BY_ONE, Spelling
+from quire.layers.expert_weights import ONE_BY_ONE, ExpertNaming
 from quire.layers.moe import Routing, SparseMLP
 from quire.models.llama import LlamaForCausalLM, Variant
 
-_PUBLISHED = Spelling(
+_PUBLISHED = ExpertNaming(
     "block_sparse_moe.gate.weight",
     "block_sparse_moe.experts.{}.w1.weight",
     "block_sparse_moe.experts.{}.w3.weight",

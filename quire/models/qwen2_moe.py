@@ -1,4 +1,4 @@
-"""Qwen2-MoE (arXiv 2407.10671): Qwen2 with mixtures of experts, beside which one shared expert sees every token."""
+"""Qwen2-MoE (arXiv 2407.10671): Qwen2 with mixtures of experts, and a shared expert that every token goes through."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from quire.models.llama import LlamaForCausalLM, LlamaMLP, Variant
 
 
 class SharedExpertMLP(SparseMLP):
-    """A mixture, and an expert for all tokens whose share each token's own gate decides."""
+    """A mixture, plus an expert for all tokens, weighted by a gate of its own."""
 
     def __init__(self, build: BuildContext, routing: Routing, layer: int, shared_width: int) -> None:
         super().__init__(build, routing, layer)
@@ -28,7 +28,7 @@ class SharedExpertMLP(SparseMLP):
         """(what is still to be added to the residual stream, the stream)."""
         normed, residual = norm(x, residual)
         share = torch.sigmoid(self.shared_expert_gate(normed))
-        return self.mix(normed, slots) + share * self.shared_expert.of(normed), residual
+        return self.mix(normed, slots) + share * self.shared_expert.of_normed(normed), residual
 
 
 class Qwen2MoeForCausalLM(LlamaForCausalLM):
@@ -47,13 +47,13 @@ class Qwen2MoeForCausalLM(LlamaForCausalLM):
 
 
 def qwen_routing(config: ModelConfig) -> Routing:
-    """Qwen's mixtures, as their config has them."""
+    """Routing of Qwen's mixtures, from the config."""
     renormalise = bool(config.raw.get("norm_topk_prob", False))
     return Routing.of(config, "moe_intermediate_size", renormalise)
 
 
 def sparse_layers(config: ModelConfig) -> set[int]:
-    """The layers that have a mixture: each `decoder_sparse_step`-th one, but for `mlp_only_layers`."""
+    """The layers that have a mixture: each `decoder_sparse_step`-th one, except `mlp_only_layers`."""
     step = positive_integer({"decoder_sparse_step": 1} | dict(config.raw), "decoder_sparse_step")
     dense = config.raw.get("mlp_only_layers") or []
     if not isinstance(dense, (list, tuple)) or not all(isinstance(layer, int) for layer in dense):

@@ -1,4 +1,4 @@
-"""Qwen3-MoE (arXiv 2505.09388): Qwen3 with mixtures of experts, and no shared one."""
+"""Qwen3-MoE (arXiv 2505.09388): Qwen3 with mixtures of experts, without a shared expert."""
 
 from __future__ import annotations
 

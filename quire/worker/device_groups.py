@@ -1,4 +1,4 @@
-"""Rows that begin with the same blocks, where attention and captured graphs find them."""
+"""Prefix groups (rows whose first blocks are the same) in device memory at a fixed address, for captured graphs."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from quire.messages.plan import PrefixGroup
 
 
 class DeviceGroups:
-    """The groups last told, in one buffer that stays. A change is one small copy out of pinned memory."""
+    """The current prefix groups, in one fixed buffer. A change is one small copy out of pinned memory."""
 
     def __init__(self, max_rows: int, device: torch.device, in_flight: int) -> None:
-        """`in_flight`: plans whose copies may not be done when the next one comes."""
+        """`in_flight`: plans whose copies may still be running when the next plan comes."""
         self.exist = False
         self._sizes = [max_rows + 1, max_rows, max_rows // 2 + 1]
         total = sum(self._sizes)
@@ -23,7 +23,7 @@ class DeviceGroups:
         self.inputs = GroupInputs(*self._device_ints.split(self._sizes))
 
     def apply(self, groups: list[PrefixGroup]) -> None:
-        """These are the groups from now on."""
+        """Replace the groups."""
         self.exist = bool(groups)
         self._next = (self._next + 1) % len(self._host_ints)
         ints = self._host_ints[self._next]

@@ -1,4 +1,4 @@
-"""The cache's tensors, and the moves of blocks between places."""
+"""The KV cache's tensors, and copies of blocks within it."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ def block_bytes(spec: KVSpec, block_size: int, dtype: torch.dtype) -> int:
 
 
 def stored_bytes(spec: KVSpec, block_size: int, dtype: torch.dtype) -> int:
-    """Bytes of a block as other tiers keep it: keys and values alone. What its tokens are, who asks for it knows."""
+    """Bytes of a block in other tiers: keys and values only. Its token ids come with the plan that moves it back."""
     return block_bytes(spec, block_size, dtype) - 4 * block_size
 
 
 class KVCache:
     """Keys, values and token ids of every block.
 
-    Block-major: one block is contiguous over all layers, so that moving it is one copy. Token ids sit in pages that
-    the same block numbers address, so that whoever shares or moves a block has its tokens too.
+    Block-major: one block is contiguous over all layers, so that moving it is one copy. Token ids are in pages with
+    the same block numbers, so that sharing or copying a block covers its tokens too.
     """
 
     def __init__(

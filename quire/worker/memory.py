@@ -1,7 +1,7 @@
-"""Where the bytes go: weights, working memory, and what is left for the KV cache.
+"""Sizes the KV cache: what weights, activations and a reserve leave of a device's memory.
 
-The rule on a GPU: run the largest step there can be and see what it takes; of `gpu_memory_utilization` of the card,
-what weights, that step and a reserve leave is the cache's. `MemoryPlan` says where each byte went.
+On a GPU the largest possible step is run and its memory measured; of `gpu_memory_utilization` of the card, the cache
+gets what weights, that step and a reserve leave. `MemoryPlan` is the table of where each byte went.
 """
 
 from __future__ import annotations
@@ -20,40 +20,41 @@ from quire.loading.model_config import ModelConfig
 from quire.models.base import CausalLM
 from quire.platforms.base import Platform
 from quire.worker.kv import block_bytes
+from quire.worker.logprobs import LOGIT_ROWS
 
 LOGIT_COPIES = 4
 """Logits, scaled logits, probabilities and their sums may exist at once."""
-RESERVE = 2**30
-"""On a GPU, for captured graphs and the libraries' own workspaces, which come after the cache."""
+RESERVE_BYTES = 2**30
+"""On a GPU, for captured graphs and the libraries' own workspaces, which are allocated after the cache."""
 KEPT_FREE = 0.02
-"""Share of a GPU that is never taken, however little others left."""
+"""Fraction of a GPU's memory that is never allocated, however full it was before."""
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Where the memory of a device goes. The parts sum up to the whole."""
+    """Where the memory of a device goes. The parts sum to the total."""
 
     total: int
     before: int
-    """In use when we came: other programs, and the driver's own."""
+    """In use before this engine started: other programs, and the driver."""
     weights: int
     loaded: int
-    """What else is on the device once the model is there: compiled kernels, tables, buffers."""
+    """Allocated while the model was loaded, besides weights: compiled kernels, tables, buffers."""
     activations: int
     is_measured: bool
-    """Whether a step was run to see what it takes; else `activations` is an estimate."""
+    """Whether `activations` was measured in a step; else it is an estimate."""
     step_tokens: int
     reserve: int
     cache: int
     num_blocks: int
-    """The reserved one included."""
+    """Including the reserved null block."""
     block_size: int
     share: float | None
-    """What of a GPU was to be used."""
+    """`gpu_memory_utilization`; None on a CPU."""
 
     @property
     def free(self) -> int:
-        """What nobody has been given."""
+        """Bytes that are left."""
         taken = self.before + self.weights + self.loaded + self.activations + self.reserve + self.cache
         return self.total - taken
 
@@ -63,30 +64,30 @@ class MemoryPlan:
         return (self.num_blocks - 1) * self.block_size
 
     def rows(self) -> list[tuple[str, str, str]]:
-        """The table: what, how much, and a remark."""
+        """The table: name, size, and a note."""
         how = "measured" if self.is_measured else "estimated"
         held = f"{self.cache_tokens:,} tokens in {self.num_blocks - 1:,} blocks of {self.block_size}"
         rows = [
-            ("in all", self.total, ""),
+            ("total", self.total, ""),
             ("in use before", self.before, "other programs" if self.share is None else "other programs, the driver"),
             ("weights", self.weights, ""),
-            ("kernels, buffers", self.loaded, "what else loading took"),
-            ("a step's work", self.activations, f"{how}, {self.step_tokens:,} tokens"),
+            ("kernels, buffers", self.loaded, "allocated while loading"),
+            ("activations", self.activations, f"{how}, {self.step_tokens:,} tokens"),
             ("reserve", self.reserve, "captured graphs, workspaces"),
             ("KV cache", self.cache, held),
-            ("left free", self.free, "" if self.share is None else f"gpu_memory_utilization is {self.share:g}"),
+            ("free", self.free, "" if self.share is None else f"gpu_memory_utilization is {self.share:g}"),
         ]
         shown = [row for row in rows if row[1] or row[0] not in ("kernels, buffers", "reserve")]
-        return [(what, gib(size), remark) for what, size, remark in shown]
+        return [(name, gib(size), note) for name, size, note in shown]
 
     def __str__(self) -> str:
         width = max(len(size) for _, size, _ in self.rows())
-        return "\n".join(f"  {what:<16}  {size:>{width}}  {remark}".rstrip() for what, size, remark in self.rows())
+        return "\n".join(f"  {name:<16}  {size:>{width}}  {note}".rstrip() for name, size, note in self.rows())
 
 
 @dataclass(frozen=True)
 class MemoryNeeds:
-    """What a rank's model takes, and what a block of its cache takes."""
+    """Bytes that a rank's model, a step, and a block of the cache take."""
 
     dtype: torch.dtype
     parameters: int
@@ -94,15 +95,15 @@ class MemoryNeeds:
     block_bytes: int
     activation_bytes: int
     most_blocks: int
-    """Every row at full length: more could never be used."""
+    """Every row at full length: more blocks could never be used."""
     step_tokens: int
-    """The most a step has…"""
+    """The most tokens and rows a step has."""
     step_rows: int
     is_measured: bool = False
     """Whether `activation_bytes` was measured in such a step."""
-    reserve_bytes: int = RESERVE
+    reserve_bytes: int = RESERVE_BYTES
     active_parameters: int = 0
-    """Those that one token meets: fewer than all where it goes to some of many experts."""
+    """Parameters used for one token: fewer than all in a mixture of experts."""
 
     @classmethod
     def of(
@@ -114,7 +115,7 @@ class MemoryNeeds:
         max_rows: int,
         max_tokens: int | None = None,
     ) -> MemoryNeeds:
-        """Counted on the model itself, which may be on the meta device; a step's work is estimated."""
+        """Counted on the model itself, which may be on the meta device; activations are estimated."""
         weights = list(model.parameters())  # type: ignore[attr-defined]
         dtype = weights[0].dtype
         tokens = max_tokens or max(config.max_num_batched_tokens or 0, 8192)
@@ -133,15 +134,15 @@ class MemoryNeeds:
         )
 
     def measured(self, activation_bytes: int) -> MemoryNeeds:
-        """The same, with what a step really takes; 0 (nothing was measured) leaves the estimate."""
+        """The same with measured activations; 0 (nothing was measured) keeps the estimate."""
         if not activation_bytes:
             return self
         return dataclasses.replace(self, activation_bytes=activation_bytes, is_measured=True)
 
     def plan(self, config: EngineConfig, platform: Platform, before: int, now: int | None = None) -> MemoryPlan:
-        """Share a device out. `before` bytes were free when we came, `now` with the model loaded (None: it is not).
+        """Divide a device's memory. `before`: bytes free at the start; `now`: with the model loaded (None: it is not).
 
-        Raises if there is no room for two blocks of cache.
+        Raises if two blocks of cache do not fit.
         """
         on_gpu = platform.device.type != "cpu"
         taken = self.weight_bytes if now is None else max(self.weight_bytes, before - now)
@@ -158,7 +159,7 @@ class MemoryNeeds:
             total=platform.total_memory(),
             before=platform.total_memory() - before,
             weights=self.weight_bytes,
-            loaded=taken - self.weight_bytes if on_gpu else 0,  # on a CPU others come and go meanwhile
+            loaded=taken - self.weight_bytes if on_gpu else 0,  # on a CPU, other programs allocate and free meanwhile
             activations=self.activation_bytes,
             is_measured=self.is_measured,
             step_tokens=self.step_tokens,
@@ -170,7 +171,7 @@ class MemoryNeeds:
         )
 
     def check_weights(self, config: EngineConfig, platform: Platform, before: int) -> None:
-        """Raise if a GPU with `before` bytes free does not even hold the weights."""
+        """Raise if the weights alone do not fit on a GPU with `before` bytes free."""
         if platform.device.type != "cpu" and self.weight_bytes > self._allowed(config, platform, before):
             raise self._too_large(config, platform, before)
 
@@ -180,7 +181,7 @@ class MemoryNeeds:
         return config.kv_cache_memory_bytes
 
     def _allowed(self, config: EngineConfig, platform: Platform, before: int) -> int:
-        """What we may have of a GPU in all."""
+        """Bytes this engine may use of a GPU in all."""
         total = platform.total_memory()
         return int(min(config.gpu_memory_utilization * total, before - KEPT_FREE * total))
 
@@ -209,7 +210,7 @@ class MemoryNeeds:
                 f"{fitting} GiB"
             )
         return ModelTooLargeError(
-            f"weights ({gib(self.weight_bytes)}), the work of a step of {self.step_tokens} tokens "
+            f"weights ({gib(self.weight_bytes)}), activations of a step of {self.step_tokens} tokens "
             f"({gib(self.activation_bytes)}) and a reserve ({gib(self.reserve_bytes)}) leave no room for a KV cache: "
             f"{room}. Lower max_num_batched_tokens ({self.step_tokens}), max_num_seqs ({self.step_rows}) or "
             f"max_model_len, raise gpu_memory_utilization, or use a GPU with at least {fitting} GiB"
@@ -217,12 +218,12 @@ class MemoryNeeds:
 
 
 def logit_bytes(shape: ModelConfig, max_rows: int) -> int:
-    """What the general sampler takes for as many rows of logits as it sees at once."""
-    return LOGIT_COPIES * 4 * shape.vocab_size * min(512, max_rows)
+    """Bytes the sampler takes for the rows of logits it handles at once."""
+    return LOGIT_COPIES * 4 * shape.vocab_size * min(LOGIT_ROWS, max_rows)
 
 
 def no_room(error: torch.OutOfMemoryError, needs: MemoryNeeds, platform: Platform, what: str) -> ModelTooLargeError:
-    """The device's memory ended at start, where the plan had room: others took some, or the reserve is too small."""
+    """Out of memory at start though the plan had room: other programs took some, or the reserve is too small."""
     return ModelTooLargeError(
         f"out of memory on {platform.describe()} {what}: weights take {gib(needs.weight_bytes)}, "
         f"{gib(platform.free_memory())} are free now. Lower gpu_memory_utilization (or kv_cache_memory_bytes, "
@@ -232,7 +233,7 @@ def no_room(error: torch.OutOfMemoryError, needs: MemoryNeeds, platform: Platfor
 
 
 def profile_activations(run_step: Callable[[], None], device: torch.device) -> int:
-    """Bytes a step takes at its peak beyond what was there before; 0 on a CPU, which is not asked."""
+    """Bytes a step takes at its peak beyond what was allocated before; 0 on a CPU, where it is not measured."""
     if device.type != "cuda":
         return 0
     torch.cuda.synchronize(device)
@@ -242,11 +243,11 @@ def profile_activations(run_step: Callable[[], None], device: torch.device) -> i
     run_step()
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_allocated(device) - allocated
-    held = torch.cuda.max_memory_reserved(device) - reserved  # more than the peak where tensors leave gaps
+    held = torch.cuda.max_memory_reserved(device) - reserved  # more than the peak if tensors leave gaps
     torch.cuda.empty_cache()
     return max(peak, held)
 
 
 def gib(size: float) -> str:
-    """12.34 GiB; MiB where that would be 0.0-something."""
+    """12.34 GiB; in MiB below 0.1 GiB."""
     return f"{size / 2**30:.2f} GiB" if abs(size) >= 2**30 / 10 or not size else f"{size / 2**20:.1f} MiB"

@@ -1,8 +1,9 @@
-"""Blocks between the device's cache and pinned host memory, beside whatever the device computes."""
+"""Copies of blocks between the device's cache and pinned host memory, concurrent with the device's computation."""
 
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 import time
 from collections import deque
@@ -16,46 +17,49 @@ import torch
 from quire.config import EngineConfig
 from quire.errors import ConfigError
 from quire.messages.plan import Moves, MovesDone
+from quire.messages.shared import map_shared
 from quire.worker.kv import KVCache
 
 STAGING_SLOTS = 64
-"""Blocks in host memory on their way to disk and back, where it keeps none for good."""
+"""Slots for blocks on their way to disk and back, if host memory keeps no blocks itself."""
 TRIAL_BYTES = 64 << 20
-"""So much is copied each way when the links are measured."""
+"""Bytes copied each way when the transfer rates are measured."""
+_PORTABLE = 1
+"""cudaHostRegisterPortable: locked for every CUDA context, not only the current one."""
 
 
 def host_slots(config: EngineConfig, slot_bytes: int) -> int:
-    """Blocks that fit into host memory as configured; where there is a disk below, at least a few to pass through."""
+    """Blocks that fit into the configured host memory; with a disk tier, at least enough to stage its blocks."""
     slots = int(config.swap_space * 2**30) // slot_bytes
     return max(slots, STAGING_SLOTS) if config.kv_disk is not None else slots
 
 
 @dataclass(frozen=True)
-class HostRoom:
-    """The tier in host memory, as those see it who decide what goes there."""
+class HostTierInfo:
+    """The host tier, for the planning half."""
 
     num_slots: int
     slot_bytes: int
-    """What a block takes there; with several ranks, on all of them."""
+    """Bytes of a block, over all ranks."""
     out_rate: float
-    """Bytes a second to there…"""
+    """Bytes a second, device to host…"""
     back_rate: float
-    """…and back."""
+    """…and host to device."""
     slot: Callable[[int], memoryview] | None = None
-    """A slot's bytes; None where they lie in other processes."""
+    """A slot's bytes; None if they are in other processes."""
 
 
 class HostMemory:
-    """Slots for blocks in host memory. On a GPU's host it is pinned: page-locking gigabytes takes a second or two, so
+    """Slots for blocks in host memory, pinned if the device is a GPU: page-locking gigabytes takes a second or two, so
     a thread does it while the model is loaded."""
 
     def __init__(
-        self, num_slots: int, slot_bytes: int, pinned: bool, find: Callable[[], torch.Tensor] | None = None
+        self, num_slots: int, slot_bytes: int, pinned: bool, open_memory: Callable[[], torch.Tensor] | None = None
     ) -> None:
-        """`find`: the memory, [slots, bytes], where it is not to be a new one."""
+        """`open_memory`: returns the memory, [slots, bytes]; None: new memory is allocated."""
         self.num_slots, self.slot_bytes = num_slots, slot_bytes
         self._pinned = pinned
-        self._find = find or self._make
+        self._open = open_memory or self._make
         self._data: torch.Tensor | None = None
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._allocate, name="host-tier", daemon=True)
@@ -63,7 +67,7 @@ class HostMemory:
 
     def _allocate(self) -> None:
         try:
-            self._data = self._find()
+            self._data = self._open()
         except BaseException as error:
             self._failure = error
 
@@ -77,7 +81,7 @@ class HostMemory:
         if self._failure is not None:
             size = self.num_slots * self.slot_bytes / 2**30
             raise ConfigError(
-                f"{size:.1f} GiB of host memory for KV blocks cannot be had here: {self._failure}. Lower swap_space",
+                f"{size:.1f} GiB of host memory for KV blocks cannot be allocated: {self._failure}. Lower swap_space",
                 "swap_space",
             ) from self._failure
         assert self._data is not None
@@ -88,8 +92,31 @@ class HostMemory:
         return self.data[number].numpy().data
 
 
+def open_shared_part(
+    descriptor: int, slots: int, slot_bytes: int, offset: int, part_bytes: int, device: torch.device
+) -> torch.Tensor:
+    """A rank's part of every slot, [slots, part_bytes], of host memory that all ranks of a machine share.
+
+    A slot is a block's parts, one rank's after another, so that the engine reads a whole block in one piece to write it
+    to disk. The memory is the file behind an inherited `descriptor`. `slot_bytes`: of all parts together; `offset`:
+    where this part begins; `device`: the one that copies to and from it.
+    """
+    whole = torch.frombuffer(map_shared(os.dup(descriptor)), dtype=torch.uint8)
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            _pin(whole)
+    return whole[: slots * slot_bytes].view(slots, slot_bytes)[:, offset : offset + part_bytes]
+
+
+def _pin(memory: torch.Tensor) -> None:
+    """Page-lock the memory, so that the device copies asynchronously. Every rank does this for its own device."""
+    failed = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), _PORTABLE)
+    if int(failed):
+        raise RuntimeError(f"the driver cannot lock {memory.numel() / 2**30:.1f} GiB of shared memory ({failed})")
+
+
 class Mover:
-    """Copies blocks as plans say, on streams of its own: one out, one back, so that both ways are used at once."""
+    """Copies blocks as plans say, on its own streams: one out, one back, so that both directions run at once."""
 
     def __init__(self, kv: KVCache, memory: HostMemory) -> None:
         self._kv = kv
@@ -98,7 +125,7 @@ class Mover:
         self._host = memory.data.view(kv.data.dtype).view(memory.num_slots, *shape)
         self._device = kv.data.device
         self._on_gpu = self._device.type == "cuda"
-        # Slots that do not lie side by side are copied one by one: of many at once torch would make a copy first.
+        # Slots that are not contiguous are copied one by one: for several at once torch would make a copy first.
         self._in_runs = self._host.is_contiguous() or not self._on_gpu
         self._done: list[MovesDone] = []
         self._pending: deque[tuple[int, Any, Any]] = deque()
@@ -106,8 +133,8 @@ class Mover:
             self._out, self._back = torch.cuda.Stream(self._device), torch.cuda.Stream(self._device)
 
     def start(self, step: int, moves: Moves) -> None:
-        """Begin the copies of a plan; they see what all launched steps have left."""
-        if self._on_gpu:  # the copies first, which take long
+        """Start the copies of a plan; they read what all launched steps have written."""
+        if self._on_gpu:  # the copies first, which take longest
             self._pending.append((step, *self._launch(moves)))
         if moves.back:
             blocks = [block for _, block in moves.back]
@@ -126,7 +153,7 @@ class Mover:
         self._done.append(MovesDone(step, *times))
 
     def hold_device(self) -> None:
-        """What is launched from here on computes when all has come back that is under way."""
+        """Steps launched after this wait until all copies back to the device are done."""
         if self._on_gpu:
             torch.cuda.current_stream().wait_stream(self._back)
 
@@ -167,11 +194,11 @@ class Mover:
 
     @property
     def has_news(self) -> bool:
-        """Whether moves are done that were not told yet, or there are none."""
+        """Whether there are finished copies to report, or none in progress."""
         return bool(self._done) or not self._pending or _is_over(self._pending[0])
 
     def take_done(self) -> list[MovesDone]:
-        """Moves done since this was asked last."""
+        """Copies finished since the last call."""
         while self._pending and _is_over(self._pending[0]):
             step, *timers = self._pending.popleft()
             self._done.append(MovesDone(step, *(_seconds(timer) for timer in timers)))
@@ -179,16 +206,16 @@ class Mover:
         return done
 
     def forget(self) -> None:
-        """Nobody waits for what is under way any more. The device has come to its end before anything else is done."""
+        """Drop copies in progress. The caller has waited for the device."""
         self._pending.clear()
         self._done = []
 
-    def room(self) -> HostRoom:
-        """The tier, its links measured."""
-        return HostRoom(self.memory.num_slots, self.memory.slot_bytes, *self.measure(), self.memory.slot)
+    def tier_info(self) -> HostTierInfo:
+        """The tier, with measured transfer rates."""
+        return HostTierInfo(self.memory.num_slots, self.memory.slot_bytes, *self.measure(), self.memory.slot)
 
     def measure(self) -> tuple[float, float]:
-        """Bytes a second out and back, by copying blocks that hold nothing yet."""
+        """Bytes a second out and back, measured by copying blocks that are still empty."""
         size = self.memory.slot_bytes
         count = max(1, min(TRIAL_BYTES // size, self._kv.num_blocks - 1, self.memory.num_slots))
         pairs = [(i, i) for i in range(count)]
@@ -205,7 +232,7 @@ class Mover:
 
 
 def _runs(pairs: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
-    """Neighbours that stay neighbours go in one copy: (from, to, count)."""
+    """Runs that are contiguous on both sides become one copy: (from, to, count)."""
     for _, run in itertools.groupby(enumerate(pairs), lambda item: (item[1][0] - item[0], item[1][1] - item[0])):
         moved = [pair for _, pair in run]
         yield *moved[0], len(moved)

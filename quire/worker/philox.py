@@ -1,4 +1,4 @@
-"""Counter-based random numbers: the same draw whatever the batch, the row, or how often a request was preempted."""
+"""Counter-based random numbers: the same draw whatever the batch, the row, or the number of preemptions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ W0, W1 = 0x9E3779B9, 0xBB67AE85
 def philox(seed: Any, counter: Any, stream: Any, rounds: int = 10) -> Any:
     """32 random bits for each (seed, counter, stream).
 
-    Works on int64 arrays of numpy or torch alike. Products wrap at 64 bits; shifting right and masking recovers the
+    Works on int64 arrays of numpy and torch. Products wrap at 64 bits; shifting right and masking recovers the
     high half as unsigned.
     """
     k0, k1 = seed & MASK, (seed >> 32) & MASK
@@ -26,5 +26,5 @@ def philox(seed: Any, counter: Any, stream: Any, rounds: int = 10) -> Any:
 
 
 def uniform(seed: Any, counter: Any, stream: Any) -> Any:
-    """Numbers in [0, 1), 32 bits fine, as doubles."""
+    """Numbers in [0, 1) with 32 random bits, as doubles."""
     return philox(seed, counter, stream) * (1.0 / 2**32)

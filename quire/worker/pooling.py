@@ -1,7 +1,7 @@
 """One vector for a prompt: the last token's hidden state, or the average over all of them.
 
-A prompt may come in chunks. The average is summed up chunk by chunk, on the device, in float32, and kept with the row:
-a row that is preempted gets a new one and begins again.
+A prompt may come in chunks. The average is summed chunk by chunk, on the device, in float32, and kept with the row: a
+preempted request gets a new row and starts again.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from quire.worker.extras import RowKind
 
 
 class PendingVectors:
-    """What a step's pooled rows came to, on its way to the host."""
+    """The vectors of a step's pooled rows, being copied to the host."""
 
     def __init__(self, draws: list[int], vectors: list[torch.Tensor]) -> None:
-        """`vectors`: lines of them, one a draw in all."""
+        """`vectors`: matrices whose rows, together, are one vector a draw."""
         self._draws = draws
         self._host = _to_host(torch.cat(vectors)) if vectors else torch.empty(0)
 
@@ -27,10 +27,10 @@ class PendingVectors:
         return dict(zip(self._draws, self._host.numpy(), strict=True))
 
 
-def pool(plan: StepPlan, batch: DeviceBatch, hidden: torch.Tensor, is_narrow: bool) -> PendingVectors:
-    """The vectors of rows whose prompt this step ends; sums of those it does not end go on.
+def pool(plan: StepPlan, batch: DeviceBatch, hidden: torch.Tensor, last_only: bool) -> PendingVectors:
+    """The vectors of rows whose prompt ends in this step; sums of the other rows are continued.
 
-    `is_narrow`: `hidden` has a line for each draw, and no other.
+    `last_only`: `hidden` has one row a draw, not one a token.
     """
     kinds = batch.kinds[plan.rows]
     if not (kinds & RowKind.POOLED).any():
@@ -39,7 +39,7 @@ def pool(plan: StepPlan, batch: DeviceBatch, hidden: torch.Tensor, is_narrow: bo
     last = np.flatnonzero(kinds[plan.samples] & RowKind.LAST)
     draws, vectors = last.tolist(), list[torch.Tensor]()
     if draws:
-        (lines,) = batch.upload(last if is_narrow else ends[plan.samples[last]] - 1)
+        (lines,) = batch.upload(last if last_only else ends[plan.samples[last]] - 1)
         vectors.append(hidden[lines].float())
     draw_of = {entry: draw for draw, entry in enumerate(plan.samples.tolist())}
     for i in np.flatnonzero(kinds & RowKind.MEAN).tolist():
@@ -53,7 +53,7 @@ def pool(plan: StepPlan, batch: DeviceBatch, hidden: torch.Tensor, is_narrow: bo
 
 
 def _to_host(vectors: torch.Tensor) -> torch.Tensor:
-    """On their way: who waits for the step's event has waited for the copy too."""
+    """Starts the copy, which is done when the step's event is."""
     if vectors.device.type == "cpu":
         return vectors
     host = torch.empty(vectors.shape, dtype=vectors.dtype, pin_memory=True)

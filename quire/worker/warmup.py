@@ -22,7 +22,7 @@ from quire.kernels.triton.ops import TritonOps
 from quire.kernels.triton.prefill_attention import LONG_CONTEXT
 from quire.layers.attention.base import AttentionInputs
 from quire.layers.attention.layer import Attention
-from quire.layers.gemm_shapes import layer_experts, layer_products
+from quire.layers.gemm_shapes import layer_experts, layer_gemms
 from quire.layers.linear import FusedLinear
 from quire.worker.cuda_batch import CudaBatch
 
@@ -58,10 +58,10 @@ def warm_up(model: nn.Module, ops: TritonOps, batch: CudaBatch, max_tokens: int,
         *_sampling_kernels(batch),
         *_row_kernels(model, ops),
     ]
-    products = layer_products(model)
-    jobs = [job for product in products for job in ops.kernels_of(*product, max_tokens)]
+    gemms = layer_gemms(model)
+    jobs = [job for gemm in gemms for job in ops.kernels_of(*gemm, max_tokens)]
     layers = {_shape(module) for module in model.modules() if isinstance(module, Attention)}
-    weights = {(tuple(product.weight.shape), *product[1:]) for product in products}
+    weights = {(tuple(gemm.weight.shape), *gemm[1:]) for gemm in gemms}
     kv = batch.kv.data
     identity = (
         f"{type(ops)} {sorted(map(str, {*layers, *weights, *experts, *jobs}))} {kv.shape[1:]} {kv.dtype} "

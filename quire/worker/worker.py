@@ -17,7 +17,7 @@ from quire.distributed.pipeline import Pipeline
 from quire.layers.attention.base import PrefixGroupBackend, attention_backend
 from quire.layers.build_context import collect_targets
 from quire.layers.expert_placement import Placement
-from quire.layers.moe import expert_counts, forget_counts, rearrange_experts, serve_others
+from quire.layers.moe import expert_counts, reset_expert_counts, rearrange_experts, serve_others
 from quire.loading.files import ModelFiles
 from quire.loading.load import load_weights, open_checkpoint
 from quire.loading.model_config import ModelConfig
@@ -156,12 +156,12 @@ class Worker:
         return empty_cache_plan([length for length in lengths if length])
 
     def make_cache(self, num_blocks: int, host: HostMemory | None = None) -> None:
-        """Allocate the cache and the batch; plans can run after this. `host`: the host memory that was to come later."""
+        """Allocate the cache and the batch; plans can run after this. `host`: the host memory that comes later."""
         self._host_memory = host or self._host_memory
         self._runner = self._make_runner(num_blocks, capture=not self._config.enforce_eager)
         if self._host_memory is not None:
             self.mover = self._runner.mover = Mover(self._runner.batch.kv, self._host_memory)
-        forget_counts(self.model)  # type: ignore[arg-type]  # of warm-up steps
+        reset_expert_counts(self.model)  # type: ignore[arg-type]  # of warm-up steps
         self._done("cache, graphs")
 
     def _make_runner(self, num_blocks: int, capture: bool) -> Runner:

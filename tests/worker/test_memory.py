@@ -113,7 +113,7 @@ def test_a_measured_step_replaces_the_estimate() -> None:
 def test_the_table_names_every_part_in_columns() -> None:
     text = str(NEEDS.plan(config(), FakeGpu(), 79 * GIB, 62 * GIB))
     lines = text.splitlines()
-    for part in ("in all", "in use before", "weights", "kernels", "step's work", "reserve", "KV cache", "left free"):
+    for part in ("total", "in use before", "weights", "kernels", "activations", "reserve", "KV cache", "free"):
         assert any(part in line for line in lines), part
     assert len({line.index("GiB") for line in lines}) == 1
     assert "gpu_memory_utilization is 0.9" in text

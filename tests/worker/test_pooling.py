@@ -28,14 +28,14 @@ def step_of(kinds: list[RowKind]) -> tuple[Device, StepPlan, torch.Tensor]:
     return device, plan, torch.randn(int(plan.counts.sum()), 4)
 
 
-@pytest.mark.parametrize("is_narrow", [False, True])
-def test_the_last_tokens_vectors_take_as_many_operations_for_many_rows_as_for_two(is_narrow: bool) -> None:
+@pytest.mark.parametrize("last_only", [False, True])
+def test_the_last_tokens_vectors_take_as_many_operations_for_many_rows_as_for_two(last_only: bool) -> None:
     counts = []
     for size in (3, 8):
         device, plan, hidden = step_of([RowKind.LAST] * size)
         lines = torch.from_numpy(np.cumsum(plan.counts)[1:] - 1)
         with Operations() as seen:
-            vectors = pool(plan, device.batch, hidden[lines] if is_narrow else hidden, is_narrow)
+            vectors = pool(plan, device.batch, hidden[lines] if last_only else hidden, last_only)
         counts.append(seen.count)
         assert {draw: vector.tolist() for draw, vector in vectors.take().items()} == {
             draw: hidden[line].tolist() for draw, line in enumerate(lines.tolist())

@@ -12,7 +12,7 @@ from quire.layers.attention.torch_paged import TorchPagedAttention
 class CpuPagedAttention(TorchPagedAttention):
     """Native for float32 and bfloat16; other dtypes, and machines without a compiler, use the torch backend.
 
-    A token's bits depend on its own row alone: not on the batch, the threads, or how its prompt was cut into steps.
+    A token's bits depend only on its own row: not on the batch, the threads, or the chunks of its prompt.
     """
 
     def __init__(self) -> None:

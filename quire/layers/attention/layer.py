@@ -11,7 +11,7 @@ from quire.layers.linear import Heads
 
 
 class Attention(nn.Module):
-    """Norm and rotate, write K and V to the cache, attend. Holds no weights of its own."""
+    """Norm and rotate, write K and V to the cache, attend. Has no weights of its own."""
 
     def __init__(
         self,
@@ -22,7 +22,7 @@ class Attention(nn.Module):
         norms: tuple[torch.Tensor, torch.Tensor, float] | None = None,
         scale: float | None = None,
     ) -> None:
-        """`layer` counts over the whole model; `scale` is 1 / sqrt(head_dim) where nothing else is said."""
+        """`layer`: its index in the whole model. `scale`: 1 / sqrt(head_dim) if None."""
         super().__init__()
         self.ops = build.ops
         self.backend = build.attention
@@ -42,7 +42,7 @@ class Attention(nn.Module):
         inputs: AttentionInputs,
         last: LastTokens | None = None,
     ) -> torch.Tensor:
-        """The heads' outputs [T, heads * head_dim]; with `last` of its tokens alone, though all are written."""
+        """The heads' outputs [T, heads * head_dim]. With `last`: only of its tokens, but K and V of all are written."""
         attended = inputs if last is None else last.inputs
         self.backend.prepare(self.num_heads, kv, attended, self.window)
         q = self.ops.prepare_qkv(

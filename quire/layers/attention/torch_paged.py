@@ -1,4 +1,4 @@
-"""Paged attention in plain torch: runs anywhere, and says what the fast backends must compute."""
+"""Paged attention in plain torch: runs anywhere, and is the reference for the fast backends."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ import torch
 
 from quire.layers.attention.base import AttentionInputs
 
-# Elements one intermediate tensor may have (256 MiB in float32): rows are taken in groups, long queries in spans.
-_LIMIT = 1 << 26
+# Elements of the largest intermediate tensor (256 MiB in float32): rows are processed in groups, queries in spans.
+_MAX_ELEMENTS = 1 << 26
 
 
 class TorchPagedAttention:
-    """Gathers each row's blocks, pads to the longest context, masks. One-token rows and longer ones apart."""
+    """Gathers each row's blocks, pads to the longest context, masks. Decodes and longer rows run separately."""
 
     graph_safe = False
 
     def prepare(self, heads: int, kv: torch.Tensor, inputs: AttentionInputs, window: int | None) -> None:
-        """Nothing is worked out ahead."""
+        """Nothing to compute ahead."""
 
     def attend(
         self, q: torch.Tensor, kv: torch.Tensor, inputs: AttentionInputs, scale: float, window: int | None
     ) -> torch.Tensor:
         tokens, heads, dim = q.shape
-        # One row more than there are tokens: where the outputs of padding queries go.
+        # One row more than there are tokens, for the outputs of padding queries.
         out = q.new_zeros(tokens + 1, heads * dim)
         if inputs.num_decodes:
             self._attend_rows(out, q, kv, inputs, 0, inputs.num_decodes, 1, scale, window)
@@ -50,7 +50,7 @@ class TorchPagedAttention:
         blocks = min(-(-inputs.max_context_len // block_size), inputs.block_tables.shape[1])
         context = blocks * block_size
         tables = inputs.own_tables(blocks)
-        group = max(1, _LIMIT // (max(context * kv_heads, length * heads) * dim))
+        group = max(1, _MAX_ELEMENTS // (max(context * kv_heads, length * heads) * dim))
         for start in range(first, last, group):
             stop = min(start + group, last)
             context_lens = inputs.context_lens[start:stop].long().unsqueeze(1)
@@ -58,9 +58,9 @@ class TorchPagedAttention:
             query_lens = inputs.query_starts[start + 1 : stop + 1].long().unsqueeze(1) - query_starts
             keys, values = _gather(kv, tables[start:stop].long())
             cached = torch.arange(context, device=q.device)
-            # Slots past a row's end hold anything, NaN too, and 0 * NaN would reach the sum.
+            # Slots past a row's end may hold anything, even NaN, and 0 * NaN would reach the sum.
             values = values.masked_fill((cached >= context_lens)[:, :, None], 0)
-            span = max(1, _LIMIT // ((stop - start) * heads * context))
+            span = max(1, _MAX_ELEMENTS // ((stop - start) * heads * context))
             for begin in range(0, length, span):
                 query = torch.arange(begin, min(begin + span, length), device=q.device)
                 index = torch.where(query < query_lens, query_starts + query, tokens)
@@ -75,7 +75,7 @@ class TorchPagedAttention:
 def _gather(kv: torch.Tensor, tables: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """K and V of rows' blocks [rows, blocks], each as [kv_heads, rows, context, dim] float32."""
     keys, values = kv.permute(1, 2, 0, 3, 4)
-    # Heads lead, so that blocks and their slots are already side by side and flatten without a second copy.
+    # Heads lead, so that blocks and their slots are adjacent and flatten without a second copy.
     return keys[:, tables].flatten(2, 3).float(), values[:, tables].flatten(2, 3).float()
 
 
