@@ -94,11 +94,11 @@ def _yarn(rope: _Rope) -> tuple[torch.Tensor, float]:
         rope.number("factor") if given.get("factor") is not None else rope.max_position / rope.original_max_position
     )
 
-    def pair_turning(turns: float) -> float:
-        """The (fractional) pair that makes `turns` full turns over the original length."""
-        return rope.dim * math.log(rope.original_max_position / (turns * 2 * math.pi)) / (2 * math.log(rope.base))
+    def pair_with(rotations: float) -> float:
+        """The (fractional) pair that makes this many full rotations over the original length."""
+        return rope.dim * math.log(rope.original_max_position / (rotations * 2 * math.pi)) / (2 * math.log(rope.base))
 
-    low, high = pair_turning(given.get("beta_fast") or 32), pair_turning(given.get("beta_slow") or 1)
+    low, high = pair_with(given.get("beta_fast") or 32), pair_with(given.get("beta_slow") or 1)
     if given.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, rope.dim - 1)
@@ -123,8 +123,8 @@ def _llama3(rope: _Rope) -> tuple[torch.Tensor, float]:
     """Llama 3.1: pairs slower than the original length are slowed by `factor`, blending smoothly into fast ones."""
     factor, low, high = rope.number("factor"), rope.number("low_freq_factor"), rope.number("high_freq_factor")
     plain = rope.frequencies()
-    turns = rope.original_max_position * plain / (2 * math.pi)
-    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    rotations = rope.original_max_position * plain / (2 * math.pi)
+    kept = ((rotations - low) / (high - low)).clamp(0, 1)
     return plain / factor * (1 - kept) + plain * kept, 1.0
 
 

@@ -19,7 +19,7 @@ from quire.models.base import in_other_stage, stage_layers
 
 
 class GPTNeoXAttention(nn.Module):
-    """Multi-head attention; the checkpoint's q, k and v lie head by head: q0 k0 v0 q1 k1 v1 ..."""
+    """Multi-head attention; the checkpoint's q, k and v are interleaved by head: q0 k0 v0 q1 k1 v1 ..."""
 
     def __init__(self, build: BuildContext, layer: int, cos_sin: torch.Tensor) -> None:
         super().__init__()

@@ -16,7 +16,7 @@ from quire.worker.kv import KVCache
 
 
 class Upload:
-    """Several small integer arrays in one transfer: packed on the host, cut up again on the device."""
+    """Several small integer arrays in one transfer: packed on the host, split again on the device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -32,7 +32,7 @@ class Upload:
 
 @dataclass
 class StepInputs:
-    """A step as the model sees it, all of it on the device."""
+    """A step as the model sees it, on the device."""
 
     tokens: torch.Tensor
     positions: torch.Tensor
@@ -43,19 +43,19 @@ class StepInputs:
 
 
 class StepDraws(Protocol):
-    """What a step drew, on its way to the host."""
+    """The tokens a step drew, being copied to the host."""
 
     def ready(self) -> bool:
         """Whether the step is done."""
         ...
 
     def wait(self) -> list[np.ndarray]:
-        """Tokens, whether each was a stop id, and whether the row's logits were no numbers."""
+        """Tokens, whether each was a stop id, and whether the row's logits were NaN or all infinite."""
         ...
 
 
 class Drawn:
-    """What a step drew, in host memory already."""
+    """The tokens a step drew, already in host memory."""
 
     def __init__(self, tokens: torch.Tensor, stopped: torch.Tensor, invalid: torch.Tensor) -> None:
         self._tensors = (tokens, stopped, invalid)
@@ -65,7 +65,7 @@ class Drawn:
         return True
 
     def wait(self) -> list[np.ndarray]:
-        """Tokens, whether each was a stop id, and whether the row's logits were no numbers."""
+        """Tokens, whether each was a stop id, and whether the row's logits were NaN or all infinite."""
         return [tensor.cpu().numpy() for tensor in self._tensors]
 
 
@@ -136,7 +136,7 @@ class DeviceBatch:
         self.kv.copy(plan.copies)
 
     def _begin(self, plan: StepPlan) -> None:
-        """Plans come without gaps: a missing one would leave rows wrong unnoticed."""
+        """Check that no plan is missing, which would leave rows wrong without an error."""
         if plan.reset:
             self.active.zero_()
             self.extras.clear()
@@ -214,7 +214,7 @@ class DeviceBatch:
             positions = torch.arange(total, device=self._device) + offsets
             owners = torch.repeat_interleave(rows, counts, output_size=total)
         blocks = self.block_table[owners, (positions // size).clamp(max=self.block_table.shape[1] - 1)]
-        # A row that ended on the device before the host knew writes into the null block.
+        # A row that finished on the device before the host knew writes into the null block.
         slots = torch.where(self.active[owners], blocks * size, 0) + positions % size
         tokens = torch.cat([self.last_token[rows[: plan.num_decodes]], fresh])
         self.kv.tokens.view(-1)[slots] = tokens.to(torch.int32)
@@ -238,7 +238,7 @@ class DeviceBatch:
         return None if self.given is None else self.given[:tokens]
 
     def last_tokens(self, plan: StepPlan, inputs: StepInputs) -> LastTokens:
-        """The tokens that something is drawn from; where nothing is, any one will do."""
+        """The tokens that are sampled from; any one token if none is."""
         if len(plan.samples):
             tokens, rows = self.picks(plan), self.draw_rows(plan)
         else:
@@ -246,11 +246,11 @@ class DeviceBatch:
         return LastTokens(tokens, self._one_token_each(rows, inputs.attention[0]))
 
     def last_of(self, draws: int, inputs: StepInputs) -> LastTokens:
-        """The tokens that the step's `draws` draws are made from, where these are laid out already."""
-        raise NotImplementedError("only a batch whose steps are captured has its draws laid out")
+        """The tokens that the step's first `draws` draws are sampled from, in a captured step."""
+        raise NotImplementedError("only a batch whose steps are captured has buffers for draws")
 
     def _one_token_each(self, rows: torch.Tensor, step: AttentionInputs) -> AttentionInputs:
-        """A step of the last tokens of these rows, which it has computed."""
+        """The step as if it had only the last token of each of these rows."""
         return AttentionInputs(
             slots=step.slots[:0],
             query_starts=torch.arange(len(rows) + 1, dtype=torch.int32, device=self._device),
@@ -267,7 +267,7 @@ class DeviceBatch:
         return self.block_table[rows, :width]
 
     def fork(self, forks: list[Fork]) -> None:
-        """Rows that branch off become copies of their source, each with a random stream of its own."""
+        """Make rows copies of their source, each with its own random stream."""
         if not forks:
             return
         sources, rows, samples = self.upload(
@@ -284,26 +284,26 @@ class DeviceBatch:
             self.extras[fork.row] = self.extras[fork.source]
 
     def picks(self, plan: StepPlan) -> torch.Tensor:
-        """For each of the step's draws, the token of the step whose hidden state it is made from."""
+        """For each of the step's draws, the token of the step whose hidden state it is sampled from."""
         return self._picks
 
     def draw_rows(self, plan: StepPlan) -> torch.Tensor:
-        """For each of the step's draws, the row it goes to."""
+        """For each of the step's draws, the row that gets the token."""
         return self._draw_rows
 
     def mask(self, logits: torch.Tensor, indices: np.ndarray, bits: np.ndarray) -> None:
-        """Nothing but the tokens whose bits are set is left in these rows of logits, in place."""
+        """Set the logits of tokens whose bit is not set to -inf in these rows, in place."""
         flags = np.unpackbits(np.invert(bits).view(np.uint8), axis=1, count=logits.shape[-1], bitorder="little")
         nothing = logits.new_full((), float("-inf"))
         for i, banned in zip(indices.tolist(), torch.from_numpy(flags.view(np.bool_)), strict=True):
             torch.where(banned, nothing, logits[i], out=logits[i])  # reads no flag to branch on: masked_fill_ does
 
     def draw(self, logits: torch.Tensor, rows: torch.Tensor, start: int, filtered: bool) -> bool:
-        """Draw and commit, where the device has a kernel for it; False where not. `start`: as in `commit`."""
+        """Draw and commit in one kernel; False if the device has none. `start`: as in `commit`."""
         return False
 
     def commit(self, tokens: torch.Tensor, invalid: torch.Tensor, rows: torch.Tensor, start: int) -> None:
-        """Write drawn tokens back and end rows that are done; `start`: the first one's place among the draws."""
+        """Write drawn tokens back and deactivate finished rows; `start`: the first token's index among the draws."""
         stopped = (self.stop_ids[rows] == tokens[:, None]).any(-1)
         length = self.num_tokens[rows] + 1
         self.last_token[rows] = tokens
@@ -318,7 +318,7 @@ class DeviceBatch:
         return Drawn(*(torch.cat(parts) for parts in zip(*self._drawn, strict=True)))
 
     def nothing_drawn(self) -> StepDraws:
-        """The result of a step that has nothing to draw."""
+        """The result of a step without draws."""
         nothing = torch.zeros(0, dtype=torch.int64)
         return Drawn(nothing, nothing.bool(), nothing.bool())
 

@@ -18,13 +18,13 @@ from quire.worker.device_groups import DeviceGroups
 from quire.worker.kv import KVCache
 
 IN_FLIGHT = 8
-"""Plans and results that have a buffer of their own: more than are ever in flight, but where stages are many."""
+"""Buffers for plans and results: more than are ever in flight, unless there are many pipeline stages."""
 STOP_IDS = 8
 
 
 @dataclass
 class StepBuffers:
-    """A step's own numbers, where graphs find them: written by `apply_plan`, read by the step's kernels."""
+    """A step's rows, tokens and draws at fixed addresses: written by `apply_plan`, read by the step's kernels."""
 
     rows: torch.Tensor
     query_starts: torch.Tensor
@@ -35,7 +35,7 @@ class StepBuffers:
 
 
 class PinnedResult:
-    """What a step drew, on its way into pinned memory."""
+    """The tokens a step drew, being copied into pinned memory."""
 
     def __init__(self, values: np.ndarray, on_gpu: bool) -> None:
         self._values = values
@@ -48,7 +48,7 @@ class PinnedResult:
         return self._event is None or self._event.query()
 
     def wait(self) -> list[np.ndarray]:
-        """Tokens, whether each was a stop id, and whether the row's logits were no numbers."""
+        """Tokens, whether each was a stop id, and whether the row's logits were NaN or all infinite."""
         if self._event is not None:
             self._event.synchronize()
         tokens, flags = self._values
@@ -164,8 +164,8 @@ class CudaBatch(DeviceBatch):
     def empty_inputs(
         self, rows: int, tokens: int, decodes: int, max_query: int, max_context: int, grouped: bool = False
     ) -> StepInputs:
-        """Room for a step of this size; `grouped`: attention is told of rows that begin alike."""
-        # Rows of even length: Triton compiles another kernel for a pointer that is not on 16 bytes.
+        """Buffers for a step of this size; `grouped`: attention gets the prefix groups."""
+        # Padded lengths: Triton compiles another kernel for a pointer that is not 16-byte aligned.
         longs = torch.empty(3, -(-tokens // 16) * 16, dtype=torch.int64, device=self._device)[:, :tokens]
         attention = AttentionInputs(
             slots=longs[2],
@@ -188,7 +188,7 @@ class CudaBatch(DeviceBatch):
 
     def _one_token_each(self, rows: torch.Tensor, step: AttentionInputs) -> AttentionInputs:
         inputs = super()._one_token_each(rows, step)
-        inputs.context_lens *= self.active[rows]  # a row that has ended has no blocks any more
+        inputs.context_lens *= self.active[rows]  # a finished row has no blocks any more
         inputs.rows = rows.to(torch.int32)
         return inputs
 
@@ -196,7 +196,7 @@ class CudaBatch(DeviceBatch):
         return self.block_table
 
     def expand(self, inputs: StepInputs) -> None:
-        """Fill a step's numbers in from the rows it schedules."""
+        """Compute a step's tokens, positions and slots from the rows it schedules."""
         (attention,) = inputs.attention
         expand_rows(
             self.buffers, self, self.kv.tokens, attention.num_rows, attention.num_decodes, inputs.tokens,

@@ -1,6 +1,6 @@
 """Steps as CUDA graphs: one launch for what would be hundreds.
 
-A pure decode step is the same kernels whatever its rows are: row numbers lie in fixed buffers. Each *capture size* (a
+A pure decode step is the same kernels whatever its rows are: row numbers are in fixed buffers. Each *capture size* (a
 batch size that has a graph) has one graph for the whole step (inputs, forward pass, plain sampling, rows updated) and,
 captured when first needed, one for the forward pass alone, for steps whose sampling needs more. A step runs at the
 next capture size up; missing rows are the batch's padding row, which is never active. Steps with prefix groups run

@@ -91,7 +91,7 @@ def _keep_allowed(batch: DeviceBatch, logits: torch.Tensor, listed: list[tuple[i
 def _long_places(
     batch: DeviceBatch, lists: list[tuple[int, torch.Tensor]]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The numbers of rows; and those again, and the tokens, of all pairs. The lists lie on the device: they may have
+    """Row indices; and, for each (row, token) pair, the row and the token. The lists are on the device: they may have
     many thousand tokens."""
     rows, counts = batch.upload([i for i, _ in lists], [len(ids) for _, ids in lists])
     ids = torch.cat([ids for _, ids in lists])

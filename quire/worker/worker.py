@@ -17,7 +17,7 @@ from quire.distributed.pipeline import Pipeline
 from quire.layers.attention.base import PrefixGroupBackend, attention_backend
 from quire.layers.build_context import collect_targets
 from quire.layers.expert_placement import Placement
-from quire.layers.moe import expert_counts, reset_expert_counts, rearrange_experts, serve_others
+from quire.layers.moe import expert_counts, rearrange_experts, reset_expert_counts, serve_others
 from quire.loading.files import ModelFiles
 from quire.loading.load import load_weights, open_checkpoint
 from quire.loading.model_config import ModelConfig

@@ -38,9 +38,7 @@ def test_an_engine_runs_on_a_platform_of_ones_own(tiny_model: Path, llm: LLM) ->
 
 
 def test_an_unknown_platform_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(
-        ValidationError, match="device 'tpu'; known: cpu, cuda; or give a dotted path"
-    ) as caught:
+    with pytest.raises(ValidationError, match="device 'tpu'; known: cpu, cuda; or give a dotted path") as caught:
         choose("tpu")
     assert caught.value.value == "tpu"
 
