@@ -90,8 +90,6 @@ class Runner:
         """`paths`: in order of preference, the last of which takes every plan. `pipeline`: the links to the previous
         and next pipeline stage, if there are several."""
         self._pipeline = pipeline
-        if pipeline is not None:
-            batch.given = pipeline.given
         self._model = model
         self.paths = paths
         self.batch = self._batch = batch

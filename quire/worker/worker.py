@@ -171,6 +171,7 @@ class Worker:
         if self._ops.whole_steps:
             return self._make_cuda_runner(kv, processors, capture)
         batch = DeviceBatch(self._max_rows, self._max_model_len, self._vocab_size, kv, self._device)
+        self._connect(batch)
         paths: list[StepPath] = [EagerPath(self.model, batch, self._ranks.is_last_stage)]
         # A tape holds only native calls, no collectives.
         if capture and not is_shared(self._ranks) and not self._config.steps_together:
@@ -184,6 +185,7 @@ class Worker:
             self._max_rows, self._max_model_len, self._vocab_size, kv, self._device, self._max_tokens,
             max(IN_FLIGHT, self._ranks.pp_size + 2),
         )  # fmt: skip
+        self._connect(batch)
         capture = capture and self._can_capture()
         paths: list[StepPath] = [EagerPath(self.model, batch, self._ranks.is_last_stage)]
         if capture:
@@ -195,6 +197,11 @@ class Worker:
         if capture:  # torch keeps the memory of a large step for the next one, and does not ask the driver again
             runner.launch(self._largest_plan()).result()
         return runner
+
+    def _connect(self, batch: DeviceBatch) -> None:
+        """Give the batch the buffer of the previous stage's hidden states: graphs have its address in them."""
+        if self._pipeline is not None:
+            batch.given = self._pipeline.given
 
     def _can_capture(self) -> bool:
         """Whether steps can be CUDA graphs. With experts on other replicas they cannot: how much is sent depends on

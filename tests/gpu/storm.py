@@ -28,7 +28,7 @@ class Ask:
 
 
 def make_asks(count: int, rng: random.Random, longest_prompt: int = 70, longest_output: int = 40) -> list[Ask]:
-    """Prompts that often begin alike; parameters of every kind, all seeded, so that each request has one answer."""
+    """Prompts that often share a prefix; parameters of every kind, all seeded, so that each request has one answer."""
     stems = [[rng.randrange(2, TINY_VOCAB) for _ in range(longest_prompt)] for _ in range(5)]
     asks = []
     for i in range(count):
@@ -85,7 +85,7 @@ def disturbed(llm: LLM, asks: Sequence[Ask], rng: random.Random, abort_rate: flo
                 engine.add_request(ask.id, ask.prompt, ask.params)
                 open_ids.add(ask.id)
         for output in engine.step():
-            assert output.finished and output.request_id in open_ids, "told after its end"
+            assert output.finished and output.request_id in open_ids, "reported after its end"
             finished[output.request_id] = output
             open_ids.discard(output.request_id)
         if open_ids and rng.random() < abort_rate:

@@ -18,4 +18,4 @@ USUAL: dict[str, Any] = {"dtype": "float32", "device": DEVICE, "max_num_seqs": 1
 SMALL_GROUPS = {"quire.scheduler.groups.LEAST_TOKENS": 16, "quire.scheduler.groups.LEAST_SAVED": 16}
 """What rows must share to be read together, for prompts of a tiny model."""
 MODEL = os.environ.get("QUIRE_TEST_MODEL", "")
-"""Instead of the default model, where it lies elsewhere."""
+"""Path to use instead of the default model's."""

@@ -28,7 +28,7 @@ DEPTHS = pytest.mark.parametrize("depth", [0, 1])
 
 
 class Poison:
-    """A logits processor that yields NaN after so many tokens."""
+    """A logits processor that yields NaN after a number of tokens."""
 
     def applies(self, params: SamplingParams) -> bool:
         return "poison" in (params.extra_args or {})
@@ -74,10 +74,10 @@ def test_a_processor_that_yields_nan_ends_its_own_request(
 
 @DEPTHS
 @pytest.mark.parametrize("params", [GREEDY, RANDOM], ids=["greedy", "random"])
-def test_nan_in_a_requests_cache_ends_it_and_harms_nobody(
+def test_nan_in_a_requests_cache_ends_it_and_no_other(
     engine: Callable[..., LLM], ties: NearTies, expected: list[list[int]], depth: int, params: SamplingParams
 ) -> None:
-    """Noticed by the draw of a captured step; and whoever gets the block next writes before it reads."""
+    """Noticed by the draw of a captured step; and the next owner of the block writes before it reads."""
     llm = engine(pipeline_depth=depth, enable_prefix_caching=False, num_gpu_blocks_override=24)
     loop, finished = llm.llm_engine, {}
     for i, prompt in enumerate(PROMPTS):
@@ -129,7 +129,7 @@ def test_a_step_without_memory_is_tried_again_smaller(
 def test_a_card_that_is_really_full(
     engine: Callable[..., LLM], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A wide model's large step does not fit beside somebody's hoard: smaller ones do, and nobody loses anything."""
+    """A wide model's large step does not fit beside another allocation: smaller ones do, and no request is lost."""
     llm = engine(write_wide_model(tmp_path), max_num_batched_tokens=4096, num_gpu_blocks_override=600)
     prompts = [[(11 * i + 3 * j) % TINY_VOCAB for j in range(240)] for i in range(16)]
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)

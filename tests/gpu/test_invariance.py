@@ -1,4 +1,4 @@
-"""`batch_invariant`: a request's tokens and their probabilities, bit by bit, whoever is beside it."""
+"""`batch_invariant`: a request's tokens and their probabilities, bit by bit, whatever else is in the batch."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def expected(reference: Any) -> list[list[int]]:
     return [tokens[:length] for tokens, length in zip(outputs, LENGTHS, strict=True)]
 
 
-@pytest.mark.parametrize("depth", [0, 1], ids=["in turn", "overlapped"])
+@pytest.mark.parametrize("depth", [0, 1], ids=["synchronous", "overlapped"])
 @pytest.mark.parametrize("eager", [True, False], ids=["eager", "graphs"])
 def test_greedy_tokens_equal_transformers_in_every_mode(
     engine: Callable[..., LLM], ties: NearTies, replays: dict[str, list[int]], expected: list[list[int]], eager: bool,
@@ -110,7 +110,7 @@ def test_more_requests_than_rows_and_more_tokens_than_a_step(
 
 
 @pytest.mark.usefixtures("small_groups")
-@pytest.mark.parametrize("depth", [0, 1], ids=["in turn", "overlapped"])
+@pytest.mark.parametrize("depth", [0, 1], ids=["synchronous", "overlapped"])
 @pytest.mark.parametrize("eager", [True, False], ids=["eager", "graphs"])
 def test_rows_that_begin_alike_are_read_together_and_draw_the_same(
     engine: Callable[..., LLM], ties: NearTies, reference: Any, eager: bool, depth: int
@@ -122,10 +122,10 @@ def test_rows_that_begin_alike_are_read_together_and_draw_the_same(
     expected = greedy(reference, prompts, max(lengths))
     llm = engine(enforce_eager=eager, pipeline_depth=depth)
     worker = llm.llm_engine.core._executor._worker  # type: ignore[attr-defined]
-    launch, told = worker.launch, []
+    launch, grouped = worker.launch, []
 
     def watched(plan: Any) -> Any:
-        told.append(plan.groups is not None)
+        grouped.append(plan.groups is not None)
         return launch(plan)
 
     worker.launch = watched
@@ -134,7 +134,7 @@ def test_rows_that_begin_alike_are_read_together_and_draw_the_same(
         for i, prompt in enumerate(prompts):
             ties.compare(prompt, outputs[i], expected[i][: lengths[i]], f"prompt {i}")
     ties.report("groups", most=2)
-    assert any(told) == worker.reads_groups
+    assert any(grouped) == worker.reads_groups
 
 
 @pytest.mark.parametrize("rows", [1, 4, 16])

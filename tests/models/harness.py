@@ -123,7 +123,7 @@ def reference_logits(reference: Any, tokens: Sequence[int]) -> torch.Tensor:
 class PagedRun:
     """Rows of tokens moving through a paged cache whose physical blocks are in no order.
 
-    Unwritten slots hold NaN: whoever reads one shows.
+    Unwritten slots hold NaN, so that reading one shows.
     """
 
     def __init__(self, stages: Any, block_size: int = 4, blocks: int = 64, seed: int = 0) -> None:

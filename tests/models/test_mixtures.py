@@ -364,7 +364,7 @@ def test_greedy_text_is_transformers_with_and_without_a_prefix_hit(folder: Path,
 def test_the_engine_counts_what_it_computes(folder: Path, make_llm: Callable[..., LLM]) -> None:
     llm = make_llm(folder)
     values = {metric.name: metric for metric in llm.get_metrics()}
-    assert values["quire:expert_tokens"].value == 0, "the steps of the start are nobody's"
+    assert values["quire:expert_tokens"].value == 0, "warm-up steps are not counted"
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
     llm.generate([{"prompt_token_ids": list(range(4, 24))}, {"prompt_token_ids": [5, 6, 7]}], params, use_tqdm=False)
     values = {metric.name: metric for metric in llm.get_metrics()}

@@ -70,7 +70,7 @@ def test_a_torch_without_cuda_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert f"this torch ({torch.__version__}) is built without CUDA" in refusal()
 
 
-def test_an_old_driver_is_told_with_what_it_serves_and_what_is_needed(no_gpu: Any) -> None:
+def test_an_old_driver_is_reported_with_what_it_serves_and_what_is_needed(no_gpu: Any) -> None:
     no_gpu(TOO_OLD)
     said = refusal()
     assert "the NVIDIA driver (470.82.01) serves CUDA up to 11.4" in said
@@ -78,19 +78,19 @@ def test_an_old_driver_is_told_with_what_it_serves_and_what_is_needed(no_gpu: An
 
 
 @pytest.mark.parametrize(
-    ("said", "told"),
+    ("said", "shown"),
     [
         ("Found no NVIDIA driver on your system. Please check …", "there is no NVIDIA driver here"),
         ("No CUDA GPUs are available", "the NVIDIA driver (470.82.01) shows no GPU"),
         ("Unexpected error from cudaGetDeviceCount()\nmore", "CUDA does not start: Unexpected error from cudaGet"),
     ],
 )
-def test_other_reasons(no_gpu: Any, said: str, told: str) -> None:
+def test_other_reasons(no_gpu: Any, said: str, shown: str) -> None:
     no_gpu(said)
-    assert told in refusal()
+    assert shown in refusal()
 
 
-def test_a_hidden_gpu_is_told_as_one(no_gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hidden_gpu_is_reported_as_one(no_gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     no_gpu("No CUDA GPUs are available")
     assert "CUDA_VISIBLE_DEVICES is ''" in refusal()

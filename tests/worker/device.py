@@ -69,7 +69,7 @@ class Device:
 
 
 class Operations(TorchDispatchMode):
-    """Counts what torch is asked to do."""
+    """Counts torch operations."""
 
     count = 0
 

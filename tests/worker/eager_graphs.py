@@ -23,6 +23,9 @@ class _EagerPool:
         pass
 
     def capture(self, run: Callable[[], torch.Tensor | None], warm_up: bool = False) -> _EagerGraph:
+        if warm_up:
+            with torch.inference_mode():
+                run()
         return _EagerGraph(run)
 
 
@@ -36,6 +39,7 @@ def run_graphs_eagerly(monkeypatch: pytest.MonkeyPatch, kinds: set[str]) -> set[
     for kind, path in paths.items():
         if kind not in kinds:
             monkeypatch.setattr(path, "fit", lambda self, plan: None)
+            monkeypatch.setattr(path, "_capture", lambda self, shape: None)
         for part in ("step", "forward"):
             monkeypatch.setattr(path, f"_run_{part}", _noted(getattr(path, f"_run_{part}"), f"{kind} {part}", used))
     monkeypatch.setattr(cuda_graphs, "GraphPool", _EagerPool)

@@ -1,4 +1,4 @@
-"""Samples and requests that begin alike yield the same tokens whether attention reads their beginning once or each."""
+"""Rows with a common prefix yield the same tokens whether attention reads its blocks once or once a row."""
 
 from __future__ import annotations
 
@@ -65,6 +65,6 @@ def test_tokens_are_those_of_the_cpus_kernels_which_know_no_groups(
     assert (preemptions(ours) > 0) == ("num_gpu_blocks_override" in settings)
 
 
-def test_where_nobody_reads_groups_none_are_kept(interpreted: Callable[..., LLM], llm: LLM) -> None:  # noqa: F811
+def test_without_a_backend_that_reads_groups_none_are_kept(interpreted: Callable[..., LLM], llm: LLM) -> None:  # noqa: F811
     for engine in (llm, interpreted(prefix_group_attention=False)):
         assert engine.llm_engine.core.scheduler.ledger.groups is None

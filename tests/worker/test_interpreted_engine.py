@@ -69,7 +69,7 @@ def preemptions(llm: LLM) -> int:
         pytest.param({"pipeline_depth": 0, "num_gpu_blocks_override": 8, "block_size": 4}, marks=pytest.mark.slow),
         {"pipeline_depth": 1, "num_gpu_blocks_override": 8, "block_size": 4},
     ],
-    ids=["in turn", "overlapped, tiny chunks", "preempted", "overlapped, preempted"],
+    ids=["synchronous", "overlapped, tiny chunks", "preempted", "overlapped, preempted"],
 )
 def test_tokens_equal_those_of_the_cpus_kernels(
     interpreted: Callable[..., LLM], expected: list[list[list[int]]], settings: dict[str, Any]
@@ -82,7 +82,7 @@ def test_tokens_equal_those_of_the_cpus_kernels(
 def test_cached_blocks_and_rows_with_lists_and_reports(
     interpreted: Callable[..., LLM], llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A prefix hit, rows that begin alike, and rows of every kind in one batch: what the CPU's kernels give each."""
+    """A prefix hit, a prefix group, and rows of every kind in one batch: what the CPU's kernels give each."""
     for least in ("LEAST_TOKENS", "LEAST_SAVED"):
         monkeypatch.setattr(f"quire.scheduler.groups.{least}", 8)
     listed = SamplingParams(
@@ -93,10 +93,10 @@ def test_cached_blocks_and_rows_with_lists_and_reports(
     prompts, params = [PROMPTS[2]] * 3, [GREEDY, listed, PLAIN]
     theirs = llm.generate(prompts, params, use_tqdm=False)
     worker = ours.llm_engine.core._executor._worker  # type: ignore[attr-defined]
-    launch, told = worker.launch, []
-    worker.launch = lambda plan: told.append(bool(plan.groups)) or launch(plan)
+    launch, grouped = worker.launch, []
+    worker.launch = lambda plan: grouped.append(bool(plan.groups)) or launch(plan)
     outputs = ours.generate(prompts, params, use_tqdm=False)
-    assert any(told)
+    assert any(grouped)
     assert tokens_of(outputs) == tokens_of(theirs)
     (again,) = ours.generate([PROMPTS[2]], GREEDY, use_tqdm=False)
     assert again.num_cached_tokens == 12

@@ -191,8 +191,8 @@ def test_rows_with_different_lists_share_a_step(monkeypatch: pytest.MonkeyPatch,
     for row, fields in enumerate(lists):
         device.add(row, SamplingParams(seed=row, **fields), prompt=[2, 3], output=[5, 7], stop_ids=[row, 7, 11])
     logits = 3 * torch.randn(len(lists), vocab, generator=torch.Generator().manual_seed(0))
-    for turn in range(20):
-        logits = logits.roll(turn, 1)
+    for shift in range(20):
+        logits = logits.roll(shift, 1)
         alone = [device.draw(logits[row : row + 1], [row])[0][0] for row in range(len(lists))]
         for some in (range(len(lists)), [5, 7]):
             assert device.draw(logits[list(some)], some)[0] == [alone[row] for row in some]
@@ -290,7 +290,7 @@ def test_logits_that_are_not_numbers_end_one_request_only(make_llm: Any, depth: 
 
 
 @pytest.mark.parametrize("caching", [True, False], ids=["cached", "uncached"])
-def test_blocks_that_held_nan_poison_nobody_after(make_llm: Any, caching: bool) -> None:
+def test_blocks_that_held_nan_poison_no_later_request(make_llm: Any, caching: bool) -> None:
     """A token whose embedding is NaN fills its request's KV with NaN; the blocks go on to others."""
     llm: LLM = make_llm(num_gpu_blocks_override=8, enable_prefix_caching=caching)
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)

@@ -1,4 +1,4 @@
-"""The memory plan: parts that sum up to the whole, the cache gets what is left, and what does not fit is told."""
+"""The memory plan: parts sum to the total, the cache gets what is left, and what does not fit is refused."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ NEEDS = MemoryNeeds(
 
 
 class FakeGpu(CpuPlatform):
-    """A card with so many GiB, of which so many are free. It computes on the CPU."""
+    """A card with `total` GiB, of which `free` are free. It computes on the CPU."""
 
     ops = "quire.kernels.reference.TorchOps"
     attention = "torch"

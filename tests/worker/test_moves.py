@@ -63,7 +63,7 @@ def test_neighbours_go_together(mover: Mover) -> None:
 
 
 def test_a_plan_that_is_refused_moves_nothing(mover: Mover) -> None:
-    """The step before it failed: those who planned it may have given its slots away."""
+    """The previous step failed: its slots may have been reassigned."""
     batch = DeviceBatch(2, 16, 10, mover._kv, mover._kv.data.device)
     runner = Runner(None, batch, None)  # type: ignore[arg-type]
     runner.mover = mover
