@@ -93,7 +93,7 @@ def test_softmax_and_sums_are_float32_whatever_the_cache(dtype: torch.dtype) -> 
 
 @pytest.mark.parametrize("limit", [1, 700, 5000])
 def test_groups_and_spans_change_nothing(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_paged, "_LIMIT", limit)
+    monkeypatch.setattr(torch_paged, "_MAX_ELEMENTS", limit)
     case = Case(4, 2, ROWS, torch.float32)
     ours = TorchPagedAttention().attend(case.q, case.kv, case.inputs, 0.3, 7)
     torch.testing.assert_close(ours.double(), case.exact(0.3, 7), rtol=1e-5, atol=1e-5)
