@@ -13,7 +13,7 @@ Run = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """(tokens, weights, slots) → the weighted sum of this rank's experts; slots outside its own add nothing."""
 
 
-class ExpertSpread:
+class ExpertDispatch:
     """Where a layer's experts are, in tables on the device, so that it can change under a captured step."""
 
     def __init__(self, ranks: ExpertRanks, num_experts: int, device: torch.device) -> None:
@@ -45,16 +45,16 @@ class ExpertSpread:
         self._rank_of.copy_(torch.tensor([[rank for rank, _ in home] for home in padded]))
         self._slot_of.copy_(torch.tensor([[slot for _, slot in home] for home in padded]))
 
-    def _deal(self, experts: torch.Tensor, offset: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    def _assign(self, experts: torch.Tensor, offset: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         """(ranks, slots there) of (token, expert) pairs: an expert's tokens go to its copies round-robin."""
         tokens = torch.arange(offset, offset + experts.shape[0], device=experts.device)
         experts = experts.long()
         copy = experts * self.ranks.size + tokens[:, None] % self._copies[experts]
         return self._rank_of.view(-1)[copy], self._slot_of.view(-1)[copy]
 
-    def here(self, experts: torch.Tensor) -> torch.Tensor:
+    def local_slots(self, experts: torch.Tensor) -> torch.Tensor:
         """Slots on this rank, if all ranks have the same tokens; -1 for pairs that another rank computes."""
-        ranks, slots = self._deal(experts.clamp(min=0))
+        ranks, slots = self._assign(experts.clamp(min=0))
         return torch.where((ranks == self.ranks.rank) & (experts >= 0), slots, -1)
 
     def exchange(self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, run: Run) -> torch.Tensor:
@@ -64,7 +64,7 @@ class ExpertSpread:
         for each of its experts there.
         """
         size, top_k = self.ranks.size, experts.shape[1]
-        ranks, slots = self._deal(experts, self.ranks.rank)
+        ranks, slots = self._assign(experts, self.ranks.rank)
         reached = torch.zeros(len(x), size, dtype=torch.bool, device=x.device).scatter_(1, ranks, True)
         to, token = reached.t().nonzero(as_tuple=True)
         theirs = torch.where(ranks[token] == to[:, None], slots[token], -1)

@@ -138,14 +138,14 @@ def place(counts: Sequence[float], before: Placement) -> Placement:
 def moves(before: Placement, after: Placement) -> list[Move]:
     """The copies that turn `before` into `after`; a rank copies from its own slots where it can."""
     homes, found = before.homes, []
-    dealt: Counter[int] = Counter()
+    copied: Counter[int] = Counter()
     for rank, held in enumerate(after.slots):
         for slot, expert in enumerate(held):
             if before.slots[rank][slot] == expert:
                 continue
             own = [home for home in homes[expert] if home[0] == rank]
-            source = own[0] if own else homes[expert][dealt[expert] % len(homes[expert])]
-            dealt[expert] += not own
+            source = own[0] if own else homes[expert][copied[expert] % len(homes[expert])]
+            copied[expert] += not own
             found.append(Move(source, (rank, slot)))
     return found
 

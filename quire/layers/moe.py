@@ -11,7 +11,7 @@ from torch import nn
 from quire.distributed.collectives import all_reduce
 from quire.errors import ValidationError
 from quire.layers.build_context import BuildContext
-from quire.layers.expert_parallel import ExpertSpread
+from quire.layers.expert_parallel import ExpertDispatch
 from quire.layers.expert_placement import Placement
 from quire.layers.expert_weights import ONE_BY_ONE, STACKED_APART, ExpertNaming, ExpertShare, ExpertWeights
 from quire.layers.norm import RMSNorm
@@ -63,13 +63,13 @@ class SparseMLP(nn.Module):
         self.ranks = build.ranks
         self.routing = routing
         self.namings = (*namings, STACKED_APART)
-        self.spread: ExpertSpread | None = None
+        self.dispatch: ExpertDispatch | None = None
         if build.experts is None:
             self.share = share = ExpertShare.of(build.ranks, routing.num_experts, routing.width)
         else:
-            self.spread = ExpertSpread(build.experts, routing.num_experts, build.device)
+            self.dispatch = ExpertDispatch(build.experts, routing.num_experts, build.device)
             whole = slice(0, routing.width)
-            self.share = share = ExpertShare(routing.num_experts, routing.width, self.spread.held, whole)
+            self.share = share = ExpertShare(routing.num_experts, routing.width, self.dispatch.held, whole)
         hidden = build.config.hidden_size
         self.router = build.parameter(routing.num_experts, hidden)
         self.gate_up = build.parameter(len(share.experts), 2 * share.width, hidden)
@@ -81,7 +81,7 @@ class SparseMLP(nn.Module):
         self, norm: RMSNorm, x: torch.Tensor | None, residual: torch.Tensor | None, slots: torch.Tensor | None = None
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
         """(what is still to be added to the residual stream, the stream). `slots`: as in `Ops.route`."""
-        if self.spread is not None:
+        if self.dispatch is not None:
             normed, residual = norm(x, residual)
             return self.mix(normed, slots), residual
         routing = self.routing
@@ -94,29 +94,29 @@ class SparseMLP(nn.Module):
     def mix(self, x: torch.Tensor, slots: torch.Tensor | None = None) -> torch.Tensor:
         """The weighted sum of the experts' outputs for x."""
         logits, routing = self.ops.linear(x, self.router), self.routing
-        exchanges = self.spread is not None and self.spread.ranks.exchanges
+        exchanges = self.dispatch is not None and self.dispatch.ranks.exchanges
         places = None if exchanges else slots  # steps with exchanges are not padded
         weights, experts = self.ops.route(logits, routing.top_k, routing.renormalise, self.counts, places)
-        if self.spread is None:
+        if self.dispatch is None:
             return all_reduce(self._run(x, weights, experts), self.ranks)
         if exchanges:
-            return self.spread.exchange(x, weights, experts, self._run)
-        return all_reduce(self._run(x, weights, self.spread.here(experts)), self.ranks)
+            return self.dispatch.exchange(x, weights, experts, self._run)
+        return all_reduce(self._run(x, weights, self.dispatch.local_slots(experts)), self.ranks)
 
     def _run(self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
         return self.ops.experts(x, weights, experts, self.gate_up, self.down)
 
     def serve(self) -> None:
         """Compute tokens that other ranks send, without tokens of our own."""
-        assert self.spread is not None
+        assert self.dispatch is not None
         top_k, none = self.routing.top_k, self.router[:0]
         pairs = torch.empty(0, top_k, device=none.device)
-        self.spread.exchange(none, pairs, pairs.int(), self._run)
+        self.dispatch.exchange(none, pairs, pairs.int(), self._run)
 
     def rearrange(self, placement: Placement) -> None:
         """Hold the experts that `placement` gives this rank. All ranks call this together."""
-        assert self.spread is not None
-        self.spread.change(placement, self.gate_up, self.down)
+        assert self.dispatch is not None
+        self.dispatch.change(placement, self.gate_up, self.down)
 
     @property
     def idle_parameters(self) -> int:
@@ -168,10 +168,10 @@ def widest_mixture(model: nn.Module) -> int:
 
 
 def _activations_per_token(layer: SparseMLP) -> int:
-    numbers = layer.routing.top_k * (3 * layer.share.width + layer.router.shape[1])
-    spread = layer.spread
+    activations = layer.routing.top_k * (3 * layer.share.width + layer.router.shape[1])
+    dispatch = layer.dispatch
     # In the worst case every rank sends all of its tokens to the same rank.
-    return numbers if spread is None or not spread.ranks.exchanges else numbers * spread.ranks.size
+    return activations if dispatch is None or not dispatch.ranks.exchanges else activations * dispatch.ranks.size
 
 
 def has_experts(model: nn.Module) -> bool:
