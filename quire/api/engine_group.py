@@ -8,6 +8,7 @@ another.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from functools import partial
@@ -32,6 +33,8 @@ from quire.messages.experts import Rebalanced
 from quire.messages.request import NewRequest
 from quire.output.processor import OutputProcessor
 from quire.router import RoutedRequest, Router, make_routing_policy
+
+logger = logging.getLogger(__name__)
 
 MAX_RESTARTS = 2
 """A request that was at this many engines when they died is not restarted again: it may have killed them."""
@@ -215,6 +218,9 @@ class EngineGroup:
         try:
             chosen = self.choose(request)
         except EngineDeadError:  # none is left
+            return False
+        except Exception:  # a custom policy failed: so does this request, and the others are still moved
+            logger.exception("the routing policy %r failed", self._config.routing_policy)
             return False
         stream.restarts += 1
         del lost.streams[stream.key]

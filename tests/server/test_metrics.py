@@ -61,7 +61,7 @@ class FakeReplica(FakeEngine):
     """One of several."""
 
     number: int = 0
-    traffic: Any = None
+    router_feed: Any = None
 
 
 def look(metrics: ServerMetrics) -> Scrape:
