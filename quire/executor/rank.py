@@ -146,8 +146,8 @@ class RankLoop:
             self._link.send(wire.StepFailed(step, type(error).__name__, str(error), collectives_started()))
             return
         moves, result.moves_done = result.moves_done, []
-        drawn = zlib.crc32(result.tokens.tobytes())
-        self._link.send(wire.Done(step, drawn, moves, encode(result) if self._reports else b""))
+        crc = zlib.crc32(result.tokens.tobytes())
+        self._link.send(wire.Done(step, crc, moves, encode(result) if self._reports else b""))
 
 
 def _waits_for_masks(handle: Any) -> bool:
