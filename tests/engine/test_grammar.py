@@ -91,7 +91,8 @@ DEPTHS = pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("kind", FORMS)
 def test_the_output_has_its_form(engines: Callable[..., LLM], kind: str, depth: int) -> None:
     form, check = FORMS[kind]
-    for fields in ({}, {"temperature": 0}, {"temperature": 1.3, "top_k": 20, "top_p": 0.8, "min_p": 0.01}):
+    everything = {"top_k": 20, "top_p": 0.8, "min_p": 0.01, "top_n_sigma": 2.0, "xtc_probability": 0.5}
+    for fields in ({}, {"temperature": 0}, {"temperature": 1.3, **everything}):
         (output,) = engines(pipeline_depth=depth).generate([PROMPT], params(form, **fields), use_tqdm=False)
         (sample,) = output.outputs
         if sample.finish_reason == "length":

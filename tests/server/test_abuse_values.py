@@ -53,6 +53,7 @@ def refused(fort: AttackedServer, path: str, body: Any, statuses: tuple[int, ...
 class TestNumbers:
     FIELDS = (
         "temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "timeout",
+        "top_n_sigma", "xtc_probability", "xtc_threshold",
     )  # fmt: skip
 
     @pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity", "1e999", "-1e999", "1" + "0" * 400])

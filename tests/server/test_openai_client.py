@@ -196,7 +196,8 @@ class TestExtraFields:
     @pytest.mark.parametrize(
         "fields",
         [
-            {"top_k": 3}, {"top_p": 0.4}, {"min_p": 0.3}, {"repetition_penalty": 1.7}, {"presence_penalty": 1.5},
+            {"top_k": 3}, {"top_p": 0.4}, {"min_p": 0.3}, {"top_n_sigma": 0.2},
+            {"xtc_probability": 1.0, "xtc_threshold": 0.002}, {"repetition_penalty": 1.7}, {"presence_penalty": 1.5},
             {"frequency_penalty": -1.0}, {"logit_bias": {40: 8.0, 41: -100.0}}, {"bad_words": ["the", "x"]},
             {"allowed_token_ids": [40, 41, 42, 43]}, {"min_tokens": 9}, {"ignore_eos": True},
             {"stop_token_ids": [50, 60, 70, 80, 90]}, {"include_stop_str_in_output": True, "stop": ["e", "a", "S"]},
