@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
         return show_memory(args)
     from quire.config import EngineConfig
     from quire.loading.hub import find
-    from quire.loading.read_config import read_model_config, read_raw_config
+    from quire.loading.model_config import read_model_config, read_raw_config
     from quire.models.registry import model_class
 
     config = EngineConfig(**engine_settings(args))

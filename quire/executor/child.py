@@ -74,7 +74,7 @@ def model_of(told: Surroundings) -> tuple[EngineConfig, ModelFiles, ModelConfig]
     # Imported now and not above: it takes its time, and the watch on the other process must stand before.
     from quire.config import EngineConfig
     from quire.loading.files import ModelFiles
-    from quire.loading.read_config import read_model_config
+    from quire.loading.model_config import read_model_config
 
     config, files = EngineConfig(**told.settings), ModelFiles.from_plain(told.files)
     return config, files, read_model_config(files, config.hf_overrides)

@@ -31,7 +31,7 @@ from quire.executor.liveness import Heartbeats
 from quire.executor.rank_listener import BEATS, MESSAGES, SECRET_BYTES, RankListener, dial
 from quire.executor.ray_ranks import carried
 from quire.loading.files import ModelFiles, local_files
-from quire.loading.read_config import read_model_config
+from quire.loading.model_config import read_model_config
 from quire.platforms.elsewhere import CudaElsewhere
 from tests.executor.test_multiprocess import BEGIN, TIGHT, everything, is_running, lose_a_rank, ranks_of, tokens
 
