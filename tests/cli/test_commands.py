@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.cli.memory_plan import plan_memory
+from quire.cli.inspect import plan_memory
 from quire.config import EngineConfig
 from quire.loading.hub import resolve
 from quire.loading.model_config import read_model_config
