@@ -220,7 +220,7 @@ def engine_first_tokens(model: str, streams: int, probes: int, pace: float) -> f
     from quire.engine import ipc
     from quire.engine.remote import RemoteEngine
     from quire.loading.hub import find
-    from quire.loading.read_config import read_model_config
+    from quire.loading.model_config import read_model_config
     from quire.messages.frames import Frames
     from quire.messages.request import NewRequest
     from quire.messages.sampling import SamplingParams

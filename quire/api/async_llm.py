@@ -26,7 +26,7 @@ from quire.engine.session_calls import SessionAnswer, SessionOp
 from quire.engine.stats import Metric
 from quire.errors import EngineDeadError, ValidationError
 from quire.loading.hub import find
-from quire.loading.read_config import read_generation_config, read_model_config
+from quire.loading.model_config import read_generation_config, read_model_config
 from quire.loading.tokenizer import tokenizer_of
 from quire.messages.beams import BeamSearchParams
 from quire.messages.experts import Rebalanced

@@ -17,7 +17,7 @@ from quire.engine.setup import make_engine
 from quire.engine.stats import Metric
 from quire.errors import SHUT, ConfigError, EngineDeadError, QuireError, ValidationError
 from quire.loading.hub import find
-from quire.loading.read_config import read_generation_config, read_model_config
+from quire.loading.model_config import read_generation_config, read_model_config
 from quire.loading.tokenizer import tokenizer_of
 from quire.messages.experts import Rebalanced
 from quire.messages.memory_map import MemoryMap

@@ -110,7 +110,7 @@ def fetch(url: str, key: str | None, replica: int | None = None) -> MemoryMap:
     """The memory of a server; `replica`: of which of its engines."""
     import httpx
 
-    from quire.cli.bench.load.events import error_message
+    from quire.cli.bench.load.client import error_message
     from quire.messages.memory_map import MemoryMap
 
     base = url.rstrip("/").removesuffix("/v1")

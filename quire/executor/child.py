@@ -74,7 +74,7 @@ def load_context(context: ChildContext) -> tuple[EngineConfig, ModelFiles, Model
     # Imported here: it takes seconds, and `exit_with_peer` must run before.
     from quire.config import EngineConfig
     from quire.loading.files import ModelFiles
-    from quire.loading.read_config import read_model_config
+    from quire.loading.model_config import read_model_config
 
     config, files = EngineConfig(**context.settings), ModelFiles.from_plain(context.files)
     return config, files, read_model_config(files, config.hf_overrides)

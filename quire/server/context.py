@@ -11,7 +11,7 @@ from quire import __version__
 from quire.api.async_llm import AsyncLLM
 from quire.api.inputs import encode_text
 from quire.errors import ValidationError
-from quire.loading.read_config import read_generation_config
+from quire.loading.model_config import read_generation_config
 from quire.messages.sampling import FROM_GENERATION_CONFIG
 from quire.output.detokenizer import Vocabulary
 from quire.server.auth import Keys

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from quire.cli.memory_plan import plan_memory
+from quire.cli.inspect import plan_memory
 from quire.config import EngineConfig
 from quire.loading.hub import resolve
-from quire.loading.read_config import read_model_config
+from quire.loading.model_config import read_model_config
 
 SMALL = ["--input-len", 8, "--output-len", 4]
 

@@ -15,7 +15,7 @@ from quire.config import EngineConfig
 from quire.engine import ipc
 from quire.engine.remote import RemoteEngine
 from quire.loading.files import local_files
-from quire.loading.read_config import read_model_config
+from quire.loading.model_config import read_model_config
 from quire.messages.experts import Rebalanced
 from quire.messages.outputs import Key
 from quire.messages.request import NewRequest

@@ -32,7 +32,7 @@ from quire.executor.liveness import SocketHeartbeats
 from quire.executor.rank_listener import HEARTBEATS, MESSAGES, SECRET_BYTES, RankListener, connect_to_engine
 from quire.executor.ray_ranks import forwarded
 from quire.loading.files import ModelFiles, local_files
-from quire.loading.read_config import read_model_config
+from quire.loading.model_config import read_model_config
 from quire.platforms.cuda import RemoteCudaPlatform
 from tests.executor.test_multiprocess import BEGIN, TIGHT, everything, is_running, lose_a_rank, ranks_of, tokens
 

@@ -24,8 +24,7 @@ from quire.layers.build_context import collect_targets
 from quire.layers.moe import SparseMLP, active_parameters, expert_counts
 from quire.loading.files import local_files
 from quire.loading.load import load_weights, open_checkpoint
-from quire.loading.model_config import ModelConfig
-from quire.loading.read_config import read_model_config
+from quire.loading.model_config import ModelConfig, read_model_config
 from tests.conftest import tiny_tokenizer
 from tests.models.harness import (
     Target,

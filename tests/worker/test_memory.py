@@ -16,7 +16,7 @@ from quire.engine import setup
 from quire.errors import CacheTooSmallError, ModelTooLargeError
 from quire.executor import local as workers
 from quire.loading.hub import resolve
-from quire.loading.read_config import read_model_config
+from quire.loading.model_config import read_model_config
 from quire.platforms.cpu import CpuPlatform
 from quire.worker.memory import KEPT_FREE, MemoryNeeds, gib, profile_activations
 
