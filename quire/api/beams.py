@@ -5,7 +5,7 @@ from __future__ import annotations
 from quire.messages.beams import BeamSearchParams
 from quire.messages.request import NewRequest
 from quire.messages.sampling import RequestOutputKind, SamplingParams
-from quire.scheduler.beams import num_candidates
+from quire.scheduler.beam_search import num_candidates
 
 
 def row_params(search: BeamSearchParams) -> SamplingParams:

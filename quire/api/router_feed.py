@@ -90,4 +90,4 @@ class RouterFeed:
 
 def as_routed(request: NewRequest) -> RoutedRequest:
     """A request as the router sees it. Sessions have homes of their own (`SessionHomes`)."""
-    return RoutedRequest(request.id, request.keys, len(request.prompt), request.num_samples, request.tenant)
+    return RoutedRequest(request.id, request.keys, len(request.prompt), request.num_sequences, request.tenant)

@@ -57,6 +57,11 @@ class StepOutputs(msgspec.Struct):
     """Samples that lost their row; told as it happens, for who ends a request need not be the engine."""
     finished: list[Finished] = []
 
+    @property
+    def is_empty(self) -> bool:
+        """Nothing happened. Vectors and beams never come without a finished request."""
+        return not (self.keys or self.finished or self.started or self.preempted or self.prompt_logprobs)
+
 
 class Logprob(msgspec.Struct, gc=False):
     """One token's log-probability at one position. They come by the hundred thousand: small, and not collected."""

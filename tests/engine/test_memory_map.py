@@ -78,9 +78,9 @@ def test_it_adds_up_at_every_step_of_an_overload(make_llm: MakeLLM, monkeypatch:
     while llm.llm_engine.has_unfinished_requests():
         llm.llm_engine.step()
         seen.append(check(llm))
-    assert {"running", "loading", "put by"} <= {owner.kind for found in seen for owner in found.owners.largest}
-    assert max(found.journeys.out for found in seen) > 0
-    assert max(found.journeys.back for found in seen) > 0
+    assert {"running", "loading", "swapped"} <= {owner.kind for found in seen for owner in found.owners.largest}
+    assert max(found.transfers.out for found in seen) > 0
+    assert max(found.transfers.back for found in seen) > 0
     assert {found.pressure.device for found in seen} == {0, 1, 2}
 
 
@@ -107,11 +107,11 @@ def test_sessions_idle_and_asleep(make_llm: MakeLLM, tmp_path: Path, tier: str) 
     assert idle.shared == idle.blocks == found.sharing.by_two == found.sharing.saved
     sleeping = found.sleeping
     assert sleeping is not None
-    put_by = int(tier != "none")
+    is_saved = int(tier != "none")
     assert (sleeping.count, sleeping.in_host, sleeping.on_disk, sleeping.nowhere, sleeping.unknown) == (
-        2, put_by, 0, 2 - put_by, 0,
+        2, is_saved, 0, 2 - is_saved, 0,
     )  # fmt: skip
-    assert [(one.name, one.place) for one in sleeping.latest] == [("asleep", "host")][:put_by]
+    assert [(one.name, one.place) for one in sleeping.latest] == [("asleep", "host")][:is_saved]
     if found.host is not None:
         assert found.host.used >= -(-sleeping.latest[0].kv_tokens // 16)
         assert found.host.owned == (found.host.used if tier == "host" else 0)
@@ -136,12 +136,12 @@ def test_blocks_that_leave_are_moving_until_they_have_arrived(make_llm: MakeLLM)
     blocks = check(llm).device.used
     llm.llm_engine.core.sessions.suspend("s")
     found = check(llm)
-    assert (found.device.moving, found.device.held, found.journeys.out, found.journeys.back) == (blocks, 0, blocks, 0)
+    assert (found.device.moving, found.device.held, found.transfers.out, found.transfers.back) == (blocks, 0, blocks, 0)
     assert found.owners.largest == []
     while llm.llm_engine.core.has_work:
         llm.llm_engine.step()
     found = check(llm)
-    assert (found.device.moving, found.journeys.out) == (0, 0)
+    assert (found.device.moving, found.transfers.out) == (0, 0)
 
 
 def test_a_large_cache_is_sampled(make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,9 +28,10 @@ from quire.messages.outputs import Finished, Key, Started, StepOutputs
 from quire.messages.plan import Moves, MovesDone, PrefixGroup, StepPlan, StepResult
 from quire.messages.request import NewRequest
 from quire.messages.sampling import SamplingParams
-from quire.scheduler.groups import PrefixGroups
 from quire.scheduler.policies.registry import make_policy
+from quire.scheduler.prefix_groups import PrefixGroups
 from quire.scheduler.scheduler import Scheduler
+from quire.scheduler.swapping import Swapper
 from quire.sessions.keeper import SessionKeeper
 from quire.sessions.log import SessionStore
 from quire.sessions.session_kv import SessionKV
@@ -574,8 +575,8 @@ class Bench:
             self.tables, make_policy(policy, config), self.keys, max_rows, budget, chunked, clock=lambda: self.now,
             groups=PrefixGroups(block_size, least_shared, least_shared), tiers=self.tiers, waves=waves,
         )  # fmt: skip
-        if self.scheduler.ledger.moving is not None:
-            self.scheduler.ledger.moving.least_swap = 1
+        if isinstance(swapper := self.scheduler.requests.swapper, Swapper):
+            swapper.least_swap = 1
         if sessions is not None:
             store = SessionStore.open(sessions, clock=lambda: self.now)
             kv = SessionKV(self.tables, self.keys, store, b"model", self.tiers, clock=lambda: self.now)
@@ -670,11 +671,10 @@ class Bench:
         """Reference counts are what the requests' own tables say."""
         running = self.scheduler.rows.running()
         owners = Counter(block for request in running for block in request.blocks)
-        if self.scheduler.ledger.moving is not None and self.tiers is not None:
-            owners += Counter(block for request in self.scheduler.ledger.moving.requests for block in request.blocks)
+        owners += Counter(block for request in self.scheduler.requests.swapper.requests for block in request.blocks)
+        owners += self.scheduler.sessions.kv.held()
+        if self.tiers is not None:
             owners += self.tiers.held()
-        if self.scheduler.sessions is not None:
-            owners += self.scheduler.sessions.kv.held()
         refs = {block: count for block, count in enumerate(self.tables.pool.refs) if count}
         assert refs == dict(owners)
         assert NULL_BLOCK not in owners

@@ -18,9 +18,9 @@ from quire.messages.outputs import Finished
 from quire.messages.plan import StepPlan, StepResult, TokenLogprobs
 from quire.messages.request import NewRequest
 from quire.messages.sampling import SamplingParams
-from quire.scheduler.beams import num_candidates
-from quire.scheduler.groups import PrefixGroups
+from quire.scheduler.beam_search import num_candidates
 from quire.scheduler.policies.registry import make_policy
+from quire.scheduler.prefix_groups import PrefixGroups
 from quire.scheduler.scheduler import Scheduler
 from tests.scheduler.harness import mixed
 

@@ -16,7 +16,7 @@ DEPTHS = pytest.mark.parametrize("depth", [0, 1, 2])
 
 
 def only(bench: Bench, id: str) -> Request:
-    return bench.scheduler.ledger.samples(id)[0]
+    return bench.scheduler.requests.sequences(id)[0]
 
 
 # Aborts
@@ -39,7 +39,7 @@ def waiting_and_never_seen(bench: Bench) -> str:
 def prefilling(bench: Bench) -> str:
     bench.add("x", 60, 4)
     bench.step()
-    assert only(bench, "x") in bench.scheduler.ledger.prefilling
+    assert only(bench, "x") in bench.scheduler.requests.prefilling
     return "x"
 
 
@@ -91,7 +91,7 @@ def test_an_abort_in_any_state_gives_everything_back_at_once(reach: Callable[[Be
     bench = Bench(blocks=24, block_size=4, max_rows=8, budget=40, depth=depth)
     id = reach(bench)
     bench.core.abort(id)
-    assert id not in bench.scheduler.ledger.ids()
+    assert id not in bench.scheduler.requests.ids()
     assert id not in {key[0] for key in bench.running()}
     bench.audit()
     outputs = bench.step()

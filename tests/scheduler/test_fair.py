@@ -32,7 +32,7 @@ class Counters:
 
     def __init__(self, config: EngineConfig, rows: int = 1) -> None:
         self.policy = make_policy("fair", config)
-        self.ledger = RequestTable(BlockTables(1001, 1), self.policy, ContentKeys(1, b""), rows)
+        self.requests = RequestTable(BlockTables(1001, 1), self.policy, ContentKeys(1, b""), rows)
         self.served: Counter[str] = Counter()
         self._numbers = itertools.count()
 
@@ -50,9 +50,9 @@ class Counters:
         assert request is not None
         self.policy.remove(request)
         assert isinstance(self.policy, FairShare)
-        self.ledger.rows.take(request, 0, 1)
+        self.requests.rows.take(request, 0, 1, 0)
         self.policy.charge(request, cost)
-        self.ledger.rows.give_back(request)
+        self.requests.rows.give_back(request)
         self.served[request.source.tenant] += cost
         return request
 
@@ -101,7 +101,7 @@ def test_who_asked_for_less_than_its_share_has_no_claim_on_the_rest() -> None:
     counters = Counters(fair(tenant_weights={"modest": 100}), rows=2)
     modest = counters.add("modest")
     counters.policy.remove(modest)
-    counters.ledger.rows.take(modest, 0, 1)
+    counters.requests.rows.take(modest, 0, 1, 0)
     counters.add("a")
     for _ in range(100):
         counters.add("a")

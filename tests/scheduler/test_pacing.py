@@ -285,7 +285,7 @@ class TestWhoWasFirst:
         for _ in range(16):
             run.add(200, 50)
         steps = 0
-        while run.scheduler.waiting or run.scheduler.ledger.prefilling:
+        while run.scheduler.waiting or run.scheduler.requests.prefilling:
             run.step()
             steps += 1
         assert steps == -(-16 * 200 // (CPU.budget - 16))
@@ -328,7 +328,7 @@ def test_a_failed_step_leaves_nothing_behind() -> None:
     pacer = Pacer(1.7)
     pacer.launched(4, 0, 0.0)
     pacer.launched(4, 0, 0.1)
-    pacer.forget_flights()
+    pacer.forget_in_flight()
     pacer.launched(4, 0, 1.0)
     pacer.collected(1.02)
     pacer.launched(4, 8, 1.02)

@@ -22,7 +22,7 @@ class PatientDisk(MemoryDisk):
 
 def keep(bench: Bench, name: str, prompt: list[int], output: int) -> list[int]:
     """A session that has had a turn, and holds its blocks; its tokens."""
-    keeper = bench.scheduler.sessions
+    keeper = bench.core.sessions
     assert keeper is not None
     keeper.create(name, prompt)
     bench.put(bench.request(f"{name} first", prompt, output, session=name))
@@ -32,7 +32,7 @@ def keep(bench: Bench, name: str, prompt: list[int], output: int) -> list[int]:
 
 def keep_one(bench: Bench, name: str, prompt: int, output: int) -> list[int]:
     """As `keep`, while others wait for the disk."""
-    keeper = bench.scheduler.sessions
+    keeper = bench.core.sessions
     assert keeper is not None
     keeper.create(name, [3] * prompt)
     bench.put(bench.request(f"{name} first", [3] * prompt, output, session=name))
@@ -68,8 +68,7 @@ def test_a_session_that_holds_the_whole_cache_has_another_turn(tmp_path: Path) -
 def test_a_turn_that_was_aborted_is_taken_again_in_a_cache_of_its_size(tmp_path: Path) -> None:
     """Its last block holds the one token that is computed again."""
     bench = Bench(blocks=4, block_size=4, sessions=tmp_path)
-    assert bench.scheduler.sessions is not None
-    bench.scheduler.sessions.create("s", [5] * 13)
+    bench.core.sessions.create("s", [5] * 13)
     bench.put(bench.request("first", [5] * 13, 4, session="s"))
     bench.step()
     bench.core.abort("first")
@@ -82,8 +81,7 @@ def test_a_turn_that_was_aborted_is_taken_again_in_a_cache_of_its_size(tmp_path:
 def test_a_fork_gives_back_what_it_shares_with_a_turn(tmp_path: Path) -> None:
     bench = Bench(blocks=4, block_size=4, sessions=tmp_path)
     tokens = keep(bench, "s", [5] * 12, 4)
-    assert bench.scheduler.sessions is not None
-    bench.scheduler.sessions.fork("s", "fork")
+    bench.core.sessions.fork("s", "fork")
     bench.put(bench.request("again", tokens, 1, session="s"))
     bench.run(50)
     assert bench.scheduler.stats.cached_tokens == 15, "the session lost nothing"
@@ -143,8 +141,7 @@ def test_a_block_that_is_copied_from_is_not_filled_in_the_same_step(tmp_path: Pa
     prompt = [2 + i % 30 for i in range(59)]
     put_by(bench, prompt)
     tokens = keep(bench, "s", [7] * 9, 2)
-    assert bench.scheduler.sessions is not None
-    bench.scheduler.sessions.fork("s", "fork")
+    bench.core.sessions.fork("s", "fork")
     bench.put(bench.request("turn", tokens, 8, session="s"))
     bench.add("long", prompt, 4)
     bench.run()

@@ -44,8 +44,7 @@ class SessionStorm:
             disk=MemoryDisk(weather.disk, seed) if weather.disk else None, sessions=folder,
         )  # fmt: skip
         self.bench.device.keep_plans = False
-        assert self.bench.scheduler.sessions is not None
-        self.keeper: SessionKeeper = self.bench.scheduler.sessions
+        self.keeper: SessionKeeper = self.bench.core.sessions
         self.longest = weather.blocks * weather.block_size // 3
         self.truth: dict[str, list[int]] = {}
         """What each session must hold."""

@@ -256,7 +256,7 @@ def test_states_follow_the_request() -> None:
     bench = Bench(max_rows=1)
     bench.add("a", output=2)
     bench.add("b", output=2)
-    one, other = (bench.scheduler.ledger.samples(id)[0] for id in "ab")
+    one, other = (bench.scheduler.requests.sequences(id)[0] for id in "ab")
     assert one.state is other.state is RequestState.WAITING
     bench.step()
     assert (one.state, other.state) == (RequestState.RUNNING, RequestState.WAITING)

@@ -13,7 +13,7 @@ from tests.scheduler.harness import Bench
 def sleeping(folder: Path, length: int = 22, **settings: object) -> tuple[Bench, list[int]]:
     """A session in host memory, and nothing of it on the device; its tokens."""
     bench = Bench(blocks=60, block_size=4, max_rows=4, budget=64, host_slots=100, sessions=folder, **settings)  # type: ignore[arg-type]
-    keeper = bench.scheduler.sessions
+    keeper = bench.core.sessions
     assert keeper is not None
     prompt = [2 + i % 30 for i in range(length)]
     keeper.create("s", prompt)
@@ -38,8 +38,7 @@ def test_its_first_plan_brings_the_blocks_and_computes(
     tmp_path: Path, depth: int, more: list[int], length: int
 ) -> None:
     bench, tokens = sleeping(tmp_path, length, depth=depth)
-    assert bench.scheduler.sessions is not None
-    bench.scheduler.sessions.append("s", more)
+    bench.core.sessions.append("s", more)
     bench.put(bench.request("after", tokens + more, 6, session="s"))
     bench.run()
     first = bench.plans[0]

@@ -11,7 +11,7 @@ from quire.messages.beams import Beam, BeamSearchParams
 from quire.messages.plan import StepPlan, TokenLogprobs
 from quire.messages.request import NewRequest, Request, RequestState
 from quire.messages.sampling import SamplingParams
-from quire.scheduler.beams import BeamChoice, BeamSearch
+from quire.scheduler.beam_search import BeamChoice, BeamSearch
 from tests.scheduler.harness import mixed, rng_of
 from tests.scheduler.sequences import EOS, VOCABULARY, Sequences
 
@@ -54,7 +54,7 @@ def test_of_all_continuations_only_the_best_are_looked_at(monkeypatch: pytest.Mo
         made.append(fields)
         return BeamChoice(*fields)
 
-    monkeypatch.setattr("quire.scheduler.beams.Choice", make)
+    monkeypatch.setattr("quire.scheduler.beam_search.BeamChoice", make)
     assert [(one.parent, one.token, one.total) for one in search.choose()] == expected[:width]
     assert len(made) <= 3 * width, "those that are chosen from, and the next of each beam"
 
@@ -89,7 +89,7 @@ def test_beams_hold_their_own_tails_and_nothing_else(depth: int) -> None:
     pool = bench.tables.pool
     while bench.core.has_work:
         bench.step()
-        beams = bench.scheduler.ledger.searches["search"].beams if bench.scheduler.unfinished else []
+        beams = bench.scheduler.requests.searches["search"].beams if bench.scheduler.unfinished else []
         held = {block for beam in beams for block in beam.blocks}
         assert pool.used == len(held), "dropped beams gave theirs back at once"
         owners = [sum(block in beam.blocks for beam in beams) for block in held]

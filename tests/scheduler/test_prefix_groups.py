@@ -11,7 +11,7 @@ import itertools
 import pytest
 
 from quire.messages.plan import PrefixGroup
-from quire.scheduler.groups import PrefixGroups
+from quire.scheduler.prefix_groups import PrefixGroups
 from tests.scheduler.harness import Bench, rng_of
 
 
