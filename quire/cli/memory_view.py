@@ -21,7 +21,7 @@ LOOKS = {
     CACHED: ("░", "blue", "cached"),
     EMPTY: ("·", "bright_black", "empty"),
 }
-"""Glyph, colour and name of each state of a block. A cell shows its most frequent state, the first of these in a tie."""
+"""Glyph, colour and name of each state of a block. A cell shows its most frequent state; in a tie, the first here."""
 MAP_ROWS = 16
 WIDEST_BAR = 32
 NAMED = 20
@@ -186,8 +186,8 @@ def _experts(layers: Sequence[ExpertLoad]) -> list[RenderableType]:
     loads = [load.max_over_mean for load in layers]
     title = Text.assemble(
         ("\nexperts", "bold"),
-        f" {len(layers[0].chosen)} in each of {len(layers)} layers; max / mean {sum(loads) / len(loads):.2f} on average, "
-        f"{max(loads):.2f} at worst",
+        f" {len(layers[0].chosen)} in each of {len(layers)} layers; max / mean "
+        f"{sum(loads) / len(loads):.2f} on average, {max(loads):.2f} at worst",
     )
     grid = _listing("layer", "choices", "max / mean", f"hottest {HOTTEST}", words=0)
     uneven = sorted(layers, key=lambda load: -load.max_over_mean)[:NAMED]

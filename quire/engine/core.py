@@ -54,8 +54,8 @@ class EngineCore:
         grammars: Grammars | None = None,
         make_sessions: Callable[[], SessionKeeper] | None = None,
     ) -> None:
-        """`grammars`: constrain structured outputs; without them such requests are refused. `make_sessions`: called when
-        a session is used for the first time."""
+        """`grammars`: constrain structured outputs; without them such requests are refused. `make_sessions`: called
+        when a session is used for the first time."""
         self.scheduler = scheduler
         self._make_sessions = make_sessions
         self._grammars = grammars or NoGrammars()

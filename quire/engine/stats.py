@@ -126,12 +126,12 @@ def _histogram(name: str, values: Histogram) -> Metric:
 
 
 def expert_metrics(counts: Mapping[int, Sequence[int]], balance: ExpertBalance | None = None) -> list[Metric]:
-    """How evenly a mixture's router spreads tokens, from how often each expert of each layer was chosen; empty for a model without experts.
+    """How evenly a mixture's router spreads tokens, from how often each expert of each layer was chosen; empty for a
+    model without experts.
 
-    `quire:expert_tokens` has a value for each (layer, expert), and their sum; `quire:expert_load_max_over_mean` one
-    for each layer, and the largest: 1 is perfectly even, the number of experts means that one expert gets all tokens.
-    With experts spread over ranks, `quire:expert_rank_load_max_over_mean` is the same of ranks, since experts last
-    moved.
+    `quire:expert_tokens` has a value for each (layer, expert), and their sum; `quire:expert_load_max_over_mean` one for
+    each layer, and the largest: 1 is perfectly even, the number of experts means that one expert gets all tokens. With
+    experts spread over ranks, `quire:expert_rank_load_max_over_mean` is the same of ranks, since experts last moved.
     """
     if not counts:
         return []

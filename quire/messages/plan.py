@@ -3,9 +3,9 @@
 A plan carries differences: the rows, blocks and tokens the device does not have yet. Arrays are numpy, so that a plan
 of a thousand rows costs no Python loop.
 
-Two terms for what comes later. A block table belongs to a cache group: layers with the same lifetime. There is one group
-today, so `block_rows`, `block_indices` and `blocks` name none. A row's entry in `counts` is its width: the number of its
-queries in the step, 1 for a plain decode.
+Two terms for what comes later. A block table belongs to a cache group: layers with the same lifetime. There is one
+group today, so `block_rows`, `block_indices` and `blocks` name none. A row's entry in `counts` is its width: the number
+of its queries in the step, 1 for a plain decode.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class MovesDone(msgspec.Struct):
 
 
 class StepPlan(msgspec.Struct):
-    """One step's work. Steps are numbered without gaps; a rank refuses any other. A plan without rows waits for moves."""
+    """One step's work. Steps are numbered without gaps; ranks refuse a gap. A plan without rows waits for moves."""
 
     step: int
     rows: Ints

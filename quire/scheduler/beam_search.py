@@ -5,8 +5,8 @@ considered. Those that do not end go on, up to the width of the search. Those th
 best `width` of all, and of the kept ones the best `width` by score stay.
 
 The host chooses after each draw, so a beam's row waits: it computes again when all beams of its search have drawn and
-the choice is made. Other requests go on meanwhile, also in steps that are launched ahead. Beams that continue keep their
-rows, further continuations of the same beam fork from it and share its blocks, and the rest give their rows back.
+the choice is made. Other requests go on meanwhile, also in steps that are launched ahead. Beams that continue keep
+their rows, further continuations of the same beam fork from it and share its blocks, and the rest give their rows back.
 """
 
 from __future__ import annotations

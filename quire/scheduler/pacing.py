@@ -1,8 +1,8 @@
 """Limits the prompt tokens of a step that running requests wait for, by time.
 
 A stream's next token comes when the step ends. A chunk of a prompt makes the step longer, by how much depends on the
-device, the model and other load on the machine. So step times are measured, and a chunk is sized such that the step takes
-at most `stretch` times what it would take without.
+device, the model and other load on the machine. So step times are measured, and a chunk is sized such that the step
+takes at most `stretch` times what it would take without.
 
 Two things are measured continuously: how long a step of decodes alone takes, by its number of rows; and what prompt
 tokens add to that, as a fixed part (such a step has no captured graph) and a price per token.
@@ -162,8 +162,8 @@ def _class_of(rows: int) -> int:
 class PromptCosts:
     """What prompt tokens add to a step's time: a fixed part and a price per token, from steps weighted by age.
 
-    Seconds per token are a straight line over 1 / tokens: its intercept is the price, its slope the fixed part. Fitted that
-    way a step of ten tokens counts as much as one of a thousand, and a bend at other sizes does not matter here.
+    Seconds per token are a straight line over 1 / tokens: its intercept is the price, its slope the fixed part. Fitted
+    that way a step of ten tokens counts as much as one of a thousand, and a bend at other sizes does not matter here.
     """
 
     def __init__(self) -> None:

@@ -1,12 +1,12 @@
 """Finds blocks for a step; preempts requests when there are not enough.
 
-A shortage is met in this order: cached blocks that no request holds are evicted; sessions between turns give theirs back;
-the policy's victim is preempted, and computed again later. To avoid that, room is made ahead of need, past two watermarks
-of free blocks. Past the first, admission slows to one request a step and idle sessions go to sleep, one a step. Past the
-second, or when rows will lack blocks within a few steps, the policy's victim is swapped out.
+A shortage is met in this order: cached blocks that no request holds are evicted; sessions between turns give theirs
+back; the policy's victim is preempted, and computed again later. To avoid that, room is made ahead of need, past two
+watermarks of free blocks. Past the first, admission slows to one request a step and idle sessions go to sleep, one a
+step. Past the second, or when rows will lack blocks within a few steps, the policy's victim is swapped out.
 
-In lower tiers only owned blocks count: other cached blocks are evicted as needed. A full tier replaces its oldest blocks;
-a full disk drops KV, never a session's tokens.
+In lower tiers only owned blocks count: other cached blocks are evicted as needed. A full tier replaces its oldest
+blocks; a full disk drops KV, never a session's tokens.
 """
 
 from __future__ import annotations
@@ -129,8 +129,8 @@ class Preemptor:
         return growth + math.ceil(SECOND_WATERMARK * capacity) if growth and self._swapper.is_on else growth
 
     def relieve(self, builder: StepBuilder, step_tokens: int) -> None:
-        """Past the watermarks: put a session to sleep, save cached blocks, swap a row out. `step_tokens`: the most a step
-        computes."""
+        """Past the watermarks: put a session to sleep, save cached blocks, swap a row out. `step_tokens`: the most a
+        step computes."""
         pool, rows = self._tables.pool, self._rows
         self.pressure.update(pool, self._swapper)
         if self.pressure.device and self._requests.sessions.kv.sleep_one():

@@ -51,7 +51,7 @@ class PrefixGroups:
         """By row: its full blocks when it joined."""
         self._group_of: dict[int, Group] = {}
         self._near: dict[int, list[Group]] = {}
-        """Groups by block number `least_blocks` - 1: rows can only share enough with groups that have the same one there."""
+        """Groups by their block number `least_blocks` - 1: a row must have the same one to share enough."""
         self._announced: dict[Group, None] = {}
         self._is_changed = False
 

@@ -1,4 +1,4 @@
-"""The requests of an engine, from arrival to end: which wait, which have a row, and what their callers are to receive."""
+"""The requests of an engine, from arrival to end: which wait, which have a row, and their outputs."""
 
 from __future__ import annotations
 
@@ -156,9 +156,9 @@ class RequestTable:
         """The request's known tokens take more steps than the one being planned."""
         self.prefilling[request] = None
 
-    def own_last_block(self, request: Request) -> None:
-        """No other sequence shares the block that the request writes to next."""
-        self.forked.discard(request)
+    def own_last_blocks(self, requests: Sequence[Request]) -> None:
+        """The block that each of these writes to next is not shared any more."""
+        self.forked.difference_update(requests)
 
     def compute_chunk(self, request: Request, count: int) -> tuple[list[int], bool]:
         """The request's next `count` known tokens are in the step being planned; returns them, and whether they are

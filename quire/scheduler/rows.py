@@ -137,8 +137,8 @@ class Rows:
         return True
 
     def plan_draws(self, rows: RowNumbers, step: int, hold: bool) -> bool:
-        """These rows draw in `step`; beams, or with `hold` all, wait until that is collected. Returns whether any row is
-        a beam."""
+        """These rows draw in `step`; beams, or with `hold` all, wait until that is collected. Returns whether any row
+        is a beam."""
         beams = self.is_beam[rows]
         self.held[rows] = beams | hold
         self.planned[rows] = step

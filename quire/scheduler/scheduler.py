@@ -53,8 +53,8 @@ class Scheduler:
         sessions: SessionKeeper | None = None,
         waves: int | None = None,
     ) -> None:
-        """`groups`: for a device whose attention reads shared blocks once per group. `pacer`: bounds what prompts add to
-        the time of a step; without one, only tokens are bounded. `tiers`: host memory and disk for blocks.
+        """`groups`: for a device whose attention reads shared blocks once per group. `pacer`: bounds what prompts add
+        to the time of a step; without one, only tokens are bounded. `tiers`: host memory and disk for blocks.
 
         `waves`: the device is a pipeline with this many plans in flight. A row is then in one of them until its draw is
         collected, and each plan has its share of the decoding rows. None: a plan may have rows whose last token only
@@ -230,12 +230,10 @@ class Scheduler:
             ready = ready if len(ready) <= share else rows.longest_waiting(ready, share)
         if len(ready) > self._budget:
             ready = np.array(sorted(ready.tolist(), key=self._rank_of_row)[: self._budget], np.int64)
-        short = rows.out_of_slots(ready)
-        if not len(short) and not self.requests.forked:
-            return ready
-        scheduled = {rows.requests[row] for row in ready.tolist()}
-        in_need = {rows.requests[row] for row in short.tolist()} | (self.requests.forked & scheduled)
-        if not self._give_slots(step, sorted(in_need, key=self.policy.rank)):  # type: ignore[arg-type]
+        in_need = {rows.requests[row] for row in rows.out_of_slots(ready).tolist()}
+        if self.requests.forked:
+            in_need |= self.requests.forked.intersection(rows.requests[row] for row in ready.tolist())
+        if in_need and not self._give_slots(step, sorted(in_need, key=self.policy.rank)):
             return ready[:0]  # one row is left, and transfers will free the blocks it needs
         return ready
 
@@ -254,6 +252,7 @@ class Scheduler:
         for request in requests:
             if request.row >= 0:
                 self._give_slot(step, request)
+        self.requests.own_last_blocks(requests)
         return True
 
     def _slots_cost(self, requests: list[Request]) -> int:
@@ -281,7 +280,6 @@ class Scheduler:
             source, own = self.tables.copy_on_write(request, index)
             step.copy(row, source, own)
             step.assign(row, index, [own])
-        self.requests.own_last_block(request)
 
     # Prompts
 

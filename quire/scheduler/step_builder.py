@@ -1,4 +1,4 @@
-"""A step from its first decision to its launch: `StepBuilder` collects, `PlanWriter` writes, `InFlightStep` remembers."""
+"""A step from its first decision (`StepBuilder`) to its plan (`PlanWriter`) and its result (`InFlightStep`)."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ class PlanWriter:
         table, rows = self._requests, self._requests.rows
         added = [_new_row(request, int(rows.computed[request.row])) for request in builder.admitted]
         rows.plan_decodes(decodes)
-        requests: list[Request] = [rows.requests[row] for row in decodes.tolist()]  # type: ignore[misc]
+        requests: list[Request] = [rows.requests[row] for row in decodes.tolist()]
         draws, samples, sample_rows = list(requests), list(range(len(decodes))), decodes.tolist()
         tokens: list[int] = []
         forks: list[Fork] = []

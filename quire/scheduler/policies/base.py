@@ -13,8 +13,8 @@ from quire.messages.request import Request
 class Policy(Protocol):
     """Owns the waiting requests and ranks the running ones.
 
-    One rule is required, because the guarantee that all requests finish depends on it: a waiting request is outranked by
-    finitely many others.
+    One rule is required, because the guarantee that all requests finish depends on it: a waiting request is outranked
+    by finitely many others.
     """
 
     def add(self, request: Request) -> None:
@@ -49,7 +49,7 @@ class RankedPolicy:
         self._entries = itertools.count()
 
     def rank(self, request: Request) -> Any:
-        """Lower goes first. No two are equal: with a tie two sequences of a prompt could preempt each other endlessly."""
+        """Lower goes first. No two are equal: with a tie two sequences could preempt each other endlessly."""
         return (request.arrival_order, request.index)
 
     def victim(self, running: Sequence[Request]) -> Request:

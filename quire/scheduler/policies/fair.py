@@ -1,21 +1,22 @@
 """Fair shares between tenants: the tenant that was served least for its weight goes first.
 
-Service is counted in computed tokens, of prompts and outputs alike, like the budget of a step. Prefix cache hits are free;
-tokens computed again after a preemption are charged again. A tenant's count divided by its weight is its virtual time, and
-the waiting tenant with the lowest is next (start-time fair queueing). Tenants cannot save up: one that begins to wait is
-raised to a little behind those that already wait, and behind the clock, the virtual time of a tenant that always had its
-share. When no request waits all count from zero again.
+Service is counted in computed tokens, of prompts and outputs alike, like the budget of a step. Prefix cache hits are
+free; tokens computed again after a preemption are charged again. A tenant's count divided by its weight is its virtual
+time, and the waiting tenant with the lowest is next (start-time fair queueing). Tenants cannot save up: one that begins
+to wait is raised to a little behind those that already wait, and behind the clock, the virtual time of a tenant that
+always had its share. When no request waits all count from zero again.
 
 Three orders, kept apart so that they cannot conflict:
 
-- Between tenants: virtual time. It changes with every step, and decides which request is admitted and which prompt goes on.
+- Between tenants: virtual time. It changes with every step, and decides which request is admitted and which prompt goes
+  on.
 - Within a tenant: priority with ageing, then arrival. Priorities mean nothing to other tenants.
 - The rank, which decides which request is never preempted: arrival, over all tenants. It never changes, so the oldest
   running request always goes on, and all requests finish however virtual times change.
 
-Weights are soft: a tenant may use what others leave. If another then returns for its share of rows or blocks and there are
-none, a tenant that holds more than its own share is preempted. Both count their shares alike, so the preempted one cannot
-claim the place back. Caps are hard, also where rows or blocks are free.
+Weights are soft: a tenant may use what others leave. If another then returns for its share of rows or blocks and there
+are none, a tenant that holds more than its own share is preempted. Both count their shares alike, so the preempted one
+cannot claim the place back. Caps are hard, also where rows or blocks are free.
 """
 
 from __future__ import annotations
@@ -183,7 +184,7 @@ class FairShare(SharingPolicy):
         return None
 
     def _last_of(self, place: int) -> list[Request]:
-        """A tenant's requests that may be preempted, lowest in its order first. The oldest of all tenants always goes on."""
+        """A tenant's requests that may be preempted, lowest in its order first. The oldest request of all is exempt."""
         oldest = min(self._rows.running(), key=self.rank, default=None)
         requests = [self._rows.requests[row] for row in np.flatnonzero(self._owner == place).tolist()]
         others = [request for request in requests if request is not None and request is not oldest]
@@ -246,8 +247,8 @@ class FairShare(SharingPolicy):
         return self._tenants.rows + np.bincount(places, minlength=len(self._tenants.served))
 
     def _blocks_held(self) -> NDArray[np.float64]:
-        """By tenant: blocks its rows hold, or will when their known tokens are computed. A block that several rows share
-        counts for each."""
+        """By tenant: blocks its rows hold, or will when their known tokens are computed. A block that several rows
+        share counts for each."""
         rows = np.flatnonzero(self._owner != NO_TENANT)
         tokens = np.maximum(self._rows.capacity[rows], self._rows.known[rows])
         held = self._count(rows, -(-tokens // self._tables.block_size))
