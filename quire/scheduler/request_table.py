@@ -256,21 +256,12 @@ class RequestTable:
     # Collected tokens
 
     def append_one_each(
-        self,
-        requests: Sequence[Request],
-        rows: RowNumbers,
-        tokens: list[int],
-        logprobs: Mapping[int, TokenLogprobs],
+        self, requests: Sequence[Request], rows: RowNumbers, tokens: list[int], logprobs: Mapping[int, TokenLogprobs]
     ) -> NDArray[np.int64]:
         """One token for each of these rows; returns how many tokens each has now."""
         for request, token in zip(requests, tokens, strict=True):
             request.output.append(token)
-        outputs = self._outputs
-        outputs.logprobs.update({len(outputs.keys) + i: entry for i, entry in logprobs.items()})
-        if outputs.counts is not None:
-            outputs.counts += [1] * len(tokens)
-        outputs.keys += [request.key for request in requests]
-        outputs.tokens += tokens
+        self._outputs.add_one_each([request.key for request in requests], tokens, logprobs)
         self.stats.generated_tokens += len(tokens)
         known = self.rows.collect_one_each(rows)
         for i in np.flatnonzero((known - 1) % self.tables.block_size == 0).tolist():
@@ -279,14 +270,7 @@ class RequestTable:
 
     def append(self, request: Request, tokens: list[int], logprobs: TokenLogprobs | None) -> None:
         """Any number of tokens for one request, which may have been preempted since they were launched."""
-        outputs = self._outputs
-        if outputs.counts is None:
-            outputs.counts = [1] * len(outputs.keys)
-        if logprobs is not None:
-            outputs.logprobs[len(outputs.keys)] = logprobs
-        outputs.keys.append(request.key)
-        outputs.counts.append(len(tokens))
-        outputs.tokens += tokens
+        self._outputs.add(request.key, tokens, logprobs)
         self.stats.generated_tokens += len(tokens)
         request.output += tokens
         self.extend_row(request, len(tokens))

@@ -1,4 +1,4 @@
-"""Sessions that are off: an engine that has never been asked for one calls the same methods, and nothing happens."""
+"""Sessions that are off: the same methods, doing nothing, until an engine's first session is used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The map of memory: it adds up at every moment, and says who shares, moves and sleeps."""
+"""The map of memory: it adds up at every moment, with shared blocks, transfers and sleeping sessions."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def check(llm: LLM) -> MemoryMap:
     return found
 
 
-def test_samples_of_one_prompt_share_its_full_blocks(make_llm: MakeLLM) -> None:
+def test_sequences_of_one_prompt_share_its_full_blocks(make_llm: MakeLLM) -> None:
     llm = make_llm()
     before = check(llm)
     assert (before.device.used, before.owners.largest, before.sleeping, before.host) == (0, [], None, None)
@@ -154,11 +154,11 @@ def test_a_large_cache_is_sampled(make_llm: MakeLLM, monkeypatch: pytest.MonkeyP
     assert found.device == whole.device
 
 
-def test_more_owners_and_sleepers_than_are_named_are_counted(
+def test_owners_and_sleeping_sessions_beyond_the_listed_ones_are_counted(
     make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory_map, "NAMED", 2)
-    monkeypatch.setattr(memory_map, "LOOKED_UP", 3)
+    monkeypatch.setattr(memory_map, "MOST_NAMED", 2)
+    monkeypatch.setattr(memory_map, "MOST_LOOKED_UP", 3)
     llm = make_llm(swap_space=0.02)
     for i in range(5):
         session = llm.sessions.create(f"s{i}")
@@ -174,7 +174,7 @@ def test_more_owners_and_sleepers_than_are_named_are_counted(
     assert [one.name for one in sleeping.latest] == ["s4", "s3"]
 
 
-def test_a_block_that_nobody_owns_is_told(make_llm: MakeLLM) -> None:
+def test_a_block_without_an_owner_is_reported(make_llm: MakeLLM) -> None:
     llm = make_llm()
     pool = llm.llm_engine.core.scheduler.tables.pool
     lost = pool.allocate(1)

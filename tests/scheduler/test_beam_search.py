@@ -77,7 +77,7 @@ def test_a_prompt_is_computed_and_stored_once(depth: int) -> None:
     bench.search("search", prompt("long", 50), 8, 6, ignore_eos=True)
     bench.run()
     assert bench.device.computed == 50 + 8 * 5, "the prompt once; of each beam all tokens but the last"
-    # 12 full blocks of the prompt once; each beam's tail lies in the rest: tokens 48 to 54 take two blocks.
+    # 12 full blocks of the prompt once; each beam's tail is in the rest: tokens 48 to 54 take two blocks.
     assert bench.most_used <= 12 + 8 * 2
     bench.assert_right()
 

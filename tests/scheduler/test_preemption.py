@@ -34,7 +34,7 @@ def until_preemption(bench: Bench, steps: int = 200) -> list[str]:
     raise AssertionError("no request was preempted")
 
 
-def test_first_come_first_served_costs_whoever_loses_the_least_work() -> None:
+def test_first_come_first_served_preempts_the_request_that_loses_the_least_work() -> None:
     bench = Bench(blocks=14, block_size=4)
     bench.add("old", 8, 30)
     bench.add("small", 4, 30)
@@ -51,7 +51,7 @@ def test_the_best_ranked_is_never_preempted_however_small() -> None:
     bench.add("c", 16, 30)
     assert "old" not in until_preemption(bench)
     bench.run()
-    assert bench.samples[("old", 0)].finished.preemptions == 0  # type: ignore[union-attr]
+    assert bench.sequences[("old", 0)].finished.preemptions == 0  # type: ignore[union-attr]
     bench.assert_right()
 
 
@@ -87,8 +87,8 @@ def test_a_step_that_preempts_admits_nobody(depth: int) -> None:
         bench.add(id, 8, 24)
     before = 0
     for _ in range(500):
-        if bench.scheduler.unfinished < 6 and len(bench.samples) < 40:
-            bench.add(f"new{len(bench.samples)}", 3, 4)
+        if bench.scheduler.unfinished < 6 and len(bench.sequences) < 40:
+            bench.add(f"new{len(bench.sequences)}", 3, 4)
         if not bench.core.has_work:
             break
         plans = len(bench.plans)
@@ -134,7 +134,7 @@ def test_a_preempted_request_finds_its_own_blocks_again() -> None:
 
 
 @DEPTHS
-def test_everyone_finishes_in_a_cache_that_holds_one_at_a_time(depth: int) -> None:
+def test_all_finish_in_a_cache_that_holds_one_at_a_time(depth: int) -> None:
     bench = Bench(blocks=8, block_size=4, depth=depth)
     for i in range(8):
         bench.add(f"r{i}", 5 + 2 * i, 32 - 5 - 2 * i)
@@ -149,7 +149,7 @@ def endless(bench: Bench, steps: int, seconds: float) -> None:
     """A stream of urgent requests that alone fills the engine."""
     for i in range(steps):
         while bench.scheduler.waiting < 3:
-            bench.add(f"urgent{i}-{len(bench.samples)}", 4, 2, priority=0)
+            bench.add(f"urgent{i}-{len(bench.sequences)}", 4, 2, priority=0)
         bench.step()
         bench.now += seconds
 
@@ -168,7 +168,7 @@ def test_a_low_priority_is_admitted_in_the_end_under_an_endless_stream_of_high_o
     endless(bench, 40, seconds=AGEING_SECONDS / 10)
     assert ("patient", 0) not in [start.key for start in bench.started], "four levels' worth of waiting is not enough"
     endless(bench, 60, seconds=AGEING_SECONDS / 10)
-    assert bench.samples[("patient", 0)].finished is not None
+    assert bench.sequences[("patient", 0)].finished is not None
     bench.run()
     bench.assert_right()
 

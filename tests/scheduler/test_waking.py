@@ -44,7 +44,7 @@ def test_its_first_plan_brings_the_blocks_and_computes(
     first = bench.plans[0]
     assert awaited(bench.plans) == [first]
     assert first.moves is not None and len(first.moves.back) == -(-(len(tokens) - 1) // 4)
-    assert first.num_tokens == len(more) + 1, "what lies below is not computed again"
+    assert first.num_tokens == len(more) + 1, "what lower tiers have is not computed again"
     assert not first.copies
     bench.assert_right("after")
 
@@ -71,7 +71,7 @@ def test_two_that_wait_are_not_kept_waiting_for_each_other(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("how", ["submit", "collect"])
 def test_a_step_that_fails_has_brought_nothing(tmp_path: Path, how: str) -> None:
-    """What it was to bring is not found by those who come after."""
+    """Later requests do not hit the blocks it was to load."""
     failing = []
 
     def fails(plan: StepPlan, requests: set[str]) -> str:
