@@ -55,7 +55,7 @@ def measure(llm: LLM, rows: int, guided: int, forms: int, steps: int) -> dict[st
         params = SamplingParams(max_tokens=10 * steps, ignore_eos=True, seed=i, structured_outputs=form)
         engine.add_request(f"{guided}-{i}", f"Request {i}: a list of people in JSON:", params)
     scheduler = engine.core.scheduler
-    while scheduler.rows.used < rows or scheduler.ledger.prefilling:
+    while scheduler.rows.used < rows or scheduler.requests.prefilling:
         engine.step()
     for _ in range(10):
         engine.step()

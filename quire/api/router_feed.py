@@ -90,4 +90,4 @@ class RouterFeed:
 
 def as_routed(request: NewRequest) -> RoutedRequest:
     """A request as the router sees it. Turns of sessions are not routed: `SessionAffinity` decides."""
-    return RoutedRequest(request.keys, len(request.prompt), request.num_samples, request.tenant)
+    return RoutedRequest(request.keys, len(request.prompt), request.num_sequences, request.tenant)

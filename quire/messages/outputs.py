@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields, make_dataclass
 from typing import Any, ClassVar
 
@@ -58,6 +58,29 @@ class StepOutputs(msgspec.Struct):
     preempted: list[Key] = []
     """Samples that lost their row; told as it happens, for who ends a request need not be the engine."""
     finished: list[Finished] = []
+
+    def add_one_each(self, keys: list[Key], tokens: list[int], logprobs: Mapping[int, TokenLogprobs]) -> None:
+        """One token for each key; `logprobs` by index into these keys."""
+        self.logprobs.update({len(self.keys) + i: entry for i, entry in logprobs.items()})
+        if self.counts is not None:
+            self.counts += [1] * len(tokens)
+        self.keys += keys
+        self.tokens += tokens
+
+    def add(self, key: Key, tokens: list[int], logprobs: TokenLogprobs | None) -> None:
+        """Any number of tokens for one key."""
+        if self.counts is None:
+            self.counts = [1] * len(self.keys)
+        if logprobs is not None:
+            self.logprobs[len(self.keys)] = logprobs
+        self.keys.append(key)
+        self.counts.append(len(tokens))
+        self.tokens += tokens
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing happened. Vectors and beams never come without a finished request."""
+        return not (self.keys or self.finished or self.started or self.preempted or self.prompt_logprobs)
 
 
 class Logprob(msgspec.Struct, gc=False):

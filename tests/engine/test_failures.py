@@ -185,8 +185,8 @@ def test_no_timeout_means_no_thread() -> None:
 
 
 def test_short_steps_are_left_alone_however_many() -> None:
-    told: list[StepPlan] = []
-    watchdog = Watchdog(0.2, told.append)
+    reported: list[StepPlan] = []
+    watchdog = Watchdog(0.2, reported.append)
     plan = object()
     until = time.monotonic() + 0.6
     while time.monotonic() < until:
@@ -194,16 +194,16 @@ def test_short_steps_are_left_alone_however_many() -> None:
         time.sleep(0.001)
         watchdog.end()
     watchdog.stop()
-    assert told == []
+    assert reported == []
 
 
 def test_a_hang_is_reported_once() -> None:
-    told: list[StepPlan] = []
-    watchdog = Watchdog(0.05, told.append)
+    reported: list[StepPlan] = []
+    watchdog = Watchdog(0.05, reported.append)
     watchdog.begin("plan")  # type: ignore[arg-type]
     time.sleep(0.4)
     watchdog.stop()
-    assert told == ["plan"]
+    assert reported == ["plan"]
 
 
 def test_the_watchdog_keeps_no_engine_alive() -> None:

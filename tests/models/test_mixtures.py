@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from quire import LLM, SamplingParams
 from quire.distributed.experts import ExpertRanks
 from quire.distributed.groups import Ranks
-from quire.engine.experts import expert_figures
+from quire.engine.stats import expert_metrics
 from quire.errors import CheckpointError, ValidationError
 from quire.kernels.cpu.ops import CpuOps
 from quire.layers.attention.cpu import CpuPagedAttention
@@ -312,12 +312,12 @@ def test_counts_are_those_of_transformers_routers(name: str, target: Target) -> 
 
 
 def test_figures_of_a_load() -> None:
-    tokens, load = expert_figures({0: [4, 4, 4, 4], 3: [0, 16, 0, 0]})
+    tokens, load = expert_metrics({0: [4, 4, 4, 4], 3: [0, 16, 0, 0]})
     assert (tokens.name, tokens.kind, tokens.value) == ("quire:expert_tokens", "counter", 32)
     assert dict(tokens.series)["3", "1"] == 16 and len(tokens.series) == 8
     assert load.value == 4 and dict(load.series) == {("0",): 1.0, ("3",): 4.0}
-    assert expert_figures({}) == []
-    assert expert_figures({1: [0, 0]})[1].value == 0
+    assert expert_metrics({}) == []
+    assert expert_metrics({1: [0, 0]})[1].value == 0
 
 
 def test_active_parameters_leave_out_the_experts_a_token_does_not_meet() -> None:

@@ -70,8 +70,8 @@ def test_who_may_not_see_it_is_told_what_is_missing(
     live, plain = serving(api_key=("user",), admin_key="boss"), serving()
     monkeypatch.delenv("QUIRE_ADMIN_KEY", raising=False)
     for arguments, said in [
-        ([live.url], "wants the server's --admin-key"),
-        ([live.url, "--api-key", "user"], "wants the server's --admin-key"),
+        ([live.url], "needs the server's --admin-key"),
+        ([live.url, "--api-key", "user"], "needs the server's --admin-key"),
         ([plain.url], "has no /admin/memory: start the server with --admin-key"),
     ]:
         assert main(["inspect", "--url", *arguments]) == 2

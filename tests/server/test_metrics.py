@@ -17,8 +17,7 @@ import pytest
 
 from quire import SamplingParams
 from quire.config import EngineConfig
-from quire.engine.experts import expert_figures
-from quire.engine.stats import Metric
+from quire.engine.stats import Metric, expert_metrics
 from quire.errors import EngineDeadError
 from quire.messages.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from quire.output.times import TokenTimes
@@ -204,7 +203,7 @@ def test_bounds_follow_the_models_length() -> None:
 
 
 def test_the_load_of_experts_is_shown_by_layer_and_each_expert_is_not() -> None:
-    figures = expert_figures({0: [3, 1], 2: [2, 2]})
+    figures = expert_metrics({0: [3, 1], 2: [2, 2]})
     seen = look(ServerMetrics(FakeEngine(figures), "m"))
     assert seen.sum("quire:expert_tokens_total") == 8
     assert seen.sum("quire:expert_load_max_over_mean", layer="0") == 1.5

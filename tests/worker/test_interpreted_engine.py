@@ -88,7 +88,7 @@ def test_cached_blocks_and_rows_with_lists_and_reports(
 ) -> None:
     """A prefix hit, a prefix group, and rows of every kind in one batch: what the CPU's kernels give each."""
     for least in ("LEAST_TOKENS", "LEAST_SAVED"):
-        monkeypatch.setattr(f"quire.scheduler.groups.{least}", 8)
+        monkeypatch.setattr(f"quire.scheduler.prefix_groups.{least}", 8)
     listed = SamplingParams(
         temperature=0.8, seed=3, max_tokens=4, min_tokens=3, repetition_penalty=1.2, presence_penalty=0.5,
         logit_bias={5: 2.0}, allowed_token_ids=list(range(2, 90)), logprobs=2, prompt_logprobs=1,
