@@ -110,7 +110,7 @@ class Scheduler:
             self.abort(request_id)
 
     def fail(self, request: Request, message: str, error: str = "", parameter: str | None = None) -> None:
-        """End one sequence with an error. `error`: its class, and `parameter`: the field at fault, if the request itself
+        """End one sequence with an error. `error` and `parameter`: its class and the field at fault, if the request
         caused it."""
         if not request.is_finished:
             self.requests.finish(request, "error", message=message, error=error, parameter=parameter)
