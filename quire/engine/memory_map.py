@@ -128,7 +128,7 @@ def _requester(request: Request, held_by: _Counts) -> Owner | None:
         return None
     return Owner(
         kind=kind,
-        name=request.id if source.num_samples == 1 else f"{request.id}/{request.index}",
+        name=request.id if source.num_sequences == 1 else f"{request.id}/{request.index}",
         tenant=source.tenant,
         session=name_of(source.session),
         tokens=request.known,

@@ -25,7 +25,7 @@ from quire.executor.exit_status import describe_end
 from quire.kvcache.prefix_cache import ContentKeys
 from quire.loading.files import ModelFiles
 from quire.loading.model_config import ModelConfig
-from quire.messages.frames import Frames, Inlet
+from quire.messages.frames import FrameSplitter, SocketReader
 from quire.paths import child_environment
 
 logger = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ class RemoteEngine:
         self.on_message: Callable[[ipc.Up], None] = lambda message: None
         self.on_death: Callable[[str], None] = lambda reason: None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._frames = Frames()
+        self._frames = FrameSplitter()
         self._unsent = bytearray()
         self._burial: asyncio.Task[None] | None = None
         # What cannot be sent is said before anything is started.
@@ -71,7 +71,7 @@ class RemoteEngine:
             ipc.StartEngine(**surroundings(config, files), replica=replica, replicas=replicas, meeting=meeting)
         )
         self._socket, theirs = socket.socketpair()
-        self._inlet = Inlet(self._socket)
+        self._inlet = SocketReader(self._socket)
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", module, str(theirs.fileno())],

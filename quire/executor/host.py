@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 
 from quire.executor import wire
-from quire.messages.shared import map_shared
+from quire.messages.shared_memory import map_shared
 
 
 class EngineHost:

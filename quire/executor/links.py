@@ -15,7 +15,7 @@ import msgspec
 from quire.errors import RankLostError
 from quire.executor import wire
 from quire.executor.shared_ring import LEAST_BYTES, RingWriter
-from quire.messages.frames import Frames, Inlet, unframe
+from quire.messages.frames import FrameSplitter, SocketReader, unframe
 
 LOOK_SECONDS = 0.5
 """A wait for ranks looks so often whether it still makes sense."""
@@ -101,8 +101,8 @@ class RankLinks:
     def __init__(self, ranks: StartedRanks) -> None:
         self.ranks = ranks
         self._sockets = ranks.sockets
-        self._inlets = [Inlet(sock) for sock in self._sockets]
-        self._frames = [Frames(wire.LARGEST) for _ in self._sockets]
+        self._inlets = [SocketReader(sock) for sock in self._sockets]
+        self._frames = [FrameSplitter(wire.LARGEST) for _ in self._sockets]
         self._poll = select.poll()
         self._rank_of = {sock.fileno(): rank for rank, sock in enumerate(self._sockets)}
         for sock in self._sockets:

@@ -19,7 +19,7 @@ from quire.executor.exit_status import describe_end
 from quire.executor.links import RankPlace
 from quire.executor.pulse import Pulses
 from quire.executor.shared_ring import RingWriter
-from quire.messages.shared import unnamed_file
+from quire.messages.shared_memory import unnamed_file
 
 logger = logging.getLogger(__name__)
 

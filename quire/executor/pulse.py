@@ -6,7 +6,7 @@ from __future__ import annotations
 import mmap
 import time
 
-from quire.messages.shared import SharedMemory
+from quire.messages.shared_memory import SharedMemory
 
 BEAT_SECONDS = 0.25
 SILENT_SECONDS = 10.0

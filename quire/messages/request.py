@@ -63,7 +63,7 @@ class NewRequest(msgspec.Struct):
     """The session whose turn this is: what the request computes stays with it."""
 
     @property
-    def num_samples(self) -> int:
+    def num_sequences(self) -> int:
         """Sequences the request may have at a time."""
         return self.params.n if self.beams is None else self.beams.beam_width
 

@@ -99,7 +99,7 @@ class RequestTable:
         if self.sharing is not None:
             self.sharing.accept(source)
         saved = self._begin_turn(source)
-        samples = [Request(source, index, self.arrivals) for index in range(source.num_samples)]
+        samples = [Request(source, index, self.arrivals) for index in range(source.num_sequences)]
         samples[0].saved = saved
         self.arrivals += 1
         if source.beams is not None:

@@ -9,7 +9,7 @@ import os
 
 import torch
 
-from quire.messages.shared import map_shared
+from quire.messages.shared_memory import map_shared
 
 _PORTABLE = 1
 """Locked for every context there is, whichever was current."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import xgrammar
 
-from quire.messages.pattern import plain_regex
+from quire.messages.grammar_support import plain_regex
 from quire.messages.structured import StructuredOutputsParams
 
 MOST_SPACES = 24

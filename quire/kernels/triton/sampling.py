@@ -46,7 +46,7 @@ class Columns:
 
 @dataclass
 class Workspace:
-    """What the launches hand each other, allocated once so that a graph can hold it. Needs no clearing."""
+    """Data passed between the launches, allocated once so that a graph can hold it. Needs no clearing."""
 
     maxima: torch.Tensor
     """[draws, groups] float32: each group's largest logit, -inf past the end (groups are whole tiles)."""
@@ -165,7 +165,7 @@ def _measure_kernel(
     x = tl.load(logits + draw * row_stride + token, mask=token < VOCAB, other=float("-inf")).to(tl.float32)
     scale = _scale(load_scalar(scalars, tl.load(rows + draw).to(tl.int64), TEMPERATURE))
     peak = tl.max(x, axis=1)
-    # Relative to 0 where nothing is finite: -inf less -inf would be NaN, which stands for NaN among the logits.
+    # Relative to 0 where nothing is finite: -inf less -inf would be NaN, which means NaN among the logits.
     base = tl.where(peak > float("-inf"), peak, 0.0)
     total = tl.sum(tl.exp2((x - base[:, None]) * scale), axis=1)
     tl.store(maxima + draw * GROUPS + group, peak)
@@ -250,7 +250,7 @@ def _commit(
     draw, row, token, invalid, last_token, num_tokens, limit, active, stop_ids, stop_width,
     results, slot_stride, result_stride, slot,
 ):  # fmt: skip
-    """A row takes its token, ends if it is done, and tells the host."""
+    """Write the token to the row, end the row if it is done, and report to the host."""
     stopped = 0
     lane = tl.arange(0, 16)
     for start in range(0, stop_width, 16):
