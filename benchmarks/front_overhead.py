@@ -221,7 +221,7 @@ def engine_first_tokens(model: str, streams: int, probes: int, pace: float) -> f
     from quire.engine.remote import RemoteEngine
     from quire.loading.hub import find
     from quire.loading.model_config import read_model_config
-    from quire.messages.frames import Frames
+    from quire.messages.frames import FrameSplitter
     from quire.messages.request import NewRequest
     from quire.messages.sampling import SamplingParams
 
@@ -231,7 +231,7 @@ def engine_first_tokens(model: str, streams: int, probes: int, pace: float) -> f
     engine = RemoteEngine(config, files, read_model_config(files, None), "benchmarks.null_engine")
     engine.wait_until_ready()
     engine._socket.setblocking(True)
-    frames = Frames()
+    frames = FrameSplitter()
     params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
 
     def add(name: str, limit: int) -> None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from quire.errors import ConfigError
-from quire.messages.frames import Frames, Inlet
+from quire.messages.frames import FrameSplitter, SocketReader
 
 if TYPE_CHECKING:
     from quire.config import EngineConfig
@@ -127,8 +127,8 @@ class ChildLink:
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
-        self._inlet = Inlet(sock)
-        self._frames = Frames()
+        self._inlet = SocketReader(sock)
+        self._frames = FrameSplitter()
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
         self._lock = threading.Lock()

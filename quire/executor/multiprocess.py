@@ -29,7 +29,7 @@ from quire.executor.links import RankLinks, StartedRanks
 from quire.executor.processes import RankProcesses
 from quire.messages.experts import Rebalanced
 from quire.messages.plan import MovesDone, StepMasks, StepPlan, StepResult, decode_result, encode
-from quire.messages.shared import map_shared
+from quire.messages.shared_memory import map_shared
 from quire.paths import child_environment
 from quire.platforms import choose
 from quire.platforms.base import Platform

@@ -21,8 +21,8 @@ import msgspec
 
 from quire.messages.outputs import CompletionOutput, RequestOutput
 from quire.messages.sampling import RequestOutputKind, SamplingParams
+from quire.output.parsers.answer import AnswerReader
 from quire.output.parsers.deltas import CallArguments, CallEnd, CallStart, Content, Delta, Reasoning
-from quire.output.parsers.reader import AnswerReader
 from quire.output.parsers.reasoning import ThinkSplit, make_reasoning_split
 from quire.output.parsers.toolcalls import ToolPlan
 from quire.server.context import ServerContext

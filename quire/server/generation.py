@@ -22,7 +22,7 @@ from quire.api.inputs import TokensPrompt
 from quire.messages.beams import BeamSearchParams
 from quire.messages.outputs import RequestOutput
 from quire.messages.sampling import SamplingParams
-from quire.output.beams import as_samples
+from quire.output.beams import as_request_output
 from quire.server.context import ServerContext
 from quire.server.errors import ApiError, bad_request
 from quire.server.http import Exchange
@@ -118,7 +118,7 @@ async def _search(
     found = await server.llm.beam_search(prompt, search, request_id, **asked)
     if not found.sequences:
         raise ApiError(500, f"the engine could not go on with this request: {found.error or 'it was aborted'}")
-    yield as_samples(found, server.vocabulary, job.params.skip_special_tokens)
+    yield as_request_output(found, server.vocabulary, job.params.skip_special_tokens)
 
 
 async def _merged(

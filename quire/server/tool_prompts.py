@@ -6,8 +6,7 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
 from quire.errors import ValidationError
-from quire.output.parsers.preamble import with_preamble
-from quire.output.parsers.toolcalls import guess_parser
+from quire.output.parsers.toolcalls import guess_parser, with_preamble
 
 if TYPE_CHECKING:
     from quire.api.chat import ChatRenderer

@@ -15,7 +15,7 @@ from quire.engine.remote import error_of
 from quire.engine.stats import Metric
 from quire.errors import CacheTooSmallError, EngineDeadError, QuireError, ValidationError
 from quire.kvcache.prefix_cache import ContentKeys
-from quire.messages.frames import Frames
+from quire.messages.frames import FrameSplitter
 from quire.messages.outputs import Finished, Started, StepOutputs
 from quire.messages.plan import PromptLogprobs, TokenLogprobs
 from quire.messages.request import NewRequest
@@ -52,7 +52,7 @@ UP: list[Any] = [
 
 
 def payload(message: Any) -> bytes:
-    (data,) = Frames().feed(ipc.encode(message))
+    (data,) = FrameSplitter().feed(ipc.encode(message))
     return data
 
 
@@ -73,12 +73,12 @@ def test_messages_are_decoded_from_any_pieces() -> None:
         size = random_source.choice([1, 2, 3, 5, 200, 4000])
         pieces.append(stream[at : at + size])
         at += size
-    frames = Frames()
+    frames = FrameSplitter()
     assert [ipc.decode_down(data) for piece in pieces for data in frames.feed(piece)] == DOWN * 20
 
 
 def test_a_reader_that_stops_loses_nothing() -> None:
-    frames = Frames()
+    frames = FrameSplitter()
     first = next(iter(frames.feed(ipc.encode(DOWN[2]) + ipc.encode(DOWN[3]))))
     assert [ipc.decode_down(data) for data in (first, *frames.feed(b""))] == DOWN[2:4]
 
