@@ -105,8 +105,8 @@ def report(args: argparse.Namespace, llm: LLM, times: dict[str, list[float]], fo
     tiers = llm.llm_engine.core.scheduler.tiers
     assert tiers is not None and tiers.store is not None
     stats, size = tiers.store.stats(), llm.llm_engine.core.scheduler.tables.block_size
-    facts = llm.llm_engine.facts
-    print(f"{facts.files.name}, {facts.device}, {facts.dtype}: {args.sessions} sessions of {args.shared} shared tokens")
+    info = llm.llm_engine.info
+    print(f"{info.files.name}, {info.device}, {info.dtype}: {args.sessions} sessions of {args.shared} shared tokens")
     print(f"and {args.own} of their own; {args.swap_space:g} GiB of host memory = {tiers.host.num_slots} blocks\n")
     for operation, values in times.items():
         middle, high = statistics.median(values), max(values)

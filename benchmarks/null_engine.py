@@ -71,7 +71,7 @@ def make_null_engine(config: EngineConfig, files: ModelFiles, model: ModelConfig
     scheduler = Scheduler(tables, make_policy(config.scheduling_policy), keys, ROWS, 8192)
     pace = float(os.environ.get("NULL_ENGINE_PACE", "0"))
     core = PacedCore(scheduler, WordExecutor(_words(files, model)), pace, int(sys.argv[1]))
-    facts = EngineInfo(
+    info = EngineInfo(
         files=files,
         model=model,
         device="null",
@@ -86,7 +86,7 @@ def make_null_engine(config: EngineConfig, files: ModelFiles, model: ModelConfig
         start_seconds=time.monotonic() - begin,
         keys=keys,
     )
-    return core, facts
+    return core, info
 
 
 def _words(files: ModelFiles, model: ModelConfig) -> list[int]:

@@ -108,8 +108,8 @@ def main() -> int:
         assert tiers is not None
         size = -(-args.tokens // bench.core.scheduler.tables.block_size) * tiers.costs.block_bytes
         decode = bench.decode_seconds()
-        facts = bench.llm.llm_engine.facts
-        print(f"{facts.device}, {facts.dtype}, a session of {args.tokens} tokens = {size / 2**20:.0f} MiB")
+        info = bench.llm.llm_engine.info
+        print(f"{info.device}, {info.dtype}, a session of {args.tokens} tokens = {size / 2**20:.0f} MiB")
         middle = {tier: statistics.median(values) for tier, values in times.items()}
         for tier, seconds in middle.items():
             low, high = min(times[tier]), max(times[tier])
@@ -123,7 +123,7 @@ def main() -> int:
             f"link {tiers.costs.back.value / 1e9:.1f} GB/s: {1000 * link:.1f} ms for the bytes, {1000 * decode:.1f} ms "
             f"a decode step; from host memory it took {middle['host'] / (link + decode):.2f}x that"
         )
-        bars = BARS["cpu" if facts.device == "cpu" or "CPU" in facts.device else "gpu"]
+        bars = BARS["cpu" if info.device == "cpu" or "CPU" in info.device else "gpu"]
         met = all(middle["prefill"] / middle[tier] >= bar for tier, bar in zip(("host", "disk"), bars, strict=True))
         bench.llm.shutdown()
     return 0 if met else 1

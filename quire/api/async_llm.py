@@ -87,7 +87,7 @@ class AsyncLLM:
 
         def make_inputs() -> None:
             self.inputs = InputProcessor(
-                config, self.facts, tokenizer, generation, computes_keys=config.enable_prefix_caching
+                config, self.info, tokenizer, generation, computes_keys=config.enable_prefix_caching
             )
 
         self._group.on_ready = make_inputs  # a restarted engine may have another cache size
@@ -322,9 +322,9 @@ class AsyncLLM:
         return self.inputs.default_params()
 
     @property
-    def facts(self) -> EngineInfo:
+    def info(self) -> EngineInfo:
         """What the engine reported; of several, the one with the smallest cache."""
-        return self._group.facts
+        return self._group.info
 
     @property
     def replicas(self) -> list[Replica]:

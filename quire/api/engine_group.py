@@ -145,9 +145,9 @@ class EngineGroup:
         return EngineDeadError("; ".join(str(replica.dead_error) for replica in self.replicas))
 
     @property
-    def facts(self) -> EngineInfo:
+    def info(self) -> EngineInfo:
         """What the engines reported; if they differ, of the one with the smallest cache: what fits there fits all."""
-        return min((replica.facts for replica in self.replicas), key=lambda facts: facts.num_blocks)
+        return min((replica.info for replica in self.replicas), key=lambda info: info.num_blocks)
 
     def attach(self) -> None:
         """Let the running event loop read messages of all engines; raises if none is alive."""
@@ -174,7 +174,7 @@ class EngineGroup:
         """The replica for a new session that starts with these tokens."""
         assert self.router is not None
         self.attach()
-        keys = self.facts.keys.of(tokens, salt) if self._config.enable_prefix_caching else []
+        keys = self.info.keys.of(tokens, salt) if self._config.enable_prefix_caching else []
         routed = RoutedRequest(keys, len(tokens))
         name = self.router.choose(routed)
         # Counts as work there, so that sessions created together are spread.
@@ -195,9 +195,9 @@ class EngineGroup:
     def _on_ready(self, replica: Replica) -> None:
         """An engine is ready, with an empty cache."""
         if self.router is not None:
-            name, facts = str(replica.number), replica.facts
-            self.router.add(name, facts.num_blocks, facts.max_num_seqs)
-            replica.router_feed = RouterFeed(self.router, name, facts.keys, self._outputs)
+            name, info = str(replica.number), replica.info
+            self.router.add(name, info.num_blocks, info.max_num_seqs)
+            replica.router_feed = RouterFeed(self.router, name, info.keys, self._outputs)
         self.on_ready()
 
     def _on_lost(self, replica: Replica) -> None:

@@ -68,7 +68,7 @@ class LocalConversation:
             return ""
         if reply.tokens == self._params.max_tokens:
             return f"(cut at max_tokens, {reply.tokens})"
-        longest = self._llm.llm_engine.facts.max_model_len
+        longest = self._llm.llm_engine.info.max_model_len
         return f"(the context of {longest} tokens is full; /reset starts a new conversation)"
 
     def engine_stats(self) -> str:

@@ -87,7 +87,7 @@ async def _answer(
     from quire.server.serve import make_server
 
     server = await make_server(llm, config)
-    rows = llm.facts.max_num_seqs * len(llm.replicas)
+    rows = llm.info.max_num_seqs * len(llm.replicas)
     batch = Batch(make_app(server), key, concurrency or 2 * rows, RunCounters())
     await server.start()
     was_stopped = False

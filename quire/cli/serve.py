@@ -142,18 +142,18 @@ def show(server: ServerContext, url: str) -> None:
 
 
 def rows(server: ServerContext, url: str) -> list[tuple[str, str]]:
-    """The facts, by name."""
-    facts = server.llm.facts
-    several = facts.cache_tokens / facts.max_model_len
+    """Label and value of each line."""
+    info = server.llm.info
+    several = info.cache_tokens / info.max_model_len
     return [
-        ("model", f"{', '.join(server.names)} ({facts.dtype}, {facts.max_model_len:,} tokens of context)"),
-        ("device", facts.device),
-        ("weights", readable_bytes(facts.weight_bytes)),
-        ("KV cache", f"{readable_bytes(facts.kv_bytes)}: {facts.cache_tokens:,} tokens, {several:.1f} full contexts"),
-        ("at once", f"{facts.max_num_seqs:,} requests, {facts.max_num_batched_tokens:,} tokens a step"),
+        ("model", f"{', '.join(server.names)} ({info.dtype}, {info.max_model_len:,} tokens of context)"),
+        ("device", info.device),
+        ("weights", readable_bytes(info.weight_bytes)),
+        ("KV cache", f"{readable_bytes(info.kv_bytes)}: {info.cache_tokens:,} tokens, {several:.1f} full contexts"),
+        ("at once", f"{info.max_num_seqs:,} requests, {info.max_num_batched_tokens:,} tokens a step"),
         ("API keys", "needed" if server.keys else "none: whoever reaches the address may use it"),
         ("address", f"{url}/v1" if url.startswith("http") else url),
-        ("ready in", f"{facts.start_seconds:.1f} s"),
+        ("ready in", f"{info.start_seconds:.1f} s"),
     ]
 
 

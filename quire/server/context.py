@@ -61,7 +61,7 @@ class ServerContext:
         """Requests being answered."""
         most_bytes = config.max_open_body_bytes
         self.bodies = Bodies(BODIES_AT_ONCE * config.max_body_bytes if most_bytes is None else most_bytes)
-        facts, engines = llm.facts, len(llm.replicas)
+        facts, engines = llm.info, len(llm.replicas)
         max_tokens = config.max_queued_tokens
         self.admission = AdmissionLimiter(
             engines * facts.max_num_seqs,
@@ -119,7 +119,7 @@ class ServerContext:
 
     @property
     def max_model_len(self) -> int:
-        return self.llm.facts.max_model_len
+        return self.llm.info.max_model_len
 
     @property
     def retry_after(self) -> float:

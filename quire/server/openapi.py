@@ -63,7 +63,7 @@ def _show_neutral(kind: type[Body], schema: dict[str, Any]) -> None:
 
 def _facts(server: ServerContext, schemas: dict[Any, Any]) -> dict[str, Any]:
     """What only a running server knows, by the names that the fields' types have for it."""
-    vocabulary, logprobs = server.llm.facts.model.vocab_size, server.llm.config.max_logprobs
+    vocabulary, logprobs = server.llm.info.model.vocab_size, server.llm.config.max_logprobs
     shapes = {name: [schemas[kind] for kind in kinds.values()] for name, kinds in SHAPES.items()}
     return shapes | {
         "$names": list(server.names),

@@ -348,7 +348,7 @@ class TestLife:
     @pytest.mark.parametrize("asked", ["auto", None, -1])
     def test_the_longest_length_is_what_fits(self, make_llm: Any, asked: Any) -> None:
         llm = make_llm(num_gpu_blocks_override=4, max_model_len=asked)
-        assert llm.llm_engine.facts.max_model_len == 65  # 4 blocks of 16; the last token needs no slot
+        assert llm.llm_engine.info.max_model_len == 65  # 4 blocks of 16; the last token needs no slot
         (output,) = llm.generate(
             [7] * 60, SamplingParams(temperature=0, max_tokens=99, ignore_eos=True), use_tqdm=False
         )

@@ -54,7 +54,7 @@ def test_sequences_of_one_prompt_share_its_full_blocks(make_llm: MakeLLM) -> Non
     assert sorted(owner.name for owner in found.owners.largest) == ["r/0", "r/1", "r/2", "r/3"]
     assert {(owner.kind, owner.tenant, owner.shared) for owner in found.owners.largest} == {("running", "acme", full)}
     assert found.device.held == sum(owner.blocks - owner.shared for owner in found.owners.largest)
-    assert found.device.block_bytes * 129 == llm.llm_engine.facts.kv_bytes
+    assert found.device.block_bytes * 129 == llm.llm_engine.info.kv_bytes
     engine.abort_request("r")
     llm.llm_engine.check_idle()
     after = check(llm)

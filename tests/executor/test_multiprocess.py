@@ -83,9 +83,9 @@ def test_two_ranks_match_one(make_llm: Callable[..., LLM]) -> None:
     assert together == alone
     assert metric(llm, "num_preemptions") > 0
     assert metric(llm, "prefix_cache_hits") > 0
-    facts = llm.llm_engine.facts
-    assert facts.device.startswith("2 × ")
-    assert facts.kv_bytes == 2 * facts.memory.cache
+    info = llm.llm_engine.info
+    assert info.device.startswith("2 × ")
+    assert info.kv_bytes == 2 * info.memory.cache
 
 
 def test_ranks_divide_the_memory_configured_for_the_machine(
@@ -93,9 +93,9 @@ def test_ranks_divide_the_memory_configured_for_the_machine(
 ) -> None:
     monkeypatch.setenv("QUIRE_CPU_KVCACHE_SPACE", "0.0004")
     llm = make_llm(**{**TIGHT, "num_gpu_blocks_override": None}, tensor_parallel_size=2)
-    facts, space = llm.llm_engine.facts, 0.0004 * 2**30
-    block = facts.memory.cache / facts.memory.num_blocks
-    assert space / 2 - block < facts.memory.cache <= space / 2
+    info, space = llm.llm_engine.info, 0.0004 * 2**30
+    block = info.memory.cache / info.memory.num_blocks
+    assert space / 2 - block < info.memory.cache <= space / 2
     assert len(tokens(llm, [BEGIN])[0][0]) == 24
 
 

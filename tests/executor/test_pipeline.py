@@ -65,9 +65,9 @@ def test_two_stages_match_one_process(alone: dict[str, Any], make_llm: Callable[
     assert alone["a session"][2] > 0
     assert metric(llm, "num_preemptions") > 0
     assert metric(llm, "prefix_cache_hits") > 0
-    facts = llm.llm_engine.facts
-    assert facts.device.startswith("2 × ")
-    assert facts.kv_bytes == 2 * facts.memory.cache
+    info = llm.llm_engine.info
+    assert info.device.startswith("2 × ")
+    assert info.kv_bytes == 2 * info.memory.cache
 
 
 def test_stages_of_two_ranks_each_match_one_process(alone: dict[str, Any], make_llm: Callable[..., LLM]) -> None:

@@ -221,7 +221,7 @@ def test_resources_that_others_use_are_waited_for(
         threading.Timer(2.0, ray.kill, [other]).start()
         llm = make_llm(**{**RAY, "num_gpu_blocks_override": None})
         assert len(tokens(llm, [BEGIN])[0][0]) == 24
-        assert llm.llm_engine.facts.memory.cache <= 0.0002 * 2**30, "the variable has reached the ranks"
+        assert llm.llm_engine.info.memory.cache <= 0.0002 * 2**30, "the variable has reached the ranks"
         llm.shutdown()
         assert ray.is_initialized(), "the user's connection is kept"
     finally:

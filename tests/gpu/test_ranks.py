@@ -73,7 +73,7 @@ def test_graphs_with_collectives(engine: Callable[..., LLM], model: tuple[Path, 
     before = collectives_started()
     assert llm.generate([PROMPTS[0]], GREEDY, use_tqdm=False)[0].outputs[0].token_ids == alone
     # The prompt's step may be another graph's first; its thirty decodes begin no collective: they are in graphs.
-    layers = llm.llm_engine.facts.model.num_layers
+    layers = llm.llm_engine.info.model.num_layers
     assert collectives_started() - before < 3 * (2 * layers + 2)
 
 

@@ -367,7 +367,7 @@ def test_the_engine_counts_what_it_computes(folder: Path, make_llm: Callable[...
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
     llm.generate([{"prompt_token_ids": list(range(4, 24))}, {"prompt_token_ids": [5, 6, 7]}], params, use_tqdm=False)
     values = {metric.name: metric for metric in llm.get_metrics()}
-    config = llm.llm_engine.facts.model
+    config = llm.llm_engine.info.model
     top_k = config.raw["num_experts_per_tok"]
     by_layer: dict[str, float] = {}
     for (layer, _), count in values["quire:expert_tokens"].series:

@@ -81,7 +81,7 @@ class Host:
         self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self._thread.start()
         self.llm = AsyncLLM(model, **{**SETTINGS, **settings})
-        self.is_tiny = self.llm.facts.max_model_len <= 256
+        self.is_tiny = self.llm.info.max_model_len <= 256
 
     def start(self, **settings: Any) -> tuple[Live, Callable[[], None]]:
         # The tiny model's context is 256 characters: no room for words about tools.

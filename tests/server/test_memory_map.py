@@ -58,7 +58,7 @@ def test_a_server_tells_who_shares_what_while_it_runs(
     assert {owner.tenant[:4] for owner in found.owners.largest} == {"key-"}
     assert found.sharing.most == found.owners.running == len(found.owners.largest) == 4
     assert found.sharing.saved == 3 * device.shared > 0
-    assert device.block_bytes == live.server.llm.facts.block_bytes > 0
+    assert device.block_bytes == live.server.llm.info.block_bytes > 0
     assert live.url in drawn
     assert main(["inspect", "--snapshot", str(saved)]) == 0
     assert capsys.readouterr().out.splitlines()[1:] == drawn.splitlines()[1:]

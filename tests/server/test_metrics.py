@@ -41,7 +41,7 @@ class FakeEngine:
     delay: float = 0.0
     questions: int = 0
     config: EngineConfig = field(default_factory=EngineConfig)
-    facts: Any = field(
+    info: Any = field(
         default_factory=lambda: SimpleNamespace(
             max_model_len=1000, block_size=16, num_blocks=125, cache_tokens=2000, kv_bytes=4096
         )

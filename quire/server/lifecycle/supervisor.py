@@ -44,7 +44,7 @@ class Kept(Beating, Protocol):
     is_shut: bool
 
     @property
-    def facts(self) -> EngineInfo: ...
+    def info(self) -> EngineInfo: ...
 
     @property
     def errored(self) -> bool: ...
@@ -90,7 +90,7 @@ class Supervisor:
         """What is being done about it."""
         self._up_at = 0.0
         """When it may be up again, as far as one can tell."""
-        self._start_seconds = llm.facts.start_seconds + 1.0
+        self._start_seconds = llm.info.start_seconds + 1.0
         self._tasks: list[asyncio.Task[None]] = []
         self.restarts = 0
         """Engines brought back so far."""

@@ -32,7 +32,7 @@ class MetricsSource(Protocol):
     """What is looked at of an engine."""
 
     @property
-    def facts(self) -> EngineInfo: ...
+    def info(self) -> EngineInfo: ...
 
     @property
     def errored(self) -> bool: ...
@@ -122,7 +122,7 @@ class EngineView:
         return 0.0 if metric is None or (self._engine.errored and name in GONE_WITH_ENGINE) else metric.value
 
     def _cache_facts(self) -> dict[str, str]:
-        facts, config = self._engine.facts, self._config
+        facts, config = self._engine.info, self._config
         shown = {
             "block_size": facts.block_size,
             "num_gpu_blocks": facts.num_blocks,

@@ -92,7 +92,7 @@ class ServerMetrics:
         self._engines = [EngineView(llm, llm.config, supervisor)]
         if len(replicas) > 1:
             self._engines = [ReplicaView(one, llm.config, keeper, routing) for one, keeper in replicas]
-        by_length = bounds_by_length(llm.facts.max_model_len)
+        by_length = bounds_by_length(llm.info.max_model_len)
         self._bounds = {figure.name: by_length if figure.bounds == BY_LENGTH else figure.bounds for figure in TABLE}
         self._counts: dict[str, dict[Labels, float]] = {
             "request_success": {(reason,): 0.0 for reason in FINISH_REASONS},

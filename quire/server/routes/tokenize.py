@@ -47,7 +47,7 @@ async def detokenize(server: ServerContext, exchange: Exchange) -> None:
     server.check_model(request.model)
     if server.tokenizer is None:
         raise bad_request("there is no tokenizer: the server runs with --skip-tokenizer-init")
-    vocabulary = server.llm.facts.model.vocab_size
+    vocabulary = server.llm.info.model.vocab_size
     if bad := [token for token in request.tokens if not 0 <= token < vocabulary]:
         raise bad_request(f"token id {bad[0]} is outside the vocabulary of {vocabulary}", "tokens")
     if len(request.tokens) < LONG_TEXT:
