@@ -135,13 +135,14 @@ class AsyncLLM:
         priority: int,
         tenant: str,
         turn: SessionTurn | None = None,
+        shares_id: bool = False,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """As `generate`; `turn`: of which session it is one."""
+        """As `generate`; `turn`: of which session it is one; `shares_id`: as in `submit`."""
         if isinstance(sampling_params, PoolingParams):
             raise ValidationError(
                 "sampling_params must be SamplingParams, got PoolingParams: `encode` makes vectors", "sampling_params"
             )
-        box = await self.submit(prompt, sampling_params, request_id, priority, tenant, turn)
+        box = await self.submit(prompt, sampling_params, request_id, priority, tenant, turn, shares_id)
         written, is_kept = 0, False
         try:
             while not box.is_finished:
@@ -213,15 +214,19 @@ class AsyncLLM:
         priority: int,
         tenant: str,
         turn: SessionTurn | None = None,
+        shares_id: bool = False,
     ) -> OutputStream:
-        """Check a request and send it off; what comes of it is read from its box, until `leave`."""
+        """Check a request and send it off; what comes of it is read from its box, until `leave`. `shares_id`: other
+        open requests may have the same id (an HTTP request with several prompts, or a client that repeats ids)."""
         self._fleet.attach()
         number = next(self._numbers)
         request_id = str(number) if request_id is None else request_id
+        key = f"{request_id}-{number}"
+        request_id = key if shares_id else request_id
         if request_id in self._streams:
             raise ValidationError(f"request id {request_id!r} is in use", "request_id", request_id)
         params = self.get_default_sampling_params() if params is None else params
-        box = self._streams[request_id] = OutputStream(request_id, f"{request_id}-{number}")
+        box = self._streams[request_id] = OutputStream(request_id, key)
         begun: SessionTurn | None = None
         try:
             request, text = await self._prepare(box.key, prompt, params, priority, tenant)

@@ -119,6 +119,11 @@ def unavailable(message: str, retry_after: float = RETRY_SECONDS) -> ApiError:
     return ApiError(503, message, headers={"Retry-After": retry_text(retry_after)})
 
 
+def engine_failure(reason: str | None) -> ApiError:
+    """500: the engine ended the request."""
+    return ApiError(500, f"the engine could not finish this request: {reason or 'it was aborted'}")
+
+
 def retry_text(seconds: float) -> str:
     """Seconds as Retry-After wants them: whole, and at least one."""
     return str(max(1, round(seconds)))
@@ -148,7 +153,7 @@ _FIELD = re.compile(r"[a-z]+(?:[_.][a-z]+)+")
 """What can be nothing but a field's name: a word such as `stop` may mean something else."""
 
 
-def as_sent(error: ApiError, names: Mapping[str, str]) -> ApiError:
+def in_client_terms(error: ApiError, names: Mapping[str, str]) -> ApiError:
     """The same error in the client's words: `names` has what it calls the fields that have other names inside."""
     message = _FIELD.sub(lambda found: names.get(found[0], found[0]), error.message)
     inner = error.param or ""

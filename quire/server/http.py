@@ -23,7 +23,7 @@ from starlette.datastructures import Headers
 from starlette.types import Message, Receive, Scope, Send
 
 from quire.server.errors import ApiError, as_decode_error, bad_request, error_json
-from quire.server.limits import Bodies
+from quire.server.limits import OpenBodies
 
 T = TypeVar("T")
 
@@ -52,7 +52,7 @@ _LARGEST_WHOLE = 2**53
 HeaderList = list[tuple[bytes, bytes]]
 
 
-class HungUpError(Exception):
+class ClientDisconnectedError(Exception):
     """The client has gone: nobody is there to be answered."""
 
 
@@ -64,7 +64,9 @@ def error_event(error: ApiError) -> bytes:
 class Exchange:
     """One HTTP request and its answer."""
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send, max_body: int, stall: float, bodies: Bodies) -> None:
+    def __init__(
+        self, scope: Scope, receive: Receive, send: Send, max_body: int, stall: float, bodies: OpenBodies
+    ) -> None:
         self.scope = scope
         self.headers = Headers(scope=scope)
         self.arrived = time.monotonic()
@@ -74,7 +76,7 @@ class Exchange:
         """Who asks; set where the key is checked."""
         self.extra_headers: HeaderList = []
         """Go out with the answer, whatever it is."""
-        self.sent_as: Mapping[str, str] = {}
+        self.client_names: Mapping[str, str] = {}
         """What fields are called inside, and what the body that was read calls them."""
         self.error_body: Callable[[ApiError], bytes] = error_json
         """How errors look before the answer has begun…"""
@@ -86,7 +88,7 @@ class Exchange:
         self.is_complete = False
         self.sending_since = 0.0
         """Since when the client has not taken what it was sent; 0 if it has."""
-        self.interruption: ApiError | HungUpError | None = None
+        self.interruption: ApiError | ClientDisconnectedError | None = None
         """Why the route was cancelled."""
         self._task = asyncio.current_task()
         self._receive = receive
@@ -113,7 +115,7 @@ class Exchange:
         """The body as a struct; raises `ApiError` for anything else."""
         self._check_content_type()
         body = decode(await self.read_body(), kind)
-        self.sent_as = getattr(body, "sent_as", {})
+        self.client_names = getattr(body, "client_names", {})
         return body
 
     async def read_body(self) -> bytes:
@@ -146,7 +148,7 @@ class Exchange:
                 408, f"the body did not come within {self._stall:g} seconds", headers={"Connection": "close"}
             ) from None
         if message["type"] == "http.disconnect":
-            raise HungUpError
+            raise ClientDisconnectedError
         return message
 
     def _too_large(self, size: int) -> ApiError:
@@ -168,7 +170,7 @@ class Exchange:
         given = self.headers.get("x-request-id", "")
         return given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
 
-    def name_request(self, given: str | None) -> None:
+    def set_request_id(self, given: str | None) -> None:
         """The id that the body gives, if it gives one, stands above the header's."""
         if given is not None:
             if not _REQUEST_ID.fullmatch(given):
@@ -219,7 +221,7 @@ class Exchange:
 
     # Being interrupted
 
-    def interrupt(self, why: ApiError | HungUpError) -> None:
+    def interrupt(self, why: ApiError | ClientDisconnectedError) -> None:
         """Cancel the route, if it lets itself be: the answer is then this error, or none at all."""
         if self._watchers and self.interruption is None and not self.is_complete and self._task is not None:
             self.interruption = why
@@ -228,7 +230,7 @@ class Exchange:
     def end(self) -> None:
         """The route is over: nobody can be interrupted any more, and nothing is held."""
         self._task = None
-        self._bodies.give_back(self._body_bytes)
+        self._bodies.release(self._body_bytes)
         self._body_bytes = 0
 
     def abort(self) -> None:
@@ -237,7 +239,7 @@ class Exchange:
             cut()
 
     @asynccontextmanager
-    async def watched(self, seconds: float | None = None) -> AsyncIterator[None]:
+    async def interruptible(self, seconds: float | None = None) -> AsyncIterator[None]:
         """The block is cancelled if the client hangs up, if it takes too long, or if the server ends."""
         seconds = min((each for each in (seconds, self._asked_seconds()) if each is not None), default=None)
         loop = asyncio.get_running_loop()
@@ -267,7 +269,7 @@ class Exchange:
     async def _watch(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
-        self.interrupt(HungUpError())
+        self.interrupt(ClientDisconnectedError())
 
 
 class EventStream:
@@ -282,10 +284,6 @@ class EventStream:
     async def send(self, event: Any) -> None:
         """One event: a struct as its data."""
         await self.send_bytes(b"data: " + _encode(event) + b"\n\n")
-
-    async def send_named(self, name: str, event: Any) -> None:
-        """One event with a name."""
-        await self.send_bytes(named_event(name, event))
 
     async def send_bytes(self, data: bytes) -> None:
         """One or several events as they go over the wire."""

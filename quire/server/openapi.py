@@ -13,20 +13,20 @@ import msgspec
 from quire.server.context import ServerContext
 from quire.server.errors import ErrorBody, phrase
 from quire.server.protocol.common import Body
-from quire.server.protocol.messages import BLOCKS
+from quire.server.protocol.messages import ANTHROPIC_BLOCKS
 from quire.server.protocol.responses import INPUT_ITEMS
 from quire.server.protocol.values import SESSION_NAME
 from quire.server.routing import ADMIN, Route
 
 REFERENCES = "#/components/schemas/{name}"
-SHAPES = {"$input_items": INPUT_ITEMS, "$content_blocks": BLOCKS}
+SHAPES = {"$input_items": INPUT_ITEMS, "$content_blocks": ANTHROPIC_BLOCKS}
 """Objects that a body holds and that its route decodes itself, by the names that fields have for them."""
 _PARAMETER = re.compile(r"\{(\w+)(?::\w+)?\}")
 _SOME_TEXT = {"type": "string", "minLength": 1}
 _PATH_SCHEMAS = {"session": {"type": "string", "pattern": SESSION_NAME}}
 
 
-def document(server: ServerContext, routes: Sequence[Route]) -> bytes:
+def document(context: ServerContext, routes: Sequence[Route]) -> bytes:
     """The document as JSON."""
     named = [kind for route in routes for kind in _kinds(route)]
     kinds = [kind for whole in named for kind in _parts(whole) if _is_struct(kind)]
@@ -38,17 +38,17 @@ def document(server: ServerContext, routes: Sequence[Route]) -> bytes:
     for kind in kinds:
         if isinstance(kind, type) and issubclass(kind, Body):
             _show_neutral(kind, components[by_kind[kind]["$ref"].rpartition("/")[2]])
-    components = _filled(components, _facts(server, by_kind))
+    components = _filled(components, _facts(context, by_kind))
     paths: dict[str, dict[str, Any]] = {}
     for route in routes:
         path = _PARAMETER.sub(r"{\1}", route.path)
-        paths.setdefault(path, {})[route.method.lower()] = _operation(route, by_kind, server)
+        paths.setdefault(path, {})[route.method.lower()] = _operation(route, by_kind, context)
     schemes = {name: {"type": "http", "scheme": "bearer"} for name in ("key", "admin")}
     return msgspec.json.encode(
         {
             "openapi": "3.2.0",  # the first that can tell what the events of a stream hold
-            "info": {"title": "quire", "version": server.version, "summary": "An OpenAI-compatible inference server"},
-            "servers": [{"url": server.config.root_path or "/"}],
+            "info": {"title": "quire", "version": context.version, "summary": "An OpenAI-compatible inference server"},
+            "servers": [{"url": context.config.root_path or "/"}],
             "paths": paths,
             "components": {"schemas": components, "securitySchemes": schemes},
         }
@@ -61,14 +61,14 @@ def _show_neutral(kind: type[Body], schema: dict[str, Any]) -> None:
         schema["properties"][name] = {"enum": [*values, None], "default": None}
 
 
-def _facts(server: ServerContext, schemas: dict[Any, Any]) -> dict[str, Any]:
+def _facts(context: ServerContext, schemas: dict[Any, Any]) -> dict[str, Any]:
     """What only a running server knows, by the names that the fields' types have for it."""
-    vocabulary, logprobs = server.llm.facts.model.vocab_size, server.llm.config.max_logprobs
+    vocabulary, logprobs = context.llm.facts.model.vocab_size, context.llm.config.max_logprobs
     shapes = {name: [schemas[kind] for kind in kinds.values()] for name, kinds in SHAPES.items()}
     return shapes | {
-        "$names": list(server.names),
-        "$max_model_len": server.max_model_len,
-        "$max_samples": server.config.max_samples,
+        "$names": list(context.names),
+        "$max_model_len": context.max_model_len,
+        "$max_samples": context.config.max_samples,
         "$last_token": vocabulary - 1,
         "$least_logprobs": -1 if logprobs < 0 else 0,
         "$max_logprobs": vocabulary if logprobs < 0 else logprobs,
@@ -84,7 +84,7 @@ def _filled(schema: Any, facts: dict[str, Any]) -> Any:
     return facts.get(schema, schema) if isinstance(schema, str) else schema
 
 
-def _operation(route: Route, schemas: dict[Any, Any], server: ServerContext) -> dict[str, Any]:
+def _operation(route: Route, schemas: dict[Any, Any], context: ServerContext) -> dict[str, Any]:
     operation: dict[str, Any] = {
         "operationId": re.sub(r"\W+", "_", f"{route.method.lower()}{route.path}").strip("_"),
         "summary": (inspect.getdoc(route.handler) or "").partition("\n")[0],
@@ -104,7 +104,7 @@ def _operation(route: Route, schemas: dict[Any, Any], server: ServerContext) -> 
         }
     if route.path.startswith(ADMIN):
         operation["security"] = [{"admin": []}]
-    elif server.keys and not route.is_open:
+    elif context.keys and not route.is_open:
         operation["security"] = [{"key": []}]
     return operation
 
@@ -162,7 +162,7 @@ def _schema(kind: Any, schemas: dict[Any, Any]) -> dict[str, Any]:
 
 
 def _error_kind(route: Route) -> Any:
-    return ErrorBody if route.failing is None else route.failing.kind
+    return ErrorBody if route.error_style is None else route.error_style.kind
 
 
 def _is_struct(kind: Any) -> bool:

@@ -52,13 +52,13 @@ class Route:
     """Other than JSON: bytes, and `body` says nothing."""
     media_type: str = "application/json"
     errors: tuple[int, ...] = ()
-    takes_sessions: bool = False
+    uses_sessions: bool = False
     """It reads or writes sessions."""
     generates: bool = False
     """It takes a place in the engine's queue."""
     is_open: bool = False
     """It needs no key."""
-    failing: ErrorStyle | None = None
+    error_style: ErrorStyle | None = None
     """How its errors look, where they are not OpenAI's."""
 
     @property
@@ -67,7 +67,7 @@ class Route:
         statuses = {431, *self.errors}
         if self.body is not None or self.body_type != "application/json":
             statuses |= set(BODY_ERRORS)
-        if self.takes_sessions:
+        if self.uses_sessions:
             statuses |= set(SESSION_ERRORS)
         if self.generates:
             statuses |= set(GENERATION_ERRORS)

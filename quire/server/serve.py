@@ -76,39 +76,30 @@ async def run(
     on_ready: Callable[[ServerContext, str], None] | None = None,
 ) -> None:
     """Serve on a socket until a signal comes."""
-    server = await make_server(llm, config)
-    http = HttpServer(server, config)
-    await server.start()
+    context = ServerContext(llm, config)
+    http = HttpServer(context, config)
+    await context.start()
     gc.freeze()  # what is there now stays: collections look at what requests leave behind, and are short
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, http.on_signal)
     try:
-        await http.serve_on(sock, lambda: on_ready(server, url) if on_ready is not None else None)
+        await http.serve_on(sock, lambda: on_ready(context, url) if on_ready is not None else None)
     finally:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.remove_signal_handler(number)
-        await server.stop()
+        await context.stop()
         if http.force_exit:
             llm.kill_engine("the server was told twice to stop")
-
-
-async def make_server(llm: AsyncLLM, config: ServerConfig) -> ServerContext:
-    """What the routes need, around an engine that is ready."""
-    from quire.api.chat import ChatRenderer
-
-    tokenizer = None if llm.config.skip_tokenizer_init else await llm.get_tokenizer()
-    renderer = None if tokenizer is None else ChatRenderer(tokenizer, llm.config.chat_template)
-    return ServerContext(llm, config, tokenizer, renderer)
 
 
 class HttpServer(uvicorn.Server):
     """uvicorn with our signals: the first drains, the second stops at once."""
 
-    def __init__(self, server: ServerContext, config: ServerConfig) -> None:
+    def __init__(self, context: ServerContext, config: ServerConfig) -> None:
         super().__init__(
             uvicorn.Config(
-                make_app(server),
+                make_app(context),
                 http=LimitedProtocol,
                 ws="none",
                 lifespan="off",
@@ -128,7 +119,7 @@ class HttpServer(uvicorn.Server):
         )
         self.config.max_header_bytes = config.max_header_bytes  # type: ignore[attr-defined]
         self.config.stall_timeout = config.stall_timeout  # type: ignore[attr-defined]
-        self._server = server
+        self._context = context
         self._settings = config
         self._stopping = asyncio.Event()
         self._draining: asyncio.Task[None] | None = None
@@ -146,7 +137,7 @@ class HttpServer(uvicorn.Server):
         """SIGTERM or Ctrl-C."""
         if self._draining is None:
             seconds = self._settings.shutdown_timeout
-            count = len(self._server.exchanges)
+            count = len(self._context.exchanges)
             logger.info("stopping: %d requests get %g seconds to finish; another signal cuts them off", count, seconds)
             self._draining = asyncio.ensure_future(self._drain(seconds))
         else:
@@ -155,7 +146,7 @@ class HttpServer(uvicorn.Server):
             self._stopping.set()
 
     async def _drain(self, seconds: float) -> None:
-        await self._server.drain(seconds)
+        await self._context.drain(seconds)
         self._stopping.set()
 
     async def main_loop(self) -> None:

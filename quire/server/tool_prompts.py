@@ -39,11 +39,11 @@ class ToolPrompts:
         """The notation of calls under the server's own template, or the request's."""
         if self._parser is not None:
             return self._parser
-        if self.is_silent(chat_template):
+        if self.ignores_tools(chat_template):
             return PLAIN_PARSER
         return guess_parser(self._source(chat_template))
 
-    def is_silent(self, chat_template: str | None = None) -> bool:
+    def ignores_tools(self, chat_template: str | None = None) -> bool:
         """Whether a prompt is the same with tools as without them: then the model never hears of any."""
         source = self._source(chat_template)
         silent = self._silent.get(source)

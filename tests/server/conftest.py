@@ -18,7 +18,7 @@ from quire import AsyncLLM
 from quire.loading.hub import DEFAULT_MODEL
 from quire.server.config import ServerConfig
 from quire.server.context import ServerContext
-from quire.server.serve import HttpServer, listening, make_server
+from quire.server.serve import HttpServer, listening
 from tests.server.attacked_server import AttackedServer, attacked_server
 
 T = TypeVar("T")
@@ -65,7 +65,7 @@ class Live:
             left = {name: figures[name] for name in names if figures[name]}
             left |= {"open": len(self.server.exchanges)} if self.server.exchanges else {}
             left |= {"queued": self.server.admission.queued_tokens} if self.server.admission.queued_tokens else {}
-            left |= {"admitted": self.server.admission.samples} if self.server.admission.samples else {}
+            left |= {"admitted": self.server.admission.sequences} if self.server.admission.sequences else {}
             left |= {"bodies": self.server.bodies.held} if self.server.bodies.held else {}
             if not left:
                 return
@@ -91,7 +91,7 @@ class Host:
 
         async def work() -> None:
             with listening(config) as (sock, url):
-                server = await make_server(self.llm, config)
+                server = ServerContext(self.llm, config)
                 http = HttpServer(server, config)
                 await server.start()
                 await http.serve_on(sock, lambda: ready.set_result(Live(url, server, http, self.loop)))

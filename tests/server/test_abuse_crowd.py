@@ -10,7 +10,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -208,10 +208,14 @@ def test_vectors_that_are_left_at_any_moment_give_their_place_back(live: Live) -
         exchange: Any = SimpleNamespace(id="x", tenant="")
         body = EmbeddingRequest(input=["abc", "the world"])
 
-        async def encode(*arguments: Any, **more: Any) -> AsyncGenerator[Any, None]:
-            yield output
+        async def take() -> Any:
+            return output
 
-        stub: Any = SimpleNamespace(llm=SimpleNamespace(encode=encode), config=server.config)
+        async def submit(*arguments: Any, **more: Any) -> Any:
+            return SimpleNamespace(take=take)
+
+        llm = SimpleNamespace(submit=submit, leave=lambda stream: None)
+        stub: Any = SimpleNamespace(llm=llm, config=server.config)
         stub.admission, stub.observer = server.admission, server.observer
         done = False
         for moment in itertools.count():
@@ -221,7 +225,7 @@ def test_vectors_that_are_left_at_any_moment_give_their_place_back(live: Live) -
             done = task.done()
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-            assert server.admission.requests == server.admission.samples == 0, moment
+            assert server.admission.requests == server.admission.sequences == 0, moment
             if done:
                 break
         assert moment > 2

@@ -179,10 +179,10 @@ def test_a_client_that_hangs_up_while_it_waits_gives_its_place_back_at_once(
         with pytest.raises(httpx.ReadTimeout):
             httpx.post(f"{live.url}/v1/embeddings", json={"input": [[5, 6, 7]] * 3}, timeout=0.3)
         deadline = time.monotonic() + 5
-        while admission.samples and time.monotonic() < deadline:
+        while admission.sequences and time.monotonic() < deadline:
             time.sleep(0.01)
         assert not has_gone.is_set()
-        assert (admission.requests, admission.samples, admission.queued_tokens) == (0, 0, 0)
+        assert (admission.requests, admission.sequences, admission.queued_tokens) == (0, 0, 0)
     finally:
         lets_go.set()
     assert has_gone.wait(5)

@@ -116,7 +116,7 @@ class TestQueue:
         place.start()
         place.leave()
         place.leave()
-        assert (admission.samples, admission.queued_tokens, admission.requests) == (0, 0, 0)
+        assert (admission.sequences, admission.queued_tokens, admission.requests) == (0, 0, 0)
         admission.enter(2, 5)
         admission.enter(1, 5)
         with pytest.raises(Exception, match="busy"):

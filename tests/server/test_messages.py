@@ -17,7 +17,7 @@ from quire.server.errors import ApiError
 from quire.server.http import decode, named_event
 from quire.server.protocol.chat import NamedTool
 from quire.server.protocol.common import PromptTokensDetails, Usage
-from quire.server.protocol.messages import MessageEvent, MessagesRequest
+from quire.server.protocol.messages import AnthropicEvent, MessagesRequest
 from tests.server.conftest import MODEL, Live
 from tests.server.test_responses import some_deltas
 
@@ -139,7 +139,7 @@ class TestInput:
         assert caught.value.status == 400
 
 
-def told(events: list[MessageEvent]) -> list[dict[str, Any]]:
+def told(events: list[AnthropicEvent]) -> list[dict[str, Any]]:
     """Events as they go over the wire."""
     return read_events(b"".join(named_event(event.kind, event) for event in events).decode())
 

@@ -22,7 +22,7 @@ from quire.engine.stats import Metric
 from quire.errors import EngineDeadError
 from quire.messages.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from quire.output.times import TokenTimes
-from quire.server.observability.metric_table import BY_LENGTH, TABLE, bounds_by_length
+from quire.server.observability.metric_table import ALL_METRICS, BY_MODEL_LENGTH, bounds_by_length
 from quire.server.observability.metrics import ServerMetrics
 from quire.server.observability.metrics_page import page
 from quire.server.observability.observer import HttpRecord, Observer, current_record
@@ -396,8 +396,8 @@ def test_the_documentation_names_every_family_that_is_shown_and_no_other() -> No
     assert {name.removesuffix("_total") if kind == "counter" else name for name, kind in documented} == families
     for name, kind in documented:
         assert shown[name.removesuffix("_total") if kind == "counter" else name].type == kind
-    assert all(figure.bounds for figure in TABLE if figure.kind == "histogram")
-    assert any(figure.bounds == BY_LENGTH for figure in TABLE)
+    assert all(figure.bounds for figure in ALL_METRICS if figure.kind == "histogram")
+    assert any(figure.bounds == BY_MODEL_LENGTH for figure in ALL_METRICS)
 
 
 def test_a_live_server_answers_a_look_while_its_loop_is_full_of_requests(serving: Callable[..., Live]) -> None:

@@ -41,7 +41,7 @@ def full(live: Live) -> Iterator[Callable[[], None]]:
     """No row of the engine is free, as far as the server can see, until the block ends or what it gets is called."""
 
     async def enter() -> QueueTicket:
-        return live.server.admission.enter(ROWS, 1)
+        return live.server.admission.enter([(ROWS, 1)])[0]
 
     place = live.run(enter())
 

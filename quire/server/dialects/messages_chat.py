@@ -18,14 +18,14 @@ from quire.server.protocol.chat import (
     Tool,
 )
 from quire.server.protocol.messages import (
-    BLOCKS,
+    ANTHROPIC_BLOCKS,
     AnthropicInputMessage,
+    AnthropicTextBlock,
+    AnthropicThinkingBlock,
+    AnthropicToolResultBlock,
+    AnthropicToolUseBlock,
     CountTokensRequest,
     MessagesRequest,
-    TextBlock,
-    ThinkingBlock,
-    ToolResultBlock,
-    ToolUseBlock,
 )
 from quire.server.protocol.sampling import JsonSchemaFormat, ResponseFormat
 
@@ -87,7 +87,7 @@ def _messages(request: CountTokensRequest) -> list[Message]:
 
 def _blocks(message: AnthropicInputMessage, where: str) -> list[Any]:
     if isinstance(message.content, str):
-        return [TextBlock(type="text", text=message.content)]
+        return [AnthropicTextBlock(type="text", text=message.content)]
     if not message.content:
         raise bad_request(f"{where} is empty", where)
     return [_block(block, f"{where}[{index}]") for index, block in enumerate(message.content)]
@@ -97,9 +97,9 @@ def _block(block: dict[str, Any], where: str) -> Any:
     name = block.get("type")
     if name == "redacted_thinking":
         return None  # nobody here could read it
-    kind = BLOCKS.get(name) if isinstance(name, str) else None
+    kind = ANTHROPIC_BLOCKS.get(name) if isinstance(name, str) else None
     if kind is None:
-        known = ", ".join(BLOCKS)
+        known = ", ".join(ANTHROPIC_BLOCKS)
         raise bad_request(f"{where} is a block of type {str(name)[:80]!r}; this server reads {known}", where)
     try:
         return msgspec.convert(block, kind)
@@ -112,11 +112,11 @@ def _assistant(blocks: list[Any], where: str) -> Message:
     """Thinking, text and calls as one message."""
     texts, thoughts, calls = [], [], []
     for index, block in enumerate(blocks):
-        if isinstance(block, TextBlock):
+        if isinstance(block, AnthropicTextBlock):
             texts.append(block.text)
-        elif isinstance(block, ThinkingBlock):
+        elif isinstance(block, AnthropicThinkingBlock):
             thoughts.append(block.thinking)
-        elif isinstance(block, ToolUseBlock):
+        elif isinstance(block, AnthropicToolUseBlock):
             arguments = msgspec.json.encode(block.input).decode()
             calls.append(MessageToolCall(function=FunctionCall(name=block.name, arguments=arguments), id=block.id))
         elif block is not None:
@@ -133,10 +133,10 @@ def _told(role: str, blocks: list[Any], where: str) -> list[Message]:
     """Results of calls, and text, each as messages in the order they come."""
     messages: list[Message] = []
     for index, block in enumerate(blocks):
-        if isinstance(block, ToolResultBlock):
+        if isinstance(block, AnthropicToolResultBlock):
             text = _result_text(block, f"{where}[{index}].content")
             messages.append(Message(role="tool", content=text, tool_call_id=block.tool_use_id))
-        elif isinstance(block, TextBlock):
+        elif isinstance(block, AnthropicTextBlock):
             if messages and messages[-1].role == role:
                 messages[-1].content = f"{messages[-1].content}\n{block.text}"
             else:
@@ -146,13 +146,13 @@ def _told(role: str, blocks: list[Any], where: str) -> list[Message]:
     return messages or [Message(role=role, content="")]
 
 
-def _result_text(block: ToolResultBlock, where: str) -> str:
+def _result_text(block: AnthropicToolResultBlock, where: str) -> str:
     if block.content is None or isinstance(block.content, str):
         text = block.content or ""
     else:
         parts = [_block(part, f"{where}[{index}]") for index, part in enumerate(block.content)]
         for index, part in enumerate(parts):
-            if not isinstance(part, TextBlock):
+            if not isinstance(part, AnthropicTextBlock):
                 raise bad_request(f"{where}[{index}] is no text, and this server reads nothing else", where)
         text = "\n".join(part.text for part in parts)
     return f"Error: {text}" if block.is_error else text

@@ -10,25 +10,25 @@ import msgspec
 from quire.output.parsers.deltas import CallArguments, CallEnd, CallStart, Content, Delta, Reasoning
 from quire.server.protocol.common import Usage
 from quire.server.protocol.messages import (
-    AnswerBlock,
-    AnswerText,
-    AnswerThinking,
-    AnswerToolUse,
+    AnthropicAnswerBlock,
+    AnthropicAnswerText,
+    AnthropicAnswerThinking,
+    AnthropicAnswerToolUse,
+    AnthropicBlockDelta,
+    AnthropicBlockStart,
+    AnthropicBlockStop,
+    AnthropicEvent,
+    AnthropicInputDelta,
     AnthropicMessage,
     AnthropicMessageDelta,
-    BlockDelta,
-    BlockStart,
-    BlockStop,
-    InputPiece,
-    MessageEnd,
-    MessageEvent,
-    MessageStart,
-    MessageStop,
+    AnthropicMessageEnd,
+    AnthropicMessageStart,
+    AnthropicMessageStop,
+    AnthropicPing,
+    AnthropicSignatureDelta,
+    AnthropicTextDelta,
+    AnthropicThinkingDelta,
     MessagesUsage,
-    PingEvent,
-    SignaturePiece,
-    TextPiece,
-    ThinkingPiece,
 )
 
 
@@ -37,37 +37,37 @@ class MessageWriter:
 
     def __init__(self, message_id: str, model: str) -> None:
         self.message = AnthropicMessage(id=message_id, model=model, usage=MessagesUsage(0, 0))
-        self._events: list[MessageEvent] = []
-        self._open: AnswerBlock | None = None
+        self._events: list[AnthropicEvent] = []
+        self._open: AnthropicAnswerBlock | None = None
         self._index = -1
         self._text: list[str] = []
         self._calls = 0
 
-    def start(self, usage: Usage) -> list[MessageEvent]:
+    def start(self, usage: Usage) -> list[AnthropicEvent]:
         """The answer begins."""
         empty = msgspec.structs.replace(self.message, content=[], usage=as_usage(usage))
-        self._events += [MessageStart(empty), PingEvent()]
+        self._events += [AnthropicMessageStart(empty), AnthropicPing()]
         return self._take()
 
-    def write(self, deltas: Sequence[Delta]) -> list[MessageEvent]:
+    def write(self, deltas: Sequence[Delta]) -> list[AnthropicEvent]:
         """The answer goes on."""
         for delta in deltas:
             if isinstance(delta, Content):
-                self._in(AnswerText, AnswerText(""))
-                self._piece(delta.text, TextPiece(delta.text))
+                self._in(AnthropicAnswerText, AnthropicAnswerText(""))
+                self._piece(delta.text, AnthropicTextDelta(delta.text))
             elif isinstance(delta, Reasoning):
-                self._in(AnswerThinking, AnswerThinking(""))
-                self._piece(delta.text, ThinkingPiece(delta.text))
+                self._in(AnthropicAnswerThinking, AnthropicAnswerThinking(""))
+                self._piece(delta.text, AnthropicThinkingDelta(delta.text))
             elif isinstance(delta, CallStart):
-                self._begin(AnswerToolUse(as_tool_use_id(delta.id), delta.name, {}))
+                self._begin(AnthropicAnswerToolUse(as_tool_use_id(delta.id), delta.name, {}))
                 self._calls += 1
             elif isinstance(delta, CallArguments):
-                self._piece(delta.text, InputPiece(delta.text))
+                self._piece(delta.text, AnthropicInputDelta(delta.text))
             elif isinstance(delta, CallEnd):
                 self._end()
         return self._take()
 
-    def finish(self, reason: str | None, stop: int | str | None, usage: Usage) -> list[MessageEvent]:
+    def finish(self, reason: str | None, stop: int | str | None, usage: Usage) -> list[AnthropicEvent]:
         """The answer has ended: the reason in OpenAI's words for chats, and the stop string or token it met."""
         self._end()
         message = self.message
@@ -79,43 +79,43 @@ class MessageWriter:
         else:
             message.stop_reason = "end_turn" if message.stop_sequence is None else "stop_sequence"
         message.usage = as_usage(usage)
-        ending = MessageEnd(message.stop_reason, message.stop_sequence)
-        self._events += [AnthropicMessageDelta(ending, message.usage), MessageStop()]
+        ending = AnthropicMessageEnd(message.stop_reason, message.stop_sequence)
+        self._events += [AnthropicMessageDelta(ending, message.usage), AnthropicMessageStop()]
         return self._take()
 
-    def _in(self, kind: type, fresh: AnswerBlock) -> None:
+    def _in(self, kind: type, fresh: AnthropicAnswerBlock) -> None:
         """Be inside a block of this kind."""
         if not isinstance(self._open, kind):
             self._begin(fresh)
 
-    def _begin(self, block: AnswerBlock) -> None:
+    def _begin(self, block: AnthropicAnswerBlock) -> None:
         self._end()
         self._open = block
         self._index += 1
-        self._events.append(BlockStart(self._index, msgspec.structs.replace(block)))
+        self._events.append(AnthropicBlockStart(self._index, msgspec.structs.replace(block)))
 
     def _piece(self, text: str, piece: Any) -> None:
         self._text.append(text)
-        self._events.append(BlockDelta(self._index, piece))
+        self._events.append(AnthropicBlockDelta(self._index, piece))
 
     def _end(self) -> None:
         block, text = self._open, "".join(self._text)
         if block is None:
             return
         self._open, self._text = None, []
-        if isinstance(block, AnswerText):
+        if isinstance(block, AnthropicAnswerText):
             block.text = text
-        elif isinstance(block, AnswerThinking):
+        elif isinstance(block, AnthropicAnswerThinking):
             block.thinking = text
-            self._events.append(BlockDelta(self._index, SignaturePiece("")))
+            self._events.append(AnthropicBlockDelta(self._index, AnthropicSignatureDelta("")))
         else:
             arguments = _parsed(text)
             block = None if arguments is None else msgspec.structs.replace(block, input=arguments)
         if block is not None:  # a call whose arguments broke off must not be run
             self.message.content.append(block)
-        self._events.append(BlockStop(self._index))
+        self._events.append(AnthropicBlockStop(self._index))
 
-    def _take(self) -> list[MessageEvent]:
+    def _take(self) -> list[AnthropicEvent]:
         events, self._events = self._events, []
         return events
 

@@ -19,12 +19,12 @@ from quire.server.protocol.chat import (
 )
 from quire.server.protocol.responses import (
     INPUT_ITEMS,
-    FunctionChoice,
-    InputCall,
-    InputCallOutput,
-    InputReasoning,
+    ResponseInputCall,
+    ResponseInputCallOutput,
     ResponseInputMessage,
+    ResponseInputReasoning,
     ResponsesRequest,
+    ResponseToolChoice,
 )
 from quire.server.protocol.sampling import JsonSchemaFormat, ResponseFormat
 
@@ -98,13 +98,13 @@ class _Conversation:
         self._reasoning: list[str] = []
 
     def add(self, item: Any, where: str) -> None:
-        if isinstance(item, InputReasoning):
+        if isinstance(item, ResponseInputReasoning):
             self._reasoning += [part.text for part in item.content or item.summary or ()]
-        elif isinstance(item, InputCall):
+        elif isinstance(item, ResponseInputCall):
             call = MessageToolCall(function=FunctionCall(name=item.name, arguments=item.arguments), id=item.call_id)
             message = self._assistant()
             message.tool_calls = [*(message.tool_calls or ()), call]
-        elif isinstance(item, InputCallOutput):
+        elif isinstance(item, ResponseInputCallOutput):
             text = _text(item.output, f"{where}.output")
             self.messages.append(Message(role="tool", content=text, tool_call_id=item.call_id))
         elif isinstance(item, ResponseInputMessage):
@@ -178,4 +178,4 @@ def _tools(request: ResponsesRequest) -> list[Tool] | None:
 
 def _tool_choice(request: ResponsesRequest) -> str | NamedTool | None:
     choice = request.tool_choice
-    return NamedTool(function=FunctionName(name=choice.name)) if isinstance(choice, FunctionChoice) else choice
+    return NamedTool(function=FunctionName(name=choice.name)) if isinstance(choice, ResponseToolChoice) else choice

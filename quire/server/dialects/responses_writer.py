@@ -13,35 +13,35 @@ from quire.server.errors import ApiError
 from quire.server.protocol.chat import TokenLogprob
 from quire.server.protocol.common import Usage
 from quire.server.protocol.response_events import (
-    ArgumentsDelta,
-    ArgumentsDone,
-    Completed,
-    Created,
-    Incomplete,
-    InProgress,
-    ItemAdded,
-    ItemDone,
-    PartAdded,
-    PartDone,
-    ReasoningDelta,
-    ReasoningDone,
+    ResponseArgumentsDelta,
+    ResponseArgumentsDone,
+    ResponseCompleted,
+    ResponseCreated,
     ResponseEvent,
     ResponseFailed,
-    TextDelta,
-    TextDone,
+    ResponseIncomplete,
+    ResponseInProgress,
+    ResponseItemAdded,
+    ResponseItemDone,
+    ResponsePartAdded,
+    ResponsePartDone,
+    ResponseReasoningDelta,
+    ResponseReasoningDone,
+    ResponseTextDelta,
+    ResponseTextDone,
 )
 from quire.server.protocol.responses import (
-    IncompleteDetails,
-    InputTokensDetails,
-    OutputCall,
-    OutputItem,
-    OutputMessage,
-    OutputReasoning,
-    OutputReasoningText,
-    OutputText,
-    OutputTokensDetails,
     Response,
     ResponseFailure,
+    ResponseIncompleteDetails,
+    ResponseInputTokensDetails,
+    ResponseOutputCall,
+    ResponseOutputItem,
+    ResponseOutputMessage,
+    ResponseOutputReasoning,
+    ResponseOutputReasoningText,
+    ResponseOutputText,
+    ResponseOutputTokensDetails,
     ResponsesRequest,
     ResponseUsage,
 )
@@ -89,7 +89,7 @@ class ResponseWriter:
 
     def start(self) -> list[ResponseEvent]:
         """The answer begins."""
-        self._tell(Created(response=self._snapshot()), InProgress(response=self._snapshot()))
+        self._tell(ResponseCreated(response=self._snapshot()), ResponseInProgress(response=self._snapshot()))
         return self._take()
 
     def write(self, deltas: Sequence[Delta], logprobs: Sequence[TokenLogprob] = ()) -> list[ResponseEvent]:
@@ -104,7 +104,7 @@ class ResponseWriter:
                 self._call(delta)
             elif isinstance(delta, CallArguments):
                 self._text.append(delta.text)
-                self._tell(ArgumentsDelta(**self._at, delta=delta.text))
+                self._tell(ResponseArgumentsDelta(**self._at, delta=delta.text))
             elif isinstance(delta, CallEnd):
                 self._close("completed" if delta.complete else "incomplete")
         if deltas:
@@ -117,16 +117,16 @@ class ResponseWriter:
         self._close("completed" if is_whole else "incomplete")
         response = self.response
         if not response.output:
-            self._open(OutputMessage(_new_id("msg"), "in_progress", []))
+            self._open(ResponseOutputMessage(_new_id("msg"), "in_progress", []))
             self._close("completed" if is_whole else "incomplete")
         response.usage = _usage(usage)
         if is_whole:
             response.status = "completed"
-            self._tell(Completed(response=self._snapshot()))
+            self._tell(ResponseCompleted(response=self._snapshot()))
         else:
             response.status = "incomplete"
-            response.incomplete_details = IncompleteDetails("max_output_tokens")
-            self._tell(Incomplete(response=self._snapshot()))
+            response.incomplete_details = ResponseIncompleteDetails("max_output_tokens")
+            self._tell(ResponseIncomplete(response=self._snapshot()))
         return self._take()
 
     def fail(self, error: ApiError) -> list[ResponseEvent]:
@@ -139,7 +139,7 @@ class ResponseWriter:
     # Items
 
     @property
-    def _item(self) -> OutputItem:
+    def _item(self) -> ResponseOutputItem:
         return self.response.output[-1]
 
     @property
@@ -148,51 +148,54 @@ class ResponseWriter:
         return {"item_id": self._item.id, "output_index": len(self.response.output) - 1}
 
     def _say(self, text: str) -> None:
-        if not (self._is_open and isinstance(self._item, OutputMessage)):
-            self._open(OutputMessage(_new_id("msg"), "in_progress", []))
+        if not (self._is_open and isinstance(self._item, ResponseOutputMessage)):
+            self._open(ResponseOutputMessage(_new_id("msg"), "in_progress", []))
         self._text.append(text)
         logprobs, self._waiting = self._waiting, []
         self._logprobs += logprobs
-        self._tell(TextDelta(**self._at, delta=text, logprobs=logprobs))
+        self._tell(ResponseTextDelta(**self._at, delta=text, logprobs=logprobs))
 
     def _think(self, text: str) -> None:
-        if not (self._is_open and isinstance(self._item, OutputReasoning)):
-            self._open(OutputReasoning(_new_id("rs"), "in_progress", []))
+        if not (self._is_open and isinstance(self._item, ResponseOutputReasoning)):
+            self._open(ResponseOutputReasoning(_new_id("rs"), "in_progress", []))
         self._text.append(text)
-        self._tell(ReasoningDelta(**self._at, delta=text))
+        self._tell(ResponseReasoningDelta(**self._at, delta=text))
 
     def _call(self, start: CallStart) -> None:
-        self._open(OutputCall(_new_id("fc"), "in_progress", start.id, start.name, ""))
+        self._open(ResponseOutputCall(_new_id("fc"), "in_progress", start.id, start.name, ""))
 
-    def _open(self, item: OutputItem) -> None:
+    def _open(self, item: ResponseOutputItem) -> None:
         self._close("completed")
         self._is_open = True
         self.response.output.append(item)
-        self._tell(ItemAdded(output_index=len(self.response.output) - 1, item=_copy(item)))
-        if isinstance(item, OutputMessage):
-            self._tell(PartAdded(**self._at, part=OutputText("", [], [])))
-        elif isinstance(item, OutputReasoning):
-            self._tell(PartAdded(**self._at, part=OutputReasoningText("")))
+        self._tell(ResponseItemAdded(output_index=len(self.response.output) - 1, item=_copy(item)))
+        if isinstance(item, ResponseOutputMessage):
+            self._tell(ResponsePartAdded(**self._at, part=ResponseOutputText("", [], [])))
+        elif isinstance(item, ResponseOutputReasoning):
+            self._tell(ResponsePartAdded(**self._at, part=ResponseOutputReasoningText("")))
 
     def _close(self, status: str) -> None:
         if not self._is_open:
             return
         self._is_open = False
         item, text = self._item, "".join(self._text)
-        if isinstance(item, OutputMessage):
-            part = OutputText(text, [], self._logprobs)
+        if isinstance(item, ResponseOutputMessage):
+            part = ResponseOutputText(text, [], self._logprobs)
             item.content.append(part)
-            self._tell(TextDone(**self._at, text=text, logprobs=self._logprobs), PartDone(**self._at, part=part))
-        elif isinstance(item, OutputReasoning):
-            thought = OutputReasoningText(text)
+            self._tell(
+                ResponseTextDone(**self._at, text=text, logprobs=self._logprobs),
+                ResponsePartDone(**self._at, part=part),
+            )
+        elif isinstance(item, ResponseOutputReasoning):
+            thought = ResponseOutputReasoningText(text)
             item.content.append(thought)
-            self._tell(ReasoningDone(**self._at, text=text), PartDone(**self._at, part=thought))
+            self._tell(ResponseReasoningDone(**self._at, text=text), ResponsePartDone(**self._at, part=thought))
         else:
             item.arguments = text
-            self._tell(ArgumentsDone(**self._at, name=item.name, arguments=text))
+            self._tell(ResponseArgumentsDone(**self._at, name=item.name, arguments=text))
         item.status = status
         self._text, self._logprobs = [], []
-        self._tell(ItemDone(output_index=len(self.response.output) - 1, item=_copy(item)))
+        self._tell(ResponseItemDone(output_index=len(self.response.output) - 1, item=_copy(item)))
 
     # Events
 
@@ -210,9 +213,9 @@ class ResponseWriter:
         return msgspec.structs.replace(self.response, output=list(self.response.output))
 
 
-def _copy(item: OutputItem) -> OutputItem:
+def _copy(item: ResponseOutputItem) -> ResponseOutputItem:
     """As it is now: events are written after it may have changed."""
-    if isinstance(item, OutputCall):
+    if isinstance(item, ResponseOutputCall):
         return msgspec.structs.replace(item)
     return msgspec.structs.replace(item, content=list(item.content))
 
@@ -226,9 +229,11 @@ def _usage(usage: Usage) -> ResponseUsage:
     reasoning = usage.completion_tokens_details
     return ResponseUsage(
         input_tokens=usage.prompt_tokens,
-        input_tokens_details=InputTokensDetails(0 if cached is msgspec.UNSET else cached.cached_tokens),
+        input_tokens_details=ResponseInputTokensDetails(0 if cached is msgspec.UNSET else cached.cached_tokens),
         output_tokens=usage.completion_tokens,
-        output_tokens_details=OutputTokensDetails(0 if reasoning is msgspec.UNSET else reasoning.reasoning_tokens),
+        output_tokens_details=ResponseOutputTokensDetails(
+            0 if reasoning is msgspec.UNSET else reasoning.reasoning_tokens
+        ),
         total_tokens=usage.total_tokens,
     )
 

@@ -9,7 +9,7 @@ import os
 import sys
 from typing import Any, TextIO
 
-from quire.server.observability.observer import ASKED_BY_MACHINES, Generation, HttpRecord, current_record
+from quire.server.observability.observer import ROUTINE_PATHS, GenerationRecord, HttpRecord, current_record
 
 LONGEST_SHOWN = 2048
 """Characters or tokens of a prompt, where prompts are logged."""
@@ -75,7 +75,7 @@ class AccessLog:
 
     def on_http(self, record: HttpRecord) -> None:
         """A request is over."""
-        level = logging.DEBUG if record.handler in ASKED_BY_MACHINES else logging.INFO
+        level = logging.DEBUG if record.handler in ROUTINE_PATHS else logging.INFO
         if access.isEnabledFor(level):
             fields = access_fields(record)
             access.log(level, "%s", _sentence(fields), extra={"fields": fields})
@@ -118,14 +118,14 @@ def _sentence(fields: dict[str, Any]) -> str:
 class RequestLog:
     """A line for each request to the engine with its prompt: only for those who ask for it."""
 
-    def on_submit(self, seen: Generation) -> None:
+    def on_submit(self, record: GenerationRecord) -> None:
         """A request goes to the engine."""
-        prompt = seen.prompt[:LONGEST_SHOWN] if seen.prompt is not None else None
-        fields = {"engine_request_id": seen.request_id, "prompt": prompt, "params": repr(seen.params)}
-        requests.info("request %s: %r, %s", seen.request_id, prompt, seen.params, extra={"fields": fields})
+        prompt = record.prompt[:LONGEST_SHOWN] if record.prompt is not None else None
+        fields = {"engine_request_id": record.request_id, "prompt": prompt, "params": repr(record.params)}
+        requests.info("request %s: %r, %s", record.request_id, prompt, record.params, extra={"fields": fields})
 
-    def on_first_output(self, seen: Generation) -> None:
+    def on_first_output(self, record: GenerationRecord) -> None:
         pass
 
-    def on_finish(self, seen: Generation) -> None:
+    def on_finish(self, record: GenerationRecord) -> None:
         pass

@@ -25,14 +25,14 @@ HTTP_FINE_BOUNDS = (
     0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 4.5, 5.0, 7.5, 10.0, 30.0, 60.0
 )  # fmt: skip
 
-BY_LENGTH = (-1.0,)
+BY_MODEL_LENGTH = (-1.0,)
 """Stands for bounds that follow the model's length: 1, 2, 5, 10, 20, 50, …"""
 
 FINISH_REASONS = ("stop", "length", "abort", "error", "repetition")
 
 
 @dataclass(frozen=True)
-class Figure:
+class MetricSpec:
     """One family of figures. Each has the labels `model_name` and `engine` too, unless it is bare."""
 
     name: str
@@ -48,19 +48,19 @@ class Figure:
     """Shown without a prefix, and without model and engine, as web servers' instruments name it."""
 
 
-def _counter(name: str, help: str, *labels: str, **facts: bool) -> Figure:
-    return Figure(name, "counter", help, labels, (), **facts)
+def _counter(name: str, help: str, *labels: str, **facts: bool) -> MetricSpec:
+    return MetricSpec(name, "counter", help, labels, (), **facts)
 
 
-def _gauge(name: str, help: str, *labels: str, **facts: bool) -> Figure:
-    return Figure(name, "gauge", help, labels, (), **facts)
+def _gauge(name: str, help: str, *labels: str, **facts: bool) -> MetricSpec:
+    return MetricSpec(name, "gauge", help, labels, (), **facts)
 
 
-def _histogram(name: str, help: str, bounds: tuple[float, ...], *labels: str, **facts: bool) -> Figure:
-    return Figure(name, "histogram", help, labels, bounds, **facts)
+def _histogram(name: str, help: str, bounds: tuple[float, ...], *labels: str, **facts: bool) -> MetricSpec:
+    return MetricSpec(name, "histogram", help, labels, bounds, **facts)
 
 
-ENGINE_FIGURES = (
+ENGINE_METRICS = (
     _gauge("num_requests_running", "Samples that have a row in the batch"),
     _gauge("num_requests_waiting", "Samples that wait for a row, or for their grammar"),
     _gauge(
@@ -111,7 +111,7 @@ ENGINE_FIGURES = (
 )
 """Told by the engine when somebody looks. They begin at zero again when it is restarted."""
 
-ROUTER_FIGURES = (
+ROUTER_METRICS = (
     _gauge("router_open_requests", "Requests sent to the engine and not over", is_ours=True),
     _gauge("router_queued_tokens", "Prompt tokens that the engine is believed to have to compute still", is_ours=True),
     _gauge("router_wait_seconds", "How long a prompt is believed to wait there", is_ours=True),
@@ -121,7 +121,7 @@ ROUTER_FIGURES = (
 )
 """Known in the front process, of each engine, where there are several."""
 
-SERVER_FIGURES = (
+SERVER_METRICS = (
     _gauge("cache_config_info", "1; its labels tell how the KV cache is made"),
     _gauge("engine_up", "Whether there is an engine that takes requests: 1 or 0", is_ours=True),
     _counter("engine_restarts", "Engines brought back after one died", is_ours=True),
@@ -142,7 +142,7 @@ SERVER_FIGURES = (
     ),
 )
 
-REQUEST_FIGURES = (
+REQUEST_METRICS = (
     _counter("prompt_tokens", "Prompt tokens of requests that have yielded something"),
     _counter("prompt_tokens_cached", "Prompt tokens that were found in the prefix cache"),
     _counter("prompt_tokens_by_source", "Prompt tokens by where their KV came from", "source"),
@@ -158,16 +158,20 @@ REQUEST_FIGURES = (
     _histogram("request_inference_time_seconds", "From the first step to the last token", LATENCY_BOUNDS),
     _histogram("request_prefill_time_seconds", "From the first step to the first token", LATENCY_BOUNDS),
     _histogram("request_decode_time_seconds", "From the first token to the last", LATENCY_BOUNDS),
-    _histogram("request_prompt_tokens", "Tokens of a request's prompt", BY_LENGTH),
-    _histogram("request_prefill_kv_computed_tokens", "Tokens of a request's prompt that were not cached", BY_LENGTH),
-    _histogram("request_generation_tokens", "Tokens generated for a request, all its samples together", BY_LENGTH),
-    _histogram("request_max_num_generation_tokens", "Tokens of a request's longest sample", BY_LENGTH),
+    _histogram("request_prompt_tokens", "Tokens of a request's prompt", BY_MODEL_LENGTH),
+    _histogram(
+        "request_prefill_kv_computed_tokens", "Tokens of a request's prompt that were not cached", BY_MODEL_LENGTH
+    ),
+    _histogram(
+        "request_generation_tokens", "Tokens generated for a request, all its samples together", BY_MODEL_LENGTH
+    ),
+    _histogram("request_max_num_generation_tokens", "Tokens of a request's longest sample", BY_MODEL_LENGTH),
     _histogram("request_params_n", "Samples (n) a request asked for", SAMPLE_BOUNDS),
-    _histogram("request_params_max_tokens", "max_tokens a request asked for", BY_LENGTH),
+    _histogram("request_params_max_tokens", "max_tokens a request asked for", BY_MODEL_LENGTH),
 )
 """Histograms of whole requests count those that ended by themselves (stop, length)."""
 
-TABLE = (*REQUEST_FIGURES, *ENGINE_FIGURES, *ROUTER_FIGURES, *SERVER_FIGURES)
+ALL_METRICS = (*REQUEST_METRICS, *ENGINE_METRICS, *ROUTER_METRICS, *SERVER_METRICS)
 
 
 def bounds_by_length(longest: int) -> tuple[float, ...]:

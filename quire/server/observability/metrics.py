@@ -20,26 +20,26 @@ from quire.messages.histogram import Histogram
 from quire.messages.pooling import PoolingParams
 from quire.output.times import TokenTimes
 from quire.router.router import ReplicaFigures
-from quire.server.observability.engine_figures import (
+from quire.server.observability.engine_metrics import (
     PER_ENGINE,
-    EngineView,
+    EngineMetrics,
     Labels,
     MeasuredReplica,
     MetricsSource,
-    ReplicaView,
-    Restarting,
+    ReplicaMetrics,
+    RestartCounter,
     Values,
 )
 from quire.server.observability.metric_table import (
-    BY_LENGTH,
-    ENGINE_FIGURES,
+    ALL_METRICS,
+    BY_MODEL_LENGTH,
+    ENGINE_METRICS,
     FINISH_REASONS,
-    ROUTER_FIGURES,
-    TABLE,
-    Figure,
+    ROUTER_METRICS,
+    MetricSpec,
     bounds_by_length,
 )
-from quire.server.observability.observer import ASKED_BY_MACHINES, Generation, HttpRecord
+from quire.server.observability.observer import ROUTINE_PATHS, GenerationRecord, HttpRecord
 
 OURS = "quire:"
 THEIRS = "vllm:"
@@ -63,7 +63,7 @@ class MeasuredEngine(MetricsSource, Protocol):
     def token_times(self) -> TokenTimes: ...
 
 
-class Refusing(Protocol):
+class RejectionCounter(Protocol):
     """What counts refusals by reason; `Admission` does."""
 
     @property
@@ -78,9 +78,9 @@ class ServerMetrics:
         llm: MeasuredEngine,
         model_name: str,
         vllm_names: bool = False,
-        supervisor: Restarting | None = None,
-        admission: Refusing | None = None,
-        replicas: Sequence[tuple[MeasuredReplica, Restarting]] = (),
+        supervisor: RestartCounter | None = None,
+        admission: RejectionCounter | None = None,
+        replicas: Sequence[tuple[MeasuredReplica, RestartCounter]] = (),
         routing: Callable[[], Sequence[ReplicaFigures]] = tuple,
     ) -> None:
         """`vllm_names`: show every figure that vLLM has a second time under its prefix, for boards made for it.
@@ -89,11 +89,13 @@ class ServerMetrics:
         self._admission = admission
         self._prefixes = (OURS, THEIRS) if vllm_names else (OURS,)
         self._model_name = model_name
-        self._engines = [EngineView(llm, llm.config, supervisor)]
+        self._engines = [EngineMetrics(llm, llm.config, supervisor)]
         if len(replicas) > 1:
-            self._engines = [ReplicaView(one, llm.config, keeper, routing) for one, keeper in replicas]
+            self._engines = [ReplicaMetrics(one, llm.config, keeper, routing) for one, keeper in replicas]
         by_length = bounds_by_length(llm.facts.max_model_len)
-        self._bounds = {figure.name: by_length if figure.bounds == BY_LENGTH else figure.bounds for figure in TABLE}
+        self._bounds = {
+            figure.name: by_length if figure.bounds == BY_MODEL_LENGTH else figure.bounds for figure in ALL_METRICS
+        }
         self._counts: dict[str, dict[Labels, float]] = {
             "request_success": {(reason,): 0.0 for reason in FINISH_REASONS},
             "prompt_tokens_by_source": {("local_compute",): 0.0, ("local_cache_hit",): 0.0},
@@ -102,7 +104,7 @@ class ServerMetrics:
         }
         self._tallies: dict[str, dict[Labels, Histogram]] = {
             figure.name: {} if figure.labels else {(): Histogram(self._bounds[figure.name])}
-            for figure in TABLE
+            for figure in ALL_METRICS
             if figure.kind == "histogram"
         }
         self.registry = CollectorRegistry()
@@ -112,31 +114,31 @@ class ServerMetrics:
 
     # What happens
 
-    def on_submit(self, seen: Generation) -> None:
+    def on_submit(self, record: GenerationRecord) -> None:
         """A request goes to the engine, which will tell of it itself."""
 
-    def on_first_output(self, seen: Generation) -> None:
+    def on_first_output(self, record: GenerationRecord) -> None:
         """A request's prompt is done."""
-        prompt, cached = seen.prompt_tokens, seen.cached_tokens
+        prompt, cached = record.prompt_tokens, record.cached_tokens
         self._count("prompt_tokens", prompt)
         self._count("prompt_tokens_cached", cached)
         self._count("prompt_tokens_by_source", prompt - cached, "local_compute")
         self._count("prompt_tokens_by_source", cached, "local_cache_hit")
-        if (seconds := seen.first_token_seconds) is not None:
+        if (seconds := record.first_token_seconds) is not None:
             self._observe("time_to_first_token_seconds", seconds)
 
-    def on_finish(self, seen: Generation) -> None:
+    def on_finish(self, record: GenerationRecord) -> None:
         """A request is over."""
-        self._count("request_success", 1, seen.reason)
-        if seen.reason in ENDED_WELL and seen.metrics is not None:
-            self._observe_whole(seen)
+        self._count("request_success", 1, record.reason)
+        if record.reason in ENDED_WELL and record.metrics is not None:
+            self._observe_whole(record)
 
     def on_http(self, record: HttpRecord) -> None:
         """An HTTP request has been answered."""
         method = record.method if record.method in METHODS else "other"
         status = record.status or HUNG_UP
         self._count("http_responses", 1, record.handler, method, str(status))
-        if record.handler not in ASKED_BY_MACHINES:
+        if record.handler not in ROUTINE_PATHS:
             self._count("http_requests", 1, record.handler, method, f"{status // 100}xx")
             self._observe("http_request_duration_seconds", record.seconds, record.handler, method)
             self._observe("http_request_duration_highr_seconds", record.seconds)
@@ -147,17 +149,17 @@ class ServerMetrics:
         outcome = "tool_call" if has_calls else "no_tool_call"
         self._count("tool_call_parser_invocations", 1, mode, outcome, REQUEST_TYPES.get(path, "other"))
 
-    def _observe_whole(self, seen: Generation) -> None:
+    def _observe_whole(self, record: GenerationRecord) -> None:
         """A request that ended by itself, seen from its end."""
-        metrics = seen.metrics
+        metrics = record.metrics
         assert metrics is not None
         tokens, decode = metrics.num_generation_tokens, metrics.last_token_ts - metrics.first_token_ts
-        self._observe("e2e_request_latency_seconds", seen.ended - seen.arrived)
-        self._observe("request_prompt_tokens", seen.prompt_tokens)
-        self._observe("request_prefill_kv_computed_tokens", seen.prompt_tokens - seen.cached_tokens)
+        self._observe("e2e_request_latency_seconds", record.ended - record.arrived)
+        self._observe("request_prompt_tokens", record.prompt_tokens)
+        self._observe("request_prefill_kv_computed_tokens", record.prompt_tokens - record.cached_tokens)
         if metrics.scheduled_ts:
             self._observe("request_queue_time_seconds", max(0.0, metrics.queue_time))
-        if isinstance(seen.params, PoolingParams):
+        if isinstance(record.params, PoolingParams):
             return  # all else is about tokens, and it has none
         if metrics.scheduled_ts and metrics.first_token_ts:
             self._observe("request_inference_time_seconds", metrics.last_token_ts - metrics.scheduled_ts)
@@ -168,9 +170,9 @@ class ServerMetrics:
             self._observe("request_time_per_output_token_seconds", decode / (longest - 1))
         self._observe("request_generation_tokens", tokens)
         self._observe("request_max_num_generation_tokens", longest)
-        self._observe("request_params_n", seen.params.n)
-        if seen.params.max_tokens is not None:
-            self._observe("request_params_max_tokens", seen.params.max_tokens)
+        self._observe("request_params_n", record.params.n)
+        if record.params.max_tokens is not None:
+            self._observe("request_params_max_tokens", record.params.max_tokens)
 
     def _count(self, name: str, value: float, *labels: str) -> None:
         counts = self._counts.setdefault(name, {})
@@ -192,8 +194,8 @@ class ServerMetrics:
 
     def families(self) -> Iterator[Family]:
         """Every figure that can be shown now."""
-        for figure in TABLE:
-            if figure in ROUTER_FIGURES and len(self._engines) == 1:
+        for figure in ALL_METRICS:
+            if figure in ROUTER_METRICS and len(self._engines) == 1:
                 continue  # there is no router
             if figure.is_bare:
                 yield _family(figure.name, figure, [((), self._values(figure))])
@@ -203,14 +205,14 @@ class ServerMetrics:
                 if prefix == OURS or not figure.is_ours:
                     yield _family(prefix + figure.name, figure, values)
 
-    def _values_by_engine(self, figure: Figure) -> list[tuple[Labels, Values]]:
+    def _values_by_engine(self, figure: MetricSpec) -> list[tuple[Labels, Values]]:
         """A figure's values, by the labels that say whose they are."""
-        if figure in ENGINE_FIGURES or figure.name in PER_ENGINE:
+        if figure in ENGINE_METRICS or figure.name in PER_ENGINE:
             return [((self._model_name, str(i)), engine.values(figure)) for i, engine in enumerate(self._engines)]
         engine = "0" if len(self._engines) == 1 else ALL_ENGINES
         return [((self._model_name, engine), self._values(figure))]
 
-    def _values(self, figure: Figure) -> Values:
+    def _values(self, figure: MetricSpec) -> Values:
         """A figure's own labels, and its values by theirs."""
         if figure.kind == "histogram":
             if figure.name == "inter_token_latency_seconds":
@@ -241,7 +243,7 @@ class _Families(Collector):
         return []
 
 
-def _family(name: str, figure: Figure, sources: Sequence[tuple[Labels, Values]]) -> Family:
+def _family(name: str, figure: MetricSpec, sources: Sequence[tuple[Labels, Values]]) -> Family:
     """A family for Prometheus. Sources share the labels; one that brings none has no part in it."""
     labels = next((labels for _, (labels, values) in sources if values), figure.labels)
     names = [*(("model_name", "engine") if sources[0][0] else ()), *labels]

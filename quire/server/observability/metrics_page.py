@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from quire.server.observability.metric_table import (
-    BY_LENGTH,
-    ENGINE_FIGURES,
-    REQUEST_FIGURES,
-    ROUTER_FIGURES,
-    SERVER_FIGURES,
-    Figure,
+    BY_MODEL_LENGTH,
+    ENGINE_METRICS,
+    REQUEST_METRICS,
+    ROUTER_METRICS,
+    SERVER_METRICS,
+    MetricSpec,
 )
 
 HEAD = """\
@@ -74,28 +74,28 @@ def page() -> str:
         [
             HEAD,
             REQUESTS,
-            _table(REQUEST_FIGURES),
+            _table(REQUEST_METRICS),
             ENGINE,
-            _table(ENGINE_FIGURES),
+            _table(ENGINE_METRICS),
             ROUTER,
-            _table(ROUTER_FIGURES),
+            _table(ROUTER_METRICS),
             SERVER,
-            _table(SERVER_FIGURES),
+            _table(SERVER_METRICS),
             ELSEWHERE,
         ]
     )
 
 
-def _table(figures: Sequence[Figure]) -> str:
+def _table(figures: Sequence[MetricSpec]) -> str:
     lines = ["", "| name | type | labels | what it tells | as `vllm:` |", "|---|---|---|---|---|"]
     return "\n".join([*lines, *map(_row, figures), ""])
 
 
-def _row(figure: Figure) -> str:
+def _row(figure: MetricSpec) -> str:
     name = figure.name if figure.is_bare else f"quire:{figure.name}"
     suffix = "_total" if figure.kind == "counter" else ""
     what = figure.help
-    if figure.bounds == BY_LENGTH:
+    if figure.bounds == BY_MODEL_LENGTH:
         what += " (buckets 1, 2, 5, 10, … up to the model's length)"
     elif figure.bounds:
         what += f" (buckets {figure.bounds[0]:g} … {figure.bounds[-1]:g})"

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from quire.errors import ConfigError
 from quire.messages.pooling import PoolingParams
-from quire.server.observability.observer import Generation, HttpRecord
+from quire.server.observability.observer import GenerationRecord, HttpRecord
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
@@ -47,10 +47,10 @@ class RequestTraces:
             attributes=self._attributes(record, operation),
             start_time=record.arrived_wall_ns,
         )
-        for seen in record.generations:
-            if (seconds := seen.first_token_seconds) is not None:
+        for generation in record.generations:
+            if (seconds := generation.first_token_seconds) is not None:
                 span.add_event("first token", timestamp=record.arrived_wall_ns + int(seconds * 1e9))
-        if record.status >= 500 or any(seen.reason == "error" for seen in record.generations):
+        if record.status >= 500 or any(generation.reason == "error" for generation in record.generations):
             span.set_status(self._failed)
         span.end(end_time=record.arrived_wall_ns + int(record.seconds * 1e9))
 
@@ -81,8 +81,8 @@ class RequestTraces:
         self._provider.shutdown()
 
 
-def _asked(seen: Generation) -> dict[str, Any]:
-    params = seen.params
+def _asked(record: GenerationRecord) -> dict[str, Any]:
+    params = record.params
     if isinstance(params, PoolingParams):
         return {"gen_ai.embeddings.dimension.count": params.dimensions}
     return {

@@ -9,7 +9,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from quire.server.errors import bad_request
-from quire.server.protocol.common import HINTS, Body, RequestFigures, Usage, check_depth
+from quire.server.protocol.common import HINTS, Body, RequestTimings, Usage, check_depth
 from quire.server.protocol.sampling import GenerationFields, form_names
 from quire.server.protocol.values import (
     NOT_EMPTY,
@@ -19,7 +19,7 @@ from quire.server.protocol.values import (
     Part,
     TemplateVariables,
     ToolChoice,
-    told,
+    schema,
 )
 
 MOST_TOOLS = 256
@@ -117,7 +117,7 @@ class ChatRequest(GenerationFields, kw_only=True):
     max_completion_tokens: OutputLimit | None = None
     logprobs: bool | None = None
     top_logprobs: Logprobs | None = None
-    tools: Annotated[list[Tool], told(minItems=1, maxItems=MOST_TOOLS)] | None = None
+    tools: Annotated[list[Tool], schema(minItems=1, maxItems=MOST_TOOLS)] | None = None
     tool_choice: Union[ToolChoice, NamedTool, None] = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
@@ -143,9 +143,9 @@ class ChatRequest(GenerationFields, kw_only=True):
     hints: ClassVar[Mapping[str, str]] = HINTS
 
     @property
-    def sent_as(self) -> Mapping[str, str]:
+    def client_names(self) -> Mapping[str, str]:
         named = {"max_tokens": self.token_limit[1], "logprobs": "top_logprobs", "prompt": "messages"}
-        return {**named, **super().sent_as}
+        return {**named, **super().client_names}
 
     @property
     def _form_names(self) -> Mapping[str, str]:
@@ -266,7 +266,7 @@ class ChatResponse(msgspec.Struct, omit_defaults=True):
     system_fingerprint: str | UnsetType | None = UNSET
     prompt_logprobs: list[dict[int, PromptLogprob] | None] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
-    metrics: RequestFigures | UnsetType = UNSET
+    metrics: RequestTimings | UnsetType = UNSET
 
 
 class PromptLogprob(msgspec.Struct):
@@ -321,4 +321,4 @@ class ChatChunk(msgspec.Struct, omit_defaults=True):
     choices: list[ChunkChoice]
     usage: Usage | UnsetType | None = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
-    metrics: RequestFigures | UnsetType = UNSET
+    metrics: RequestTimings | UnsetType = UNSET

@@ -55,7 +55,7 @@ class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Fields that may be given as long as they ask for nothing: the values that do not."""
 
     @property
-    def sent_as(self) -> Mapping[str, str]:
+    def client_names(self) -> Mapping[str, str]:
         """What is called otherwise inside, and what the client calls it: refusals are told in the client's words."""
         return {}
 
@@ -88,7 +88,7 @@ class CompletionTokensDetails(msgspec.Struct):
     reasoning_tokens: int
 
 
-class RequestFigures(msgspec.Struct):
+class RequestTimings(msgspec.Struct):
     """How one request went, in milliseconds where nothing else is said."""
 
     time_to_first_token_ms: float | None
@@ -100,13 +100,13 @@ class RequestFigures(msgspec.Struct):
     preemptions: int
 
 
-def figures_of(output: RequestOutput) -> RequestFigures:
+def request_timings(output: RequestOutput) -> RequestTimings:
     """The figures of a request that has ended."""
     metrics = output.metrics or RequestMetrics(arrival_time=0.0)
     first, last, count = metrics.first_token_ts, metrics.last_token_ts, metrics.num_generation_tokens
     longest = metrics.max_num_generation_tokens or count  # samples of one prompt are generated side by side
     generating = last - first
-    return RequestFigures(
+    return RequestTimings(
         time_to_first_token_ms=_milliseconds(metrics.first_token_latency) if first else None,
         queue_time_ms=_milliseconds(max(0.0, metrics.queue_time)) if metrics.scheduled_ts else None,
         generation_time_ms=_milliseconds(generating) if first else None,

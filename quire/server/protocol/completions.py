@@ -9,7 +9,7 @@ from msgspec import UNSET, UnsetType
 
 from quire.server.errors import bad_request
 from quire.server.protocol.chat import PromptLogprob
-from quire.server.protocol.common import RequestFigures, Usage
+from quire.server.protocol.common import RequestTimings, Usage
 from quire.server.protocol.sampling import GenerationFields
 from quire.server.protocol.values import Logprobs, Prompt, WithinContext
 
@@ -31,8 +31,8 @@ class CompletionRequest(GenerationFields, kw_only=True):
     prompt_embeds: None = None
 
     @property
-    def sent_as(self) -> Mapping[str, str]:
-        return {"prompt_token_ids": "prompt", **super().sent_as}
+    def client_names(self) -> Mapping[str, str]:
+        return {"prompt_token_ids": "prompt", **super().client_names}
 
     def check_fields(self) -> None:
         """What the types alone cannot say."""
@@ -94,4 +94,4 @@ class CompletionResponse(msgspec.Struct, omit_defaults=True):
     model: str
     choices: list[CompletionChoice]
     usage: Usage | UnsetType | None = UNSET
-    metrics: RequestFigures | list[RequestFigures] | UnsetType = UNSET
+    metrics: RequestTimings | list[RequestTimings] | UnsetType = UNSET

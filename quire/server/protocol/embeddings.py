@@ -55,7 +55,7 @@ class EmbeddingRequest(Body):
     request_id: RequestId | None = None
 
     @property
-    def sent_as(self) -> Mapping[str, str]:
+    def client_names(self) -> Mapping[str, str]:
         return {"prompt": "input", "prompt_token_ids": "input"}
 
     def check_fields(self) -> None:

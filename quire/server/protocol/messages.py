@@ -13,26 +13,26 @@ from quire.server.protocol.sampling import form_names
 from quire.server.protocol.values import (
     NOT_EMPTY,
     Factor,
+    Fraction,
     ModelName,
     Name,
     OutputLimit,
-    PositiveShare,
+    PositiveFraction,
     Priority,
     RequestId,
     Seconds,
     Seed,
-    Share,
     StopList,
     Temperature,
     TemplateVariables,
     TopK,
-    told,
+    schema,
 )
 
 # What comes in
 
 
-class CacheControl(Body):
+class AnthropicCacheControl(Body):
     """Accepted, and without effect: what can be shared is found by itself."""
 
     type: Literal["ephemeral"] = "ephemeral"
@@ -40,37 +40,37 @@ class CacheControl(Body):
     scope: str | None = None
 
 
-class TextBlock(Body):
+class AnthropicTextBlock(Body):
     """Text."""
 
     type: Literal["text"]
     text: str
-    cache_control: CacheControl | None = None
+    cache_control: AnthropicCacheControl | None = None
     citations: None = None
 
 
-class ToolUseBlock(Body):
+class AnthropicToolUseBlock(Body):
     """A call that the model made."""
 
     type: Literal["tool_use"]
     id: str
     name: str
     input: dict[str, Any]
-    cache_control: CacheControl | None = None
+    cache_control: AnthropicCacheControl | None = None
     caller: dict[str, Any] | None = None
 
 
-class ToolResultBlock(Body):
+class AnthropicToolResultBlock(Body):
     """What the call gave."""
 
     type: Literal["tool_result"]
     tool_use_id: str
     content: Union[str, list[dict[str, Any]], None] = None
     is_error: bool | None = None
-    cache_control: CacheControl | None = None
+    cache_control: AnthropicCacheControl | None = None
 
 
-class ThinkingBlock(Body):
+class AnthropicThinkingBlock(Body):
     """What the model thought."""
 
     type: Literal["thinking"]
@@ -78,15 +78,15 @@ class ThinkingBlock(Body):
     signature: str | None = None
 
 
-BLOCKS: dict[str, type[Body]] = {
-    "text": TextBlock,
-    "tool_use": ToolUseBlock,
-    "tool_result": ToolResultBlock,
-    "thinking": ThinkingBlock,
+ANTHROPIC_BLOCKS: dict[str, type[Body]] = {
+    "text": AnthropicTextBlock,
+    "tool_use": AnthropicToolUseBlock,
+    "tool_result": AnthropicToolResultBlock,
+    "thinking": AnthropicThinkingBlock,
 }
 
 
-ContentBlock = Annotated[dict[str, Any], told(anyOf="$content_blocks")]
+ContentBlock = Annotated[dict[str, Any], schema(anyOf="$content_blocks")]
 
 
 class AnthropicInputMessage(Body):
@@ -104,7 +104,7 @@ class AnthropicTool(Body):
     type: Literal["custom"] | None = None
     description: str | None = None
     strict: bool | None = None
-    cache_control: CacheControl | None = None
+    cache_control: AnthropicCacheControl | None = None
     eager_input_streaming: bool | None = None
     """Accepted: arguments are always streamed as they come."""
 
@@ -117,7 +117,7 @@ class AnthropicToolChoice(Body):
     disable_parallel_tool_use: bool | None = None
 
 
-class Thinking(Body):
+class AnthropicThinking(Body):
     """Whether the model is to think first, where its chat template has a switch for that."""
 
     type: Literal["enabled", "disabled", "adaptive"]
@@ -126,15 +126,15 @@ class Thinking(Body):
     display: str | None = None
 
 
-class OutputFormat(Body):
+class AnthropicOutputFormat(Body):
     """The form the text must have."""
 
     type: Literal["json_schema"]
     schema: dict[str, Any]
 
 
-class OutputConfig(Body):
-    format: OutputFormat | None = None
+class AnthropicOutputConfig(Body):
+    format: AnthropicOutputFormat | None = None
     effort: str | None = None
     """Handed to the chat template."""
 
@@ -158,18 +158,18 @@ class CountTokensRequest(Body):
 
     messages: Annotated[list[AnthropicInputMessage], NOT_EMPTY]
     model: ModelName | None = None
-    system: Union[str, list[TextBlock], None] = None
+    system: Union[str, list[AnthropicTextBlock], None] = None
     tools: list[AnthropicTool] | None = None
     tool_choice: AnthropicToolChoice | None = None
-    thinking: Thinking | None = None
-    output_config: OutputConfig | None = None
-    cache_control: CacheControl | None = None
+    thinking: AnthropicThinking | None = None
+    output_config: AnthropicOutputConfig | None = None
+    cache_control: AnthropicCacheControl | None = None
     chat_template_kwargs: TemplateVariables | None = None
     mcp_servers: None = None
     context_management: None = None
 
     @property
-    def sent_as(self) -> Mapping[str, str]:
+    def client_names(self) -> Mapping[str, str]:
         is_form = self.output_config is not None and self.output_config.format is not None
         form = (
             form_names("output_config.format", "output_config.format.schema")
@@ -200,13 +200,13 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
     stop_sequences: StopList | None = None
     stream: bool | None = None
     temperature: Temperature | None = None
-    top_p: PositiveShare | None = None
+    top_p: PositiveFraction | None = None
     top_k: TopK | None = None
     metadata: MessagesMetadata | None = None
     service_tier: str | None = None
 
     seed: Seed | None = None
-    min_p: Share | None = None
+    min_p: Fraction | None = None
     repetition_penalty: Factor | None = None
     priority: Priority | None = None
     timeout: Seconds | None = None
@@ -232,21 +232,21 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
 # What goes out
 
 
-class AnswerText(msgspec.Struct, tag="text"):
+class AnthropicAnswerText(msgspec.Struct, tag="text"):
     """What the model says."""
 
     text: str
     citations: None = None
 
 
-class AnswerThinking(msgspec.Struct, tag="thinking"):
+class AnthropicAnswerThinking(msgspec.Struct, tag="thinking"):
     """What it thought."""
 
     thinking: str
     signature: str = ""
 
 
-class AnswerToolUse(msgspec.Struct, tag="tool_use"):
+class AnthropicAnswerToolUse(msgspec.Struct, tag="tool_use"):
     """A call that the client is to make."""
 
     id: str
@@ -254,7 +254,7 @@ class AnswerToolUse(msgspec.Struct, tag="tool_use"):
     input: dict[str, Any]
 
 
-AnswerBlock = Union[AnswerText, AnswerThinking, AnswerToolUse]
+AnthropicAnswerBlock = Union[AnthropicAnswerText, AnthropicAnswerThinking, AnthropicAnswerToolUse]
 
 
 class MessagesUsage(msgspec.Struct):
@@ -273,7 +273,7 @@ class AnthropicMessage(msgspec.Struct, kw_only=True):
     type: str = "message"
     role: str = "assistant"
     model: str
-    content: list[AnswerBlock] = msgspec.field(default_factory=list)
+    content: list[AnthropicAnswerBlock] = msgspec.field(default_factory=list)
     stop_reason: str | None = None
     stop_sequence: str | None = None
     usage: MessagesUsage
@@ -285,7 +285,7 @@ class TokenCount(msgspec.Struct):
     input_tokens: int
 
 
-class MessageEvent(msgspec.Struct, tag_field="type"):
+class AnthropicEvent(msgspec.Struct, tag_field="type"):
     """An event of a stream."""
 
     @property
@@ -294,55 +294,55 @@ class MessageEvent(msgspec.Struct, tag_field="type"):
         return str(self.__struct_config__.tag)
 
 
-class MessageStart(MessageEvent, tag="message_start"):
+class AnthropicMessageStart(AnthropicEvent, tag="message_start"):
     message: AnthropicMessage
 
 
-class PingEvent(MessageEvent, tag="ping"):
+class AnthropicPing(AnthropicEvent, tag="ping"):
     pass
 
 
-class BlockStart(MessageEvent, tag="content_block_start"):
+class AnthropicBlockStart(AnthropicEvent, tag="content_block_start"):
     index: int
-    content_block: AnswerBlock
+    content_block: AnthropicAnswerBlock
 
 
-class TextPiece(msgspec.Struct, tag="text_delta"):
+class AnthropicTextDelta(msgspec.Struct, tag="text_delta"):
     text: str
 
 
-class ThinkingPiece(msgspec.Struct, tag="thinking_delta"):
+class AnthropicThinkingDelta(msgspec.Struct, tag="thinking_delta"):
     thinking: str
 
 
-class SignaturePiece(msgspec.Struct, tag="signature_delta"):
+class AnthropicSignatureDelta(msgspec.Struct, tag="signature_delta"):
     signature: str
 
 
-class InputPiece(msgspec.Struct, tag="input_json_delta"):
+class AnthropicInputDelta(msgspec.Struct, tag="input_json_delta"):
     partial_json: str
 
 
-class BlockDelta(MessageEvent, tag="content_block_delta"):
+class AnthropicBlockDelta(AnthropicEvent, tag="content_block_delta"):
     index: int
-    delta: Union[TextPiece, ThinkingPiece, SignaturePiece, InputPiece]
+    delta: Union[AnthropicTextDelta, AnthropicThinkingDelta, AnthropicSignatureDelta, AnthropicInputDelta]
 
 
-class BlockStop(MessageEvent, tag="content_block_stop"):
+class AnthropicBlockStop(AnthropicEvent, tag="content_block_stop"):
     index: int
 
 
-class MessageEnd(msgspec.Struct):
+class AnthropicMessageEnd(msgspec.Struct):
     stop_reason: str | None
     stop_sequence: str | None
 
 
-class AnthropicMessageDelta(MessageEvent, tag="message_delta"):
-    delta: MessageEnd
+class AnthropicMessageDelta(AnthropicEvent, tag="message_delta"):
+    delta: AnthropicMessageEnd
     usage: MessagesUsage
 
 
-class MessageStop(MessageEvent, tag="message_stop"):
+class AnthropicMessageStop(AnthropicEvent, tag="message_stop"):
     pass
 
 
@@ -359,8 +359,15 @@ class AnthropicError(msgspec.Struct, tag_field="type", tag="error"):
     error: AnthropicErrorDetail
 
 
-AnyMessageEvent = Union[
-    MessageStart, PingEvent, BlockStart, BlockDelta, BlockStop, AnthropicMessageDelta, MessageStop, AnthropicError
+AnyAnthropicEvent = Union[
+    AnthropicMessageStart,
+    AnthropicPing,
+    AnthropicBlockStart,
+    AnthropicBlockDelta,
+    AnthropicBlockStop,
+    AnthropicMessageDelta,
+    AnthropicMessageStop,
+    AnthropicError,
 ]
 
 _ERROR_TYPES = {

@@ -15,6 +15,7 @@ from quire.server.protocol.values import (
     NOT_EMPTY,
     AllowedTokens,
     Factor,
+    Fraction,
     LogitBias,
     Logprobs,
     ModelName,
@@ -22,12 +23,11 @@ from quire.server.protocol.values import (
     OutputLimit,
     Part,
     Penalty,
-    PositiveShare,
+    PositiveFraction,
     Priority,
     RequestId,
     Seconds,
     Seed,
-    Share,
     StopStrings,
     Temperature,
     TemplateVariables,
@@ -35,7 +35,7 @@ from quire.server.protocol.values import (
     ToolChoice,
     TopK,
     WithinContext,
-    told,
+    schema,
 )
 
 LOGPROBS = "message.output_text.logprobs"
@@ -58,7 +58,7 @@ class ResponseInputMessage(Body):
     phase: str | None = None
 
 
-class InputCall(Body):
+class ResponseInputCall(Body):
     """A call that the model made."""
 
     type: Literal["function_call"]
@@ -71,7 +71,7 @@ class InputCall(Body):
     caller: dict[str, Any] | None = None
 
 
-class InputCallOutput(Body):
+class ResponseInputCallOutput(Body):
     """What the call gave."""
 
     type: Literal["function_call_output"]
@@ -83,17 +83,17 @@ class InputCallOutput(Body):
     caller: dict[str, Any] | None = None
 
 
-class ReasoningText(Body):
+class ResponseReasoningText(Body):
     text: str
     type: str = "reasoning_text"
 
 
-class InputReasoning(Body):
+class ResponseInputReasoning(Body):
     """What the model thought before the item that follows."""
 
     type: Literal["reasoning"]
-    summary: list[ReasoningText] | None = None
-    content: list[ReasoningText] | None = None
+    summary: list[ResponseReasoningText] | None = None
+    content: list[ResponseReasoningText] | None = None
     encrypted_content: None = None
     id: str | None = None
     status: str | None = None
@@ -101,16 +101,16 @@ class InputReasoning(Body):
 
 INPUT_ITEMS: dict[str, type[Body]] = {
     "message": ResponseInputMessage,
-    "function_call": InputCall,
-    "function_call_output": InputCallOutput,
-    "reasoning": InputReasoning,
+    "function_call": ResponseInputCall,
+    "function_call_output": ResponseInputCallOutput,
+    "reasoning": ResponseInputReasoning,
 }
 
 
-InputItem = Annotated[dict[str, Any], told(anyOf="$input_items")]
+ResponseInputItem = Annotated[dict[str, Any], schema(anyOf="$input_items")]
 
 
-class FunctionTool(Body):
+class ResponseTool(Body):
     """Something the model may call."""
 
     name: Name
@@ -120,14 +120,14 @@ class FunctionTool(Body):
     strict: bool | None = None
 
 
-class FunctionChoice(Body):
+class ResponseToolChoice(Body):
     """The one tool that must be called."""
 
     name: str
     type: Literal["function"] = "function"
 
 
-class TextFormat(Body):
+class ResponseTextFormat(Body):
     """The form the text must have."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
@@ -137,12 +137,12 @@ class TextFormat(Body):
     strict: bool | None = None
 
 
-class TextOptions(Body):
-    format: TextFormat | None = None
+class ResponseTextOptions(Body):
+    format: ResponseTextFormat | None = None
     verbosity: Literal["medium"] | None = None
 
 
-class ReasoningOptions(Body):
+class ResponseReasoningOptions(Body):
     effort: str | None = None
     """Handed to the chat template."""
     summary: Literal["auto"] | None = None
@@ -175,21 +175,21 @@ class ResponsesRequest(Body):
         "service_tier": ("auto", "default"),
     }
 
-    input: Union[str, Annotated[list[InputItem], NOT_EMPTY]]
+    input: Union[str, Annotated[list[ResponseInputItem], NOT_EMPTY]]
     """Text, or items: messages, reasoning, function calls and their outputs."""
     model: ModelName | None = None
     instructions: str | None = None
     """A system message before all others."""
     max_output_tokens: OutputLimit | None = None
     temperature: Temperature | None = None
-    top_p: PositiveShare | None = None
+    top_p: PositiveFraction | None = None
     top_logprobs: Logprobs | None = None
     include: list[str] | None = None
-    tools: list[FunctionTool] | None = None
-    tool_choice: Union[ToolChoice, FunctionChoice, None] = None
+    tools: list[ResponseTool] | None = None
+    tool_choice: Union[ToolChoice, ResponseToolChoice, None] = None
     parallel_tool_calls: bool | None = None
-    text: TextOptions | None = None
-    reasoning: ReasoningOptions | None = None
+    text: ResponseTextOptions | None = None
+    reasoning: ResponseReasoningOptions | None = None
     truncation: Literal["auto", "disabled"] | None = None
     """"auto" drops the beginning of a conversation that is too long."""
     stream: bool | None = None
@@ -198,7 +198,7 @@ class ResponsesRequest(Body):
     """Comes back with the answer."""
 
     top_k: TopK | None = None
-    min_p: Share | None = None
+    min_p: Fraction | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: Factor | None = None
@@ -240,7 +240,7 @@ class ResponsesRequest(Body):
     moderation: None = None
 
     @property
-    def sent_as(self) -> Mapping[str, str]:
+    def client_names(self) -> Mapping[str, str]:
         limit = dict.fromkeys(("max_tokens", "max_completion_tokens"), "max_output_tokens")
         given = dict.fromkeys(("prompt", "messages"), "input")
         return {**limit, **given, "logprobs": "top_logprobs", **self._form_names}
@@ -280,7 +280,7 @@ class ResponsesRequest(Body):
 # What goes out
 
 
-class OutputText(msgspec.Struct, tag="output_text"):
+class ResponseOutputText(msgspec.Struct, tag="output_text"):
     """Text of a message."""
 
     text: str
@@ -288,29 +288,29 @@ class OutputText(msgspec.Struct, tag="output_text"):
     logprobs: list[TokenLogprob]
 
 
-class OutputMessage(msgspec.Struct, tag="message"):
+class ResponseOutputMessage(msgspec.Struct, tag="message"):
     """What the model says."""
 
     id: str
     status: str
-    content: list[OutputText]
+    content: list[ResponseOutputText]
     role: str = "assistant"
 
 
-class OutputReasoningText(msgspec.Struct, tag="reasoning_text"):
+class ResponseOutputReasoningText(msgspec.Struct, tag="reasoning_text"):
     text: str
 
 
-class OutputReasoning(msgspec.Struct, tag="reasoning"):
+class ResponseOutputReasoning(msgspec.Struct, tag="reasoning"):
     """What the model thought."""
 
     id: str
     status: str
-    content: list[OutputReasoningText]
+    content: list[ResponseOutputReasoningText]
     summary: list[Any] = msgspec.field(default_factory=list)
 
 
-class OutputCall(msgspec.Struct, tag="function_call"):
+class ResponseOutputCall(msgspec.Struct, tag="function_call"):
     """A call that the client is to make."""
 
     id: str
@@ -320,15 +320,15 @@ class OutputCall(msgspec.Struct, tag="function_call"):
     arguments: str
 
 
-OutputItem = Union[OutputMessage, OutputReasoning, OutputCall]
+ResponseOutputItem = Union[ResponseOutputMessage, ResponseOutputReasoning, ResponseOutputCall]
 
 
-class InputTokensDetails(msgspec.Struct):
+class ResponseInputTokensDetails(msgspec.Struct):
     cached_tokens: int
     cache_write_tokens: int = 0
 
 
-class OutputTokensDetails(msgspec.Struct):
+class ResponseOutputTokensDetails(msgspec.Struct):
     reasoning_tokens: int
 
 
@@ -336,9 +336,9 @@ class ResponseUsage(msgspec.Struct):
     """Tokens read and written."""
 
     input_tokens: int
-    input_tokens_details: InputTokensDetails
+    input_tokens_details: ResponseInputTokensDetails
     output_tokens: int
-    output_tokens_details: OutputTokensDetails
+    output_tokens_details: ResponseOutputTokensDetails
     total_tokens: int
 
 
@@ -347,7 +347,7 @@ class ResponseFailure(msgspec.Struct):
     message: str
 
 
-class IncompleteDetails(msgspec.Struct):
+class ResponseIncompleteDetails(msgspec.Struct):
     reason: str
 
 
@@ -360,8 +360,8 @@ class Response(msgspec.Struct, kw_only=True):
     model: str
     status: str = "in_progress"
     error: ResponseFailure | None = None
-    incomplete_details: IncompleteDetails | None = None
-    output: list[OutputItem] = msgspec.field(default_factory=list)
+    incomplete_details: ResponseIncompleteDetails | None = None
+    output: list[ResponseOutputItem] = msgspec.field(default_factory=list)
     usage: ResponseUsage | None = None
     instructions: str | None = None
     metadata: dict[str, str] = msgspec.field(default_factory=dict)
@@ -369,14 +369,14 @@ class Response(msgspec.Struct, kw_only=True):
     max_tool_calls: int | None = None
     parallel_tool_calls: bool = True
     previous_response_id: None = None
-    reasoning: ReasoningOptions | None = None
+    reasoning: ResponseReasoningOptions | None = None
     service_tier: str = "default"
     store: bool = False
     background: bool = False
     temperature: float | None = None
     text: dict[str, Any] = msgspec.field(default_factory=dict)
-    tool_choice: Union[str, FunctionChoice] = "auto"
-    tools: list[FunctionTool] = msgspec.field(default_factory=list)
+    tool_choice: Union[str, ResponseToolChoice] = "auto"
+    tools: list[ResponseTool] = msgspec.field(default_factory=list)
     top_logprobs: int = 0
     top_p: float | None = None
     truncation: str = "disabled"

@@ -14,11 +14,12 @@ from quire.server.protocol.common import Body, check_depth
 from quire.server.protocol.values import (
     AllowedTokens,
     Factor,
+    Fraction,
     LogitBias,
     ModelName,
     Name,
     Penalty,
-    PositiveShare,
+    PositiveFraction,
     Power,
     Priority,
     PromptLogprobs,
@@ -27,7 +28,6 @@ from quire.server.protocol.values import (
     Seconds,
     Seed,
     SessionName,
-    Share,
     StopStrings,
     Temperature,
     TokenIds,
@@ -120,9 +120,9 @@ class GenerationFields(Body):
 
     n: Samples | None = None
     temperature: Temperature | None = None
-    top_p: PositiveShare | None = None
+    top_p: PositiveFraction | None = None
     top_k: TopK | None = None
-    min_p: Share | None = None
+    min_p: Fraction | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: Factor | None = None
@@ -178,7 +178,7 @@ class GenerationFields(Body):
     """How that search weighs length: above 0 favours long texts, below 0 short ones."""
 
     @property
-    def sent_as(self) -> Mapping[str, str]:
+    def client_names(self) -> Mapping[str, str]:
         return {**({} if self.session_id is None else session_names("session_id")), **self._form_names}
 
     @property

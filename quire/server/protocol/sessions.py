@@ -22,7 +22,7 @@ from quire.server.protocol.values import (
     TemplateVariables,
     TokenId,
     ToolChoice,
-    told,
+    schema,
 )
 
 LARGEST_PAGE = 1000
@@ -32,15 +32,15 @@ Input = Union[
     str,
     Annotated[
         list[Union[TokenId, Message]],
-        told(minItems=1, anyOf=[{"items": {"type": kind}} for kind in ("integer", "object")]),
+        schema(minItems=1, anyOf=[{"items": {"type": kind}} for kind in ("integer", "object")]),
     ],
 ]
 """Text, token ids or messages."""
 Tools = Annotated[list[Tool], NOT_EMPTY]
-Notes = Annotated[dict[str, str], told(maxProperties=64)]
+SessionMetadata = Annotated[dict[str, str], schema(maxProperties=64)]
 
 
-class Appending(Body):
+class AppendFields(Body):
     """Fields that say what is added."""
 
     chat_template_kwargs: TemplateVariables | None = None
@@ -48,7 +48,7 @@ class Appending(Body):
     """What the model is told it may call, with messages."""
 
     @property
-    def sent_as(self) -> Mapping[str, str]:
+    def client_names(self) -> Mapping[str, str]:
         return _AS_INPUT
 
     def check_fields(self) -> None:
@@ -58,7 +58,7 @@ class Appending(Body):
             check_depth("tools", tool.function.parameters)
 
 
-class SessionCreateRequest(Appending):
+class SessionCreateRequest(AppendFields):
     """The body of POST /v1/sessions."""
 
     id: SessionName | None = None
@@ -67,13 +67,13 @@ class SessionCreateRequest(Appending):
     input: Input | None = None
     ttl: Seconds | None = None
     """Seconds without use after which the session ends."""
-    metadata: Notes | None = None
+    metadata: SessionMetadata | None = None
     model: ModelName | None = None
 
     @property
-    def sent_as(self) -> Mapping[str, str]:
+    def client_names(self) -> Mapping[str, str]:
         names = {} if self.id is None and self.name is None else session_names("name" if self.id is None else "id")
-        return {**super().sent_as, **names, "meta": "metadata"}
+        return {**super().client_names, **names, "meta": "metadata"}
 
     @property
     def wanted_name(self) -> str | None:
@@ -83,7 +83,7 @@ class SessionCreateRequest(Appending):
         return self.name if self.id is None else self.id
 
 
-class SessionAppendRequest(Appending, kw_only=True):
+class SessionAppendRequest(AppendFields, kw_only=True):
     """The body of POST /v1/sessions/{session}/append."""
 
     input: Input
@@ -94,10 +94,10 @@ class SessionUpdateRequest(Body):
 
     ttl: Seconds | msgspec.UnsetType | None = msgspec.UNSET
     """Null: it does not end by itself."""
-    metadata: Notes | None = None
+    metadata: SessionMetadata | None = None
 
     @property
-    def sent_as(self) -> Mapping[str, str]:
+    def client_names(self) -> Mapping[str, str]:
         return {"meta": "metadata"}
 
 
@@ -105,11 +105,11 @@ class SessionForkRequest(Body, kw_only=True):
     """The body of POST /v1/sessions/{session}/fork."""
 
     id: SessionName
-    at: Annotated[int, told(minimum=0)] | None = None
+    at: Annotated[int, schema(minimum=0)] | None = None
     """Tokens that the two have in common; all, unless said otherwise."""
 
     @property
-    def sent_as(self) -> Mapping[str, str]:
+    def client_names(self) -> Mapping[str, str]:
         return {"name": "id"}
 
 
@@ -132,9 +132,9 @@ class SessionGenerateRequest(GenerationFields, kw_only=True):
     chat_template_kwargs: TemplateVariables | None = None
 
     @property
-    def sent_as(self) -> Mapping[str, str]:
+    def client_names(self) -> Mapping[str, str]:
         limit = {} if self.max_completion_tokens is None else {"max_tokens": "max_completion_tokens"}
-        return {**super().sent_as, **_AS_INPUT, **limit}
+        return {**super().client_names, **_AS_INPUT, **limit}
 
     @property
     def is_chat(self) -> bool:

@@ -42,36 +42,36 @@ class Stats(msgspec.Struct, omit_defaults=True):
     """Each of them, where there are several."""
 
 
-async def reset_prefix_cache(server: ServerContext, exchange: Exchange) -> None:
+async def reset_prefix_cache(context: ServerContext, exchange: Exchange) -> None:
     """Forget all cached prefixes."""
-    await exchange.reply(ResetAnswer(await server.llm.reset_prefix_cache()))
+    await exchange.reply(ResetAnswer(await context.llm.reset_prefix_cache()))
 
 
-async def rebalance_experts(server: ServerContext, exchange: Exchange) -> None:
+async def rebalance_experts(context: ServerContext, exchange: Exchange) -> None:
     """Move a mixture's experts to where the load is, with --enable-expert-parallel."""
-    await exchange.reply(await server.llm.rebalance_experts())
+    await exchange.reply(await context.llm.rebalance_experts())
 
 
-async def stats(server: ServerContext, exchange: Exchange) -> None:
+async def stats(context: ServerContext, exchange: Exchange) -> None:
     """The engine's figures and the server's."""
     figures: dict[str, float] = {}
     with contextlib.suppress(EngineDeadError):
-        figures = {metric.name: metric.value for metric in await server.llm.get_metrics()}
+        figures = {metric.name: metric.value for metric in await context.llm.get_metrics()}
     await exchange.reply(
         Stats(
-            status=server.supervisor.status,
-            open_requests=server.admission.requests,
-            queued_tokens=server.admission.queued_tokens,
-            restarts=server.supervisor.restarts,
+            status=context.supervisor.status,
+            open_requests=context.admission.requests,
+            queued_tokens=context.admission.queued_tokens,
+            restarts=context.supervisor.restarts,
             engine=figures,
-            replicas=await _replicas(server) if len(server.llm.replicas) > 1 else [],
+            replicas=await _replicas(context) if len(context.llm.replicas) > 1 else [],
         )
     )
 
 
-async def _replicas(server: ServerContext) -> list[ReplicaStats]:
+async def _replicas(context: ServerContext) -> list[ReplicaStats]:
     found = []
-    for replica, supervisor in zip(server.llm.replicas, server.supervisor.each, strict=True):
+    for replica, supervisor in zip(context.llm.replicas, context.supervisor.each, strict=True):
         figures: dict[str, float] = {}
         with contextlib.suppress(EngineDeadError):
             figures = {metric.name: metric.value for metric in await replica.get_metrics()}
@@ -79,12 +79,12 @@ async def _replicas(server: ServerContext) -> list[ReplicaStats]:
     return found
 
 
-async def memory(server: ServerContext, exchange: Exchange) -> None:
+async def memory(context: ServerContext, exchange: Exchange) -> None:
     """Who holds which blocks, on the device and in the tiers below; `quire inspect --url` draws it."""
     given = QueryParams(exchange.scope["query_string"]).get("replica", "0")
     if not given.isdecimal():
         raise bad_request(f"replica must be a number, got {given[:40]!r}", "replica")
-    await exchange.reply(await server.llm.memory_map(int(given[:9])))
+    await exchange.reply(await context.llm.memory_map(int(given[:9])))
 
 
 _REPLICA = {"type": "integer", "minimum": 0, "default": 0}

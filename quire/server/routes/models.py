@@ -8,20 +8,22 @@ from quire.server.protocol.models import ModelCard, ModelList
 from quire.server.routing import Route
 
 
-async def list_models(server: ServerContext, exchange: Exchange) -> None:
+async def list_models(context: ServerContext, exchange: Exchange) -> None:
     """Every name the model answers to."""
-    await exchange.reply(ModelList([_card(server, name) for name in server.names]))
+    await exchange.reply(ModelList([_card(context, name) for name in context.names]))
 
 
-async def retrieve(server: ServerContext, exchange: Exchange) -> None:
+async def retrieve(context: ServerContext, exchange: Exchange) -> None:
     """One of them."""
     name = exchange.path_params["model"]
-    server.check_model(name)
-    await exchange.reply(_card(server, name))
+    context.check_model(name)
+    await exchange.reply(_card(context, name))
 
 
-def _card(server: ServerContext, name: str) -> ModelCard:
-    return ModelCard(id=name, created=server.created, max_model_len=server.max_model_len, root=server.llm.config.model)
+def _card(context: ServerContext, name: str) -> ModelCard:
+    return ModelCard(
+        id=name, created=context.created, max_model_len=context.max_model_len, root=context.llm.config.model
+    )
 
 
 ROUTES = [

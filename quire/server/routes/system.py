@@ -21,37 +21,37 @@ class Version(msgspec.Struct):
     version: str
 
 
-async def health(server: ServerContext, exchange: Exchange) -> None:
+async def health(context: ServerContext, exchange: Exchange) -> None:
     """200 only if the engine's steps end, or if there is nothing to do."""
-    state = await server.supervisor.health()
+    state = await context.supervisor.health()
     if not state.ok:
-        raise unavailable(state.message, server.retry_after)
+        raise unavailable(state.message, context.retry_after)
     await exchange.reply(b"")
 
 
-async def ready(server: ServerContext, exchange: Exchange) -> None:
+async def ready(context: ServerContext, exchange: Exchange) -> None:
     """200 while requests are taken: not while draining, and not without an engine."""
-    server.check_serving()
+    context.check_serving()
     await exchange.reply(b"")
 
 
-async def load(server: ServerContext, exchange: Exchange) -> None:
+async def load(context: ServerContext, exchange: Exchange) -> None:
     """How many requests are open."""
-    await exchange.reply(ServerLoad(server.admission.requests))
+    await exchange.reply(ServerLoad(context.admission.requests))
 
 
-async def version(server: ServerContext, exchange: Exchange) -> None:
-    await exchange.reply(Version(server.version))
+async def version(context: ServerContext, exchange: Exchange) -> None:
+    await exchange.reply(Version(context.version))
 
 
-async def metrics(server: ServerContext, exchange: Exchange) -> None:
+async def metrics(context: ServerContext, exchange: Exchange) -> None:
     """Figures in Prometheus' text format."""
-    await exchange.reply(await server.metrics_page(), content_type=METRICS)
+    await exchange.reply(await context.metrics.page(), content_type=METRICS)
 
 
-async def openapi(server: ServerContext, exchange: Exchange) -> None:
+async def openapi(context: ServerContext, exchange: Exchange) -> None:
     """This document."""
-    await exchange.reply(server.openapi)
+    await exchange.reply(context.openapi)
 
 
 ROUTES = [

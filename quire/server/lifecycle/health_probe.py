@@ -13,7 +13,7 @@ IDLE_SECONDS = 2.0
 """With nothing to do the loop answers at once; so late an answer means that it hangs."""
 
 
-class Beating(Protocol):
+class HealthReporter(Protocol):
     """What has a pulse."""
 
     @property
@@ -22,14 +22,14 @@ class Beating(Protocol):
     async def report_health(self) -> HealthReport: ...
 
 
-class EngineHeartbeat:
+class HealthProbe:
     """Asks the loop one question at a time and notes what stands still.
 
     The loop answers between steps, so an answer says that steps end. Requests that are open while the number of steps
     stays the same say that they do not even begin.
     """
 
-    def __init__(self, llm: Beating, stall_seconds: float) -> None:
+    def __init__(self, llm: HealthReporter, stall_seconds: float) -> None:
         self._llm = llm
         self._stall_seconds = stall_seconds
         self._question: asyncio.Task[HealthReport] | None = None

@@ -13,13 +13,13 @@ from quire.engine.stats import Metric
 from quire.errors import QuireError
 from quire.messages.histogram import Histogram
 from quire.router.router import ReplicaFigures
-from quire.server.observability.metric_table import ROUTER_FIGURES, Figure
+from quire.server.observability.metric_table import ROUTER_METRICS, MetricSpec
 
 PATIENCE_SECONDS = 1.0
 GONE_WITH_ENGINE = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "num_blocks_used")
 """Gauges that are zero where there is no engine."""
 PER_ENGINE = frozenset(
-    ("cache_config_info", "engine_up", "engine_restarts", *(figure.name for figure in ROUTER_FIGURES))
+    ("cache_config_info", "engine_up", "engine_restarts", *(figure.name for figure in ROUTER_METRICS))
 )
 """Figures that each engine has, and does not tell itself."""
 
@@ -47,14 +47,14 @@ class MeasuredReplica(MetricsSource, Protocol):
     traffic: RouterFeed | None
 
 
-class Restarting(Protocol):
+class RestartCounter(Protocol):
     """What counts restarts; `Supervisor` does."""
 
     @property
     def restarts(self) -> int: ...
 
 
-class EngineFigures:
+class LatestMetrics:
     """The last figures the engine gave. One question is open at a time, however many look."""
 
     def __init__(self, ask: Callable[[], Awaitable[list[Metric]]]) -> None:
@@ -77,20 +77,20 @@ class EngineFigures:
         self.known = {metric.name.partition(":")[2]: metric for metric in metrics}
 
 
-class EngineView:
+class EngineMetrics:
     """One engine's part of the page."""
 
-    def __init__(self, engine: MetricsSource, config: EngineConfig, supervisor: Restarting | None = None) -> None:
+    def __init__(self, engine: MetricsSource, config: EngineConfig, supervisor: RestartCounter | None = None) -> None:
         self._engine = engine
         self._config = config
         self._supervisor = supervisor
-        self._figures = EngineFigures(engine.get_metrics)
+        self._figures = LatestMetrics(engine.get_metrics)
 
     async def refresh(self) -> None:
         """Ask the engine; it is not waited for long."""
         await self._figures.refresh()
 
-    def values(self, figure: Figure) -> Values:
+    def values(self, figure: MetricSpec) -> Values:
         """What there is to say of a figure."""
         match figure.name:
             case "cache_config_info":
@@ -105,7 +105,7 @@ class EngineView:
                 return figure.labels, {("capacity",): max(0.0, waiting - deferred), ("deferred",): deferred}
         return figure.labels, self._told(figure)
 
-    def _told(self, figure: Figure) -> dict[Labels, Any]:
+    def _told(self, figure: MetricSpec) -> dict[Labels, Any]:
         metric = self._figures.known.get(figure.name)
         if figure.labels:
             return {} if metric is None else dict(metric.series)
@@ -137,23 +137,23 @@ class EngineView:
         return {name: str(value) for name, value in shown.items()}
 
 
-class ReplicaView(EngineView):
+class ReplicaMetrics(EngineMetrics):
     """The part of one of several engines."""
 
     def __init__(
         self,
         replica: MeasuredReplica,
         config: EngineConfig,
-        supervisor: Restarting,
+        supervisor: RestartCounter,
         routing: Callable[[], Sequence[ReplicaFigures]],
     ) -> None:
         super().__init__(replica, config, supervisor)
         self._replica = replica
         self._routing = routing
 
-    def values(self, figure: Figure) -> Values:
+    def values(self, figure: MetricSpec) -> Values:
         """What there is to say of a figure, those of the router too."""
-        return ((), self._routed(figure.name)) if figure in ROUTER_FIGURES else super().values(figure)
+        return ((), self._routed(figure.name)) if figure in ROUTER_METRICS else super().values(figure)
 
     def _routed(self, name: str) -> dict[Labels, float]:
         load = next((one for one in self._routing() if one.name == str(self._replica.number)), None)
