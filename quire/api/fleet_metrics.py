@@ -5,14 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from quire.engine.stats import Metric
-
-SHARES = frozenset(
-    f"quire:{name}"
-    for name in ("kv_cache_usage_perc", "kv_cache_waste", "expert_load_max_over_mean", "expert_rank_load_max_over_mean")
-)
-"""Figures whose mean says something, and whose sum does not."""
-LEVELS = frozenset(f"quire:pressure_{tier}" for tier in ("device", "host", "disk"))
-"""Figures of which the highest counts."""
+from quire.messages.metric_table import SPECS
 
 
 def merged(engines: Sequence[Sequence[Metric]]) -> list[Metric]:
@@ -28,8 +21,10 @@ def merged(engines: Sequence[Sequence[Metric]]) -> list[Metric]:
 
 def _merged(same: list[Metric]) -> Metric:
     first, values = same[0], [metric.value for metric in same]
-    share = len(same) if first.name in SHARES else 1
-    value = max(values) if first.name in LEVELS else sum(values) / share
+    spec = SPECS.get(first.name.removeprefix("quire:"))
+    merge = "sum" if spec is None else spec.merge
+    share = len(same) if merge == "mean" else 1
+    value = max(values) if merge == "max" else sum(values) / share
     series: dict[tuple[str, ...], float] = {}
     for metric in same:
         for labels, part in metric.series:

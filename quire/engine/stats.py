@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass
 
 from quire.messages.histogram import COMPILE_BOUNDS, Histogram
+from quire.messages.metric_table import SPECS
 from quire.scheduler.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
@@ -113,8 +114,7 @@ def metrics_of(scheduler: Scheduler, compiling: int = 0, compile_times: Histogra
         counters |= {"sessions_slept": sessions.kv.slept, "sessions_dropped": sessions.kv.dropped}
         gauges |= {"sessions": len(sessions.store), "sessions_on_device": sessions.kv.num_live}
     return [
-        *(Metric(f"quire:{name}", "counter", value) for name, value in counters.items()),
-        *(Metric(f"quire:{name}", "gauge", value) for name, value in gauges.items()),
+        *(Metric(f"quire:{name}", SPECS[name].kind, value) for name, value in (counters | gauges).items()),
         histogram("iteration_tokens_total", stats.step_tokens),
         histogram("grammar_compile_seconds", compile_times or Histogram(COMPILE_BOUNDS)),
     ]

@@ -1,4 +1,4 @@
-"""The ASGI application: keys, then the route, then whatever went wrong as an answer."""
+"""The ASGI application: checks the key, calls the route, turns exceptions into responses."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from quire.server.routing import ADMIN, Route
 ROUTE_MODULES = [
     "chat", "completions", "responses", "messages", "embeddings", "models", "tokenize", "sessions", "system",
 ]  # fmt: skip
-"""Files of `quire.server.routes`, each with its `ROUTES`."""
+"""Modules of `quire.server.routes`, each with its `ROUTES`."""
 
 EXCHANGE = "quire.exchange"
-"""Where a request's scope holds its exchange."""
+"""Key of the ASGI scope that holds the `Exchange`."""
 
 
 def make_app(context: ServerContext) -> ASGIApp:
-    """The application for one server."""
+    """The application of one server."""
     names = [*ROUTE_MODULES, "admin"] if context.admin_keys else ROUTE_MODULES
     routes = [route for name in names for route in import_module(f"quire.server.routes.{name}").ROUTES]
     context.openapi = document(context, routes)
@@ -47,11 +47,11 @@ def make_app(context: ServerContext) -> ASGIApp:
 
 
 class App:
-    """Answers every request, one way or the other."""
+    """Answers every request, with the route's response or an error."""
 
     def __init__(self, context: ServerContext, routes: Sequence[Route]) -> None:
         self._context = context
-        self._open = {route.path for route in routes if route.is_open}
+        self._public = {route.path for route in routes if route.is_public}
         self._styles = {route.path: route.error_style for route in routes if route.error_style is not None}
         self._router = Router(
             [
@@ -70,7 +70,7 @@ class App:
         scope[EXCHANGE] = exchange
         if (style := self._styles.get(get_route_path(scope))) is not None:
             exchange.error_body, exchange.error_event = style.body, style.event
-        scope["app"] = self  # then the router raises for a wrong method
+        scope["app"] = self  # makes the router raise for a wrong method
         context.exchanges.add(exchange)
         with context.observer.http_request(exchange):
             await self._answer(exchange, receive, send)
@@ -81,25 +81,25 @@ class App:
             self._admit(exchange)
             await self._router(scope, receive, send)
         except asyncio.CancelledError:
-            await self._tell_interruption(exchange)
+            await self._send_interruption(exchange)
         except ClientDisconnectedError:
             pass
         except HTTPException as error:
-            await exchange.fail(_of_starlette(error, scope["method"]))
+            await exchange.fail(_from_starlette(error, scope["method"]))
         except Exception as error:
             await exchange.fail(in_client_terms(as_api_error(error, context.retry_after), exchange.client_names))
         finally:
             context.exchanges.discard(exchange)
-            del scope[EXCHANGE]  # a circle, which only the collector would open, seconds or minutes later
+            del scope[EXCHANGE]  # a reference cycle, which would live until the next garbage collection
             exchange.end()
 
     def _admit(self, exchange: Exchange) -> None:
-        """Check the key, and learn for whom the request is."""
+        """Check the key and set the tenant."""
         context = self._context
         if context.config.enable_request_id_headers:
             exchange.extra_headers.append((b"x-request-id", exchange.id.encode()))
         path = get_route_path(exchange.scope)
-        if path in self._open:
+        if path in self._public:
             return
         if path.startswith(ADMIN) and context.admin_keys:
             context.admin_keys.check(exchange.headers)
@@ -108,8 +108,8 @@ class App:
         else:
             exchange.tenant = tenant_of(exchange.headers)
 
-    async def _tell_interruption(self, exchange: Exchange) -> None:
-        """The route was cancelled: by us, and the client is told why, or by someone else, who is obeyed."""
+    async def _send_interruption(self, exchange: Exchange) -> None:
+        """The route was cancelled: send the reason if `interrupt` did it, otherwise cancel."""
         why = exchange.interruption
         if why is None:
             raise asyncio.CancelledError
@@ -130,11 +130,11 @@ class Endpoint:
 
 
 async def _no_such_route(scope: Scope, receive: Receive, send: Send) -> None:
-    raise ApiError(404, f"there is no {scope['method']} {scope['path']} here; /openapi.json lists what there is")
+    raise ApiError(404, f"there is no {scope['method']} {scope['path']} here; /openapi.json lists the routes")
 
 
-def _of_starlette(error: HTTPException, method: str) -> ApiError:
+def _from_starlette(error: HTTPException, method: str) -> ApiError:
     if error.status_code == 405:
         allowed = (error.headers or {}).get("Allow", "")
-        return ApiError(405, f"{method} is not for this path: use {allowed}", headers=error.headers)
+        return ApiError(405, f"{method} is not allowed for this path: use {allowed}", headers=error.headers)
     return ApiError(error.status_code, error.detail, headers=error.headers)

@@ -126,7 +126,7 @@ class TestPipelines:
 
     def test_no_more_than_some(self, fort: AttackedServer) -> None:
         answered = statuses(fort.talk(HEALTH * 2000))
-        assert 1 <= len(answered) <= connection.MOST_AHEAD and set(answered) == {200}
+        assert 1 <= len(answered) <= connection.MAX_PIPELINED and set(answered) == {200}
 
     @pytest.mark.parametrize("garbage", [b"\0\1\2 garbage\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"x: " + b"y" * 200_000])
     def test_garbage_behind_a_request_spoils_nothing(self, fort: AttackedServer, garbage: bytes) -> None:
@@ -285,7 +285,7 @@ def test_the_bound_on_descriptors_is_raised_as_far_as_it_may() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (1000, hard))
     try:
         serve.allow_many_connections()
-        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (min(hard, serve.MOST_DESCRIPTORS), hard)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (min(hard, serve.MAX_DESCRIPTORS), hard)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 

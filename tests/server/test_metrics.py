@@ -20,9 +20,9 @@ from quire.config import EngineConfig
 from quire.engine.experts import expert_figures
 from quire.engine.stats import Metric
 from quire.errors import EngineDeadError
+from quire.messages.metric_table import ALL_METRICS, BY_MODEL_LENGTH, bounds_by_length
 from quire.messages.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from quire.output.times import TokenTimes
-from quire.server.observability.metric_table import ALL_METRICS, BY_MODEL_LENGTH, bounds_by_length
 from quire.server.observability.metrics import ServerMetrics
 from quire.server.observability.metrics_page import page
 from quire.server.observability.observer import HttpRecord, Observer, current_record
@@ -137,12 +137,13 @@ def test_every_request_ends_once_and_in_one_way(last: RequestOutput | None, reas
     assert scrape.sum("quire:e2e_request_latency_seconds_count") == (counted == "length")
 
 
-def test_a_tally_counts_as_prometheus_own_histogram_does() -> None:
-    from prometheus_client import CollectorRegistry, Histogram
+def test_a_histogram_counts_as_prometheus_own_does() -> None:
+    from prometheus_client import CollectorRegistry
+    from prometheus_client import Histogram as PrometheusHistogram
 
     bounds = (0.1, 0.5, 1.0)
     registry = CollectorRegistry()
-    theirs, ours = Histogram("h", "", buckets=bounds, registry=registry), Histogram(bounds)
+    theirs, ours = PrometheusHistogram("h", "", buckets=bounds, registry=registry), Histogram(bounds)
     for value in (0.05, 0.1, 0.10001, 0.5, 0.7, 1.0, 1.5, 80.0):
         theirs.observe(value)
         ours.add(value)

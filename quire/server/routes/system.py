@@ -55,7 +55,7 @@ async def openapi(context: ServerContext, exchange: Exchange) -> None:
 
 
 ROUTES = [
-    Route("GET", "/health", health, errors=(503,), is_open=True),
+    Route("GET", "/health", health, errors=(503,), is_public=True),
     Route("GET", "/ready", ready, errors=(503,)),
     Route("GET", "/ping", ready, errors=(503,)),
     Route("POST", "/ping", ready, errors=(503,)),
