@@ -20,6 +20,7 @@ from quire.config import EngineConfig
 from quire.engine.experts import expert_figures
 from quire.engine.stats import Metric
 from quire.errors import EngineDeadError
+from quire.messages.histogram import Histogram
 from quire.messages.metric_table import ALL_METRICS, BY_MODEL_LENGTH, bounds_by_length
 from quire.messages.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from quire.output.times import TokenTimes

@@ -1,4 +1,4 @@
-"""A request of /v1/messages as a chat request."""
+"""Converts /v1/messages requests to chat requests."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ from quire.server.protocol.messages import (
 )
 from quire.server.protocol.sampling import JsonSchemaFormat, ResponseFormat
 
-_SAME = (
+_SAME_FIELDS = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "priority", "timeout", "cache_salt",
     "request_id", "stream",
 )  # fmt: skip
-"""Fields that mean the same in both."""
+"""Fields with the same meaning in both."""
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
 def as_chat(request: CountTokensRequest) -> ChatRequest:
-    """The same request, as /v1/chat/completions would have it."""
+    """The same request in the form of /v1/chat/completions."""
     request.check_fields()
     messages = _messages(request)
     continues = messages[-1].role == "assistant"
     if continues and messages[-1].tool_calls:
-        raise bad_request("messages ends with a tool_use; its tool_result is to follow", "messages")
+        raise bad_request("messages ends with a tool_use: its tool_result must follow", "messages")
     chat = ChatRequest(
         messages=messages,
         model=request.model,
@@ -63,7 +63,7 @@ def as_chat(request: CountTokensRequest) -> ChatRequest:
     if isinstance(request, MessagesRequest):
         chat.max_tokens = request.max_tokens
         chat.stop = request.stop_sequences
-        for name in _SAME:
+        for name in _SAME_FIELDS:
             setattr(chat, name, getattr(request, name))
     return chat
 
@@ -81,7 +81,7 @@ def _messages(request: CountTokensRequest) -> list[Message]:
         if message.role == "assistant":
             messages.append(_assistant(blocks, where))
         else:
-            messages += _told(message.role, blocks, where)
+            messages += _user_messages(message.role, blocks, where)
     return messages
 
 
@@ -96,11 +96,11 @@ def _blocks(message: AnthropicInputMessage, where: str) -> list[Any]:
 def _block(block: dict[str, Any], where: str) -> Any:
     name = block.get("type")
     if name == "redacted_thinking":
-        return None  # nobody here could read it
+        return None  # encrypted, cannot be used
     kind = ANTHROPIC_BLOCKS.get(name) if isinstance(name, str) else None
     if kind is None:
         known = ", ".join(ANTHROPIC_BLOCKS)
-        raise bad_request(f"{where} is a block of type {str(name)[:80]!r}; this server reads {known}", where)
+        raise bad_request(f"{where} is a block of type {str(name)[:80]!r}; supported: {known}", where)
     try:
         return msgspec.convert(block, kind)
     except msgspec.ValidationError as error:
@@ -109,7 +109,7 @@ def _block(block: dict[str, Any], where: str) -> Any:
 
 
 def _assistant(blocks: list[Any], where: str) -> Message:
-    """Thinking, text and calls as one message."""
+    """Reasoning, text and calls as one message."""
     texts, thoughts, calls = [], [], []
     for index, block in enumerate(blocks):
         if isinstance(block, AnthropicTextBlock):
@@ -120,7 +120,9 @@ def _assistant(blocks: list[Any], where: str) -> Message:
             arguments = msgspec.json.encode(block.input).decode()
             calls.append(MessageToolCall(function=FunctionCall(name=block.name, arguments=arguments), id=block.id))
         elif block is not None:
-            raise bad_request(f"{where}[{index}] is a tool_result, which is the user's to send", f"{where}[{index}]")
+            raise bad_request(
+                f"{where}[{index}] is a tool_result, which only a user message may have", f"{where}[{index}]"
+            )
     return Message(
         role="assistant",
         content="".join(texts) if texts or not calls else None,
@@ -129,8 +131,8 @@ def _assistant(blocks: list[Any], where: str) -> Message:
     )
 
 
-def _told(role: str, blocks: list[Any], where: str) -> list[Message]:
-    """Results of calls, and text, each as messages in the order they come."""
+def _user_messages(role: str, blocks: list[Any], where: str) -> list[Message]:
+    """Tool results and text as messages, in order."""
     messages: list[Message] = []
     for index, block in enumerate(blocks):
         if isinstance(block, AnthropicToolResultBlock):
@@ -142,7 +144,7 @@ def _told(role: str, blocks: list[Any], where: str) -> list[Message]:
             else:
                 messages.append(Message(role=role, content=block.text))
         elif block is not None:
-            raise bad_request(f"{where}[{index}] is a {block.type}, which is the assistant's to send", where)
+            raise bad_request(f"{where}[{index}] is a {block.type}, which only an assistant message may have", where)
     return messages or [Message(role=role, content="")]
 
 
@@ -153,7 +155,7 @@ def _result_text(block: AnthropicToolResultBlock, where: str) -> str:
         parts = [_block(part, f"{where}[{index}]") for index, part in enumerate(block.content)]
         for index, part in enumerate(parts):
             if not isinstance(part, AnthropicTextBlock):
-                raise bad_request(f"{where}[{index}] is no text, and this server reads nothing else", where)
+                raise bad_request(f"{where}[{index}] is not text; this server supports text only", where)
         text = "\n".join(part.text for part in parts)
     return f"Error: {text}" if block.is_error else text
 

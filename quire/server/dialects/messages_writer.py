@@ -1,4 +1,4 @@
-"""The pieces of an answer as the blocks and events of /v1/messages."""
+"""Writes an answer as content blocks and events of /v1/messages."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from quire.server.protocol.messages import (
 
 
 class MessageWriter:
-    """Puts a message together from deltas, and tells each change as events. What is not streamed drops the events."""
+    """Builds a message from deltas and returns the events of each change, which are ignored without streaming."""
 
     def __init__(self, message_id: str, model: str) -> None:
         self.message = AnthropicMessage(id=message_id, model=model, usage=MessagesUsage(0, 0))
@@ -44,31 +44,31 @@ class MessageWriter:
         self._calls = 0
 
     def start(self, usage: Usage) -> list[AnthropicEvent]:
-        """The answer begins."""
+        """Begin the answer."""
         empty = msgspec.structs.replace(self.message, content=[], usage=as_usage(usage))
         self._events += [AnthropicMessageStart(empty), AnthropicPing()]
         return self._take()
 
     def write(self, deltas: Sequence[Delta]) -> list[AnthropicEvent]:
-        """The answer goes on."""
+        """Add to the answer."""
         for delta in deltas:
             if isinstance(delta, Content):
-                self._in(AnthropicAnswerText, AnthropicAnswerText(""))
-                self._piece(delta.text, AnthropicTextDelta(delta.text))
+                self._ensure_block(AnthropicAnswerText, AnthropicAnswerText(""))
+                self._add_delta(delta.text, AnthropicTextDelta(delta.text))
             elif isinstance(delta, Reasoning):
-                self._in(AnthropicAnswerThinking, AnthropicAnswerThinking(""))
-                self._piece(delta.text, AnthropicThinkingDelta(delta.text))
+                self._ensure_block(AnthropicAnswerThinking, AnthropicAnswerThinking(""))
+                self._add_delta(delta.text, AnthropicThinkingDelta(delta.text))
             elif isinstance(delta, CallStart):
                 self._begin(AnthropicAnswerToolUse(as_tool_use_id(delta.id), delta.name, {}))
                 self._calls += 1
             elif isinstance(delta, CallArguments):
-                self._piece(delta.text, AnthropicInputDelta(delta.text))
+                self._add_delta(delta.text, AnthropicInputDelta(delta.text))
             elif isinstance(delta, CallEnd):
                 self._end()
         return self._take()
 
     def finish(self, reason: str | None, stop: int | str | None, usage: Usage) -> list[AnthropicEvent]:
-        """The answer has ended: the reason in OpenAI's words for chats, and the stop string or token it met."""
+        """End the answer, with OpenAI's finish reason and the stop string or token, if any."""
         self._end()
         message = self.message
         message.stop_sequence = stop if isinstance(stop, str) else None
@@ -83,8 +83,8 @@ class MessageWriter:
         self._events += [AnthropicMessageDelta(ending, message.usage), AnthropicMessageStop()]
         return self._take()
 
-    def _in(self, kind: type, fresh: AnthropicAnswerBlock) -> None:
-        """Be inside a block of this kind."""
+    def _ensure_block(self, kind: type, fresh: AnthropicAnswerBlock) -> None:
+        """Open a block of this kind unless one is open."""
         if not isinstance(self._open, kind):
             self._begin(fresh)
 
@@ -94,9 +94,9 @@ class MessageWriter:
         self._index += 1
         self._events.append(AnthropicBlockStart(self._index, msgspec.structs.replace(block)))
 
-    def _piece(self, text: str, piece: Any) -> None:
+    def _add_delta(self, text: str, delta: Any) -> None:
         self._text.append(text)
-        self._events.append(AnthropicBlockDelta(self._index, piece))
+        self._events.append(AnthropicBlockDelta(self._index, delta))
 
     def _end(self) -> None:
         block, text = self._open, "".join(self._text)
@@ -111,7 +111,7 @@ class MessageWriter:
         else:
             arguments = _parsed(text)
             block = None if arguments is None else msgspec.structs.replace(block, input=arguments)
-        if block is not None:  # a call whose arguments broke off must not be run
+        if block is not None:  # a call with incomplete arguments must not be run
             self.message.content.append(block)
         self._events.append(AnthropicBlockStop(self._index))
 
@@ -121,14 +121,14 @@ class MessageWriter:
 
 
 def as_usage(usage: Usage) -> MessagesUsage:
-    """Usage as Anthropic counts it: tokens from the cache apart from the others."""
+    """Usage in Anthropic's terms: cached tokens are counted separately."""
     details = usage.prompt_tokens_details
     cached = 0 if details is msgspec.UNSET else details.cached_tokens
     return MessagesUsage(usage.prompt_tokens - cached, usage.completion_tokens, cached)
 
 
 def as_tool_use_id(call_id: str) -> str:
-    """A call's id in Anthropic's manner; what a model's own format demands stays as it is."""
+    """A call's id in Anthropic's format; ids in a model's own format stay as they are."""
     return f"toolu_{call_id.removeprefix('call_')}" if call_id.startswith("call_") else call_id
 
 

@@ -1,4 +1,4 @@
-"""/v1/messages and /v1/messages/count_tokens: Anthropic's shape of a chat."""
+"""/v1/messages and /v1/messages/count_tokens: Anthropic's API."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from quire.server.protocol.values import (
     schema,
 )
 
-# What comes in
+# Requests
 
 
 class AnthropicCacheControl(Body):
-    """Accepted, and without effect: what can be shared is found by itself."""
+    """Accepted, without effect: prefix caching is automatic."""
 
     type: Literal["ephemeral"] = "ephemeral"
     ttl: str | None = None
@@ -50,7 +50,7 @@ class AnthropicTextBlock(Body):
 
 
 class AnthropicToolUseBlock(Body):
-    """A call that the model made."""
+    """A tool call made by the model."""
 
     type: Literal["tool_use"]
     id: str
@@ -61,7 +61,7 @@ class AnthropicToolUseBlock(Body):
 
 
 class AnthropicToolResultBlock(Body):
-    """What the call gave."""
+    """The result of a tool call."""
 
     type: Literal["tool_result"]
     tool_use_id: str
@@ -71,7 +71,7 @@ class AnthropicToolResultBlock(Body):
 
 
 class AnthropicThinkingBlock(Body):
-    """What the model thought."""
+    """Reasoning of the model."""
 
     type: Literal["thinking"]
     thinking: str
@@ -90,14 +90,14 @@ ContentBlock = Annotated[dict[str, Any], schema(anyOf="$content_blocks")]
 
 
 class AnthropicInputMessage(Body):
-    """A message of the conversation; one of the assistant at the end is gone on with."""
+    """A message of the conversation. A last message of the assistant is continued."""
 
     role: Literal["user", "assistant", "system"]
     content: Union[str, Annotated[list[ContentBlock], NOT_EMPTY]]
 
 
 class AnthropicTool(Body):
-    """Something the model may call."""
+    """A tool the model may call."""
 
     name: Name
     input_schema: dict[str, Any]
@@ -106,11 +106,11 @@ class AnthropicTool(Body):
     strict: bool | None = None
     cache_control: AnthropicCacheControl | None = None
     eager_input_streaming: bool | None = None
-    """Accepted: arguments are always streamed as they come."""
+    """Accepted: arguments are always streamed."""
 
 
 class AnthropicToolChoice(Body):
-    """Whether a tool is called, and which."""
+    """Whether a tool must be called, and which."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
@@ -118,16 +118,16 @@ class AnthropicToolChoice(Body):
 
 
 class AnthropicThinking(Body):
-    """Whether the model is to think first, where its chat template has a switch for that."""
+    """Whether the model reasons first, if its chat template has a variable for that."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: int | None = None
-    """Counts towards max_tokens, which is the bound that holds."""
+    """Part of max_tokens, which is the limit that is enforced."""
     display: str | None = None
 
 
 class AnthropicOutputFormat(Body):
-    """The form the text must have."""
+    """The JSON schema the answer must follow."""
 
     type: Literal["json_schema"]
     schema: dict[str, Any]
@@ -136,12 +136,12 @@ class AnthropicOutputFormat(Body):
 class AnthropicOutputConfig(Body):
     format: AnthropicOutputFormat | None = None
     effort: str | None = None
-    """Handed to the chat template."""
+    """Passed to the chat template."""
 
 
 class MessagesMetadata(Body):
     user_id: str | None = None
-    """Accepted, and without effect."""
+    """Accepted, without effect."""
 
 
 class CountTokensRequest(Body):
@@ -149,10 +149,10 @@ class CountTokensRequest(Body):
 
     hints: ClassVar[Mapping[str, str]] = {
         **HINTS,
-        "mcp_servers": "the server calls no tools; offer them as tools",
+        "mcp_servers": "the server does not call tools; give them in tools",
         "container": "the server runs no code",
-        "context_management": "send what the model is to see",
-        "n": "an answer is one sample",
+        "context_management": "send the messages the model should see",
+        "n": "a response is one sequence",
         "stop": "use stop_sequences",
     }
 
@@ -179,7 +179,7 @@ class CountTokensRequest(Body):
         return {"stop": "stop_sequences", "prompt": "messages", **form}
 
     def check_fields(self) -> None:
-        """What the types alone cannot say."""
+        """Check what the types cannot express; raises 400."""
         self.check_neutral()
         if not self.messages:
             raise bad_request("messages is empty: at least one is needed", "messages")
@@ -217,37 +217,37 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
     inference_geo: None = None
 
     def check_fields(self) -> None:
-        """What the types alone cannot say."""
+        """Check what the types cannot express; raises 400."""
         super().check_fields()
         if self.max_tokens < 1:
             raise bad_request(f"max_tokens must be at least 1, got {self.max_tokens}", "max_tokens")
         budget = None if self.thinking is None else self.thinking.budget_tokens
         if budget is not None and budget >= self.max_tokens:
             raise bad_request(
-                f"thinking.budget_tokens is {budget}, and max_tokens {self.max_tokens} must be above it",
+                f"thinking.budget_tokens is {budget}, and must be below max_tokens, which is {self.max_tokens}",
                 "thinking.budget_tokens",
             )
 
 
-# What goes out
+# Responses
 
 
 class AnthropicAnswerText(msgspec.Struct, tag="text"):
-    """What the model says."""
+    """Text of the answer."""
 
     text: str
     citations: None = None
 
 
 class AnthropicAnswerThinking(msgspec.Struct, tag="thinking"):
-    """What it thought."""
+    """Reasoning of the model."""
 
     thinking: str
     signature: str = ""
 
 
 class AnthropicAnswerToolUse(msgspec.Struct, tag="tool_use"):
-    """A call that the client is to make."""
+    """A tool call for the client to run."""
 
     id: str
     name: str
@@ -258,7 +258,7 @@ AnthropicAnswerBlock = Union[AnthropicAnswerText, AnthropicAnswerThinking, Anthr
 
 
 class MessagesUsage(msgspec.Struct):
-    """Tokens read and written. What came out of the cache is not counted among `input_tokens`."""
+    """Token counts. Cached tokens are not part of `input_tokens`."""
 
     input_tokens: int
     output_tokens: int
@@ -267,7 +267,7 @@ class MessagesUsage(msgspec.Struct):
 
 
 class AnthropicMessage(msgspec.Struct, kw_only=True):
-    """The whole answer."""
+    """The whole response."""
 
     id: str
     type: str = "message"
@@ -280,7 +280,7 @@ class AnthropicMessage(msgspec.Struct, kw_only=True):
 
 
 class TokenCount(msgspec.Struct):
-    """The answer of /v1/messages/count_tokens."""
+    """The response of /v1/messages/count_tokens."""
 
     input_tokens: int
 
@@ -290,7 +290,7 @@ class AnthropicEvent(msgspec.Struct, tag_field="type"):
 
     @property
     def kind(self) -> str:
-        """The event's type, which is its name too."""
+        """The event's type, also its name."""
         return str(self.__struct_config__.tag)
 
 
@@ -347,14 +347,14 @@ class AnthropicMessageStop(AnthropicEvent, tag="message_stop"):
 
 
 class AnthropicErrorDetail(msgspec.Struct):
-    """What was wrong."""
+    """What is wrong with the request."""
 
     type: str
     message: str
 
 
 class AnthropicError(msgspec.Struct, tag_field="type", tag="error"):
-    """The body of every answer that is an error, and the event that ends a stream that failed."""
+    """The body of every error response, and the last event of a stream that failed."""
 
     error: AnthropicErrorDetail
 
@@ -382,6 +382,6 @@ _ERROR_TYPES = {
 
 
 def anthropic_error(error: ApiError) -> AnthropicError:
-    """An error as Anthropic's clients read it."""
+    """An error in Anthropic's format."""
     otherwise = "api_error" if error.status >= 500 else "invalid_request_error"
     return AnthropicError(AnthropicErrorDetail(_ERROR_TYPES.get(error.status, otherwise), error.message))

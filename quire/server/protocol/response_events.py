@@ -16,13 +16,13 @@ from quire.server.protocol.responses import (
 
 
 class ResponseEvent(msgspec.Struct, tag_field="type", kw_only=True):
-    """An event of a stream; they are numbered from 0."""
+    """An event of a stream, numbered from 0."""
 
     sequence_number: int = 0
 
     @property
     def kind(self) -> str:
-        """The event's type, which is its name too."""
+        """The event's type, also its name."""
         tag = self.__struct_config__.tag
         return str(tag)
 

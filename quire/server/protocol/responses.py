@@ -1,4 +1,4 @@
-"""/v1/responses: what comes in and what goes out; `response_events` are those of a stream."""
+"""/v1/responses: requests and responses; the events of a stream are in `response_events`."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ from quire.server.protocol.values import (
 
 LOGPROBS = "message.output_text.logprobs"
 ENCRYPTED_REASONING = "reasoning.encrypted_content"
-"""What this is for, sending the thinking back, works without it: the thinking is there in clear."""
-_NOTHING_KEPT = "nothing is stored; send the whole conversation as input"
+"""Accepted and not needed: reasoning is returned as plain text and can be sent back."""
+_NOT_STORED = "nothing is stored; send the whole conversation as input"
 
 
-# What comes in
+# Requests
 
 
 class ResponseInputMessage(Body):
@@ -59,7 +59,7 @@ class ResponseInputMessage(Body):
 
 
 class ResponseInputCall(Body):
-    """A call that the model made."""
+    """A tool call made by the model."""
 
     type: Literal["function_call"]
     name: str
@@ -72,7 +72,7 @@ class ResponseInputCall(Body):
 
 
 class ResponseInputCallOutput(Body):
-    """What the call gave."""
+    """The result of a tool call."""
 
     type: Literal["function_call_output"]
     output: str | list[Part]
@@ -89,7 +89,7 @@ class ResponseReasoningText(Body):
 
 
 class ResponseInputReasoning(Body):
-    """What the model thought before the item that follows."""
+    """Reasoning of the model before the item that follows."""
 
     type: Literal["reasoning"]
     summary: list[ResponseReasoningText] | None = None
@@ -111,7 +111,7 @@ ResponseInputItem = Annotated[dict[str, Any], schema(anyOf="$input_items")]
 
 
 class ResponseTool(Body):
-    """Something the model may call."""
+    """A tool the model may call."""
 
     name: Name
     type: Literal["function"] = "function"
@@ -121,14 +121,14 @@ class ResponseTool(Body):
 
 
 class ResponseToolChoice(Body):
-    """The one tool that must be called."""
+    """The tool that must be called."""
 
     name: str
     type: Literal["function"] = "function"
 
 
 class ResponseTextFormat(Body):
-    """The form the text must have."""
+    """The format of the answer."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
     name: str | None = None
@@ -144,15 +144,15 @@ class ResponseTextOptions(Body):
 
 class ResponseReasoningOptions(Body):
     effort: str | None = None
-    """Handed to the chat template."""
+    """Passed to the chat template."""
     summary: Literal["auto"] | None = None
-    """There are no summaries; "auto" leaves that to the server."""
+    """The server makes no summaries; "auto" is accepted."""
     generate_summary: None = None
 
 
 class ResponseStreamOptions(Body):
     include_obfuscation: bool | None = None
-    """Accepted, and never done."""
+    """Accepted, without effect."""
 
 
 class ResponsesRequest(Body):
@@ -160,11 +160,11 @@ class ResponsesRequest(Body):
 
     hints: ClassVar[Mapping[str, str]] = {
         **HINTS,
-        "previous_response_id": _NOTHING_KEPT,
-        "conversation": _NOTHING_KEPT,
-        "prompt": "prompts are not stored here; send them as instructions and input",
-        "background": "answers come while the client waits; send false or leave it out",
-        "n": "a response is one sample",
+        "previous_response_id": _NOT_STORED,
+        "conversation": _NOT_STORED,
+        "prompt": "prompts are not stored; send instructions and input",
+        "background": "background processing is not supported; send false or leave it out",
+        "n": "a response is one sequence",
         "max_tokens": "use max_output_tokens",
         "response_format": "use text.format",
         "messages": "use input",
@@ -179,7 +179,7 @@ class ResponsesRequest(Body):
     """Text, or items: messages, reasoning, function calls and their outputs."""
     model: ModelName | None = None
     instructions: str | None = None
-    """A system message before all others."""
+    """A system message before the input."""
     max_output_tokens: OutputLimit | None = None
     temperature: Temperature | None = None
     top_p: PositiveFraction | None = None
@@ -191,11 +191,11 @@ class ResponsesRequest(Body):
     text: ResponseTextOptions | None = None
     reasoning: ResponseReasoningOptions | None = None
     truncation: Literal["auto", "disabled"] | None = None
-    """"auto" drops the beginning of a conversation that is too long."""
+    """"auto" truncates the beginning of a conversation that is too long."""
     stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
     metadata: dict[str, str] | None = None
-    """Comes back with the answer."""
+    """Returned in the response."""
 
     top_k: TopK | None = None
     min_p: Fraction | None = None
@@ -214,7 +214,7 @@ class ResponsesRequest(Body):
     skip_special_tokens: bool | None = None
     structured_outputs: StructuredOutputs | None = None
     include_reasoning: bool | None = None
-    """False leaves the thinking out of the answer."""
+    """False: leave the reasoning out of the response."""
     chat_template_kwargs: TemplateVariables | None = None
     priority: Priority | None = None
     timeout: Seconds | None = None
@@ -223,11 +223,11 @@ class ResponsesRequest(Body):
     vllm_xargs: dict[str, Any] | None = None
 
     user: str | None = None
-    """Accepted, and without effect; so are the next three."""
+    """Accepted, without effect, as are the next three."""
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     max_tool_calls: int | None = None
-    """It bounds calls of tools that a server runs itself, of which there are none."""
+    """A limit on tools that the server runs itself, of which there are none."""
 
     store: bool | None = None
     background: bool | None = None
@@ -252,7 +252,7 @@ class ResponsesRequest(Body):
         return {} if self.structured_outputs is not None else form_names("tools", "tools")
 
     def check_fields(self) -> None:
-        """What the types alone cannot say."""
+        """Check what the types cannot express; raises 400."""
         self.check_neutral()
         for name in ("input", "chat_template_kwargs", "vllm_xargs"):
             check_depth(name, getattr(self, name))
@@ -277,7 +277,7 @@ class ResponsesRequest(Body):
         return LOGPROBS in (self.include or ()) or bool(self.top_logprobs)
 
 
-# What goes out
+# Responses
 
 
 class ResponseOutputText(msgspec.Struct, tag="output_text"):
@@ -289,7 +289,7 @@ class ResponseOutputText(msgspec.Struct, tag="output_text"):
 
 
 class ResponseOutputMessage(msgspec.Struct, tag="message"):
-    """What the model says."""
+    """Text of the answer."""
 
     id: str
     status: str
@@ -302,7 +302,7 @@ class ResponseOutputReasoningText(msgspec.Struct, tag="reasoning_text"):
 
 
 class ResponseOutputReasoning(msgspec.Struct, tag="reasoning"):
-    """What the model thought."""
+    """Reasoning of the model."""
 
     id: str
     status: str
@@ -311,7 +311,7 @@ class ResponseOutputReasoning(msgspec.Struct, tag="reasoning"):
 
 
 class ResponseOutputCall(msgspec.Struct, tag="function_call"):
-    """A call that the client is to make."""
+    """A tool call for the client to run."""
 
     id: str
     status: str
@@ -333,7 +333,7 @@ class ResponseOutputTokensDetails(msgspec.Struct):
 
 
 class ResponseUsage(msgspec.Struct):
-    """Tokens read and written."""
+    """Token counts."""
 
     input_tokens: int
     input_tokens_details: ResponseInputTokensDetails
@@ -352,7 +352,7 @@ class ResponseIncompleteDetails(msgspec.Struct):
 
 
 class Response(msgspec.Struct, kw_only=True):
-    """The whole answer, or what there is of it so far."""
+    """The response, whole or so far."""
 
     id: str
     object: str = "response"

@@ -1,7 +1,7 @@
-"""Types of fields with what the OpenAPI document tells of their values.
+"""Field types with the JSON schema keywords that the OpenAPI document shows for them.
 
-Nothing here is checked when a body is decoded: each value is checked where it is used, in words that say what to do.
-A text that begins with `$` stands for a fact that only a running server knows; `quire.server.openapi` fills it in.
+Decoding a body does not check them: each value is checked where it is used, with an error that says what to do. A text
+that begins with `$` is a placeholder for a value that only a running server knows; `quire.server.openapi` fills it in.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from quire.messages.sampling import MAX_STOP_STRINGS, REPETITION_PENALTY
 
 
 def schema(**schema: Any) -> Meta:
-    """What the document says of a value."""
+    """JSON schema keywords of a type."""
     return Meta(extra_json_schema=schema)
 
 
@@ -29,13 +29,13 @@ Priority = Annotated[int, schema(minimum=-INT32, maximum=INT32 - 1)]
 Seconds = Annotated[float, schema(exclusiveMinimum=0)]
 RequestId = Annotated[str, schema(pattern="^[!-~]{1,128}$")]
 Truncation = Annotated[int, schema(anyOf=[{"const": -1}, {"minimum": 1}])]
-"""-1: as much as fits."""
+"""-1: as many as fit."""
 
 SESSION_NAME = "^[A-Za-z0-9_][A-Za-z0-9_.:@-]{0,127}$"
 SessionName = Annotated[str, schema(pattern=SESSION_NAME)]
 """Checked by `quire.sessions.log.names`."""
 
-# How tokens are drawn
+# Sampling
 
 Samples = Annotated[int, schema(minimum=1, maximum="$max_samples")]
 OutputLimit = Annotated[int, schema(minimum=1, maximum="$max_model_len")]
@@ -79,6 +79,6 @@ Part = Annotated[
         ]
     ),
 ]
-"""Of a message's content."""
+"""A part of a message's content."""
 TemplateVariables = Annotated[dict[str, Any], schema(propertyNames={"pattern": "^[A-Za-z][A-Za-z0-9_]*$"})]
 ToolChoice = Annotated[str, schema(enum=["none", "auto", "required"])]

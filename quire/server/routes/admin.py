@@ -1,4 +1,4 @@
-"""Routes for whoever runs the server; they exist only with --admin-key, and only it opens them."""
+"""Routes for operators; they exist only with --admin-key, and require it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from quire.server.routing import Route
 
 class ResetAnswer(msgspec.Struct):
     is_empty: bool
-    """No block had to stay with a running request."""
+    """Whether no block had to stay with a running request."""
 
 
 class ReplicaStats(msgspec.Struct):
@@ -28,7 +28,7 @@ class ReplicaStats(msgspec.Struct):
     open_requests: int
     restarts: int
     engine: dict[str, float]
-    """Empty while it is down."""
+    """Metrics; empty while it is down."""
 
 
 class Stats(msgspec.Struct, omit_defaults=True):
@@ -37,33 +37,33 @@ class Stats(msgspec.Struct, omit_defaults=True):
     queued_tokens: int
     restarts: int
     engine: dict[str, float]
-    """Of several engines, of all together. Empty while there is none."""
+    """Metrics of all engines together; empty while none is up."""
     replicas: list[ReplicaStats] = []
-    """Each of them, where there are several."""
+    """Each engine, if there are several."""
 
 
 async def reset_prefix_cache(context: ServerContext, exchange: Exchange) -> None:
-    """Forget all cached prefixes."""
+    """Empty the prefix cache."""
     await exchange.reply(ResetAnswer(await context.llm.reset_prefix_cache()))
 
 
 async def rebalance_experts(context: ServerContext, exchange: Exchange) -> None:
-    """Move a mixture's experts to where the load is, with --enable-expert-parallel."""
+    """Redistribute experts over ranks by load, with --enable-expert-parallel."""
     await exchange.reply(await context.llm.rebalance_experts())
 
 
 async def stats(context: ServerContext, exchange: Exchange) -> None:
-    """The engine's figures and the server's."""
-    figures: dict[str, float] = {}
+    """Metrics of the engine and the server."""
+    metrics: dict[str, float] = {}
     with contextlib.suppress(EngineDeadError):
-        figures = {metric.name: metric.value for metric in await context.llm.get_metrics()}
+        metrics = {metric.name: metric.value for metric in await context.llm.get_metrics()}
     await exchange.reply(
         Stats(
             status=context.supervisor.status,
             open_requests=context.admission.requests,
             queued_tokens=context.admission.queued_tokens,
             restarts=context.supervisor.restarts,
-            engine=figures,
+            engine=metrics,
             replicas=await _replicas(context) if len(context.llm.replicas) > 1 else [],
         )
     )
@@ -72,10 +72,10 @@ async def stats(context: ServerContext, exchange: Exchange) -> None:
 async def _replicas(context: ServerContext) -> list[ReplicaStats]:
     found = []
     for replica, supervisor in zip(context.llm.replicas, context.supervisor.each, strict=True):
-        figures: dict[str, float] = {}
+        metrics: dict[str, float] = {}
         with contextlib.suppress(EngineDeadError):
-            figures = {metric.name: metric.value for metric in await replica.get_metrics()}
-        found.append(ReplicaStats(supervisor.status, replica.num_open_requests, supervisor.restarts, figures))
+            metrics = {metric.name: metric.value for metric in await replica.get_metrics()}
+        found.append(ReplicaStats(supervisor.status, replica.num_open_requests, supervisor.restarts, metrics))
     return found
 
 

@@ -31,7 +31,7 @@ from quire.server.routing import Route
 
 
 async def create(context: ServerContext, exchange: Exchange) -> None:
-    """Answer a conversation, at once or as it is written."""
+    """Create a chat completion, streamed or not."""
     request = await exchange.read_json(ChatRequest)
     async with exchange.interruptible(context.deadline(request.timeout)):
         generation = await prepare(context, exchange, request)
@@ -40,7 +40,7 @@ async def create(context: ServerContext, exchange: Exchange) -> None:
 
 
 class ChatAnswer:
-    """Writes a turn's pieces as OpenAI's chat completions."""
+    """Sends a chat generation as OpenAI's chat completions."""
 
     def __init__(
         self, context: ServerContext, exchange: Exchange, request: ChatRequest, generation: ChatGeneration
@@ -57,10 +57,10 @@ class ChatAnswer:
         self._wants_ids = bool(request.return_token_ids)
         self._wants_timings = bool(request.return_metrics) or context.config.enable_per_request_metrics
 
-    # At once
+    # Not streamed
 
     async def send(self) -> None:
-        """The whole answer."""
+        """Send the whole response."""
         generation = self._generation
         pieces: list[list[AnswerPiece]] = [[] for _ in generation.choices]
         async with aclosing(generation.pieces()) as coming:
@@ -109,10 +109,10 @@ class ChatAnswer:
             token_ids=tokens if self._wants_ids else UNSET,
         )
 
-    # As it is written
+    # Streamed
 
     async def stream(self) -> None:
-        """Events: the role, what is new, the end of each sample, usage."""
+        """Send events: the role, new output and the end of each sequence, usage."""
         generation, request = self._generation, self._request
         forced = self._context.config.enable_force_include_usage
         continuous = request.continuous_usage or forced
@@ -152,8 +152,8 @@ class ChatAnswer:
         return ChatChunk(self._id, "chat.completion.chunk", self._created, self._model, choices)
 
     def _chunks(self, piece: AnswerPiece) -> list[ChatChunk]:
-        """A piece as chunks, one a delta; what is told of its tokens goes with the first."""
-        deltas = [shown for delta in piece.deltas if (shown := _message_delta(delta)) is not None]
+        """A piece as chunks, one per delta; logprobs and token ids go with the first."""
+        deltas = [message for delta in piece.deltas if (message := _message_delta(delta)) is not None]
         logprobs, tokens = self._details(piece)
         if not deltas and (logprobs is not None or tokens is not UNSET):
             deltas.append(ChatMessageDelta(content=""))
@@ -186,7 +186,7 @@ def _message_delta(delta: Delta) -> ChatMessageDelta | None:
         return ChatMessageDelta(tool_calls=[CallDelta(delta.index, delta.id, "function", function)])
     if isinstance(delta, CallArguments):
         return ChatMessageDelta(tool_calls=[CallDelta(delta.index, function=FunctionDelta(arguments=delta.text))])
-    return None  # the end of a call shows in what follows
+    return None  # OpenAI's format has no event for the end of a call
 
 
 ROUTES = [

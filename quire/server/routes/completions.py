@@ -28,7 +28,7 @@ from quire.server.routing import Route
 
 
 async def create(context: ServerContext, exchange: Exchange) -> None:
-    """Complete prompts, at once or as it is written."""
+    """Create completions of one or more prompts, streamed or not."""
     request = await exchange.read_json(CompletionRequest)
     async with exchange.interruptible(context.deadline(request.timeout)):
         jobs = await prepare(context, exchange, request)
@@ -45,14 +45,14 @@ async def prepare(context: ServerContext, exchange: Exchange, request: Completio
     prompts = request.prompts
     _check_prompt_count(context, len(prompts), request.n or 1)
     limit = MAX_TOKENS if request.max_tokens is None else request.max_tokens
-    # Scoring alone still takes a step: its token is made, and left out of the answer.
+    # Scoring a prompt still takes a step: its token is generated and left out of the response.
     params = sampling_params(request, context.sampling_defaults, max(1, limit), request.logprobs)
     search = beam_search_params(request, max(1, limit))
     if request.echo and request.logprobs is not None and params.prompt_logprobs is None:
         params.prompt_logprobs = request.logprobs
     turn = requested_session(exchange, request, search)
     if turn is not None and (len(prompts) > 1 or request.max_tokens == 0):
-        raise bad_request("a turn of a session has one prompt, and at least one token to add", "session_id")
+        raise bad_request("a session's turn has one prompt and generates at least one token", "session_id")
     jobs = []
     for prompt in prompts:
         text = prompt if isinstance(prompt, str) else None
@@ -60,7 +60,7 @@ async def prepare(context: ServerContext, exchange: Exchange, request: Completio
             if params.truncate_prompt_tokens is None:
                 context.check_text(prompt)
             tokens = await context.tokenize(prompt, request.add_special_tokens is not False)
-            await asyncio.sleep(0)  # there may be hundreds of them: streams go on between two
+            await asyncio.sleep(0)  # there may be hundreds: let other requests run in between
         else:
             tokens = prompt
         if params.truncate_prompt_tokens is None:
@@ -70,13 +70,13 @@ async def prepare(context: ServerContext, exchange: Exchange, request: Completio
 
 
 def _check_prompt_count(context: ServerContext, prompts: int, sequences: int) -> None:
-    """Each bound alone would let a hundred thousand samples pass."""
+    """Check prompts times n: each limit alone would allow a hundred thousand sequences."""
     most = context.config.max_prompts
     if prompts > most:
         raise bad_request(f"prompt holds {prompts}; at most {most} (--max-prompts)", "prompt")
     if prompts > 1 and prompts * sequences > most:
         raise bad_request(
-            f"prompt holds {prompts}, and with n={sequences} that makes {prompts * sequences} samples; at most {most} "
+            f"prompt holds {prompts}, with n={sequences} that makes {prompts * sequences} sequences; at most {most} "
             "(--max-prompts)",
             "n",
         )
@@ -84,16 +84,16 @@ def _check_prompt_count(context: ServerContext, prompts: int, sequences: int) ->
 
 @dataclass
 class _Progress:
-    """How far one choice has been told."""
+    """How much of one choice has been sent."""
 
-    is_over: bool = False
+    is_finished: bool = False
     offset: int = 0
-    """Characters so far, as the logprobs' columns count them."""
+    """Characters so far, for `text_offset` of logprobs."""
     is_started: bool = False
 
 
 class CompletionAnswer:
-    """Writes outputs as OpenAI's completions. Choice i of prompt p has the index p * n + i."""
+    """Sends outputs as OpenAI's completions. Choice i of prompt p has the index p * n + i."""
 
     def __init__(
         self, context: ServerContext, exchange: Exchange, request: CompletionRequest, jobs: list[GenerationJob]
@@ -113,7 +113,7 @@ class CompletionAnswer:
         self._progress = [_Progress() for _ in range(len(jobs) * self._n)]
 
     async def send(self) -> None:
-        """The whole answer."""
+        """Send the whole response."""
         outputs: list[RequestOutput | None] = [None] * len(self._jobs)
         async with aclosing(generate(self._context, self._exchange, self._jobs)) as coming:
             async for index, output in coming:
@@ -131,7 +131,7 @@ class CompletionAnswer:
         await self._exchange.reply(response)
 
     async def stream(self) -> None:
-        """Events: what is new of each choice, usage."""
+        """Send events: new output of each choice, usage."""
         request = self._request
         forced = self._context.config.enable_force_include_usage
         continuous = request.continuous_usage or forced
@@ -143,9 +143,9 @@ class CompletionAnswer:
                 ends[index] = output
                 for sequence in output.outputs:
                     progress = self._progress[index * self._n + sequence.index]
-                    if progress.is_over or not (sequence.token_ids or sequence.finish_reason):
+                    if progress.is_finished or not (sequence.token_ids or sequence.finish_reason):
                         continue
-                    progress.is_over = sequence.finish_reason is not None
+                    progress.is_finished = sequence.finish_reason is not None
                     chunk = self._response([self._choice(index, output, sequence)])
                     if continuous:
                         chunk.usage = self._counter.usage
@@ -169,7 +169,7 @@ class CompletionAnswer:
         return CompletionResponse(self._id, "text_completion", self._created, self._model, choices)
 
     def _choice(self, index: int, output: RequestOutput, sequence: CompletionOutput) -> CompletionChoice:
-        """A choice, or what is new of it; the first time with what is told of its prompt."""
+        """A choice, or its new output; the first time with what was requested about its prompt."""
         request = self._request
         number = index * self._n + sequence.index
         progress = self._progress[number]
@@ -210,14 +210,14 @@ class CompletionAnswer:
         return columns
 
     def _name_first(self, columns: CompletionLogprobs, token: int) -> None:
-        """The first token of a prompt has no logprob, and so no name beside it."""
+        """The first token of a prompt has no logprob, so its text comes from the tokenizer."""
         if self._context.tokenizer is not None:
             name = self._context.tokenizer.decode([token])
             columns.tokens[0] = name
             columns.text_offset[1:] = [offset + len(name) for offset in columns.text_offset[1:]]
 
     def _prompt_text(self, index: int, tokens: list[int]) -> str:
-        """The text of the prompt's tokens, which are not all that were sent if it was truncated."""
+        """The prompt's text, of the remaining tokens if it was truncated."""
         job = self._jobs[index]
         if job.text is None or len(tokens) < len(job.tokens):
             job.text = "" if self._context.tokenizer is None else self._context.tokenizer.decode(tokens)

@@ -1,4 +1,4 @@
-"""POST /v1/embeddings: vectors of texts."""
+"""POST /v1/embeddings."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from quire.server.routing import Route
 
 
 async def create(context: ServerContext, exchange: Exchange) -> None:
-    """A vector for each input."""
+    """Create an embedding of each input."""
     body = await exchange.read_json(EmbeddingRequest)
     async with exchange.interruptible(context.deadline(body.timeout)):
         context.check_serving()
@@ -37,14 +37,14 @@ async def create(context: ServerContext, exchange: Exchange) -> None:
             id=f"embd-{exchange.id}",
             created=int(time.time()),
             model=body.model or context.names[0],
-            data=[await _written(index, output, body) for index, output in enumerate(outputs)],
+            data=[await _encoded(index, output, body) for index, output in enumerate(outputs)],
             usage=_usage(outputs),
         )
         await exchange.reply(response)
 
 
 async def _tokenized(context: ServerContext, body: EmbeddingRequest) -> list[list[int]]:
-    """Each input as token ids. There may be thousands of them: streams go on between two."""
+    """Each input as token ids. There may be thousands: other requests run in between."""
     adds = body.add_special_tokens is not False
     prompts: list[list[int]] = []
     for item in body.inputs:
@@ -58,7 +58,7 @@ async def _tokenized(context: ServerContext, body: EmbeddingRequest) -> list[lis
 async def _vectors(
     context: ServerContext, exchange: Exchange, body: EmbeddingRequest, prompts: Sequence[list[int]]
 ) -> list[PoolingRequestOutput]:
-    """All of them, let in together or not at all. Leaving in any way ends the requests in the engine."""
+    """The vectors of all inputs, admitted all or none. Leaving in any way ends the requests in the engine."""
     params, salt = body.pooling_params, body.cache_salt or ""
     tickets = context.admission.enter([(1, len(tokens)) for tokens in prompts])
     tasks: list[asyncio.Future[PoolingRequestOutput]] = []
@@ -66,14 +66,14 @@ async def _vectors(
         for tokens, ticket in zip(prompts, tickets, strict=True):
             prompt: TokensPrompt = {"prompt_token_ids": tokens, "cache_salt": salt}
             tasks.append(asyncio.ensure_future(_vector(context, exchange, prompt, params, body.priority or 0, ticket)))
-        # Not `gather`: cancelled, it would wait for all of them before anybody could leave.
+        # Not `gather`: when cancelled, it would wait for all tasks before raising.
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
         for failed in (task for task in done if task.exception() is not None):
             failed.result()
         return [task.result() for task in tasks]
     finally:
         for ticket in tickets:
-            ticket.leave()  # before anything is waited for: a hang-up may interrupt even this
+            ticket.leave()  # before any await: a disconnect may interrupt even this block
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -121,17 +121,17 @@ def _as_generation(output: PoolingRequestOutput) -> RequestOutput:
     )
 
 
-async def _written(index: int, output: PoolingRequestOutput, body: EmbeddingRequest) -> Embedding:
-    """A vector as it goes into the answer. Millions of digits take their time: streams go on between two vectors."""
+async def _encoded(index: int, output: PoolingRequestOutput, body: EmbeddingRequest) -> Embedding:
+    """A vector as JSON or base64. Encoding many takes long: other requests run in between."""
     await asyncio.sleep(0)
     vector = output.outputs.data
     if body.encoding_format == "base64":
-        return Embedding(index, in_base64(vector))
-    return Embedding(index, msgspec.Raw(msgspec.json.encode(vector.tolist())))  # type: ignore[arg-type]  # written out
+        return Embedding(index, as_base64(vector))
+    return Embedding(index, msgspec.Raw(msgspec.json.encode(vector.tolist())))  # type: ignore[arg-type]  # already encoded
 
 
-def in_base64(vector: NDArray[np.float32]) -> str:
-    """As OpenAI's clients read it."""
+def as_base64(vector: NDArray[np.float32]) -> str:
+    """Little-endian float32, as OpenAI's clients decode it."""
     return base64.b64encode(vector.astype("<f4").tobytes()).decode()
 
 

@@ -1,4 +1,4 @@
-"""POST /v1/messages and /v1/messages/count_tokens, as Anthropic's clients send them."""
+"""POST /v1/messages and /v1/messages/count_tokens: Anthropic's API."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from quire.server.routing import ErrorStyle, Route
 
 
 async def create(context: ServerContext, exchange: Exchange) -> None:
-    """Answer a conversation, at once or as it is written."""
+    """Create a message, streamed or not."""
     request = await exchange.read_json(MessagesRequest)
     async with exchange.interruptible(context.deadline(request.timeout)):
         generation = await prepare(context, exchange, as_chat(request))
@@ -53,8 +53,8 @@ async def _stream(exchange: Exchange, generation: ChatGeneration, writer: Messag
             events += writer.write(piece.deltas)
             last = piece
             if events:
-                await stream.send_bytes(_wire(events))
-    await stream.close(_wire(_finish(writer, last, generation)))
+                await stream.send_bytes(_encoded(events))
+    await stream.close(_encoded(_finish(writer, last, generation)))
 
 
 def _finish(writer: MessageWriter, last: AnswerPiece | None, generation: ChatGeneration) -> list[AnthropicEvent]:
@@ -62,12 +62,12 @@ def _finish(writer: MessageWriter, last: AnswerPiece | None, generation: ChatGen
     return writer.finish(reason, stop, generation.counter.usage)
 
 
-def _wire(events: list[AnthropicEvent]) -> bytes:
+def _encoded(events: list[AnthropicEvent]) -> bytes:
     return b"".join(named_event(event.kind, event) for event in events)
 
 
 async def count_tokens(context: ServerContext, exchange: Exchange) -> None:
-    """How many tokens a conversation is."""
+    """Count the tokens of a conversation."""
     request = await exchange.read_json(CountTokensRequest)
     context.check_model(request.model)
     chat = as_chat(request)

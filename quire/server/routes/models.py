@@ -2,19 +2,37 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from quire.server.context import ServerContext
 from quire.server.http import Exchange
-from quire.server.protocol.models import ModelCard, ModelList
 from quire.server.routing import Route
 
 
+class ModelCard(msgspec.Struct):
+    """A served model."""
+
+    id: str
+    created: int
+    max_model_len: int
+    root: str
+    object: str = "model"
+    owned_by: str = "quire"
+    parent: str | None = None
+
+
+class ModelList(msgspec.Struct):
+    data: list[ModelCard]
+    object: str = "list"
+
+
 async def list_models(context: ServerContext, exchange: Exchange) -> None:
-    """Every name the model answers to."""
+    """List the names under which the model is served."""
     await exchange.reply(ModelList([_card(context, name) for name in context.names]))
 
 
 async def retrieve(context: ServerContext, exchange: Exchange) -> None:
-    """One of them."""
+    """Retrieve one of them."""
     name = exchange.path_params["model"]
     context.check_model(name)
     await exchange.reply(_card(context, name))

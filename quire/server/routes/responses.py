@@ -1,4 +1,4 @@
-"""POST /v1/responses: OpenAI's newer shape of a chat. Nothing is stored."""
+"""POST /v1/responses. Nothing is stored."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from quire.server.routing import Route
 
 
 async def create(context: ServerContext, exchange: Exchange) -> None:
-    """Answer a conversation, at once or as it is written."""
+    """Create a response, streamed or not."""
     request = await exchange.read_json(ResponsesRequest)
     async with exchange.interruptible(context.deadline(request.timeout)):
         generation = await prepare(context, exchange, as_chat(request, context.max_model_len))
@@ -49,7 +49,7 @@ async def _stream(
     stream = exchange.events()
 
     def failure(error: ApiError) -> bytes:
-        return _wire(writer.fail(error))
+        return _encoded(writer.fail(error))
 
     exchange.error_event = failure
     reason, is_first = None, True
@@ -60,8 +60,8 @@ async def _stream(
             events += writer.write(piece.deltas, _logprobs(request, piece))
             reason = piece.finish_reason
             if events:
-                await stream.send_bytes(_wire(events))
-    await stream.close(_wire(writer.finish(reason, generation.counter.usage)))
+                await stream.send_bytes(_encoded(events))
+    await stream.close(_encoded(writer.finish(reason, generation.counter.usage)))
 
 
 def _logprobs(request: ResponsesRequest, piece: AnswerPiece) -> list[TokenLogprob]:
@@ -72,7 +72,7 @@ def _logprobs(request: ResponsesRequest, piece: AnswerPiece) -> list[TokenLogpro
     return [] if logprobs is None else logprobs.content
 
 
-def _wire(events: list[ResponseEvent]) -> bytes:
+def _encoded(events: list[ResponseEvent]) -> bytes:
     return b"".join(named_event(event.kind, event) for event in events)
 
 

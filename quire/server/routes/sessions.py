@@ -1,4 +1,4 @@
-"""/v1/sessions: conversations by name that outlive their turns."""
+"""/v1/sessions: named conversations whose KV is kept between turns."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ from quire.server.routes.completions import prepare as prepare_completion
 from quire.server.routing import Route
 from quire.sessions.keeper import KEEP, SessionInfo
 
-PAGE = 100
+DEFAULT_PAGE = 100
 FILE = "application/octet-stream"
 PIECE_BYTES = 1 << 18
 
 
 @asynccontextmanager
-async def asking(context: ServerContext, exchange: Exchange) -> AsyncIterator[AsyncSessions]:
-    """The sessions of whoever asks, while the engine can be asked."""
+async def open_sessions(context: ServerContext, exchange: Exchange) -> AsyncIterator[AsyncSessions]:
+    """The tenant's sessions; raises 503 without an engine, and is cancelled if the client disconnects."""
     context.check_serving()
     async with exchange.interruptible(context.deadline(None)):
         yield context.llm.sessions.of(exchange.tenant)
@@ -61,17 +61,17 @@ def _named(sessions: AsyncSessions, exchange: Exchange) -> AsyncSession:
         raise bad_request(str(error), "session") from None
 
 
-# What there is
+# Sessions
 
 
 async def create(context: ServerContext, exchange: Exchange) -> None:
-    """A new session, empty or beginning with text, token ids or messages."""
+    """Create a session, empty or with text, token ids or messages."""
     request = await exchange.read_json(SessionCreateRequest)
     context.check_model(request.model)
     request.check_fields()
     wanted = request.wanted_name
     name = f"session-{secrets.token_hex(8)}" if wanted is None else wanted
-    async with asking(context, exchange) as sessions:
+    async with open_sessions(context, exchange) as sessions:
         arguments: dict[str, Any] = {"ttl": request.ttl, "meta": request.metadata, "is_new": wanted is None}
         if request.input is not None:
             given = plain_input(request.input)
@@ -84,12 +84,12 @@ async def create(context: ServerContext, exchange: Exchange) -> None:
 
 
 async def list_sessions(context: ServerContext, exchange: Exchange) -> None:
-    """A page of sessions, in the order they were made."""
+    """List sessions by page, in the order they were created."""
     query = QueryParams(exchange.scope["query_string"])
-    given = query.get("limit", str(PAGE))
+    given = query.get("limit", str(DEFAULT_PAGE))
     if not given.isdecimal() or not 1 <= int(given[:9]) <= LARGEST_PAGE:
         raise bad_request(f"limit must be 1 to {LARGEST_PAGE}, got {given[:40]!r}", "limit")
-    async with asking(context, exchange) as sessions:
+    async with open_sessions(context, exchange) as sessions:
         page = await sessions.page(query.get("after"), int(given))
     data = [_as_object(info) for info in page.sessions]
     ends = (data[0].id, data[-1].id) if data else (None, None)
@@ -97,48 +97,48 @@ async def list_sessions(context: ServerContext, exchange: Exchange) -> None:
 
 
 async def retrieve(context: ServerContext, exchange: Exchange) -> None:
-    """One session."""
-    async with asking(context, exchange) as sessions:
+    """Retrieve a session."""
+    async with open_sessions(context, exchange) as sessions:
         await exchange.reply(_as_object(await _named(sessions, exchange).info()))
 
 
 async def update(context: ServerContext, exchange: Exchange) -> None:
-    """Another time to live, or other notes."""
+    """Change a session's time to live or metadata."""
     request = await exchange.read_json(SessionUpdateRequest)
-    async with asking(context, exchange) as sessions:
+    async with open_sessions(context, exchange) as sessions:
         ttl = KEEP if request.ttl is UNSET else request.ttl
         await exchange.reply(_as_object(await _named(sessions, exchange).update(ttl=ttl, meta=request.metadata)))
 
 
 async def delete(context: ServerContext, exchange: Exchange) -> None:
-    """End a session. Its forks stay."""
-    async with asking(context, exchange) as sessions:
+    """Delete a session. Its forks stay."""
+    async with open_sessions(context, exchange) as sessions:
         session = _named(sessions, exchange)
         await session.delete()
         await exchange.reply(SessionDeleted(id=session.name))
 
 
-# What is done with one
+# Operations on one session
 
 
 async def append(context: ServerContext, exchange: Exchange) -> None:
-    """Add text, token ids or messages. They are durable when this is answered, and computed with the next turn."""
+    """Append text, token ids or messages. They are durable on response, and computed with the next turn."""
     request = await exchange.read_json(SessionAppendRequest)
     request.check_fields()
     given = plain_input(request.input)
-    async with asking(context, exchange) as sessions:
+    async with open_sessions(context, exchange) as sessions:
         rendering = _render_arguments(context, request) if is_messages(given) else {}
         await exchange.reply(_as_object(await _named(sessions, exchange).append(given, **rendering)))
 
 
 async def generate(context: ServerContext, exchange: Exchange) -> None:
-    """One turn, after adding the input if there is one: answered as chats are, or as completions."""
+    """Generate one turn, after appending the input if any; responds as chat completions or completions do."""
     request = await exchange.read_json(SessionGenerateRequest)
     async with exchange.interruptible(context.deadline(request.timeout)):
         context.check_serving()
         session = _named(context.llm.sessions.of(exchange.tenant), exchange)
         if request.session_id is not None and request.session_id != session.name:
-            raise bad_request("session_id is another session than the address names", "session_id")
+            raise bad_request("session_id differs from the session in the path", "session_id")
         request.session_id = session.name
         answer = (
             await _chat(context, exchange, request, session)
@@ -176,47 +176,47 @@ async def _prompt(
 ) -> SessionPrompt:
     tokens, turn = await session.prepare(given, **rendering)
     if not tokens:
-        raise bad_request("the session is empty, and nothing can follow: give an input", "input")
+        raise bad_request("the session is empty: give an input", "input")
     text = None if context.tokenizer is None else context.tokenizer.decode(tokens, skip_special_tokens=False)
     return SessionPrompt(text or "", tokens, turn)
 
 
 async def suspend(context: ServerContext, exchange: Exchange) -> None:
-    """Leave the device, now or when the turn ends. With wait=true, answered when all there was to save is saved."""
+    """Suspend a session from the device, now or when its turn ends. With wait=true, responds when its KV is saved."""
     wait = QueryParams(exchange.scope["query_string"]).get("wait", "false")
     if wait not in ("true", "false"):
         raise bad_request(f"wait must be true or false, got {wait[:40]!r}", "wait")
-    async with asking(context, exchange) as sessions:
+    async with open_sessions(context, exchange) as sessions:
         await exchange.reply(_as_object(await _named(sessions, exchange).suspend(wait == "true")))
 
 
 async def resume(context: ServerContext, exchange: Exchange) -> None:
-    """The session is to be used again: its time to live begins anew. Its next turn loads what it needs."""
-    async with asking(context, exchange) as sessions:
+    """Resume a session: restarts its time to live. Its next turn loads what it needs."""
+    async with open_sessions(context, exchange) as sessions:
         session = await sessions.resume(exchange.path_params["session"])
         await exchange.reply(_as_object(session.found))
 
 
 async def recover(context: ServerContext, exchange: Exchange) -> None:
-    """Accept what is left of a session that is lost."""
-    async with asking(context, exchange) as sessions:
+    """Recover the remaining tokens of a lost session."""
+    async with open_sessions(context, exchange) as sessions:
         await exchange.reply(_as_object(await _named(sessions, exchange).recover()))
 
 
 async def fork(context: ServerContext, exchange: Exchange) -> None:
-    """A session with the same first tokens, which shares what it can."""
+    """Fork a session: a new one with the same first tokens, which shares blocks."""
     request = await exchange.read_json(SessionForkRequest)
-    async with asking(context, exchange) as sessions:
+    async with open_sessions(context, exchange) as sessions:
         made = await _named(sessions, exchange).fork(request.id, request.at)
         await exchange.reply(_as_object(made.found))
 
 
-# To and from files
+# Export and import
 
 
 async def export(context: ServerContext, exchange: Exchange) -> None:
-    """The session as a file: its tokens and notes."""
-    async with asking(context, exchange) as sessions:
+    """Export a session as a file: its tokens and metadata."""
+    async with open_sessions(context, exchange) as sessions:
         session = _named(sessions, exchange)
         data = await session.exported()
         name = f'attachment; filename="{session.name}.session"'.encode()
@@ -231,23 +231,23 @@ async def export(context: ServerContext, exchange: Exchange) -> None:
 
 
 async def import_session(context: ServerContext, exchange: Exchange) -> None:
-    """A session from such a file, under its own name or another."""
+    """Import a session from an exported file, under its own name or another."""
     given = exchange.headers.get("content-type", "").partition(";")[0].strip().lower()
     if given != FILE:
         raise ApiError(415, f"the body must be {FILE}, and Content-Type is {given or 'missing'}")
     name = QueryParams(exchange.scope["query_string"]).get("id")
     exchange.client_names = session_names("id")
     data = await exchange.read_body()
-    async with asking(context, exchange) as sessions:
+    async with open_sessions(context, exchange) as sessions:
         session = await sessions.import_(data, name)
         await exchange.reply(_as_object(session.found))
 
 
-# Words
+# Conversions
 
 
 def _render_arguments(context: ServerContext, request: AppendFields) -> dict[str, Any]:
-    """How messages are written: as the chat route would."""
+    """Arguments for rendering messages as the chat route does."""
     chat = ChatRequest(
         messages=[Message(role="user", content="-")],
         tools=request.tools,
@@ -295,7 +295,7 @@ def _as_object(info: SessionInfo | None) -> SessionObject:
 
 _ONE = "/v1/sessions/{session}"
 _NAME = {"type": "string", "pattern": SESSION_NAME}
-_LIMIT = {"type": "integer", "minimum": 1, "maximum": LARGEST_PAGE, "default": PAGE}
+_LIMIT = {"type": "integer", "minimum": 1, "maximum": LARGEST_PAGE, "default": DEFAULT_PAGE}
 
 
 def _route(method: str, path: str, handler: Any, **more: Any) -> Route:

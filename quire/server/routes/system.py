@@ -1,4 +1,4 @@
-"""What machines ask a server: health, readiness, load, version, metrics, the OpenAPI document."""
+"""Health, readiness, load, version, metrics and the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Version(msgspec.Struct):
 
 
 async def health(context: ServerContext, exchange: Exchange) -> None:
-    """200 only if the engine's steps end, or if there is nothing to do."""
+    """200 if the engine completes steps, or has nothing to do."""
     state = await context.supervisor.health()
     if not state.ok:
         raise unavailable(state.message, context.retry_after)
@@ -30,13 +30,13 @@ async def health(context: ServerContext, exchange: Exchange) -> None:
 
 
 async def ready(context: ServerContext, exchange: Exchange) -> None:
-    """200 while requests are taken: not while draining, and not without an engine."""
+    """200 while requests are accepted: not while draining, and not without an engine."""
     context.check_serving()
     await exchange.reply(b"")
 
 
 async def load(context: ServerContext, exchange: Exchange) -> None:
-    """How many requests are open."""
+    """The number of open requests."""
     await exchange.reply(ServerLoad(context.admission.requests))
 
 
@@ -45,7 +45,7 @@ async def version(context: ServerContext, exchange: Exchange) -> None:
 
 
 async def metrics(context: ServerContext, exchange: Exchange) -> None:
-    """Figures in Prometheus' text format."""
+    """Metrics in Prometheus' text format."""
     await exchange.reply(await context.metrics.page(), content_type=METRICS)
 
 

@@ -14,7 +14,7 @@ from quire.server.routing import Route
 
 
 async def tokenize(context: ServerContext, exchange: Exchange) -> None:
-    """Text or a conversation as token ids."""
+    """Tokenize text or a conversation."""
     request = await exchange.read_json(TokenizeRequest)
     context.check_model(request.model)
     request.check_fields()
@@ -42,7 +42,7 @@ def _as_chat(request: TokenizeRequest) -> ChatRequest:
 
 
 async def detokenize(context: ServerContext, exchange: Exchange) -> None:
-    """Token ids as text, special tokens included."""
+    """Convert token ids to text, including special tokens."""
     request = await exchange.read_json(DetokenizeRequest)
     context.check_model(request.model)
     if context.tokenizer is None:
