@@ -170,14 +170,14 @@ def serving(host: Host) -> Iterator[Callable[..., Live]]:
 
 
 @pytest.fixture(scope="session")
-def attacked(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[AttackedServer]:
+def attacked_process(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[AttackedServer]:
     flags = ("--trust-request-chat-template", "--stall-timeout", "2", "--grammar-timeout", "2")
     with attacked_server(tiny_model, tmp_path_factory.mktemp("attacked"), *flags) as made:
         yield made
 
 
 @pytest.fixture
-def fort(attacked: AttackedServer) -> Iterator[AttackedServer]:
-    """A `quire serve` process; checked to stand as it stood before, after the test."""
-    yield attacked
-    attacked.assert_standing()
+def attacked(attacked_process: AttackedServer) -> Iterator[AttackedServer]:
+    """A `quire serve` process; checked after the test to be as before it."""
+    yield attacked_process
+    attacked_process.assert_unharmed()

@@ -1,4 +1,4 @@
-"""Who gets in, how long they may stay, and what happens when they leave."""
+"""Admission, deadlines and disconnects."""
 
 from __future__ import annotations
 

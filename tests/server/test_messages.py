@@ -117,10 +117,11 @@ class TestInput:
             ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "text is missing"),
             ({"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "wish": 1}]}]}, "wish"),
             ({"messages": [{"role": "user", "content": [
-                {"type": "tool_use", "id": "1", "name": "f", "input": {}}]}]}, "assistant's"),
-            ({"messages": [{"role": "assistant", "content": [{"type": "tool_result", "tool_use_id": "1"}]}]}, "user's"),
+                {"type": "tool_use", "id": "1", "name": "f", "input": {}}]}]}, "only an assistant message"),
             ({"messages": [{"role": "assistant", "content": [
-                {"type": "tool_use", "id": "1", "name": "f", "input": {}}]}]}, "tool_result is to follow"),
+                {"type": "tool_result", "tool_use_id": "1"}]}]}, "only a user message"),
+            ({"messages": [{"role": "assistant", "content": [
+                {"type": "tool_use", "id": "1", "name": "f", "input": {}}]}]}, "tool_result must follow"),
             ({"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1", "content": [
                 {"type": "image"}]}]}]}, "image"),
             ({"thinking": {"type": "enabled", "budget_tokens": 9}}, "budget_tokens"),

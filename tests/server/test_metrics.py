@@ -1,4 +1,4 @@
-"""What `/metrics` shows: exact values, vLLM's names, and an answer at once whatever the engine does."""
+"""What `/metrics` shows: exact values, vLLM's names, and a prompt response whatever the engine does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model hears of the tools it is offered, whatever its chat template makes of them."""
+"""Tools get into the prompt, whether or not the chat template writes them."""
 
 from __future__ import annotations
 

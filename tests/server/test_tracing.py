@@ -1,4 +1,4 @@
-"""One span for each request that generates, inside the caller's trace; nothing of it where nobody asked."""
+"""One span for each request that generates, inside the caller's trace; none unless enabled."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def _read_item(item: dict[str, Any], where: str) -> Any:
     kind = INPUT_ITEMS.get(name) if isinstance(name, str) else None
     if kind is None:
         known = ", ".join(INPUT_ITEMS)
-        hint = "; items are not stored" if name == "item_reference" else ""
+        hint = "; nothing is stored" if name == "item_reference" else ""
         raise bad_request(f"{where} is of type {str(name)[:80]!r}{hint}; supported: {known}", where)
     try:
         return msgspec.convert(item, kind)
@@ -156,7 +156,7 @@ def _response_format(request: ResponsesRequest) -> ResponseFormat | None:
     if wanted is None or wanted.type == "text":
         return None
     if request.structured_outputs is not None:
-        raise bad_request("text.format and structured_outputs exclude each other", "structured_outputs")
+        raise bad_request("text.format and structured_outputs cannot be combined", "structured_outputs")
     if wanted.type == "json_object":
         return ResponseFormat(type="json_object")
     if wanted.schema is None:
