@@ -30,6 +30,7 @@ from quire.errors import SHUT, EngineDeadError
 from quire.loading.files import ModelFiles
 from quire.loading.model_config import ModelConfig
 from quire.messages.experts import Rebalanced
+from quire.messages.metric_table import SPECS
 from quire.messages.request import NewRequest
 from quire.output.processor import OutputProcessor
 from quire.router import RoutedRequest, Router, make_routing_policy
@@ -38,13 +39,6 @@ logger = logging.getLogger(__name__)
 
 MAX_RESTARTS = 2
 """A request that was at this many engines when they died is not restarted again: it may have killed them."""
-AVERAGED = frozenset(
-    f"quire:{name}"
-    for name in ("kv_cache_usage_perc", "kv_cache_waste", "expert_load_max_over_mean", "expert_rank_load_max_over_mean")
-)
-"""Metrics of the group that are the mean of the engines'; others are their sum."""
-MAXIMUM = frozenset(f"quire:pressure_{tier}" for tier in ("device", "host", "disk"))
-"""Metrics of the group that are the highest of the engines'."""
 
 
 class EngineGroup:
@@ -361,8 +355,10 @@ def merged_metrics(engines: Sequence[Sequence[Metric]]) -> list[Metric]:
 
 def _merged(same: list[Metric]) -> Metric:
     first, values = same[0], [metric.value for metric in same]
-    divisor = len(same) if first.name in AVERAGED else 1
-    value = max(values) if first.name in MAXIMUM else sum(values) / divisor
+    spec = SPECS.get(first.name.removeprefix("quire:"))
+    merge = "sum" if spec is None else spec.merge
+    divisor = len(same) if merge == "mean" else 1
+    value = max(values) if merge == "max" else sum(values) / divisor
     series: dict[tuple[str, ...], float] = {}
     for metric in same:
         for labels, part in metric.series:

@@ -84,9 +84,9 @@ async def _answer(
     from quire.cli.bench.load.client import RunCounters
     from quire.cli.bench.load.drive import LoadProgress
     from quire.server.app import make_app
-    from quire.server.serve import make_server
+    from quire.server.context import ServerContext
 
-    server = await make_server(llm, config)
+    server = ServerContext(llm, config)
     rows = llm.info.max_num_seqs * len(llm.replicas)
     batch = Batch(make_app(server), key, concurrency or 2 * rows, RunCounters())
     await server.start()

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from quire.executor.expert_balance import ExpertBalance
 from quire.messages.histogram import Histogram
+from quire.messages.metric_table import SPECS
 from quire.scheduler.scheduler import Scheduler
 from quire.sessions.keeper import SessionKeeper
 
@@ -81,7 +82,7 @@ def scheduler_metrics(scheduler: Scheduler, compiling: int, compile_times: Histo
     `compiling`: requests that wait for their grammar. `compile_times`: seconds that grammars took to compile.
     """
     stats, pool = scheduler.stats, scheduler.tables.pool
-    counters = {
+    values = {
         "prompt_tokens": stats.prompt_tokens,
         "generation_tokens": stats.generated_tokens,
         "prefix_cache_queries": stats.queried_tokens,
@@ -89,8 +90,6 @@ def scheduler_metrics(scheduler: Scheduler, compiling: int, compile_times: Histo
         "num_preemptions": stats.preemptions,
         "request_success": stats.finished,
         "steps": stats.steps,
-    }
-    gauges = {
         "num_requests_running": scheduler.rows.used,
         "num_requests_waiting": scheduler.waiting + scheduler.loading + compiling,
         "num_requests_deferred": compiling,
@@ -102,20 +101,19 @@ def scheduler_metrics(scheduler: Scheduler, compiling: int, compile_times: Histo
         "pressure_host": scheduler.pressure.host,
         "pressure_disk": scheduler.pressure.disk,
     }
-    counters |= {"swaps": stats.swaps, "admissions_slowed": scheduler.pressure.slowed}
+    values |= {"swaps": stats.swaps, "admissions_slowed": scheduler.pressure.slowed}
     if (tiers := scheduler.tiers) is not None:
-        counters |= {"blocks_saved": tiers.saved, "blocks_loaded": tiers.loaded, "host_blocks_lost": tiers.host.lost}
-        gauges |= {
+        values |= {"blocks_saved": tiers.saved, "blocks_loaded": tiers.loaded, "host_blocks_lost": tiers.host.lost}
+        values |= {
             "host_blocks_used": tiers.host.used,
             "host_blocks_owned": tiers.host.num_pinned,
             "disk_blocks": 0 if tiers.store is None else len(tiers.store),
         }
     if isinstance(sessions := scheduler.sessions, SessionKeeper):
-        counters |= {"sessions_slept": sessions.kv.suspended, "sessions_dropped": sessions.kv.dropped}
-        gauges |= {"sessions": len(sessions.store), "sessions_on_device": sessions.kv.num_on_device}
+        values |= {"sessions_slept": sessions.kv.suspended, "sessions_dropped": sessions.kv.dropped}
+        values |= {"sessions": len(sessions.store), "sessions_on_device": sessions.kv.num_on_device}
     return [
-        *(Metric(f"quire:{name}", "counter", value) for name, value in counters.items()),
-        *(Metric(f"quire:{name}", "gauge", value) for name, value in gauges.items()),
+        *(Metric(f"quire:{name}", SPECS[name].kind, value) for name, value in values.items()),
         _histogram("iteration_tokens_total", stats.step_tokens),
         _histogram("grammar_compile_seconds", compile_times),
     ]

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 from quire.messages.histogram import Histogram
-
-GAP_BOUNDS = (
-    0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0
-)  # fmt: skip
-"""Seconds; vLLM's buckets for the same metric."""
+from quire.messages.metric_table import GAP_BOUNDS
 
 
 class TokenTimes:

@@ -5,16 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from quire.messages.histogram import Histogram
+from quire.messages.metric_table import STEP_TOKEN_BOUNDS
 from quire.messages.plan import StepPlan
 
 if TYPE_CHECKING:
     from quire.scheduler.preemption import MemoryPressure
     from quire.scheduler.request_table import RequestTable
     from quire.scheduler.step_builder import StepBuilder
-
-
-STEP_TOKEN_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-"""vLLM's buckets for the same metric."""
 
 
 class SchedulerStats:

@@ -41,12 +41,12 @@ def full(live: Live) -> Iterator[Callable[[], None]]:
     """No row of the engine is free, as far as the server can see, until the block ends or what it gets is called."""
 
     async def enter() -> QueueTicket:
-        return live.server.admission.enter(ROWS, 1)
+        return live.server.admission.enter([(ROWS, 1)])[0]
 
-    place = live.run(enter())
+    ticket = live.run(enter())
 
     def leave() -> None:
-        live.call(place.leave)
+        live.call(ticket.leave)
 
     try:
         yield leave
@@ -179,8 +179,8 @@ class TestCompletions:
             for choice, (likelihood, is_greedy), context in zip(answer.choices, wanted, contexts, strict=True):
                 columns, end = choice.logprobs, -1 if limit else None
                 assert sum(columns.token_logprobs[len(context) : end]) == pytest.approx(likelihood, abs=1e-3)
-                places = zip(columns.tokens[len(context) : end], columns.top_logprobs[len(context) : end], strict=True)
-                assert all(max(best, key=best.get) == token for token, best in places) == is_greedy
+                tickets = zip(columns.tokens[len(context) : end], columns.top_logprobs[len(context) : end], strict=True)
+                assert all(max(best, key=best.get) == token for token, best in tickets) == is_greedy
             assert answer.usage.completion_tokens == limit * len(pairs)
 
 

@@ -1,4 +1,4 @@
-"""/v1/sessions and session_id, over real sockets: the same tokens as one undisturbed run, whatever sleeps meanwhile."""
+"""/v1/sessions and session_id over real sockets: the tokens of an uninterrupted run, whatever was suspended."""
 
 from __future__ import annotations
 

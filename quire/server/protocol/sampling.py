@@ -188,7 +188,7 @@ class GenerationFields(Body):
     """How that search weighs length: above 0 favours long texts, below 0 short ones."""
 
     @property
-    def sent_as(self) -> Mapping[str, str]:
+    def client_names(self) -> Mapping[str, str]:
         return {**({} if self.session_id is None else session_names("session_id")), **self._form_names}
 
     @property
