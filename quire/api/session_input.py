@@ -11,7 +11,7 @@ from quire.api.inputs import InputProcessor
 from quire.errors import ValidationError
 from quire.messages.sampling import SamplingParams
 from quire.output.parsers.toolcalls import guess_parser
-from quire.output.parsers.tools.registry import make_tool_parser
+from quire.output.parsers.tools.base import make_tool_parser
 
 TAIL_TOKENS = 64
 """Number of a session's last tokens that are decoded to see whether its last message is closed."""

@@ -14,7 +14,7 @@ from quire.kernels.base import Ops
 from quire.layers.attention.base import AttentionBackend
 from quire.loading.model_config import ModelConfig
 from quire.loading.weights import Target
-from quire.platforms.memory import MemoryArena
+from quire.platforms.base import MemoryArena
 
 
 @dataclass(frozen=True)

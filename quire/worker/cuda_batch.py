@@ -11,10 +11,9 @@ import torch
 from quire.kernels.triton.batch import NEW_ROW_HEAD, NEW_ROW_INTS, apply_plan, expand_rows
 from quire.kernels.triton.elementwise import mask_logits
 from quire.kernels.triton.sampling import Columns, commit, draw_and_commit, workspace
-from quire.layers.attention.base import AttentionInputs, LastTokens
-from quire.messages.plan import NewRow, StepPlan
+from quire.layers.attention.base import AttentionInputs, GroupInputs, LastTokens
+from quire.messages.plan import NewRow, PrefixGroup, StepPlan
 from quire.worker.batch import DeviceBatch, StepInputs
-from quire.worker.device_groups import DeviceGroups
 from quire.worker.extras import pack_scalars
 from quire.worker.kv import KVCache
 
@@ -234,3 +233,33 @@ class CudaBatch(DeviceBatch):
 
 
 _ZERO = np.zeros(1, np.int32)
+
+
+class DeviceGroups:
+    """The current prefix groups, in one fixed buffer. A change is one small copy out of pinned memory."""
+
+    def __init__(self, max_rows: int, device: torch.device, in_flight: int) -> None:
+        """`in_flight`: plans whose copies may still be running when the next plan comes."""
+        self.exist = False
+        self._sizes = [max_rows + 1, max_rows, max_rows // 2 + 1]
+        total = sum(self._sizes)
+        self._device_ints = torch.zeros(total, dtype=torch.int32, device=device)
+        self._host_ints = torch.zeros(in_flight, total, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._next = 0
+        self.inputs = GroupInputs(*self._device_ints.split(self._sizes))
+
+    def apply(self, groups: list[PrefixGroup]) -> None:
+        """Replace the groups."""
+        self.exist = bool(groups)
+        self._next = (self._next + 1) % len(self._host_ints)
+        ints = self._host_ints[self._next]
+        shared, members, starts = np.split(ints.numpy(), np.cumsum(self._sizes[:-1]))
+        shared.fill(0)
+        end = 0
+        for i, group in enumerate(groups):
+            shared[group.rows] = group.shared_tokens
+            starts[i] = end
+            members[end : end + len(group.rows)] = group.rows
+            end += len(group.rows)
+        starts[len(groups) :] = end
+        self._device_ints.copy_(ints, non_blocking=True)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from quire.layers.attention.base import KVSpec
-from quire.platforms.memory import MemoryArena
+from quire.platforms.base import MemoryArena
 
 
 def block_bytes(spec: KVSpec, block_size: int, dtype: torch.dtype) -> int:

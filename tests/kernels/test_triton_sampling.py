@@ -15,8 +15,7 @@ from tests.kernels.triton_target import DEVICE, HALF, ON_GPU  # isort: skip  # b
 from quire.kernels.triton.sampling import INVALID, STOPPED, Columns, Workspace, commit, draw_and_commit, workspace
 from quire.messages.sampling import COLUMN, PENALTIES, SamplingParams
 from quire.worker.extras import ScalarColumns, pack_scalars
-from quire.worker.philox import uniform
-from quire.worker.sampler import filter_logits
+from quire.worker.sampler import filter_logits, uniform
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 SMALL = {"group": 8, "tile": 32, "room": 64}

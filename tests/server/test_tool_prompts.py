@@ -11,7 +11,7 @@ import pytest
 from quire.api.chat import ChatRenderer
 from quire.loading.hub import DEFAULT_MODEL
 from quire.output.parsers.toolcalls import with_preamble
-from quire.output.parsers.tools.registry import TOOL_PARSERS, make_tool_parser, notation_of
+from quire.output.parsers.tools.base import TOOL_PARSERS, make_tool_parser, notation_of
 from quire.server.tool_prompts import ToolPrompts
 from tests.conftest import CHAT_TEMPLATE, tiny_tokenizer
 from tests.server.conftest import Live

@@ -14,7 +14,7 @@ from quire.kernels.cpu.build import library
 from quire.kernels.cpu.ops import CpuOps
 from quire.kernels.cpu.tape import TapeArena
 from quire.kernels.reference import TorchOps
-from quire.platforms.memory import MemoryArena
+from quire.platforms.base import MemoryArena
 from quire.worker.paths import TapeDecodePath
 from tests.conftest import TINY_VOCAB, write_tiny_model
 

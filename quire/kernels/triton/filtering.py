@@ -202,7 +202,7 @@ def _exclude_top_choices(
 
 @triton.jit
 def uniform(seed, counter, stream):
-    """As `quire.worker.philox.uniform`: a double in [0, 1) for each (seed, counter, stream) of int64."""
+    """As `quire.worker.sampler.uniform`: a double in [0, 1) for each (seed, counter, stream) of int64."""
     bits, _, _, _ = tl.philox(
         seed,
         (counter & 0xFFFFFFFF).to(tl.uint32),

@@ -8,9 +8,8 @@ from typing import Any, ClassVar, Protocol
 
 from quire.messages.sampling import StructuredOutputsParams
 from quire.output.parsers.deltas import CallArguments, CallEnd, CallStart, Delta, ParsedAnswer, gather
-from quire.output.parsers.tools.base import ToolParser, openai_id
+from quire.output.parsers.tools.base import ToolParser, make_tool_parser, notation_of, openai_id
 from quire.output.parsers.tools.json_scanner import JsonScanner
-from quire.output.parsers.tools.registry import make_tool_parser, notation_of
 
 NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
 

@@ -7,7 +7,7 @@ import pytest
 from quire.output.parsers.answer import AnswerReader
 from quire.output.parsers.deltas import Content, ToolCall, gather
 from quire.output.parsers.reasoning import make_reasoning_split
-from quire.output.parsers.tools.registry import make_tool_parser
+from quire.output.parsers.tools.base import make_tool_parser
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
 

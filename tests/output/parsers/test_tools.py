@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 
 from quire.errors import ValidationError
 from quire.output.parsers.deltas import CallArguments, CallEnd, CallStart, Content, gather
-from quire.output.parsers.tools.base import CallParser
-from quire.output.parsers.tools.registry import TOOL_PARSERS, make_tool_parser
+from quire.output.parsers.tools.base import TOOL_PARSERS, CallParser, make_tool_parser
 from tests.output.parsers.cuts import cut, pieces_of, read, stream
 from tests.output.parsers.test_json_scanner import values
 
