@@ -15,7 +15,7 @@ from workloads import Work
 from quire import LLM, SamplingParams
 from quire.loading.hub import DEFAULT_MODEL, resolve
 from quire.loading.load import open_checkpoint
-from quire.loading.read_config import read_model_config, read_raw_config
+from quire.loading.model_config import read_model_config, read_raw_config
 
 
 class Quire:

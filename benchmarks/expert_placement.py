@@ -1,6 +1,6 @@
-"""How even ranks get that share a mixture's experts: as loaded, with experts moved, and with copies of the hot ones.
+"""Load balance of expert-parallel ranks: as loaded, with experts moved, and with copies of the hot ones.
 
-python benchmarks/expert_placement.py             # experts chosen as often as 1 / their place: few are hot
+python benchmarks/expert_placement.py             # expert i is chosen in proportion to 1 / i: few are hot
 python benchmarks/expert_placement.py --power 0.5
 """
 
@@ -18,7 +18,7 @@ CASES = ((8, 2, 2), (60, 4, 4), (128, 8, 8), (128, 16, 16), (256, 64, 64))
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--power", type=float, default=1.0, help="0: all experts alike; higher: fewer are hotter")
+    parser.add_argument("--power", type=float, default=1.0, help="0: uniform load; higher: more skewed")
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
     rng = random.Random(args.seed)

@@ -1,12 +1,12 @@
-"""What the front end costs: its own CPU time for each streamed token, and what it adds to the first one.
+"""Cost of the front process: CPU time per streamed token, and the delay it adds to the first token.
 
-python benchmarks/front_overhead.py                     # chat, 64 streams; the two lines that must hold
+python benchmarks/front_overhead.py                     # chat, 64 streams; checks the two targets
 python benchmarks/front_overhead.py --route completions
 python benchmarks/front_overhead.py --python            # AsyncLLM alone, without HTTP
 python benchmarks/front_overhead.py --python --replicas 2
 
-The engine is benchmarks/null_engine.py in its own process, the client is this one. Streams are paced: every step yields
-a token to each, every token is an event of its own, and the front's time is what the kernel says it ran.
+The engine is benchmarks/null_engine.py in its own process; this process is the client. Streams are paced: every step
+yields a token for each, every token is one event, and the front's time is its CPU time as the kernel counts it.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 WANTED_TOKENS = 15_000
-"""A second of the front's CPU time."""
+"""Per second of the front's CPU time."""
 WANTED_TTFT = 0.002
-"""Seconds that the front may add to the median time to the first token, at a quarter of that load."""
+"""Seconds that the front may add to the median time to first token, at a quarter of that load."""
 
 
 @dataclass
 class Load:
-    """What came back of many paced streams."""
+    """Results of many paced streams."""
 
     tokens: int
     events: int
     seconds: float
     front: float
-    """CPU seconds of the front's process."""
+    """CPU seconds of the front process."""
 
     @property
     def tokens_per_cpu_second(self) -> float:
-        """Tokens that came with another in one event, because something was slow, are not counted."""
+        """Tokens merged into another token's event, because something was slow, are not counted."""
         return min(self.tokens, self.events) / self.front
 
     def __str__(self) -> str:
@@ -62,14 +62,14 @@ class Load:
 
 
 def cpu_seconds(pid: int) -> float:
-    """What all threads of a process have run, to the nanosecond."""
+    """CPU time of all threads of a process, with nanosecond resolution."""
     tasks = Path(f"/proc/{pid}/task").iterdir()
     return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
 
 
 @contextmanager
 def null_server(pace: float, model: str) -> Iterator[tuple[str, int, int]]:
-    """A server of its own: host, port and process id."""
+    """Starts a server; yields host, port and process id."""
     environment = {**os.environ, "NULL_ENGINE_PACE": str(pace)}
     command = [sys.executable, str(ROOT / "benchmarks" / "null_server.py"), model]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
@@ -85,7 +85,7 @@ def null_server(pace: float, model: str) -> Iterator[tuple[str, int, int]]:
 
 
 class Stream:
-    """One streaming request, read as cheaply as Python allows. A connection can carry one after another."""
+    """One streaming request, read as cheaply as Python allows. A connection can be used for several in sequence."""
 
     def __init__(
         self, host: str, port: int, route: str, max_tokens: int, connection: socket.socket | None = None
@@ -108,17 +108,17 @@ class Stream:
         self.socket.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
 
     def read(self) -> None:
-        """What has come."""
+        """Read what has arrived."""
         data = self.socket.recv(1 << 16)
         now = time.perf_counter()
         if not data:
-            raise SystemExit("the server hung up")
+            raise SystemExit("the server closed the connection")
         if not self.events and data.startswith(b"HTTP/") and not data.startswith(b"HTTP/1.1 200"):
-            raise SystemExit(f"the server refuses: {data.decode(errors='replace')}")
+            raise SystemExit(f"the server returned an error: {data.decode(errors='replace')}")
         data = self._tail + data
         if self.first is None and b"data: {" in data:
             self._find_first(data, now)
-        # Events of ours end in an empty line; nothing else in a body does.
+        # Events end in an empty line; nothing else in a body does.
         self.events += data.count(b"\n\n")
         self._tail = data[-1:] if data.endswith(b"\n") and not data.endswith(b"\n\n") else b""
         if data.endswith(b"0\r\n\r\n"):  # the last chunk
@@ -136,7 +136,7 @@ class Stream:
 
 
 def read_all(streams: list[Stream]) -> None:
-    """Until all have ended."""
+    """Read until all have ended."""
     with selectors.DefaultSelector() as selector:
         for stream in streams:
             selector.register(stream.socket, selectors.EVENT_READ, stream)
@@ -148,9 +148,9 @@ def read_all(streams: list[Stream]) -> None:
 
 
 def http_load(address: tuple[str, int, int], route: str, streams: int, tokens: int) -> Load:
-    """Many streams at once, and what they cost the server's process."""
+    """Many concurrent streams, and the CPU time they cost the server process."""
     host, port, pid = address
-    read_all([Stream(host, port, route, 20) for _ in range(streams)])  # what is done once is done
+    read_all([Stream(host, port, route, 20) for _ in range(streams)])  # warm-up
     ran, begin = cpu_seconds(pid), time.perf_counter()
     opened = [Stream(host, port, route, tokens) for _ in range(streams)]
     read_all(opened)
@@ -163,31 +163,31 @@ def http_load(address: tuple[str, int, int], route: str, streams: int, tokens: i
 
 
 def http_first_tokens(address: tuple[str, int, int], route: str, streams: int, probes: int, tokens: int) -> float:
-    """Median seconds to the first token of single requests beside paced streams, which another process reads."""
+    """Median seconds to the first token of single requests next to paced streams, which another process reads."""
     host, port, _ = address
-    beside = multiprocessing.get_context("fork").Process(
+    background = multiprocessing.get_context("fork").Process(
         target=keep_reading, args=(host, port, route, streams, tokens), daemon=True
     )
-    beside.start()
+    background.start()
     times = []
     try:
         time.sleep(1.0)
-        with socket.create_connection((host, port)) as connection, woken_at_once():
+        with socket.create_connection((host, port)) as connection, realtime_priority():
             for _ in range(probes):
                 time.sleep(0.02)
                 probe = Stream(host, port, route, 2, connection)
                 read_all([probe])
                 times.append(probe.first or float("nan"))
-        assert beside.is_alive(), "nobody read the streams beside"
+        assert background.is_alive(), "the background streams were not read"
     finally:
-        beside.kill()
-        beside.join()
+        background.kill()
+        background.join()
     return statistics.median(times)
 
 
 @contextmanager
-def woken_at_once() -> Iterator[None]:
-    """This process before others, where the system lets it: the server is measured, not who reads its answers."""
+def realtime_priority() -> Iterator[None]:
+    """Run this process at real-time priority if permitted: the server is measured, not the client."""
     try:
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
     except OSError:
@@ -200,7 +200,7 @@ def woken_at_once() -> Iterator[None]:
 
 
 def keep_reading(host: str, port: int, route: str, streams: int, tokens: int) -> None:
-    """So many streams all the time: one that ends is followed by another."""
+    """Keep `streams` streams open: one that ends is replaced."""
     with selectors.DefaultSelector() as selector:
         for _ in range(streams):
             stream = Stream(host, port, route, tokens)
@@ -215,13 +215,13 @@ def keep_reading(host: str, port: int, route: str, streams: int, tokens: int) ->
 
 
 def engine_first_tokens(model: str, streams: int, probes: int, pace: float) -> float:
-    """The same of the engine's process alone: from the message that adds a request to the one with its first token."""
+    """The same for the engine process alone: from the message that adds a request to the one with its first token."""
     from quire.config import EngineConfig
     from quire.engine import ipc
     from quire.engine.remote import RemoteEngine
     from quire.loading.hub import find
-    from quire.loading.read_config import read_model_config
-    from quire.messages.frames import Frames
+    from quire.loading.model_config import read_model_config
+    from quire.messages.frames import FrameSplitter
     from quire.messages.request import NewRequest
     from quire.messages.sampling import SamplingParams
 
@@ -231,7 +231,7 @@ def engine_first_tokens(model: str, streams: int, probes: int, pace: float) -> f
     engine = RemoteEngine(config, files, read_model_config(files, None), "benchmarks.null_engine")
     engine.wait_until_ready()
     engine._socket.setblocking(True)
-    frames = Frames()
+    frames = FrameSplitter()
     params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
 
     def add(name: str, limit: int) -> None:
@@ -240,7 +240,7 @@ def engine_first_tokens(model: str, streams: int, probes: int, pace: float) -> f
     for i in range(streams):
         add(f"stream-{i}", engine.info.max_model_len)
     times = []
-    with woken_at_once():
+    with realtime_priority():
         for i in range(probes):
             time.sleep(0.02)
             begin = time.perf_counter()
@@ -257,7 +257,7 @@ def engine_first_tokens(model: str, streams: int, probes: int, pace: float) -> f
 
 
 def python_load(model: str, streams: int, tokens: int, pace: float, replicas: int = 1) -> Load:
-    """`AsyncLLM.generate` without HTTP, in this process. `replicas`: engines behind it."""
+    """`AsyncLLM.generate` without HTTP, in this process, with `replicas` engines."""
     from quire.api.async_llm import AsyncLLM
     from quire.messages.sampling import RequestOutputKind, SamplingParams
 
@@ -287,14 +287,14 @@ def _own_seconds() -> float:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="smollm2-135m", help="for its tokenizer and chat template")
+    parser.add_argument("--model", default="smollm2-135m", help="whose tokenizer and chat template to use")
     parser.add_argument("--route", choices=("chat", "completions"), default="chat")
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--seconds", type=float, default=8.0)
-    parser.add_argument("--pace", type=float, default=100.0, help="tokens a second of each stream")
+    parser.add_argument("--pace", type=float, default=100.0, help="tokens per second of each stream")
     parser.add_argument("--probes", type=int, default=200)
     parser.add_argument("--python", action="store_true", help="AsyncLLM alone")
-    parser.add_argument("--replicas", type=int, default=1, help="with --python: engines behind it")
+    parser.add_argument("--replicas", type=int, default=1, help="with --python: number of engines")
     args = parser.parse_args()
     tokens = int(args.seconds * args.pace)
     if args.python:
@@ -308,7 +308,7 @@ def main() -> int:
     with null_server(pace, args.model) as address:
         through = http_first_tokens(address, args.route, args.streams, args.probes, tokens=2000)
     print(
-        f"first token beside {WANTED_TOKENS / 4:,.0f} tokens/s: {1000 * through:.2f} ms through HTTP, "
+        f"first token next to {WANTED_TOKENS / 4:,.0f} tokens/s: {1000 * through:.2f} ms through HTTP, "
         f"{1000 * own:.2f} ms by the engine alone: {1000 * (through - own):.2f} ms added"
     )
     good = load.tokens_per_cpu_second >= WANTED_TOKENS and through - own < WANTED_TTFT

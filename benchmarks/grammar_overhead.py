@@ -1,9 +1,9 @@
-"""What a form costs: time of a step with guided rows and without, and the loop's own part in it.
+"""Cost of structured output: time of a step with and without guided rows, and the loop's part of it.
 
     python benchmarks/grammar_overhead.py --rows 8 --guided 0 1 8 [--device cuda] [--model …]
 
-Rows draw at temperature 1 and never end. Guided ones write JSON of a schema. `masks` is what the loop spends on masks
-before a step may draw (asking, waiting, copying), `advance` what it spends telling guides the tokens.
+Rows sample at temperature 1 and never finish. Guided ones write JSON of a schema. `masks` is the loop's time for a
+step's masks (requesting, waiting, copying), `advance` its time for sending tokens to the matchers.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SCHEMA = {
 
 
 class Timed:
-    """A function that notes how long it takes."""
+    """A function whose calls are timed."""
 
     def __init__(self, function: Any) -> None:
         self._function = function
@@ -55,7 +55,7 @@ def measure(llm: LLM, rows: int, guided: int, forms: int, steps: int) -> dict[st
         params = SamplingParams(max_tokens=10 * steps, ignore_eos=True, seed=i, structured_outputs=form)
         engine.add_request(f"{guided}-{i}", f"Request {i}: a list of people in JSON:", params)
     scheduler = engine.core.scheduler
-    while scheduler.rows.used < rows or scheduler.ledger.prefilling:
+    while scheduler.rows.used < rows or scheduler.requests.prefilling:
         engine.step()
     for _ in range(10):
         engine.step()
@@ -87,8 +87,8 @@ def main() -> None:
         for _ in range(args.rounds):
             for guided in args.guided:
                 found = measure(llm, args.rows, guided, args.forms, args.steps)
-                told = ", ".join(f"{name} {value:.0f} µs" for name, value in found.items())
-                print(f"{guided:3d} of {args.rows} rows guided: {told}", flush=True)
+                times = ", ".join(f"{name} {value:.0f} µs" for name, value in found.items())
+                print(f"{guided:3d} of {args.rows} rows guided: {times}", flush=True)
 
 
 if __name__ == "__main__":

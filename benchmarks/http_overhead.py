@@ -1,4 +1,4 @@
-"""What HTTP costs: 16 concurrent streams from `quire serve` against `LLM.generate` on the same work, in turns.
+"""Cost of HTTP: 16 concurrent streams from `quire serve` against `LLM.generate` on the same work, alternating.
 
 python benchmarks/http_overhead.py             # five pairs; the server has two processes, this one reads the streams
 """
@@ -29,7 +29,7 @@ SETTINGS = {"device": "cpu", "num_gpu_blocks_override": 768, "max_model_len": 10
 
 
 class Served:
-    """A server in processes of its own."""
+    """A server in its own processes."""
 
     def __init__(self) -> None:
         with socket.socket() as probe:
@@ -49,7 +49,7 @@ class Served:
         self.url = f"http://127.0.0.1:{self.port}"
 
     def wait(self) -> None:
-        """Until it answers."""
+        """Wait until it is ready."""
         deadline = time.monotonic() + 120
         while time.monotonic() < deadline and self._process.poll() is None:
             try:
@@ -73,7 +73,7 @@ class Served:
 
 
 async def streamed(served: Served, work: Work) -> float:
-    """Seconds the work takes as streams read at once."""
+    """Seconds the work takes as concurrent streams."""
     client = Client(Host(served.url, {}), "/v1/completions")
     bodies = [
         json.dumps(
@@ -103,7 +103,7 @@ def measure(args: argparse.Namespace) -> float:
         for pair in range(args.pairs + 1):
             served.forget()
             alone, apart = offline(here, work), asyncio.run(streamed(served, work))
-            if pair:  # the first shows the way
+            if pair:  # the first is a warm-up
                 ratios.append(alone / apart)
                 rates = [work.output_tokens / seconds for seconds in (alone, apart)]
                 print(f"LLM.generate {rates[0]:6.1f} tok/s   HTTP {rates[1]:6.1f} tok/s   {ratios[-1]:.3f}", flush=True)

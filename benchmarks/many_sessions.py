@@ -1,10 +1,10 @@
-"""Many sessions asleep on disk that begin alike: what one costs, in time and in bytes.
+"""Many suspended sessions on disk with a common beginning: what each costs in time and in bytes.
 
 python benchmarks/many_sessions.py                          # default model, CPU, 1,000 sessions
 python benchmarks/many_sessions.py --sessions 100 --turns 10
 
-Each is forked from one session with the shared prompt, hears and says something of its own, and falls asleep. Some are
-then woken in random order, each from disk: host memory and the device's cache have been emptied.
+Each is forked from one session with the shared prompt, has a turn of its own, and is suspended. Some are then resumed
+in random order, each from disk: host memory and the device's cache are emptied before.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--load-format", default="auto")
     parser.add_argument("--sessions", type=int, default=1000)
-    parser.add_argument("--shared", type=int, default=512, help="tokens they begin with")
-    parser.add_argument("--own", type=int, default=32, help="tokens of each one's own, the answer's included")
-    parser.add_argument("--turns", type=int, default=20, help="how many are woken")
+    parser.add_argument("--shared", type=int, default=512, help="tokens of the common beginning")
+    parser.add_argument("--own", type=int, default=32, help="other tokens of each session, including its output")
+    parser.add_argument("--turns", type=int, default=20, help="how many are resumed")
     parser.add_argument("--at-once", type=int, default=16)
     parser.add_argument("--swap-space", type=float, default=0.5, help="GiB of host memory")
     parser.add_argument("--folder", help="on the disk to be measured (default: a temporary one)")
@@ -47,13 +47,13 @@ def main() -> None:
 
 
 def measure(args: argparse.Namespace, folder: Path) -> None:
-    """Print the figures."""
+    """Run it and print the metrics."""
     rng, times = random.Random(1), dict[str, list[float]]()
 
-    def timed(act: str, done: Callable[[], object]) -> object:
+    def timed(operation: str, run: Callable[[], object]) -> object:
         begin = time.perf_counter()
-        result = done()
-        times.setdefault(act, []).append(time.perf_counter() - begin)
+        result = run()
+        times.setdefault(operation, []).append(time.perf_counter() - begin)
         return result
 
     def tokens(count: int) -> list[int]:
@@ -70,17 +70,17 @@ def measure(args: argparse.Namespace, folder: Path) -> None:
     system = sessions.create("system", shared)
     system.generate(greedy(1))
     for first in range(0, args.sessions, args.at_once):
-        born = []
+        created = []
         for i in range(first, min(first + args.at_once, args.sessions)):
             session = timed("create (fork)", lambda i=i: system.fork(f"s{i}", args.shared))
             timed("append", lambda session=session: session.append(tokens(args.own - 1)))
-            born.append(session)
+            created.append(session)
         begin = time.perf_counter()
-        for stream in [session.stream(greedy(1)) for session in born]:
+        for stream in [session.stream(greedy(1)) for session in created]:
             for _ in stream:
                 pass
-        times.setdefault("first turn", []).append((time.perf_counter() - begin) / len(born))
-        for session in born:
+        times.setdefault("first turn", []).append((time.perf_counter() - begin) / len(created))
+        for session in created:
             timed("suspend", session.suspend)
     system.suspend()
     for _ in range(args.turns):
@@ -101,25 +101,25 @@ def measure(args: argparse.Namespace, folder: Path) -> None:
 
 
 def report(args: argparse.Namespace, llm: LLM, times: dict[str, list[float]], folder: Path, computed: int) -> None:
-    """What it took."""
+    """Print times and sizes."""
     tiers = llm.llm_engine.core.scheduler.tiers
     assert tiers is not None and tiers.store is not None
     stats, size = tiers.store.stats(), llm.llm_engine.core.scheduler.tables.block_size
-    facts = llm.llm_engine.facts
-    print(f"{facts.files.name}, {facts.device}, {facts.dtype}: {args.sessions} sessions of {args.shared} shared tokens")
+    info = llm.llm_engine.info
+    print(f"{info.files.name}, {info.device}, {info.dtype}: {args.sessions} sessions of {args.shared} shared tokens")
     print(f"and {args.own} of their own; {args.swap_space:g} GiB of host memory = {tiers.host.num_slots} blocks\n")
-    for act, values in times.items():
+    for operation, values in times.items():
         middle, high = statistics.median(values), max(values)
-        print(f"{act:<28} {1000 * middle:9.2f} ms   (at most {1000 * high:.2f})")
+        print(f"{operation:<28} {1000 * middle:9.2f} ms   (at most {1000 * high:.2f})")
     each = -(-(args.shared + args.own - 1) // size)
     alone, there = args.sessions * each * stats.block_bytes, stats.blocks * stats.block_bytes
     log = sum(path.stat().st_size for path in (folder / "sessions").iterdir())
-    woken = len(times.get("resume", []))
+    resumed = len(times.get("resume", []))
     print(
         f"\nKV on disk: {stats.blocks} blocks, {there / 2**20:.0f} MiB; if nothing were shared: {alone / 2**20:.0f} MiB"
     )
     print(f"({alone / there:.1f}x). Tokens and names: {log / 2**20:.1f} MiB.")
-    print(f"Computed when {woken} were woken: {computed} tokens (one each is the least: the last of an answer)")
+    print(f"Computed when {resumed} were resumed: {computed} tokens (at least one each: the last of the output)")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""An engine that computes nothing: the real loop, scheduler and messages, with words out of a hat for tokens.
+"""An engine that computes nothing: the real loop, scheduler and messages, with arbitrary words as tokens.
 
-It stands in for the engine's process where something else is measured or broken: `AsyncLLM.engine_module =
-"benchmarks.null_engine"`. NULL_ENGINE_PACE is the number of steps a second; unset, they follow each other at once. A
-request that arrives between two steps starts one: its first token does not wait.
+It replaces the engine process where something else is measured or tested: `AsyncLLM.engine_module =
+"benchmarks.null_engine"`. NULL_ENGINE_PACE is the number of steps per second; unset, there is no pause between steps. A
+request that arrives between two steps starts one, so that its first token does not wait.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ROWS = 1024
 
 
 class WordExecutor(NullExecutor):
-    """Yields a word for every draw."""
+    """Yields a word for every sampled token."""
 
     def __init__(self, words: list[int]) -> None:
         super().__init__(ROWS)
@@ -47,7 +47,7 @@ class WordExecutor(NullExecutor):
 
 
 class PacedCore(EngineCore):
-    """Makes a step when its time has come, or someone is waiting."""
+    """Makes a step when it is due or a request is waiting."""
 
     def __init__(self, scheduler: Scheduler, executor: Executor, steps_per_second: float, front: int) -> None:
         super().__init__(scheduler, executor, log_stats=False)
@@ -58,20 +58,20 @@ class PacedCore(EngineCore):
     def step(self) -> StepOutputs:
         left = self._due - time.monotonic()
         if left > 0 and not self.scheduler.waiting and select.select([self._front], [], [], left)[0]:
-            return StepOutputs()  # the loop takes what has come, and calls again
+            return StepOutputs()  # the loop reads the new message, and calls again
         self._due = max(self._due, time.monotonic() - self._seconds) + self._seconds
         return super().step()
 
 
 def make_null_engine(config: EngineConfig, files: ModelFiles, model: ModelConfig) -> tuple[EngineCore, EngineInfo]:
-    """A loop whose steps yield words."""
+    """An engine whose steps yield words."""
     begin = time.monotonic()
     keys = ContentKeys(config.block_size, b"null")
     tables = BlockTables(config.num_gpu_blocks_override or 100_000, config.block_size, config.enable_prefix_caching)
     scheduler = Scheduler(tables, make_policy(config.scheduling_policy), keys, ROWS, 8192)
     pace = float(os.environ.get("NULL_ENGINE_PACE", "0"))
     core = PacedCore(scheduler, WordExecutor(_words(files, model)), pace, int(sys.argv[1]))
-    facts = EngineInfo(
+    info = EngineInfo(
         files=files,
         model=model,
         device="null",
@@ -86,11 +86,11 @@ def make_null_engine(config: EngineConfig, files: ModelFiles, model: ModelConfig
         start_seconds=time.monotonic() - begin,
         keys=keys,
     )
-    return core, facts
+    return core, info
 
 
 def _words(files: ModelFiles, model: ModelConfig) -> list[int]:
-    """Tokens that are words or parts of words: each shows as text of its own."""
+    """Tokens that are words or parts of words, each of which decodes to visible text."""
     if files.folder is None or not (path := files.folder / "tokenizer.json").exists():
         return list(range(model.vocab_size // 2, model.vocab_size))
     vocabulary = json.loads(path.read_text())["model"]["vocab"]

@@ -1,6 +1,6 @@
-"""The real server in front of an engine that computes nothing: `python benchmarks/null_server.py [MODEL [PORT]]`.
+"""The real server with an engine that computes nothing: `python benchmarks/null_server.py [MODEL [PORT]]`.
 
-Prints its address when it is ready. NULL_ENGINE_PACE sets the engine's steps a second (see null_engine.py).
+Prints its address when it is ready. NULL_ENGINE_PACE sets the engine's steps per second (see null_engine.py).
 """
 
 from __future__ import annotations

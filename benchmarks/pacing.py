@@ -113,7 +113,7 @@ async def measure(args: argparse.Namespace) -> float:
     }
     llm = AsyncLLM(args.model, disable_log_stats=True, skip_tokenizer_init=True, **settings)
     print(
-        f"{llm.facts.device}, {llm.facts.dtype}, {args.streams} streams, {args.prompt} tokens every {args.every:g} s",
+        f"{llm.info.device}, {llm.info.dtype}, {args.streams} streams, {args.prompt} tokens every {args.every:g} s",
         flush=True,
     )
     try:

@@ -2,8 +2,8 @@
 
 python benchmarks/plan_broadcast.py
 
-Readers are processes that do what a rank does with a message: cut it out of the stream, fetch it, answer a byte. Both
-ways take turns in one run, so what else the machine does meets both alike.
+Readers are processes that do what a rank does with a message: decode the frame, read the ring, answer with a byte. Both
+methods alternate within one run, so that other load on the machine affects both alike.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def read(descriptor: int, ring: int, reader: int, readers: int) -> None:
 
 
 class Readers:
-    """So many of them."""
+    """Reader processes with their sockets and the ring."""
 
     def __init__(self, count: int) -> None:
         self.ring = RingWriter(count)
@@ -54,13 +54,13 @@ class Readers:
         if shared:
             at = self.ring.put(unframe(data))
             if at is None:
-                raise RuntimeError("the ring has no room, although everything was read")
+                raise RuntimeError("the ring is full although everything was read")
             data = wire.encode(wire.Shared(at, len(unframe(data))))
         for sock in self.sockets:
             sock.sendall(data)
 
     def seconds(self, message: wire.Down, shared: bool) -> float:
-        """Until all have it."""
+        """From sending until all readers have answered."""
         begin = time.perf_counter()
         self.send(message, shared)
         for sock in self.sockets:
@@ -89,10 +89,10 @@ def main() -> None:
         for size in SIZES:
             message = wire.Step(os.urandom(size))
             times: dict[bool, list[float]] = {False: [], True: []}
-            for turn in range(2 * arguments.rounds + 20):
-                seconds = readers.seconds(message, shared=bool(turn % 2))
-                if turn >= 20:
-                    times[bool(turn % 2)].append(seconds)
+            for i in range(2 * arguments.rounds + 20):
+                seconds = readers.seconds(message, shared=bool(i % 2))
+                if i >= 20:
+                    times[bool(i % 2)].append(seconds)
             plain, shared = (1e6 * statistics.median(times[way]) for way in (False, True))
             print(f"{count:5d} {size / 1024:11.0f} {plain:13.0f} {shared:10.0f} {plain / shared:16.2f}", flush=True)
         readers.end()

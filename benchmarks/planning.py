@@ -1,4 +1,4 @@
-"""Host cost of the planning half: decodes with a null executor, planning + update per step.
+"""Host cost of a decode step: scheduling and applying the result, with a null executor.
 
 python benchmarks/planning.py            # 256 and 1,024 running requests
 python benchmarks/planning.py --fair     # …of 16 tenants under the fair policy, while more wait

@@ -1,4 +1,4 @@
-"""Made-up traffic whose prompts begin alike: conversations, agents, a crowd at one document, and prompts apart."""
+"""Synthetic traffic with shared prefixes: conversations, agents, one popular document, and unrelated prompts."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ Tokens = list[int]
 
 @dataclass(frozen=True, eq=False)
 class Arrival:
-    """One request of a trace: when it comes, what it asks, and how long its answer is."""
+    """One request of a trace: its time, its prompt, and the length of its output."""
 
     at: float
     prompt_tokens: int
     output_tokens: int
     keys: list[bytes]
-    """Of all full blocks, those of the answer too."""
+    """Of all full blocks, including those of the output."""
 
     @property
     def prompt_keys(self) -> list[bytes]:
@@ -30,7 +30,7 @@ class Arrival:
 
 @dataclass(frozen=True)
 class Turn:
-    """A request before its keys are made."""
+    """A request before its keys are computed."""
 
     at: float
     prompt: Tokens
@@ -38,18 +38,18 @@ class Turn:
 
 
 class Writer:
-    """Writes what people and programs send. Everything follows from the seed."""
+    """Generates requests of people and programs. Deterministic by its seed."""
 
     def __init__(self, seed: int) -> None:
         self.rng = np.random.default_rng(seed)
 
     def text(self, least: int, most: int) -> Tokens:
-        """Tokens like no others."""
+        """Random tokens."""
         length = int(self.rng.integers(least, most + 1))
         return list(self.rng.integers(0, 50_000, length).tolist())
 
     def zipf(self, count: int, exponent: float) -> Callable[[], int]:
-        """Draws one of `count` things of which few are popular."""
+        """Draws an index below `count` from a Zipf distribution."""
         weights = 1 / np.arange(1, count + 1) ** exponent
         shares = weights / weights.sum()
         return lambda: int(self.rng.choice(count, p=shares))
@@ -64,7 +64,7 @@ class Writer:
     def dialogue(
         self, begin: float, context: Tokens, turns: int, asked: tuple[int, int], answer: tuple[int, int], pause: float
     ) -> Iterator[Turn]:
-        """Turns that each extend the last one's prompt and answer."""
+        """Turns that each extend the previous prompt and output."""
         history, at = list(context), begin
         for _ in range(turns):
             history = history + self.text(*asked)
@@ -81,26 +81,26 @@ class Writer:
             yield from self.dialogue(at, systems[draw()], int(self.rng.geometric(0.25)), (20, 200), (40, 250), 10.0)
 
     def agents(self, rate: float, seconds: float) -> Iterator[Turn]:
-        """Programs: 60 long contexts, and runs of many short steps, each with what a tool said."""
+        """Programs: 60 long contexts, and runs of many short steps, each with a tool's result."""
         contexts = [self.text(3000, 9000) for _ in range(60)]
         draw = self.zipf(60, 0.9)
         for at in self.poisson(rate, seconds):
             yield from self.dialogue(at, contexts[draw()], int(self.rng.integers(3, 11)), (50, 600), (20, 120), 1.0)
 
     def crowd(self, rate: float, seconds: float) -> Iterator[Turn]:
-        """Everyone asks about the same document: more than one replica can answer."""
+        """All requests are about the same document: more than one replica can answer."""
         document = self.text(6000, 6000)
         for at in self.poisson(rate, seconds):
             yield Turn(at, document + self.text(100, 500), self.text(50, 200))
 
     def alone(self, rate: float, seconds: float) -> Iterator[Turn]:
-        """Prompts like no other."""
+        """Unrelated prompts."""
         for at in self.poisson(rate, seconds):
             yield Turn(at, self.text(100, 3000), self.text(20, 200))
 
 
 def trace(name: str, seed: int, seconds: float = 120.0, rate: float = 1.0) -> list[Arrival]:
-    """A trace by name, in the order of arrival; `rate` scales its traffic."""
+    """A trace by name, in order of arrival; `rate` scales its traffic."""
     writer = Writer(seed)
     parts: dict[str, list[Callable[[], Iterator[Turn]]]] = {
         "chat": [lambda: writer.chat(7 * rate, seconds)],

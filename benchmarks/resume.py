@@ -1,9 +1,9 @@
-"""How fast a sleeping session answers again: from host memory, from disk, and if its prompt had to be computed.
+"""Time to first token of a suspended session: from host memory, from disk, and with its prompt computed again.
 
 python benchmarks/resume.py                                              # default model, CPU, 2,048 tokens
 python benchmarks/resume.py --model benchmarks/gpu/models/llama-3.1-8b --load-format dummy --tokens 8192   # on a GPU
 
-The first token of a turn, all of it timed: asking, loading or computing, one decode step.
+Timed from the call to the first token: the call, loading or computing, one decode step.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Bench:
         return [self._random.randint(0, HIGHEST) for _ in range(self.args.tokens)]
 
     def forget(self, host: bool) -> None:
-        """What others could find on the device is gone; `host`: in host memory too."""
+        """Empty the prefix cache; `host`: and host memory."""
         self.llm.reset_prefix_cache()
         tiers = self.core.scheduler.tiers
         assert tiers is not None
@@ -50,14 +50,14 @@ class Bench:
             tiers.host.discard(list(tiers.host.oldest()))
 
     def prefill(self) -> float:
-        """The first token of a prompt nobody has seen."""
+        """Seconds to the first token of a new prompt."""
         prompt = self.tokens()
         begin = time.perf_counter()
         self.llm.generate([{"prompt_token_ids": prompt}], ONE, use_tqdm=False)
         return time.perf_counter() - begin
 
     def resume(self, name: str, from_disk: bool) -> tuple[float, int]:
-        """The first token of a session that was asleep, and how many of its tokens were computed for it."""
+        """Seconds to the first token of a suspended session, and how many tokens were computed for it."""
         session = self.llm.sessions.resume(name)
         session.suspend()
         self.forget(host=from_disk)
@@ -68,11 +68,11 @@ class Bench:
             pass
         seconds = time.perf_counter() - begin
         for _ in stream:
-            pass  # the answer is told to be whole when it is durable
+            pass  # the output is finished when it is durable
         return seconds, self.core.scheduler.stats.prompt_tokens - computed
 
     def decode_seconds(self) -> float:
-        """A decode step over as many tokens."""
+        """Seconds of a decode step over as many tokens."""
         prompt, times = {"prompt_token_ids": self.tokens()}, []
         for count in (1, 33):
             self.llm.generate([prompt], _many(count), use_tqdm=False)  # its blocks are cached from here on
@@ -108,8 +108,8 @@ def main() -> int:
         assert tiers is not None
         size = -(-args.tokens // bench.core.scheduler.tables.block_size) * tiers.costs.block_bytes
         decode = bench.decode_seconds()
-        facts = bench.llm.llm_engine.facts
-        print(f"{facts.device}, {facts.dtype}, a session of {args.tokens} tokens = {size / 2**20:.0f} MiB")
+        info = bench.llm.llm_engine.info
+        print(f"{info.device}, {info.dtype}, a session of {args.tokens} tokens = {size / 2**20:.0f} MiB")
         middle = {tier: statistics.median(values) for tier, values in times.items()}
         for tier, seconds in middle.items():
             low, high = min(times[tier]), max(times[tier])
@@ -123,7 +123,7 @@ def main() -> int:
             f"link {tiers.costs.back.value / 1e9:.1f} GB/s: {1000 * link:.1f} ms for the bytes, {1000 * decode:.1f} ms "
             f"a decode step; from host memory it took {middle['host'] / (link + decode):.2f}x that"
         )
-        bars = BARS["cpu" if facts.device == "cpu" or "CPU" in facts.device else "gpu"]
+        bars = BARS["cpu" if info.device == "cpu" or "CPU" in info.device else "gpu"]
         met = all(middle["prefill"] / middle[tier] >= bar for tier, bar in zip(("host", "disk"), bars, strict=True))
         bench.llm.shutdown()
     return 0 if met else 1

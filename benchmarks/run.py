@@ -160,7 +160,7 @@ def main() -> int:
 def _races(race: Race, args: argparse.Namespace) -> list[Figure]:
     """(a) to (c): those that run a model."""
     quire = Quire(num_gpu_blocks_override=768)
-    print(f"{quire.llm.llm_engine.facts.device}, float32, {args.threads} threads", flush=True)
+    print(f"{quire.llm.llm_engine.info.device}, float32, {args.threads} threads", flush=True)
     transformers = Transformers()
     vllm = VllmCpu(args.vllm_cpu, transformers.model, args.threads) if args.vllm_cpu else None
     third = {} if vllm is None else {"vllm": vllm.run}

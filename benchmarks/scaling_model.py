@@ -1,11 +1,11 @@
-"""A model on paper of an engine over many GPUs: bytes moved, the time of a step, when tensor parallelism stops paying.
+"""An analytical model of an engine over many GPUs: bytes moved, step time, when tensor parallelism stops paying.
 
 python benchmarks/scaling_model.py             # the tables of docs/scaling.md
-python benchmarks/scaling_model.py --check     # against what was measured on one H200
+python benchmarks/scaling_model.py --check     # compared with measurements on one H200
 
-Bytes and operations follow from the shapes; tests/benchmarks/test_scaling_model.py holds them against the engine's own
+Bytes and operations follow from the shapes; tests/benchmarks/test_scaling_model.py compares them with the engine's own
 weights and collectives. Speeds of one card are those measured on an H200 (docs/performance.md). Speeds between cards
-are assumptions, named below: nobody has measured them with this engine.
+are assumptions, named below: they were not measured with this engine.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ BF16 = 2
 
 @dataclass(frozen=True)
 class Shape:
-    """What of a model decides bytes and operations."""
+    """The sizes of a model that determine bytes and operations."""
 
     name: str
     layers: int
@@ -31,9 +31,9 @@ class Shape:
     vocab: int
     tied: bool = False
     experts: int = 0
-    """0: one MLP; else so many experts of width `mlp`…"""
+    """0: one MLP; otherwise the number of experts of width `mlp`…"""
     top_k: int = 0
-    """…of which a token goes to this many."""
+    """…and how many of them a token goes to."""
 
     @property
     def attention_weights(self) -> int:
@@ -51,7 +51,7 @@ class Shape:
 
     @property
     def weights(self) -> int:
-        """Parameters in all, but for norms."""
+        """All parameters except norms."""
         mlps = self.experts * (self.expert_weights + self.hidden) if self.experts else self.expert_weights
         return self.layers * (self.attention_weights + mlps) + self.head_weights * (1 if self.tied else 2)
 
@@ -62,11 +62,11 @@ class Shape:
 
     @property
     def kv_bytes(self) -> int:
-        """Of one token, all layers."""
+        """KV bytes of one token over all layers."""
         return 2 * BF16 * self.layers * self.kv_heads * self.head_dim
 
     def read(self, rows: int) -> float:
-        """Parameters that a step of so many rows reads: all, or of the experts those that anyone was sent to."""
+        """Parameters that a step of `rows` rows reads: of the experts, only those that a row goes to."""
         if not self.experts:
             return self.active
         used = self.experts * (1 - (1 - self.top_k / self.experts) ** rows)
@@ -81,25 +81,25 @@ class Card:
     bytes_a_second: float = 4.0e12
     flops: float = 690e12
     layer_seconds: float = 5e-6
-    """Norms, the draw and what lies between kernels, a layer."""
+    """Norms, sampling and gaps between kernels, per layer."""
     sparse_layer_seconds: float = 24e-6
-    """The same with a router, sorting and small products."""
+    """The same with a router, sorting and small GEMMs."""
 
 
 @dataclass(frozen=True)
 class Link:
-    """Between cards. Assumed."""
+    """A connection between cards. Assumed."""
 
     bytes_a_second: float
-    """Each way, a card."""
+    """Per card and direction."""
     seconds: float
-    """Of a collective over eight cards that carries nothing."""
+    """Latency of an empty collective over eight cards."""
 
 
 NVLINK = Link(370e9, 12e-6)
-"""Within a machine: 450 GB/s on paper, NCCL in a captured graph."""
+"""Within a machine: 450 GB/s nominal, NCCL in a captured graph."""
 NETWORK = Link(45e9, 25e-6)
-"""Between machines: 400 Gb/s a card."""
+"""Between machines: 400 Gb/s per card."""
 
 LLAMA_8B = Shape("Llama-3.1-8B", 32, 4096, 32, 8, 128, 14336, 128256)
 LLAMA_70B = Shape("Llama-3.1-70B", 80, 8192, 64, 8, 128, 28672, 128256)
@@ -110,7 +110,7 @@ QWEN_235B = Shape("Qwen3-235B-A22B", 94, 4096, 64, 4, 128, 1536, 151936, experts
 
 @dataclass(frozen=True)
 class Layout:
-    """How one replica is cut: `tensor` cards a stage, `stages` of them."""
+    """How one replica is split: `stages` stages of `tensor` cards."""
 
     tensor: int = 1
     stages: int = 1
@@ -124,7 +124,7 @@ class Layout:
 
 
 def weight_bytes(shape: Shape, layout: Layout) -> float:
-    """Of one card of the first stage; KV heads fewer than ranks are held by several."""
+    """Weights of one card of the first stage; with fewer KV heads than ranks, several ranks hold the same."""
     kv = max(shape.kv_heads, layout.tensor)
     attention = shape.hidden * shape.head_dim * (2 * shape.heads + 2 * kv) / layout.tensor
     mlps = shape.experts * shape.expert_weights / layout.tensor + shape.experts * shape.hidden
@@ -134,23 +134,23 @@ def weight_bytes(shape: Shape, layout: Layout) -> float:
 
 
 def cache_tokens(shape: Shape, layout: Layout, card: Card, use: float = 0.92) -> int:
-    """Tokens of KV that a replica has room for."""
+    """Tokens that fit in a replica's KV cache."""
     kv = max(shape.kv_heads, layout.tensor) / shape.kv_heads * shape.kv_bytes / layout.cards
     return max(0, int((use * card.memory - 4 * 2**30 - weight_bytes(shape, layout)) / kv))
 
 
 def reduced_bytes(shape: Shape, rows: int) -> int:
-    """What ranks add up in a step: after the embedding, and twice a layer. Bytes of the tensors, not of the wire."""
+    """Bytes all-reduced in a step: after the embedding, and twice per layer. Tensor sizes, not network traffic."""
     return (2 * shape.layers + 1) * rows * shape.hidden * BF16
 
 
 def gathered_bytes(shape: Shape, rows: int, tensor: int) -> int:
-    """A rank's part of the logits, which all get."""
+    """A rank's part of the logits, which all ranks gather."""
     return rows * shape.vocab // tensor * BF16
 
 
 def exchanged_bytes(shape: Shape, rows: int, ranks: int) -> float:
-    """What a rank sends to the others' experts and gets back in a step, with attention data-parallel: each of its
+    """Bytes a rank sends to other ranks' experts and gets back in a step, with data-parallel attention: each of its
     tokens once to every other rank that holds one of its experts."""
     elsewhere = (ranks - 1) * (1 - (1 - 1 / ranks) ** shape.top_k)
     return 2 * shape.layers * rows * elsewhere * shape.hidden * BF16
@@ -166,7 +166,7 @@ def all_reduce_seconds(size: float, cards: int, link: Link) -> float:
 
 
 def step_seconds(shape: Shape, layout: Layout, rows: int, context: float, card: Card, link: Link = NVLINK) -> float:
-    """One decode step of a replica, from end to end: stages follow each other."""
+    """One decode step of a replica, through all stages."""
     reading = shape.read(rows) * BF16 / layout.tensor / card.bytes_a_second
     computing = 2 * shape.active * rows / layout.tensor / card.flops
     held = max(1.0, layout.tensor / shape.kv_heads)  # KV heads that several ranks hold are read by each
@@ -179,13 +179,13 @@ def step_seconds(shape: Shape, layout: Layout, rows: int, context: float, card: 
 
 
 def tokens_a_second(shape: Shape, layout: Layout, rows: int, context: float, card: Card, link: Link = NVLINK) -> float:
-    """Of a replica with so many rows in every stage."""
+    """Throughput of a replica with `rows` rows in every stage."""
     seconds = step_seconds(shape, layout, rows, context, card, link)
     return rows * layout.stages / seconds
 
 
 def most_rows(shape: Shape, layout: Layout, context: float, card: Card, seconds: float, link: Link = NVLINK) -> int:
-    """Rows a stage can have within a time a token, and within its share of the cache; 0 if not even one."""
+    """The most rows of a stage within `seconds` per token and its share of the cache; 0 if not even one fits."""
     room = int(cache_tokens(shape, layout, card) / context / layout.stages)
     low, high = 0, min(room, 4096)
     while low < high:
@@ -252,13 +252,13 @@ def print_fleet_table() -> None:
 
 
 OUTPUT_TOKENS = 300
-"""Of a request, on average."""
+"""Average per request."""
 INDEX_BYTES = 170
-"""A block in the router's index."""
+"""Bytes of a block in the router's index."""
 FRONT_TOKENS = 25_000
-"""Streamed by a second of one core of the front (benchmarks/front_overhead.py)."""
+"""Tokens per second that one core of the front streams (benchmarks/front_overhead.py)."""
 CHOICE_MS = 0.11
-"""A choice among 16 replicas for a prompt of 8,192 tokens, and noting it (benchmarks/router.py --choose)."""
+"""Choosing among 16 replicas for a prompt of 8,192 tokens, and recording it (benchmarks/router.py --choose)."""
 
 
 def checks() -> list[tuple[str, float, float]]:
@@ -289,7 +289,7 @@ def print_checks() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="hold the model against what was measured")
+    parser.add_argument("--check", action="store_true", help="compare the model with measurements")
     if parser.parse_args().check:
         print_checks()
         return

@@ -71,7 +71,7 @@ def qkv_case(model: Shape, tokens: int) -> Case:
     norms = (random(dim), random(dim), 1e-6) if model.qk_norm else None
     blocks = -(-tokens // BLOCK_SIZE)
     kv = random(blocks, 2, model.kv_heads, BLOCK_SIZE, dim)
-    order = torch.randperm(blocks, device="cuda")  # a row's blocks lie anywhere
+    order = torch.randperm(blocks, device="cuda")  # a row's blocks are scattered
     slots = order[positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
     rest = (positions, cos_sin, norms, kv, slots, model.heads, model.kv_heads, dim)
     return lambda: OPS.prepare_qkv(qkv, *rest), tokens * (2 * 2 * width + 4 * dim + 16)

@@ -35,7 +35,7 @@ from quire.layers.build_context import collect_targets
 from quire.loading import readers
 from quire.loading.files import local_files
 from quire.loading.load import load_weights, open_checkpoint
-from quire.loading.read_config import read_model_config
+from quire.loading.model_config import read_model_config
 from quire.loading.weights import Target
 from quire.platforms import choose
 from quire.worker.building import build_model

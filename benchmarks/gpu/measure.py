@@ -66,7 +66,7 @@ def run(llm: Any, work: Workload, seed: int = 0) -> dict[str, float]:
     from quire import SamplingParams
 
     llm.reset_prefix_cache()
-    prompts, outputs = work.generate(seed, min(MAX_TOKEN_ID, llm.llm_engine.facts.model.vocab_size - 1))
+    prompts, outputs = work.generate(seed, min(MAX_TOKEN_ID, llm.llm_engine.info.model.vocab_size - 1))
     fixed = {"temperature": 0.6, "ignore_eos": True, "detokenize": False}
     params = [SamplingParams(max_tokens=count, **fixed, **work.params) for count in outputs]
     begin = time.perf_counter()
@@ -82,21 +82,21 @@ def describe(llm: Any) -> dict[str, Any]:
     """The engine's device, settings and memory."""
     import torch
 
-    facts = llm.llm_engine.facts
+    info = llm.llm_engine.info
     driver = ""
     if torch.cuda.is_initialized():
         from quire.platforms.cuda import driver_version
 
         driver = driver_version()
     return {
-        "device": facts.device,
-        "dtype": facts.dtype,
+        "device": info.device,
+        "dtype": info.dtype,
         "driver": driver,
         "cuda": torch.version.cuda,
-        "max_num_seqs": facts.max_num_seqs,
-        "max_num_batched_tokens": facts.max_num_batched_tokens,
-        "cache_tokens": facts.cache_tokens,
-        "memory": str(facts.memory).splitlines(),
+        "max_num_seqs": info.max_num_seqs,
+        "max_num_batched_tokens": info.max_num_batched_tokens,
+        "cache_tokens": info.cache_tokens,
+        "memory": str(info.memory).splitlines(),
     }
 
 

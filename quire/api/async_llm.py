@@ -26,7 +26,7 @@ from quire.engine.session_calls import SessionAnswer, SessionOp
 from quire.engine.stats import Metric
 from quire.errors import EngineDeadError, ValidationError
 from quire.loading.hub import find
-from quire.loading.read_config import read_generation_config, read_model_config
+from quire.loading.model_config import read_generation_config, read_model_config
 from quire.loading.tokenizer import tokenizer_of
 from quire.messages.beams import BeamSearchParams
 from quire.messages.experts import Rebalanced
@@ -87,7 +87,7 @@ class AsyncLLM:
 
         def make_inputs() -> None:
             self.inputs = InputProcessor(
-                config, self.facts, tokenizer, generation, computes_keys=config.enable_prefix_caching
+                config, self.info, tokenizer, generation, computes_keys=config.enable_prefix_caching
             )
 
         self._group.on_ready = make_inputs  # a restarted engine may have another cache size
@@ -322,9 +322,9 @@ class AsyncLLM:
         return self.inputs.default_params()
 
     @property
-    def facts(self) -> EngineInfo:
+    def info(self) -> EngineInfo:
         """What the engine reported; of several, the one with the smallest cache."""
-        return self._group.facts
+        return self._group.info
 
     @property
     def replicas(self) -> list[Replica]:

@@ -17,7 +17,7 @@ from quire.engine.setup import make_engine
 from quire.engine.stats import Metric
 from quire.errors import SHUT, ConfigError, EngineDeadError, QuireError, ValidationError
 from quire.loading.hub import find
-from quire.loading.read_config import read_generation_config, read_model_config
+from quire.loading.model_config import read_generation_config, read_model_config
 from quire.loading.tokenizer import tokenizer_of
 from quire.messages.experts import Rebalanced
 from quire.messages.memory_map import MemoryMap
@@ -51,8 +51,8 @@ class LLMEngine:
         model = read_model_config(files, config.hf_overrides)
         generation = read_generation_config(files) if config.generation_config == "auto" else {}
         tokenizer = None if config.skip_tokenizer_init else tokenizer_of(config, files)
-        self.core, self.facts = make_engine(config, files, model)
-        self.inputs = InputProcessor(config, self.facts, tokenizer, generation)
+        self.core, self.info = make_engine(config, files, model)
+        self.inputs = InputProcessor(config, self.info, tokenizer, generation)
         self._outputs = OutputProcessor(None if tokenizer is None else Vocabulary(tokenizer))
         self._closed = False
         self._queued_tokens = 0
@@ -102,7 +102,7 @@ class LLMEngine:
 
     def begin_when_full(self) -> None:
         """Launch a step if the device is idle and a step's worth of tokens is queued; does not wait for it."""
-        if self._queued_tokens >= self.facts.max_num_batched_tokens:
+        if self._queued_tokens >= self.info.max_num_batched_tokens:
             self._queued_tokens = 0
             with deferred_interrupts():
                 self.core.begin()
@@ -150,7 +150,7 @@ class LLMEngine:
 
     def memory_map(self) -> MemoryMap:
         """What holds which blocks now, on the device and in the tiers below."""
-        return self.core.memory_map(self.facts.block_bytes)
+        return self.core.memory_map(self.info.block_bytes)
 
     def check_idle(self) -> None:
         """Raise unless every block and row is free."""

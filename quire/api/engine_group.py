@@ -8,6 +8,7 @@ another.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from functools import partial
@@ -29,19 +30,15 @@ from quire.errors import SHUT, EngineDeadError
 from quire.loading.files import ModelFiles
 from quire.loading.model_config import ModelConfig
 from quire.messages.experts import Rebalanced
+from quire.messages.metric_table import SPECS
 from quire.messages.request import NewRequest
 from quire.output.processor import OutputProcessor
 from quire.router import RoutedRequest, Router, make_routing_policy
 
+logger = logging.getLogger(__name__)
+
 MAX_RESTARTS = 2
 """A request that was at this many engines when they died is not restarted again: it may have killed them."""
-AVERAGED = frozenset(
-    f"quire:{name}"
-    for name in ("kv_cache_usage_perc", "kv_cache_waste", "expert_load_max_over_mean", "expert_rank_load_max_over_mean")
-)
-"""Metrics of the group that are the mean of the engines'; others are their sum."""
-MAXIMUM = frozenset(f"quire:pressure_{tier}" for tier in ("device", "host", "disk"))
-"""Metrics of the group that are the highest of the engines'."""
 
 
 class EngineGroup:
@@ -142,9 +139,9 @@ class EngineGroup:
         return EngineDeadError("; ".join(str(replica.dead_error) for replica in self.replicas))
 
     @property
-    def facts(self) -> EngineInfo:
+    def info(self) -> EngineInfo:
         """What the engines reported; if they differ, of the one with the smallest cache: what fits there fits all."""
-        return min((replica.facts for replica in self.replicas), key=lambda facts: facts.num_blocks)
+        return min((replica.info for replica in self.replicas), key=lambda info: info.num_blocks)
 
     def attach(self) -> None:
         """Let the running event loop read messages of all engines; raises if none is alive."""
@@ -171,7 +168,7 @@ class EngineGroup:
         """The replica for a new session that starts with these tokens."""
         assert self.router is not None
         self.attach()
-        keys = self.facts.keys.of(tokens, salt) if self._config.enable_prefix_caching else []
+        keys = self.info.keys.of(tokens, salt) if self._config.enable_prefix_caching else []
         routed = RoutedRequest(keys, len(tokens))
         name = self.router.choose(routed)
         # Counts as work there, so that sessions created together are spread.
@@ -192,9 +189,9 @@ class EngineGroup:
     def _on_ready(self, replica: Replica) -> None:
         """An engine is ready, with an empty cache."""
         if self.router is not None:
-            name, facts = str(replica.number), replica.facts
-            self.router.add(name, facts.num_blocks, facts.max_num_seqs)
-            replica.router_feed = RouterFeed(self.router, name, facts.keys, self._outputs)
+            name, info = str(replica.number), replica.info
+            self.router.add(name, info.num_blocks, info.max_num_seqs)
+            replica.router_feed = RouterFeed(self.router, name, info.keys, self._outputs)
         self.on_ready()
 
     def _on_lost(self, replica: Replica) -> None:
@@ -215,6 +212,9 @@ class EngineGroup:
         try:
             chosen = self.choose(request)
         except EngineDeadError:  # none is left
+            return False
+        except Exception:  # a custom policy failed: so does this request, and the others are still moved
+            logger.exception("the routing policy %r failed", self._config.routing_policy)
             return False
         stream.restarts += 1
         del lost.streams[stream.key]
@@ -355,8 +355,10 @@ def merged_metrics(engines: Sequence[Sequence[Metric]]) -> list[Metric]:
 
 def _merged(same: list[Metric]) -> Metric:
     first, values = same[0], [metric.value for metric in same]
-    divisor = len(same) if first.name in AVERAGED else 1
-    value = max(values) if first.name in MAXIMUM else sum(values) / divisor
+    spec = SPECS.get(first.name.removeprefix("quire:"))
+    merge = "sum" if spec is None else spec.merge
+    divisor = len(same) if merge == "mean" else 1
+    value = max(values) if merge == "max" else sum(values) / divisor
     series: dict[tuple[str, ...], float] = {}
     for metric in same:
         for labels, part in metric.series:

@@ -17,7 +17,7 @@ from quire.messages.beams import BeamSearchParams
 from quire.messages.pooling import PoolingParams
 from quire.messages.request import NewRequest
 from quire.messages.sampling import FROM_GENERATION_CONFIG, RequestOutputKind, SamplingParams
-from quire.scheduler.beams import num_candidates
+from quire.scheduler.beam_search import num_candidates
 
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_CHARACTERS = 1024

@@ -252,7 +252,7 @@ class LLM:
     @property
     def model_path(self) -> Path:
         """The file or folder the model was loaded from."""
-        return self.llm_engine.facts.files.path
+        return self.llm_engine.info.files.path
 
     def shutdown(self) -> None:
         """Free the memory; the object cannot be used afterwards."""

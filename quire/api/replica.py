@@ -86,7 +86,7 @@ class Replica:
         self.on_ready(self)
 
     @property
-    def facts(self) -> EngineInfo:
+    def info(self) -> EngineInfo:
         """What the engine reported when it was ready."""
         return self.engine.info
 
@@ -176,7 +176,7 @@ class Replica:
 
     async def memory_map(self) -> MemoryMap:
         """What holds which blocks now, on all tiers."""
-        block_bytes = self.facts.block_bytes
+        block_bytes = self.info.block_bytes
         report: ipc.MemoryReport = await self.call(lambda number: ipc.GetMemoryMap(number, block_bytes))
         if report.map is None:
             raise QuireError(f"the engine failed to report its memory map: {report.error}")

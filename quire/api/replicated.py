@@ -29,7 +29,7 @@ class ReplicatedEngine(LLMEngine):
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
         self._llm = AsyncLLM.from_config(config)
-        self.facts = self._llm.facts
+        self.info = self._llm.info
         self.inputs = self._llm.inputs
         self._unfinished: dict[str, OutputStream] = {}
         """Requests whose end was not returned yet."""

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from quire.kvcache.prefix_cache import ContentKeys
 from quire.messages.outputs import StepOutputs
 from quire.messages.request import NewRequest
-from quire.output.processor import OutputProcessor, Tracked
+from quire.output.processor import OutputProcessor
+from quire.output.tracked import Tracked
 from quire.router import OpenRequest, RoutedRequest, Router
 
 REPORT_STEPS = 32
@@ -76,18 +77,18 @@ class RouterFeed:
 
     def _report(self, fed: FedRequest) -> None:
         tracked = fed.tracked
-        self._router.progress(fed.opened, sum(len(one.tokens) for one in tracked.samples), tracked.num_cached)
+        self._router.progress(fed.opened, sum(len(one.tokens) for one in tracked.sequences), tracked.num_cached)
 
     def _all_keys(self, tracked: Tracked) -> list[bytes]:
         """Keys of the blocks of prompt and output; the last token has no KV."""
         request, size = tracked.request, self._keys.block_size
         keys = list(request.keys)
-        if len(tracked.samples) > 1 or not keys:
+        if len(tracked.sequences) > 1 or not keys:
             return keys
-        tokens = request.prompt[size * len(keys) :] + tracked.samples[0].tokens[:-1]
+        tokens = request.prompt[size * len(keys) :] + tracked.sequences[0].tokens[:-1]
         return keys + self._keys.after(keys[-1], tokens)
 
 
 def as_routed(request: NewRequest) -> RoutedRequest:
     """A request as the router sees it. Turns of sessions are not routed: `SessionAffinity` decides."""
-    return RoutedRequest(request.keys, len(request.prompt), request.num_samples, request.tenant)
+    return RoutedRequest(request.keys, len(request.prompt), request.num_sequences, request.tenant)

@@ -138,8 +138,8 @@ def _need_template(llm: LLM) -> None:
 
 
 def _greet(llm: LLM) -> None:
-    facts = llm.llm_engine.facts
-    say(f"{facts.files.name} ({facts.dtype}) on {facts.device}; context {facts.max_model_len} tokens. {KEYS}")
+    info = llm.llm_engine.info
+    say(f"{info.files.name} ({info.dtype}) on {info.device}; context {info.max_model_len} tokens. {KEYS}")
 
 
 def _lines(interactive: bool) -> Iterator[str]:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from quire.api.llm import LLM, Message
-from quire.cli.reply import Reply
 from quire.cli.terminal import table
 from quire.errors import CacheTooSmallError, ValidationError
-from quire.messages.outputs import RequestOutput
-from quire.messages.sampling import SamplingParams
+
+if TYPE_CHECKING:  # `quire chat --url` needs no engine, and so no torch
+    from quire.api.llm import LLM, Message
+    from quire.messages.outputs import RequestOutput
+    from quire.messages.sampling import SamplingParams
 
 
 class LocalConversation:
@@ -65,10 +68,46 @@ class LocalConversation:
             return ""
         if reply.tokens == self._params.max_tokens:
             return f"(cut at max_tokens, {reply.tokens})"
-        longest = self._llm.llm_engine.facts.max_model_len
+        longest = self._llm.llm_engine.info.max_model_len
         return f"(the context of {longest} tokens is full; /reset starts a new conversation)"
 
     def engine_stats(self) -> str:
         """The engine's figures, for `/stats`."""
         values = {metric.name.removeprefix("quire:"): metric.value for metric in self._llm.get_metrics()}
         return table([(name.replace("_", " "), f"{value:.4g}") for name, value in values.items()])
+
+
+@dataclass
+class Reply:
+    """One answer, and how it came about."""
+
+    text: str = ""
+    tokens: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    seconds_to_first: float = 0.0
+    tokens_per_second: float = 0.0
+    error: str | None = None
+    remark: str = ""
+    """What the user should know: why it ended early."""
+
+    def take(self, output: RequestOutput) -> str:
+        """Add what is new; returns its text."""
+        sample, metrics = output.outputs[0], output.metrics
+        self.text += sample.text
+        self.tokens += len(sample.token_ids)
+        self.prompt_tokens = len(output.prompt_token_ids)
+        self.cached_tokens = output.num_cached_tokens or 0
+        self.error = output.error
+        if metrics is not None and self.tokens:
+            self.seconds_to_first = metrics.first_token_latency
+            elapsed = metrics.last_token_ts - metrics.first_token_ts
+            self.tokens_per_second = (self.tokens - 1) / elapsed if elapsed > 0 else 0.0
+        return sample.text
+
+    def describe(self) -> str:
+        """The speed line under a reply."""
+        cached = f", {self.cached_tokens} cached" if self.cached_tokens else ""
+        rate = f" at {self.tokens_per_second:.1f} tok/s" if self.tokens_per_second else ""
+        first = f"first after {self.seconds_to_first:.2f} s"
+        return f"[{self.tokens} tokens{rate}; {first}; prompt {self.prompt_tokens}{cached}]"

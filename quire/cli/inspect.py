@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from quire.cli.engine_flags import add_common, add_engine_flags, add_model, engine_settings
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from quire.config import EngineConfig
     from quire.loading.files import ModelFiles
     from quire.loading.model_config import ModelConfig
+    from quire.worker.memory import MemoryPlan
 
 WHAT = """\
 Say what a model is, and what its weights and cache would take on this machine. The weights are not loaded
@@ -50,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
         return show_memory(args)
     from quire.config import EngineConfig
     from quire.loading.hub import find
-    from quire.loading.read_config import read_model_config, read_raw_config
+    from quire.loading.model_config import read_model_config, read_raw_config
     from quire.models.registry import model_class
 
     config = EngineConfig(**engine_settings(args))
@@ -121,8 +123,6 @@ def _tokenizer_facts(config: EngineConfig, files: ModelFiles) -> str:
 
 
 def _print_plan(config: EngineConfig, files: ModelFiles, model: ModelConfig) -> None:
-    from quire.cli.memory_plan import plan_memory
-
     outlook = plan_memory(config, files, model)
     plan = outlook.memory
     full = plan.cache_tokens / outlook.max_model_len
@@ -140,3 +140,43 @@ def _print_plan(config: EngineConfig, files: ModelFiles, model: ModelConfig) -> 
         )
     )
     print(f"\nwhere its memory would go\n{plan}")
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """What an engine would have, without starting one."""
+
+    device: str
+    dtype: str
+    free_bytes: int
+    parameters: int
+    active_parameters: int
+    token_bytes: float
+    max_model_len: int
+    max_num_seqs: int
+    memory: MemoryPlan
+
+
+def plan_memory(config: EngineConfig, files: ModelFiles, model: ModelConfig) -> Outlook:
+    """What would fit here, estimated from a model without weights. Raises as the engine would where nothing fits."""
+    from quire.engine.setup import budgets, model_len
+    from quire.executor.base import StepLimits
+    from quire.executor.estimate import estimate_needs
+    from quire.platforms import choose
+
+    platform = choose(config.device)
+    longest = model_len(config, model)
+    rows, tokens = budgets(config, platform, longest)
+    free = platform.free_memory()
+    needs = estimate_needs(config, files, model, platform, StepLimits(longest, rows, tokens))
+    return Outlook(
+        device=platform.describe(),
+        dtype=str(needs.dtype).removeprefix("torch."),
+        free_bytes=free,
+        parameters=needs.parameters,
+        active_parameters=needs.active_parameters,
+        token_bytes=needs.block_bytes / config.block_size,
+        max_model_len=longest,
+        max_num_seqs=rows,
+        memory=needs.plan(config, platform, free),
+    )

@@ -1,4 +1,4 @@
-"""`quire inspect --url` and `--snapshot`: the memory of an engine that runs, or of one that ran."""
+"""`quire inspect --url` and `--snapshot`: the memory of a running engine, or a saved map of it."""
 
 from __future__ import annotations
 
@@ -21,31 +21,31 @@ PATH = "/admin/memory"
 KEY = "QUIRE_ADMIN_KEY"
 ANSWER_SECONDS = 30.0
 LARGEST = 256 << 20
-"""Bytes that a file with a snapshot may have: more is something else."""
+"""Bytes; a larger file is no snapshot."""
 
 
 class NoAnswerError(QuireError):
-    """The server is not there, or refused."""
+    """The server does not answer, or refused."""
 
 
 def add_memory_flags(parser: Parser) -> None:
-    """Flags that look at memory instead of a model."""
+    """Flags that show memory instead of a model."""
     group = parser.add_argument_group("memory of an engine")
-    group.add_argument("--url", metavar="URL", help="show the memory of this server, which runs with --admin-key")
+    group.add_argument("--url", metavar="URL", help="show the memory of this server, started with --admin-key")
     group.add_argument("--api-key", metavar="KEY", help=f"that server's admin key (default: ${KEY})")
-    group.add_argument("--replica", metavar="N", type=int, help="of several engines, which (default: 0, the first)")
-    group.add_argument("--watch", metavar="SECONDS", type=_seconds, help="again and again, until Ctrl-C")
-    group.add_argument("--save", metavar="FILE", help="keep what was shown, for --snapshot")
-    group.add_argument("--snapshot", metavar="FILE", help="show what --save, or LLM.memory_map().to_json(), kept")
+    group.add_argument("--replica", metavar="N", type=int, help="which of several engines (default: 0)")
+    group.add_argument("--watch", metavar="SECONDS", type=_seconds, help="refresh every SECONDS until Ctrl-C")
+    group.add_argument("--save", metavar="FILE", help="also write the map to this file, for --snapshot")
+    group.add_argument("--snapshot", metavar="FILE", help="show a map that --save or LLM.memory_map().to_json() wrote")
 
 
 def wants_memory(args: argparse.Namespace) -> bool:
-    """Whether one of these flags was given; wrong company is refused."""
+    """Whether one of these flags was given; combinations that make no sense are refused."""
     given = [name for name in ("api_key", "replica", "watch", "save") if getattr(args, name) is not None]
     if args.url is None and given:
         args.parser.error(f"{flag(given[0])} needs --url")
     if args.url is not None and args.snapshot is not None:
-        args.parser.error("--url and --snapshot: one memory at a time")
+        args.parser.error("--url and --snapshot cannot be used together")
     if args.url is None and args.snapshot is None:
         return False
     if settings := engine_settings(args):
@@ -74,7 +74,7 @@ def _show(found: MemoryMap, console: Console, where: str) -> None:
 
 
 def _watch(args: argparse.Namespace, console: Console) -> None:
-    """Where nobody can see it change, one after the other."""
+    """Redraw the view in a terminal; print one view after the other elsewhere."""
     from rich.live import Live
 
     from quire.cli.memory_view import draw
@@ -93,7 +93,7 @@ def _watch(args: argparse.Namespace, console: Console) -> None:
                 found = _fetch_and_save(args)
     except KeyboardInterrupt:
         if console.is_terminal:
-            _show(found, console, args.url)  # the last one stays
+            _show(found, console, args.url)  # keep the last view on the screen
 
 
 def _fetch_and_save(args: argparse.Namespace) -> MemoryMap:
@@ -107,25 +107,25 @@ def _fetch_and_save(args: argparse.Namespace) -> MemoryMap:
 
 
 def fetch(url: str, key: str | None, replica: int | None = None) -> MemoryMap:
-    """The memory of a server; `replica`: of which of its engines."""
+    """The memory map of a server, or of its engine `replica`."""
     import httpx
 
-    from quire.cli.bench.load.events import error_message
+    from quire.cli.bench.load.client import error_message
     from quire.messages.memory_map import MemoryMap
 
     base = url.rstrip("/").removesuffix("/v1")
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     try:
-        asked = {} if replica is None else {"replica": replica}
-        answer = httpx.get(base + PATH, headers=headers, params=asked, timeout=ANSWER_SECONDS)
+        query = {} if replica is None else {"replica": replica}
+        answer = httpx.get(base + PATH, headers=headers, params=query, timeout=ANSWER_SECONDS)
     except httpx.ConnectError as error:
         raise NoAnswerError(f"nothing answers at {url}: {error}; is the server running?") from error
     except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
         raise NoAnswerError(f"{url}: {error or type(error).__name__}") from error
     if answer.status_code == 404:
-        raise NoAnswerError(f"{url} has no {PATH}: start the server with --admin-key, and give that key as --api-key")
+        raise NoAnswerError(f"{url} has no {PATH}: start the server with --admin-key and give that key as --api-key")
     if answer.status_code == 401:
-        raise NoAnswerError(f"{url}: {PATH} wants the server's --admin-key: give it as --api-key, or in ${KEY}")
+        raise NoAnswerError(f"{url}: {PATH} needs the server's --admin-key: give it as --api-key or in ${KEY}")
     if answer.status_code != 200:
         raise NoAnswerError(f"{url} answered {answer.status_code}: {error_message(answer.content)}")
     return MemoryMap.from_json(answer.content, f"what {base}{PATH} sent")

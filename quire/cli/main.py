@@ -84,7 +84,7 @@ def _run(arguments: list[str]) -> int:
         parser.print_help()
         return OK
     if hasattr(args, "log_level"):
-        from quire.cli.logging import set_up
+        from quire.cli.terminal import set_up
 
         set_up(args.log_level)
     code: int = args.run(args)

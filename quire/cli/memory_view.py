@@ -1,4 +1,4 @@
-"""A map of an engine's memory, drawn for a terminal: bars, cells and tables. Without colours it reads the same."""
+"""Draws a map of an engine's memory in a terminal: bars, cells and tables. It is readable without colours."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ LOOKS = {
     CACHED: ("░", "blue", "cached"),
     EMPTY: ("·", "bright_black", "empty"),
 }
-"""How a block's state is drawn, in what colour, and what it is called. Where two are as frequent the first is shown."""
+"""Glyph, colour and name of each state of a block. A cell shows its most frequent state; in a tie, the first here."""
 MAP_ROWS = 16
 WIDEST_BAR = 32
 NAMED = 20
-"""Owners, and layers, in a table."""
+"""Lines of a table."""
 BESIDE_NAMES = 56
-"""Columns that the figures beside a name take."""
+"""Characters that the numbers beside a name take."""
 HOTTEST = 4
 
 
 def draw(found: MemoryMap, console: Console, where: str) -> RenderableType:
-    """The whole view. `where`: what it is a map of."""
-    parts = [_title(found, where), _tiers(found, console), *_cells(found, console), _facts(found)]
+    """The whole view. `where`: the server or file that the map is from."""
+    parts = [_title(found, where), _tiers(found, console), *_cells(found, console), _summary(found)]
     parts += _owners(found, console)
     if found.sleeping is not None:
         parts += _sleeping(found.sleeping, console)
@@ -47,7 +47,7 @@ def _title(found: MemoryMap, where: str) -> Text:
     return Text.assemble(("memory", "bold"), f" at {taken} of {where}", no_wrap=True, overflow="crop")
 
 
-# How full each tier is
+# Tiers
 
 
 def _tiers(found: MemoryMap, console: Console) -> Table:
@@ -69,8 +69,8 @@ def _tiers(found: MemoryMap, console: Console) -> Table:
         most = max(disk.blocks, disk.capacity // max(1, disk.block_bytes))
         parts = {HELD: disk.owned, CACHED: disk.blocks - disk.owned, EMPTY: most - disk.blocks}
         size = f"{readable_bytes(disk.blocks * disk.block_bytes)} of {readable_bytes(disk.capacity)}"
-        resting = ", not written to now" if disk.is_resting else ""
-        notes = f"{disk.owned} owned{resting}{_level(pressure.disk)}"
+        paused = ", writes paused" if disk.is_paused else ""
+        notes = f"{disk.owned} owned{paused}{_level(pressure.disk)}"
         grid.add_row("disk", _bar(parts, console), f"{disk.blocks} blocks", size, notes)
     return grid
 
@@ -80,8 +80,8 @@ def _level(level: int) -> str:
 
 
 def _bar(parts: dict[str, int], console: Console) -> Text:
-    """Shares of a whole; what there is at all is seen."""
-    whole = min(WIDEST_BAR, max(8, console.width - 72))  # the figures beside it matter more
+    """A bar of shares; every non-zero part has at least one cell."""
+    whole = min(WIDEST_BAR, max(8, console.width - 72))  # the numbers beside it matter more
     total, bar, left = sum(parts.values()) or 1, Text(), whole
     for state, count in parts.items():
         width = min(left, max(1, round(whole * count / total))) if count else 0
@@ -95,7 +95,7 @@ def _glyph(state: str, console: Console) -> str:
     return LOOKS[state][0] if console.encoding.startswith("utf") else state
 
 
-# The blocks
+# Blocks
 
 
 def _cells(found: MemoryMap, console: Console) -> Iterator[RenderableType]:
@@ -110,7 +110,7 @@ def _cells(found: MemoryMap, console: Console) -> Iterator[RenderableType]:
     legend = Text("  ")
     for state, (_, colour, meaning) in LOOKS.items():
         legend.append(f"{_glyph(state, console)} ", colour).append(f"{meaning}  ")
-    blocks, sampled = each * found.stride, f", every {_nth(found.stride)} looked at" if found.stride > 1 else ""
+    blocks, sampled = each * found.stride, f", every {_nth(found.stride)} sampled" if found.stride > 1 else ""
     yield legend.append("(a cell is a block)" if blocks == 1 else f"(a cell is {blocks} blocks{sampled})")
 
 
@@ -123,28 +123,30 @@ def _nth(number: int) -> str:
     return {2: "second", 3: "third"}.get(number, f"{number}th")
 
 
-def _facts(found: MemoryMap) -> Table:
-    sharing, journeys, owners, grid = found.sharing, found.journeys, found.owners, _grid()
+def _summary(found: MemoryMap) -> Table:
+    sharing, transfers, owners, grid = found.sharing, found.transfers, found.owners, _grid()
     saved = readable_bytes(sharing.saved * found.device.block_bytes)
     grid.add_row(
         "sharing",
         f"{sharing.by_one} blocks with one owner, {sharing.by_two} with two, {sharing.by_more} with more; saves "
         f"{sharing.saved} blocks ({saved})",
     )
-    if journeys.out or journeys.back or journeys.writes:
-        grid.add_row("moving", f"{journeys.out} blocks out, {journeys.back} back, {journeys.writes} on to disk")
+    if transfers.out or transfers.back or transfers.writes:
+        grid.add_row(
+            "transfers", f"{transfers.out} blocks to host, {transfers.back} to device, {transfers.writes} to disk"
+        )
     if sharing.unaccounted:
-        grid.add_row("lost", f"{sharing.unaccounted} blocks are held by nobody who is known: please report this")
-    put_by = f" ({owners.put_by} put by)" if owners.put_by else ""
+        grid.add_row("leaked", f"{sharing.unaccounted} blocks have no known owner: please report this")
+    swapped = f" ({owners.swapped} swapped out)" if owners.swapped else ""
     grid.add_row(
         "owners",
-        f"{owners.running} running, {owners.loading} loading, {owners.waiting} waiting{put_by}, "
+        f"{owners.running} running, {owners.loading} loading, {owners.waiting} waiting{swapped}, "
         f"{owners.sessions} sessions between turns",
     )
     return grid
 
 
-# Who holds them
+# Owners
 
 
 def _owners(found: MemoryMap, console: Console) -> list[RenderableType]:
@@ -154,9 +156,9 @@ def _owners(found: MemoryMap, console: Console) -> list[RenderableType]:
     grid = _listing("owner", "kind", "tenant", "tokens", "blocks", "shared", words=3)
     for owner in owners.largest[:NAMED]:
         name = owner.name if not owner.session else f"{owner.name} (session {owner.session})"
-        figures = (str(owner.tokens), str(owner.blocks), str(owner.shared))
-        grid.add_row(_shown(name, console), owner.kind, _shown(owner.tenant), *figures)
-    more = owners.running + owners.loading + owners.put_by + owners.sessions - len(owners.largest[:NAMED])
+        numbers = (str(owner.tokens), str(owner.blocks), str(owner.shared))
+        grid.add_row(_printable(name, console), owner.kind, _printable(owner.tenant), *numbers)
+    more = owners.running + owners.loading + owners.swapped + owners.sessions - len(owners.largest[:NAMED])
     return [Text(""), grid, *([Text(f"  and {more} more")] if more else [])]
 
 
@@ -165,13 +167,15 @@ def _sleeping(sleeping: Sleeping, console: Console) -> list[RenderableType]:
     title = Text.assemble(
         ("\nasleep", "bold"),
         f" {sleeping.count} session{'s' if sleeping.count != 1 else ''}: {sleeping.in_host} in host memory, "
-        f"{sleeping.on_disk} on disk, {sleeping.nowhere} as tokens alone{unknown}",
+        f"{sleeping.on_disk} on disk, {sleeping.nowhere} without saved KV{unknown}",
     )
     if not sleeping.latest:
         return [title]
     grid = _listing("session", "tenant", "in", "tokens", "saved", words=3)
     for one in sleeping.latest[:NAMED]:
-        grid.add_row(_shown(one.name, console), _shown(one.tenant), one.place, str(one.tokens), str(one.kv_tokens))
+        grid.add_row(
+            _printable(one.name, console), _printable(one.tenant), one.place, str(one.tokens), str(one.kv_tokens)
+        )
     return [title, grid]
 
 
@@ -182,8 +186,8 @@ def _experts(layers: Sequence[ExpertLoad]) -> list[RenderableType]:
     loads = [load.max_over_mean for load in layers]
     title = Text.assemble(
         ("\nexperts", "bold"),
-        f" {len(layers[0].chosen)} in each of {len(layers)} layers; busiest over mean {sum(loads) / len(loads):.2f}, "
-        f"at worst {max(loads):.2f}",
+        f" {len(layers[0].chosen)} in each of {len(layers)} layers; max / mean "
+        f"{sum(loads) / len(loads):.2f} on average, {max(loads):.2f} at worst",
     )
     grid = _listing("layer", "choices", "max / mean", f"hottest {HOTTEST}", words=0)
     uneven = sorted(layers, key=lambda load: -load.max_over_mean)[:NAMED]
@@ -204,15 +208,15 @@ def _grid() -> Table:
 
 
 def _listing(*names: str, words: int) -> Table:
-    """Columns of figures, but for the first `words`."""
+    """A table whose columns are numbers, except for the first `words`."""
     grid = Table(box=None, pad_edge=True, padding=(0, 1), header_style="bold")
     for i, name in enumerate(names):
         grid.add_column(name, justify="left" if i < words else "right", no_wrap=True, overflow="crop")
     return grid
 
 
-def _shown(name: str, console: Console | None = None) -> Text:
-    """A name as somebody chose it: what it holds must not move the cursor. Its end may tell samples apart."""
+def _printable(name: str, console: Console | None = None) -> Text:
+    """A name that a user chose, without control characters. The end is kept: it may be the sequence number."""
     room = 16 if console is None else max(16, console.width - BESIDE_NAMES)
     clean = "".join(character if character.isprintable() else "?" for character in name)
     if len(clean) > room:

@@ -35,7 +35,7 @@ GROUPS = {
     "access": "Who may ask",
     "answers": "What it answers",
     "limits": "Limits",
-    "seeing": "Logs, metrics, traces",
+    "observability": "Logs, metrics, traces",
 }
 SERVER = """\
 # The server

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import msgspec
 
-from quire.cli.bench.load.events import (
+from quire.cli.bench.load.client import (
     DONE,
     EventReader,
     MalformedStreamError,
@@ -21,7 +21,7 @@ from quire.cli.bench.load.events import (
     first_model,
     read_chunk,
 )
-from quire.cli.reply import Reply
+from quire.cli.conversation import Reply
 from quire.cli.terminal import dim, table
 from quire.errors import QuireError
 

@@ -87,7 +87,7 @@ def _replay(recording: Recording, settings: dict[str, Any]) -> tuple[Comparison,
     from quire.executor.registry import executor_backend
     from quire.loading.files import ModelFiles
     from quire.loading.hub import find
-    from quire.loading.read_config import read_model_config
+    from quire.loading.model_config import read_model_config
     from quire.messages.plan import StepMasks, StepPlan
 
     header = recording.header

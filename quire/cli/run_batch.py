@@ -17,9 +17,8 @@ from quire.server.config import ServerConfig
 
 if TYPE_CHECKING:
     from quire.api.async_llm import AsyncLLM
-    from quire.cli.batch.files import Output
+    from quire.cli.batch.files import Output, Source
     from quire.cli.batch.runner import Batch
-    from quire.cli.batch.source import Source
 
 WHAT = """\
 Answer a file of requests in OpenAI's batch shape: each line a JSON object with custom_id, method (POST), url and body.
@@ -60,8 +59,7 @@ def configure(parser: Parser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Answer the file."""
     from quire.api.async_llm import AsyncLLM
-    from quire.cli.batch.files import Output
-    from quire.cli.batch.source import Source
+    from quire.cli.batch.files import Output, Source
 
     key = secrets.token_hex(16)  # whatever the environment says of keys, we have one
     given = {name: getattr(args, name) for name in ANSWERS if hasattr(args, name)}
@@ -84,12 +82,12 @@ async def _answer(
 ) -> tuple[Batch, bool]:
     from quire.cli.batch.runner import Batch
     from quire.cli.bench.load.client import RunCounters
-    from quire.cli.bench.load.progress import LoadProgress
+    from quire.cli.bench.load.drive import LoadProgress
     from quire.server.app import make_app
-    from quire.server.serve import make_server
+    from quire.server.context import ServerContext
 
-    server = await make_server(llm, config)
-    rows = llm.facts.max_num_seqs * len(llm.replicas)
+    server = ServerContext(llm, config)
+    rows = llm.info.max_num_seqs * len(llm.replicas)
     batch = Batch(make_app(server), key, concurrency or 2 * rows, RunCounters())
     await server.start()
     was_stopped = False

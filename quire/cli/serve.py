@@ -27,6 +27,12 @@ from quire.server.config import ServerConfig
 
 if TYPE_CHECKING:
     from quire.server.context import ServerContext
+from typing import TYPE_CHECKING
+
+from quire.cli.values import readable_bytes
+
+if TYPE_CHECKING:
+    from quire.server.context import ServerContext
 
 WHAT = """\
 Serve a model over HTTP: OpenAI's API (chat, completions, embeddings, …), metrics, health. Ctrl-C finishes what runs."""
@@ -70,7 +76,6 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _welcome(server: ServerContext, url: str) -> None:
-    from quire.cli.banner import show
 
     show(server, url)
 
@@ -118,3 +123,44 @@ def _as_arguments(settings: Mapping[str, Any]) -> list[str]:
         else:
             arguments.append(f"{name}={value}")
     return arguments
+
+
+def show(server: ServerContext, url: str) -> None:
+    """Print it on stderr."""
+    from rich.console import Console
+    from rich.panel import Panel
+    from rich.table import Table
+
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold")
+    table.add_column()
+    for name, value in rows(server, url):
+        table.add_row(name, value)
+    console = Console(stderr=True)
+    console.print(Panel(table, title=f"quire {server.version}", title_align="left", expand=False))
+    console.print(curl(server, url), markup=False, highlight=False, soft_wrap=True)
+
+
+def rows(server: ServerContext, url: str) -> list[tuple[str, str]]:
+    """Label and value of each line."""
+    info = server.llm.info
+    several = info.cache_tokens / info.max_model_len
+    return [
+        ("model", f"{', '.join(server.names)} ({info.dtype}, {info.max_model_len:,} tokens of context)"),
+        ("device", info.device),
+        ("weights", readable_bytes(info.weight_bytes)),
+        ("KV cache", f"{readable_bytes(info.kv_bytes)}: {info.cache_tokens:,} tokens, {several:.1f} full contexts"),
+        ("at once", f"{info.max_num_seqs:,} requests, {info.max_num_batched_tokens:,} tokens a step"),
+        ("API keys", "needed" if server.keys else "none: whoever reaches the address may use it"),
+        ("address", f"{url}/v1" if url.startswith("http") else url),
+        ("ready in", f"{info.start_seconds:.1f} s"),
+    ]
+
+
+def curl(server: ServerContext, url: str) -> str:
+    """A line that can be pasted."""
+    where = url + "/v1" if url.startswith("http") else f"--unix-socket {server.config.uds} http://quire/v1"
+    key = " -H 'Authorization: Bearer '$QUIRE_API_KEY" if server.keys else ""
+    said = '[{"role": "user", "content": "Hello!"}]'
+    body = f'{{"model": "{server.names[0]}", "messages": {said}, "temperature": 0.2}}'
+    return f"curl {where}/chat/completions{key} -H 'Content-Type: application/json' -d '{body}'"

@@ -191,7 +191,7 @@ def shape_model(config: EngineConfig, platform: Platform) -> nn.Module:
 
     from quire.engine.setup import model_len
     from quire.loading.hub import find
-    from quire.loading.read_config import read_model_config
+    from quire.loading.model_config import read_model_config
     from quire.worker.building import build_model
 
     files = find(config)

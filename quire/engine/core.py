@@ -1,4 +1,4 @@
-"""`EngineCore`: schedule → execute → update, again and again."""
+"""`EngineCore`, the loop: schedule → execute → update."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from quire.engine.experts import expert_figures
 from quire.engine.grammar.grammars import Grammars
 from quire.engine.grammar.wire import DEAD_END
 from quire.engine.memory_map import map_memory
-from quire.engine.stats import InfoLine, Metric, metrics_of
+from quire.engine.optional import NoGrammars, NoLockstep
+from quire.engine.stats import InfoLine, Metric, expert_metrics, scheduler_metrics
 from quire.engine.watchdog import Watchdog
 from quire.errors import (
     SHUT,
@@ -22,7 +22,7 @@ from quire.errors import (
     StepMemoryError,
     ValidationError,
 )
-from quire.executor.base import Executor, Lockstep
+from quire.executor.base import Executor
 from quire.messages.experts import Rebalanced
 from quire.messages.memory_map import MemoryMap
 from quire.messages.outputs import Key, StepOutputs
@@ -34,11 +34,11 @@ from quire.sessions.keeper import SessionKeeper
 logger = logging.getLogger(__name__)
 
 LEAST_BUDGET = 256
-"""A shortage of memory does not make steps smaller than this: what fails then is one request's fault."""
+"""Tokens. When memory runs out steps are not made smaller than this: one request causes the failure then."""
 WAIT_SECONDS = 0.05
-"""A step with nothing to do but wait for a grammar returns after so long, whatever comes."""
+"""A step with nothing to do but wait for a grammar or the disk returns after this long."""
 NAMED_REQUESTS = 8
-"""So many are named where a step is described."""
+"""Requests named where a step is described."""
 
 
 class EngineCore:
@@ -54,23 +54,25 @@ class EngineCore:
         grammars: Grammars | None = None,
         make_sessions: Callable[[], SessionKeeper] | None = None,
     ) -> None:
-        """`grammars`: keeps outputs to the form that requests ask for; without them such requests are refused.
-        `make_sessions`: what keeps sessions, made when the first is asked for."""
+        """`grammars`: constrain structured outputs; without them such requests are refused. `make_sessions`: called
+        when a session is used for the first time."""
         self.scheduler = scheduler
         self._make_sessions = make_sessions
-        self._grammars = grammars
-        if grammars is not None:
-            scheduler.ledger.on_guided_end = grammars.forget
+        self._grammars = grammars or NoGrammars()
+        scheduler.requests.on_structured_end = self._grammars.forget
         self.wakes: list[int] = []
-        """Files that end the sleep of a `step` with nothing to do but wait for a grammar."""
+        """Files that wake a `step` which only waits for a grammar or the disk."""
         self._executor = executor
-        self._lockstep = executor.lockstep
+        self._lockstep = executor.lockstep or NoLockstep()
         self._depth = pipeline_depth
         self._launched: deque[tuple[StepPlan, Any]] = deque()
-        self._info = InfoLine(scheduler) if log_stats else None
-        self._watchdog = Watchdog(step_timeout, self._tell_of_hang)
+        self._info = InfoLine(scheduler, is_on=log_stats)
+        self._watchdog = Watchdog(step_timeout, self._abandon)
         self._alive = True
-        self._death = ""  # why the engine cannot go on, if it cannot
+        self._death = ""
+        """Why the engine cannot go on, if it cannot."""
+
+    # Requests
 
     def add(self, request: NewRequest) -> None:
         """Take a request; raises if it could never fit."""
@@ -78,12 +80,8 @@ class EngineCore:
             raise EngineDeadError(SHUT)
         if self._death:
             raise EngineDeadError(self._death)
-        if request.params.structured_outputs is None:
-            self.scheduler.add(request)
-        elif self._grammars is None:
-            raise ValidationError("this engine has no structured output", "structured_outputs")
-        else:
-            self.scheduler.add(request)
+        self.scheduler.add(request)
+        if request.params.structured_outputs is not None:
             try:
                 self._grammars.add(request)
             except BaseException:
@@ -95,29 +93,32 @@ class EngineCore:
         self.scheduler.abort(request_id, reason)
 
     def finish(self, key: Key, at: int, stop_reason: str | None = None) -> None:
-        """End a sample after its first `at` output tokens: the caller found a stop string there."""
+        """End a sequence after its first `at` output tokens: the caller found a stop string there."""
         self.scheduler.finish(key, at, stop_reason)
 
     @property
     def sessions(self) -> SessionKeeper:
-        """The engine's sessions."""
-        if self.scheduler.sessions is None:
-            if self._make_sessions is None:
-                raise ValidationError("this engine keeps no sessions", "session")
-            self.scheduler.attach(self._make_sessions())
-        assert self.scheduler.sessions is not None
-        return self.scheduler.sessions
+        """The engine's sessions, made on first use."""
+        sessions = self.scheduler.sessions
+        if isinstance(sessions, SessionKeeper):
+            return sessions
+        if self._make_sessions is None:
+            raise ValidationError("this engine keeps no sessions", "session")
+        sessions = self._make_sessions()
+        self.scheduler.attach(sessions)
+        return sessions
+
+    # The loop
 
     def rest(self) -> float | None:
-        """Look after what changes by itself; returns for how many seconds nothing needs to be done, None for ever."""
+        """Do what is due without requests; returns in how many seconds to call again, None: when there is work."""
         if self.has_work:
             return None
-        sessions = self.scheduler.sessions
-        pauses = (self._check_ranks(), None if sessions is None else sessions.tick_idle())
+        pauses = (self._check_ranks(), self.scheduler.sessions.tick_idle())
         return min((seconds for seconds in pauses if seconds is not None), default=None)
 
     def _check_ranks(self) -> float | None:
-        """Whether ranks elsewhere live, also while nobody waits for them; seconds until one should look again."""
+        """Find out whether a rank has died while the engine was idle; returns in how many seconds to check again."""
         if self._death:
             return None
         try:
@@ -127,13 +128,13 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` has something to do, or something to tell."""
+        """Whether `step` has something to do or to return."""
         scheduler = self.scheduler
-        own = bool(scheduler.unfinished or self._launched or scheduler.has_outputs or scheduler.is_busy)
-        return own or (self._lockstep is not None and self._lockstep.is_active)
+        is_busy = scheduler.has_outputs or scheduler.is_busy or self._lockstep.is_active
+        return bool(scheduler.unfinished or self._launched or is_busy)
 
     def begin(self) -> None:
-        """Launch a step if none is in flight, and wait for nothing: the device works while more requests are added."""
+        """Launch a step if none is in flight, without waiting: the device works while more requests are added."""
         if self._depth and not self._launched and not self._death and (plan := self.scheduler.schedule()) is not None:
             self._launch(plan)
 
@@ -141,30 +142,32 @@ class EngineCore:
         """Launch the next step, then collect the oldest one once more than `pipeline_depth` are in flight."""
         if self._death and self.scheduler.unfinished:
             raise EngineDeadError(self._death)
-        if self._is_guided:
+        if self._grammars.is_active:
             self._admit_compiled()
         plan = self.scheduler.schedule()
         if plan is not None:
             self._launch(plan)
-        elif self._lockstep is not None and self._accompany(self._lockstep):
-            pass
-        elif self._grammars is not None and self.compiling and not self._launched:
-            self._grammars.wait(WAIT_SECONDS, self.wakes)
-        elif self.scheduler.tiers is not None and not self._launched:
-            self.scheduler.tiers.wait(WAIT_SECONDS, self.wakes)
+        elif not self._join_round() and not self._launched:
+            self._wait()
         if self._launched and (plan is None or len(self._launched) > self._depth):
             self._collect()
-        if self._info is not None:
-            self._info.tick()
+        self._info.tick()
         return self.scheduler.take_outputs()
 
-    def _accompany(self, lockstep: Lockstep) -> bool:
-        """Take a turn without a plan; whether nothing is left to wait for."""
+    def _wait(self) -> None:
+        """There is nothing to launch or collect: sleep until a grammar or the disk has something."""
+        if self.compiling:
+            self._grammars.wait(WAIT_SECONDS, self.wakes)
+        else:
+            self.scheduler.wait(WAIT_SECONDS, self.wakes)
+
+    def _join_round(self) -> bool:
+        """Take part in a lockstep round without a plan; returns whether there is nothing to wait for."""
         has_work = bool(self.scheduler.unfinished or self._launched)
-        if not (lockstep.is_active or has_work):
+        if not (self._lockstep.is_active or has_work):
             return False
         try:
-            return lockstep.join_round(has_work) or not has_work
+            return self._lockstep.join_round(has_work) or not has_work
         except DeviceLostError as error:
             self._end(f"the engine is dead: {error}", error)
 
@@ -178,8 +181,8 @@ class EngineCore:
             self._recover(error, plan)
         finally:
             self._watchdog.end()
-        if self._is_guided:
-            self._supply(plan)
+        if self._grammars.is_active:
+            self._supply_masks(plan)
 
     def _collect(self) -> None:
         plan, handle = self._launched.popleft()
@@ -190,7 +193,7 @@ class EngineCore:
             self._recover(error, plan)
         else:
             self.scheduler.update(result)
-            if self._grammars is not None and self._is_guided:
+            if self._grammars.is_active:
                 self._grammars.advance()
         finally:
             self._watchdog.end()
@@ -198,15 +201,14 @@ class EngineCore:
     # Engines that share experts
 
     def rouse(self, number: int) -> None:
-        """There is work for one of the engines that step together."""
-        if self._lockstep is not None:
-            self._lockstep.wake(number)
+        """One of the engines in lockstep has work: it was given request `number`."""
+        self._lockstep.wake(number)
 
     def rebalance_experts(self, number: int = 0) -> Rebalanced | None:
-        """Move experts to where the load is. With engines that step together, once all of them were asked with this
-        number: None for now, and `take_rebalanced` tells."""
-        if self._lockstep is not None:
-            self._lockstep.request_rebalance(number)
+        """Move experts to where the load is. Engines in lockstep do so when all of them were called with this number:
+        they return None, and `take_rebalanced` has the outcome."""
+        if self._executor.lockstep is not None:
+            self._executor.lockstep.request_rebalance(number)
             return None
         try:
             outcome = self._executor.rebalance_experts()
@@ -217,46 +219,40 @@ class EngineCore:
         return outcome
 
     def take_rebalanced(self) -> list[Rebalanced]:
-        """What came of it, of each time since this was asked last."""
-        return [] if self._lockstep is None else self._lockstep.take_rebalanced()
+        """Outcomes of rebalancing since the last call."""
+        return self._lockstep.take_rebalanced()
 
-    # Requests whose output has a form
+    # Structured output
 
     @property
     def compiling(self) -> int:
         """Requests that wait for their grammar."""
-        return 0 if self._grammars is None else self._grammars.num_waiting
-
-    @property
-    def _is_guided(self) -> bool:
-        return self._grammars is not None and self._grammars.is_active
+        return self._grammars.num_waiting
 
     def _admit_compiled(self) -> None:
-        """Requests whose grammar has come wait for a row; those whose grammar never will are told so."""
-        assert self._grammars is not None
+        """Requests whose grammar is compiled wait for a row; those whose grammar does not compile end with an error."""
         for request_id, refusal in self._grammars.poll():
             if refusal:
                 self.scheduler.abort(request_id, "error", refusal, ValidationError.__name__, "structured_outputs")
             else:
                 self.scheduler.end_compiling(request_id)
 
-    def _supply(self, plan: StepPlan) -> None:
-        """The step just launched has its forward pass to do; meanwhile, find out what it may draw."""
-        assert self._grammars is not None
+    def _supply_masks(self, plan: StepPlan) -> None:
+        """While the step just launched runs its forward pass, make the masks for its draws."""
         draws = self.scheduler.draws_of(plan.step)
         if not any(request.params.structured_outputs is not None for request in draws):
             return
         while len(self._launched) > 1 and not self.scheduler.knows_draws:
-            self._collect()  # what may come next depends on every token before
+            self._collect()  # a mask depends on every token before it
         if not self._launched:
-            return  # a step before has failed, and everyone begins again
+            return  # an earlier step has failed, and all requests start again
         masks, late, failed = self._grammars.masks(plan.step, draws)
         for request in late:
             self.scheduler.set_aside(request)
         for request, message in failed:
-            if message == DEAD_END:  # the vocabulary cannot write what the form asks for
-                said = f"structured_outputs: {message}"
-                self.scheduler.fail(request, said, ValidationError.__name__, "structured_outputs")
+            if message == DEAD_END:  # the vocabulary cannot express what the grammar requires
+                reason = f"structured_outputs: {message}"
+                self.scheduler.fail(request, reason, ValidationError.__name__, "structured_outputs")
             else:
                 self.scheduler.fail(request, message)
         self._watchdog.begin(plan)
@@ -270,7 +266,7 @@ class EngineCore:
     # When a step fails
 
     def _recover(self, error: StepError, plan: StepPlan) -> None:
-        """A failed step leaves unknown state on the device: drop what is in flight, begin again from known tokens."""
+        """A failed step leaves unknown state on the device: drop what is in flight, start again from known tokens."""
         self._launched.clear()
         if isinstance(error, DeviceLostError):
             self._die(error, plan)
@@ -281,7 +277,7 @@ class EngineCore:
         self.scheduler.reset(f"a step failed: {error}", plan.step)
 
     def _die(self, error: DeviceLostError, plan: StepPlan) -> NoReturn:
-        """Nothing can run on the device any more: the engine is over, and says so to everyone who asks."""
+        """Nothing can run on the device any more: the engine ends, and refuses all requests."""
         if isinstance(error, RankLostError):
             self._end(f"the engine is dead: {error}, in {self._name(plan)}", error)
         self._end(
@@ -296,8 +292,8 @@ class EngineCore:
         self._watchdog.stop()
         raise EngineDeadError(self._death) from error
 
-    def _tell_of_hang(self, plan: StepPlan) -> None:
-        """In the watchdog's thread: name the step, and call the loop back from waiting for it."""
+    def _abandon(self, plan: StepPlan) -> None:
+        """In the watchdog's thread: log which step hangs, and make the loop stop waiting for it."""
         message = f"it has not ended after {self._watchdog.seconds:g} s (step_timeout)"
         logger.error("%s hangs: %s", self._name(plan), message)
         self._executor.give_up(message)
@@ -311,25 +307,21 @@ class EngineCore:
         )
 
     def metrics(self) -> list[Metric]:
-        """The engine's figures now."""
-        experts = expert_figures(self._executor.expert_counts(), self._executor.balance)
-        if self._grammars is None:
-            return [*metrics_of(self.scheduler), *experts]
-        waiting, times = self._grammars.num_waiting, self._grammars.compile_times
-        return [*metrics_of(self.scheduler, waiting, times), *experts]
+        """The engine's metrics now."""
+        experts = expert_metrics(self._executor.expert_counts(), self._executor.balance)
+        return [*scheduler_metrics(self.scheduler, self.compiling, self._grammars.compile_times), *experts]
 
     def memory_map(self, block_bytes: int) -> MemoryMap:
-        """Who holds what in every tier now. `block_bytes`: what a block takes on the device."""
+        """The use of memory in every tier now. `block_bytes`: size of a block on the device."""
         return map_memory(self.scheduler, self._executor.expert_counts(), block_bytes)
 
     def shutdown(self) -> None:
-        """End everything that is unfinished and give the memory back."""
+        """End everything that is unfinished and free the memory."""
         if self._alive:
             self._alive = False
             self._watchdog.stop()
             self._launched.clear()
             self.scheduler.abort_all()
             self.scheduler.close()
-            if self._grammars is not None:
-                self._grammars.shutdown()
+            self._grammars.shutdown()
             self._executor.shutdown()

@@ -1,4 +1,4 @@
-"""Takes the map of an engine's memory. It costs nothing until somebody asks, then some milliseconds."""
+"""Makes the map of an engine's memory. It costs some milliseconds when it is requested, and nothing otherwise."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ from quire.messages.memory_map import (
     DiskBlocks,
     ExpertLoad,
     HostBlocks,
-    Journeys,
     MemoryMap,
     Owner,
     OwnerKind,
@@ -32,8 +31,9 @@ from quire.messages.memory_map import (
     Place,
     Pressure,
     Sharing,
-    Sleeper,
     Sleeping,
+    SleepingSession,
+    TransferCounts,
 )
 from quire.messages.request import Request, RequestState
 from quire.scheduler.scheduler import Scheduler
@@ -42,26 +42,26 @@ from quire.sessions.log import Session, name_of, owner_of
 from quire.sessions.session_kv import ResidentSession
 
 MOST_CELLS = 65_536
-"""A cache of more blocks is shown by every second, third, … of them."""
-NAMED = 200
-"""So many owners, and so many sleepers, are named; of the others there are figures."""
-LOOKED_UP = 20_000
-"""Of more sleeping sessions it is not looked up where each lies: the loop waits meanwhile."""
+"""Characters in the map of blocks. A larger cache is shown by every second, third, … block."""
+MOST_NAMED = 200
+"""Owners, and sleeping sessions, listed by name."""
+MOST_LOOKED_UP = 20_000
+"""Sleeping sessions whose tier is looked up; more would delay the loop."""
 
 _Counts = NDArray[np.int64]
 
 
 def map_memory(scheduler: Scheduler, experts: Mapping[int, Sequence[int]], block_bytes: int) -> MemoryMap:
-    """The memory of this engine now. `experts`: how often each of each layer was chosen."""
-    pool, tiers, sessions, ledger = scheduler.tables.pool, scheduler.tiers, scheduler.sessions, scheduler.ledger
-    requests = [request for request_id in ledger.ids() for request in ledger.samples(request_id)]
-    keeping = [] if sessions is None else [live for live in sessions.kv.on_device() if live.blocks]
-    tables = [*(request.blocks for request in requests), *(live.blocks for live in keeping)]
+    """The memory of this engine now. `experts`: how often each expert of each layer was chosen."""
+    pool, tiers, sessions, table = scheduler.tables.pool, scheduler.tiers, scheduler.sessions, scheduler.requests
+    requests = [request for request_id in table.ids() for request in table.sequences(request_id)]
+    on_device = [live for live in sessions.kv.on_device() if live.blocks]
+    tables = [*(request.blocks for request in requests), *(live.blocks for live in on_device)]
     held_by = _count(tables, pool.num_blocks)
     going, coming = ([], []) if tiers is None else (tiers.saving_blocks, tiers.loading_blocks)
     cells = _cells(pool, held_by, [*going, *coming])
     stride = -(-len(cells) // MOST_CELLS)
-    named = [*(_requester(request, held_by) for request in requests), *(_keeper(live, held_by) for live in keeping)]
+    owners = [*(_request_owner(one, held_by) for one in requests), *(_session_owner(one, held_by) for one in on_device)]
     return MemoryMap(
         object="memory_map",
         taken=time.time(),
@@ -69,12 +69,12 @@ def map_memory(scheduler: Scheduler, experts: Mapping[int, Sequence[int]], block
         blocks=cells[::stride].tobytes().decode("ascii"),
         stride=stride,
         sharing=_sharing(pool, held_by, [*going, *coming]),
-        owners=_owners([owner for owner in named if owner is not None], len(requests)),
-        journeys=Journeys(out=len(going), back=len(coming), writes=0 if tiers is None else tiers.num_writes),
+        owners=_owners([owner for owner in owners if owner is not None], len(requests)),
+        transfers=TransferCounts(out=len(going), back=len(coming), writes=0 if tiers is None else tiers.num_writes),
         pressure=_pressure(scheduler),
         host=None if tiers is None else _host(tiers),
         disk=None if tiers is None or tiers.store is None else _disk(tiers.store.stats()),
-        sleeping=None if sessions is None else _sleeping(sessions, tiers),
+        sleeping=_sleeping(sessions, tiers) if isinstance(sessions, SessionKeeper) else None,
         experts=[ExpertLoad(layer=layer, chosen=list(chosen)) for layer, chosen in experts.items()],
     )
 
@@ -83,13 +83,13 @@ def map_memory(scheduler: Scheduler, experts: Mapping[int, Sequence[int]], block
 
 
 def _count(tables: Iterable[Sequence[int]], num_blocks: int) -> _Counts:
-    """How often each block is in these tables."""
+    """How often each block occurs in these tables."""
     blocks = np.fromiter(itertools.chain.from_iterable(tables), np.int64)
     return np.bincount(blocks, minlength=num_blocks)
 
 
 def _cells(pool: BlockPool, held_by: _Counts, moving: list[int]) -> NDArray[np.uint8]:
-    """What each block is, the reserved one left out."""
+    """The state of each block, without the reserved one."""
     cells = np.full(pool.num_blocks, ord(EMPTY), np.uint8)
     cells[pool.oldest(pool.idle)] = ord(CACHED)
     cells[np.asarray(pool.refs) > 0] = ord(HELD)
@@ -121,38 +121,38 @@ def _sharing(pool: BlockPool, held_by: _Counts, moving: list[int]) -> Sharing:
 # Owners
 
 
-def _requester(request: Request, held_by: _Counts) -> Owner | None:
-    """The request as an owner, if it is one."""
-    source, kind, blocks = request.source, _kind(request), len(request.blocks)
+def _request_owner(request: Request, held_by: _Counts) -> Owner | None:
+    """The request as an owner, if it holds blocks."""
+    source, kind, blocks = request.source, _owner_kind(request), len(request.blocks)
     if kind is None:
         return None
     return Owner(
         kind=kind,
-        name=request.id if source.num_samples == 1 else f"{request.id}/{request.index}",
+        name=request.id if source.num_sequences == 1 else f"{request.id}/{request.index}",
         tenant=source.tenant,
         session=name_of(source.session),
         tokens=request.known,
         blocks=blocks or len(request.owned_keys),
-        shared=_shared(request.blocks, held_by),
+        shared=_num_shared(request.blocks, held_by),
     )
 
 
-def _kind(request: Request) -> OwnerKind | None:
+def _owner_kind(request: Request) -> OwnerKind | None:
     if request.row >= 0:
         return "running"
     if request.state is RequestState.LOADING:
         return "loading"
-    return "put by" if request.owned_keys else None
+    return "swapped" if request.owned_keys else None
 
 
-def _keeper(live: ResidentSession, held_by: _Counts) -> Owner:
+def _session_owner(live: ResidentSession, held_by: _Counts) -> Owner:
     return Owner(
         kind="session", name=name_of(live.name), tenant=owner_of(live.name), tokens=live.tokens,
-        blocks=len(live.blocks), shared=_shared(live.blocks, held_by),
+        blocks=len(live.blocks), shared=_num_shared(live.blocks, held_by),
     )  # fmt: skip
 
 
-def _shared(blocks: list[int], held_by: _Counts) -> int:
+def _num_shared(blocks: list[int], held_by: _Counts) -> int:
     return int((held_by[blocks] > 1).sum()) if blocks else 0
 
 
@@ -161,19 +161,19 @@ def _owners(owners: list[Owner], num_requests: int) -> Owners:
     return Owners(
         running=kinds["running"],
         loading=kinds["loading"],
-        put_by=kinds["put by"],
+        swapped=kinds["swapped"],
         sessions=kinds["session"],
         waiting=num_requests - kinds["running"] - kinds["loading"],
-        largest=heapq.nlargest(NAMED, owners, key=lambda owner: owner.blocks),
+        largest=heapq.nlargest(MOST_NAMED, owners, key=lambda owner: owner.blocks),
     )
 
 
-# The tiers below
+# Lower tiers
 
 
 def _pressure(scheduler: Scheduler) -> Pressure:
     levels = scheduler.pressure
-    levels.look(scheduler.tables.pool, scheduler.tiers)  # an engine that rests has not looked for a while
+    levels.update(scheduler.tables.pool, scheduler.requests.swapper)  # an idle engine does not update them
     return Pressure(device=levels.device, host=levels.host, disk=levels.disk)
 
 
@@ -185,13 +185,13 @@ def _host(tiers: OffloadManager) -> HostBlocks:
 def _disk(stats: StoreStats) -> DiskBlocks:
     return DiskBlocks(
         blocks=stats.blocks, owned=stats.pinned_blocks, block_bytes=stats.block_bytes, disk_bytes=stats.used_bytes,
-        capacity=stats.capacity, is_resting=stats.is_paused,
+        capacity=stats.capacity, is_paused=stats.is_paused,
     )  # fmt: skip
 
 
 def _sleeping(sessions: SessionKeeper, tiers: OffloadManager | None) -> Sleeping:
-    put_by, more = sessions.kv.offloaded(LOOKED_UP)
-    places = [(name, _place(key, tiers)) for name, key in put_by]
+    saved, more = sessions.kv.offloaded(MOST_LOOKED_UP)
+    places = [(name, _place(key, tiers)) for name, key in saved]
     counts, count = Counter(place for _, place in places), len(sessions.store) - sessions.kv.num_on_device
     return Sleeping(
         count=count,
@@ -199,7 +199,7 @@ def _sleeping(sessions: SessionKeeper, tiers: OffloadManager | None) -> Sleeping
         on_disk=counts["disk"],
         nowhere=count - counts["host"] - counts["disk"] - more,
         unknown=more,
-        latest=[_sleeper(sessions.store.get(name), place) for name, place in places[:NAMED]],
+        latest=[_sleeping_session(sessions.store.get(name), place) for name, place in places[:MOST_NAMED]],
     )
 
 
@@ -209,8 +209,8 @@ def _place(key: bytes, tiers: OffloadManager | None) -> Place:
     return "host" if found[0] else "disk"
 
 
-def _sleeper(session: Session, place: Place) -> Sleeper:
-    return Sleeper(
+def _sleeping_session(session: Session, place: Place) -> SleepingSession:
+    return SleepingSession(
         name=name_of(session.name), tenant=owner_of(session.name), tokens=session.num_tokens,
         kv_tokens=session.kv_tokens, place=place,
     )  # fmt: skip

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from quire.engine.engine_info import EngineInfo
     from quire.loading.files import ModelFiles
     from quire.loading.model_config import ModelConfig
-    from quire.messages.outputs import StepOutputs
 
     MakeEngine = Callable[[EngineConfig, ModelFiles, ModelConfig], tuple[EngineCore, EngineInfo]]
 
@@ -54,7 +53,7 @@ class EngineLoop:
                 self._take(data)
             if self._is_open and self._core.has_work:
                 outputs = self._core.step()
-                if _has_content(outputs):
+                if not outputs.is_empty:
                     self._link.send(ipc.Outputs(outputs))
                 self._sessions.answer_saved()
                 self._report_rebalanced()
@@ -141,10 +140,6 @@ def refusal(request_id: str, error: Exception) -> ipc.RequestRefused:
     """An error as a message."""
     name = next(kind.__name__ for kind in type(error).__mro__ if kind not in _MALFORMED)
     return ipc.RequestRefused(request_id, name, str(error), getattr(error, "parameter", None))
-
-
-def _has_content(outputs: StepOutputs) -> bool:
-    return bool(outputs.keys or outputs.finished or outputs.started or outputs.preempted or outputs.prompt_logprobs)
 
 
 def main(make: MakeEngine | None = None) -> int:

@@ -24,7 +24,7 @@ from quire.executor.child import child_context, describe_exit
 from quire.kvcache.prefix_cache import ContentKeys
 from quire.loading.files import ModelFiles
 from quire.loading.model_config import ModelConfig
-from quire.messages.frames import Frames, Inlet
+from quire.messages.frames import FrameSplitter, SocketReader
 from quire.paths import child_environment
 
 logger = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ class RemoteEngine:
         self.on_message: Callable[[ipc.Up], None] = lambda message: None
         self.on_death: Callable[[str], None] = lambda reason: None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._frames = Frames()
+        self._frames = FrameSplitter()
         self._unsent = bytearray()
         self._exit_task: asyncio.Task[None] | None = None
         # Raises for settings that cannot be sent, before the process is started.
@@ -70,7 +70,7 @@ class RemoteEngine:
             ipc.StartEngine(**child_context(config, files), replica=replica, replicas=replicas, rendezvous=rendezvous)
         )
         self._socket, theirs = socket.socketpair()
-        self._inlet = Inlet(self._socket)
+        self._inlet = SocketReader(self._socket)
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", module, str(theirs.fileno())],

@@ -22,9 +22,9 @@ from quire.kvcache.prefix_cache import ContentKeys
 from quire.loading.files import ModelFiles
 from quire.loading.model_config import ModelConfig
 from quire.platforms.base import Platform
-from quire.scheduler.groups import PrefixGroups
 from quire.scheduler.pacing import Pacer
 from quire.scheduler.policies.registry import make_policy
+from quire.scheduler.prefix_groups import PrefixGroups
 from quire.scheduler.scheduler import Scheduler
 from quire.sessions.keeper import SessionKeeper
 

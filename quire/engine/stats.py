@@ -1,13 +1,17 @@
-"""The engine's own account of itself: a line every ten seconds under load, and the figures behind `get_metrics`."""
+"""A log line every ten seconds under load, and the metrics behind `get_metrics`."""
 
 from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from quire.messages.histogram import COMPILE_BOUNDS, Histogram
+from quire.executor.expert_balance import ExpertBalance
+from quire.messages.histogram import Histogram
+from quire.messages.metric_table import SPECS
 from quire.scheduler.scheduler import Scheduler
+from quire.sessions.keeper import SessionKeeper
 
 logger = logging.getLogger(__name__)
 
@@ -17,8 +21,9 @@ INTERVAL_SECONDS = 10.0
 class InfoLine:
     """Logs throughput, queue and cache use every INTERVAL_SECONDS while steps are made."""
 
-    def __init__(self, scheduler: Scheduler) -> None:
+    def __init__(self, scheduler: Scheduler, is_on: bool = True) -> None:
         self._scheduler = scheduler
+        self._is_on = is_on
         self._restart(time.monotonic())
 
     def _restart(self, now: float) -> None:
@@ -28,8 +33,10 @@ class InfoLine:
 
     def tick(self) -> None:
         """To be called once a step."""
+        if not self._is_on:
+            return
         now = time.monotonic()
-        if now - self._last_tick > INTERVAL_SECONDS:  # idle since: a rate over the pause would mean nothing
+        if now - self._last_tick > INTERVAL_SECONDS:  # idle since: a rate over the pause means nothing
             self._restart(now)
             return
         self._last_tick = now
@@ -55,32 +62,27 @@ class InfoLine:
 
 @dataclass(frozen=True)
 class Metric:
-    """A named figure; `kind` is counter, gauge or histogram."""
+    """A named metric; `kind` is counter, gauge or histogram."""
 
     name: str
     kind: str
     value: float
-    """Of a histogram: the sum of what was counted."""
+    """Of a histogram: the sum of all values."""
     bounds: tuple[float, ...] = ()
-    """Of a histogram: the upper bounds of its buckets…"""
+    """Of a histogram: the upper bounds of its buckets."""
     counts: tuple[int, ...] = ()
-    """…and how many values each bucket holds alone, with one more bucket for those above every bound."""
+    """Of a histogram: values in each bucket (not cumulative), and one more bucket for those above every bound."""
     series: tuple[tuple[tuple[str, ...], float], ...] = ()
-    """Of a figure with labels: its values by them. `value` sums them up."""
+    """Of a metric with labels: its value for each set of labels. `value` sums them up."""
 
 
-def histogram(name: str, tally: Histogram) -> Metric:
-    """A tally as a figure."""
-    return Metric(f"quire:{name}", "histogram", tally.total, tally.bounds, tuple(tally.counts))
+def scheduler_metrics(scheduler: Scheduler, compiling: int, compile_times: Histogram) -> list[Metric]:
+    """The scheduler's metrics now, under vLLM's names with our prefix where it has them.
 
-
-def metrics_of(scheduler: Scheduler, compiling: int = 0, compile_times: Histogram | None = None) -> list[Metric]:
-    """The engine's figures now, under vLLM's names with our prefix where it has them.
-
-    `compiling`: requests that wait for their grammar; `compile_times`: what grammars took.
+    `compiling`: requests that wait for their grammar. `compile_times`: seconds that grammars took to compile.
     """
     stats, pool = scheduler.stats, scheduler.tables.pool
-    counters = {
+    values = {
         "prompt_tokens": stats.prompt_tokens,
         "generation_tokens": stats.generated_tokens,
         "prefix_cache_queries": stats.queried_tokens,
@@ -88,8 +90,6 @@ def metrics_of(scheduler: Scheduler, compiling: int = 0, compile_times: Histogra
         "num_preemptions": stats.preemptions,
         "request_success": stats.finished,
         "steps": stats.steps,
-    }
-    gauges = {
         "num_requests_running": scheduler.rows.used,
         "num_requests_waiting": scheduler.waiting + scheduler.loading + compiling,
         "num_requests_deferred": compiling,
@@ -101,20 +101,54 @@ def metrics_of(scheduler: Scheduler, compiling: int = 0, compile_times: Histogra
         "pressure_host": scheduler.pressure.host,
         "pressure_disk": scheduler.pressure.disk,
     }
-    counters |= {"swaps": stats.swaps, "admissions_slowed": scheduler.pressure.slowed}
+    values |= {"swaps": stats.swaps, "admissions_slowed": scheduler.pressure.slowed}
     if (tiers := scheduler.tiers) is not None:
-        counters |= {"blocks_saved": tiers.saved, "blocks_loaded": tiers.loaded, "host_blocks_lost": tiers.host.lost}
-        gauges |= {
+        values |= {"blocks_saved": tiers.saved, "blocks_loaded": tiers.loaded, "host_blocks_lost": tiers.host.lost}
+        values |= {
             "host_blocks_used": tiers.host.used,
             "host_blocks_owned": tiers.host.num_pinned,
             "disk_blocks": 0 if tiers.store is None else len(tiers.store),
         }
-    if (sessions := scheduler.sessions) is not None:
-        counters |= {"sessions_slept": sessions.kv.suspended, "sessions_dropped": sessions.kv.dropped}
-        gauges |= {"sessions": len(sessions.store), "sessions_on_device": sessions.kv.num_on_device}
+    if isinstance(sessions := scheduler.sessions, SessionKeeper):
+        values |= {"sessions_slept": sessions.kv.suspended, "sessions_dropped": sessions.kv.dropped}
+        values |= {"sessions": len(sessions.store), "sessions_on_device": sessions.kv.num_on_device}
     return [
-        *(Metric(f"quire:{name}", "counter", value) for name, value in counters.items()),
-        *(Metric(f"quire:{name}", "gauge", value) for name, value in gauges.items()),
-        histogram("iteration_tokens_total", stats.step_tokens),
-        histogram("grammar_compile_seconds", compile_times or Histogram(COMPILE_BOUNDS)),
+        *(Metric(f"quire:{name}", SPECS[name].kind, value) for name, value in values.items()),
+        _histogram("iteration_tokens_total", stats.step_tokens),
+        _histogram("grammar_compile_seconds", compile_times),
     ]
+
+
+def _histogram(name: str, values: Histogram) -> Metric:
+    return Metric(f"quire:{name}", "histogram", values.total, values.bounds, tuple(values.counts))
+
+
+def expert_metrics(counts: Mapping[int, Sequence[int]], balance: ExpertBalance | None = None) -> list[Metric]:
+    """How evenly a mixture's router spreads tokens, from how often each expert of each layer was chosen; empty for a
+    model without experts.
+
+    `quire:expert_tokens` has a value for each (layer, expert), and their sum; `quire:expert_load_max_over_mean` one for
+    each layer, and the largest: 1 is perfectly even, the number of experts means that one expert gets all tokens. With
+    experts spread over ranks, `quire:expert_rank_load_max_over_mean` is the same of ranks, since experts last moved.
+    """
+    if not counts:
+        return []
+    tokens = tuple(
+        ((str(layer), str(expert)), float(count))
+        for layer, chosen in counts.items()
+        for expert, count in enumerate(chosen)
+    )
+    loads = tuple(((str(layer),), _max_over_mean(chosen)) for layer, chosen in counts.items())
+    metrics = [
+        Metric("quire:expert_tokens", "counter", sum(count for _, count in tokens), series=tokens),
+        Metric("quire:expert_load_max_over_mean", "gauge", max(load for _, load in loads), series=loads),
+    ]
+    if balance is not None:
+        skews = tuple(((str(layer),), skew) for layer, skew in balance.skews(counts).items())
+        worst = max(skew for _, skew in skews)
+        metrics.append(Metric("quire:expert_rank_load_max_over_mean", "gauge", worst, series=skews))
+    return metrics
+
+
+def _max_over_mean(chosen: Sequence[int]) -> float:
+    return max(chosen) * len(chosen) / total if (total := sum(chosen)) else 0.0

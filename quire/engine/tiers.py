@@ -15,8 +15,7 @@ from quire.kvcache.offload.io_threads import IOThreads
 from quire.kvcache.offload.manager import OffloadManager
 from quire.kvcache.prefix_cache import ContentKeys
 from quire.loading.files import ModelFiles
-from quire.loading.fingerprint import tokens_fingerprint, weights_fingerprint
-from quire.loading.model_config import ModelConfig
+from quire.loading.model_config import ModelConfig, tokens_fingerprint, weights_fingerprint
 from quire.sessions.keeper import SessionKeeper
 from quire.sessions.log import SessionStore
 from quire.sessions.pinned_blocks import PinnedBlocks

@@ -1,4 +1,4 @@
-"""A step that does not end is noticed, whatever the loop is stuck in."""
+"""Detects a step that does not end, whatever the loop is stuck in."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ CHECK_SECONDS = 1.0
 
 
 class Watchdog:
-    """Tells of a step that takes longer than `seconds` (0: never).
+    """Calls `on_hang` for a step that takes longer than `seconds` (0: never).
 
-    It looks from a thread of its own, once a second: the loop may be stuck inside the driver, where no Python runs. To
-    the loop it costs two assignments a step.
+    It checks once a second from a thread of its own: the loop may be stuck inside the driver, where no Python runs. It
+    costs the loop two assignments a step.
     """
 
     def __init__(self, seconds: float, on_hang: Callable[[StepPlan], None]) -> None:
         self.seconds = seconds
         self._on_hang = on_hang
         self._watched: tuple[StepPlan, float] | None = None
-        self._told: tuple[StepPlan, float] | None = None
+        self._reported: tuple[StepPlan, float] | None = None
         self._stop = threading.Event()
         if seconds > 0:
-            # The thread holds no reference that would keep an engine alive which everyone else has let go of.
+            # A weak reference: the thread must not keep an engine alive that is not used any more.
             arguments = (weakref.ref(self), self._stop, min(CHECK_SECONDS, seconds / 4))
             threading.Thread(target=_watch, args=arguments, name="quire-watchdog", daemon=True).start()
 
@@ -35,19 +35,19 @@ class Watchdog:
         self._watched = (plan, time.monotonic())
 
     def end(self) -> None:
-        """It has come back."""
+        """The step was launched, or collected."""
         self._watched = None
 
     def stop(self) -> None:
-        """Nothing is watched any more."""
+        """End the thread."""
         self._stop.set()
 
-    def look(self) -> None:
-        """Tell, once, if what is watched has taken too long."""
+    def check(self) -> None:
+        """Report a step that has taken too long, once."""
         watched = self._watched
-        if watched is None or watched is self._told or time.monotonic() - watched[1] < self.seconds:
+        if watched is None or watched is self._reported or time.monotonic() - watched[1] < self.seconds:
             return
-        self._told = watched
+        self._reported = watched
         self._on_hang(watched[0])
 
 
@@ -56,5 +56,5 @@ def _watch(watchdog: weakref.ref[Watchdog], stop: threading.Event, interval: flo
         watching = watchdog()
         if watching is None:
             return
-        watching.look()
+        watching.check()
         del watching

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from quire.errors import ConfigError
-from quire.messages.frames import Frames, Inlet
+from quire.messages.frames import FrameSplitter, SocketReader
 
 if TYPE_CHECKING:
     from quire.config import EngineConfig
@@ -74,7 +74,7 @@ def load_context(context: ChildContext) -> tuple[EngineConfig, ModelFiles, Model
     # Imported here: it takes seconds, and `exit_with_peer` must run before.
     from quire.config import EngineConfig
     from quire.loading.files import ModelFiles
-    from quire.loading.read_config import read_model_config
+    from quire.loading.model_config import read_model_config
 
     config, files = EngineConfig(**context.settings), ModelFiles.from_plain(context.files)
     return config, files, read_model_config(files, config.hf_overrides)
@@ -127,8 +127,8 @@ class ChildLink:
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
-        self._inlet = Inlet(sock)
-        self._frames = Frames()
+        self._inlet = SocketReader(sock)
+        self._frames = FrameSplitter()
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
         self._lock = threading.Lock()

@@ -16,7 +16,7 @@ from quire.errors import RankLostError
 from quire.executor import wire
 from quire.executor.liveness import Liveness
 from quire.executor.shared_ring import MIN_BYTES, RingWriter
-from quire.messages.frames import Frames, Inlet, unframe
+from quire.messages.frames import FrameSplitter, SocketReader, unframe
 
 CHECK_SECONDS = 0.5
 """How often a wait for ranks checks whether they are alive and the wait was not given up."""
@@ -92,8 +92,8 @@ class RankLinks:
     def __init__(self, ranks: StartedRanks) -> None:
         self.ranks = ranks
         self._sockets = ranks.sockets
-        self._inlets = [Inlet(sock) for sock in self._sockets]
-        self._frames = [Frames(wire.LARGEST) for _ in self._sockets]
+        self._inlets = [SocketReader(sock) for sock in self._sockets]
+        self._frames = [FrameSplitter(wire.LARGEST) for _ in self._sockets]
         self._poll = select.poll()
         self._rank_of = {sock.fileno(): rank for rank, sock in enumerate(self._sockets)}
         for sock in self._sockets:

@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from typing import Protocol
 
-from quire.messages.shared import SharedMemory
+from quire.messages.shared_memory import SharedMemory
 
 MEMORY_BEAT_SECONDS = 0.25
 SOCKET_BEAT_SECONDS = 0.5

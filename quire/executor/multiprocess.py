@@ -29,7 +29,7 @@ from quire.executor.links import RankLinks, StartedRanks
 from quire.executor.processes import RankProcesses
 from quire.messages.experts import Rebalanced
 from quire.messages.plan import MovesDone, StepMasks, StepPlan, StepResult, decode_result, encode
-from quire.messages.shared import map_shared
+from quire.messages.shared_memory import map_shared
 from quire.paths import child_environment
 from quire.platforms import choose
 from quire.platforms.base import Platform
@@ -210,7 +210,9 @@ class MultiprocessExecutor:
     def _result(self, step: int, answers: Mapping[int, wire.Done | wire.StepFailed]) -> StepResult:
         done = {rank: answer for rank, answer in answers.items() if isinstance(answer, wire.Done)}
         first = len(self._ranks) - self._stage_size  # of the last stage, which samples
-        differing = [rank for rank, answer in done.items() if rank > first and answer.drawn != done[first].drawn]
+        differing = [
+            rank for rank, answer in done.items() if rank > first and answer.tokens_crc != done[first].tokens_crc
+        ]
         if differing:
             raise self._ranks.lose(f"rank {differing[0]} sampled other tokens in step {step} than rank {first}")
         result = decode_result(done[first].result)

@@ -27,7 +27,7 @@ class NullExecutor:
     def __init__(self, max_rows: int, token_of: Callable[[str, int, int], int] | None = None) -> None:
         self._token_of = token_of
         self._rows: dict[int, NewRow] = {}
-        self._drawn = np.zeros(max_rows, np.int64)
+        self._positions = np.zeros(max_rows, np.int64)
         self._next_step = 0
         self._pooled: set[int] = set()
 
@@ -35,13 +35,13 @@ class NullExecutor:
         if plan.step != self._next_step:
             raise RuntimeError(f"expected plan {self._next_step}, got plan {plan.step}")
         self._next_step += 1
-        draws = len(plan.sample_rows)
-        stopped = np.zeros(draws, np.bool_)
+        count = len(plan.sample_rows)
+        stopped = np.zeros(count, np.bool_)
         if self._token_of is None:
-            tokens = np.full(draws, 7, np.int32)
+            tokens = np.full(count, 7, np.int32)
         else:
-            tokens = self._draw(plan, stopped)
-        counts, invalid = np.ones(draws, np.int32), np.zeros(draws, np.bool_)
+            tokens = self._sample(plan, stopped)
+        counts, invalid = np.ones(count, np.int32), np.zeros(count, np.bool_)
         return StepResult(plan.step, tokens, counts, stopped, invalid, vectors=self._pool(plan))
 
     def supply(self, handle: StepResult, masks: StepMasks) -> None:
@@ -74,20 +74,20 @@ class NullExecutor:
             return {}
         return {i: np.ones(4, np.float32) for i, row in enumerate(plan.sample_rows.tolist()) if row in self._pooled}
 
-    def _draw(self, plan: StepPlan, stopped: np.ndarray) -> np.ndarray:
+    def _sample(self, plan: StepPlan, stopped: np.ndarray) -> np.ndarray:
         for row in plan.add:
             self._rows[row.row] = row
-            self._drawn[row.row] = row.num_tokens
+            self._positions[row.row] = row.num_tokens
         for fork in plan.forks:
             source = self._rows[fork.source]
             self._rows[fork.row] = msgspec.structs.replace(source, row=fork.row, sample=fork.sample)
-            self._drawn[fork.row] = self._drawn[fork.source]
+            self._positions[fork.row] = self._positions[fork.source]
         tokens = np.zeros(len(plan.sample_rows), np.int32)
         for i, row in enumerate(plan.sample_rows.tolist()):
             owner = self._rows[row]
-            tokens[i] = self._token_of(owner.request, owner.sample, int(self._drawn[row]))  # type: ignore[misc]
+            tokens[i] = self._token_of(owner.request, owner.sample, int(self._positions[row]))  # type: ignore[misc]
             stopped[i] = int(tokens[i]) in owner.stop_ids
-            self._drawn[row] += 1
+            self._positions[row] += 1
         return tokens
 
 

@@ -19,7 +19,7 @@ from quire.executor.child import describe_exit
 from quire.executor.links import RankResources
 from quire.executor.liveness import MemoryHeartbeats
 from quire.executor.shared_ring import RingWriter
-from quire.messages.shared import unnamed_file
+from quire.messages.shared_memory import unnamed_file
 
 logger = logging.getLogger(__name__)
 

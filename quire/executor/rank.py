@@ -27,9 +27,9 @@ from quire.executor.liveness import beat_in_memory, beat_over_socket
 from quire.executor.rank_listener import HEARTBEATS, MESSAGES, connect_to_engine
 from quire.executor.shared_ring import RingReader
 from quire.layers.expert_placement import Placement
-from quire.messages.frames import Frames
+from quire.messages.frames import FrameSplitter
 from quire.messages.plan import StepMasks, decode_masks, decode_plan, encode
-from quire.messages.shared import map_shared
+from quire.messages.shared_memory import map_shared
 
 if TYPE_CHECKING:
     from quire.config import EngineConfig
@@ -50,7 +50,7 @@ class RankLink(child.ChildLink):
 
     def __init__(self, sock: socket.socket, ring: RingReader | None = None) -> None:
         super().__init__(sock)
-        self._frames = Frames(wire.LARGEST)
+        self._frames = FrameSplitter(wire.LARGEST)
         self._ring = ring
 
     def send(self, message: wire.Up) -> None:
@@ -146,8 +146,8 @@ class RankLoop:
             self._link.send(wire.StepFailed(step, type(error).__name__, str(error), collectives_started()))
             return
         moves, result.moves_done = result.moves_done, []
-        drawn = zlib.crc32(result.tokens.tobytes())
-        self._link.send(wire.Done(step, drawn, moves, encode(result) if self._reports else b""))
+        crc = zlib.crc32(result.tokens.tobytes())
+        self._link.send(wire.Done(step, crc, moves, encode(result) if self._reports else b""))
 
 
 def _waits_for_masks(handle: Any) -> bool:

@@ -21,7 +21,7 @@ from quire.executor.child import child_context
 from quire.executor.expert_balance import ExpertBalance
 from quire.loading.files import ModelFiles
 from quire.messages.experts import Rebalanced
-from quire.messages.frames import Frames, frame
+from quire.messages.frames import FrameSplitter, frame
 from quire.messages.plan import (
     StepMasks,
     StepPlan,
@@ -141,7 +141,7 @@ class Recording:
 
     def _frames(self) -> Iterator[bytes]:
         """Whole frames; what was being written when the process ended is left out."""
-        frames = Frames()
+        frames = FrameSplitter()
         with self.path.open("rb") as file:
             while data := file.read(_READ_BYTES):
                 yield from frames.feed(data)

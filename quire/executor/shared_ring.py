@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import mmap
 
-from quire.messages.shared import SharedMemory, map_shared
+from quire.messages.shared_memory import SharedMemory, map_shared
 
 RING_BYTES = 8 << 20
 MIN_BYTES = 64 << 10

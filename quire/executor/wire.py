@@ -123,7 +123,7 @@ class Done(msgspec.Struct, tag=True):
     """A step has completed."""
 
     step: int
-    drawn: int
+    tokens_crc: int
     """Checksum of its tokens: every rank of the last stage must have sampled the same."""
     moves_done: list[MovesDone]
     result: bytes = b""

@@ -9,8 +9,8 @@ from typing import Protocol
 
 import torch
 
-from quire.errors import CheckpointError
-from quire.loading.shards import Shards
+from quire.errors import CheckpointError, ModelNotFoundError
+from quire.loading.files import ModelFiles, read_json
 from quire.loading.stored import Stored
 
 
@@ -65,3 +65,61 @@ class FileCheckpoint:
 
     def __len__(self) -> int:
         return len(self._weights)
+
+
+# A mapped file's pages count as this process's memory until the mapping goes. Reopening after this many bytes keeps
+# the peak of a load near the model's own size.
+REOPEN_AFTER = 256 << 20
+
+
+@dataclass(frozen=True)
+class Shards:
+    """The files of a checkpoint. With an index, `expected` says which file holds each tensor."""
+
+    files: tuple[Path, ...]
+    expected: dict[str, Path] | None = None
+
+    def owned(self, path: Path, names: list[str]) -> list[str]:
+        """Those of a file's tensors that count: with an index, the ones it assigns to this file."""
+        if self.expected is None:
+            return names
+        present = set(names)
+        lacking = [name for name, file in self.expected.items() if file == path and name not in present]
+        if lacking:
+            raise CheckpointError(
+                f"{path}: the index promises {len(lacking)} tensors that are not in it: {', '.join(lacking[:5])}"
+            )
+        return [name for name in names if self.expected.get(name) == path]
+
+
+def find_shards(files: ModelFiles, kind: str) -> Shards:
+    """The weight files of one kind (safetensors or pt)."""
+    index = files.weight_index(kind)
+    if index is not None:
+        return _from_index(index)
+    found = files.weight_files(kind)
+    if not found:
+        raise ModelNotFoundError(f"{files.path} holds no {kind} weights")
+    return Shards(found)
+
+
+def _from_index(index: Path) -> Shards:
+    mapping = read_json(index).get("weight_map")
+    if not isinstance(mapping, dict) or not mapping:
+        raise CheckpointError(f"{index}: 'weight_map' is missing or empty")
+    expected: dict[str, Path] = {}
+    for name, file in mapping.items():
+        # A name from a downloaded file becomes a path: it must stay in this folder.
+        if not isinstance(file, str) or Path(file).name != file or file in ("", ".", "..") or "\0" in file:
+            raise CheckpointError(
+                f"{index}: the tensor {name!r} is said to be in {file!r}, which is not a plain file name"
+            )
+        expected[name] = index.parent / file
+    shards = tuple(sorted(set(expected.values())))
+    missing = [shard.name for shard in shards if not shard.is_file()]
+    if missing:
+        raise CheckpointError(
+            f"{index.parent}: {len(missing)} of {len(shards)} weight files are missing: {', '.join(missing[:5])} "
+            "(an unfinished download?)"
+        )
+    return Shards(shards, expected)

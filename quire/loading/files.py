@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from quire.errors import ModelNotFoundError
+from quire.errors import CheckpointError, ModelNotFoundError
 
 GGUF_MAGIC = b"GGUF"
 
@@ -106,3 +108,22 @@ def _checked_gguf(path: Path) -> Path:
         f"{path} is not a GGUF file (it starts with {magic!r}); for safetensors or .bin weights give the folder "
         f"that holds config.json: {path.parent}"
     )
+
+
+_LIMIT = 64 << 20
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file."""
+    try:
+        size = path.stat().st_size
+        if size > _LIMIT:
+            raise CheckpointError(f"{path}: {size:,} bytes of JSON; at most {_LIMIT:,} are read")
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from None
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: not valid JSON ({error})") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: holds a {type(value).__name__} where an object is needed")
+    return value

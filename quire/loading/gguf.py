@@ -12,9 +12,9 @@ import numpy as np
 import torch
 
 from quire.errors import CheckpointError, UnsupportedModelError
+from quire.loading.file_checkpoint import REOPEN_AFTER
 from quire.loading.gguf_header import GGUFHeader, TensorInfo, block_sizes, read_header
 from quire.loading.gguf_names import NAMES, hf_name, is_flat, is_transposed, row_order
-from quire.loading.shards import REOPEN_AFTER
 
 # Values dequantized at a time: enough to keep threads busy, few enough that temporaries stay out of the peak.
 _CHUNK = 1 << 20

@@ -10,9 +10,8 @@ import torch
 from quire.config import LOAD_FORMATS
 from quire.errors import CheckpointError, ConfigError, ModelNotFoundError
 from quire.loading.files import ModelFiles
-from quire.loading.pieces import LoadPiece, copy_part, cut
 from quire.loading.progress import bytes_bar
-from quire.loading.readers import read_pieces
+from quire.loading.readers import LoadPiece, copy_part, cut, read_pieces
 from quire.loading.weights import Checkpoint, Target, Weight, fitting
 
 _SHOWN = 10
@@ -50,8 +49,7 @@ def open_checkpoint(
         return GGUFCheckpoint(files.gguf)
     if not files.weight_files(kind) and files.weight_index(kind) is None:
         raise ModelNotFoundError(f"{files.path} holds no {kind} weights (it has: {files.kind or 'none'})")
-    from quire.loading.file_checkpoint import FileCheckpoint
-    from quire.loading.shards import find_shards
+    from quire.loading.file_checkpoint import FileCheckpoint, find_shards
 
     if kind == "safetensors":
         from quire.loading.safetensors import SafetensorsFile

@@ -6,11 +6,15 @@ stays in `raw`, for its model file to read.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from quire.errors import UnsupportedModelError, ValidationError
+from blake3 import blake3
+
+from quire.errors import CheckpointError, ModelNotFoundError, QuireError, UnsupportedModelError, ValidationError
+from quire.loading.files import ModelFiles, read_json
 
 
 @dataclass(frozen=True)
@@ -131,3 +135,66 @@ def _windows(raw: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
         return tuple(window if layer % 2 == 0 and layer < border else None for layer in range(layers))
     first = border if "use_sliding_window" in raw and family != "qwen3_moe" else 0
     return tuple(window if layer >= first else None for layer in range(layers))
+
+
+def read_model_config(files: ModelFiles, hf_overrides: Mapping[str, Any] | None = None) -> ModelConfig:
+    """The model's shape. `hf_overrides` replaces entries of config.json before it is read."""
+    raw = {**read_raw_config(files), **(hf_overrides or {})}
+    _bounded(files, raw)
+    try:
+        return ModelConfig.from_dict(raw)
+    except QuireError:
+        raise
+    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise CheckpointError(f"the config of {files.path} holds a value of the wrong kind: {error}") from error
+
+
+# Far above any real model, far below what would fill the memory before the weights are even looked at.
+_LIMITS = {
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "num_attention_heads", "n_head", "num_key_value_heads"), 1 << 14),
+    **dict.fromkeys(("hidden_size", "n_embd", "intermediate_size", "n_inner", "head_dim"), 1 << 24),
+    **dict.fromkeys(("vocab_size", "max_position_embeddings", "n_positions", "n_ctx"), 1 << 30),
+}
+
+
+def _bounded(files: ModelFiles, raw: Mapping[str, Any]) -> None:
+    for key, limit in _LIMITS.items():
+        if isinstance(value := raw.get(key), int) and value > limit:
+            raise CheckpointError(f"the config of {files.path} has {key} = {value:,}; at most {limit:,} makes sense")
+
+
+def read_raw_config(files: ModelFiles) -> dict[str, Any]:
+    """The entries of config.json, or the same facts out of the GGUF header."""
+    if files.gguf is not None:
+        # Even with a config.json beside it: in repositories of GGUF files that one is often a stub.
+        from quire.loading.gguf_config import config_from_gguf
+        from quire.loading.gguf_header import read_header
+
+        return config_from_gguf(read_header(files.gguf))
+    if (path := files.file("config.json")) is not None:
+        return read_json(path)
+    raise ModelNotFoundError(f"{files.path} has no config.json, which says what model it is")
+
+
+def read_generation_config(files: ModelFiles) -> dict[str, Any]:
+    """The author's sampling defaults (generation_config.json); empty when there are none."""
+    path = files.file("generation_config.json")
+    return {} if path is None else read_json(path)
+
+
+def weights_fingerprint(files: ModelFiles, model: ModelConfig, load_format: str, seed: int) -> bytes:
+    """Of the weights: the configuration, and each file's name, size and time of change. Dummy weights: the seed."""
+    facts: list[object] = [json.dumps(dict(model.raw), sort_keys=True, default=str)]
+    kind = files.kind if load_format == "auto" else load_format
+    if kind in (None, "dummy"):
+        facts += ["dummy", seed]
+    else:
+        for path in files.weight_files(kind):
+            state = path.stat()
+            facts.append((path.name, state.st_size, state.st_mtime_ns))
+    return blake3(repr(facts).encode()).digest()
+
+
+def tokens_fingerprint(model: ModelConfig) -> bytes:
+    """Of what token ids mean, as far as the configuration tells: another model's tokens are not to be continued."""
+    return blake3(f"{model.architecture} {model.vocab_size} {model.hidden_size} {model.num_layers}".encode()).digest()

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from quire.errors import CheckpointError
-from quire.loading.shards import REOPEN_AFTER
+from quire.loading.file_checkpoint import REOPEN_AFTER
 
 
 class TorchFile:

@@ -1,4 +1,4 @@
-"""Beam search: what a caller asks for (`BeamSearchParams`), what a beam carries, and what comes of it."""
+"""Beam search: its parameters, the state of a running beam, and the sequences found."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from quire.messages.sampling import check_integer, check_number, check_token_ids
 
 MAX_WIDTH = 1024
 STEEPEST_PENALTY = 50.0
-"""Beyond this a power of a long context is no number any more."""
+"""Beyond this, a power of a long context overflows."""
 
 
 class BeamSearchParams(msgspec.Struct, omit_defaults=True):
@@ -28,8 +28,8 @@ class BeamSearchParams(msgspec.Struct, omit_defaults=True):
     include_stop_str_in_output: bool = False
     """Whether the end token is one of a sequence's tokens."""
     early_stopping: bool | str = False
-    """When `beam_width` sequences have ended. True: the search is over. False: it goes on while the best open beam, at
-    its present length, beats the worst of them. "never": it goes on while an open beam could beat it at any length."""
+    """When `beam_width` sequences have ended. True: the search is over. False: it continues while the best open beam,
+    at its present length, beats the worst of them. "never": while an open beam could beat it at any length."""
     stop_token_ids: list[int] | None = None
     """Tokens that end a sequence, beside the model's own."""
 
@@ -58,41 +58,41 @@ class BeamSearchParams(msgspec.Struct, omit_defaults=True):
 
 
 class Hypothesis(msgspec.Struct):
-    """A sequence that has ended, its end token included."""
+    """A finished sequence, its end token included."""
 
     tokens: list[int]
-    """Generated ones."""
+    """Generated tokens."""
     logprobs: list[float]
     ranks: list[int]
-    """What each was worth, and its place among all tokens (1 is best)."""
+    """Each token's rank among all tokens (1 is best)."""
     total: float
-    """All log-probabilities together…"""
+    """Sum of the log-probabilities."""
     score: float
-    """…and that by length: what sequences are ranked by."""
+    """The sum normalized by length: sequences are ranked by it."""
     reason: str
     stop_reason: int | None = None
-    """The token that ended it, where that is not the model's own end."""
+    """The token that ended it, unless it is the model's own end token."""
 
 
 @dataclass
 class Beam:
-    """What a running beam has beside its tokens."""
+    """State of a running beam beside its tokens."""
 
     total: float = 0.0
     logprobs: list[float] = field(default_factory=list)
     ranks: list[int] = field(default_factory=list)
     candidates: TokenLogprobs | None = None
-    """What may follow its tokens. Given: the beam waits for the choice."""
+    """The tokens that may follow. Set: the beam waits for the choice among them."""
 
     def follow(self, logprob: float, rank: int) -> None:
-        """The beam gets one token more."""
+        """Append a token to the beam."""
         self.total += logprob
         self.logprobs.append(logprob)
         self.ranks.append(rank)
         self.candidates = None
 
     def followed(self, logprob: float, rank: int) -> Beam:
-        """Another beam, with one token more."""
+        """A copy of the beam with one more token."""
         beam = Beam(self.total, list(self.logprobs), list(self.ranks))
         beam.follow(logprob, rank)
         return beam

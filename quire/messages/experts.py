@@ -1,4 +1,4 @@
-"""What came of moving experts to where the load is."""
+"""The result of moving experts between ranks to balance their load."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import msgspec
 
 
 class Rebalanced(msgspec.Struct, frozen=True):
-    """The load of the ranks by the tokens since the experts were last moved: the fullest rank's ÷ the mean, over all
-    layers; 1 is perfectly even."""
+    """Imbalance of the ranks: the most loaded rank's tokens ÷ the mean, over all layers, since experts last moved; 1 is
+    even."""
 
     before: float
     after: float
-    """…and what it would have been with the experts where they are now."""
+    """What it would have been with the new placement."""
     moved: int
-    """Experts that were copied from rank to rank."""
+    """Experts copied from rank to rank."""

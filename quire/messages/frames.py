@@ -1,4 +1,4 @@
-"""Messages over a stream between processes of ours: each behind its length."""
+"""Messages over a stream between processes, each preceded by its length."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import struct
 from collections.abc import Iterator
 
 LARGEST = 2**32 - 1
-"""Bytes a message may have."""
+"""Bytes of the largest message."""
 _LENGTH = struct.Struct("<I")
 _READ_BYTES = 1 << 20
 
 
 def frame(data: bytes) -> bytes:
-    """A message as it goes over the stream."""
+    """A message with its length, as sent."""
     return _LENGTH.pack(len(data)) + data
 
 
@@ -22,29 +22,29 @@ def unframe(data: bytes) -> memoryview:
     return memoryview(data)[_LENGTH.size :]
 
 
-class Inlet:
-    """Reads a socket through one buffer. `recv` would make a new one for every message and cut it down to size, and a
-    heap of such cuts grows although nothing in it does."""
+class SocketReader:
+    """Reads a socket through one buffer. `recv` would allocate one for every message and shrink it, which fragments the
+    heap."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
         self._buffer = memoryview(bytearray(_READ_BYTES))
 
     def receive(self) -> memoryview:
-        """What has come, until the next call; empty when the other end is closed. Raises as the socket does."""
+        """The bytes that arrived, valid until the next call; empty when the other end is closed. Raises OSError."""
         return self._buffer[: self._socket.recv_into(self._buffer)]
 
 
-class Frames:
+class FrameSplitter:
     """Cuts a stream of bytes into messages."""
 
     def __init__(self, largest: int = LARGEST) -> None:
-        """`largest`: bytes a message may have."""
+        """`largest`: bytes of the largest message accepted."""
         self._largest = largest
         self._buffer = bytearray()
 
     def feed(self, data: bytes | memoryview) -> Iterator[bytes]:
-        """The messages that `data` completes. Raises ValueError when one is announced that is too large."""
+        """The messages that `data` completes. Raises ValueError for a length above the limit."""
         self._buffer += data
         at = 0
         try:

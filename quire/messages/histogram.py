@@ -1,4 +1,4 @@
-"""A histogram that costs next to nothing to fill."""
+"""A histogram that is cheap to fill."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from bisect import bisect_left
 from collections.abc import Sequence
 
 COMPILE_BOUNDS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0)
-"""Seconds it may take to compile a grammar."""
+"""Seconds to compile a grammar."""
 
 
 class Histogram:
-    """How many values were at most each bound, and their sum; what Prometheus calls a histogram."""
+    """Counts of values by bucket, and their sum, as in a Prometheus histogram."""
 
     __slots__ = ("bounds", "counts", "total")
 
@@ -18,7 +18,7 @@ class Histogram:
         self.bounds = tuple(bounds)
         """Ascending; a value belongs to the first bound that is not below it."""
         self.counts = [0] * (len(self.bounds) + 1)
-        """Values of each bucket alone; the last is for those above every bound."""
+        """Not cumulative; the last bucket is for values above every bound."""
         self.total = 0.0
 
     def add(self, value: float, times: int = 1) -> None:

@@ -1,41 +1,41 @@
-"""The engine's memory at one moment: how full each tier is, who holds what, what is shared, what sleeps where."""
+"""The engine's memory at one moment: how full each tier is, the owners of blocks, sharing, and sleeping sessions."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
 from quire.errors import ValidationError
 
 EMPTY, CACHED, HELD, SHARED, MOVING = ".c1s>"
-"""What the map of blocks says of each. A block on its way is MOVING, whoever else holds it."""
+"""States of a block in the map. A block in transfer is MOVING, also if a request or session holds it."""
 
-OwnerKind = Literal["running", "loading", "put by", "session"]
+OwnerKind = Literal["running", "loading", "swapped", "session"]
 Place = Literal["host", "disk", "nowhere"]
 
 
 class DeviceBlocks(msgspec.Struct, frozen=True, kw_only=True):
-    """Blocks on the device. Every block is one of empty, cached, held, shared and moving."""
+    """Blocks on the device, each in one of the states empty, cached, held, shared and moving."""
 
     capacity: int
-    """Blocks that can be handed out."""
+    """Blocks that can be allocated."""
     block_size: int
     """Tokens a block holds."""
     block_bytes: int
     empty: int
     cached: int
-    """Held by nobody; their content can still be found."""
+    """In the prefix cache, without an owner."""
     held: int
-    """By one owner."""
+    """With one owner."""
     shared: int
-    """By several."""
+    """With several owners."""
     moving: int
-    """On their way to or from another tier."""
+    """In transfer to or from another tier."""
 
     @property
     def used(self) -> int:
-        """Blocks that somebody holds."""
+        """Blocks with an owner or in transfer."""
         return self.held + self.shared + self.moving
 
 
@@ -48,45 +48,45 @@ class Sharing(msgspec.Struct, frozen=True, kw_only=True):
     most: int
     """Owners of the block that has most of them."""
     saved: int
-    """Blocks there would be in addition, had each owner its own."""
+    """Blocks that would be needed in addition if each owner had its own."""
     unaccounted: int
-    """Blocks that are held, and by nobody who is known: there are none, unless one was lost."""
+    """Blocks whose reference count does not match their owners: 0, unless a block leaked."""
 
 
 class Owner(msgspec.Struct, frozen=True, kw_only=True):
-    """Who holds blocks."""
+    """A request or session that holds blocks."""
 
     kind: OwnerKind
-    """A request with a row, one whose blocks are coming, one that was put by in host memory, or a session between its
-    turns."""
+    """A request with a row, one whose blocks are being loaded, one that was swapped out to host memory, or a session
+    between its turns."""
     name: str
-    """The request's id and sample, or the session's name."""
+    """The request's id and sequence number, or the session's name."""
     tenant: str = ""
-    """Of a session: what its tenant goes by in the store."""
+    """Of a session: its tenant's key in the store."""
     session: str = ""
-    """Whose turn the request is."""
+    """The session that the request is a turn of."""
     tokens: int
-    """The request has, or of a session those with KV on the device."""
+    """Of a request: all its tokens. Of a session: those with KV on the device."""
     blocks: int
-    """On the device; of a request put by, in host memory."""
+    """On the device; of a swapped request, in host memory."""
     shared: int
-    """How many of them others hold too."""
+    """Blocks that have other owners too."""
 
 
 class Owners(msgspec.Struct, frozen=True, kw_only=True):
-    """All of them in figures, and the largest by name."""
+    """Numbers of owners, and the largest ones by name."""
 
     running: int
     loading: int
-    put_by: int
+    swapped: int
     sessions: int
     waiting: int
-    """Requests that hold no block on the device yet, or none any more, those put by among them."""
+    """Requests without blocks on the device, the swapped ones included."""
     largest: list[Owner]
 
 
-class Journeys(msgspec.Struct, frozen=True, kw_only=True):
-    """Blocks on their way."""
+class TransferCounts(msgspec.Struct, frozen=True, kw_only=True):
+    """Blocks in transfer between tiers."""
 
     out: int = 0
     """From the device to host memory."""
@@ -102,7 +102,7 @@ class HostBlocks(msgspec.Struct, frozen=True, kw_only=True):
     slots: int
     used: int
     owned: int
-    """By sessions, or by requests that were put by."""
+    """Blocks of sessions and swapped requests."""
     block_bytes: int
 
 
@@ -111,26 +111,26 @@ class DiskBlocks(msgspec.Struct, frozen=True, kw_only=True):
 
     blocks: int
     owned: int
-    """By sessions."""
+    """Blocks of sessions."""
     block_bytes: int
     disk_bytes: int
-    """What its files take."""
+    """Size of its files."""
     capacity: int
-    """…of so many bytes."""
-    is_resting: bool
-    """Nothing is written for a while: the disk is full, or fails."""
+    """Most bytes its files may take."""
+    is_paused: bool
+    """Nothing is written for a while: the disk is full or fails."""
 
 
-class Sleeper(msgspec.Struct, frozen=True, kw_only=True):
+class SleepingSession(msgspec.Struct, frozen=True, kw_only=True):
     """A session that holds no device block."""
 
     name: str
     tenant: str = ""
     tokens: int
     kv_tokens: int
-    """Tokens whose KV was put by."""
+    """Tokens whose KV was saved."""
     place: Place
-    """Where its last block is; nowhere: it is computed again when the session wakes."""
+    """The tier of its last block; nowhere: the KV is computed again when the session wakes."""
 
 
 class Sleeping(msgspec.Struct, frozen=True, kw_only=True):
@@ -140,15 +140,15 @@ class Sleeping(msgspec.Struct, frozen=True, kw_only=True):
     in_host: int
     on_disk: int
     nowhere: int
-    """Tokens alone: never run, or their blocks are gone."""
+    """Sessions without KV: they never ran, or their blocks were dropped."""
     unknown: int
-    """Too many to look up."""
-    latest: list[Sleeper]
-    """Those that fell asleep last."""
+    """Sessions that were not looked up because there are too many."""
+    latest: list[SleepingSession]
+    """The sessions that fell asleep last."""
 
 
 class Pressure(msgspec.Struct, frozen=True, kw_only=True):
-    """Watermarks each tier is past: 0, 1 or 2."""
+    """Number of watermarks each tier is past: 0, 1 or 2."""
 
     device: int = 0
     host: int = 0
@@ -163,7 +163,7 @@ class ExpertLoad(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def max_over_mean(self) -> float:
-        """1 is perfectly even, the number of experts is everything to one."""
+        """1 is perfectly even; the number of experts means that one expert gets all tokens."""
         return max(self.chosen) * len(self.chosen) / total if (total := sum(self.chosen)) else 0.0
 
     def hottest(self, count: int) -> list[tuple[int, float]]:
@@ -181,27 +181,42 @@ class MemoryMap(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds since 1970."""
     device: DeviceBlocks
     blocks: str
-    """A character for each block in order: `.` empty, `c` cached, `1` held once, `s` shared, `>` moving…"""
+    """A character for every `stride`-th block: `.` empty, `c` cached, `1` held once, `s` shared, `>` moving."""
     stride: int
-    """…or, of a large cache, for each so many-th."""
+    """1, unless the cache is large."""
     sharing: Sharing
     owners: Owners
-    journeys: Journeys
+    transfers: TransferCounts
     pressure: Pressure
     host: HostBlocks | None = None
     disk: DiskBlocks | None = None
     sleeping: Sleeping | None = None
-    """None as long as no session was asked for."""
+    """None before the first session is used."""
     experts: list[ExpertLoad] = []
 
     def to_json(self) -> bytes:
-        """As a file keeps it."""
+        """The map as a file holds it."""
         return msgspec.json.encode(self)
 
     @classmethod
     def from_json(cls, data: bytes | str, where: str) -> MemoryMap:
-        """What `to_json` gave; raises if it is something else. `where`: how to call it then."""
+        """Read what `to_json` wrote; raises if it is something else. `where`: its name in the error."""
         try:
-            return msgspec.json.decode(data, type=cls)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            return msgspec.convert(_upgrade(msgspec.json.decode(data)), cls)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ValidationError(f"{where} is no memory map: {error}", "snapshot") from error
+
+
+OLD_NAMES = {"journeys": "transfers", "put_by": "swapped", "is_resting": "is_paused"}
+
+
+def _upgrade(value: Any) -> Any:
+    """The decoded map with current names: files saved by earlier versions have OLD_NAMES, and a kind "put by"."""
+    if isinstance(value, list):
+        return [_upgrade(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    upgraded = {OLD_NAMES.get(name, name): _upgrade(item) for name, item in value.items()}
+    if upgraded.get("kind") == "put by":
+        upgraded["kind"] = "swapped"
+    return upgraded

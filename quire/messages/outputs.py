@@ -1,8 +1,8 @@
-"""What comes out: of a step (`StepOutputs`, to the caller's process), and to the user (`RequestOutput`)."""
+"""Outputs of a step (`StepOutputs`, sent to the caller's process) and of a request (`RequestOutput`, for the user)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields, make_dataclass
 from typing import Any, ClassVar
 
@@ -14,7 +14,7 @@ from quire.messages.beams import Hypothesis
 from quire.messages.plan import PromptLogprobs, TokenLogprobs
 
 Key = tuple[str, int]
-"""A request's id and which of its samples is meant."""
+"""A request's id and the number of its sequence."""
 
 
 class Started(msgspec.Struct):
@@ -26,7 +26,7 @@ class Started(msgspec.Struct):
 
 
 class Finished(msgspec.Struct):
-    """A sample has ended."""
+    """A sequence has ended."""
 
     key: Key
     reason: str
@@ -41,7 +41,7 @@ class Finished(msgspec.Struct):
 
 
 class StepOutputs(msgspec.Struct):
-    """Everything one step told about requests. Columns, not objects: a thousand rows cost no thousand structs."""
+    """Everything a step yields for requests. Columns, not objects: a thousand rows do not cost a thousand structs."""
 
     keys: list[Key] = []
     tokens: list[int] = []
@@ -51,17 +51,40 @@ class StepOutputs(msgspec.Struct):
     """By index into `keys`."""
     prompt_logprobs: list[tuple[Key, PromptLogprobs]] = []
     vectors: list[tuple[Key, bytes]] = []
-    """What pooled requests came to, as float32."""
+    """Vectors of pooling requests, as float32 bytes."""
     beams: list[tuple[str, list[Hypothesis]]] = []
-    """What beam searches came to, best first, by request."""
+    """Sequences that beam searches found, best first, by request."""
     started: list[Started] = []
     preempted: list[Key] = []
-    """Samples that lost their row; told as it happens, for who ends a request need not be the engine."""
+    """Sequences that were preempted in this step; reported at once, because a request may end outside the engine."""
     finished: list[Finished] = []
+
+    def add_one_each(self, keys: list[Key], tokens: list[int], logprobs: Mapping[int, TokenLogprobs]) -> None:
+        """One token for each key; `logprobs` by index into these keys."""
+        self.logprobs.update({len(self.keys) + i: entry for i, entry in logprobs.items()})
+        if self.counts is not None:
+            self.counts += [1] * len(tokens)
+        self.keys += keys
+        self.tokens += tokens
+
+    def add(self, key: Key, tokens: list[int], logprobs: TokenLogprobs | None) -> None:
+        """Any number of tokens for one key."""
+        if self.counts is None:
+            self.counts = [1] * len(self.keys)
+        if logprobs is not None:
+            self.logprobs[len(self.keys)] = logprobs
+        self.keys.append(key)
+        self.counts.append(len(tokens))
+        self.tokens += tokens
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing happened. Vectors and beams never come without a finished request."""
+        return not (self.keys or self.finished or self.started or self.preempted or self.prompt_logprobs)
 
 
 class Logprob(msgspec.Struct, gc=False):
-    """One token's log-probability at one position. They come by the hundred thousand: small, and not collected."""
+    """One token's log-probability at one position. Small and not garbage-collected: there may be 100,000s."""
 
     logprob: float
     rank: int | None = None
@@ -69,7 +92,7 @@ class Logprob(msgspec.Struct, gc=False):
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
 
 
-# For `dataclasses.asdict`, which is to work on outputs whole.
+# So that `dataclasses.asdict` works on whole outputs.
 Logprob.__dataclass_fields__ = {one.name: one for one in fields(make_dataclass("Logprob", Logprob.__struct_fields__))}
 
 
@@ -83,11 +106,11 @@ class RequestMetrics:
     first_token_ts: float = 0.0
     last_token_ts: float = 0.0
     num_generation_tokens: int = 0
-    """Of all samples."""
+    """Of all sequences."""
     max_num_generation_tokens: int = 0
-    """Of the longest sample that has ended."""
+    """Of the longest finished sequence."""
     preemptions: int = 0
-    """How often its samples lost their place and had to be computed again."""
+    """How often its sequences were preempted."""
 
     @property
     def first_token_latency(self) -> float:
@@ -102,7 +125,7 @@ class RequestMetrics:
 
 @dataclass
 class CompletionOutput:
-    """One sample of a request."""
+    """One sequence of a request."""
 
     index: int
     text: str
@@ -114,13 +137,13 @@ class CompletionOutput:
     lora_request: Any = None
 
     def finished(self) -> bool:
-        """Whether this sample has ended."""
+        """Whether this sequence has ended."""
         return self.finish_reason is not None
 
 
 @dataclass
 class RequestOutput:
-    """A request and its samples, in index order."""
+    """A request and its sequences, in index order."""
 
     request_id: str
     prompt: str | None
@@ -132,7 +155,7 @@ class RequestOutput:
     num_cached_tokens: int | None = None
     lora_request: Any = None
     error: str | None = field(default=None)
-    """What went wrong, when a sample's finish_reason is "error"."""
+    """What went wrong, when a sequence's finish_reason is "error"."""
 
 
 @dataclass
@@ -160,7 +183,7 @@ class PoolingRequestOutput:
 
 @dataclass
 class EmbeddingOutput:
-    """The vector of a prompt, as numbers of Python's."""
+    """The vector of a prompt, as Python floats."""
 
     embedding: list[float]
 
@@ -195,12 +218,12 @@ class BeamSearchSequence:
     """A sequence that a beam search found."""
 
     tokens: list[int]
-    """The prompt's, then those that were generated."""
+    """The prompt's tokens, then the generated ones."""
     logprobs: list[dict[int, Logprob]]
-    """Of each generated token, that token's own."""
+    """Of each generated token, only its own."""
     cum_logprob: float = 0.0
     score: float = 0.0
-    """`cum_logprob` by length: what sequences are ranked by."""
+    """`cum_logprob` normalized by length: sequences are ranked by it."""
     text: str | None = None
     """Of all tokens, the prompt's too; None without a tokenizer."""
     finish_reason: str | None = None
@@ -225,4 +248,4 @@ class BeamSearchOutput:
 
 
 Output = RequestOutput | PoolingRequestOutput | BeamSearchOutput
-"""What a request yields: samples, a vector, or sequences of a beam search."""
+"""What a request yields: sequences, a vector, or a beam search's sequences."""

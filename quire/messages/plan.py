@@ -2,6 +2,10 @@
 
 A plan carries differences: the rows, blocks and tokens the device does not have yet. Arrays are numpy, so that a plan
 of a thousand rows costs no Python loop.
+
+Two terms for what comes later. A block table belongs to a cache group: layers with the same lifetime. There is one
+group today, so `block_rows`, `block_indices` and `blocks` name none. A row's entry in `counts` is its width: the number
+of its queries in the step, 1 for a plain decode.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ Vector = NDArray[np.float32]
 
 
 class NewRow(msgspec.Struct):
-    """A request takes a row of the device batch."""
+    """A sequence takes a row of the device batch."""
 
     row: int
     request: str
@@ -29,16 +33,16 @@ class NewRow(msgspec.Struct):
     limit: int
     seed: int
     sample: int
-    """Which of the prompt's samples this is; part of the random stream's key."""
+    """Which of the request's sequences this is; part of the random stream's key."""
     params: SamplingParams
     stop_ids: list[int]
     bad_words: list[list[int]]
     pooling: str | None = None
-    """How hidden states become the one vector the row is for; None: it is for tokens."""
+    """How hidden states are pooled into the vector that the row yields; None: it yields tokens."""
 
 
 class Fork(msgspec.Struct):
-    """Row `row` becomes a copy of row `source`, drawing from the random stream of sample `sample`."""
+    """Row `row` becomes a copy of row `source`, drawing from the random stream of sequence `sample`."""
 
     source: int
     row: int
@@ -47,17 +51,17 @@ class Fork(msgspec.Struct):
 
 
 class PrefixGroup(msgspec.Struct):
-    """Rows that begin with the same blocks, the first of them in whose table attention may find these."""
+    """Rows that begin with the same blocks. Attention finds these in the table of the first row."""
 
     rows: list[int]
     shared_tokens: int
-    """Tokens in those blocks, all of them full."""
+    """Tokens in the shared blocks, which are all full."""
 
 
 class Moves(msgspec.Struct):
-    """Blocks to copy between the device's cache and host memory, beside whatever the step computes.
+    """Blocks to copy between the device's cache and host memory while the step computes.
 
-    They are copied as all steps before have left them. Nobody may touch either side until a result reports them done.
+    They are copied as all earlier steps have left them. Neither side may be used until a result reports them done.
     """
 
     out: list[tuple[int, int]] = []
@@ -65,9 +69,9 @@ class Moves(msgspec.Struct):
     back: list[tuple[int, int]] = []
     """(slot, block): from the host to the device."""
     tokens: Ints = np.empty(0, np.int32)
-    """Token ids of the blocks that come back, a block's worth each."""
+    """Token ids of the blocks in `back`, block size ids each."""
     awaited: bool = False
-    """Rows of this very plan read what comes back: the device computes nothing before it is there."""
+    """Rows of this plan read the blocks in `back`: the device computes nothing before they are copied."""
 
 
 class MovesDone(msgspec.Struct):
@@ -79,25 +83,25 @@ class MovesDone(msgspec.Struct):
 
 
 class StepPlan(msgspec.Struct):
-    """One step's work. Steps are numbered without gaps; a rank refuses any other. One without rows waits for moves."""
+    """One step's work. Steps are numbered without gaps; ranks refuse a gap. A plan without rows waits for moves."""
 
     step: int
     rows: Ints
     """Rows that compute, decodes first."""
     counts: Ints
-    """Tokens each of them computes."""
+    """Tokens each of them computes: the row's width, in queries."""
     num_decodes: int
-    """The first so many rows compute the one token that was drawn for them last; the device has it."""
+    """The first `num_decodes` rows compute the token that was drawn for them last; the device has it."""
     tokens: Ints
-    """Tokens of the other rows, packed."""
+    """Tokens of the other rows, concatenated."""
     samples: Ints
-    """Which entries of `rows` draw a token…"""
+    """Indices into `rows` of the entries that draw a token."""
     sample_rows: Ints
-    """…and the row each draw goes to (a source that forks draws several times)."""
+    """The row each draw goes to (a row that forks draws several times)."""
     block_rows: Ints
     block_indices: Ints
     blocks: Ints
-    """Block table changes: table[block_rows, block_indices] = blocks."""
+    """Changes of the one cache group's block table: table[block_rows, block_indices] = blocks."""
     max_context: int
     """Upper bound of the tokens any scheduled row has after this step."""
     reset: bool = False
@@ -105,16 +109,16 @@ class StepPlan(msgspec.Struct):
     drop: list[int] = []
     add: list[NewRow] = []
     forks: list[Fork] = []
-    """Made when the step's tokens are laid out: the new rows draw in this step from what their source computes."""
+    """Made after the step's tokens are placed: the new rows draw in this step from what their source computes."""
     branches: list[Fork] = []
-    """Made before anything else of the plan: the new rows compute in this step."""
+    """Made before anything else in the plan: the new rows compute in this step."""
     forced: list[tuple[int, int]] = []
-    """(row, token): the row's last token is this, whatever was drawn for it; also for rows that this plan adds."""
+    """(row, token): replaces the row's last token; also for rows that this plan adds."""
     copies: list[tuple[int, int]] = []
     """(from, to) blocks to copy before anything is computed: first writes into shared blocks."""
     moves: Moves | None = None
     groups: list[PrefixGroup] | None = None
-    """Rows that share their beginnings, all of them; None: as the last plan that told some."""
+    """All groups of rows that share a prefix; None: unchanged since the last plan that had some."""
 
     @property
     def num_tokens(self) -> int:
@@ -138,35 +142,35 @@ class PromptLogprobs(msgspec.Struct):
 
 
 class StepResult(msgspec.Struct):
-    """What a step yielded, in the order of its plan's `sample_rows`."""
+    """What a step yielded, in the order of the plan's `sample_rows`."""
 
     step: int
     tokens: Ints
-    """Drawn tokens, packed."""
+    """Drawn tokens, concatenated."""
     counts: Ints
     """Tokens each draw yielded."""
     stopped: NDArray[np.bool_]
     """The last token is one of the row's stop ids."""
     invalid: NDArray[np.bool_]
-    """The row's logits were not numbers; its token means nothing."""
+    """The row's logits were NaN; its token is meaningless."""
     logprobs: dict[int, TokenLogprobs] = {}
     """By index into `sample_rows`."""
     prompt_logprobs: dict[int, PromptLogprobs] = {}
     """By index into the plan's `rows`."""
     vectors: dict[int, Vector] = {}
-    """By index into `sample_rows`: what pooled rows yield. Their tokens mean nothing."""
+    """By index into `sample_rows`: the vectors of pooled rows. Their tokens are meaningless."""
     moves_done: list[MovesDone] = []
-    """Moves of this plan and of those before that are done since the last result."""
+    """Moves of this and earlier plans that were completed since the last result."""
 
 
 class StepMasks(msgspec.Struct):
-    """Which tokens some of a step's draws may yield. Made while the step runs; only drawing waits for it."""
+    """Which tokens some of a step's draws may yield. Made while the step runs; only sampling waits for it."""
 
     step: int
     draws: Ints
-    """Indices into the plan's `sample_rows`; draws that are not among them are free."""
+    """Indices into the plan's `sample_rows`; other draws are unconstrained."""
     bits: Ints
-    """[draws, vocabulary / 32]: one bit a token, set where it may be drawn."""
+    """[draws, vocabulary / 32]: one bit per token, set if it may be drawn."""
 
 
 def _encode_array(value: Any) -> Any:
@@ -201,6 +205,6 @@ def decode_result(data: bytes) -> StepResult:
 
 def decode_masks(data: bytes) -> StepMasks:
     masks = _masks_decoder.decode(data)
-    count = len(masks.draws)  # none where every mask came too late
+    count = len(masks.draws)  # 0 if every mask was late
     masks.bits = masks.bits.reshape(count, masks.bits.size // max(count, 1))
     return masks

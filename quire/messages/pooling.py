@@ -11,24 +11,24 @@ from quire.messages.sampling import check_integer
 
 POOLINGS = ("last", "mean")
 TASK = "embed"
-"""The one thing vectors are made for."""
+"""The only supported task."""
 
 
 class PoolingParams(msgspec.Struct, omit_defaults=True):
-    """One vector for a prompt, out of the hidden states that the model's final norm leaves."""
+    """One vector for a prompt, from the hidden states after the model's final norm."""
 
     use_activation: bool | None = None
     """Whether the vector is scaled to length 1; it is, unless False."""
     dimensions: int | None = None
-    """Keep the first so many numbers: for models that were trained for it (Matryoshka)."""
+    """Keep this many leading numbers: for models trained for it (Matryoshka)."""
     task: str | None = None
-    """What the vector is for: "embed", which None stands for too."""
+    """What the vector is for: "embed" (also None)."""
     pooling: str | None = None
-    """The last token's hidden state ("last") or the average over all ("mean"). None: as the engine is set up."""
+    """The last token's hidden state ("last") or the average over all ("mean"). None: the engine's default."""
     truncate_prompt_tokens: int | None = None
-    """Keep the first so many tokens, and an end token where the text has one; -1: as many as the model takes."""
+    """Keep this many leading tokens, and the end token if the text has one; -1: as many as the model takes."""
     normalize: bool | None = None
-    """An older name of `use_activation`."""
+    """Older name of `use_activation`."""
 
     def __post_init__(self) -> None:
         self._check_choices()
@@ -36,8 +36,8 @@ class PoolingParams(msgspec.Struct, omit_defaults=True):
         if self.normalize is not None:
             if self.use_activation not in (None, self.normalize):
                 raise ValidationError(
-                    f"normalize ({self.normalize}) and use_activation ({self.use_activation}) are two names of one "
-                    "thing: give one of them",
+                    f"normalize ({self.normalize}) and use_activation ({self.use_activation}) are the same "
+                    "parameter: give one of them",
                     "normalize",
                     self.normalize,
                 )

@@ -1,9 +1,8 @@
-"""A request on its way in (`NewRequest`), and its life inside the engine (`Request`)."""
+"""A request as submitted (`NewRequest`), and one of its sequences inside the engine (`Request`)."""
 
 from __future__ import annotations
 
 import enum
-from typing import Any
 
 import msgspec
 
@@ -13,11 +12,11 @@ from quire.messages.sampling import SamplingParams
 
 
 class RequestState(enum.Enum):
-    """Where a request is in its life."""
+    """What a sequence is doing."""
 
     WAITING = "waiting"
     LOADING = "loading"
-    """Its blocks are coming from another tier."""
+    """Its blocks are being loaded from a lower tier."""
     COMPILING = "compiling"
     """Its grammar is being compiled."""
     RUNNING = "running"
@@ -25,7 +24,7 @@ class RequestState(enum.Enum):
     FINISHED = "finished"
 
 
-MOVES = {
+TRANSITIONS = {
     RequestState.WAITING: {RequestState.LOADING, RequestState.COMPILING, RequestState.RUNNING, RequestState.FINISHED},
     RequestState.LOADING: {RequestState.WAITING, RequestState.RUNNING, RequestState.FINISHED},
     RequestState.COMPILING: {RequestState.WAITING, RequestState.FINISHED},
@@ -36,7 +35,7 @@ MOVES = {
 
 
 class NewRequest(msgspec.Struct):
-    """A validated request, as the caller's process hands it to the engine."""
+    """A validated request, as the caller's process sends it to the engine."""
 
     id: str
     prompt: list[int]
@@ -48,7 +47,7 @@ class NewRequest(msgspec.Struct):
     keys: list[bytes] = []
     """Content keys of the prompt's full blocks."""
     salt: str = ""
-    """Keeps this request's blocks apart from those of other salts."""
+    """Requests share cached blocks only with requests of the same salt."""
     reads_cache: bool = True
     """False: compute the whole prompt even if its blocks are cached (prompt logprobs need every position)."""
     seed: int = 0
@@ -56,35 +55,35 @@ class NewRequest(msgspec.Struct):
     tenant: str = ""
     arrival: float = 0.0
     pooling: PoolingParams | None = None
-    """Given: the request ends when its prompt is computed, and yields a vector instead of tokens."""
+    """Set: the request ends when its prompt is computed, and yields a vector instead of tokens."""
     beams: BeamSearchParams | None = None
-    """Given: the request is a beam search. `params` then says what its rows report; ends are the search's own."""
+    """Set: the request is a beam search. `params` then says what its rows report; the search decides when it ends."""
     session: str = ""
-    """The session whose turn this is: what the request computes stays with it."""
+    """The session this request is a turn of: the session keeps what the request computes."""
 
     @property
-    def num_samples(self) -> int:
-        """Sequences the request may have at a time."""
+    def num_sequences(self) -> int:
+        """Sequences the request may have at the same time."""
         return self.params.n if self.beams is None else self.beams.beam_width
 
     @property
     def stop_ids(self) -> list[int]:
         """Every token that ends the request on the device."""
-        ends_by_itself = self.params.structured_outputs is not None  # where the form is complete, nothing else can come
-        eos = self.eos_ids if ends_by_itself or not self.params.ignore_eos else []
+        # A complete structured output allows nothing but EOS, so EOS must end it even with ignore_eos.
+        is_structured = self.params.structured_outputs is not None
+        eos = self.eos_ids if is_structured or not self.params.ignore_eos else []
         return list(dict.fromkeys([*eos, *(self.params.stop_token_ids or [])]))
 
 
 class Request:
-    """One sequence inside the engine: sample `index` of a `NewRequest`."""
+    """One sequence inside the engine: number `index` of a `NewRequest`."""
 
     __slots__ = (
-        "arrival_order", "beam", "blocks", "failures", "finish_reason", "first_scheduled", "id", "in_flight", "index",
-        "key", "keys", "num_cached", "output", "owned_keys", "preemptions", "prompt", "published", "row", "saved",
-        "siblings", "source", "state", "stop_reason",
+        "arrival_order", "beam", "blocks", "first_scheduled", "id", "in_flight", "index", "key", "keys", "output",
+        "owned_keys", "preemptions", "prompt", "published", "row", "saved", "siblings", "source", "state",
     )  # fmt: skip
 
-    def __init__(self, source: NewRequest, index: int, arrival_order: int) -> None:
+    def __init__(self, source: NewRequest, index: int, arrival_order: int, saved: int = 0) -> None:
         self.source = source
         self.id = source.id
         self.index = index
@@ -92,29 +91,25 @@ class Request:
         self.prompt = source.prompt
         self.output: list[int] = []
         self.keys = list(source.keys)
+        """Content keys of the full blocks of known tokens, as far as they have been needed."""
         self.arrival_order = arrival_order
         self.state = RequestState.WAITING
         self.blocks: list[int] = []
         self.published = 0
-        """Leading blocks that the prefix index has been told of."""
-        self.saved = 0
-        """Leading tokens whose KV was put by in the tiers below when it last left its row, the last block's too…"""
+        """Leading blocks that are in the prefix cache's index."""
+        self.saved = saved
+        """Leading tokens whose KV was offloaded when the sequence last lost its row, a partial last block included…"""
         self.owned_keys: list[bytes] = []
-        """…and the blocks it owns there meanwhile."""
+        """…and the blocks it has pinned in host memory since."""
         self.row = -1
         self.siblings: list[Request] = []
-        """Samples of the same prompt that fork from this one when its prompt is computed."""
+        """Sequences of the same prompt that fork from this one when its prompt is computed."""
         self.beam = None if source.beams is None else Beam()
-        """What it is in a beam search."""
+        """Its state in a beam search."""
         self.in_flight = 0
-        """Counted when it is preempted: launched draws that are not collected. Their tokens still count."""
-        self.failures = 0
-        """Failed steps this request was part of."""
-        self.num_cached = -1
+        """Draws that were launched and not collected when it was preempted. Their tokens still count."""
         self.preemptions = 0
         self.first_scheduled: float | None = None
-        self.finish_reason: str | None = None
-        self.stop_reason: Any = None
 
     @property
     def known(self) -> int:
@@ -141,10 +136,42 @@ class Request:
         return self.prompt[start:] + self.output[max(0, start - split) : stop - split]
 
     def move(self, state: RequestState) -> None:
-        """Go to `state`; a move that is not in the table of moves raises."""
-        if state not in MOVES[self.state]:
+        """Go to `state`; raises if TRANSITIONS does not allow it."""
+        if state not in TRANSITIONS[self.state]:
             raise RuntimeError(f"request {self.id}/{self.index} cannot go from {self.state.value} to {state.value}")
         self.state = state
+
+    def take_siblings(self) -> list[Request]:
+        """The unfinished sequences that waited for this one's prompt; from now on none do."""
+        siblings, self.siblings = self.siblings, []
+        return [sibling for sibling in siblings if not sibling.is_finished]
+
+    def start_like(self, parent: Request) -> None:
+        """The sequence forks from `parent`: it has the same content keys and was first scheduled with it."""
+        self.keys = list(parent.keys)
+        self.first_scheduled = parent.first_scheduled
+
+    def start_beam(self, parent: Request, token: int, logprob: float, rank: int) -> None:
+        """The sequence becomes a beam: a copy of `parent`, one token longer."""
+        assert parent.beam is not None
+        self.start_like(parent)
+        self.output = [*parent.output, token]
+        self.beam = parent.beam.followed(logprob, rank)
+
+    def extend_beam(self, token: int, logprob: float, rank: int) -> None:
+        """The beam continues with the token that the search chose."""
+        assert self.beam is not None
+        self.output.append(token)
+        self.beam.follow(logprob, rank)
+
+    def pin_saved(self, keys: list[bytes], tokens: int) -> None:
+        """The KV of the first `tokens` tokens is offloaded, under these keys."""
+        self.owned_keys, self.saved = keys, tokens
+
+    def unpin_saved(self) -> list[bytes]:
+        """Keys of the offloaded blocks the sequence had pinned; it no longer does."""
+        keys, self.owned_keys = self.owned_keys, []
+        return keys
 
     def __repr__(self) -> str:
         return f"Request({self.id}/{self.index}, {self.state.value}, {len(self.prompt)}+{len(self.output)} tokens)"

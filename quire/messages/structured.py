@@ -1,4 +1,4 @@
-"""`StructuredOutputsParams`: what form a request's output must have. Names and meanings are vLLM's."""
+"""`StructuredOutputsParams`: the form a request's output must have. Names and meanings are vLLM's."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from typing import Any
 import msgspec
 
 from quire.errors import ValidationError
-from quire.messages.pattern import plain_regex
-from quire.messages.schema import check_schema
+from quire.messages.grammar_support import check_schema, plain_regex
 
 KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 MAX_CHARACTERS = 1 << 18
-"""A longer schema, pattern, list or grammar is refused before anything is made of it."""
+"""A longer schema, pattern, list or grammar is refused before it is parsed."""
 MAX_AFTER = 256
 
 
@@ -30,17 +29,17 @@ class StructuredOutputsParams(msgspec.Struct, omit_defaults=True, frozen=True):
     json_object: bool | None = None
     """True: any JSON object."""
     disable_any_whitespace: bool = False
-    """JSON on one line, with one space after each colon and comma; otherwise white space is the model's own choice,
-    within a bound on how much of it stands in a row."""
+    """JSON on one line, with one space after each colon and comma; otherwise the model chooses white space, within a
+    bound on its length."""
     disable_additional_properties: bool = False
-    """Accepted, and always so."""
+    """Accepted; always on."""
     whitespace_pattern: str | None = None
-    """Refused: the grammars have no such thing."""
+    """Refused: grammars do not support it."""
     structural_tag: str | dict[str, Any] | None = None
     after: str | None = None
-    """The form begins after this text has appeared in the output (`</think>`); what comes before is free."""
+    """The form applies after this text in the output (`</think>`); what comes before it is free."""
     is_checked: bool = False
-    """Set once the schema has been looked at: the engine's process need not do it again."""
+    """Set once the schema is checked: the engine's process does not check it again."""
 
     def __post_init__(self) -> None:
         given = [name for name in KINDS if getattr(self, name) is not None]
@@ -66,7 +65,7 @@ class StructuredOutputsParams(msgspec.Struct, omit_defaults=True, frozen=True):
 
     @property
     def kind(self) -> str:
-        """Which of the forms it is."""
+        """The name of the form that is given."""
         return next(name for name in KINDS if getattr(self, name) is not None)
 
     def _check_kind(self, kind: str) -> None:
@@ -117,7 +116,7 @@ def _check_regex(value: str) -> None:
 
 
 def _json_text(name: str, value: Any) -> tuple[str, dict[str, Any]]:
-    """A schema or a tag as JSON text, and what it says. Text stays as it is: its order and its numbers count."""
+    """A schema or a tag as JSON text, and parsed. Text stays as it is: the order of keys and the numbers matter."""
     if not isinstance(value, (str, dict)):
         raise _wrong(name, "a JSON object, or the text of one", value)
     try:

@@ -1,4 +1,4 @@
-"""From what a beam search found to what its caller sees."""
+"""Turns what a beam search found into what its caller sees."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from quire.output.detokenizer import Vocabulary
 def sequence_of(
     found: Hypothesis, request: NewRequest, search: BeamSearchParams, vocabulary: Vocabulary | None
 ) -> BeamSearchSequence:
-    """The sequence with its prompt; the token that ended it is left out unless asked for."""
+    """The sequence with its prompt, without the token that ended it unless `include_stop_str_in_output`."""
     keeps_end = found.reason != "stop" or search.include_stop_str_in_output
     shown = len(found.tokens) if keeps_end else len(found.tokens) - 1
     tokens = [*request.prompt, *found.tokens[:shown]]
@@ -28,17 +28,19 @@ def sequence_of(
     )
 
 
-def as_samples(output: BeamSearchOutput, vocabulary: Vocabulary | None, skip_special: bool = True) -> RequestOutput:
-    """A search's sequences as the samples of a request, best first: the text of each is what was generated alone."""
+def as_request_output(
+    output: BeamSearchOutput, vocabulary: Vocabulary | None, skip_special: bool = True
+) -> RequestOutput:
+    """A search's sequences as those of a request, best first; the text of each is the generated part alone."""
     prompt = output.prompt_token_ids
-    samples = []
+    outputs = []
     for index, found in enumerate(output.sequences):
         tokens = found.tokens[len(prompt) :]
         text = ""
         if vocabulary is not None:
             reader = vocabulary.detokenizer(prompt, skip_special)
             text = reader.push(tokens) + reader.flush()
-        samples.append(
+        outputs.append(
             CompletionOutput(
                 index=index,
                 text=text,
@@ -53,7 +55,7 @@ def as_samples(output: BeamSearchOutput, vocabulary: Vocabulary | None, skip_spe
         request_id=output.request_id,
         prompt=None,
         prompt_token_ids=prompt,
-        outputs=samples,
+        outputs=outputs,
         finished=output.finished,
         metrics=output.metrics,
         num_cached_tokens=output.num_cached_tokens,

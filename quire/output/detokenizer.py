@@ -8,9 +8,9 @@ from typing import Any, Protocol
 
 REPLACEMENT = "\ufffd"
 CONTEXT_TOKENS = 6
-"""Prompt tokens a decoder may need to see to put spaces right at the start of the output."""
+"""Prompt tokens a decoder may need for correct spaces at the start of the output."""
 LONGEST_CHARACTER = 8
-"""A character may span a few byte tokens; text that still does not decode after so many never will."""
+"""Tokens. A character may span a few byte tokens; text that does not decode after this many never will."""
 
 
 class Detokenizer(Protocol):
@@ -35,9 +35,9 @@ class Vocabulary:
         self.special = frozenset(tokenizer.all_special_ids) | {i for i, token in added.items() if token.special}
         self._bytes = _byte_table(tokenizer)
         self._texts: dict[int, str] = {}
-        """Of tokens by themselves, as far as they were asked for."""
+        """Texts of single tokens, filled on demand."""
         self._windows: dict[bool, dict[int, str]] = {False: {}, True: {}}
-        """The same, as windows see them: without and with spaces between special tokens."""
+        """The same for `WindowDetokenizer`: without and with spaces between special tokens."""
 
     def detokenizer(
         self, prompt: Sequence[int], skip_special: bool, spaces_between_special: bool = True
@@ -126,7 +126,7 @@ class WindowDetokenizer:
         return prompt
 
     def _decode_shown(self) -> str:
-        """What has been given out is one token, mostly."""
+        """The text given out so far in the window; mostly one token's."""
         shown = self._window[: self._shown]
         if len(shown) != 1:
             return self._decode(shown)

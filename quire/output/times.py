@@ -1,26 +1,22 @@
-"""When tokens came, summed over all requests: taken where tokens arrive, so that slow readers change nothing."""
+"""Token times summed over all requests; taken where tokens arrive, so that slow readers do not change them."""
 
 from __future__ import annotations
 
 from quire.messages.histogram import Histogram
-
-GAP_BOUNDS = (
-    0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0
-)  # fmt: skip
-"""Seconds; vLLM's buckets for the same figure."""
+from quire.messages.metric_table import GAP_BOUNDS
 
 
 class TokenTimes:
-    """The number of tokens, and the gaps between the tokens of each sample: one fewer than it has tokens."""
+    """The number of tokens, and the gaps between the tokens of each sequence (one fewer than its tokens)."""
 
     def __init__(self) -> None:
         self.tokens = 0
         self.gaps = Histogram(GAP_BOUNDS)
 
     def note(self, count: int, now: float, before: float) -> None:
-        """`count` tokens of a sample came now; the last before them came at `before` (0: they are its first).
+        """`count` tokens of a sequence came now; the previous one came at `before` (0: these are the first).
 
-        Several at once share the time they took: the count and the sum of gaps stay true.
+        Tokens that come together share the time since then, so that the count and the sum of gaps stay right.
         """
         self.tokens += count
         if before:
@@ -29,7 +25,7 @@ class TokenTimes:
             self.gaps.add(0.0, count - 1)
 
     def note_whole(self, count: int, seconds: float) -> None:
-        """All `count` tokens of a sample, told at its end; `seconds` lie between its first and its last."""
+        """All `count` tokens of a sequence, noted at its end; `seconds`: from its first to its last."""
         self.tokens += count
         if count > 1:
             self.gaps.add(seconds / (count - 1), count - 1)

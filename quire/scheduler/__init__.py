@@ -1,1 +1,1 @@
-"""Who computes what in the next step."""
+"""Plans steps: which requests compute how many tokens."""

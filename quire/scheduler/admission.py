@@ -1,16 +1,13 @@
-"""Who joins a step: waiting requests in the policy's order, and those whose blocks have come from a tier below."""
+"""Gives rows to waiting requests, in the policy's order, and to those whose blocks were loaded from a lower tier."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from quire.messages.outputs import Started
-from quire.messages.request import Request, RequestState
-from quire.scheduler.draft import StepBuilder
+from quire.messages.request import Request
 from quire.scheduler.preemption import Preemptor
-from quire.scheduler.pressure import reserve
 from quire.scheduler.request_table import RequestTable
-from quire.scheduler.swapping import Swapper
+from quire.scheduler.step_builder import StepBuilder
 
 
 class Admission:
@@ -18,197 +15,176 @@ class Admission:
 
     def __init__(
         self,
-        ledger: RequestTable,
-        space: Preemptor,
-        moving: Swapper | None,
+        requests: RequestTable,
+        preemptor: Preemptor,
         step_tokens: int,
         chunked: bool,
         clock: Callable[[], float],
     ) -> None:
-        """`step_tokens`: the most a step has. `chunked`: a prompt may be cut where the rest of it fits a later step."""
+        """`step_tokens`: the most a step computes. `chunked`: a prompt may be split so that part of it fits a step."""
         self.step_tokens = step_tokens
-        self.turn = ledger.policy.rank if ledger.sharing is None else ledger.sharing.turn
-        """Whose turn it is, as a sort key: the policy's rank, or what it makes of tenants' shares."""
-        self._ledger = ledger
-        self._tables = ledger.tables
-        self._policy = ledger.policy
-        self._rows = ledger.rows
-        self._sharing = ledger.sharing
-        self._space = space
-        self._moving = moving
+        self._requests = requests
+        self._tables = requests.tables
+        self._policy = requests.policy
+        self._rows = requests.rows
+        self._sharing = requests.sharing
+        self._swapper = requests.swapper
+        self._preemptor = preemptor
         self._chunked = chunked
         self._clock = clock
 
-    def admit(self, draft: StepBuilder, budget: int, before: Request | None = None) -> int:
-        """Waiting requests join in the policy's order, as long as rows, blocks and budget last; given `before`, only
-        those whose turn comes before that one's. Returns what is left of the budget."""
-        loading = 0 if self._moving is None else self._moving.num_loading
-        while budget > 0 and (self._rows.free > loading or self._sharing is not None):
+    # Waiting requests
+
+    def admit(self, builder: StepBuilder, budget: int, before: Request | None = None) -> int:
+        """Admit waiting requests in the policy's order while rows, blocks and budget last; with `before`, only those
+        that come before that one. Returns what is left of the budget."""
+        order, pressure, loading = self._sharing.order, self._preemptor.pressure, self._swapper.num_loading
+        while budget > 0:
             request = self._policy.next()
             if request is None or request.in_flight:
                 break
-            if self._space.pressure.device and draft.admitted:
-                self._space.pressure.slowed += 1
-                break
-            if before is not None and self.turn(request) > self.turn(before):
+            if before is not None and order(request) > order(before):
                 break
             if self._rows.free <= loading:
-                self._make_way(draft, request)
+                self._preempt_for(builder, request)
                 break
-            admitted = self.admit_one(draft, request, budget)
+            if pressure.device and builder.admitted:
+                pressure.slowed += 1
+                break
+            admitted = self.admit_one(builder, request, budget)
             if admitted is None:
                 break
             budget -= admitted
         return budget
 
-    def _make_way(self, draft: StepBuilder, request: Request, blocks: int = 0) -> None:
-        """A tenant above its share may have to give a row to one below it, which takes it in a later step: who has
-        joined in this one is not preempted, and a step that preempts admits nobody."""
-        if self._sharing is not None and not draft.admitted and not draft.preempted:
-            victim = self._sharing.makes_way(request, blocks)
-            if victim is not None:
-                # What it was to write in this step may be findable already, and nobody has found it yet.
-                own = set(victim.blocks)
-                self._tables.withdraw([block for block in draft.published if block in own])
-                draft.published = [block for block in draft.published if block not in own]
-                self._space.preempt(draft, victim)
-
-    def admit_one(self, draft: StepBuilder, request: Request, budget: int, alone: bool = False) -> int | None:
+    def admit_one(self, builder: StepBuilder, request: Request, budget: int, alone: bool = False) -> int | None:
         """Give the request a row and schedule its first chunk; returns the chunk's tokens, None if it does not fit.
 
-        One whose blocks lie in a tier below waits for them first: it costs the step nothing.
+        A request with blocks in a lower tier waits for them first and costs the step nothing. `alone`: it runs alone,
+        and computes everything.
         """
-        tables, known = self._tables, request.known
-        self._ledger.extend_keys(request)
-        own = 0 if self._ledger.sessions is None else self._ledger.sessions.kv.tokens_for(request)
+        tables, known, sessions = self._tables, request.known, self._requests.sessions
+        self._requests.extend_keys(request)
+        own = sessions.kv.tokens_for(request)
         hit = tables.match(request.keys, known) if request.source.reads_cache and not own else []
         cached = own or len(hit) * tables.block_size
-        spare = 0 if alone else self._space.promised() + self._headroom()
-        # What sessions give back may be what was hit: it costs from then on; or what they share with the request's own.
+        spare = 0 if alone else self._preemptor.promised() + self._preemptor.headroom()
+        # Sessions may give back blocks that were hit, which then cost, or that they share with the request's own.
         while (lacking := self._cost(request, own, hit) + spare - tables.pool.free) > 0:
-            if not self._space.reclaim(lacking, request):
+            if not self._preemptor.reclaim(lacking, request):
                 break
         if lacking > 0:
             if not alone:
-                self._make_way(draft, request, tables.blocks_for(known))
+                self._preempt_for(builder, request, tables.blocks_for(known))
             return None
         count = min(known - cached, budget)
         if count < known - cached <= self.step_tokens and not self._chunked:
-            return None  # a later step has room for all of it; what exceeds any step goes in chunks all the same
-        if own and self._ledger.sessions is not None:
-            self._ledger.sessions.kv.take(request)
+            return None  # a later step has room for all of it; a prompt longer than any step is split in any case
+        if own:
+            sessions.kv.take(request)
         else:
             tables.adopt(request, hit)
-            if self._moving is not None and not alone and (arrival := self._moving.find(request, len(hit))):
-                self._moving.load(request, arrival)
+            if not alone and (lower := self._swapper.find(request, len(hit))) is not None:
+                self._swapper.load(request, lower)
                 return 0
         self._policy.remove(request)
-        return self._board(draft, request, cached, budget)
+        return self._start(builder, request, cached, budget)
 
     def _cost(self, request: Request, own: int, hit: list[int]) -> int:
-        """Free blocks it takes to hold the request's known tokens, of which its session has the first `own`."""
-        if own and self._ledger.sessions is not None:
-            return self._ledger.sessions.kv.cost_of_taking(request)
+        """Free blocks it takes to hold the request's known tokens, the first `own` of which its session has."""
+        if own:
+            return self._requests.sessions.kv.cost_of_taking(request)
         return self._tables.blocks_for(request.known) - len(hit) + self._tables.cost_of_sharing(hit)
 
-    def _board(self, draft: StepBuilder, request: Request, cached: int, budget: int) -> int:
-        """The request, whose blocks hold its first `cached` tokens, takes a row and computes its first chunk."""
-        count = min(request.known - cached, budget)
-        request.move(RequestState.RUNNING)
-        row = self._rows.take(request, computed=cached, bound=request.known)
-        self._rows.capacity[row] = len(request.blocks) * self._tables.block_size
-        self._own_last(draft, request, cached)
-        draft.assign(row, 0, request.blocks)
-        self._space.grow(draft, request, cached + count)
-        draft.admitted.append(request)
-        self._note_start(draft, request, cached)
-        if cached == request.known - 1 and _can_decode(request):
-            draft.ready.append(request)
-            self._rows.decoding[row] = True
-            self._rows.began[row] = self._ledger.arrivals
-            self._ledger.note_decoding(request)
-            return 1
-        draft.prompts[request] = count
-        if self._sharing is not None:
-            self._sharing.charge(request, count)
-        if count < request.known - cached:
-            self._ledger.prefilling[request] = None
-        self.publish_chunk(draft, request)
-        return count
+    def _preempt_for(self, builder: StepBuilder, request: Request, blocks: int = 0) -> None:
+        """A tenant above its share may have to give a row, or `blocks`, to one below it. The request is admitted in a
+        later step: a step that preempts admits none, and does not preempt what it has admitted."""
+        if builder.admitted or builder.preempted:
+            return
+        victim = self._sharing.victim_for(request, blocks)
+        if victim is not None:
+            # The prefix cache may list blocks that the victim was to write in this step; no request has hit them yet.
+            self._tables.withdraw(builder.unpublish(victim.blocks))
+            self._preemptor.preempt(builder, victim)
 
-    def board_landed(self, draft: StepBuilder, budget: int) -> int:
-        """Requests whose blocks have come from a tier below take their rows; returns what is left of the budget."""
-        if self._moving is None or not self._moving.num_loading:
-            return budget
-        for request, cached in self._moving.landed():
+    # Loaded requests
+
+    def admit_loaded(self, builder: StepBuilder, budget: int) -> int:
+        """Give rows to requests whose loads have ended; returns what is left of the budget."""
+        for request, cached in self._swapper.loaded():
             if budget <= 0 or not self._rows.free:
                 break
-            if not self._ledger.has_row_for(request):
-                continue  # its tenant has as many as it may
+            if not self._requests.has_row_for(request):
+                continue  # its tenant is at its cap
             room = self._room(request, cached)
             if room <= 0:
-                if not self._space.reclaim(1, request) and not self._rows.used:
-                    self._moving.give_up_all(but=request)  # those that wait with it hold what it needs
+                if not self._preemptor.reclaim(1, request) and not self._rows.used:
+                    self._swapper.cancel_all(but=request)  # the others that load hold the blocks it needs
                 break
-            self._moving.board(request)
+            self._swapper.end_load(request)
             self._tables.publish(request, request.keys, cached // self._tables.block_size)
-            budget -= self._board(draft, request, cached, min(budget, room))
+            budget -= self._start(builder, request, cached, min(budget, room))
         return budget
 
-    def board_coming(self, draft: StepBuilder, budget: int) -> bool:
-        """Nobody has anything to compute, and one request waits for blocks in host memory: it joins the step that
-        brings them, and the device waits for the copies instead of us. Whether there is such a request."""
-        coming = None if self._moving is None or budget <= 0 else self._moving.coming()
-        if self._moving is None or coming is None or not self._rows.free:
+    def admit_arriving(self, builder: StepBuilder, budget: int) -> bool:
+        """There is nothing else to compute, and one request waits for blocks in host memory: it joins the step that
+        copies them, so that the device waits for the copies and not the host. Whether there is such a request."""
+        arriving = self._swapper.arriving() if budget > 0 and self._rows.free else None
+        if arriving is None:
             return False
-        request, cached = coming
+        request, cached = arriving
         room = self._room(request, cached)
-        if room <= 0 or not self._ledger.has_row_for(request):
+        if room <= 0 or not self._requests.has_row_for(request):
             return False
-        draft.awaits_moves = True
-        self._moving.board(request)
-        draft.published += self._tables.publish(request, request.keys, cached // self._tables.block_size)
-        self._board(draft, request, cached, min(budget, room))
+        builder.awaits_moves = True
+        self._swapper.end_load(request)
+        builder.publish(self._tables.publish(request, request.keys, cached // self._tables.block_size))
+        self._start(builder, request, cached, min(budget, room))
         return True
 
     def _room(self, request: Request, cached: int) -> int:
-        """Tokens that fit after its first `cached`, into its blocks and those that are free."""
+        """Tokens that fit after its first `cached`, into its blocks and the free ones."""
         return (len(request.blocks) + self._tables.pool.free) * self._tables.block_size - cached
 
-    def _own_last(self, draft: StepBuilder, request: Request, cached: int) -> None:
-        """The next token goes into a block that holds some: one that is the request's alone, and that nobody finds."""
+    # Joining a step
+
+    def _start(self, builder: StepBuilder, request: Request, cached: int, budget: int) -> int:
+        """The request, whose blocks hold its first `cached` tokens, takes a row and computes its first chunk."""
+        count = min(request.known - cached, budget)
+        self._requests.start(request, cached, self._clock())
+        self._make_writable(builder, request, cached)
+        builder.assign(request.row, 0, request.blocks)
+        self._preemptor.grow(builder, request, cached + count)
+        builder.admit(request, cached)
+        if cached == request.known - 1 and _can_decode(request):
+            builder.decode(request)
+            self._rows.start_stream(request.row, self._requests.arrivals)
+            self._requests.start_decoding(request)
+            return 1
+        builder.prompt(request, count)
+        self._sharing.charge(request, count)
+        if count < request.known - cached:
+            self._requests.start_prefill(request)
+        self.publish_chunk(builder, request)
+        return count
+
+    def _make_writable(self, builder: StepBuilder, request: Request, cached: int) -> None:
+        """A block that is filled in part, which the next token goes to, becomes the request's alone."""
         index, filled = divmod(cached, self._tables.block_size)
         if not filled:
             return
-        # One that is on its way is held by its journey too, which is over before anything is written.
-        if self._tables.is_shared(request, index) and not draft.awaits_moves:
-            draft.copies.append((request.row, *self._tables.copy_on_write(request, index)))
+        # A block in transfer counts as shared, but the transfer ends before anything is written.
+        if self._tables.is_shared(request, index) and not builder.awaits_moves:
+            builder.copy(request.row, *self._tables.copy_on_write(request, index))
         else:
             self._tables.withdraw([request.blocks[index]])
 
-    def _headroom(self) -> int:
-        """Blocks left alone at admission, so that running rows can grow a while before anyone must be preempted.
-
-        Where rows are put by past a watermark, nobody joins below it: who did would be the next to go, and come back.
-        """
-        capacity = self._tables.pool.capacity
-        growth = min(self._rows.used, capacity // 16)
-        return growth + reserve(capacity) if growth and self._moving is not None else growth
-
-    def publish_chunk(self, draft: StepBuilder, request: Request) -> None:
-        """Blocks this step fills can be hit by requests of this very step: all KV is written before it is read."""
-        filled = int(self._rows.computed[request.row]) + draft.prompts[request]
-        draft.published += self._tables.publish(request, request.keys, filled // self._tables.block_size)
-
-    def _note_start(self, draft: StepBuilder, request: Request, cached: int) -> None:
-        draft.cached_tokens += cached
-        draft.queried_tokens += request.known
-        if request.first_scheduled is None:
-            request.first_scheduled = self._clock()
-            request.num_cached = cached
-            self._ledger.outputs.started.append(Started(request.key, request.first_scheduled, cached))
+    def publish_chunk(self, builder: StepBuilder, request: Request) -> None:
+        """Requests of the same step can hit the blocks that it fills: all KV is written before it is read."""
+        filled = int(self._rows.computed[request.row]) + builder.prompts[request]
+        builder.publish(self._tables.publish(request, request.keys, filled // self._tables.block_size))
 
 
 def _can_decode(request: Request) -> bool:
-    """Whether the request's last token, the only one to compute, can go the way of tokens that were drawn."""
+    """Whether the request's last token, the only one to compute, can be computed as a decode."""
     return request.source.pooling is None and request.beam is None and not request.siblings

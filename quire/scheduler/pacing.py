@@ -1,11 +1,11 @@
-"""How many prompt tokens may share a step with running requests: as many as there is time for.
+"""Limits the prompt tokens of a step that running requests wait for, by time.
 
-Who reads a stream feels every step: its next token comes when the step is over. A chunk of a prompt makes the step
-longer, by how much depends on the device, the model and who else is on the machine. So step times are measured, and a
-chunk is cut such that the step takes at most `stretch` times what it would take without.
+A stream's next token comes when the step ends. A chunk of a prompt makes the step longer, by how much depends on the
+device, the model and other load on the machine. So step times are measured, and a chunk is sized such that the step
+takes at most `stretch` times what it would take without.
 
-Two things are learned, all the time: how long a step of decodes alone takes, by its number of rows; and what prompt
-tokens add to that, as a fixed part (such a step is not one of the captured ones) and a price per token.
+Two things are measured continuously: how long a step of decodes alone takes, by its number of rows; and what prompt
+tokens add to that, as a fixed part (such a step has no captured graph) and a price per token.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from collections import deque
 from dataclasses import dataclass
 
 STREAM_STRETCH = 1.7
-"""What readers of streams are asked to bear, where nobody says otherwise."""
+"""Default stretch of an engine that streams."""
 LEAST_CHUNK = 4
-"""Prompt tokens a step may always have: a prompt gets on, however slow the device."""
+"""Prompt tokens a step may always have, so that prompts progress on any device."""
 PRESSURE = 8.0
-"""A prompt that waits behind another counts as much as so many running requests when time is shared out."""
+"""Running requests that a prompt waiting behind another counts as when time is divided."""
 REFRESH_STEPS = 24
-"""After so many steps with prompts in a row there is one without: the time of decodes alone is measured again."""
+"""After this many steps with prompts in a row there is one without, to measure decodes alone again."""
 WINDOW = 9
-"""Decode steps whose median is taken: one that was disturbed changes nothing."""
+"""Decode steps whose median is taken, so that one disturbed step changes nothing."""
 MEMORY = 0.15
-"""Weight of the newest step among those that say what prompt tokens cost."""
+"""Weight of the newest step in the averages of prompt costs."""
 OUTLIER = 4.0
-"""A price so many times the usual one is taken for this much: it was a disturbance, or others will confirm it."""
+"""A price is capped at this multiple of the usual one: it was a disturbance, or later steps will confirm it."""
 GROWTH = 2.0
-"""A chunk is at most so many times as large as those that were measured lately."""
+"""A chunk is at most this many times as large as those measured lately."""
 
 
 @dataclass(frozen=True)
@@ -45,27 +45,44 @@ class _Launched:
         return self.decodes > 0, self.tokens > 0
 
 
+class NoPacer:
+    """Step times are not bounded, and not measured."""
+
+    is_on = False
+
+    def allowance(self, decodes: int, elder: int, pending: int) -> int:
+        raise RuntimeError("there is no pacer to give an allowance")
+
+    def launched(self, decodes: int, tokens: int, now: float, is_measured: bool = True) -> None: ...
+
+    def collected(self, now: float) -> None: ...
+
+    def forget_in_flight(self) -> None: ...
+
+
 class Pacer:
-    """Watches steps come and go, and says how many prompt tokens the next one may have."""
+    """Measures steps, and says how many prompt tokens the next one may have."""
+
+    is_on = True
 
     def __init__(self, stretch: float) -> None:
-        """`stretch`: a step with prompts takes at most so many times as long as one without."""
+        """`stretch`: a step with prompts takes at most this many times as long as one without."""
         self.stretch = stretch
         self._decodes = DecodeTimes()
         self._prompts = PromptCosts()
         self._in_flight: deque[_Launched] = deque()
         self._last: _Launched | None = None
-        """The step collected last…"""
+        """The step collected last."""
         self._collected = -math.inf
-        """…and when."""
+        """When it was collected."""
         self._since_decodes = 0
         """Steps with prompts since decodes alone were measured."""
 
     def allowance(self, decodes: int, elder: int, pending: int) -> int:
-        """Prompt tokens the next step may have beside so many decodes; `pending` prompts could use them, and `elder`
-        of the decodes streamed before the first of these came. Others found it waiting, and have less of a claim.
+        """Prompt tokens the next step may have beside `decodes` decodes.
 
-        0: none this once, so that decodes alone are measured.
+        `pending`: prompts that could use them. `elder`: decodes that streamed before the first of these arrived; the
+        others found it waiting, and may be slowed down more. 0: none in this step, to measure decodes alone.
         """
         base = self._decodes.of(decodes)
         if base is None or self._since_decodes >= REFRESH_STEPS:
@@ -73,34 +90,33 @@ class Pacer:
         share = max(self.stretch - 1, PRESSURE * (pending - 1) / decodes) * decodes / elder
         return max(LEAST_CHUNK, self._prompts.tokens_within(share * base))
 
-    # What is measured
+    # Measuring
 
     def launched(self, decodes: int, tokens: int, now: float, is_measured: bool = True) -> None:
-        """A step goes to the device, with so many decodes and prompt tokens. One that waits for something else is not
-        measured."""
+        """A step is launched. `is_measured` is False if it waits for something else than computation."""
         self._in_flight.append(_Launched(decodes, tokens, now, is_measured))
 
     def collected(self, now: float) -> None:
-        """The oldest step in flight has come back."""
+        """The oldest step in flight is collected."""
         step = self._in_flight.popleft()
         seconds = now - max(step.at, self._collected)
-        is_learned = self._is_telling(step)
+        is_learned = self._is_own_time(step)
         self._last, self._collected = step, now
         if step.tokens and step.decodes:
             self._since_decodes += 1
         if is_learned:
             self._learn(step, seconds)
 
-    def forget_flights(self) -> None:
-        """What is in flight never comes back."""
+    def forget_in_flight(self) -> None:
+        """The steps in flight will not be collected."""
         self._in_flight.clear()
         self._last = None
 
-    def _is_telling(self, step: _Launched) -> bool:
-        """Whether the time since the last collect is the step's own.
+    def _is_own_time(self, step: _Launched) -> bool:
+        """Whether the time since the last collect was spent on this step.
 
-        It is, where nothing else is in flight. Where steps overlap, a device that launches slowly, or that is done when
-        a launch returns, spends it partly on a neighbour; no matter, if that is a step of the same kind.
+        It was, if nothing else is in flight. Where steps overlap, a device that launches slowly, or that is done when a
+        launch returns, spends part of it on a neighbour; that does not matter if the neighbour is of the same kind.
         """
         if not step.is_measured:
             return False
@@ -124,14 +140,14 @@ class DecodeTimes:
         self._seconds: dict[int, deque[float]] = {}
 
     def note(self, rows: int, seconds: float, after_pause: bool = False) -> None:
-        """Such a step took so long. After a pause what was seen before it counts for less."""
+        """A step of `rows` decodes took `seconds`. After a pause, older measurements count for less."""
         seen = self._seconds.setdefault(_class_of(rows), deque(maxlen=WINDOW))
         for _ in range(-(-len(seen) // 2) if after_pause else 0):
             seen.popleft()
         seen.append(seconds)
 
     def of(self, rows: int) -> float | None:
-        """What it would take now, or the next smaller one that was seen; None where none was."""
+        """Expected seconds for `rows` decodes, from the nearest smaller size measured; None if none was."""
         if not self._seconds:
             return None
         own = _class_of(rows)
@@ -146,8 +162,8 @@ def _class_of(rows: int) -> int:
 class PromptCosts:
     """What prompt tokens add to a step's time: a fixed part and a price per token, from steps weighted by age.
 
-    Seconds per token are a straight line over 1 / tokens: its height is the price, its slope the fixed part. Taken that
-    way a step of ten tokens says as much as one of a thousand, and a bend far away does not matter here.
+    Seconds per token are a straight line over 1 / tokens: its intercept is the price, its slope the fixed part. Fitted
+    that way a step of ten tokens counts as much as one of a thousand, and a bend at other sizes does not matter here.
     """
 
     def __init__(self) -> None:
@@ -155,10 +171,10 @@ class PromptCosts:
         self._x = self._y = self._xx = self._xy = 0.0
         """Weighted means of 1 / tokens, seconds per token, and their products."""
         self._reach = 0.0
-        """About the largest number of tokens that was measured lately."""
+        """About the largest number of tokens measured lately."""
 
     def note(self, tokens: int, seconds: float) -> None:
-        """So many tokens added so much to a step."""
+        """`tokens` prompt tokens added `seconds` to a step."""
         x, y = 1 / tokens, max(0.0, seconds) / tokens
         if self._steps > 2:
             price, fixed = self._line()
@@ -172,13 +188,13 @@ class PromptCosts:
         self._reach = max(tokens, self._reach * (1 - MEMORY / 4))
 
     def tokens_within(self, seconds: float) -> int:
-        """How many tokens can be added in so much time; 0 where nobody knows."""
+        """How many tokens can be added in `seconds`; 0 if nothing was measured."""
         price, fixed = self._line()
         most = GROWTH * self._reach
         return int(min(most, (seconds - fixed) / price)) if price > 0 else int(most)
 
     def _line(self) -> tuple[float, float]:
-        """(price, fixed part). With steps of one size only, all of it is taken for price."""
+        """(price, fixed part). With steps of one size only, all of it counts as price."""
         spread = self._xx - self._x**2
         fixed = max(0.0, self._xy - self._x * self._y) / (spread + 0.05 * self._x**2) if self._steps else 0.0
         return max(self._y - fixed * self._x, 0.2 * self._y), fixed

@@ -1,118 +1,144 @@
-"""Room for what a step computes: blocks for rows that grow, and who makes way where there are none.
+"""Finds blocks for a step; preempts requests when there are not enough.
 
-A shortage is met in this order: cached blocks that nobody holds are evicted; sessions without a turn give theirs back;
-the policy's victim leaves its row, and is computed again later. Before there is one, sessions are put to sleep and
-rows are put by in the tiers below.
+A shortage is met in this order: cached blocks that no request holds are evicted; sessions between turns give theirs
+back; the policy's victim is preempted, and computed again later. To avoid that, room is made ahead of need, past two
+watermarks of free blocks. Past the first, admission slows to one request a step and idle sessions go to sleep, one a
+step. Past the second, or when rows will lack blocks within a few steps, the policy's victim is swapped out.
+
+In lower tiers only owned blocks count: other cached blocks are evicted as needed. A full tier replaces its oldest
+blocks; a full disk drops KV, never a session's tokens.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
 
-from quire.kvcache.offload.manager import OffloadManager
-from quire.messages.request import Request, RequestState
-from quire.scheduler.draft import InFlightStep, StepBuilder
-from quire.scheduler.pressure import MemoryPressure
+from quire.kvcache.block_pool import BlockPool
+from quire.messages.request import Request
 from quire.scheduler.request_table import RequestTable
-from quire.scheduler.swapping import AHEAD_STEPS, Swapper
+from quire.scheduler.step_builder import InFlightStep, StepBuilder
+from quire.scheduler.swapping import NoSwapper, Swapper
+
+FIRST_WATERMARK = 0.15
+"""Share of a tier's blocks. With less left, room is made ahead of need."""
+SECOND_WATERMARK = 0.03
+"""With less left, rows are swapped out."""
+AHEAD_STEPS = 8
+"""Rows that need a block within this many steps count as needing it now: a copy takes time."""
+
+
+class MemoryPressure:
+    """How many watermarks each tier is past (0 to 2), and counts of what followed from that."""
+
+    def __init__(self) -> None:
+        self.device = self.host = self.disk = 0
+        self.slowed = 0
+        """Steps in which requests waited although there was room for them."""
+        self.slept = 0
+        """Sessions put to sleep to make room."""
+
+    def update(self, pool: BlockPool, swapper: Swapper | NoSwapper) -> None:
+        """Measure how full the tiers are now."""
+        self.device = _level(pool.free, pool.capacity)
+        self.host = _level(*swapper.host_room)
+        self.disk = _level(*swapper.disk_room)
+
+    def __str__(self) -> str:
+        return f"pressure {self.device} device, {self.host} host, {self.disk} disk"
+
+
+def _level(free: int, capacity: int) -> int:
+    return (free < FIRST_WATERMARK * capacity) + (free < SECOND_WATERMARK * capacity)
 
 
 class Preemptor:
-    """Gives blocks to rows, and takes them."""
+    """Gives blocks to rows, and takes them away."""
 
-    def __init__(
-        self,
-        ledger: RequestTable,
-        moving: Swapper | None,
-        tiers: OffloadManager | None,
-        flights: Sequence[InFlightStep],
-    ) -> None:
-        """`flights`: steps launched and not collected."""
+    def __init__(self, requests: RequestTable, in_flight: Sequence[InFlightStep]) -> None:
         self.pressure = MemoryPressure()
-        self._ledger = ledger
-        self._tables = ledger.tables
-        self._policy = ledger.policy
-        self._rows = ledger.rows
-        self._stats = ledger.stats
-        self._moving = moving
-        self._tiers = tiers
-        self._flights = flights
+        self._requests = requests
+        self._tables = requests.tables
+        self._policy = requests.policy
+        self._rows = requests.rows
+        self._swapper = requests.swapper
+        self._in_flight = in_flight
 
-    def grow(self, draft: StepBuilder, request: Request, tokens: int) -> None:
-        """The blocks the row lacks to hold `tokens` tokens."""
+    def grow(self, builder: StepBuilder, request: Request, tokens: int) -> None:
+        """Allocate the blocks the row lacks to hold `tokens` tokens."""
         index = len(request.blocks)
-        fresh = self._tables.grow(request, tokens)
-        if fresh:
-            draft.assign(request.row, index, fresh)
-            self._rows.capacity[request.row] = len(request.blocks) * self._tables.block_size
+        builder.assign(request.row, index, self._requests.grow(request, tokens))
+
+    # When blocks run out
 
     def reclaim(self, blocks: int, request: Request | None = None) -> bool:
-        """Sessions that do not run, but for the request's own, give blocks back before anyone is kept from running."""
-        name = "" if request is None else request.source.session
-        return blocks > 0 and self._ledger.sessions is not None and self._ledger.sessions.kv.reclaim(blocks, name) > 0
+        """Take blocks from idle sessions, other than the request's own; False if they gave none."""
+        session = "" if request is None else request.source.session
+        return blocks > 0 and self._requests.sessions.kv.reclaim(blocks, session) > 0
 
-    def make_room(self, draft: StepBuilder, request: Request, blocks: int) -> bool:
-        """Preempt until `blocks` are free; False if that cost the request itself its row."""
+    def make_room(self, builder: StepBuilder, request: Request, blocks: int) -> bool:
+        """Preempt until `blocks` are free; False if the request itself was preempted, or blocks are in transfer."""
         while self._tables.pool.free < blocks:
-            if self.preempt_one(draft) in (request, None):
+            if self.preempt_one(builder) in (request, None):
                 return False
         return True
 
-    def preempt_one(self, draft: StepBuilder) -> Request | None:
-        """The policy names who must leave, never the best-ranked: it always goes on, so everyone finishes in turn.
+    def preempt_one(self, builder: StepBuilder) -> Request | None:
+        """Preempt the policy's victim, never the best-ranked request: that one always goes on, so all finish in time.
 
-        None: nobody is left to leave, but blocks are on their way, and will be free when they have arrived.
+        None: no other request is left, but transfers are in progress that will free blocks.
         """
         running = self._rows.running()
         first = min(running, key=self._policy.rank)
         others = [other for other in running if other is not first]
         if not others:
-            if self._moving is not None and (self._moving.give_up_all() or self._moving.tiers.is_busy):
-                draft.is_stalled = True  # nobody else may take what is about to be free
+            if self._swapper.cancel_all() or self._swapper.is_busy:
+                builder.is_stalled = True
                 return None
             pool = self._tables.pool
             raise RuntimeError(
                 f"{first} runs alone and lacks blocks: {pool.free} of {pool.capacity} free, {len(first.blocks)} held"
             )
         victim = self._policy.victim(others)
-        self.preempt(draft, victim)
+        self.preempt(builder, victim)
         return victim
 
-    def preempt(self, draft: StepBuilder, victim: Request) -> None:
+    def preempt(self, builder: StepBuilder, victim: Request) -> None:
         """Take row and blocks; the tokens stay, and are computed again when there is room."""
         epoch = int(self._rows.epoch[victim.row])
-        victim.in_flight = sum(flight.draws_for(victim.row, epoch) for flight in self._flights)
-        victim.preemptions += 1
-        self._stats.preemptions += 1
-        self._ledger.outputs.preempted.append(victim.key)
-        draft.withdraw(victim)
-        draft.preempted.append(victim)
-        self._ledger.leave_row(victim)
-        victim.move(RequestState.PREEMPTED)
-        self._ledger.queue(victim)
+        in_flight = sum(step.draws_for(victim.row, epoch) for step in self._in_flight)
+        builder.preempt(victim)
+        self._requests.preempt(victim, in_flight)
+
+    # Ahead of need
 
     def promised(self) -> int:
-        """Blocks that admitted prompts will still ask for."""
-        coming = () if self._moving is None else self._moving.requests
-        return sum(self._tables.missing(request, request.known) for request in (*self._ledger.prefilling, *coming))
+        """Blocks that admitted prompts will still need."""
+        admitted = (*self._requests.prefilling, *self._swapper.requests)
+        return sum(self._tables.missing(request, request.known) for request in admitted)
 
-    def relieve(self, draft: StepBuilder, step_tokens: int) -> None:
-        """Past the first watermark idle sessions fall asleep and cached blocks are saved; past the second, or
-        where rows will lack blocks within a few steps, the policy's victim is put by, if that is cheaper than to
-        compute it again.
+    def headroom(self) -> int:
+        """Blocks that admission leaves free, so that running rows can grow before one must be preempted.
 
-        `step_tokens`: the most a step has.
+        Where rows are swapped out past a watermark, none is admitted below it: it would be swapped out next.
         """
+        capacity = self._tables.pool.capacity
+        growth = min(self._rows.used, capacity // 16)
+        return growth + math.ceil(SECOND_WATERMARK * capacity) if growth and self._swapper.is_on else growth
+
+    def relieve(self, builder: StepBuilder, step_tokens: int) -> None:
+        """Past the watermarks: put a session to sleep, save cached blocks, swap a row out. `step_tokens`: the most a
+        step computes."""
         pool, rows = self._tables.pool, self._rows
-        self.pressure.look(pool, self._tiers)
-        if self.pressure.device and self._ledger.sessions is not None and self._ledger.sessions.kv.suspend_oldest():
+        self.pressure.update(pool, self._swapper)
+        if self.pressure.device and self._requests.sessions.kv.suspend_oldest():
             self.pressure.slept += 1
-        if self._moving is None:
+        if not self._swapper.is_on:
             return
-        self._moving.save_idle(step_tokens // self._tables.block_size + rows.used)
-        if rows.used < 2 or self._moving.is_putting_by:
+        self._swapper.save_evictable(step_tokens // self._tables.block_size + rows.used)
+        if rows.used < 2 or self._swapper.is_swapping_out:
             return
         growing = int(np.count_nonzero(rows.decoding & (rows.capacity - rows.bound < AHEAD_STEPS)))
         if growing + self.promised() <= pool.free and self.pressure.device < 2:
@@ -120,7 +146,7 @@ class Preemptor:
         first = min(rows.running(), key=self._policy.rank)
         victim = self._policy.victim([other for other in rows.running() if other is not first])
         tokens = min(int(rows.computed[victim.row]), victim.known)
-        if self._moving.is_swappable(victim, tokens):
-            self._moving.put_by(victim, tokens)
-            self.preempt(draft, victim)
-            self._stats.swaps += 1
+        if self._swapper.is_swappable(victim, tokens):
+            self._swapper.swap_out(victim, tokens)
+            self.preempt(builder, victim)
+            self._requests.stats.swaps += 1

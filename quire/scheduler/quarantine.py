@@ -1,8 +1,8 @@
-"""After a step failed: who is to blame?"""
+"""After a failed step: finds the request that caused it by running each one alone."""
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable
 
 from quire.messages.request import Request
@@ -13,24 +13,28 @@ class Quarantine:
 
     def __init__(self) -> None:
         self._queue: deque[Request] = deque()
+        self._failures = Counter[Request]()
+        """Failed steps that each queued request was part of."""
 
     @property
     def first(self) -> Request | None:
-        """Whose turn it is to run alone."""
+        """The request that runs alone next."""
         while self._queue and self._queue[0].is_finished:
-            self._queue.popleft()
+            self._remove_first()
         return self._queue[0] if self._queue else None
 
-    def acquit(self, drew: Iterable[Request]) -> None:
-        """A step went well; if it drew for the first suspect, that one is no longer one."""
+    def release(self, drew: Iterable[Request]) -> None:
+        """A step succeeded; if the first quarantined request drew in it, that request is released."""
         if self.first is not None and self.first in drew:
-            self._queue.popleft().failures = 0
+            self._remove_first()
 
-    def accuse(self, failed: list[Request]) -> list[Request]:
-        """These were part of a failed step; returns those who failed alone after they had failed before."""
-        for request in failed:
-            request.failures += 1
-        if len({request.id for request in failed}) == 1 and any(request.failures > 1 for request in failed):
-            return failed
+    def add(self, failed: list[Request]) -> list[Request]:
+        """Quarantine the requests of a failed step; returns those to end: of one request that has failed alone, after
+        an earlier failure."""
+        self._failures.update(failed)
         self._queue.extend(request for request in failed if request not in self._queue)
-        return []
+        is_proven = len({request.id for request in failed}) == 1 and any(self._failures[one] > 1 for one in failed)
+        return failed if is_proven else []
+
+    def _remove_first(self) -> None:
+        del self._failures[self._queue.popleft()]

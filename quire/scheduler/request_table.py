@@ -1,90 +1,93 @@
-"""The requests of an engine and what they hold: who waits, who has a row, and the one way out."""
+"""The requests of an engine, from arrival to end: which wait, which have a row, and their outputs."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
 
 from quire.errors import CacheTooSmallError, ValidationError
 from quire.kvcache.block_tables import BlockTables
 from quire.kvcache.prefix_cache import ContentKeys
-from quire.messages.outputs import Finished, Key, StepOutputs
-from quire.messages.plan import Fork
+from quire.messages.beams import Hypothesis
+from quire.messages.outputs import Finished, Key, Started, StepOutputs
+from quire.messages.plan import Fork, PromptLogprobs, TokenLogprobs, Vector
 from quire.messages.request import NewRequest, Request, RequestState
-from quire.scheduler.beams import BeamSearch
-from quire.scheduler.groups import PrefixGroups
+from quire.scheduler.beam_search import BeamSearch
 from quire.scheduler.policies.base import Policy
-from quire.scheduler.policies.sharing import SharingPolicy
-from quire.scheduler.rows import Rows
+from quire.scheduler.policies.sharing import NoSharing, SharingPolicy
+from quire.scheduler.prefix_groups import NoPrefixGroups, PrefixGroups
+from quire.scheduler.rows import RowNumbers, Rows
+from quire.scheduler.sessions import NoSessions, Sessions
 from quire.scheduler.stats import SchedulerStats
-from quire.sessions.keeper import SessionKeeper
-
-if TYPE_CHECKING:
-    from quire.scheduler.swapping import Swapper
+from quire.scheduler.swapping import NoSwapper, Swapper
 
 
 class RequestTable:
-    """Every unfinished request, with its row and its blocks; and what its caller is still to be told."""
+    """Every unfinished request, with its row and its blocks, and the outputs that were not taken yet."""
 
     def __init__(
         self, tables: BlockTables, policy: Policy, keys: ContentKeys, max_rows: int, groups: PrefixGroups | None = None
     ) -> None:
         self.tables = tables
         self.policy = policy
-        self.rows = Rows(max_rows)
-        self.sharing = policy if isinstance(policy, SharingPolicy) else None
-        """The policy, if it shares out rows and blocks."""
-        if self.sharing is not None:
-            self.sharing.attach(self)
-            self.rows.watcher = self.sharing
+        self.sharing = policy if isinstance(policy, SharingPolicy) else NoSharing(policy)
+        """The policy's part in sharing rows and blocks between tenants."""
+        self.rows = Rows(max_rows, self.sharing)
+        self.sharing.attach(self)
         self.prefilling: dict[Request, None] = {}
-        """Requests with a row whose known tokens take more steps than the one they joined in."""
+        """Requests with a row whose known tokens take more than one step to compute."""
         self.forked: set[Request] = set()
-        """Samples of one prompt whose last block may still be shared: the next write into it copies it."""
-        self.dropped: list[int] = []
-        """Rows given back that the device has not been told of."""
+        """Sequences of one prompt whose last block may still be shared: the next write into it copies it."""
         self.searches: dict[str, BeamSearch] = {}
         """Beam searches, by request."""
-        self.branches: dict[int, Fork] = {}
-        """Rows that beams have begun in and the device has not been told of."""
-        self.outputs = StepOutputs()
         self.stats = SchedulerStats()
-        self.groups = groups
-        """Decoding rows that begin alike; None if nobody is to be told."""
-        self.on_guided_end: Callable[[Request, bool], None] | None = None
-        """Told when a sample whose output has a form ends, and whether it was the last of its request."""
-        self.moving: Swapper | None = None
-        """Requests and blocks on their way between tiers, where there are any below the device's."""
-        self.sessions: SessionKeeper | None = None
-        """Whose turns some requests are."""
-        self._keys = keys
-        self._groups: dict[str, list[Request]] = {}
+        self.groups = groups or NoPrefixGroups()
+        """Decoding rows that share a prefix."""
+        self.on_structured_end: Callable[[Request, bool], None] = lambda request, is_last: None
+        """Called when a sequence with structured output ends; `is_last`: no other of its request is left."""
+        self.swapper: Swapper | NoSwapper = NoSwapper()
+        self.sessions: Sessions = NoSessions()
         self.arrivals = 0
-        """Requests that have come in all."""
+        """Requests that have arrived in all."""
+        self._outputs = StepOutputs()
+        self._dropped: list[int] = []
+        """Rows that were given back and that the device still has."""
+        self._branches: dict[int, Fork] = {}
+        """Rows that beams have started in and that the device does not have yet."""
+        self._keys = keys
+        self._sequences: dict[str, list[Request]] = {}
+        """Unfinished sequences, by request."""
 
-    # Who there is
+    # Looking up
 
     @property
     def unfinished(self) -> int:
         """Requests that have not ended."""
-        return len(self._groups)
+        return len(self._sequences)
 
     def ids(self) -> list[str]:
         """Ids of all unfinished requests."""
-        return list(self._groups)
+        return list(self._sequences)
 
-    def samples(self, request_id: str) -> list[Request]:
-        """The unfinished samples of a request; none if it has ended."""
-        return list(self._groups.get(request_id, ()))
+    def sequences(self, request_id: str) -> list[Request]:
+        """The unfinished sequences of a request; none if it has ended."""
+        return list(self._sequences.get(request_id, ()))
 
-    def sample(self, key: Key) -> Request | None:
-        """One unfinished sample."""
-        return next((request for request in self._groups.get(key[0], ()) if request.index == key[1]), None)
+    def sequence(self, key: Key) -> Request | None:
+        """One unfinished sequence."""
+        return next((request for request in self._sequences.get(key[0], ()) if request.index == key[1]), None)
+
+    def has_row_for(self, request: Request) -> bool:
+        """Whether a row is free, and the request may have it."""
+        return self.rows.free > 0 and self.sharing.allows(request)
+
+    # Waiting
 
     def add(self, source: NewRequest) -> None:
-        """Queue a request. One that could never fit is refused, so that any other always finishes."""
-        if source.id in self._groups:
+        """Queue a request. One that could never fit is refused, so that all others finish."""
+        if source.id in self._sequences:
             raise ValidationError(
                 f"a request with the id {source.id!r} is not finished yet; ids are unique", "id", source.id
             )
@@ -96,57 +99,217 @@ class RequestTable:
                 f"{needed} blocks of {size}; the KV cache has {self.tables.pool.capacity}. Lower max_tokens, shorten "
                 "the prompt, or give the cache more memory"
             )
-        if self.sharing is not None:
-            self.sharing.accept(source)
-        saved = self._begin_turn(source)
-        samples = [Request(source, index, self.arrivals) for index in range(source.num_samples)]
-        samples[0].saved = saved
+        self.sharing.accept(source)
+        saved = self.sessions.begin(source) if source.session else 0
+        first, *others = (Request(source, index, self.arrivals, saved) for index in range(source.num_sequences))
         self.arrivals += 1
         if source.beams is not None:
-            self.searches[source.id] = BeamSearch(source, source.beams, samples)
+            self.searches[source.id] = BeamSearch(source, source.beams, [first, *others])
         else:
-            samples[0].siblings = samples[1:]
+            first.siblings = others
         if source.params.structured_outputs is not None:
-            samples[0].move(RequestState.COMPILING)
+            first.move(RequestState.COMPILING)
         else:
-            self.policy.add(samples[0])  # first: a policy of the user's that fails leaves no request behind
-        self._groups[source.id] = samples
-
-    def _begin_turn(self, source: NewRequest) -> int:
-        """How many of the request's tokens the tiers below may have, where it is a session's turn."""
-        if not source.session:
-            return 0
-        if self.sessions is None:
-            raise ValidationError("this engine keeps no sessions", "session", source.session)
-        return self.sessions.begin(source)
+            self.policy.add(first)  # before the table changes: a user's policy that raises leaves no request behind
+        self._sequences[source.id] = [first, *others]
 
     def end_compiling(self, request_id: str) -> None:
-        """The request's grammar is there: it waits like any other."""
-        for request in self.samples(request_id):
+        """The request's grammar is compiled: it waits for a row."""
+        for request in self.sequences(request_id):
             if request.state is RequestState.COMPILING:
                 request.move(RequestState.WAITING)
                 self.policy.add(request)
 
-    def has_row_for(self, request: Request) -> bool:
-        """Whether a row is free, and the request may have it."""
-        return self.rows.free > 0 and (self.sharing is None or self.sharing.allows(request))
+    def start_loading(self, request: Request) -> None:
+        """The request waits for blocks from a lower tier instead of a row."""
+        self.policy.remove(request)
+        request.move(RequestState.LOADING)
 
-    def note_decoding(self, request: Request) -> None:
-        """All the request's known tokens are computed: from here on it may share its beginning's reading."""
-        if self.groups is not None and request.source.pooling is None:  # who is done reads nothing any more
+    def stop_loading(self, request: Request) -> None:
+        """The request waits for a row again, without those blocks."""
+        request.move(RequestState.WAITING)
+        self.policy.add(request)
+
+    def requeue(self, request: Request) -> None:
+        """A request that lost its row waits for another; a beam that has drawn, only for the search's choice."""
+        if request.beam is None or request.beam.candidates is None:
+            self.policy.add(request)
+
+    # Rows
+
+    def start(self, request: Request, cached: int, now: float) -> None:
+        """The request, whose blocks hold its first `cached` tokens, takes a row."""
+        request.move(RequestState.RUNNING)
+        self.rows.take(request, cached, request.known, len(request.blocks) * self.tables.block_size)
+        if request.first_scheduled is None:
+            request.first_scheduled = now
+            self._outputs.started.append(Started(request.key, now, cached))
+
+    def grow(self, request: Request, tokens: int) -> list[int]:
+        """Allocate the blocks the request lacks to hold `tokens` tokens; returns them."""
+        fresh = self.tables.grow(request, tokens)
+        if fresh:
+            self.rows.set_capacity(request.row, len(request.blocks) * self.tables.block_size)
+        return fresh
+
+    def start_prefill(self, request: Request) -> None:
+        """The request's known tokens take more steps than the one being planned."""
+        self.prefilling[request] = None
+
+    def own_last_blocks(self, requests: Sequence[Request]) -> None:
+        """The block that each of these writes to next is not shared any more."""
+        self.forked.difference_update(requests)
+
+    def compute_chunk(self, request: Request, count: int) -> tuple[list[int], bool]:
+        """The request's next `count` known tokens are in the step being planned; returns them, and whether they are
+        its last ones, so that it draws."""
+        start = int(self.rows.computed[request.row])
+        is_last = self.rows.plan_prompt(request.row, count)
+        if is_last:
+            self.prefilling.pop(request, None)
+            self.start_decoding(request)
+        return request.tokens(start, start + count), is_last
+
+    def start_decoding(self, request: Request) -> None:
+        """All the request's known tokens are computed or in flight."""
+        self.rows.start_decoding(request.row)
+        if request.source.pooling is None:  # a pooled request ends here and reads nothing more
             # The last token is left out: a draw that yields nothing computes it again.
             self.groups.join(request.row, request.blocks[: (request.known - 1) // self.tables.block_size])
 
-    # How they leave
+    def fork_siblings(self, parent: Request) -> list[Request]:
+        """The prompt is computed: the other sequences fork from this row; those without a free row wait. Returns the
+        forked ones."""
+        forked = []
+        for child in parent.take_siblings():
+            if self.has_row_for(child):
+                child.start_like(parent)
+                self._fork(parent, child)
+                forked.append(child)
+            else:
+                self.policy.add(child)
+        for child in forked:
+            self.start_decoding(child)
+        return forked
 
-    def leave_row(self, request: Request) -> None:
-        """Row and blocks come back."""
-        if self.groups is not None:
-            self.groups.leave(request.row)
+    def branch(self, parent: Request, child: Request) -> None:
+        """A beam starts in a row of its own as a copy of another, one token longer; it waits if there is no row."""
+        if parent.row < 0 or not self.has_row_for(child):
+            self.policy.add(child)
+            return
+        row = self._fork(parent, child)
+        if row in self._dropped:
+            self._dropped.remove(row)
+        self._branches[row] = Fork(parent.row, row, child.index, child.id)
+        self.publish_output(child)
+        self.start_decoding(child)
+
+    def _fork(self, parent: Request, child: Request) -> int:
+        """The child takes a row and shares the parent's blocks until one of them writes."""
+        self.tables.fork(parent, child)
+        row = self.rows.fork(parent, child)
+        child.move(RequestState.RUNNING)
+        self.forked.update((parent, child))
+        return row
+
+    def leave_row(self, request: Request, state: RequestState | None = None) -> None:
+        """Row and blocks are given back."""
+        self.groups.leave(request.row)
         self.tables.release(request)
-        self.dropped.append(self.rows.give_back(request))
+        self._dropped.append(self.rows.give_back(request))
         self.prefilling.pop(request, None)
         self.forked.discard(request)
+        if state is not None:
+            request.move(state)
+
+    def preempt(self, request: Request, in_flight: int) -> None:
+        """The request loses row and blocks and waits again; its tokens stay. `in_flight`: draws not collected yet."""
+        request.in_flight = in_flight
+        request.preemptions += 1
+        self.stats.preemptions += 1
+        self._outputs.preempted.append(request.key)
+        self.leave_row(request, RequestState.PREEMPTED)
+        self.requeue(request)
+
+    def set_aside(self, request: Request) -> None:
+        """The request waits until its grammar's mask is ready; draws in flight are ignored."""
+        if request.row >= 0:
+            self.leave_row(request, RequestState.WAITING)
+            request.move(RequestState.COMPILING)
+
+    def take_row_changes(self) -> tuple[list[int], list[Fork]]:
+        """Rows that the device is to drop and beams it is to start, since the last call."""
+        dropped, self._dropped = self._dropped, []
+        branches, self._branches = self._branches, {}
+        return dropped, list(branches.values())
+
+    def start_over(self) -> None:
+        """All requests with a row wait again, from their known tokens; what is in flight is forgotten."""
+        for request in self.rows.running():
+            self.leave_row(request, RequestState.WAITING)
+            self.requeue(request)
+        for sequences in self._sequences.values():
+            for request in sequences:
+                request.in_flight = 0
+        self.take_row_changes()  # the next plan resets every row
+
+    # Collected tokens
+
+    def append_one_each(
+        self, requests: Sequence[Request], rows: RowNumbers, tokens: list[int], logprobs: Mapping[int, TokenLogprobs]
+    ) -> NDArray[np.int64]:
+        """One token for each of these rows; returns how many tokens each has now."""
+        for request, token in zip(requests, tokens, strict=True):
+            request.output.append(token)
+        self._outputs.add_one_each([request.key for request in requests], tokens, logprobs)
+        self.stats.generated_tokens += len(tokens)
+        known = self.rows.collect_one_each(rows)
+        for i in np.flatnonzero((known - 1) % self.tables.block_size == 0).tolist():
+            self.publish_output(requests[i])
+        return known
+
+    def append(self, request: Request, tokens: list[int], logprobs: TokenLogprobs | None) -> None:
+        """Any number of tokens for one request, which may have been preempted since they were launched."""
+        self._outputs.add(request.key, tokens, logprobs)
+        self.stats.generated_tokens += len(tokens)
+        request.output += tokens
+        self.extend_row(request, len(tokens))
+
+    def extend_row(self, request: Request, count: int) -> None:
+        """The request's output has `count` more tokens; its row, if it has one, goes on from there."""
+        if request.row >= 0:
+            self.rows.collect(request.row, count)
+            self.publish_output(request)
+
+    def collect_stale(self, request: Request) -> None:
+        """A draw from before the request was preempted is collected."""
+        request.in_flight -= 1
+
+    def report_prompt_logprobs(self, request: Request, logprobs: PromptLogprobs) -> None:
+        if not request.is_finished:
+            self._outputs.prompt_logprobs.append((request.key, logprobs))
+
+    def finish_pooling(self, request: Request, vector: Vector) -> None:
+        """The request's prompt is computed, and this is its vector."""
+        self._outputs.vectors.append((request.key, vector.tobytes()))
+        self.finish(request, "stop")
+
+    def finish_search(self, request: Request, found: list[Hypothesis]) -> None:
+        """A beam search has ended with these sequences, best first."""
+        self._outputs.beams.append((request.id, found))
+        self.finish(request, "stop")
+
+    def take_outputs(self) -> StepOutputs:
+        """Everything reported since the last call."""
+        outputs, self._outputs = self._outputs, StepOutputs()
+        return outputs
+
+    @property
+    def has_outputs(self) -> bool:
+        """Whether `take_outputs` has something to return."""
+        return not self._outputs.is_empty
+
+    # Ending
 
     def finish(
         self,
@@ -157,27 +320,32 @@ class RequestTable:
         error: str = "",
         parameter: str | None = None,
     ) -> None:
-        """The one way out: row and blocks come back, the caller is told. Beams of a search end together."""
-        together = [request]
+        """The only way a sequence ends: row and blocks are given back, the end is reported. A search's beams end
+        together."""
+        ending = [request]
         if self.searches.pop(request.id, None) is not None:
-            together = self.samples(request.id)
-        for one in together:
-            if wrong := self._end_turn(one, reason):
-                reason, message = "error", wrong
-            self._take_out(one, reason, stop_reason)
-        group = self._groups.get(request.id)
-        preemptions = sum(one.preemptions for one in together)
+            ending = self.sequences(request.id)
+        for one in ending:
+            if failure := self._end_turn(one, reason):
+                reason, message = "error", failure
+            self._remove(one)
+        preemptions = sum(one.preemptions for one in ending)
         key = request.key if request.beam is None else (request.id, 0)
-        self._tell_end(request, Finished(key, reason, stop_reason, preemptions, message, error, parameter))
-        if self.on_guided_end is not None and request.params.structured_outputs is not None:
-            self.on_guided_end(request, not group)
+        self._report_end(request, Finished(key, reason, stop_reason, preemptions, message, error, parameter))
+        if request.params.structured_outputs is not None:
+            self.on_structured_end(request, request.id not in self._sequences)
         self.stats.finished += 1
 
-    def _end_turn(self, request: Request, reason: str) -> str | None:
-        """What a session's turn has computed stays with the session; what it said, if it came to its end.
+    def finish_at(self, request: Request, length: int, stop_reason: object) -> None:
+        """End a sequence after its first `length` output tokens; later ones are dropped."""
+        del request.output[length:]
+        self.finish(request, "stop", stop_reason)
 
-        Returns why the session could not have it, if it could not."""
-        if self.sessions is None or not request.source.session:
+    def _end_turn(self, request: Request, reason: str) -> str | None:
+        """A session keeps the KV of its turn, and the turn's output if it ended normally.
+
+        Returns why the session could not keep it, if it could not."""
+        if not request.source.session:
             return None
         is_kept = reason in ("stop", "length")
         if request.row >= 0 and reason != "error":
@@ -187,61 +355,55 @@ class RequestTable:
             self.sessions.kv.keep(request, min(int(self.rows.computed[request.row]), most))
         return self.sessions.end(request, is_kept)
 
-    def _tell_end(self, request: Request, finished: Finished) -> None:
-        """A session's answer is told when it is durable."""
-        if self.sessions is None or not request.source.session:
-            self.outputs.finished.append(finished)
+    def _report_end(self, request: Request, finished: Finished) -> None:
+        """The end of a session's turn is reported when the session is durable."""
+
+        def report() -> None:
+            self._outputs.finished.append(finished)
+
+        def fail(error: Exception) -> None:
+            finished.reason, finished.message = "error", f"the answer is not durable: {error}"
+            report()
+
+        if request.source.session:
+            self.sessions.commit(report, fail)
         else:
+            report()
 
-            def fail(error: Exception) -> None:
-                finished.reason, finished.message = "error", f"the answer is not durable: {error}"
-                self.outputs.finished.append(finished)
-
-            self.sessions.commit(lambda: self.outputs.finished.append(finished), fail)
-
-    def _take_out(self, request: Request, reason: str, stop_reason: object) -> None:
+    def _remove(self, request: Request) -> None:
         if request.row >= 0:
             self.leave_row(request)
-        elif request.state is RequestState.LOADING and self.moving is not None:
-            self.moving.give_up(request)
+        elif request.state is RequestState.LOADING:
+            self.swapper.cancel(request)
         elif request.state is not RequestState.COMPILING:
             self.policy.remove(request)
-        if self.moving is not None:
-            self.moving.disown(request)
+        self.swapper.unpin(request)
         request.move(RequestState.FINISHED)
         request.in_flight = 0
-        request.finish_reason, request.stop_reason = reason, stop_reason
-        for child in request.siblings:  # its prompt was never computed: they wait for nothing no longer
-            if not child.is_finished:
-                self.policy.add(child)
-        request.siblings = []
-        group = self._groups[request.id]
-        group.remove(request)
-        if not group:
-            del self._groups[request.id]
+        for child in request.take_siblings():  # this sequence will not compute the prompt for them
+            self.policy.add(child)
+        sequences = self._sequences[request.id]
+        sequences.remove(request)
+        if not sequences:
+            del self._sequences[request.id]
 
-    def start_over(self) -> None:
-        """Everyone with a row waits again, from the tokens that are known; what is in flight is forgotten."""
-        for request in self.rows.running():
-            self.leave_row(request)
-            request.move(RequestState.WAITING)
-            self.queue(request)
-        for group in self._groups.values():
-            for request in group:
-                request.in_flight = 0
-        self.dropped = []
-        self.branches = {}
+    def check_idle(self) -> None:
+        """Raise unless every block and row was given back; to be called when nothing is unfinished."""
+        pool = self.tables.pool
+        kept = self.sessions.kv.block_refs()
+        held = [block for block, count in enumerate(pool.refs) if count != kept[block]]
+        if self.unfinished or self.rows.used or pool.used != len(kept) or held or len(self.policy):
+            raise RuntimeError(
+                f"not idle: {self.unfinished} requests, {self.rows.used} rows, {pool.used} blocks used, "
+                f"held blocks {held[:8]}, {len(self.policy)} waiting"
+            )
+        self.sharing.check_idle()
 
-    def queue(self, request: Request) -> None:
-        """Who has lost its row waits for another; a beam that has drawn, for the choice alone."""
-        if request.beam is None or request.beam.candidates is None:
-            self.policy.add(request)
-
-    # What their blocks contain
+    # Content of blocks
 
     def extend_keys(self, request: Request) -> None:
-        """Content keys for every full block of known tokens."""
-        if not self.tables.prefix_caching and self.moving is None:
+        """Compute content keys for every full block of known tokens."""
+        if not self.tables.prefix_caching and not self.swapper.is_on:
             return
         size = self.tables.block_size
         keys, full = request.keys, request.known // self.tables.block_size
@@ -250,40 +412,14 @@ class RequestTable:
             keys += self._keys.after(parent, request.tokens(len(keys) * size, full * size))
 
     def partial_key(self, request: Request, tokens: int) -> bytes:
-        """The content key of a last block that holds the request's tokens up to `tokens` and has room for more."""
+        """The content key of a partly filled last block, which holds the request's tokens up to `tokens`."""
         full = tokens // self.tables.block_size
         parent = request.keys[full - 1] if full else self._keys.root(request.source.salt)
         return self._keys.following(parent, request.tokens(full * self.tables.block_size, tokens))
 
     def publish_output(self, request: Request) -> None:
-        """Blocks of generated tokens are findable once their tokens are known (the last token has no KV yet)."""
+        """Blocks of generated tokens enter the prefix cache once their tokens are known (the last has no KV yet)."""
         full = (request.known - 1) // self.tables.block_size
         if self.tables.prefix_caching and full > request.published:
             self.extend_keys(request)
             self.tables.publish(request, request.keys, full)
-
-    # What is to be told
-
-    @property
-    def has_outputs(self) -> bool:
-        """Whether something happened that `take_outputs` has not told yet."""
-        outputs = self.outputs
-        return bool(outputs.keys or outputs.finished or outputs.started or outputs.preempted or outputs.prompt_logprobs)
-
-    def take_outputs(self) -> StepOutputs:
-        """What happened to requests since this was asked last."""
-        outputs, self.outputs = self.outputs, StepOutputs()
-        return outputs
-
-    def check_idle(self) -> None:
-        """Raise unless every block and row has come back; to be called when nothing is unfinished."""
-        pool = self.tables.pool
-        kept = Counter[int]() if self.sessions is None else self.sessions.kv.block_refs()
-        held = [block for block, count in enumerate(pool.refs) if count != kept[block]]
-        if self.unfinished or self.rows.used or pool.used != len(kept) or held or len(self.policy):
-            raise RuntimeError(
-                f"not idle: {self.unfinished} requests, {self.rows.used} rows, {pool.used} blocks used, "
-                f"held blocks {held[:8]}, {len(self.policy)} waiting"
-            )
-        if self.sharing is not None:
-            self.sharing.check_idle()

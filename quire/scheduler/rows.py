@@ -1,27 +1,22 @@
-"""The planning half's mirror of the device batch: a few numbers a row, in columns."""
+"""The scheduler's mirror of the device batch: a few numbers per row, in columns."""
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import numpy as np
+from numpy.typing import NDArray
 
 from quire.messages.request import Request
+from quire.scheduler.policies.sharing import SharingPolicy
 
 NEVER = np.iinfo(np.int64).max
-
-
-class RowWatcher(Protocol):
-    """Told who has a row."""
-
-    def took_row(self, request: Request) -> None: ...
-    def left_row(self, request: Request) -> None: ...
+RowNumbers = NDArray[np.int64] | NDArray[np.int32]
 
 
 class Rows:
     """One row per running request. Columns are arrays, so that a decode step needs no Python loop over rows."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, sharing: SharingPolicy) -> None:
+        """`sharing` is notified when a request takes or leaves a row."""
         self.size = size
         self.requests: list[Request | None] = [None] * size
         self.known = np.zeros(size, np.int64)
@@ -37,17 +32,17 @@ class Rows:
         self.decoding = np.zeros(size, np.bool_)
         """All known tokens are computed or in flight: from here on one at a time."""
         self.is_beam = np.zeros(size, np.bool_)
-        """What follows the row's tokens is chosen by the host, after each draw."""
+        """The host chooses the row's next token, after each draw."""
         self.held = np.zeros(size, np.bool_)
-        """…and it has drawn: there is nothing to compute until the choice is made. With waves, the same for any row:
-        until its draw is collected."""
+        """A beam that has drawn: there is nothing to compute until the host has chosen. In a pipeline, any row with a
+        draw that is not collected."""
         self.planned = np.zeros(size, np.int64)
         """The last step the row has drawn in."""
-        self.began = np.full(size, NEVER, np.int64)
-        """Requests that had come in all when the row's first token was there."""
+        self.stream_start = np.full(size, NEVER, np.int64)
+        """Requests that had arrived when the row's first token was collected."""
         self.epoch = np.zeros(size, np.int64)
-        """Goes up with each owner: a result for an earlier one is recognised."""
-        self.watcher: RowWatcher | None = None
+        """Incremented with each owner, so that a result for an earlier one is recognised."""
+        self._sharing = sharing
         self._free = list(range(size - 1, -1, -1))
 
     @property
@@ -58,27 +53,39 @@ class Rows:
     def used(self) -> int:
         return self.size - len(self._free)
 
-    def take(self, request: Request, computed: int, bound: int) -> int:
+    def running(self) -> list[Request]:
+        """Requests that have a row."""
+        return [request for request in self.requests if request is not None]
+
+    # Owners
+
+    def take(self, request: Request, computed: int, bound: int, capacity: int) -> int:
         """Give the request a row."""
         row = self._free.pop()
         self.requests[row] = request
         self.known[row] = request.known
         self.bound[row] = bound
         self.computed[row] = computed
+        self.capacity[row] = capacity
         self.limit[row] = request.source.limit
         self.decoding[row] = False
         self.is_beam[row] = request.beam is not None
         self.held[row] = False
-        self.began[row] = NEVER
+        self.stream_start[row] = NEVER
         request.row = row
-        if self.watcher is not None:
-            self.watcher.took_row(request)
+        self._sharing.took_row(request)
+        return row
+
+    def fork(self, parent: Request, child: Request) -> int:
+        """Give `child` a row that decodes from `parent`'s known tokens, all of them computed."""
+        row = self.take(child, parent.known, parent.known + 1, int(self.capacity[parent.row]))
+        self.stream_start[row] = self.stream_start[parent.row]
+        self.decoding[row] = True
         return row
 
     def give_back(self, request: Request) -> int:
         """The request leaves its row."""
-        if self.watcher is not None:
-            self.watcher.left_row(request)
+        self._sharing.left_row(request)
         row = request.row
         self.requests[row] = None
         self.decoding[row] = False
@@ -89,6 +96,71 @@ class Rows:
         request.row = -1
         return row
 
-    def running(self) -> list[Request]:
-        """Requests that have a row."""
-        return [request for request in self.requests if request is not None]
+    # Planning a step
+
+    def ready(self) -> NDArray[np.int64]:
+        """Rows that can compute their next token."""
+        return np.flatnonzero(self.decoding & ~self.held & (self.bound < self.limit))
+
+    def longest_waiting(self, rows: NDArray[np.int64], count: int) -> NDArray[np.int64]:
+        """The `count` of these rows whose last draw was longest ago, in row order."""
+        return np.sort(rows[np.argsort(self.planned[rows], kind="stable")[:count]])
+
+    def out_of_slots(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Those of these rows that need another block for their next token."""
+        return rows[self.bound[rows] > self.capacity[rows]]
+
+    def set_capacity(self, row: int, tokens: int) -> None:
+        """The row's blocks hold this many tokens now."""
+        self.capacity[row] = tokens
+
+    def start_decoding(self, row: int) -> None:
+        """All of the row's known tokens are computed or in flight."""
+        self.decoding[row] = True
+
+    def start_stream(self, row: int, arrivals: int) -> None:
+        """The row's first token is there, after `arrivals` requests have arrived in all."""
+        self.stream_start[row] = arrivals
+
+    def plan_decodes(self, rows: NDArray[np.int64]) -> None:
+        """Each row computes one token and draws the next."""
+        self.computed[rows] += 1
+        self.bound[rows] += 1
+
+    def plan_prompt(self, row: int, count: int) -> bool:
+        """The row computes `count` more known tokens; returns whether these are the last, so that it draws."""
+        self.computed[row] += count
+        if self.computed[row] < self.bound[row]:
+            return False
+        self.bound[row] += 1
+        self.decoding[row] = True
+        return True
+
+    def plan_draws(self, rows: RowNumbers, step: int, hold: bool) -> bool:
+        """These rows draw in `step`; beams, or with `hold` all, wait until that is collected. Returns whether any row
+        is a beam."""
+        beams = self.is_beam[rows]
+        self.held[rows] = beams | hold
+        self.planned[rows] = step
+        return bool(beams.any())
+
+    # Collecting a result
+
+    def collect_one_each(self, rows: RowNumbers) -> NDArray[np.int64]:
+        """Each row has drawn one token; returns how many tokens each has now."""
+        known: NDArray[np.int64] = self.known[rows] + 1
+        self.known[rows] = known
+        self.held[rows] = False
+        return known
+
+    def collect(self, row: int, count: int) -> None:
+        """The row has `count` more tokens."""
+        self.known[row] += count
+        self.held[row] = False
+        # Launching counted one token as bound and computed. All but a row's last token are computed, however many came.
+        self.bound[row] += count - 1
+        self.computed[row] += count - 1
+
+    def draw_again(self, row: int) -> None:
+        """The draw yielded nothing: the row's last token is to be computed once more."""
+        self.collect(row, 0)

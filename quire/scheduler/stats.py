@@ -1,24 +1,21 @@
-"""Counters of the planning half, cheap enough to be always on."""
+"""Counters of the scheduler, cheap enough to be always on."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from quire.messages.histogram import Histogram
+from quire.messages.metric_table import STEP_TOKEN_BOUNDS
 from quire.messages.plan import StepPlan
-from quire.scheduler.draft import StepBuilder
-from quire.scheduler.pressure import MemoryPressure
 
 if TYPE_CHECKING:
+    from quire.scheduler.preemption import MemoryPressure
     from quire.scheduler.request_table import RequestTable
-
-
-STEP_TOKEN_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-"""vLLM's buckets for the same figure."""
+    from quire.scheduler.step_builder import StepBuilder
 
 
 class SchedulerStats:
-    """Sums over steps, and the last step's figures."""
+    """Sums over steps, and the last step."""
 
     def __init__(self) -> None:
         self.steps = 0
@@ -29,15 +26,15 @@ class SchedulerStats:
         self.generated_tokens = 0
         self.cached_tokens = 0
         self.queried_tokens = 0
-        """Known tokens of admitted requests, of which `cached_tokens` were found in the cache."""
+        """Known tokens of admitted requests; `cached_tokens` of them were found in the cache."""
         self.preemptions = 0
         self.swaps = 0
-        """Of these, rows whose blocks were put by."""
+        """Preemptions of rows whose blocks were swapped out."""
         self.finished = 0
         self.allocated_slots = 0
-        """Token slots held, summed over steps…"""
+        """Token slots held, summed over steps."""
         self.unused_slots = 0
-        """…and those of them without a token."""
+        """Allocated slots without a token, summed over steps."""
         self.row_steps = 0
         """Rows held, summed over steps."""
 
@@ -52,40 +49,39 @@ class SchedulerStats:
         return self.cached_tokens / self.queried_tokens if self.queried_tokens else 0.0
 
     def waste_if_reserved(self, tokens: int) -> float:
-        """What the waste would be if each row had reserved `tokens` slots."""
+        """The waste if each row had reserved `tokens` slots."""
         resident = self.allocated_slots - self.unused_slots
         return 1 - resident / (self.row_steps * tokens) if self.row_steps else 0.0
 
-    def note_step(self, plan: StepPlan, draft: StepBuilder, ledger: RequestTable, pressure: MemoryPressure) -> None:
+    def note_step(self, plan: StepPlan, builder: StepBuilder, requests: RequestTable, pressure: MemoryPressure) -> None:
         """Count a step that is about to be launched."""
-        rows, pool = ledger.rows, ledger.tables.pool
+        rows, pool = requests.rows, requests.tables.pool
         self.steps += 1
         self.step_tokens.add(plan.num_tokens)
-        self.prompt_tokens += len(plan.tokens) + len(draft.ready)
-        self.cached_tokens += draft.cached_tokens
-        self.queried_tokens += draft.queried_tokens
-        self.allocated_slots += pool.used * ledger.tables.block_size
-        self.unused_slots += int((rows.capacity - rows.computed).sum()) - _counted_twice(ledger)
+        self.prompt_tokens += len(plan.tokens) + len(builder.ready)
+        self.cached_tokens += builder.cached_tokens
+        self.queried_tokens += builder.queried_tokens
+        self.allocated_slots += pool.used * requests.tables.block_size
+        self.unused_slots += int((rows.capacity - rows.computed).sum()) - _counted_twice(requests)
         self.row_steps += rows.used
-        self._last = (plan, draft, pool.used, pool.free)
-        self._pressure = pressure
+        self._last = (plan, builder, pool.used, pool.free, pressure)
 
     def describe_step(self) -> str:
         """The last step in one readable line."""
-        plan, draft, used, free = self._last
+        plan, builder, used, free, pressure = self._last
         prompts = len(plan.rows) - plan.num_decodes
         moves = "" if plan.moves is None else f", {len(plan.moves.out)} out, {len(plan.moves.back)} back"
-        victims = "".join(f" {request.id}/{request.index}" for request in draft.preempted)
+        victims = "".join(f" {request.id}/{request.index}" for request in builder.preempted)
         return (
             f"step {plan.step}: {plan.num_decodes} decodes + {prompts} prompts ({len(plan.tokens)} tokens), "
-            f"blocks {used} used / {free} free, cache hits {draft.cached_tokens} of {draft.queried_tokens} tokens, "
-            f"{len(draft.preempted)} preempted{victims}, {len(draft.copies)} copied{moves}, {self._pressure}"
+            f"blocks {used} used / {free} free, cache hits {builder.cached_tokens} of {builder.queried_tokens} tokens, "
+            f"{len(builder.preempted)} preempted{victims}, {len(builder.copies)} copied{moves}, {pressure}"
         )
 
 
-def _counted_twice(ledger: RequestTable) -> int:
-    """Unused slots of blocks that samples of one prompt still share, beyond the first of them."""
-    rows = ledger.rows
-    unused = {request: int(rows.capacity[request.row] - rows.computed[request.row]) for request in ledger.forked}
+def _counted_twice(requests: RequestTable) -> int:
+    """Unused slots of blocks that sequences of one prompt share, for all but one of the sequences."""
+    rows = requests.rows
+    unused = {request: int(rows.capacity[request.row] - rows.computed[request.row]) for request in requests.forked}
     each_once = {request.blocks[-1]: slots for request, slots in unused.items()}
     return sum(unused.values()) - sum(each_once.values())

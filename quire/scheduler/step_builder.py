@@ -1,141 +1,212 @@
-"""A draft becomes a plan: numbers for the device, and a flight to remember it by."""
+"""A step from its first decision (`StepBuilder`) to its plan (`PlanWriter`) and its result (`InFlightStep`)."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from quire.messages.plan import Fork, Ints, NewRow, PrefixGroup, StepPlan
-from quire.messages.request import Request, RequestState
-from quire.scheduler.draft import InFlightStep, StepBuilder
+from quire.messages.request import Request
 from quire.scheduler.request_table import RequestTable
-from quire.scheduler.swapping import Swapper
+
+
+class StepBuilder:
+    """What `schedule()` has decided so far."""
+
+    def __init__(self) -> None:
+        self.prompts: dict[Request, int] = {}
+        """Requests that compute known tokens, and how many."""
+        self.admitted: list[Request] = []
+        self.ready: list[Request] = []
+        """Admitted requests with only their last known token to compute: they decode at once."""
+        self.awaits_moves = False
+        """Rows of this step read the blocks that this plan loads from host memory."""
+        self.is_stalled = False
+        """A row lacks blocks that a transfer will free; nothing else may take them."""
+        self.copies: list[tuple[int, int, int]] = []
+        """(row, from, to) blocks to copy before anything is computed."""
+        self.published: list[int] = []
+        """Blocks that entered the prefix cache before they are written."""
+        self.preempted: list[Request] = []
+        self.cached_tokens = 0
+        self.queried_tokens = 0
+        self.block_rows: list[int] = []
+        self.block_indices: list[int] = []
+        self.blocks: list[int] = []
+
+    @property
+    def is_empty(self) -> bool:
+        """No prompt tokens to compute, and no newly admitted decodes."""
+        return not self.prompts and not self.ready
+
+    @property
+    def can_admit(self) -> bool:
+        """A step that preempts, or that waits for blocks, admits no request: it would take what others need."""
+        return not self.preempted and not self.is_stalled
+
+    def admit(self, request: Request, cached: int) -> None:
+        """The request joins in this step; its blocks hold its first `cached` tokens."""
+        self.admitted.append(request)
+        self.cached_tokens += cached
+        self.queried_tokens += request.known
+
+    def decode(self, request: Request) -> None:
+        """An admitted request computes its last known token like a decode."""
+        self.ready.append(request)
+
+    def prompt(self, request: Request, count: int) -> None:
+        """The request computes `count` known tokens."""
+        self.prompts[request] = count
+
+    def assign(self, row: int, index: int, blocks: Sequence[int]) -> None:
+        """The row's block table holds `blocks` from `index` on."""
+        self.block_rows.extend([row] * len(blocks))
+        self.block_indices.extend(range(index, index + len(blocks)))
+        self.blocks.extend(blocks)
+
+    def copy(self, row: int, source: int, target: int) -> None:
+        """The row's first write into a shared block goes to a copy of it."""
+        self.copies.append((row, source, target))
+
+    def publish(self, blocks: list[int]) -> None:
+        """This step fills blocks that the prefix cache lists already."""
+        self.published += blocks
+
+    def unpublish(self, blocks: list[int]) -> list[int]:
+        """Those of `blocks` that were published for this step; they no longer are."""
+        gone = set(blocks).intersection(self.published)
+        self.published = [block for block in self.published if block not in gone]
+        return list(gone)
+
+    def preempt(self, request: Request) -> None:
+        """The request is about to leave its row; nothing of it may stay in this step."""
+        self.preempted.append(request)
+        self.prompts.pop(request, None)
+        self.ready = [other for other in self.ready if other is not request]
+        self.copies = [copy for copy in self.copies if copy[0] != request.row]
+        kept = [i for i, row in enumerate(self.block_rows) if row != request.row]
+        self.block_rows = [self.block_rows[i] for i in kept]
+        self.block_indices = [self.block_indices[i] for i in kept]
+        self.blocks = [self.blocks[i] for i in kept]
+
+
+@dataclass
+class InFlightStep:
+    """A launched step whose result is not collected."""
+
+    step: int
+    requests: list[Request]
+    """Every request with a row in the step, in the plan's order."""
+    draws: list[Request]
+    """The request of each draw."""
+    rows: NDArray[np.int32]
+    """The row of each draw, and that row's epoch at launch."""
+    epochs: NDArray[np.int64]
+    num_decodes: int
+    """The first `num_decodes` draws are not their request's first."""
+    has_beams: bool = False
+    """Some draws are for beams: they yield candidates to choose from, not tokens."""
+    prompt_tokens: int = 0
+    launched: float = 0.0
+    awaits_moves: bool = False
+    """Its duration includes copies between tiers."""
+    published: list[int] = field(default_factory=list)
+    """Blocks that entered the prefix cache before they are written."""
+
+    def draws_for(self, row: int, epoch: int) -> int:
+        """How many draws go to the row's owner of that epoch."""
+        return int(np.count_nonzero((self.rows == row) & (self.epochs == epoch)))
 
 
 class PlanWriter:
-    """Numbers the plans, and tells each one what the device does not know yet."""
+    """Numbers plans, and puts into each what the device does not know yet."""
 
     def __init__(
-        self,
-        ledger: RequestTable,
-        moving: Swapper | None = None,
-        clock: Callable[[], float] = time.monotonic,
-        holds: bool = False,
+        self, requests: RequestTable, clock: Callable[[], float] = time.monotonic, holds_rows: bool = False
     ) -> None:
-        """`holds`: a row is planned again when its draw is collected, and the plan says what was drawn; else the
-        device has it."""
-        self._holds = holds
-        self._ledger = ledger
-        self._moving = moving
+        """`holds_rows`: a row is planned again only when its draw is collected, and the plan then carries the token;
+        otherwise the device already has it."""
+        self._requests = requests
         self._clock = clock
+        self._holds_rows = holds_rows
         self._step = 0
         self._reset = False
 
-    def start_over(self) -> None:
+    def reset(self) -> None:
         """The next plan tells the device to forget every row."""
         self._reset = True
 
-    def write(self, draft: StepBuilder, decodes: NDArray[np.int64]) -> tuple[StepPlan, InFlightStep]:
-        """Count the draft's tokens as computed and its draws as bound to come, and write it down."""
-        rows = self._ledger.rows
-        added = [_new_row(request, int(rows.computed[request.row])) for request in draft.admitted]
-        rows.computed[decodes] += 1
-        rows.bound[decodes] += 1
+    def write(self, builder: StepBuilder, decodes: NDArray[np.int64]) -> tuple[StepPlan, InFlightStep]:
+        """Write the step down, counting its tokens as computed and its draws as bound to come."""
+        table, rows = self._requests, self._requests.rows
+        added = [_new_row(request, int(rows.computed[request.row])) for request in builder.admitted]
+        rows.plan_decodes(decodes)
         requests: list[Request] = [rows.requests[row] for row in decodes.tolist()]
         draws, samples, sample_rows = list(requests), list(range(len(decodes))), decodes.tolist()
         tokens: list[int] = []
-        for request, count in draft.prompts.items():
-            row = request.row
-            start = int(rows.computed[row])
-            tokens += request.tokens(start, start + count)
-            rows.computed[row] = start + count
-            if start + count == rows.bound[row]:
-                self._ledger.prefilling.pop(request, None)
-                rows.bound[row] += 1
-                rows.decoding[row] = True
-                for drawer in (request, *self._fork_siblings(draft, request)):
-                    self._ledger.note_decoding(drawer)
+        forks: list[Fork] = []
+        for request, count in builder.prompts.items():
+            chunk, is_last = table.compute_chunk(request, count)
+            tokens += chunk
+            if is_last:
+                children = table.fork_siblings(request)
+                forks += [Fork(request.row, child.row, child.index, child.id) for child in children]
+                for drawer in (request, *children):
                     draws.append(drawer)
                     samples.append(len(requests))
                     sample_rows.append(drawer.row)
             requests.append(request)
-        scheduled = _ints([request.row for request in requests]) if draft.prompts else decodes.astype(np.int32)
+        scheduled = _ints([request.row for request in requests]) if builder.prompts else decodes.astype(np.int32)
         targets = _ints(sample_rows)
+        dropped, branches = table.take_row_changes()
         plan = StepPlan(
             step=self._step,
             rows=scheduled,
-            counts=_ints([1] * len(decodes) + list(draft.prompts.values())),
+            counts=_ints([1] * len(decodes) + list(builder.prompts.values())),
             num_decodes=len(decodes),
             tokens=_ints(tokens),
             samples=_ints(samples),
             sample_rows=targets,
-            block_rows=_ints(draft.block_rows),
-            block_indices=_ints(draft.block_indices),
-            blocks=_ints(draft.blocks),
+            block_rows=_ints(builder.block_rows),
+            block_indices=_ints(builder.block_indices),
+            blocks=_ints(builder.blocks),
             max_context=int(rows.computed[scheduled].max(initial=0)),
             reset=self._reset,
-            drop=self._ledger.dropped,
+            drop=dropped,
             add=added,
-            forks=draft.forks,
-            copies=[(source, own) for _, source, own in draft.copies],
-            branches=list(self._ledger.branches.values()),
-            forced=self._forced(decodes, draft.ready),
-            moves=None if self._moving is None else self._moving.take(self._step, not requests, draft.awaits_moves),
+            forks=forks,
+            copies=[(source, target) for _, source, target in builder.copies],
+            branches=branches,
+            forced=self._forced(decodes, builder.ready),
+            moves=table.swapper.take_moves(self._step, not requests, builder.awaits_moves),
             groups=self._groups(),
         )
         self._step += 1
-        self._ledger.dropped = []
-        self._ledger.branches = {}
         self._reset = False
-        beams = rows.is_beam[targets]
-        rows.held[targets] = beams | self._holds
-        rows.planned[targets] = plan.step
-        epochs = rows.epoch[targets]
+        has_beams = rows.plan_draws(targets, plan.step, self._holds_rows)
         return plan, InFlightStep(
-            plan.step, requests, draws, targets, epochs, len(decodes), bool(beams.any()), len(tokens), self._clock(),
-            draft.awaits_moves, draft.published,
+            plan.step, requests, draws, targets, rows.epoch[targets], len(decodes), has_beams, len(tokens),
+            self._clock(), builder.awaits_moves, builder.published,
         )  # fmt: skip
 
     def _forced(self, decodes: NDArray[np.int64], ready: list[Request]) -> list[tuple[int, int]]:
-        """Beams continue with what was chosen for them, where the device has what it would have drawn; rows that have
-        just joined, with their last token, of which it knows nothing; and all rows where only some ranks draw."""
-        rows = self._ledger.rows
-        if self._holds:
-            told = [rows.requests[row] for row in decodes.tolist()]
+        """Last tokens that the device does not have: of beams, whose token the host chose; of rows that have just
+        joined; and of all rows where only some ranks draw."""
+        rows = self._requests.rows
+        if self._holds_rows:
+            unknown = [rows.requests[row] for row in decodes.tolist()]
         else:
-            told = [*ready, *(rows.requests[row] for row in decodes[rows.is_beam[decodes]].tolist())]
-        return [(request.row, request.tokens(request.known - 1, request.known)[0]) for request in told if request]
+            unknown = [*ready, *(rows.requests[row] for row in decodes[rows.is_beam[decodes]].tolist())]
+        return [(request.row, request.tokens(request.known - 1, request.known)[0]) for request in unknown if request]
 
     def _groups(self) -> list[PrefixGroup] | None:
-        """Rows that begin alike, if the device knows other ones."""
-        changes = None if self._ledger.groups is None else self._ledger.groups.changes()
+        """Rows that share a prefix, if these are other groups than the device has."""
+        changes = self._requests.groups.changes()
         return [] if changes is None and self._reset else changes
-
-    def _fork_siblings(self, draft: StepBuilder, parent: Request) -> list[Request]:
-        """The prompt is computed: its other samples fork from this row, or queue up if rows run out."""
-        rows, forked = self._ledger.rows, []
-        for child in parent.siblings:
-            if child.is_finished:
-                continue
-            if self._ledger.has_row_for(child):
-                self._ledger.tables.fork(parent, child)
-                row = rows.take(child, computed=parent.known, bound=parent.known + 1)
-                rows.capacity[row] = rows.capacity[parent.row]
-                rows.decoding[row] = True
-                child.move(RequestState.RUNNING)
-                child.first_scheduled, child.num_cached = parent.first_scheduled, parent.num_cached
-                child.keys = list(parent.keys)
-                draft.forks.append(Fork(parent.row, row, child.index, child.id))
-                forked.append(child)
-            else:
-                self._ledger.policy.add(child)
-        if forked:
-            self._ledger.forked.update((parent, *forked))
-        parent.siblings = []
-        return forked
 
 
 def _ints(values: list[int]) -> Ints:

@@ -1,38 +1,39 @@
-"""Rows and prefixes that move between tiers: who is put by instead of computed again, and who waits for what."""
+"""Swaps rows out to host memory ahead of a shortage, and loads blocks from lower tiers for waiting requests."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from quire.kvcache.offload.costs import LEAST_TOKENS
 from quire.kvcache.offload.manager import OffloadManager
 from quire.kvcache.offload.transfers import LoadTransfer, SaveTransfer
-from quire.messages.plan import Moves
-from quire.messages.request import Request, RequestState
-from quire.scheduler.draft import InFlightStep
-from quire.scheduler.request_table import RequestTable
+from quire.messages.plan import Moves, MovesDone
+from quire.messages.request import Request
 
-AHEAD_STEPS = 8
-"""Rows that need a block within so many steps count as in need of it now: a copy takes its time."""
+if TYPE_CHECKING:
+    from quire.scheduler.request_table import RequestTable
+    from quire.scheduler.step_builder import InFlightStep
+
 LEAST_SWAP = 64
-"""Tokens a row has at least to be worth a copy."""
+"""Tokens; a row with fewer is not worth a copy."""
 MOVES_A_STEP = 128
-"""Blocks each way that go with a step; more would keep it from being launched."""
+"""Blocks each way that are copied with a step; more would delay its launch."""
 MOVES_ALONE = 4096
-"""…and with one that has nothing else to do."""
+"""Blocks each way with a step that computes nothing."""
 
 
 @dataclass
-class Arrival:
-    """Blocks of a request that lie in a tier below, after those on the device."""
+class LowerTierHit:
+    """Blocks of a request that are in a lower tier, after those on the device."""
 
     keys: list[bytes]
     tokens: int
-    """Tokens that are computed once all of them are there."""
+    """Tokens that are computed once all of them are loaded."""
 
 
 @dataclass
@@ -43,35 +44,128 @@ class _Load:
     tokens: int
 
 
-class Swapper:
-    """Swaps rows out ahead of need, and brings blocks back for requests that wait."""
+class NoSwapper:
+    """There is no tier below the device. What `Swapper` does, doing nothing."""
 
-    def __init__(self, ledger: RequestTable, tiers: OffloadManager) -> None:
+    is_on = False
+    tiers: OffloadManager | None = None
+    requests: Collection[Request] = ()
+    num_loading = 0
+    host_room = disk_room = (0, 0)
+    is_moving = is_busy = is_swapping_out = False
+
+    def poll(self) -> None: ...
+
+    def wait(self, seconds: float, wakes: Sequence[int]) -> None: ...
+
+    def find(self, request: Request, hit: int) -> LowerTierHit | None:
+        return None
+
+    def load(self, request: Request, hit: LowerTierHit) -> None: ...
+
+    def loaded(self) -> list[tuple[Request, int]]:
+        return []
+
+    def arriving(self) -> tuple[Request, int] | None:
+        return None
+
+    def end_load(self, request: Request) -> None: ...
+
+    def cancel(self, request: Request) -> None: ...
+
+    def cancel_all(self, but: Request | None = None) -> bool:
+        return False
+
+    def collect(self, step: InFlightStep, moves_done: list[MovesDone], now: float) -> None: ...
+
+    def is_swappable(self, request: Request, tokens: int) -> bool:
+        return False
+
+    def swap_out(self, request: Request, tokens: int) -> None: ...
+
+    def unpin(self, request: Request) -> None: ...
+
+    def save_evictable(self, step_blocks: int) -> None: ...
+
+    def take_moves(self, step: int, alone: bool, awaited: bool) -> Moves | None:
+        return None
+
+    def forget(self, keys: Sequence[bytes]) -> None: ...
+
+    def reset(self) -> None: ...
+
+    def close_transfers(self) -> None: ...
+
+    def close_store(self) -> None: ...
+
+
+class Swapper:
+    """Swaps rows out before blocks run out, and loads blocks for requests that wait."""
+
+    is_on = True
+
+    def __init__(self, requests: RequestTable, tiers: OffloadManager) -> None:
         self.tiers = tiers
-        self._ledger = ledger
-        self._tables = ledger.tables
+        self._requests = requests
+        self._tables = requests.tables
         self.least_swap = LEAST_SWAP
         self._loads: dict[Request, _Load] = {}
-        self._leaving: SaveTransfer | None = None
-        """The row that is being put by."""
+        self._swap: SaveTransfer | None = None
+        """Copies of the row that was swapped out last."""
         self._collected = -math.inf
-        self._taken = 0
-        """Blocks taken from the pool when idle ones were last saved."""
+        """When the last step was collected."""
+        self._saved_at = 0
+        """Evictions the pool had counted when evictable blocks were last saved."""
 
     @property
-    def requests(self) -> Iterable[Request]:
-        """Requests whose blocks are coming."""
+    def requests(self) -> Collection[Request]:
+        """Requests whose blocks are being loaded."""
         return self._loads
 
     @property
     def num_loading(self) -> int:
-        """How many there are."""
         return len(self._loads)
 
-    # Coming back
+    # Tiers
 
-    def find(self, request: Request, hit: int) -> Arrival | None:
-        """What the tiers below have of the request, after its first `hit` blocks; None where computing is as fast."""
+    @property
+    def is_moving(self) -> bool:
+        """Whether copies between device and host wait or are in flight."""
+        return self.tiers.is_moving
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether any transfer between tiers is in progress."""
+        return self.tiers.is_busy
+
+    @property
+    def host_room(self) -> tuple[int, int]:
+        """Blocks of host memory that no request or session owns, and all blocks."""
+        host = self.tiers.host
+        return host.num_slots - host.num_pinned, host.num_slots
+
+    @property
+    def disk_room(self) -> tuple[int, int]:
+        """The same of the disk tier; (0, 0) without one."""
+        return (0, 0) if self.tiers.store is None else self.tiers.store.headroom
+
+    def poll(self) -> None:
+        """Advance transfers by what has completed since the last step."""
+        self.tiers.poll()
+
+    def wait(self, seconds: float, wakes: Sequence[int]) -> None:
+        """Sleep until the disk has completed something, or one of the files `wakes` is readable."""
+        self.tiers.wait(seconds, wakes)
+
+    def forget(self, keys: Sequence[bytes]) -> None:
+        """Drop these blocks from all tiers: they were computed from invalid state."""
+        self.tiers.discard(keys)
+
+    # Loading
+
+    def find(self, request: Request, hit: int) -> LowerTierHit | None:
+        """The request's blocks in lower tiers after its first `hit` ones; None if there are none or computing them is
+        as fast."""
         if not request.source.reads_cache or not (self._tables.prefix_caching or request.saved):
             return None
         size, most = self._tables.block_size, request.known - 1
@@ -81,139 +175,143 @@ class Swapper:
         tokens = (hit + len(found)) * size
         keys = keys[: len(found)]
         if len(keys) + hit == request.saved // size and request.saved > tokens and most > tokens:
-            partial = self._ledger.partial_key(request, request.saved)
+            partial = self._requests.partial_key(request, request.saved)
             if where := self.tiers.find([partial]):
                 found, keys, tokens = found + where, [*keys, partial], min(request.saved, most)
         if not keys:
             return None
         in_host = sum(found)
         worth = tokens - hit * size
-        return Arrival(keys, tokens) if self.tiers.costs.loading_pays(in_host, len(keys) - in_host, worth) else None
+        pays = self.tiers.costs.loading_pays(in_host, len(keys) - in_host, worth)
+        return LowerTierHit(keys, tokens) if pays else None
 
-    def load(self, request: Request, arrival: Arrival) -> None:
-        """The request, which holds what the device has of it, waits for the rest."""
+    def load(self, request: Request, hit: LowerTierHit) -> None:
+        """The request, which holds its blocks on the device already, waits for those in lower tiers."""
         before = len(request.blocks)
-        self._ledger.policy.remove(request)
-        request.move(RequestState.LOADING)
-        self._tables.grow(request, arrival.tokens)
+        self._requests.start_loading(request)
+        self._tables.grow(request, hit.tokens)
         size = self._tables.block_size
-        tokens = np.zeros((len(arrival.keys), size), np.int32)
-        known = request.tokens(before * size, arrival.tokens)
+        tokens = np.zeros((len(hit.keys), size), np.int32)
+        known = request.tokens(before * size, hit.tokens)
         tokens.reshape(-1)[: len(known)] = known
-        fetch = self.tiers.load(arrival.keys, request.blocks[before:], tokens)
-        self._loads[request] = _Load(fetch, before, arrival.tokens)
+        fetch = self.tiers.load(hit.keys, request.blocks[before:], tokens)
+        self._loads[request] = _Load(fetch, before, hit.tokens)
 
-    def landed(self) -> list[tuple[Request, int]]:
-        """Requests whose blocks are there, or never will be, and how many of their tokens are computed."""
-        size, landed = self._tables.block_size, []
+    def loaded(self) -> list[tuple[Request, int]]:
+        """Requests whose loads have ended, in success or not, and how many of their tokens are computed."""
+        size, loaded = self._tables.block_size, []
         for request, load in self._loads.items():
             if load.fetch.is_done:
-                whole = load.fetch.loaded == len(load.fetch.keys)
-                landed.append((request, load.tokens if whole else (load.before + load.fetch.loaded) * size))
-        return landed
+                is_whole = load.fetch.loaded == len(load.fetch.keys)
+                loaded.append((request, load.tokens if is_whole else (load.before + load.fetch.loaded) * size))
+        return loaded
 
-    def coming(self) -> tuple[Request, int] | None:
-        """The one request whose blocks are all in host memory, if nobody else waits for any, and how many of its
-        tokens are computed once the next plan has brought them."""
+    def arriving(self) -> tuple[Request, int] | None:
+        """The request whose blocks are all in host memory, if it is the only one loading, and how many of its tokens
+        are computed once the next plan has copied them."""
         if len(self._loads) != 1:
             return None
         request, load = next(iter(self._loads.items()))
         return (request, load.tokens) if self.tiers.can_carry(load.fetch, MOVES_ALONE) else None
 
-    def board(self, request: Request) -> None:
-        """The request has a row: it waits for nothing any more."""
+    def end_load(self, request: Request) -> None:
+        """The request is about to take a row."""
         del self._loads[request]
-        self.disown(request)
+        self.unpin(request)
 
-    def give_up(self, request: Request) -> None:
-        """The request ends, or is to wait like others again. Blocks on their way are held until they have come."""
+    def cancel(self, request: Request) -> None:
+        """The request does not wait for its blocks any more. Blocks in flight are held until their copies are done."""
         if (load := self._loads.pop(request, None)) is not None:
             load.fetch.is_cancelled = True
             self._tables.release(request)
 
-    def give_up_all(self, but: Request | None = None) -> bool:
-        """Requests whose blocks are coming wait like others again: another one needs the room. False if none is."""
-        waiting = [request for request in self._loads if request is not but]
-        for request in waiting:
-            self.give_up(request)
-            request.move(RequestState.WAITING)
-            self._ledger.policy.add(request)
-        return bool(waiting)
+    def cancel_all(self, but: Request | None = None) -> bool:
+        """Return all loading requests to the queue, because another needs their blocks. False if there is none."""
+        loading = [request for request in self._loads if request is not but]
+        for request in loading:
+            self.cancel(request)
+            self._requests.stop_loading(request)
+        return bool(loading)
 
-    # Going out
+    # Swapping out
 
     @property
-    def is_putting_by(self) -> bool:
-        """Whether a row is on its way out: the next waits until its blocks are free."""
-        return self._leaving is not None and not self._leaving.is_done
-
-    def collected(self, flight: InFlightStep, now: float) -> None:
-        """A step has come back: learn what prompt tokens cost."""
-        seconds = now - max(flight.launched, self._collected)
-        self._collected = now
-        if flight.awaits_moves:
-            return
-        if flight.prompt_tokens >= LEAST_TOKENS and flight.prompt_tokens >= 4 * flight.num_decodes:
-            self.tiers.costs.prefill.note(flight.prompt_tokens, seconds)
+    def is_swapping_out(self) -> bool:
+        """Whether a row is being copied out: the next waits until its blocks are free."""
+        return self._swap is not None and not self._swap.is_done
 
     def is_swappable(self, request: Request, tokens: int) -> bool:
-        """Whether the row's first `tokens` tokens are better put by than computed again."""
+        """Whether swapping the row's first `tokens` tokens is cheaper than computing them again."""
         if not request.source.reads_cache or request.beam is not None or tokens < self.least_swap:
             return False
         pairs = self._pairs(request, tokens)
         missing = sum(not self.tiers.is_saved(key) for key, _ in pairs)
-        host = self.tiers.host
-        if missing > host.num_slots - host.num_pinned:
+        if missing > self.host_room[0]:
             return False
         return self.tiers.costs.swapping_pays(missing, len(pairs), tokens)
 
-    def put_by(self, request: Request, tokens: int) -> None:
-        """Copy the row's first `tokens` tokens out; the blocks are held until that is done, whoever lets go of them."""
+    def swap_out(self, request: Request, tokens: int) -> None:
+        """Copy the row's first `tokens` tokens out; their blocks are held until that is done."""
         pairs = self._pairs(request, tokens)
-        self.disown(request)
-        request.owned_keys = [key for key, _ in pairs]
+        self.unpin(request)
+        request.pin_saved([key for key, _ in pairs], tokens)
         self.tiers.host.pin(request.owned_keys)
-        self._leaving = self.tiers.save(pairs)
-        request.saved = tokens
+        self._swap = self.tiers.save(pairs)
 
-    def disown(self, request: Request) -> None:
-        """What was put by for the request is nobody's in particular."""
+    def unpin(self, request: Request) -> None:
+        """The request's blocks in host memory may be evicted like any others."""
         if request.owned_keys:
-            self.tiers.host.unpin(request.owned_keys)
-            request.owned_keys = []
+            self.tiers.host.unpin(request.unpin_saved())
 
     def _pairs(self, request: Request, tokens: int) -> list[tuple[bytes, int]]:
-        return pairs_of(self._ledger, request, request.blocks, tokens)
+        """(content key, block) of the request's first `tokens` tokens, a partial last block included."""
+        self._requests.extend_keys(request)
+        full = tokens // self._tables.block_size
+        pairs = list(zip(request.keys[:full], request.blocks[:full], strict=True))
+        if tokens % self._tables.block_size:
+            pairs.append((self._requests.partial_key(request, tokens), request.blocks[full]))
+        return pairs
 
-    def save_idle(self, step_blocks: int) -> None:
-        """Cached blocks that will be evicted soon are saved before. `step_blocks`: the most a step takes."""
+    def save_evictable(self, step_blocks: int) -> None:
+        """Save the cached blocks that will be evicted soon. `step_blocks`: the most a step allocates."""
         pool = self._tables.pool
         if pool.empty >= step_blocks or not pool.idle:
             return
-        # They are looked through when the pool has moved on a bit, not at every step.
-        if pool.evicted - self._taken >= max(1, step_blocks // 4) or not self._taken:
-            self._taken = max(1, pool.evicted)
+        # Scanning them costs time: done after a quarter of a step's blocks was evicted, not at every step.
+        if pool.evicted - self._saved_at >= max(1, step_blocks // 4) or not self._saved_at:
+            self._saved_at = max(1, pool.evicted)
             self.tiers.save_idle(step_blocks)
 
-    def take(self, step: int, alone: bool, awaited: bool) -> Moves | None:
-        """Copies that go with the plan of this step; `alone`: it has nothing else to do; `awaited`: before they are
-        done."""
+    # Steps
+
+    def take_moves(self, step: int, alone: bool, awaited: bool) -> Moves | None:
+        """Copies that go with the plan of this step. `alone`: it computes nothing; `awaited`: its rows read them."""
         moves = self.tiers.take(step, MOVES_ALONE if alone or awaited else MOVES_A_STEP)
         if moves is not None:
             moves.awaited = awaited
         return moves
 
+    def collect(self, step: InFlightStep, moves_done: list[MovesDone], now: float) -> None:
+        """A step is collected: measure what prompt tokens cost, and end the transfers that are done."""
+        seconds = now - max(step.launched, self._collected)
+        self._collected = now
+        is_prompt = step.prompt_tokens >= LEAST_TOKENS and step.prompt_tokens >= 4 * step.num_decodes
+        if is_prompt and not step.awaits_moves:
+            self.tiers.costs.prefill.note(step.prompt_tokens, seconds)
+        for done in moves_done:
+            self.tiers.finish_copies(done)
+
     def reset(self) -> None:
-        """A step failed: nothing that was on its way is sure to have arrived."""
+        """A step failed: transfers in flight may not have arrived."""
         self.tiers.reset()
-        self.give_up_all()
+        self.cancel_all()
 
+    def close_transfers(self) -> None:
+        """Give up transfers, except those to disk, which complete."""
+        self.tiers.reset()
+        self.tiers.close()
 
-def pairs_of(ledger: RequestTable, request: Request, blocks: Sequence[int], tokens: int) -> list[tuple[bytes, int]]:
-    """(content key, block) of the request's first `tokens` tokens, the last block perhaps in part."""
-    ledger.extend_keys(request)
-    full = tokens // ledger.tables.block_size
-    pairs = list(zip(request.keys[:full], blocks[:full], strict=True))
-    if tokens % ledger.tables.block_size:
-        pairs.append((ledger.partial_key(request, tokens), blocks[full]))
-    return pairs
+    def close_store(self) -> None:
+        """Close the disk tier's files; sessions use them until they are closed."""
+        if self.tiers.store is not None:
+            self.tiers.store.close()

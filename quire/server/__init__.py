@@ -1,1 +1,1 @@
-"""The OpenAI-compatible server, and the text machines it reads answers with."""
+"""The OpenAI-compatible HTTP server."""

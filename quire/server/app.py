@@ -1,4 +1,4 @@
-"""The ASGI application: keys, then the route, then whatever went wrong as an answer."""
+"""The ASGI application: checks the key, calls the route, turns exceptions into responses."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quire.server.auth import tenant_of
 from quire.server.context import ServerContext
-from quire.server.errors import ApiError, as_api_error, as_sent
-from quire.server.http import Exchange, HungUpError
-from quire.server.observability.watching import ROUTE
+from quire.server.errors import ApiError, as_api_error, in_client_terms
+from quire.server.http import ClientDisconnectedError, Exchange
+from quire.server.observability.observer import ROUTE
 from quire.server.openapi import document
 from quire.server.routing import ADMIN, Route
 
 ROUTE_MODULES = [
     "chat", "completions", "responses", "messages", "embeddings", "models", "tokenize", "sessions", "system",
 ]  # fmt: skip
-"""Files of `quire.server.routes`, each with its `ROUTES`."""
+"""Modules of `quire.server.routes`, each with its `ROUTES`."""
 
 EXCHANGE = "quire.exchange"
-"""Where a request's scope holds its exchange."""
+"""Key of the ASGI scope that holds the `Exchange`."""
 
 
-def make_app(server: ServerContext) -> ASGIApp:
-    """The application for one server."""
-    names = [*ROUTE_MODULES, "admin"] if server.admin_keys else ROUTE_MODULES
+def make_app(context: ServerContext) -> ASGIApp:
+    """The application of one server."""
+    names = [*ROUTE_MODULES, "admin"] if context.admin_keys else ROUTE_MODULES
     routes = [route for name in names for route in import_module(f"quire.server.routes.{name}").ROUTES]
-    server.openapi = document(server, routes)
-    app: ASGIApp = App(server, routes)
-    if server.config.allowed_origins:
+    context.openapi = document(context, routes)
+    app: ASGIApp = App(context, routes)
+    if context.config.allowed_origins:
         app = CORSMiddleware(
             app,
-            allow_origins=list(server.config.allowed_origins),
+            allow_origins=list(context.config.allowed_origins),
             allow_methods=["*"],
             allow_headers=["*"],
             expose_headers=["X-Request-Id", "Retry-After"],
@@ -47,15 +47,15 @@ def make_app(server: ServerContext) -> ASGIApp:
 
 
 class App:
-    """Answers every request, one way or the other."""
+    """Answers every request, with the route's response or an error."""
 
-    def __init__(self, server: ServerContext, routes: Sequence[Route]) -> None:
-        self._server = server
-        self._open = {route.path for route in routes if route.is_open}
-        self._styles = {route.path: route.failing for route in routes if route.failing is not None}
+    def __init__(self, context: ServerContext, routes: Sequence[Route]) -> None:
+        self._context = context
+        self._public = {route.path for route in routes if route.is_public}
+        self._styles = {route.path: route.error_style for route in routes if route.error_style is not None}
         self._router = Router(
             [
-                StarletteRoute(route.path, Endpoint(server, route), methods=[route.method], name=route.path)
+                StarletteRoute(route.path, Endpoint(context, route), methods=[route.method], name=route.path)
                 for route in routes
             ],
             redirect_slashes=False,
@@ -65,51 +65,51 @@ class App:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
-        server, config = self._server, self._server.config
-        exchange = Exchange(scope, receive, send, config.max_body_bytes, config.stall_timeout, server.bodies)
+        context, config = self._context, self._context.config
+        exchange = Exchange(scope, receive, send, config.max_body_bytes, config.stall_timeout, context.bodies)
         scope[EXCHANGE] = exchange
         if (style := self._styles.get(get_route_path(scope))) is not None:
             exchange.error_body, exchange.error_event = style.body, style.event
-        scope["app"] = self  # then the router raises for a wrong method
-        server.exchanges.add(exchange)
-        with server.seeing.watching.request(exchange):
+        scope["app"] = self  # makes the router raise for a wrong method
+        context.exchanges.add(exchange)
+        with context.observer.http_request(exchange):
             await self._answer(exchange, receive, send)
 
     async def _answer(self, exchange: Exchange, receive: Receive, send: Send) -> None:
-        server, scope = self._server, exchange.scope
+        context, scope = self._context, exchange.scope
         try:
             self._admit(exchange)
             await self._router(scope, receive, send)
         except asyncio.CancelledError:
-            await self._tell_interruption(exchange)
-        except HungUpError:
+            await self._send_interruption(exchange)
+        except ClientDisconnectedError:
             pass
         except HTTPException as error:
-            await exchange.fail(_of_starlette(error, scope["method"]))
+            await exchange.fail(_from_starlette(error, scope["method"]))
         except Exception as error:
-            await exchange.fail(as_sent(as_api_error(error, server.retry_after), exchange.sent_as))
+            await exchange.fail(in_client_terms(as_api_error(error, context.retry_after), exchange.client_names))
         finally:
-            server.exchanges.discard(exchange)
-            del scope[EXCHANGE]  # a circle, which only the collector would open, seconds or minutes later
+            context.exchanges.discard(exchange)
+            del scope[EXCHANGE]  # a reference cycle, which would live until the next garbage collection
             exchange.end()
 
     def _admit(self, exchange: Exchange) -> None:
-        """Check the key, and learn for whom the request is."""
-        server = self._server
-        if server.config.enable_request_id_headers:
+        """Check the key and set the tenant."""
+        context = self._context
+        if context.config.enable_request_id_headers:
             exchange.extra_headers.append((b"x-request-id", exchange.id.encode()))
         path = get_route_path(exchange.scope)
-        if path in self._open:
+        if path in self._public:
             return
-        if path.startswith(ADMIN) and server.admin_keys:
-            server.admin_keys.check(exchange.headers)
-        elif server.keys:
-            exchange.tenant = server.keys.check(exchange.headers)
+        if path.startswith(ADMIN) and context.admin_keys:
+            context.admin_keys.check(exchange.headers)
+        elif context.keys:
+            exchange.tenant = context.keys.check(exchange.headers)
         else:
             exchange.tenant = tenant_of(exchange.headers)
 
-    async def _tell_interruption(self, exchange: Exchange) -> None:
-        """The route was cancelled: by us, and the client is told why, or by someone else, who is obeyed."""
+    async def _send_interruption(self, exchange: Exchange) -> None:
+        """The route was cancelled: send the reason if `interrupt` did it, otherwise cancel."""
         why = exchange.interruption
         if why is None:
             raise asyncio.CancelledError
@@ -120,21 +120,21 @@ class App:
 class Endpoint:
     """A route as an ASGI application."""
 
-    def __init__(self, server: ServerContext, route: Route) -> None:
-        self._server = server
+    def __init__(self, context: ServerContext, route: Route) -> None:
+        self._context = context
         self._route = route
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope[ROUTE] = self._route.path
-        await self._route.handler(self._server, scope[EXCHANGE])
+        await self._route.handler(self._context, scope[EXCHANGE])
 
 
 async def _no_such_route(scope: Scope, receive: Receive, send: Send) -> None:
-    raise ApiError(404, f"there is no {scope['method']} {scope['path']} here; /openapi.json lists what there is")
+    raise ApiError(404, f"there is no {scope['method']} {scope['path']} here; /openapi.json lists the routes")
 
 
-def _of_starlette(error: HTTPException, method: str) -> ApiError:
+def _from_starlette(error: HTTPException, method: str) -> ApiError:
     if error.status_code == 405:
         allowed = (error.headers or {}).get("Allow", "")
-        return ApiError(405, f"{method} is not for this path: use {allowed}", headers=error.headers)
+        return ApiError(405, f"{method} is not allowed for this path: use {allowed}", headers=error.headers)
     return ApiError(error.status_code, error.detail, headers=error.headers)

@@ -1,4 +1,4 @@
-"""Keys: who may ask, and under whose name."""
+"""API keys and tenants."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ LONGEST_TENANT = 128
 
 
 class Keys:
-    """The keys that open a group of routes."""
+    """The keys that give access to a group of routes."""
 
     def __init__(self, keys: Sequence[str]) -> None:
-        # Digests are of one length: comparing them tells nothing about a key's own.
+        # Digests have one length, so comparing them reveals nothing about a key's length.
         self._digests = [_digest(key) for key in keys]
 
     def __bool__(self) -> bool:
         return bool(self._digests)
 
     def check(self, headers: Headers) -> str:
-        """The name of the key that was shown, which says nothing about the key; raises 401 without one."""
-        shown = shown_key(headers)
-        if shown is None:
-            raise _refused("no API key was given: send Authorization: Bearer KEY")
-        digest = _digest(shown)
+        """A name for the request's key that does not reveal it; raises 401 without a valid key."""
+        given = request_key(headers)
+        if given is None:
+            raise _unauthorized("the request has no API key: send Authorization: Bearer KEY")
+        digest = _digest(given)
         found = None
-        for known in self._digests:  # all of them, always: the time must not tell which
+        for known in self._digests:  # always all of them: the time must not reveal which one matched
             if hmac.compare_digest(digest, known):
                 found = known
         if found is None:
-            raise _refused("the API key is not known here")
+            raise _unauthorized("the API key is not valid")
         return "key-" + found.hex()[:12]
 
 
-def shown_key(headers: Headers) -> str | None:
+def request_key(headers: Headers) -> str | None:
     """The key of a request: a bearer token, or X-Api-Key as Anthropic's clients send it."""
     scheme, _, token = headers.get("authorization", "").partition(" ")
     if scheme.lower() == "bearer" and token.strip():
@@ -48,7 +48,7 @@ def shown_key(headers: Headers) -> str | None:
 
 
 def tenant_of(headers: Headers) -> str:
-    """Whom a request is for, in its own words: believed only where there are no keys."""
+    """The tenant that the headers name; used only if the server has no keys."""
     for name in TENANT_HEADERS:
         if given := headers.get(name, ""):
             if len(given) > LONGEST_TENANT or not given.isprintable():
@@ -61,5 +61,5 @@ def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 
-def _refused(message: str) -> ApiError:
+def _unauthorized(message: str) -> ApiError:
     return ApiError(401, message, headers={"WWW-Authenticate": "Bearer"})

@@ -1,93 +1,91 @@
-"""One turn of a conversation: from a chat request to the pieces of its answer, for every API that has chats.
+"""Chat generation for every API that has chats: from a chat request to the pieces of its answer.
 
-    turn = await prepare(server, exchange, request)
-    async with exchange.watched(server.deadline(request.timeout)):
-        async with aclosing(turn.pieces()) as pieces:
+    generation = await prepare(context, exchange, request)
+    async with exchange.interruptible(context.deadline(request.timeout)):
+        async with aclosing(generation.pieces()) as pieces:
             async for piece in pieces:
-                ...  # piece.deltas: reasoning, content and tool calls, as `quire.output.parsers.deltas` tells them
+                ...  # piece.deltas: reasoning, content and tool calls (`quire.output.parsers.deltas`)
 
-An API of another shape turns its own request into a `ChatRequest` first.
+An API with another request format converts its request to a `ChatRequest` first.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import msgspec
 
+from quire.engine.session_calls import SuspendSession
 from quire.messages.outputs import CompletionOutput, RequestOutput
 from quire.messages.sampling import RequestOutputKind, SamplingParams
+from quire.output.parsers.answer import AnswerReader
 from quire.output.parsers.deltas import CallArguments, CallEnd, CallStart, Content, Delta, Reasoning
-from quire.output.parsers.reader import AnswerReader
 from quire.output.parsers.reasoning import ThinkSplit, make_reasoning_split
 from quire.output.parsers.toolcalls import ToolPlan
 from quire.server.context import ServerContext
 from quire.server.errors import bad_request
-from quire.server.generation import Counter, GenerationJob, generate
+from quire.server.generation import GenerationJob, SessionTurn, UsageCounter, admit, requested_session
 from quire.server.http import Exchange
 from quire.server.protocol.chat import ChatRequest, NamedTool
 from quire.server.protocol.sampling import beam_search_params, sampling_params
-from quire.server.session_turns import SessionPrompt, fall_asleep, session_turn
 
 T = TypeVar("T")
 
 LONG_CHAT = 4096
-"""Characters: a conversation this long is rendered in a thread, and the event loop goes on."""
+"""Characters: a conversation this long is rendered in a thread, so that the event loop is not blocked."""
 
 
-@dataclass
+@dataclass(slots=True)
 class AnswerPiece:
-    """What is new of one sample."""
+    """New output of one sequence."""
 
-    index: int
     deltas: list[Delta]
-    sample: CompletionOutput
-    """Its new tokens and their logprobs."""
+    sequence: CompletionOutput
+    """The new tokens and their logprobs."""
     output: RequestOutput
     finish_reason: str | None = None
-    """As OpenAI tells it; set in the sample's last piece."""
+    """In OpenAI's terms; set in the sequence's last piece."""
 
 
 class GeneratedChoice:
-    """One sample's answer, being read."""
+    """Parses the answer of one sequence as it is generated."""
 
     def __init__(self, reader: AnswerReader | None, plan: ToolPlan, keeps_reasoning: bool) -> None:
         self._reader = reader
         self._plan = plan
         self._keeps_reasoning = keeps_reasoning
-        self.is_over = False
+        self.is_finished = False
         self.calls = 0
         self.reasoning_tokens = 0
-        self._is_thinking = True
+        self._is_reasoning = True
 
-    def read(self, sample: CompletionOutput) -> tuple[list[Delta], str | None]:
-        """What new text says, and how the sample ended if it did."""
-        reason = sample.finish_reason
-        self.is_over = reason is not None
+    def read(self, sequence: CompletionOutput) -> tuple[list[Delta], str | None]:
+        """The deltas of new text, and the finish reason if the sequence has ended."""
+        reason = sequence.finish_reason
+        self.is_finished = reason is not None
         if self._reader is None:
-            return [Content(sample.text)] if sample.text else [], reason
-        deltas = self._reader.push(sample.text) if sample.text else []
+            return [Content(sequence.text)] if sequence.text else [], reason
+        deltas = self._reader.push(sequence.text) if sequence.text else []
         if reason is not None:
             deltas = deltas + self._reader.finish()
-        self._count_reasoning(deltas, len(sample.token_ids))
+        self._count_reasoning(deltas, len(sequence.token_ids))
         deltas = [delta for delta in deltas if self._keeps(delta)]
         return deltas, None if reason is None else self._plan.finish_reason(reason, self.calls)
 
     @property
-    def seeks_calls(self) -> bool:
-        """Whether the answer is read for tool calls."""
+    def parses_calls(self) -> bool:
+        """Whether the answer is parsed for tool calls."""
         return self._plan.is_active
 
     def _count_reasoning(self, deltas: list[Delta], tokens: int) -> None:
         kinds = {type(delta) for delta in deltas}
-        if self._is_thinking and kinds <= {Reasoning}:
+        if self._is_reasoning and kinds <= {Reasoning}:
             self.reasoning_tokens += tokens
         elif kinds:
-            self._is_thinking = False
+            self._is_reasoning = False
 
     def _keeps(self, delta: Delta) -> bool:
         if isinstance(delta, Reasoning):
@@ -100,80 +98,98 @@ class GeneratedChoice:
 
 
 @dataclass
-class ChatGeneration:
-    """A chat request, ready to be generated."""
+class SessionPrompt:
+    """The prompt of a session's turn."""
 
-    server: ServerContext
+    text: str
+    tokens: list[int]
+    turn: SessionTurn
+
+
+@dataclass
+class ChatGeneration:
+    """A checked chat request, ready to be generated."""
+
+    context: ServerContext
     exchange: Exchange
     job: GenerationJob
     choices: list[GeneratedChoice]
-    splits: bool
-    """Whether thinking is told from the answer."""
+    splits_reasoning: bool
+    """Whether reasoning is separated from the answer."""
     is_streamed: bool = False
-    counter: Counter = field(default_factory=Counter)
+    counter: UsageCounter = field(default_factory=UsageCounter)
 
     async def pieces(self) -> AsyncGenerator[AnswerPiece, None]:
-        """What is new, sample by sample. Where nothing is streamed, each sample comes whole."""
-        async with aclosing(generate(self.server, self.exchange, [self.job])) as outputs:
-            async for _, output in outputs:
+        """New output, sequence by sequence. Without streaming, each sequence comes in one piece."""
+        (request,) = admit(self.context, self.exchange, [self.job])
+        async with request as outputs:
+            async for output in outputs:
+                request.on_output(output)
                 self.counter.add(0, output)
-                for sample in output.outputs:
-                    choice = self.choices[sample.index]
-                    if choice.is_over or not (sample.token_ids or sample.finish_reason):
+                for sequence in output.outputs:
+                    choice = self.choices[sequence.index]
+                    if choice.is_finished or not (sequence.token_ids or sequence.finish_reason):
                         continue
-                    deltas, reason = choice.read(sample)
-                    if reason is not None and choice.seeks_calls:
-                        self.server.seeing.metrics.on_tool_parse(self.is_streamed, choice.calls > 0, self.exchange.path)
-                    if self.splits:
+                    deltas, reason = choice.read(sequence)
+                    if self.splits_reasoning:
                         self.counter.reasoning = sum(each.reasoning_tokens for each in self.choices)
-                    if reason is not None and choice.calls and self.job.turn is not None:
-                        await fall_asleep(self.server, self.job.turn)
-                    yield AnswerPiece(sample.index, deltas, sample, output, reason)
+                    if reason is not None:
+                        await self._on_finish(choice)
+                    yield AnswerPiece(deltas, sequence, output, reason)
+
+    async def _on_finish(self, choice: GeneratedChoice) -> None:
+        if choice.parses_calls:
+            self.context.metrics.on_tool_parse(self.is_streamed, choice.calls > 0, self.exchange.path)
+        if choice.calls and self.job.turn is not None:
+            # Until the tools' results arrive, other requests can use the session's memory.
+            await self.context.llm.call_sessions(SuspendSession(self.job.turn.key))
 
 
 async def prepare(
-    server: ServerContext, exchange: Exchange, request: ChatRequest, session: SessionPrompt | None = None
+    context: ServerContext, exchange: Exchange, request: ChatRequest, session: SessionPrompt | None = None
 ) -> ChatGeneration:
-    """Check a chat request and turn its messages into a prompt. `session`: what it goes on with instead."""
-    server.check_serving()
-    server.check_model(request.model)
+    """Check a chat request and render its messages to a prompt; `session`: the prompt, if it is a session's turn."""
+    context.check_serving()
+    context.check_model(request.model)
     request.check_fields()
-    exchange.name_request(request.request_id)
-    plan = await _aside(tool_plan, server, request)
+    exchange.set_request_id(request.request_id)
+    plan = await _in_thread_if_new(tool_plan, context, request)
     limit, field_name = request.token_limit
-    logprobs = _logprobs(server, request)
-    params = sampling_params(request, server.sampling_defaults, _checked_limit(server, limit), logprobs)
-    text, tokens = await render(server, request) if session is None else (session.text, session.tokens)
+    logprobs = _logprobs(context, request)
+    params = sampling_params(
+        request, context.sampling_defaults, context.max_new_tokens if limit is None else limit, logprobs
+    )
+    text, tokens = await render(context, request) if session is None else (session.text, session.tokens)
     if params.truncate_prompt_tokens is None:
-        server.check_length(len(tokens), limit, field_name)
-    make_reader, split = _reading(server, plan, text)
+        context.check_length(len(tokens), limit, field_name)
+    make_reader, split = _reader_factory(context, plan, text)
     _constrain(request, params, plan, split, text)
-    search = beam_search_params(request, limit or max(1, server.max_model_len - len(tokens)))
+    search = beam_search_params(request, limit or max(1, context.max_model_len - len(tokens)))
     if search is not None and params.structured_outputs is not None:
-        raise bad_request("a tool_choice that demands calls means nothing with use_beam_search", "tool_choice")
-    readers = [make_reader() for _ in range(min(params.n, server.config.max_samples))]
+        raise bad_request("a tool_choice that requires calls is not supported with use_beam_search", "tool_choice")
+    readers = [make_reader() for _ in range(min(params.n, context.config.max_samples))]
     if any(reader is not None and reader.needs_special_tokens for reader in readers):
         params.skip_special_tokens = False
     if split is not None and params.output_kind is RequestOutputKind.FINAL_ONLY:
-        params.output_kind = RequestOutputKind.DELTA  # where thinking ends is seen token by token
+        params.output_kind = RequestOutputKind.DELTA  # to find the token at which reasoning ends
     keeps_reasoning = request.include_reasoning is not False
-    turn = session_turn(exchange, request, search) if session is None else session.turn
+    turn = requested_session(exchange, request, search) if session is None else session.turn
     return ChatGeneration(
-        server=server,
+        context=context,
         exchange=exchange,
         job=GenerationJob(tokens, params, text, request.priority or 0, request.cache_salt, search, turn),
         choices=[GeneratedChoice(reader, plan, keeps_reasoning) for reader in readers],
-        splits=split is not None,
+        splits_reasoning=split is not None,
         is_streamed=bool(request.stream),
     )
 
 
-def tool_plan(server: ServerContext, request: ChatRequest) -> ToolPlan:
-    """What the request's tools mean for its answers."""
+def tool_plan(context: ServerContext, request: ChatRequest) -> ToolPlan:
+    """How the request's tools are offered and how calls are parsed."""
     parser = "json"
-    _check_template(server, request)
-    if request.tools is not None and server.offering is not None:
-        parser = server.offering.parser(request.chat_template)
+    _check_template(context, request)
+    if request.tools is not None and context.tool_prompts is not None:
+        parser = context.tool_prompts.parser(request.chat_template)
     choice = request.tool_choice
     return ToolPlan(
         [tool.function for tool in request.tools or ()],
@@ -181,62 +197,68 @@ def tool_plan(server: ServerContext, request: ChatRequest) -> ToolPlan:
         named=choice.function.name if isinstance(choice, NamedTool) else None,
         is_parallel=request.parallel_tool_calls is not False,
         parser=parser,
-        is_auto_on=server.config.enable_auto_tool_choice,
+        is_auto_on=context.config.enable_auto_tool_choice,
     )
 
 
-async def render(server: ServerContext, request: ChatRequest) -> tuple[str, list[int]]:
-    """The conversation as text and as tokens."""
-    if server.offering is None:
+async def render(context: ServerContext, request: ChatRequest) -> tuple[str, list[int]]:
+    """The conversation as text and as token ids."""
+    if context.tool_prompts is None:
         raise bad_request("chat needs a tokenizer, and the server runs with --skip-tokenizer-init", "messages")
-    _check_template(server, request)
+    _check_template(context, request)
     messages = [message.as_dict() for message in request.messages]
     arguments: dict[str, Any] = {
-        "preamble": await _aside(preamble_of, server, request),
-        "tools": rendered_tools(server, request),
-        "add_generation_prompt": _default(request.add_generation_prompt, not request.continue_final_message),
+        "preamble": await _in_thread_if_new(preamble_of, context, request),
+        "tools": rendered_tools(context, request),
+        "add_generation_prompt": (
+            not request.continue_final_message
+            if request.add_generation_prompt is None
+            else request.add_generation_prompt
+        ),
         "continue_final_message": bool(request.continue_final_message),
         "chat_template": request.chat_template,
-        "chat_template_kwargs": template_kwargs(server, request),
+        "chat_template_kwargs": template_kwargs(context, request),
         "documents": request.documents,
     }
     length = sum(len(str(message.get("content", ""))) for message in messages)
     if length < LONG_CHAT and request.tools is None and request.chat_template is None:
-        text = server.offering.render(messages, **arguments)
+        text = context.tool_prompts.render(messages, **arguments)
     else:
-        text = await asyncio.to_thread(server.offering.render, messages, **arguments)
+        text = await asyncio.to_thread(context.tool_prompts.render, messages, **arguments)
     if request.truncate_prompt_tokens is None:
-        server.check_text(text)
+        context.check_text(text)
     # The template writes the special tokens itself; the tokenizer must not add its own.
-    return text, await server.tokenize(text, add_special_tokens=False)
+    return text, await context.tokenize(text, add_special_tokens=False)
 
 
-def _check_template(server: ServerContext, request: ChatRequest) -> None:
-    if request.chat_template is not None and not server.config.trust_request_chat_template:
+def _check_template(context: ServerContext, request: ChatRequest) -> None:
+    if request.chat_template is not None and not context.config.trust_request_chat_template:
         raise bad_request(
             "chat_template is refused: the server must be started with --trust-request-chat-template", "chat_template"
         )
 
 
-async def _aside(work: Callable[[ServerContext, ChatRequest], T], server: ServerContext, request: ChatRequest) -> T:
-    """In a thread where a template has to be tried that nobody has seen before: it may take its time."""
+async def _in_thread_if_new(
+    work: Callable[[ServerContext, ChatRequest], T], context: ServerContext, request: ChatRequest
+) -> T:
+    """Run `work`, in a thread if it may have to try out a template that came with the request, which can be slow."""
     if request.tools is None or request.chat_template is None:
-        return work(server, request)
-    return await asyncio.to_thread(work, server, request)
+        return work(context, request)
+    return await asyncio.to_thread(work, context, request)
 
 
-def preamble_of(server: ServerContext, request: ChatRequest) -> str | None:
-    """What the model is told of tools, where its template would not."""
-    if request.tools is None or server.offering is None or not server.config.enable_tool_preamble:
+def preamble_of(context: ServerContext, request: ChatRequest) -> str | None:
+    """The tool description for the system message, if the chat template writes none."""
+    if request.tools is None or context.tool_prompts is None or not context.config.enable_tool_preamble:
         return None
-    return tool_plan(server, request).preamble() if server.offering.is_silent(request.chat_template) else None
+    return tool_plan(context, request).preamble() if context.tool_prompts.ignores_tools(request.chat_template) else None
 
 
-def rendered_tools(server: ServerContext, request: ChatRequest) -> list[dict[str, Any]] | None:
-    """Tools as chat templates are given them."""
+def rendered_tools(context: ServerContext, request: ChatRequest) -> list[dict[str, Any]] | None:
+    """Tools as chat templates expect them."""
     if request.tools is None:
         return None
-    if request.tool_choice == "none" and server.config.exclude_tools_when_tool_choice_none:
+    if request.tool_choice == "none" and context.config.exclude_tools_when_tool_choice_none:
         return None
     return [_without_nulls(msgspec.to_builtins(tool)) for tool in request.tools]
 
@@ -246,36 +268,28 @@ def _without_nulls(tool: dict[str, Any]) -> dict[str, Any]:
     return {"type": tool["type"], "function": function}
 
 
-def template_kwargs(server: ServerContext, request: ChatRequest) -> dict[str, Any]:
-    """The template's own switches: the server's, over them the request's."""
+def template_kwargs(context: ServerContext, request: ChatRequest) -> dict[str, Any]:
+    """Variables of the chat template: the server's defaults, overridden by the request's."""
     given: dict[str, Any] = {}
     if request.reasoning_effort is not None:
         given["reasoning_effort"] = request.reasoning_effort
         if request.reasoning_effort == "none":
             given["enable_thinking"] = False
-    return {**(server.config.default_chat_template_kwargs or {}), **given, **(request.chat_template_kwargs or {})}
+    return {**(context.config.default_chat_template_kwargs or {}), **given, **(request.chat_template_kwargs or {})}
 
 
-def _checked_limit(server: ServerContext, limit: int | None) -> int | None:
-    return server.max_new_tokens if limit is None else limit
-
-
-def _logprobs(server: ServerContext, request: ChatRequest) -> int | None:
+def _logprobs(context: ServerContext, request: ChatRequest) -> int | None:
     if not request.logprobs:
         return None
-    count, most = request.top_logprobs or 0, server.llm.config.max_logprobs
+    count, most = request.top_logprobs or 0, context.llm.config.max_logprobs
     if most >= 0 and not 0 <= count <= most:
-        raise bad_request(f"top_logprobs is {count}; from 0 to {most} (max_logprobs)", "top_logprobs")
+        raise bad_request(f"top_logprobs is {count}; it must be from 0 to {most} (max_logprobs)", "top_logprobs")
     return count
 
 
-def _default(value: bool | None, otherwise: bool) -> bool:
-    return otherwise if value is None else value
-
-
-def _reading(server: ServerContext, plan: ToolPlan, prompt: str) -> tuple[Any, type[ThinkSplit] | None]:
-    """How answers are read: what makes a reader, and the kind of split in it."""
-    name = server.config.reasoning_parser
+def _reader_factory(context: ServerContext, plan: ToolPlan, prompt: str) -> tuple[Any, type[ThinkSplit] | None]:
+    """What makes a parser for one answer, and the class that separates its reasoning, if any."""
+    name = context.config.reasoning_parser
     split = None if name is None else type(make_reasoning_split(name, prompt))
 
     def make_reader() -> AnswerReader | None:
@@ -289,12 +303,14 @@ def _reading(server: ServerContext, plan: ToolPlan, prompt: str) -> tuple[Any, t
 def _constrain(
     request: ChatRequest, params: SamplingParams, plan: ToolPlan, split: type[ThinkSplit] | None, prompt: str
 ) -> None:
-    """The form the answer must have: the request's own, or that of the calls it demands."""
+    """Constrain the answer to the request's own structured output, or to the tool calls it requires."""
     wanted = plan.constraint()
     if wanted is not None:
         if params.structured_outputs is not None:
-            raise bad_request("a tool_choice that demands calls and a form of the answer exclude each other")
+            raise bad_request(
+                "a tool_choice that requires calls cannot be combined with structured outputs: send one of them"
+            )
         params.structured_outputs = wanted
     if params.structured_outputs is not None and split is not None and split.opens(prompt):
-        # The answer begins inside the thinking, which has no form.
+        # The answer begins inside the reasoning, which is not constrained.
         params.structured_outputs = msgspec.structs.replace(params.structured_outputs, after=split.closing)

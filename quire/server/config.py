@@ -1,4 +1,4 @@
-"""Every setting of the server, documented once: the flags of `quire serve` and its YAML keys come from here."""
+"""Every setting of the server; the flags of `quire serve` and its YAML keys are generated from here."""
 
 from __future__ import annotations
 
@@ -18,94 +18,98 @@ LOG_FORMATS = ("text", "json")
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """How the server is set up. Validated when it is made; nothing is changed afterwards."""
+    """The server's settings: validated when made, then immutable."""
 
     host: str = option("127.0.0.1", "Address to listen on; 0.0.0.0 or :: is every interface", "listening")
-    port: int = option(8000, "Port to listen on; 0: any free one", "listening")
+    port: int = option(8000, "Port to listen on; 0: any free port", "listening")
     uds: str | None = option(None, "Listen on this Unix socket instead of a port", "listening")
-    root_path: str = option("", "Path under which a proxy shows the server", "listening")
-    ssl_certfile: str | None = option(None, "TLS certificate (PEM); with it the server speaks https", "listening")
-    ssl_keyfile: str | None = option(None, "The certificate's key, if it is in a file of its own", "listening")
+    root_path: str = option("", "Path prefix under which a proxy exposes the server", "listening")
+    ssl_certfile: str | None = option(None, "TLS certificate (PEM); enables https", "listening")
+    ssl_keyfile: str | None = option(None, "The certificate's private key, if in a separate file", "listening")
     ssl_ca_certs: str | None = option(
-        None, "Certificates (PEM) of those who may sign clients' ones: every client must show one", "listening"
+        None, "CA certificates (PEM) for client certificates; if set, every client must present one", "listening"
     )
     allowed_origins: tuple[str, ...] = option(
-        (), "Origins whose pages may use the server (CORS); * is all, and none if unset", "listening", many=True
+        (), "Origins that browsers may call the server from (CORS); * is all; unset: none", "listening", many=True
     )
 
     api_key: tuple[str, ...] = option(
-        (), "A key that opens every route but /health; QUIRE_API_KEY if unset (several: commas)", "access", many=True
+        (), "A key for every route but /health; unset: QUIRE_API_KEY (several: comma-separated)", "access", many=True
     )
-    admin_key: str | None = option(None, "The key of the /admin routes, which exist only with one", "access")
+    admin_key: str | None = option(None, "The key of the /admin routes, which exist only if it is set", "access")
 
     served_model_name: tuple[str, ...] = option(
-        (), "The model's name in the API; several are aliases, the first is shown", "answers", many=True
+        (), "The model's name in the API; several are aliases, responses use the first", "answers", many=True
     )
-    enable_auto_tool_choice: bool = option(True, "Look for tool calls where tools are given", "answers")
+    enable_auto_tool_choice: bool = option(True, "Parse answers for tool calls if the request has tools", "answers")
     tool_call_parser: str | None = option(
-        None, "Notation of tool calls, by name or dotted path; unset: by the chat template", "answers"
+        None, "Parser of tool calls, by name or dotted path; unset: chosen by the chat template", "answers"
     )
     enable_tool_preamble: bool = option(
-        True, "Tell the model of tools in its system message where the chat template would not", "answers"
+        True, "Describe tools in the system message if the chat template does not", "answers"
     )
     reasoning_parser: str | None = option(
-        None, "How thinking is told from the answer, by name or dotted path; unset: it is not", "answers"
+        None, "Parser that separates reasoning from the answer, by name or dotted path; unset: none", "answers"
     )
     exclude_tools_when_tool_choice_none: bool = option(
-        False, "Leave tools out of the prompt where tool_choice is none", "answers"
+        False, "Leave tools out of the prompt if tool_choice is none", "answers"
     )
-    trust_request_chat_template: bool = option(False, "Requests may bring a chat template of their own", "answers")
+    trust_request_chat_template: bool = option(False, "Accept chat templates in requests", "answers")
     default_chat_template_kwargs: Mapping[str, Any] | None = option(
-        None, "Variables of the chat template, under those of the request (JSON)", "answers"
+        None, "Default variables of the chat template, which requests can override (JSON)", "answers"
     )
     enable_force_include_usage: bool = option(
-        False, "Every stream tells its usage, all along and at the end", "answers"
+        False, "Include usage in every chunk and at the end of every stream", "answers"
     )
-    enable_request_id_headers: bool = option(False, "Answers carry X-Request-Id", "answers")
+    enable_request_id_headers: bool = option(False, "Send X-Request-Id in responses", "answers")
     enable_per_request_metrics: bool = option(
-        False, "Every answer tells its times, cached tokens and preemptions, asked or not", "answers"
+        False, "Include times, cached tokens and preemptions in every response, as return_metrics does", "answers"
     )
 
     max_queued_requests: int = option(
-        1024, "Samples that may wait, for each engine, beside those that run; above it requests get 429", "limits"
+        1024, "Most sequences that may wait per engine, besides those running; more requests get 429", "limits"
     )
     max_queued_tokens: int | None = option(
-        None, "Prompt tokens that may wait, for each engine; unset: eight times what its KV cache holds", "limits"
+        None, "Most prompt tokens that may wait per engine; unset: eight times its KV cache", "limits"
     )
-    max_body_bytes: int = option(32 * 2**20, "Longest request body", "limits")
+    max_body_bytes: int = option(32 * 2**20, "Longest request body in bytes", "limits")
     max_open_body_bytes: int | None = option(
-        None, "Bytes of all bodies held at once, above which requests get 429; unset: eight of the longest", "limits"
+        None,
+        "Most bytes of all request bodies held at once; more requests get 429; unset: eight times the longest",
+        "limits",
     )
-    max_header_bytes: int = option(64 * 2**10, "Longest request line and headers together", "limits")
-    max_samples: int = option(128, "Most samples (n) of one prompt", "limits")
+    max_header_bytes: int = option(64 * 2**10, "Longest request line and headers together, in bytes", "limits")
+    max_samples: int = option(128, "Most sequences (n) of one prompt", "limits")
     max_prompts: int = option(1024, "Most prompts in one completions request, each counted n times", "limits")
     request_timeout: float | None = option(
-        None, "Seconds a request may take, queued and running; a request's own timeout can only be shorter", "limits"
+        None, "Seconds a request may take, queued and running; a request's own timeout can only shorten it", "limits"
     )
     stall_timeout: float = option(
-        60.0, "Seconds a client may leave its body unsent or its answer unread before it is let go", "limits"
+        60.0,
+        "Seconds without progress in sending the body or reading the response before a client is disconnected",
+        "limits",
     )
     engine_stall_seconds: float = option(
-        20.0, "Seconds without a completed step, while there is work, after which /health says no", "limits"
+        20.0, "Seconds without a completed step, while there is work, after which /health fails", "limits"
     )
     engine_hang_timeout: float = option(
-        360.0, "Seconds without a completed step, while there is work, after which the engine is made again; 0: never",
+        360.0, "Seconds without a completed step, while there is work, after which the engine is restarted; 0: never",
         "limits",
     )  # fmt: skip
     shutdown_timeout: float = option(
-        30.0, "Seconds that running requests get to finish after SIGTERM or Ctrl-C; a second signal cuts them off",
+        30.0, "Seconds that running requests have to finish after SIGTERM or Ctrl-C; a second signal stops at once",
         "limits",
     )  # fmt: skip
 
-    log_format: str = option("text", "Log lines for people or for machines", "seeing", choices=LOG_FORMATS)
+    log_format: str = option("text", "Format of log lines", "observability", choices=LOG_FORMATS)
     enable_log_requests: bool = option(
-        False, "Log prompts and sampling parameters too; without it no prompt is ever logged", "seeing"
+        False, "Also log prompts and sampling parameters; otherwise prompts are never logged", "observability"
     )
     vllm_metric_names: bool = option(
-        False, "Show metrics under vLLM's names too (vllm:), for boards and alerts made for it", "seeing"
+        False, "Also show metrics under vLLM's names (vllm:), for dashboards and alerts made for it", "observability"
     )
     otlp_traces_endpoint: str | None = option(
-        None, "Send a span of each request there (OTLP over HTTP); needs the extra `traces`", "seeing"
+        None, "Send a span for each request to this OTLP/HTTP endpoint; needs the extra `traces`", "observability"
     )
 
     def __post_init__(self) -> None:
@@ -151,7 +155,9 @@ class ServerConfig:
         if self.admin_key == "":
             raise ConfigError("admin_key is empty", "admin_key", "")
         if self.admin_key in self.api_key:
-            raise ConfigError("admin_key is also an api_key: users would be admins", "admin_key")
+            raise ConfigError(
+                "admin_key is also an api_key, which would give every user admin rights: choose another", "admin_key"
+            )
         if self.ssl_certfile is None and (self.ssl_keyfile or self.ssl_ca_certs):
             raise ConfigError("ssl_keyfile and ssl_ca_certs need ssl_certfile", "ssl_certfile")
         if self.root_path and not self.root_path.startswith("/"):

@@ -1,53 +1,51 @@
-"""`ServerContext`: everything a route may need."""
+"""`ServerContext`: what the routes share."""
 
 from __future__ import annotations
 
 import asyncio
 import functools
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from quire import __version__
 from quire.api.async_llm import AsyncLLM
 from quire.api.inputs import encode_text
 from quire.errors import ValidationError
-from quire.loading.read_config import read_generation_config
+from quire.loading.model_config import read_generation_config
 from quire.messages.sampling import FROM_GENERATION_CONFIG
 from quire.output.detokenizer import Vocabulary
 from quire.server.auth import Keys
 from quire.server.config import ServerConfig
 from quire.server.errors import ApiError, bad_request, not_found, unavailable
-from quire.server.http import Exchange, HungUpError
-from quire.server.lifecycle.replicas import supervise
-from quire.server.limits import AdmissionLimiter, Bodies
-from quire.server.observability.watchers import Observability
+from quire.server.http import ClientDisconnectedError, Exchange
+from quire.server.lifecycle.supervisor import supervise
+from quire.server.limits import AdmissionLimiter, OpenBodies
+from quire.server.observability.logs import AccessLog, RequestLog
+from quire.server.observability.metrics import ServerMetrics
+from quire.server.observability.observer import HttpListener, Observer
+from quire.server.observability.tracing import make_traces
 from quire.server.tool_prompts import ToolPrompts
 
-if TYPE_CHECKING:
-    from quire.api.chat import ChatRenderer
-
 LONG_TEXT = 4096
-"""Characters: a text this long is tokenized in a thread, and the event loop goes on."""
-TOKENS_OF_QUEUE = 8
-"""Prompts that may wait, in sizes of the KV cache, where nothing else is said."""
-BODIES_AT_ONCE = 8
-"""Bodies that may be held at once, in sizes of the longest, where nothing else is said."""
-LOOK_SECONDS = 5.0
-"""Clients that stopped reading are looked for so often."""
+"""Characters: a text this long is tokenized in a thread, so that the event loop is not blocked."""
+QUEUED_CACHE_SIZES = 8
+"""Default of max_queued_tokens, in sizes of the KV cache."""
+OPEN_BODY_SIZES = 8
+"""Default of max_open_body_bytes, in sizes of the longest body."""
+STALL_CHECK_SECONDS = 5.0
+"""How often clients that stopped reading are looked for."""
 
 
 class ServerContext:
-    """An engine, its settings, and what is going on. One for each process; made before the event loop runs."""
+    """An engine, its settings and the server's state. One per process, made before the event loop runs."""
 
-    def __init__(self, llm: AsyncLLM, config: ServerConfig, tokenizer: Any, renderer: ChatRenderer | None) -> None:
+    def __init__(self, llm: AsyncLLM, config: ServerConfig) -> None:
         self.llm = llm
         self.config = config
-        self.tokenizer = tokenizer
-        """None where the engine takes token ids only."""
-        self.renderer = renderer
-        """The same."""
-        self.offering = None if renderer is None else ToolPrompts(renderer, config.tool_call_parser)
-        """How models hear of tools."""
+        self.tokenizer: Any = llm.inputs.tokenizer
+        """None if the engine takes only token ids."""
+        self.tool_prompts = None if self.tokenizer is None else ToolPrompts(llm.renderer, config.tool_call_parser)
+        """None without a tokenizer."""
         self.names = config.served_model_name or (llm.config.model,)
         self.created = int(time.time())
         self.version = __version__
@@ -60,83 +58,91 @@ class ServerContext:
         self.exchanges: set[Exchange] = set()
         """Requests being answered."""
         most_bytes = config.max_open_body_bytes
-        self.bodies = Bodies(BODIES_AT_ONCE * config.max_body_bytes if most_bytes is None else most_bytes)
-        facts, engines = llm.facts, len(llm.replicas)
+        self.bodies = OpenBodies(OPEN_BODY_SIZES * config.max_body_bytes if most_bytes is None else most_bytes)
+        facts, engines = llm.info, len(llm.replicas)
         max_tokens = config.max_queued_tokens
         self.admission = AdmissionLimiter(
             engines * facts.max_num_seqs,
             engines * config.max_queued_requests,
-            engines * (TOKENS_OF_QUEUE * facts.cache_tokens if max_tokens is None else max_tokens),
+            engines * (QUEUED_CACHE_SIZES * facts.cache_tokens if max_tokens is None else max_tokens),
         )
-        self.seeing = Observability(llm, config, self.names[0], self.supervisor, self.admission)
-        self.observer = self.seeing.observer
+        self.metrics = ServerMetrics(
+            llm, self.names[0], config.vllm_metric_names, self.supervisor, self.admission,
+            list(zip(llm.replicas, self.supervisor.each, strict=True)),
+            tuple if llm.router is None else llm.router.stats,
+        )  # fmt: skip
+        endpoint = config.otlp_traces_endpoint
+        self._traces = None if endpoint is None else make_traces(endpoint, self.names[0])
+        http: list[HttpListener] = [self.metrics, AccessLog()]
+        self.observer = Observer(
+            self.metrics,
+            *([RequestLog()] if config.enable_log_requests else []),
+            http=http if self._traces is None else [*http, self._traces],
+        )
         generation = read_generation_config(facts.files) if llm.config.generation_config == "auto" else {}
         self.sampling_defaults = {
             name: value for name in FROM_GENERATION_CONFIG if (value := generation.get(name)) is not None
         }
         self.max_new_tokens: int | None = generation.get("max_new_tokens") or None
-        """The model's own bound on an answer, where a request brings none."""
-        self._janitor: asyncio.Task[None] | None = None
+        """The model's own limit on generated tokens, for requests without one."""
+        self._stall_check: asyncio.Task[None] | None = None
 
-    # Life
+    # Start and stop
 
     async def start(self) -> None:
-        """To be called in the event loop before requests come."""
+        """Start supervision; call it in the event loop, before requests come."""
         self.supervisor.start()
-        self._janitor = asyncio.ensure_future(self._let_go_of_the_stalled())
+        self._stall_check = asyncio.ensure_future(self._disconnect_stalled())
 
     async def stop(self) -> None:
-        """The opposite. The engine is left to whoever made it."""
-        if self._janitor is not None:
-            self._janitor.cancel()
+        """Stop supervision and send remaining traces, which can take seconds. The engine keeps running."""
+        if self._stall_check is not None:
+            self._stall_check.cancel()
         await self.supervisor.stop()
-        await asyncio.to_thread(self.seeing.close)
+        if self._traces is not None:
+            await asyncio.to_thread(self._traces.shutdown)
 
     async def drain(self, seconds: float) -> None:
-        """Take no more requests, give the open ones so much time, then cut them off."""
+        """Take no more requests, wait for the open ones for `seconds`, then interrupt the rest."""
         self.is_draining = True
         deadline = time.monotonic() + seconds
         while self.exchanges and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
         for exchange in list(self.exchanges):
-            exchange.interrupt(unavailable("the server is shutting down, and the request was cut off"))
+            exchange.interrupt(unavailable("the server is shutting down; the request was interrupted"))
         await asyncio.sleep(0)
 
-    async def _let_go_of_the_stalled(self) -> None:
+    async def _disconnect_stalled(self) -> None:
         while True:
-            await asyncio.sleep(LOOK_SECONDS)
+            await asyncio.sleep(STALL_CHECK_SECONDS)
             latest = time.monotonic() - self.config.stall_timeout
             for exchange in list(self.exchanges):
                 if 0.0 < exchange.sending_since < latest:
-                    exchange.interrupt(HungUpError())
+                    exchange.interrupt(ClientDisconnectedError())
                     exchange.abort()
 
-    async def metrics_page(self) -> bytes:
-        """Figures in Prometheus' text format."""
-        return await self.seeing.metrics.page()
-
-    # What requests are checked against
+    # Checks of requests
 
     @property
     def max_model_len(self) -> int:
-        return self.llm.facts.max_model_len
+        return self.llm.info.max_model_len
 
     @property
     def retry_after(self) -> float:
-        """Seconds until a dead engine may be back."""
+        """Estimated seconds until a dead engine is back."""
         return self.supervisor.retry_after
 
     def check_serving(self) -> None:
-        """Raise 503 unless a request can be taken now."""
+        """Raise 503 unless a request can be accepted now."""
         if self.is_draining:
             raise ApiError(503, "the server is shutting down", headers={"Retry-After": "5", "Connection": "close"})
         if not self.supervisor.is_serving:
             raise unavailable(f"the engine is not running: {self.supervisor.status}", self.retry_after)
 
     def check_model(self, name: str | None) -> None:
-        """Raise 404 for a model that is not served here. No name is the one there is."""
+        """Raise 404 for a model that is not served; None is the served one."""
         if name is not None and name not in self.names:
-            raise not_found(f"the model {name!r} is not served here; there is {', '.join(self.names)}", "model")
+            raise not_found(f"the model {name!r} is not served here; available: {', '.join(self.names)}", "model")
 
     async def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Text as token ids."""
@@ -153,15 +159,15 @@ class ServerContext:
 
     @functools.cached_property
     def vocabulary(self) -> Vocabulary | None:
-        """Its tokens as text; None without a tokenizer."""
+        """The tokenizer's tokens as text; None without a tokenizer."""
         return None if self.tokenizer is None else Vocabulary(self.tokenizer)
 
     def check_text(self, text: str, field: str = "input_text") -> None:
-        """Raise if a text cannot fit the model whatever its tokens are: tokenizing megabytes takes seconds."""
+        """Raise if a text is too long for the model whatever its tokens are: tokenizing megabytes takes seconds."""
         if self.tokenizer is not None and len(text) > self._longest_text:
             raise bad_request(
                 f"This model's maximum context length is {self.max_model_len} tokens. However, the prompt has "
-                f"{len(text)} characters, and no more than {self._longest_text} can fit. Shorten the prompt",
+                f"{len(text)} characters; at most {self._longest_text} can fit. Shorten the prompt",
                 field,
             )
 
@@ -170,21 +176,21 @@ class ServerContext:
         return self.max_model_len * max(map(len, self.tokenizer.get_vocab()))
 
     def check_length(self, prompt: int, output: int | None, field: str = "max_tokens") -> None:
-        """Raise unless a prompt of so many tokens, and so many more, fit the model."""
+        """Raise unless a prompt of `prompt` tokens and `output` generated tokens fit the model."""
         longest = self.max_model_len
         if output is not None and output > longest:
             raise bad_request(
                 f"{field} is {output}, and this model's maximum context length is {longest} tokens", field
             )
         if prompt + (output or 0) > longest or prompt >= longest:
-            asked = f" and {field} asks for {output} more" if output is not None else ""
+            requested = f" and {field} requests {output} more" if output is not None else ""
             raise bad_request(
                 f"This model's maximum context length is {longest} tokens. However, the prompt has {prompt} "
-                f"tokens{asked}. Shorten the prompt, or ask for fewer tokens",
+                f"tokens{requested}. Shorten the prompt, or request fewer tokens",
                 "input_tokens",
             )
 
-    def deadline(self, asked: float | None) -> float | None:
-        """Seconds a request may take: its own wish, within the server's bound."""
-        bounds = [seconds for seconds in (asked, self.config.request_timeout) if seconds is not None]
+    def deadline(self, requested: float | None) -> float | None:
+        """Seconds a request may take: its own timeout, limited by the server's."""
+        bounds = [seconds for seconds in (requested, self.config.request_timeout) if seconds is not None]
         return min(bounds, default=None)

@@ -1,4 +1,4 @@
-"""Errors as HTTP answers: `{"error": {"message", "type", "param", "code"}}`, the shape OpenAI clients read."""
+"""Errors as HTTP responses: `{"error": {"message", "type", "param", "code"}}`, the format OpenAI clients read."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from quire.errors import (
 logger = logging.getLogger(__name__)
 
 RETRY_SECONDS = 1
-"""What Retry-After says where nobody knows better."""
+"""Default of Retry-After."""
 LONGEST_MESSAGE = 1000
-"""Characters of an error."""
+"""Characters of an error message."""
 
 TYPES = {
     400: "BadRequestError",
@@ -56,11 +56,11 @@ SESSION_ERRORS: tuple[tuple[type[QuireError], int], ...] = (
     (StoreFullError, 507),
     (StoreError, 503),
 )
-"""What went wrong with a session, the more particular first."""
+"""Status of session errors, subclasses first."""
 
 
 class ErrorDetail(msgspec.Struct):
-    """What was wrong."""
+    """What is wrong with the request."""
 
     message: str
     type: str
@@ -69,13 +69,13 @@ class ErrorDetail(msgspec.Struct):
 
 
 class ErrorBody(msgspec.Struct):
-    """The body of every answer that is an error, and the event that ends a stream that failed."""
+    """The body of every error response, and the last event of a stream that failed."""
 
     error: ErrorDetail
 
 
 class ApiError(QuireError):
-    """An error that is to be an answer with this status."""
+    """An error to be sent as a response with this status."""
 
     def __init__(
         self,
@@ -95,17 +95,17 @@ class ApiError(QuireError):
 
     @property
     def body(self) -> ErrorBody:
-        """What the client gets to read."""
+        """The response body."""
         return ErrorBody(ErrorDetail(self.message, self.type, self.param, self.status))
 
 
 def shortened(text: str) -> str:
-    """A value may be megabytes, and what is said of it quotes it: its ends are enough."""
+    """Shorten a message in the middle: it may quote a value of megabytes."""
     return text if len(text) <= LONGEST_MESSAGE else f"{text[: LONGEST_MESSAGE // 2]} … {text[-LONGEST_MESSAGE // 4 :]}"
 
 
 def bad_request(message: str, param: str | None = None) -> ApiError:
-    """400: the request itself is wrong."""
+    """400: the request is invalid."""
     return ApiError(400, message, param=param)
 
 
@@ -115,17 +115,22 @@ def not_found(message: str, param: str | None = None) -> ApiError:
 
 
 def unavailable(message: str, retry_after: float = RETRY_SECONDS) -> ApiError:
-    """503: not now."""
+    """503: the request cannot be served now."""
     return ApiError(503, message, headers={"Retry-After": retry_text(retry_after)})
 
 
+def engine_failure(reason: str | None) -> ApiError:
+    """500: the engine ended the request."""
+    return ApiError(500, f"the engine could not finish this request: {reason or 'it was aborted'}")
+
+
 def retry_text(seconds: float) -> str:
-    """Seconds as Retry-After wants them: whole, and at least one."""
+    """Seconds as Retry-After requires them: whole, and at least one."""
     return str(max(1, round(seconds)))
 
 
 def as_api_error(error: BaseException, retry_after: float = RETRY_SECONDS) -> ApiError:
-    """Any exception as an answer. What nobody foresaw is logged, and told without its details."""
+    """Any exception as a response. An unexpected one is logged, and sent without details."""
     if isinstance(error, ApiError):
         return error
     if (status := next((status for kind, status in SESSION_ERRORS if isinstance(error, kind)), 0)) != 0:
@@ -140,16 +145,16 @@ def as_api_error(error: BaseException, retry_after: float = RETRY_SECONDS) -> Ap
         return unavailable(f"the engine is not running and is being restarted: {error}", retry_after)
     if isinstance(error, QuireError):
         return ApiError(500, str(error))
-    logger.error("a request failed in a way nobody foresaw", exc_info=error)
+    logger.error("a request failed with an unexpected exception", exc_info=error)
     return ApiError(500, f"an unexpected {type(error).__name__} was raised; the server's log has more")
 
 
 _FIELD = re.compile(r"[a-z]+(?:[_.][a-z]+)+")
-"""What can be nothing but a field's name: a word such as `stop` may mean something else."""
+"""Text that can only be a field's name: a plain word such as `stop` may mean something else."""
 
 
-def as_sent(error: ApiError, names: Mapping[str, str]) -> ApiError:
-    """The same error in the client's words: `names` has what it calls the fields that have other names inside."""
+def in_client_terms(error: ApiError, names: Mapping[str, str]) -> ApiError:
+    """The same error with the client's field names; `names` maps internal names to them."""
     message = _FIELD.sub(lambda found: names.get(found[0], found[0]), error.message)
     inner = error.param or ""
     param = names.get(inner, inner)
@@ -165,7 +170,7 @@ _NULL_ONLY = re.compile(r"^Expected `null`, got")
 
 
 def as_decode_error(error: Exception, hints: Mapping[str, str]) -> ApiError:
-    """What is wrong with a body, told by field. `hints` says of fields that are refused what to use instead."""
+    """What is wrong with a body, by field. `hints` says what to use instead of refused fields."""
     if isinstance(error, RecursionError):
         return bad_request("the body is nested too deep")
     text = str(error)
@@ -187,7 +192,7 @@ def as_decode_error(error: Exception, hints: Mapping[str, str]) -> ApiError:
 
 
 def phrase(status: int) -> str:
-    """A status in words."""
+    """A status's reason phrase."""
     try:
         return HTTPStatus(status).phrase
     except ValueError:
@@ -195,5 +200,5 @@ def phrase(status: int) -> str:
 
 
 def error_json(error: ApiError) -> bytes:
-    """The body as bytes."""
+    """The encoded response body."""
     return msgspec.json.encode(error.body)

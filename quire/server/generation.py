@@ -1,35 +1,38 @@
-"""The path that every generating route takes: into the queue, to the engine, and back as it comes.
+"""How every generating route reaches the engine: admission to the queue, then one `EngineRequest` per prompt.
 
-    async with exchange.watched(server.deadline(body.timeout)):
-        async with aclosing(generate(server, exchange, jobs)) as outputs:
-            async for index, output in outputs:  # of jobs[index]; deltas or everything, as its params say
-                ...
+    (request,) = admit(context, exchange, [job])
+    async with request as outputs:
+        async for output in outputs:
+            request.on_output(output)
 
-Leaving the loop in any way ends the requests in the engine.
+Leaving the block in any way ends the request in the engine.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any
+from types import TracebackType
 
 from quire.api.async_sessions import SessionTurn as SessionTurn
 from quire.api.inputs import TokensPrompt
 from quire.messages.beams import BeamSearchParams
-from quire.messages.outputs import RequestOutput
+from quire.messages.outputs import BeamSearchOutput, RequestOutput
 from quire.messages.sampling import SamplingParams
-from quire.output.beams import as_samples
+from quire.output.beams import as_request_output
 from quire.server.context import ServerContext
-from quire.server.errors import ApiError, bad_request
+from quire.server.errors import bad_request, engine_failure
 from quire.server.http import Exchange
 from quire.server.limits import QueueTicket
 from quire.server.protocol.common import CompletionTokensDetails, PromptTokensDetails, Usage
+from quire.server.protocol.sampling import GenerationFields, session_names
+from quire.sessions.log import session_key
 
-_numbers = itertools.count()
+SESSION_HEADER = "x-session-id"
+
+MERGE_QUEUE = 16
+"""Outputs of several prompts that wait for the reader; beyond this, outputs merge in their own streams."""
 
 
 @dataclass
@@ -42,101 +45,112 @@ class GenerationJob:
     priority: int = 0
     cache_salt: str | None = None
     search: BeamSearchParams | None = None
-    """Given: a beam search, whose sequences are the samples; `params` says how they are shown."""
+    """Set for a beam search: its hypotheses become the sequences, and `params` only says how they are written."""
     turn: SessionTurn | None = None
-    """The session whose turn it is."""
+    """Set if the job is a turn of a session."""
+
+    @property
+    def prompt(self) -> TokensPrompt:
+        """The prompt as `AsyncLLM` takes it."""
+        prompt: TokensPrompt = {"prompt_token_ids": self.tokens, "cache_salt": self.cache_salt or ""}
+        if self.text is not None:
+            prompt["prompt"] = self.text
+        return prompt
 
 
-async def generate(
-    server: ServerContext, exchange: Exchange, jobs: Sequence[GenerationJob]
-) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    """What the engine yields for these jobs, each with its job's index. They are let in together or not at all."""
-    _check_samples(server, jobs)
-    server.check_serving()
-    places = server.admission.enter_all([(job.params.n, len(job.tokens)) for job in jobs])
-    streams = [_run(server, exchange, job, place) for job, place in zip(jobs, places, strict=True)]
-    try:
-        if len(streams) == 1:
-            async with aclosing(streams[0]) as outputs:
-                async for output in outputs:
-                    yield 0, output
-        else:
-            async with aclosing(_merged(streams)) as merged:
-                async for pair in merged:
-                    yield pair
-    finally:
-        for place in places:
-            place.leave()
+def requested_session(
+    exchange: Exchange, request: GenerationFields, search: BeamSearchParams | None = None
+) -> SessionTurn | None:
+    """A turn of the session that the body's `session_id` or the header names; its prompt is the whole conversation."""
+    name = exchange.headers.get(SESSION_HEADER) if request.session_id is None else request.session_id
+    if name is None:
+        return None
+    if request.session_id is None:
+        exchange.client_names = {**exchange.client_names, **session_names("X-Session-Id")}
+    if (request.n or 1) != 1 or search is not None:
+        raise bad_request("a session's turn generates one sequence: n must be 1, without beam search", "n")
+    return SessionTurn(session_key(exchange.tenant, name), rewrites=True)
 
 
-def _check_samples(server: ServerContext, jobs: Sequence[GenerationJob]) -> None:
-    most = server.config.max_samples
+class EngineRequest:
+    """An admitted job: its outputs, its place in the queue, and its record in metrics, logs and traces.
+
+    The engine knows it by the HTTP request's id with a number appended.
+    """
+
+    def __init__(self, context: ServerContext, exchange: Exchange, job: GenerationJob, ticket: QueueTicket) -> None:
+        self.ticket = ticket
+        self._context = context
+        self._exchange = exchange
+        self._job = job
+
+    async def __aenter__(self) -> AsyncGenerator[RequestOutput, None]:
+        job, exchange = self._job, self._exchange
+        self._record = self._context.observer.on_submit(
+            exchange.id, job.params, job.tokens if job.text is None else job.text
+        )
+        self._outputs = (
+            self._context.llm.run(
+                job.prompt, job.params, exchange.id, job.priority, exchange.tenant, job.turn, shares_id=True
+            )
+            if job.search is None
+            else self._search(job.search)
+        )
+        return self._outputs
+
+    def on_output(self, output: RequestOutput) -> None:
+        """Record an output; call it for each one. Raises 500 if the engine could not finish the request."""
+        self._record.on_output(output)
+        self.ticket.start()
+        if output.error is not None:
+            raise engine_failure(output.error)
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            await self._outputs.aclose()
+        finally:
+            self._record.on_finish("error" if isinstance(error, Exception) else None)
+            self.ticket.leave()
+
+    async def _search(self, search: BeamSearchParams) -> AsyncGenerator[RequestOutput, None]:
+        """A beam search as one output."""
+        llm, job, exchange = self._context.llm, self._job, self._exchange
+        stream = await llm.submit(job.prompt, search, exchange.id, job.priority, exchange.tenant, shares_id=True)
+        try:
+            found: BeamSearchOutput = await stream.take()
+        finally:
+            llm.leave(stream)
+        if not found.sequences:
+            raise engine_failure(found.error)
+        yield as_request_output(found, self._context.vocabulary, job.params.skip_special_tokens)
+
+
+def admit(context: ServerContext, exchange: Exchange, jobs: Sequence[GenerationJob]) -> list[EngineRequest]:
+    """Admit jobs to the queue, all or none. Raises 429 if the queue is full, 503 if there is no engine."""
+    most = context.config.max_samples
     for job in jobs:
         if job.params.n > most:
             raise bad_request(f"n is {job.params.n}; at most {most} (--max-samples)", "n")
+    context.check_serving()
+    tickets = context.admission.enter([(job.params.n, len(job.tokens)) for job in jobs])
+    return [EngineRequest(context, exchange, job, ticket) for job, ticket in zip(jobs, tickets, strict=True)]
 
 
-async def _run(
-    server: ServerContext, exchange: Exchange, job: GenerationJob, place: QueueTicket
-) -> AsyncGenerator[RequestOutput, None]:
-    """One job, told to whoever watches."""
-    request_id = f"{exchange.id}:{next(_numbers)}"
-    prompt: TokensPrompt = {"prompt_token_ids": job.tokens, "cache_salt": job.cache_salt or ""}
-    if job.text is not None:
-        prompt["prompt"] = job.text
-    seen = server.observer.on_submit(request_id, job.params, job.tokens if job.text is None else job.text)
-    asked: dict[str, Any] = {"priority": job.priority, "tenant": exchange.tenant}
-    if job.search is None:
-        stream = server.llm.run(prompt, job.params, request_id, **asked, turn=job.turn)
-    else:
-        stream = _search(server, job.search, job, prompt, request_id, **asked)
-    try:
-        async with aclosing(stream):
-            async for output in stream:
-                seen.on_output(output)
-                place.start()
-                if output.error is not None:
-                    raise ApiError(500, f"the engine could not go on with this request: {output.error}")
-                yield output
-    except Exception:
-        seen.on_finish("error")
-        raise
-    finally:
-        seen.on_finish()
-        place.leave()
-
-
-async def _search(
-    server: ServerContext,
-    search: BeamSearchParams,
-    job: GenerationJob,
-    prompt: TokensPrompt,
-    request_id: str,
-    **asked: Any,
-) -> AsyncGenerator[RequestOutput, None]:
-    """A beam search as one output."""
-    found = await server.llm.beam_search(prompt, search, request_id, **asked)
-    if not found.sequences:
-        raise ApiError(500, f"the engine could not go on with this request: {found.error or 'it was aborted'}")
-    yield as_samples(found, server.vocabulary, job.params.skip_special_tokens)
-
-
-async def _merged(
-    streams: Sequence[AsyncGenerator[RequestOutput, None]],
+async def generate(
+    context: ServerContext, exchange: Exchange, jobs: Sequence[GenerationJob]
 ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    """Several streams as they come. The queue is short: who reads slowly makes them wait, and outputs merge there."""
-    queue: asyncio.Queue[tuple[int, RequestOutput | Exception | None]] = asyncio.Queue(maxsize=16)
-
-    async def pump(index: int, stream: Any) -> None:
-        try:
-            async with aclosing(stream):
-                async for output in stream:
-                    await queue.put((index, output))
-            await queue.put((index, None))
-        except Exception as error:
-            await queue.put((index, error))
-
-    pumps = [asyncio.ensure_future(pump(index, stream)) for index, stream in enumerate(streams)]
+    """Outputs of several jobs as they come, each with its job's index."""
+    requests = admit(context, exchange, jobs)
+    if len(requests) == 1:
+        async with requests[0] as outputs:
+            async for output in outputs:
+                requests[0].on_output(output)
+                yield 0, output
+        return
+    queue: asyncio.Queue[tuple[int, RequestOutput | Exception | None]] = asyncio.Queue(maxsize=MERGE_QUEUE)
+    pumps = [asyncio.ensure_future(_pump(request, index, queue)) for index, request in enumerate(requests)]
     try:
         left = len(pumps)
         while left:
@@ -148,26 +162,42 @@ async def _merged(
             else:
                 yield index, item
     finally:
-        for task in pumps:
-            task.cancel()
+        for request in requests:
+            request.ticket.leave()  # a pump that was cancelled before it began has not
+        for pump in pumps:
+            pump.cancel()
         await asyncio.gather(*pumps, return_exceptions=True)
 
 
-class Counter:
-    """Counts tokens for `usage` while outputs come, whether they hold what is new or everything."""
+async def _pump(
+    request: EngineRequest, index: int, queue: asyncio.Queue[tuple[int, RequestOutput | Exception | None]]
+) -> None:
+    """Put a request's outputs into the queue, then None, or the exception that ended it."""
+    try:
+        async with request as outputs:
+            async for output in outputs:
+                request.on_output(output)
+                await queue.put((index, output))
+        await queue.put((index, None))
+    except Exception as error:
+        await queue.put((index, error))
+
+
+class UsageCounter:
+    """Counts tokens for `usage`."""
 
     def __init__(self) -> None:
         self._prompts: dict[int, tuple[int, int]] = {}
         self.completion = 0
         self.reasoning: int | None = None
-        """Tokens of thinking; None where nobody tells them apart."""
+        """Reasoning tokens; None if reasoning is not separated from the answer."""
 
     def add(self, index: int, output: RequestOutput) -> None:
-        """New tokens. Outputs must be deltas, or come once."""
+        """Count an output of job `index`. Outputs must be deltas, or the only one."""
         if index not in self._prompts:
             self._prompts[index] = len(output.prompt_token_ids), output.num_cached_tokens or 0
-        for sample in output.outputs:
-            self.completion += len(sample.token_ids)
+        for sequence in output.outputs:
+            self.completion += len(sequence.token_ids)
 
     @property
     def usage(self) -> Usage:

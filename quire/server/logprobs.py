@@ -1,4 +1,4 @@
-"""Log-probabilities in the shapes of the two completions APIs."""
+"""Logprobs in the formats of chat completions and completions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from quire.server.protocol.chat import ChoiceLogprobs, PromptLogprob, TokenLogpr
 from quire.server.protocol.completions import CompletionLogprobs
 
 FLOOR = -9999.0
-"""Stands for minus infinity, which JSON has no word for."""
+"""Replaces minus infinity, which JSON cannot represent."""
 
 Position = dict[int, Logprob]
 
@@ -17,7 +17,7 @@ Position = dict[int, Logprob]
 def chat_logprobs(
     tokens: Sequence[int], positions: Sequence[Position] | None, top: int, as_ids: bool
 ) -> ChoiceLogprobs | None:
-    """Of new tokens, with the `top` likeliest at each place."""
+    """Logprobs of new tokens, with the `top` likeliest at each position."""
     if positions is None:
         return None
     content = []
@@ -34,7 +34,7 @@ def chat_logprobs(
 def completion_logprobs(
     tokens: Sequence[int], positions: Sequence[Position | None], top: int, as_ids: bool, offset: int
 ) -> CompletionLogprobs:
-    """The same in columns; `offset` is the number of characters before them. A place without any has none."""
+    """The same in columns; `offset`: characters before them. A position without logprobs gets None."""
     columns = CompletionLogprobs([], [], [], [])
     for token, position in zip(tokens, positions, strict=True):
         name = f"token_id:{token}" if position is None and as_ids else ""
@@ -43,17 +43,17 @@ def completion_logprobs(
         columns.text_offset.append(offset)
         columns.tokens.append(name)
         columns.token_logprobs.append(None if position is None else _value(position[token]))
-        shown = None
+        top_logprobs = None
         if position is not None:
-            shown = {_name(other, entry, as_ids): _value(entry) for other, entry in _best(position, top)}
-            shown.setdefault(name, _value(position[token]))
-        columns.top_logprobs.append(shown)  # type: ignore[union-attr]
+            top_logprobs = {_name(other, entry, as_ids): _value(entry) for other, entry in _best(position, top)}
+            top_logprobs.setdefault(name, _value(position[token]))
+        columns.top_logprobs.append(top_logprobs)  # type: ignore[union-attr]
         offset += len(name)
     return columns
 
 
 def prompt_logprobs(positions: Sequence[Position | None]) -> list[dict[int, PromptLogprob] | None]:
-    """Of the prompt's tokens; the first has none."""
+    """Logprobs of the prompt's tokens; the first has none."""
     return [
         None
         if position is None
@@ -63,7 +63,7 @@ def prompt_logprobs(positions: Sequence[Position | None]) -> list[dict[int, Prom
 
 
 def _best(position: Position, count: int) -> list[tuple[int, Logprob]]:
-    """The likeliest tokens, likeliest first. The token itself is among them only if it belongs there."""
+    """The `count` likeliest tokens, likeliest first; all if negative."""
     ranked = sorted(position.items(), key=lambda item: item[1].rank or 0)
     return [item for item in ranked if count < 0 or (item[1].rank or 0) <= count]
 

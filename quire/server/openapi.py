@@ -1,4 +1,4 @@
-"""The OpenAPI document, made from the route table and the structs themselves."""
+"""The OpenAPI document, built from the route table and the structs."""
 
 from __future__ import annotations
 
@@ -13,78 +13,78 @@ import msgspec
 from quire.server.context import ServerContext
 from quire.server.errors import ErrorBody, phrase
 from quire.server.protocol.common import Body
-from quire.server.protocol.messages import BLOCKS
+from quire.server.protocol.messages import ANTHROPIC_BLOCKS
 from quire.server.protocol.responses import INPUT_ITEMS
 from quire.server.protocol.values import SESSION_NAME
 from quire.server.routing import ADMIN, Route
 
 REFERENCES = "#/components/schemas/{name}"
-SHAPES = {"$input_items": INPUT_ITEMS, "$content_blocks": BLOCKS}
-"""Objects that a body holds and that its route decodes itself, by the names that fields have for them."""
+NESTED_OBJECTS = {"$input_items": INPUT_ITEMS, "$content_blocks": ANTHROPIC_BLOCKS}
+"""Objects in a body that its route decodes itself, by the placeholders that fields use for them."""
 _PARAMETER = re.compile(r"\{(\w+)(?::\w+)?\}")
 _SOME_TEXT = {"type": "string", "minLength": 1}
 _PATH_SCHEMAS = {"session": {"type": "string", "pattern": SESSION_NAME}}
 
 
-def document(server: ServerContext, routes: Sequence[Route]) -> bytes:
+def document(context: ServerContext, routes: Sequence[Route]) -> bytes:
     """The document as JSON."""
     named = [kind for route in routes for kind in _kinds(route)]
     kinds = [kind for whole in named for kind in _parts(whole) if _is_struct(kind)]
-    shapes = [kind for kinds_by_name in SHAPES.values() for kind in kinds_by_name.values()]
-    kinds = list(dict.fromkeys([*kinds, *shapes, ErrorBody]))
+    nested = [kind for kinds_by_name in NESTED_OBJECTS.values() for kind in kinds_by_name.values()]
+    kinds = list(dict.fromkeys([*kinds, *nested, ErrorBody]))
     schemas, components = msgspec.json.schema_components(kinds, ref_template=REFERENCES)
     by_kind: dict[Any, Any] = dict(zip(kinds, schemas, strict=True))
     by_kind |= {kind: {"anyOf": [by_kind[part] for part in _parts(kind)]} for kind in named if _is_choice(kind)}
     for kind in kinds:
         if isinstance(kind, type) and issubclass(kind, Body):
-            _show_neutral(kind, components[by_kind[kind]["$ref"].rpartition("/")[2]])
-    components = _filled(components, _facts(server, by_kind))
+            _list_neutral_values(kind, components[by_kind[kind]["$ref"].rpartition("/")[2]])
+    components = _filled(components, _server_values(context, by_kind))
     paths: dict[str, dict[str, Any]] = {}
     for route in routes:
         path = _PARAMETER.sub(r"{\1}", route.path)
-        paths.setdefault(path, {})[route.method.lower()] = _operation(route, by_kind, server)
+        paths.setdefault(path, {})[route.method.lower()] = _operation(route, by_kind, context)
     schemes = {name: {"type": "http", "scheme": "bearer"} for name in ("key", "admin")}
     return msgspec.json.encode(
         {
-            "openapi": "3.2.0",  # the first that can tell what the events of a stream hold
-            "info": {"title": "quire", "version": server.version, "summary": "An OpenAI-compatible inference server"},
-            "servers": [{"url": server.config.root_path or "/"}],
+            "openapi": "3.2.0",  # the first version that can describe the events of a stream
+            "info": {"title": "quire", "version": context.version, "summary": "An OpenAI-compatible inference server"},
+            "servers": [{"url": context.config.root_path or "/"}],
             "paths": paths,
             "components": {"schemas": components, "securitySchemes": schemes},
         }
     )
 
 
-def _show_neutral(kind: type[Body], schema: dict[str, Any]) -> None:
-    """Fields that may be given as long as they ask for nothing: the document names those values."""
+def _list_neutral_values(kind: type[Body], schema: dict[str, Any]) -> None:
+    """List the accepted values of fields that are accepted only without effect."""
     for name, values in kind.neutral.items():
         schema["properties"][name] = {"enum": [*values, None], "default": None}
 
 
-def _facts(server: ServerContext, schemas: dict[Any, Any]) -> dict[str, Any]:
-    """What only a running server knows, by the names that the fields' types have for it."""
-    vocabulary, logprobs = server.llm.facts.model.vocab_size, server.llm.config.max_logprobs
-    shapes = {name: [schemas[kind] for kind in kinds.values()] for name, kinds in SHAPES.items()}
-    return shapes | {
-        "$names": list(server.names),
-        "$max_model_len": server.max_model_len,
-        "$max_samples": server.config.max_samples,
+def _server_values(context: ServerContext, schemas: dict[Any, Any]) -> dict[str, Any]:
+    """Values that only a running server knows, by the placeholders that field types use for them."""
+    vocabulary, logprobs = context.llm.info.model.vocab_size, context.llm.config.max_logprobs
+    nested = {name: [schemas[kind] for kind in kinds.values()] for name, kinds in NESTED_OBJECTS.items()}
+    return nested | {
+        "$names": list(context.names),
+        "$max_model_len": context.max_model_len,
+        "$max_samples": context.config.max_samples,
         "$last_token": vocabulary - 1,
         "$least_logprobs": -1 if logprobs < 0 else 0,
         "$max_logprobs": vocabulary if logprobs < 0 else logprobs,
     }
 
 
-def _filled(schema: Any, facts: dict[str, Any]) -> Any:
-    """A schema with the facts in their places."""
+def _filled(schema: Any, values: dict[str, Any]) -> Any:
+    """A schema with its placeholders replaced."""
     if isinstance(schema, dict):
-        return {name: _filled(value, facts) for name, value in schema.items()}
+        return {name: _filled(value, values) for name, value in schema.items()}
     if isinstance(schema, list):
-        return [_filled(value, facts) for value in schema]
-    return facts.get(schema, schema) if isinstance(schema, str) else schema
+        return [_filled(value, values) for value in schema]
+    return values.get(schema, schema) if isinstance(schema, str) else schema
 
 
-def _operation(route: Route, schemas: dict[Any, Any], server: ServerContext) -> dict[str, Any]:
+def _operation(route: Route, schemas: dict[Any, Any], context: ServerContext) -> dict[str, Any]:
     operation: dict[str, Any] = {
         "operationId": re.sub(r"\W+", "_", f"{route.method.lower()}{route.path}").strip("_"),
         "summary": (inspect.getdoc(route.handler) or "").partition("\n")[0],
@@ -104,7 +104,7 @@ def _operation(route: Route, schemas: dict[Any, Any], server: ServerContext) -> 
         }
     if route.path.startswith(ADMIN):
         operation["security"] = [{"admin": []}]
-    elif server.keys and not route.is_open:
+    elif context.keys and not route.is_public:
         operation["security"] = [{"key": []}]
     return operation
 
@@ -135,7 +135,7 @@ def _answer(route: Route, schemas: dict[Any, Any]) -> dict[str, Any]:
 
 
 def _event_data(route: Route, schemas: dict[Any, Any]) -> dict[str, Any]:
-    """JSON in a text: what is new, or in OpenAI's own streams an error, and at the end a word."""
+    """JSON as text: an event; in OpenAI streams also an error, or [DONE] at the end."""
     if not route.last_data:
         return {
             "type": "string",
@@ -156,22 +156,22 @@ def _each(kind: Any) -> tuple[Any, ...]:
 
 
 def _schema(kind: Any, schemas: dict[Any, Any]) -> dict[str, Any]:
-    """Of one kind, or of one of several."""
+    """The schema of one type, or of one of several."""
     found = [schemas.get(each, {"type": "object"}) for each in _each(kind)]
     return found[0] if len(found) == 1 else {"anyOf": found}
 
 
 def _error_kind(route: Route) -> Any:
-    return ErrorBody if route.failing is None else route.failing.kind
+    return ErrorBody if route.error_style is None else route.error_style.kind
 
 
 def _is_struct(kind: Any) -> bool:
-    """Or several of them."""
+    """Whether it is a struct or a union of structs."""
     return get_origin(kind) is Union or (isinstance(kind, type) and issubclass(kind, msgspec.Struct))
 
 
 def _is_choice(kind: Any) -> bool:
-    """`A | B` of structs that nothing in them tells apart, which msgspec could not decode and so does not describe."""
+    """Whether it is `A | B` of untagged structs, which msgspec cannot decode and so does not describe."""
     return isinstance(kind, UnionType)
 
 

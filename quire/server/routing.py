@@ -1,4 +1,4 @@
-"""`Route`: a path, what answers it, what goes in and comes out: the table and the OpenAPI document are made of it."""
+"""`Route`: a path, its handler, its request and response types; router and OpenAPI document are built from it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SESSION_ERRORS = (400, 404, 409, 410, 503, 507)
 
 @dataclass(frozen=True)
 class ErrorStyle:
-    """How another API's clients read errors."""
+    """The error format of another API."""
 
     kind: Any
     """The struct of its body."""
@@ -33,7 +33,7 @@ class ErrorStyle:
 
 @dataclass(frozen=True)
 class Route:
-    """One method of one path. Errors that every guarded route has (401, 431) need no mention."""
+    """One method of one path. Errors that every route with a key has (401, 431) are implied."""
 
     method: str
     path: str
@@ -41,36 +41,36 @@ class Route:
     body: Any = None
     """The struct of the request's body."""
     answer: Any = None
-    """The struct of the answer, where it is JSON; a tuple of those it may be."""
+    """The struct of a JSON response, or a tuple of alternatives."""
     event: Any = None
-    """The struct of an event, where the answer can be streamed."""
+    """The struct of an event, if the response can be streamed."""
     last_data: str = ""
-    """What the last event holds, where that is no JSON."""
+    """The data of the last event, if it is not JSON."""
     query: Mapping[str, Any] = field(default_factory=dict)
-    """Schemas of what the address may say after a question mark."""
+    """JSON schemas of the query parameters."""
     body_type: str = "application/json"
-    """Other than JSON: bytes, and `body` says nothing."""
+    """If not JSON, the body is bytes, and `body` is unused."""
     media_type: str = "application/json"
     errors: tuple[int, ...] = ()
-    takes_sessions: bool = False
+    uses_sessions: bool = False
     """It reads or writes sessions."""
     generates: bool = False
-    """It takes a place in the engine's queue."""
-    is_open: bool = False
+    """It sends requests to the engine."""
+    is_public: bool = False
     """It needs no key."""
-    failing: ErrorStyle | None = None
-    """How its errors look, where they are not OpenAI's."""
+    error_style: ErrorStyle | None = None
+    """Its error format, if not OpenAI's."""
 
     @property
     def statuses(self) -> list[int]:
-        """Every error status it can answer with."""
+        """Every error status it can return."""
         statuses = {431, *self.errors}
         if self.body is not None or self.body_type != "application/json":
             statuses |= set(BODY_ERRORS)
-        if self.takes_sessions:
+        if self.uses_sessions:
             statuses |= set(SESSION_ERRORS)
         if self.generates:
             statuses |= set(GENERATION_ERRORS)
-        if not self.is_open:
+        if not self.is_public:
             statuses.add(401)
         return sorted(statuses)

@@ -1,4 +1,4 @@
-"""A server's life: the socket first, then the engine, then requests, then a quiet end."""
+"""Runs a server: bind the socket, start the engine, serve requests, shut down gracefully."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ logger = logging.getLogger(__name__)
 
 BACKLOG = 2048
 KEEP_ALIVE_SECONDS = 75
-"""A connection with nothing on it stays open so long: longer than clients keep theirs, so that they close first."""
-MOST_DESCRIPTORS = 65536
-LAST_SECONDS = 2
-"""What answers that were cut off get to leave the socket."""
+"""Idle connections are closed after this; longer than clients keep theirs, so that clients close first."""
+MAX_DESCRIPTORS = 65536
+FLUSH_SECONDS = 2
+"""Time that interrupted responses get to leave the socket."""
 
 
 def serve(
     engine: EngineConfig, config: ServerConfig, on_ready: Callable[[ServerContext, str], None] | None = None
 ) -> int:
-    """Run a server until it is told to stop. `on_ready` gets it, and its address, when it takes requests."""
+    """Run a server until a signal stops it. `on_ready` is called with it and its address when it accepts requests."""
     allow_many_connections()
     with listening(config) as (sock, url):
         llm = AsyncLLM.from_config(engine, spares_torch=True)
@@ -48,18 +48,18 @@ def serve(
 
 
 def allow_many_connections() -> None:
-    """A connection is a descriptor, and the usual bound of 1,024 is there for programs that know no better."""
-    with contextlib.suppress(ImportError, OSError, ValueError):  # not everywhere, and not for everybody
+    """Raise the limit on file descriptors: each connection needs one, and the usual limit is 1,024."""
+    with contextlib.suppress(ImportError, OSError, ValueError):  # not on every platform, and not always permitted
         import resource
 
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        wanted = MOST_DESCRIPTORS if hard < 0 else min(hard, MOST_DESCRIPTORS)  # -1: no bound
+        wanted = MAX_DESCRIPTORS if hard < 0 else min(hard, MAX_DESCRIPTORS)  # -1: no limit
         if 0 <= soft < wanted:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def run_loop(main: Coroutine[Any, Any, None]) -> None:
-    """Run on uvloop where there is one."""
+    """Run on uvloop if it is installed."""
     try:
         import uvloop
     except ImportError:
@@ -75,40 +75,31 @@ async def run(
     url: str,
     on_ready: Callable[[ServerContext, str], None] | None = None,
 ) -> None:
-    """Serve on a socket until a signal comes."""
-    server = await make_server(llm, config)
-    http = HttpServer(server, config)
-    await server.start()
-    gc.freeze()  # what is there now stays: collections look at what requests leave behind, and are short
+    """Serve on a socket until a signal arrives."""
+    context = ServerContext(llm, config)
+    http = HttpServer(context, config)
+    await context.start()
+    gc.freeze()  # what exists now stays: later collections look only at newer objects, and are short
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, http.on_signal)
     try:
-        await http.serve_on(sock, lambda: on_ready(server, url) if on_ready is not None else None)
+        await http.serve_on(sock, lambda: on_ready(context, url) if on_ready is not None else None)
     finally:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.remove_signal_handler(number)
-        await server.stop()
+        await context.stop()
         if http.force_exit:
-            llm.kill_engine("the server was told twice to stop")
-
-
-async def make_server(llm: AsyncLLM, config: ServerConfig) -> ServerContext:
-    """What the routes need, around an engine that is ready."""
-    from quire.api.chat import ChatRenderer
-
-    tokenizer = None if llm.config.skip_tokenizer_init else await llm.get_tokenizer()
-    renderer = None if tokenizer is None else ChatRenderer(tokenizer, llm.config.chat_template)
-    return ServerContext(llm, config, tokenizer, renderer)
+            llm.kill_engine("the server received a second stop signal")
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn with our signals: the first drains, the second stops at once."""
+    """uvicorn with our signal handling: the first signal drains, the second stops at once."""
 
-    def __init__(self, server: ServerContext, config: ServerConfig) -> None:
+    def __init__(self, context: ServerContext, config: ServerConfig) -> None:
         super().__init__(
             uvicorn.Config(
-                make_app(server),
+                make_app(context),
                 http=LimitedProtocol,
                 ws="none",
                 lifespan="off",
@@ -119,7 +110,7 @@ class HttpServer(uvicorn.Server):
                 root_path=config.root_path,
                 backlog=BACKLOG,
                 timeout_keep_alive=KEEP_ALIVE_SECONDS,
-                timeout_graceful_shutdown=LAST_SECONDS,
+                timeout_graceful_shutdown=FLUSH_SECONDS,
                 ssl_certfile=config.ssl_certfile,
                 ssl_keyfile=config.ssl_keyfile,
                 ssl_ca_certs=config.ssl_ca_certs,
@@ -128,13 +119,13 @@ class HttpServer(uvicorn.Server):
         )
         self.config.max_header_bytes = config.max_header_bytes  # type: ignore[attr-defined]
         self.config.stall_timeout = config.stall_timeout  # type: ignore[attr-defined]
-        self._server = server
+        self._context = context
         self._settings = config
         self._stopping = asyncio.Event()
         self._draining: asyncio.Task[None] | None = None
 
     async def serve_on(self, sock: socket.socket, on_ready: Callable[[], None]) -> None:
-        """Take requests until told to stop."""
+        """Accept requests until stopped."""
         self.config.load()
         self.lifespan = self.config.lifespan_class(self.config)
         await self.startup(sockets=[sock])
@@ -146,8 +137,8 @@ class HttpServer(uvicorn.Server):
         """SIGTERM or Ctrl-C."""
         if self._draining is None:
             seconds = self._settings.shutdown_timeout
-            count = len(self._server.exchanges)
-            logger.info("stopping: %d requests get %g seconds to finish; another signal cuts them off", count, seconds)
+            count = len(self._context.exchanges)
+            logger.info("stopping: %d requests have %g seconds to finish; another signal stops at once", count, seconds)
             self._draining = asyncio.ensure_future(self._drain(seconds))
         else:
             self.force_exit = True
@@ -155,11 +146,11 @@ class HttpServer(uvicorn.Server):
             self._stopping.set()
 
     async def _drain(self, seconds: float) -> None:
-        await self._server.drain(seconds)
+        await self._context.drain(seconds)
         self._stopping.set()
 
     async def main_loop(self) -> None:
-        """uvicorn wakes ten times a second to look whether it should stop; here it is told, and the date ticks."""
+        """Wait for the stop event, updating the Date header. uvicorn's own loop polls ten times a second."""
         while not self._stopping.is_set():
             await self.on_tick(0)
             with contextlib.suppress(asyncio.TimeoutError):
@@ -168,7 +159,7 @@ class HttpServer(uvicorn.Server):
 
 @contextlib.contextmanager
 def listening(config: ServerConfig) -> Iterator[tuple[socket.socket, str]]:
-    """A bound socket and its address: whoever cannot have the port learns it before a model is loaded."""
+    """A bound socket and its address. Binding first reports a port in use before the model is loaded."""
     if config.uds is not None:
         sock = _bind_unix(config.uds)
         try:
@@ -200,19 +191,19 @@ def _bind_port(host: str, port: int) -> socket.socket:
     except OSError as error:
         sock.close()
         raise ConfigError(
-            f"cannot listen on {host}:{port}: {error.strerror}. Choose another with --port", "port", port
+            f"cannot listen on {host}:{port}: {error.strerror}. Choose another port with --port", "port", port
         ) from error
     return sock
 
 
 def _bind_unix(path: str) -> socket.socket:
-    """Only the user who runs the server may connect. A socket that nobody listens on any more is replaced."""
+    """Bind a socket that only the server's user may connect to. A stale socket file is replaced."""
     with contextlib.suppress(FileNotFoundError):
         if not stat.S_ISSOCK(os.stat(path).st_mode):
-            raise ConfigError(f"cannot listen on {path}: there is something else of that name", "uds", path)
+            raise ConfigError(f"cannot listen on {path}: the file exists and is not a socket", "uds", path)
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
             if probe.connect_ex(path) == 0:
-                raise ConfigError(f"cannot listen on {path}: another server does", "uds", path)
+                raise ConfigError(f"cannot listen on {path}: another server uses it", "uds", path)
         os.unlink(path)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:

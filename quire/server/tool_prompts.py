@@ -1,4 +1,4 @@
-"""How a model hears of the tools it is offered: from its chat template, or from us where that says nothing."""
+"""How tools get into the prompt: by the chat template, or by a preamble of ours if the template ignores them."""
 
 from __future__ import annotations
 
@@ -6,17 +6,16 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
 from quire.errors import ValidationError
-from quire.output.parsers.preamble import with_preamble
-from quire.output.parsers.toolcalls import guess_parser
+from quire.output.parsers.toolcalls import guess_parser, with_preamble
 
 if TYPE_CHECKING:
     from quire.api.chat import ChatRenderer
 
-PLAIN_PARSER = "hermes"
-"""The notation that a model is taught which has none of its own: its marks are not mistaken for text."""
-MOST_TEMPLATES = 32
-_QUESTION = [{"role": "user", "content": "What is the weather like?"}]
-_TOOL = {
+DEFAULT_PARSER = "hermes"
+"""The tool call format for models without one of their own: its delimiters are not mistaken for text."""
+MAX_CACHED_TEMPLATES = 32
+_TEST_MESSAGES = [{"role": "user", "content": "What is the weather like?"}]
+_TEST_TOOL = {
     "type": "function",
     "function": {
         "name": "get_weather",
@@ -27,48 +26,50 @@ _TOOL = {
 
 
 class ToolPrompts:
-    """Knows of each chat template whether it tells of tools. Safe to use from many threads."""
+    """Finds out which chat templates write tools, and renders prompts. Safe to use from many threads."""
 
     def __init__(self, renderer: ChatRenderer, parser: str | None = None) -> None:
-        """`parser` is the notation that is set up; None: as the template teaches."""
+        """`parser`: the configured tool call parser; None: chosen by the template."""
         self._renderer = renderer
         self._parser = parser
-        self._silent: OrderedDict[str, bool] = OrderedDict()
+        self._ignoring: OrderedDict[str, bool] = OrderedDict()
 
     def parser(self, chat_template: str | None = None) -> str:
-        """The notation of calls under the server's own template, or the request's."""
+        """The tool call parser for the server's template, or the request's."""
         if self._parser is not None:
             return self._parser
-        if self.is_silent(chat_template):
-            return PLAIN_PARSER
+        if self.ignores_tools(chat_template):
+            return DEFAULT_PARSER
         return guess_parser(self._source(chat_template))
 
-    def is_silent(self, chat_template: str | None = None) -> bool:
-        """Whether a prompt is the same with tools as without them: then the model never hears of any."""
+    def ignores_tools(self, chat_template: str | None = None) -> bool:
+        """Whether the template renders the same prompt with tools as without them."""
         source = self._source(chat_template)
-        silent = self._silent.get(source)
-        if silent is None:
-            silent = self._silent[source] = self._try(chat_template)
-            while len(self._silent) > MOST_TEMPLATES:
-                self._silent.popitem(last=False)
-        return silent
+        ignores = self._ignoring.get(source)
+        if ignores is None:
+            ignores = self._ignoring[source] = self._renders_same(chat_template)
+            while len(self._ignoring) > MAX_CACHED_TEMPLATES:
+                self._ignoring.popitem(last=False)
+        return ignores
 
     def render(self, messages: list[dict[str, Any]], preamble: str | None, **arguments: Any) -> str:
-        """The prompt's text, the preamble in it: in the system's words, or in the user's where there are none."""
+        """The prompt's text, with the preamble in the system message, or in the user's if the template has none."""
         render = self._renderer.render_text
         if preamble is None:
             return render(messages, **arguments)
         try:
             return render(with_preamble(messages, preamble, "system"), **arguments)
-        except ValidationError:  # not every template knows system messages
+        except ValidationError:  # the template does not support system messages
             return render(with_preamble(messages, preamble, "user"), **arguments)
 
     def _source(self, chat_template: str | None) -> str:
-        return chat_template if chat_template is not None else self._renderer.template([_TOOL])
+        return chat_template if chat_template is not None else self._renderer.template([_TEST_TOOL])
 
-    def _try(self, chat_template: str | None) -> bool:
+    def _renders_same(self, chat_template: str | None) -> bool:
         try:
-            without = self._renderer.render_text(_QUESTION, chat_template=chat_template)
-            return self._renderer.render_text(_QUESTION, tools=[_TOOL], chat_template=chat_template) == without
-        except ValidationError:  # it has wishes of its own, and cannot be asked
+            without = self._renderer.render_text(_TEST_MESSAGES, chat_template=chat_template)
+            return (
+                self._renderer.render_text(_TEST_MESSAGES, tools=[_TEST_TOOL], chat_template=chat_template) == without
+            )
+        except ValidationError:  # it does not accept the test conversation
             return False

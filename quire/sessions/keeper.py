@@ -238,8 +238,8 @@ class SessionKeeper:
                 f"session {name_of(source.session)!r} was created with another model, which has other token ids",
                 "session",
             )
-        if source.num_samples != 1 or source.beams is not None:
-            raise ValidationError("a turn of a session has one sequence: n must be 1", "n", source.num_samples)
+        if source.num_sequences != 1 or source.beams is not None:
+            raise ValidationError("a turn of a session has one sequence: n must be 1", "n", source.num_sequences)
         if self.tokens(source.session) != source.prompt:
             raise SessionBusyError(
                 f"session {name_of(source.session)!r} has changed since its tokens were read: try again"

@@ -1,4 +1,4 @@
-"""What a row needs beyond scalar parameters: lists, masks, reports. Most rows need none of it."""
+"""Sampling parameters of rows: scalars as packed columns, and what most rows lack: lists, masks, reports."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NOTHING = torch.empty(0)
 
 
 class RowKind(enum.IntFlag):
-    """What sampling a row takes, so that a step does only the work its rows ask for."""
+    """The sampling work of a row, so that a step does only what its rows need."""
 
     GREEDY = 0
     RANDOM = 1
@@ -25,16 +25,16 @@ class RowKind(enum.IntFlag):
     LISTED = 8
     """Logit bias, allowed ids, bad words, min_tokens or a custom processor."""
     LOGPROBS = 16
-    """Reports how likely what it draws is."""
+    """Reports log-probabilities of its tokens."""
     PROMPT_LOGPROBS = 32
     GUIDED = 64
-    """Draws under a mask that the host supplies while the step runs."""
+    """Samples under a grammar's mask, which the host supplies while the step runs."""
     LAST = 256
     MEAN = 512
     POOLED = LAST | MEAN
-    """Draws nothing: its hidden states become a vector."""
+    """Samples nothing: its hidden states become a vector."""
     SPECIAL = PENALISED | LISTED
-    """What changes logits before a draw."""
+    """Changes logits before sampling."""
 
     @staticmethod
     def of(new: NewRow) -> RowKind:
@@ -87,28 +87,28 @@ class ScalarColumns:
 
 
 class RowExtras:
-    """Parameters of a row that are lists; an empty one asks for nothing."""
+    """Parameters of a row that are lists; empty ones have no effect."""
 
     def __init__(self, new: NewRow, upload: Callable[..., list[torch.Tensor]]) -> None:
         p = new.params
         self.params = p
         self.prompt_len = new.prompt_len
         self.allowed = self.bias_ids = self.bias = _NOTHING
-        if p.allowed_token_ids or p.logit_bias:  # they may be long: from here on they are on the device
+        if p.allowed_token_ids or p.logit_bias:  # may be long: kept on the device
             bias = p.logit_bias or {}
             values = np.array([*bias.values()], np.float64).view(np.int64)
             self.allowed, self.bias_ids, bits = upload(p.allowed_token_ids or [], [*bias], values)
             self.bias = bits.view(torch.float64)
-        # Masks know when their row may end.
+        # Grammar masks allow the end only where the form is complete.
         held_back = p.min_tokens and p.structured_outputs is None
         self.stop_ids = np.array(new.stop_ids if held_back else (), np.int64)
-        # Bad words: the last token of each, and the tokens before it, all in one.
+        # Bad words: the last token of each, and the tokens before it, concatenated.
         self.bad_lasts = np.array([word[-1] for word in new.bad_words], np.int64)
         self.bad_begun = np.array([token for word in new.bad_words for token in word[:-1]], np.int64)
         self.bad_begun_counts = np.array([len(word) - 1 for word in new.bad_words], np.int64)
         self.num_seen = new.num_computed
-        """Tokens of the chunks so far (prompt logprobs)."""
+        """Tokens in the chunks so far (prompt logprobs)."""
         self.last_hidden: torch.Tensor | None = None
-        """Of the chunk before: it predicts the first token of the next one (prompt logprobs)."""
+        """Of the previous chunk: it predicts the first token of the next one (prompt logprobs)."""
         self.total: torch.Tensor | None = None
-        """Hidden states of the chunks so far, added up (pooling by their mean)."""
+        """Sum of the hidden states of the chunks so far (mean pooling)."""

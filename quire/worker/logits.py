@@ -1,4 +1,4 @@
-"""Changes to logits that only some rows ask for: penalties, lists, and the user's own processors."""
+"""Changes to logits that only some rows have: penalties, lists, and custom processors."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ NEGATIVE_INFINITY = float("-inf")
 
 
 class LogitsProcessor(Protocol):
-    """A user's own change to logits, named by dotted path in `logits_processors`.
+    """A custom change to logits, named by dotted path in `logits_processors`.
 
     Parameters reach it through `SamplingParams.extra_args`; it is called only for requests that have some.
     """
 
     def applies(self, params: SamplingParams) -> bool:
-        """Whether a request with these parameters wants this processor."""
+        """Whether this processor applies to a request with these parameters."""
         ...
 
     def apply(
@@ -73,7 +73,7 @@ def apply_lists(
 
 
 Lists = list[tuple[int, np.ndarray]]
-"""Token ids of some rows of logits, by the row's number."""
+"""Token ids of some rows of logits, by row number."""
 
 
 def _places(lists: Lists) -> tuple[np.ndarray, np.ndarray]:
@@ -103,7 +103,7 @@ def _long_places(
 def _hold_stops_back(
     batch: DeviceBatch, logits: torch.Tensor, rows: torch.Tensor, listed: list[tuple[int, RowExtras]]
 ) -> None:
-    """Nothing that ends a row is drawn before its `min_tokens`."""
+    """Stop ids are not sampled before `min_tokens`."""
     if listed:
         least = [extras.params.min_tokens for _, extras in listed]
         counts = [len(extras.stop_ids) for _, extras in listed]

@@ -17,7 +17,7 @@ import torch
 from quire.config import EngineConfig
 from quire.errors import ConfigError
 from quire.messages.plan import Moves, MovesDone
-from quire.messages.shared import map_shared
+from quire.messages.shared_memory import map_shared
 from quire.worker.kv import KVCache
 
 STAGING_SLOTS = 64

@@ -18,15 +18,15 @@ from quire.worker.logits import NEGATIVE_INFINITY, LogitsProcessor, apply_lists,
 from quire.worker.philox import uniform
 
 FILTER_WINDOW = 1024
-"""Most nuclei are smaller than this; only rows whose nucleus is not pay for a full sort."""
+"""Tokens. Most nuclei are smaller; only rows with a larger one pay for a full sort."""
 
 
 PENALTY_ROWS = 128
-"""Rows whose tokens are counted at a time: that takes six copies of their logits."""
+"""Rows whose tokens are counted at a time: counting takes six copies of their logits."""
 
 
 class Draws:
-    """What a slice of rows drew."""
+    """The tokens sampled for a slice of rows."""
 
     def __init__(self, tokens: torch.Tensor, invalid: torch.Tensor) -> None:
         self.tokens = tokens
@@ -35,14 +35,14 @@ class Draws:
 
 
 class Sampler:
-    """Draws one token for each row of logits."""
+    """Samples one token for each row of logits."""
 
     def __init__(self, batch: DeviceBatch, processors: Sequence[LogitsProcessor] = ()) -> None:
         self._batch = batch
         self._processors = processors
 
     def adjust(self, logits: torch.Tensor, rows: torch.Tensor, host_rows: np.ndarray, longest: int) -> None:
-        """Change logits [n, vocab] as lists, processors and penalties ask, in place."""
+        """Apply lists, processors and penalties to logits [n, vocab], in place."""
         kinds = self._batch.kinds[host_rows]
         if (kinds & RowKind.LISTED).any():
             apply_lists(self._batch, logits, rows, host_rows, longest, self._processors)
@@ -57,7 +57,7 @@ class Sampler:
         """One token a row from logits [n, vocab]."""
         kinds = self._batch.kinds[host_rows]
         greedy = _argmax(logits)
-        invalid = ~torch.isfinite(logits.amax(-1))  # which hands NaN on
+        invalid = ~torch.isfinite(logits.amax(-1))  # amax propagates NaN
         if not (kinds & RowKind.RANDOM).any():
             return Draws(greedy, invalid)
         (random,) = self._batch.upload(np.flatnonzero(kinds & RowKind.RANDOM))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import time
 from pathlib import Path
 from typing import Any
@@ -231,8 +232,13 @@ class TestSamples:
             assert [list(s.token_ids) for s in output.outputs] == expected
         assert few_blocks.llm_engine.core.scheduler.stats.preemptions > 0
 
-    def test_a_seed_gives_the_same_text_in_any_batch(self, llm: LLM, make_llm: Any) -> None:
-        seeded = SamplingParams(temperature=0.9, top_p=0.95, seed=123, max_tokens=40, ignore_eos=True)
+    @pytest.mark.parametrize(
+        "filters",
+        [{"top_p": 0.95}, {"top_n_sigma": 1.5}, {"xtc_probability": 0.5, "xtc_threshold": 0.02, "top_n_sigma": 3.0}],
+        ids=str,
+    )
+    def test_a_seed_gives_the_same_text_in_any_batch(self, llm: LLM, make_llm: Any, filters: dict[str, float]) -> None:
+        seeded = SamplingParams(temperature=0.9, seed=123, max_tokens=40, ignore_eos=True, **filters)  # type: ignore[arg-type]
         other = SamplingParams(temperature=1.2, max_tokens=40, ignore_eos=True)
         (alone,) = tokens_of(llm.generate("hello world", seeded, use_tqdm=False))
         crowd = ["a", "the world", "hello world", "x" * 9]
@@ -242,6 +248,28 @@ class TestSamples:
         squeezed = tight.generate(crowd, [other, other, seeded, other], use_tqdm=False)
         assert tokens_of(squeezed)[2] == alone
         assert tight.llm_engine.core.scheduler.stats.preemptions > 0
+
+    def test_xtc_with_sequences_logprobs_and_an_early_preemption(self, llm: LLM, make_llm: Any) -> None:
+        """Whether top choices are excluded goes by seed, position and sequence; logprobs are those of the model."""
+        params = SamplingParams(
+            n=4, temperature=1.0, seed=21, max_tokens=16, ignore_eos=True, xtc_probability=1.0, xtc_threshold=0.005,
+            logprobs=1,
+        )  # fmt: skip
+        (output,) = llm.generate("hello world", params, use_tqdm=False)
+        expected = [list(sequence.token_ids) for sequence in output.outputs]
+        assert len({tuple(tokens) for tokens in expected}) == 4
+        entries = [entry for sequence in output.outputs for entry in sequence.logprobs]
+        drawn = [entry[token] for entry, token in zip(entries, itertools.chain(*expected), strict=True)]
+        assert sum(logprob.rank == 1 for logprob in drawn) < len(drawn) // 8
+        tight = make_llm(num_gpu_blocks_override=7, block_size=8, pipeline_depth=1)
+        (squeezed,) = tight.generate("hello world", params, use_tqdm=False)
+        assert [list(sequence.token_ids) for sequence in squeezed.outputs] == expected
+        assert tight.llm_engine.core.scheduler.stats.preemptions > 0
+        greedy = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+        same = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, xtc_probability=1.0, top_n_sigma=0.1)
+        assert tokens_of(llm.generate("hello", same, use_tqdm=False)) == tokens_of(
+            llm.generate("hello", greedy, use_tqdm=False)
+        )
 
     def test_without_seeds_the_engines_seed_decides(self, make_llm: Any) -> None:
         params = SamplingParams(temperature=1.0, max_tokens=16, ignore_eos=True)
@@ -320,7 +348,7 @@ class TestLife:
     @pytest.mark.parametrize("asked", ["auto", None, -1])
     def test_the_longest_length_is_what_fits(self, make_llm: Any, asked: Any) -> None:
         llm = make_llm(num_gpu_blocks_override=4, max_model_len=asked)
-        assert llm.llm_engine.facts.max_model_len == 65  # 4 blocks of 16; the last token needs no slot
+        assert llm.llm_engine.info.max_model_len == 65  # 4 blocks of 16; the last token needs no slot
         (output,) = llm.generate(
             [7] * 60, SamplingParams(temperature=0, max_tokens=99, ignore_eos=True), use_tqdm=False
         )

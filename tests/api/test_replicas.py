@@ -21,7 +21,7 @@ from quire.errors import (
     SessionNotFoundError,
     ValidationError,
 )
-from quire.server.lifecycle.replicas import ReplicaSupervisor
+from quire.server.lifecycle.supervisor import ReplicaSupervisor
 
 T = TypeVar("T")
 

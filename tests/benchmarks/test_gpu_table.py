@@ -12,7 +12,7 @@ from types import ModuleType
 import pytest
 
 from quire.loading.hub import resolve
-from quire.loading.read_config import read_model_config
+from quire.loading.model_config import read_model_config
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "benchmarks" / "gpu"

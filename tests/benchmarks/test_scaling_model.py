@@ -11,7 +11,7 @@ from benchmarks import scaling_model
 from benchmarks.scaling_model import Card, Layout, Shape
 from quire.distributed.groups import Ranks
 from quire.loading.hub import resolve
-from quire.loading.read_config import read_model_config
+from quire.loading.model_config import read_model_config
 from tests.benchmarks.test_gpu_table import FOLDER
 from tests.models.harness import PLAIN, PagedRun, Target, empty_model, loaded_model, random_reference
 from tests.models.zoo import ZOO

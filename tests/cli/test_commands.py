@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from quire.cli.memory_plan import plan_memory
+from quire.cli.inspect import plan_memory
 from quire.config import EngineConfig
 from quire.loading.hub import resolve
-from quire.loading.read_config import read_model_config
+from quire.loading.model_config import read_model_config
 
 SMALL = ["--input-len", 8, "--output-len", 4]
 
@@ -68,10 +68,10 @@ def test_inspect_plans_what_the_engine_then_does(byte_llama, monkeypatch):
     files = resolve(config.model)
     plan = plan_memory(config, files, read_model_config(files))
     with LLM(config.model) as llm:
-        facts = llm.llm_engine.facts
-    assert (plan.memory.num_blocks - 1, plan.memory.cache) == (facts.num_blocks, facts.kv_bytes)
-    assert (plan.memory.weights, plan.dtype, plan.device) == (facts.weight_bytes, facts.dtype, facts.device)
-    assert (plan.max_model_len, plan.max_num_seqs) == (facts.max_model_len, facts.max_num_seqs)
+        info = llm.llm_engine.info
+    assert (plan.memory.num_blocks - 1, plan.memory.cache) == (info.num_blocks, info.kv_bytes)
+    assert (plan.memory.weights, plan.dtype, plan.device) == (info.weight_bytes, info.dtype, info.device)
+    assert (plan.max_model_len, plan.max_num_seqs) == (info.max_model_len, info.max_num_seqs)
 
 
 def test_inspect_of_an_unknown_architecture_says_so(quire, tmp_path):

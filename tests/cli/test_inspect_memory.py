@@ -13,14 +13,14 @@ from quire.messages.memory_map import (
     DiskBlocks,
     ExpertLoad,
     HostBlocks,
-    Journeys,
     MemoryMap,
     Owner,
     Owners,
     Pressure,
     Sharing,
-    Sleeper,
     Sleeping,
+    SleepingSession,
+    TransferCounts,
 )
 from tests.cli.stub_server import running
 
@@ -36,14 +36,14 @@ FOUND = MemoryMap(
     blocks="." * 40 + "c" * 20 + "1" * 25 + "s" * 10 + ">" * 5,
     stride=1,
     sharing=Sharing(by_one=25, by_two=4, by_more=6, most=8, saved=37, unaccounted=0),
-    owners=Owners(running=28, loading=1, put_by=1, sessions=2, waiting=9, largest=OWNERS),
-    journeys=Journeys(out=3, back=2, writes=1),
+    owners=Owners(running=28, loading=1, swapped=1, sessions=2, waiting=9, largest=OWNERS),
+    transfers=TransferCounts(out=3, back=2, writes=1),
     pressure=Pressure(device=1),
     host=HostBlocks(slots=64, used=32, owned=16, block_bytes=1 << 20),
-    disk=DiskBlocks(blocks=7, owned=7, block_bytes=1 << 20, disk_bytes=9 << 20, capacity=1 << 30, is_resting=True),
+    disk=DiskBlocks(blocks=7, owned=7, block_bytes=1 << 20, disk_bytes=9 << 20, capacity=1 << 30, is_paused=True),
     sleeping=Sleeping(
         count=10_000, in_host=400, on_disk=9_500, nowhere=100, unknown=0,
-        latest=[Sleeper(name="agent-7", tokens=544, kv_tokens=543, place="disk")],
+        latest=[SleepingSession(name="agent-7", tokens=544, kv_tokens=543, place="disk")],
     ),
     experts=[ExpertLoad(layer=0, chosen=[10, 10, 10, 10]), ExpertLoad(layer=1, chosen=[0, 30, 10, 0])],
 )  # fmt: skip
@@ -68,19 +68,49 @@ def test_a_snapshot_is_drawn(quire, tmp_path):
     assert "map.json" in lines[0]
     assert "40 of 100 blocks" in lines[1] and "40.0 MiB of 100.0 MiB" in lines[1] and "past watermark 1" in lines[1]
     assert "32 of 64 blocks" in lines[2] and "16 owned" in lines[2]
-    assert "7 blocks" in lines[3] and "not written to now" in lines[3]
+    assert "7 blocks" in lines[3] and "writes paused" in lines[3]
     assert lines[4] == "  " + "·" * 40 + "░" * 20 + "▒" * 25 + "█" * 10 + "»" * 5
     assert "(a cell is a block)" in lines[5]
     assert "saves 37 blocks (37.0 MiB)" in ran.out
-    assert "3 blocks out, 2 back, 1 on to disk" in ran.out
-    assert "28 running, 1 loading, 9 waiting (1 put by), 2 sessions between turns" in ran.out
+    assert "3 blocks to host, 2 to device, 1 to disk" in ran.out
+    assert "28 running, 1 loading, 9 waiting (1 swapped out), 2 sessions between turns" in ran.out
     owners = [line.split() for line in lines if line.strip().startswith("cmpl-")]
     assert owners[0] == ["cmpl-0", "running", "acme", "900", "60", "3"]
     assert len(owners) == 20 and "and 12 more" in ran.out
-    assert "10000 sessions: 400 in host memory, 9500 on disk, 100 as tokens alone" in ran.out
+    assert "10000 sessions: 400 in host memory, 9500 on disk, 100 without saved KV" in ran.out
     assert ["agent-7", "disk", "544", "543"] in [line.split() for line in lines]
-    assert "4 in each of 2 layers; busiest over mean 2.00, at worst 3.00" in ran.out
+    assert "4 in each of 2 layers; max / mean 2.00 on average, 3.00 at worst" in ran.out
     assert ["1", "40", "3.00", "1:", "75.0%", "2:", "25.0%"] in [line.split() for line in lines]
+
+
+EARLIER = """
+{"object": "memory_map", "taken": 1760000000.5, "blocks": ".c1>", "stride": 1,
+ "device": {"capacity": 4, "block_size": 16, "block_bytes": 1024,
+            "empty": 1, "cached": 1, "held": 1, "shared": 0, "moving": 1},
+ "sharing": {"by_one": 1, "by_two": 0, "by_more": 0, "most": 1, "saved": 0, "unaccounted": 0},
+ "owners": {"running": 1, "loading": 0, "put_by": 1, "sessions": 0, "waiting": 1, "largest": [
+   {"kind": "running", "name": "a", "tenant": "", "session": "", "tokens": 9, "blocks": 1, "shared": 0},
+   {"kind": "put by", "name": "b", "tenant": "", "session": "", "tokens": 40, "blocks": 3, "shared": 0}]},
+ "journeys": {"out": 1, "back": 0, "writes": 0}, "pressure": {"device": 0, "host": 0, "disk": 0},
+ "host": {"slots": 8, "used": 3, "owned": 3, "block_bytes": 1024},
+ "disk": {"blocks": 2, "owned": 2, "block_bytes": 1024, "disk_bytes": 4096, "capacity": 1048576, "is_resting": true},
+ "sleeping": {"count": 1, "in_host": 0, "on_disk": 1, "nowhere": 0, "unknown": 0,
+              "latest": [{"name": "s", "tenant": "", "tokens": 20, "kv_tokens": 19, "place": "disk"}]},
+ "experts": []}
+"""
+"""What `to_json` wrote before some fields were renamed."""
+
+
+def test_a_snapshot_of_an_earlier_version_is_read(quire, tmp_path):
+    read = MemoryMap.from_json(EARLIER, "old.json")
+    assert read.transfers == TransferCounts(out=1, back=0, writes=0)
+    assert read.owners.swapped == 1 and [owner.kind for owner in read.owners.largest] == ["running", "swapped"]
+    assert read.disk is not None and read.disk.is_paused
+    assert MemoryMap.from_json(read.to_json(), "new.json") == read
+    path = tmp_path / "old.json"
+    path.write_text(EARLIER)
+    ran = quire("inspect", "--snapshot", path)
+    assert ran.code == 0 and "(1 swapped out)" in ran.out and "writes paused" in ran.out
 
 
 def test_a_large_cache_is_drawn_in_few_lines(quire, tmp_path):
@@ -90,7 +120,7 @@ def test_a_large_cache_is_drawn_in_few_lines(quire, tmp_path):
     assert len(cells) <= 16
     drawn = "".join(line.strip() for line in cells)
     assert drawn.count("█") / len(drawn) == pytest.approx(40_000 / 65_536, abs=0.01)
-    assert "every second looked at" in ran.out
+    assert "every second sampled" in ran.out
 
 
 def test_names_cannot_speak_to_the_terminal(quire, tmp_path):
@@ -114,7 +144,7 @@ def test_names_cannot_speak_to_the_terminal(quire, tmp_path):
         (["--watch", "2"], "--watch needs --url"),
         (["--url", "http://x", "--watch", "0"], "from 0.1 to 86400 seconds, got 0"),
         (["--url", "http://x", "--watch", "soon"], "from 0.1 to 86400 seconds, got soon"),
-        (["--url", "http://x", "--snapshot", "y"], "one memory at a time"),
+        (["--url", "http://x", "--snapshot", "y"], "cannot be used together"),
         (["some-model", "--snapshot", "y"], "is for a model"),
         (["--snapshot", "y", "--dtype", "float32"], "--dtype is for a model"),
     ],

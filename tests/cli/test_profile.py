@@ -91,7 +91,7 @@ def test_kernels_have_short_names_and_kinds(kernel, name, kind):
 # Limits
 
 
-def test_products_read_every_weight_once_and_compute_twice_a_token():
+def test_gemms_read_every_weight_once_and_compute_twice_a_token():
     kind = next(kind for kind in KINDS if kind.name == "GEMMs")
     moved, operations = kind.cost(SHAPE, WORK)
     weights = SHAPE.body_bytes + 2 * 256 * 64
@@ -180,7 +180,7 @@ def test_a_profiled_engine_is_as_it_was_afterwards(llm):
 
 @pytest.mark.parametrize("bench", ["latency", "throughput"])
 @pytest.mark.parametrize("folder", ["file", "file/below"])
-def test_a_folder_that_cannot_be_made_is_told_before_anything_is_loaded(quire, tmp_path, bench, folder):
+def test_a_folder_that_cannot_be_created_is_an_error_before_loading(quire, tmp_path, bench, folder):
     (tmp_path / "file").write_text("")
     ran = quire("bench", bench, "--model", tmp_path / "no-model", "--profile", tmp_path / folder)
     assert ran.code == 2

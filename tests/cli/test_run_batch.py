@@ -13,10 +13,8 @@ import time
 
 import pytest
 
-from quire.cli.batch.asgi import post
-from quire.cli.batch.files import LineError, Output, Result, read_line
-from quire.cli.batch.runner import Batch
-from quire.cli.batch.source import Source
+from quire.cli.batch.files import LineError, Output, Result, Source, read_line
+from quire.cli.batch.runner import Batch, post
 from quire.cli.bench.load.client import RunCounters
 from quire.cli.interrupts import cancelled_by_interrupt
 from quire.errors import ValidationError

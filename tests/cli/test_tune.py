@@ -59,7 +59,7 @@ def cases(timed: list) -> set:
     return {(shape, rows) for shape, rows, _ in timed}
 
 
-def test_every_product_of_the_model_is_measured_shown_and_kept(quire, byte_llama, measured):
+def test_every_gemm_of_the_model_is_measured_printed_and_stored(quire, byte_llama, measured):
     ran = quire("tune", byte_llama, "--buckets", "1,4", "--dtype", "float16")
     assert ran.code == 0, ran.err
     assert cases(measured) == {(shape, rows) for shape in SHAPES for rows in (1, 4)}
@@ -110,7 +110,7 @@ def test_a_tune_that_is_interrupted_keeps_what_it_has(quire, byte_llama, measure
     assert len(read_table(own_path(GPU))) == 2
 
 
-def test_the_model_may_be_bent(quire, byte_llama, measured):
+def test_hf_overrides_change_the_model(quire, byte_llama, measured):
     bent = json.dumps({"intermediate_size": 96})
     assert quire("tune", byte_llama, "--buckets", 1, "--hf-overrides", bent).code == 0
     assert GemmShape("norm_silu_linear", 192, 64) in {shape for shape, _ in cases(measured)}
@@ -119,7 +119,7 @@ def test_the_model_may_be_bent(quire, byte_llama, measured):
 @pytest.mark.parametrize(
     ("buckets", "said"), [("3", "--buckets must be of 1, 2, 4, 8"), ("1,x", "'1,x' is not a list of integers")]
 )
-def test_buckets_that_are_none(quire, byte_llama, measured, buckets, said):
+def test_invalid_buckets(quire, byte_llama, measured, buckets, said):
     ran = quire("tune", byte_llama, "--buckets", buckets)
     assert (ran.code, ran.out) == (2, "")
     assert said in ran.err

@@ -1,4 +1,4 @@
-"""One fork_server for the engines of a test module: loading a vocabulary takes its seconds."""
+"""One fork server for the engines of a test module: loading a vocabulary takes seconds."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def grammars_of(llm: LLM) -> Grammars:
 
 
 class SharedForkServer:
-    """Makes engines over one model that have their matchers from the same process."""
+    """Makes engines of one model whose matchers come from the same fork server."""
 
     def __init__(self, model: Path) -> None:
         self._model = model
@@ -37,7 +37,7 @@ class SharedForkServer:
         if self._fork_server is None:
             self._fork_server = ForkServerClient(grammars._spec)
         grammars._fork_server = self._fork_server
-        grammars._numbers = next(_engines) << 20  # matchers are told apart by number
+        grammars._numbers = next(_engines) << 20  # matcher numbers must be unique
         self._made.append(llm)
         return llm
 

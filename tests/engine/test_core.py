@@ -37,7 +37,7 @@ def test_what_is_in_flight_is_collected_when_there_is_nothing_more_to_launch(dep
     bench.assert_right("a")
 
 
-def test_a_step_without_work_tells_nothing() -> None:
+def test_a_step_without_work_returns_nothing() -> None:
     bench = Bench()
     assert not bench.core.has_work
     outputs = bench.step()
@@ -52,7 +52,7 @@ def test_a_request_that_can_never_fit_is_refused_and_leaves_no_trace() -> None:
     bench.scheduler.check_idle()
 
 
-def test_started_tells_when_and_how_much_was_cached() -> None:
+def test_started_has_the_time_and_the_cached_tokens() -> None:
     bench = Bench(block_size=4)
     bench.now = 12.5
     bench.add("a", list(range(2, 12)), 2)
@@ -76,13 +76,13 @@ def test_shutdown_ends_what_is_unfinished_and_the_core_takes_no_more(depth: int)
     bench.core.shutdown()
     bench.core.shutdown()
     bench.run(5)
-    assert {told.reason for told in bench.samples.values()} == {"abort"}
+    assert {received.reason for received in bench.sequences.values()} == {"abort"}
     with pytest.raises(EngineDeadError, match="shut down"):
         bench.core.add(bench.request("d"))
 
 
 class Stubborn(NullExecutor):
-    """Fails for ever, in a way that is no failed step."""
+    """Always fails, in a way that is no failed step."""
 
     def submit(self, plan: StepPlan) -> StepResult:
         raise MemoryError("not a step's failure")
@@ -105,7 +105,7 @@ def test_a_failed_submit_is_blamed_on_the_step_that_failed_or_those_in_flight(ca
         bench.run()
     assert "cannot be launched" in caplog.text
     bench.assert_right("good")
-    assert bench.samples[("bad", 0)].reason == "error"
+    assert bench.sequences[("bad", 0)].reason == "error"
 
 
 def test_each_step_can_be_read_in_the_log(caplog: pytest.LogCaptureFixture) -> None:

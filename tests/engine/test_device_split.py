@@ -1,4 +1,4 @@
-"""Engines that share a machine: what each gets of it."""
+"""Replicas on one machine: each one's share."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from quire.errors import ConfigError
         (None, 8, 2, 2, ["0,1", "2,3"]),
         ("3,1,2,0", 4, 2, 2, ["3,1", "2,0"]),
         ("GPU-a,GPU-b", 2, 2, 1, ["GPU-a", "GPU-b"]),
-        ("5,6,-1,7", 2, 2, 1, ["5", "6"]),  # what comes after one that is not there is not seen
+        ("5,6,-1,7", 2, 2, 1, ["5", "6"]),  # CUDA ignores what follows an invalid device
     ],
 )
 def test_every_engine_has_a_slice_of_the_devices(
@@ -29,14 +29,14 @@ def test_every_engine_has_a_slice_of_the_devices(
     assert [own_devices(visible, count, replica, replicas, each) for replica in range(replicas)] == wanted
 
 
-def test_more_than_there_are_is_told_with_the_numbers() -> None:
+def test_too_few_gpus_are_refused_with_the_numbers() -> None:
     with pytest.raises(
         ConfigError, match="data_parallel_size is 2 with 4 GPUs each: 8 are needed, and this machine shows 6"
     ):
         own_devices(None, 6, 0, 2, 4)
 
 
-def test_what_is_said_for_the_machine_is_divided() -> None:
+def test_settings_for_the_machine_are_divided() -> None:
     whole = EngineConfig(
         data_parallel_size=4, swap_space=8.0, cpu_kv_cache_share=0.4, kv_disk="kv", kv_disk_size=100.0, max_num_seqs=32
     )
@@ -57,7 +57,7 @@ def test_what_is_said_for_the_machine_is_divided() -> None:
         (["replica-0"], 1, "replica-0"),
     ],
 )
-def test_sessions_that_nobody_would_see_are_pointed_out(
+def test_sessions_of_another_replica_count_are_warned_about(
     folders: list[str], replicas: int, told: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     for name in folders:
@@ -67,6 +67,6 @@ def test_sessions_that_nobody_would_see_are_pointed_out(
     assert (f"holds {told} of a run with another data_parallel_size" in caplog.text) if told else not caplog.records
 
 
-def test_one_engine_in_this_process_is_one() -> None:
+def test_an_in_process_engine_has_no_replicas() -> None:
     with pytest.raises(ConfigError, match="use LLM, AsyncLLM or the server"):
         LLMEngine(EngineConfig(data_parallel_size=2))

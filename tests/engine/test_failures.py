@@ -1,4 +1,4 @@
-"""Steps that fail for want of memory, take the device with them, or never end."""
+"""Steps that run out of memory, lose the device, or never end."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Failing(NullExecutor):
 
 
 class Hanging(NullExecutor):
-    """The step `at` never ends, unless someone gives it up."""
+    """The step `at` never ends, unless it is given up."""
 
     def __init__(self, at: int) -> None:
         super().__init__(64)
@@ -69,11 +69,11 @@ def run(core: EngineCore, steps: int = 500) -> None:
     assert not core.has_work
 
 
-# Want of memory
+# Out of memory
 
 
 @DEPTHS
-def test_want_of_memory_makes_steps_smaller_and_loses_nobody(depth: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_out_of_memory_makes_steps_smaller_and_fails_no_request(depth: int, caplog: pytest.LogCaptureFixture) -> None:
     bench = Bench(blocks=2000, max_rows=16, budget=4096)
     failing = Failing(lambda plan: StepMemoryError("no memory") if plan.num_tokens > 700 else None)
     core = EngineCore(bench.scheduler, failing, depth)
@@ -90,7 +90,7 @@ def test_want_of_memory_makes_steps_smaller_and_loses_nobody(depth: int, caplog:
     bench.scheduler.check_idle()
 
 
-def test_steps_do_not_become_tiny_and_a_request_that_fails_alone_is_ended() -> None:
+def test_steps_do_not_become_tiny_and_a_request_that_fails_alone_gets_an_error() -> None:
     bench = Bench(blocks=2000, max_rows=16, budget=4096)
     core = EngineCore(bench.scheduler, Failing(lambda plan: StepMemoryError("no memory")))
     core.add(bench.request("a", 400, 5))
@@ -150,7 +150,7 @@ def test_a_lost_device_ends_the_engine_and_names_the_step(depth: int, caplog: py
     core.shutdown()
 
 
-def test_a_long_list_of_requests_is_cut() -> None:
+def test_a_long_list_of_requests_is_shortened() -> None:
     bench = Bench(blocks=200, max_rows=32)
     core = EngineCore(bench.scheduler, Failing(lambda plan: DeviceLostError("gone")))
     for i in range(12):
@@ -185,8 +185,8 @@ def test_no_timeout_means_no_thread() -> None:
 
 
 def test_short_steps_are_left_alone_however_many() -> None:
-    told: list[StepPlan] = []
-    watchdog = Watchdog(0.2, told.append)
+    reported: list[StepPlan] = []
+    watchdog = Watchdog(0.2, reported.append)
     plan = object()
     until = time.monotonic() + 0.6
     while time.monotonic() < until:
@@ -194,16 +194,16 @@ def test_short_steps_are_left_alone_however_many() -> None:
         time.sleep(0.001)
         watchdog.end()
     watchdog.stop()
-    assert told == []
+    assert reported == []
 
 
-def test_a_hang_is_told_once() -> None:
-    told: list[StepPlan] = []
-    watchdog = Watchdog(0.05, told.append)
+def test_a_hang_is_reported_once() -> None:
+    reported: list[StepPlan] = []
+    watchdog = Watchdog(0.05, reported.append)
     watchdog.begin("plan")  # type: ignore[arg-type]
     time.sleep(0.4)
     watchdog.stop()
-    assert told == ["plan"]
+    assert reported == ["plan"]
 
 
 def test_the_watchdog_keeps_no_engine_alive() -> None:

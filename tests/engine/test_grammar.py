@@ -1,4 +1,4 @@
-"""Structured output: what comes out has the form that was asked for, whatever the engine is in the middle of."""
+"""Structured output: the output matches the requested form in every state of the engine."""
 
 from __future__ import annotations
 
@@ -91,11 +91,12 @@ DEPTHS = pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("kind", FORMS)
 def test_the_output_has_its_form(engines: Callable[..., LLM], kind: str, depth: int) -> None:
     form, check = FORMS[kind]
-    for fields in ({}, {"temperature": 0}, {"temperature": 1.3, "top_k": 20, "top_p": 0.8, "min_p": 0.01}):
+    everything = {"top_k": 20, "top_p": 0.8, "min_p": 0.01, "top_n_sigma": 2.0, "xtc_probability": 0.5}
+    for fields in ({}, {"temperature": 0}, {"temperature": 1.3, **everything}):
         (output,) = engines(pipeline_depth=depth).generate([PROMPT], params(form, **fields), use_tqdm=False)
         (sample,) = output.outputs
         if sample.finish_reason == "length":
-            assert kind == "grammar"  # a sum may go on for ever
+            assert kind == "grammar"  # a sum may never end
             continue
         assert output.error is None and sample.finish_reason == "stop", output
         assert check(sample.text), sample.text
@@ -109,7 +110,7 @@ def test_steps_in_flight_change_no_token(engines: Callable[..., LLM]) -> None:
 
 
 @DEPTHS
-def test_rows_without_a_form_draw_what_they_draw_alone(engines: Callable[..., LLM], depth: int) -> None:
+def test_rows_without_a_form_sample_what_they_sample_alone(engines: Callable[..., LLM], depth: int) -> None:
     llm = engines(pipeline_depth=depth)
     free = [
         params(None, max_tokens=20, ignore_eos=True),
@@ -159,8 +160,8 @@ def test_a_failed_step_changes_no_token(
             assert tokens_of(llm.generate([PROMPT] * 3, wanted, use_tqdm=False)) == expected
 
 
-def test_a_model_in_love_with_white_space_comes_to_an_end(engines: Callable[..., LLM]) -> None:
-    """JSON lets white space stand almost anywhere, and without a bound this answer would be nothing else."""
+def test_white_space_in_json_is_bounded(engines: Callable[..., LLM]) -> None:
+    """JSON allows white space almost anywhere; without a bound this answer would be nothing else."""
     llm = engines(pipeline_depth=0)
     line_breaks = {llm.get_tokenizer().convert_tokens_to_ids("Ċ"): 100.0}  # which no string of JSON can hold
     schema = {"type": "object", "properties": {"a": {"type": "integer", "maximum": 9, "minimum": 0}}, "required": ["a"]}
@@ -187,7 +188,7 @@ def only(llm: LLM, wanted: SamplingParams) -> RequestOutput:
     return llm.generate([PROMPT], [wanted], use_tqdm=False)[0]
 
 
-def test_samples_of_one_prompt_go_their_own_ways(tiny: LLM) -> None:
+def test_sequences_of_one_prompt_differ(tiny: LLM) -> None:
     output = only(tiny, params(Form(regex="[a-z]{6}"), n=4, temperature=1.5))
     texts = [sample.text for sample in output.outputs]
     assert all(re.fullmatch("[a-z]{6}", text) for text in texts) and len(set(texts)) > 1
@@ -232,7 +233,7 @@ def test_the_form_may_begin_after_a_text(tiny: LLM) -> None:
     assert output.outputs[0].finish_reason == "stop"
 
 
-def test_who_excludes_every_token_of_the_form_fails_alone(tiny: LLM) -> None:
+def test_a_request_that_excludes_every_allowed_token_fails_alone(tiny: LLM) -> None:
     b = tiny.get_tokenizer().convert_tokens_to_ids("b")
     wanted = [params(Form(regex="a+"), allowed_token_ids=[b]), params(Form(regex="a{3}"))]
     failed, good = tiny.generate([PROMPT] * 2, wanted, use_tqdm=False)
@@ -258,14 +259,14 @@ def test_a_form_that_no_text_has_fails_alone(tiny: LLM) -> None:
         (Form(structural_tag={"structures": [{}]}), "begin"),
     ],
 )
-def test_what_cannot_be_compiled_is_refused_and_says_why(tiny: LLM, form: Form, said: str) -> None:
-    for _ in range(2):  # the second time from memory
+def test_a_form_that_does_not_compile_is_refused_with_the_reason(tiny: LLM, form: Form, said: str) -> None:
+    for _ in range(2):  # the second time from the remembered refusal
         output = only(tiny, params(form))
         assert output.outputs[0].finish_reason == "error" and output.outputs[0].token_ids == []
         assert said in (output.error or "") and "/project/" not in (output.error or "")
 
 
-def test_yesterdays_writing_of_tags(tiny: LLM) -> None:
+def test_the_legacy_format_of_structural_tags(tiny: LLM) -> None:
     less = tiny.get_tokenizer().convert_tokens_to_ids("<")
     output = only(
         tiny, params(Form(structural_tag=LEGACY_TAG), logit_bias={less: 2.0}, max_tokens=100, stop=["</get>"])
@@ -278,7 +279,7 @@ def test_yesterdays_writing_of_tags(tiny: LLM) -> None:
 
 
 @pytest.mark.skipif(ON_GPU, reason="on a GPU the kernels are compiled: tests/gpu runs the engine there")
-def test_the_gpus_kernels_draw_the_same(engines: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_gpus_kernels_sample_the_same(engines: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = [
         params(Form(regex="[a-z]{4}")),
         params(Form(regex="[a-z]{4}"), temperature=0),

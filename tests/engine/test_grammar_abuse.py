@@ -1,4 +1,4 @@
-"""Structured output from strangers: what explodes, dies or never ends costs its own request, and nobody else."""
+"""Hostile structured output: a form that explodes, crashes or never ends fails its own request and no other."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def is_alive(pid: int) -> bool:
 
 
 def matcher_pids(llm: LLM) -> list[int]:
-    """Processes of the fork_server's."""
+    """Pids of the fork server's matchers."""
     fork_server = grammars_of(llm)._fork_server
     if fork_server is None:
         return []
@@ -107,8 +107,8 @@ def matcher_pids(llm: LLM) -> list[int]:
 
 
 def run_beside(llm: LLM, wanted: SamplingParams) -> tuple[RequestOutput, float, int]:
-    """The request's end, beside a stream that never ends: how long it took at most between two of its tokens, and how
-    many there were."""
+    """The request's last output, run beside a stream that never ends; the longest gap between two of the stream's
+    tokens, and their number."""
     engine = llm.llm_engine
     engine.add_request("free", PROMPT[:3], params(max_tokens=None, ignore_eos=True))
     engine.step()
@@ -127,7 +127,7 @@ def run_beside(llm: LLM, wanted: SamplingParams) -> tuple[RequestOutput, float, 
 
 
 @pytest.mark.parametrize("name", TO_COMPILE)
-def test_what_takes_too_long_to_compile_fails_within_its_time_and_holds_nobody_up(llm: LLM, name: str) -> None:
+def test_a_form_too_slow_to_compile_fails_in_time_and_delays_no_other_request(llm: LLM, name: str) -> None:
     begin = time.monotonic()
     output, gap, tokens = run_beside(llm, params(TO_COMPILE[name]))
     took = time.monotonic() - begin
@@ -138,14 +138,14 @@ def test_what_takes_too_long_to_compile_fails_within_its_time_and_holds_nobody_u
     assert output.outputs[0].finish_reason == "error"
     assert "cannot be compiled" in output.error or "longer to compile" in output.error
     assert took < TIMEOUT + 2
-    if len(grammars_of(llm)._refused):  # not where the machine was too busy to tell: then it is tried again
+    if len(grammars_of(llm)._refused):  # not if the machine was too busy to tell: then it is tried again
         again = time.monotonic()
         assert generate(llm, TO_COMPILE[name]).error == output.error
         assert time.monotonic() - again < 1.0
 
 
 @pytest.mark.parametrize("name", TO_FOLLOW)
-def test_what_takes_too_long_to_follow_fails_and_holds_nobody_up_for_long(llm: LLM, name: str) -> None:
+def test_a_form_too_slow_to_match_fails_and_hardly_delays_other_requests(llm: LLM, name: str) -> None:
     output, gap, tokens = run_beside(llm, params(TO_FOLLOW[name], max_tokens=100, temperature=1.5))
     print(f"{name}: longest gap {gap * 1000:.0f} ms over {tokens} tokens, {output.error}")
     assert tokens > 3 and gap < 1.0
@@ -154,7 +154,7 @@ def test_what_takes_too_long_to_follow_fails_and_holds_nobody_up_for_long(llm: L
     assert generate(llm, Form(regex="a{3}")).outputs[0].text == "aaa"
 
 
-def test_no_more_grammars_are_kept_than_may_be(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_grammars_are_limited_in_number(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_MATCHERS", 3)
     for i in range(8):
         assert generate(llm, Form(regex=f"b{{{i + 1}}}")).outputs[0].text == "b" * (i + 1)
@@ -163,20 +163,20 @@ def test_no_more_grammars_are_kept_than_may_be(llm: LLM, monkeypatch: pytest.Mon
     kept = matcher_pids(llm)
     assert generate(llm, Form(regex="b{8}")).outputs[0].text == "b" * 8
     assert matcher_pids(llm) == kept  # the last one was still there
-    forms = [params(Form(regex=f"c{{{i + 1}}}")) for i in range(7)]  # more at once than may be kept
+    forms = [params(Form(regex=f"c{{{i + 1}}}")) for i in range(7)]  # more at once than the limit
     outputs = llm.generate([PROMPT] * 7, forms, use_tqdm=False)
     assert [output.outputs[0].text for output in outputs] == ["c" * (i + 1) for i in range(7)]
 
 
-def test_no_more_memory_is_kept_than_may_be(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_grammars_are_limited_in_memory(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "IDLE_BYTES", 1)
     for i in range(3):
         generate(llm, Form(regex=f"d{{{i + 1}}}"))
     assert len(grammars_of(llm)._matchers) <= 2  # the last one, and the one before until the next comes
 
 
-def test_a_storm_of_aborts_leaves_nothing_behind(fork_server: SharedForkServer) -> None:
-    """A cache for a few, prompts in chunks, good forms and bad ones and none, ends at any moment."""
+def test_random_aborts_leave_nothing_behind(fork_server: SharedForkServer) -> None:
+    """A small cache, chunked prompts, good and bad forms and none, aborts at any moment."""
     chaos = random.Random(7)
     forms = [
         Form(regex="[a-z]{3,30}"), Form(choice=["yes", "no"]), Form(grammar="root ::= x"), None, Form(json_object=True),
@@ -209,7 +209,7 @@ def test_a_killed_fork_server_is_replaced(llm: LLM) -> None:
     assert grammars._fork_server is not None
     os.kill(grammars._fork_server.pid, signal.SIGKILL)
     time.sleep(0.1)
-    assert generate(llm, Form(regex="a{3}")).outputs[0].text == "aaa"  # compiled before: its matcher is gone too
+    assert generate(llm, Form(regex="a{3}")).outputs[0].text == "aaa"  # compiled before: its matcher was killed too
     assert generate(llm, Form(regex="a{4}")).outputs[0].text == "aaaa"
 
 
@@ -267,7 +267,7 @@ def test_an_engine_that_is_shut_down_leaves_no_process(tiny_model: Path) -> None
     assert not [pid for pid in pids if is_alive(pid)]
 
 
-def test_a_refused_form_is_a_validation_error_in_asyncio_programs_and_others_go_on(tiny_model: Path) -> None:
+def test_a_refused_form_is_a_validation_error_in_asyncio_programs_and_other_requests_go_on(tiny_model: Path) -> None:
     async def read(llm: AsyncLLM, form: Form | None, **fields: Any) -> RequestOutput:
         async for output in llm.generate({"prompt_token_ids": PROMPT}, params(form, **fields)):
             last = output

@@ -1,4 +1,4 @@
-"""The process boundary: messages survive the way, in whatever pieces they arrive, and wrong ones are found."""
+"""The process boundary: messages round-trip in whatever pieces they arrive, and malformed ones are rejected."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from quire.engine.remote import error_of
 from quire.engine.stats import Metric
 from quire.errors import CacheTooSmallError, EngineDeadError, QuireError, ValidationError
 from quire.kvcache.prefix_cache import ContentKeys
-from quire.messages.frames import Frames
+from quire.messages.frames import FrameSplitter
 from quire.messages.outputs import Finished, Started, StepOutputs
 from quire.messages.plan import PromptLogprobs, TokenLogprobs
 from quire.messages.request import NewRequest
@@ -52,33 +52,33 @@ UP: list[Any] = [
 
 
 def payload(message: Any) -> bytes:
-    (data,) = Frames().feed(ipc.encode(message))
+    (data,) = FrameSplitter().feed(ipc.encode(message))
     return data
 
 
 @pytest.mark.parametrize("message", DOWN, ids=lambda message: type(message).__name__)
-def test_messages_to_the_engine_survive_the_way(message: Any) -> None:
+def test_messages_to_the_engine_round_trip(message: Any) -> None:
     assert ipc.decode_down(payload(message)) == message
 
 
 @pytest.mark.parametrize("message", UP, ids=lambda message: type(message).__name__)
-def test_messages_to_the_front_survive_the_way(message: Any) -> None:
+def test_messages_to_the_front_round_trip(message: Any) -> None:
     assert ipc.decode_up(payload(message)) == message
 
 
-def test_messages_arrive_in_whatever_pieces() -> None:
+def test_messages_are_decoded_from_any_pieces() -> None:
     stream = b"".join(map(ipc.encode, DOWN * 20))
     pieces, random_source, at = [], random.Random(1), 0
     while at < len(stream):
         size = random_source.choice([1, 2, 3, 5, 200, 4000])
         pieces.append(stream[at : at + size])
         at += size
-    frames = Frames()
+    frames = FrameSplitter()
     assert [ipc.decode_down(data) for piece in pieces for data in frames.feed(piece)] == DOWN * 20
 
 
-def test_who_stops_reading_loses_nothing() -> None:
-    frames = Frames()
+def test_a_reader_that_stops_loses_nothing() -> None:
+    frames = FrameSplitter()
     first = next(iter(frames.feed(ipc.encode(DOWN[2]) + ipc.encode(DOWN[3]))))
     assert [ipc.decode_down(data) for data in (first, *frames.feed(b""))] == DOWN[2:4]
 
@@ -94,7 +94,7 @@ def test_a_wrong_request_is_named_and_any_other_wrong_message_raises() -> None:
         ipc.encode(ipc.StartEngine({"x": object()}, {}, [], 0))
 
 
-def test_errors_keep_their_kind() -> None:
+def test_errors_keep_their_class() -> None:
     wrong = error_of(refusal("a", ValidationError("why", "prompt", 3)))
     assert (type(wrong), str(wrong), getattr(wrong, "parameter", None)) == (ValidationError, "why", "prompt")
     assert type(error_of(refusal("a", CacheTooSmallError("why")))) is CacheTooSmallError
@@ -111,7 +111,7 @@ def test_keys_are_the_same_in_both_processes() -> None:
         assert ours.of(range(20), salt) == theirs.of(range(20), salt)
 
 
-def test_a_link_tells_when_the_other_end_is_gone() -> None:
+def test_a_link_raises_when_the_other_end_has_closed() -> None:
     ours, theirs = socket.socketpair()
     with ours:
         link = ipc.MessageLink(ours)

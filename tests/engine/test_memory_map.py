@@ -1,4 +1,4 @@
-"""The map of memory: it adds up at every moment, and says who shares, moves and sleeps."""
+"""The map of memory: it adds up at every moment, with shared blocks, transfers and sleeping sessions."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def check(llm: LLM) -> MemoryMap:
     return found
 
 
-def test_samples_of_one_prompt_share_its_full_blocks(make_llm: MakeLLM) -> None:
+def test_sequences_of_one_prompt_share_its_full_blocks(make_llm: MakeLLM) -> None:
     llm = make_llm()
     before = check(llm)
     assert (before.device.used, before.owners.largest, before.sleeping, before.host) == (0, [], None, None)
@@ -54,7 +54,7 @@ def test_samples_of_one_prompt_share_its_full_blocks(make_llm: MakeLLM) -> None:
     assert sorted(owner.name for owner in found.owners.largest) == ["r/0", "r/1", "r/2", "r/3"]
     assert {(owner.kind, owner.tenant, owner.shared) for owner in found.owners.largest} == {("running", "acme", full)}
     assert found.device.held == sum(owner.blocks - owner.shared for owner in found.owners.largest)
-    assert found.device.block_bytes * 129 == llm.llm_engine.facts.kv_bytes
+    assert found.device.block_bytes * 129 == llm.llm_engine.info.kv_bytes
     engine.abort_request("r")
     llm.llm_engine.check_idle()
     after = check(llm)
@@ -78,9 +78,9 @@ def test_it_adds_up_at_every_step_of_an_overload(make_llm: MakeLLM, monkeypatch:
     while llm.llm_engine.has_unfinished_requests():
         llm.llm_engine.step()
         seen.append(check(llm))
-    assert {"running", "loading", "put by"} <= {owner.kind for found in seen for owner in found.owners.largest}
-    assert max(found.journeys.out for found in seen) > 0
-    assert max(found.journeys.back for found in seen) > 0
+    assert {"running", "loading", "swapped"} <= {owner.kind for found in seen for owner in found.owners.largest}
+    assert max(found.transfers.out for found in seen) > 0
+    assert max(found.transfers.back for found in seen) > 0
     assert {found.pressure.device for found in seen} == {0, 1, 2}
 
 
@@ -107,11 +107,11 @@ def test_sessions_idle_and_asleep(make_llm: MakeLLM, tmp_path: Path, tier: str) 
     assert idle.shared == idle.blocks == found.sharing.by_two == found.sharing.saved
     sleeping = found.sleeping
     assert sleeping is not None
-    put_by = int(tier != "none")
+    is_saved = int(tier != "none")
     assert (sleeping.count, sleeping.in_host, sleeping.on_disk, sleeping.nowhere, sleeping.unknown) == (
-        2, put_by, 0, 2 - put_by, 0,
+        2, is_saved, 0, 2 - is_saved, 0,
     )  # fmt: skip
-    assert [(one.name, one.place) for one in sleeping.latest] == [("asleep", "host")][:put_by]
+    assert [(one.name, one.place) for one in sleeping.latest] == [("asleep", "host")][:is_saved]
     if found.host is not None:
         assert found.host.used >= -(-sleeping.latest[0].kv_tokens // 16)
         assert found.host.owned == (found.host.used if tier == "host" else 0)
@@ -136,12 +136,12 @@ def test_blocks_that_leave_are_moving_until_they_have_arrived(make_llm: MakeLLM)
     blocks = check(llm).device.used
     llm.llm_engine.core.sessions.suspend("s")
     found = check(llm)
-    assert (found.device.moving, found.device.held, found.journeys.out, found.journeys.back) == (blocks, 0, blocks, 0)
+    assert (found.device.moving, found.device.held, found.transfers.out, found.transfers.back) == (blocks, 0, blocks, 0)
     assert found.owners.largest == []
     while llm.llm_engine.core.has_work:
         llm.llm_engine.step()
     found = check(llm)
-    assert (found.device.moving, found.journeys.out) == (0, 0)
+    assert (found.device.moving, found.transfers.out) == (0, 0)
 
 
 def test_a_large_cache_is_sampled(make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,11 +154,11 @@ def test_a_large_cache_is_sampled(make_llm: MakeLLM, monkeypatch: pytest.MonkeyP
     assert found.device == whole.device
 
 
-def test_more_owners_and_sleepers_than_are_named_are_counted(
+def test_owners_and_sleeping_sessions_beyond_the_listed_ones_are_counted(
     make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory_map, "NAMED", 2)
-    monkeypatch.setattr(memory_map, "LOOKED_UP", 3)
+    monkeypatch.setattr(memory_map, "MOST_NAMED", 2)
+    monkeypatch.setattr(memory_map, "MOST_LOOKED_UP", 3)
     llm = make_llm(swap_space=0.02)
     for i in range(5):
         session = llm.sessions.create(f"s{i}")
@@ -174,7 +174,7 @@ def test_more_owners_and_sleepers_than_are_named_are_counted(
     assert [one.name for one in sleeping.latest] == ["s4", "s3"]
 
 
-def test_a_block_that_nobody_owns_is_told(make_llm: MakeLLM) -> None:
+def test_a_block_without_an_owner_is_reported(make_llm: MakeLLM) -> None:
     llm = make_llm()
     pool = llm.llm_engine.core.scheduler.tables.pool
     lost = pool.allocate(1)

@@ -1,4 +1,4 @@
-"""Attention backends that ranks import by themselves."""
+"""Attention backends that rank processes import by dotted path."""
 
 from __future__ import annotations
 

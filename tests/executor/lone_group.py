@@ -1,4 +1,4 @@
-"""A rank that sums over itself, as it would over many."""
+"""A tensor-parallel group of a single rank."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from quire.distributed.collectives import use_group
 
 @contextlib.contextmanager
 def group_of_one(backend: str) -> Iterator[None]:
-    """This process is all there is of a tensor-parallel group."""
+    """Make this process a tensor-parallel group of one rank."""
     distributed.init_process_group(backend, store=distributed.HashStore(), rank=0, world_size=1)
     use_group(distributed.group.WORLD)
     try:

@@ -25,7 +25,7 @@ CONFIGS: dict[str, PretrainedConfig] = {
 
 
 def write_mixture(folder: Path, name: str) -> Path:
-    """A random one of that family."""
+    """A random checkpoint of that family."""
     random_reference(CONFIGS[name]).save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     return folder

@@ -1,4 +1,4 @@
-"""Logits processors that ranks import by themselves."""
+"""Logits processors that rank processes import by dotted path."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class FailsOnce:
 
 
 class TakesLong:
-    """Does nothing, slowly. Only ranks that draw call it."""
+    """Does nothing, slowly. Only ranks of the last stage call it."""
 
     def applies(self, params: SamplingParams) -> bool:
         return "seconds" in (params.extra_args or {})
@@ -44,7 +44,7 @@ class TakesLong:
 
 
 class LoadsLate(TakesLong):
-    """The second rank takes three seconds to make it."""
+    """Takes three seconds to construct on the second rank."""
 
     def __init__(self) -> None:
         from torch import distributed

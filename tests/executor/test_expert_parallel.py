@@ -1,4 +1,4 @@
-"""Whole experts over ranks, and over engines that step together: the same tokens as in one process."""
+"""Expert parallelism over ranks, and over engines in lockstep: the same tokens as in one process."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from quire.engine import ipc
 from quire.errors import ConfigError, EngineDeadError, ValidationError
 from quire.messages.sampling import SamplingParams
 from tests.engine.test_tiers_engine import weather
+from tests.executor.lockstep_engines import LockstepEngines
 from tests.executor.mixtures import write_mixture
-from tests.executor.pair import Pair
 from tests.executor.test_multiprocess import BEGIN, FAILS, TIGHT, metric, rank_children, tokens
 from tests.models.harness import random_reference
 from tests.models.zoo import ZOO
@@ -37,7 +37,7 @@ CROWD = [[3 + i, *BEGIN, 5 + i] for i in range(6)]
 
 
 def write(name: str, folder: Path, skewed: bool = False) -> Path:
-    """A random checkpoint; skewed: the router likes the first experts, which are on the first rank."""
+    """A random checkpoint; skewed: the router prefers the first experts, which are on the first rank."""
     reference = random_reference(ZOO[name])
     if skewed:
         for parameter_name, parameter in reference.named_parameters():
@@ -48,7 +48,7 @@ def write(name: str, folder: Path, skewed: bool = False) -> Path:
 
 
 def everything(llm: LLM) -> list[Any]:
-    """Chunks, cached beginnings, several samples, more rows than blocks."""
+    """Chunks, cached prefixes, several sequences, more rows than blocks."""
     return [
         tokens(llm, PROMPTS),
         tokens(llm, [[*BEGIN, 60 + i] for i in range(3)] * 2),
@@ -58,11 +58,11 @@ def everything(llm: LLM) -> list[Any]:
 
 
 @pytest.fixture
-def make_pair() -> Iterator[Callable[..., Pair]]:
-    made: list[Pair] = []
+def make_pair() -> Iterator[Callable[..., LockstepEngines]]:
+    made: list[LockstepEngines] = []
 
-    def make(folder: Path, size: int = 2, **settings: Any) -> Pair:
-        made.append(Pair(folder, size, **{**SETTINGS, **settings}))
+    def make(folder: Path, size: int = 2, **settings: Any) -> LockstepEngines:
+        made.append(LockstepEngines(folder, size, **{**SETTINGS, **settings}))
         return made[-1]
 
     yield make
@@ -89,7 +89,7 @@ def over_ranks(name: str, folder: Path, make_llm: Callable[..., LLM], ranks: int
     assert metric(llm, "expert_rank_load_max_over_mean") < before
 
 
-def test_five_experts_over_two_ranks_say_what_one_process_says(tmp_path: Path, make_llm: Callable[..., LLM]) -> None:
+def test_five_experts_over_two_ranks_match_one_process(tmp_path: Path, make_llm: Callable[..., LLM]) -> None:
     over_ranks("mixtral", tmp_path / "model", make_llm, ranks=2, spare=1)
 
 
@@ -107,7 +107,7 @@ def test_over_the_ranks_of_each_stage(tmp_path: Path, make_llm: Callable[..., LL
 
 
 @pytest.mark.slow
-def test_experts_move_by_themselves(tmp_path: Path, make_llm: Callable[..., LLM]) -> None:
+def test_experts_are_rebalanced_at_the_interval(tmp_path: Path, make_llm: Callable[..., LLM]) -> None:
     folder = write("qwen3-moe", tmp_path / "model", skewed=True)
     alone = everything(make_llm(folder, **SETTINGS))
     over_two = {"tensor_parallel_size": 2, "enable_expert_parallel": True, "num_redundant_experts": 2}
@@ -131,8 +131,8 @@ def test_sessions_and_tiers_over_ranks(tiers: str, tmp_path: Path, make_llm: Cal
     assert seen["found"] > 0.3 * seen["tokens"], "most of what was computed is found again"
 
 
-def test_a_rank_that_no_expert_comes_to_counts_the_move_as_the_others_do() -> None:
-    """Ranks that have begun as many collectives can go on after a step that failed on all of them."""
+def test_a_rank_without_moved_experts_counts_the_collective_too() -> None:
+    """Ranks that have started the same number of collectives can go on after a step that failed on all of them."""
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     try:
         before = collectives_started()
@@ -143,7 +143,7 @@ def test_a_rank_that_no_expert_comes_to_counts_the_move_as_the_others_do() -> No
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_gone_when_experts_are_to_move_is_told_and_ends_the_engine(tmp_path: Path) -> None:
+def test_a_rank_lost_before_a_rebalance_is_reported_and_ends_the_engine(tmp_path: Path) -> None:
     folder = write_mixture(tmp_path / "model", "mixtral")
 
     async def live() -> None:
@@ -160,10 +160,10 @@ def test_a_rank_that_is_gone_when_experts_are_to_move_is_told_and_ends_the_engin
     asyncio.run(live())
 
 
-# Over engines that step together
+# Over engines in lockstep
 
 
-async def step_together(pair: Pair, alone: dict[str, Any]) -> None:
+async def step_together(pair: LockstepEngines, alone: dict[str, Any]) -> None:
     size = len(pair.engines)
     everywhere = await pair.generate(dict.fromkeys(range(size), PROMPTS))
     assert all(everywhere[engine] == alone["prompts"] for engine in range(size))
@@ -174,8 +174,8 @@ async def step_together(pair: Pair, alone: dict[str, Any]) -> None:
     assert samples == {0: alone["samples"], 1: alone["samples"]}
 
 
-async def heard_late(pair: Pair, order: list[int]) -> list[int]:
-    """A request that engines hear of one after the other, long after it was sent."""
+async def heard_late(pair: LockstepEngines, order: list[int]) -> list[int]:
+    """A request for which the engines are woken one after the other, long after it was sent."""
     pair.add(
         1, name := f"late-{order}", PROMPTS[0], SamplingParams(temperature=0, max_tokens=24, ignore_eos=True), False
     )
@@ -187,7 +187,7 @@ async def heard_late(pair: Pair, order: list[int]) -> list[int]:
 
 
 def answers(llm: LLM) -> dict[str, Any]:
-    """What `step_together` asks, of one process."""
+    """The results of one process for the requests of `step_together`."""
 
     def flat(found: list[list[list[int]]]) -> list[list[int]]:
         return [sample for samples in found for sample in samples]
@@ -200,8 +200,13 @@ def answers(llm: LLM) -> dict[str, Any]:
 
 
 def over_engines(
-    name: str, folder: Path, make_llm: Callable[..., LLM], make_pair: Callable[..., Pair], size: int, spare: int
-) -> Pair:
+    name: str,
+    folder: Path,
+    make_llm: Callable[..., LLM],
+    make_pair: Callable[..., LockstepEngines],
+    size: int,
+    spare: int,
+) -> LockstepEngines:
     write(name, folder, skewed=True)
     alone = answers(make_llm(folder, **SETTINGS))
     pair = make_pair(folder, size, num_redundant_experts=spare)
@@ -221,8 +226,8 @@ def over_engines(
     return pair
 
 
-def test_engines_that_step_together_say_what_one_says_and_end_together(
-    tmp_path: Path, make_llm: Callable[..., LLM], make_pair: Callable[..., Pair]
+def test_engines_in_lockstep_match_one_and_end_together(
+    tmp_path: Path, make_llm: Callable[..., LLM], make_pair: Callable[..., LockstepEngines]
 ) -> None:
     pair = over_engines("mixtral", tmp_path / "model", make_llm, make_pair, size=2, spare=1)
     asleep = [cpu_seconds(engine.pid) for engine in pair.engines]
@@ -253,17 +258,22 @@ def cpu_seconds(pid: int) -> float:
 @pytest.mark.parametrize("size, spare", [(2, 0), (2, 2), (3, 0), (3, 3)])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_families_over_engines(
-    name: str, size: int, spare: int, tmp_path: Path, make_llm: Callable[..., LLM], make_pair: Callable[..., Pair]
+    name: str,
+    size: int,
+    spare: int,
+    tmp_path: Path,
+    make_llm: Callable[..., LLM],
+    make_pair: Callable[..., LockstepEngines],
 ) -> None:
     over_engines(name, tmp_path / "model", make_llm, make_pair, size, spare)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("depth", [0, 1])
-def test_a_storm_of_short_requests_leaves_nobody_waiting(
-    depth: int, tmp_path: Path, make_llm: Callable[..., LLM], make_pair: Callable[..., Pair]
+def test_many_short_requests_all_finish(
+    depth: int, tmp_path: Path, make_llm: Callable[..., LLM], make_pair: Callable[..., LockstepEngines]
 ) -> None:
-    """Waves end and begin all the time."""
+    """Engines go to sleep and wake up all the time."""
     folder, rng = write("mixtral", tmp_path / "model"), random.Random(depth)
     prompts = [[3 + i, *BEGIN[: i % 7 + 1]] for i in range(12)]
     alone = {n: tokens(make_llm(folder, **SETTINGS), prompts, max_tokens=n) for n in (1, 3)}
@@ -282,8 +292,8 @@ def test_a_storm_of_short_requests_leaves_nobody_waiting(
 
 
 @pytest.mark.slow
-def test_a_step_that_fails_in_one_engine_is_made_again(
-    tmp_path: Path, make_llm: Callable[..., LLM], make_pair: Callable[..., Pair]
+def test_a_step_that_fails_in_one_engine_is_repeated(
+    tmp_path: Path, make_llm: Callable[..., LLM], make_pair: Callable[..., LockstepEngines]
 ) -> None:
     folder = write("mixtral", tmp_path / "model")
     alone = [samples[0] for samples in tokens(make_llm(folder, **SETTINGS), PROMPTS)]
@@ -300,7 +310,9 @@ def test_a_step_that_fails_in_one_engine_is_made_again(
 
 
 @pytest.mark.slow
-def test_an_engine_may_take_longer_to_load_than_a_step_may(tmp_path: Path, make_pair: Callable[..., Pair]) -> None:
+def test_an_engine_may_take_longer_to_load_than_a_step_may(
+    tmp_path: Path, make_pair: Callable[..., LockstepEngines]
+) -> None:
     folder = write("mixtral", tmp_path / "model")
     pair = make_pair(folder, logits_processors=["tests.executor.processors.LoadsLate"], step_timeout=2)
 
@@ -334,7 +346,7 @@ def test_an_engine_may_take_longer_to_load_than_a_step_may(tmp_path: Path, make_
         ),
     ],
 )
-def test_settings_that_contradict_each_other_are_said_in_a_line(settings: dict[str, Any], message: str) -> None:
+def test_contradicting_settings_are_refused_in_one_line(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         EngineConfig("m", **settings)
     assert "\n" not in str(caught.value)
@@ -351,6 +363,6 @@ def test_a_model_that_does_not_fit_is_refused_before_any_process_starts(tmp_path
         LLM(str(mixture), **SETTINGS, **over_two, num_redundant_experts=4)
 
 
-def test_experts_of_one_process_have_nowhere_to_go(make_llm: Callable[..., LLM]) -> None:
+def test_experts_of_one_process_cannot_be_rebalanced(make_llm: Callable[..., LLM]) -> None:
     with pytest.raises(ValidationError, match="needs enable_expert_parallel over several"):
         make_llm().rebalance_experts()

@@ -1,4 +1,4 @@
-"""The engine's links to its ranks: nobody waits for ever, and the first loss is the one that is told."""
+"""The engine's links to its ranks: every wait ends, and the first loss is the one reported."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def send_long(ranks: Listeners) -> str:
-    """What comes of a long message to ranks that do not read."""
+    """The error of a long message to ranks that do not read."""
     senders = RankLinks(ranks)
     said: list[str] = []
 
@@ -36,15 +36,15 @@ def send_long(ranks: Listeners) -> str:
     thread = threading.Thread(target=send, daemon=True)
     thread.start()
     thread.join(10)
-    assert not thread.is_alive(), "it waits for a rank that will never read"
+    assert not thread.is_alive(), "it waits for a rank that never reads"
     return said[0]
 
 
-def test_a_rank_that_is_stopped_is_noticed_by_who_sends() -> None:
+def test_a_send_notices_a_stopped_rank() -> None:
     assert send_long(Listeners(2, ring_bytes=1000)) == "rank 0 hangs: it is stopped or blocked"
 
 
-def test_who_sends_can_be_called_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_send_can_be_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(liveness, "SILENT_SECONDS", 60)
     ranks = Listeners(1, ring_bytes=1000)
     senders = RankLinks(ranks)
@@ -54,7 +54,7 @@ def test_who_sends_can_be_called_back(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_long_messages_both_ways_at_once() -> None:
-    """A rank that waits until it is heard reads nothing meanwhile."""
+    """A rank blocked in a send does not read."""
     ranks = Listeners(1, ring_bytes=1000)
     senders = RankLinks(ranks)
     got: list[wire.Down] = []
@@ -82,7 +82,7 @@ def _beat(ranks: Listeners, while_alive: threading.Thread) -> None:
         time.sleep(0.05)
 
 
-def test_the_first_loss_is_told_whoever_asks_later() -> None:
+def test_later_calls_report_the_first_loss() -> None:
     ranks = Listeners(2, ring_bytes=1000)
     senders = RankLinks(ranks)
     ranks.theirs[1].close()
@@ -96,7 +96,7 @@ def test_the_first_loss_is_told_whoever_asks_later() -> None:
             attempt()
 
 
-def test_what_comes_together_with_the_first_message_is_not_lost() -> None:
+def test_messages_that_arrive_with_the_first_are_kept() -> None:
     ranks = Listeners(1, ring_bytes=1000)
     ranks.sockets[0].sendall(wire.encode(wire.CountExperts()) + wire.encode(wire.ShutdownRank()))
     assert ranks.links[0].next() == wire.CountExperts()

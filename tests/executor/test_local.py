@@ -1,4 +1,4 @@
-"""The executor tells a shortage of memory from a failed step, and both from a device that is lost."""
+"""The executor distinguishes running out of memory, a failed step and a lost device."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RESULT = StepResult(0, *(np.zeros(0, np.int32),) * 4)
 
 
 class Step:
-    """A launched step that is done once it has been asked for `polls` times."""
+    """A launched step that is done after `polls` polls."""
 
     def __init__(self, polls: int = 0, error: Exception | None = None) -> None:
         self.polls = polls
@@ -57,7 +57,7 @@ class FakeWorker:
 
 
 class FakeCuda:
-    """Counts what is asked of the device; a lost one fails at everything."""
+    """Counts calls to the device; on a lost one every call fails."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, is_lost: bool = False) -> None:
         self.emptied = 0
@@ -81,7 +81,7 @@ def executor(step: Any, **options: Any) -> tuple[LocalExecutor, FakeWorker]:
 
 
 @pytest.mark.parametrize("when", ["launched", "waited for"])
-def test_want_of_memory_frees_what_torch_keeps_and_can_be_recovered_from(
+def test_running_out_of_memory_empties_torchs_cache_and_is_recoverable(
     monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
     cuda = FakeCuda(monkeypatch)
@@ -106,9 +106,7 @@ def test_an_error_the_device_survives_is_a_failed_step(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("when", ["launched", "waited for"])
-def test_a_device_that_does_not_answer_afterwards_is_lost_and_left_alone(
-    monkeypatch: pytest.MonkeyPatch, when: str
-) -> None:
+def test_a_device_that_fails_afterwards_is_lost_and_not_used_again(monkeypatch: pytest.MonkeyPatch, when: str) -> None:
     FakeCuda(monkeypatch, is_lost=True)
     error = RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered")
     runs, worker = executor(error if when == "launched" else Step(error=error))
@@ -129,7 +127,7 @@ def test_waiting_ends_when_the_step_does(can_give_up: bool) -> None:
     step = Step(polls=20)
     runs, _ = executor(step, can_give_up=can_give_up)
     assert runs.collect(step) is RESULT
-    assert step.polls == (-1 if can_give_up else 20), "one call that blocks, if nobody may give up"
+    assert step.polls == (-1 if can_give_up else 20), "one blocking call if it cannot be given up"
 
 
 def test_a_wait_can_be_given_up_from_another_thread() -> None:
@@ -143,7 +141,7 @@ def test_a_wait_can_be_given_up_from_another_thread() -> None:
     assert not worker.is_shut_down, "shutting down would wait for the step as well"
 
 
-def test_a_slow_step_that_ends_after_all_is_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_step_that_ends_is_not_a_hang(monkeypatch: pytest.MonkeyPatch) -> None:
     runs, worker = executor(None)
     runs.give_up("it hangs")
     assert runs.collect(Step()) is RESULT

@@ -1,4 +1,4 @@
-"""A model over several processes: the same tokens as in one, and clear words when a process is lost."""
+"""A model over several processes: the same tokens as in one, and clear errors when a process is lost."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ TIGHT = {
     "dtype": "float32", "device": "cpu", "block_size": 4, "num_gpu_blocks_override": 40, "max_num_batched_tokens": 16,
     "max_num_seqs": 6, "disable_log_stats": True,
 }  # fmt: skip
-"""Few blocks and a small budget: prompts come in chunks, and rows make room for each other."""
+"""Few blocks and a small budget: prompts are chunked, and rows are preempted."""
 FAILS = "tests.executor.processors.FailsOnce"
 BEGIN = [7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47]
 
 
 @pytest.fixture(autouse=True)
 def _nothing_stays_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Whatever a test does to its ranks, no file of theirs is left."""
+    """Whatever a test does to its ranks, none of their files is left."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     yield
     assert not list(tmp_path.glob("quire-ranks-*"))
 
 
 def tokens(llm: LLM, prompts: Sequence[list[int]], **params: Any) -> list[list[list[int]]]:
-    """Every sample's tokens."""
+    """Every sequence's tokens."""
     params = {"temperature": 0.0, "max_tokens": 24, "ignore_eos": True, **params}
     outputs = llm.generate(list(prompts), SamplingParams(**params), use_tqdm=False)
     return [[list(sample.token_ids) for sample in output.outputs] for output in outputs]
@@ -55,7 +55,7 @@ def metric(llm: LLM, name: str) -> float:
 
 
 def everything(llm: LLM, forms: bool = True) -> dict[str, Any]:
-    """One run of each thing that a plan can carry. `forms`: a grammar's too, whose process takes long to start."""
+    """One run of everything a plan can carry. `forms`: grammars too, whose process takes long to start."""
     crowd = [[3 + i, *BEGIN, 5 + i] for i in range(6)]
     found: dict[str, Any] = {
         "long prompts in chunks": tokens(llm, [[(5 * i + j) % 90 + 4 for j in range(50)] for i in range(2)]),
@@ -76,31 +76,31 @@ def everything(llm: LLM, forms: bool = True) -> dict[str, Any]:
     return found
 
 
-def test_two_ranks_say_what_one_says(make_llm: Callable[..., LLM]) -> None:
+def test_two_ranks_match_one(make_llm: Callable[..., LLM]) -> None:
     alone = everything(make_llm(**TIGHT))
     llm = make_llm(**TIGHT, tensor_parallel_size=2)
     together = everything(llm)
     assert together == alone
     assert metric(llm, "num_preemptions") > 0
     assert metric(llm, "prefix_cache_hits") > 0
-    facts = llm.llm_engine.facts
-    assert facts.device.startswith("2 × ")
-    assert facts.kv_bytes == 2 * facts.memory.cache
+    info = llm.llm_engine.info
+    assert info.device.startswith("2 × ")
+    assert info.kv_bytes == 2 * info.memory.cache
 
 
-def test_ranks_share_the_memory_that_is_said_for_the_machine(
+def test_ranks_divide_the_memory_configured_for_the_machine(
     make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("QUIRE_CPU_KVCACHE_SPACE", "0.0004")
     llm = make_llm(**{**TIGHT, "num_gpu_blocks_override": None}, tensor_parallel_size=2)
-    facts, space = llm.llm_engine.facts, 0.0004 * 2**30
-    block = facts.memory.cache / facts.memory.num_blocks
-    assert space / 2 - block < facts.memory.cache <= space / 2
+    info, space = llm.llm_engine.info, 0.0004 * 2**30
+    block = info.memory.cache / info.memory.num_blocks
+    assert space / 2 - block < info.memory.cache <= space / 2
     assert len(tokens(llm, [BEGIN])[0][0]) == 24
 
 
-def test_a_group_of_one_sums_as_a_larger_one_does(make_llm: Callable[..., LLM]) -> None:
-    """So that what graphs capture between GPUs can be tested with one of them."""
+def test_a_group_of_one_rank_runs_collectives(make_llm: Callable[..., LLM]) -> None:
+    """Allows testing captured collectives with a single GPU."""
     alone = tokens(make_llm(**TIGHT), [BEGIN])
     with group_of_one("gloo"):
         before = collectives_started()
@@ -109,7 +109,7 @@ def test_a_group_of_one_sums_as_a_larger_one_does(make_llm: Callable[..., LLM]) 
 
 
 def lose_a_rank(llm: LLM, said: str, seconds: float) -> None:
-    """Kill the second rank in the middle of three requests: the next steps say so, within so many seconds."""
+    """Kill the second rank during three requests: the next steps report it within `seconds`."""
     params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
     for i in range(3):
         llm.llm_engine.add_request(str(i), [3 + i, *BEGIN], params)
@@ -123,7 +123,7 @@ def lose_a_rank(llm: LLM, said: str, seconds: float) -> None:
     assert time.monotonic() - begin < seconds
 
 
-def test_a_step_that_fails_on_all_ranks_is_made_again_and_a_killed_rank_is_told_within_seconds(
+def test_a_step_that_fails_on_all_ranks_is_repeated_and_a_killed_rank_is_reported_within_seconds(
     make_llm: Callable[..., LLM],
 ) -> None:
     llm = make_llm(**TIGHT, tensor_parallel_size=2, logits_processors=[FAILS])
@@ -167,13 +167,13 @@ def test_a_rank_that_cannot_start_says_why(tiny_model: Path) -> None:
         ({"distributed_executor_backend": "ray", "kv_disk": "somewhere"}, "kv_disk needs all ranks on the engine's m"),
     ],
 )
-def test_what_cannot_be_is_said_in_a_line(settings: dict[str, Any], message: str, tiny_model: Path) -> None:
+def test_impossible_settings_are_refused_in_one_line(settings: dict[str, Any], message: str, tiny_model: Path) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         LLM(str(tiny_model), **TIGHT, **settings)
     assert "\n" not in str(caught.value)
 
 
-def test_one_rank_needs_no_process_of_its_own_unless_asked() -> None:
+def test_the_default_executor_depends_on_the_number_of_ranks() -> None:
     assert EngineConfig("m").executor_name == "uni"
     assert EngineConfig("m", distributed_executor_backend="mp").executor_name == "mp"
     assert EngineConfig("m", tensor_parallel_size=4).executor_name == "mp"
@@ -203,8 +203,8 @@ def test_architectures_over_two_ranks(
     assert tokens(make_llm(folder, **settings, tensor_parallel_size=2), prompts) == alone
 
 
-def test_a_session_sleeps_on_disk_with_all_ranks_parts(make_llm: Callable[..., LLM], tmp_path: Path) -> None:
-    """It comes back in another engine without being computed again, and not where the model is cut otherwise."""
+def test_a_session_on_disk_has_the_parts_of_all_ranks(make_llm: Callable[..., LLM], tmp_path: Path) -> None:
+    """Another engine resumes it without recomputing, unless the model is split differently."""
     prompt, more = [(5 * i) % 90 + 4 for i in range(60)], [9, 8, 7]
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
     expected = tokens(make_llm(**TIGHT), [[*prompt, *more]], max_tokens=20)[0][0]
@@ -269,7 +269,7 @@ def test_a_rank_that_is_stopped_is_noticed(make_llm: Callable[..., LLM], monkeyp
 
 
 @pytest.mark.slow
-def test_an_idle_engine_notices_too_and_can_be_made_again(tiny_model: Path) -> None:
+def test_an_idle_engine_notices_a_killed_rank_and_can_be_restarted(tiny_model: Path) -> None:
     async def live() -> None:
         llm = AsyncLLM(str(tiny_model), **TIGHT, tensor_parallel_size=2)
         try:

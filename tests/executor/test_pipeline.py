@@ -1,4 +1,4 @@
-"""A model in stages, several plans under way: the same tokens as in one process, and the stages work at once."""
+"""Pipeline stages with several plans in flight: the same tokens as in one process, and stages work concurrently."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SWAPS = {**TIGHT, "swap_space": 0.001}
 
 @pytest.fixture(autouse=True)
 def _nothing_stays_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Whatever a test does to its ranks, no file of theirs is left."""
+    """Whatever a test does to its ranks, none of their files is left."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     yield
     assert not list(tmp_path.glob("quire-ranks-*"))
@@ -54,28 +54,28 @@ def all_of_it(llm: LLM, forms: bool = True) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def alone(tiny_model: Path) -> dict[str, Any]:
-    """What one process says."""
+    """The results of one process."""
     with LLM(str(tiny_model), **SWAPS) as llm:
         return all_of_it(llm)
 
 
-def test_two_stages_say_what_one_process_says(alone: dict[str, Any], make_llm: Callable[..., LLM]) -> None:
+def test_two_stages_match_one_process(alone: dict[str, Any], make_llm: Callable[..., LLM]) -> None:
     llm = make_llm(**SWAPS, pipeline_parallel_size=2)
     assert all_of_it(llm) == alone
     assert alone["a session"][2] > 0
     assert metric(llm, "num_preemptions") > 0
     assert metric(llm, "prefix_cache_hits") > 0
-    facts = llm.llm_engine.facts
-    assert facts.device.startswith("2 × ")
-    assert facts.kv_bytes == 2 * facts.memory.cache
+    info = llm.llm_engine.info
+    assert info.device.startswith("2 × ")
+    assert info.kv_bytes == 2 * info.memory.cache
 
 
-def test_stages_of_two_ranks_each_say_it_too(alone: dict[str, Any], make_llm: Callable[..., LLM]) -> None:
+def test_stages_of_two_ranks_each_match_one_process(alone: dict[str, Any], make_llm: Callable[..., LLM]) -> None:
     said = all_of_it(make_llm(**SWAPS, pipeline_parallel_size=2, tensor_parallel_size=2), forms=False)
     assert said == {what: tokens for what, tokens in alone.items() if what in said} and len(said) == len(alone) - 1
 
 
-def test_a_stage_works_while_the_next_one_does_and_failures_are_the_same_as_in_one_process(
+def test_stages_work_concurrently_and_recover_from_failures(
     make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ahead: list[int] = []
@@ -83,7 +83,7 @@ def test_a_stage_works_while_the_next_one_does_and_failures_are_the_same_as_in_o
 
     def watched(executor: MultiprocessExecutor, handle: int) -> Any:
         result = collect(executor, handle)
-        # The first stage has told of the next step before the last stage has of this one.
+        # The first stage has reported the next step before the last stage has reported this one.
         ahead.append(0 in executor._answers.get(handle + 1, {}))
         return result
 
@@ -93,8 +93,8 @@ def test_a_stage_works_while_the_next_one_does_and_failures_are_the_same_as_in_o
     expected = tokens(llm, prompts)
     ahead.clear()
     assert tokens(llm, prompts, extra_args={"seconds": 0.02}) == expected
-    assert sum(ahead) > 3, "while the last stage draws, the first one is done with the next plan"
-    # A step that fails in the last stage, with another behind it: everyone begins again, and nothing is mixed up.
+    assert sum(ahead) > 3, "while the last stage samples, the first one is done with the next plan"
+    # A step fails in the last stage with another in flight: all requests start again, and no results are mixed up.
     assert tokens(llm, prompts, extra_args={"fails": "everywhere"}) == expected
     pids = llm.llm_engine.core._executor.pids
     params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
@@ -111,10 +111,10 @@ def test_a_stage_works_while_the_next_one_does_and_failures_are_the_same_as_in_o
 
 
 @pytest.mark.slow
-def test_a_step_that_fails_in_the_first_stage_keeps_nobody_waiting(
+def test_a_step_that_fails_in_the_first_stage_blocks_no_other_stage(
     make_llm: Callable[..., LLM], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(multiprocess, "FAILURE_SECONDS", 0.0)  # nobody waits for who failed; all take their time
+    monkeypatch.setattr(multiprocess, "FAILURE_SECONDS", 0.0)  # no rank waits for the failed one
     llm = make_llm(**TIGHT, pipeline_parallel_size=2, attention_backend="tests.executor.backends.FailsInTheFirstStage")
     prompts = [[3 + i] * 20 for i in range(6)]
     with caplog.at_level("ERROR"):
@@ -131,7 +131,7 @@ def test_more_or_fewer_plans_than_stages(alone: dict[str, Any], make_llm: Callab
 
 @pytest.mark.slow
 def test_streams_through_stages(tiny_model: Path, make_llm: Callable[..., LLM]) -> None:
-    """Prompts come while others stream: the pacer cuts them into chunks, in whatever plan they are."""
+    """Prompts arrive while other requests stream: the pacer chunks them, in whichever plan they are."""
     prompts = [[(5 * i + j) % 90 + 4 for j in range(30 + 4 * i)] for i in range(12)]
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
     expected = tokens(make_llm(), prompts, max_tokens=20)
@@ -165,13 +165,13 @@ def test_streams_through_stages(tiny_model: Path, make_llm: Callable[..., LLM]) 
         ({"pipeline_parallel_size": 2, "enable_expert_parallel": True}, "needs a mixture of experts, and Llama"),
     ],
 )
-def test_what_cannot_be_is_said_in_a_line(settings: dict[str, Any], message: str, tiny_model: Path) -> None:
+def test_impossible_settings_are_refused_in_one_line(settings: dict[str, Any], message: str, tiny_model: Path) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         LLM(str(tiny_model), **TIGHT, **settings)
     assert "\n" not in str(caught.value)
 
 
-def test_layers_are_spread_evenly_or_as_told() -> None:
+def test_layers_are_spread_evenly_or_as_configured() -> None:
     assert [spread(24, 3), spread(30, 4), spread(31, 4), spread(7, 2)] == [
         (8, 8, 8),
         (7, 8, 8, 7),
@@ -217,7 +217,7 @@ def test_architectures_in_stages(name: str, ranks: int, tmp_path: Path, make_llm
 
 
 def experts(llm: LLM) -> set[int]:
-    """The layers that tell of their experts."""
+    """The layers that report expert counts."""
     return set(llm.llm_engine.core._executor.expert_counts())
 
 

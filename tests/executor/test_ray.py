@@ -1,4 +1,4 @@
-"""Ranks on a Ray cluster: the same tokens as in one process, clear words when something is wrong or lost.
+"""Ranks on a Ray cluster: the same tokens as in one process, clear errors when something is wrong or lost.
 
 The cluster is real, its two nodes are on this machine. One test runs in CI, the others under `slow`.
 """
@@ -32,7 +32,7 @@ from quire.executor.liveness import SocketHeartbeats
 from quire.executor.rank_listener import HEARTBEATS, MESSAGES, SECRET_BYTES, RankListener, connect_to_engine
 from quire.executor.ray_ranks import forwarded
 from quire.loading.files import ModelFiles, local_files
-from quire.loading.read_config import read_model_config
+from quire.loading.model_config import read_model_config
 from quire.platforms.cuda import RemoteCudaPlatform
 from tests.executor.test_multiprocess import BEGIN, TIGHT, everything, is_running, lose_a_rank, ranks_of, tokens
 
@@ -55,7 +55,7 @@ def cluster() -> Iterator[Any]:
 
 @pytest.fixture
 def two_nodes(cluster: Any) -> Iterator[Any]:
-    """The cluster, with its second node even if a test has ended it."""
+    """The cluster, with its second node restored if a test has removed it."""
     if cluster.second not in cluster.list_all_nodes():
         cluster.second = cluster.add_node(num_cpus=1)
     yield cluster
@@ -67,14 +67,14 @@ def nodes_of(llm: LLM) -> list[str]:
 
 
 def goes(pid: int, seconds: float = 15.0) -> bool:
-    """Whether a process ends within the time."""
+    """Whether a process exits within the time."""
     deadline = time.monotonic() + seconds
     while is_running(pid) and time.monotonic() < deadline:
         time.sleep(0.05)
     return not is_running(pid)
 
 
-def test_ranks_on_two_nodes_say_what_one_process_says_and_a_lost_one_is_named(
+def test_ranks_on_two_nodes_match_one_process_and_a_lost_one_is_named(
     two_nodes: Any, make_llm: Callable[..., LLM], capfd: pytest.CaptureFixture[str]
 ) -> None:
     alone = everything(make_llm(**TIGHT), forms=False)
@@ -117,12 +117,12 @@ def test_two_engines_on_one_cluster(two_nodes: Any, tiny_model: Path, make_llm: 
     assert asyncio.run(live()) == expected
 
 
-# What cannot be
+# What is refused
 
 
 @contextlib.contextmanager
 def mute_port() -> Iterator[int]:
-    """Something that listens, and is no Ray."""
+    """A server that is not Ray."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         stop = threading.Event()
 
@@ -144,7 +144,7 @@ def mute_port() -> Iterator[int]:
 
 
 def refused(tiny_model: Path, **settings: Any) -> str:
-    """What is said, in one line and within seconds."""
+    """The error, which is one line and comes within seconds."""
     begin = time.monotonic()
     with pytest.raises(QuireError) as caught:
         LLM(str(tiny_model), **{**RAY, **settings})
@@ -154,7 +154,7 @@ def refused(tiny_model: Path, **settings: Any) -> str:
     return str(caught.value)
 
 
-def test_an_address_where_no_ray_is(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_address_without_a_ray_cluster(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     said = refused(tiny_model, ray_address=f"127.0.0.1:{port}")
@@ -182,7 +182,9 @@ def test_settings_that_contradict_each_other(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_cluster_that_does_not_do(two_nodes: Any, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cluster_without_the_resources_or_versions(
+    two_nodes: Any, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(ray_ranks, "ABSENT_SECONDS", 1)
     here = {"ray_address": two_nodes.address}
     said = refused(tiny_model, **here, tensor_parallel_size=4)
@@ -203,7 +205,7 @@ def test_a_cluster_that_does_not_do(two_nodes: Any, tiny_model: Path, monkeypatc
 def test_resources_that_others_use_are_waited_for(
     two_nodes: Any, tiny_model: Path, make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """First for too short a time, then until the other has ended. In a process that its user has connected to Ray."""
+    """First for too short a time, then until the other has ended. In a process that the user has connected to Ray."""
     monkeypatch.setenv("QUIRE_CPU_KVCACHE_SPACE", "0.0002")
     ray.init(address=two_nodes.address, log_to_driver=False, logging_level="ERROR")
     try:
@@ -219,9 +221,9 @@ def test_resources_that_others_use_are_waited_for(
         threading.Timer(2.0, ray.kill, [other]).start()
         llm = make_llm(**{**RAY, "num_gpu_blocks_override": None})
         assert len(tokens(llm, [BEGIN])[0][0]) == 24
-        assert llm.llm_engine.facts.memory.cache <= 0.0002 * 2**30, "the variable has reached the ranks"
+        assert llm.llm_engine.info.memory.cache <= 0.0002 * 2**30, "the variable has reached the ranks"
         llm.shutdown()
-        assert ray.is_initialized(), "what the user has connected stays so"
+        assert ray.is_initialized(), "the user's connection is kept"
     finally:
         ray.shutdown()
 
@@ -230,7 +232,7 @@ def test_resources_that_others_use_are_waited_for(
 
 
 @pytest.mark.slow
-def test_a_node_that_goes_is_named_and_the_engine_comes_back_with_another(two_nodes: Any, tiny_model: Path) -> None:
+def test_a_lost_node_is_named_and_the_engine_restarts_with_another(two_nodes: Any, tiny_model: Path) -> None:
     async def live() -> None:
         llm = AsyncLLM(str(tiny_model), **RAY, ray_address=two_nodes.address, ray_placement_timeout=2)
         params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
@@ -283,7 +285,7 @@ def test_a_rank_that_is_stopped_is_noticed(
 
 
 @pytest.mark.slow
-def test_an_engine_that_is_killed_takes_its_actors_with_it(two_nodes: Any, tiny_model: Path) -> None:
+def test_actors_exit_with_a_killed_engine(two_nodes: Any, tiny_model: Path) -> None:
     program = f"""
 import sys
 from quire import LLM
@@ -301,7 +303,7 @@ sys.stdin.read()
 
 
 @pytest.mark.slow
-def test_a_cluster_of_our_own_ends_with_the_engine(tiny_model: Path) -> None:
+def test_a_cluster_started_by_the_engine_ends_with_it(tiny_model: Path) -> None:
     program = f"""
 import sys
 from quire import LLM, SamplingParams
@@ -321,12 +323,12 @@ sys.stdin.read()
             else:
                 assert engine.stdin is not None
                 engine.stdin.close()
-        # Agents of Ray take a minute to believe that their head has gone.
+        # Ray's agents take a minute to notice that their head has exited.
         assert {pid: name for pid, name in children.items() if not goes(pid, 90)} == {}, end
 
 
 def descendants(root: int) -> dict[int, str]:
-    """Processes below another, by name."""
+    """Descendants of a process: pid to name."""
     parents: dict[int, tuple[int, str]] = {}
     for folder in Path("/proc").iterdir():
         with contextlib.suppress(OSError, ValueError):
@@ -341,7 +343,7 @@ def descendants(root: int) -> dict[int, str]:
 # Connections
 
 
-def test_only_who_knows_the_secret_is_let_in() -> None:
+def test_only_connections_with_the_secret_are_accepted() -> None:
     listener = RankListener("127.0.0.1", 1)
     strangers = [socket.create_connection(listener.address) for _ in range(3)]
     strangers[0].sendall(b"GET / HTTP/1.1\r\nHost: engine\r\nAccept: anything at all\r\n\r\n")
@@ -363,7 +365,7 @@ def test_only_who_knows_the_secret_is_let_in() -> None:
     listener.close()
 
 
-def test_ranks_that_do_not_come_are_named() -> None:
+def test_ranks_that_do_not_connect_are_named() -> None:
     listener = RankListener("127.0.0.1", 2)
     connect_to_engine(listener.address, listener.secret, 0, MESSAGES)
     with pytest.raises(TimeoutError, match="ranks 0, 1 of 2 did not connect"):
@@ -371,7 +373,7 @@ def test_ranks_that_do_not_come_are_named() -> None:
     listener.close()
 
 
-def test_a_rank_that_does_not_beat_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_without_heartbeats_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quire.executor.liveness.SILENT_SECONDS", 1.0)
     pairs = [socket.socketpair() for _ in range(2)]
     beats = SocketHeartbeats([ours for ours, _ in pairs])
@@ -395,7 +397,7 @@ def test_engines_on_a_cluster_need_no_devices_of_their_own_machine(monkeypatch: 
         limit_to_share(EngineConfig("m", data_parallel_size=2, tensor_parallel_size=2), 1, 2)
 
 
-def test_which_variables_ranks_get() -> None:
+def test_which_environment_variables_are_forwarded() -> None:
     here = {
         "QUIRE_CACHE": "a",
         "HF_HOME": "b",
@@ -408,7 +410,7 @@ def test_which_variables_ranks_get() -> None:
 
 
 def test_an_engine_without_a_gpu_plans_for_ranks_that_have_some(tiny_model: Path) -> None:
-    """As on the head node of a cluster: what a rank will take is known there."""
+    """As on the head node of a cluster: a rank's memory can be estimated there."""
     files = local_files("m", tiny_model)
     config = EngineConfig(str(tiny_model), distributed_executor_backend="ray", tensor_parallel_size=2)
     limits = StepLimits(256, 8, 64)

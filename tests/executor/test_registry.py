@@ -36,7 +36,7 @@ def test_every_name_resolves(name: str) -> None:
 def test_the_null_executor_needs_no_weights(make_llm: Callable[..., LLM]) -> None:
     llm = make_llm(distributed_executor_backend="null", num_gpu_blocks_override=20)
     assert isinstance(llm.llm_engine.core._executor, NullExecutor)
-    assert (llm.llm_engine.facts.device, llm.llm_engine.facts.num_blocks) == ("null", 20)
+    assert (llm.llm_engine.info.device, llm.llm_engine.info.num_blocks) == ("null", 20)
     assert [output.outputs[0].token_ids for output in llm.generate([[5, 6], [7]], PARAMS)] == [[7] * 5] * 2
 
 

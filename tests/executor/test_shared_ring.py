@@ -1,4 +1,4 @@
-"""The ring of shared memory: every reader gets every message whole and in order, and nobody holds the writer up."""
+"""The ring in shared memory: every reader gets every message whole and in order, and none blocks the writer."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ SIZE = 64
     readers=st.integers(1, 3),
     acts=st.lists(st.one_of(st.binary(max_size=SIZE + 8), st.integers(0, 2)), max_size=120),
 )
-def test_messages_arrive_whole_whatever_the_readers_do(readers: int, acts: list[bytes | int]) -> None:
-    """An act is a message to write, or a reader that reads its oldest. Beside queues, which forget nothing."""
+def test_messages_arrive_whole_at_any_reader_speed(readers: int, acts: list[bytes | int]) -> None:
+    """An act is a message to write, or a reader that reads its oldest. Compared with plain queues."""
     writer = RingWriter(readers, SIZE)
     ends = [RingReader.inherit(os.dup(writer.fileno()), readers, reader) for reader in range(readers)]
     queues: list[deque[tuple[int, bytes]]] = [deque() for _ in range(readers)]
@@ -37,7 +37,7 @@ def test_messages_arrive_whole_whatever_the_readers_do(readers: int, acts: list[
         for act in acts:
             if isinstance(act, bytes):
                 at = writer.put(act)
-                assert at is not None or len(act) > SIZE or any(queues), "an empty ring takes what fits into it"
+                assert at is not None or len(act) > SIZE or any(queues), "an empty ring accepts any message that fits"
                 for queue in queues:
                     if at is not None:
                         queue.append((at, act))
@@ -52,7 +52,7 @@ def test_messages_arrive_whole_whatever_the_readers_do(readers: int, acts: list[
 
 
 class Listeners:
-    """Ranks that are threads of the test, each with its end of a socket and of a ring."""
+    """Ranks as threads of the test, each with its end of a socket and of a ring."""
 
     def __init__(self, count: int, ring_bytes: int) -> None:
         pairs = [socket.socketpair() for _ in range(count)]
@@ -89,7 +89,7 @@ class _Kill:
 
 
 def test_slow_readers_get_everything_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In turns through the ring and, while one is behind or a message is too long for it, over the sockets."""
+    """Through the ring or, while a reader is behind or a message is too long, over the sockets."""
     monkeypatch.setattr(links, "MIN_BYTES", 100)
     ranks = Listeners(3, ring_bytes=50_000)
     chance = random.Random(3)
@@ -117,12 +117,12 @@ def test_slow_readers_get_everything_in_order(monkeypatch: pytest.MonkeyPatch) -
     assert 0 < through_ring < sum(len(plan) >= 100 for plan in plans)
 
 
-def test_a_dead_reader_does_not_hold_the_writer_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dead_reader_does_not_block_the_writer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(links, "MIN_BYTES", 100)
     ranks = Listeners(2, ring_bytes=10_000)
     senders = RankLinks(ranks)
     for _ in range(3):
-        senders.send(wire.Step(bytes(4000)))  # nobody reads: the third finds no room and waits in the sockets
+        senders.send(wire.Step(bytes(4000)))  # without a reader: the third does not fit and goes over the sockets
     assert len([message for message in ranks.links[0].receive(None) if isinstance(message, wire.Step)]) == 3
     ranks.theirs[1].close()
     with pytest.raises(RankLostError, match="rank 1 has gone"):

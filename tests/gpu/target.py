@@ -15,7 +15,7 @@ ON_A_GPU = [
 ]
 USUAL: dict[str, Any] = {"dtype": "float32", "device": DEVICE, "max_num_seqs": 16, "num_gpu_blocks_override": 512}
 """Few rows, so that few graphs are captured and an engine starts in a moment."""
-SMALL_GROUPS = {"quire.scheduler.groups.LEAST_TOKENS": 16, "quire.scheduler.groups.LEAST_SAVED": 16}
+SMALL_GROUPS = {"quire.scheduler.prefix_groups.LEAST_TOKENS": 16, "quire.scheduler.prefix_groups.LEAST_SAVED": 16}
 """What rows must share to be read together, for prompts of a tiny model."""
 MODEL = os.environ.get("QUIRE_TEST_MODEL", "")
 """Path to use instead of the default model's."""

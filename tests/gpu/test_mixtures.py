@@ -50,7 +50,7 @@ def test_counts_are_exact_where_nothing_pads_a_step(engine: Callable[..., LLM], 
     assert total(llm, "0") == 0, "warm-up steps are not counted"
     prompt = [(5 * j) % TINY_VOCAB for j in range(TOKENS[0])]  # a step of its own, without padding tokens
     llm.generate([prompt], GREEDY, use_tqdm=False)
-    top_k = llm.llm_engine.facts.model.raw["num_experts_per_tok"]
+    top_k = llm.llm_engine.info.model.raw["num_experts_per_tok"]
     computed = len(prompt) + GREEDY.max_tokens - 1
     # A step in flight when the last token came may have been computed for a finished request.
     assert total(llm, "0") in (computed * top_k, (computed + 1) * top_k)

@@ -16,8 +16,8 @@ import pytest
 from quire import LLM, AsyncLLM, SamplingParams
 from quire.distributed.collectives import collectives_started
 from tests.conftest import TINY_VOCAB
+from tests.executor.lockstep_engines import LockstepEngines
 from tests.executor.lone_group import group_of_one
-from tests.executor.pair import Pair
 from tests.gpu.mixtures import FAMILIES, write_mixture
 from tests.gpu.near_ties import NearTies, greedy
 from tests.gpu.target import ON_A_GPU, USUAL
@@ -73,7 +73,7 @@ def test_graphs_with_collectives(engine: Callable[..., LLM], model: tuple[Path, 
     before = collectives_started()
     assert llm.generate([PROMPTS[0]], GREEDY, use_tqdm=False)[0].outputs[0].token_ids == alone
     # The prompt's step may be another graph's first; its thirty decodes begin no collective: they are in graphs.
-    layers = llm.llm_engine.facts.model.num_layers
+    layers = llm.llm_engine.info.model.num_layers
     assert collectives_started() - before < 3 * (2 * layers + 2)
 
 
@@ -109,7 +109,7 @@ def test_experts_over_two_ranks(engine: Callable[..., LLM], model: tuple[Path, A
 @pytest.mark.parametrize("model", FAMILIES, indirect=True)
 def test_engines_in_lockstep(model: tuple[Path, Any, list[list[int]]]) -> None:
     folder, reference, expected = model
-    pair = Pair(folder, 2, **USUAL)
+    pair = LockstepEngines(folder, 2, **USUAL)
     try:
         said = asyncio.run(pair.generate({0: PROMPTS[:4], 1: PROMPTS[4:]}, max_tokens=LENGTH))
     finally:

@@ -31,7 +31,7 @@ def test_no_kernel_is_compiled_on_the_way_of_a_request(engine: Callable[..., LLM
 
 def test_the_memory_table_accounts_for_the_whole_card(engine: Callable[..., LLM]) -> None:
     llm = engine(num_gpu_blocks_override=None, max_num_seqs=8, gpu_memory_utilization=0.3)
-    memory = llm.llm_engine.facts.memory
+    memory = llm.llm_engine.info.memory
     parts = memory.before + memory.weights + memory.loaded + memory.activations + memory.reserve + memory.cache
     assert memory.is_measured
     assert memory.total == parts + memory.free

@@ -80,14 +80,14 @@ def many(script: Script) -> list[compiler.Task]:
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A card to compile for, and a place for stamps."""
+    """A GPU to compile for, and a folder for stamps."""
     monkeypatch.setenv("QUIRE_CACHE", str(tmp_path))
-    monkeypatch.setattr(compiler, "_card", lambda: (90, 132))
+    monkeypatch.setattr(compiler, "_device", lambda: (90, 132))
     return tmp_path
 
 
 @pytest.mark.parametrize("fails", [False, True], ids=["done", "failed"])
-def test_a_stamp_is_left_when_all_is_compiled(cache: Path, fails: bool) -> None:
+def test_a_stamp_is_written_when_everything_is_compiled(cache: Path, fails: bool) -> None:
     def task(number: int) -> None:
         (cache / f"task-{number}").touch()
         if fails and number == 3:
@@ -101,7 +101,7 @@ def test_a_stamp_is_left_when_all_is_compiled(cache: Path, fails: bool) -> None:
     assert compiler.Compilers([], "b").is_needed
 
 
-def test_a_compiler_that_hangs_is_given_up(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiler_that_hangs_is_killed(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler, "TIMEOUT_S", 0.2)
     began = time.monotonic()
     compilers = compiler.Compilers(many(lambda _: time.sleep(60)), "a")
@@ -145,7 +145,7 @@ def wrong_launchers(kind: type, rounds: int) -> int:
 
 @pytest.fixture
 def modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Launchers as Triton's are: a module each, all of one name. No card is needed to make them."""
+    """Launchers as Triton's are: a module each, all of one name. No GPU is needed to create them."""
 
     def make(launcher: Any, number: int) -> None:
         module = load_module(number)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -49,7 +50,7 @@ def test_linear_is_a_product_for_any_shape(ops: CpuOps, rows: int, dtype: torch.
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows, width, depth", [(1100, 30, 50), (1, 40, 13001), (20, 40, 9001)])
-def test_linear_in_more_pieces_than_one(ops: CpuOps, rows: int, width: int, depth: int, dtype: torch.dtype) -> None:
+def test_linear_in_several_slabs_and_chunks(ops: CpuOps, rows: int, width: int, depth: int, dtype: torch.dtype) -> None:
     """More rows than are packed at once, and a depth that is cut."""
     x, weight = random(rows, depth, dtype=dtype), random(width, depth, dtype=dtype)
     assert_near(ops.linear(x, weight), x.double() @ weight.double().T, depth**0.5)
@@ -191,3 +192,18 @@ assert ops.silu_mul(x).shape == (3, 32)
     run = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     assert run.stderr.count("WARNING") == 1 and "native CPU kernels are off" in run.stderr
+
+
+GENERATE = """
+import sys
+from quire import LLM, SamplingParams
+with LLM(sys.argv[1], device="cpu", skip_tokenizer_init=True, num_gpu_blocks_override=32) as llm:
+    llm.generate([[5, 6, 7]], SamplingParams(max_tokens=4, ignore_eos=True), use_tqdm=False)
+print([name for name in ("torch._dynamo", "sympy") if name in sys.modules])
+"""
+
+
+def test_generating_imports_no_compiler(tiny_model: Path) -> None:
+    """Torch would import its compiler within the first decode step, which takes seconds."""
+    ran = subprocess.run([sys.executable, "-c", GENERATE, str(tiny_model)], capture_output=True, text=True, timeout=120)
+    assert ran.stdout.splitlines()[-1:] == ["[]"], ran.stderr

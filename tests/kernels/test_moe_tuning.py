@@ -53,7 +53,7 @@ def test_a_guess_fits_any_shape(shape: ExpertsShape, dtype: torch.dtype) -> None
                     assert tile * block.stages <= 227 * 1024
 
 
-def test_few_tokens_go_by_themselves_and_many_in_tall_tiles() -> None:
+def test_few_tokens_use_vectors_and_many_use_tall_tiles() -> None:
     assert guess(QWEN3, 1, BF16, H200).kernel == "vector"
     heights = [guess(QWEN3, tokens, BF16, H200).block_m for tokens in (16, 256, 512, 1024, 8192)]
     assert heights == [16, 32, 64, 128, 128]
@@ -78,7 +78,7 @@ def test_an_entry_this_version_does_not_know_is_a_guess(damage: dict, tmp_path: 
     assert config_of(entry | damage) is None
 
 
-def test_the_fastest_of_each_product_is_kept(tmp_path: Path) -> None:
+def test_the_fastest_shape_of_each_gemm_is_stored(tmp_path: Path) -> None:
     path = tmp_path / "own.json"
     groups = candidates(QWEN3, 256, BF16, H200)
     gate_up, down = groups[1].gate_ups[-1], groups[1].downs[1]
@@ -99,7 +99,7 @@ def test_what_cannot_be_measured_is_not_kept() -> None:
     assert experts_tuner().tune(QWEN3, BF16, [1, 256], lambda *_: float("inf")) == {}
 
 
-def test_time_that_is_up_ends_measuring() -> None:
+def test_measuring_ends_when_the_time_has_expired() -> None:
     assert experts_tuner().tune(QWEN3, BF16, [1, 256], lambda *_: 1.0, expired=lambda: True) == {}
 
 
@@ -132,7 +132,7 @@ def ours(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("kernel", ["vector", "tile"])
 @pytest.mark.parametrize("given", ["x", "residual", "both"])
-def test_a_sparse_mlp_is_that_of_torch(kernel: str, given: str, ours: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sparse_mlp_equals_torch(kernel: str, given: str, ours: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ops, "choose_experts", lambda *_: SMALL[kernel])
     gain, *weights = layer()
     x = None if given == "residual" else random(3, HIDDEN)

@@ -95,7 +95,7 @@ def test_equals_the_torch_backend(
 
 
 @pytest.mark.parametrize("ended", [[1], [0, 1], [1, 2], [3], [0, 1, 2, 3]])
-def test_rows_that_have_ended_are_left_out_and_disturb_nobody(ended: list[int]) -> None:
+def test_ended_rows_are_skipped_and_affect_no_other(ended: list[int]) -> None:
     case = make_case([30, 9, 50, 41], 4, 2, 64, 16, torch.float32)
     reference = expected(case, 0.125, None)
     case["lens"][ended] = 0

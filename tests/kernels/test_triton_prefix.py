@@ -107,7 +107,7 @@ def test_shared_tokens_need_not_fill_a_tile_of_either_kernel() -> None:
     assert error(out, expected(case, 0.125, None)) < 1e-5
 
 
-def test_a_member_that_has_ended_is_left_out_and_disturbs_nobody() -> None:
+def test_an_ended_member_is_skipped_and_affects_no_other() -> None:
     case = make_case([70, 60, 50], 4, 2, 64, BLOCK, torch.float32)
     groups = make_groups(case, [([0, 1, 2], 48)])
     reference = expected(case, 0.125, None)
@@ -117,7 +117,7 @@ def test_a_member_that_has_ended_is_left_out_and_disturbs_nobody() -> None:
     assert error(out[1:], reference[1:]) < 1e-5
 
 
-def test_members_that_are_not_in_the_step_are_passed_over() -> None:
+def test_members_that_are_not_in_the_step_are_skipped() -> None:
     case = make_case([70, 60, 50, 64], 4, 2, 64, BLOCK, torch.float32)
     groups = make_groups(case, [([3, 0, 1, 2], 48)])
     reference = expected(case, 0.125, None)

@@ -264,7 +264,7 @@ def test_xtc_keeps_ties_of_the_least_likely_choice_and_a_single_choice() -> None
         Row(xtc_probability=1.0, xtc_threshold=threshold, seed=seed)
         for seed, threshold in enumerate((0.19, 0.3, 0.1, 0.5))
     ]
-    made = draw(logits, rows, sizes={"group": 2, "tile": 2, "room": 8})
+    made = draw(logits, rows, sizes={"group": 8, "tile": 2, "room": 8})
     expected = few[[1, 0, 3, 0]]
     assert torch.equal(made.work.maxima.amax(-1), expected)
 

@@ -52,7 +52,7 @@ def test_rows_are_rounded_up_to_a_bucket(tmp_path: Path) -> None:
     assert tuner.choose(QKV, 513, BF16) is None
 
 
-def test_choosing_asks_the_tables_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_choosing_reads_the_tables_once(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
     class Counting(GemmTuner):
@@ -80,7 +80,7 @@ def test_a_damaged_table_is_ignored_and_written_anew(tmp_path: Path, damage: byt
     assert list(read_table(path)) == [key_of(QKV, 1, BF16)]
 
 
-def test_entries_of_one_weight_stand_together_by_rows(tmp_path: Path) -> None:
+def test_entries_of_one_weight_are_sorted_by_rows(tmp_path: Path) -> None:
     keys = [
         "32 4096x1024 bfloat16", "1024 4096x1024 bfloat16", "128 6144x1024 bfloat16", "experts 8 4x64x64/2 bfloat16",
         "linear 8 4096x1024 bfloat16", "linear 16 4096x1024 bfloat16", "linear 2 6144x1024 bfloat16", "no number",
@@ -250,7 +250,7 @@ def test_the_kernels_of_a_model_are_listed_once(monkeypatch: pytest.MonkeyPatch)
     assert len(kernels) == 3 * len(plain)
 
 
-def test_cards_of_one_processor_share_a_table() -> None:
+def test_gpus_of_one_processor_share_a_table() -> None:
     names = [
         "NVIDIA H200", "NVIDIA H200 NVL", "NVIDIA H100 80GB HBM3", "NVIDIA H100 NVL", "NVIDIA H100 PCIe",
         "NVIDIA GH200 480GB",

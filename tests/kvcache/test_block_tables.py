@@ -1,4 +1,4 @@
-"""Block tables, against a model that knows who holds what and remembers the content of every block."""
+"""Block tables, against a model that knows each holder's blocks and remembers the content of every block."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ class TablesMachine(RuleBasedStateMachine):
         return sum(block in blocks for blocks in self.model)
 
     def _taken(self, blocks: list[int]) -> None:
-        """Blocks that were handed out: nobody held them, and what they held is gone."""
+        """Blocks that were allocated: they had no references, and their content is gone."""
         for block in blocks:
             assert not self._holders_of(block), f"block {block} is in two hands"
             self.content[block] = {}

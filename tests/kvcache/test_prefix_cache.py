@@ -71,7 +71,7 @@ def test_block_sizes_do_not_mix() -> None:
 
 
 @given(st.lists(st.integers(-(2**31), 2**31 - 1), min_size=4, max_size=4))
-def test_every_int32_is_told_apart(tokens: list[int]) -> None:
+def test_every_int32_has_its_own_key(tokens: list[int]) -> None:
     keys = ContentKeys(4)
     (key,) = keys.of(tokens)
     for i, bit in itertools.product(range(4), (0, 8, 16, 24, 30)):

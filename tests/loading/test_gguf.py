@@ -17,7 +17,7 @@ from quire.loading.files import local_files
 from quire.loading.gguf import GGUFCheckpoint
 from quire.loading.gguf_header import read_header
 from quire.loading.load import load_weights, open_checkpoint
-from quire.loading.read_config import read_model_config
+from quire.loading.model_config import read_model_config
 from quire.loading.weights import Target
 from tests.loading.conftest import HEAD_DIM, HEADS, HIDDEN, INNER, KV_HEADS, VOCAB, by_name
 

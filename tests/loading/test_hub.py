@@ -20,7 +20,7 @@ from quire.errors import ModelNotFoundError, QuireError, ValidationError
 from quire.loading import pinned
 from quire.loading.files import local_files
 from quire.loading.hub import ALIASES, DEFAULT_MODEL, PINNED, resolve
-from quire.loading.read_config import read_generation_config, read_model_config
+from quire.loading.model_config import read_generation_config, read_model_config
 from quire.paths import cache_dir
 
 CONTENT = b"GGUF" + bytes(range(256)) * 50

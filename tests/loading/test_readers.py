@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import save_file
 
 from quire.errors import CheckpointError
-from quire.loading import load, pieces, readers
+from quire.loading import load, readers
 from quire.loading.files import local_files
 from quire.loading.load import load_weights, open_checkpoint
 from quire.loading.weights import Checkpoint, Target, Weight
@@ -36,8 +36,7 @@ def never(name: str) -> bool:
 @pytest.fixture
 def tiny_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut tensors of a few hundred bytes as large ones are cut."""
-    for module in (pieces, readers):
-        monkeypatch.setattr(module, "PIECE", 256)
+    monkeypatch.setattr(readers, "PIECE", 256)
     monkeypatch.setattr(readers, "SLOT", 96)
     monkeypatch.setattr(readers, "LARGE_ROWS", 1024)
 

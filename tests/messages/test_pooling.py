@@ -11,7 +11,7 @@ import pytest
 from quire.errors import ValidationError
 from quire.messages.plan import StepResult, decode_result, encode
 from quire.messages.pooling import PoolingParams
-from quire.output.pooling import finished_vector
+from quire.output.tracked import finished_vector
 
 
 @pytest.mark.parametrize(

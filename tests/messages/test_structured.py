@@ -10,8 +10,7 @@ import pytest
 
 from quire import SamplingParams, StructuredOutputsParams
 from quire.errors import ValidationError
-from quire.messages.pattern import plain_regex
-from quire.messages.schema import MAX_DEPTH
+from quire.messages.grammar_support import MAX_DEPTH, plain_regex
 from quire.messages.structured import KINDS, MAX_CHARACTERS
 
 PERSON = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
@@ -84,13 +83,13 @@ UNKEPT: list[tuple[dict[str, Any], str]] = [
     ({"type": "string", "pattern": r"\bx"}, "is not supported"),
     ({"type": "object", "properties": {"a": 3}}, "/properties/a must be an object"),
     ({"anyOf": "x"}, "must be a list"),
-    ({"type": "object", "required": "ab"}, "no list of strings"),
-    ({"type": "object", "required": [["a"]]}, "no list of strings"),
-    ({"type": "object", "required": [{}]}, "no list of strings"),
+    ({"type": "object", "required": "ab"}, "not a list of strings"),
+    ({"type": "object", "required": [["a"]]}, "not a list of strings"),
+    ({"type": "object", "required": [{}]}, "not a list of strings"),
     ({"type": "object", "properties": None, "required": ["a"]}, "/properties must be an object, got NoneType"),
     ({"type": "object", "patternProperties": 5}, "/patternProperties must be an object"),
     ({"$defs": 5, "$ref": "#/$defs/x"}, "/$defs must be an object"),
-    ({"type": "string", "format": 5}, "a 'format' that is no string"),
+    ({"type": "string", "format": 5}, "a 'format' that is not a string"),
 ]
 
 

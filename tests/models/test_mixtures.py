@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from quire import LLM, SamplingParams
 from quire.distributed.experts import ExpertRanks
 from quire.distributed.groups import Ranks
-from quire.engine.experts import expert_figures
+from quire.engine.stats import expert_metrics
 from quire.errors import CheckpointError, ValidationError
 from quire.kernels.cpu.ops import CpuOps
 from quire.layers.attention.cpu import CpuPagedAttention
@@ -24,8 +24,7 @@ from quire.layers.build_context import collect_targets
 from quire.layers.moe import SparseMLP, active_parameters, expert_counts
 from quire.loading.files import local_files
 from quire.loading.load import load_weights, open_checkpoint
-from quire.loading.model_config import ModelConfig
-from quire.loading.read_config import read_model_config
+from quire.loading.model_config import ModelConfig, read_model_config
 from tests.conftest import tiny_tokenizer
 from tests.models.harness import (
     Target,
@@ -313,12 +312,12 @@ def test_counts_are_those_of_transformers_routers(name: str, target: Target) -> 
 
 
 def test_figures_of_a_load() -> None:
-    tokens, load = expert_figures({0: [4, 4, 4, 4], 3: [0, 16, 0, 0]})
+    tokens, load = expert_metrics({0: [4, 4, 4, 4], 3: [0, 16, 0, 0]})
     assert (tokens.name, tokens.kind, tokens.value) == ("quire:expert_tokens", "counter", 32)
     assert dict(tokens.series)["3", "1"] == 16 and len(tokens.series) == 8
     assert load.value == 4 and dict(load.series) == {("0",): 1.0, ("3",): 4.0}
-    assert expert_figures({}) == []
-    assert expert_figures({1: [0, 0]})[1].value == 0
+    assert expert_metrics({}) == []
+    assert expert_metrics({1: [0, 0]})[1].value == 0
 
 
 def test_active_parameters_leave_out_the_experts_a_token_does_not_meet() -> None:
@@ -368,7 +367,7 @@ def test_the_engine_counts_what_it_computes(folder: Path, make_llm: Callable[...
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
     llm.generate([{"prompt_token_ids": list(range(4, 24))}, {"prompt_token_ids": [5, 6, 7]}], params, use_tqdm=False)
     values = {metric.name: metric for metric in llm.get_metrics()}
-    config = llm.llm_engine.facts.model
+    config = llm.llm_engine.info.model
     top_k = config.raw["num_experts_per_tok"]
     by_layer: dict[str, float] = {}
     for (layer, _), count in values["quire:expert_tokens"].series:

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from quire import SamplingParams
 from quire.messages.outputs import Finished
 from quire.messages.request import NewRequest
-from quire.output.processor import Sample
-from quire.output.stops import StopStrings
+from quire.output.tracked import StopStrings, TrackedSequence
 
 PIECES = st.lists(st.text("abc", max_size=4), max_size=12)
 STOPS = st.lists(st.text("abc", min_size=1, max_size=5), min_size=1, max_size=4)
@@ -81,7 +80,7 @@ def test_a_stream_never_shows_what_is_cut_off_later(
     params = SamplingParams(
         stop=list(stops), include_stop_str_in_output=include, min_tokens=least, max_tokens=max(least, len(pieces), 1)
     )
-    sample = Sample(NewRequest("r", [0], params, limit=100), 0, _Pieces(pieces))  # type: ignore[arg-type]
+    sample = TrackedSequence(NewRequest("r", [0], params, limit=100), 0, _Pieces(pieces))  # type: ignore[arg-type]
     shown, joined, found = [], "", None
     for start in range(0, len(pieces), by):
         tokens = list(range(start, min(start + by, len(pieces))))
@@ -116,7 +115,7 @@ def test_a_stream_never_shows_what_is_cut_off_later(
 
 def test_a_stop_token_leaves_no_text() -> None:
     params = SamplingParams(stop_token_ids=[2])
-    sample = Sample(NewRequest("r", [0], params, limit=100), 0, _Pieces(["a", "b", "END"]))  # type: ignore[arg-type]
+    sample = TrackedSequence(NewRequest("r", [0], params, limit=100), 0, _Pieces(["a", "b", "END"]))  # type: ignore[arg-type]
     assert sample.append([0], None) is None
     assert sample.append([1, 2], Finished(("r", 0), "stop", 2)) is None
     sample.close("stop", 2)

@@ -1,7 +1,7 @@
 """A device made of numbers: it applies plans as DESIGN.md says and checks every slot that a computed token would read.
 
 Nothing here uses the planning half's own bookkeeping: what a request must yield follows from a pure function of
-(request, sample, position), and what a slot must hold follows from the tokens up to its position.
+(request, sequence, position), and what a slot must hold follows from the tokens up to its position.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ from quire.messages.outputs import Finished, Key, Started, StepOutputs
 from quire.messages.plan import Moves, MovesDone, PrefixGroup, StepPlan, StepResult
 from quire.messages.request import NewRequest
 from quire.messages.sampling import SamplingParams
-from quire.scheduler.groups import PrefixGroups
 from quire.scheduler.policies.registry import make_policy
+from quire.scheduler.prefix_groups import PrefixGroups
 from quire.scheduler.scheduler import Scheduler
+from quire.scheduler.swapping import Swapper
 from quire.sessions.keeper import SessionKeeper
 from quire.sessions.log import SessionStore
 from quire.sessions.session_kv import SessionKV
@@ -41,7 +42,7 @@ STOP = 1
 """The request's own stop token, beside the model's end-of-sequence."""
 VOCABULARY = 40
 GARBAGE = -1
-"""What a slot holds when nobody knows what was written there."""
+"""Content of a slot after an undefined write."""
 
 _MASK = (1 << 61) - 1
 
@@ -56,28 +57,28 @@ def mixed(*values: int | str) -> int:
     return state
 
 
-def draw(request: str, sample: int, position: int) -> int:
+def draw(request: str, sequence: int, position: int) -> int:
     """The token that comes at `position`: never EOS or STOP, unless `ending` says otherwise."""
-    return 2 + mixed(request, sample, position) % (VOCABULARY - 2)
+    return 2 + mixed(request, sequence, position) % (VOCABULARY - 2)
 
 
-def ending(request: str, sample: int, position: int) -> int:
+def ending(request: str, sequence: int, position: int) -> int:
     """As `draw`, but about one in thirty is EOS or STOP."""
-    fate = mixed("fate", request, sample, position) % 60
-    return fate if fate in (EOS, STOP) else draw(request, sample, position)
+    fate = mixed("fate", request, sequence, position) % 60
+    return fate if fate in (EOS, STOP) else draw(request, sequence, position)
 
 
 Draws = Callable[[str, int, int], int]
 
 
 class Truth:
-    """What each sample must yield, and what the slots of its sequence must hold."""
+    """What each sequence must yield, and what its slots must hold."""
 
-    def __init__(self, source: NewRequest, sample: int, draws: Draws) -> None:
+    def __init__(self, source: NewRequest, index: int, draws: Draws) -> None:
         self.source = source
         tokens = list(source.prompt)
         while True:
-            token = draws(source.id, sample, len(tokens))
+            token = draws(source.id, index, len(tokens))
             tokens.append(token)
             if token in source.stop_ids or len(tokens) >= source.limit:
                 break
@@ -251,10 +252,10 @@ class CheckingExecutor:
         """Tell the device's checker about a request."""
         self.sources[source.id] = source
 
-    def truth(self, request: str, sample: int) -> Truth:
-        key = (request, sample)
+    def truth(self, request: str, index: int) -> Truth:
+        key = (request, index)
         if key not in self.truths:
-            self.truths[key] = Truth(self.sources[request], sample, self.draws)
+            self.truths[key] = Truth(self.sources[request], index, self.draws)
         return self.truths[key]
 
     # The executor's protocol
@@ -283,7 +284,7 @@ class CheckingExecutor:
             self._spoil(plan)
             self.failures.update(requests)
             if failure == "submit":
-                # Whoever else is in flight may be the cause, for all the engine can know.
+                # For all the engine can know, any request in flight may be the cause.
                 self.failures.update({id for launched in self.pending for id in launched.requests} - requests)
                 raise StepError(f"step {plan.step} cannot be launched")
             return self._launched(_empty_result(plan), requests, failed=True)
@@ -315,7 +316,7 @@ class CheckingExecutor:
     # Blocks that move
 
     def _start_moves(self, plan: StepPlan) -> None:
-        """Copies see what is there at the latest moment, and until then nobody knows what is in their targets."""
+        """Copies read at the latest possible moment; until then their targets are undefined."""
         if plan.moves is None:
             return
         blocks = self.content.reshape(-1, self.block_size)
@@ -332,7 +333,7 @@ class CheckingExecutor:
     def _bring_awaited(self, plan: StepPlan) -> None:
         """What this very step reads has come when it computes, if it does."""
         if plan.moves is not None and plan.moves.awaited:
-            assert len(plan.rows), "somebody waits for them"
+            assert len(plan.rows), "rows wait for them"
             self.awaited += 1
             for slot, block in plan.moves.back:
                 self.content.reshape(-1, self.block_size)[block] = self.host[slot]
@@ -405,7 +406,7 @@ class CheckingExecutor:
             start = state.num_computed
             if i < plan.num_decodes:
                 if not state.active:
-                    continue  # to block 0: nobody reads it
+                    continue  # to block 0, which is never read
                 assert start == state.num_tokens - 1, f"{state} decodes, but {start} tokens are computed"
                 if row in added or self.draws_elsewhere:
                     assert forced[row] == truth.tokens[start], f"{state} joins with another token than its last"
@@ -438,7 +439,7 @@ class CheckingExecutor:
                 )
 
     def _verify_groups(self, plan: StepPlan) -> None:
-        """What a group shares lies in the same blocks for all its rows, and no token of this step is in there."""
+        """All rows of a group have the same shared blocks, and no token of this step is written to them."""
         forked = {fork.row: fork.source for fork in plan.forks}
         members = [row for group in self.groups for row in group.rows]
         assert len(set(members)) == len(members), f"a row is in two groups: {self.groups}"
@@ -534,8 +535,8 @@ def _empty_result(plan: StepPlan) -> StepResult:
 
 
 @dataclass
-class Ended:
-    """What the caller was told about one sample."""
+class Received:
+    """What the caller received of one sequence."""
 
     tokens: list[int] = field(default_factory=list)
     finished: Finished | None = None
@@ -569,7 +570,7 @@ class Bench:
         sessions: Path | None = None,
         waves: int | None = None,
     ) -> None:
-        """`least_shared`: tokens rows must have in common, and save together, to be told as a group. `host_slots`,
+        """`least_shared`: tokens rows must share, and save together, to be a group. `host_slots`,
         `disk`: tiers below the device. `sessions`: a folder to keep them in."""
         self.now = 0.0
         self.keys = ContentKeys(block_size, b"model")
@@ -583,15 +584,15 @@ class Bench:
             self.tables, make_policy(policy, config), self.keys, max_rows, budget, chunked, clock=lambda: self.now,
             groups=PrefixGroups(block_size, least_shared, least_shared), tiers=self.tiers, waves=waves,
         )  # fmt: skip
-        if self.scheduler.ledger.moving is not None:
-            self.scheduler.ledger.moving.least_swap = 1
+        if isinstance(swapper := self.scheduler.requests.swapper, Swapper):
+            swapper.least_swap = 1
         if sessions is not None:
             store = SessionStore.open(sessions, clock=lambda: self.now)
             kv = SessionKV(self.tables, self.keys, store, b"model", self.tiers, clock=lambda: self.now)
             self.scheduler.attach(SessionKeeper(store, kv, self.tiers, clock=lambda: self.now))
         self.device.keep_plans = True
         self.core = EngineCore(self.scheduler, self.device, depth)
-        self.samples: dict[Key, Ended] = {}
+        self.sequences: dict[Key, Received] = {}
         self.started: list[Started] = []
 
     def _make_tiers(self, slots: int, disk: MemoryDisk | None) -> OffloadManager:
@@ -643,11 +644,11 @@ class Bench:
         self.core.add(source)
         self.device.expect(source)
         for index in range(source.params.n):
-            self.samples[(source.id, index)] = Ended()
+            self.sequences[(source.id, index)] = Received()
         return source
 
     def step(self) -> StepOutputs:
-        """One step; what it told is checked for order and kept."""
+        """One step; its outputs are checked for order and kept."""
         outputs = self.core.step()
         self.note(outputs)
         self.audit()
@@ -658,12 +659,12 @@ class Bench:
         assert len(counts) == len(outputs.keys) and sum(counts) == len(outputs.tokens)
         at = 0
         for key, count in zip(outputs.keys, counts, strict=True):
-            assert self.samples[key].finished is None, f"{key} yields tokens after its end"
-            self.samples[key].tokens += outputs.tokens[at : at + count]
+            assert self.sequences[key].finished is None, f"{key} yields tokens after its end"
+            self.sequences[key].tokens += outputs.tokens[at : at + count]
             at += count
         for end in outputs.finished:
-            assert self.samples[end.key].finished is None, f"{end.key} ends twice"
-            self.samples[end.key].finished = end
+            assert self.sequences[end.key].finished is None, f"{end.key} ends twice"
+            self.sequences[end.key].finished = end
         self.started += outputs.started
 
     def run(self, steps: int = 2000) -> None:
@@ -679,11 +680,10 @@ class Bench:
         """Reference counts are what the requests' own tables say."""
         running = self.scheduler.rows.running()
         owners = Counter(block for request in running for block in request.blocks)
-        if self.scheduler.ledger.moving is not None and self.tiers is not None:
-            owners += Counter(block for request in self.scheduler.ledger.moving.requests for block in request.blocks)
+        owners += Counter(block for request in self.scheduler.requests.swapper.requests for block in request.blocks)
+        owners += self.scheduler.sessions.kv.block_refs()
+        if self.tiers is not None:
             owners += self.tiers.block_refs()
-        if self.scheduler.sessions is not None:
-            owners += self.scheduler.sessions.kv.block_refs()
         refs = {block: count for block, count in enumerate(self.tables.pool.refs) if count}
         assert refs == dict(owners)
         assert NULL_BLOCK not in owners
@@ -692,20 +692,20 @@ class Bench:
             assert len(set(request.blocks)) == len(request.blocks)
 
     def assert_right(self, *ids: str, but: tuple[str, ...] = ()) -> None:
-        """These requests (all, if none is named) ended by themselves, every sample with the tokens it must have."""
+        """These requests (all, if none is named) ended by themselves, every sequence with the tokens it must have."""
         for id in ids or [source for source in self.device.sources if source not in but]:
             for index in range(self.device.sources[id].params.n):
-                told, truth = self.samples[(id, index)], self.device.truth(id, index)
-                assert told.tokens == truth.output, (id, index)
-                assert told.finished is not None, (id, index)
-                assert (told.finished.reason, told.finished.stop_reason) == (truth.reason, truth.stop_reason)
+                received, truth = self.sequences[(id, index)], self.device.truth(id, index)
+                assert received.tokens == truth.output, (id, index)
+                assert received.finished is not None, (id, index)
+                assert (received.finished.reason, received.finished.stop_reason) == (truth.reason, truth.stop_reason)
 
     def running(self) -> set[Key]:
         return {request.key for request in self.scheduler.rows.running()}
 
 
 def ids(keys: Iterable[Key]) -> set[str]:
-    """The requests of these samples."""
+    """The requests of these sequences."""
     return {id for id, _ in keys}
 
 

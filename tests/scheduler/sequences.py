@@ -18,9 +18,9 @@ from quire.messages.outputs import Finished
 from quire.messages.plan import StepPlan, StepResult, TokenLogprobs
 from quire.messages.request import NewRequest
 from quire.messages.sampling import SamplingParams
-from quire.scheduler.beams import num_candidates
-from quire.scheduler.groups import PrefixGroups
+from quire.scheduler.beam_search import num_candidates
 from quire.scheduler.policies.registry import make_policy
+from quire.scheduler.prefix_groups import PrefixGroups
 from quire.scheduler.scheduler import Scheduler
 from tests.scheduler.harness import mixed
 
@@ -163,7 +163,7 @@ class HashDevice:
     def _draw(self, plan: StepPlan) -> StepResult:
         tokens, stopped, reports = [], [], {}
         for i, (sample, row) in enumerate(zip(plan.samples.tolist(), plan.sample_rows.tolist(), strict=True)):
-            assert int(plan.rows[sample]) == row, "nobody forks while it draws here"
+            assert int(plan.rows[sample]) == row, "no row forks while it draws here"
             line = self.rows[row]
             assert not line.active or line.num_computed == line.num_tokens
             values = logprobs_after(self.content[self._slots(line, 0, line.num_tokens)].tolist())
@@ -256,9 +256,9 @@ class Sequences:
 
     def _assert_search(self, id: str, source: NewRequest) -> None:
         assert not self.outputs[id], "beams tell no tokens"
-        told = [(one.tokens, one.reason) for one in self.found[id]]
+        found = [(one.tokens, one.reason) for one in self.found[id]]
         right = beam_search(source)
-        assert told == [(tokens, reason) for tokens, reason, _, _ in right], id
+        assert found == [(tokens, reason) for tokens, reason, _, _ in right], id
         for one, (_, _, total, score) in zip(self.found[id], right, strict=True):
             assert abs(one.total - total) < 1e-9 and abs(one.score - score) < 1e-9
             assert abs(sum(one.logprobs) - total) < 1e-9 and len(one.logprobs) == len(one.ranks) == len(one.tokens)

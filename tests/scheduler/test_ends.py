@@ -16,7 +16,7 @@ DEPTHS = pytest.mark.parametrize("depth", [0, 1, 2])
 
 
 def only(bench: Bench, id: str) -> Request:
-    return bench.scheduler.ledger.samples(id)[0]
+    return bench.scheduler.requests.sequences(id)[0]
 
 
 # Aborts
@@ -39,7 +39,7 @@ def waiting_and_never_seen(bench: Bench) -> str:
 def prefilling(bench: Bench) -> str:
     bench.add("x", 60, 4)
     bench.step()
-    assert only(bench, "x") in bench.scheduler.ledger.prefilling
+    assert only(bench, "x") in bench.scheduler.requests.prefilling
     return "x"
 
 
@@ -59,14 +59,14 @@ def preempted(bench: Bench) -> str:
     return "x"
 
 
-def with_samples_not_yet_forked(bench: Bench) -> str:
+def with_sequences_not_yet_forked(bench: Bench) -> str:
     bench.add("x", 60, 4, n=5)
     bench.step()
     assert len(only(bench, "x").siblings) == 4
     return "x"
 
 
-def with_samples_beyond_the_rows(bench: Bench) -> str:
+def with_sequences_beyond_the_rows(bench: Bench) -> str:
     bench.add("x", 6, 30, n=12)
     for _ in range(4):
         bench.step()
@@ -83,15 +83,15 @@ def with_samples_beyond_the_rows(bench: Bench) -> str:
         prefilling,
         decoding,
         preempted,
-        with_samples_not_yet_forked,
-        with_samples_beyond_the_rows,
+        with_sequences_not_yet_forked,
+        with_sequences_beyond_the_rows,
     ],
 )
 def test_an_abort_in_any_state_gives_everything_back_at_once(reach: Callable[[Bench], str], depth: int) -> None:
     bench = Bench(blocks=24, block_size=4, max_rows=8, budget=40, depth=depth)
     id = reach(bench)
     bench.core.abort(id)
-    assert id not in bench.scheduler.ledger.ids()
+    assert id not in bench.scheduler.requests.ids()
     assert id not in {key[0] for key in bench.running()}
     bench.audit()
     outputs = bench.step()
@@ -118,7 +118,7 @@ def test_the_id_of_an_aborted_request_can_be_used_again_while_its_old_step_is_in
 def test_an_abort_of_an_unknown_or_finished_request_is_nothing() -> None:
     bench = Bench()
     bench.add("a")
-    bench.core.abort("nobody")
+    bench.core.abort("unknown")
     bench.run()
     bench.core.abort("a")
     assert not bench.core.has_work
@@ -130,7 +130,7 @@ def test_an_abort_while_nothing_runs_is_still_told() -> None:
     bench.core.abort("a")
     assert bench.core.has_work
     bench.run()
-    assert bench.samples[("a", 0)].reason == "abort"
+    assert bench.sequences[("a", 0)].reason == "abort"
 
 
 # Stop strings
@@ -141,42 +141,42 @@ def test_finish_forgets_what_came_after(depth: int) -> None:
     bench = Bench(depth=depth)
     bench.add("a", 6, 30)
     bench.add("b", 6, 12)
-    while len(bench.samples[("a", 0)].tokens) < 5:
+    while len(bench.sequences[("a", 0)].tokens) < 5:
         bench.step()
     request = only(bench, "a")
     bench.core.finish(("a", 0), 3, "###")
-    assert request.output == bench.samples[("a", 0)].tokens[:3]
+    assert request.output == bench.sequences[("a", 0)].tokens[:3]
     bench.run()
-    end = bench.samples[("a", 0)].finished
+    end = bench.sequences[("a", 0)].finished
     assert end is not None and (end.reason, end.stop_reason) == ("stop", "###")
     bench.assert_right("b")
 
 
 @DEPTHS
-def test_finish_ends_one_sample_only(depth: int) -> None:
+def test_finish_ends_one_sequence_only(depth: int) -> None:
     bench = Bench(depth=depth, blocks=200)
     bench.add("a", 6, 12, n=3)
-    while len(bench.samples[("a", 1)].tokens) < 2:
+    while len(bench.sequences[("a", 1)].tokens) < 2:
         bench.step()
     bench.core.finish(("a", 1), 2)
     bench.core.finish(("a", 1), 2)
-    bench.core.finish(("nobody", 0), 2)
+    bench.core.finish(("unknown", 0), 2)
     bench.run()
-    assert bench.samples[("a", 1)].reason == "stop"
+    assert bench.sequences[("a", 1)].reason == "stop"
     for index in (0, 2):
-        assert bench.samples[("a", index)].tokens == bench.device.truth("a", index).output
+        assert bench.sequences[("a", index)].tokens == bench.device.truth("a", index).output
 
 
 @pytest.mark.parametrize("index", [0, 1, 2])
-def test_finish_of_a_sample_that_has_not_forked_leaves_the_others(index: int) -> None:
+def test_finish_of_a_sequence_that_has_not_forked_leaves_the_others(index: int) -> None:
     bench = Bench(budget=4, blocks=200)
     bench.add("a", 10, 5, n=3)
     bench.step()
     bench.core.finish(("a", index), 0)
     bench.run()
     for other in {0, 1, 2} - {index}:
-        assert bench.samples[("a", other)].tokens == bench.device.truth("a", other).output
-    assert bench.samples[("a", index)].tokens == []
+        assert bench.sequences[("a", other)].tokens == bench.device.truth("a", other).output
+    assert bench.sequences[("a", index)].tokens == []
 
 
 # Failed steps
@@ -196,9 +196,9 @@ def test_the_culprit_of_a_failed_step_ends_and_the_innocent_finish(depth: int, w
         bench.add(id, 6, 12)
     bench.run(400)
     bench.assert_right("a", "b", "c")
-    end = bench.samples[("bad", 0)].finished
+    end = bench.sequences[("bad", 0)].finished
     assert end is not None and end.reason == "error" and "a step failed: step" in str(end.message)
-    assert sum(plan.reset for plan in bench.plans) == 2, "once in company, once alone"
+    assert sum(plan.reset for plan in bench.plans) == 2, "once with others, once alone"
 
 
 @DEPTHS
@@ -216,7 +216,7 @@ def test_a_culprit_that_fails_in_a_later_chunk_is_found_too(depth: int) -> None:
         bench.add(id, 30 if id == "bad" else 5, 12)
     bench.run(500)
     bench.assert_right("a", "b", "c")
-    assert bench.samples[("bad", 0)].reason == "error"
+    assert bench.sequences[("bad", 0)].reason == "error"
 
 
 def test_many_culprits_one_after_another_do_not_wear_out_an_innocent_request() -> None:
@@ -228,14 +228,14 @@ def test_many_culprits_one_after_another_do_not_wear_out_an_innocent_request() -
         bench.add(f"bad{i}", 5, 3)
     bench.run(400)
     bench.assert_right("long")
-    assert all(bench.samples[(f"bad{i}", 0)].reason == "error" for i in range(8))
+    assert all(bench.sequences[(f"bad{i}", 0)].reason == "error" for i in range(8))
 
 
 def test_a_request_that_passed_alone_is_not_held_to_its_earlier_failure() -> None:
     bench = Bench(fails=lambda plan, requests: "collect" if plan.step in (2, 12) else "")
     bench.add("a", 6, 30)
     bench.add("b", 6, 5)
-    while bench.samples[("b", 0)].finished is None:
+    while bench.sequences[("b", 0)].finished is None:
         bench.step()
     assert bench.device.next_step < 12
     bench.run()
@@ -243,7 +243,7 @@ def test_a_request_that_passed_alone_is_not_held_to_its_earlier_failure() -> Non
     bench.assert_right()
 
 
-def test_when_only_company_fails_everyone_still_finishes() -> None:
+def test_when_steps_of_several_requests_fail_all_still_finish() -> None:
     bench = Bench(fails=lambda plan, requests: "collect" if len(requests) > 1 else "")
     for id in "abc":
         bench.add(id, 6, 6)
@@ -262,13 +262,13 @@ def test_one_failure_costs_nobody_a_token(depth: int) -> None:
 
 
 @pytest.mark.parametrize("n", [1, 5, 12])
-def test_a_culprit_takes_its_samples_with_it(n: int) -> None:
+def test_a_culprit_takes_its_sequences_with_it(n: int) -> None:
     bench = Bench(fails=culprit_at("bad", "collect"))
     bench.add("a", 6, 12)
     bench.add("bad", 6, 12, n=n)
     bench.run(200)
     bench.assert_right("a")
-    assert {bench.samples[("bad", i)].reason for i in range(n)} == {"error"}
+    assert {bench.sequences[("bad", i)].reason for i in range(n)} == {"error"}
 
 
 @DEPTHS
@@ -285,7 +285,7 @@ def test_blocks_published_by_a_failed_step_are_withdrawn(depth: int) -> None:
     bench.assert_right()
 
 
-def test_an_abort_of_a_suspect_leaves_the_others() -> None:
+def test_an_abort_of_a_quarantined_request_leaves_the_others() -> None:
     bench = Bench(fails=lambda plan, requests: "collect" if plan.step == 2 else "")
     for id in "abc":
         bench.add(id, 6, 9)
@@ -306,9 +306,9 @@ def test_logits_that_are_no_numbers_end_one_request_only(depth: int) -> None:
         bench.add(id, 6, 12)
     bench.run()
     bench.assert_right("a", "b")
-    end = bench.samples[("bad", 0)].finished
+    end = bench.sequences[("bad", 0)].finished
     assert end is not None and end.reason == "error" and "NaN" in str(end.message)
-    assert bench.samples[("bad", 0)].tokens == bench.device.truth("bad", 0).output[:3]
+    assert bench.sequences[("bad", 0)].tokens == bench.device.truth("bad", 0).output[:3]
 
 
 def test_what_led_to_nan_is_not_found_again() -> None:

@@ -1,4 +1,4 @@
-"""Fair shares: weights, caps, no credit for the idle, and everyone finishes."""
+"""Fair shares: weights, caps, no credit for the idle, and all requests finish."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Counters:
 
     def __init__(self, config: EngineConfig, rows: int = 1) -> None:
         self.policy = make_policy("fair", config)
-        self.ledger = RequestTable(BlockTables(1001, 1), self.policy, ContentKeys(1, b""), rows)
+        self.requests = RequestTable(BlockTables(1001, 1), self.policy, ContentKeys(1, b""), rows)
         self.served: Counter[str] = Counter()
         self._numbers = itertools.count()
 
@@ -50,9 +50,9 @@ class Counters:
         assert request is not None
         self.policy.remove(request)
         assert isinstance(self.policy, FairShare)
-        self.ledger.rows.take(request, 0, 1)
+        self.requests.rows.take(request, 0, 1, 0)
         self.policy.charge(request, cost)
-        self.ledger.rows.give_back(request)
+        self.requests.rows.give_back(request)
         self.served[request.source.tenant] += cost
         return request
 
@@ -96,12 +96,12 @@ def test_the_idle_save_up_no_more_than_the_leeway(away: int, costs: list[int]) -
     assert counters.served["late"] - counters.served["a"] <= LEEWAY + 700 + 2 * max(costs)
 
 
-def test_who_asked_for_less_than_its_share_has_no_claim_on_the_rest() -> None:
-    """The clock alone would be behind: it counts on everyone's using all of its share."""
+def test_a_tenant_that_used_less_than_its_share_has_no_claim_on_the_rest() -> None:
+    """The clock alone would be behind: it assumes that every tenant uses all of its share."""
     counters = Counters(fair(tenant_weights={"modest": 100}), rows=2)
     modest = counters.add("modest")
     counters.policy.remove(modest)
-    counters.ledger.rows.take(modest, 0, 1)
+    counters.requests.rows.take(modest, 0, 1, 0)
     counters.add("a")
     for _ in range(100):
         counters.add("a")
@@ -142,7 +142,7 @@ def test_an_endless_stream_of_new_tenants_starves_nobody() -> None:
     for _ in range(3):
         counters.serve(10)
     assert isinstance(counters.policy, FairShare)
-    assert len(counters.policy._tenants) < 64, "who is gone is forgotten"
+    assert len(counters.policy._tenants) < 64, "idle tenants are dropped"
 
 
 # In the engine
@@ -156,10 +156,10 @@ def test_under_contention_tokens_are_shared_as_the_weights(depth: int) -> None:
         bench.add(f"light{i}", 5, 8, tenant="light")
     for _ in range(100):
         bench.step()
-    told = Counter[str]()
-    for (id, _), sample in bench.samples.items():
-        told[id[:5]] += len(sample.tokens)
-    assert 2.6 < told["heavy"] / told["light"] < 3.4
+    received = Counter[str]()
+    for (id, _), sequence in bench.sequences.items():
+        received[id[:5]] += len(sequence.tokens)
+    assert 2.6 < received["heavy"] / received["light"] < 3.4
     bench.run(4000)
     bench.assert_right()
 
@@ -175,7 +175,7 @@ def latencies(policy: str, greedy: int, prompt: int, output: int) -> list[int]:
     for i in range(5):
         bench.add(f"light{i}", 8, output, tenant="light")
         steps.append(0)
-        while bench.samples[(f"light{i}", 0)].finished is None:
+        while bench.sequences[(f"light{i}", 0)].finished is None:
             bench.step()
             steps[-1] += 1
     bench.run(40_000)
@@ -190,7 +190,7 @@ def test_a_greedy_tenant_slows_a_light_one_by_no_more_than_its_share(prompt: int
     beside = latencies("fair", 200, prompt, 6)
     assert max(beside) <= 2 * alone + 1, beside
     first = latencies("fcfs", 200, prompt, 6)[0]
-    assert first > 50 * alone, "whereas who comes first is served first"
+    assert first > 50 * alone, "first come, first served, in contrast"
 
 
 def test_a_tenant_that_comes_back_for_its_share_of_blocks_gets_it() -> None:
@@ -202,12 +202,12 @@ def test_a_tenant_that_comes_back_for_its_share_of_blocks_gets_it() -> None:
     bench.add("light", 30, 4, tenant="light")
     for _ in range(8):
         bench.step()
-    assert bench.samples[("light", 0)].finished is not None
+    assert bench.sequences[("light", 0)].finished is not None
     bench.run()
     bench.assert_right()
 
 
-def test_whoever_made_way_does_not_claim_the_place_back() -> None:
+def test_a_preempted_tenant_does_not_claim_the_place_back() -> None:
     bench = Bench(blocks=400, max_rows=4, policy="fair")
     for i in range(8):
         bench.add(f"a{i}", 4, 50, tenant="a")
@@ -259,12 +259,12 @@ def test_growth_beyond_the_cap_costs_the_tenant_a_row_of_its_own() -> None:
         held = sum(len(request.blocks) for request in bench.scheduler.rows.running() if request.source.tenant == "a")
         assert held <= 6
     bench.assert_right()
-    lost = {id for (id, _), sample in bench.samples.items() if sample.finished and sample.finished.preemptions}
-    assert lost and lost <= {"a1", "a2"}, "not its oldest, and nobody else's"
+    lost = {id for (id, _), sequence in bench.sequences.items() if sequence.finished and sequence.finished.preemptions}
+    assert lost and lost <= {"a1", "a2"}, "not its oldest, and no other tenant's"
     bench.scheduler.check_idle()
 
 
-def test_samples_and_beams_keep_to_the_caps_too() -> None:
+def test_sequences_and_beams_keep_to_the_caps_too() -> None:
     config = fair(tenant_max_rows={"*": 2})
     bench = Bench(blocks=100, max_rows=8, policy="fair", config=config)
     bench.add("many", 5, 6, n=7, tenant="a")

@@ -71,7 +71,7 @@ class TimedDevice(NullExecutor):
     def submit(self, plan: StepPlan) -> tuple[StepResult, float]:  # type: ignore[override]
         took = self._cost(plan) * self._random.lognormvariate(0, self._noise)
         if self._noise and self._random.random() < 0.005:
-            took *= 10  # somebody else was on the machine
+            took *= 10  # other load on the machine
         begin = max(self.now, self.idle_at)
         self.now += self.prices.launch if len(plan.tokens) else 0.2
         self.idle_at = max(self.now, begin + took)
@@ -133,7 +133,7 @@ class Run:
             self.finished[end.key[0]] = self.device.now
 
     def until(self, time: float, every: float = 0.0, prompt: int = 0) -> None:
-        """Go on until then; with `every`, a prompt arrives each time so many milliseconds have passed."""
+        """Go on until then; with `every`, a prompt arrives every `every` milliseconds."""
         due = self.device.now + every
         while self.device.now < time:
             if every and self.device.now >= due:
@@ -251,7 +251,7 @@ class TestManyPrompts:
 
     @pytest.mark.parametrize(("device", "depth"), [("cpu", 0), ("gpu", 1)])
     def test_a_server_that_is_never_without_a_queue_loses_little(self, device: str, depth: int) -> None:
-        """Sixteen callers who ask again as soon as they are answered: the time all takes, and the longest gaps."""
+        """Sixteen clients that send the next request when one is answered: the total time, and the longest gaps."""
 
         def ask_all(stretch: float | None) -> tuple[float, float]:
             run, draw = Run(DEVICES[device], depth, stretch), random.Random(1)
@@ -285,7 +285,7 @@ class TestWhoWasFirst:
         for _ in range(16):
             run.add(200, 50)
         steps = 0
-        while run.scheduler.waiting or run.scheduler.ledger.prefilling:
+        while run.scheduler.waiting or run.scheduler.requests.prefilling:
             run.step()
             steps += 1
         assert steps == -(-16 * 200 // (CPU.budget - 16))
@@ -328,7 +328,7 @@ def test_a_failed_step_leaves_nothing_behind() -> None:
     pacer = Pacer(1.7)
     pacer.launched(4, 0, 0.0)
     pacer.launched(4, 0, 0.1)
-    pacer.forget_flights()
+    pacer.forget_in_flight()
     pacer.launched(4, 0, 1.0)
     pacer.collected(1.02)
     pacer.launched(4, 8, 1.02)

@@ -1,36 +1,40 @@
-"""A shortage of blocks: who loses its row, what is kept, and who goes first under each policy."""
+"""A shortage of blocks: which request is preempted, what it keeps, and what is done ahead of need."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from quire.errors import ValidationError
+from quire.kvcache.block_pool import BlockPool
 from quire.messages.request import NewRequest, Request, RequestState
 from quire.messages.sampling import SamplingParams
 from quire.scheduler.policies.base import RankedPolicy
 from quire.scheduler.policies.priority import AGEING_SECONDS
 from quire.scheduler.policies.registry import make_policy
+from quire.scheduler.preemption import MemoryPressure
+from quire.scheduler.swapping import NoSwapper
 from tests.scheduler.harness import Bench
 
 DEPTHS = pytest.mark.parametrize("depth", [0, 1, 2])
 
 
 def until_preemption(bench: Bench, steps: int = 200) -> list[str]:
-    """Step until somebody loses its row; returns who."""
+    """Step until a request is preempted; returns which."""
     for _ in range(steps):
         bench.step()
-        ledger = bench.scheduler.ledger
-        everyone = [request for id in ledger.ids() for request in ledger.samples(id)]
-        lost = [request for request in everyone if request.preemptions]
+        requests = bench.scheduler.requests
+        sequences = [sequence for id in requests.ids() for sequence in requests.sequences(id)]
+        lost = [sequence for sequence in sequences if sequence.preemptions]
         if lost:
             return [request.id for request in lost]
-    raise AssertionError("nobody was preempted")
+    raise AssertionError("no request was preempted")
 
 
-def test_first_come_first_served_costs_whoever_loses_the_least_work() -> None:
+def test_first_come_first_served_preempts_the_request_that_loses_the_least_work() -> None:
     bench = Bench(blocks=14, block_size=4)
     bench.add("old", 8, 30)
     bench.add("small", 4, 30)
@@ -47,7 +51,7 @@ def test_the_best_ranked_is_never_preempted_however_small() -> None:
     bench.add("c", 16, 30)
     assert "old" not in until_preemption(bench)
     bench.run()
-    assert bench.samples[("old", 0)].finished.preemptions == 0  # type: ignore[union-attr]
+    assert bench.sequences[("old", 0)].finished.preemptions == 0  # type: ignore[union-attr]
     bench.assert_right()
 
 
@@ -83,8 +87,8 @@ def test_a_step_that_preempts_admits_nobody(depth: int) -> None:
         bench.add(id, 8, 24)
     before = 0
     for _ in range(500):
-        if bench.scheduler.unfinished < 6 and len(bench.samples) < 40:
-            bench.add(f"new{len(bench.samples)}", 3, 4)
+        if bench.scheduler.unfinished < 6 and len(bench.sequences) < 40:
+            bench.add(f"new{len(bench.sequences)}", 3, 4)
         if not bench.core.has_work:
             break
         plans = len(bench.plans)
@@ -103,7 +107,7 @@ def test_tokens_in_flight_of_a_preempted_row_are_kept(depth: int) -> None:
     bench.add("a", 8, 20)
     bench.add("b", 8, 20)
     assert until_preemption(bench) == ["b"]
-    request = bench.scheduler.ledger.samples("b")[0]
+    request = bench.scheduler.requests.sequences("b")[0]
     assert request.state is RequestState.PREEMPTED and request.row == -1 and not request.blocks
     known, in_flight = request.known, request.in_flight
     assert in_flight == depth - 1 or in_flight == depth, "launched, not collected"
@@ -130,7 +134,7 @@ def test_a_preempted_request_finds_its_own_blocks_again() -> None:
 
 
 @DEPTHS
-def test_everyone_finishes_in_a_cache_that_holds_one_at_a_time(depth: int) -> None:
+def test_all_finish_in_a_cache_that_holds_one_at_a_time(depth: int) -> None:
     bench = Bench(blocks=8, block_size=4, depth=depth)
     for i in range(8):
         bench.add(f"r{i}", 5 + 2 * i, 32 - 5 - 2 * i)
@@ -145,7 +149,7 @@ def endless(bench: Bench, steps: int, seconds: float) -> None:
     """A stream of urgent requests that alone fills the engine."""
     for i in range(steps):
         while bench.scheduler.waiting < 3:
-            bench.add(f"urgent{i}-{len(bench.samples)}", 4, 2, priority=0)
+            bench.add(f"urgent{i}-{len(bench.sequences)}", 4, 2, priority=0)
         bench.step()
         bench.now += seconds
 
@@ -164,7 +168,7 @@ def test_a_low_priority_is_admitted_in_the_end_under_an_endless_stream_of_high_o
     endless(bench, 40, seconds=AGEING_SECONDS / 10)
     assert ("patient", 0) not in [start.key for start in bench.started], "four levels' worth of waiting is not enough"
     endless(bench, 60, seconds=AGEING_SECONDS / 10)
-    assert bench.samples[("patient", 0)].finished is not None
+    assert bench.sequences[("patient", 0)].finished is not None
     bench.run()
     bench.assert_right()
 
@@ -202,11 +206,11 @@ def test_an_unknown_policy_is_refused_with_those_that_are_known(name: str) -> No
 
 
 @pytest.mark.parametrize("name", ["fcfs", "priority"])
-def test_ranks_have_no_ties_not_even_among_samples_of_a_prompt(name: str) -> None:
+def test_ranks_have_no_ties_not_even_among_sequences_of_a_prompt(name: str) -> None:
     policy = make_policy(name)
     source = NewRequest("a", [1], SamplingParams(n=3), limit=4)
-    samples = [Request(source, index, 0) for index in range(3)]
-    assert len({policy.rank(sample) for sample in samples}) == 3
+    sequences = [Request(source, index, 0) for index in range(3)]
+    assert len({policy.rank(sequence) for sequence in sequences}) == 3
 
 
 @pytest.mark.parametrize("name", ["fcfs", "priority"])
@@ -227,3 +231,68 @@ def test_a_queue_gives_what_waits_in_order_whatever_was_removed_and_added_again(
         policy.remove(request)
         order.append(request.id)
     assert order == ["1", "2", "3", "4", "5"] and len(policy) == 0
+
+
+# Two watermarks: past the first admission slows and idle sessions go to sleep, past the second rows are swapped out.
+
+
+def test_watermarks() -> None:
+    pool, pressure, levels = BlockPool(101), MemoryPressure(), []
+    for free in (100, 15, 14, 3, 2, 0):
+        pool.allocate(pool.free - free)
+        pressure.update(pool, NoSwapper())
+        levels.append(pressure.device)
+    assert levels == [0, 0, 1, 1, 2, 2]
+
+
+def test_past_the_first_watermark_one_request_a_step_is_admitted() -> None:
+    bench = Bench(blocks=100, block_size=4, max_rows=16, budget=400)
+    bench.add("large", 4 * 88, 8)
+    bench.step()
+    for i in range(4):
+        bench.add(f"r{i}", 3, 6)
+    bench.step()
+    assert bench.scheduler.pressure.device == 1 and len(bench.running()) == 2
+    bench.step()
+    assert len(bench.running()) == 3
+    assert bench.scheduler.pressure.slowed >= 2
+    assert "pressure 1 device" in bench.scheduler.stats.describe_step()
+    bench.run()
+    bench.assert_right()
+
+
+def test_without_pressure_all_are_admitted_at_once() -> None:
+    bench = Bench(blocks=100, block_size=4, max_rows=16, budget=400)
+    for i in range(5):
+        bench.add(f"r{i}", 3, 6)
+    bench.step()
+    assert len(bench.running()) == 5 and bench.scheduler.pressure.slowed == 0
+    bench.run()
+
+
+def test_idle_sessions_sleep_past_the_first_watermark(tmp_path: Path) -> None:
+    bench = Bench(blocks=60, block_size=4, max_rows=4, budget=400, host_slots=100, sessions=tmp_path)
+    keeper = bench.core.sessions
+    for i in range(4):
+        prompt = [2 + i] * 40
+        keeper.create(f"s{i}", prompt)
+        bench.put(bench.request(f"t{i}", prompt, 2, session=f"s{i}"))
+        bench.run()
+    assert [keeper.get(f"s{i}").phase for i in range(4)] == ["idle"] * 4
+    bench.add("stranger", 4 * 14, 12)
+    bench.run()
+    phases = [keeper.get(f"s{i}").phase for i in range(4)]
+    assert "asleep" in phases and phases == sorted(phases), "those idle longest sleep first"
+    assert bench.scheduler.pressure.slept or keeper.kv.dropped
+    bench.assert_right("stranger")
+
+
+def test_past_the_second_watermark_rows_are_swapped_out_before_blocks_run_out() -> None:
+    bench = Bench(blocks=24, block_size=4, max_rows=4, budget=100, host_slots=100)
+    for i in range(3):
+        bench.add(f"r{i}", 20, 30)
+    bench.run()
+    bench.assert_right()
+    stats = bench.scheduler.stats
+    assert stats.swaps > stats.preemptions - stats.swaps, "most rows are swapped out in time"
+    assert bench.tiers is not None and bench.tiers.loaded

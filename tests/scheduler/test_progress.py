@@ -1,4 +1,4 @@
-"""Who fits an empty cache finishes, whatever sessions, tenants and tiers hold meanwhile."""
+"""A request that fits an empty cache finishes, whatever sessions, tenants and tiers hold."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.scheduler.harness import Bench, MemoryDisk
 
 
 class PatientDisk(MemoryDisk):
-    """A disk that answers when it is told to."""
+    """A disk that answers when the test says so."""
 
     def __init__(self) -> None:
         super().__init__(failing=0.0)
@@ -22,7 +22,7 @@ class PatientDisk(MemoryDisk):
 
 def keep(bench: Bench, name: str, prompt: list[int], output: int) -> list[int]:
     """A session that has had a turn, and holds its blocks; its tokens."""
-    keeper = bench.scheduler.sessions
+    keeper = bench.core.sessions
     assert keeper is not None
     keeper.create(name, prompt)
     bench.put(bench.request(f"{name} first", prompt, output, session=name))
@@ -32,7 +32,7 @@ def keep(bench: Bench, name: str, prompt: list[int], output: int) -> list[int]:
 
 def keep_one(bench: Bench, name: str, prompt: int, output: int) -> list[int]:
     """As `keep`, while others wait for the disk."""
-    keeper = bench.scheduler.sessions
+    keeper = bench.core.sessions
     assert keeper is not None
     keeper.create(name, [3] * prompt)
     bench.put(bench.request(f"{name} first", [3] * prompt, output, session=name))
@@ -41,7 +41,7 @@ def keep_one(bench: Bench, name: str, prompt: int, output: int) -> list[int]:
     return list(keeper.tokens(name))
 
 
-def put_by(bench: Bench, prompt: list[int]) -> None:
+def save_below(bench: Bench, prompt: list[int]) -> None:
     """The prompt's blocks lie in a tier below, and nothing of it on the device."""
     bench.add("before", prompt, 1)
     bench.run()
@@ -68,8 +68,7 @@ def test_a_session_that_holds_the_whole_cache_has_another_turn(tmp_path: Path) -
 def test_a_turn_that_was_aborted_is_taken_again_in_a_cache_of_its_size(tmp_path: Path) -> None:
     """Its last block holds the one token that is computed again."""
     bench = Bench(blocks=4, block_size=4, sessions=tmp_path)
-    assert bench.scheduler.sessions is not None
-    bench.scheduler.sessions.create("s", [5] * 13)
+    bench.core.sessions.create("s", [5] * 13)
     bench.put(bench.request("first", [5] * 13, 4, session="s"))
     bench.step()
     bench.core.abort("first")
@@ -82,8 +81,7 @@ def test_a_turn_that_was_aborted_is_taken_again_in_a_cache_of_its_size(tmp_path:
 def test_a_fork_gives_back_what_it_shares_with_a_turn(tmp_path: Path) -> None:
     bench = Bench(blocks=4, block_size=4, sessions=tmp_path)
     tokens = keep(bench, "s", [5] * 12, 4)
-    assert bench.scheduler.sessions is not None
-    bench.scheduler.sessions.fork("s", "fork")
+    bench.core.sessions.fork("s", "fork")
     bench.put(bench.request("again", tokens, 1, session="s"))
     bench.run(50)
     assert bench.scheduler.stats.cached_tokens == 15, "the session lost nothing"
@@ -95,7 +93,7 @@ def test_what_a_session_holds_for_its_turn_goes_to_one_whose_blocks_have_come(tm
     disk = PatientDisk()
     bench = Bench(blocks=12, block_size=4, host_slots=20, disk=disk, sessions=tmp_path)
     prompt = [2 + i for i in range(25)]
-    put_by(bench, prompt)
+    save_below(bench, prompt)
     disk.is_slow = True
     bench.add("loading", prompt, 4)
     bench.step()
@@ -109,13 +107,13 @@ def test_what_a_session_holds_for_its_turn_goes_to_one_whose_blocks_have_come(tm
 
 
 def test_a_tenant_below_its_share_waits_for_those_whose_blocks_are_coming() -> None:
-    """Nobody runs whom it could ask to make way."""
+    """No request runs that could be preempted for it."""
     disk = PatientDisk()
     bench = Bench(
         blocks=8, block_size=4, host_slots=20, disk=disk, policy="fair", config=EngineConfig(scheduling_policy="fair")
     )
     prompt = [2 + i for i in range(25)]
-    put_by(bench, prompt)
+    save_below(bench, prompt)
     disk.is_slow = True
     bench.add("loading", prompt, 4, tenant="a")
     bench.step()
@@ -141,10 +139,9 @@ def test_a_block_that_is_copied_from_is_not_filled_in_the_same_step(tmp_path: Pa
     """A session's turn copies the block it shares with a fork; the fork gives it back for one whose blocks come."""
     bench = Bench(blocks=20, block_size=4, max_rows=4, host_slots=100, sessions=tmp_path)
     prompt = [2 + i % 30 for i in range(59)]
-    put_by(bench, prompt)
+    save_below(bench, prompt)
     tokens = keep(bench, "s", [7] * 9, 2)
-    assert bench.scheduler.sessions is not None
-    bench.scheduler.sessions.fork("s", "fork")
+    bench.core.sessions.fork("s", "fork")
     bench.put(bench.request("turn", tokens, 8, session="s"))
     bench.add("long", prompt, 4)
     bench.run()

@@ -44,8 +44,7 @@ class SessionStorm:
             disk=MemoryDisk(weather.disk, seed) if weather.disk else None, sessions=folder,
         )  # fmt: skip
         self.bench.device.keep_plans = False
-        assert self.bench.scheduler.sessions is not None
-        self.keeper: SessionKeeper = self.bench.scheduler.sessions
+        self.keeper: SessionKeeper = self.bench.core.sessions
         self.longest = weather.blocks * weather.block_size // 3
         self.truth: dict[str, list[int]] = {}
         """What each session must hold."""
@@ -89,10 +88,10 @@ class SessionStorm:
             name = self.turns.pop(end.key[0], "")
             if not name:
                 continue
-            told = self.bench.samples[end.key]
+            received = self.bench.sequences[end.key]
             if end.reason in ("stop", "length"):
-                assert told.tokens == self.bench.device.truth(*end.key).output
-                self.truth[name] += told.tokens
+                assert received.tokens == self.bench.device.truth(*end.key).output
+                self.truth[name] += received.tokens
             ended.add(name)
         for name in ended & set(self.truth) - set(self.turns.values()):
             assert self.keeper.tokens(name) == self.truth[name]
@@ -126,7 +125,7 @@ class SessionStorm:
         id, output = f"t{self.made}", self.rng.randint(1, 12)
         self.made += 1
         was_busy = self.keeper.get(name).phase == "live"
-        is_open = name in self.turns.values()  # or its end is known here, and not told yet
+        is_open = name in self.turns.values()  # or its end is known here, and not reported yet
         try:
             if not is_open and self.rng.random() < 0.5:
                 more = self._some(6)
@@ -163,7 +162,7 @@ class SessionStorm:
         name = self._any()
         if name is not None and len(self.truth) < 40:
             at = self.rng.choice([None, self.rng.randint(0, len(self.truth[name]))])
-            tokens, new = self.keeper.tokens(name), self._name()  # an answer may be there before it is told
+            tokens, new = self.keeper.tokens(name), self._name()  # an answer may be there before it is reported
             self.keeper.fork(name, new, at)
             self.truth[new] = tokens[:at]
             if not self.truth[new]:

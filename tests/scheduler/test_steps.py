@@ -19,7 +19,7 @@ def test_one_request_yields_its_tokens_and_ends_by_length(depth: int) -> None:
     bench.add("a", prompt=6, output=5)
     bench.run()
     bench.assert_right("a")
-    assert len(bench.samples[("a", 0)].tokens) == 5
+    assert len(bench.sequences[("a", 0)].tokens) == 5
 
 
 @DEPTHS
@@ -27,9 +27,9 @@ def test_a_stop_token_ends_a_request_and_is_its_reason(depth: int) -> None:
     bench = Bench(depth=depth, draws=lambda id, sample, position: STOP if position == 8 else draw(id, sample, position))
     bench.add("a", prompt=6, output=20)
     bench.run()
-    told = bench.samples[("a", 0)]
-    assert told.tokens[-1] == STOP and len(told.tokens) == 3
-    assert (told.finished.reason, told.finished.stop_reason) == ("stop", STOP)  # type: ignore[union-attr]
+    received = bench.sequences[("a", 0)]
+    assert received.tokens[-1] == STOP and len(received.tokens) == 3
+    assert (received.finished.reason, received.finished.stop_reason) == ("stop", STOP)  # type: ignore[union-attr]
     assert bench.device.stale_draws == depth, "ends are seen late, and what came after is dropped"
     bench.assert_right("a")
 
@@ -38,8 +38,8 @@ def test_the_end_of_sequence_is_no_stop_reason() -> None:
     bench = Bench(draws=lambda id, sample, position: 0)
     bench.add("a", output=9)
     bench.run()
-    assert bench.samples[("a", 0)].tokens == [0]
-    assert bench.samples[("a", 0)].finished.stop_reason is None  # type: ignore[union-attr]
+    assert bench.sequences[("a", 0)].tokens == [0]
+    assert bench.sequences[("a", 0)].finished.stop_reason is None  # type: ignore[union-attr]
 
 
 def test_decodes_come_first_and_a_prompt_gets_what_is_left_of_the_budget() -> None:
@@ -125,7 +125,7 @@ def test_a_later_request_hits_prompt_and_output_of_one_that_is_gone() -> None:
     bench = Bench(block_size=4)
     first = bench.add("a", 6, 10)
     bench.run()
-    history = first.prompt + bench.samples[("a", 0)].tokens
+    history = first.prompt + bench.sequences[("a", 0)].tokens
     bench.add("b", [*history, 3, 3], 2)
     bench.run()
     assert bench.started[-1].num_cached == 12, "15 of 16 tokens have KV: three blocks of four"
@@ -168,12 +168,12 @@ def test_a_reset_of_the_prefix_cache_forgets_everything_and_says_whether_rows_ru
     bench.assert_right()
 
 
-# Several samples
+# Several sequences
 
 
 @DEPTHS
 @pytest.mark.parametrize("prompt", [6, 8])
-def test_samples_share_one_forward_and_part_at_the_next_write(depth: int, prompt: int) -> None:
+def test_sequences_share_one_forward_and_part_at_the_next_write(depth: int, prompt: int) -> None:
     bench = Bench(depth=depth, block_size=4)
     bench.add("a", prompt, output=5, n=4)
     bench.step()
@@ -186,12 +186,12 @@ def test_samples_share_one_forward_and_part_at_the_next_write(depth: int, prompt
     assert len({source for source, _ in copies}) <= 1
     bench.run()
     bench.assert_right("a")
-    outputs = [tuple(bench.samples[("a", i)].tokens) for i in range(4)]
+    outputs = [tuple(bench.sequences[("a", i)].tokens) for i in range(4)]
     assert len(set(outputs)) == 4
 
 
 @DEPTHS
-def test_more_samples_than_rows_queue_and_all_finish(depth: int) -> None:
+def test_more_sequences_than_rows_queue_and_all_finish(depth: int) -> None:
     bench = Bench(max_rows=3, depth=depth)
     bench.add("a", 9, output=4, n=8)
     bench.add("b", 5, output=2)
@@ -201,7 +201,7 @@ def test_more_samples_than_rows_queue_and_all_finish(depth: int) -> None:
 
 
 @DEPTHS
-def test_samples_finish_in_a_cache_that_holds_exactly_one_of_them(depth: int) -> None:
+def test_sequences_finish_in_a_cache_that_holds_exactly_one_of_them(depth: int) -> None:
     bench = Bench(blocks=3, block_size=4, depth=depth)
     bench.add("a", 6, output=7, n=3)
     bench.run(300)
@@ -243,7 +243,7 @@ def test_an_id_that_is_in_use_is_refused_and_can_be_used_again_later() -> None:
     bench.assert_right("a")
 
 
-def test_waste_is_a_share_of_what_is_held_even_while_samples_share_blocks() -> None:
+def test_waste_is_a_share_of_what_is_held_even_while_sequences_share_blocks() -> None:
     bench = Bench(block_size=16, max_rows=16, budget=32)
     bench.add("a", 17, output=2, n=16)
     bench.run()
@@ -256,7 +256,7 @@ def test_states_follow_the_request() -> None:
     bench = Bench(max_rows=1)
     bench.add("a", output=2)
     bench.add("b", output=2)
-    one, other = (bench.scheduler.ledger.samples(id)[0] for id in "ab")
+    one, other = (bench.scheduler.requests.sequences(id)[0] for id in "ab")
     assert one.state is other.state is RequestState.WAITING
     bench.step()
     assert (one.state, other.state) == (RequestState.RUNNING, RequestState.WAITING)

@@ -55,7 +55,7 @@ class Storm:
         )  # fmt: skip
         self.bench.device.keep_plans = False
         self.cuts: dict[tuple[str, int], int] = {}
-        """Samples whose caller finds a stop string after so many tokens."""
+        """Sequences whose caller finds a stop string, and after how many tokens."""
         self.cut: set[tuple[str, int]] = set()
         self.aborted: set[str] = set()
         self.open: list[str] = []
@@ -140,19 +140,21 @@ class Storm:
 
     def _callers(self) -> None:
         rng, bench = self.rng, self.bench
-        self.open = [id for id in self.open if any(bench.samples[(id, i)].finished is None for i in range(self._n(id)))]
+        self.open = [
+            id for id in self.open if any(bench.sequences[(id, i)].finished is None for i in range(self._n(id)))
+        ]
         if self.open and rng.random() < self.weather.abort_rate:
             id = rng.choice(self.open)
             self.aborted.add(id)
             bench.core.abort(id)
         for key, at in list(self.cuts.items()):
-            told = bench.samples[key]
-            if told.finished is not None:
+            received = bench.sequences[key]
+            if received.finished is not None:
                 del self.cuts[key]
-            elif len(told.tokens) >= at and rng.random() < 0.5:
+            elif len(received.tokens) >= at and rng.random() < 0.5:
                 bench.core.finish(key, at, "stop string")
                 self.cut.add(key)
-                del told.tokens[at:]
+                del received.tokens[at:]
                 del self.cuts[key]
 
     def _n(self, id: str) -> int:
@@ -162,11 +164,11 @@ class Storm:
 
     def _check_ends(self) -> None:
         bench, errors = self.bench, 0
-        for key, told in bench.samples.items():
+        for key, received in bench.sequences.items():
             truth = bench.device.truth(*key)
-            assert told.finished is not None, f"{key} never ended"
-            reason, stop_reason = told.finished.reason, told.finished.stop_reason
-            assert told.tokens == truth.output[: len(told.tokens)], f"{key} has wrong tokens"
+            assert received.finished is not None, f"{key} never ended"
+            reason, stop_reason = received.finished.reason, received.finished.stop_reason
+            assert received.tokens == truth.output[: len(received.tokens)], f"{key} has wrong tokens"
             if reason == "abort":
                 assert key[0] in self.aborted
             elif reason == "error":
@@ -176,15 +178,15 @@ class Storm:
                 assert (reason, stop_reason) == ("stop", "stop string")
             else:
                 assert (reason, stop_reason) == (truth.reason, truth.stop_reason), key
-                assert told.tokens == truth.output, f"{key} ended early"
+                assert received.tokens == truth.output, f"{key} ended early"
         if not self.weather.failure_rate:
             assert not errors
         stats = bench.scheduler.stats
         assert 0.0 <= stats.waste < 1.0
         assert 0.0 <= stats.hit_rate <= 1.0
-        if not self.weather.prefix_caching and not self.weather.host:  # what was put by is found again
+        if not self.weather.prefix_caching and not self.weather.host:  # swapped blocks are found again
             assert stats.cached_tokens == 0
-        assert stats.finished == len(bench.samples)
+        assert stats.finished == len(bench.sequences)
 
 
 MIXED = [

@@ -13,7 +13,7 @@ from tests.scheduler.harness import Bench
 def sleeping(folder: Path, length: int = 22, **settings: object) -> tuple[Bench, list[int]]:
     """A session in host memory, and nothing of it on the device; its tokens."""
     bench = Bench(blocks=60, block_size=4, max_rows=4, budget=64, host_slots=100, sessions=folder, **settings)  # type: ignore[arg-type]
-    keeper = bench.scheduler.sessions
+    keeper = bench.core.sessions
     assert keeper is not None
     prompt = [2 + i % 30 for i in range(length)]
     keeper.create("s", prompt)
@@ -38,14 +38,13 @@ def test_its_first_plan_brings_the_blocks_and_computes(
     tmp_path: Path, depth: int, more: list[int], length: int
 ) -> None:
     bench, tokens = sleeping(tmp_path, length, depth=depth)
-    assert bench.scheduler.sessions is not None
-    bench.scheduler.sessions.append("s", more)
+    bench.core.sessions.append("s", more)
     bench.put(bench.request("after", tokens + more, 6, session="s"))
     bench.run()
     first = bench.plans[0]
     assert awaited(bench.plans) == [first]
     assert first.moves is not None and len(first.moves.back) == -(-(len(tokens) - 1) // 4)
-    assert first.num_tokens == len(more) + 1, "what lies below is not computed again"
+    assert first.num_tokens == len(more) + 1, "what lower tiers have is not computed again"
     assert not first.copies
     bench.assert_right("after")
 
@@ -72,7 +71,7 @@ def test_two_that_wait_are_not_kept_waiting_for_each_other(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("how", ["submit", "collect"])
 def test_a_step_that_fails_has_brought_nothing(tmp_path: Path, how: str) -> None:
-    """What it was to bring is not found by those who come after."""
+    """Later requests do not hit the blocks it was to load."""
     failing = []
 
     def fails(plan: StepPlan, requests: set[str]) -> str:

@@ -1,4 +1,4 @@
-"""A `quire serve` process with the tiny model, to be attacked: what it answers, what it holds, whether it stands."""
+"""A `quire serve` process with the tiny model, to be attacked: its responses, its resources, its state afterwards."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class AttackedServer:
         """On stderr, so far."""
         return self._served.said
 
-    def assert_standing(self, seconds: float = 60.0) -> None:
+    def assert_unharmed(self, seconds: float = 60.0) -> None:
         """It is healthy, idle, and holds what it held at the start."""
         deadline = time.monotonic() + seconds
         while wrong := self._wrong():

@@ -1,4 +1,4 @@
-"""The official client, sync and async, behind one face: a test says what is asked, and runs with both."""
+"""The official client, sync and async, behind one interface, so that a test runs with both."""
 
 from __future__ import annotations
 

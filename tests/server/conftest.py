@@ -18,7 +18,7 @@ from quire import AsyncLLM
 from quire.loading.hub import DEFAULT_MODEL
 from quire.server.config import ServerConfig
 from quire.server.context import ServerContext
-from quire.server.serve import HttpServer, listening, make_server
+from quire.server.serve import HttpServer, listening
 from tests.server.attacked_server import AttackedServer, attacked_server
 
 T = TypeVar("T")
@@ -65,7 +65,7 @@ class Live:
             left = {name: figures[name] for name in names if figures[name]}
             left |= {"open": len(self.server.exchanges)} if self.server.exchanges else {}
             left |= {"queued": self.server.admission.queued_tokens} if self.server.admission.queued_tokens else {}
-            left |= {"admitted": self.server.admission.samples} if self.server.admission.samples else {}
+            left |= {"admitted": self.server.admission.sequences} if self.server.admission.sequences else {}
             left |= {"bodies": self.server.bodies.held} if self.server.bodies.held else {}
             if not left:
                 return
@@ -81,7 +81,7 @@ class Host:
         self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self._thread.start()
         self.llm = AsyncLLM(model, **{**SETTINGS, **settings})
-        self.is_tiny = self.llm.facts.max_model_len <= 256
+        self.is_tiny = self.llm.info.max_model_len <= 256
 
     def start(self, **settings: Any) -> tuple[Live, Callable[[], None]]:
         # The tiny model's context is 256 characters: no room for words about tools.
@@ -91,7 +91,7 @@ class Host:
 
         async def work() -> None:
             with listening(config) as (sock, url):
-                server = await make_server(self.llm, config)
+                server = ServerContext(self.llm, config)
                 http = HttpServer(server, config)
                 await server.start()
                 await http.serve_on(sock, lambda: ready.set_result(Live(url, server, http, self.loop)))
@@ -170,14 +170,14 @@ def serving(host: Host) -> Iterator[Callable[..., Live]]:
 
 
 @pytest.fixture(scope="session")
-def attacked(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[AttackedServer]:
+def attacked_process(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[AttackedServer]:
     flags = ("--trust-request-chat-template", "--stall-timeout", "2", "--grammar-timeout", "2")
     with attacked_server(tiny_model, tmp_path_factory.mktemp("attacked"), *flags) as made:
         yield made
 
 
 @pytest.fixture
-def fort(attacked: AttackedServer) -> Iterator[AttackedServer]:
-    """A `quire serve` process; checked to stand as it stood before, after the test."""
-    yield attacked
-    attacked.assert_standing()
+def attacked(attacked_process: AttackedServer) -> Iterator[AttackedServer]:
+    """A `quire serve` process; checked after the test to be as before it."""
+    yield attacked_process
+    attacked_process.assert_unharmed()

@@ -1,4 +1,4 @@
-"""A scheduling policy that never lets anyone in, to be named by its dotted path."""
+"""A scheduling policy that never admits a request, to be named by its dotted path."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prometheus' text read back with Prometheus' own reader."""
+"""Prometheus' text format, parsed by Prometheus' own parser."""
 
 from __future__ import annotations
 

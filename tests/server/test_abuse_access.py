@@ -1,4 +1,4 @@
-"""Who may ask what: keys on every route, nothing shared between tenants, names that stay names."""
+"""Access: keys on every route, nothing shared between tenants, names that cannot be abused."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ METHODS = ("GET", "POST", "PUT", "DELETE", "PATCH", "HEAD", "OPTIONS", "TRACE")
 
 
 class TestKeys:
-    def test_every_path_and_method_but_health_is_shut(self, fort: AttackedServer) -> None:
-        assert {route.path for route in ROUTES if route.is_open} == {"/health"}
+    def test_every_path_and_method_but_health_is_shut(self, attacked: AttackedServer) -> None:
+        assert {route.path for route in ROUTES if route.is_public} == {"/health"}
         for path in {route.path.replace("{model:path}", "tiny").replace("{model}", "tiny") for route in ROUTES}:
             for method in METHODS:
-                status = fort.request(method, path, None).status_code
+                status = attacked.request(method, path, None).status_code
                 assert status == 401 or path == "/health", (method, path, status)
-        assert fort.request("GET", "/health", None).status_code == 200
+        assert attacked.request("GET", "/health", None).status_code == 200
 
     @pytest.mark.parametrize(
         "path",
@@ -36,8 +36,8 @@ class TestKeys:
          "/health;x", "/HEALTH", "/static/..%2f..%2fetc/passwd", "/admin%2fstats", "/./v1/models", "//v1/models",
          "/%2e%2e/v1/models"],
     )  # fmt: skip
-    def test_so_are_paths_that_are_none(self, fort: AttackedServer, path: str) -> None:
-        assert statuses(fort.talk(head(path, None, "connection: close", method="GET", key=None))) == [401]
+    def test_so_are_paths_that_are_none(self, attacked: AttackedServer, path: str) -> None:
+        assert statuses(attacked.talk(head(path, None, "connection: close", method="GET", key=None))) == [401]
 
     @pytest.mark.parametrize(
         "shown",
@@ -45,27 +45,27 @@ class TestKeys:
          "bearer  beta x", "Bearer alpha,beta", "Bearer \xff\xfe", "Bearer boss", "Bearer " + "a" * 50_000,
          "Bearer alpha\tx"],
     )  # fmt: skip
-    def test_what_is_no_key_opens_nothing(self, fort: AttackedServer, shown: str) -> None:
+    def test_what_is_no_key_opens_nothing(self, attacked: AttackedServer, shown: str) -> None:
         data = head("/v1/models", None, "connection: close", method="GET", key=None)
         data = data[:-2] + b"authorization: " + shown.encode("latin-1") + b"\r\n\r\n"
-        assert statuses(fort.talk(data)) == [401]
+        assert statuses(attacked.talk(data)) == [401]
 
-    def test_two_of_them_are_not_searched_for_one_that_fits(self, fort: AttackedServer) -> None:
+    def test_two_of_them_are_not_searched_for_one_that_fits(self, attacked: AttackedServer) -> None:
         lines = ["authorization: Bearer wrong", "authorization: Bearer alpha", "connection: close"]
-        assert statuses(fort.talk(head("/v1/models", None, *lines, method="GET", key=None))) == [401]
+        assert statuses(attacked.talk(head("/v1/models", None, *lines, method="GET", key=None))) == [401]
 
-    def test_admin_routes_are_apart(self, fort: AttackedServer) -> None:
+    def test_admin_routes_are_apart(self, attacked: AttackedServer) -> None:
         admin = [route for route in ROUTES if route.path.startswith("/admin/")]
         assert admin
         for route in admin:
             for key in KEYS:
-                assert fort.request(route.method, route.path, key).status_code == 401
-            answer = fort.request(route.method, route.path, ADMIN)
+                assert attacked.request(route.method, route.path, key).status_code == 401
+            answer = attacked.request(route.method, route.path, ADMIN)
             is_let_in = answer.status_code == 200 or "enable_expert_parallel" in answer.text
             assert is_let_in, answer.text
         for route in ROUTES:
-            if route not in admin and not route.is_open:
-                assert fort.request(route.method, route.path.replace("{model}", "tiny"), ADMIN).status_code == 401
+            if route not in admin and not route.is_public:
+                assert attacked.request(route.method, route.path.replace("{model}", "tiny"), ADMIN).status_code == 401
 
     def test_a_key_is_compared_in_constant_time_with_all_there_are(self, monkeypatch: pytest.MonkeyPatch) -> None:
         compared: list[tuple[bytes, bytes]] = []
@@ -89,11 +89,11 @@ class TestKeys:
             assert len(compared) == 3
             assert {len(side) for pair in compared for side in pair} == {32}  # digests: no length shows
 
-    def test_no_key_is_ever_written_down(self, fort: AttackedServer) -> None:
-        fort.request("GET", "/v1/models", "not-a-key-of-ours")
-        page = fort.request("GET", "/metrics").text + fort.request("GET", "/openapi.json").text
+    def test_no_key_is_ever_written_down(self, attacked: AttackedServer) -> None:
+        attacked.request("GET", "/v1/models", "not-a-key-of-ours")
+        page = attacked.request("GET", "/metrics").text + attacked.request("GET", "/openapi.json").text
         for key in (*KEYS, ADMIN, "not-a-key-of-ours"):
-            assert f" {key}" not in fort.said and f'"{key}"' not in page
+            assert f" {key}" not in attacked.said and f'"{key}"' not in page
 
 
 class TestTenants:
@@ -101,20 +101,20 @@ class TestTenants:
 
     PROMPT = range(10, 74)
 
-    def cached(self, fort: AttackedServer, body: dict[str, Any], key: str, **headers: str) -> int:
-        answer = fort.post(TEXT, {"prompt": list(self.PROMPT), "max_tokens": 1, **body}, key, **headers)
+    def cached(self, attacked: AttackedServer, body: dict[str, Any], key: str, **headers: str) -> int:
+        answer = attacked.post(TEXT, {"prompt": list(self.PROMPT), "max_tokens": 1, **body}, key, **headers)
         return int(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
 
-    def test_share_no_prefixes(self, fort: AttackedServer) -> None:
-        assert fort.request("POST", "/admin/reset_prefix_cache", ADMIN).json() == {"is_empty": True}
-        assert self.cached(fort, {}, KEYS[0]) == 0
-        assert self.cached(fort, {}, KEYS[0]) == 48
-        assert self.cached(fort, {}, KEYS[1]) == 0
-        assert self.cached(fort, {}, KEYS[1]) == 48
+    def test_share_no_prefixes(self, attacked: AttackedServer) -> None:
+        assert attacked.request("POST", "/admin/reset_prefix_cache", ADMIN).json() == {"is_empty": True}
+        assert self.cached(attacked, {}, KEYS[0]) == 0
+        assert self.cached(attacked, {}, KEYS[0]) == 48
+        assert self.cached(attacked, {}, KEYS[1]) == 0
+        assert self.cached(attacked, {}, KEYS[1]) == 48
 
-    def test_cannot_stand_in_for_each_other(self, fort: AttackedServer) -> None:
-        fort.request("POST", "/admin/reset_prefix_cache", ADMIN)
-        assert self.cached(fort, {"cache_salt": "s"}, KEYS[0]) == 0
+    def test_cannot_stand_in_for_each_other(self, attacked: AttackedServer) -> None:
+        attacked.request("POST", "/admin/reset_prefix_cache", ADMIN)
+        assert self.cached(attacked, {"cache_salt": "s"}, KEYS[0]) == 0
         with pytest.raises(ApiError):
             Keys(KEYS).check(Headers({"x-api-key": "x"}))
         name = Keys(KEYS).check(Headers({"x-api-key": KEYS[0]}))
@@ -124,19 +124,21 @@ class TestTenants:
             {"cache_salt": f"\0{name}\0s"},
             {"user": name},
         ):
-            assert self.cached(fort, tricks, KEYS[1], x_tenant=name, x_quire_tenant=name) == 0
-            fort.request("POST", "/admin/reset_prefix_cache", ADMIN)
-            self.cached(fort, {"cache_salt": "s"}, KEYS[0])
+            assert self.cached(attacked, tricks, KEYS[1], x_tenant=name, x_quire_tenant=name) == 0
+            attacked.request("POST", "/admin/reset_prefix_cache", ADMIN)
+            self.cached(attacked, {"cache_salt": "s"}, KEYS[0])
 
-    def test_nor_through_other_routes(self, fort: AttackedServer) -> None:
+    def test_nor_through_other_routes(self, attacked: AttackedServer) -> None:
         chat = {"messages": [{"role": "user", "content": "the world " * 30}], "max_tokens": 1}
         said = {"input": "the world " * 30, "max_output_tokens": 16}
         for path, body, field in (
             ("/v1/chat/completions", chat, "prompt_tokens_details"), ("/v1/responses", said, "input_tokens_details"),
             ("/v1/embeddings", {"input": "the world " * 30}, "prompt_tokens_details"),
         ):  # fmt: skip
-            fort.request("POST", "/admin/reset_prefix_cache", ADMIN)
-            counts = [fort.post(path, body, key).json()["usage"][field]["cached_tokens"] for key in (*KEYS, KEYS[1])]
+            attacked.request("POST", "/admin/reset_prefix_cache", ADMIN)
+            counts = [
+                attacked.post(path, body, key).json()["usage"][field]["cached_tokens"] for key in (*KEYS, KEYS[1])
+            ]
             assert counts[:2] == [0, 0]
 
 
@@ -144,37 +146,37 @@ class TestNames:
     @pytest.mark.parametrize(
         "name", ["../../../etc/passwd", "/etc/passwd", "..\\..\\x", "a/../../b", "~root", "%00", "con"]
     )
-    def test_are_never_paths(self, fort: AttackedServer, name: str) -> None:
+    def test_are_never_paths(self, attacked: AttackedServer, name: str) -> None:
         """They come back as they are or are refused; no file is made (the fixture looks) and none is read."""
         body = {"prompt": "abc", "max_tokens": 1}
-        answer = fort.post(TEXT, {**body, "request_id": name})
+        answer = attacked.post(TEXT, {**body, "request_id": name})
         assert answer.status_code == 200 and answer.json()["id"] == f"cmpl-{name}"
-        assert fort.post(TEXT, body, x_request_id=name).status_code == 200
-        assert fort.post(TEXT, {**body, "model": name}).status_code == 404
-        assert fort.post(TEXT, {**body, "cache_salt": name, "user": name}).status_code == 200
-        answer = fort.request("GET", f"/v1/models/{name}")
+        assert attacked.post(TEXT, body, x_request_id=name).status_code == 200
+        assert attacked.post(TEXT, {**body, "model": name}).status_code == 404
+        assert attacked.post(TEXT, {**body, "cache_salt": name, "user": name}).status_code == 200
+        answer = attacked.request("GET", f"/v1/models/{name}")
         assert answer.status_code in (404, 405) and "root:" not in answer.text
         said = {"input": "abc", "max_output_tokens": 16}
-        assert fort.post("/v1/responses", {**said, "previous_response_id": name}).status_code == 400
-        assert fort.post("/v1/responses", {**said, "conversation": name}).status_code == 400
+        assert attacked.post("/v1/responses", {**said, "previous_response_id": name}).status_code == 400
+        assert attacked.post("/v1/responses", {**said, "conversation": name}).status_code == 400
         grammar = {"grammar": name}
-        assert fort.post(TEXT, {**body, "structured_outputs": grammar}).status_code == 400
+        assert attacked.post(TEXT, {**body, "structured_outputs": grammar}).status_code == 400
 
-    def test_the_same_id_twice_at_once_is_two_requests(self, fort: AttackedServer) -> None:
+    def test_the_same_id_twice_at_once_is_two_requests(self, attacked: AttackedServer) -> None:
         one = head(TEXT, None, "x-request-id: same", "transfer-encoding: chunked")
         data = b'{"prompt": "abc", "n": 8, "max_tokens": 100, "ignore_eos": true}'
-        with fort.connect() as first, fort.connect() as second:
+        with attacked.connect() as first, attacked.connect() as second:
             for sock in (first, second):
                 sock.sendall(one + b"%x\r\n%b\r\n0\r\n\r\n" % (len(data), data))
             for sock in (first, second):
                 assert sock.recv(15) == b"HTTP/1.1 200 OK"
 
-    def test_cannot_break_out_of_a_line(self, fort: AttackedServer) -> None:
+    def test_cannot_break_out_of_a_line(self, attacked: AttackedServer) -> None:
         """Logs and metrics have lines and labels of their own."""
         evil = 'a"} 1\nquire:fake{x="'
         for body in ({"model": evil}, {"request_id": evil}, {"user": evil}, {evil: 1}):
-            assert fort.post(TEXT, {"prompt": "abc", "max_tokens": 1, **body}).status_code in (200, 400, 404)
-        assert fort.request("GET", "/v1/models/a%0d%0aquire:fake%201").status_code == 404
-        assert fort.request("GET", "/a%0aquire:fake%201").status_code == 404
-        assert "\nquire:fake" not in fort.request("GET", "/metrics").text
-        assert "\nquire:fake" not in fort.said
+            assert attacked.post(TEXT, {"prompt": "abc", "max_tokens": 1, **body}).status_code in (200, 400, 404)
+        assert attacked.request("GET", "/v1/models/a%0d%0aquire:fake%201").status_code == 404
+        assert attacked.request("GET", "/a%0aquire:fake%201").status_code == 404
+        assert "\nquire:fake" not in attacked.request("GET", "/metrics").text
+        assert "\nquire:fake" not in attacked.said

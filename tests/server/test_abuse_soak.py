@@ -54,7 +54,7 @@ def soaked(tiny_model: Path, tmp_path: Path) -> Iterator[AttackedServer]:
     flags = ("--max-queued-requests", "8", "--max-num-seqs", "16", "--stall-timeout", "3", "--grammar-timeout", "5")
     with attacked_server(tiny_model, tmp_path, *flags) as made:
         yield made
-        made.assert_standing()
+        made.assert_unharmed()
 
 
 def test_mixed_traffic_leaves_memory_flat(soaked: AttackedServer) -> None:
@@ -78,8 +78,8 @@ def test_mixed_traffic_leaves_memory_flat(soaked: AttackedServer) -> None:
     assert soaked.stats()["restarts"] == 0
 
 
-async def soak(fort: AttackedServer) -> tuple[Users, list[Sample]]:
-    with users_of(fort, 20) as users:
+async def soak(attacked: AttackedServer) -> tuple[Users, list[Sample]]:
+    with users_of(attacked, 20) as users:
         return users, await traffic(users)
 
 
@@ -122,8 +122,8 @@ async def traffic(users: Users) -> list[Sample]:
 
 
 def sample(users: Users, at: float) -> Sample:
-    fort = users.fort
-    engine = fort.engine
+    attacked = users.attacked
+    engine = attacked.engine
     family = descendants(engine)
     memory = 0
     for pid in family:
@@ -133,10 +133,10 @@ def sample(users: Users, at: float) -> Sample:
             continue
     return Sample(
         at=round(at, 1),
-        front=rss(fort.pid),
+        front=rss(attacked.pid),
         engine=rss(engine),
         grammars=memory,
-        descriptors=sum(descriptors(fort.pid).values()) + sum(descriptors(engine).values()),
+        descriptors=sum(descriptors(attacked.pid).values()) + sum(descriptors(engine).values()),
         processes=2 + len(family),
         ended=users.ends.total(),
     )

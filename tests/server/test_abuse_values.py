@@ -1,4 +1,4 @@
-"""Values that killed other servers: each is refused by name or answered, quickly, and the server stands as before."""
+"""Values that crashed other servers: each is refused by name or answered, quickly, without harm to the server."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ def written(path: str, field: str, value: str) -> bytes:
     return f'{base[:-1]}, "{field}": {value}}}'.encode()
 
 
-def refused(fort: AttackedServer, path: str, body: Any, statuses: tuple[int, ...] = (400,)) -> str:
+def refused(attacked: AttackedServer, path: str, body: Any, statuses: tuple[int, ...] = (400,)) -> str:
     """Why the server does not take it, in words for people."""
     begin = time.monotonic()
-    answer = fort.post(path, body)
+    answer = attacked.post(path, body)
     assert answer.status_code in statuses, answer.text[:400]
     assert time.monotonic() - begin < QUICK
     error = answer.json()["error"]
@@ -53,16 +53,17 @@ def refused(fort: AttackedServer, path: str, body: Any, statuses: tuple[int, ...
 class TestNumbers:
     FIELDS = (
         "temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "timeout",
+        "top_n_sigma", "xtc_probability", "xtc_threshold",
     )  # fmt: skip
 
     @pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity", "1e999", "-1e999", "1" + "0" * 400])
     @pytest.mark.parametrize("path", [CHAT, TEXT])
-    def test_what_is_no_number(self, fort: AttackedServer, path: str, value: str) -> None:
+    def test_what_is_no_number(self, attacked: AttackedServer, path: str, value: str) -> None:
         for field in self.FIELDS:
-            refused(fort, path, written(path, field, value))
+            refused(attacked, path, written(path, field, value))
 
     @pytest.mark.parametrize("path", [CHAT, TEXT])
-    def test_negative_ones(self, fort: AttackedServer, path: str) -> None:
+    def test_negative_ones(self, attacked: AttackedServer, path: str) -> None:
         for field in (
             "temperature",
             "top_p",
@@ -73,118 +74,122 @@ class TestNumbers:
             "max_tokens",
             "min_tokens",
         ):
-            assert field in refused(fort, path, written(path, field, "-1"))
-        assert "top_k" in refused(fort, path, written(path, "top_k", "-2"))
+            assert field in refused(attacked, path, written(path, field, "-1"))
+        assert "top_k" in refused(attacked, path, written(path, "top_k", "-2"))
 
-    def test_a_negative_zero_is_zero(self, fort: AttackedServer) -> None:
+    def test_a_negative_zero_is_zero(self, attacked: AttackedServer) -> None:
         for field in ("temperature", "min_p", "presence_penalty", "top_k", "min_tokens"):
             for value in ("-0", "-0.0", "-0e99"):
-                answer = fort.post(TEXT, written(TEXT, field, value))
+                answer = attacked.post(TEXT, written(TEXT, field, value))
                 # Whether -0.0 is an integer is a matter of taste.
                 is_whole = value != "-0" and field in ("top_k", "min_tokens")
                 assert answer.status_code in ((200, 400) if is_whole else (200,)), answer.text
 
     @pytest.mark.parametrize("digits", ["9" * 20, "9" * 400, "-" + "9" * 400, "9" * 5000])
-    def test_integers_of_any_length(self, fort: AttackedServer, digits: str) -> None:
+    def test_integers_of_any_length(self, attacked: AttackedServer, digits: str) -> None:
         for path, field in (
             (TEXT, "n"), (TEXT, "max_tokens"), (TEXT, "logprobs"), (TEXT, "seed"), (TEXT, "top_k"), (TEXT, "priority"),
             (TEXT, "min_tokens"), (TEXT, "truncate_prompt_tokens"), (CHAT, "top_logprobs"), (EMBED, "dimensions"),
             (EMBED, "truncate_prompt_tokens"), (RESPONSES, "max_output_tokens"), (MESSAGES, "max_tokens"),
         ):  # fmt: skip
-            refused(fort, path, written(path, field, digits))
+            refused(attacked, path, written(path, field, digits))
         for field in ("stop_token_ids", "allowed_token_ids", "prompt"):
-            refused(fort, TEXT, written(TEXT, field, f"[{digits}]"))
-        refused(fort, TEXT, written(TEXT, "logit_bias", f'{{"{digits}": 1}}'))
-        refused(fort, "/detokenize", f'{{"tokens": [{digits}]}}'.encode())
+            refused(attacked, TEXT, written(TEXT, field, f"[{digits}]"))
+        refused(attacked, TEXT, written(TEXT, "logit_bias", f'{{"{digits}": 1}}'))
+        refused(attacked, "/detokenize", f'{{"tokens": [{digits}]}}'.encode())
 
     @pytest.mark.parametrize("value", ["NaN", "Infinity", "1e999", '"x"', "[]"])
-    def test_in_lists_and_maps(self, fort: AttackedServer, value: str) -> None:
-        refused(fort, TEXT, written(TEXT, "logit_bias", f'{{"5": {value}}}'))
-        refused(fort, TEXT, written(TEXT, "stop_token_ids", f"[{value}]"))
-        refused(fort, TEXT, written(TEXT, "vllm_xargs", f'{{"a": {value}'))
+    def test_in_lists_and_maps(self, attacked: AttackedServer, value: str) -> None:
+        refused(attacked, TEXT, written(TEXT, "logit_bias", f'{{"5": {value}}}'))
+        refused(attacked, TEXT, written(TEXT, "stop_token_ids", f"[{value}]"))
+        refused(attacked, TEXT, written(TEXT, "vllm_xargs", f'{{"a": {value}'))
 
-    def test_a_bias_is_brought_into_its_range(self, fort: AttackedServer) -> None:
-        assert fort.post(TEXT, written(TEXT, "logit_bias", '{"5": 1e300, "6": -1e300}')).status_code == 200
+    def test_a_bias_is_brought_into_its_range(self, attacked: AttackedServer) -> None:
+        assert attacked.post(TEXT, written(TEXT, "logit_bias", '{"5": 1e300, "6": -1e300}')).status_code == 200
 
 
 class TestSizes:
-    def test_a_huge_n(self, fort: AttackedServer) -> None:
-        assert "n must be" in refused(fort, TEXT, {**BASE[TEXT], "n": 10**6})
-        assert "n must be" in refused(fort, CHAT, {**BASE[CHAT], "n": 10**6})
-        assert "at most" in refused(fort, TEXT, {**BASE[TEXT], "n": 129, "prompt": ["a"] * 1000})
+    def test_a_huge_n(self, attacked: AttackedServer) -> None:
+        assert "n must be" in refused(attacked, TEXT, {**BASE[TEXT], "n": 10**6})
+        assert "n must be" in refused(attacked, CHAT, {**BASE[CHAT], "n": 10**6})
+        assert "at most" in refused(attacked, TEXT, {**BASE[TEXT], "n": 129, "prompt": ["a"] * 1000})
 
-    def test_giant_lists_of_prompts(self, fort: AttackedServer) -> None:
-        assert "at most" in refused(fort, TEXT, {**BASE[TEXT], "prompt": ["a"] * 200_000})
-        assert "at most" in refused(fort, TEXT, {**BASE[TEXT], "prompt": [[5]] * 200_000})
-        assert "at most" in refused(fort, EMBED, {"input": ["a"] * 200_000})
-        refused(fort, CHAT, {"messages": USER * 50_000})
-        refused(fort, TOKENIZE, {"messages": []})
+    def test_giant_lists_of_prompts(self, attacked: AttackedServer) -> None:
+        assert "at most" in refused(attacked, TEXT, {**BASE[TEXT], "prompt": ["a"] * 200_000})
+        assert "at most" in refused(attacked, TEXT, {**BASE[TEXT], "prompt": [[5]] * 200_000})
+        assert "at most" in refused(attacked, EMBED, {"input": ["a"] * 200_000})
+        refused(attacked, CHAT, {"messages": USER * 50_000})
+        refused(attacked, TOKENIZE, {"messages": []})
 
-    def test_many_prompts_and_many_samples_together_are_too_many(self, fort: AttackedServer) -> None:
+    def test_many_prompts_and_many_samples_together_are_too_many(self, attacked: AttackedServer) -> None:
         body = {"prompt": ["abc"] * 1000, "n": 100, "max_tokens": 100, "timeout": 1}
-        assert "100000 samples" in refused(fort, TEXT, body)
+        assert "100000 sequences" in refused(attacked, TEXT, body)
 
-    def test_a_prompt_of_megabytes(self, fort: AttackedServer) -> None:
+    def test_a_prompt_of_megabytes(self, attacked: AttackedServer) -> None:
         """It is looked at away from the event loop: others are served meanwhile."""
         answers = []
-        thread = threading.Thread(target=lambda: answers.append(fort.post(TEXT, {"prompt": "the world " * 100_000})))
+        thread = threading.Thread(
+            target=lambda: answers.append(attacked.post(TEXT, {"prompt": "the world " * 100_000}))
+        )
         thread.start()
         longest = 0.0
         while thread.is_alive():
             begin = time.monotonic()
-            assert fort.request("GET", "/version").status_code == 200
+            assert attacked.request("GET", "/version").status_code == 200
             longest = max(longest, time.monotonic() - begin)
         assert answers[0].status_code == 400 and "maximum context length" in answers[0].text
         assert longest < 3
 
-    def test_a_list_of_a_million_tokens(self, fort: AttackedServer) -> None:
-        assert "maximum context length" in refused(fort, TEXT, {"prompt": [5] * 1_000_000})
+    def test_a_list_of_a_million_tokens(self, attacked: AttackedServer) -> None:
+        assert "maximum context length" in refused(attacked, TEXT, {"prompt": [5] * 1_000_000})
 
     @pytest.mark.parametrize("token", [-1, 116, 128, 2**31, 2**63, 2**64])
-    def test_token_ids_out_of_range(self, fort: AttackedServer, token: int) -> None:
+    def test_token_ids_out_of_range(self, attacked: AttackedServer, token: int) -> None:
         """The tokenizer knows 116, the model has rows for 128."""
         outside = token != 116
         for field in ("prompt", "stop_token_ids", "allowed_token_ids"):
-            answer = fort.post(TEXT, {**BASE[TEXT], field: [token]})
+            answer = attacked.post(TEXT, {**BASE[TEXT], field: [token]})
             assert answer.status_code == (400 if outside else 200), (field, answer.text[:400])
-        assert fort.post(TEXT, {**BASE[TEXT], "logit_bias": {str(token): 1}}).status_code == (400 if outside else 200)
-        assert fort.post(EMBED, {"input": [token]}).status_code == (400 if outside else 200)
+        assert attacked.post(TEXT, {**BASE[TEXT], "logit_bias": {str(token): 1}}).status_code == (
+            400 if outside else 200
+        )
+        assert attacked.post(EMBED, {"input": [token]}).status_code == (400 if outside else 200)
 
-    def test_long_lists_in_the_small_fields(self, fort: AttackedServer) -> None:
+    def test_long_lists_in_the_small_fields(self, attacked: AttackedServer) -> None:
         for field, value in (
             ("stop", ["x" * 100_000] * 100), ("stop", ["x" * 1_000_000]), ("bad_words", ["the world"] * 100_000),
             ("stop_token_ids", [5] * 200_000), ("allowed_token_ids", list(range(5)) * 40_000),
             ("logit_bias", {str(i): 1 for i in range(100_000)}),
         ):  # fmt: skip
             begin = time.monotonic()
-            assert fort.post(TEXT, {**BASE[TEXT], field: value}).status_code in (200, 400), field
+            assert attacked.post(TEXT, {**BASE[TEXT], field: value}).status_code in (200, 400), field
             assert time.monotonic() - begin < QUICK
         for field in ("stop_token_ids", "allowed_token_ids"):
-            assert "at most" in refused(fort, TEXT, {**BASE[TEXT], field: [5] * 300_000})
+            assert "at most" in refused(attacked, TEXT, {**BASE[TEXT], field: [5] * 300_000})
         for words in (["the world"] + [str(i) for i in range(200)], ["the world" * 1000]):
-            assert "at most" in refused(fort, TEXT, {**BASE[TEXT], "bad_words": words})
+            assert "at most" in refused(attacked, TEXT, {**BASE[TEXT], "bad_words": words})
 
-    def test_long_names(self, fort: AttackedServer) -> None:
+    def test_long_names(self, attacked: AttackedServer) -> None:
         long = "x" * 100_000
         for body in ({"model": long}, {"request_id": long}, {long: 1}, {"service_tier": long}):
-            assert len(refused(fort, TEXT, {**BASE[TEXT], **body}, (400, 404))) < 2000
-        assert fort.post(TEXT, {**BASE[TEXT], "user": long, "cache_salt": long}).status_code == 200
-        assert fort.post(TEXT, BASE[TEXT], x_tenant=long[:1000], x_request_id=long[:1000]).status_code == 200
+            assert len(refused(attacked, TEXT, {**BASE[TEXT], **body}, (400, 404))) < 2000
+        assert attacked.post(TEXT, {**BASE[TEXT], "user": long, "cache_salt": long}).status_code == 200
+        assert attacked.post(TEXT, BASE[TEXT], x_tenant=long[:1000], x_request_id=long[:1000]).status_code == 200
 
 
 class TestJson:
     @pytest.mark.parametrize("path", [CHAT, TEXT, EMBED, RESPONSES, MESSAGES, TOKENIZE, "/detokenize"])
     @pytest.mark.parametrize("depth", [70, 900, 100_000])
-    def test_deep_bodies(self, fort: AttackedServer, path: str, depth: int) -> None:
+    def test_deep_bodies(self, attacked: AttackedServer, path: str, depth: int) -> None:
         for opens, closes in (("[", "]"), ('{"a":', "}")):
             deep = opens * depth + "1" + closes * depth
-            refused(fort, path, deep.encode())
+            refused(attacked, path, deep.encode())
             for field in BASE.get(path, {"tokens": 1}):
                 base = json.dumps({name: value for name, value in BASE.get(path, {}).items() if name != field})
-                refused(fort, path, f'{base[:-1]}{", " if len(base) > 2 else ""}"{field}": {deep}}}'.encode())
+                refused(attacked, path, f'{base[:-1]}{", " if len(base) > 2 else ""}"{field}": {deep}}}'.encode())
 
     @pytest.mark.parametrize("depth", [70, 250, 900])
-    def test_deep_values_where_any_value_may_stand(self, fort: AttackedServer, depth: int) -> None:
+    def test_deep_values_where_any_value_may_stand(self, attacked: AttackedServer, depth: int) -> None:
         deep = '{"a":' * depth + "1" + "}" * depth
         places = [
             (CHAT, "metadata", deep), (CHAT, "vllm_xargs", deep), (CHAT, "chat_template_kwargs", deep),
@@ -205,14 +210,14 @@ class TestJson:
              f'"input": {deep}}}]}}, {{"role": "user", "content": "a"}}]'),
         ]  # fmt: skip
         for path, field, value in places:
-            refused(fort, path, written(path, field, value))
+            refused(attacked, path, written(path, field, value))
         # Schemas that come as text are read by the grammars' process alone; annotations are not read at all.
         schema = f'{{"json": {json.dumps(deep)}}}'
-        assert fort.post(CHAT, written(CHAT, "structured_outputs", schema)).status_code in (200, 400)
+        assert attacked.post(CHAT, written(CHAT, "structured_outputs", schema)).status_code in (200, 400)
         said = f'[{{"role": "assistant", "content": "a", "annotations": [{deep}]}}, {{"role": "user", "content": "a"}}]'
-        assert fort.post(CHAT, written(CHAT, "messages", said)).status_code in (200, 400)
+        assert attacked.post(CHAT, written(CHAT, "messages", said)).status_code in (200, 400)
 
-    def test_wide_schemas(self, fort: AttackedServer) -> None:
+    def test_wide_schemas(self, attacked: AttackedServer) -> None:
         """Bombs: small to write, large to unfold."""
         twice = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(60)} | {"d60": {"type": "null"}}
         nested: dict[str, Any] = {"type": "string"}
@@ -222,16 +227,16 @@ class TestJson:
         loops = {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}
         for schema in ({"$defs": twice, "$ref": "#/$defs/d0"}, nested, many, loops, {"enum": ["x" * 1000] * 20_000}):
             begin = time.monotonic()
-            answer = fort.post(TEXT, {**BASE[TEXT], "structured_outputs": {"json": schema}})
+            answer = attacked.post(TEXT, {**BASE[TEXT], "structured_outputs": {"json": schema}})
             assert answer.status_code in (200, 400), answer.text[:400]
             assert time.monotonic() - begin < 2 * QUICK
-        assert fort.post(TEXT, {**BASE[TEXT], "structured_outputs": {"choice": ["a", "b"]}}).status_code == 200
+        assert attacked.post(TEXT, {**BASE[TEXT], "structured_outputs": {"choice": ["a", "b"]}}).status_code == 200
 
-    def test_a_key_that_comes_twice_counts_once(self, fort: AttackedServer) -> None:
+    def test_a_key_that_comes_twice_counts_once(self, attacked: AttackedServer) -> None:
         body = b'{"prompt": "abc", "max_tokens": 1, "max_tokens": 3, "ignore_eos": true}'
-        answer = fort.post(TEXT, body)
+        answer = attacked.post(TEXT, body)
         assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 3
-        refused(fort, TEXT, b'{"prompt": "abc", "max_tokens": 3, "max_tokens": -3}')
+        refused(attacked, TEXT, b'{"prompt": "abc", "max_tokens": 3, "max_tokens": -3}')
 
     @pytest.mark.parametrize(
         "text",
@@ -239,7 +244,7 @@ class TestJson:
          b"\x00"],
         ids=repr,
     )  # fmt: skip
-    def test_text_that_is_no_unicode(self, fort: AttackedServer, text: bytes) -> None:
+    def test_text_that_is_no_unicode(self, attacked: AttackedServer, text: bytes) -> None:
         quoted = b'"' + text + b'"'
         for path, body in (
             (CHAT, b'{"messages": [{"role": "user", "content": %b}]}' % quoted),
@@ -252,23 +257,25 @@ class TestJson:
             (RESPONSES, b'{"input": %b}' % quoted),
             (TOKENIZE, b'{"prompt": %b}' % quoted),
         ):
-            refused(fort, path, body)
+            refused(attacked, path, body)
 
-    def test_null_bytes_in_text_are_text(self, fort: AttackedServer) -> None:
+    def test_null_bytes_in_text_are_text(self, attacked: AttackedServer) -> None:
         for text in ("\0", "a\0b", "\0" * 100, "\x01\x1f\x7f", "\u202e\ufeff\uffff", "👩\u200d👩" * 20):
-            assert fort.post(TEXT, {"prompt": "a" + text, "max_tokens": 1}).status_code == 200
+            assert attacked.post(TEXT, {"prompt": "a" + text, "max_tokens": 1}).status_code == 200
             chat = {"messages": [{"role": "user", "content": "a" + text}], "max_tokens": 1}
-            assert fort.post(CHAT, chat).status_code == 200
-            assert fort.post(TEXT, {"prompt": "a", "max_tokens": 1, "stop": text}).status_code == 200
-        assert fort.post(TEXT, {"prompt": "a", "max_tokens": 1, "cache_salt": "\0\0", "user": "\0"}).status_code == 200
+            assert attacked.post(CHAT, chat).status_code == 200
+            assert attacked.post(TEXT, {"prompt": "a", "max_tokens": 1, "stop": text}).status_code == 200
+        assert (
+            attacked.post(TEXT, {"prompt": "a", "max_tokens": 1, "cache_salt": "\0\0", "user": "\0"}).status_code == 200
+        )
 
     @pytest.mark.parametrize(
         "body",
         [b"", b" ", b"{", b"}", b'{"prompt"', b'{"prompt": "a"', b"\x00" * 100, b"[" * 10, b"NaN", b"{}{}", b"// a"],
     )
-    def test_what_is_no_json(self, fort: AttackedServer, body: bytes) -> None:
+    def test_what_is_no_json(self, attacked: AttackedServer, body: bytes) -> None:
         for path in (*BASE, "/detokenize"):
-            refused(fort, path, body)
+            refused(attacked, path, body)
 
 
 class TestPatterns:
@@ -283,20 +290,20 @@ class TestPatterns:
         ],
         ids=lambda regex: regex[:24],
     )  # fmt: skip
-    def test_regexes(self, fort: AttackedServer, regex: str) -> None:
+    def test_regexes(self, attacked: AttackedServer, regex: str) -> None:
         begin = time.monotonic()
-        answer = fort.post(TEXT, {"prompt": "abc", "max_tokens": 20, "structured_outputs": {"regex": regex}})
+        answer = attacked.post(TEXT, {"prompt": "abc", "max_tokens": 20, "structured_outputs": {"regex": regex}})
         assert answer.status_code in (200, 400), answer.text[:400]
         assert time.monotonic() - begin < 2 * QUICK
 
-    def test_others_are_served_meanwhile(self, fort: AttackedServer) -> None:
+    def test_others_are_served_meanwhile(self, attacked: AttackedServer) -> None:
         slow = {"prompt": "abc", "max_tokens": 20, "structured_outputs": {"regex": "((a{0,300}){0,300}){0,300}"}}
-        thread = threading.Thread(target=fort.post, args=(TEXT, slow))
+        thread = threading.Thread(target=attacked.post, args=(TEXT, slow))
         thread.start()
         times = []
         while thread.is_alive():
             begin = time.monotonic()
-            assert fort.post(TEXT, BASE[TEXT]).status_code == 200
+            assert attacked.post(TEXT, BASE[TEXT]).status_code == 200
             times.append(time.monotonic() - begin)
         assert max(times, default=0.0) < 2
 
@@ -305,14 +312,16 @@ class TestPatterns:
         ["root ::= root", "root ::= root root", 'root ::= "a" root', "root ::= ", "x ::= y", "root ::= (" * 500, "\0"],
         ids=lambda grammar: grammar[:16],
     )
-    def test_grammars(self, fort: AttackedServer, grammar: str) -> None:
-        answer = fort.post(TEXT, {"prompt": "abc", "max_tokens": 4, "structured_outputs": {"grammar": grammar}})
+    def test_grammars(self, attacked: AttackedServer, grammar: str) -> None:
+        answer = attacked.post(TEXT, {"prompt": "abc", "max_tokens": 4, "structured_outputs": {"grammar": grammar}})
         assert answer.status_code in (200, 400), answer.text[:400]
 
-    def test_more_forms_than_the_cache_holds(self, fort: AttackedServer) -> None:
+    def test_more_forms_than_the_cache_holds(self, attacked: AttackedServer) -> None:
         for i in range(40):
             form = {"regex": f"[a-z]{{1,{i + 2}}}x{i}"}
-            assert fort.post(TEXT, {"prompt": "abc", "max_tokens": 1, "structured_outputs": form}).status_code == 200
+            assert (
+                attacked.post(TEXT, {"prompt": "abc", "max_tokens": 1, "structured_outputs": form}).status_code == 200
+            )
 
 
 class TestTemplates:
@@ -339,9 +348,9 @@ class TestTemplates:
         ],
         ids=lambda template: template[:32],
     )
-    def test_are_bounded(self, fort: AttackedServer, template: str) -> None:
+    def test_are_bounded(self, attacked: AttackedServer, template: str) -> None:
         for path in (CHAT, TOKENIZE):
-            refused(fort, path, {"messages": USER, "chat_template": template}, (400, 413))
+            refused(attacked, path, {"messages": USER, "chat_template": template}, (400, 413))
 
     @pytest.mark.parametrize(
         "template",
@@ -352,15 +361,15 @@ class TestTemplates:
             "{{ lipsum.__globals__ }}", "{{ messages.append('x') }}", "{{ tools.__getattribute__('x') }}",
         ],
     )  # fmt: skip
-    def test_see_nothing_of_ours(self, fort: AttackedServer, template: str) -> None:
-        answer = fort.post(TOKENIZE, {"messages": USER, "chat_template": template, "return_token_strs": True})
+    def test_see_nothing_of_ours(self, attacked: AttackedServer, template: str) -> None:
+        answer = attacked.post(TOKENIZE, {"messages": USER, "chat_template": template, "return_token_strs": True})
         assert answer.status_code in (200, 400)
         if answer.status_code == 200:
             assert "".join(answer.json()["token_strs"]) in ("", "None"), answer.text[:400]
 
-    def test_a_path_is_text(self, fort: AttackedServer) -> None:
+    def test_a_path_is_text(self, attacked: AttackedServer) -> None:
         for path in ("/etc/passwd", "../../../etc/passwd", "file:///etc/passwd"):
-            answer = fort.post(TOKENIZE, {"messages": USER, "chat_template": path, "return_token_strs": True})
+            answer = attacked.post(TOKENIZE, {"messages": USER, "chat_template": path, "return_token_strs": True})
             assert answer.status_code == 200 and "".join(answer.json()["token_strs"]) == path
 
     @pytest.mark.parametrize(
@@ -368,9 +377,9 @@ class TestTemplates:
         ["messages", "chat_template", "tokenize", "add_generation_prompt", "tools", "bos_token", "raise_exception",
          "range", "self", "__class__", "_", "environment", "conversation", "return_dict", "a b", ""],
     )  # fmt: skip
-    def test_variables_do_not_stand_in_for_what_is_ours(self, fort: AttackedServer, name: str) -> None:
+    def test_variables_do_not_stand_in_for_what_is_ours(self, attacked: AttackedServer, name: str) -> None:
         for path in (CHAT, TOKENIZE):
-            message = refused(fort, path, {"messages": USER, "chat_template_kwargs": {name: "x"}})
+            message = refused(attacked, path, {"messages": USER, "chat_template_kwargs": {name: "x"}})
             assert "chat_template_kwargs" in message
 
 
@@ -399,7 +408,7 @@ def listener() -> Iterator[tuple[int, list[Any]]]:
     thread.join(5)
 
 
-def test_nothing_is_fetched_for_anybody(fort: AttackedServer) -> None:
+def test_nothing_is_fetched_for_anybody(attacked: AttackedServer) -> None:
     with listener() as (port, came):
         for url in (
             f"http://127.0.0.1:{port}/a.png", f"https://127.0.0.1:{port}/a.png", f"http://localhost:{port}/a.png",
@@ -413,17 +422,19 @@ def test_nothing_is_fetched_for_anybody(fort: AttackedServer) -> None:
                 {"type": "audio_url", "audio_url": {"url": url}}, {"type": "file", "file": {"file_data": url}},
                 {"type": "input_audio", "input_audio": {"data": url, "format": "wav"}},
             ):  # fmt: skip
-                refused(fort, CHAT, {"messages": [{"role": "user", "content": [part]}]})
-                refused(fort, RESPONSES, {"input": [{"role": "user", "content": [part]}]})
+                refused(attacked, CHAT, {"messages": [{"role": "user", "content": [part]}]})
+                refused(attacked, RESPONSES, {"input": [{"role": "user", "content": [part]}]})
             source = {"type": "url", "url": url}
             refused(
-                fort,
+                attacked,
                 MESSAGES,
                 {**BASE[MESSAGES], "messages": [{"role": "user", "content": [{"type": "image", "source": source}]}]},
             )
-            refused(fort, RESPONSES, {"input": "a", "tools": [{"type": "mcp", "server_label": "a", "server_url": url}]})
-            refused(fort, CHAT, {"messages": USER, "web_search_options": {"user_location": url}})
+            refused(
+                attacked, RESPONSES, {"input": "a", "tools": [{"type": "mcp", "server_label": "a", "server_url": url}]}
+            )
+            refused(attacked, CHAT, {"messages": USER, "web_search_options": {"user_location": url}})
         schema = {"$ref": f"http://127.0.0.1:{port}/schema.json"}
-        assert fort.post(TEXT, {**BASE[TEXT], "structured_outputs": {"json": schema}}).status_code in (200, 400)
-        assert fort.post(TEXT, {**BASE[TEXT], "model": f"http://127.0.0.1:{port}/m"}).status_code == 404
+        assert attacked.post(TEXT, {**BASE[TEXT], "structured_outputs": {"json": schema}}).status_code in (200, 400)
+        assert attacked.post(TEXT, {**BASE[TEXT], "model": f"http://127.0.0.1:{port}/m"}).status_code == 404
     assert came == []

@@ -1,4 +1,4 @@
-"""Bytes that are no polite HTTP: smuggled, dripped, cut off, never ending, never read. The server stands as before."""
+"""Hostile HTTP: smuggled, slow, truncated, endless or never read. The server is unharmed."""
 
 from __future__ import annotations
 
@@ -54,97 +54,99 @@ class TestSmuggling:
         ],
         ids=", ".join,
     )
-    def test_heads_of_two_meanings(self, fort: AttackedServer, lines: list[str]) -> None:
-        answer = fort.talk(head(TEXT, None, *lines) + b"0\r\n\r\n" + HEALTH)
+    def test_heads_of_two_meanings(self, attacked: AttackedServer, lines: list[str]) -> None:
+        answer = attacked.talk(head(TEXT, None, *lines) + b"0\r\n\r\n" + HEALTH)
         assert statuses(answer) == [400]
         assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == 400
 
     @pytest.mark.parametrize(
         "body", [b"zz\r\nabc\r\n", b"-1\r\n", b"fffffffffffffffff\r\nabc", b"3\r\nabcd\r\n0\r\n\r\n", b"3 abc\r\n"]
     )
-    def test_chunks_that_are_none(self, fort: AttackedServer, body: bytes) -> None:
-        assert statuses(fort.talk(head(TEXT, None, "transfer-encoding: chunked") + body)) == [400]
+    def test_chunks_that_are_none(self, attacked: AttackedServer, body: bytes) -> None:
+        assert statuses(attacked.talk(head(TEXT, None, "transfer-encoding: chunked") + body)) == [400]
 
     @pytest.mark.parametrize(
         "line", ["GET /health HTTP/1.2", "GET /health HTTP/3.0", "PRI * HTTP/2.0", "get /health HTTP/1.1",
                  "GET  HTTP/1.1", "GET /health HTTP/1.1 x", "\x16\x03\x01\x02\x00\x01",
                  "GET /\xff HTTP/1.1", "GET /a b HTTP/1.1"]
     )  # fmt: skip
-    def test_lines_that_are_none(self, fort: AttackedServer, line: str) -> None:
-        assert statuses(fort.talk(line.encode("latin-1") + b"\r\nhost: x\r\n\r\n")) == [400]
+    def test_lines_that_are_none(self, attacked: AttackedServer, line: str) -> None:
+        assert statuses(attacked.talk(line.encode("latin-1") + b"\r\nhost: x\r\n\r\n")) == [400]
 
-    def test_line_breaks_of_another_kind(self, fort: AttackedServer) -> None:
-        assert statuses(fort.talk(b"GET /health HTTP/1.1\nhost: x\n\n")) == [400]
+    def test_line_breaks_of_another_kind(self, attacked: AttackedServer) -> None:
+        assert statuses(attacked.talk(b"GET /health HTTP/1.1\nhost: x\n\n")) == [400]
 
-    def test_trailers_are_no_headers(self, fort: AttackedServer) -> None:
+    def test_trailers_are_no_headers(self, attacked: AttackedServer) -> None:
         """A proxy that removes or checks headers lets them pass."""
         body = b'10\r\n{"prompt":"abc"}\r\n0\r\nauthorization: Bearer alpha\r\nx-tenant: other\r\n\r\n'
         lines = ["transfer-encoding: chunked", "connection: close"]
-        assert statuses(fort.talk(head("/tokenize", None, *lines, key=None) + body)) == [401]
-        assert statuses(fort.talk(head("/tokenize", None, *lines) + body)) == [200]
+        assert statuses(attacked.talk(head("/tokenize", None, *lines, key=None) + body)) == [401]
+        assert statuses(attacked.talk(head("/tokenize", None, *lines) + body)) == [200]
 
-    def test_connect_and_foreign_addresses(self, fort: AttackedServer) -> None:
-        assert statuses(fort.talk(b"CONNECT a.example:80 HTTP/1.1\r\nhost: x\r\n\r\n" + HEALTH)) == [405]
+    def test_connect_and_foreign_addresses(self, attacked: AttackedServer) -> None:
+        assert statuses(attacked.talk(b"CONNECT a.example:80 HTTP/1.1\r\nhost: x\r\n\r\n" + HEALTH)) == [405]
         request = head("http://a.example/version", None, "connection: close", method="GET")
-        assert statuses(fort.talk(request)) == [200]  # its path is what counts: nothing is asked elsewhere
+        assert statuses(attacked.talk(request)) == [200]  # its path is what counts: nothing is asked elsewhere
 
-    def test_another_protocol_is_not_spoken_and_the_body_is_read_all_the_same(self, fort: AttackedServer) -> None:
+    def test_another_protocol_is_not_spoken_and_the_body_is_read_all_the_same(self, attacked: AttackedServer) -> None:
         """Java's own client wishes for HTTP/2 with its first request."""
         wishes = ["connection: Upgrade, HTTP2-Settings", "upgrade: h2c", "http2-settings: AAMAAABkAAQAAP__"]
         request = whole(TEXT, BODY, *wishes)
-        assert statuses(fort.talk(request + request + HEALTH, answers=3)) == [200, 200, 200]
-        with fort.connect() as sock:
+        assert statuses(attacked.talk(request + request + HEALTH, answers=3)) == [200, 200, 200]
+        with attacked.connect() as sock:
             for piece in (request[:20], request[20:-10], request[-10:]):
                 sock.sendall(piece)
                 time.sleep(0.02)
             assert statuses(hear(sock, 1)) == [200]
         for line in ("upgrade: websocket", "upgrade: websocket, h2c"):
             request = head("/version", None, "connection: upgrade, close", line, method="GET")
-            assert statuses(fort.talk(request)) == [200]
+            assert statuses(attacked.talk(request)) == [200]
 
 
 class TestOldClients:
-    def test_version_1_0_is_answered_and_the_connection_closed(self, fort: AttackedServer) -> None:
-        answer = fort.talk(whole(TEXT, BODY).replace(b"HTTP/1.1", b"HTTP/1.0"))
+    def test_version_1_0_is_answered_and_the_connection_closed(self, attacked: AttackedServer) -> None:
+        answer = attacked.talk(whole(TEXT, BODY).replace(b"HTTP/1.1", b"HTTP/1.0"))
         assert statuses(answer) == [200] and b"connection: close" in answer
 
-    def test_streams_come_to_it_in_one_piece(self, fort: AttackedServer) -> None:
-        answer = fort.talk(whole(TEXT, {**BODY, "stream": True}).replace(b"HTTP/1.1", b"HTTP/1.0"))
+    def test_streams_come_to_it_in_one_piece(self, attacked: AttackedServer) -> None:
+        answer = attacked.talk(whole(TEXT, {**BODY, "stream": True}).replace(b"HTTP/1.1", b"HTTP/1.0"))
         top, _, body = answer.partition(b"\r\n\r\n")
         assert b"transfer-encoding" not in top and f"content-length: {len(body)}".encode() in top
         assert body.startswith(b"data: {") and body.endswith(b"data: [DONE]\n\n")
 
-    def test_errors_have_their_status(self, fort: AttackedServer) -> None:
+    def test_errors_have_their_status(self, attacked: AttackedServer) -> None:
         body = {**BODY, "stream": True, "temperature": 9}
-        assert statuses(fort.talk(whole(TEXT, body).replace(b"HTTP/1.1", b"HTTP/1.0"))) == [400]
+        assert statuses(attacked.talk(whole(TEXT, body).replace(b"HTTP/1.1", b"HTTP/1.0"))) == [400]
 
 
 class TestPipelines:
-    def test_requests_sent_ahead_are_answered_in_their_order(self, fort: AttackedServer) -> None:
+    def test_requests_sent_ahead_are_answered_in_their_order(self, attacked: AttackedServer) -> None:
         requests = [whole(TEXT, BODY), HEALTH, whole(TEXT, {"prompt": 5}), head("/version", method="GET"), HEALTH]
-        assert statuses(fort.talk(b"".join(requests), 5)) == [200, 200, 400, 200, 200]
+        assert statuses(attacked.talk(b"".join(requests), 5)) == [200, 200, 400, 200, 200]
 
-    def test_no_more_than_some(self, fort: AttackedServer) -> None:
-        answered = statuses(fort.talk(HEALTH * 2000))
-        assert 1 <= len(answered) <= connection.MOST_AHEAD and set(answered) == {200}
+    def test_no_more_than_some(self, attacked: AttackedServer) -> None:
+        answered = statuses(attacked.talk(HEALTH * 2000))
+        assert 1 <= len(answered) <= connection.MAX_PIPELINED and set(answered) == {200}
 
     @pytest.mark.parametrize("garbage", [b"\0\1\2 garbage\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"x: " + b"y" * 200_000])
-    def test_garbage_behind_a_request_spoils_nothing(self, fort: AttackedServer, garbage: bytes) -> None:
-        assert statuses(fort.talk(HEALTH + garbage)) == [200]
-        answer = fort.talk(whole(TEXT, {**MANY, "stream": True}) + garbage)
+    def test_garbage_behind_a_request_spoils_nothing(self, attacked: AttackedServer, garbage: bytes) -> None:
+        assert statuses(attacked.talk(HEALTH + garbage)) == [200]
+        answer = attacked.talk(whole(TEXT, {**MANY, "stream": True}) + garbage)
         assert answer.startswith(b"HTTP/1.1 200 ") and answer.count(b"HTTP/1.1") == 1
         assert answer.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
 
     @pytest.mark.parametrize("streams", [False, True])
     @pytest.mark.parametrize("ahead", [HEALTH, HEALTH[:10], whole(TEXT, MANY), head(TEXT, 400_000) + b"x" * 300_000])
-    def test_a_hang_up_is_seen_although_more_was_asked(self, fort: AttackedServer, streams: bool, ahead: bytes) -> None:
-        sock = fort.connect()
+    def test_a_hang_up_is_seen_although_more_was_asked(
+        self, attacked: AttackedServer, streams: bool, ahead: bytes
+    ) -> None:
+        sock = attacked.connect()
         sock.sendall(whole(TEXT, {**MANY, "stream": streams}) + ahead)
-        until(lambda: fort.stats()["engine"]["quire:num_requests_running"] > 0)
-        made = fort.stats()["engine"]["quire:generation_tokens"]
+        until(lambda: attacked.stats()["engine"]["quire:num_requests_running"] > 0)
+        made = attacked.stats()["engine"]["quire:generation_tokens"]
         sock.close()
-        until(lambda: fort.stats()["engine"]["quire:num_requests_running"] == 0)
-        assert fort.stats()["engine"]["quire:generation_tokens"] - made < 16 * 200
+        until(lambda: attacked.stats()["engine"]["quire:num_requests_running"] == 0)
+        assert attacked.stats()["engine"]["quire:generation_tokens"] - made < 16 * 200
 
 
 class TestHeads:
@@ -162,9 +164,9 @@ class TestHeads:
         ],
         ids=["a value", "lines", "a path", "a method", "empty lines", "a trailer", "trailers", "a chunk's extension"],
     )
-    def test_of_megabytes_are_cut_and_not_kept(self, fort: AttackedServer, start: bytes, piece: bytes) -> None:
-        before = rss(fort.pid)
-        with fort.connect() as sock:
+    def test_of_megabytes_are_cut_and_not_kept(self, attacked: AttackedServer, start: bytes, piece: bytes) -> None:
+        before = rss(attacked.pid)
+        with attacked.connect() as sock:
             sent = 0
             with suppress(OSError):
                 sock.sendall(start)
@@ -174,7 +176,7 @@ class TestHeads:
             assert sent < 20 << 20  # what lies in the kernel's buffers
             answer = hear(sock)
         assert answer == b"" or statuses(answer) in ([431], [400])
-        assert rss(fort.pid) - before < 10 << 20
+        assert rss(attacked.pid) - before < 10 << 20
 
     def test_that_never_end_get_no_more_than_their_time(
         self, serving: Callable[..., Live], monkeypatch: pytest.MonkeyPatch
@@ -196,31 +198,31 @@ class TestHeads:
 
 
 class TestBodies:
-    def test_cut_off_anywhere(self, fort: AttackedServer) -> None:
+    def test_cut_off_anywhere(self, attacked: AttackedServer) -> None:
         request = whole(TEXT, {**BODY, "stream": True})
         for end in range(0, len(request), 9):
-            with fort.connect() as sock:
+            with attacked.connect() as sock:
                 sock.sendall(request[:end])
         for end in range(5, len(request), 25):
-            with fort.connect() as sock:
+            with attacked.connect() as sock:
                 sock.sendall(request[:end])
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset, not an end
 
-    def test_longer_than_said_or_shorter(self, fort: AttackedServer) -> None:
+    def test_longer_than_said_or_shorter(self, attacked: AttackedServer) -> None:
         data = json.dumps(BODY).encode()
-        assert statuses(fort.talk(head(TEXT, len(data) - 5) + data, 1)) == [400]
-        assert statuses(fort.talk(head(TEXT, len(data)) + data + b"more", 1)) == [200]
+        assert statuses(attacked.talk(head(TEXT, len(data) - 5) + data, 1)) == [400]
+        assert statuses(attacked.talk(head(TEXT, len(data)) + data + b"more", 1)) == [200]
         begin = time.monotonic()
-        with fort.connect() as sock:
+        with attacked.connect() as sock:
             sock.sendall(head(TEXT, len(data) + 5) + data)
             assert statuses(hear(sock)) == [408]
         assert 1.5 < time.monotonic() - begin < 15
 
     @pytest.mark.parametrize("framing", ["length", "chunks"])
-    def test_that_drip_get_no_more_than_their_time(self, fort: AttackedServer, framing: str) -> None:
+    def test_that_drip_get_no_more_than_their_time(self, attacked: AttackedServer, framing: str) -> None:
         chunked = framing == "chunks"
         begin = time.monotonic()
-        with fort.connect() as sock:
+        with attacked.connect() as sock:
             sock.sendall(head(TEXT, None if chunked else 5000, *["transfer-encoding: chunked"] * chunked))
             with suppress(OSError):
                 while time.monotonic() - begin < 20:
@@ -229,28 +231,28 @@ class TestBodies:
             assert statuses(hear(sock)) in ([408], [])
         assert time.monotonic() - begin < 15
 
-    def test_too_large_ones(self, fort: AttackedServer) -> None:
-        assert statuses(fort.talk(head(TEXT, 1 << 40) + b"x" * 1000)) == [413]
-        before = rss(fort.pid)
-        with fort.connect() as sock, suppress(OSError):
+    def test_too_large_ones(self, attacked: AttackedServer) -> None:
+        assert statuses(attacked.talk(head(TEXT, 1 << 40) + b"x" * 1000)) == [413]
+        before = rss(attacked.pid)
+        with attacked.connect() as sock, suppress(OSError):
             sock.sendall(head(TEXT, None, "transfer-encoding: chunked"))
             for _ in range(2000):
                 sock.sendall(b"10000\r\n" + b"x" * 65536 + b"\r\n")
-        assert rss(fort.pid) - before < 100 << 20
+        assert rss(attacked.pid) - before < 100 << 20
 
-    def test_that_nobody_reads_are_not_kept(self, fort: AttackedServer) -> None:
+    def test_that_nobody_reads_are_not_kept(self, attacked: AttackedServer) -> None:
         """A key is asked for before the body is."""
-        with fort.connect() as sock:
+        with attacked.connect() as sock:
             sock.sendall(head(TEXT, 20 << 20, key=None))
             assert b" 401 " in sock.recv(4096)
             with suppress(OSError):
                 sock.sendall(b"x" * (4 << 20))
 
-    def test_half_closed_is_gone(self, fort: AttackedServer) -> None:
+    def test_half_closed_is_gone(self, attacked: AttackedServer) -> None:
         """Nobody can tell who has left from who has merely said everything."""
-        with fort.connect() as sock:
+        with attacked.connect() as sock:
             sock.sendall(whole(TEXT, MANY))
-            until(lambda: fort.stats()["engine"]["quire:num_requests_running"] > 0)
+            until(lambda: attacked.stats()["engine"]["quire:num_requests_running"] > 0)
             sock.shutdown(socket.SHUT_WR)
             assert hear(sock) == b""
 
@@ -259,18 +261,18 @@ class TestReaders:
     BIG: dict[str, Any] = {"prompt": ["abc", "abd", "abe", "abf"], "n": 8, "logprobs": 20, **LONG}  # noqa: RUF012
 
     @pytest.mark.parametrize(("streams", "connection"), [(False, "keep-alive"), (False, "close"), (True, "keep-alive")])
-    def test_who_never_reads_is_let_go(self, fort: AttackedServer, streams: bool, connection: str) -> None:
-        with fort.connect(buffer=4096) as sock:
+    def test_who_never_reads_is_let_go(self, attacked: AttackedServer, streams: bool, connection: str) -> None:
+        with attacked.connect(buffer=4096) as sock:
             sock.sendall(whole(TEXT, {**self.BIG, "stream": streams}, f"connection: {connection}"))
-            fort.assert_standing(60)  # while our end is still open
+            attacked.assert_unharmed(60)  # while our end is still open
 
-    def test_who_asks_again_instead_of_reading_is_let_go(self, fort: AttackedServer) -> None:
-        with fort.connect(buffer=4096) as sock:
+    def test_who_asks_again_instead_of_reading_is_let_go(self, attacked: AttackedServer) -> None:
+        with attacked.connect(buffer=4096) as sock:
             sock.sendall(whole(TEXT, self.BIG) + whole(TEXT, {**BODY, "stream": True}) + HEALTH * 3)
-            fort.assert_standing(60)
+            attacked.assert_unharmed(60)
 
-    def test_who_reads_slowly_gets_everything(self, fort: AttackedServer) -> None:
-        with fort.connect(buffer=4096) as sock:
+    def test_who_reads_slowly_gets_everything(self, attacked: AttackedServer) -> None:
+        with attacked.connect(buffer=4096) as sock:
             sock.sendall(whole(TEXT, {**MANY, "stream": True, "stream_options": {"include_usage": True}}))
             data = b""
             while not data.endswith(b"\r\n0\r\n\r\n"):
@@ -285,26 +287,26 @@ def test_the_bound_on_descriptors_is_raised_as_far_as_it_may() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (1000, hard))
     try:
         serve.allow_many_connections()
-        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (min(hard, serve.MOST_DESCRIPTORS), hard)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (min(hard, serve.MAX_DESCRIPTORS), hard)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_more_connections_than_descriptors(fort: AttackedServer) -> None:
+def test_more_connections_than_descriptors(attacked: AttackedServer) -> None:
     """A flood takes all descriptors there are; when it goes, the server is there."""
-    soft, hard = resource.prlimit(fort.pid, resource.RLIMIT_NOFILE)
-    limit = sum(fort.start.descriptors.values()) + 20
-    resource.prlimit(fort.pid, resource.RLIMIT_NOFILE, (limit, hard))
+    soft, hard = resource.prlimit(attacked.pid, resource.RLIMIT_NOFILE)
+    limit = sum(attacked.start.descriptors.values()) + 20
+    resource.prlimit(attacked.pid, resource.RLIMIT_NOFILE, (limit, hard))
     try:
         with ExitStack() as flood:
             for _ in range(100):
                 with suppress(OSError):
-                    flood.enter_context(fort.connect())
+                    flood.enter_context(attacked.connect())
             time.sleep(0.2)
     finally:
-        resource.prlimit(fort.pid, resource.RLIMIT_NOFILE, (soft, hard))
-    fort.assert_standing()
-    assert fort.post(TEXT, BODY).status_code == 200
+        resource.prlimit(attacked.pid, resource.RLIMIT_NOFILE, (soft, hard))
+    attacked.assert_unharmed()
+    assert attacked.post(TEXT, BODY).status_code == 200
 
 
 def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:

@@ -1,4 +1,4 @@
-"""Clients and frameworks that people use, with the default model: text that makes sense, scores, tools, forms."""
+"""Common clients and frameworks with the default model: sensible text, logprobs, tools, structured outputs."""
 
 from __future__ import annotations
 

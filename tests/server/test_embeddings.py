@@ -1,4 +1,4 @@
-"""/v1/embeddings over HTTP: what clients get is what the engine makes, and what is wrong is told."""
+"""/v1/embeddings over HTTP: clients get the engine's vectors, and errors name the field."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import base64
 import json
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ import pytest
 
 from quire import LLM, PoolingParams
 from quire.cli.main import main
-from quire.messages.outputs import PoolingRequestOutput
 from tests.conftest import tiny_tokenizer
 from tests.server.conftest import Live
 from tests.server.scrape import Scrape
@@ -162,27 +161,26 @@ def test_a_client_that_hangs_up_and_one_that_waits_too_long_leave_nothing_behind
 def test_a_client_that_hangs_up_while_it_waits_gives_its_place_back_at_once(
     live: Live, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not when the engine has let go of its requests: nobody may be there any more to see that."""
+    """At once, not only when the engine has ended the requests: the task may be cancelled before that."""
     admission, lets_go, has_gone = live.server.admission, threading.Event(), threading.Event()
 
-    async def stuck(*_: Any, **__: Any) -> AsyncIterator[PoolingRequestOutput]:
+    async def stuck(*_: Any, **__: Any) -> None:
         try:
             await asyncio.sleep(60)
-            yield  # type: ignore[misc]
         finally:
             while not lets_go.is_set():
                 await asyncio.sleep(0.01)
             has_gone.set()
 
-    monkeypatch.setattr(live.server.llm, "encode", stuck)
+    monkeypatch.setattr(live.server.llm, "submit", stuck)
     try:
         with pytest.raises(httpx.ReadTimeout):
             httpx.post(f"{live.url}/v1/embeddings", json={"input": [[5, 6, 7]] * 3}, timeout=0.3)
         deadline = time.monotonic() + 5
-        while admission.samples and time.monotonic() < deadline:
+        while admission.sequences and time.monotonic() < deadline:
             time.sleep(0.01)
         assert not has_gone.is_set()
-        assert (admission.requests, admission.samples, admission.queued_tokens) == (0, 0, 0)
+        assert (admission.requests, admission.sequences, admission.queued_tokens) == (0, 0, 0)
     finally:
         lets_go.set()
     assert has_gone.wait(5)

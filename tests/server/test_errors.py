@@ -1,4 +1,4 @@
-"""What a server answers to requests that are wrong, one way or another."""
+"""Responses to invalid requests."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def error_of(answer: httpx.Response, status: int) -> dict[str, Any]:
         (CHAT, {"tool_choice": "required"}, "tool_choice", "needs tools"),
         (CHAT, {"chat_template": "{{ 1 }}"}, "chat_template", "--trust-request-chat-template"),
         (CHAT, {"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "may not set"),
-        (CHAT, {"add_generation_prompt": True, "continue_final_message": True}, None, "exclude"),
+        (CHAT, {"add_generation_prompt": True, "continue_final_message": True}, None, "cannot be combined"),
         (CHAT, {"response_format": {"type": "json_schema"}}, "response_format", "json_schema.schema"),
         (CHAT, {"response_format": {"type": "xml"}}, "response_format.type", ""),
         (CHAT, {"structured_outputs": {}}, "structured_outputs", "names no form"),
@@ -92,10 +92,10 @@ def error_of(answer: httpx.Response, status: int) -> dict[str, Any]:
         (TEXT, {"prompt": [[5], [128]]}, "prompt", "prompt: token id 128"),
         (TEXT, {"prompt": [5] * 256}, "input_tokens", "maximum context length is 256"),
         (TEXT, {"prompt": ["a"] * 1025}, "prompt", "at most 1024"),
-        (TEXT, {"max_tokens": 0}, "max_tokens", "without echo"),
+        (TEXT, {"max_tokens": 0}, "max_tokens", "needs echo"),
         (TEXT, {"max_tokens": -1}, "max_tokens", "at least 0"),
-        (TEXT, {"suffix": "x"}, "suffix", "at the end only"),
-        (TEXT, {"best_of": 3}, "best_of", "n samples"),
+        (TEXT, {"suffix": "x"}, "suffix", "only at the end"),
+        (TEXT, {"best_of": 3}, "best_of", "n sequences"),
         (TEXT, {"logprobs": 30}, "logprobs", "at most 20"),
         ("/tokenize", {"prompt": "a", "messages": USER}, "prompt", "either"),
         ("/detokenize", {"tokens": [5, 128]}, "tokens", "vocabulary"),

@@ -1,4 +1,4 @@
-"""Chat and plain completions over HTTP: the same text as the engine in process, streamed or not."""
+"""Chat and plain completions over HTTP: the same text as the in-process engine, streamed or not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who gets in, how long they may stay, and what happens when they leave."""
+"""Admission, deadlines and disconnects."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import httpx
 import pytest
 
-from quire.server import context as state
+from quire.server import context as context_module
 from quire.server.limits import AdmissionLimiter
 from tests.server.conftest import Host, Live
 from tests.server.test_errors import error_of, read_all
@@ -112,15 +112,15 @@ class TestQueue:
 
     def test_what_comes_to_an_empty_server_is_let_in(self) -> None:
         admission = AdmissionLimiter(rows=2, max_requests=1, max_tokens=10)
-        place = admission.enter(8, 1000)
-        place.start()
-        place.leave()
-        place.leave()
-        assert (admission.samples, admission.queued_tokens, admission.requests) == (0, 0, 0)
-        admission.enter(2, 5)
-        admission.enter(1, 5)
+        ticket = admission.enter([(8, 1000)])[0]
+        ticket.start()
+        ticket.leave()
+        ticket.leave()
+        assert (admission.sequences, admission.queued_tokens, admission.requests) == (0, 0, 0)
+        admission.enter([(2, 5)])
+        admission.enter([(1, 5)])
         with pytest.raises(Exception, match="busy"):
-            admission.enter(1, 1)
+            admission.enter([(1, 1)])
 
 
 class TestDeadlines:
@@ -230,7 +230,7 @@ class TestSlowReaders:
         assert len(lines) < 4 * 200
 
     def test_one_who_never_reads_is_let_go(self, serving: Callable[..., Live], monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(state, "LOOK_SECONDS", 0.1)
+        monkeypatch.setattr(context_module, "STALL_CHECK_SECONDS", 0.1)
         live = self.with_small_buffers(serving(stall_timeout=0.5))
         with send(live, self.BODY, 2048) as sock:
             while not live.server.exchanges:

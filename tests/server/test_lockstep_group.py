@@ -1,4 +1,4 @@
-"""A server over two engines that share the experts: one dies, both come back, without help."""
+"""A server with two engines that share the experts: one dies, both are restarted."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def test_a_server_tells_who_shares_what_while_it_runs(
     assert {owner.tenant[:4] for owner in found.owners.largest} == {"key-"}
     assert found.sharing.most == found.owners.running == len(found.owners.largest) == 4
     assert found.sharing.saved == 3 * device.shared > 0
-    assert device.block_bytes == live.server.llm.facts.block_bytes > 0
+    assert device.block_bytes == live.server.llm.info.block_bytes > 0
     assert live.url in drawn
     assert main(["inspect", "--snapshot", str(saved)]) == 0
     assert capsys.readouterr().out.splitlines()[1:] == drawn.splitlines()[1:]
@@ -70,8 +70,8 @@ def test_who_may_not_see_it_is_told_what_is_missing(
     live, plain = serving(api_key=("user",), admin_key="boss"), serving()
     monkeypatch.delenv("QUIRE_ADMIN_KEY", raising=False)
     for arguments, said in [
-        ([live.url], "wants the server's --admin-key"),
-        ([live.url, "--api-key", "user"], "wants the server's --admin-key"),
+        ([live.url], "needs the server's --admin-key"),
+        ([live.url, "--api-key", "user"], "needs the server's --admin-key"),
         ([plain.url], "has no /admin/memory: start the server with --admin-key"),
     ]:
         assert main(["inspect", "--url", *arguments]) == 2

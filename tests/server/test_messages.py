@@ -17,7 +17,7 @@ from quire.server.errors import ApiError
 from quire.server.http import decode, named_event
 from quire.server.protocol.chat import NamedTool
 from quire.server.protocol.common import PromptTokensDetails, Usage
-from quire.server.protocol.messages import MessageEvent, MessagesRequest
+from quire.server.protocol.messages import AnthropicEvent, MessagesRequest
 from tests.server.conftest import MODEL, Live
 from tests.server.test_responses import some_deltas
 
@@ -117,10 +117,11 @@ class TestInput:
             ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "text is missing"),
             ({"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "wish": 1}]}]}, "wish"),
             ({"messages": [{"role": "user", "content": [
-                {"type": "tool_use", "id": "1", "name": "f", "input": {}}]}]}, "assistant's"),
-            ({"messages": [{"role": "assistant", "content": [{"type": "tool_result", "tool_use_id": "1"}]}]}, "user's"),
+                {"type": "tool_use", "id": "1", "name": "f", "input": {}}]}]}, "only an assistant message"),
             ({"messages": [{"role": "assistant", "content": [
-                {"type": "tool_use", "id": "1", "name": "f", "input": {}}]}]}, "tool_result is to follow"),
+                {"type": "tool_result", "tool_use_id": "1"}]}]}, "only a user message"),
+            ({"messages": [{"role": "assistant", "content": [
+                {"type": "tool_use", "id": "1", "name": "f", "input": {}}]}]}, "tool_result must follow"),
             ({"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1", "content": [
                 {"type": "image"}]}]}]}, "image"),
             ({"thinking": {"type": "enabled", "budget_tokens": 9}}, "budget_tokens"),
@@ -139,7 +140,7 @@ class TestInput:
         assert caught.value.status == 400
 
 
-def told(events: list[MessageEvent]) -> list[dict[str, Any]]:
+def told(events: list[AnthropicEvent]) -> list[dict[str, Any]]:
     """Events as they go over the wire."""
     return read_events(b"".join(named_event(event.kind, event) for event in events).decode())
 

@@ -1,4 +1,4 @@
-"""What `/metrics` shows: exact values, vLLM's names, and an answer at once whatever the engine does."""
+"""What `/metrics` shows: exact values, vLLM's names, and a prompt response whatever the engine does."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ import pytest
 
 from quire import SamplingParams
 from quire.config import EngineConfig
-from quire.engine.experts import expert_figures
-from quire.engine.stats import Metric
+from quire.engine.stats import Metric, expert_metrics
 from quire.errors import EngineDeadError
+from quire.messages.histogram import Histogram
+from quire.messages.metric_table import ALL_METRICS, BY_MODEL_LENGTH, bounds_by_length
 from quire.messages.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from quire.output.times import TokenTimes
-from quire.server.observability.metric_table import BY_LENGTH, TABLE, bounds_by_length
 from quire.server.observability.metrics import ServerMetrics
 from quire.server.observability.metrics_page import page
 from quire.server.observability.observer import HttpRecord, Observer, current_record
@@ -42,7 +42,7 @@ class FakeEngine:
     delay: float = 0.0
     questions: int = 0
     config: EngineConfig = field(default_factory=EngineConfig)
-    facts: Any = field(
+    info: Any = field(
         default_factory=lambda: SimpleNamespace(
             max_model_len=1000, block_size=16, num_blocks=125, cache_tokens=2000, kv_bytes=4096
         )
@@ -61,7 +61,7 @@ class FakeReplica(FakeEngine):
     """One of several."""
 
     number: int = 0
-    traffic: Any = None
+    router_feed: Any = None
 
 
 def look(metrics: ServerMetrics) -> Scrape:
@@ -137,12 +137,13 @@ def test_every_request_ends_once_and_in_one_way(last: RequestOutput | None, reas
     assert scrape.sum("quire:e2e_request_latency_seconds_count") == (counted == "length")
 
 
-def test_a_tally_counts_as_prometheus_own_histogram_does() -> None:
-    from prometheus_client import CollectorRegistry, Histogram
+def test_a_histogram_counts_as_prometheus_own_does() -> None:
+    from prometheus_client import CollectorRegistry
+    from prometheus_client import Histogram as PrometheusHistogram
 
     bounds = (0.1, 0.5, 1.0)
     registry = CollectorRegistry()
-    theirs, ours = Histogram("h", "", buckets=bounds, registry=registry), Histogram(bounds)
+    theirs, ours = PrometheusHistogram("h", "", buckets=bounds, registry=registry), Histogram(bounds)
     for value in (0.05, 0.1, 0.10001, 0.5, 0.7, 1.0, 1.5, 80.0):
         theirs.observe(value)
         ours.add(value)
@@ -204,7 +205,7 @@ def test_bounds_follow_the_models_length() -> None:
 
 
 def test_the_load_of_experts_is_shown_by_layer_and_each_expert_is_not() -> None:
-    figures = expert_figures({0: [3, 1], 2: [2, 2]})
+    figures = expert_metrics({0: [3, 1], 2: [2, 2]})
     seen = look(ServerMetrics(FakeEngine(figures), "m"))
     assert seen.sum("quire:expert_tokens_total") == 8
     assert seen.sum("quire:expert_load_max_over_mean", layer="0") == 1.5
@@ -396,8 +397,8 @@ def test_the_documentation_names_every_family_that_is_shown_and_no_other() -> No
     assert {name.removesuffix("_total") if kind == "counter" else name for name, kind in documented} == families
     for name, kind in documented:
         assert shown[name.removesuffix("_total") if kind == "counter" else name].type == kind
-    assert all(figure.bounds for figure in TABLE if figure.kind == "histogram")
-    assert any(figure.bounds == BY_LENGTH for figure in TABLE)
+    assert all(figure.bounds for figure in ALL_METRICS if figure.kind == "histogram")
+    assert any(figure.bounds == BY_MODEL_LENGTH for figure in ALL_METRICS)
 
 
 def test_a_live_server_answers_a_look_while_its_loop_is_full_of_requests(serving: Callable[..., Live]) -> None:

@@ -41,12 +41,12 @@ def full(live: Live) -> Iterator[Callable[[], None]]:
     """No row of the engine is free, as far as the server can see, until the block ends or what it gets is called."""
 
     async def enter() -> QueueTicket:
-        return live.server.admission.enter(ROWS, 1)
+        return live.server.admission.enter([(ROWS, 1)])[0]
 
-    place = live.run(enter())
+    ticket = live.run(enter())
 
     def leave() -> None:
-        live.call(place.leave)
+        live.call(ticket.leave)
 
     try:
         yield leave
@@ -179,8 +179,8 @@ class TestCompletions:
             for choice, (likelihood, is_greedy), context in zip(answer.choices, wanted, contexts, strict=True):
                 columns, end = choice.logprobs, -1 if limit else None
                 assert sum(columns.token_logprobs[len(context) : end]) == pytest.approx(likelihood, abs=1e-3)
-                places = zip(columns.tokens[len(context) : end], columns.top_logprobs[len(context) : end], strict=True)
-                assert all(max(best, key=best.get) == token for token, best in places) == is_greedy
+                tickets = zip(columns.tokens[len(context) : end], columns.top_logprobs[len(context) : end], strict=True)
+                assert all(max(best, key=best.get) == token for token, best in tickets) == is_greedy
             assert answer.usage.completion_tokens == limit * len(pairs)
 
 
@@ -196,7 +196,8 @@ class TestExtraFields:
     @pytest.mark.parametrize(
         "fields",
         [
-            {"top_k": 3}, {"top_p": 0.4}, {"min_p": 0.3}, {"repetition_penalty": 1.7}, {"presence_penalty": 1.5},
+            {"top_k": 3}, {"top_p": 0.4}, {"min_p": 0.3}, {"top_n_sigma": 0.2},
+            {"xtc_probability": 1.0, "xtc_threshold": 0.002}, {"repetition_penalty": 1.7}, {"presence_penalty": 1.5},
             {"frequency_penalty": -1.0}, {"logit_bias": {40: 8.0, 41: -100.0}}, {"bad_words": ["the", "x"]},
             {"allowed_token_ids": [40, 41, 42, 43]}, {"min_tokens": 9}, {"ignore_eos": True},
             {"stop_token_ids": [50, 60, 70, 80, 90]}, {"include_stop_str_in_output": True, "stop": ["e", "a", "S"]},

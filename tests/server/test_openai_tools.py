@@ -1,4 +1,4 @@
-"""Tools and forms through the official client: what the model writes is a call, streamed or whole."""
+"""Tools and structured outputs through the official client, streamed or not."""
 
 from __future__ import annotations
 

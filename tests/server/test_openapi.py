@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from schemathesis import Case, GenerationMode
 from schemathesis.checks import CHECKS, load_all_checks
 
+from quire.messages.sampling import SCALARS
 from tests.server.conftest import Live
 
 load_all_checks()
@@ -222,3 +223,13 @@ def test_a_whole_number_may_be_written_as_a_float(live: Live) -> None:
         body = b'{"prompt": "abc", "max_tokens": ' + wrong + b"}"
         refused = live.client.post("/v1/completions", content=body, headers={"content-type": "application/json"})
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "max_tokens")
+
+
+@pytest.mark.parametrize("body", ["CompletionRequest", "ChatRequest", "MessagesRequest", "ResponsesRequest"])
+def test_every_scalar_sampling_parameter_is_described(live: Live, body: str) -> None:
+    fields = live.client.get("/openapi.json").json()["components"]["schemas"][body]["properties"]
+    for scalar in SCALARS:
+        (number, _) = fields[scalar.name]["anyOf"]
+        assert number["description"] == scalar.help
+        assert number.get("minimum", number.get("exclusiveMinimum")) == scalar.low
+        assert number.get("maximum") == scalar.high

@@ -1,4 +1,4 @@
-"""A server over two engines: who dies is not missed, comes back, and every figure says whose it is."""
+"""A server with two engines: one that dies is replaced while the other serves; metrics name their engine."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ class TestInput:
             ({"tool_choice": "sometimes"}, "sometimes"),
             ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "needs a schema"),
             ({"text": {"format": {"type": "grammar"}}}, "grammar"),
-            ({"text": {"format": {"type": "json_object"}}, "structured_outputs": {"regex": "a"}}, "exclude"),
+            ({"text": {"format": {"type": "json_object"}}, "structured_outputs": {"regex": "a"}}, "cannot be combined"),
             ({"max_output_tokens": 0}, "at least 1"),
             ({"messages": []}, "use input"),
             ({"max_tokens": 3}, "use max_output_tokens"),

@@ -1,4 +1,4 @@
-"""`quire serve` as a process: how it starts, where it listens, how it ends."""
+"""`quire serve` as a process: start, listening addresses, shutdown."""
 
 from __future__ import annotations
 

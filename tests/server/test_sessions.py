@@ -1,4 +1,4 @@
-"""/v1/sessions and session_id, over real sockets: the same tokens as one undisturbed run, whatever sleeps meanwhile."""
+"""/v1/sessions and session_id over real sockets: the tokens of an uninterrupted run, whatever was suspended."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ def test_a_name_that_is_made_up_is_looked_for_nowhere(sessions: Live, monkeypatc
         asked.append(op)
         return await ask(op)
 
-    monkeypatch.setattr(sessions.server.llm, "ask_sessions", noted)
+    monkeypatch.setattr(sessions.server.llm, "call_sessions", noted)
     for body in ({}, {"id": "mine"}):
         assert sessions.post("/v1/sessions", body).status_code == 200
     assert [op.is_new for op in asked] == [True, False]

@@ -1,4 +1,4 @@
-"""An engine that dies is brought back, one that hangs is found out, and every request gets an answer.
+"""An engine that dies is restarted, one that hangs is detected, and every request gets a response.
 
 Most of this uses the null engine, whose process starts in a moment: the loop, the scheduler and the messages are real.
 """
@@ -149,7 +149,7 @@ class TestPauses:
                 for wait, (before, after) in zip((0.1, 0.2, 0.4), itertools.pairwise(tries), strict=True):
                     assert wait <= after - before < wait + 1
                 assert all(f"the engine's process (pid {pid}) was killed by SIGKILL" in status for status in said)
-                assert any("starting a new one failed: no more processes" in status for status in said)
+                assert any("restarting it failed: no more processes" in status for status in said)
                 assert (await final(llm)).finished and supervisor.status == "serving"
                 assert (await supervisor.health()).ok
 
@@ -175,7 +175,7 @@ class TestDeath:
                 assert time.monotonic() - begin < 2
                 await asyncio.sleep(0)
                 health = await supervisor.health()
-                assert not health.ok and "SIGKILL" in health.message and "a new one is being started" in health.message
+                assert not health.ok and "SIGKILL" in health.message and "it is being restarted" in health.message
                 assert 1 <= supervisor.retry_after <= 30
                 with pytest.raises(EngineDeadError, match="SIGKILL"):
                     await final(llm)
@@ -185,7 +185,7 @@ class TestDeath:
 
         with caplog.at_level(logging.WARNING):
             run(work())
-        assert "killed by SIGKILL" in caplog.text and "a new engine serves" in caplog.text
+        assert "killed by SIGKILL" in caplog.text and "a new engine is serving" in caplog.text
 
     def test_one_that_dies_with_nobody_there_is_brought_back_too(self, tiny_model: Path) -> None:
         async def work() -> None:
@@ -326,7 +326,7 @@ class TestHanging:
                 questions = llm.replicas[0].calls
                 assert len(questions) == 2  # one open question however many ask, and the wait for its death
                 kill(llm, signal.SIGCONT)
-                await until(lambda: not supervisor._pulse.is_waiting)
+                await until(lambda: not supervisor._probe.is_suspect)
                 assert (await supervisor.health()).ok
 
         run(work())

@@ -1,4 +1,4 @@
-"""A model hears of the tools it is offered, whatever its chat template makes of them."""
+"""Tools get into the prompt, whether or not the chat template writes them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from quire.api.chat import ChatRenderer
 from quire.loading.hub import DEFAULT_MODEL
-from quire.output.parsers.preamble import with_preamble
+from quire.output.parsers.toolcalls import with_preamble
 from quire.output.parsers.tools.registry import TOOL_PARSERS, make_tool_parser, notation_of
 from quire.server.tool_prompts import ToolPrompts
 from tests.conftest import CHAT_TEMPLATE, tiny_tokenizer
@@ -73,22 +73,22 @@ class TestDefaultModel:
 
 class TestTemplates:
     def test_one_that_tells_of_tools_is_left_alone(self) -> None:
-        offering = ToolPrompts(ChatRenderer(tiny_tokenizer(), TELLS))
-        assert not offering.is_silent()
-        assert offering.parser() == "json"
+        prompts = ToolPrompts(ChatRenderer(tiny_tokenizer(), TELLS))
+        assert not prompts.ignores_tools()
+        assert prompts.parser() == "json"
         assert ToolPrompts(ChatRenderer(tiny_tokenizer(), TELLS.replace("<tools>", "<tool_call>"))).parser() == "hermes"
 
     def test_one_that_needs_more_than_a_question_is_left_alone(self) -> None:
         picky = "{% if messages[0]['role'] != 'system' %}{{ raise_exception('no') }}{% endif %}" + CHAT_TEMPLATE
-        assert not ToolPrompts(ChatRenderer(tiny_tokenizer(), picky)).is_silent()
+        assert not ToolPrompts(ChatRenderer(tiny_tokenizer(), picky)).ignores_tools()
 
     def test_one_that_knows_no_system_messages_is_told_in_the_users_words(self) -> None:
-        offering = ToolPrompts(ChatRenderer(tiny_tokenizer()))
-        assert offering.is_silent() and offering.parser() == "hermes"
-        text = offering.render([{"role": "user", "content": "hi"}], "TOOLS")
+        prompts = ToolPrompts(ChatRenderer(tiny_tokenizer()))
+        assert prompts.ignores_tools() and prompts.parser() == "hermes"
+        text = prompts.render([{"role": "user", "content": "hi"}], "TOOLS")
         assert text == "<|user|>TOOLS\n\nhi</s><|assistant|>"
         parts = [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]
-        assert offering.render(parts, "TOOLS").startswith("<|user|>TOOLS")
+        assert prompts.render(parts, "TOOLS").startswith("<|user|>TOOLS")
 
     def test_what_is_wrong_with_a_conversation_is_still_told(self) -> None:
         with pytest.raises(ValueError, match="unknown role"):

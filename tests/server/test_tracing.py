@@ -1,4 +1,4 @@
-"""One span for each request that generates, inside the caller's trace; nothing of it where nobody asked."""
+"""One span for each request that generates, inside the caller's trace; none unless enabled."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from quire import SamplingParams
 from quire.errors import ConfigError
 from quire.server.observability.observer import HttpRecord, Observer, current_record
 from quire.server.observability.tracing import RequestTraces, make_traces
-from quire.server.observability.watching import WatchedRequest
 from tests.server.conftest import Live
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -41,7 +40,7 @@ def test_a_live_request_is_a_span_of_the_callers_trace(
     exporter: InMemorySpanExporter, traces: RequestTraces, serving: Callable[..., Live]
 ) -> None:
     live = serving()
-    live.server.seeing.watching = WatchedRequest([traces])
+    live.server.observer.http_listeners = [traces]
     body: dict[str, Any] = {"prompt": [5, 6, 7], "max_tokens": 4, "temperature": 0, "ignore_eos": True}
     headers = {"traceparent": f"00-{TRACE}-{PARENT}-01", "x-request-id": "mine"}
     assert live.post("/v1/completions", body, headers=headers).status_code == 200
@@ -96,6 +95,6 @@ def test_a_bad_address_and_a_missing_package_are_told_with_the_remedy(monkeypatc
 
 def test_nothing_of_it_is_imported_unless_asked_for() -> None:
     listing = "[name for name in sys.modules if name.startswith('opentelemetry')]"
-    code = f"import quire.server.observability.watchers, sys; print({listing})"
+    code = f"import quire.server.context, sys; print({listing})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.strip() == "[]"

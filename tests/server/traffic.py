@@ -1,4 +1,4 @@
-"""Requests of every kind, sent by many users at once, and what became of each."""
+"""Requests of every kind, sent by many concurrent users, and the outcome of each."""
 
 from __future__ import annotations
 
@@ -93,12 +93,12 @@ def draw(rng: random.Random, with_forms: bool = True) -> Ask:
 class Users:
     """Clients of one server, and a count of how their requests ended."""
 
-    def __init__(self, fort: AttackedServer, seed: int) -> None:
-        self.fort = fort
+    def __init__(self, attacked: AttackedServer, seed: int) -> None:
+        self.attacked = attacked
         self.rng = random.Random(seed)
         self.ends: Counter[str] = Counter()
         self.wrong: list[str] = []
-        self._hosts = [Host(fort.url, {"Authorization": f"Bearer {key}"}) for key in KEYS]
+        self._hosts = [Host(attacked.url, {"Authorization": f"Bearer {key}"}) for key in KEYS]
 
     async def ask(self, ask: Ask) -> str:
         """How it ended: "answered", "failed" (an error that says the engine died), "busy", or a fault of the server."""
@@ -124,7 +124,7 @@ class Users:
     async def hang_up(self, ask: Ask, seconds: float = 0.05) -> None:
         """Leave at any moment: within the request, while it waits, within the answer, with a word or without."""
         data = whole(ask.path, ask.body)
-        reader, writer = await asyncio.open_connection(*self.fort.address)
+        reader, writer = await asyncio.open_connection(*self.attacked.address)
         try:
             writer.write(data if self.rng.random() < 0.9 else data[: self.rng.randint(1, len(data) - 1)])
             with suppress(asyncio.TimeoutError):
@@ -144,7 +144,7 @@ class Users:
         """On the wire."""
         rng = self.rng
         pieces = [rng.randbytes(200), head(TEXT, 50) + b"{", b"GET /health HTTP/1.1\r\n\r\n" * 3 + b"\0", b"\r\n" * 50]
-        reader, writer = await asyncio.open_connection(*self.fort.address)
+        reader, writer = await asyncio.open_connection(*self.attacked.address)
         with suppress(ConnectionError, TimeoutError):
             async with asyncio.timeout(0.2):
                 writer.write(rng.choice(pieces))
@@ -165,8 +165,8 @@ class Users:
 
 
 @contextmanager
-def users_of(fort: AttackedServer, seed: int) -> Iterator[Users]:
-    users = Users(fort, seed)
+def users_of(attacked: AttackedServer, seed: int) -> Iterator[Users]:
+    users = Users(attacked, seed)
     yield users
     users.close()
     assert not users.wrong, (len(users.wrong), users.wrong[:5], users.ends)

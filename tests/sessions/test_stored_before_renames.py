@@ -16,7 +16,7 @@ from quire.config import EngineConfig
 from quire.engine.tiers import kv_fingerprint
 from quire.kvcache.offload.disk.store import DiskStore
 from quire.kvcache.prefix_cache import ContentKeys
-from quire.loading.fingerprint import tokens_fingerprint
+from quire.loading.model_config import tokens_fingerprint
 from quire.sessions.log import SessionStore, import_session, session_key
 from quire.sessions.pinned_blocks import PinnedBlocks
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from quire import LLM, SamplingParams
-from quire.scheduler import groups
+from quire.scheduler import prefix_groups as groups
 from tests.conftest import TINY_VOCAB
 from tests.worker.test_interpreted_engine import (  # noqa: F401
     interpreted,
@@ -67,4 +67,4 @@ def test_tokens_are_those_of_the_cpus_kernels_which_know_no_groups(
 
 def test_without_a_backend_that_reads_groups_none_are_kept(interpreted: Callable[..., LLM], llm: LLM) -> None:  # noqa: F811
     for engine in (llm, interpreted(prefix_group_attention=False)):
-        assert engine.llm_engine.core.scheduler.ledger.groups is None
+        assert isinstance(engine.llm_engine.core.scheduler.requests.groups, groups.NoPrefixGroups)

@@ -19,12 +19,16 @@ from tests.kernels.triton_target import ON_GPU
 pytestmark = pytest.mark.skipif(ON_GPU, reason="on a GPU the kernels are compiled: tests/gpu runs the engine there")
 
 LENGTH = 5
-PROMPTS = [[(11 * i + 5 * j) % TINY_VOCAB for j in range(4 + 5 * i)] for i in range(3)]
+PROMPTS = [[(11 * i + 5 * j) % TINY_VOCAB for j in range(4 + 5 * i)] for i in range(4)]
 GREEDY = SamplingParams(temperature=0, max_tokens=LENGTH, ignore_eos=True)
 SEEDED = SamplingParams(temperature=0.9, top_p=0.9, seed=-7, max_tokens=LENGTH, ignore_eos=True)
 PLAIN = SamplingParams(temperature=1.1, seed=2**63, max_tokens=LENGTH, ignore_eos=True)
 TOP_K = SamplingParams(temperature=0.8, top_k=9, min_p=0.02, seed=5, n=2, max_tokens=LENGTH, ignore_eos=True)
-PARAMS = [GREEDY, SEEDED, TOP_K]
+XTC = SamplingParams(
+    temperature=1.2, top_n_sigma=2.0, xtc_probability=0.6, xtc_threshold=0.01, seed=9, max_tokens=LENGTH,
+    ignore_eos=True,
+)  # fmt: skip
+PARAMS = [GREEDY, SEEDED, TOP_K, XTC]
 
 
 def tokens_of(outputs: list[RequestOutput]) -> list[list[list[int]]]:
@@ -84,7 +88,7 @@ def test_cached_blocks_and_rows_with_lists_and_reports(
 ) -> None:
     """A prefix hit, a prefix group, and rows of every kind in one batch: what the CPU's kernels give each."""
     for least in ("LEAST_TOKENS", "LEAST_SAVED"):
-        monkeypatch.setattr(f"quire.scheduler.groups.{least}", 8)
+        monkeypatch.setattr(f"quire.scheduler.prefix_groups.{least}", 8)
     listed = SamplingParams(
         temperature=0.8, seed=3, max_tokens=4, min_tokens=3, repetition_penalty=1.2, presence_penalty=0.5,
         logit_bias={5: 2.0}, allowed_token_ids=list(range(2, 90)), logprobs=2, prompt_logprobs=1,
@@ -127,7 +131,7 @@ def test_products_that_add_themselves_to_the_stream(
         added.append(len(x) if result is None else 0)
         return result
 
-    monkeypatch.setattr(ops, "FUSED_ADD_MIN_ROWS", 5)
+    monkeypatch.setattr(ops, "FUSED_ADD_MIN_ROWS", 6)
     monkeypatch.setattr(ops.TritonOps, "linear_add", noted)
     llm = interpreted(pipeline_depth=0)
     assert tokens_of(llm.generate(PROMPTS, PARAMS, use_tqdm=False)) == expected

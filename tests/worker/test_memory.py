@@ -16,7 +16,7 @@ from quire.engine import setup
 from quire.errors import CacheTooSmallError, ModelTooLargeError
 from quire.executor import local as workers
 from quire.loading.hub import resolve
-from quire.loading.read_config import read_model_config
+from quire.loading.model_config import read_model_config
 from quire.platforms.cpu import CpuPlatform
 from quire.worker.memory import KEPT_FREE, MemoryNeeds, gib, profile_activations
 
@@ -224,20 +224,20 @@ def test_the_table_is_logged_on_a_gpu(
     monkeypatch.setattr(workers.LocalBackend, "choose_platform", lambda self, config: FakeGpu())
     monkeypatch.setattr(workers, "Worker", Idle)
     with caplog.at_level(logging.INFO):
-        core, facts = setup.make_engine(*tiny)
+        core, info = setup.make_engine(*tiny)
     core.shutdown()
-    assert f"memory of Test Card:\n{facts.memory}" in caplog.text
+    assert f"memory of Test Card:\n{info.memory}" in caplog.text
 
 
-def test_on_a_cpu_the_plan_is_kept_with_the_facts(
+def test_on_a_cpu_the_plan_is_kept_with_the_engine_info(
     make_llm: Callable[..., LLM], caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO):
         llm = make_llm()
     assert "memory of" not in caplog.text, "a CPU's memory is not ours to share out"
-    memory = llm.llm_engine.facts.memory
-    assert memory.num_blocks - 1 == llm.llm_engine.facts.num_blocks == 128
-    assert memory.cache == llm.llm_engine.facts.kv_bytes
+    memory = llm.llm_engine.info.memory
+    assert memory.num_blocks - 1 == llm.llm_engine.info.num_blocks == 128
+    assert memory.cache == llm.llm_engine.info.kv_bytes
 
 
 # Measuring a step

@@ -1,4 +1,4 @@
-"""What may be drawn, how often it is drawn, and on what a draw depends."""
+"""Which tokens may be sampled, how often they are, and what a sample depends on."""
 
 from __future__ import annotations
 

@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from quire.cli.batch.asgi import post
-from quire.cli.batch.files import Asked, LineError, Output, Result, read_line
-from quire.cli.batch.source import Source
+from quire.cli.batch.files import Asked, LineError, Output, Result, Source, read_line
 from quire.cli.bench.load.client import RunCounters
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Message
 
 ATTEMPTS = 5
 """Of a request that meets a full or restarting engine."""
@@ -97,3 +99,50 @@ def _generated(body: bytes) -> int:
     except msgspec.MsgspecError:
         return 0
     return 0 if usage is None else usage.completion_tokens or usage.output_tokens
+
+
+@dataclass
+class AsgiResponse:
+    """What it answered."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+
+async def post(app: ASGIApp, path: str, body: bytes, headers: dict[str, str]) -> AsgiResponse:
+    """One POST of JSON, to its end. Runs in the caller's task: cancelling it is a client that hangs up."""
+    answer = AsgiResponse(0, {}, b"")
+    pieces: list[bytes] = []
+    incoming: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive() -> Message:
+        if not incoming:
+            await asyncio.Event().wait()  # this client never hangs up; whoever waits for that is cancelled
+        return incoming.pop()
+
+    async def send(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            answer.status = message["status"]
+            answer.headers = {name.decode().lower(): value.decode("latin-1") for name, value in message["headers"]}
+        else:
+            pieces.append(message.get("body", b""))
+
+    named = {**headers, "content-type": "application/json", "content-length": str(len(body)), "host": "batch"}
+    scope = {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": "POST",
+        "scheme": "http",
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+        "root_path": "",
+        "headers": [(name.encode(), value.encode("latin-1")) for name, value in named.items()],
+        "client": None,
+        "server": ("batch", 80),
+    }
+    await app(scope, receive, send)
+    answer.body = b"".join(pieces)
+    return answer

@@ -46,7 +46,7 @@ def random_prompts(llm: LLM, count: int, length: int, seed: int) -> list[TokensP
     """Prompts of random tokens: no two begin alike, so that none is served from the prefix cache."""
     import numpy as np
 
-    vocabulary = llm.llm_engine.facts.model.vocab_size
+    vocabulary = llm.llm_engine.info.model.vocab_size
     drawn = np.random.default_rng(seed).integers(0, vocabulary, (count, length))
     return [{"prompt_token_ids": tokens} for tokens in drawn.tolist()]
 
@@ -55,7 +55,7 @@ def fixed_length(llm: LLM, args: argparse.Namespace, n: int = 1) -> SamplingPara
     """Exactly --output-len tokens; refused early if they do not fit the model's length."""
     from quire.messages.sampling import SamplingParams
 
-    longest = llm.llm_engine.facts.max_model_len
+    longest = llm.llm_engine.info.max_model_len
     if args.input_len + args.output_len > longest:
         raise ValidationError(
             f"--input-len {args.input_len} and --output-len {args.output_len} exceed the {longest} tokens of a sequence"

@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
             begin = time.perf_counter()
             llm.generate(prompts, params, use_tqdm=False)
             latencies.append(time.perf_counter() - begin)
-        facts, stats = llm.llm_engine.facts, engine_stats(llm)
+        info, stats = llm.llm_engine.info, engine_stats(llm)
         profiled = None
         if args.profile:
             steps = expected_steps(llm, args.batch_size * args.n, args.input_len, args.output_len)
@@ -69,19 +69,19 @@ def run(args: argparse.Namespace) -> int:
     average = statistics.mean(latencies)
     percentiles = {str(share): _percentile(latencies, share) for share in PERCENTILES}
     report(
-        f"{facts.files.name} ({facts.dtype}) on {facts.device}",
+        f"{info.files.name} ({info.dtype}) on {info.device}",
         [
             ("batch", f"{args.batch_size} of {args.input_len} + {args.output_len} tokens, {args.num_iters} times"),
             ("latency", f"{average:.3f} s on average, {1000 * average / args.output_len:.1f} ms a token"),
             ("percentiles", ", ".join(f"{share}%: {value:.3f} s" for share, value in percentiles.items())),
-            *waste_rows(stats, facts.max_model_len),
+            *waste_rows(stats, info.max_model_len),
         ],
         args,
         {
             "avg_latency": average,
             "latencies": latencies,
             "percentiles": percentiles,
-            **waste_figures(stats, facts.max_model_len),
+            **waste_figures(stats, info.max_model_len),
             **({"profile": profiled.metrics} if profiled else {}),
         },
     )

@@ -43,9 +43,9 @@ class StepShape:
     """All weights except the embeddings'."""
 
     @classmethod
-    def of(cls, facts: EngineInfo) -> StepShape:
-        model = facts.model
-        itemsize = 4 if facts.dtype == "float32" else 2
+    def of(cls, info: EngineInfo) -> StepShape:
+        model = info.model
+        itemsize = 4 if info.dtype == "float32" else 2
         embedding = model.vocab_size * model.hidden_size * itemsize
         return cls(
             layers=model.num_layers,
@@ -56,7 +56,7 @@ class StepShape:
             head_dim=model.head_dim,
             vocabulary=model.vocab_size,
             itemsize=itemsize,
-            body_bytes=facts.weight_bytes - embedding * (1 if model.tie_embeddings else 2),
+            body_bytes=info.weight_bytes - embedding * (1 if model.tie_embeddings else 2),
         )
 
 

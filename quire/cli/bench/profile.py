@@ -79,9 +79,9 @@ def make_folder(folder: Path) -> None:
 
 def expected_steps(llm: LLM, requests: int, input_len: int, output_len: int) -> int:
     """About how many steps a run takes in which all requests arrive at once and run to their full length."""
-    facts = llm.llm_engine.facts
-    waves = math.ceil(requests / facts.max_num_seqs)
-    return math.ceil(requests * input_len / facts.max_num_batched_tokens) + waves * (output_len - 1)
+    info = llm.llm_engine.info
+    waves = math.ceil(requests / info.max_num_seqs)
+    return math.ceil(requests * input_len / info.max_num_batched_tokens) + waves * (output_len - 1)
 
 
 def profile(llm: LLM, args: argparse.Namespace, run: Callable[[], object], steps: int) -> Profile:
@@ -109,7 +109,7 @@ def profile(llm: LLM, args: argparse.Namespace, run: Callable[[], object], steps
     before = recording.seconds_per_step(max(1, waits - count), waits)
     work = recording.average(first, trace.steps)
     speed = measure_speed() if on_gpu else None
-    text = report(trace, work, StepShape.of(llm.llm_engine.facts), speed, before)
+    text = report(trace, work, StepShape.of(llm.llm_engine.info), speed, before)
     return Profile(f"{text}\n\n  trace: {path} (for https://ui.perfetto.dev)", metrics(trace, work, str(path)))
 
 

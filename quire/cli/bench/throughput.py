@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
         begin = time.perf_counter()
         outputs = llm.generate(prompts, params)
         elapsed = time.perf_counter() - begin
-        facts, stats = llm.llm_engine.facts, engine_stats(llm)
+        info, stats = llm.llm_engine.info, engine_stats(llm)
         counted = {metric.name: metric.value for metric in llm.get_metrics()}
         profiled = None
         if args.profile:
@@ -69,14 +69,14 @@ def run(args: argparse.Namespace) -> int:
     preemptions = int(counted["quire:num_preemptions"])
     total = generated + args.num_prompts * args.input_len
     report(
-        f"{facts.files.name} ({facts.dtype}) on {facts.device}",
+        f"{info.files.name} ({info.dtype}) on {info.device}",
         [
             ("requests", f"{args.num_prompts} of {args.input_len} + {args.output_len} tokens"),
             ("elapsed", f"{elapsed:.2f} s"),
             ("throughput", f"{args.num_prompts / elapsed:.2f} requests/s"),
             ("", f"{generated / elapsed:.1f} output tokens/s, {total / elapsed:.1f} with prompts"),
             ("preemptions", str(preemptions)),
-            *waste_rows(stats, facts.max_model_len),
+            *waste_rows(stats, info.max_model_len),
         ],
         args,
         {
@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
             "tokens_per_second": total / elapsed,
             "output_tokens_per_second": generated / elapsed,
             "num_preemptions": preemptions,
-            **waste_figures(stats, facts.max_model_len),
+            **waste_figures(stats, info.max_model_len),
             **({"profile": profiled.metrics} if profiled else {}),
         },
     )

@@ -11,7 +11,7 @@ import xgrammar
 from numpy.typing import NDArray
 
 from quire.engine.grammar.wire import DEAD_END, ForkServerSpec
-from quire.messages.pattern import plain_regex
+from quire.messages.grammar_support import plain_regex
 from quire.messages.structured import StructuredOutputsParams
 
 if TYPE_CHECKING:

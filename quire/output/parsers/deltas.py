@@ -1,4 +1,4 @@
-"""What an answer is made of, piece by piece as it is written: reasoning, content, tool calls."""
+"""The parts of an answer as they are generated: reasoning, content, tool calls."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class CallArguments(msgspec.Struct, frozen=True):
 
 
 class CallEnd(msgspec.Struct, frozen=True):
-    """A call's arguments end; if not `complete` they broke off and are no JSON: the call must not be run."""
+    """A call's arguments end; if not `complete` they are cut off and not valid JSON: the call must not be run."""
 
     index: int
     complete: bool
@@ -64,7 +64,7 @@ class ParsedAnswer(msgspec.Struct):
 
 
 def gather(deltas: Iterable[Delta]) -> ParsedAnswer:
-    """The answer that these deltas tell."""
+    """The answer that these deltas add up to."""
     reasoning: list[str] = []
     content: list[str] = []
     calls: list[ToolCall] = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from quire.output.parsers.deltas import Content, Reasoning
-from quire.output.parsers.machine import SPACE_RUN, SPACES, Reads, TextMachine
+from quire.output.parsers.incremental import SPACE_RUN, SPACES, IncrementalParser, Reads
 from quire.registry import resolve
 
 REASONING_PARSERS = {
@@ -16,12 +16,12 @@ REASONING_PARSERS = {
 }
 
 
-class ThinkSplit(TextMachine):
+class ThinkSplit(IncrementalParser):
     """`<think>…</think>` at the start of an answer is reasoning, the rest content.
 
-    `opened` says that the prompt already opened the tag (see `opens`), so that the answer starts inside it; a model
-    that opens it again is forgiven. Thinking that is never closed is all reasoning: it was cut off, and is no answer.
-    White space around the tags belongs to neither side.
+    `opened`: the prompt already opened the tag (see `opens`), so that the answer starts inside it; a second opening tag
+    is accepted. Text without a closing tag is all reasoning: it was cut off before the answer. White space around the
+    tags is dropped.
     """
 
     opening: ClassVar[str] = "<think>"
@@ -34,7 +34,7 @@ class ThinkSplit(TextMachine):
 
     @classmethod
     def opens(cls, prompt: str) -> bool:
-        """Whether an answer to this prompt (the text a template made) starts inside the reasoning."""
+        """Whether an answer to this prompt (rendered by the chat template) starts inside the reasoning."""
         return prompt.rstrip(SPACES).endswith(cls.opening)
 
     def _run(self) -> Reads[None]:
@@ -53,7 +53,7 @@ class ThinkSplit(TextMachine):
         while (yield from self._peek()):
             if (yield from self._take_word(self.closing)):
                 return
-            # No closing tag here, though it may begin like one: on to the next place that does.
+            # No closing tag here: continue at the next place that may begin one.
             end = self._text.find(self.closing[0], self._at + 1)
             text = self._take((end if end >= 0 else len(self._text)) - self._at)
             body = text.rstrip(SPACES)

@@ -1,13 +1,13 @@
-"""What a request's tools and tool_choice mean for one answer: how it is constrained, and how it is read."""
+"""What tools and tool_choice mean for an answer: how the model hears of them, how it is constrained and parsed."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 from quire.messages.sampling import StructuredOutputsParams
 from quire.output.parsers.deltas import CallArguments, CallEnd, CallStart, Delta, ParsedAnswer, gather
-from quire.output.parsers.preamble import OfferedFunction, tool_preamble
 from quire.output.parsers.tools.base import ToolParser, openai_id
 from quire.output.parsers.tools.json_scanner import JsonScanner
 from quire.output.parsers.tools.registry import make_tool_parser, notation_of
@@ -17,16 +17,30 @@ NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
 _CALLS = '[{"name": "a tool\'s name", "parameters": {"a parameter": "its value"}}]'
 
 MARKS = (("<tool_call>", "hermes"), ("[TOOL_CALLS]", "mistral"), ("<|python_tag|>", "llama3_json"))
-"""What a chat template writes around calls, and whose notation it is."""
+"""What chat templates write around calls, and the parser of that notation."""
+
+
+class OfferedFunction(Protocol):
+    """A tool that the model may call."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def description(self) -> str | None: ...
+
+    @property
+    def parameters(self) -> dict[str, Any] | None:
+        """A JSON schema."""
 
 
 def guess_parser(template: str | None) -> str:
-    """The notation that a chat template teaches; plain JSON where it teaches none."""
+    """The parser for the notation in a chat template; plain JSON where it has none."""
     return next((parser for mark, parser in MARKS if mark in (template or "")), "json")
 
 
 class NamedCallReader:
-    """An answer that is nothing but the arguments of one call, whose name is known."""
+    """An answer that consists of the arguments of one call, whose name is known."""
 
     needs_special_tokens: ClassVar[bool] = False
 
@@ -36,7 +50,7 @@ class NamedCallReader:
         self._started = False
 
     def push(self, text: str) -> list[Delta]:
-        """The answer goes on; returns what is now sure of it."""
+        """Add text of the answer; returns the deltas that are now certain."""
         deltas: list[Delta] = []
         if not self._started and text:
             self._started = True
@@ -48,7 +62,7 @@ class NamedCallReader:
         return deltas
 
     def finish(self) -> list[Delta]:
-        """The answer has ended; returns what was held back."""
+        """The answer has ended; returns the deltas held back."""
         if not self._started:
             return []
         rest = self._scanner.take_pending()
@@ -95,7 +109,7 @@ class ToolPlan:
         return make_tool_parser("json" if self.required else self._parser, names)
 
     def constraint(self) -> StructuredOutputsParams | None:
-        """The form that makes sure of the calls that must be there. On one line: weak models break lines for ever."""
+        """The form that enforces required calls. On one line: weak models emit line breaks without end."""
         schema: dict[str, Any] | None = None
         if self.named is not None:
             schema = next(each for each in self._functions if each.name == self.named).parameters or NO_PARAMETERS
@@ -104,7 +118,7 @@ class ToolPlan:
         return None if schema is None else StructuredOutputsParams(json=schema, disable_any_whitespace=True)
 
     def preamble(self) -> str | None:
-        """What to tell a model whose chat template does not know of tools; None where it shall not call any."""
+        """Instructions for a model whose chat template does not support tools; None where it must not call any."""
         if not self.is_active:
             return None
         if self.named is not None:
@@ -116,7 +130,7 @@ class ToolPlan:
         return tool_preamble(self._functions, how)
 
     def finish_reason(self, reason: str, calls: int) -> str:
-        """As OpenAI tells it: a call that was asked for by name ends like any other answer."""
+        """As OpenAI defines it: a call that was required by name ends like any other answer."""
         return "tool_calls" if calls and reason == "stop" and self.named is None else reason
 
 
@@ -140,3 +154,34 @@ def _calls_schema(functions: list[OfferedFunction], parallel: bool) -> dict[str,
     if not parallel:
         schema["maxItems"] = 1
     return schema | ({"$defs": definitions} if definitions else {})
+
+
+def tool_preamble(functions: Sequence[OfferedFunction], how: str) -> str:
+    """The part of a system message about tools: each as a line of JSON, then `how` they are called."""
+    lines = "\n".join(json.dumps(_describe(function), ensure_ascii=False) for function in functions)
+    intro = "You have tools: functions that you can call. Here they are in JSON, one a line."
+    return f"{intro}\n<tools>\n{lines}\n</tools>\n{how}"
+
+
+def with_preamble(messages: Sequence[dict[str, Any]], preamble: str, role: str) -> list[dict[str, Any]]:
+    """The conversation with the preamble in its first message of this role, or as a first message of its own.
+
+    After the text of a system message, but before that of a user message, which it introduces.
+    """
+    extended = [dict(message) for message in messages]
+    at = next((index for index, message in enumerate(extended) if message.get("role") == role), None)
+    if at is None or (role == "system" and at > 0):
+        return [{"role": role, "content": preamble}, *extended]
+    content = extended[at].get("content") or ""
+    if isinstance(content, str):
+        pair = (content, preamble) if role == "system" else (preamble, content)
+        extended[at]["content"] = "\n\n".join(text for text in pair if text)
+    else:
+        part = {"type": "text", "text": preamble}
+        extended[at]["content"] = [*content, part] if role == "system" else [part, *content]
+    return extended
+
+
+def _describe(function: OfferedFunction) -> dict[str, Any]:
+    fields = {"name": function.name, "description": function.description, "parameters": function.parameters}
+    return {name: value for name, value in fields.items() if value is not None}

@@ -1,1 +1,1 @@
-"""Who goes first, and who has to wait: one file a policy."""
+"""Scheduling policies: one file each."""

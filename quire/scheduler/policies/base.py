@@ -1,4 +1,4 @@
-"""What a policy decides: the order of admission, and the victim of a shortage."""
+"""What a policy decides: the order of admission, and which request is preempted."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from quire.messages.request import Request
 class Policy(Protocol):
     """Owns the waiting requests and ranks the running ones.
 
-    A policy must be fair in one point only, and the engine's promise that everyone finishes rests on it: a waiting
-    request is outranked by finitely many others.
+    One rule is required, because the guarantee that all requests finish depends on it: a waiting request is outranked
+    by finitely many others.
     """
 
     def add(self, request: Request) -> None:
@@ -22,7 +22,7 @@ class Policy(Protocol):
         ...
 
     def next(self) -> Request | None:
-        """Who is admitted next; it stays in the queue until `remove`."""
+        """The request to admit next; it stays in the queue until `remove`."""
         ...
 
     def remove(self, request: Request) -> None:
@@ -36,12 +36,12 @@ class Policy(Protocol):
         ...
 
     def victim(self, running: Sequence[Request]) -> Request:
-        """Whom to preempt; `running` excludes the one with the lowest rank."""
+        """The request to preempt; `running` excludes the one with the lowest rank."""
         ...
 
 
 class RankedPolicy:
-    """A policy whose order follows from a rank that does not change while a request waits."""
+    """A policy that orders by a rank which does not change while a request waits."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[Any, int, Request]] = []
@@ -49,7 +49,7 @@ class RankedPolicy:
         self._entries = itertools.count()
 
     def rank(self, request: Request) -> Any:
-        """Lower goes first. No two are equal: a tie would let two samples of a prompt preempt each other in turn."""
+        """Lower goes first. No two are equal: with a tie two sequences could preempt each other endlessly."""
         return (request.arrival_order, request.index)
 
     def victim(self, running: Sequence[Request]) -> Request:
@@ -70,7 +70,7 @@ class RankedPolicy:
 
     def remove(self, request: Request) -> None:
         self._waiting.discard(request)
-        # The entry itself leaves the heap when it reaches the top, or at once if it is there.
+        # Entries are popped at the top of the heap only; `next` skips stale ones.
         if self._heap and self._heap[0][2] is request:
             heapq.heappop(self._heap)
 

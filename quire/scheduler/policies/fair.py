@@ -1,26 +1,27 @@
-"""Fair shares between tenants: who was served least for its weight goes first.
+"""Fair shares between tenants: the tenant that was served least for its weight goes first.
 
-Service is counted in tokens computed, of prompts and outputs alike, as the budget of a step is. What the prefix cache
-provides is free; what is computed again after a preemption is paid again. A tenant's count divided by its weight is its
-virtual time, and the waiting tenant with the least is next (start-time fair queueing). Nobody saves up: who begins to
-wait is lifted to a little behind those who wait already, and behind the clock, which says how far one that had always
-had its share would be. When nobody waits all count from zero again.
+Service is counted in computed tokens, of prompts and outputs alike, like the budget of a step. Prefix cache hits are
+free; tokens computed again after a preemption are charged again. A tenant's count divided by its weight is its virtual
+time, and the waiting tenant with the lowest is next (start-time fair queueing). Tenants cannot save up: one that begins
+to wait is raised to a little behind those that already wait, and behind the clock, the virtual time of a tenant that
+always had its share. When no request waits all count from zero again.
 
-Three orders, kept apart so that they cannot fight each other:
+Three orders, kept apart so that they cannot conflict:
 
-- Between tenants: virtual time. It moves with every step, and decides who is admitted and whose prompt goes on.
+- Between tenants: virtual time. It changes with every step, and decides which request is admitted and which prompt goes
+  on.
 - Within a tenant: priority with ageing, then arrival. Priorities mean nothing to other tenants.
-- The rank, which decides who is never preempted: arrival, for all alike. It never changes, so the oldest running
-  request always goes on, and everyone finishes in turn however virtual times move.
+- The rank, which decides which request is never preempted: arrival, over all tenants. It never changes, so the oldest
+  running request always goes on, and all requests finish however virtual times change.
 
-Weights are soft: what others leave may be used by anyone. If a tenant then comes back for its share of rows or blocks
-and there are none, one that holds more than its own share makes way. Both sides keep to their shares in that, so the
-one that made way cannot claim the place back. Caps are hard, also where rows or blocks are free.
+Weights are soft: a tenant may use what others leave. If another then returns for its share of rows or blocks and there
+are none, a tenant that holds more than its own share is preempted. Both count their shares alike, so the preempted one
+cannot claim the place back. Caps are hard, also where rows or blocks are free.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -34,11 +35,11 @@ from quire.scheduler.policies.tenants import Tenant, Tenants
 if TYPE_CHECKING:
     from quire.scheduler.request_table import RequestTable
 
-NOBODY = -1
-"""Whose a free row is."""
+NO_TENANT = -1
+"""Owner of a free row."""
 LEEWAY = 2048.0
-"""Tokens, at weight 1, that who begins to wait may be behind. A tenant with one request at a time does so over and
-over: it must not lose each time what others were ahead by a long request of theirs."""
+"""Tokens, at weight 1, that a tenant which begins to wait may be behind. A tenant with one request at a time begins
+again and again: it must not lose each time the lead that others gained by one long request."""
 
 
 class FairShare(SharingPolicy):
@@ -47,26 +48,25 @@ class FairShare(SharingPolicy):
     def __init__(self, shares: Shares | None = None) -> None:
         super().__init__(shares)
         self._clock = 0.0
-        """Virtual time of a tenant that has always had its share. It moves whoever is served, so newcomers cannot go
-        before someone for ever, however many there are."""
+        """Virtual time of a tenant that has always had its share. It advances whichever tenant is served, so newcomers,
+        however many, cannot keep a waiting tenant back indefinitely."""
         self._waiting: dict[Request, Tenant] = {}
         self._came = 0
-        """Times a tenant began to wait."""
+        """How often a tenant has begun to wait."""
 
-    def attach(self, ledger: RequestTable) -> None:
-        self._ledger, self._rows, self._tables = ledger, ledger.rows, ledger.tables
-        capacity = ledger.tables.pool.capacity
-        self._tenants = Tenants(self.shares, ledger.rows.size, capacity)
-        self._owner = np.full(ledger.rows.size, NOBODY, np.int64)
+    def attach(self, requests: RequestTable) -> None:
+        self._requests, self._rows, self._tables = requests, requests.rows, requests.tables
+        self._tenants = Tenants(self.shares, self._rows.size, self._tables.pool.capacity)
+        self._owner = np.full(self._rows.size, NO_TENANT, np.int64)
         """By row: its tenant's place."""
 
-    # Who waits
+    # Waiting
 
     def add(self, request: Request) -> None:
         if request in self._waiting:
             return
         if not self._waiting:
-            self._start_anew()
+            self._start_over()
         tenants = self._tenants
         tenant = tenants.of(request)
         place = tenant.place
@@ -85,7 +85,7 @@ class FairShare(SharingPolicy):
         tenants = self._tenants
         is_full = self._rows_held() >= tenants.max_rows
         waits = tenants.waiting > 0
-        # Who cannot use its share because of a cap does not save it up either.
+        # A tenant that a cap keeps from using its share does not save it up either.
         held_back = waits & is_full
         tenants.served[held_back] = np.maximum(tenants.served[held_back], tenants.floor)
         places = np.flatnonzero(waits & ~is_full)
@@ -104,8 +104,8 @@ class FairShare(SharingPolicy):
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def _start_anew(self) -> None:
-        """Nobody waited: all had what they asked for, and nobody owes anybody anything."""
+    def _start_over(self) -> None:
+        """No request waited, so every tenant had its share: all count from zero."""
         self._clock = 0.0
         self._tenants.served[:] = 0.0
         self._tenants.floor = 0.0
@@ -114,11 +114,11 @@ class FairShare(SharingPolicy):
     def _raise_floor(self) -> None:
         tenants = self._tenants
         waiting = tenants.served[(tenants.waiting > 0) & (tenants.rows < tenants.max_rows)]
-        # The clock counts on everyone's using all of its share: where some do not, it is behind those who wait.
+        # The clock assumes that every tenant uses all of its share: where some do not, it is behind those that wait.
         ahead = max(self._clock, float(waiting.min())) if len(waiting) else self._clock
         tenants.floor = max(tenants.floor, ahead - LEEWAY)
 
-    # What is computed
+    # Charging
 
     def took_row(self, request: Request) -> None:
         tenants = self._tenants
@@ -128,7 +128,7 @@ class FairShare(SharingPolicy):
 
     def left_row(self, request: Request) -> None:
         self._tenants.rows[self._owner[request.row]] -= 1
-        self._owner[request.row] = NOBODY
+        self._owner[request.row] = NO_TENANT
 
     def charge(self, request: Request, tokens: int) -> None:
         place = self._owner[request.row]
@@ -146,28 +146,28 @@ class FairShare(SharingPolicy):
         if tokens:
             self._clock += tokens / float(self._tenants.weight[self._tenants.active].sum())
 
-    # Who runs
+    # Order
 
     def rank(self, request: Request) -> Any:
         return (request.arrival_order, request.index)
 
-    def turn(self, request: Request) -> Any:
+    def order(self, request: Request) -> Any:
         tenant = self._tenants.of(request)
         return (self._tenants.served[tenant.place], request.row < 0, tenant.queue.rank(request))
 
     def is_owed(self, request: Request, decodes: NDArray[np.int64]) -> bool:
-        """Whether all of them are others' who were served more."""
+        """Whether all of them belong to other tenants, which were served more."""
         own, owners = self._tenants.of(request).place, self._owner[decodes]
         served = self._tenants.served
         return bool(((owners != own) & (served[owners] >= served[own])).all())
 
     def victim(self, running: Sequence[Request]) -> Request:
-        """The last of the tenant that holds the most blocks for its weight."""
+        """The last request of the tenant that holds the most blocks for its weight."""
         held = self._blocks_held() / np.maximum(self._tenants.weight, 1e-300)
         most = max({int(self._owner[request.row]) for request in running}, key=lambda place: (held[place], place))
         return max((r for r in running if self._owner[r.row] == most), key=self._tenants[most].queue.rank)
 
-    def makes_way(self, request: Request, blocks: int = 0) -> Request | None:
+    def victim_for(self, request: Request, blocks: int = 0) -> Request | None:
         tenants = self._tenants
         own = self._waiting[request].place
         active = tenants.active
@@ -184,7 +184,7 @@ class FairShare(SharingPolicy):
         return None
 
     def _last_of(self, place: int) -> list[Request]:
-        """A tenant's rows that may be preempted, the last to be kept first. The oldest of all always goes on."""
+        """A tenant's requests that may be preempted, lowest in its order first. The oldest request of all is exempt."""
         oldest = min(self._rows.running(), key=self.rank, default=None)
         requests = [self._rows.requests[row] for row in np.flatnonzero(self._owner == place).tolist()]
         others = [request for request in requests if request is not None and request is not oldest]
@@ -193,11 +193,11 @@ class FairShare(SharingPolicy):
     # Caps
 
     def accept(self, source: NewRequest) -> None:
-        """A request that may outgrow its tenant's cap is refused. One without `max_tokens` ends there."""
+        """Refuse a request that may outgrow its tenant's cap. One without `max_tokens` ends at the cap."""
         cap = self.shares.block_cap(source.tenant, self._tables.pool.capacity)
         if self._tables.blocks_for(source.limit - 1) <= cap:
             return
-        longest = cap * self._tables.block_size + 1  # the last token needs no place in the cache
+        longest = cap * self._tables.block_size + 1  # the last token needs no slot
         if source.params.max_tokens is None and source.pooling is None and len(source.prompt) < longest:
             source.limit = longest
             return
@@ -215,16 +215,16 @@ class FairShare(SharingPolicy):
         is_full = self._rows_held()[place] - is_counted >= self._tenants.max_rows[place]
         return not is_full and (is_counted or self._has_blocks_for(request, place))
 
-    def exceeding(self, growing: Sequence[Request]) -> Iterator[Request]:
+    def exceeding(self, growing: Iterable[Request]) -> Iterator[Request]:
         if not self.shares.max_blocks:
             return
-        tenants = self._tenants
+        tenants, growing = self._tenants, list(growing)
         more = self._count([request.row for request in growing])
         held = self._blocks_held()
         for place in np.flatnonzero((more > 0) & (held + more > tenants.max_blocks)).tolist():
             leaving = self._last_of(place)
             if len(leaving) == tenants.rows[place]:
-                leaving.pop()  # one stays: alone it fits, `accept` has seen to that
+                leaving.pop()  # one stays: `accept` has made sure that it fits alone
             for request in leaving:
                 if held[place] + more[place] <= tenants.max_blocks[place]:
                     break
@@ -239,25 +239,21 @@ class FairShare(SharingPolicy):
         return bool(self._blocks_held()[place] + needed <= self._tenants.max_blocks[place])
 
     def _rows_held(self) -> NDArray[np.int64]:
-        """By tenant: rows it has, or will when blocks that are on their way have come."""
-        loading = self._loading()
+        """By tenant: its rows, and those its loading requests will take."""
+        loading = self._requests.swapper.requests
         if not loading:
             return self._tenants.rows
         places = [self._tenants.of(request).place for request in loading]
         return self._tenants.rows + np.bincount(places, minlength=len(self._tenants.served))
 
-    def _loading(self) -> list[Request]:
-        return [] if self._ledger.moving is None else list(self._ledger.moving.requests)
-
     def _blocks_held(self) -> NDArray[np.float64]:
-        """By tenant: blocks its rows hold, or will when their known tokens are computed. One that several rows share
-        counts for each."""
-        loading = [(self._tenants.of(request).place, self._blocks_of(request)) for request in self._loading()]
-        rows = np.flatnonzero(self._owner != NOBODY)
+        """By tenant: blocks its rows hold, or will when their known tokens are computed. A block that several rows
+        share counts for each."""
+        rows = np.flatnonzero(self._owner != NO_TENANT)
         tokens = np.maximum(self._rows.capacity[rows], self._rows.known[rows])
         held = self._count(rows, -(-tokens // self._tables.block_size))
-        for place, blocks in loading:
-            held[place] += blocks
+        for request in self._requests.swapper.requests:
+            held[self._tenants.of(request).place] += self._blocks_of(request)
         return held
 
     def _blocks_of(self, request: Request) -> int:
@@ -266,13 +262,13 @@ class FairShare(SharingPolicy):
     def _count(
         self, rows: Sequence[int] | NDArray[np.int64], each: NDArray[np.int64] | None = None
     ) -> NDArray[np.float64]:
-        """By tenant: how many of these rows it has, or what they come to."""
+        """By tenant: how many of these rows it has, or the sum of `each` over them."""
         places = self._owner[np.asarray(rows, np.int64)]
         return np.bincount(places, each, minlength=len(self._tenants.served)).astype(np.float64)
 
     def check_idle(self) -> None:
         tenants = self._tenants
-        if self._waiting or tenants.waiting.any() or tenants.rows.any() or (self._owner != NOBODY).any():
+        if self._waiting or tenants.waiting.any() or tenants.rows.any() or (self._owner != NO_TENANT).any():
             raise RuntimeError(
                 f"not idle: tenants have {tenants.rows.sum()} rows and {tenants.waiting.sum()} waiting requests "
                 f"({len(self._waiting)} known)"

@@ -9,7 +9,7 @@ from quire.scheduler.policies.base import RankedPolicy
 
 
 class FirstComeFirstServed(RankedPolicy):
-    """Arrival order; a shortage costs whoever loses the least work."""
+    """Arrival order; preempts the request that loses the least work."""
 
     def victim(self, running: Sequence[Request]) -> Request:
         return min(running, key=lambda request: (len(request.blocks), -request.arrival_order, -request.index))

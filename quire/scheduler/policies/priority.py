@@ -1,4 +1,4 @@
-"""Priorities that age, so that nobody waits for ever."""
+"""Priorities that age, so that no request starves."""
 
 from __future__ import annotations
 

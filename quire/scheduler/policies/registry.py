@@ -15,7 +15,7 @@ POLICIES = {
 
 
 def make_policy(name: str, config: EngineConfig | None = None) -> Policy:
-    """A policy by its name or its dotted path. One that shares between tenants learns what the configuration grants."""
+    """A policy by its name or its dotted path. One that shares between tenants gets the configured shares."""
     kind = resolve("scheduling policy", name, POLICIES)
     takes_shares = isinstance(kind, type) and issubclass(kind, SharingPolicy)
     policy: Policy = kind(Shares.of(config)) if takes_shares and config is not None else kind()

@@ -1,9 +1,9 @@
-"""What a policy may do beyond naming who is next: watch what runs, and share it out between tenants."""
+"""What a policy may do beyond ordering requests: track what runs, and share it between tenants."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -12,39 +12,40 @@ from numpy.typing import NDArray
 
 from quire.config import EngineConfig
 from quire.messages.request import NewRequest, Request
+from quire.scheduler.policies.base import Policy
 
 if TYPE_CHECKING:
     from quire.scheduler.request_table import RequestTable
 
 OTHERS = "*"
-"""In a table by tenant: whoever is not named."""
+"""In a table by tenant: every tenant that is not named."""
 UNCAPPED = 1 << 62
 
 
 @dataclass(frozen=True)
 class Shares:
-    """What tenants are worth and what they may hold, by name; OTHERS stands for the rest."""
+    """Weights and caps of tenants, by name; OTHERS stands for the rest."""
 
     weights: Mapping[str, float] = field(default_factory=dict)
     max_rows: Mapping[str, float] = field(default_factory=dict)
-    """A count, or if below 1 a share of all rows."""
+    """A number of rows, or if below 1 a share of all rows."""
     max_blocks: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
     def of(cls, config: EngineConfig) -> Shares:
-        """What the configuration says."""
+        """The weights and caps of the configuration."""
         return cls(config.tenant_weights or {}, config.tenant_max_rows or {}, config.tenant_max_blocks or {})
 
     def weight(self, tenant: str) -> float:
-        """How many times as much as a tenant of weight 1 it gets."""
+        """The tenant's share relative to a tenant of weight 1."""
         return float(self.weights.get(tenant, self.weights.get(OTHERS, 1.0)))
 
     def row_cap(self, tenant: str, rows: int) -> int:
-        """Rows it may have, of so many."""
+        """Most rows the tenant may have, of `rows`."""
         return _cap(self.max_rows, tenant, rows)
 
     def block_cap(self, tenant: str, blocks: int) -> int:
-        """Blocks its rows may hold, of so many."""
+        """Most blocks the tenant's rows may hold, of `blocks`."""
         return _cap(self.max_blocks, tenant, blocks)
 
 
@@ -56,23 +57,26 @@ def _cap(caps: Mapping[str, float], tenant: str, whole: int) -> int:
 
 
 class SharingPolicy(ABC):
-    """A policy that is told who has a row and what is computed for whom, and that is asked who may grow.
+    """A policy that is notified of rows and computed tokens, and that decides which requests may grow.
 
-    The scheduler calls these only if the policy is one of this kind; others cost nothing.
+    The scheduler calls these methods on any policy of this kind, and on `NoSharing` in place of the others.
     """
+
+    interleaves = True
+    """Waiting requests compete with prompts under way for a step's tokens, in `order`."""
 
     def __init__(self, shares: Shares | None = None) -> None:
         self.shares = shares or Shares()
 
     @abstractmethod
-    def attach(self, ledger: RequestTable) -> None:
-        """This is the ledger whose requests it is for; called once, before anything else."""
+    def attach(self, requests: RequestTable) -> None:
+        """The requests to share between; called once, before anything else."""
 
-    # What it is told
+    # Notifications
 
     @abstractmethod
     def took_row(self, request: Request) -> None:
-        """The request has a row: admitted, forked, or branched off."""
+        """The request has a row: it was admitted, or forked from another."""
 
     @abstractmethod
     def left_row(self, request: Request) -> None:
@@ -80,13 +84,13 @@ class SharingPolicy(ABC):
 
     @abstractmethod
     def charge(self, request: Request, tokens: int) -> None:
-        """So many of the request's known tokens are computed in the next step."""
+        """The next step computes `tokens` known tokens of the request."""
 
     @abstractmethod
     def charge_decodes(self, rows: NDArray[np.int64]) -> None:
-        """One token of each row is computed in the next step."""
+        """The next step computes one token of each row."""
 
-    # What it is asked
+    # Decisions
 
     @abstractmethod
     def accept(self, source: NewRequest) -> None:
@@ -94,25 +98,64 @@ class SharingPolicy(ABC):
 
     @abstractmethod
     def allows(self, request: Request) -> bool:
-        """Whether the request may have a row beside those its tenant has."""
+        """Whether the request may have a row in addition to those its tenant has."""
 
     @abstractmethod
-    def turn(self, request: Request) -> Any:
-        """A sort key: of those that wait and those whose prompt is under way, lower gets the step's tokens first."""
+    def order(self, request: Request) -> Any:
+        """A sort key: of waiting requests and prompts under way, the lowest gets the step's tokens first."""
 
     @abstractmethod
     def is_owed(self, request: Request, decodes: NDArray[np.int64]) -> bool:
-        """Whether these rows have no claim that the request's prompt be cut small for them."""
+        """Whether the request's prompt need not be split into small chunks for the sake of these rows."""
 
     @abstractmethod
-    def makes_way(self, request: Request, blocks: int = 0) -> Request | None:
-        """Who is to be preempted for a waiting request that lacks a row, or where given blocks: it needs so many in
-        all. None: the request waits."""
+    def victim_for(self, request: Request, blocks: int = 0) -> Request | None:
+        """The request to preempt for a waiting one that lacks a row or, if given, that needs `blocks` in all. None: the
+        request waits."""
 
     @abstractmethod
-    def exceeding(self, growing: Sequence[Request]) -> Iterator[Request]:
-        """Rows that must be preempted before each of `growing` may have one more block."""
+    def exceeding(self, growing: Iterable[Request]) -> Iterator[Request]:
+        """Requests that must be preempted before each of `growing` may have one more block."""
 
     @abstractmethod
     def check_idle(self) -> None:
-        """Raise if it believes that anyone waits or has a row."""
+        """Raise if a request still counts as waiting or running."""
+
+
+class NoSharing(SharingPolicy):
+    """The policy does not share: all requests are equal, and only its rank orders them."""
+
+    interleaves = False
+
+    def __init__(self, policy: Policy) -> None:
+        super().__init__()
+        self._policy = policy
+
+    def attach(self, requests: RequestTable) -> None: ...
+
+    def took_row(self, request: Request) -> None: ...
+
+    def left_row(self, request: Request) -> None: ...
+
+    def charge(self, request: Request, tokens: int) -> None: ...
+
+    def charge_decodes(self, rows: NDArray[np.int64]) -> None: ...
+
+    def accept(self, source: NewRequest) -> None: ...
+
+    def allows(self, request: Request) -> bool:
+        return True
+
+    def order(self, request: Request) -> Any:
+        return self._policy.rank(request)
+
+    def is_owed(self, request: Request, decodes: NDArray[np.int64]) -> bool:
+        return False
+
+    def victim_for(self, request: Request, blocks: int = 0) -> Request | None:
+        return None
+
+    def exceeding(self, growing: Iterable[Request]) -> Iterator[Request]:
+        return iter(())
+
+    def check_idle(self) -> None: ...

@@ -1,4 +1,4 @@
-"""What is known of each tenant, in columns: with thousands of them a choice is still a few array operations."""
+"""State of each tenant, in columns: with thousands of tenants a choice is still a few array operations."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from quire.scheduler.policies.priority import PriorityWithAgeing
 from quire.scheduler.policies.sharing import Shares
 
 FEWEST = 16
-"""Places a table begins with."""
+"""Places in a new table."""
 
 
 class Tenant:
-    """One tenant's place in the table, and those of its requests that wait."""
+    """One tenant's place in the table, and its waiting requests."""
 
     def __init__(self, name: str, place: int) -> None:
         self.name = name
@@ -23,7 +23,7 @@ class Tenant:
 
 
 class Tenants:
-    """Tenants that have requests, or had some lately. Names come from outside: who is idle is forgotten in time."""
+    """Tenants that have requests, or had some lately. Users choose the names, so idle tenants are dropped in time."""
 
     def __init__(self, shares: Shares, rows: int, blocks: int) -> None:
         self._shares, self._num_rows, self._num_blocks = shares, rows, blocks
@@ -31,14 +31,14 @@ class Tenants:
         self._by_place: list[Tenant | None] = []
         self._free: list[int] = []
         self.floor = 0.0
-        """What who begins to wait is taken to have been served at least."""
+        """Least virtual time of a tenant that begins to wait."""
         self.served = np.zeros(0)
         """Virtual time: tokens computed for the tenant ÷ its weight, since the queue was last empty."""
         self.weight = np.zeros(0)
         self.waiting = np.zeros(0, np.int64)
-        """Requests that wait."""
+        """Waiting requests."""
         self.since = np.zeros(0, np.int64)
-        """…and a number that tells who has done so for longer."""
+        """A number that is lower for tenants that have waited longer."""
         self.rows = np.zeros(0, np.int64)
         """Rows held."""
         self.max_rows = np.zeros(0, np.int64)
@@ -54,11 +54,11 @@ class Tenants:
 
     @property
     def active(self) -> NDArray[np.bool_]:
-        """Who has requests that wait or run."""
+        """Tenants with waiting or running requests."""
         return (self.waiting > 0) | (self.rows > 0)
 
     def of(self, request: Request) -> Tenant:
-        """Whose request it is."""
+        """The request's tenant."""
         name = request.source.tenant
         tenant = self._by_name.get(name)
         if tenant is None:
@@ -73,7 +73,7 @@ class Tenants:
         return tenant
 
     def forget_idle(self) -> None:
-        """Drop who has no requests and was served no more than a newcomer is taken to have been."""
+        """Drop tenants without requests whose virtual time is not above a newcomer's."""
         for place in np.flatnonzero(~self.active & (self.served <= self.floor)).tolist():
             tenant = self._by_place[place]
             if tenant is not None:
@@ -82,7 +82,7 @@ class Tenants:
                 self._free.append(place)
 
     def _make_places(self) -> None:
-        """Forget the idle; twice as many places if that leaves too few."""
+        """Drop idle tenants; double the table if that frees too few places."""
         self.forget_idle()
         size = len(self._by_place)
         if len(self._free) > size // 4:

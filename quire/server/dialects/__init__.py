@@ -1,1 +1,1 @@
-"""Other APIs' conversations and answers, in terms of a chat and back."""
+"""Converts other APIs' requests to chat requests, and answers back."""

@@ -1,4 +1,4 @@
-"""A request of /v1/messages as a chat request."""
+"""Converts /v1/messages requests to chat requests."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ from quire.server.protocol.chat import (
     Tool,
 )
 from quire.server.protocol.messages import (
-    BLOCKS,
+    ANTHROPIC_BLOCKS,
     AnthropicInputMessage,
+    AnthropicTextBlock,
+    AnthropicThinkingBlock,
+    AnthropicToolResultBlock,
+    AnthropicToolUseBlock,
     CountTokensRequest,
     MessagesRequest,
-    TextBlock,
-    ThinkingBlock,
-    ToolResultBlock,
-    ToolUseBlock,
 )
 from quire.server.protocol.sampling import SCALAR_NAMES, JsonSchemaFormat, ResponseFormat
 
-_SAME = (
+_SAME_FIELDS = (
     *SCALAR_NAMES, "seed", "priority", "timeout", "cache_salt", "request_id", "stream",
 )  # fmt: skip
-"""Fields that mean the same in both."""
+"""Fields with the same meaning in both."""
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
 def as_chat(request: CountTokensRequest) -> ChatRequest:
-    """The same request, as /v1/chat/completions would have it."""
+    """The same request in the form of /v1/chat/completions."""
     request.check_fields()
     messages = _messages(request)
     continues = messages[-1].role == "assistant"
     if continues and messages[-1].tool_calls:
-        raise bad_request("messages ends with a tool_use; its tool_result is to follow", "messages")
+        raise bad_request("messages ends with a tool_use: its tool_result must follow", "messages")
     chat = ChatRequest(
         messages=messages,
         model=request.model,
@@ -62,7 +62,7 @@ def as_chat(request: CountTokensRequest) -> ChatRequest:
     if isinstance(request, MessagesRequest):
         chat.max_tokens = request.max_tokens
         chat.stop = request.stop_sequences
-        for name in _SAME:
+        for name in _SAME_FIELDS:
             setattr(chat, name, getattr(request, name))
     return chat
 
@@ -80,13 +80,13 @@ def _messages(request: CountTokensRequest) -> list[Message]:
         if message.role == "assistant":
             messages.append(_assistant(blocks, where))
         else:
-            messages += _told(message.role, blocks, where)
+            messages += _user_messages(message.role, blocks, where)
     return messages
 
 
 def _blocks(message: AnthropicInputMessage, where: str) -> list[Any]:
     if isinstance(message.content, str):
-        return [TextBlock(type="text", text=message.content)]
+        return [AnthropicTextBlock(type="text", text=message.content)]
     if not message.content:
         raise bad_request(f"{where} is empty", where)
     return [_block(block, f"{where}[{index}]") for index, block in enumerate(message.content)]
@@ -95,11 +95,11 @@ def _blocks(message: AnthropicInputMessage, where: str) -> list[Any]:
 def _block(block: dict[str, Any], where: str) -> Any:
     name = block.get("type")
     if name == "redacted_thinking":
-        return None  # nobody here could read it
-    kind = BLOCKS.get(name) if isinstance(name, str) else None
+        return None  # encrypted, cannot be used
+    kind = ANTHROPIC_BLOCKS.get(name) if isinstance(name, str) else None
     if kind is None:
-        known = ", ".join(BLOCKS)
-        raise bad_request(f"{where} is a block of type {str(name)[:80]!r}; this server reads {known}", where)
+        known = ", ".join(ANTHROPIC_BLOCKS)
+        raise bad_request(f"{where} is a block of type {str(name)[:80]!r}; supported: {known}", where)
     try:
         return msgspec.convert(block, kind)
     except msgspec.ValidationError as error:
@@ -108,18 +108,20 @@ def _block(block: dict[str, Any], where: str) -> Any:
 
 
 def _assistant(blocks: list[Any], where: str) -> Message:
-    """Thinking, text and calls as one message."""
+    """Reasoning, text and calls as one message."""
     texts, thoughts, calls = [], [], []
     for index, block in enumerate(blocks):
-        if isinstance(block, TextBlock):
+        if isinstance(block, AnthropicTextBlock):
             texts.append(block.text)
-        elif isinstance(block, ThinkingBlock):
+        elif isinstance(block, AnthropicThinkingBlock):
             thoughts.append(block.thinking)
-        elif isinstance(block, ToolUseBlock):
+        elif isinstance(block, AnthropicToolUseBlock):
             arguments = msgspec.json.encode(block.input).decode()
             calls.append(MessageToolCall(function=FunctionCall(name=block.name, arguments=arguments), id=block.id))
         elif block is not None:
-            raise bad_request(f"{where}[{index}] is a tool_result, which is the user's to send", f"{where}[{index}]")
+            raise bad_request(
+                f"{where}[{index}] is a tool_result, which only a user message may have", f"{where}[{index}]"
+            )
     return Message(
         role="assistant",
         content="".join(texts) if texts or not calls else None,
@@ -128,31 +130,31 @@ def _assistant(blocks: list[Any], where: str) -> Message:
     )
 
 
-def _told(role: str, blocks: list[Any], where: str) -> list[Message]:
-    """Results of calls, and text, each as messages in the order they come."""
+def _user_messages(role: str, blocks: list[Any], where: str) -> list[Message]:
+    """Tool results and text as messages, in order."""
     messages: list[Message] = []
     for index, block in enumerate(blocks):
-        if isinstance(block, ToolResultBlock):
+        if isinstance(block, AnthropicToolResultBlock):
             text = _result_text(block, f"{where}[{index}].content")
             messages.append(Message(role="tool", content=text, tool_call_id=block.tool_use_id))
-        elif isinstance(block, TextBlock):
+        elif isinstance(block, AnthropicTextBlock):
             if messages and messages[-1].role == role:
                 messages[-1].content = f"{messages[-1].content}\n{block.text}"
             else:
                 messages.append(Message(role=role, content=block.text))
         elif block is not None:
-            raise bad_request(f"{where}[{index}] is a {block.type}, which is the assistant's to send", where)
+            raise bad_request(f"{where}[{index}] is a {block.type}, which only an assistant message may have", where)
     return messages or [Message(role=role, content="")]
 
 
-def _result_text(block: ToolResultBlock, where: str) -> str:
+def _result_text(block: AnthropicToolResultBlock, where: str) -> str:
     if block.content is None or isinstance(block.content, str):
         text = block.content or ""
     else:
         parts = [_block(part, f"{where}[{index}]") for index, part in enumerate(block.content)]
         for index, part in enumerate(parts):
-            if not isinstance(part, TextBlock):
-                raise bad_request(f"{where}[{index}] is no text, and this server reads nothing else", where)
+            if not isinstance(part, AnthropicTextBlock):
+                raise bad_request(f"{where}[{index}] is not text; this server supports text only", where)
         text = "\n".join(part.text for part in parts)
     return f"Error: {text}" if block.is_error else text
 

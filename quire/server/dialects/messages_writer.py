@@ -1,4 +1,4 @@
-"""The pieces of an answer as the blocks and events of /v1/messages."""
+"""Writes an answer as content blocks and events of /v1/messages."""
 
 from __future__ import annotations
 
@@ -10,65 +10,65 @@ import msgspec
 from quire.output.parsers.deltas import CallArguments, CallEnd, CallStart, Content, Delta, Reasoning
 from quire.server.protocol.common import Usage
 from quire.server.protocol.messages import (
-    AnswerBlock,
-    AnswerText,
-    AnswerThinking,
-    AnswerToolUse,
+    AnthropicAnswerBlock,
+    AnthropicAnswerText,
+    AnthropicAnswerThinking,
+    AnthropicAnswerToolUse,
+    AnthropicBlockDelta,
+    AnthropicBlockStart,
+    AnthropicBlockStop,
+    AnthropicEvent,
+    AnthropicInputDelta,
     AnthropicMessage,
     AnthropicMessageDelta,
-    BlockDelta,
-    BlockStart,
-    BlockStop,
-    InputPiece,
-    MessageEnd,
-    MessageEvent,
-    MessageStart,
-    MessageStop,
+    AnthropicMessageEnd,
+    AnthropicMessageStart,
+    AnthropicMessageStop,
+    AnthropicPing,
+    AnthropicSignatureDelta,
+    AnthropicTextDelta,
+    AnthropicThinkingDelta,
     MessagesUsage,
-    PingEvent,
-    SignaturePiece,
-    TextPiece,
-    ThinkingPiece,
 )
 
 
 class MessageWriter:
-    """Puts a message together from deltas, and tells each change as events. What is not streamed drops the events."""
+    """Builds a message from deltas and returns the events of each change, which are ignored without streaming."""
 
     def __init__(self, message_id: str, model: str) -> None:
         self.message = AnthropicMessage(id=message_id, model=model, usage=MessagesUsage(0, 0))
-        self._events: list[MessageEvent] = []
-        self._open: AnswerBlock | None = None
+        self._events: list[AnthropicEvent] = []
+        self._open: AnthropicAnswerBlock | None = None
         self._index = -1
         self._text: list[str] = []
         self._calls = 0
 
-    def start(self, usage: Usage) -> list[MessageEvent]:
-        """The answer begins."""
+    def start(self, usage: Usage) -> list[AnthropicEvent]:
+        """Begin the answer."""
         empty = msgspec.structs.replace(self.message, content=[], usage=as_usage(usage))
-        self._events += [MessageStart(empty), PingEvent()]
+        self._events += [AnthropicMessageStart(empty), AnthropicPing()]
         return self._take()
 
-    def write(self, deltas: Sequence[Delta]) -> list[MessageEvent]:
-        """The answer goes on."""
+    def write(self, deltas: Sequence[Delta]) -> list[AnthropicEvent]:
+        """Add to the answer."""
         for delta in deltas:
             if isinstance(delta, Content):
-                self._in(AnswerText, AnswerText(""))
-                self._piece(delta.text, TextPiece(delta.text))
+                self._ensure_block(AnthropicAnswerText, AnthropicAnswerText(""))
+                self._add_delta(delta.text, AnthropicTextDelta(delta.text))
             elif isinstance(delta, Reasoning):
-                self._in(AnswerThinking, AnswerThinking(""))
-                self._piece(delta.text, ThinkingPiece(delta.text))
+                self._ensure_block(AnthropicAnswerThinking, AnthropicAnswerThinking(""))
+                self._add_delta(delta.text, AnthropicThinkingDelta(delta.text))
             elif isinstance(delta, CallStart):
-                self._begin(AnswerToolUse(as_tool_use_id(delta.id), delta.name, {}))
+                self._begin(AnthropicAnswerToolUse(as_tool_use_id(delta.id), delta.name, {}))
                 self._calls += 1
             elif isinstance(delta, CallArguments):
-                self._piece(delta.text, InputPiece(delta.text))
+                self._add_delta(delta.text, AnthropicInputDelta(delta.text))
             elif isinstance(delta, CallEnd):
                 self._end()
         return self._take()
 
-    def finish(self, reason: str | None, stop: int | str | None, usage: Usage) -> list[MessageEvent]:
-        """The answer has ended: the reason in OpenAI's words for chats, and the stop string or token it met."""
+    def finish(self, reason: str | None, stop: int | str | None, usage: Usage) -> list[AnthropicEvent]:
+        """End the answer, with OpenAI's finish reason and the stop string or token, if any."""
         self._end()
         message = self.message
         message.stop_sequence = stop if isinstance(stop, str) else None
@@ -79,56 +79,56 @@ class MessageWriter:
         else:
             message.stop_reason = "end_turn" if message.stop_sequence is None else "stop_sequence"
         message.usage = as_usage(usage)
-        ending = MessageEnd(message.stop_reason, message.stop_sequence)
-        self._events += [AnthropicMessageDelta(ending, message.usage), MessageStop()]
+        ending = AnthropicMessageEnd(message.stop_reason, message.stop_sequence)
+        self._events += [AnthropicMessageDelta(ending, message.usage), AnthropicMessageStop()]
         return self._take()
 
-    def _in(self, kind: type, fresh: AnswerBlock) -> None:
-        """Be inside a block of this kind."""
+    def _ensure_block(self, kind: type, fresh: AnthropicAnswerBlock) -> None:
+        """Open a block of this kind unless one is open."""
         if not isinstance(self._open, kind):
             self._begin(fresh)
 
-    def _begin(self, block: AnswerBlock) -> None:
+    def _begin(self, block: AnthropicAnswerBlock) -> None:
         self._end()
         self._open = block
         self._index += 1
-        self._events.append(BlockStart(self._index, msgspec.structs.replace(block)))
+        self._events.append(AnthropicBlockStart(self._index, msgspec.structs.replace(block)))
 
-    def _piece(self, text: str, piece: Any) -> None:
+    def _add_delta(self, text: str, delta: Any) -> None:
         self._text.append(text)
-        self._events.append(BlockDelta(self._index, piece))
+        self._events.append(AnthropicBlockDelta(self._index, delta))
 
     def _end(self) -> None:
         block, text = self._open, "".join(self._text)
         if block is None:
             return
         self._open, self._text = None, []
-        if isinstance(block, AnswerText):
+        if isinstance(block, AnthropicAnswerText):
             block.text = text
-        elif isinstance(block, AnswerThinking):
+        elif isinstance(block, AnthropicAnswerThinking):
             block.thinking = text
-            self._events.append(BlockDelta(self._index, SignaturePiece("")))
+            self._events.append(AnthropicBlockDelta(self._index, AnthropicSignatureDelta("")))
         else:
             arguments = _parsed(text)
             block = None if arguments is None else msgspec.structs.replace(block, input=arguments)
-        if block is not None:  # a call whose arguments broke off must not be run
+        if block is not None:  # a call with incomplete arguments must not be run
             self.message.content.append(block)
-        self._events.append(BlockStop(self._index))
+        self._events.append(AnthropicBlockStop(self._index))
 
-    def _take(self) -> list[MessageEvent]:
+    def _take(self) -> list[AnthropicEvent]:
         events, self._events = self._events, []
         return events
 
 
 def as_usage(usage: Usage) -> MessagesUsage:
-    """Usage as Anthropic counts it: tokens from the cache apart from the others."""
+    """Usage in Anthropic's terms: cached tokens are counted separately."""
     details = usage.prompt_tokens_details
     cached = 0 if details is msgspec.UNSET else details.cached_tokens
     return MessagesUsage(usage.prompt_tokens - cached, usage.completion_tokens, cached)
 
 
 def as_tool_use_id(call_id: str) -> str:
-    """A call's id in Anthropic's manner; what a model's own format demands stays as it is."""
+    """A call's id in Anthropic's format; ids in a model's own format stay as they are."""
     return f"toolu_{call_id.removeprefix('call_')}" if call_id.startswith("call_") else call_id
 
 

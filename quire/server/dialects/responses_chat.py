@@ -1,4 +1,4 @@
-"""A request of /v1/responses as a chat request."""
+"""Converts /v1/responses requests to chat requests."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from quire.server.protocol.chat import (
 )
 from quire.server.protocol.responses import (
     INPUT_ITEMS,
-    FunctionChoice,
-    InputCall,
-    InputCallOutput,
-    InputReasoning,
+    ResponseInputCall,
+    ResponseInputCallOutput,
     ResponseInputMessage,
+    ResponseInputReasoning,
     ResponsesRequest,
+    ResponseToolChoice,
 )
 from quire.server.protocol.sampling import SCALAR_NAMES, JsonSchemaFormat, ResponseFormat
 
-_SAME = (
+_SAME_FIELDS = (
     *SCALAR_NAMES, "model", "seed", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "min_tokens",
     "logit_bias", "allowed_token_ids", "bad_words", "skip_special_tokens", "structured_outputs", "include_reasoning",
     "chat_template_kwargs", "priority", "timeout", "cache_salt", "request_id", "vllm_xargs", "stream",
     "parallel_tool_calls",
 )  # fmt: skip
-"""Fields that mean the same in both."""
+"""Fields with the same meaning in both."""
 
 
 def as_chat(request: ResponsesRequest, max_model_len: int) -> ChatRequest:
-    """The same request, as /v1/chat/completions would have it."""
+    """The same request in the form of /v1/chat/completions."""
     request.check_fields()
     chat = ChatRequest(
         messages=_messages(request),
@@ -47,31 +47,31 @@ def as_chat(request: ResponsesRequest, max_model_len: int) -> ChatRequest:
         tools=_tools(request),
         tool_choice=_tool_choice(request),
         reasoning_effort=None if request.reasoning is None else request.reasoning.effort,
-        **{name: value for name in _SAME if (value := getattr(request, name)) is not None},
+        **{name: value for name in _SAME_FIELDS if (value := getattr(request, name)) is not None},
     )
     if request.wants_logprobs:
         chat.logprobs, chat.top_logprobs = True, request.top_logprobs or 0
     if request.truncation == "auto":
-        # What is kept leaves room for the answer: all it may have, or else a quarter of the context.
+        # Leave room for the answer: max_output_tokens, or else a quarter of the context.
         room = request.max_output_tokens or max_model_len // 4
         chat.truncate_prompt_tokens = max(1, max_model_len - room)
     return chat
 
 
 def _messages(request: ResponsesRequest) -> list[Message]:
-    made = _Conversation()
+    conversation = _Conversation()
     if request.instructions is not None:
-        made.say("system", request.instructions)
+        conversation.add_text("system", request.instructions)
     if isinstance(request.input, str):
-        made.say("user", request.input)
-        return made.messages
+        conversation.add_text("user", request.input)
+        return conversation.messages
     if not request.input:
         raise bad_request("input is empty: at least one item is needed", "input")
     for index, item in enumerate(request.input):
-        made.add(_read_item(item, f"input[{index}]"), f"input[{index}]")
-    if not made.messages:
-        raise bad_request("input holds nothing but thinking: at least one message is needed", "input")
-    return made.messages
+        conversation.add(_read_item(item, f"input[{index}]"), f"input[{index}]")
+    if not conversation.messages:
+        raise bad_request("input has only reasoning: at least one message is needed", "input")
+    return conversation.messages
 
 
 def _read_item(item: dict[str, Any], where: str) -> Any:
@@ -79,8 +79,8 @@ def _read_item(item: dict[str, Any], where: str) -> Any:
     kind = INPUT_ITEMS.get(name) if isinstance(name, str) else None
     if kind is None:
         known = ", ".join(INPUT_ITEMS)
-        hint = "; nothing is stored that could be referred to" if name == "item_reference" else ""
-        raise bad_request(f"{where} is of type {str(name)[:80]!r}{hint}; this server takes {known}", where)
+        hint = "; nothing is stored" if name == "item_reference" else ""
+        raise bad_request(f"{where} is of type {str(name)[:80]!r}{hint}; supported: {known}", where)
     try:
         return msgspec.convert(item, kind)
     except msgspec.ValidationError as error:
@@ -90,41 +90,41 @@ def _read_item(item: dict[str, Any], where: str) -> Any:
 
 
 class _Conversation:
-    """Items become messages: an assistant's thinking, text and calls in a row are one."""
+    """Builds messages from items: consecutive reasoning, text and calls of the assistant become one message."""
 
     def __init__(self) -> None:
         self.messages: list[Message] = []
         self._reasoning: list[str] = []
 
     def add(self, item: Any, where: str) -> None:
-        if isinstance(item, InputReasoning):
+        if isinstance(item, ResponseInputReasoning):
             self._reasoning += [part.text for part in item.content or item.summary or ()]
-        elif isinstance(item, InputCall):
+        elif isinstance(item, ResponseInputCall):
             call = MessageToolCall(function=FunctionCall(name=item.name, arguments=item.arguments), id=item.call_id)
             message = self._assistant()
             message.tool_calls = [*(message.tool_calls or ()), call]
-        elif isinstance(item, InputCallOutput):
+        elif isinstance(item, ResponseInputCallOutput):
             text = _text(item.output, f"{where}.output")
             self.messages.append(Message(role="tool", content=text, tool_call_id=item.call_id))
         elif isinstance(item, ResponseInputMessage):
-            self.say(item.role, _text(item.content, f"{where}.content"))
+            self.add_text(item.role, _text(item.content, f"{where}.content"))
 
-    def say(self, role: str, text: str) -> None:
-        """A message of text."""
+    def add_text(self, role: str, text: str) -> None:
+        """Add a text message."""
         if role == "assistant":
             message = self._assistant()
             message.content = text if message.content is None else f"{message.content}{text}"
             return
-        self._reasoning.clear()  # it led to nothing
-        role = "system" if role == "developer" else role  # which is the name templates know
+        self._reasoning.clear()  # reasoning without an answer
+        role = "system" if role == "developer" else role  # the role that templates know
         last = self.messages[-1] if self.messages else None
         if role == "system" and last is not None and last.role == "system":
-            last.content = f"{last.content}\n\n{text}"  # many templates take one of them, at the beginning
+            last.content = f"{last.content}\n\n{text}"  # many templates accept only one, at the beginning
             return
         self.messages.append(Message(role=role, content=text))
 
     def _assistant(self) -> Message:
-        """The assistant's message that is being put together."""
+        """The assistant's message being built."""
         last = self.messages[-1] if self.messages else None
         if last is None or last.role != "assistant" or self._reasoning:
             last = Message(role="assistant", reasoning="\n".join(self._reasoning) or None)
@@ -142,7 +142,7 @@ def _text(content: str | list[dict[str, Any]], where: str) -> str:
         text = part.get("refusal" if kind == "refusal" else "text")
         if kind not in ("input_text", "output_text", "text", "refusal"):
             raise bad_request(
-                f"{where}[{index}] is of type {str(kind)[:80]!r}; this server reads text only", f"{where}[{index}]"
+                f"{where}[{index}] is of type {str(kind)[:80]!r}; this server supports text only", f"{where}[{index}]"
             )
         if not isinstance(text, str):
             raise bad_request(f"{where}[{index}] has no text", f"{where}[{index}].text")
@@ -155,7 +155,7 @@ def _response_format(request: ResponsesRequest) -> ResponseFormat | None:
     if wanted is None or wanted.type == "text":
         return None
     if request.structured_outputs is not None:
-        raise bad_request("text.format and structured_outputs exclude each other", "structured_outputs")
+        raise bad_request("text.format and structured_outputs cannot be combined", "structured_outputs")
     if wanted.type == "json_object":
         return ResponseFormat(type="json_object")
     if wanted.schema is None:
@@ -172,9 +172,9 @@ def _tools(request: ResponsesRequest) -> list[Tool] | None:
             )
         )
         for tool in request.tools or ()
-    ] or None  # clients send an empty list to say that there are none
+    ] or None  # clients may send an empty list
 
 
 def _tool_choice(request: ResponsesRequest) -> str | NamedTool | None:
     choice = request.tool_choice
-    return NamedTool(function=FunctionName(name=choice.name)) if isinstance(choice, FunctionChoice) else choice
+    return NamedTool(function=FunctionName(name=choice.name)) if isinstance(choice, ResponseToolChoice) else choice

@@ -1,4 +1,4 @@
-"""The pieces of an answer as the items and events of /v1/responses."""
+"""Writes an answer as output items and events of /v1/responses."""
 
 from __future__ import annotations
 
@@ -13,35 +13,35 @@ from quire.server.errors import ApiError
 from quire.server.protocol.chat import TokenLogprob
 from quire.server.protocol.common import Usage
 from quire.server.protocol.response_events import (
-    ArgumentsDelta,
-    ArgumentsDone,
-    Completed,
-    Created,
-    Incomplete,
-    InProgress,
-    ItemAdded,
-    ItemDone,
-    PartAdded,
-    PartDone,
-    ReasoningDelta,
-    ReasoningDone,
+    ResponseArgumentsDelta,
+    ResponseArgumentsDone,
+    ResponseCompleted,
+    ResponseCreated,
     ResponseEvent,
     ResponseFailed,
-    TextDelta,
-    TextDone,
+    ResponseIncomplete,
+    ResponseInProgress,
+    ResponseItemAdded,
+    ResponseItemDone,
+    ResponsePartAdded,
+    ResponsePartDone,
+    ResponseReasoningDelta,
+    ResponseReasoningDone,
+    ResponseTextDelta,
+    ResponseTextDone,
 )
 from quire.server.protocol.responses import (
-    IncompleteDetails,
-    InputTokensDetails,
-    OutputCall,
-    OutputItem,
-    OutputMessage,
-    OutputReasoning,
-    OutputReasoningText,
-    OutputText,
-    OutputTokensDetails,
     Response,
     ResponseFailure,
+    ResponseIncompleteDetails,
+    ResponseInputTokensDetails,
+    ResponseOutputCall,
+    ResponseOutputItem,
+    ResponseOutputMessage,
+    ResponseOutputReasoning,
+    ResponseOutputReasoningText,
+    ResponseOutputText,
+    ResponseOutputTokensDetails,
     ResponsesRequest,
     ResponseUsage,
 )
@@ -49,7 +49,7 @@ from quire.server.protocol.sampling import given_scalars
 
 
 def new_response(request: ResponsesRequest, response_id: str, created: int, model: str) -> Response:
-    """A response with nothing in it yet; it repeats what was asked for."""
+    """An empty response, with the request's parameters."""
     text = {"format": {"type": "text"}}
     if request.text is not None and request.text.format is not None:
         given = msgspec.structs.asdict(request.text.format)
@@ -77,7 +77,7 @@ def new_response(request: ResponsesRequest, response_id: str, created: int, mode
 
 
 class ResponseWriter:
-    """Puts a response together from deltas, and tells each change as events. What is not streamed drops the events."""
+    """Builds a response from deltas and returns the events of each change, which are ignored without streaming."""
 
     def __init__(self, response: Response) -> None:
         self.response = response
@@ -85,120 +85,125 @@ class ResponseWriter:
         self._sequence = 0
         self._text: list[str] = []
         self._logprobs: list[TokenLogprob] = []
-        self._waiting: list[TokenLogprob] = []
-        """Of tokens whose text is held back."""
+        self._pending: list[TokenLogprob] = []
+        """Logprobs of tokens whose text is held back."""
         self._is_open = False
 
     def start(self) -> list[ResponseEvent]:
-        """The answer begins."""
-        self._tell(Created(response=self._snapshot()), InProgress(response=self._snapshot()))
+        """Begin the answer."""
+        self._emit(ResponseCreated(response=self._snapshot()), ResponseInProgress(response=self._snapshot()))
         return self._take()
 
     def write(self, deltas: Sequence[Delta], logprobs: Sequence[TokenLogprob] = ()) -> list[ResponseEvent]:
-        """The answer goes on. `logprobs` are those of the tokens that made these deltas."""
-        self._waiting += logprobs
+        """Add to the answer; `logprobs`: of the tokens that made these deltas."""
+        self._pending += logprobs
         for delta in deltas:
             if isinstance(delta, Content):
-                self._say(delta.text)
+                self._add_text(delta.text)
             elif isinstance(delta, Reasoning):
-                self._think(delta.text)
+                self._add_reasoning(delta.text)
             elif isinstance(delta, CallStart):
-                self._call(delta)
+                self._add_call(delta)
             elif isinstance(delta, CallArguments):
                 self._text.append(delta.text)
-                self._tell(ArgumentsDelta(**self._at, delta=delta.text))
+                self._emit(ResponseArgumentsDelta(**self._position, delta=delta.text))
             elif isinstance(delta, CallEnd):
                 self._close("completed" if delta.complete else "incomplete")
         if deltas:
-            self._waiting.clear()  # only the text of messages has logprobs
+            self._pending.clear()  # only message text has logprobs
         return self._take()
 
     def finish(self, reason: str | None, usage: Usage) -> list[ResponseEvent]:
-        """The answer has ended, for this reason in OpenAI's words for chats."""
+        """End the answer, with the finish reason of chat completions."""
         is_whole = reason != "length"
         self._close("completed" if is_whole else "incomplete")
         response = self.response
         if not response.output:
-            self._open(OutputMessage(_new_id("msg"), "in_progress", []))
+            self._open(ResponseOutputMessage(_new_id("msg"), "in_progress", []))
             self._close("completed" if is_whole else "incomplete")
         response.usage = _usage(usage)
         if is_whole:
             response.status = "completed"
-            self._tell(Completed(response=self._snapshot()))
+            self._emit(ResponseCompleted(response=self._snapshot()))
         else:
             response.status = "incomplete"
-            response.incomplete_details = IncompleteDetails("max_output_tokens")
-            self._tell(Incomplete(response=self._snapshot()))
+            response.incomplete_details = ResponseIncompleteDetails("max_output_tokens")
+            self._emit(ResponseIncomplete(response=self._snapshot()))
         return self._take()
 
     def fail(self, error: ApiError) -> list[ResponseEvent]:
-        """The answer breaks off."""
+        """End the answer with an error."""
         self.response.status = "failed"
         self.response.error = ResponseFailure(_error_code(error), error.message)
-        self._tell(ResponseFailed(response=self._snapshot()))
+        self._emit(ResponseFailed(response=self._snapshot()))
         return self._take()
 
     # Items
 
     @property
-    def _item(self) -> OutputItem:
+    def _item(self) -> ResponseOutputItem:
         return self.response.output[-1]
 
     @property
-    def _at(self) -> dict[str, Any]:
-        """Where an event takes place."""
+    def _position(self) -> dict[str, Any]:
+        """The position fields of an event."""
         return {"item_id": self._item.id, "output_index": len(self.response.output) - 1}
 
-    def _say(self, text: str) -> None:
-        if not (self._is_open and isinstance(self._item, OutputMessage)):
-            self._open(OutputMessage(_new_id("msg"), "in_progress", []))
+    def _add_text(self, text: str) -> None:
+        if not (self._is_open and isinstance(self._item, ResponseOutputMessage)):
+            self._open(ResponseOutputMessage(_new_id("msg"), "in_progress", []))
         self._text.append(text)
-        logprobs, self._waiting = self._waiting, []
+        logprobs, self._pending = self._pending, []
         self._logprobs += logprobs
-        self._tell(TextDelta(**self._at, delta=text, logprobs=logprobs))
+        self._emit(ResponseTextDelta(**self._position, delta=text, logprobs=logprobs))
 
-    def _think(self, text: str) -> None:
-        if not (self._is_open and isinstance(self._item, OutputReasoning)):
-            self._open(OutputReasoning(_new_id("rs"), "in_progress", []))
+    def _add_reasoning(self, text: str) -> None:
+        if not (self._is_open and isinstance(self._item, ResponseOutputReasoning)):
+            self._open(ResponseOutputReasoning(_new_id("rs"), "in_progress", []))
         self._text.append(text)
-        self._tell(ReasoningDelta(**self._at, delta=text))
+        self._emit(ResponseReasoningDelta(**self._position, delta=text))
 
-    def _call(self, start: CallStart) -> None:
-        self._open(OutputCall(_new_id("fc"), "in_progress", start.id, start.name, ""))
+    def _add_call(self, start: CallStart) -> None:
+        self._open(ResponseOutputCall(_new_id("fc"), "in_progress", start.id, start.name, ""))
 
-    def _open(self, item: OutputItem) -> None:
+    def _open(self, item: ResponseOutputItem) -> None:
         self._close("completed")
         self._is_open = True
         self.response.output.append(item)
-        self._tell(ItemAdded(output_index=len(self.response.output) - 1, item=_copy(item)))
-        if isinstance(item, OutputMessage):
-            self._tell(PartAdded(**self._at, part=OutputText("", [], [])))
-        elif isinstance(item, OutputReasoning):
-            self._tell(PartAdded(**self._at, part=OutputReasoningText("")))
+        self._emit(ResponseItemAdded(output_index=len(self.response.output) - 1, item=_copy(item)))
+        if isinstance(item, ResponseOutputMessage):
+            self._emit(ResponsePartAdded(**self._position, part=ResponseOutputText("", [], [])))
+        elif isinstance(item, ResponseOutputReasoning):
+            self._emit(ResponsePartAdded(**self._position, part=ResponseOutputReasoningText("")))
 
     def _close(self, status: str) -> None:
         if not self._is_open:
             return
         self._is_open = False
         item, text = self._item, "".join(self._text)
-        if isinstance(item, OutputMessage):
-            part = OutputText(text, [], self._logprobs)
+        if isinstance(item, ResponseOutputMessage):
+            part = ResponseOutputText(text, [], self._logprobs)
             item.content.append(part)
-            self._tell(TextDone(**self._at, text=text, logprobs=self._logprobs), PartDone(**self._at, part=part))
-        elif isinstance(item, OutputReasoning):
-            thought = OutputReasoningText(text)
-            item.content.append(thought)
-            self._tell(ReasoningDone(**self._at, text=text), PartDone(**self._at, part=thought))
+            self._emit(
+                ResponseTextDone(**self._position, text=text, logprobs=self._logprobs),
+                ResponsePartDone(**self._position, part=part),
+            )
+        elif isinstance(item, ResponseOutputReasoning):
+            reasoning = ResponseOutputReasoningText(text)
+            item.content.append(reasoning)
+            self._emit(
+                ResponseReasoningDone(**self._position, text=text), ResponsePartDone(**self._position, part=reasoning)
+            )
         else:
             item.arguments = text
-            self._tell(ArgumentsDone(**self._at, name=item.name, arguments=text))
+            self._emit(ResponseArgumentsDone(**self._position, name=item.name, arguments=text))
         item.status = status
         self._text, self._logprobs = [], []
-        self._tell(ItemDone(output_index=len(self.response.output) - 1, item=_copy(item)))
+        self._emit(ResponseItemDone(output_index=len(self.response.output) - 1, item=_copy(item)))
 
     # Events
 
-    def _tell(self, *events: ResponseEvent) -> None:
+    def _emit(self, *events: ResponseEvent) -> None:
         for event in events:
             event.sequence_number = self._sequence
             self._sequence += 1
@@ -212,9 +217,9 @@ class ResponseWriter:
         return msgspec.structs.replace(self.response, output=list(self.response.output))
 
 
-def _copy(item: OutputItem) -> OutputItem:
-    """As it is now: events are written after it may have changed."""
-    if isinstance(item, OutputCall):
+def _copy(item: ResponseOutputItem) -> ResponseOutputItem:
+    """A snapshot: events are encoded after the item may have changed."""
+    if isinstance(item, ResponseOutputCall):
         return msgspec.structs.replace(item)
     return msgspec.structs.replace(item, content=list(item.content))
 
@@ -228,9 +233,11 @@ def _usage(usage: Usage) -> ResponseUsage:
     reasoning = usage.completion_tokens_details
     return ResponseUsage(
         input_tokens=usage.prompt_tokens,
-        input_tokens_details=InputTokensDetails(0 if cached is msgspec.UNSET else cached.cached_tokens),
+        input_tokens_details=ResponseInputTokensDetails(0 if cached is msgspec.UNSET else cached.cached_tokens),
         output_tokens=usage.completion_tokens,
-        output_tokens_details=OutputTokensDetails(0 if reasoning is msgspec.UNSET else reasoning.reasoning_tokens),
+        output_tokens_details=ResponseOutputTokensDetails(
+            0 if reasoning is msgspec.UNSET else reasoning.reasoning_tokens
+        ),
         total_tokens=usage.total_tokens,
     )
 

@@ -1,1 +1,1 @@
-"""What keeps a server up: the engine's supervisor, its pulse, and connections that are cut in time."""
+"""Keeps a server up: restarts engines, probes their health, limits connections."""

@@ -1,4 +1,4 @@
-"""uvicorn's HTTP parser for clients that mean no good: bounds on heads, on time and on what is asked ahead."""
+"""uvicorn's HTTP protocol hardened against hostile clients: limits on header size, time and pipelined requests."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from quire.server.errors import ApiError, error_json, phrase
 from quire.server.http import ABORT
 
 HEAD_SECONDS = 30.0
-"""A client that has begun a connection gets so long to say what it wants."""
-MOST_AHEAD = 16
+"""Seconds from connecting to the end of the first request's headers."""
+MAX_PIPELINED = 16
 """Requests that a client may send before the first of them is answered."""
 
 UPGRADE = (b"upgrade", b"http2-settings")
-"""Headers that ask for another protocol, and what announces them in Connection."""
+"""Headers that request another protocol; Connection lists them too."""
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """One connection. uvicorn with httptools takes headers of any size; this does not."""
+    """One connection. uvicorn with httptools accepts headers of any size; this does not."""
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
         self._max_head: int = getattr(self.config, "max_header_bytes", 1 << 16)
         self._stall: float = getattr(self.config, "stall_timeout", 60.0)
         self._is_in_head = True
-        self._bare_bytes = 0
-        """Came since a body's last piece, or since a message's end: heads, trailers, the frames of chunks."""
-        self._is_deaf = False
-        """What still comes is not looked at."""
+        self._unframed_bytes = 0
+        """Received since the last piece of a body or the end of a message: headers, trailers, chunk framing."""
+        self._ignores_input = False
+        """Further input is discarded."""
         self._unanswered: list[RequestResponseCycle] = []
-        """Requests in the order they came. uvicorn knows the last one only, and would tell no other of the end."""
+        """Open requests in order of arrival; uvicorn keeps only the last one."""
         self._head_timer: asyncio.TimerHandle | None = None
         self._unread_timer: asyncio.TimerHandle | None = None
 
@@ -41,96 +41,96 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._head_timer = self.loop.call_later(HEAD_SECONDS, self._give_up)
+        self._head_timer = self.loop.call_later(HEAD_SECONDS, self._close_if_open)
 
     def connection_lost(self, exc: Exception | None) -> None:
         for timer in (self._head_timer, self._unread_timer, self.timeout_keep_alive_task):
             if timer is not None:
                 timer.cancel()
-        for cycle in self._waiting():
+        for cycle in self._open_requests():
             _disconnect(cycle)
         super().connection_lost(exc)
         if self.scope is not None:
-            del self.scope[ABORT]  # type: ignore[misc]  # it leads back here
+            del self.scope[ABORT]  # type: ignore[misc]  # it refers to this object
 
     def data_received(self, data: bytes) -> None:
-        """Headers count as they come: one that never ends would be gathered inside the parser."""
-        if self._is_deaf:
+        """Count headers as they arrive: the parser would buffer one that never ends."""
+        if self._ignores_input:
             return
-        self._bare_bytes += len(data)
-        if self._is_in_head and self._bare_bytes > self._max_head and self._is_unfinished(data):
-            self._refuse(self._too_long())
+        self._unframed_bytes += len(data)
+        if self._is_in_head and self._unframed_bytes > self._max_head and self._is_unfinished(data):
+            self._reject(self._headers_too_long())
             return
         try:
             self.parser.feed_data(data)
-        except httptools.HttpParserUpgrade as wish:
-            self._read_without_upgrade(data[wish.args[0] :])
+        except httptools.HttpParserUpgrade as upgrade:
+            self._read_without_upgrade(data[upgrade.args[0] :])
             return
         except httptools.HttpParserError:
-            self._refuse(ApiError(400, "what was sent is not HTTP/1.1, or breaks its rules"))
+            self._reject(ApiError(400, "the request is not valid HTTP/1.1"))
             return
-        if not self._is_in_head and self._bare_bytes > self._max_head:  # trailers: headers behind a body in chunks
-            self._refuse(self._too_long())
+        if not self._is_in_head and self._unframed_bytes > self._max_head:  # trailers: headers after a chunked body
+            self._reject(self._headers_too_long())
 
     def _is_unfinished(self, data: bytes) -> bool:
-        """Whether the head does not end within the bound: what comes after it is the body's."""
-        before = self._bare_bytes - len(data)
+        """Whether the headers do not end within the limit; bytes after them belong to the body."""
+        before = self._unframed_bytes - len(data)
         return b"\r\n\r\n" not in data[: max(0, self._max_head - before) + 3]
 
     def _unset_keepalive_if_required(self) -> None:
-        """uvicorn stops the timer of an idle connection at the first byte. Here a whole head is needed."""
+        """uvicorn stops the keep-alive timer at the first byte. Here it takes complete headers."""
 
     # Messages
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._is_in_head = True
-        self.scope[ABORT] = self._cut  # type: ignore[literal-required]
+        self.scope[ABORT] = self._abort  # type: ignore[literal-required]
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._is_in_head:  # a proxy that checks headers does not check trailers: they say nothing here
+        if self._is_in_head:  # trailers are ignored: a proxy that checks headers does not check them
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         if self.parser.should_upgrade():
-            return  # read again without that wish
+            return  # parsed again without the upgrade
         self._is_in_head = False
-        self._bare_bytes = 0
+        self._unframed_bytes = 0
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None
         super()._unset_keepalive_if_required()
         super().on_headers_complete()
-        self._unanswered = [*self._waiting(), self.cycle]
+        self._unanswered = [*self._open_requests(), self.cycle]
         if len(self._unanswered) > 1:
-            self.flow.resume_reading()  # uvicorn looks away until the first is answered, and would not see a hang-up
-        if len(self._unanswered) > MOST_AHEAD:
-            self._stop_listening()
+            self.flow.resume_reading()  # uvicorn pauses reading until the first is answered and would miss a disconnect
+        if len(self._unanswered) > MAX_PIPELINED:
+            self._ignore_further_requests()
 
     def on_body(self, body: bytes) -> None:
-        self._bare_bytes = 0
+        self._unframed_bytes = 0
         super().on_body(body)
-        if self.flow.read_paused and len(self._waiting()) > 1:  # nobody takes this body yet
-            self._stop_listening()
+        if self.flow.read_paused and len(self._open_requests()) > 1:  # this body is not being read yet
+            self._ignore_further_requests()
 
     def on_message_complete(self) -> None:
         if self.parser.should_upgrade():
             return
         super().on_message_complete()
         self._is_in_head = True  # the next one on this connection
-        self._bare_bytes = 0
+        self._unframed_bytes = 0
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if self._unread_timer is not None:
             self._unread_timer.cancel()
-        self._wait_for_reader()
+        self._abort_if_unread()
 
     def _read_without_upgrade(self, rest: bytes) -> None:
-        """A client may wish for another protocol and goes on in this one (Java's own does); the parser would not."""
+        """Parse the request without its upgrade headers, which httptools would stop at (Java's client sends them)."""
         method = self.parser.get_method()
         if method == b"CONNECT":
-            self._refuse(ApiError(405, "CONNECT is for proxies"))
+            self._reject(ApiError(405, "CONNECT is not supported: this server is not a proxy"))
             return
         head = [method + b" " + self.url + b" HTTP/1.1"]
         for name, value in self.headers:
@@ -140,55 +140,55 @@ class LimitedProtocol(HttpToolsProtocol):
             elif name not in UPGRADE:
                 head.append(name + b":" + value)
         self.parser = httptools.HttpRequestParser(self)
-        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn sets its own
-        self._bare_bytes = 0
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
+        self._unframed_bytes = 0
         self.data_received(b"\r\n".join([*head, b"", rest]))
 
-    def _waiting(self) -> list[RequestResponseCycle]:
+    def _open_requests(self) -> list[RequestResponseCycle]:
         return [cycle for cycle in self._unanswered if not cycle.response_complete]
 
-    # Ends
+    # Closing
 
-    def _wait_for_reader(self, unread: int = -1) -> None:
-        """An answer is over when it is written, not when it is read: one that nobody takes must not stay for ever."""
+    def _abort_if_unread(self, unread: int = -1) -> None:
+        """Abort the connection if the client reads nothing of a finished response for `stall_timeout` seconds."""
         left = self.transport.get_write_buffer_size()
         if left == unread:
-            self._cut()
+            self._abort()
         elif left:
-            self._unread_timer = self.loop.call_later(self._stall, self._wait_for_reader, left)
+            self._unread_timer = self.loop.call_later(self._stall, self._abort_if_unread, left)
 
-    def _cut(self) -> None:
+    def _abort(self) -> None:
         self.transport.abort()
 
-    def _give_up(self) -> None:
+    def _close_if_open(self) -> None:
         if not self.transport.is_closing():
             self.transport.close()
 
-    def _stop_listening(self) -> None:
-        """The request that is being answered is the last one."""
-        self._is_deaf = True
+    def _ignore_further_requests(self) -> None:
+        """The request being answered is the connection's last."""
+        self._ignores_input = True
         self.pipeline.clear()
-        self._waiting()[0].keep_alive = False
+        self._open_requests()[0].keep_alive = False
         self.flow.resume_reading()
 
-    def _refuse(self, error: ApiError) -> None:
-        """Answer what cannot be read. Whatever was asked before it has its answer first: then nothing more is said."""
-        waiting = self._waiting()
+    def _reject(self, error: ApiError) -> None:
+        """Answer a request that cannot be parsed; if earlier ones are open, only those are answered."""
+        waiting = self._open_requests()
         if waiting and not (len(waiting) == 1 and waiting[0].more_body):
-            self._stop_listening()
+            self._ignore_further_requests()
             return
-        if not self._has_begun():
-            self.transport.write(_plain_answer(error))
-        self._is_deaf = True
+        if not self._has_response_begun():
+            self.transport.write(_raw_response(error))
+        self._ignores_input = True
         for cycle in waiting:
             _disconnect(cycle)
         self.transport.close()
 
-    def _has_begun(self) -> bool:
-        """Whether the message that is being read has an answer already, or a part of one."""
+    def _has_response_begun(self) -> bool:
+        """Whether the request being read already has a response, or part of one."""
         return self.cycle is not None and self.cycle.more_body and self.cycle.response_started
 
-    def _too_long(self) -> ApiError:
+    def _headers_too_long(self) -> ApiError:
         return ApiError(431, f"request line and headers are longer than {self._max_head} bytes (--max-header-bytes)")
 
 
@@ -197,8 +197,8 @@ def _disconnect(cycle: RequestResponseCycle) -> None:
     cycle.message_event.set()
 
 
-def _plain_answer(error: ApiError) -> bytes:
-    """An error in full, for whoever has no request to answer."""
+def _raw_response(error: ApiError) -> bytes:
+    """A complete HTTP error response, for input that is not a request."""
     body = error_json(error)
     head = (
         f"HTTP/1.1 {error.status} {phrase(error.status)}\r\n"

@@ -1,4 +1,4 @@
-"""Keeps an engine alive, and tells the truth about it."""
+"""Restarts engines that died or hang, and reports their health."""
 
 from __future__ import annotations
 
@@ -10,41 +10,42 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
+from quire.api.async_llm import AsyncLLM
 from quire.engine.engine_info import EngineInfo
 from quire.errors import EngineDeadError
-from quire.server.lifecycle.pulse import IDLE_SECONDS, Beating, EngineHeartbeat
+from quire.server.lifecycle.health_probe import IDLE_SECONDS, HealthProbe, HealthReporter
 
 logger = logging.getLogger(__name__)
 
-LONGEST_PAUSE = 30.0
-LOOK_SECONDS = 5.0
-"""The pulse of a loop that has requests is felt so often."""
+LONGEST_PAUSE_SECONDS = 30.0
+PROBE_SECONDS = 5.0
+"""How often an engine with open requests is probed."""
 
 
 def pauses() -> Iterator[float]:
-    """Seconds to wait before each try: none, then twice as long every time."""
+    """Seconds to wait before each restart attempt: none, then 1, doubling each time."""
     yield 0.0
     seconds = 1.0
     while True:
-        yield min(seconds, LONGEST_PAUSE)
-        seconds = min(2 * seconds, LONGEST_PAUSE)
+        yield min(seconds, LONGEST_PAUSE_SECONDS)
+        seconds = min(2 * seconds, LONGEST_PAUSE_SECONDS)
 
 
 @dataclass(frozen=True)
 class Health:
-    """Whether the engine does its work, in a word and in a sentence."""
+    """Whether the engine is healthy, and a sentence that says why."""
 
     ok: bool
     message: str
 
 
-class Kept(Beating, Protocol):
-    """What is kept alive: `AsyncLLM`, or one of its replicas."""
+class SupervisedEngine(HealthReporter, Protocol):
+    """What is supervised: `AsyncLLM`, or one of its replicas."""
 
     is_shut: bool
 
     @property
-    def facts(self) -> EngineInfo: ...
+    def info(self) -> EngineInfo: ...
 
     @property
     def errored(self) -> bool: ...
@@ -60,25 +61,25 @@ class Kept(Beating, Protocol):
 
 
 class Supervisor:
-    """Restarts an engine that died, kills one that hangs, and knows how things stand.
+    """Restarts an engine that died, kills one that hangs, and reports its state.
 
-    Requests that were open when the engine died have failed by then: that is `AsyncLLM`'s own doing.
+    `AsyncLLM` has already failed the requests that were open when the engine died.
     """
 
     def __init__(
         self,
-        llm: Kept,
+        llm: SupervisedEngine,
         stall_seconds: float = 20.0,
         hang_timeout: float = 0.0,
         settled_seconds: float = 10.0,
         place: str = "",
     ) -> None:
-        """`stall_seconds`: so long a step may take before the engine counts as unhealthy. `hang_timeout`: so long
-        before its process is killed; 0: never. `settled_seconds`: one that served so long is brought back at once.
-        `place`: which of several it is, for the log.
+        """`stall_seconds`: a step may take this long before the engine counts as unhealthy. `hang_timeout`: and this
+        long before its process is killed; 0: never. `settled_seconds`: an engine that served this long is restarted
+        without a pause. `place`: which of several engines it is, for the log.
         """
         self._llm = llm
-        self._pulse = EngineHeartbeat(llm, stall_seconds)
+        self._probe = HealthProbe(llm, stall_seconds)
         self._hang_timeout = hang_timeout
         self._settled_seconds = settled_seconds
         self._at = f"{place}: " if place else ""
@@ -89,30 +90,30 @@ class Supervisor:
         self._remedy = ""
         """What is being done about it."""
         self._up_at = 0.0
-        """When it may be up again, as far as one can tell."""
-        self._start_seconds = llm.facts.start_seconds + 1.0
+        """Estimated monotonic time at which it is up again."""
+        self._start_seconds = llm.info.start_seconds + 1.0
         self._tasks: list[asyncio.Task[None]] = []
         self.restarts = 0
-        """Engines brought back so far."""
+        """Restarts so far."""
 
     @property
     def each(self) -> list[Supervisor]:
-        """One for each engine: only this."""
+        """The supervisors of each engine: only this one."""
         return [self]
 
     def start(self) -> None:
-        """Watch, in the running event loop."""
-        self._tasks = [asyncio.ensure_future(work) for work in (self._keep_alive(), self._watch_pulse())]
+        """Start supervising, in the running event loop."""
+        self._tasks = [asyncio.ensure_future(work) for work in (self._restart_when_dead(), self._watch_for_hangs())]
 
     async def stop(self) -> None:
-        """Leave the engine to itself: what dies from now on stays dead."""
-        self._pulse.stop()
+        """Stop supervising: an engine that dies from now on is not restarted."""
+        self._probe.stop()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._tasks = []
 
-    # How things stand
+    # State
 
     @property
     def is_serving(self) -> bool:
@@ -121,7 +122,7 @@ class Supervisor:
 
     @property
     def status(self) -> str:
-        """The state of the engine in a sentence."""
+        """The state of the engine, as a sentence."""
         if self.is_serving:
             return "serving"
         cause = self._cause or str(self._llm.dead_error)
@@ -129,27 +130,27 @@ class Supervisor:
 
     @property
     def retry_after(self) -> int:
-        """Whole seconds, at least one, after which asking again makes sense."""
+        """Whole seconds, at least one, after which a client should retry."""
         return max(1, math.ceil(self._up_at - time.monotonic()))
 
     async def health(self) -> Health:
-        """Asks the loop. Good only if steps end, or if there is nothing to do; known within a few seconds."""
+        """Probe the loop; takes a few seconds at most. Healthy if steps complete, or if there is nothing to do."""
         if self.is_serving:
-            await self._pulse.feel(IDLE_SECONDS)
+            await self._probe.probe(IDLE_SECONDS)
         if not self.is_serving:
             return Health(False, self.status)
-        if self._pulse.silence >= self._pulse.limit:
-            return Health(False, self._describe_silence())
+        if self._probe.stalled_seconds >= self._probe.stall_limit:
+            return Health(False, self._describe_stall())
         return Health(True, self.status)
 
-    def _describe_silence(self) -> str:
+    def _describe_stall(self) -> str:
         count = self._llm.num_open_requests
         what = f"{count} requests open" if count else "nothing to do"
-        return f"the engine's loop has made no step for {self._pulse.silence:.0f} s, with {what}"
+        return f"the engine's loop has made no step for {self._probe.stalled_seconds:.0f} s, with {what}"
 
-    # One that dies
+    # An engine that dies
 
-    async def _keep_alive(self) -> None:
+    async def _restart_when_dead(self) -> None:
         while True:
             self._cause = await self._llm.wait_until_dead()
             if self._llm.is_shut:
@@ -158,40 +159,98 @@ class Supervisor:
             if time.monotonic() - self._ready_at >= self._settled_seconds:
                 self._pauses = pauses()
             while self._llm.errored and not self._llm.is_shut:
-                await self._bring_back(next(self._pauses))
+                await self._restart(next(self._pauses))
             self._cause = self._remedy = ""
 
-    async def _bring_back(self, pause: float) -> None:
+    async def _restart(self, pause: float) -> None:
         begin = time.monotonic()
         self._up_at = begin + pause + self._start_seconds
         if pause:
-            self._remedy += f"{'; ' if self._remedy else ''}the next try comes in {pause:.0f} s"
+            self._remedy += f"{'; ' if self._remedy else ''}the next attempt is in {pause:.0f} s"
             await asyncio.sleep(pause)
-        self._remedy = "a new one is being started"
+        self._remedy = "it is being restarted"
         try:
             await self._llm.restart(only_if_dead=True)
-        except Exception as error:  # whatever it is, the next try may go better
-            self._remedy = f"starting a new one failed: {error}"
-            logger.error("%sthe engine could not be started again: %s", self._at, error)
+        except Exception as error:  # the next attempt may succeed
+            self._remedy = f"restarting it failed: {error}"
+            logger.error("%sthe engine could not be restarted: %s", self._at, error)
             return
         self._ready_at = time.monotonic()
         self._start_seconds = self._ready_at - begin - pause
         self.restarts += 1
-        logger.warning("%sa new engine serves, %.1f s after the last one died", self._at, self._ready_at - begin)
+        logger.warning("%sa new engine is serving, %.1f s after the last one died", self._at, self._ready_at - begin)
 
-    # One that hangs
+    # An engine that hangs
 
-    async def _watch_pulse(self) -> None:
-        """Where nobody waits for the engine nobody looks, and an idle server stays idle."""
-        told = False
+    async def _watch_for_hangs(self) -> None:
+        """Probe the engine while it has open requests; an idle server is not probed."""
+        is_reported = False
         while True:
-            await asyncio.sleep(min(LOOK_SECONDS, self._hang_timeout / 4) if self._hang_timeout else LOOK_SECONDS)
-            if self._llm.errored or not (self._llm.num_open_requests or self._pulse.is_waiting):
+            await asyncio.sleep(min(PROBE_SECONDS, self._hang_timeout / 4) if self._hang_timeout else PROBE_SECONDS)
+            if self._llm.errored or not (self._llm.num_open_requests or self._probe.is_suspect):
                 continue
-            await self._pulse.feel(0.0)
-            silence = self._pulse.silence
-            if silence >= self._pulse.limit and not told:
-                logger.warning("%s%s", self._at, self._describe_silence())
-            told = silence >= self._pulse.limit
-            if self._hang_timeout and silence >= self._hang_timeout:
-                self._llm.kill_engine(f"the engine was killed: {self._describe_silence()}")
+            await self._probe.probe(0.0)
+            stalled = self._probe.stalled_seconds
+            if stalled >= self._probe.stall_limit and not is_reported:
+                logger.warning("%s%s", self._at, self._describe_stall())
+            is_reported = stalled >= self._probe.stall_limit
+            if self._hang_timeout and stalled >= self._hang_timeout:
+                self._llm.kill_engine(f"the engine was killed: {self._describe_stall()}")
+
+
+class ReplicaSupervisor:
+    """A supervisor for each engine, and their combined state: while one engine restarts, the others serve."""
+
+    def __init__(self, llm: AsyncLLM, stall_seconds: float = 20.0, hang_timeout: float = 0.0) -> None:
+        """As `Supervisor`."""
+        self.each = [
+            Supervisor(replica, stall_seconds, hang_timeout, place=f"replica {replica.number}")
+            for replica in llm.replicas
+        ]
+
+    def start(self) -> None:
+        """Start supervising, in the running event loop."""
+        for one in self.each:
+            one.start()
+
+    async def stop(self) -> None:
+        """Stop supervising: an engine that dies from now on is not restarted."""
+        await asyncio.gather(*(one.stop() for one in self.each))
+
+    @property
+    def restarts(self) -> int:
+        """Restarts so far."""
+        return sum(one.restarts for one in self.each)
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether there is an engine to send requests to."""
+        return any(one.is_serving for one in self.each)
+
+    @property
+    def status(self) -> str:
+        """The state of the engines, as a sentence."""
+        return self._combined([Health(one.is_serving, one.status) for one in self.each]).message
+
+    @property
+    def retry_after(self) -> int:
+        """Whole seconds, at least one, until the engines that are down may be up: if none serves, until the first."""
+        seconds = [one.retry_after for one in self.each if not one.is_serving]
+        return (max if self.is_serving else min)(seconds, default=1)
+
+    async def health(self) -> Health:
+        """Probe all loops. Healthy if at least one is."""
+        return self._combined(await asyncio.gather(*(one.health() for one in self.each)))
+
+    def _combined(self, found: list[Health]) -> Health:
+        good = sum(one.ok for one in found)
+        if good == len(found):
+            return Health(True, "serving")
+        parts = [f"{good} of {len(found)} replicas serve", *(one.message for one in found if not one.ok)]
+        return Health(good > 0, "; ".join(parts))
+
+
+def supervise(llm: AsyncLLM, stall_seconds: float, hang_timeout: float) -> Supervisor | ReplicaSupervisor:
+    """The supervisor of these engines."""
+    kind = Supervisor if len(llm.replicas) == 1 else ReplicaSupervisor
+    return kind(llm, stall_seconds, hang_timeout)

@@ -1,1 +1,1 @@
-"""Who watches a server: metrics, log, traces."""
+"""Metrics, logs and traces of a server."""

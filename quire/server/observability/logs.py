@@ -1,4 +1,4 @@
-"""Log lines of the server: for people or for machines, with the request they belong to. Prompts stay out of them."""
+"""Log lines of the server, as text or JSON, with the id of their request. Prompts are not logged by default."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import os
 import sys
 from typing import Any, TextIO
 
-from quire.server.observability.observer import ASKED_BY_MACHINES, Generation, HttpRecord, current_record
+from quire.server.observability.observer import ROUTINE_PATHS, GenerationRecord, HttpRecord, current_record
 
-LONGEST_SHOWN = 2048
-"""Characters or tokens of a prompt, where prompts are logged."""
+LONGEST_PROMPT = 2048
+"""Characters or tokens of a logged prompt."""
 
 access = logging.getLogger("quire.access")
 requests = logging.getLogger("quire.requests")
@@ -34,7 +34,7 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line. What a record's `fields` hold stands beside the message."""
+    """One JSON object per line. A record's `fields` are added beside the message."""
 
     def format(self, record: logging.LogRecord) -> str:
         at = datetime.datetime.fromtimestamp(record.created, datetime.timezone.utc)
@@ -53,8 +53,8 @@ class JsonFormatter(logging.Formatter):
 
 
 def set_up(format: str = "text", level: str = "info", stream: TextIO | None = None) -> None:
-    """Quire's log and uvicorn's, in one form on one stream (stderr). What handled them before does so no more."""
-    # transformers has its own handler and advice for people who call it themselves.
+    """Send quire's and uvicorn's logs, in one format, to one stream (stderr). Replaces their handlers."""
+    # transformers has its own handler, and logs advice for direct callers.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     handler = logging.StreamHandler(sys.stderr if stream is None else stream)
     handler.setFormatter(JsonFormatter() if format == "json" else TextFormatter())
@@ -62,27 +62,27 @@ def set_up(format: str = "text", level: str = "info", stream: TextIO | None = No
         logger = logging.getLogger(name)
         logger.handlers = [handler]
         logger.setLevel(level.upper())
-        logger.propagate = name == "quire"  # uvicorn's own would come twice where the root logger has a handler
+        logger.propagate = name == "quire"  # uvicorn's lines would appear twice if the root logger has a handler
     for name in ("uvicorn.error", "uvicorn.access", "uvicorn.asgi"):
         child = logging.getLogger(name)
         child.handlers, child.propagate = [], True
-    # Each request has a line of ours.
+    # AccessLog writes a line for each request.
     logging.getLogger("uvicorn.access").setLevel("WARNING")
 
 
 class AccessLog:
-    """A line for each HTTP request: what was asked, what came of it, how long it took. Never what it said."""
+    """A line for each HTTP request: route, status, duration, token counts; never its content."""
 
     def on_http(self, record: HttpRecord) -> None:
-        """A request is over."""
-        level = logging.DEBUG if record.handler in ASKED_BY_MACHINES else logging.INFO
+        """A request has ended."""
+        level = logging.DEBUG if record.handler in ROUTINE_PATHS else logging.INFO
         if access.isEnabledFor(level):
             fields = access_fields(record)
             access.log(level, "%s", _sentence(fields), extra={"fields": fields})
 
 
 def access_fields(record: HttpRecord) -> dict[str, Any]:
-    """What is told of a request; what is not known is left out."""
+    """The fields of a request's line; unknown ones are left out."""
     fields: dict[str, Any] = {
         "method": record.method,
         "path": record.path,
@@ -108,24 +108,24 @@ def _milliseconds(seconds: float | None) -> float | None:
 
 
 def _sentence(fields: dict[str, Any]) -> str:
-    """The fields in one line that nothing a client sends can break."""
+    """The fields as one line of printable characters, whatever the client sent."""
     rest = {name: value for name, value in fields.items() if name not in ("method", "path", "status", "duration_ms")}
-    head = f"{fields['method']} {fields['path']} {fields.get('status', 'hung up')} {fields['duration_ms']:.1f} ms"
+    head = f"{fields['method']} {fields['path']} {fields.get('status', 'disconnected')} {fields['duration_ms']:.1f} ms"
     line = " ".join([head, *(f"{name}={value}" for name, value in rest.items())])
     return "".join(letter if letter.isprintable() else "?" for letter in line)
 
 
 class RequestLog:
-    """A line for each request to the engine with its prompt: only for those who ask for it."""
+    """A line for each request to the engine, with its prompt; used only with --enable-log-requests."""
 
-    def on_submit(self, seen: Generation) -> None:
-        """A request goes to the engine."""
-        prompt = seen.prompt[:LONGEST_SHOWN] if seen.prompt is not None else None
-        fields = {"engine_request_id": seen.request_id, "prompt": prompt, "params": repr(seen.params)}
-        requests.info("request %s: %r, %s", seen.request_id, prompt, seen.params, extra={"fields": fields})
+    def on_submit(self, record: GenerationRecord) -> None:
+        """A request is being sent to the engine."""
+        prompt = record.prompt[:LONGEST_PROMPT] if record.prompt is not None else None
+        fields = {"request_id": record.request_id, "prompt": prompt, "params": repr(record.params)}
+        requests.info("request %s: %r, %s", record.request_id, prompt, record.params, extra={"fields": fields})
 
-    def on_first_output(self, seen: Generation) -> None:
+    def on_first_output(self, record: GenerationRecord) -> None:
         pass
 
-    def on_finish(self, seen: Generation) -> None:
+    def on_finish(self, record: GenerationRecord) -> None:
         pass

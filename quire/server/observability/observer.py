@@ -1,26 +1,26 @@
-"""What one request was and became, for those who watch: metrics, logs, traces.
+"""Records of HTTP requests and of requests to the engine, passed to metrics, logs and traces.
 
-`watching.py` makes an `HttpRecord` for each HTTP request and puts it in `current_record`. Whoever sends a request to
-the engine makes a `Generation` of it:
+`Observer.http_request` makes an `HttpRecord` for each HTTP request and sets `current_record`. Code that sends a request
+to the engine makes a `GenerationRecord`:
 
-    seen = server.observer.on_submit(request_id, params, prompt)
+    record = context.observer.on_submit(request_id, params, prompt)
     try:
-        async for output in llm.generate(...):
-            seen.on_output(output)
+        async for output in outputs:
+            record.on_output(output)
     except QuireError:
-        seen.on_finish("error")
+        record.on_finish("error")
         raise
     finally:
-        seen.on_finish()  # what has ended stays ended; a request left in the middle was aborted
+        record.on_finish()  # no effect if it has finished; a request left before its last output was aborted
 
-Nothing here costs a streamed token more than one assignment: the times of tokens are taken where tokens arrive
-(`quire.output.times`).
+A streamed token costs one assignment here: token times are taken where tokens arrive (`quire.output.times`).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -28,15 +28,19 @@ from typing import Protocol
 from quire.messages.outputs import RequestMetrics, RequestOutput
 from quire.messages.pooling import PoolingParams
 from quire.messages.sampling import SamplingParams
+from quire.server.http import Exchange
 
 Params = SamplingParams | PoolingParams
 
-ASKED_BY_MACHINES = frozenset(("/health", "/ready", "/metrics", "/load", "/ping", "/version"))
-"""Routes that are asked every few seconds, and would drown the rest."""
+ROUTINE_PATHS = frozenset(("/health", "/ready", "/metrics", "/load", "/ping", "/version"))
+"""Routes polled every few seconds: logged at debug level and left out of HTTP latency metrics."""
+ROUTE = "quire.route"
+"""Key of the ASGI scope that holds the matched route's path, as the route table has it."""
+TRACE_HEADERS = ("traceparent", "tracestate")
 
 
-class Generation:
-    """One request to the engine, from its submission to its end."""
+class GenerationRecord:
+    """One request to the engine, from submission to end."""
 
     def __init__(
         self,
@@ -44,37 +48,37 @@ class Generation:
         params: Params,
         prompt: str | list[int] | None,
         arrived: float,
-        watches: Sequence[GenerationWatch],
+        listeners: Sequence[GenerationListener],
     ) -> None:
         self.request_id = request_id
+        """The HTTP request's id."""
         self.params = params
-        """How text is to be made, or a vector."""
         self.prompt = prompt
         self.arrived = arrived
-        """When the server got it, in monotonic seconds: before templates and tokenizing."""
+        """When the server received it, in monotonic seconds: before templates and tokenizing."""
         self.ended = 0.0
         self.reason = ""
         """stop, length, abort or error, once it has ended."""
         self.output: RequestOutput | None = None
-        """The last one that was read."""
-        self._watches = watches
+        """The last output that was read."""
+        self._listeners = listeners
 
     def on_output(self, output: RequestOutput) -> None:
-        """Something came. To be called for each output, or for those that are not swallowed at least."""
+        """An output was read."""
         is_first, self.output = self.output is None, output
         if is_first:
-            for watch in self._watches:
-                watch.on_first_output(self)
+            for listener in self._listeners:
+                listener.on_first_output(self)
 
     def on_finish(self, reason: str | None = None) -> None:
-        """It is over. Without a reason: as its last output says, else it was aborted. Only the first call counts."""
+        """The request has ended. Without a reason, the last output's, else abort. Only the first call counts."""
         if not self.reason:
             self.ended = time.monotonic()
-            self.reason = reason or self._own_reason()
-            for watch in self._watches:
-                watch.on_finish(self)
+            self.reason = reason or self._output_reason()
+            for listener in self._listeners:
+                listener.on_finish(self)
 
-    def _own_reason(self) -> str:
+    def _output_reason(self) -> str:
         reasons = self.finish_reasons
         if not reasons:
             return "abort"
@@ -82,14 +86,14 @@ class Generation:
 
     @property
     def finish_reasons(self) -> list[str]:
-        """How each sample ended, in index order; empty unless all of them have."""
+        """The finish reason of each sequence, in index order; empty until all have finished."""
         if self.output is None or not self.output.finished:
             return []
-        return [sample.finish_reason or "abort" for sample in self.output.outputs]
+        return [sequence.finish_reason or "abort" for sequence in self.output.outputs]
 
     @property
     def metrics(self) -> RequestMetrics | None:
-        """Its times, once something has come."""
+        """Its times, once there is an output."""
         return None if self.output is None else self.output.metrics
 
     @property
@@ -102,31 +106,31 @@ class Generation:
 
     @property
     def output_tokens(self) -> int:
-        """Tokens made so far, of all samples."""
+        """Tokens generated so far, over all sequences."""
         return 0 if self.metrics is None else self.metrics.num_generation_tokens
 
     @property
     def first_token_seconds(self) -> float | None:
-        """From arrival to the first token; None without one."""
+        """Seconds from arrival to the first token; None without one."""
         metrics = self.metrics
         return None if metrics is None or not metrics.first_token_ts else metrics.first_token_ts - self.arrived
 
     @property
     def queue_seconds(self) -> float | None:
-        """From the engine's queue to the first step; None if that did not happen."""
+        """Seconds from the engine's queue to the first step; None if it was never scheduled."""
         metrics = self.metrics
         return None if metrics is None or not metrics.scheduled_ts else max(0.0, metrics.queue_time)
 
 
 @dataclass(slots=True)
 class HttpRecord:
-    """One HTTP request, as it is told about once it has been answered."""
+    """One HTTP request, as it is reported once it has been answered."""
 
     request_id: str
     method: str
     path: str
     handler: str
-    """The route's path with its parameters unnamed, or "none": a label must not grow with what clients send."""
+    """The route's path with its parameters as placeholders, or "none": clients must not be able to add label values."""
     headers: Mapping[str, str] = field(default_factory=dict)
     """Those that carry a trace."""
     tenant: str = ""
@@ -134,40 +138,42 @@ class HttpRecord:
     arrived_wall_ns: int = field(default_factory=time.time_ns)
     ended: float = 0.0
     status: int = 0
-    """0: the client hung up before there was one."""
-    generations: list[Generation] = field(default_factory=list)
+    """0: the client disconnected before there was one."""
+    generations: list[GenerationRecord] = field(default_factory=list)
 
     @property
     def seconds(self) -> float:
-        """How long it took."""
+        """The duration."""
         return self.ended - self.arrived
 
     @property
     def prompt_tokens(self) -> int:
-        return sum(seen.prompt_tokens for seen in self.generations)
+        return sum(record.prompt_tokens for record in self.generations)
 
     @property
     def cached_tokens(self) -> int:
-        return sum(seen.cached_tokens for seen in self.generations)
+        return sum(record.cached_tokens for record in self.generations)
 
     @property
     def output_tokens(self) -> int:
-        return sum(seen.output_tokens for seen in self.generations)
+        return sum(record.output_tokens for record in self.generations)
 
     @property
     def finish_reasons(self) -> list[str]:
-        """How each sample ended; a request that did not come so far has one way for all of them."""
-        return [reason for seen in self.generations for reason in (seen.finish_reasons or [seen.reason or "abort"])]
+        """The finish reason of each sequence; one for all sequences of a request that was cut short."""
+        return [
+            reason for record in self.generations for reason in (record.finish_reasons or [record.reason or "abort"])
+        ]
 
     @property
     def queue_seconds(self) -> float | None:
-        """The longest wait of its requests to the engine; None where none was scheduled."""
-        return _longest(seen.queue_seconds for seen in self.generations)
+        """The longest queue time among its requests to the engine; None if none was scheduled."""
+        return _longest(record.queue_seconds for record in self.generations)
 
     @property
     def first_token_seconds(self) -> float | None:
-        """The same for the first token."""
-        return _longest(seen.first_token_seconds for seen in self.generations)
+        """The longest time to first token among its requests to the engine; None without a token."""
+        return _longest(record.first_token_seconds for record in self.generations)
 
 
 def _longest(seconds: Iterable[float | None]) -> float | None:
@@ -175,35 +181,66 @@ def _longest(seconds: Iterable[float | None]) -> float | None:
 
 
 current_record: ContextVar[HttpRecord | None] = ContextVar("quire_request", default=None)
-"""The HTTP request this task works for."""
+"""The HTTP request that this task is answering."""
 
 
-class GenerationWatch(Protocol):
-    """Who wants to know how requests to the engine go."""
+class GenerationListener(Protocol):
+    """Is notified of requests to the engine."""
 
-    def on_submit(self, seen: Generation) -> None:
-        """It goes to the engine."""
+    def on_submit(self, record: GenerationRecord) -> None:
+        """It is being sent to the engine."""
 
-    def on_first_output(self, seen: Generation) -> None:
-        """The first output came: prompt, cached tokens and first token are known."""
+    def on_first_output(self, record: GenerationRecord) -> None:
+        """The first output arrived: prompt, cached tokens and first token are known."""
 
-    def on_finish(self, seen: Generation) -> None:
-        """It is over."""
+    def on_finish(self, record: GenerationRecord) -> None:
+        """It has ended."""
+
+
+class HttpListener(Protocol):
+    """Is notified of HTTP requests."""
+
+    def on_http(self, record: HttpRecord) -> None:
+        """One has been answered, or its client has disconnected."""
 
 
 class Observer:
-    """Makes the records. One for each server."""
+    """Makes the records of one server and passes them to the listeners."""
 
-    def __init__(self, *watches: GenerationWatch) -> None:
-        self._watches = watches
+    def __init__(self, *listeners: GenerationListener, http: Sequence[HttpListener] = ()) -> None:
+        self._listeners = listeners
+        self.http_listeners = http
 
-    def on_submit(self, request_id: str, params: Params, prompt: str | list[int] | None = None) -> Generation:
-        """A request goes to the engine now. Its arrival is that of the HTTP request it is for, if it is for one."""
-        record = current_record.get()
-        arrived = time.monotonic() if record is None else record.arrived
-        seen = Generation(request_id, params, prompt, arrived, self._watches)
-        if record is not None:
-            record.generations.append(seen)
-        for watch in self._watches:
-            watch.on_submit(seen)
-        return seen
+    @contextmanager
+    def http_request(self, exchange: Exchange) -> Iterator[HttpRecord]:
+        """Record one HTTP request; code called inside the block finds the record in `current_record`."""
+        scope = exchange.scope
+        record = HttpRecord(
+            request_id=exchange.id,
+            method=scope["method"],
+            path=scope["path"],
+            handler="none",
+            headers={name: exchange.headers[name] for name in TRACE_HEADERS if name in exchange.headers},
+            arrived=exchange.arrived,
+        )
+        token = current_record.set(record)
+        try:
+            yield record
+        finally:
+            current_record.reset(token)
+            record.handler = scope.get(ROUTE, "none")
+            record.request_id, record.tenant, record.status = exchange.id, exchange.tenant, exchange.status
+            record.ended = time.monotonic()
+            for listener in self.http_listeners:
+                listener.on_http(record)
+
+    def on_submit(self, request_id: str, params: Params, prompt: str | list[int] | None = None) -> GenerationRecord:
+        """Record a request to the engine. Its arrival is that of the current HTTP request, if there is one."""
+        http = current_record.get()
+        arrived = time.monotonic() if http is None else http.arrived
+        record = GenerationRecord(request_id, params, prompt, arrived, self._listeners)
+        if http is not None:
+            http.generations.append(record)
+        for listener in self._listeners:
+            listener.on_submit(record)
+        return record

@@ -1,4 +1,4 @@
-"""OpenTelemetry spans, one for each request that generates. Nothing of it is imported unless it is asked for."""
+"""OpenTelemetry spans, one for each request that generates. OpenTelemetry is imported only if traces are enabled."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from quire.errors import ConfigError
 from quire.messages.pooling import PoolingParams
-from quire.server.observability.observer import Generation, HttpRecord
+from quire.server.observability.observer import GenerationRecord, HttpRecord
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
@@ -18,11 +18,11 @@ OPERATIONS = {
     "/v1/completions": "text_completion",
     "/v1/embeddings": "embeddings",
 }
-"""Words of the gen_ai conventions for what a route does."""
+"""Operation names of the gen_ai conventions, by route."""
 
 
 class RequestTraces:
-    """Makes a span of each HTTP request that reached the engine, under the caller's own trace if it sent one."""
+    """Makes a span for each HTTP request that reached the engine, in the caller's trace if it sent one."""
 
     def __init__(self, provider: TracerProvider, model_name: str) -> None:
         from opentelemetry.trace import SpanKind, Status, StatusCode
@@ -36,7 +36,7 @@ class RequestTraces:
         self._failed = Status(StatusCode.ERROR)
 
     def on_http(self, record: HttpRecord) -> None:
-        """A request is over: its span begins in the past and ends now."""
+        """A request has ended: make its span, with start and end times."""
         if not record.generations:
             return
         operation = OPERATIONS.get(record.handler, "generate_content")
@@ -47,10 +47,10 @@ class RequestTraces:
             attributes=self._attributes(record, operation),
             start_time=record.arrived_wall_ns,
         )
-        for seen in record.generations:
-            if (seconds := seen.first_token_seconds) is not None:
+        for generation in record.generations:
+            if (seconds := generation.first_token_seconds) is not None:
                 span.add_event("first token", timestamp=record.arrived_wall_ns + int(seconds * 1e9))
-        if record.status >= 500 or any(seen.reason == "error" for seen in record.generations):
+        if record.status >= 500 or any(generation.reason == "error" for generation in record.generations):
             span.set_status(self._failed)
         span.end(end_time=record.arrived_wall_ns + int(record.seconds * 1e9))
 
@@ -72,17 +72,17 @@ class RequestTraces:
             "http.response.status_code": record.status or None,
             "url.path": record.path,
             "quire.tenant": record.tenant or None,
-            **_asked(record.generations[0]),
+            **_request_attributes(record.generations[0]),
         }
         return {name: value for name, value in found.items() if value is not None}
 
     def shutdown(self) -> None:
-        """Send what is not sent yet."""
+        """Send the remaining spans."""
         self._provider.shutdown()
 
 
-def _asked(seen: Generation) -> dict[str, Any]:
-    params = seen.params
+def _request_attributes(record: GenerationRecord) -> dict[str, Any]:
+    params = record.params
     if isinstance(params, PoolingParams):
         return {"gen_ai.embeddings.dimension.count": params.dimensions}
     return {
@@ -94,7 +94,7 @@ def _asked(seen: Generation) -> dict[str, Any]:
 
 
 def make_traces(endpoint: str, model_name: str) -> RequestTraces:
-    """Spans to a collector that speaks OTLP over HTTP; in the background, and dropped where it is not there."""
+    """Sends spans to an OTLP/HTTP collector in the background; spans are dropped if it cannot be reached."""
     if not endpoint.startswith(("http://", "https://")):
         raise ConfigError(
             f"otlp_traces_endpoint must be a http(s) URL such as http://localhost:4318/v1/traces, got {endpoint!r}",

@@ -9,7 +9,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from quire.server.errors import bad_request
-from quire.server.protocol.common import HINTS, Body, RequestFigures, Usage, check_depth
+from quire.server.protocol.common import HINTS, Body, RequestTimings, Usage, check_depth
 from quire.server.protocol.sampling import GenerationFields, form_names
 from quire.server.protocol.values import (
     NOT_EMPTY,
@@ -19,14 +19,14 @@ from quire.server.protocol.values import (
     Part,
     TemplateVariables,
     ToolChoice,
-    told,
+    schema,
 )
 
-MOST_TOOLS = 256
+MAX_TOOLS = 256
 
 
 class FunctionCall(Body):
-    """What a call calls."""
+    """The function of a tool call and its arguments."""
 
     name: str
     arguments: str | None = None
@@ -34,7 +34,7 @@ class FunctionCall(Body):
 
 
 class MessageToolCall(Body):
-    """A call that an assistant's message holds."""
+    """A tool call in an assistant's message."""
 
     function: FunctionCall
     id: str | None = None
@@ -52,14 +52,14 @@ class Message(Body):
     tool_call_id: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
-    """The same, as others name it."""
+    """Another name of `reasoning`."""
     refusal: str | None = None
     annotations: list[Any] | None = None
     audio: None = None
     function_call: None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """As chat templates know it."""
+        """As chat templates expect it."""
         fields = {name: value for name in self.__struct_fields__ if (value := getattr(self, name)) is not None}
         fields.pop("annotations", None)
         fields.pop("refusal", None)
@@ -76,7 +76,7 @@ class Message(Body):
 
 
 class Function(Body):
-    """A tool's name, what it is for, and its parameters as a JSON schema."""
+    """A tool's name, description, and parameters as a JSON schema."""
 
     name: Name
     description: str | None = None
@@ -85,7 +85,7 @@ class Function(Body):
 
 
 class Tool(Body):
-    """Something the model may call."""
+    """A tool the model may call."""
 
     function: Function
     type: Literal["function"] = "function"
@@ -96,7 +96,7 @@ class FunctionName(Body):
 
 
 class NamedTool(Body):
-    """The one tool that must be called."""
+    """The tool that must be called."""
 
     function: FunctionName
     type: Literal["function"] = "function"
@@ -117,13 +117,13 @@ class ChatRequest(GenerationFields, kw_only=True):
     max_completion_tokens: OutputLimit | None = None
     logprobs: bool | None = None
     top_logprobs: Logprobs | None = None
-    tools: Annotated[list[Tool], told(minItems=1, maxItems=MOST_TOOLS)] | None = None
+    tools: Annotated[list[Tool], schema(minItems=1, maxItems=MAX_TOOLS)] | None = None
     tool_choice: Union[ToolChoice, NamedTool, None] = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
-    """Handed to the chat template; "none" also sets enable_thinking to false."""
+    """Passed to the chat template; "none" also sets enable_thinking to false."""
     include_reasoning: bool | None = None
-    """False leaves the thinking out of the answer."""
+    """False: leave the reasoning out of the response."""
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template: str | None = None
@@ -143,9 +143,9 @@ class ChatRequest(GenerationFields, kw_only=True):
     hints: ClassVar[Mapping[str, str]] = HINTS
 
     @property
-    def sent_as(self) -> Mapping[str, str]:
+    def client_names(self) -> Mapping[str, str]:
         named = {"max_tokens": self.token_limit[1], "logprobs": "top_logprobs", "prompt": "messages"}
-        return {**named, **super().sent_as}
+        return {**named, **super().client_names}
 
     @property
     def _form_names(self) -> Mapping[str, str]:
@@ -153,19 +153,21 @@ class ChatRequest(GenerationFields, kw_only=True):
         return super()._form_names or of_tools
 
     def check_fields(self) -> None:
-        """What the types alone cannot say."""
+        """Check what the types cannot express; raises 400."""
         super().check_fields()
         if not self.messages:
             raise bad_request("messages is empty: at least one is needed", "messages")
         if self.add_generation_prompt and self.continue_final_message:
-            raise bad_request("add_generation_prompt and continue_final_message exclude each other")
+            raise bad_request("add_generation_prompt and continue_final_message cannot be combined")
         limit, name = self.token_limit
         if limit is not None and limit < 1:
             raise bad_request(f"{name} must be an integer at least 1, got {limit}", name)
         if self.top_logprobs is not None and not self.logprobs:
             raise bad_request("top_logprobs needs logprobs=true", "top_logprobs")
         if self.use_beam_search and self.top_logprobs:
-            raise bad_request("a beam search tells of its own tokens only: top_logprobs must be 0", "top_logprobs")
+            raise bad_request(
+                "beam search returns logprobs of the chosen tokens only: top_logprobs must be 0", "top_logprobs"
+            )
         for name in ("chat_template_kwargs", "documents"):
             check_depth(name, getattr(self, name))
         self._check_tools()
@@ -176,8 +178,8 @@ class ChatRequest(GenerationFields, kw_only=True):
             if choice not in (None, "none", "auto"):
                 raise bad_request("tool_choice needs tools", "tool_choice")
             return
-        if not 0 < len(self.tools) <= MOST_TOOLS:
-            raise bad_request(f"tools must hold 1 to {MOST_TOOLS} of them, got {len(self.tools)}", "tools")
+        if not 0 < len(self.tools) <= MAX_TOOLS:
+            raise bad_request(f"tools must have 1 to {MAX_TOOLS} entries, got {len(self.tools)}", "tools")
         for tool in self.tools:
             check_depth("tools", tool.function.parameters)
         names = [tool.function.name for tool in self.tools]
@@ -190,17 +192,17 @@ class ChatRequest(GenerationFields, kw_only=True):
 
     @property
     def token_limit(self) -> tuple[int | None, str]:
-        """The most tokens to write, and the name of the field that says so."""
+        """The most tokens to generate, and the name of the field that sets it."""
         if self.max_completion_tokens is not None:
             return self.max_completion_tokens, "max_completion_tokens"
         return self.max_tokens, "max_tokens"
 
 
-# Answers
+# Responses
 
 
 class TopLogprob(msgspec.Struct):
-    """A token that might have been there."""
+    """An alternative token."""
 
     token: str
     logprob: float
@@ -208,7 +210,7 @@ class TopLogprob(msgspec.Struct):
 
 
 class TokenLogprob(msgspec.Struct):
-    """A token that is there."""
+    """A generated token."""
 
     token: str
     logprob: float
@@ -226,7 +228,7 @@ class CalledFunction(msgspec.Struct):
 
 
 class AnsweredCall(msgspec.Struct):
-    """A tool call in an answer."""
+    """A tool call in a response."""
 
     id: str
     function: CalledFunction
@@ -244,7 +246,7 @@ class AnswerMessage(msgspec.Struct, omit_defaults=True):
 
 
 class ChatChoice(msgspec.Struct, omit_defaults=True):
-    """One sample."""
+    """One sequence."""
 
     index: int
     message: AnswerMessage
@@ -255,7 +257,7 @@ class ChatChoice(msgspec.Struct, omit_defaults=True):
 
 
 class ChatResponse(msgspec.Struct, omit_defaults=True):
-    """The whole answer."""
+    """The whole response."""
 
     id: str
     object: str
@@ -266,11 +268,11 @@ class ChatResponse(msgspec.Struct, omit_defaults=True):
     system_fingerprint: str | UnsetType | None = UNSET
     prompt_logprobs: list[dict[int, PromptLogprob] | None] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
-    metrics: RequestFigures | UnsetType = UNSET
+    metrics: RequestTimings | UnsetType = UNSET
 
 
 class PromptLogprob(msgspec.Struct):
-    """A token of the prompt, or one that might have been there."""
+    """A token of the prompt, or an alternative."""
 
     logprob: float
     rank: int | None
@@ -283,7 +285,7 @@ class FunctionDelta(msgspec.Struct, omit_defaults=True):
 
 
 class CallDelta(msgspec.Struct, omit_defaults=True):
-    """More of a tool call."""
+    """A part of a tool call."""
 
     index: int
     id: str | UnsetType = UNSET
@@ -292,7 +294,7 @@ class CallDelta(msgspec.Struct, omit_defaults=True):
 
 
 class ChatMessageDelta(msgspec.Struct, omit_defaults=True):
-    """More of a message."""
+    """A part of a message."""
 
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
@@ -301,7 +303,7 @@ class ChatMessageDelta(msgspec.Struct, omit_defaults=True):
 
 
 class ChunkChoice(msgspec.Struct, omit_defaults=True):
-    """What is new of one sample."""
+    """New output of one sequence."""
 
     index: int
     delta: ChatMessageDelta
@@ -312,7 +314,7 @@ class ChunkChoice(msgspec.Struct, omit_defaults=True):
 
 
 class ChatChunk(msgspec.Struct, omit_defaults=True):
-    """One event of a streamed answer."""
+    """One event of a streamed response."""
 
     id: str
     object: str
@@ -321,4 +323,4 @@ class ChatChunk(msgspec.Struct, omit_defaults=True):
     choices: list[ChunkChoice]
     usage: Usage | UnsetType | None = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
-    metrics: RequestFigures | UnsetType = UNSET
+    metrics: RequestTimings | UnsetType = UNSET

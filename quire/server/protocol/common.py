@@ -1,4 +1,4 @@
-"""What the bodies of all routes share."""
+"""What the bodies of all routes have in common."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import msgspec
 from quire.messages.outputs import RequestMetrics, RequestOutput
 from quire.server.errors import bad_request
 
-DEEPEST_JSON = 64
-"""Levels of free JSON (schemas, tool parameters) that are looked at; what comes after a body's own structs."""
+MAX_JSON_DEPTH = 64
+"""Nesting levels allowed in free-form JSON (schemas, tool parameters)."""
 
 _INSTEAD = "use structured_outputs or response_format"
 HINTS: Mapping[str, str] = {
@@ -19,48 +19,48 @@ HINTS: Mapping[str, str] = {
         ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_decoding_backend",
          "guided_whitespace_pattern"), _INSTEAD,
     ),
-    "best_of": "ask for n samples and choose among them",
-    "logits_processors": "they are set up with the engine (--logits-processors), and read vllm_xargs",
+    "best_of": "request n sequences and choose among them",
+    "logits_processors": "they are configured with --logits-processors, and read vllm_xargs",
     "functions": "use tools",
     "function_call": "use tool_choice",
-    "suffix": "the model completes at the end only",
+    "suffix": "the model completes only at the end",
     "audio": "answers are text",
     "modalities": "answers are text",
     "prediction": "leave it out",
-    "web_search_options": "the server fetches nothing; offer a search tool of your own",
+    "web_search_options": "the server does not access the web; give a search tool in tools",
     "store": "nothing is stored; send false or leave it out",
     "thinking_token_budget": "leave it out",
     "mm_processor_kwargs": "the model reads text only",
     "media_io_kwargs": "the model reads text only",
     "prompt_embeds": "send text or token ids",
     "max_tokens_per_doc": "leave it out",
-    "reasoning": "set the template's own switch in chat_template_kwargs, such as enable_thinking",
+    "reasoning": "set the template's variable in chat_template_kwargs, such as enable_thinking",
     "echo": "only /v1/completions can echo",
-    "logprob_token_ids": "ask for logprobs of the likeliest",
+    "logprob_token_ids": "use logprobs, which returns the likeliest tokens",
     "repetition_detection": "use repetition_penalty or stop",
-    "stream_interval": "each token has an event, but for readers that are slow",
-    "return_prompt_text": "ask for return_token_ids, and /detokenize those of the prompt",
-    "kv_transfer_params": "servers do not send each other KV",
-    "ec_transfer_params": "servers do not send each other KV",
+    "stream_interval": "each token is an event, unless the client reads slowly",
+    "return_prompt_text": "use return_token_ids, and /detokenize the prompt's",
+    "kv_transfer_params": "KV transfer between servers is not supported",
+    "ec_transfer_params": "KV transfer between servers is not supported",
 }  # fmt: skip
-"""What to do instead, of fields that other servers know and this one refuses."""
+"""What to use instead of fields that other servers accept and this one refuses."""
 
 
 class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A request's body. A field it does not name is refused, null is always the default, and a field of type null is
-    one that clients know and this server refuses."""
+    """A request's body. Unknown fields are refused, null is always the default, and a field of type None is one that
+    clients know and this server refuses."""
 
     hints: ClassVar[Mapping[str, str]] = HINTS
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
-    """Fields that may be given as long as they ask for nothing: the values that do not."""
+    """Fields that are accepted only with these values, which have no effect."""
 
     @property
-    def sent_as(self) -> Mapping[str, str]:
-        """What is called otherwise inside, and what the client calls it: refusals are told in the client's words."""
+    def client_names(self) -> Mapping[str, str]:
+        """Internal field names, and what the client calls them: errors use the client's names."""
         return {}
 
     def check_neutral(self) -> None:
-        """Refuse what asks for something that is not done here."""
+        """Refuse values of `neutral` fields that would have an effect."""
         for name, values in self.neutral.items():
             value = getattr(self, name)
             if value is not None and value not in values:
@@ -70,7 +70,7 @@ class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class Usage(msgspec.Struct, omit_defaults=True):
-    """Tokens read and written."""
+    """Token counts."""
 
     prompt_tokens: int
     total_tokens: int
@@ -81,15 +81,15 @@ class Usage(msgspec.Struct, omit_defaults=True):
 
 class PromptTokensDetails(msgspec.Struct):
     cached_tokens: int
-    """Tokens of the prompt whose computation was found in the cache."""
+    """Prompt tokens found in the prefix cache."""
 
 
 class CompletionTokensDetails(msgspec.Struct):
     reasoning_tokens: int
 
 
-class RequestFigures(msgspec.Struct):
-    """How one request went, in milliseconds where nothing else is said."""
+class RequestTimings(msgspec.Struct):
+    """Timings of one request."""
 
     time_to_first_token_ms: float | None
     queue_time_ms: float | None
@@ -100,13 +100,13 @@ class RequestFigures(msgspec.Struct):
     preemptions: int
 
 
-def figures_of(output: RequestOutput) -> RequestFigures:
-    """The figures of a request that has ended."""
+def request_timings(output: RequestOutput) -> RequestTimings:
+    """The timings of a request that has ended."""
     metrics = output.metrics or RequestMetrics(arrival_time=0.0)
     first, last, count = metrics.first_token_ts, metrics.last_token_ts, metrics.num_generation_tokens
-    longest = metrics.max_num_generation_tokens or count  # samples of one prompt are generated side by side
+    longest = metrics.max_num_generation_tokens or count  # sequences of one prompt are generated in parallel
     generating = last - first
-    return RequestFigures(
+    return RequestTimings(
         time_to_first_token_ms=_milliseconds(metrics.first_token_latency) if first else None,
         queue_time_ms=_milliseconds(max(0.0, metrics.queue_time)) if metrics.scheduled_ts else None,
         generation_time_ms=_milliseconds(generating) if first else None,
@@ -122,12 +122,12 @@ def _milliseconds(seconds: float) -> float:
 
 
 def check_depth(name: str, value: Any) -> None:
-    """Refuse free JSON that is nested so deep that whoever walks through it would fall."""
+    """Refuse free-form JSON nested too deep for recursive code."""
     level, depth = [value], 0
     while level:
         depth += 1
-        if depth > DEEPEST_JSON:
-            raise bad_request(f"{name} is nested more than {DEEPEST_JSON} levels deep", name)
+        if depth > MAX_JSON_DEPTH:
+            raise bad_request(f"{name} is nested more than {MAX_JSON_DEPTH} levels deep", name)
         inner: list[Any] = []
         for item in level:
             if isinstance(item, dict):

@@ -9,12 +9,12 @@ from msgspec import UNSET, UnsetType
 
 from quire.server.errors import bad_request
 from quire.server.protocol.chat import PromptLogprob
-from quire.server.protocol.common import RequestFigures, Usage
+from quire.server.protocol.common import RequestTimings, Usage
 from quire.server.protocol.sampling import GenerationFields
 from quire.server.protocol.values import Logprobs, Prompt, WithinContext
 
 MAX_TOKENS = 16
-"""What OpenAI's API does where max_tokens is left out."""
+"""OpenAI's default."""
 
 
 class CompletionRequest(GenerationFields, kw_only=True):
@@ -23,7 +23,7 @@ class CompletionRequest(GenerationFields, kw_only=True):
     prompt: Prompt
     """Text, token ids, or a list of either."""
     max_tokens: WithinContext | None = None
-    """0 with echo: the prompt alone, scored."""
+    """0 with echo: score the prompt only."""
     logprobs: Logprobs | None = None
     echo: bool | None = None
     add_special_tokens: bool | None = None
@@ -31,26 +31,26 @@ class CompletionRequest(GenerationFields, kw_only=True):
     prompt_embeds: None = None
 
     @property
-    def sent_as(self) -> Mapping[str, str]:
-        return {"prompt_token_ids": "prompt", **super().sent_as}
+    def client_names(self) -> Mapping[str, str]:
+        return {"prompt_token_ids": "prompt", **super().client_names}
 
     def check_fields(self) -> None:
-        """What the types alone cannot say."""
+        """Check what the types cannot express; raises 400."""
         super().check_fields()
         if self.max_tokens == 0 and not self.echo:
-            raise bad_request("max_tokens is 0, and without echo there is nothing to answer", "max_tokens")
+            raise bad_request("max_tokens is 0, which needs echo: without it the response would be empty", "max_tokens")
         if self.max_tokens is not None and self.max_tokens < 0:
             raise bad_request(f"max_tokens must be at least 0, got {self.max_tokens}", "max_tokens")
         if self.logprobs is not None and self.logprobs < 0:
             raise bad_request(f"logprobs must be at least 0, got {self.logprobs}", "logprobs")
         if self.use_beam_search and self.logprobs:
-            raise bad_request("a beam search tells of its own tokens only: logprobs must be 0", "logprobs")
+            raise bad_request("beam search returns logprobs of the chosen tokens only: logprobs must be 0", "logprobs")
         if self.use_beam_search and self.echo and self.logprobs is not None:
-            raise bad_request("a beam search does not score its prompt: leave echo or logprobs out", "echo")
+            raise bad_request("beam search does not score its prompt: leave out echo or logprobs", "echo")
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """Each prompt by itself."""
+        """The prompts as a list."""
         given = self.prompt
         if isinstance(given, str):
             return [given]
@@ -64,7 +64,7 @@ class CompletionRequest(GenerationFields, kw_only=True):
 
 
 class CompletionLogprobs(msgspec.Struct):
-    """Columns, one entry a token."""
+    """Columns with one entry per token."""
 
     text_offset: list[int]
     token_logprobs: list[float | None]
@@ -73,7 +73,7 @@ class CompletionLogprobs(msgspec.Struct):
 
 
 class CompletionChoice(msgspec.Struct, omit_defaults=True):
-    """One sample, or what is new of it."""
+    """One sequence, or its new output."""
 
     index: int
     text: str
@@ -86,7 +86,7 @@ class CompletionChoice(msgspec.Struct, omit_defaults=True):
 
 
 class CompletionResponse(msgspec.Struct, omit_defaults=True):
-    """The whole answer, or one event of it."""
+    """The whole response, or one event of it."""
 
     id: str
     object: str
@@ -94,4 +94,4 @@ class CompletionResponse(msgspec.Struct, omit_defaults=True):
     model: str
     choices: list[CompletionChoice]
     usage: Usage | UnsetType | None = UNSET
-    metrics: RequestFigures | list[RequestFigures] | UnsetType = UNSET
+    metrics: RequestTimings | list[RequestTimings] | UnsetType = UNSET

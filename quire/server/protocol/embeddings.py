@@ -12,8 +12,8 @@ from quire.server.errors import bad_request
 from quire.server.protocol.common import HINTS, Body, Usage
 from quire.server.protocol.values import ModelName, Positive, Priority, Prompt, RequestId, Seconds, Truncation
 
-MOST_INPUTS = 2048
-"""OpenAI's own bound."""
+MAX_INPUTS = 2048
+"""OpenAI's limit."""
 
 
 class EmbeddingRequest(Body):
@@ -23,8 +23,8 @@ class EmbeddingRequest(Body):
         **HINTS,
         "normalize": "use use_activation",
         "messages": "send the text as input",
-        "truncation_side": "the beginning is kept",
-        "embed_dtype": "numbers are float32",
+        "truncation_side": "the beginning is always kept",
+        "embed_dtype": "embeddings are float32",
         "endianness": "base64 holds little-endian float32",
     }
 
@@ -32,20 +32,20 @@ class EmbeddingRequest(Body):
     """Text, token ids, or a list of either."""
     model: ModelName | None = None
     encoding_format: Literal["float", "base64"] | None = None
-    """How vectors are written; base64: of float32, little-endian."""
+    """Encoding of the vectors; base64 holds little-endian float32."""
     dimensions: Positive | None = None
-    """Keep the first so many numbers, of models trained for it."""
+    """Keep this many first components, for models trained for it."""
     user: str | None = None
-    """Accepted, and without effect."""
+    """Accepted, without effect."""
 
     pooling: Literal["last", "mean"] | None = None
-    """The last token's hidden state, or the mean of all; as the engine is set up if unset."""
+    """The last token's hidden state, or the mean of all; unset: the engine's setting."""
     use_activation: bool | None = None
-    """False: vectors are not scaled to length 1."""
+    """False: do not normalize vectors to length 1."""
     truncate_prompt_tokens: Truncation | None = None
-    """Keep the first so many tokens of each input; -1: as many as the model takes."""
+    """Keep this many first tokens of each input; -1: as many as the model allows."""
     add_special_tokens: bool | None = None
-    """False: the tokenizer adds no tokens of its own to texts."""
+    """False: the tokenizer adds no special tokens."""
     priority: Priority | None = None
     """Lower runs first, under the priority policy."""
     timeout: Seconds | None = None
@@ -55,21 +55,21 @@ class EmbeddingRequest(Body):
     request_id: RequestId | None = None
 
     @property
-    def sent_as(self) -> Mapping[str, str]:
+    def client_names(self) -> Mapping[str, str]:
         return {"prompt": "input", "prompt_token_ids": "input"}
 
     def check_fields(self) -> None:
-        """What the types alone cannot say."""
+        """Check what the types cannot express; raises 400."""
         if self.timeout is not None and self.timeout <= 0:
             raise bad_request(f"timeout must be above 0 seconds, got {self.timeout}", "timeout")
         if self.priority is not None and not -(2**31) <= self.priority < 2**31:
             raise bad_request("priority must fit in 32 bits", "priority")
-        if len(self.inputs) > MOST_INPUTS:
-            raise bad_request(f"input holds {len(self.inputs)} texts; at most {MOST_INPUTS}", "input")
+        if len(self.inputs) > MAX_INPUTS:
+            raise bad_request(f"input has {len(self.inputs)} entries; at most {MAX_INPUTS}", "input")
 
     @property
     def inputs(self) -> list[str | list[int]]:
-        """Each input by itself."""
+        """The inputs as a list."""
         given = self.input
         if isinstance(given, str):
             return [given]
@@ -83,7 +83,7 @@ class EmbeddingRequest(Body):
 
     @property
     def pooling_params(self) -> PoolingParams:
-        """What is asked of the engine. Raises `ValidationError` for values out of range."""
+        """The engine's parameters. Raises `ValidationError` for values out of range."""
         return PoolingParams(
             use_activation=self.use_activation,
             dimensions=self.dimensions,
@@ -93,7 +93,7 @@ class EmbeddingRequest(Body):
 
 
 class Embedding(msgspec.Struct):
-    """The vector of one input: numbers, or base64."""
+    """The vector of one input, as numbers or base64."""
 
     index: int
     embedding: list[float] | str
@@ -101,7 +101,7 @@ class Embedding(msgspec.Struct):
 
 
 class EmbeddingResponse(msgspec.Struct):
-    """The whole answer."""
+    """The whole response."""
 
     id: str
     created: int

@@ -1,4 +1,4 @@
-"""/v1/messages and /v1/messages/count_tokens: Anthropic's shape of a chat."""
+"""/v1/messages and /v1/messages/count_tokens: Anthropic's API."""
 
 from __future__ import annotations
 
@@ -21,122 +21,122 @@ from quire.server.protocol.values import (
     Seed,
     StopList,
     TemplateVariables,
-    told,
+    schema,
 )
 
-# What comes in
+# Requests
 
 
-class CacheControl(Body):
-    """Accepted, and without effect: what can be shared is found by itself."""
+class AnthropicCacheControl(Body):
+    """Accepted, without effect: prefix caching is automatic."""
 
     type: Literal["ephemeral"] = "ephemeral"
     ttl: str | None = None
     scope: str | None = None
 
 
-class TextBlock(Body):
+class AnthropicTextBlock(Body):
     """Text."""
 
     type: Literal["text"]
     text: str
-    cache_control: CacheControl | None = None
+    cache_control: AnthropicCacheControl | None = None
     citations: None = None
 
 
-class ToolUseBlock(Body):
-    """A call that the model made."""
+class AnthropicToolUseBlock(Body):
+    """A tool call made by the model."""
 
     type: Literal["tool_use"]
     id: str
     name: str
     input: dict[str, Any]
-    cache_control: CacheControl | None = None
+    cache_control: AnthropicCacheControl | None = None
     caller: dict[str, Any] | None = None
 
 
-class ToolResultBlock(Body):
-    """What the call gave."""
+class AnthropicToolResultBlock(Body):
+    """The result of a tool call."""
 
     type: Literal["tool_result"]
     tool_use_id: str
     content: Union[str, list[dict[str, Any]], None] = None
     is_error: bool | None = None
-    cache_control: CacheControl | None = None
+    cache_control: AnthropicCacheControl | None = None
 
 
-class ThinkingBlock(Body):
-    """What the model thought."""
+class AnthropicThinkingBlock(Body):
+    """Reasoning of the model."""
 
     type: Literal["thinking"]
     thinking: str
     signature: str | None = None
 
 
-BLOCKS: dict[str, type[Body]] = {
-    "text": TextBlock,
-    "tool_use": ToolUseBlock,
-    "tool_result": ToolResultBlock,
-    "thinking": ThinkingBlock,
+ANTHROPIC_BLOCKS: dict[str, type[Body]] = {
+    "text": AnthropicTextBlock,
+    "tool_use": AnthropicToolUseBlock,
+    "tool_result": AnthropicToolResultBlock,
+    "thinking": AnthropicThinkingBlock,
 }
 
 
-ContentBlock = Annotated[dict[str, Any], told(anyOf="$content_blocks")]
+ContentBlock = Annotated[dict[str, Any], schema(anyOf="$content_blocks")]
 
 
 class AnthropicInputMessage(Body):
-    """A message of the conversation; one of the assistant at the end is gone on with."""
+    """A message of the conversation. A last message of the assistant is continued."""
 
     role: Literal["user", "assistant", "system"]
     content: Union[str, Annotated[list[ContentBlock], NOT_EMPTY]]
 
 
 class AnthropicTool(Body):
-    """Something the model may call."""
+    """A tool the model may call."""
 
     name: Name
     input_schema: dict[str, Any]
     type: Literal["custom"] | None = None
     description: str | None = None
     strict: bool | None = None
-    cache_control: CacheControl | None = None
+    cache_control: AnthropicCacheControl | None = None
     eager_input_streaming: bool | None = None
-    """Accepted: arguments are always streamed as they come."""
+    """Accepted: arguments are always streamed."""
 
 
 class AnthropicToolChoice(Body):
-    """Whether a tool is called, and which."""
+    """Whether a tool must be called, and which."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
 
 
-class Thinking(Body):
-    """Whether the model is to think first, where its chat template has a switch for that."""
+class AnthropicThinking(Body):
+    """Whether the model reasons first, if its chat template has a variable for that."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: int | None = None
-    """Counts towards max_tokens, which is the bound that holds."""
+    """Part of max_tokens, which is the limit that is enforced."""
     display: str | None = None
 
 
-class OutputFormat(Body):
-    """The form the text must have."""
+class AnthropicOutputFormat(Body):
+    """The JSON schema the answer must follow."""
 
     type: Literal["json_schema"]
     schema: dict[str, Any]
 
 
-class OutputConfig(Body):
-    format: OutputFormat | None = None
+class AnthropicOutputConfig(Body):
+    format: AnthropicOutputFormat | None = None
     effort: str | None = None
-    """Handed to the chat template."""
+    """Passed to the chat template."""
 
 
 class MessagesMetadata(Body):
     user_id: str | None = None
-    """Accepted, and without effect."""
+    """Accepted, without effect."""
 
 
 class CountTokensRequest(Body):
@@ -144,27 +144,27 @@ class CountTokensRequest(Body):
 
     hints: ClassVar[Mapping[str, str]] = {
         **HINTS,
-        "mcp_servers": "the server calls no tools; offer them as tools",
+        "mcp_servers": "the server does not call tools; give them in tools",
         "container": "the server runs no code",
-        "context_management": "send what the model is to see",
-        "n": "an answer is one sample",
+        "context_management": "send the messages the model should see",
+        "n": "a response is one sequence",
         "stop": "use stop_sequences",
     }
 
     messages: Annotated[list[AnthropicInputMessage], NOT_EMPTY]
     model: ModelName | None = None
-    system: Union[str, list[TextBlock], None] = None
+    system: Union[str, list[AnthropicTextBlock], None] = None
     tools: list[AnthropicTool] | None = None
     tool_choice: AnthropicToolChoice | None = None
-    thinking: Thinking | None = None
-    output_config: OutputConfig | None = None
-    cache_control: CacheControl | None = None
+    thinking: AnthropicThinking | None = None
+    output_config: AnthropicOutputConfig | None = None
+    cache_control: AnthropicCacheControl | None = None
     chat_template_kwargs: TemplateVariables | None = None
     mcp_servers: None = None
     context_management: None = None
 
     @property
-    def sent_as(self) -> Mapping[str, str]:
+    def client_names(self) -> Mapping[str, str]:
         is_form = self.output_config is not None and self.output_config.format is not None
         form = (
             form_names("output_config.format", "output_config.format.schema")
@@ -174,7 +174,7 @@ class CountTokensRequest(Body):
         return {"stop": "stop_sequences", "prompt": "messages", **form}
 
     def check_fields(self) -> None:
-        """What the types alone cannot say."""
+        """Check what the types cannot express; raises 400."""
         self.check_neutral()
         if not self.messages:
             raise bad_request("messages is empty: at least one is needed", "messages")
@@ -208,48 +208,48 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
     inference_geo: None = None
 
     def check_fields(self) -> None:
-        """What the types alone cannot say."""
+        """Check what the types cannot express; raises 400."""
         super().check_fields()
         if self.max_tokens < 1:
             raise bad_request(f"max_tokens must be at least 1, got {self.max_tokens}", "max_tokens")
         budget = None if self.thinking is None else self.thinking.budget_tokens
         if budget is not None and budget >= self.max_tokens:
             raise bad_request(
-                f"thinking.budget_tokens is {budget}, and max_tokens {self.max_tokens} must be above it",
+                f"thinking.budget_tokens is {budget}, and must be below max_tokens, which is {self.max_tokens}",
                 "thinking.budget_tokens",
             )
 
 
-# What goes out
+# Responses
 
 
-class AnswerText(msgspec.Struct, tag="text"):
-    """What the model says."""
+class AnthropicAnswerText(msgspec.Struct, tag="text"):
+    """Text of the answer."""
 
     text: str
     citations: None = None
 
 
-class AnswerThinking(msgspec.Struct, tag="thinking"):
-    """What it thought."""
+class AnthropicAnswerThinking(msgspec.Struct, tag="thinking"):
+    """Reasoning of the model."""
 
     thinking: str
     signature: str = ""
 
 
-class AnswerToolUse(msgspec.Struct, tag="tool_use"):
-    """A call that the client is to make."""
+class AnthropicAnswerToolUse(msgspec.Struct, tag="tool_use"):
+    """A tool call for the client to run."""
 
     id: str
     name: str
     input: dict[str, Any]
 
 
-AnswerBlock = Union[AnswerText, AnswerThinking, AnswerToolUse]
+AnthropicAnswerBlock = Union[AnthropicAnswerText, AnthropicAnswerThinking, AnthropicAnswerToolUse]
 
 
 class MessagesUsage(msgspec.Struct):
-    """Tokens read and written. What came out of the cache is not counted among `input_tokens`."""
+    """Token counts. Cached tokens are not part of `input_tokens`."""
 
     input_tokens: int
     output_tokens: int
@@ -258,100 +258,107 @@ class MessagesUsage(msgspec.Struct):
 
 
 class AnthropicMessage(msgspec.Struct, kw_only=True):
-    """The whole answer."""
+    """The whole response."""
 
     id: str
     type: str = "message"
     role: str = "assistant"
     model: str
-    content: list[AnswerBlock] = msgspec.field(default_factory=list)
+    content: list[AnthropicAnswerBlock] = msgspec.field(default_factory=list)
     stop_reason: str | None = None
     stop_sequence: str | None = None
     usage: MessagesUsage
 
 
 class TokenCount(msgspec.Struct):
-    """The answer of /v1/messages/count_tokens."""
+    """The response of /v1/messages/count_tokens."""
 
     input_tokens: int
 
 
-class MessageEvent(msgspec.Struct, tag_field="type"):
+class AnthropicEvent(msgspec.Struct, tag_field="type"):
     """An event of a stream."""
 
     @property
     def kind(self) -> str:
-        """The event's type, which is its name too."""
+        """The event's type, also its name."""
         return str(self.__struct_config__.tag)
 
 
-class MessageStart(MessageEvent, tag="message_start"):
+class AnthropicMessageStart(AnthropicEvent, tag="message_start"):
     message: AnthropicMessage
 
 
-class PingEvent(MessageEvent, tag="ping"):
+class AnthropicPing(AnthropicEvent, tag="ping"):
     pass
 
 
-class BlockStart(MessageEvent, tag="content_block_start"):
+class AnthropicBlockStart(AnthropicEvent, tag="content_block_start"):
     index: int
-    content_block: AnswerBlock
+    content_block: AnthropicAnswerBlock
 
 
-class TextPiece(msgspec.Struct, tag="text_delta"):
+class AnthropicTextDelta(msgspec.Struct, tag="text_delta"):
     text: str
 
 
-class ThinkingPiece(msgspec.Struct, tag="thinking_delta"):
+class AnthropicThinkingDelta(msgspec.Struct, tag="thinking_delta"):
     thinking: str
 
 
-class SignaturePiece(msgspec.Struct, tag="signature_delta"):
+class AnthropicSignatureDelta(msgspec.Struct, tag="signature_delta"):
     signature: str
 
 
-class InputPiece(msgspec.Struct, tag="input_json_delta"):
+class AnthropicInputDelta(msgspec.Struct, tag="input_json_delta"):
     partial_json: str
 
 
-class BlockDelta(MessageEvent, tag="content_block_delta"):
+class AnthropicBlockDelta(AnthropicEvent, tag="content_block_delta"):
     index: int
-    delta: Union[TextPiece, ThinkingPiece, SignaturePiece, InputPiece]
+    delta: Union[AnthropicTextDelta, AnthropicThinkingDelta, AnthropicSignatureDelta, AnthropicInputDelta]
 
 
-class BlockStop(MessageEvent, tag="content_block_stop"):
+class AnthropicBlockStop(AnthropicEvent, tag="content_block_stop"):
     index: int
 
 
-class MessageEnd(msgspec.Struct):
+class AnthropicMessageEnd(msgspec.Struct):
     stop_reason: str | None
     stop_sequence: str | None
 
 
-class AnthropicMessageDelta(MessageEvent, tag="message_delta"):
-    delta: MessageEnd
+class AnthropicMessageDelta(AnthropicEvent, tag="message_delta"):
+    delta: AnthropicMessageEnd
     usage: MessagesUsage
 
 
-class MessageStop(MessageEvent, tag="message_stop"):
+class AnthropicMessageStop(AnthropicEvent, tag="message_stop"):
     pass
 
 
 class AnthropicErrorDetail(msgspec.Struct):
-    """What was wrong."""
+    """What is wrong with the request."""
 
     type: str
     message: str
 
 
 class AnthropicError(msgspec.Struct, tag_field="type", tag="error"):
-    """The body of every answer that is an error, and the event that ends a stream that failed."""
+    """The body of every error response, and the last event of a stream that failed."""
 
     error: AnthropicErrorDetail
 
 
-AnyMessageEvent = Union[
-    MessageStart, PingEvent, BlockStart, BlockDelta, BlockStop, AnthropicMessageDelta, MessageStop, AnthropicError
+AnyAnthropicEvent = Union[
+    AnthropicMessageStart,
+    AnthropicPing,
+    AnthropicBlockStart,
+    AnthropicBlockDelta,
+    AnthropicBlockStop,
+    AnthropicMessageDelta,
+    AnthropicMessageStop,
+    AnthropicError,
 ]
 
 _ERROR_TYPES = {
@@ -366,6 +373,6 @@ _ERROR_TYPES = {
 
 
 def anthropic_error(error: ApiError) -> AnthropicError:
-    """An error as Anthropic's clients read it."""
+    """An error in Anthropic's format."""
     otherwise = "api_error" if error.status >= 500 else "invalid_request_error"
     return AnthropicError(AnthropicErrorDetail(_ERROR_TYPES.get(error.status, otherwise), error.message))

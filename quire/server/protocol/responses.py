@@ -1,4 +1,4 @@
-"""/v1/responses: what comes in and what goes out; `response_events` are those of a stream."""
+"""/v1/responses: requests and responses; the events of a stream are in `response_events`."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ from quire.server.protocol.values import (
     TokenIds,
     ToolChoice,
     WithinContext,
-    told,
+    schema,
 )
 
 LOGPROBS = "message.output_text.logprobs"
 ENCRYPTED_REASONING = "reasoning.encrypted_content"
-"""What this is for, sending the thinking back, works without it: the thinking is there in clear."""
-_NOTHING_KEPT = "nothing is stored; send the whole conversation as input"
+"""Accepted and not needed: reasoning is returned as plain text and can be sent back."""
+_NOT_STORED = "nothing is stored; send the whole conversation as input"
 
 
-# What comes in
+# Requests
 
 
 class ResponseInputMessage(Body):
@@ -52,8 +52,8 @@ class ResponseInputMessage(Body):
     phase: str | None = None
 
 
-class InputCall(Body):
-    """A call that the model made."""
+class ResponseInputCall(Body):
+    """A tool call made by the model."""
 
     type: Literal["function_call"]
     name: str
@@ -65,8 +65,8 @@ class InputCall(Body):
     caller: dict[str, Any] | None = None
 
 
-class InputCallOutput(Body):
-    """What the call gave."""
+class ResponseInputCallOutput(Body):
+    """The result of a tool call."""
 
     type: Literal["function_call_output"]
     output: str | list[Part]
@@ -77,17 +77,17 @@ class InputCallOutput(Body):
     caller: dict[str, Any] | None = None
 
 
-class ReasoningText(Body):
+class ResponseReasoningText(Body):
     text: str
     type: str = "reasoning_text"
 
 
-class InputReasoning(Body):
-    """What the model thought before the item that follows."""
+class ResponseInputReasoning(Body):
+    """Reasoning of the model before the item that follows."""
 
     type: Literal["reasoning"]
-    summary: list[ReasoningText] | None = None
-    content: list[ReasoningText] | None = None
+    summary: list[ResponseReasoningText] | None = None
+    content: list[ResponseReasoningText] | None = None
     encrypted_content: None = None
     id: str | None = None
     status: str | None = None
@@ -95,17 +95,17 @@ class InputReasoning(Body):
 
 INPUT_ITEMS: dict[str, type[Body]] = {
     "message": ResponseInputMessage,
-    "function_call": InputCall,
-    "function_call_output": InputCallOutput,
-    "reasoning": InputReasoning,
+    "function_call": ResponseInputCall,
+    "function_call_output": ResponseInputCallOutput,
+    "reasoning": ResponseInputReasoning,
 }
 
 
-InputItem = Annotated[dict[str, Any], told(anyOf="$input_items")]
+ResponseInputItem = Annotated[dict[str, Any], schema(anyOf="$input_items")]
 
 
-class FunctionTool(Body):
-    """Something the model may call."""
+class ResponseTool(Body):
+    """A tool the model may call."""
 
     name: Name
     type: Literal["function"] = "function"
@@ -114,15 +114,15 @@ class FunctionTool(Body):
     strict: bool | None = None
 
 
-class FunctionChoice(Body):
-    """The one tool that must be called."""
+class ResponseToolChoice(Body):
+    """The tool that must be called."""
 
     name: str
     type: Literal["function"] = "function"
 
 
-class TextFormat(Body):
-    """The form the text must have."""
+class ResponseTextFormat(Body):
+    """The format of the answer."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
     name: str | None = None
@@ -131,22 +131,22 @@ class TextFormat(Body):
     strict: bool | None = None
 
 
-class TextOptions(Body):
-    format: TextFormat | None = None
+class ResponseTextOptions(Body):
+    format: ResponseTextFormat | None = None
     verbosity: Literal["medium"] | None = None
 
 
-class ReasoningOptions(Body):
+class ResponseReasoningOptions(Body):
     effort: str | None = None
-    """Handed to the chat template."""
+    """Passed to the chat template."""
     summary: Literal["auto"] | None = None
-    """There are no summaries; "auto" leaves that to the server."""
+    """The server makes no summaries; "auto" is accepted."""
     generate_summary: None = None
 
 
 class ResponseStreamOptions(Body):
     include_obfuscation: bool | None = None
-    """Accepted, and never done."""
+    """Accepted, without effect."""
 
 
 @with_scalars
@@ -155,11 +155,11 @@ class ResponsesRequest(Body):
 
     hints: ClassVar[Mapping[str, str]] = {
         **HINTS,
-        "previous_response_id": _NOTHING_KEPT,
-        "conversation": _NOTHING_KEPT,
-        "prompt": "prompts are not stored here; send them as instructions and input",
-        "background": "answers come while the client waits; send false or leave it out",
-        "n": "a response is one sample",
+        "previous_response_id": _NOT_STORED,
+        "conversation": _NOT_STORED,
+        "prompt": "prompts are not stored; send instructions and input",
+        "background": "background processing is not supported; send false or leave it out",
+        "n": "a response is one sequence",
         "max_tokens": "use max_output_tokens",
         "response_format": "use text.format",
         "messages": "use input",
@@ -170,25 +170,25 @@ class ResponsesRequest(Body):
         "service_tier": ("auto", "default"),
     }
 
-    input: Union[str, Annotated[list[InputItem], NOT_EMPTY]]
+    input: Union[str, Annotated[list[ResponseInputItem], NOT_EMPTY]]
     """Text, or items: messages, reasoning, function calls and their outputs."""
     model: ModelName | None = None
     instructions: str | None = None
-    """A system message before all others."""
+    """A system message before the input."""
     max_output_tokens: OutputLimit | None = None
     top_logprobs: Logprobs | None = None
     include: list[str] | None = None
-    tools: list[FunctionTool] | None = None
-    tool_choice: Union[ToolChoice, FunctionChoice, None] = None
+    tools: list[ResponseTool] | None = None
+    tool_choice: Union[ToolChoice, ResponseToolChoice, None] = None
     parallel_tool_calls: bool | None = None
-    text: TextOptions | None = None
-    reasoning: ReasoningOptions | None = None
+    text: ResponseTextOptions | None = None
+    reasoning: ResponseReasoningOptions | None = None
     truncation: Literal["auto", "disabled"] | None = None
-    """"auto" drops the beginning of a conversation that is too long."""
+    """"auto" truncates the beginning of a conversation that is too long."""
     stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
     metadata: dict[str, str] | None = None
-    """Comes back with the answer."""
+    """Returned in the response."""
 
     seed: Seed | None = None
     stop: StopStrings | None = None
@@ -202,7 +202,7 @@ class ResponsesRequest(Body):
     skip_special_tokens: bool | None = None
     structured_outputs: StructuredOutputs | None = None
     include_reasoning: bool | None = None
-    """False leaves the thinking out of the answer."""
+    """False: leave the reasoning out of the response."""
     chat_template_kwargs: TemplateVariables | None = None
     priority: Priority | None = None
     timeout: Seconds | None = None
@@ -211,11 +211,11 @@ class ResponsesRequest(Body):
     vllm_xargs: dict[str, Any] | None = None
 
     user: str | None = None
-    """Accepted, and without effect; so are the next three."""
+    """Accepted, without effect, as are the next three."""
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     max_tool_calls: int | None = None
-    """It bounds calls of tools that a server runs itself, of which there are none."""
+    """A limit on tools that the server runs itself, of which there are none."""
 
     store: bool | None = None
     background: bool | None = None
@@ -228,7 +228,7 @@ class ResponsesRequest(Body):
     moderation: None = None
 
     @property
-    def sent_as(self) -> Mapping[str, str]:
+    def client_names(self) -> Mapping[str, str]:
         limit = dict.fromkeys(("max_tokens", "max_completion_tokens"), "max_output_tokens")
         given = dict.fromkeys(("prompt", "messages"), "input")
         return {**limit, **given, "logprobs": "top_logprobs", **self._form_names}
@@ -240,7 +240,7 @@ class ResponsesRequest(Body):
         return {} if self.structured_outputs is not None else form_names("tools", "tools")
 
     def check_fields(self) -> None:
-        """What the types alone cannot say."""
+        """Check what the types cannot express; raises 400."""
         self.check_neutral()
         for name in ("input", "chat_template_kwargs", "vllm_xargs"):
             check_depth(name, getattr(self, name))
@@ -265,10 +265,10 @@ class ResponsesRequest(Body):
         return LOGPROBS in (self.include or ()) or bool(self.top_logprobs)
 
 
-# What goes out
+# Responses
 
 
-class OutputText(msgspec.Struct, tag="output_text"):
+class ResponseOutputText(msgspec.Struct, tag="output_text"):
     """Text of a message."""
 
     text: str
@@ -276,30 +276,30 @@ class OutputText(msgspec.Struct, tag="output_text"):
     logprobs: list[TokenLogprob]
 
 
-class OutputMessage(msgspec.Struct, tag="message"):
-    """What the model says."""
+class ResponseOutputMessage(msgspec.Struct, tag="message"):
+    """Text of the answer."""
 
     id: str
     status: str
-    content: list[OutputText]
+    content: list[ResponseOutputText]
     role: str = "assistant"
 
 
-class OutputReasoningText(msgspec.Struct, tag="reasoning_text"):
+class ResponseOutputReasoningText(msgspec.Struct, tag="reasoning_text"):
     text: str
 
 
-class OutputReasoning(msgspec.Struct, tag="reasoning"):
-    """What the model thought."""
+class ResponseOutputReasoning(msgspec.Struct, tag="reasoning"):
+    """Reasoning of the model."""
 
     id: str
     status: str
-    content: list[OutputReasoningText]
+    content: list[ResponseOutputReasoningText]
     summary: list[Any] = msgspec.field(default_factory=list)
 
 
-class OutputCall(msgspec.Struct, tag="function_call"):
-    """A call that the client is to make."""
+class ResponseOutputCall(msgspec.Struct, tag="function_call"):
+    """A tool call for the client to run."""
 
     id: str
     status: str
@@ -308,25 +308,25 @@ class OutputCall(msgspec.Struct, tag="function_call"):
     arguments: str
 
 
-OutputItem = Union[OutputMessage, OutputReasoning, OutputCall]
+ResponseOutputItem = Union[ResponseOutputMessage, ResponseOutputReasoning, ResponseOutputCall]
 
 
-class InputTokensDetails(msgspec.Struct):
+class ResponseInputTokensDetails(msgspec.Struct):
     cached_tokens: int
     cache_write_tokens: int = 0
 
 
-class OutputTokensDetails(msgspec.Struct):
+class ResponseOutputTokensDetails(msgspec.Struct):
     reasoning_tokens: int
 
 
 class ResponseUsage(msgspec.Struct):
-    """Tokens read and written."""
+    """Token counts."""
 
     input_tokens: int
-    input_tokens_details: InputTokensDetails
+    input_tokens_details: ResponseInputTokensDetails
     output_tokens: int
-    output_tokens_details: OutputTokensDetails
+    output_tokens_details: ResponseOutputTokensDetails
     total_tokens: int
 
 
@@ -335,12 +335,12 @@ class ResponseFailure(msgspec.Struct):
     message: str
 
 
-class IncompleteDetails(msgspec.Struct):
+class ResponseIncompleteDetails(msgspec.Struct):
     reason: str
 
 
 class Response(msgspec.Struct, kw_only=True):
-    """The whole answer, or what there is of it so far."""
+    """The response, whole or so far."""
 
     id: str
     object: str = "response"
@@ -348,8 +348,8 @@ class Response(msgspec.Struct, kw_only=True):
     model: str
     status: str = "in_progress"
     error: ResponseFailure | None = None
-    incomplete_details: IncompleteDetails | None = None
-    output: list[OutputItem] = msgspec.field(default_factory=list)
+    incomplete_details: ResponseIncompleteDetails | None = None
+    output: list[ResponseOutputItem] = msgspec.field(default_factory=list)
     usage: ResponseUsage | None = None
     instructions: str | None = None
     metadata: dict[str, str] = msgspec.field(default_factory=dict)
@@ -357,14 +357,14 @@ class Response(msgspec.Struct, kw_only=True):
     max_tool_calls: int | None = None
     parallel_tool_calls: bool = True
     previous_response_id: None = None
-    reasoning: ReasoningOptions | None = None
+    reasoning: ResponseReasoningOptions | None = None
     service_tier: str = "default"
     store: bool = False
     background: bool = False
     temperature: float | None = None
     text: dict[str, Any] = msgspec.field(default_factory=dict)
-    tool_choice: Union[str, FunctionChoice] = "auto"
-    tools: list[FunctionTool] = msgspec.field(default_factory=list)
+    tool_choice: Union[str, ResponseToolChoice] = "auto"
+    tools: list[ResponseTool] = msgspec.field(default_factory=list)
     top_logprobs: int = 0
     top_p: float | None = None
     truncation: str = "disabled"

@@ -79,14 +79,14 @@ def _describe(scalar: Scalar) -> msgspec.Meta:
 
 
 class StreamOptions(Body):
-    """What a stream tells beside its text."""
+    """What a stream reports beside its text."""
 
     include_usage: bool | None = None
-    """Usage in a last chunk of its own…"""
+    """Usage in a separate last chunk."""
     continuous_usage_stats: bool | None = None
-    """…and in all the others."""
+    """Usage in every chunk."""
     include_obfuscation: bool | None = None
-    """Accepted, and never done."""
+    """Accepted and ignored."""
 
 
 class StructuredOutputs(Body):
@@ -113,7 +113,7 @@ class JsonSchemaFormat(Body):
 
 
 class ResponseFormat(Body):
-    """OpenAI's way to ask for a form."""
+    """OpenAI's field for the form of the output."""
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchemaFormat | None = None
@@ -163,33 +163,32 @@ class GenerationFields(Body):
     """Only requests with the same salt share cached prefixes."""
     request_id: RequestId | None = None
     session_id: SessionName | None = None
-    """A session that the prompt is all of: it becomes that, and goes on with the answer. The header X-Session-Id says
-    the same."""
+    """A session whose content is the prompt; the answer is appended to it. The header X-Session-Id does the same."""
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     return_metrics: bool | None = None
-    """The answer tells how the request went: times, cached tokens, preemptions."""
+    """The answer has the request's metrics: times, cached tokens, preemptions."""
     vllm_xargs: dict[str, Any] | None = None
     """Parameters of custom logits processors."""
 
     user: str | None = None
-    """Accepted, and without effect; so are the next two."""
+    """Accepted without effect, like the next two."""
     metadata: dict[str, Any] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    """The same: what can be shared is found by itself."""
+    """Accepted without effect: shared prefixes are found automatically."""
 
     best_of: int | None = None
     store: bool | None = None
     service_tier: str | None = None
 
     use_beam_search: bool | None = None
-    """The answer is the `n` likeliest texts, best first, as a beam search of that width finds them."""
+    """The answer is the `n` likeliest texts, best first, found by a beam search of that width."""
     length_penalty: Power | None = None
     """How that search weighs length: above 0 favours long texts, below 0 short ones."""
 
     @property
-    def sent_as(self) -> Mapping[str, str]:
+    def client_names(self) -> Mapping[str, str]:
         return {**({} if self.session_id is None else session_names("session_id")), **self._form_names}
 
     @property
@@ -208,7 +207,7 @@ class GenerationFields(Body):
         return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
     def check_fields(self) -> None:
-        """What the types alone cannot say."""
+        """Checks beyond the fields' types."""
         self.check_neutral()
         if self.stream_options is not None and not self.stream:
             raise bad_request("stream_options needs stream=true", "stream_options")
@@ -227,7 +226,7 @@ class GenerationFields(Body):
         self._check_search()
 
     def _check_search(self) -> None:
-        """A beam search draws nothing: whatever says how tokens are drawn has no meaning there."""
+        """A beam search does not sample: refuse sampling parameters."""
         if not self.use_beam_search:
             if self.length_penalty not in (None, 1.0):
                 raise bad_request("length_penalty needs use_beam_search=true", "length_penalty")
@@ -239,12 +238,12 @@ class GenerationFields(Body):
 
 
 def session_names(field: str) -> Mapping[str, str]:
-    """What a session's name is called by a client that gives it in this field."""
+    """The client's name for a session's name that it gives in this field."""
     return {"name": field, "session": field}
 
 
 def form_names(field: str, schema: str) -> Mapping[str, str]:
-    """What the form of the answer is called by a client that gives it in this field, and its schema there."""
+    """The client's names for the answer's form, given in this field, and for its schema."""
     form = "structured_outputs"
     return {form: field, f"{form}.json": schema, f"{form}.structural_tag": field}
 
@@ -252,7 +251,7 @@ def form_names(field: str, schema: str) -> Mapping[str, str]:
 def sampling_params(
     body: GenerationFields, defaults: Mapping[str, Any], max_tokens: int | None, logprobs: int | None
 ) -> SamplingParams:
-    """The parameters a body asks for, over the model's own. Raises `ValidationError` for values out of range."""
+    """A body's parameters over the model's defaults. Raises `ValidationError` for values out of range."""
     names = _IN_SEARCHES if body.use_beam_search else _PLAIN
     given = {name: value for name in names if (value := getattr(body, name)) is not None}
     defaults = {} if body.use_beam_search else defaults
@@ -270,7 +269,7 @@ def sampling_params(
 
 
 def beam_search_params(body: GenerationFields, max_tokens: int) -> BeamSearchParams | None:
-    """The search that a body asks for, if it does. Raises `ValidationError` for values out of range."""
+    """A body's beam search, or None. Raises `ValidationError` for values out of range."""
     if not body.use_beam_search:
         return None
     if body.response_format is not None and body.response_format.type != "text":
@@ -287,7 +286,7 @@ def beam_search_params(body: GenerationFields, max_tokens: int) -> BeamSearchPar
 
 
 def structured_outputs(body: GenerationFields) -> StructuredOutputsParams | None:
-    """The form that `response_format` and `structured_outputs` ask for; the first overrides the second."""
+    """The form that `response_format` or else `structured_outputs` requires."""
     fields: dict[str, Any] = {}
     if body.structured_outputs is not None:
         given = msgspec.structs.asdict(body.structured_outputs)

@@ -22,7 +22,7 @@ from quire.server.protocol.values import (
     TemplateVariables,
     TokenId,
     ToolChoice,
-    told,
+    schema,
 )
 
 LARGEST_PAGE = 1000
@@ -32,58 +32,58 @@ Input = Union[
     str,
     Annotated[
         list[Union[TokenId, Message]],
-        told(minItems=1, anyOf=[{"items": {"type": kind}} for kind in ("integer", "object")]),
+        schema(minItems=1, anyOf=[{"items": {"type": kind}} for kind in ("integer", "object")]),
     ],
 ]
 """Text, token ids or messages."""
 Tools = Annotated[list[Tool], NOT_EMPTY]
-Notes = Annotated[dict[str, str], told(maxProperties=64)]
+SessionMetadata = Annotated[dict[str, str], schema(maxProperties=64)]
 
 
-class Appending(Body):
-    """Fields that say what is added."""
+class AppendFields(Body):
+    """Fields for appending to a session."""
 
     chat_template_kwargs: TemplateVariables | None = None
     tools: Tools | None = None
-    """What the model is told it may call, with messages."""
+    """Tools the model may call; only with messages."""
 
     @property
-    def sent_as(self) -> Mapping[str, str]:
+    def client_names(self) -> Mapping[str, str]:
         return _AS_INPUT
 
     def check_fields(self) -> None:
-        """What the types alone cannot say."""
+        """Check what the types cannot express; raises 400."""
         check_depth("chat_template_kwargs", self.chat_template_kwargs)
         for tool in self.tools or ():
             check_depth("tools", tool.function.parameters)
 
 
-class SessionCreateRequest(Appending):
+class SessionCreateRequest(AppendFields):
     """The body of POST /v1/sessions."""
 
     id: SessionName | None = None
     name: SessionName | None = None
-    """The same."""
+    """Another name of `id`."""
     input: Input | None = None
     ttl: Seconds | None = None
-    """Seconds without use after which the session ends."""
-    metadata: Notes | None = None
+    """Seconds without use after which the session is deleted."""
+    metadata: SessionMetadata | None = None
     model: ModelName | None = None
 
     @property
-    def sent_as(self) -> Mapping[str, str]:
+    def client_names(self) -> Mapping[str, str]:
         names = {} if self.id is None and self.name is None else session_names("name" if self.id is None else "id")
-        return {**super().sent_as, **names, "meta": "metadata"}
+        return {**super().client_names, **names, "meta": "metadata"}
 
     @property
     def wanted_name(self) -> str | None:
-        """Its name, if one is given."""
+        """The requested name, if any."""
         if self.id is not None and self.name is not None and self.id != self.name:
-            raise bad_request("id and name are the same thing: give one of them", "name")
+            raise bad_request("id and name mean the same and differ: give one of them", "name")
         return self.name if self.id is None else self.id
 
 
-class SessionAppendRequest(Appending, kw_only=True):
+class SessionAppendRequest(AppendFields, kw_only=True):
     """The body of POST /v1/sessions/{session}/append."""
 
     input: Input
@@ -93,11 +93,11 @@ class SessionUpdateRequest(Body):
     """The body of PATCH /v1/sessions/{session}."""
 
     ttl: Seconds | msgspec.UnsetType | None = msgspec.UNSET
-    """Null: it does not end by itself."""
-    metadata: Notes | None = None
+    """Null: the session does not expire."""
+    metadata: SessionMetadata | None = None
 
     @property
-    def sent_as(self) -> Mapping[str, str]:
+    def client_names(self) -> Mapping[str, str]:
         return {"meta": "metadata"}
 
 
@@ -105,24 +105,24 @@ class SessionForkRequest(Body, kw_only=True):
     """The body of POST /v1/sessions/{session}/fork."""
 
     id: SessionName
-    at: Annotated[int, told(minimum=0)] | None = None
-    """Tokens that the two have in common; all, unless said otherwise."""
+    at: Annotated[int, schema(minimum=0)] | None = None
+    """Tokens that the fork shares; unset: all."""
 
     @property
-    def sent_as(self) -> Mapping[str, str]:
+    def client_names(self) -> Mapping[str, str]:
         return {"name": "id"}
 
 
 class SessionGenerateRequest(GenerationFields, kw_only=True):
-    """The body of POST /v1/sessions/{session}/generate: what is added first, and how the answer is made."""
+    """The body of POST /v1/sessions/{session}/generate: the input to append, and generation parameters."""
 
     input: Input | None = None
     answer: Literal["chat", "text"] | None = None
-    """As /v1/chat/completions or as /v1/completions answers; unless given, as the input is messages or not."""
+    """Respond as /v1/chat/completions or as /v1/completions; unset: chat if the input is messages."""
     max_tokens: OutputLimit | None = None
     max_completion_tokens: OutputLimit | None = None
     logprobs: bool | Logprobs | None = None
-    """True or false with messages; otherwise how many."""
+    """With messages true or false, otherwise a number."""
     top_logprobs: Logprobs | None = None
     tools: Tools | None = None
     tool_choice: Union[ToolChoice, NamedTool, None] = None
@@ -132,48 +132,48 @@ class SessionGenerateRequest(GenerationFields, kw_only=True):
     chat_template_kwargs: TemplateVariables | None = None
 
     @property
-    def sent_as(self) -> Mapping[str, str]:
+    def client_names(self) -> Mapping[str, str]:
         limit = {} if self.max_completion_tokens is None else {"max_tokens": "max_completion_tokens"}
-        return {**super().sent_as, **_AS_INPUT, **limit}
+        return {**super().client_names, **_AS_INPUT, **limit}
 
     @property
     def is_chat(self) -> bool:
-        """Whether the answer is a message."""
+        """Whether to respond as a chat completion."""
         return has_messages(self.input) if self.answer is None else self.answer == "chat"
 
     def as_chat(self) -> ChatRequest:
-        """The same, as the chat route knows it."""
+        """The same request for the chat route."""
         if isinstance(self.logprobs, int) and not isinstance(self.logprobs, bool):
-            raise bad_request("logprobs is true or false with messages; top_logprobs says how many", "logprobs")
+            raise bad_request("with messages logprobs is true or false; top_logprobs sets the number", "logprobs")
         fields = _shared(self, ChatRequest)
         messages = _as_messages(self.input) if has_messages(self.input) else [Message(role="user", content="-")]
         return ChatRequest(messages=messages, **fields)
 
     def as_completion(self) -> CompletionRequest:
-        """The same, as the completions route knows it."""
+        """The same request for the completions route."""
         for name in ("top_logprobs", "tools", "tool_choice", "reasoning_effort", "chat_template_kwargs"):
             if getattr(self, name) is not None:
-                raise bad_request(f"{name} is for messages, or for answer=chat", name)
+                raise bad_request(f"{name} needs messages, or answer=chat", name)
         if isinstance(self.logprobs, bool):
-            raise bad_request("logprobs is a number here: how many to tell of each token", "logprobs")
+            raise bad_request("logprobs must be a number here: alternatives per token", "logprobs")
         fields = _shared(self, CompletionRequest)
         fields["max_tokens"] = self.max_completion_tokens if self.max_tokens is None else self.max_tokens
         return CompletionRequest(prompt="-", **fields)
 
 
 def has_messages(given: Any) -> bool:
-    """Whether an input is messages."""
+    """Whether an input consists of messages."""
     return isinstance(given, list) and bool(given) and isinstance(given[0], Message)
 
 
 def plain_input(given: Input) -> Any:
-    """An input as sessions read it: text, numbers, or messages as templates know them."""
+    """An input as the session API takes it: text, token ids, or messages as dicts."""
     if isinstance(given, str):
         return given
     if not given:
         raise bad_request("input is an empty list", "input")
     if len({isinstance(item, Message) for item in given}) > 1:
-        raise bad_request("input must be text, token ids or messages, not a mixture", "input")
+        raise bad_request("input must be text, token ids or messages, not a mix", "input")
     return [item.as_dict() for item in _as_messages(given)] if has_messages(given) else given
 
 
@@ -185,7 +185,7 @@ def _shared(body: msgspec.Struct, kind: type[msgspec.Struct]) -> dict[str, Any]:
     return {name: getattr(body, name) for name in body.__struct_fields__ if name in kind.__struct_fields__}
 
 
-# Answers
+# Responses
 
 
 class SessionObject(msgspec.Struct, kw_only=True):
@@ -194,7 +194,7 @@ class SessionObject(msgspec.Struct, kw_only=True):
     id: str
     object: str = "session"
     status: str
-    """live: a turn is running; idle: on the device; asleep: in the tiers below, or to be computed again."""
+    """live: a turn is running; idle: on the device; asleep: in lower tiers, or to be recomputed."""
     created_at: int
     last_used_at: int
     expires_at: int | None
@@ -202,16 +202,16 @@ class SessionObject(msgspec.Struct, kw_only=True):
     device_tokens: int
     """Tokens whose KV is on the device."""
     saved_tokens: int
-    """Tokens whose KV was put by when it last fell asleep."""
+    """Tokens whose KV was saved when it was last suspended."""
     parent: str | None
     forked_at: int
     metadata: dict[str, str]
     lost: str | None
-    """Why its tokens are lost, if they are."""
+    """Why its tokens are lost; null if they are not."""
 
 
 class SessionList(msgspec.Struct, kw_only=True):
-    """A page of sessions, in the order they were made. `last_id` is what `after` asks for the next one with."""
+    """A page of sessions, in the order they were created. Pass `last_id` as `after` for the next page."""
 
     object: str = "list"
     data: list[SessionObject]

@@ -11,13 +11,13 @@ from quire.server.protocol.chat import Message, Tool
 from quire.server.protocol.common import Body, check_depth
 from quire.server.protocol.values import NOT_EMPTY, ModelName, TemplateVariables, TokenIds
 
-_OF_MESSAGES = (
+_MESSAGE_FIELDS = (
     "add_generation_prompt", "continue_final_message", "chat_template", "chat_template_kwargs", "tools",
 )  # fmt: skip
 
 
 class TokenizeRequest(Body):
-    """Text, or a conversation as the model would see it."""
+    """Text, or a conversation to render with the chat template."""
 
     model: ModelName | None = None
     prompt: str | None = None
@@ -31,17 +31,17 @@ class TokenizeRequest(Body):
     tools: list[Tool] | None = None
 
     def check_fields(self) -> None:
-        """What the types alone cannot say."""
+        """Check what the types cannot express; raises 400."""
         if (self.prompt is None) == (self.messages is None):
             raise bad_request("give either prompt or messages", "prompt")
         if self.prompt is not None:
-            for name in _OF_MESSAGES:
+            for name in _MESSAGE_FIELDS:
                 if getattr(self, name):
-                    raise bad_request(f"{name} is for messages, and a prompt is given", name)
+                    raise bad_request(f"{name} needs messages instead of a prompt", name)
         if self.messages == []:
             raise bad_request("messages is empty: at least one is needed", "messages")
         if self.add_generation_prompt and self.continue_final_message:
-            raise bad_request("add_generation_prompt and continue_final_message exclude each other")
+            raise bad_request("add_generation_prompt and continue_final_message cannot be combined")
         check_depth("chat_template_kwargs", self.chat_template_kwargs)
         for tool in self.tools or ():
             check_depth("tools", tool.function.parameters)

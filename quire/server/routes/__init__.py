@@ -1,1 +1,1 @@
-"""One file a family of routes: `async def route(server, exchange)`."""
+"""One file per family of routes: `async def route(context, exchange)`."""

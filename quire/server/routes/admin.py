@@ -1,4 +1,4 @@
-"""Routes for whoever runs the server; they exist only with --admin-key, and only it opens them."""
+"""Routes for operators; they exist only with --admin-key, and require it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from quire.server.routing import Route
 
 class ResetAnswer(msgspec.Struct):
     is_empty: bool
-    """No block had to stay with a running request."""
+    """Whether no block had to stay with a running request."""
 
 
 class ReplicaStats(msgspec.Struct):
@@ -28,7 +28,7 @@ class ReplicaStats(msgspec.Struct):
     open_requests: int
     restarts: int
     engine: dict[str, float]
-    """Empty while it is down."""
+    """Metrics; empty while it is down."""
 
 
 class Stats(msgspec.Struct, omit_defaults=True):
@@ -37,54 +37,54 @@ class Stats(msgspec.Struct, omit_defaults=True):
     queued_tokens: int
     restarts: int
     engine: dict[str, float]
-    """Of several engines, of all together. Empty while there is none."""
+    """Metrics of all engines together; empty while none is up."""
     replicas: list[ReplicaStats] = []
-    """Each of them, where there are several."""
+    """Each engine, if there are several."""
 
 
-async def reset_prefix_cache(server: ServerContext, exchange: Exchange) -> None:
-    """Forget all cached prefixes."""
-    await exchange.reply(ResetAnswer(await server.llm.reset_prefix_cache()))
+async def reset_prefix_cache(context: ServerContext, exchange: Exchange) -> None:
+    """Empty the prefix cache."""
+    await exchange.reply(ResetAnswer(await context.llm.reset_prefix_cache()))
 
 
-async def rebalance_experts(server: ServerContext, exchange: Exchange) -> None:
-    """Move a mixture's experts to where the load is, with --enable-expert-parallel."""
-    await exchange.reply(await server.llm.rebalance_experts())
+async def rebalance_experts(context: ServerContext, exchange: Exchange) -> None:
+    """Redistribute experts over ranks by load, with --enable-expert-parallel."""
+    await exchange.reply(await context.llm.rebalance_experts())
 
 
-async def stats(server: ServerContext, exchange: Exchange) -> None:
-    """The engine's figures and the server's."""
-    figures: dict[str, float] = {}
+async def stats(context: ServerContext, exchange: Exchange) -> None:
+    """Metrics of the engine and the server."""
+    metrics: dict[str, float] = {}
     with contextlib.suppress(EngineDeadError):
-        figures = {metric.name: metric.value for metric in await server.llm.get_metrics()}
+        metrics = {metric.name: metric.value for metric in await context.llm.get_metrics()}
     await exchange.reply(
         Stats(
-            status=server.supervisor.status,
-            open_requests=server.admission.requests,
-            queued_tokens=server.admission.queued_tokens,
-            restarts=server.supervisor.restarts,
-            engine=figures,
-            replicas=await _replicas(server) if len(server.llm.replicas) > 1 else [],
+            status=context.supervisor.status,
+            open_requests=context.admission.requests,
+            queued_tokens=context.admission.queued_tokens,
+            restarts=context.supervisor.restarts,
+            engine=metrics,
+            replicas=await _replicas(context) if len(context.llm.replicas) > 1 else [],
         )
     )
 
 
-async def _replicas(server: ServerContext) -> list[ReplicaStats]:
+async def _replicas(context: ServerContext) -> list[ReplicaStats]:
     found = []
-    for replica, supervisor in zip(server.llm.replicas, server.supervisor.each, strict=True):
-        figures: dict[str, float] = {}
+    for replica, supervisor in zip(context.llm.replicas, context.supervisor.each, strict=True):
+        metrics: dict[str, float] = {}
         with contextlib.suppress(EngineDeadError):
-            figures = {metric.name: metric.value for metric in await replica.get_metrics()}
-        found.append(ReplicaStats(supervisor.status, replica.num_open_requests, supervisor.restarts, figures))
+            metrics = {metric.name: metric.value for metric in await replica.get_metrics()}
+        found.append(ReplicaStats(supervisor.status, replica.num_open_requests, supervisor.restarts, metrics))
     return found
 
 
-async def memory(server: ServerContext, exchange: Exchange) -> None:
+async def memory(context: ServerContext, exchange: Exchange) -> None:
     """Who holds which blocks, on the device and in the tiers below; `quire inspect --url` draws it."""
     given = QueryParams(exchange.scope["query_string"]).get("replica", "0")
     if not given.isdecimal():
         raise bad_request(f"replica must be a number, got {given[:40]!r}", "replica")
-    await exchange.reply(await server.llm.memory_map(int(given[:9])))
+    await exchange.reply(await context.llm.memory_map(int(given[:9])))
 
 
 _REPLICA = {"type": "integer", "minimum": 0, "default": 0}

@@ -12,10 +12,10 @@ from msgspec import UNSET
 from quire.messages.outputs import CompletionOutput, RequestOutput
 from quire.server.context import ServerContext
 from quire.server.errors import bad_request
-from quire.server.generation import Counter, GenerationJob, generate
+from quire.server.generation import GenerationJob, UsageCounter, generate, requested_session
 from quire.server.http import Exchange
 from quire.server.logprobs import Position, completion_logprobs, prompt_logprobs
-from quire.server.protocol.common import figures_of
+from quire.server.protocol.common import request_timings
 from quire.server.protocol.completions import (
     MAX_TOKENS,
     CompletionChoice,
@@ -25,59 +25,58 @@ from quire.server.protocol.completions import (
 )
 from quire.server.protocol.sampling import beam_search_params, sampling_params
 from quire.server.routing import Route
-from quire.server.session_turns import session_turn
 
 
-async def create(server: ServerContext, exchange: Exchange) -> None:
-    """Complete prompts, at once or as it is written."""
+async def create(context: ServerContext, exchange: Exchange) -> None:
+    """Create completions of one or more prompts, streamed or not."""
     request = await exchange.read_json(CompletionRequest)
-    async with exchange.watched(server.deadline(request.timeout)):
-        jobs = await prepare(server, exchange, request)
-        answer = CompletionAnswer(server, exchange, request, jobs)
+    async with exchange.interruptible(context.deadline(request.timeout)):
+        jobs = await prepare(context, exchange, request)
+        answer = CompletionAnswer(context, exchange, request, jobs)
         await (answer.stream() if request.stream else answer.send())
 
 
-async def prepare(server: ServerContext, exchange: Exchange, request: CompletionRequest) -> list[GenerationJob]:
+async def prepare(context: ServerContext, exchange: Exchange, request: CompletionRequest) -> list[GenerationJob]:
     """A job for each prompt."""
-    server.check_serving()
-    server.check_model(request.model)
+    context.check_serving()
+    context.check_model(request.model)
     request.check_fields()
-    exchange.name_request(request.request_id)
+    exchange.set_request_id(request.request_id)
     prompts = request.prompts
-    _check_count(server, len(prompts), request.n or 1)
+    _check_prompt_count(context, len(prompts), request.n or 1)
     limit = MAX_TOKENS if request.max_tokens is None else request.max_tokens
-    # Scoring alone still takes a step: its token is made, and left out of the answer.
-    params = sampling_params(request, server.sampling_defaults, max(1, limit), request.logprobs)
+    # Scoring a prompt still takes a step: its token is generated and left out of the response.
+    params = sampling_params(request, context.sampling_defaults, max(1, limit), request.logprobs)
     search = beam_search_params(request, max(1, limit))
     if request.echo and request.logprobs is not None and params.prompt_logprobs is None:
         params.prompt_logprobs = request.logprobs
-    turn = session_turn(exchange, request, search)
+    turn = requested_session(exchange, request, search)
     if turn is not None and (len(prompts) > 1 or request.max_tokens == 0):
-        raise bad_request("a turn of a session has one prompt, and at least one token to add", "session_id")
+        raise bad_request("a session's turn has one prompt and generates at least one token", "session_id")
     jobs = []
     for prompt in prompts:
         text = prompt if isinstance(prompt, str) else None
         if isinstance(prompt, str):
             if params.truncate_prompt_tokens is None:
-                server.check_text(prompt)
-            tokens = await server.tokenize(prompt, request.add_special_tokens is not False)
-            await asyncio.sleep(0)  # there may be hundreds of them: streams go on between two
+                context.check_text(prompt)
+            tokens = await context.tokenize(prompt, request.add_special_tokens is not False)
+            await asyncio.sleep(0)  # there may be hundreds: let other requests run in between
         else:
             tokens = prompt
         if params.truncate_prompt_tokens is None:
-            server.check_length(len(tokens), limit)
+            context.check_length(len(tokens), limit)
         jobs.append(GenerationJob(tokens, params, text, request.priority or 0, request.cache_salt, search, turn))
     return jobs
 
 
-def _check_count(server: ServerContext, prompts: int, samples: int) -> None:
-    """Each bound alone would let a hundred thousand samples pass."""
-    most = server.config.max_prompts
+def _check_prompt_count(context: ServerContext, prompts: int, sequences: int) -> None:
+    """Check prompts times n: each limit alone would allow a hundred thousand sequences."""
+    most = context.config.max_prompts
     if prompts > most:
         raise bad_request(f"prompt holds {prompts}; at most {most} (--max-prompts)", "prompt")
-    if prompts > 1 and prompts * samples > most:
+    if prompts > 1 and prompts * sequences > most:
         raise bad_request(
-            f"prompt holds {prompts}, and with n={samples} that makes {prompts * samples} samples; at most {most} "
+            f"prompt holds {prompts}, with n={sequences} that makes {prompts * sequences} sequences; at most {most} "
             "(--max-prompts)",
             "n",
         )
@@ -85,79 +84,79 @@ def _check_count(server: ServerContext, prompts: int, samples: int) -> None:
 
 @dataclass
 class _Progress:
-    """How far one choice has been told."""
+    """How much of one choice has been sent."""
 
-    is_over: bool = False
+    is_finished: bool = False
     offset: int = 0
-    """Characters so far, as the logprobs' columns count them."""
+    """Characters so far, for `text_offset` of logprobs."""
     is_started: bool = False
 
 
 class CompletionAnswer:
-    """Writes outputs as OpenAI's completions. Choice i of prompt p has the index p * n + i."""
+    """Sends outputs as OpenAI's completions. Choice i of prompt p has the index p * n + i."""
 
     def __init__(
-        self, server: ServerContext, exchange: Exchange, request: CompletionRequest, jobs: list[GenerationJob]
+        self, context: ServerContext, exchange: Exchange, request: CompletionRequest, jobs: list[GenerationJob]
     ) -> None:
-        self._server = server
+        self._context = context
         self._exchange = exchange
         self._request = request
         self._jobs = jobs
         self._id = f"cmpl-{exchange.id}"
         self._created = int(time.time())
-        self._model = request.model or server.names[0]
+        self._model = request.model or context.names[0]
         self._n = jobs[0].params.n
         self._only_echo = request.max_tokens == 0
         self._as_ids = bool(request.return_tokens_as_token_ids)
-        self._wants_figures = bool(request.return_metrics) or server.config.enable_per_request_metrics
-        self._counter = Counter()
+        self._wants_timings = bool(request.return_metrics) or context.config.enable_per_request_metrics
+        self._counter = UsageCounter()
         self._progress = [_Progress() for _ in range(len(jobs) * self._n)]
 
     async def send(self) -> None:
-        """The whole answer."""
+        """Send the whole response."""
         outputs: list[RequestOutput | None] = [None] * len(self._jobs)
-        async with aclosing(generate(self._server, self._exchange, self._jobs)) as coming:
+        async with aclosing(generate(self._context, self._exchange, self._jobs)) as coming:
             async for index, output in coming:
                 outputs[index] = output
         choices = []
         for index, whole in enumerate(outputs):
             assert whole is not None
             self._count(index, whole)
-            choices += [self._choice(index, whole, sample) for sample in whole.outputs]
+            choices += [self._choice(index, whole, sequence) for sequence in whole.outputs]
         response = self._response(choices)
         response.usage = self._counter.usage
-        if self._wants_figures:
-            figures = [figures_of(output) for output in outputs if output is not None]
-            response.metrics = figures[0] if len(figures) == 1 else figures
+        if self._wants_timings:
+            timings = [request_timings(output) for output in outputs if output is not None]
+            response.metrics = timings[0] if len(timings) == 1 else timings
         await self._exchange.reply(response)
 
     async def stream(self) -> None:
-        """Events: what is new of each choice, usage."""
+        """Send events: new output of each choice, usage."""
         request = self._request
-        forced = self._server.config.enable_force_include_usage
+        forced = self._context.config.enable_force_include_usage
         continuous = request.continuous_usage or forced
         events = self._exchange.events()
         ends: dict[int, RequestOutput] = {}
-        async with aclosing(generate(self._server, self._exchange, self._jobs)) as coming:
+        async with aclosing(generate(self._context, self._exchange, self._jobs)) as coming:
             async for index, output in coming:
                 self._count(index, output)
                 ends[index] = output
-                for sample in output.outputs:
-                    progress = self._progress[index * self._n + sample.index]
-                    if progress.is_over or not (sample.token_ids or sample.finish_reason):
+                for sequence in output.outputs:
+                    progress = self._progress[index * self._n + sequence.index]
+                    if progress.is_finished or not (sequence.token_ids or sequence.finish_reason):
                         continue
-                    progress.is_over = sample.finish_reason is not None
-                    chunk = self._response([self._choice(index, output, sample)])
+                    progress.is_finished = sequence.finish_reason is not None
+                    chunk = self._response([self._choice(index, output, sequence)])
                     if continuous:
                         chunk.usage = self._counter.usage
                     await events.send(chunk)
-        if request.include_usage or forced or self._wants_figures:
+        if request.include_usage or forced or self._wants_timings:
             closing = self._response([])
             if request.include_usage or forced:
                 closing.usage = self._counter.usage
-            if self._wants_figures:
-                figures = [figures_of(ends[index]) for index in sorted(ends)]
-                closing.metrics = figures[0] if len(figures) == 1 else figures
+            if self._wants_timings:
+                timings = [request_timings(ends[index]) for index in sorted(ends)]
+                closing.metrics = timings[0] if len(timings) == 1 else timings
             await events.send(closing)
         await events.close()
 
@@ -169,31 +168,31 @@ class CompletionAnswer:
     def _response(self, choices: list[CompletionChoice]) -> CompletionResponse:
         return CompletionResponse(self._id, "text_completion", self._created, self._model, choices)
 
-    def _choice(self, index: int, output: RequestOutput, sample: CompletionOutput) -> CompletionChoice:
-        """A choice, or what is new of it; the first time with what is told of its prompt."""
+    def _choice(self, index: int, output: RequestOutput, sequence: CompletionOutput) -> CompletionChoice:
+        """A choice, or its new output; the first time with what was requested about its prompt."""
         request = self._request
-        number = index * self._n + sample.index
+        number = index * self._n + sequence.index
         progress = self._progress[number]
         is_first, progress.is_started = not progress.is_started, True
         prompt = self._prompt_text(index, output.prompt_token_ids) if request.echo and is_first else ""
         choice = CompletionChoice(
             index=number,
-            text=prompt if self._only_echo else prompt + sample.text,
+            text=prompt if self._only_echo else prompt + sequence.text,
             logprobs=None,
-            finish_reason="length" if self._only_echo and sample.finish_reason else sample.finish_reason,
-            stop_reason=None if self._only_echo else sample.stop_reason,
+            finish_reason="length" if self._only_echo and sequence.finish_reason else sequence.finish_reason,
+            stop_reason=None if self._only_echo else sequence.stop_reason,
         )
         if request.logprobs is not None:
-            choice.logprobs = self._logprobs(progress, output, sample, is_first)
+            choice.logprobs = self._logprobs(progress, output, sequence, is_first)
         if request.return_token_ids:
-            choice.token_ids = [] if self._only_echo else list(sample.token_ids)
+            choice.token_ids = [] if self._only_echo else list(sequence.token_ids)
             choice.prompt_token_ids = output.prompt_token_ids if is_first else UNSET
         if request.prompt_logprobs is not None and output.prompt_logprobs is not None:
             choice.prompt_logprobs = prompt_logprobs(output.prompt_logprobs)
         return choice
 
     def _logprobs(
-        self, progress: _Progress, output: RequestOutput, sample: CompletionOutput, is_first: bool
+        self, progress: _Progress, output: RequestOutput, sequence: CompletionOutput, is_first: bool
     ) -> CompletionLogprobs:
         tokens: list[int] = []
         positions: list[Position | None] = []
@@ -201,8 +200,8 @@ class CompletionAnswer:
             tokens += output.prompt_token_ids
             positions += output.prompt_logprobs or [None] * len(tokens)
         if not self._only_echo:
-            tokens += sample.token_ids
-            positions += sample.logprobs or []
+            tokens += sequence.token_ids
+            positions += sequence.logprobs or []
         columns = completion_logprobs(tokens, positions, self._request.logprobs or 0, self._as_ids, progress.offset)
         if self._request.echo and is_first and columns.tokens and not self._as_ids:
             self._name_first(columns, tokens[0])
@@ -211,17 +210,17 @@ class CompletionAnswer:
         return columns
 
     def _name_first(self, columns: CompletionLogprobs, token: int) -> None:
-        """The first token of a prompt has no logprob, and so no name beside it."""
-        if self._server.tokenizer is not None:
-            name = self._server.tokenizer.decode([token])
+        """The first token of a prompt has no logprob, so its text comes from the tokenizer."""
+        if self._context.tokenizer is not None:
+            name = self._context.tokenizer.decode([token])
             columns.tokens[0] = name
             columns.text_offset[1:] = [offset + len(name) for offset in columns.text_offset[1:]]
 
     def _prompt_text(self, index: int, tokens: list[int]) -> str:
-        """The text of the prompt's tokens, which are not all that were sent if it was truncated."""
+        """The prompt's text, of the remaining tokens if it was truncated."""
         job = self._jobs[index]
         if job.text is None or len(tokens) < len(job.tokens):
-            job.text = "" if self._server.tokenizer is None else self._server.tokenizer.decode(tokens)
+            job.text = "" if self._context.tokenizer is None else self._context.tokenizer.decode(tokens)
         return job.text
 
 
@@ -234,7 +233,7 @@ ROUTES = [
         answer=CompletionResponse,
         event=CompletionResponse,
         last_data="[DONE]",
-        takes_sessions=True,
+        uses_sessions=True,
         generates=True,
     )
 ]

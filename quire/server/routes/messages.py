@@ -1,4 +1,4 @@
-"""POST /v1/messages and /v1/messages/count_tokens, as Anthropic's clients send them."""
+"""POST /v1/messages and /v1/messages/count_tokens: Anthropic's API."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from quire.server.errors import ApiError
 from quire.server.http import Exchange, named_event
 from quire.server.protocol.messages import (
     AnthropicError,
+    AnthropicEvent,
     AnthropicMessage,
-    AnyMessageEvent,
+    AnyAnthropicEvent,
     CountTokensRequest,
-    MessageEvent,
     MessagesRequest,
     TokenCount,
     anthropic_error,
@@ -25,54 +25,54 @@ from quire.server.protocol.messages import (
 from quire.server.routing import ErrorStyle, Route
 
 
-async def create(server: ServerContext, exchange: Exchange) -> None:
-    """Answer a conversation, at once or as it is written."""
+async def create(context: ServerContext, exchange: Exchange) -> None:
+    """Create a message, streamed or not."""
     request = await exchange.read_json(MessagesRequest)
-    async with exchange.watched(server.deadline(request.timeout)):
-        turn = await prepare(server, exchange, as_chat(request))
-        writer = MessageWriter(f"msg_{exchange.id}", request.model or server.names[0])
-        await (_stream(exchange, turn, writer) if request.stream else _send(exchange, turn, writer))
+    async with exchange.interruptible(context.deadline(request.timeout)):
+        generation = await prepare(context, exchange, as_chat(request))
+        writer = MessageWriter(f"msg_{exchange.id}", request.model or context.names[0])
+        await (_stream(exchange, generation, writer) if request.stream else _send(exchange, generation, writer))
 
 
-async def _send(exchange: Exchange, turn: ChatGeneration, writer: MessageWriter) -> None:
+async def _send(exchange: Exchange, generation: ChatGeneration, writer: MessageWriter) -> None:
     last: AnswerPiece | None = None
-    async with aclosing(turn.pieces()) as pieces:
+    async with aclosing(generation.pieces()) as pieces:
         async for piece in pieces:
             writer.write(piece.deltas)
             last = piece
-    _finish(writer, last, turn)
+    _finish(writer, last, generation)
     await exchange.reply(writer.message)
 
 
-async def _stream(exchange: Exchange, turn: ChatGeneration, writer: MessageWriter) -> None:
-    events = exchange.events()
+async def _stream(exchange: Exchange, generation: ChatGeneration, writer: MessageWriter) -> None:
+    stream = exchange.events()
     last: AnswerPiece | None = None
-    async with aclosing(turn.pieces()) as pieces:
+    async with aclosing(generation.pieces()) as pieces:
         async for piece in pieces:
-            told = writer.start(turn.counter.usage) if last is None else []
-            told += writer.write(piece.deltas)
+            events = writer.start(generation.counter.usage) if last is None else []
+            events += writer.write(piece.deltas)
             last = piece
-            if told:
-                await events.send_bytes(_wire(told))
-    await events.close(_wire(_finish(writer, last, turn)))
+            if events:
+                await stream.send_bytes(_encoded(events))
+    await stream.close(_encoded(_finish(writer, last, generation)))
 
 
-def _finish(writer: MessageWriter, last: AnswerPiece | None, turn: ChatGeneration) -> list[MessageEvent]:
-    reason, stop = (None, None) if last is None else (last.finish_reason, last.sample.stop_reason)
-    return writer.finish(reason, stop, turn.counter.usage)
+def _finish(writer: MessageWriter, last: AnswerPiece | None, generation: ChatGeneration) -> list[AnthropicEvent]:
+    reason, stop = (None, None) if last is None else (last.finish_reason, last.sequence.stop_reason)
+    return writer.finish(reason, stop, generation.counter.usage)
 
 
-def _wire(events: list[MessageEvent]) -> bytes:
+def _encoded(events: list[AnthropicEvent]) -> bytes:
     return b"".join(named_event(event.kind, event) for event in events)
 
 
-async def count_tokens(server: ServerContext, exchange: Exchange) -> None:
-    """How many tokens a conversation is."""
+async def count_tokens(context: ServerContext, exchange: Exchange) -> None:
+    """Count the tokens of a conversation."""
     request = await exchange.read_json(CountTokensRequest)
-    server.check_model(request.model)
+    context.check_model(request.model)
     chat = as_chat(request)
     chat.check_fields()
-    _, tokens = await render(server, chat)
+    _, tokens = await render(context, chat)
     await exchange.reply(TokenCount(len(tokens)))
 
 
@@ -93,9 +93,9 @@ ROUTES = [
         create,
         body=MessagesRequest,
         answer=AnthropicMessage,
-        event=AnyMessageEvent,
+        event=AnyAnthropicEvent,
         generates=True,
-        failing=ANTHROPIC,
+        error_style=ANTHROPIC,
     ),
     Route(
         "POST",
@@ -103,6 +103,6 @@ ROUTES = [
         count_tokens,
         body=CountTokensRequest,
         answer=TokenCount,
-        failing=ANTHROPIC,
+        error_style=ANTHROPIC,
     ),
 ]

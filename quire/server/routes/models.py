@@ -2,26 +2,46 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from quire.server.context import ServerContext
 from quire.server.http import Exchange
-from quire.server.protocol.models import ModelCard, ModelList
 from quire.server.routing import Route
 
 
-async def list_models(server: ServerContext, exchange: Exchange) -> None:
-    """Every name the model answers to."""
-    await exchange.reply(ModelList([_card(server, name) for name in server.names]))
+class ModelCard(msgspec.Struct):
+    """A served model."""
+
+    id: str
+    created: int
+    max_model_len: int
+    root: str
+    object: str = "model"
+    owned_by: str = "quire"
+    parent: str | None = None
 
 
-async def retrieve(server: ServerContext, exchange: Exchange) -> None:
-    """One of them."""
+class ModelList(msgspec.Struct):
+    data: list[ModelCard]
+    object: str = "list"
+
+
+async def list_models(context: ServerContext, exchange: Exchange) -> None:
+    """List the names under which the model is served."""
+    await exchange.reply(ModelList([_card(context, name) for name in context.names]))
+
+
+async def retrieve(context: ServerContext, exchange: Exchange) -> None:
+    """Retrieve one of them."""
     name = exchange.path_params["model"]
-    server.check_model(name)
-    await exchange.reply(_card(server, name))
+    context.check_model(name)
+    await exchange.reply(_card(context, name))
 
 
-def _card(server: ServerContext, name: str) -> ModelCard:
-    return ModelCard(id=name, created=server.created, max_model_len=server.max_model_len, root=server.llm.config.model)
+def _card(context: ServerContext, name: str) -> ModelCard:
+    return ModelCard(
+        id=name, created=context.created, max_model_len=context.max_model_len, root=context.llm.config.model
+    )
 
 
 ROUTES = [

@@ -1,4 +1,4 @@
-"""POST /v1/responses: OpenAI's newer shape of a chat. Nothing is stored."""
+"""POST /v1/responses. Nothing is stored."""
 
 from __future__ import annotations
 
@@ -18,57 +18,61 @@ from quire.server.protocol.responses import Response, ResponsesRequest
 from quire.server.routing import Route
 
 
-async def create(server: ServerContext, exchange: Exchange) -> None:
-    """Answer a conversation, at once or as it is written."""
+async def create(context: ServerContext, exchange: Exchange) -> None:
+    """Create a response, streamed or not."""
     request = await exchange.read_json(ResponsesRequest)
-    async with exchange.watched(server.deadline(request.timeout)):
-        turn = await prepare(server, exchange, as_chat(request, server.max_model_len))
-        model = request.model or server.names[0]
+    async with exchange.interruptible(context.deadline(request.timeout)):
+        generation = await prepare(context, exchange, as_chat(request, context.max_model_len))
+        model = request.model or context.names[0]
         writer = ResponseWriter(new_response(request, f"resp_{exchange.id}", int(time.time()), model))
         if request.stream:
-            await _stream(exchange, request, turn, writer)
+            await _stream(exchange, request, generation, writer)
         else:
-            await _send(exchange, request, turn, writer)
+            await _send(exchange, request, generation, writer)
 
 
-async def _send(exchange: Exchange, request: ResponsesRequest, turn: ChatGeneration, writer: ResponseWriter) -> None:
+async def _send(
+    exchange: Exchange, request: ResponsesRequest, generation: ChatGeneration, writer: ResponseWriter
+) -> None:
     reason = None
-    async with aclosing(turn.pieces()) as pieces:
+    async with aclosing(generation.pieces()) as pieces:
         async for piece in pieces:
             writer.write(piece.deltas, _logprobs(request, piece))
             reason = piece.finish_reason
-    writer.finish(reason, turn.counter.usage)
+    writer.finish(reason, generation.counter.usage)
     await exchange.reply(writer.response)
 
 
-async def _stream(exchange: Exchange, request: ResponsesRequest, turn: ChatGeneration, writer: ResponseWriter) -> None:
-    events = exchange.events()
+async def _stream(
+    exchange: Exchange, request: ResponsesRequest, generation: ChatGeneration, writer: ResponseWriter
+) -> None:
+    stream = exchange.events()
 
     def failure(error: ApiError) -> bytes:
-        return _wire(writer.fail(error))
+        return _encoded(writer.fail(error))
 
     exchange.error_event = failure
     reason, is_first = None, True
-    async with aclosing(turn.pieces()) as pieces:
+    async with aclosing(generation.pieces()) as pieces:
         async for piece in pieces:
-            told = writer.start() if is_first else []
+            events = writer.start() if is_first else []
             is_first = False
-            told += writer.write(piece.deltas, _logprobs(request, piece))
+            events += writer.write(piece.deltas, _logprobs(request, piece))
             reason = piece.finish_reason
-            if told:
-                await events.send_bytes(_wire(told))
-    await events.close(_wire(writer.finish(reason, turn.counter.usage)))
+            if events:
+                await stream.send_bytes(_encoded(events))
+    await stream.close(_encoded(writer.finish(reason, generation.counter.usage)))
 
 
 def _logprobs(request: ResponsesRequest, piece: AnswerPiece) -> list[TokenLogprob]:
-    sample = piece.sample
-    if not request.wants_logprobs or not sample.token_ids:
+    sequence = piece.sequence
+    if not request.wants_logprobs or not sequence.token_ids:
         return []
-    told = chat_logprobs(sample.token_ids, sample.logprobs, request.top_logprobs or 0, False)
-    return [] if told is None else told.content
+    logprobs = chat_logprobs(sequence.token_ids, sequence.logprobs, request.top_logprobs or 0, False)
+    return [] if logprobs is None else logprobs.content
 
 
-def _wire(events: list[ResponseEvent]) -> bytes:
+def _encoded(events: list[ResponseEvent]) -> bytes:
     return b"".join(named_event(event.kind, event) for event in events)
 
 

@@ -1,4 +1,4 @@
-"""/v1/sessions: conversations by name that outlive their turns."""
+"""/v1/sessions: named conversations whose KV is kept between turns."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from starlette.datastructures import QueryParams
 from quire.api.async_sessions import AsyncSession, AsyncSessions
 from quire.api.session_input import RenderText, is_messages
 from quire.errors import ValidationError
-from quire.server.chat_generation import preamble_of, rendered_tools, template_kwargs
+from quire.server.chat_generation import SessionPrompt, preamble_of, rendered_tools, template_kwargs
 from quire.server.chat_generation import prepare as prepare_chat
 from quire.server.context import ServerContext
 from quire.server.errors import ApiError, bad_request
@@ -23,7 +23,7 @@ from quire.server.protocol.completions import CompletionResponse
 from quire.server.protocol.sampling import session_names
 from quire.server.protocol.sessions import (
     LARGEST_PAGE,
-    Appending,
+    AppendFields,
     SessionAppendRequest,
     SessionCreateRequest,
     SessionDeleted,
@@ -39,20 +39,19 @@ from quire.server.routes.chat import ChatAnswer
 from quire.server.routes.completions import CompletionAnswer
 from quire.server.routes.completions import prepare as prepare_completion
 from quire.server.routing import Route
-from quire.server.session_turns import SessionPrompt
 from quire.sessions.keeper import KEEP, SessionInfo
 
-PAGE = 100
+DEFAULT_PAGE = 100
 FILE = "application/octet-stream"
 PIECE_BYTES = 1 << 18
 
 
 @asynccontextmanager
-async def asking(server: ServerContext, exchange: Exchange) -> AsyncIterator[AsyncSessions]:
-    """The sessions of whoever asks, while the engine can be asked."""
-    server.check_serving()
-    async with exchange.watched(server.deadline(None)):
-        yield server.llm.sessions.of(exchange.tenant)
+async def open_sessions(context: ServerContext, exchange: Exchange) -> AsyncIterator[AsyncSessions]:
+    """The tenant's sessions; raises 503 without an engine, and is cancelled if the client disconnects."""
+    context.check_serving()
+    async with exchange.interruptible(context.deadline(None)):
+        yield context.llm.sessions.of(exchange.tenant)
 
 
 def _named(sessions: AsyncSessions, exchange: Exchange) -> AsyncSession:
@@ -62,160 +61,162 @@ def _named(sessions: AsyncSessions, exchange: Exchange) -> AsyncSession:
         raise bad_request(str(error), "session") from None
 
 
-# What there is
+# Sessions
 
 
-async def create(server: ServerContext, exchange: Exchange) -> None:
-    """A new session, empty or beginning with text, token ids or messages."""
+async def create(context: ServerContext, exchange: Exchange) -> None:
+    """Create a session, empty or with text, token ids or messages."""
     request = await exchange.read_json(SessionCreateRequest)
-    server.check_model(request.model)
+    context.check_model(request.model)
     request.check_fields()
     wanted = request.wanted_name
     name = f"session-{secrets.token_hex(8)}" if wanted is None else wanted
-    async with asking(server, exchange) as sessions:
+    async with open_sessions(context, exchange) as sessions:
         arguments: dict[str, Any] = {"ttl": request.ttl, "meta": request.metadata, "is_new": wanted is None}
         if request.input is not None:
             given = plain_input(request.input)
             if is_messages(given):
-                arguments |= {"messages": given, **_told(server, request)}
+                arguments |= {"messages": given, **_render_arguments(context, request)}
             else:
                 arguments |= {"prompt": given}
         session = await sessions.create(name, **arguments)
-        await exchange.reply(_shown(session.found))
+        await exchange.reply(_as_object(session.found))
 
 
-async def list_sessions(server: ServerContext, exchange: Exchange) -> None:
-    """A page of sessions, in the order they were made."""
+async def list_sessions(context: ServerContext, exchange: Exchange) -> None:
+    """List sessions by page, in the order they were created."""
     query = QueryParams(exchange.scope["query_string"])
-    given = query.get("limit", str(PAGE))
+    given = query.get("limit", str(DEFAULT_PAGE))
     if not given.isdecimal() or not 1 <= int(given[:9]) <= LARGEST_PAGE:
         raise bad_request(f"limit must be 1 to {LARGEST_PAGE}, got {given[:40]!r}", "limit")
-    async with asking(server, exchange) as sessions:
+    async with open_sessions(context, exchange) as sessions:
         page = await sessions.page(query.get("after"), int(given))
-    data = [_shown(info) for info in page.sessions]
+    data = [_as_object(info) for info in page.sessions]
     ends = (data[0].id, data[-1].id) if data else (None, None)
     await exchange.reply(SessionList(data=data, first_id=ends[0], last_id=ends[1], has_more=page.after is not None))
 
 
-async def retrieve(server: ServerContext, exchange: Exchange) -> None:
-    """One session."""
-    async with asking(server, exchange) as sessions:
-        await exchange.reply(_shown(await _named(sessions, exchange).info()))
+async def retrieve(context: ServerContext, exchange: Exchange) -> None:
+    """Retrieve a session."""
+    async with open_sessions(context, exchange) as sessions:
+        await exchange.reply(_as_object(await _named(sessions, exchange).info()))
 
 
-async def update(server: ServerContext, exchange: Exchange) -> None:
-    """Another time to live, or other notes."""
+async def update(context: ServerContext, exchange: Exchange) -> None:
+    """Change a session's time to live or metadata."""
     request = await exchange.read_json(SessionUpdateRequest)
-    async with asking(server, exchange) as sessions:
+    async with open_sessions(context, exchange) as sessions:
         ttl = KEEP if request.ttl is UNSET else request.ttl
-        await exchange.reply(_shown(await _named(sessions, exchange).update(ttl=ttl, meta=request.metadata)))
+        await exchange.reply(_as_object(await _named(sessions, exchange).update(ttl=ttl, meta=request.metadata)))
 
 
-async def delete(server: ServerContext, exchange: Exchange) -> None:
-    """End a session. Its forks stay."""
-    async with asking(server, exchange) as sessions:
+async def delete(context: ServerContext, exchange: Exchange) -> None:
+    """Delete a session. Its forks stay."""
+    async with open_sessions(context, exchange) as sessions:
         session = _named(sessions, exchange)
         await session.delete()
         await exchange.reply(SessionDeleted(id=session.name))
 
 
-# What is done with one
+# Operations on one session
 
 
-async def append(server: ServerContext, exchange: Exchange) -> None:
-    """Add text, token ids or messages. They are durable when this is answered, and computed with the next turn."""
+async def append(context: ServerContext, exchange: Exchange) -> None:
+    """Append text, token ids or messages. They are durable on response, and computed with the next turn."""
     request = await exchange.read_json(SessionAppendRequest)
     request.check_fields()
     given = plain_input(request.input)
-    async with asking(server, exchange) as sessions:
-        told = _told(server, request) if is_messages(given) else {}
-        await exchange.reply(_shown(await _named(sessions, exchange).append(given, **told)))
+    async with open_sessions(context, exchange) as sessions:
+        rendering = _render_arguments(context, request) if is_messages(given) else {}
+        await exchange.reply(_as_object(await _named(sessions, exchange).append(given, **rendering)))
 
 
-async def generate(server: ServerContext, exchange: Exchange) -> None:
-    """One turn, after adding the input if there is one: answered as chats are, or as completions."""
+async def generate(context: ServerContext, exchange: Exchange) -> None:
+    """Generate one turn, after appending the input if any; responds as chat completions or completions do."""
     request = await exchange.read_json(SessionGenerateRequest)
-    async with exchange.watched(server.deadline(request.timeout)):
-        server.check_serving()
-        session = _named(server.llm.sessions.of(exchange.tenant), exchange)
+    async with exchange.interruptible(context.deadline(request.timeout)):
+        context.check_serving()
+        session = _named(context.llm.sessions.of(exchange.tenant), exchange)
         if request.session_id is not None and request.session_id != session.name:
-            raise bad_request("session_id is another session than the address names", "session_id")
+            raise bad_request("session_id differs from the session in the path", "session_id")
         request.session_id = session.name
         answer = (
-            await _chat(server, exchange, request, session)
+            await _chat(context, exchange, request, session)
             if request.is_chat
-            else await _completion(server, exchange, request, session)
+            else await _completion(context, exchange, request, session)
         )
         await (answer.stream() if request.stream else answer.send())
 
 
 async def _chat(
-    server: ServerContext, exchange: Exchange, request: SessionGenerateRequest, session: AsyncSession
+    context: ServerContext, exchange: Exchange, request: SessionGenerateRequest, session: AsyncSession
 ) -> ChatAnswer:
     chat = request.as_chat()
     chat.check_fields()
     given = None if request.input is None else plain_input(request.input)
-    told = _told_of_chat(server, chat) if is_messages(given) else {}
-    prompt = await _prompt(server, session, given, told)
-    return ChatAnswer(server, exchange, chat, await prepare_chat(server, exchange, chat, prompt))
+    rendering = _chat_render_arguments(context, chat) if is_messages(given) else {}
+    prompt = await _prompt(context, session, given, rendering)
+    return ChatAnswer(context, exchange, chat, await prepare_chat(context, exchange, chat, prompt))
 
 
 async def _completion(
-    server: ServerContext, exchange: Exchange, request: SessionGenerateRequest, session: AsyncSession
+    context: ServerContext, exchange: Exchange, request: SessionGenerateRequest, session: AsyncSession
 ) -> CompletionAnswer:
     completion = request.as_completion()
     given = None if request.input is None else plain_input(request.input)
-    prompt = await _prompt(server, session, given, {})
+    prompt = await _prompt(context, session, given, {})
     completion.prompt = list(prompt.tokens)
-    jobs = await prepare_completion(server, exchange, completion)
+    jobs = await prepare_completion(context, exchange, completion)
     jobs[0].turn, jobs[0].text = prompt.turn, prompt.text
-    return CompletionAnswer(server, exchange, completion, jobs)
+    return CompletionAnswer(context, exchange, completion, jobs)
 
 
-async def _prompt(server: ServerContext, session: AsyncSession, given: Any, told: dict[str, Any]) -> SessionPrompt:
-    tokens, turn = await session.prepare(given, **told)
+async def _prompt(
+    context: ServerContext, session: AsyncSession, given: Any, rendering: dict[str, Any]
+) -> SessionPrompt:
+    tokens, turn = await session.prepare(given, **rendering)
     if not tokens:
-        raise bad_request("the session is empty, and nothing can follow: give an input", "input")
-    text = None if server.tokenizer is None else server.tokenizer.decode(tokens, skip_special_tokens=False)
+        raise bad_request("the session is empty: give an input", "input")
+    text = None if context.tokenizer is None else context.tokenizer.decode(tokens, skip_special_tokens=False)
     return SessionPrompt(text or "", tokens, turn)
 
 
-async def suspend(server: ServerContext, exchange: Exchange) -> None:
-    """Leave the device, now or when the turn ends. With wait=true, answered when all there was to save is saved."""
+async def suspend(context: ServerContext, exchange: Exchange) -> None:
+    """Suspend a session from the device, now or when its turn ends. With wait=true, responds when its KV is saved."""
     wait = QueryParams(exchange.scope["query_string"]).get("wait", "false")
     if wait not in ("true", "false"):
         raise bad_request(f"wait must be true or false, got {wait[:40]!r}", "wait")
-    async with asking(server, exchange) as sessions:
-        await exchange.reply(_shown(await _named(sessions, exchange).suspend(wait == "true")))
+    async with open_sessions(context, exchange) as sessions:
+        await exchange.reply(_as_object(await _named(sessions, exchange).suspend(wait == "true")))
 
 
-async def resume(server: ServerContext, exchange: Exchange) -> None:
-    """The session is to be used again: its time to live begins anew. Its next turn loads what it needs."""
-    async with asking(server, exchange) as sessions:
+async def resume(context: ServerContext, exchange: Exchange) -> None:
+    """Resume a session: restarts its time to live. Its next turn loads what it needs."""
+    async with open_sessions(context, exchange) as sessions:
         session = await sessions.resume(exchange.path_params["session"])
-        await exchange.reply(_shown(session.found))
+        await exchange.reply(_as_object(session.found))
 
 
-async def recover(server: ServerContext, exchange: Exchange) -> None:
-    """Accept what is left of a session that is lost."""
-    async with asking(server, exchange) as sessions:
-        await exchange.reply(_shown(await _named(sessions, exchange).recover()))
+async def recover(context: ServerContext, exchange: Exchange) -> None:
+    """Recover the remaining tokens of a lost session."""
+    async with open_sessions(context, exchange) as sessions:
+        await exchange.reply(_as_object(await _named(sessions, exchange).recover()))
 
 
-async def fork(server: ServerContext, exchange: Exchange) -> None:
-    """A session with the same first tokens, which shares what it can."""
+async def fork(context: ServerContext, exchange: Exchange) -> None:
+    """Fork a session: a new one with the same first tokens, which shares blocks."""
     request = await exchange.read_json(SessionForkRequest)
-    async with asking(server, exchange) as sessions:
+    async with open_sessions(context, exchange) as sessions:
         made = await _named(sessions, exchange).fork(request.id, request.at)
-        await exchange.reply(_shown(made.found))
+        await exchange.reply(_as_object(made.found))
 
 
-# To and from files
+# Export and import
 
 
-async def export(server: ServerContext, exchange: Exchange) -> None:
-    """The session as a file: its tokens and notes."""
-    async with asking(server, exchange) as sessions:
+async def export(context: ServerContext, exchange: Exchange) -> None:
+    """Export a session as a file: its tokens and metadata."""
+    async with open_sessions(context, exchange) as sessions:
         session = _named(sessions, exchange)
         data = await session.exported()
         name = f'attachment; filename="{session.name}.session"'.encode()
@@ -229,44 +230,44 @@ async def export(server: ServerContext, exchange: Exchange) -> None:
             await exchange.send_body(data[start : start + PIECE_BYTES], more=start + PIECE_BYTES < len(data))
 
 
-async def import_session(server: ServerContext, exchange: Exchange) -> None:
-    """A session from such a file, under its own name or another."""
+async def import_session(context: ServerContext, exchange: Exchange) -> None:
+    """Import a session from an exported file, under its own name or another."""
     given = exchange.headers.get("content-type", "").partition(";")[0].strip().lower()
     if given != FILE:
         raise ApiError(415, f"the body must be {FILE}, and Content-Type is {given or 'missing'}")
     name = QueryParams(exchange.scope["query_string"]).get("id")
-    exchange.sent_as = session_names("id")
+    exchange.client_names = session_names("id")
     data = await exchange.read_body()
-    async with asking(server, exchange) as sessions:
+    async with open_sessions(context, exchange) as sessions:
         session = await sessions.import_(data, name)
-        await exchange.reply(_shown(session.found))
+        await exchange.reply(_as_object(session.found))
 
 
-# Words
+# Conversions
 
 
-def _told(server: ServerContext, request: Appending) -> dict[str, Any]:
-    """How messages are written: as the chat route would."""
+def _render_arguments(context: ServerContext, request: AppendFields) -> dict[str, Any]:
+    """Arguments for rendering messages as the chat route does."""
     chat = ChatRequest(
         messages=[Message(role="user", content="-")],
         tools=request.tools,
         chat_template_kwargs=request.chat_template_kwargs,
     )
-    return _told_of_chat(server, chat)
+    return _chat_render_arguments(context, chat)
 
 
-def _told_of_chat(server: ServerContext, chat: ChatRequest) -> dict[str, Any]:
-    told: dict[str, Any] = {"tools": rendered_tools(server, chat)}
-    told["chat_template_kwargs"] = template_kwargs(server, chat)
-    preamble = preamble_of(server, chat)
-    if preamble is not None and server.offering is not None:
-        told["first_render"] = _with_preamble(server, preamble)
-    return told
+def _chat_render_arguments(context: ServerContext, chat: ChatRequest) -> dict[str, Any]:
+    rendering: dict[str, Any] = {"tools": rendered_tools(context, chat)}
+    rendering["chat_template_kwargs"] = template_kwargs(context, chat)
+    preamble = preamble_of(context, chat)
+    if preamble is not None and context.tool_prompts is not None:
+        rendering["first_render"] = _with_preamble(context, preamble)
+    return rendering
 
 
-def _with_preamble(server: ServerContext, preamble: str) -> RenderText:
-    assert server.offering is not None
-    offering = server.offering
+def _with_preamble(context: ServerContext, preamble: str) -> RenderText:
+    assert context.tool_prompts is not None
+    offering = context.tool_prompts
 
     def render(messages: Any, **arguments: Any) -> str:
         return offering.render(list(messages), preamble, **arguments)
@@ -274,7 +275,7 @@ def _with_preamble(server: ServerContext, preamble: str) -> RenderText:
     return render
 
 
-def _shown(info: SessionInfo | None) -> SessionObject:
+def _as_object(info: SessionInfo | None) -> SessionObject:
     assert info is not None
     return SessionObject(
         id=info.name,
@@ -294,12 +295,12 @@ def _shown(info: SessionInfo | None) -> SessionObject:
 
 _ONE = "/v1/sessions/{session}"
 _NAME = {"type": "string", "pattern": SESSION_NAME}
-_LIMIT = {"type": "integer", "minimum": 1, "maximum": LARGEST_PAGE, "default": PAGE}
+_LIMIT = {"type": "integer", "minimum": 1, "maximum": LARGEST_PAGE, "default": DEFAULT_PAGE}
 
 
 def _route(method: str, path: str, handler: Any, **more: Any) -> Route:
     more.setdefault("answer", SessionObject)
-    return Route(method, path, handler, takes_sessions=True, errors=(408,), **more)
+    return Route(method, path, handler, uses_sessions=True, errors=(408,), **more)
 
 
 ROUTES = [

@@ -1,4 +1,4 @@
-"""What machines ask a server: health, readiness, load, version, metrics, the OpenAPI document."""
+"""Health, readiness, load, version, metrics and the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -21,41 +21,41 @@ class Version(msgspec.Struct):
     version: str
 
 
-async def health(server: ServerContext, exchange: Exchange) -> None:
-    """200 only if the engine's steps end, or if there is nothing to do."""
-    state = await server.supervisor.health()
+async def health(context: ServerContext, exchange: Exchange) -> None:
+    """200 if the engine completes steps, or has nothing to do."""
+    state = await context.supervisor.health()
     if not state.ok:
-        raise unavailable(state.message, server.retry_after)
+        raise unavailable(state.message, context.retry_after)
     await exchange.reply(b"")
 
 
-async def ready(server: ServerContext, exchange: Exchange) -> None:
-    """200 while requests are taken: not while draining, and not without an engine."""
-    server.check_serving()
+async def ready(context: ServerContext, exchange: Exchange) -> None:
+    """200 while requests are accepted: not while draining, and not without an engine."""
+    context.check_serving()
     await exchange.reply(b"")
 
 
-async def load(server: ServerContext, exchange: Exchange) -> None:
-    """How many requests are open."""
-    await exchange.reply(ServerLoad(server.admission.requests))
+async def load(context: ServerContext, exchange: Exchange) -> None:
+    """The number of open requests."""
+    await exchange.reply(ServerLoad(context.admission.requests))
 
 
-async def version(server: ServerContext, exchange: Exchange) -> None:
-    await exchange.reply(Version(server.version))
+async def version(context: ServerContext, exchange: Exchange) -> None:
+    await exchange.reply(Version(context.version))
 
 
-async def metrics(server: ServerContext, exchange: Exchange) -> None:
-    """Figures in Prometheus' text format."""
-    await exchange.reply(await server.metrics_page(), content_type=METRICS)
+async def metrics(context: ServerContext, exchange: Exchange) -> None:
+    """Metrics in Prometheus' text format."""
+    await exchange.reply(await context.metrics.page(), content_type=METRICS)
 
 
-async def openapi(server: ServerContext, exchange: Exchange) -> None:
+async def openapi(context: ServerContext, exchange: Exchange) -> None:
     """This document."""
-    await exchange.reply(server.openapi)
+    await exchange.reply(context.openapi)
 
 
 ROUTES = [
-    Route("GET", "/health", health, errors=(503,), is_open=True),
+    Route("GET", "/health", health, errors=(503,), is_public=True),
     Route("GET", "/ready", ready, errors=(503,)),
     Route("GET", "/ping", ready, errors=(503,)),
     Route("POST", "/ping", ready, errors=(503,)),

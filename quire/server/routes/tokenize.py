@@ -13,21 +13,21 @@ from quire.server.protocol.tokenize import DetokenizeRequest, DetokenizeResponse
 from quire.server.routing import Route
 
 
-async def tokenize(server: ServerContext, exchange: Exchange) -> None:
-    """Text or a conversation as token ids."""
+async def tokenize(context: ServerContext, exchange: Exchange) -> None:
+    """Tokenize text or a conversation."""
     request = await exchange.read_json(TokenizeRequest)
-    server.check_model(request.model)
+    context.check_model(request.model)
     request.check_fields()
     if request.prompt is not None:
-        tokens = await server.tokenize(request.prompt, request.add_special_tokens is not False)
+        tokens = await context.tokenize(request.prompt, request.add_special_tokens is not False)
     else:
         if request.add_special_tokens:
             raise bad_request("add_special_tokens is not supported for messages: the template adds them")
-        tokens = (await render(server, _as_chat(request)))[1]
+        tokens = (await render(context, _as_chat(request)))[1]
     names = None
     if request.return_token_strs:
-        names = list(server.tokenizer.convert_ids_to_tokens(tokens))
-    await exchange.reply(TokenizeResponse(len(tokens), server.max_model_len, tokens, names))
+        names = list(context.tokenizer.convert_ids_to_tokens(tokens))
+    await exchange.reply(TokenizeResponse(len(tokens), context.max_model_len, tokens, names))
 
 
 def _as_chat(request: TokenizeRequest) -> ChatRequest:
@@ -41,19 +41,19 @@ def _as_chat(request: TokenizeRequest) -> ChatRequest:
     )
 
 
-async def detokenize(server: ServerContext, exchange: Exchange) -> None:
-    """Token ids as text, special tokens included."""
+async def detokenize(context: ServerContext, exchange: Exchange) -> None:
+    """Convert token ids to text, including special tokens."""
     request = await exchange.read_json(DetokenizeRequest)
-    server.check_model(request.model)
-    if server.tokenizer is None:
+    context.check_model(request.model)
+    if context.tokenizer is None:
         raise bad_request("there is no tokenizer: the server runs with --skip-tokenizer-init")
-    vocabulary = server.llm.facts.model.vocab_size
+    vocabulary = context.llm.info.model.vocab_size
     if bad := [token for token in request.tokens if not 0 <= token < vocabulary]:
         raise bad_request(f"token id {bad[0]} is outside the vocabulary of {vocabulary}", "tokens")
     if len(request.tokens) < LONG_TEXT:
-        text = server.tokenizer.decode(request.tokens)
+        text = context.tokenizer.decode(request.tokens)
     else:
-        text = await asyncio.to_thread(server.tokenizer.decode, request.tokens)
+        text = await asyncio.to_thread(context.tokenizer.decode, request.tokens)
     await exchange.reply(DetokenizeResponse(text))
 
 

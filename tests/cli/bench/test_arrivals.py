@@ -8,7 +8,7 @@ import statistics
 
 import pytest
 
-from quire.cli.bench.load.arrivals import arrivals
+from quire.cli.bench.load.datasets import arrivals
 from quire.errors import ValidationError
 
 

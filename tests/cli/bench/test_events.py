@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from quire.cli.bench.load import events
-from quire.cli.bench.load.events import EventReader, MalformedStreamError, error_message, read_chunk
+from quire.cli.bench.load import client
+from quire.cli.bench.load.client import EventReader, MalformedStreamError, error_message, read_chunk
 
 STREAM = b': a comment\r\ndata: {"a":1}\r\n\r\nevent: x\ndata:{"b":\ndata: 2}\n\nid: 3\n\ndata:\n\ndata: [DONE]\n\n'
 EVENTS = [b'{"a":1}', b'{"b":\n2}', b"[DONE]"]
@@ -25,7 +25,7 @@ def test_a_last_event_without_its_blank_line_is_taken():
 
 
 def test_a_line_without_end_is_given_up(monkeypatch):
-    monkeypatch.setattr(events, "LONGEST_EVENT", 1000)
+    monkeypatch.setattr(client, "LONGEST_EVENT", 1000)
     reader = EventReader()
     with pytest.raises(MalformedStreamError):
         for _ in range(200):

@@ -8,7 +8,7 @@ from itertools import pairwise
 from hypothesis import strategies as st
 
 from quire.output.parsers.deltas import Delta, ParsedAnswer, gather
-from quire.output.parsers.machine import TextMachine
+from quire.output.parsers.incremental import IncrementalParser
 
 
 def pieces_of(text: str, cuts: Iterable[int]) -> list[str]:
@@ -25,9 +25,9 @@ def cut(draw: st.DrawFn, texts: st.SearchStrategy[str]) -> tuple[str, list[str]]
     return text, pieces_of(text, draw(st.lists(st.integers(0, len(text)), max_size=12)))
 
 
-def stream(machine: TextMachine, pieces: Iterable[str]) -> list[Delta]:
+def stream(machine: IncrementalParser, pieces: Iterable[str]) -> list[Delta]:
     return [delta for piece in pieces for delta in machine.push(piece)] + machine.finish()
 
 
-def read(machine: TextMachine, pieces: Iterable[str]) -> ParsedAnswer:
+def read(machine: IncrementalParser, pieces: Iterable[str]) -> ParsedAnswer:
     return gather(stream(machine, pieces))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from quire.output.parsers.answer import AnswerReader
 from quire.output.parsers.deltas import Content, ToolCall, gather
-from quire.output.parsers.reader import AnswerReader
 from quire.output.parsers.reasoning import make_reasoning_split
 from quire.output.parsers.tools.registry import make_tool_parser
 

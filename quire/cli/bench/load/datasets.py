@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quire.cli.bench.load.text import about_tokens, random_characters, random_words
 from quire.errors import ValidationError
 
 Message = dict[str, Any]
@@ -221,3 +221,57 @@ def _whole(value: Any, where: str, name: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValidationError(f"{where}: {name} must be an integer of at least 1, got {value!r}")
     return value
+
+
+def arrivals(count: int, rate: float, burstiness: float, burst: int, seed: int) -> list[float]:
+    """`count` times at `rate` requests a second.
+
+    Gaps follow a gamma distribution of shape `burstiness`: 1 is a Poisson process, less comes in clumps, more is
+    steadier. With `burst` above 1 so many leave together, and the gaps between bursts keep the rate. An infinite rate
+    is everything at once.
+    """
+    if not rate > 0:
+        raise ValidationError(f"--request-rate must be above 0 (inf is everything at once), got {rate:g}")
+    if not (burstiness > 0 and math.isfinite(burstiness)):
+        raise ValidationError(f"--burstiness must be above 0 (1 is a Poisson process), got {burstiness:g}")
+    if math.isinf(rate):
+        return [0.0] * count
+    draw = random.Random(seed)
+    times: list[float] = []
+    now = 0.0
+    while len(times) < count:  # the first burst leaves at once: nothing is learnt by waiting for it
+        times += [now] * min(burst, count - len(times))
+        now += draw.gammavariate(burstiness, burst / (rate * burstiness))
+    return times
+
+
+_NOUNS = """
+action activity age air area arm art attention author baby back bank bed behavior blood board body book boy
+brother building business call campaign car case center chance change child choice church city class college
+community company computer condition control cost country couple course court culture data day death decision
+development difference director doctor door drug economy education effect effort end energy event experience eye
+face fact family father field fight figure film fire floor foot force form friend future game girl goal
+government ground group guy hair hand head health heart history home hospital hour house husband idea image
+industry information interest issue job kind land law leader letter level life light line look lot love man
+market material matter member mind minute moment money month morning mother movie music name nation need news
+"""
+WORDS = _NOUNS.split()
+"""English nouns so common that every vocabulary of the last years has each as one token, with the space before it."""
+
+CHARACTERS_A_TOKEN = 4
+"""Of English prose, where there is no better way to tell a text's length in tokens."""
+
+
+def random_words(tokens: int, draw: random.Random) -> str:
+    """Text of about `tokens` tokens. No two begin alike, so that no prefix cache helps."""
+    return " ".join(draw.choices(WORDS, k=tokens))
+
+
+def random_characters(characters: int, draw: random.Random) -> str:
+    """Text of exactly `characters` characters."""
+    return random_words(characters // 3 + 1, draw)[:characters]
+
+
+def about_tokens(text: str) -> int:
+    """How many tokens a text has, roughly; at least 1."""
+    return max(1, len(text) // CHARACTERS_A_TOKEN)

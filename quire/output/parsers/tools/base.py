@@ -1,4 +1,4 @@
-"""What a tool-call parser is, and what all of them share: content around calls, and calls that turn out to be none."""
+"""The protocol of tool-call parsers, and what they share: content around calls, and text that only looks like one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection
 from typing import ClassVar, Protocol
 
 from quire.output.parsers.deltas import CallArguments, CallEnd, CallStart, Content, Delta, ParsedAnswer
-from quire.output.parsers.machine import SPACES, Reads, TextMachine
+from quire.output.parsers.incremental import SPACES, IncrementalParser, Reads
 from quire.output.parsers.tools.json_scanner import JsonScanner
 
 _ALPHANUMERIC = string.ascii_letters + string.digits
@@ -23,14 +23,14 @@ class ToolParser(Protocol):
     """Finds tool calls in one answer."""
 
     needs_special_tokens: ClassVar[bool]
-    """Its marks are special tokens, which must then not be skipped when tokens become text."""
+    """Its marks are special tokens: detokenization must not skip them."""
 
     def push(self, text: str) -> list[Delta]:
-        """The answer goes on; returns what is now sure of it."""
+        """Add text of the answer; returns the deltas that are now certain."""
         ...
 
     def finish(self) -> list[Delta]:
-        """The answer has ended; returns what was held back."""
+        """The answer has ended; returns the deltas held back."""
         ...
 
     def parse(self, text: str) -> ParsedAnswer:
@@ -49,27 +49,27 @@ def mistral_id() -> str:
 
 
 class _Fields:
-    """What is known of a call object so far."""
+    """The fields of a call object so far."""
 
     name: str | None = None
     arguments: str | None = None
 
 
-class CallParser(TextMachine):
+class CallParser(IncrementalParser):
     """Content until something opens a call; then `_calls`, written by the subclass, reads the call or several.
 
     What is read there is held. `_start` announces a call and lets go of what is held; whatever is still held when
     `_calls` returns was no call and becomes content. So a subclass returns where it stops understanding, and nothing is
-    lost or told twice. White space that touches a call belongs to its markup.
+    lost or emitted twice. White space that touches a call belongs to its markup.
     """
 
     tags: ClassVar[tuple[str, ...]] = ()
-    """Words that open a call anywhere; one that begins with another stands before it."""
+    """Words that open a call anywhere; a word precedes its own prefixes."""
     bare: ClassVar[str] = ""
     """Characters that open a call with no tag: at the margin (an indented one is inside something), or after a call."""
     needs_special_tokens: ClassVar[bool] = False
     notation: ClassVar[str] = ""
-    """How a model is told to write calls, where its chat template does not tell it."""
+    """Instructions for writing calls, for models whose chat template has none."""
 
     def __init__(self, offered: Collection[str] | None = None, new_id: Callable[[], str] = openai_id) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class CallParser(TextMachine):
         self._is_fresh = self._is_line_start = True
         """Only white space since the answer's start or the last call; that, or at the margin of a line."""
         self._is_whole = True
-        """The last call did not break off."""
+        """The last call was complete."""
         self._openers = re.compile(
             "[" + re.escape("".join(sorted({word[0] for word in (*self.tags, *self.bare)}))) + "]"
         )
@@ -120,7 +120,7 @@ class CallParser(TextMachine):
         return taken
 
     def _release(self) -> None:
-        """What is held was no call."""
+        """The text held back was not a call."""
         for text in self._held:
             self._say(text)
         self._held.clear()
@@ -137,8 +137,8 @@ class CallParser(TextMachine):
             self._is_line_start = self._is_fresh or text.endswith("\n")
 
     def _accepts(self, name: str, is_marked: bool) -> bool:
-        """Whether this names a call. Markup is proof enough: then an unknown name is passed on, and the client can tell
-        the model so. Without markup only the name of an offered tool makes a call of what may be meant as text."""
+        """Whether this names a call. After markup any name does: the client can report an unknown one to the
+        model. Without markup only the name of an offered tool does, because the text may not be meant as a call."""
         if not name.isprintable() or not name.strip():
             return False
         return is_marked or self._offered is None or name in self._offered
@@ -158,12 +158,12 @@ class CallParser(TextMachine):
         self._is_whole = self._is_fresh = self._is_line_start = complete
 
     def _emit(self, name: str, arguments: str) -> None:
-        """A call that is known whole."""
+        """A complete call."""
         self._start(name)
         self._argue(arguments)
         self._end(True)
 
-    # JSON, which most formats are made of.
+    # JSON, which most formats use.
 
     def _objects(self, opener: str, is_marked: bool) -> Reads[bool]:
         """Call objects, one or a list of them; `opener`, their first character, has been read. False if it broke."""
@@ -180,7 +180,7 @@ class CallParser(TextMachine):
                 return False
 
     def _object(self, is_marked: bool) -> Reads[bool]:
-        """`{"name": …, "arguments": {…}}` in any order, after its brace. False if it is no call, or a broken one."""
+        """`{"name": …, "arguments": {…}}` in any order, after its brace. False if it is not a call, or a broken one."""
         first = self._count
         found = _Fields()
         separator = ","
@@ -199,7 +199,7 @@ class CallParser(TextMachine):
         return self._is_whole
 
     def _field(self, found: _Fields, is_marked: bool) -> Reads[bool]:
-        """One field of a call object; the one that makes the call known tells it. False if it does not belong there."""
+        """One field of a call object; name and arguments together emit the call. False if it does not belong there."""
         key = yield from self._read_string()
         if key is None or not (yield from self._take_next(":")):
             return False
@@ -224,7 +224,7 @@ class CallParser(TextMachine):
         return True
 
     def _stream_arguments(self, name: str) -> Reads[bool]:
-        """A call whose arguments come next, handed on as they are read. False if they broke off."""
+        """A call whose arguments come next, handed on as they are read. False if they were cut off."""
         self._start(name)
         scanner = JsonScanner()
         while not scanner.done and (yield from self._peek()):
@@ -238,7 +238,7 @@ class CallParser(TextMachine):
         return scanner.done
 
     def _read_value(self) -> Reads[str | None]:
-        """A JSON value, as JSON; None if it is none."""
+        """A JSON value, as JSON; None if it is not valid."""
         scanner = JsonScanner()
         while not scanner.done and not scanner.failed and (yield from self._peek()):
             self._take(scanner.feed(self._text, self._at) - self._at)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from quire.output.parsers.machine import Reads
+from quire.output.parsers.incremental import Reads
 from quire.output.parsers.tools.base import CallParser
 
 _SPARE_BRACES = re.compile(r"[}\s]+")

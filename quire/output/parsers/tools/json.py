@@ -1,8 +1,8 @@
-"""Models with no format of their own, told in the prompt to answer a call in JSON."""
+"""Models without a format of their own, prompted to write calls in JSON."""
 
 from __future__ import annotations
 
-from quire.output.parsers.machine import Reads
+from quire.output.parsers.incremental import Reads
 from quire.output.parsers.tools.base import CallParser
 
 _FENCE = "```"
@@ -22,7 +22,7 @@ class JsonParser(CallParser):
     def _calls(self, opener: str) -> Reads[None]:
         is_fenced = opener in self.tags
         start = (yield from self._take_next(self.bare)) if is_fenced else opener
-        # A fence is no mark of a call: people ask for JSON too.
+        # A fence alone does not mark a call: users ask for JSON too.
         if not start or not (yield from self._objects(start, is_marked=False)) or not is_fenced:
             return
         while start := (yield from self._take_next(self.bare)):

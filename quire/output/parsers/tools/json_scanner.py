@@ -20,7 +20,7 @@ State = Callable[[str, int], int]
 
 
 class JsonScanner:
-    """Follows one JSON value to its end and no further. What it gives out is at any time the beginning of valid JSON.
+    """Reads one JSON value to its end and no further. Its output is at any time a prefix of valid JSON.
 
     Three slips that models make, and that can be mended in place without a doubt, are: raw control characters in a
     string (a newline in code), a backslash before a character that JSON does not escape (a regular expression), and
@@ -38,7 +38,7 @@ class JsonScanner:
         """A number, word or escape of which more may come; as it was written."""
 
     def feed(self, text: str, at: int) -> int:
-        """Go on at `at`; returns where it stopped: the end of `text` or of the value, or the wrong character."""
+        """Continue at `at`; returns where it stopped: the end of `text` or of the value, or the wrong character."""
         while at < len(text) and not self.done and not self.failed:
             at = self._state(text, at)
         return at
@@ -49,7 +49,7 @@ class JsonScanner:
         return "".join(out)
 
     def take_pending(self) -> str:
-        """Characters read that are no JSON yet, and now never will be."""
+        """Characters read that did not become valid JSON before the end."""
         pending, self._pending = self._pending, ""
         return pending
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quire.output.parsers.machine import Reads
+from quire.output.parsers.incremental import Reads
 from quire.output.parsers.tools.base import CallParser
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection
 
-from quire.output.parsers.machine import Reads
+from quire.output.parsers.incremental import Reads
 from quire.output.parsers.tools.base import CallParser, mistral_id
 
 _NAME = re.compile(r"[^\s\[\]{}]+")

@@ -8,7 +8,7 @@ import re
 import warnings
 from typing import Any
 
-from quire.output.parsers.machine import Reads
+from quire.output.parsers.incremental import Reads
 from quire.output.parsers.tools.base import CallParser
 
 _NAME = re.compile(r"[\w.]+")
@@ -23,7 +23,7 @@ _CLOSERS = {"<|python_start|>": "<|python_end|>", "<|tool_call_start|>": "<|tool
 class PythonicParser(CallParser):
     """`[f(a=1, b="x"), g()]` from the start of a line, or between the tags of Llama 4 or LFM2.
 
-    A call is told when its closing parenthesis has come: until then the types of its arguments are not known. Values
+    A call is emitted at its closing parenthesis: before that the types of its arguments are not known. Values
     are literals; nothing is ever evaluated.
     """
 
@@ -133,7 +133,7 @@ def _parse(source: str) -> ast.expr:
 
 
 def _literal(node: ast.expr) -> Any:
-    """The value of a literal that JSON can say; JSON's own words for true, false and null are let pass."""
+    """The value of a literal that JSON can represent; `true`, `false` and `null` are accepted too."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str | int | float | None):
         return node.value
     if isinstance(node, ast.Name) and node.id in _CONSTANTS:

@@ -1,4 +1,4 @@
-"""Which parser a name stands for."""
+"""Tool parsers by name."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ TOOL_PARSERS = {
 
 
 def notation_of(name: str) -> str:
-    """How a model is told to write calls so that this parser reads them; "" of a parser that does not say."""
+    """Instructions for writing calls that this parser reads; "" if it has none."""
     return str(getattr(resolve("tool-call parser", name, TOOL_PARSERS), "notation", ""))
 
 
 def make_tool_parser(
     name: str, offered: Collection[str] | None = None, new_id: Callable[[], str] | None = None
 ) -> ToolParser:
-    """A fresh parser for one answer; `name` is one of `TOOL_PARSERS` or a dotted path to a class of your own.
+    """A fresh parser for one answer; `name` is one of `TOOL_PARSERS` or a dotted path to a class.
 
     `offered` names the tools of the request, and `new_id` makes the ids of calls (otherwise as the format wants them).
     """

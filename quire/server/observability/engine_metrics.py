@@ -1,4 +1,4 @@
-"""What each engine says of itself, for someone who cannot wait, and what is known of it besides."""
+"""Metrics of each engine: those it reports, asked for with a timeout, and those the front process knows."""
 
 from __future__ import annotations
 
@@ -12,27 +12,25 @@ from quire.engine.engine_info import EngineInfo
 from quire.engine.stats import Metric
 from quire.errors import QuireError
 from quire.messages.histogram import Histogram
+from quire.messages.metric_table import ROUTER_METRICS, MetricSpec
 from quire.router.router import ReplicaLoadStats
-from quire.server.observability.metric_table import ROUTER_FIGURES, Figure
 
-PATIENCE_SECONDS = 1.0
+REPORT_TIMEOUT_SECONDS = 1.0
 GONE_WITH_ENGINE = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "num_blocks_used")
-"""Gauges that are zero where there is no engine."""
-PER_ENGINE = frozenset(
-    ("cache_config_info", "engine_up", "engine_restarts", *(figure.name for figure in ROUTER_FIGURES))
-)
-"""Figures that each engine has, and does not tell itself."""
+"""Gauges shown as zero while the engine is down."""
+PER_ENGINE = frozenset(("cache_config_info", "engine_up", "engine_restarts", *(spec.name for spec in ROUTER_METRICS)))
+"""Metrics of each engine that it does not report itself."""
 
 Labels = tuple[str, ...]
 Values = tuple[Sequence[str], dict[Labels, Any]]
-"""A figure's own labels, and its values by theirs."""
+"""A metric's own labels, and its values by label values."""
 
 
 class MetricsSource(Protocol):
-    """What is looked at of an engine."""
+    """What metrics need of an engine."""
 
     @property
-    def facts(self) -> EngineInfo: ...
+    def info(self) -> EngineInfo: ...
 
     @property
     def errored(self) -> bool: ...
@@ -41,30 +39,30 @@ class MetricsSource(Protocol):
 
 
 class MeasuredReplica(MetricsSource, Protocol):
-    """…and of one of several."""
+    """What metrics need of one of several engines."""
 
     number: int
     router_feed: RouterFeed | None
 
 
-class Restarting(Protocol):
-    """What counts restarts; `Supervisor` does."""
+class RestartCounter(Protocol):
+    """Counts restarts; `Supervisor` does."""
 
     @property
     def restarts(self) -> int: ...
 
 
-class EngineFigures:
-    """The last figures the engine gave. One question is open at a time, however many look."""
+class LatestMetrics:
+    """The last metrics the engine reported. Concurrent readers share one query."""
 
     def __init__(self, ask: Callable[[], Awaitable[list[Metric]]]) -> None:
         self._ask = ask
         self._asking: asyncio.Task[None] | None = None
         self.known: dict[str, Metric] = {}
-        """By their name without a prefix."""
+        """By name, without a prefix."""
 
-    async def refresh(self, seconds: float = PATIENCE_SECONDS) -> None:
-        """Ask anew. An engine that is dead, or busy for longer, leaves what is known as it is."""
+    async def refresh(self, seconds: float = REPORT_TIMEOUT_SECONDS) -> None:
+        """Query the engine. If it is dead or does not answer in time, the last metrics stay."""
         if self._asking is None or self._asking.done():
             self._asking = asyncio.ensure_future(self._read())
         await asyncio.wait([self._asking], timeout=seconds)
@@ -72,29 +70,29 @@ class EngineFigures:
     async def _read(self) -> None:
         try:
             metrics = await self._ask()
-        except QuireError:  # dead; the last figures stand
+        except QuireError:  # dead; the last metrics stay
             return
         self.known = {metric.name.partition(":")[2]: metric for metric in metrics}
 
 
-class EngineView:
-    """One engine's part of the page."""
+class EngineMetrics:
+    """One engine's part of the /metrics page."""
 
-    def __init__(self, engine: MetricsSource, config: EngineConfig, supervisor: Restarting | None = None) -> None:
+    def __init__(self, engine: MetricsSource, config: EngineConfig, supervisor: RestartCounter | None = None) -> None:
         self._engine = engine
         self._config = config
         self._supervisor = supervisor
-        self._figures = EngineFigures(engine.get_metrics)
+        self._latest = LatestMetrics(engine.get_metrics)
 
     async def refresh(self) -> None:
-        """Ask the engine; it is not waited for long."""
-        await self._figures.refresh()
+        """Query the engine, with a timeout."""
+        await self._latest.refresh()
 
-    def values(self, figure: Figure) -> Values:
-        """What there is to say of a figure."""
-        match figure.name:
+    def values(self, spec: MetricSpec) -> Values:
+        """A metric's values."""
+        match spec.name:
             case "cache_config_info":
-                facts = self._cache_facts()
+                facts = self._cache_info()
                 return tuple(facts), {tuple(facts.values()): 1.0}
             case "engine_up":
                 return (), {(): 0.0 if self._engine.errored else 1.0}
@@ -102,28 +100,28 @@ class EngineView:
                 return (), {(): 0 if self._supervisor is None else self._supervisor.restarts}
             case "num_requests_waiting_by_reason":
                 waiting, deferred = self._value("num_requests_waiting"), self._value("num_requests_deferred")
-                return figure.labels, {("capacity",): max(0.0, waiting - deferred), ("deferred",): deferred}
-        return figure.labels, self._told(figure)
+                return spec.labels, {("capacity",): max(0.0, waiting - deferred), ("deferred",): deferred}
+        return spec.labels, self._reported(spec)
 
-    def _told(self, figure: Figure) -> dict[Labels, Any]:
-        metric = self._figures.known.get(figure.name)
-        if figure.labels:
+    def _reported(self, spec: MetricSpec) -> dict[Labels, Any]:
+        metric = self._latest.known.get(spec.name)
+        if spec.labels:
             return {} if metric is None else dict(metric.series)
-        if figure.kind != "histogram":
-            return {(): self._value(figure.name)}
+        if spec.kind != "histogram":
+            return {(): self._value(spec.name)}
         if metric is None:
-            return {(): Histogram(figure.bounds)}
-        tally = Histogram(metric.bounds)
-        tally.counts, tally.total = list(metric.counts), metric.value
-        return {(): tally}
+            return {(): Histogram(spec.bounds)}
+        histogram = Histogram(metric.bounds)
+        histogram.counts, histogram.total = list(metric.counts), metric.value
+        return {(): histogram}
 
     def _value(self, name: str) -> float:
-        metric = self._figures.known.get(name)
+        metric = self._latest.known.get(name)
         return 0.0 if metric is None or (self._engine.errored and name in GONE_WITH_ENGINE) else metric.value
 
-    def _cache_facts(self) -> dict[str, str]:
-        facts, config = self._engine.facts, self._config
-        shown = {
+    def _cache_info(self) -> dict[str, str]:
+        facts, config = self._engine.info, self._config
+        info = {
             "block_size": facts.block_size,
             "num_gpu_blocks": facts.num_blocks,
             "kv_cache_size_tokens": facts.cache_tokens,
@@ -134,33 +132,33 @@ class EngineView:
             "enable_prefix_caching": config.enable_prefix_caching,
             "num_gpu_blocks_override": config.num_gpu_blocks_override,
         }
-        return {name: str(value) for name, value in shown.items()}
+        return {name: str(value) for name, value in info.items()}
 
 
-class ReplicaView(EngineView):
-    """The part of one of several engines."""
+class ReplicaMetrics(EngineMetrics):
+    """The part of one of several engines: adds the router's metrics."""
 
     def __init__(
         self,
         replica: MeasuredReplica,
         config: EngineConfig,
-        supervisor: Restarting,
+        supervisor: RestartCounter,
         routing: Callable[[], Sequence[ReplicaLoadStats]],
     ) -> None:
         super().__init__(replica, config, supervisor)
         self._replica = replica
         self._routing = routing
 
-    def values(self, figure: Figure) -> Values:
-        """What there is to say of a figure, those of the router too."""
-        return ((), self._routed(figure.name)) if figure in ROUTER_FIGURES else super().values(figure)
+    def values(self, spec: MetricSpec) -> Values:
+        """A metric's values, including the router's."""
+        return ((), self._routed(spec.name)) if spec in ROUTER_METRICS else super().values(spec)
 
     def _routed(self, name: str) -> dict[Labels, float]:
         load = next((one for one in self._routing() if one.name == str(self._replica.number)), None)
         traffic = self._replica.router_feed
         if load is None or traffic is None:  # it is down
             return {(): 0.0}
-        shown: dict[str, float] = {
+        values: dict[str, float] = {
             "router_open_requests": load.open_requests,
             "router_queued_tokens": load.queued_tokens,
             "router_wait_seconds": load.wait_seconds,
@@ -168,4 +166,4 @@ class ReplicaView(EngineView):
             "router_prompt_tokens": traffic.prompt_tokens,
             "router_expected_hits": traffic.expected_tokens,
         }
-        return {(): shown[name]}
+        return {(): values[name]}

@@ -1,4 +1,4 @@
-"""Engines that step together, driven without a front: messages in, tokens out."""
+"""Engines in lockstep, driven without a front: messages in, tokens out."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from quire.config import EngineConfig
 from quire.engine import ipc
 from quire.engine.remote import RemoteEngine
 from quire.loading.files import local_files
-from quire.loading.read_config import read_model_config
+from quire.loading.model_config import read_model_config
 from quire.messages.experts import Rebalanced
 from quire.messages.outputs import Key
 from quire.messages.request import NewRequest
 
 
-class Pair:
+class LockstepEngines:
     """Two engines or more of one model. Each request wakes all of them, as a front does."""
 
     def __init__(self, folder: Path, size: int = 2, **settings: Any) -> None:
         config = EngineConfig(str(folder), data_parallel_size=size, enable_expert_parallel=True, **settings)
         files = local_files(str(folder), folder)
         model = read_model_config(files)
-        self._folder = tempfile.TemporaryDirectory(prefix="quire-meeting-")
+        self._folder = tempfile.TemporaryDirectory(prefix="quire-rendezvous-")
         rendezvous = str(Path(self._folder.name) / "rendezvous")
         self.engines = [
             RemoteEngine(config, files, model, replica=i, replicas=size, rendezvous=rendezvous) for i in range(size)
         ]
         self.tokens: dict[Key, list[int]] = defaultdict(list)
         self.ended: dict[Key, str] = {}
-        self.told: list[Any] = []
+        self.replies: list[Any] = []
         self.deaths: dict[int, tuple[str, float]] = {}
         self.number = 0
         for index, engine in enumerate(self.engines):
@@ -45,7 +45,7 @@ class Pair:
 
     def _take(self, message: ipc.Up) -> None:
         if not isinstance(message, ipc.Outputs):
-            self.told.append(message)
+            self.replies.append(message)
             return
         outputs = message.outputs
         tokens = iter(outputs.tokens)
@@ -65,7 +65,7 @@ class Pair:
             each.send(ipc.Wake(self.number))
 
     async def generate(self, prompts: Mapping[int, Sequence[list[int]]], **params: Any) -> dict[int, list[list[int]]]:
-        """The tokens of each engine's prompts, sample by sample."""
+        """The tokens of each engine's prompts, by sequence."""
         asked = SamplingParams(**{"temperature": 0.0, "max_tokens": 24, "ignore_eos": True, **params})
         self.attach()
         keys: dict[int, list[Key]] = {}
@@ -79,19 +79,19 @@ class Pair:
 
     async def rebalance(self) -> list[Rebalanced]:
         self.attach()
-        self.told.clear()
+        self.replies.clear()
         self.number += 1
         for engine in self.engines:
             engine.send(ipc.RebalanceExperts(question=1, number=self.number))
-        await self.until(lambda: len(self.told) == len(self.engines))
-        return [report.outcome for report in self.told]
+        await self.until(lambda: len(self.replies) == len(self.engines))
+        return [report.outcome for report in self.replies]
 
     async def ask(self, engine: int, question: Any) -> Any:
         self.attach()
-        self.told.clear()
+        self.replies.clear()
         self.engines[engine].send(question)
-        await self.until(lambda: bool(self.told))
-        return self.told[0]
+        await self.until(lambda: bool(self.replies))
+        return self.replies[0]
 
     def attach(self) -> None:
         for engine in self.engines:

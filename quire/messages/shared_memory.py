@@ -1,4 +1,4 @@
-"""Memory that several processes of ours see. It has no name: it goes with the last of them, however that ends."""
+"""Anonymous memory shared by several processes. It is freed with the last of them, however that ends."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import tempfile
 
 
 def unnamed_file() -> int:
-    """A descriptor of an empty file in memory, or on disk where the system has no such."""
+    """A descriptor of an empty file in memory, or on disk where the system lacks memfd."""
     if hasattr(os, "memfd_create"):
-        return os.memfd_create("quire")  # a name for people who look into /proc, and no path
+        return os.memfd_create("quire")  # the name shows in /proc; there is no path
     with tempfile.TemporaryFile(prefix="quire-") as file:
         return os.dup(file.fileno())
 
 
 class SharedMemory:
-    """Zeros at first. Other processes map it by its descriptor, which they inherit."""
+    """Zero-filled memory. Child processes map it by its descriptor, which they inherit."""
 
     def __init__(self, size: int) -> None:
         self._descriptor = unnamed_file()
@@ -27,7 +27,7 @@ class SharedMemory:
         return self._descriptor
 
     def close(self) -> None:
-        """Others keep what they have mapped."""
+        """Other processes keep their mappings."""
         self.data.close()
         os.close(self._descriptor)
 

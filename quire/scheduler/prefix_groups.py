@@ -1,7 +1,7 @@
-"""Which rows begin with the same blocks: attention reads those once for the group instead of once a row.
+"""Groups of rows that begin with the same blocks: attention reads those once per group instead of once per row.
 
-Rows come when their prompt is computed and go with their row; in between nothing is looked at. The blocks that count
-are full ones before the last known token: nobody writes into them any more, so what a group shares stays as it is.
+A request joins when its prompt is computed and leaves with its row; in between there is nothing to do. Only full blocks
+before the last known token count: they are never written again, so what a group shares does not change.
 """
 
 from __future__ import annotations
@@ -11,48 +11,59 @@ from collections.abc import Sequence
 from quire.messages.plan import PrefixGroup
 
 LEAST_TOKENS = 256
-"""Rows that share less are never looked at together: most begin with some common template."""
+"""Rows that share fewer are not grouped: most prompts begin with some common template."""
 LEAST_SAVED = 8192
 """Tokens a group must save attention from reading. A second pass over the shared blocks costs some microseconds a
 layer, in which a large GPU reads the keys and values of a few thousand tokens."""
 
 
 class Group:
-    """Rows and the blocks all of them begin with. A row that shares with nobody is a group of its own."""
+    """Rows and the blocks all of them begin with. A row that shares no blocks is a group of its own."""
 
     def __init__(self) -> None:
         self.rows: dict[int, None] = {}
         self.blocks: list[int] = []
 
     def saved(self, gone: int = 0) -> int:
-        """Blocks that are not read again, were it for so many rows fewer."""
+        """Block reads that the group saves, if `gone` of its rows left."""
         return max(0, len(self.rows) - gone - 1) * len(self.blocks)
 
 
+class NoPrefixGroups:
+    """The device does not use groups."""
+
+    def join(self, row: int, blocks: Sequence[int]) -> None: ...
+
+    def leave(self, row: int) -> None: ...
+
+    def changes(self) -> list[PrefixGroup] | None:
+        return None
+
+
 class PrefixGroups:
-    """Puts rows together so that much is saved: each newcomer joins whom it gains most with."""
+    """Groups rows greedily: each new row joins where it saves the most reads."""
 
     def __init__(self, block_size: int, least_tokens: int | None = None, least_saved: int | None = None) -> None:
         self._size = block_size
         self._least_blocks = max(1, -(-(LEAST_TOKENS if least_tokens is None else least_tokens) // block_size))
         self._least_saved = LEAST_SAVED if least_saved is None else least_saved
         self._blocks: dict[int, list[int]] = {}
-        """By row: its full blocks when it came."""
+        """By row: its full blocks when it joined."""
         self._group_of: dict[int, Group] = {}
         self._near: dict[int, list[Group]] = {}
-        """By the last block of the least beginning there must be: groups it may pay to join."""
-        self._told: dict[Group, None] = {}
+        """Groups by their block number `least_blocks` - 1: a row must have the same one to share enough."""
+        self._announced: dict[Group, None] = {}
         self._is_changed = False
 
     def join(self, row: int, blocks: Sequence[int]) -> None:
-        """The row decodes from now on; `blocks` are its leading ones that are never written again."""
+        """The row decodes from now on; `blocks` are its leading blocks, which are never written again."""
         if len(blocks) < self._least_blocks:
             return
         self._blocks[row] = list(blocks)
         self._place(row)
 
     def _place(self, row: int) -> None:
-        """The row goes where most is gained."""
+        """Put the row into the group where it saves the most."""
         own = self._blocks[row]
         near = self._near.setdefault(own[self._least_blocks - 1], [])
         gain, group, partners, shared = 0, Group(), list[int](), 0
@@ -78,17 +89,17 @@ class PrefixGroups:
         self._settle(group)
 
     def changes(self) -> list[PrefixGroup] | None:
-        """All groups that pay, if they are not as they were when this was asked last; else None."""
+        """All groups worth a second attention pass, if they changed since the last call; else None."""
         if not self._is_changed:
             return None
         self._is_changed = False
-        return [PrefixGroup(list(group.rows), len(group.blocks) * self._size) for group in self._told]
+        return [PrefixGroup(list(group.rows), len(group.blocks) * self._size) for group in self._announced]
 
-    # Who goes with whom
+    # Grouping
 
     def _offers(self, group: Group, blocks: list[int]) -> list[tuple[list[int], int]]:
-        """Members a newcomer with these blocks may go with, and the leading blocks they would share: all of the
-        group, or those that are like the newcomer beyond what the group shares."""
+        """Members that a new row with these blocks may join, and the leading blocks they would share: the whole group,
+        or the members that have more in common with the new row than the group shares."""
         shared = _common(group.blocks, blocks)
         offers = [(list(group.rows), shared)]
         if shared == len(group.blocks) < len(blocks):
@@ -99,7 +110,7 @@ class PrefixGroups:
         return offers
 
     def _split(self, near: list[Group], group: Group, rows: list[int]) -> None:
-        """Some of a group's rows, and a newcomer, become a group of their own."""
+        """Some of a group's rows, and a new one, become a group of their own."""
         near.append(new := Group())
         for row in rows:
             if row in group.rows:
@@ -108,7 +119,7 @@ class PrefixGroups:
         self._settle(group)
 
     def _settle(self, group: Group) -> None:
-        """Who is left alone in a group may do better elsewhere. This ends: every move saves more."""
+        """A row left alone in a group may save more in another. This ends: every move saves more."""
         if len(group.rows) == 1:
             (row,) = group.rows
             self._take_out(group, row)
@@ -131,13 +142,13 @@ class PrefixGroups:
         self._note(group)
 
     def _note(self, group: Group) -> None:
-        """The group is another than it was: whoever is told of it must be told anew."""
+        """The group changed: if it is, or was, worth a pass, the device needs the new groups."""
         pays = len(group.rows) > 1 and group.saved() * self._size >= self._least_saved
         if pays:
-            self._told[group] = None
+            self._announced[group] = None
             self._is_changed = True
-        elif group in self._told:
-            del self._told[group]
+        elif group in self._announced:
+            del self._announced[group]
             self._is_changed = True
 
 

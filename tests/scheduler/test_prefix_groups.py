@@ -1,6 +1,6 @@
-"""Rows that begin with the same blocks are told as groups: who is in one, and when the device hears of it.
+"""Rows that begin with the same blocks form groups: which rows, and when the device gets them.
 
-That every group told shares full blocks nobody writes to is checked by the device of the harness, in every test that
+That every group shares full blocks that are not written to is checked by the device of the harness, in every test that
 drives a bench, the storms among them.
 """
 
@@ -11,7 +11,7 @@ import itertools
 import pytest
 
 from quire.messages.plan import PrefixGroup
-from quire.scheduler.groups import PrefixGroups
+from quire.scheduler.prefix_groups import PrefixGroups
 from tests.scheduler.harness import Bench, rng_of
 
 
@@ -20,7 +20,7 @@ def make(least_tokens: int = 2, least_saved: int = 0) -> PrefixGroups:
     return PrefixGroups(1, least_tokens, least_saved)
 
 
-def told(groups: PrefixGroups) -> dict[frozenset[int], int] | None:
+def changes_of(groups: PrefixGroups) -> dict[frozenset[int], int] | None:
     changes = groups.changes()
     return None if changes is None else {frozenset(group.rows): group.shared_tokens for group in changes}
 
@@ -46,11 +46,11 @@ def test_what_saves_little_is_not_told() -> None:
     groups = make(least_saved=9)
     for row in range(5):
         groups.join(row, [1, 2, 3, 10 + row])
-        assert told(groups) == ({frozenset(range(row + 1)): 3} if row >= 3 else None)
+        assert changes_of(groups) == ({frozenset(range(row + 1)): 3} if row >= 3 else None)
     groups.leave(2)
-    assert told(groups) == {frozenset({0, 1, 3, 4}): 3}
+    assert changes_of(groups) == {frozenset({0, 1, 3, 4}): 3}
     groups.leave(0)
-    assert told(groups) == {}
+    assert changes_of(groups) == {}
     groups.leave(1)
     assert groups.changes() is None
 
@@ -68,7 +68,7 @@ def test_a_row_that_shares_little_does_not_spoil_a_group_that_shares_much() -> N
         groups.join(row, [1, 2, *range(10, 40), 50 + row])
     groups.join(4, [1, 2, 60])
     groups.join(5, [1, 2, 61])
-    assert told(groups) == {frozenset(range(4)): 32, frozenset({4, 5}): 2}
+    assert changes_of(groups) == {frozenset(range(4)): 32, frozenset({4, 5}): 2}
 
 
 def test_rows_that_share_more_among_themselves_leave_a_group_that_shares_less() -> None:
@@ -77,10 +77,10 @@ def test_rows_that_share_more_among_themselves_leave_a_group_that_shares_less() 
         groups.join(row, [1, 2, 100 + row])
     deep = [1, 2, *range(10, 40)]
     groups.join(10, [*deep, 50])
-    assert told(groups) == {frozenset(range(11)): 2}
+    assert changes_of(groups) == {frozenset(range(11)): 2}
     groups.join(11, [*deep, 51])
     groups.join(12, [*deep, 52])
-    assert told(groups) == {frozenset(range(10)): 2, frozenset({10, 11, 12}): 32}
+    assert changes_of(groups) == {frozenset(range(10)): 2, frozenset({10, 11, 12}): 32}
 
 
 def test_who_is_left_alone_shares_all_it_has_with_the_next() -> None:
@@ -89,11 +89,11 @@ def test_who_is_left_alone_shares_all_it_has_with_the_next() -> None:
     groups.join(1, [1, 2, 9])
     groups.leave(1)
     groups.join(2, [1, 2, 3, 4, 5, 7])
-    assert told(groups) == {frozenset({0, 2}): 5}
+    assert changes_of(groups) == {frozenset({0, 2}): 5}
 
 
 def test_any_order_of_coming_and_going() -> None:
-    """Against the rows' own blocks: groups are apart, share what they say, and nobody who could share is left alone."""
+    """Against the rows' own blocks: groups are disjoint, share what they say, and miss no row that could share."""
     rng = rng_of("groups")
     for _ in range(60):
         groups, rows, latest = make(), dict[int, list[int]](), dict[frozenset[int], int]()
@@ -124,7 +124,7 @@ def test_any_order_of_coming_and_going() -> None:
 
 
 def _newest(groups: PrefixGroups, before: dict[frozenset[int], int]) -> dict[frozenset[int], int]:
-    changes = told(groups)
+    changes = changes_of(groups)
     return before if changes is None else changes
 
 
@@ -133,7 +133,7 @@ def _newest(groups: PrefixGroups, before: dict[frozenset[int], int]) -> dict[fro
 SHARED = list(range(2, 26))
 
 
-def test_samples_of_one_prompt_are_a_group_until_they_end() -> None:
+def test_sequences_of_one_prompt_are_a_group_until_they_end() -> None:
     bench = Bench(blocks=200, block_size=4, max_rows=16)
     bench.add("a", SHARED, output=6, n=5)
     bench.run()
@@ -166,7 +166,7 @@ def test_a_preempted_row_leaves_its_group_and_comes_back() -> None:
     assert sizes[0] == 4 and any(later > sooner for sooner, later in itertools.pairwise(sizes))
 
 
-def test_a_reset_tells_that_there_are_no_groups() -> None:
+def test_a_reset_plan_clears_the_groups() -> None:
     failed = []
 
     def fails(plan: object, requests: set[str]) -> str:

@@ -1,11 +1,10 @@
-"""Which JSON schemas a grammar can keep. What it would silently leave out is refused by name."""
+"""Which JSON schemas and regular expressions grammars support; what they would silently ignore is refused by name."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from quire.errors import ValidationError
-from quire.messages.pattern import check_json_pattern
 
 MAX_DEPTH = 64
 MAX_SCHEMAS = 10_000
@@ -18,7 +17,7 @@ _ONE = ("additionalProperties", "unevaluatedProperties", "unevaluatedItems", "pr
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")
 _CHOOSERS = ("$ref", "anyOf", "oneOf", "allOf")
-"""Where one of these is given, a grammar looks at nothing else."""
+"""Where one of these is given, a grammar ignores all else."""
 _CONSTRAINTS = frozenset(
     (
         *_CHOOSERS, "type", "enum", "const", "properties", "patternProperties", "required", "items", "prefixItems",
@@ -30,7 +29,7 @@ _CONSTRAINTS = frozenset(
 
 
 def check_schema(root: dict[str, Any]) -> None:
-    """Raise if output made for this schema need not be valid under it. `oneOf` is taken as `anyOf`."""
+    """Raise if output generated for this schema might not be valid under it. `oneOf` is taken as `anyOf`."""
     seen = 0
     queue: list[tuple[Any, str, int]] = [(root, "", 1)]
     while queue:
@@ -75,7 +74,7 @@ def _check_one(schema: dict[str, Any], path: str, root: dict[str, Any]) -> None:
     _check_chooser(schema, where, root)
     _check_required(schema, where)
     if not isinstance(schema.get("format", ""), str):
-        raise _refused(f"{where} has a 'format' that is no string")
+        raise _refused(f"{where} has a 'format' that is not a string")
     if "pattern" in schema:
         together = [name for name in ("minLength", "maxLength", "format") if name in schema]
         if together:
@@ -99,7 +98,7 @@ def _check_chooser(schema: dict[str, Any], where: str, root: dict[str, Any]) -> 
     if chooser == "allOf" and isinstance(schema["allOf"], list) and len(schema["allOf"]) > 1:
         raise _refused(f"{where} uses 'allOf' with {len(schema['allOf'])} schemas; only one is supported; merge them")
     if chooser == "$ref" and not _resolves(schema["$ref"], root):
-        raise _refused(f"{where} refers to {schema['$ref']!r}; only places inside the schema (#/$defs/…) are known")
+        raise _refused(f"{where} refers to {schema['$ref']!r}; only places inside the schema (#/$defs/…) are supported")
 
 
 def _has_type(schema: Any, kind: Any) -> bool:
@@ -123,7 +122,7 @@ def _resolves(reference: Any, root: Any) -> bool:
 def _check_required(schema: dict[str, Any], where: str) -> None:
     required = schema.get("required", [])
     if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
-        raise _refused(f"{where} has a 'required' that is no list of strings")
+        raise _refused(f"{where} has a 'required' that is not a list of strings")
     unknown = [name for name in required if name not in schema.get("properties", {})]
     if unknown:
         raise _refused(f"{where} requires {unknown[0]!r}, which its properties do not describe")
@@ -131,3 +130,71 @@ def _check_required(schema: dict[str, Any], where: str) -> None:
 
 def _refused(what: str) -> ValidationError:
     return ValidationError(f"structured_outputs.json: {what}", "structured_outputs.json")
+
+
+# Regular expressions
+
+_ESCAPES = frozenset("dDwWsStnrfv0xu")
+"""Letters and digits with a meaning after a backslash. Punctuation stands for itself."""
+
+
+def plain_regex(pattern: str) -> str:
+    """The pattern for a whole output: without anchors, and with a dot that matches no line break."""
+    return "".join(_pieces(pattern))
+
+
+def check_json_pattern(pattern: object) -> None:
+    """Raise ValueError if a string generated for this pattern, in quotes, might not be JSON or might not match."""
+    if not isinstance(pattern, str):
+        raise ValueError("a pattern is a string")
+    for piece in _pieces(pattern):
+        if piece in ('"', "\\\\", '\\"', "\\n", "\\r", "\\t", "\\f", "\\v", "\\0") or piece < " ":
+            raise ValueError(f"{piece!r} would have to be escaped in JSON, which is not supported in patterns")
+
+
+def _pieces(pattern: str) -> list[str]:
+    """Characters, escapes and classes, as a grammar takes them; anchors around a whole alternative are left out."""
+    pieces: list[str] = []
+    at, depth, end = 0, 0, len(pattern)
+    begins = True
+    while at < end:
+        char = pattern[at]
+        piece = char
+        if char == "\\":
+            piece = _escape(pattern, at)
+        elif char == "[":
+            piece = _class(pattern, at)
+        at += len(piece)
+        if char == "^":
+            if depth or not begins:
+                raise ValueError("'^' is supported only at the beginning of an alternative outside parentheses")
+            continue
+        if char == "$":
+            if depth or not (at == end or pattern[at] == "|"):
+                raise ValueError("'$' is supported only at the end of an alternative outside parentheses")
+            continue
+        depth += (char == "(") - (char == ")")
+        begins = char == "|"
+        pieces.append("[^\\n]" if char == "." else piece)
+    return pieces
+
+
+def _escape(pattern: str, at: int) -> str:
+    following = pattern[at + 1 : at + 2]
+    if not following:
+        raise ValueError("it ends in a backslash")
+    if following.isalnum() and following not in _ESCAPES:
+        raise ValueError(f"'\\{following}' is not supported")
+    return pattern[at : at + 2]
+
+
+def _class(pattern: str, at: int) -> str:
+    end = at + 1 + pattern.startswith("^", at + 1)
+    end += pattern.startswith("]", end)  # the first character stands for itself
+    while end < len(pattern) and pattern[end] != "]":
+        if pattern.startswith("[:", end):
+            raise ValueError("named classes such as [:alpha:] are not supported")
+        end += len(_escape(pattern, end)) if pattern[end] == "\\" else 1
+    if end >= len(pattern):
+        raise ValueError("a '[' is not closed")
+    return pattern[at : end + 1]

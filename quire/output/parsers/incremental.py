@@ -1,4 +1,4 @@
-"""Reading text that arrives in pieces, written as if all of it were there."""
+"""Incremental parsing, written as if the whole text were there."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from quire.output.parsers.deltas import Delta, ParsedAnswer, gather, merged
 
 T = TypeVar("T")
 Reads = Generator[None, None, T]
-"""A function that reads: it yields where it needs more text, and returns what it read."""
+"""A parsing function: it yields where it needs more text, and returns what it read."""
 
 SPACES = " \t\r\n"
 SPACE_RUN = re.compile(r"[ \t\r\n]+")
 
 
-class TextMachine:
-    """Text in, deltas out. A subclass writes `_run`, a generator that yields whenever it has to wait for text.
+class IncrementalParser:
+    """Text in, deltas out. A subclass implements `_run`, a generator that yields whenever it needs more text.
 
-    What `_run` decides may depend on the characters alone, never on where a piece of text ended: then an answer gives
-    the same however it was cut. The helpers here keep to that. After `finish` nothing waits any more, and the end of
-    the text reads as "".
+    `_run` may depend on the characters alone, never on where a piece of text ended: the deltas are then the same
+    however the text was cut. The helpers here ensure that. After `finish` nothing waits, and the end of the text reads
+    as "".
     """
 
     def __init__(self) -> None:
@@ -32,18 +32,18 @@ class TextMachine:
         self._body = self._run()
 
     def push(self, text: str) -> list[Delta]:
-        """The answer goes on; returns what is now sure of it."""
+        """Add text of the answer; returns the deltas that are now certain."""
         self._text = self._text[self._at :] + text
         self._at = 0
         return self._advance()
 
     def finish(self) -> list[Delta]:
-        """The answer has ended; returns what was held back."""
+        """The answer has ended; returns the deltas held back."""
         self._ended = True
         return self._advance()
 
     def parse(self, text: str) -> ParsedAnswer:
-        """A whole answer: the same machine, fed in one piece."""
+        """A whole answer in one piece."""
         return gather(self.push(text) + self.finish())
 
     def _advance(self) -> list[Delta]:
@@ -71,7 +71,7 @@ class TextMachine:
             yield
 
     def _take(self, count: int) -> str:
-        """Move past characters that are there."""
+        """Move past characters that have arrived."""
         start, self._at = self._at, self._at + count
         return self._text[start : self._at]
 
@@ -83,7 +83,7 @@ class TextMachine:
         return False
 
     def _take_run(self, pattern: re.Pattern[str]) -> Reads[str]:
-        """Move past all that a character class (`[…]+`) matches."""
+        """Move past everything that a character class (`[…]+`) matches."""
         pieces = []
         while (yield from self._peek()):
             match = pattern.match(self._text, self._at)

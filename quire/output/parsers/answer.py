@@ -1,4 +1,4 @@
-"""A model's text as an answer: thinking first taken off, then tool calls taken out."""
+"""Splits a model's text into reasoning, content and tool calls."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from quire.output.parsers.tools.base import ToolParser
 
 
 class AnswerReader:
-    """The machines of one answer in a row; with neither, all text is content."""
+    """The reasoning parser of one answer, then its tool parser; with neither, all text is content."""
 
     def __init__(self, split: ThinkSplit | None = None, parser: ToolParser | None = None) -> None:
         self._split = split
@@ -17,14 +17,14 @@ class AnswerReader:
     @property
     def needs_special_tokens(self) -> bool:
         """Whether special tokens must be left in the text."""
-        return any(machine is not None and machine.needs_special_tokens for machine in (self._split, self._parser))
+        return any(parser is not None and parser.needs_special_tokens for parser in (self._split, self._parser))
 
     def push(self, text: str) -> list[Delta]:
-        """The answer goes on; returns what is now sure of it."""
+        """Add text of the answer; returns the deltas that are now certain."""
         return self._parse([Content(text)] if self._split is None else self._split.push(text))
 
     def finish(self) -> list[Delta]:
-        """The answer has ended; returns what was held back."""
+        """The answer has ended; returns the deltas held back."""
         deltas = self._parse([] if self._split is None else self._split.finish())
         return deltas if self._parser is None else deltas + self._parser.finish()
 

@@ -11,7 +11,7 @@ from quire.messages.beams import Beam, BeamSearchParams
 from quire.messages.plan import StepPlan, TokenLogprobs
 from quire.messages.request import NewRequest, Request, RequestState
 from quire.messages.sampling import SamplingParams
-from quire.scheduler.beams import BeamChoice, BeamSearch
+from quire.scheduler.beam_search import BeamChoice, BeamSearch
 from tests.scheduler.harness import mixed, rng_of
 from tests.scheduler.sequences import EOS, VOCABULARY, Sequences
 
@@ -54,7 +54,7 @@ def test_of_all_continuations_only_the_best_are_looked_at(monkeypatch: pytest.Mo
         made.append(fields)
         return BeamChoice(*fields)
 
-    monkeypatch.setattr("quire.scheduler.beams.Choice", make)
+    monkeypatch.setattr("quire.scheduler.beam_search.BeamChoice", make)
     assert [(one.parent, one.token, one.total) for one in search.choose()] == expected[:width]
     assert len(made) <= 3 * width, "those that are chosen from, and the next of each beam"
 
@@ -77,7 +77,7 @@ def test_a_prompt_is_computed_and_stored_once(depth: int) -> None:
     bench.search("search", prompt("long", 50), 8, 6, ignore_eos=True)
     bench.run()
     assert bench.device.computed == 50 + 8 * 5, "the prompt once; of each beam all tokens but the last"
-    # 12 full blocks of the prompt once; each beam's tail lies in the rest: tokens 48 to 54 take two blocks.
+    # 12 full blocks of the prompt once; each beam's tail is in the rest: tokens 48 to 54 take two blocks.
     assert bench.most_used <= 12 + 8 * 2
     bench.assert_right()
 
@@ -89,7 +89,7 @@ def test_beams_hold_their_own_tails_and_nothing_else(depth: int) -> None:
     pool = bench.tables.pool
     while bench.core.has_work:
         bench.step()
-        beams = bench.scheduler.ledger.searches["search"].beams if bench.scheduler.unfinished else []
+        beams = bench.scheduler.requests.searches["search"].beams if bench.scheduler.unfinished else []
         held = {block for beam in beams for block in beam.blocks}
         assert pool.used == len(held), "dropped beams gave theirs back at once"
         owners = [sum(block in beam.blocks for beam in beams) for block in held]

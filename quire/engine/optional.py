@@ -1,0 +1,52 @@
+"""Parts of the loop that an engine may not have: the same methods, doing nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from quire.errors import ValidationError
+from quire.messages.experts import Rebalanced
+from quire.messages.histogram import COMPILE_BOUNDS, Histogram
+from quire.messages.plan import StepMasks
+from quire.messages.request import NewRequest, Request
+
+
+class NoGrammars:
+    """No structured output: such requests are refused."""
+
+    is_active = False
+    num_waiting = 0
+
+    def __init__(self) -> None:
+        self.compile_times = Histogram(COMPILE_BOUNDS)
+
+    def add(self, source: NewRequest) -> None:
+        raise ValidationError("this engine has no structured output", "structured_outputs")
+
+    def poll(self) -> list[tuple[str, str]]:
+        return []
+
+    def wait(self, seconds: float, wakes: Sequence[int] = ()) -> None: ...
+
+    def advance(self) -> None: ...
+
+    def masks(self, step: int, draws: Iterable[Request]) -> tuple[StepMasks, list[Request], list[tuple[Request, str]]]:
+        raise RuntimeError("there are no grammars to make masks from")
+
+    def forget(self, request: Request, is_last: bool) -> None: ...
+
+    def shutdown(self) -> None: ...
+
+
+class NoLockstep:
+    """The engine steps on its own."""
+
+    is_active = False
+
+    def wake(self, number: int) -> None: ...
+
+    def join_round(self, has_work: bool) -> bool:
+        return False
+
+    def take_rebalanced(self) -> list[Rebalanced]:
+        return []
