@@ -35,7 +35,7 @@ test: setup-dev lint
 
 # For a machine with a GPU and no network: nothing is installed, python3 has torch, triton and pytest.
 GPU_PYTHON ?= $(firstword $(wildcard $(BIN)/python) $(PYTHON))
-SANITIZED ?= batch or decode or prefill or sampling or elementwise or thin or prefix or masking or moe
+SANITIZED ?= batch or decode or prefill or sampling or elementwise or skinny or prefix or moe
 
 test-gpu:
 	$(GPU_PYTHON) -m pytest tests/gpu tests/kernels -m "not slow" --durations=15 $(ARGS)

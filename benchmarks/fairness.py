@@ -1,4 +1,4 @@
-"""What a light tenant feels of a greedy one: its first token and the gaps after, alone, under fcfs and under fair.
+"""Latency of a light tenant beside a heavy one: TTFT and time per token, alone, under fcfs and under fair.
 
 python benchmarks/fairness.py                     # CPU, default model
 python benchmarks/fairness.py --greedy 64 --requests 8

@@ -1,4 +1,4 @@
-"""What readers of running streams feel when long prompts arrive: gaps between their tokens, without and with.
+"""Gaps between the tokens of running streams, with and without long prompts arriving.
 
 python benchmarks/pacing.py                                             # CPU, default model: 1,000 tokens every 10 s
 python benchmarks/pacing.py --model benchmarks/gpu/models/llama-3.1-8b --load-format dummy \\

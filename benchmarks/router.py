@@ -1,4 +1,4 @@
-"""The routing policies beside simpler ways to spread requests, on replayed traces over simulated replicas.
+"""The routing policies compared with simpler ways to spread requests, on replayed traces over simulated replicas.
 
 python benchmarks/router.py                       # 5 traces × 3 seeds over 4 replicas; about two minutes
 python benchmarks/router.py --traces mixed --seeds 1 --replicas 8 --rate 2

@@ -1,4 +1,4 @@
-"""quire beside transformers (and vLLM, if there is one), in one run on this machine: `make bench`.
+"""quire compared with transformers (and vLLM, if given), in one run on this machine: `make bench`.
 
     python benchmarks/run.py                        # five alternating pairs, best against best
     python benchmarks/run.py --quick                # tiny sizes: does it run?

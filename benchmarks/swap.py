@@ -1,10 +1,10 @@
-"""What swapping gains where the cache is too small for long prompts: output tokens a second with and without it.
+"""Gain of swapping when the cache is too small for long prompts: output tokens a second with and without it.
 
 python benchmarks/swap.py                                                # default model, CPU
 python benchmarks/swap.py --model benchmarks/gpu/models/llama-3.1-8b --load-format dummy --requests 64 --prompt 4000 \\
     --output 600 --cache-tokens 110000 --max-model-len 8192              # on a GPU
 
-The same requests, in turns. Prefix caching is on in both; prompts have nothing in common.
+The same requests, alternately. Prefix caching is on in both; prompts have nothing in common.
 """
 
 from __future__ import annotations

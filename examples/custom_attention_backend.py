@@ -1,4 +1,4 @@
-"""An attention backend of one's own: row by row, as a textbook would write it."""
+"""A custom attention backend: row by row, as in a textbook."""
 
 import torch
 

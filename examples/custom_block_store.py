@@ -1,4 +1,4 @@
-"""A block store of one's own: KV blocks below host memory, compressed, a file each."""
+"""A custom block store: KV blocks below host memory, compressed, one file each."""
 
 import tempfile
 import zlib

@@ -1,4 +1,4 @@
-"""A logits processor of one's own: no sequence of n tokens is written twice."""
+"""A custom logits processor: no n-gram is generated twice."""
 
 import torch
 
@@ -6,7 +6,7 @@ from quire import LLM, SamplingParams
 
 
 class NoRepeatedNgram:
-    """Bans the token that would complete an n-gram which is there already; n comes with the request."""
+    """Bans the token that would complete an n-gram that is in the text already; n comes with the request."""
 
     def applies(self, params: SamplingParams) -> bool:
         return "no_repeat_ngram" in (params.extra_args or {})

@@ -1,4 +1,4 @@
-"""A model of one's own: Llama with the soft cap that Gemma 2 puts on its logits."""
+"""A custom model: Llama with the soft cap that Gemma 2 puts on its logits."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""A scheduling policy of one's own: short prompts may overtake long ones."""
+"""A custom scheduling policy: short prompts may overtake long ones."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ TOKENS_A_PLACE = 16
 class ShortFirst(RankedPolicy):
     """A prompt moves up one place for every 16 tokens it is shorter.
 
-    Not simply the shortest first: an endless stream of short prompts would then keep a long one waiting for ever.
+    Not simply the shortest first: an endless stream of short prompts would then keep a long one waiting forever.
     """
 
     def rank(self, request: Request) -> Any:

@@ -1,4 +1,4 @@
-"""A routing policy of one's own: each tenant has a home replica, and leaves it only when the wait there is long."""
+"""A custom routing policy: each tenant has a home replica, and leaves it only when the wait there is long."""
 
 import asyncio
 from zlib import crc32

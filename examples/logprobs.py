@@ -1,4 +1,4 @@
-"""How likely the model found each token: of its answer, and of a sentence it is given."""
+"""Log-probabilities of each token: of the model's answer, and of a given sentence."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Several samples of one prompt. The prompt is computed once; samples share its blocks until they write their own."""
+"""Several sequences of one prompt. The prompt is computed once; sequences share its blocks until they write."""
 
 from quire import LLM, SamplingParams
 
@@ -7,10 +7,10 @@ def main(max_tokens: int = 24, **settings) -> None:
     params = SamplingParams(n=4, temperature=0.9, top_p=0.95, seed=7, max_tokens=max_tokens)
     with LLM(**settings) as llm:
         (output,) = llm.generate("My favourite thing about the sea is", params)
-        for sample in output.outputs:
-            print(f"{sample.index}: {sample.text!r}")
-        figures = {metric.name: metric.value for metric in llm.get_metrics()}
-        print(f"{figures['quire:prompt_tokens']:.0f} prompt tokens were computed for {len(output.outputs)} samples")
+        for sequence in output.outputs:
+            print(f"{sequence.index}: {sequence.text!r}")
+        metrics = {metric.name: metric.value for metric in llm.get_metrics()}
+        print(f"{metrics['quire:prompt_tokens']:.0f} prompt tokens were computed for {len(output.outputs)} sequences")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Requests that begin alike share the cache blocks of their beginning, also with requests that are long finished."""
+"""Requests with a common prefix share its cache blocks, also with requests that finished earlier."""
 
 import time
 

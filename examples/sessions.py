@@ -1,4 +1,4 @@
-"""A conversation that sleeps, wakes in another engine, and is forked. Resuming computes one token."""
+"""A conversation that is suspended, resumed in another engine, and forked. Resuming computes one token."""
 
 import tempfile
 
