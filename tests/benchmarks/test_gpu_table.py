@@ -29,7 +29,7 @@ def script() -> ModuleType:
 
 def test_it_runs_in_pieces_that_add_up(tiny_model: Path, tmp_path: Path) -> None:
     file = tmp_path / "out.json"
-    for workloads in (["bs1"], ["nano", "prefill"], ["listed", "logprobs", "prompt_logprobs"]):
+    for workloads in (["bs1"], ["nano", "prefill", "listed", "logprobs", "prompt_logprobs"]):
         command = [sys.executable, FOLDER / "table.py", "--quick", "--repeats", "2", "--json", file]
         settings = ["--settings", '{"device": "cpu", "num_gpu_blocks_override": 64}']
         ran = subprocess.run(

@@ -77,7 +77,7 @@ def test_bad_input_is_one_line_and_exit_code_2(quire, arguments, said):
 
 def test_bad_sampling_values_are_told_by_their_name(quire, byte_llama):
     ran = quire("generate", "x", "--model", byte_llama, "--temperature", "9")
-    assert (ran.code, ran.err) == (2, "quire: error: temperature must be in [0, 2], got 9.0\n")
+    assert (ran.code, ran.err) == (2, "quire: error: temperature must be in [0, 2], got 9.0; the default is 1\n")
 
 
 def test_something_unexpected_is_one_line_and_exit_code_1(quire, monkeypatch):

@@ -19,7 +19,8 @@ from tests.engine.reference import Greedy, greedy, transformers_model
 
 pytestmark = pytest.mark.timeout(900)
 
-LENGTH = 64
+LENGTH, FULL_LENGTH = 32, 64
+"""Tokens compared for each prompt: in every run of the tests, and in the slow ones."""
 TIE = 1e-4
 
 _STORY = (
@@ -77,6 +78,11 @@ def reference() -> Any:
 @pytest.fixture(scope="module")
 def expected(reference: Any, prompts: list[list[int]]) -> list[Greedy]:
     return greedy(reference, prompts, LENGTH)
+
+
+@pytest.fixture(scope="module")
+def expected_full(reference: Any, prompts: list[list[int]]) -> list[Greedy]:
+    return greedy(reference, prompts, FULL_LENGTH)
 
 
 @pytest.fixture
@@ -219,30 +225,30 @@ class TestEveryCombination:
     """All prompts at full length under every setting."""
 
     def test_in_one_batch_twice(
-        self, engine: Callable[..., LLM], prompts: list[list[int]], expected: list[Greedy], block: int,
+        self, engine: Callable[..., LLM], prompts: list[list[int]], expected_full: list[Greedy], block: int,
         budget: int | None, depth: int, caching: bool,
     ) -> None:  # fmt: skip
         llm = engine(
             block_size=block, max_num_batched_tokens=budget, pipeline_depth=depth, enable_prefix_caching=caching,
             num_gpu_blocks_override=6144 // block,
         )  # fmt: skip
-        check(llm, prompts, expected)
-        again = check(llm, prompts, expected)
+        check(llm, prompts, expected_full, length=FULL_LENGTH)
+        again = check(llm, prompts, expected_full, length=FULL_LENGTH)
         hits = sum(output.num_cached_tokens or 0 for output in again)
         assert (hits > 300) == caching
 
     def test_preempted(
-        self, engine: Callable[..., LLM], prompts: list[list[int]], expected: list[Greedy], block: int,
+        self, engine: Callable[..., LLM], prompts: list[list[int]], expected_full: list[Greedy], block: int,
         budget: int | None, depth: int, caching: bool,
     ) -> None:  # fmt: skip
         llm = engine(
             block_size=block, max_num_batched_tokens=budget, pipeline_depth=depth, enable_prefix_caching=caching,
             num_gpu_blocks_override=512 // block,
         )  # fmt: skip
-        check(llm, prompts, expected)
+        check(llm, prompts, expected_full, length=FULL_LENGTH)
         assert preemptions(llm) >= 5
 
 
 @pytest.mark.slow
-def test_every_prompt_alone(engine: Callable[..., LLM], prompts: list[list[int]], expected: list[Greedy]) -> None:
-    check(engine(), prompts, expected, together=False)
+def test_every_prompt_alone(engine: Callable[..., LLM], prompts: list[list[int]], expected_full: list[Greedy]) -> None:
+    check(engine(), prompts, expected_full, length=FULL_LENGTH, together=False)

@@ -18,10 +18,11 @@ from quire.api.sessions import SessionHandle
 from tests.conftest import write_tiny_model
 
 SHARED, OWN, BLOCK = 512, 32, 16
-FEW, MANY = 1_000, 10_000
+SIZES = [(250, 2_000), pytest.param(1_000, 10_000, marks=pytest.mark.slow)]
+"""Sessions at the first measurement and at the second."""
 AT_ONCE = 100
-HOST_SLOTS = 2_000
-"""Blocks that host memory holds: a tenth of what sleeps."""
+HOST_SHARE = 10
+"""Host memory holds a tenth of the blocks that sleep."""
 BLOCK_BYTES = 2 * 2 * 2 * 16 * BLOCK * 4
 """Of the tiny model: keys and values, layers, heads, a head's size, float32."""
 MakeLLM = Callable[..., LLM]
@@ -117,37 +118,45 @@ def undisturbed(llm: LLM, prompts: list[list[int]], tokens: int) -> list[list[in
 
 
 @pytest.mark.timeout(900)
-def test_ten_thousand_sessions_asleep(
-    make_llm: MakeLLM, long_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("few_sessions", "many_sessions"), SIZES, ids=lambda count: f"{count}")
+def test_thousands_of_sessions_asleep(
+    make_llm: MakeLLM,
+    long_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    few_sessions: int,
+    many_sessions: int,
 ) -> None:
+    is_slow = many_sessions == 10_000
+    host_slots = many_sessions * (OWN // BLOCK) // HOST_SHARE
     # A tiny model computes a few tokens faster than a busy disk reads them, and the engine knows.
     monkeypatch.setattr("quire.kvcache.offload.costs.Costs.loading_pays", lambda *_: True)
     settings = {
-        "swap_space": HOST_SLOTS * BLOCK_BYTES / 2**30, "kv_disk": str(tmp_path), "num_gpu_blocks_override": 1024,
+        "swap_space": host_slots * BLOCK_BYTES / 2**30, "kv_disk": str(tmp_path), "num_gpu_blocks_override": 1024,
         "max_num_seqs": AT_ONCE, "max_num_batched_tokens": 4096, "block_size": BLOCK,
     }  # fmt: skip
     llm = make_llm(long_model, **settings)
     core = llm.llm_engine.core
     town = Town(llm)
-    town.grow_to(FEW)
+    town.grow_to(few_sessions)
     few = town.costs()
-    town.grow_to(MANY)
+    town.grow_to(many_sessions)
     town.system.suspend()
     tiers = core.scheduler.tiers
     assert tiers is not None and tiers.store is not None
     assert core.scheduler.tables.pool.used == 0, "who sleeps holds nothing on the device"
-    assert tiers.host.num_slots == HOST_SLOTS
+    assert tiers.host.num_slots == host_slots
     stats = tiers.store.stats()
-    assert stats.pinned_blocks == SHARED // BLOCK + MANY * OWN // BLOCK, "the shared part is there once"
+    assert stats.pinned_blocks == SHARED // BLOCK + many_sessions * OWN // BLOCK, "the shared part is there once"
     assert (stats.refused, stats.failed, stats.damaged) == (0, 0, 0)
 
     many = town.costs()
     for act, (count, seconds) in many.items():
         before, seconds_before = few[act]
-        assert count <= 1.3 * before, f"{act}: {before} operations among {FEW} sessions, {count} among {MANY}"
-        assert seconds <= 5 * seconds_before, (
-            f"{act}: {seconds_before} s among {FEW} sessions, {seconds} s among {MANY}"
-        )
+        where = f"{act} among {few_sessions} and {many_sessions} sessions"
+        assert count <= 1.3 * before, f"{where}: {before} and {count} operations"
+        if is_slow:  # a busy machine makes times of a few microseconds meaningless
+            assert seconds <= 5 * seconds_before, f"{where}: {seconds_before} and {seconds} s"
 
     names = town.rng.sample(list(town.prompts), 12)
     reference = make_llm(long_model, enable_prefix_caching=False, num_gpu_blocks_override=1024)

@@ -13,14 +13,14 @@ from safetensors.torch import save_file
 PROGRAM = r"""
 import re, sys, torch
 from pathlib import Path
-from quire.loading import gguf, pieces, readers, torch_bin
+from quire.loading import gguf, readers, torch_bin
 from quire.loading.files import local_files
 from quire.loading.load import load_weights, open_checkpoint
 from quire.loading.weights import Target
 limit = 32 << 20  # The pages of a small model are given back as early in proportion as those of a large one.
 for module in (gguf, torch_bin):
     module.REOPEN_AFTER = limit
-readers.LARGE_ROWS, readers.SLOT, pieces.PIECE, readers.PIECE = limit, 1 << 20, 1 << 20, 1 << 20
+readers.LARGE_ROWS, readers.SLOT, readers.PIECE = limit, 1 << 20, 1 << 20
 def status(key):
     return int(re.search(key + r":\s+(\d+) kB", Path("/proc/self/status").read_text())[1])
 checkpoint = open_checkpoint(local_files("m", Path(sys.argv[1])))
