@@ -72,9 +72,22 @@ def _halves(weight: torch.Tensor, heads: int) -> torch.Tensor:
     return weight.view(heads, rows // heads // 2, 2, columns).transpose(1, 2).reshape(rows, columns)
 
 
-@torch.inference_mode()
+LONG_PROMPT = 100
+
+
 def greedy(model: LlamaForCausalLM, prompts: Sequence[Sequence[int]], count: int) -> list[Greedy]:
-    """`count` greedy tokens for each prompt: prompts one by one, then all decode together, padded at the left."""
+    """`count` greedy tokens for each prompt. Long prompts decode apart from the others, which are padded less then."""
+    found: dict[int, Greedy] = {}
+    for is_long in (False, True):
+        chosen = [index for index, prompt in enumerate(prompts) if (len(prompt) > LONG_PROMPT) == is_long]
+        if chosen:
+            found |= zip(chosen, _greedy(model, [prompts[index] for index in chosen], count), strict=True)
+    return [found[index] for index in range(len(prompts))]
+
+
+@torch.inference_mode()
+def _greedy(model: LlamaForCausalLM, prompts: Sequence[Sequence[int]], count: int) -> list[Greedy]:
+    """Prompts one by one, then all decode together, padded at the left."""
     caches, logits = [], []
     for prompt in prompts:
         out = model(torch.tensor([prompt]), use_cache=True, logits_to_keep=1)
