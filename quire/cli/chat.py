@@ -41,7 +41,7 @@ COMMANDS = {
     "/exit": "leave (so do Ctrl-D, and Ctrl-C at the prompt)",
 }
 KEYS = "/help lists commands, Ctrl-C stops a reply, Ctrl-D leaves."
-GENTLE = {"temperature": 0.7, "top_p": 0.9}
+FALLBACK_SAMPLING = {"temperature": 0.7, "top_p": 0.9}
 """For models whose author names no sampling defaults: plain sampling from a small model rambles."""
 
 
@@ -124,7 +124,7 @@ def _params(args: argparse.Namespace, llm: LLM) -> SamplingParams:
     from quire.messages.sampling import RequestOutputKind, SamplingParams
 
     own = llm.get_default_sampling_params()
-    gentle = GENTLE if own == SamplingParams() else {}
+    gentle = FALLBACK_SAMPLING if own == SamplingParams() else {}
     limit = own.max_tokens if own.max_tokens != SamplingParams().max_tokens else None
     return sampling_params(args, own, max_tokens=limit, output_kind=RequestOutputKind.DELTA, **gentle)
 
@@ -161,7 +161,7 @@ def _answer(conversation: Talk, line: str, show_stats: bool) -> bool:
     if not line.strip():
         return True
     if line.startswith("/"):
-        return _obey(conversation, line)
+        return _run_command(conversation, line)
     try:
         reply = conversation.ask(line)
     except QuireError as error:
@@ -174,7 +174,7 @@ def _answer(conversation: Talk, line: str, show_stats: bool) -> bool:
     return reply.error is None
 
 
-def _obey(conversation: Talk, line: str) -> bool:
+def _run_command(conversation: Talk, line: str) -> bool:
     name, _, rest = line.strip().partition(" ")
     if name == "/exit" or name == "/quit":
         raise SystemExit(0)

@@ -64,7 +64,7 @@ def add_config_flags(
         if group not in groups:
             groups[group] = parser.add_argument_group(prefix + group)
         short = [SHORT[field.name]] if field.name in SHORT else []
-        groups[group].add_argument(*short, flag(field.name), **_how(field, types[field.name], sizes))
+        groups[group].add_argument(*short, flag(field.name), **_argument_options(field, types[field.name], sizes))
 
 
 def add_neutral_flags(parser: argparse.ArgumentParser, neutral: compat.Neutral) -> None:
@@ -99,7 +99,9 @@ def _plain(text: str) -> Any:
         return text
 
 
-def _how(field: dataclasses.Field[Any], kind: Any, sizes: Mapping[str, Callable[[str], Any]]) -> dict[str, Any]:
+def _argument_options(
+    field: dataclasses.Field[Any], kind: Any, sizes: Mapping[str, Callable[[str], Any]]
+) -> dict[str, Any]:
     """How argparse is to read a field. Unset flags leave no trace: defaults are the config's business."""
     facts: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS}
     kinds = typing.get_args(kind) or (kind,)

@@ -51,25 +51,25 @@ def run(args: argparse.Namespace) -> int:
 
         return show_memory(args)
     from quire.config import EngineConfig
-    from quire.loading.hub import find
+    from quire.loading.hub import find_model
     from quire.loading.model_config import read_model_config, read_raw_config
     from quire.models.registry import model_class
 
     config = EngineConfig(**engine_settings(args))
-    files = find(config)
+    files = find_model(config)
     raw = {**read_raw_config(files), **(config.hf_overrides or {})}
     architecture = next(iter(raw.get("architectures") or []), None)
-    print(table([("architecture", str(architecture)), *_file_facts(files)], config.model), flush=True)
+    print(table([("architecture", str(architecture)), *_file_rows(files)], config.model), flush=True)
     if architecture is not None:
         model_class(architecture)  # raises, and says what is supported
     model = read_model_config(files, config.hf_overrides)
-    print(table(_shape_facts(model)), flush=True)
-    print(table([("tokenizer", _tokenizer_facts(config, files))]), flush=True)
+    print(table(_shape_rows(model)), flush=True)
+    print(table([("tokenizer", _describe_tokenizer(config, files))]), flush=True)
     _print_plan(config, files, model)
     return 0
 
 
-def _file_facts(files: ModelFiles) -> list[tuple[str, str]]:
+def _file_rows(files: ModelFiles) -> list[tuple[str, str]]:
     facts = [("path", str(files.path))]
     paths = files.weight_files(files.kind) if files.kind else ()
     if not paths:
@@ -81,14 +81,14 @@ def _file_facts(files: ModelFiles) -> list[tuple[str, str]]:
     return facts
 
 
-def _shape_facts(model: ModelConfig) -> list[tuple[str, str]]:
+def _shape_rows(model: ModelConfig) -> list[tuple[str, str]]:
     from quire.engine.setup import longest_position
 
     windows = sorted({window for window in model.windows if window is not None})
     window = f", sliding window {windows[0]} in {sum(w is not None for w in model.windows)} layers" if windows else ""
     return [
         ("layers", f"{model.num_layers} of width {model.hidden_size}, MLP {model.intermediate_size}"),
-        *_expert_facts(model),
+        *_expert_rows(model),
         ("heads", f"{model.num_heads} query, {model.num_kv_heads} KV, {model.head_dim} each"),
         ("context", f"{longest_position(model)} tokens{window}"),
         ("vocabulary", f"{model.vocab_size} tokens{', tied embeddings' if model.tie_embeddings else ''}"),
@@ -96,7 +96,7 @@ def _shape_facts(model: ModelConfig) -> list[tuple[str, str]]:
     ]
 
 
-def _expert_facts(model: ModelConfig) -> list[tuple[str, str]]:
+def _expert_rows(model: ModelConfig) -> list[tuple[str, str]]:
     count = model.raw.get("num_experts") or model.raw.get("num_local_experts")
     if not count or not model.raw.get("num_experts_per_tok"):
         return []
@@ -106,12 +106,12 @@ def _expert_facts(model: ModelConfig) -> list[tuple[str, str]]:
     return [("experts", f"{count} of width {width}, {model.raw['num_experts_per_tok']} for each token{beside}")]
 
 
-def _parameter_facts(total: int, active: int) -> str:
+def _describe_parameters(total: int, active: int) -> str:
     share = f", {active / 1e6:.1f} million of them for each token" if active < total else ""
     return f"{total / 1e6:.1f} million{share}"
 
 
-def _tokenizer_facts(config: EngineConfig, files: ModelFiles) -> str:
+def _describe_tokenizer(config: EngineConfig, files: ModelFiles) -> str:
     from quire.loading.tokenizer import tokenizer_of
 
     try:
@@ -123,13 +123,13 @@ def _tokenizer_facts(config: EngineConfig, files: ModelFiles) -> str:
 
 
 def _print_plan(config: EngineConfig, files: ModelFiles, model: ModelConfig) -> None:
-    outlook = plan_memory(config, files, model)
+    outlook = estimate_memory(config, files, model)
     plan = outlook.memory
     full = plan.cache_tokens / outlook.max_model_len
     print(
         table(
             [
-                ("parameters", _parameter_facts(outlook.parameters, outlook.active_parameters)),
+                ("parameters", _describe_parameters(outlook.parameters, outlook.active_parameters)),
                 ("weights", f"{readable_bytes(plan.weights)} in {outlook.dtype}"),
                 ("KV cache", f"{readable_bytes(outlook.token_bytes)} a token; {readable_bytes(plan.cache)} in all"),
                 ("holds", f"{plan.cache_tokens} tokens in {plan.num_blocks - 1} blocks of {config.block_size}"),
@@ -143,7 +143,7 @@ def _print_plan(config: EngineConfig, files: ModelFiles, model: ModelConfig) -> 
 
 
 @dataclass(frozen=True)
-class Outlook:
+class MemoryEstimate:
     """What an engine would have, without starting one."""
 
     device: str
@@ -157,7 +157,7 @@ class Outlook:
     memory: MemoryPlan
 
 
-def plan_memory(config: EngineConfig, files: ModelFiles, model: ModelConfig) -> Outlook:
+def estimate_memory(config: EngineConfig, files: ModelFiles, model: ModelConfig) -> MemoryEstimate:
     """What would fit here, estimated from a model without weights. Raises as the engine would where nothing fits."""
     from quire.engine.setup import budgets, model_len
     from quire.executor.base import StepLimits
@@ -169,7 +169,7 @@ def plan_memory(config: EngineConfig, files: ModelFiles, model: ModelConfig) -> 
     rows, tokens = budgets(config, platform, longest)
     free = platform.free_memory()
     needs = estimate_needs(config, files, model, platform, StepLimits(longest, rows, tokens))
-    return Outlook(
+    return MemoryEstimate(
         device=platform.describe(),
         dtype=str(needs.dtype).removeprefix("torch."),
         free_bytes=free,

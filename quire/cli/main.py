@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except QuireError as error:
         if debug:
             traceback.print_exc()
-        _complain(f"error: {error}")
+        _print_error(f"error: {error}")
         return BAD_INPUT
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         if debug:
             raise
-        _complain(f"unexpected error: {type(error).__name__}: {error} (--debug shows where)")
+        _print_error(f"unexpected error: {type(error).__name__}: {error} (--debug shows where)")
         return UNEXPECTED
 
 
@@ -84,14 +84,14 @@ def _run(arguments: list[str]) -> int:
         parser.print_help()
         return OK
     if hasattr(args, "log_level"):
-        from quire.cli.terminal import set_up
+        from quire.cli.terminal import set_up_logging
 
-        set_up(args.log_level)
+        set_up_logging(args.log_level)
     code: int = args.run(args)
     return code
 
 
-def _complain(message: str) -> None:
+def _print_error(message: str) -> None:
     sys.stdout.flush()
     print(f"quire: {message}", file=sys.stderr)
 

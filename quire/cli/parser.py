@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from quire.errors import QuireError
 
-WIDEST = 110
+MAX_HELP_WIDTH = 110
 
 
 class UsageError(QuireError):
@@ -21,7 +21,7 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
     """Descriptions as they were written, flags in a wide column."""
 
     def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=34, width=min(WIDEST, shutil.get_terminal_size().columns - 2))
+        super().__init__(prog, max_help_position=34, width=min(MAX_HELP_WIDTH, shutil.get_terminal_size().columns - 2))
 
 
 class Parser(argparse.ArgumentParser):

@@ -29,10 +29,10 @@ def configure(parser: Parser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Resolve the name and say where it led."""
     from quire.config import EngineConfig
-    from quire.loading.hub import find
+    from quire.loading.hub import find_model
 
     config = EngineConfig(**engine_settings(args))
-    files = find(config)
+    files = find_model(config)
     weights = files.weight_files(files.kind) if files.kind else ()
     say(f"{config.model}: {files.kind or 'no'} weights, {readable_bytes(sum(path.stat().st_size for path in weights))}")
     print(files.path)

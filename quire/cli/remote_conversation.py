@@ -73,7 +73,7 @@ class RemoteConversation:
             "stream_options": {"include_usage": True},
             **self._fields,
         }
-        reading = _Reading()
+        reading = _StreamedReply()
         try:
             with self._understood(), self._client.stream("POST", "/chat/completions", json=body) as response:
                 if response.status_code != 200:
@@ -125,7 +125,7 @@ class RemoteConversation:
             raise RemoteError(f"{self.url} sent what is no event: {error}") from error
 
 
-class _Reading:
+class _StreamedReply:
     """One answer on its way to the screen."""
 
     def __init__(self) -> None:

@@ -86,13 +86,13 @@ def _replay(recording: Recording, settings: dict[str, Any]) -> tuple[Comparison,
     from quire.executor.recording import Comparison
     from quire.executor.registry import executor_backend
     from quire.loading.files import ModelFiles
-    from quire.loading.hub import find
+    from quire.loading.hub import find_model
     from quire.loading.model_config import read_model_config
     from quire.messages.plan import StepMasks, StepPlan
 
     header = recording.header
     config = header.config(**settings)
-    files = find(config) if "model" in settings else ModelFiles.from_plain(header.files)
+    files = find_model(config) if "model" in settings else ModelFiles.from_plain(header.files)
     limits = StepLimits(header.max_model_len, header.max_num_seqs, header.max_num_batched_tokens)
     model = read_model_config(files, config.hf_overrides)
     backend = executor_backend(config)

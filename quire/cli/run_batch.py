@@ -17,8 +17,8 @@ from quire.server.config import ServerConfig
 
 if TYPE_CHECKING:
     from quire.api.async_llm import AsyncLLM
-    from quire.cli.batch.files import Output, Source
-    from quire.cli.batch.runner import Batch
+    from quire.cli.batch.files import BatchInput, BatchOutput
+    from quire.cli.batch.runner import BatchRunner
 
 WHAT = """\
 Answer a file of requests in OpenAI's batch shape: each line a JSON object with custom_id, method (POST), url and body.
@@ -29,7 +29,7 @@ EXAMPLES = """
   quire run-batch qwen3-0.6b -i in.jsonl -o out.jsonl --served-model-name my-model
   cat in.jsonl | quire run-batch -i - -o - > out.jsonl
 """
-ANSWERS = (
+SERVER_SETTINGS = (
     "served_model_name", "enable_auto_tool_choice", "tool_call_parser", "enable_tool_preamble", "reasoning_parser",
     "exclude_tools_when_tool_choice_none", "trust_request_chat_template", "default_chat_template_kwargs",
     "max_samples", "max_prompts", "request_timeout",
@@ -51,7 +51,7 @@ def configure(parser: Parser) -> None:
         "--max-concurrency", type=positive, metavar="N",
         help="requests at once (default: twice what the engine runs at once)",
     )  # fmt: skip
-    add_config_flags(parser, ServerConfig, "server: ", {}, only=ANSWERS)
+    add_config_flags(parser, ServerConfig, "server: ", {}, only=SERVER_SETTINGS)
     add_engine_flags(parser)
     add_common(parser)
 
@@ -59,15 +59,15 @@ def configure(parser: Parser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Answer the file."""
     from quire.api.async_llm import AsyncLLM
-    from quire.cli.batch.files import Output, Source
+    from quire.cli.batch.files import BatchInput, BatchOutput
 
     key = secrets.token_hex(16)  # whatever the environment says of keys, we have one
-    given = {name: getattr(args, name) for name in ANSWERS if hasattr(args, name)}
+    given = {name: getattr(args, name) for name in SERVER_SETTINGS if hasattr(args, name)}
     config = ServerConfig(
         api_key=(key,), max_queued_requests=NO_LIMIT, max_queued_tokens=NO_LIMIT, max_body_bytes=NO_LIMIT, **given
     )
     engine = EngineConfig(**engine_settings(args))
-    with Source(args.input_file) as source, Output(args.output_file, args.overwrite) as output:
+    with BatchInput(args.input_file) as source, BatchOutput(args.output_file, args.overwrite) as output:
         say("loading the model …")
         llm = AsyncLLM.from_config(engine, spares_torch=True)
         try:
@@ -78,9 +78,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _answer(
-    llm: AsyncLLM, config: ServerConfig, key: str, concurrency: int | None, source: Source, output: Output
-) -> tuple[Batch, bool]:
-    from quire.cli.batch.runner import Batch
+    llm: AsyncLLM, config: ServerConfig, key: str, concurrency: int | None, source: BatchInput, output: BatchOutput
+) -> tuple[BatchRunner, bool]:
+    from quire.cli.batch.runner import BatchRunner
     from quire.cli.bench.load.client import RunCounters
     from quire.cli.bench.load.drive import LoadProgress
     from quire.server.app import make_app
@@ -88,7 +88,7 @@ async def _answer(
 
     server = await make_server(llm, config)
     rows = llm.info.max_num_seqs * len(llm.replicas)
-    batch = Batch(make_app(server), key, concurrency or 2 * rows, RunCounters())
+    batch = BatchRunner(make_app(server), key, concurrency or 2 * rows, RunCounters())
     await server.start()
     was_stopped = False
     try:
@@ -102,7 +102,7 @@ async def _answer(
     return batch, was_stopped
 
 
-def _report(batch: Batch, was_stopped: bool) -> int:
+def _report(batch: BatchRunner, was_stopped: bool) -> int:
     tally = batch.tally
     already = f", {batch.skipped} had been before" if batch.skipped else ""
     say(f"{tally.done - tally.failed} answered, {tally.failed} failed{already}")

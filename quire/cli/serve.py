@@ -77,7 +77,7 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
 
 def _welcome(server: ServerContext, url: str) -> None:
 
-    show(server, url)
+    print_banner(server, url)
 
 
 def with_file(args: argparse.Namespace, path: Path) -> argparse.Namespace:
@@ -125,7 +125,7 @@ def _as_arguments(settings: Mapping[str, Any]) -> list[str]:
     return arguments
 
 
-def show(server: ServerContext, url: str) -> None:
+def print_banner(server: ServerContext, url: str) -> None:
     """Print it on stderr."""
     from rich.console import Console
     from rich.panel import Panel
@@ -134,14 +134,14 @@ def show(server: ServerContext, url: str) -> None:
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold")
     table.add_column()
-    for name, value in rows(server, url):
+    for name, value in banner_rows(server, url):
         table.add_row(name, value)
     console = Console(stderr=True)
     console.print(Panel(table, title=f"quire {server.version}", title_align="left", expand=False))
-    console.print(curl(server, url), markup=False, highlight=False, soft_wrap=True)
+    console.print(curl_example(server, url), markup=False, highlight=False, soft_wrap=True)
 
 
-def rows(server: ServerContext, url: str) -> list[tuple[str, str]]:
+def banner_rows(server: ServerContext, url: str) -> list[tuple[str, str]]:
     """Label and value of each line."""
     info = server.llm.info
     several = info.cache_tokens / info.max_model_len
@@ -157,7 +157,7 @@ def rows(server: ServerContext, url: str) -> list[tuple[str, str]]:
     ]
 
 
-def curl(server: ServerContext, url: str) -> str:
+def curl_example(server: ServerContext, url: str) -> str:
     """A line that can be pasted."""
     where = url + "/v1" if url.startswith("http") else f"--unix-socket {server.config.uds} http://quire/v1"
     key = " -H 'Authorization: Bearer '$QUIRE_API_KEY" if server.keys else ""

@@ -74,10 +74,10 @@ def _list(store: SessionStore, args: argparse.Namespace) -> None:
 
 def _show(store: SessionStore, args: argparse.Namespace) -> None:
     session = store.get(_key(args))
-    print(table(_facts(session)))
+    print(table(_rows(session)))
 
 
-def _facts(session: Session) -> list[tuple[str, str]]:
+def _rows(session: Session) -> list[tuple[str, str]]:
     from quire.sessions.log import name_of
 
     facts = [

@@ -77,7 +77,7 @@ class ShortFormatter(logging.Formatter):
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
 
 
-def set_up(level: str) -> None:
+def set_up_logging(level: str) -> None:
     """Show quire's own log from `level` on, on stderr. Other libraries' loggers stay as they are."""
     # transformers has its own handler and advice for people who call it themselves.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")

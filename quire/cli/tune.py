@@ -190,11 +190,11 @@ def shape_model(config: EngineConfig, platform: Platform) -> nn.Module:
     import torch
 
     from quire.engine.setup import model_len
-    from quire.loading.hub import find
+    from quire.loading.hub import find_model
     from quire.loading.model_config import read_model_config
     from quire.worker.building import build_model
 
-    files = find(config)
+    files = find_model(config)
     facts = read_model_config(files, config.hf_overrides)
     length = model_len(config, facts)
     return build_model(config, files, facts, platform, length, device=torch.device("meta"))  # type: ignore[return-value]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.cli.inspect import plan_memory
+from quire.cli.inspect import estimate_memory
 from quire.config import EngineConfig
 from quire.loading.hub import resolve
 from quire.loading.model_config import read_model_config
@@ -32,7 +32,7 @@ def test_pull_offline_says_what_was_tried(quire, monkeypatch, tmp_path):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     ran = quire("pull", "someone/something", "--download-dir", tmp_path)
     assert ran.code == 2
-    assert "downloads are off" in ran.err
+    assert "downloads are disabled" in ran.err
 
 
 def test_inspect_tells_shape_and_plan(quire, byte_llama):
@@ -66,7 +66,7 @@ def test_inspect_plans_what_the_engine_then_does(byte_llama, monkeypatch):
     monkeypatch.setenv("QUIRE_CPU_KVCACHE_SPACE", "0.001")
     config = EngineConfig(model=str(byte_llama))
     files = resolve(config.model)
-    plan = plan_memory(config, files, read_model_config(files))
+    plan = estimate_memory(config, files, read_model_config(files))
     with LLM(config.model) as llm:
         info = llm.llm_engine.info
     assert (plan.memory.num_blocks - 1, plan.memory.cache) == (info.num_blocks, info.kv_bytes)

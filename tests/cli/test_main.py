@@ -63,7 +63,7 @@ def test_help_needs_neither_torch_nor_transformers(arguments):
         (["generate", "x", "--logit-bias", '{"a": 1}'], "keys must be token ids"),
         (["bench", "throughput", "--num-prompts", "0"], "at least 1"),
         (["bench", "waste", "--cache-tokens", "10"], "does not hold one sequence"),
-        (["pull", "no such model"], "names no model"),
+        (["pull", "no such model"], "there is no model"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(quire, arguments, said):

@@ -13,8 +13,8 @@ import time
 
 import pytest
 
-from quire.cli.batch.files import LineError, Output, Result, Source, read_line
-from quire.cli.batch.runner import Batch, post
+from quire.cli.batch.files import BatchInput, BatchOutput, BatchResult, LineError, read_line
+from quire.cli.batch.runner import BatchRunner, post
 from quire.cli.bench.load.client import RunCounters
 from quire.cli.interrupts import cancelled_by_interrupt
 from quire.errors import ValidationError
@@ -121,11 +121,11 @@ async def busy_twice(scope, receive, send):
     await send({"type": "http.response.body", "body": json.dumps(seen).encode()})
 
 
-def run_with(app, text: str, output: str, concurrency: int = 4) -> Batch:
-    batch = Batch(app, "key", concurrency, RunCounters())
+def run_with(app, text: str, output: str, concurrency: int = 4) -> BatchRunner:
+    batch = BatchRunner(app, "key", concurrency, RunCounters())
 
     async def work():
-        with Source(text) as source, Output(output) as out:
+        with BatchInput(text) as source, BatchOutput(output) as out:
             await batch.run(source, out)
 
     asyncio.run(work())
@@ -156,8 +156,12 @@ def test_an_interrupt_keeps_what_was_answered_and_the_next_run_asks_the_rest(tmp
         await send({"type": "http.response.body", "body": b"{}"})
 
     async def interrupted():
-        with Source(str(tmp_path / "in")) as source, Output(str(tmp_path / "out")) as output, cancelled_by_interrupt():
-            await Batch(app, "key", 1, RunCounters()).run(source, output)
+        with (
+            BatchInput(str(tmp_path / "in")) as source,
+            BatchOutput(str(tmp_path / "out")) as output,
+            cancelled_by_interrupt(),
+        ):
+            await BatchRunner(app, "key", 1, RunCounters()).run(source, output)
 
     (tmp_path / "in").write_text("\n".join(completion(str(i), prompt=str(i)) for i in range(12)))
     with pytest.raises((asyncio.CancelledError, KeyboardInterrupt)):
@@ -273,9 +277,9 @@ def test_wrong_lines(text, code, said, custom_id):
 def test_an_output_that_is_something_else_is_not_added_to(tmp_path):
     (tmp_path / "notes").write_text("dear diary\n")
     with pytest.raises(ValidationError, match="line 1, is no answer of a batch"):
-        Output(str(tmp_path / "notes"))
-    with Output(str(tmp_path / "notes"), overwrite=True) as output:
-        output.write(Result.of("a", 200, "r", b"{}"))
+        BatchOutput(str(tmp_path / "notes"))
+    with BatchOutput(str(tmp_path / "notes"), overwrite=True) as output:
+        output.write(BatchResult.of("a", 200, "r", b"{}"))
     assert set(by_id((tmp_path / "notes").read_text())) == {"a"}
 
 

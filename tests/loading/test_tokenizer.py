@@ -154,7 +154,7 @@ def test_sentencepiece_vocabularies_merge_by_score_and_fall_back_to_bytes(write_
 
 
 def test_what_cannot_be_built_is_refused(write_gguf: Write, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="carries no tokenizer"):
+    with pytest.raises(CheckpointError, match="has no tokenizer; give"):
         load_tokenizer(write_gguf({}))
     with pytest.raises(UnsupportedModelError, match="pre-tokenizer 'martian' is not known"):
         load_tokenizer(write_gguf({}, extra=bpe("martian", DIGITS), name="a.gguf"))
@@ -176,7 +176,7 @@ def test_what_cannot_be_built_is_refused(write_gguf: Write, tmp_path: Path) -> N
         load_tokenizer(write_gguf({}, extra=unknown_merge, name="d.gguf"))
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "config.json").write_text("{}")
-    with pytest.raises(ModelNotFoundError, match="holds no tokenizer"):
+    with pytest.raises(ModelNotFoundError, match="has no tokenizer"):
         load_tokenizer(tmp_path / "empty")
 
 

@@ -17,7 +17,7 @@ from quire.errors import ValidationError
 
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
 STANDARD = "-"
-LONGEST_ID = 4096
+MAX_ID_LENGTH = 4096
 
 
 class LineError(Exception):
@@ -29,7 +29,7 @@ class LineError(Exception):
         self.custom_id = custom_id
 
 
-class Asked(msgspec.Struct):
+class BatchRequest(msgspec.Struct):
     """A line of the input."""
 
     custom_id: str
@@ -38,11 +38,11 @@ class Asked(msgspec.Struct):
     method: str = "POST"
 
 
-class _Named(msgspec.Struct):
+class _OnlyCustomId(msgspec.Struct):
     custom_id: str | None = None
 
 
-class _Body(msgspec.Struct):
+class _OnlyStream(msgspec.Struct):
     stream: Any = None
 
 
@@ -54,28 +54,28 @@ class BatchResponse(msgspec.Struct):
     body: msgspec.Raw
 
 
-class Error(msgspec.Struct):
+class BatchError(msgspec.Struct):
     """Why nothing was asked."""
 
     code: str
     message: str
 
 
-class Result(msgspec.Struct):
+class BatchResult(msgspec.Struct):
     """A line of the output: an answer, good or bad, or the reason why there is none."""
 
     id: str
     custom_id: str | None
     response: BatchResponse | None = None
-    error: Error | None = None
+    error: BatchError | None = None
 
     @classmethod
-    def of(cls, custom_id: str, status: int, request_id: str, body: bytes) -> Result:
+    def of(cls, custom_id: str, status: int, request_id: str, body: bytes) -> BatchResult:
         return cls(_new_id(), custom_id, BatchResponse(status, request_id, msgspec.Raw(body)))
 
     @classmethod
-    def of_error(cls, error: LineError) -> Result:
-        return cls(_new_id(), error.custom_id, error=Error(error.code, str(error)))
+    def of_error(cls, error: LineError) -> BatchResult:
+        return cls(_new_id(), error.custom_id, error=BatchError(error.code, str(error)))
 
     @property
     def ok(self) -> bool:
@@ -86,22 +86,22 @@ def _new_id() -> str:
     return f"batch_req_{uuid.uuid4().hex}"
 
 
-def read_line(text: bytes, number: int) -> Asked:
+def read_line(text: bytes, number: int) -> BatchRequest:
     """One request; raises `LineError` with the line's number in its message."""
     where = f"line {number}"
     try:
-        asked = msgspec.json.decode(text, type=Asked)
+        asked = msgspec.json.decode(text, type=BatchRequest)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise LineError("invalid_line", f"{where}: {error}", _custom_id(text)) from None
-    if not 0 < len(asked.custom_id) <= LONGEST_ID:
-        raise LineError("invalid_line", f"{where}: custom_id must have 1 to {LONGEST_ID} characters")
+    if not 0 < len(asked.custom_id) <= MAX_ID_LENGTH:
+        raise LineError("invalid_line", f"{where}: custom_id must have 1 to {MAX_ID_LENGTH} characters")
     if asked.method != "POST":
         raise LineError("invalid_method", f"{where}: method must be POST, got {asked.method!r}", asked.custom_id)
     if asked.url not in URLS:
         raise LineError("invalid_url", f"{where}: url must be one of {', '.join(URLS)}; got {asked.url!r}",
                         asked.custom_id)  # fmt: skip
     try:
-        body = msgspec.json.decode(asked.body, type=_Body)
+        body = msgspec.json.decode(asked.body, type=_OnlyStream)
     except msgspec.MsgspecError as error:
         raise LineError("invalid_line", f"{where}: body: {error}", asked.custom_id) from None
     if body.stream not in (None, False):
@@ -111,12 +111,12 @@ def read_line(text: bytes, number: int) -> Asked:
 
 def _custom_id(text: bytes) -> str | None:
     try:
-        return msgspec.json.decode(text, type=_Named).custom_id
+        return msgspec.json.decode(text, type=_OnlyCustomId).custom_id
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
 
 
-class Output(AbstractContextManager["Output"]):
+class BatchOutput(AbstractContextManager["BatchOutput"]):
     """Answers as they come, each whole on its line. A file that is there already is continued."""
 
     def __init__(self, name: str, overwrite: bool = False) -> None:
@@ -146,7 +146,7 @@ class Output(AbstractContextManager["Output"]):
                     break
                 whole += len(line)
                 try:
-                    result = msgspec.json.decode(line, type=Result)
+                    result = msgspec.json.decode(line, type=BatchResult)
                 except msgspec.MsgspecError as error:
                     raise ValidationError(
                         f"{path}, line {number}, is no answer of a batch ({error}): name another --output-file, or "
@@ -157,7 +157,7 @@ class Output(AbstractContextManager["Output"]):
                 if result.error is not None:
                     self.told.add(result.error.message)
 
-    def write(self, result: Result) -> None:
+    def write(self, result: BatchResult) -> None:
         """One line, out of our hands when this returns: what was answered is not lost if we are killed."""
         self._file.write(msgspec.json.encode(result) + b"\n")
         self._file.flush()
@@ -169,18 +169,18 @@ class Output(AbstractContextManager["Output"]):
             self._file.close()
 
 
-AHEAD = 64
+PIPE_READ_AHEAD = 64
 """Lines that are read from a pipe before they are wanted."""
 
 
-class Source(AbstractContextManager["Source"]):
+class BatchInput(AbstractContextManager["BatchInput"]):
     """Lines with their numbers, from a file or standard input; empty ones are passed over."""
 
     def __init__(self, name: str) -> None:
         self.total: int | None = None
         """How many there are, where that can be known."""
         self._number = 0
-        self._pipe: _Pipe | None = None
+        self._pipe: _PipeReader | None = None
         if name == STANDARD:
             self._file: BinaryIO = sys.stdin.buffer
             return
@@ -204,7 +204,7 @@ class Source(AbstractContextManager["Source"]):
         if self.total is not None:
             return self._file.readline()
         if self._pipe is None:
-            self._pipe = _Pipe(self._file)
+            self._pipe = _PipeReader(self._file)
         return await self._pipe.read()
 
     def __exit__(
@@ -214,13 +214,13 @@ class Source(AbstractContextManager["Source"]):
             self._file.close()
 
 
-class _Pipe:
+class _PipeReader:
     """A pipe read by a thread: who writes into it may be slow, and the event loop must not wait."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._loop = asyncio.get_running_loop()
         self._lines: asyncio.Queue[bytes] = asyncio.Queue()
-        self._room = threading.Semaphore(AHEAD)
+        self._room = threading.Semaphore(PIPE_READ_AHEAD)
         threading.Thread(target=self._follow, args=(file,), daemon=True).start()
 
     async def read(self) -> bytes:

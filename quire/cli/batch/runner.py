@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from quire.cli.batch.files import Asked, LineError, Output, Result, Source, read_line
+from quire.cli.batch.files import BatchInput, BatchOutput, BatchRequest, BatchResult, LineError, read_line
 from quire.cli.bench.load.client import RunCounters
 
 if TYPE_CHECKING:
@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message
 
-ATTEMPTS = 5
+MAX_ATTEMPTS = 5
 """Of a request that meets a full or restarting engine."""
-AGAIN = (429, 503)
+RETRY_STATUSES = (429, 503)
 
 
 class _Usage(msgspec.Struct):
@@ -29,12 +29,12 @@ class _Usage(msgspec.Struct):
     output_tokens: int = 0
 
 
-class _Answered(msgspec.Struct):
+class _OnlyUsage(msgspec.Struct):
     usage: _Usage | None = None
 
 
 @dataclass
-class Batch:
+class BatchRunner:
     """A run over one input. `tally` tells how far it is."""
 
     app: ASGIApp
@@ -43,7 +43,7 @@ class Batch:
     tally: RunCounters
     skipped: int = 0
 
-    async def run(self, source: Source, output: Output) -> None:
+    async def run(self, source: BatchInput, output: BatchOutput) -> None:
         """Answer every line that has no answer yet. Leaving early drops what runs, and keeps what was answered."""
         seen = set(output.done)
         workers = [asyncio.create_task(self._work(source, seen, output)) for _ in range(self.concurrency)]
@@ -54,7 +54,7 @@ class Batch:
                 worker.cancel()
             await asyncio.gather(*workers, return_exceptions=True)
 
-    async def _work(self, source: Source, seen: set[str], output: Output) -> None:
+    async def _work(self, source: BatchInput, seen: set[str], output: BatchOutput) -> None:
         """Take a line, answer it, and again: no more of the input is held than what runs."""
         while (line := await source.next()) is not None:
             number, text = line
@@ -71,7 +71,7 @@ class Batch:
                 if str(error) in output.told:
                     self.skipped += 1
                     continue
-                result = Result.of_error(error)
+                result = BatchResult.of_error(error)
                 self.tally.sent += 1
             else:
                 self.tally.sent += 1
@@ -80,22 +80,22 @@ class Batch:
             self.tally.done += 1
             self.tally.failed += not result.ok
 
-    async def _answer(self, asked: Asked) -> Result:
+    async def _answer(self, asked: BatchRequest) -> BatchResult:
         request_id = f"batch-{secrets.token_hex(12)}"
         headers = {"authorization": f"Bearer {self.key}", "x-request-id": request_id}
-        for attempt in range(1, ATTEMPTS + 1):
+        for attempt in range(1, MAX_ATTEMPTS + 1):
             answer = await post(self.app, asked.url, bytes(asked.body), headers)
-            if answer.status not in AGAIN or attempt == ATTEMPTS:
+            if answer.status not in RETRY_STATUSES or attempt == MAX_ATTEMPTS:
                 break
             await asyncio.sleep(float(answer.headers.get("retry-after", 1)))
         if answer.status == 200:
             self.tally.tokens += _generated(answer.body)
-        return Result.of(asked.custom_id, answer.status, request_id, answer.body or b"null")
+        return BatchResult.of(asked.custom_id, answer.status, request_id, answer.body or b"null")
 
 
 def _generated(body: bytes) -> int:
     try:
-        usage = msgspec.json.decode(body, type=_Answered).usage
+        usage = msgspec.json.decode(body, type=_OnlyUsage).usage
     except msgspec.MsgspecError:
         return 0
     return 0 if usage is None else usage.completion_tokens or usage.output_tokens

@@ -74,7 +74,7 @@ def waste_rows(stats: SchedulerStats | None, reserved: int) -> Rows:
     ]
 
 
-def waste_figures(stats: SchedulerStats | None, reserved: int) -> dict[str, float]:
+def waste_metrics(stats: SchedulerStats | None, reserved: int) -> dict[str, float]:
     """The same for --output-json."""
     return {} if stats is None else {"kv_waste": stats.waste, "kv_waste_if_reserved": stats.waste_if_reserved(reserved)}
 

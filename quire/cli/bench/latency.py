@@ -13,7 +13,7 @@ from quire.cli.bench.common import (
     fixed_length,
     random_prompts,
     report,
-    waste_figures,
+    waste_metrics,
     waste_rows,
 )
 from quire.cli.bench.profile import add_profile, expected_steps, profile
@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
             "avg_latency": average,
             "latencies": latencies,
             "percentiles": percentiles,
-            **waste_figures(stats, info.max_model_len),
+            **waste_metrics(stats, info.max_model_len),
             **({"profile": profiled.metrics} if profiled else {}),
         },
     )

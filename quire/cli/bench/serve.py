@@ -14,8 +14,8 @@ from quire.errors import QuireError, ValidationError
 
 if TYPE_CHECKING:
     from quire.cli.bench.load.client import Client
-    from quire.cli.bench.load.datasets import Ask
-    from quire.cli.bench.load.drive import Run
+    from quire.cli.bench.load.datasets import BenchRequest
+    from quire.cli.bench.load.drive import LoadRun
     from quire.cli.bench.load.http import Host
     from quire.cli.bench.load.measure import RunMeasurements
 import os
@@ -38,7 +38,7 @@ EXAMPLES = """
 """
 EMBEDDINGS = "openai-embeddings"
 """The backend that streams nothing."""
-WARMING = 8
+WARMUP_CONCURRENCY = 8
 """Requests at once before the run."""
 
 
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     from quire.cli.bench.load.http import Host
     from quire.cli.bench.load.measure import METRICS, RunMeasurements, read_goals
     from quire.cli.bench.load.plot import plot
-    from quire.cli.bench.load.report import figures, show, write, write_text
+    from quire.cli.bench.load.report import print_report, result_metrics, write_json, write_text
 
     goals = read_goals(args.goodput)
     percents = _percents(args.metric_percentiles)
@@ -73,10 +73,13 @@ def run(args: argparse.Namespace) -> int:
     seen, model = _run_loop(_measure(args, host, asks, times))
     measured = RunMeasurements(seen, goals)
     title = f"{model} at {host.url}"
-    show(measured, metrics, percents, title)
-    found = {**_circumstances(args, model, len(asks)), **figures(measured, metrics, percents, args.save_detailed)}
+    print_report(measured, metrics, percents, title)
+    found = {
+        **_circumstances(args, model, len(asks)),
+        **result_metrics(measured, metrics, percents, args.save_detailed),
+    }
     if args.save_result:
-        write(args.save_result, found, "--save-result")
+        write_json(args.save_result, found, "--save-result")
     if args.plot:
         write_text(args.plot, plot(measured, title, _subtitle(args, measured)), "--plot")
     if seen.was_stopped:
@@ -84,9 +87,11 @@ def run(args: argparse.Namespace) -> int:
     return 0 if measured.done else 1
 
 
-async def _measure(args: argparse.Namespace, host: Host, asks: list[Ask], times: list[float]) -> tuple[Run, str]:
+async def _measure(
+    args: argparse.Namespace, host: Host, asks: list[BenchRequest], times: list[float]
+) -> tuple[LoadRun, str]:
     from quire.cli.bench.load.client import Client
-    from quire.cli.bench.load.drive import LoadProgress, drive
+    from quire.cli.bench.load.drive import LoadProgress, send_all
 
     model = await _model(args, host)
     bodies = [_body(args, model, ask) for ask in asks]
@@ -94,14 +99,14 @@ async def _measure(args: argparse.Namespace, host: Host, asks: list[Ask], times:
     await _warm_up(client, [_body(args, model, ask) for ask in _warming_asks(args)])
     client.tally = type(client.tally)()
     async with LoadProgress(client.tally, len(bodies), "sending"):
-        return await drive(client, bodies, times, args.max_concurrency), model
+        return await send_all(client, bodies, times, args.max_concurrency), model
 
 
 async def _warm_up(client: Client, bodies: Sequence[bytes]) -> None:
     """A server that refuses what is asked does so here, once and in its own words."""
-    from quire.cli.bench.load.drive import drive
+    from quire.cli.bench.load.drive import send_all
 
-    seen = await drive(client, bodies, [0.0] * len(bodies), WARMING)
+    seen = await send_all(client, bodies, [0.0] * len(bodies), WARMUP_CONCURRENCY)
     if seen.was_stopped:
         raise KeyboardInterrupt
     if bodies and not any(outcome.ok for outcome in seen.outcomes):
@@ -147,14 +152,14 @@ def _run_loop(work: Coroutine[Any, Any, T]) -> T:
     return uvloop.run(work)
 
 
-def _asks(args: argparse.Namespace) -> list[Ask]:
-    from quire.cli.bench.load.datasets import DATASETS, PromptShape
+def _asks(args: argparse.Namespace) -> list[BenchRequest]:
+    from quire.cli.bench.load.datasets import DATASETS, DatasetOptions
 
     if not 0 <= args.range_ratio <= 1:
         raise ValidationError(f"--range-ratio must be from 0 to 1, got {args.range_ratio:g}")
     if not args.trace_speed > 0:
         raise ValidationError(f"--trace-speed must be above 0, got {args.trace_speed:g}")
-    shape = PromptShape(
+    shape = DatasetOptions(
         count=args.num_prompts, input_len=args.input_len, output_len=args.output_len, seed=args.seed,
         spread=args.range_ratio, unit=args.input_unit, path=args.trace or args.dataset_path,
         prefix_len=args.prefix_len, num_prefixes=args.num_prefixes, time_unit=args.trace_time_unit,
@@ -163,24 +168,26 @@ def _asks(args: argparse.Namespace) -> list[Ask]:
     return DATASETS["trace" if args.trace else args.dataset_name](shape)
 
 
-def _warming_asks(args: argparse.Namespace) -> list[Ask]:
+def _warming_asks(args: argparse.Namespace) -> list[BenchRequest]:
     """Text of the same length that is not in the run: what is measured must not be in a prefix cache."""
-    from quire.cli.bench.load.datasets import PromptShape, random_text
+    from quire.cli.bench.load.datasets import DatasetOptions, random_text
 
-    return random_text(PromptShape(args.warmup, args.input_len, args.output_len, args.seed + 1, unit=args.input_unit))
+    return random_text(
+        DatasetOptions(args.warmup, args.input_len, args.output_len, args.seed + 1, unit=args.input_unit)
+    )
 
 
-def _times(args: argparse.Namespace, asks: list[Ask]) -> list[float]:
-    from quire.cli.bench.load.datasets import arrivals
+def _times(args: argparse.Namespace, asks: list[BenchRequest]) -> list[float]:
+    from quire.cli.bench.load.datasets import arrival_times
 
     if args.trace:
         if math.isfinite(args.request_rate):
             raise ValidationError("--request-rate and --trace contradict each other: a trace has its own times")
         return [ask.at or 0.0 for ask in asks]
-    return arrivals(len(asks), args.request_rate, args.burstiness, args.burst_size, args.seed)
+    return arrival_times(len(asks), args.request_rate, args.burstiness, args.burst_size, args.seed)
 
 
-def _body(args: argparse.Namespace, model: str, ask: Ask) -> bytes:
+def _body(args: argparse.Namespace, model: str, ask: BenchRequest) -> bytes:
     """The request as the route wants it. Answers are streamed, with the token counts at the end."""
     import msgspec
 

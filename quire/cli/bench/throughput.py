@@ -12,7 +12,7 @@ from quire.cli.bench.common import (
     fixed_length,
     random_prompts,
     report,
-    waste_figures,
+    waste_metrics,
     waste_rows,
 )
 from quire.cli.bench.profile import add_profile, expected_steps, profile
@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
             "tokens_per_second": total / elapsed,
             "output_tokens_per_second": generated / elapsed,
             "num_preemptions": preemptions,
-            **waste_figures(stats, info.max_model_len),
+            **waste_metrics(stats, info.max_model_len),
             **({"profile": profiled.metrics} if profiled else {}),
         },
     )

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from quire.cli.bench.common import add_output, report, waste_figures, waste_rows
+from quire.cli.bench.common import add_output, report, waste_metrics, waste_rows
 from quire.cli.engine_flags import add_common
 from quire.cli.parser import Parser
 from quire.cli.values import positive
@@ -96,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
             *waste_rows(stats, args.max_len),
         ],
         args,
-        {"steps": stats.steps, "num_preemptions": stats.preemptions, **waste_figures(stats, args.max_len)},
+        {"steps": stats.steps, "num_preemptions": stats.preemptions, **waste_metrics(stats, args.max_len)},
     )
     return 0
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from quire.cli.bench.load.datasets import DATASETS, PromptShape
+from quire.cli.bench.load.datasets import DATASETS, DatasetOptions
 from quire.config import EngineConfig
 from quire.errors import ValidationError
 from quire.loading.hub import resolve
@@ -14,7 +14,7 @@ from quire.loading.tokenizer import load_tokenizer
 
 
 def make(name: str, **changes):
-    return DATASETS[name](PromptShape(**{"count": 20, "input_len": 32, "output_len": None, "seed": 0, **changes}))
+    return DATASETS[name](DatasetOptions(**{"count": 20, "input_len": 32, "output_len": None, "seed": 0, **changes}))
 
 
 def lines(path, *objects):

@@ -8,24 +8,24 @@ import xml.etree.ElementTree as ElementTree
 import numpy as np
 import pytest
 
-from quire.cli.bench.load.client import Outcome
-from quire.cli.bench.load.drive import Run
-from quire.cli.bench.load.measure import RunMeasurements, Spread, percentile, read_goals
+from quire.cli.bench.load.client import RequestTiming
+from quire.cli.bench.load.drive import LoadRun
+from quire.cli.bench.load.measure import Distribution, RunMeasurements, percentile, read_goals
 from quire.cli.bench.load.plot import plot
-from quire.cli.bench.load.report import figures
+from quire.cli.bench.load.report import result_metrics
 from quire.errors import ValidationError
 
 
-def outcome(sent: float, ttft: float, gaps: list[float], **more) -> Outcome:
+def outcome(sent: float, ttft: float, gaps: list[float], **more) -> RequestTiming:
     first = sent + ttft
-    return Outcome(
+    return RequestTiming(
         sent, first=first, last=first + sum(gaps), gaps=gaps,
         **{"prompt_tokens": 10, "output_tokens": len(gaps) + 1, "is_counted_by_server": True, **more},
     )  # fmt: skip
 
 
-def failed(sent: float, kind: str) -> Outcome:
-    return Outcome(sent, last=sent + 0.1, failure=kind, detail="why")
+def failed(sent: float, kind: str) -> RequestTiming:
+    return RequestTiming(sent, last=sent + 0.1, failure=kind, detail="why")
 
 
 OUTCOMES = [
@@ -38,12 +38,12 @@ OUTCOMES = [
     failed(102.1, "HTTP 429"),
     failed(102.2, "cut off"),
 ]
-RUN = Run(OUTCOMES, start=100.0, end=104.0, cpu=1.0)
+RUN = LoadRun(OUTCOMES, start=100.0, end=104.0, cpu=1.0)
 GOALS = {"ttft": 200.0 + 1e-6, "tpot": 50.0 + 1e-6}
 
 
 def test_goodput_counts_requests_that_keep_every_limit():
-    found = figures(RunMeasurements(RUN, GOALS), [], [])
+    found = result_metrics(RunMeasurements(RUN, GOALS), [], [])
     assert found["good_requests"] == 3
     assert found["request_goodput"] == pytest.approx(3 / 4.0)
     assert RunMeasurements(RUN, {"itl": 15.0}).good == 2
@@ -51,7 +51,7 @@ def test_goodput_counts_requests_that_keep_every_limit():
 
 
 def test_totals():
-    found = figures(RunMeasurements(RUN, {}), ["ttft"], [99], detailed=True)
+    found = result_metrics(RunMeasurements(RUN, {}), ["ttft"], [99], detailed=True)
     assert (found["completed"], found["failed"]) == (5, 3)
     assert found["failures"] == {"HTTP 429": 2, "cut off": 1}
     assert (found["total_input_tokens"], found["total_output_tokens"]) == (50, 21)
@@ -74,14 +74,14 @@ def test_times_a_token_leave_out_answers_of_one():
 
 
 def test_an_event_with_several_tokens_counts_for_all_of_them():
-    run = Run([outcome(0.0, 0.5, [1.0] * 3, output_tokens=12)], start=0.0, end=4.0, cpu=0.0)
+    run = LoadRun([outcome(0.0, 0.5, [1.0] * 3, output_tokens=12)], start=0.0, end=4.0, cpu=0.0)
     assert RunMeasurements(run, {}).tokens_over_time() == [3, 3, 3, 3]
     assert RunMeasurements(run, {}).spreads["tpot"].values == pytest.approx([3000 / 11])
 
 
 def test_spreads_are_numpys():
     seconds = [random.Random(5).expovariate(3) for _ in range(501)]
-    spread, values = Spread.of(seconds), 1000 * np.array(seconds)
+    spread, values = Distribution.of(seconds), 1000 * np.array(seconds)
     for percent in (1, 25, 50, 90, 99, 99.9, 100):
         assert spread.at(percent) == pytest.approx(np.percentile(values, percent))
     assert (spread.mean, spread.median, spread.std) == pytest.approx((values.mean(), np.median(values), values.std()))
@@ -90,8 +90,8 @@ def test_spreads_are_numpys():
 
 def test_a_picture_is_drawn_of_anything():
     namespace = "{http://www.w3.org/2000/svg}"
-    runs = [RUN, Run([failed(0.0, "timeout")], 0.0, 0.5, 0.0), Run([], 0.0, 0.0, 0.0)]
-    runs.append(Run([outcome(0.0, 0.0, [0.0] * 5)], 0.0, 900.0, 0.0))
+    runs = [RUN, LoadRun([failed(0.0, "timeout")], 0.0, 0.5, 0.0), LoadRun([], 0.0, 0.0, 0.0)]
+    runs.append(LoadRun([outcome(0.0, 0.0, [0.0] * 5)], 0.0, 900.0, 0.0))
     for run in runs:
         root = ElementTree.fromstring(plot(RunMeasurements(run, GOALS), "a <model> & more", "quickly"))
         assert root.find(f"{namespace}title").text == "a <model> & more"

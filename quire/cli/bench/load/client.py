@@ -13,7 +13,7 @@ from quire.cli.bench.load.http import Host, LostConnectionError
 
 
 @dataclass(slots=True)
-class Outcome:
+class RequestTiming:
     """What became of one request. Times are those of `time.perf_counter`."""
 
     sent: float
@@ -77,10 +77,10 @@ class RunCounters:
         return self.sent - self.done
 
 
-class TimedAnswer:
+class StreamHandler:
     """Reads one stream and notes when each of its tokens came."""
 
-    def __init__(self, outcome: Outcome, tally: RunCounters) -> None:
+    def __init__(self, outcome: RequestTiming, tally: RunCounters) -> None:
         self.outcome = outcome
         self._tally = tally
         self._status = 0
@@ -149,10 +149,10 @@ class TimedAnswer:
             outcome.last = at
 
 
-class WholeAnswer:
+class WholeBodyHandler:
     """Reads an answer that comes at once: a vector has no tokens that could be timed."""
 
-    def __init__(self, outcome: Outcome, tally: RunCounters) -> None:
+    def __init__(self, outcome: RequestTiming, tally: RunCounters) -> None:
         self.outcome = outcome
         self._status = 0
         self._body = bytearray()
@@ -190,10 +190,10 @@ class Client:
         self._timeout = timeout
         self._is_streamed = is_streamed
 
-    async def send(self, body: bytes, late: float = 0.0) -> Outcome:
+    async def send(self, body: bytes, late: float = 0.0) -> RequestTiming:
         """One request, to its end. A failure is an outcome too: nothing but cancelling raises."""
-        outcome = Outcome(sent=time.perf_counter(), late=late)
-        answer = TimedAnswer(outcome, self.tally) if self._is_streamed else WholeAnswer(outcome, self.tally)
+        outcome = RequestTiming(sent=time.perf_counter(), late=late)
+        answer = StreamHandler(outcome, self.tally) if self._is_streamed else WholeBodyHandler(outcome, self.tally)
         self.tally.sent += 1
         try:
             await asyncio.wait_for(self.host.post(self.path, body, answer), self._timeout)
@@ -216,7 +216,7 @@ class Client:
         return outcome
 
 
-LONGEST_EVENT = 16 << 20
+MAX_EVENT_BYTES = 16 << 20
 """Bytes. A line that goes on for longer is no event stream."""
 DONE = b"[DONE]"
 
@@ -234,12 +234,12 @@ class EventReader:
 
     def feed(self, data: bytes) -> list[bytes]:
         """The events that are complete with this."""
-        if b"\n" not in data and len(self._rest) + len(data) <= LONGEST_EVENT:
+        if b"\n" not in data and len(self._rest) + len(data) <= MAX_EVENT_BYTES:
             self._rest += data
             return []
         *lines, self._rest = (self._rest + data).split(b"\n")
-        if len(self._rest) > LONGEST_EVENT:
-            raise MalformedStreamError(f"an event is longer than {LONGEST_EVENT >> 20} MiB")
+        if len(self._rest) > MAX_EVENT_BYTES:
+            raise MalformedStreamError(f"an event is longer than {MAX_EVENT_BYTES >> 20} MiB")
         events = []
         for line in lines:
             if line.startswith(b"data:"):
@@ -280,7 +280,7 @@ class StreamedChoice(msgspec.Struct):
         return bool(delta.content or delta.reasoning_content or delta.reasoning or delta.tool_calls)
 
 
-class PromptDetails(msgspec.Struct):
+class StreamedPromptDetails(msgspec.Struct):
     """Of the prompt's tokens."""
 
     cached_tokens: int | None = None
@@ -291,7 +291,7 @@ class StreamedUsage(msgspec.Struct):
 
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
-    prompt_tokens_details: PromptDetails | None = None
+    prompt_tokens_details: StreamedPromptDetails | None = None
 
 
 class StreamChunk(msgspec.Struct):

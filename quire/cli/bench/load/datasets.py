@@ -17,7 +17,7 @@ Message = dict[str, Any]
 
 
 @dataclass
-class Ask:
+class BenchRequest:
     """One request before it has a form."""
 
     prompt: str | list[Message]
@@ -29,7 +29,7 @@ class Ask:
 
 
 @dataclass(frozen=True)
-class PromptShape:
+class DatasetOptions:
     """The lengths asked for, and what they are drawn with."""
 
     count: int | None
@@ -62,37 +62,42 @@ DEFAULT_COUNT = 100
 DEFAULT_OUTPUT = 128
 TRACE_BLOCK = 512
 """Tokens for each of a trace's `hash_ids`, as in the traces Mooncake published."""
-SHORTEST, LONGEST = 4, 1024
+SHAREGPT_MIN_TOKENS, SHAREGPT_MAX_TOKENS = 4, 1024
 """Conversations outside of these, in tokens, are left out: too short to time, or too long for a small context."""
 
 
-def random_text(shape: PromptShape) -> list[Ask]:
+def random_text(shape: DatasetOptions) -> list[BenchRequest]:
     """Random words, or with `unit` chars random characters; the first `prefix_len` are the same for all."""
     draw = random.Random(shape.seed)
     write = random_words if shape.unit == "tokens" else random_characters
     opening = write(shape.prefix_len, draw) + " " if shape.prefix_len else ""
     asks = []
     for _ in range(shape.total):
-        length, output = _near(shape.input_len, shape.spread, draw), _near(shape.output, shape.spread, draw)
+        length, output = (
+            _draw_length(shape.input_len, shape.spread, draw),
+            _draw_length(shape.output, shape.spread, draw),
+        )
         text = opening + write(length, draw)
-        tokens = shape.prefix_len + length if shape.unit == "tokens" else about_tokens(text)
-        asks.append(Ask(text, output, tokens))
+        tokens = shape.prefix_len + length if shape.unit == "tokens" else estimate_tokens(text)
+        asks.append(BenchRequest(text, output, tokens))
     return asks
 
 
-def prefix_repetition(shape: PromptShape) -> list[Ask]:
+def prefix_repetition(shape: DatasetOptions) -> list[BenchRequest]:
     """`num_prefixes` beginnings of `prefix_len` tokens, each with many ends of `input_len`, in random order."""
     draw = random.Random(shape.seed)
     openings = [random_words(shape.prefix_len, draw) for _ in range(shape.num_prefixes)]
     asks = [
-        Ask(f"{opening} {random_words(shape.input_len, draw)}", shape.output, shape.prefix_len + shape.input_len)
+        BenchRequest(
+            f"{opening} {random_words(shape.input_len, draw)}", shape.output, shape.prefix_len + shape.input_len
+        )
         for opening in itertools.islice(itertools.cycle(openings), shape.total)
     ]
     draw.shuffle(asks)
     return asks
 
 
-def prompts_file(shape: PromptShape) -> list[Ask]:
+def prompts_file(shape: DatasetOptions) -> list[BenchRequest]:
     """A line of JSON each: `prompt` (text) or `messages` (a conversation), and perhaps `output_tokens`."""
     asks = []
     for where, line in _lines(shape):
@@ -100,12 +105,16 @@ def prompts_file(shape: PromptShape) -> list[Ask]:
         if not isinstance(prompt, (str, list)) or not prompt:
             raise ValidationError(f'{where}: needs a "prompt" that is text, or "messages" that are a list')
         said = line.get("output_tokens", line.get("max_tokens"))
-        output = shape.output if shape.output_len is not None or said is None else _whole(said, where, "output_tokens")
-        asks.append(Ask(prompt, output, about_tokens(_text(prompt))))
-    return _so_many(asks, shape)
+        output = (
+            shape.output
+            if shape.output_len is not None or said is None
+            else _positive_integer(said, where, "output_tokens")
+        )
+        asks.append(BenchRequest(prompt, output, estimate_tokens(_text(prompt))))
+    return _take_count(asks, shape)
 
 
-def sharegpt(shape: PromptShape) -> list[Ask]:
+def sharegpt(shape: DatasetOptions) -> list[BenchRequest]:
     """First questions of ShareGPT's conversations; outputs are about as long as the answers were."""
     path = _path(shape)
     try:
@@ -120,17 +129,19 @@ def sharegpt(shape: PromptShape) -> list[Ask]:
         if len(turns) < 2:
             continue
         question, answer = (str(turn.get("value", "")) for turn in turns[:2])
-        ask = Ask(question, shape.output_len or about_tokens(answer), about_tokens(question))
-        if SHORTEST <= ask.input_len <= LONGEST and ask.output_len >= SHORTEST:
-            ask.output_len = min(ask.output_len, LONGEST)
+        ask = BenchRequest(question, shape.output_len or estimate_tokens(answer), estimate_tokens(question))
+        if SHAREGPT_MIN_TOKENS <= ask.input_len <= SHAREGPT_MAX_TOKENS and ask.output_len >= SHAREGPT_MIN_TOKENS:
+            ask.output_len = min(ask.output_len, SHAREGPT_MAX_TOKENS)
             asks.append(ask)
     if not asks:
-        raise ValidationError(f"{path} holds no conversation with a question of {SHORTEST} to {LONGEST} tokens")
+        raise ValidationError(
+            f"{path} holds no conversation with a question of {SHAREGPT_MIN_TOKENS} to {SHAREGPT_MAX_TOKENS} tokens"
+        )
     random.Random(shape.seed).shuffle(asks)
-    return _so_many(asks, shape)
+    return _take_count(asks, shape)
 
 
-def trace(shape: PromptShape) -> list[Ask]:
+def read_trace(shape: DatasetOptions) -> list[BenchRequest]:
     """Traffic as it was: `timestamp`, `input_length` and `output_length` on each line.
 
     Lines with `hash_ids` share the beginnings they shared then: an id is one block of text. A line may also bring its
@@ -140,17 +151,17 @@ def trace(shape: PromptShape) -> list[Ask]:
     draw = random.Random(shape.seed)
     asks = []
     for where, line in _lines(shape):
-        output = shape.output_len or _whole(line.get("output_length"), where, "output_length")
+        output = shape.output_len or _positive_integer(line.get("output_length"), where, "output_length")
         at = line.get("timestamp")
         if isinstance(at, bool) or not isinstance(at, (int, float)):
             raise ValidationError(f"{where}: timestamp must be a number, got {at!r}")
         prompt = line.get("messages", line.get("prompt"))
         if prompt is None:
-            length = _whole(line.get("input_length"), where, "input_length")
+            length = _positive_integer(line.get("input_length"), where, "input_length")
             prompt = _blocks(line.get("hash_ids") or [], length, draw, shape.seed)
         else:
-            length = about_tokens(_text(prompt))
-        asks.append(Ask(prompt, output, length, at * seconds))
+            length = estimate_tokens(_text(prompt))
+        asks.append(BenchRequest(prompt, output, length, at * seconds))
     asks.sort(key=lambda ask: ask.at or 0.0)
     start = asks[0].at or 0.0
     for ask in asks:
@@ -158,12 +169,12 @@ def trace(shape: PromptShape) -> list[Ask]:
     return asks[: shape.count]
 
 
-DATASETS: dict[str, Callable[[PromptShape], list[Ask]]] = {
+DATASETS: dict[str, Callable[[DatasetOptions], list[BenchRequest]]] = {
     "random": random_text,
     "prefix_repetition": prefix_repetition,
     "custom": prompts_file,
     "sharegpt": sharegpt,
-    "trace": trace,
+    "trace": read_trace,
 }
 
 
@@ -175,7 +186,7 @@ def _blocks(ids: list[Any], tokens: int, draw: random.Random, seed: int) -> str:
     return " ".join(words)
 
 
-def _near(length: int, spread: float, draw: random.Random) -> int:
+def _draw_length(length: int, spread: float, draw: random.Random) -> int:
     return max(1, draw.randint(round(length * (1 - spread)), round(length * (1 + spread)))) if spread else length
 
 
@@ -183,12 +194,12 @@ def _text(prompt: str | list[Message]) -> str:
     return prompt if isinstance(prompt, str) else " ".join(str(message.get("content", "")) for message in prompt)
 
 
-def _so_many(asks: list[Ask], shape: PromptShape) -> list[Ask]:
+def _take_count(asks: list[BenchRequest], shape: DatasetOptions) -> list[BenchRequest]:
     """As many as were asked for; a short file is read again from its beginning."""
     return asks if shape.count is None else list(itertools.islice(itertools.cycle(asks), shape.count))
 
 
-def _path(shape: PromptShape) -> Path:
+def _path(shape: DatasetOptions) -> Path:
     if shape.path is None:
         raise ValidationError("this dataset is a file: name it with --dataset-path")
     path = Path(shape.path)
@@ -197,7 +208,7 @@ def _path(shape: PromptShape) -> Path:
     return path
 
 
-def _lines(shape: PromptShape) -> Iterator[tuple[str, dict[str, Any]]]:
+def _lines(shape: DatasetOptions) -> Iterator[tuple[str, dict[str, Any]]]:
     """The objects of a JSONL file, each with a name for error messages."""
     path = _path(shape)
     is_empty = True
@@ -217,13 +228,13 @@ def _lines(shape: PromptShape) -> Iterator[tuple[str, dict[str, Any]]]:
         raise ValidationError(f"{path} is empty")
 
 
-def _whole(value: Any, where: str, name: str) -> int:
+def _positive_integer(value: Any, where: str, name: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValidationError(f"{where}: {name} must be an integer of at least 1, got {value!r}")
     return value
 
 
-def arrivals(count: int, rate: float, burstiness: float, burst: int, seed: int) -> list[float]:
+def arrival_times(count: int, rate: float, burstiness: float, burst: int, seed: int) -> list[float]:
     """`count` times at `rate` requests a second.
 
     Gaps follow a gamma distribution of shape `burstiness`: 1 is a Poisson process, less comes in clumps, more is
@@ -258,7 +269,7 @@ market material matter member mind minute moment money month morning mother movi
 WORDS = _NOUNS.split()
 """English nouns so common that every vocabulary of the last years has each as one token, with the space before it."""
 
-CHARACTERS_A_TOKEN = 4
+CHARACTERS_PER_TOKEN = 4
 """Of English prose, where there is no better way to tell a text's length in tokens."""
 
 
@@ -272,6 +283,6 @@ def random_characters(characters: int, draw: random.Random) -> str:
     return random_words(characters // 3 + 1, draw)[:characters]
 
 
-def about_tokens(text: str) -> int:
+def estimate_tokens(text: str) -> int:
     """How many tokens a text has, roughly; at least 1."""
-    return max(1, len(text) // CHARACTERS_A_TOKEN)
+    return max(1, len(text) // CHARACTERS_PER_TOKEN)

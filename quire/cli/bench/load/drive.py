@@ -12,15 +12,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
-from quire.cli.bench.load.client import Client, Outcome, RunCounters
+from quire.cli.bench.load.client import Client, RequestTiming, RunCounters
 from quire.cli.interrupts import cancelled_by_interrupt
 
 
 @dataclass
-class Run:
+class LoadRun:
     """All that was seen of one run."""
 
-    outcomes: list[Outcome]
+    outcomes: list[RequestTiming]
     start: float
     end: float
     cpu: float
@@ -32,11 +32,11 @@ class Run:
         return self.end - self.start
 
 
-async def drive(client: Client, bodies: Sequence[bytes], times: Sequence[float], concurrency: int | None) -> Run:
+async def send_all(client: Client, bodies: Sequence[bytes], times: Sequence[float], concurrency: int | None) -> LoadRun:
     """Send each body at its time, at most `concurrency` at once; an interrupt ends the run early."""
     _allow_many_files()
     gc.freeze()  # what is there now stays: later collections look at what the run makes, and are short
-    tasks: list[asyncio.Task[Outcome]] = []
+    tasks: list[asyncio.Task[RequestTiming]] = []
     was_stopped = False
     cpu, start = time.process_time(), time.perf_counter()
     try:
@@ -52,7 +52,7 @@ async def drive(client: Client, bodies: Sequence[bytes], times: Sequence[float],
     gc.unfreeze()
     client.host.close()
     outcomes = [task.result() for task in tasks if not task.cancelled()]  # some may never have begun
-    return Run(outcomes, start, end, time.process_time() - cpu, was_stopped)
+    return LoadRun(outcomes, start, end, time.process_time() - cpu, was_stopped)
 
 
 async def _dispatch(
@@ -60,14 +60,14 @@ async def _dispatch(
     schedule: Iterable[tuple[bytes, float]],
     start: float,
     concurrency: int | None,
-    tasks: list[asyncio.Task[Outcome]],
+    tasks: list[asyncio.Task[RequestTiming]],
 ) -> None:
     """Start every request when its time has come and a slot is free."""
     slots = asyncio.Semaphore(concurrency) if concurrency else None
     freed: collections.deque[float] = collections.deque([0.0] * (concurrency or 0))
     """When each free slot became free: waiting for one is what was asked for, not lateness."""
 
-    async def one(body: bytes, due: float) -> Outcome:
+    async def one(body: bytes, due: float) -> RequestTiming:
         try:
             return await client.send(body, max(0.0, time.perf_counter() - due))
         finally:
@@ -83,11 +83,11 @@ async def _dispatch(
             await slots.acquire()
             due = max(due, freed.popleft())
         tasks.append(asyncio.create_task(one(body, due)))
-        if wait <= 0 and len(tasks) % BREATH == 0:
+        if wait <= 0 and len(tasks) % YIELD_EVERY == 0:
             await asyncio.sleep(0)
 
 
-BREATH = 16
+YIELD_EVERY = 16
 """When everything leaves at once, so many are queued before the loop may send them."""
 
 
@@ -100,7 +100,7 @@ def _allow_many_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-PER_SECOND = 4
+REDRAWS_PER_SECOND = 4
 """Redrawing is work this process could be late for."""
 
 
@@ -134,7 +134,7 @@ class LoadProgress:
         with Progress(*columns, console=Console(stderr=True), auto_refresh=False, transient=True) as progress:
             task = progress.add_task("", total=self._total, now="")
             while True:
-                await asyncio.sleep(1 / PER_SECOND)
+                await asyncio.sleep(1 / REDRAWS_PER_SECOND)
                 tokens, now = tally.tokens, time.perf_counter()
                 rate = (tokens - seen) / (now - then)
                 seen, then = tokens, now

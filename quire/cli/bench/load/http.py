@@ -16,7 +16,7 @@ import httptools
 
 from quire.errors import ValidationError
 
-LONGEST_IDLE = 3.0
+MAX_IDLE_SECONDS = 3.0
 """Seconds. Servers close idle connections after five and more; closed while being used, one would look like a fault."""
 
 
@@ -195,7 +195,7 @@ class Host:
         """The connection used last, if the server can be trusted to have it still open."""
         while self._idle:
             connection = self._idle.pop()
-            if connection.is_open and time.perf_counter() - connection.idle_since < LONGEST_IDLE:
+            if connection.is_open and time.perf_counter() - connection.idle_since < MAX_IDLE_SECONDS:
                 return connection
             connection.close()
         return None

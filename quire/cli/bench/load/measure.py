@@ -8,8 +8,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from quire.cli.bench.load.client import Outcome
-from quire.cli.bench.load.drive import Run
+from quire.cli.bench.load.client import RequestTiming
+from quire.cli.bench.load.drive import LoadRun
 from quire.errors import ValidationError
 
 METRICS = {
@@ -19,7 +19,7 @@ METRICS = {
     "e2el": "end-to-end latency",
 }
 
-OF_REQUEST: dict[str, Callable[[Outcome], float]] = {
+GOODPUT_VALUES: dict[str, Callable[[RequestTiming], float]] = {
     "ttft": lambda outcome: outcome.ttft,
     "tpot": lambda outcome: outcome.tpot,
     "itl": lambda outcome: max(outcome.gaps, default=0.0),
@@ -39,13 +39,13 @@ def percentile(ordered: Sequence[float], percent: float) -> float:
 
 
 @dataclass
-class Spread:
+class Distribution:
     """Many times of one kind, in milliseconds and in order."""
 
     values: list[float]
 
     @classmethod
-    def of(cls, seconds: Iterable[float]) -> Spread:
+    def of(cls, seconds: Iterable[float]) -> Distribution:
         return cls(sorted(1000 * each for each in seconds))
 
     @property
@@ -68,7 +68,7 @@ class Spread:
 class RunMeasurements:
     """The figures of a run. Failed requests count as failed and nowhere else."""
 
-    def __init__(self, run: Run, goals: dict[str, float]) -> None:
+    def __init__(self, run: LoadRun, goals: dict[str, float]) -> None:
         self.run = run
         self.goals = goals
         self.done = [outcome for outcome in run.outcomes if outcome.ok]
@@ -77,24 +77,24 @@ class RunMeasurements:
         self.cached_tokens = sum(outcome.cached_tokens for outcome in self.done)
         self.output_tokens = sum(outcome.output_tokens for outcome in self.done)
         self.spreads = {
-            "ttft": Spread.of(outcome.ttft for outcome in self.done),
-            "tpot": Spread.of(outcome.tpot for outcome in self.done if outcome.output_tokens > 1),
-            "itl": Spread.of(gap for outcome in self.done for gap in outcome.gaps),
-            "e2el": Spread.of(outcome.latency for outcome in self.done),
+            "ttft": Distribution.of(outcome.ttft for outcome in self.done),
+            "tpot": Distribution.of(outcome.tpot for outcome in self.done if outcome.output_tokens > 1),
+            "itl": Distribution.of(gap for outcome in self.done for gap in outcome.gaps),
+            "e2el": Distribution.of(outcome.latency for outcome in self.done),
         }
         self.good = sum(self._is_good(outcome) for outcome in self.done)
 
-    def _is_good(self, outcome: Outcome) -> bool:
-        return all(1000 * OF_REQUEST[name](outcome) <= limit for name, limit in self.goals.items())
+    def _is_good(self, outcome: RequestTiming) -> bool:
+        return all(1000 * GOODPUT_VALUES[name](outcome) <= limit for name, limit in self.goals.items())
 
     def per_second(self, count: float) -> float:
         """`count` of something, over the run's duration."""
         return count / self.run.duration if self.run.duration > 0 else 0.0
 
     @property
-    def lateness(self) -> Spread:
+    def lateness(self) -> Distribution:
         """How long after their times requests left: a generator that cannot keep up shows here."""
-        return Spread.of(outcome.late for outcome in self.run.outcomes)
+        return Distribution.of(outcome.late for outcome in self.run.outcomes)
 
     @property
     def cpu_share(self) -> float:
@@ -136,7 +136,7 @@ class RunMeasurements:
         return max((count for _, count in self.open_requests()), default=0)
 
 
-def _tokens(outcome: Outcome) -> Iterable[tuple[float, float]]:
+def _tokens(outcome: RequestTiming) -> Iterable[tuple[float, float]]:
     """When its tokens came. An event may bring several: each counts for its share of them."""
     weight = outcome.output_tokens / (len(outcome.gaps) + 1)
     at = outcome.first

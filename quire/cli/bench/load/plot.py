@@ -6,14 +6,14 @@ import math
 from collections.abc import Sequence
 from html import escape
 
-from quire.cli.bench.load.measure import RunMeasurements, Spread
+from quire.cli.bench.load.measure import Distribution, RunMeasurements
 
 WIDTH, HEIGHT = 960, 660
 PANEL_WIDTH, PANEL_HEIGHT = 400, 220
 LEFT, RIGHT, FIRST_ROW, SECOND_ROW = 60, 530, 80, 380
 POINTS = 200
 """Of a curve: more would not be seen."""
-PIECES = 60
+TIMELINE_BINS = 60
 """The timeline is cut into so many."""
 
 STYLE = """
@@ -64,7 +64,7 @@ class Axis:
         return round(self._start + self._length * min(1.0, max(0.0, share)), 1)
 
 
-def _distribution(x: float, y: float, title: str, spread: Spread, goal: float | None) -> str:
+def _distribution(x: float, y: float, title: str, spread: Distribution, goal: float | None) -> str:
     """How many of all were at most so long."""
     parts = [f'<text x="{x}" y="{y - 8}">{escape(title)}</text>']
     values = spread.values
@@ -93,8 +93,8 @@ def _distribution(x: float, y: float, title: str, spread: Spread, goal: float | 
 def _timeline(x: float, y: float, measured: RunMeasurements) -> str:
     """Tokens a second and requests on their way, each on its own scale; a mark where requests failed."""
     seconds = max(measured.run.duration, 1e-3)
-    width = seconds / PIECES
-    rates = [count / width for count in measured.tokens_over_time(width)][:PIECES]
+    width = seconds / TIMELINE_BINS
+    rates = [count / width for count in measured.tokens_over_time(width)][:TIMELINE_BINS]
     open_now = measured.open_requests()
     most_rate, most_open = _round_up(max(rates)), _round_up(measured.most_open)
     across = Axis(0, seconds, x, PANEL_WIDTH)
@@ -147,12 +147,12 @@ def _tick_y(x: float, y: float, text: str) -> str:
     return f'<path d="M{x} {y}h{PANEL_WIDTH}" class="grid"/>' + _label(x - 6, y + 4, text, "end")
 
 
-SHORTEST = 1e-2
+MIN_MS = 1e-2
 """Milliseconds; a logarithm has no zero, and events that came together are 0 apart."""
 
 
 def _visible(value: float) -> float:
-    return max(value, SHORTEST)
+    return max(value, MIN_MS)
 
 
 def _decades(low: float, high: float) -> tuple[float, float]:

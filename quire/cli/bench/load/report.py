@@ -11,13 +11,13 @@ from quire.cli.bench.load.measure import METRICS, RunMeasurements
 from quire.cli.terminal import table
 from quire.errors import ValidationError
 
-LATE = 25.0
+LATE_MS = 25.0
 """Milliseconds at the 99th percentile, above which the load was not what was asked for."""
-BUSY = 0.9
+BUSY_CPU_SHARE = 0.9
 """Of a core: a generator that needs more may be what was measured."""
 
 
-def figures(
+def result_metrics(
     measured: RunMeasurements, metrics: Sequence[str], percents: Sequence[float], detailed: bool = False
 ) -> dict[str, Any]:
     """What --save-result writes."""
@@ -55,7 +55,7 @@ def figures(
     return found
 
 
-def show(measured: RunMeasurements, metrics: Sequence[str], percents: Sequence[float], title: str) -> None:
+def print_report(measured: RunMeasurements, metrics: Sequence[str], percents: Sequence[float], title: str) -> None:
     """The tables on stdout."""
     from rich.console import Console
     from rich.table import Table
@@ -110,7 +110,7 @@ def _remarks(measured: RunMeasurements) -> list[str]:
     remarks = []
     if measured.done and not measured.is_counted_by_server:
         remarks.append("The server told no usage: every event with text was counted as one token, prompts not at all.")
-    if measured.lateness.at(99) > LATE or measured.cpu_share > BUSY:
+    if measured.lateness.at(99) > LATE_MS or measured.cpu_share > BUSY_CPU_SHARE:
         remarks.append(
             "The generator could not keep up: requests left late, or it used a whole core. Figures of the server are "
             "worse than they should be; use less load, or another machine."
@@ -118,7 +118,7 @@ def _remarks(measured: RunMeasurements) -> list[str]:
     return remarks
 
 
-def write(path: str, found: dict[str, Any], flag: str) -> None:
+def write_json(path: str, found: dict[str, Any], flag: str) -> None:
     """Figures as a file of JSON, a line each."""
     lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in found.items())
     write_text(path, f"{{\n{lines}\n}}\n", flag)
