@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from quire.messages.plan import StepPlan
 
 WHAT = (
-    "Run the plans that `--record FILE` wrote once more, without the scheduler, and compare the sampled tokens with "
+    "Rerun the plans that `--record FILE` wrote, without the scheduler, and compare the sampled tokens with "
     "the recorded ones. Flags replace recorded settings: the same steps on another device, or with other kernels."
 )
 EXAMPLES = """
   quire generate "Once upon a time" --record run.quire
   quire replay run.quire                          the same steps again; exit code 1 if a token differs
-  quire replay run.quire --show                   a line for each step
+  quire replay run.quire --show                   one line per step
   quire replay run.quire --step 17                one plan in full
   quire replay run.quire --enforce-eager          without captured graphs
 """
@@ -43,7 +43,7 @@ def configure(parser: Parser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Show the recording, or run it; 1 if what is sampled differs from what was recorded."""
+    """Show the recording, or run it; returns 1 if sampled tokens differ from the recorded ones."""
     from quire.executor.recording import Recording
 
     recording = Recording(args.recording)

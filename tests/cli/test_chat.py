@@ -47,14 +47,14 @@ def test_commands(quire, byte_llama):
     ran = quire("chat", byte_llama, stdin=stdin)
     assert (ran.code, ran.out) == (0, "")
     assert ran.err.count("system prompt: Be kind") == 2
-    for word in ("/reset  ", "empty again", "prompt tokens"):
+    for word in ("/reset  ", "the conversation is empty", "prompt tokens"):
         assert word in ran.err
 
 
 def test_an_unknown_command_is_told(quire, byte_llama):
     ran = quire("chat", byte_llama, stdin="/fly\n")
     assert ran.code == 2
-    assert "there is no /fly" in ran.err
+    assert "unknown command /fly" in ran.err
 
 
 def test_a_model_without_a_template_is_refused_with_advice(quire, byte_llama, tmp_path):
@@ -80,7 +80,7 @@ def test_a_conversation_too_long_suggests_reset_and_goes_on_afterwards(conversat
 
 def test_a_full_context_is_remarked(llm, capsys):
     reply = LocalConversation(llm, params(max_tokens=None)).ask("Hi")
-    assert "context of 128 tokens is full" in reply.remark
+    assert "context of 128 tokens is full" in reply.note
     assert reply.prompt_tokens + reply.tokens == 128
 
 
@@ -100,7 +100,7 @@ def test_ctrl_c_stops_the_reply_and_gives_its_blocks_back(llm, capsys):
         reply = conversation.ask("Hi")
     finally:
         llm.llm_engine.step = step
-    assert reply.remark == "(stopped)"
+    assert reply.note == "(stopped)"
     assert 0 < reply.tokens < 10
     llm.llm_engine.check_idle()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

@@ -45,12 +45,12 @@ def test_only_what_was_given_is_sent(quire, monkeypatch):
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
-        ("429", "the server answered 429: the queue is full"),
+        ("429", "the server returned HTTP 429: the queue is full"),
         ("hang up", "disconnected"),
         ("cut", "chunked read"),
-        ("malformed", "sent what is no event"),
+        ("malformed", "sent a malformed event"),
         ("error event", "the engine died"),
-        ("no end", "the answer was cut off"),
+        ("no end", "the response was cut off"),
     ],
 )
 def test_a_failed_answer_is_told_and_the_conversation_goes_on(quire, fault, said):
@@ -66,7 +66,7 @@ def test_a_failed_answer_is_told_and_the_conversation_goes_on(quire, fault, said
     [
         (["--url", "http://127.0.0.1:9"], "is the server running?"),
         (["--url", "127.0.0.1:9"], "127.0.0.1:9"),
-        (["--url", "http://127.0.0.1:9", "--dtype", "float32"], "--dtype is for a model run here"),
+        (["--url", "http://127.0.0.1:9", "--dtype", "float32"], "--dtype is for a local model"),
         (["--api-key", "x"], "--api-key needs --url"),
     ],
 )
@@ -81,7 +81,7 @@ def test_ctrl_c_stops_the_reply_and_hangs_up(capsys):
         conversation = RemoteConversation(stub.url, None, None, {})
         threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
         reply = conversation.ask("Hi")
-        assert reply.remark == "(stopped)"
+        assert reply.note == "(stopped)"
         assert 0 < reply.tokens < 100
         until = time.monotonic() + 5
         while not stub.hang_ups and time.monotonic() < until:

@@ -47,7 +47,7 @@ def test_inspect_tells_shape_and_plan(quire, byte_llama):
     ):
         assert fact in ran.out
     # Keys and values of 2 layers, 2 heads of 16 in float32, and the token's id.
-    assert f"{2 * 2 * 2 * 16 * 4 + 4} bytes a token" in ran.out
+    assert f"{2 * 2 * 2 * 16 * 4 + 4} bytes per token" in ran.out
     assert "holds         512 tokens in 32 blocks of 16" in ran.out
     assert "4.0 sequences of the full 128 tokens" in ran.out
 
@@ -56,7 +56,7 @@ def test_inspect_tells_experts_and_the_parameters_a_token_meets(quire):
     folder = Path(__file__).parents[2] / "benchmarks" / "gpu" / "models" / "qwen3-30b-a3b"
     ran = quire("inspect", folder, "--load-format", "dummy", "--num-gpu-blocks-override", 8)
     assert ran.code == 0, ran.err
-    assert "128 of width 768, 8 for each token" in ran.out
+    assert "128 of width 768, 8 per token" in ran.out
     assert "30532.1 million, 3353.0 million of them for each token" in ran.out
 
 
@@ -148,7 +148,7 @@ def test_bench_throughput_of_several_engines(quire, byte_llama):
     ran = quire(*bench)
     assert ran.code == 0, ran.err
     assert re.search(r"\d output tokens/s", ran.out) and "KV waste" not in ran.out
-    assert "--profile looks into one engine" in quire(*bench, "--profile").err
+    assert "--profile works with one engine" in quire(*bench, "--profile").err
 
 
 def test_bench_latency_reports_as_vllm_does(quire, byte_llama, tmp_path):
@@ -166,4 +166,4 @@ def test_bench_latency_reports_as_vllm_does(quire, byte_llama, tmp_path):
 def test_bench_refuses_lengths_beyond_the_model(quire, byte_llama):
     ran = quire("bench", "latency", "--model", byte_llama, "--input-len", 100, "--output-len", 100)
     assert ran.code == 2
-    assert "exceed the 128 tokens" in ran.err
+    assert "exceed max_model_len, 128" in ran.err

@@ -42,8 +42,9 @@ NEEDS = {
     "expert_rebalance_interval": {"enable_expert_parallel": True},
     **{key: {"distributed_executor_backend": "ray"} for key in ("ray_address", "ray_placement_timeout", "ray_env")},
     "pipeline_layers": {"pipeline_parallel_size": 2},
+    "kv_store": {"kv_disk": "somewhere"},
 }
-"""Fields that mean something only beside others."""
+"""Other fields that a field needs."""
 ROOT = Path(__file__).parents[2]
 
 

@@ -49,7 +49,7 @@ def test_several_samples_are_told_apart_and_repeatable(quire, byte_llama):
     )
     assert first == again != other
     assert len({tuple(tokens) for tokens in first}) == 3
-    assert quire(*arguments[:-1]).out.count("── Hello (sample ") == 3
+    assert quire(*arguments[:-1]).out.count("── Hello (sequence ") == 3
 
 
 def test_chat_uses_the_template(quire, byte_llama):

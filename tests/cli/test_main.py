@@ -55,14 +55,14 @@ def test_help_needs_neither_torch_nor_transformers(arguments):
         (["chat", "--dtype", "int3"], "--dtype"),
         (["chat", "--hf-overrides", "[1]"], "not a JSON object"),
         (["chat", "--block-size", "0"], "block_size must be an integer of at least 1, got 0"),
-        (["chat", "a", "--model", "b"], "two models are named"),
+        (["chat", "a", "--model", "b"], "two models are given"),
         (["chat", "./nowhere"], "no file or folder './nowhere'"),
         (["generate"], "PROMPT"),
         (["generate", "x", "--system", "y"], "--system needs --chat"),
-        (["generate", "-"], "nothing came on standard input"),
+        (["generate", "-"], "standard input is empty"),
         (["generate", "x", "--logit-bias", '{"a": 1}'], "keys must be token ids"),
         (["bench", "throughput", "--num-prompts", "0"], "at least 1"),
-        (["bench", "waste", "--cache-tokens", "10"], "does not hold one sequence"),
+        (["bench", "waste", "--cache-tokens", "10"], "is too small for one sequence"),
         (["pull", "no such model"], "there is no model"),
     ],
 )
@@ -77,7 +77,7 @@ def test_bad_input_is_one_line_and_exit_code_2(quire, arguments, said):
 
 def test_bad_sampling_values_are_told_by_their_name(quire, byte_llama):
     ran = quire("generate", "x", "--model", byte_llama, "--temperature", "9")
-    assert (ran.code, ran.err) == (2, "quire: error: temperature must be in [0, 2], got 9.0\n")
+    assert (ran.code, ran.err) == (2, "quire: error: temperature must be in [0, 2], got 9.0; the default is 1\n")
 
 
 def test_something_unexpected_is_one_line_and_exit_code_1(quire, monkeypatch):

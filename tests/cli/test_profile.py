@@ -119,7 +119,7 @@ def test_the_report_names_kinds_kernels_and_limits():
     ])  # fmt: skip
     text = report(trace, WORK, SHAPE, DeviceSpeed(2e9, 1e15), before=95e-6)
     assert "1 steps of 8 requests, 8 tokens, 800 in context" in text
-    assert "0.100 ms a step; 0.095 ms before the profiler started" in text
+    assert "0.100 ms per step; 0.095 ms before the profiler started" in text
     assert "GPU busy      0.080 ms, 80.0%" in text
     assert "the longest 10 us, before _dot" in text
     assert "launch 0.030" in text and "rest 0.070" in text

@@ -56,7 +56,7 @@ def test_a_file_is_answered_line_by_line_and_wrong_lines_stop_nothing(quire, tin
     files = ["-i", tmp_path / "in.jsonl", "-o", tmp_path / "out.jsonl"]
     ran = quire("run-batch", tiny_model, *files, *ENGINE)
     assert ran.code == 1, ran.err
-    assert "4 answered, 6 failed" in ran.err
+    assert "4 completed, 6 failed" in ran.err
     text = (tmp_path / "out.jsonl").read_text()
     assert text.count("\n") == 10
     found = by_id(text)
@@ -95,14 +95,14 @@ def test_ctrl_c_keeps_what_was_answered_and_the_next_run_goes_on(tiny_model, tmp
     first.send_signal(signal.SIGINT)
     _, said = first.communicate(timeout=60)
     assert first.returncode == 130, said
-    assert "goes on where this ended" in said
+    assert "run the same command again to continue" in said
     answered = out.read_text().count("\n")
     assert 2 <= answered < 60
     with out.open("a") as file:
         file.write('{"id": "batch_req_1", "custom_')  # as a kill in the middle of a line leaves it
     second = subprocess.run(command[: -len(ENGINE) - 2] + ENGINE, stderr=subprocess.PIPE, text=True, check=False)
     assert second.returncode == 0, second.stderr
-    assert f"{60 - answered} answered, 0 failed, {answered} had been before" in second.stderr
+    assert f"{60 - answered} completed, 0 failed, {answered} done before" in second.stderr
     assert out.read_text().count("\n") == 60
     assert sorted(map(int, by_id(out.read_text()))) == list(range(60))
 
@@ -139,7 +139,7 @@ def test_a_busy_engine_is_asked_again(tmp_path):
     result = by_id((tmp_path / "out").read_text())["a"]
     assert result["response"]["status_code"] == 200
     assert result["response"]["body"]["body"]["prompt"] == "the world"
-    assert (batch.tally.done, batch.tally.failed, batch.tally.tokens) == (1, 0, 5)
+    assert (batch.counters.done, batch.counters.failed, batch.counters.tokens) == (1, 0, 5)
 
 
 def test_an_interrupt_keeps_what_was_answered_and_the_next_run_asks_the_rest(tmp_path):
@@ -170,7 +170,7 @@ def test_an_interrupt_keeps_what_was_answered_and_the_next_run_asks_the_rest(tmp
     with (tmp_path / "out").open("a") as file:
         file.write('{"id": "batch_req_1", "custom_')  # as a kill in the middle of a line leaves it
     batch = run_with(app, str(tmp_path / "in"), str(tmp_path / "out"))
-    assert (batch.skipped, batch.tally.done) == (5, 7)
+    assert (batch.skipped, batch.counters.done) == (5, 7)
     assert asked[6:] == [str(i) for i in range(5, 12)]
     assert (tmp_path / "out").read_text().count("\n") == 12
     assert len(by_id((tmp_path / "out").read_text())) == 12
@@ -181,14 +181,14 @@ def test_a_wrong_line_is_answered_once_however_often_the_batch_is_run(tmp_path):
     wrong = ["no JSON", "[]", "no JSON", line("elsewhere", "/v1/files"), completion("a", stream=True)]
     (tmp_path / "in").write_text("\n".join([*wrong, completion("b"), completion("b")]))
     first = run_with(busy_twice, str(tmp_path / "in"), str(tmp_path / "out"))
-    assert (first.tally.done, first.tally.failed, first.skipped) == (7, 6, 0)
+    assert (first.counters.done, first.counters.failed, first.skipped) == (7, 6, 0)
     text = (tmp_path / "out").read_text()
     again = run_with(busy_twice, str(tmp_path / "in"), str(tmp_path / "out"))
-    assert (again.tally.done, again.skipped) == (0, 7)
+    assert (again.counters.done, again.skipped) == (0, 7)
     assert (tmp_path / "out").read_text() == text
     (tmp_path / "in").write_text("\n".join([*wrong, completion("b"), "no JSON either"]))
     grown = run_with(busy_twice, str(tmp_path / "in"), str(tmp_path / "out"))
-    assert (grown.tally.done, grown.tally.failed, grown.skipped) == (1, 1, 6)
+    assert (grown.counters.done, grown.counters.failed, grown.skipped) == (1, 1, 6)
 
 
 def test_answers_may_go_to_standard_output(tmp_path, capsys):
@@ -276,7 +276,7 @@ def test_wrong_lines(text, code, said, custom_id):
 
 def test_an_output_that_is_something_else_is_not_added_to(tmp_path):
     (tmp_path / "notes").write_text("dear diary\n")
-    with pytest.raises(ValidationError, match="line 1, is no answer of a batch"):
+    with pytest.raises(ValidationError, match="line 1, is not a batch result"):
         BatchOutput(str(tmp_path / "notes"))
     with BatchOutput(str(tmp_path / "notes"), overwrite=True) as output:
         output.write(BatchResult.of("a", 200, "r", b"{}"))

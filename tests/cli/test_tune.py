@@ -90,7 +90,7 @@ def test_what_is_known_is_not_measured_again_unless_asked(quire, byte_llama, mea
     measured.clear()
     ran = quire(*command, "1,2")
     assert measured == []
-    assert "everything was known already" in ran.err
+    assert "everything was already known" in ran.err
     assert re.search(r"^ +1 +3\.00 +3\.00  cublas  \(known\)", ran.out, re.M)
     ran = quire(*command, "1", "--again")
     assert cases(measured) == {(shape, 1) for shape in SHAPES}
@@ -117,7 +117,7 @@ def test_hf_overrides_change_the_model(quire, byte_llama, measured):
 
 
 @pytest.mark.parametrize(
-    ("buckets", "said"), [("3", "--buckets must be of 1, 2, 4, 8"), ("1,x", "'1,x' is not a list of integers")]
+    ("buckets", "said"), [("3", "--buckets must be among 1, 2, 4, 8"), ("1,x", "'1,x' is not a list of integers")]
 )
 def test_invalid_buckets(quire, byte_llama, measured, buckets, said):
     ran = quire("tune", byte_llama, "--buckets", buckets)
@@ -160,7 +160,7 @@ def test_experts_are_measured_too(quire, byte_llama, measured, monkeypatch):
     assert ran.code == 0, ran.err
     assert set(timed) == {(ExpertsShape(8, 2, 128, 64), tokens, torch.bfloat16) for tokens in (1, 4)}
     assert {GemmShape("norm_linear", 8, 64), GemmShape("linear", 8, 64)} <= {shape for shape, _ in cases(measured)}
-    assert "8 experts of 128 x 64, 2 a token" in ran.out
+    assert "8 experts of 128 x 64, 2 per token" in ran.out
     assert re.search(r"^ +4 +2\.50  tile m\d+, gate_up n\d+", ran.out, re.M)
     timed.clear()
     assert re.search(r"^ +1 +2\.50  tile .* \(known\)$", quire(*command).out, re.M)

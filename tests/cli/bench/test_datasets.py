@@ -1,4 +1,4 @@
-"""What requests ask."""
+"""The datasets of `quire bench serve`."""
 
 from __future__ import annotations
 
@@ -24,40 +24,40 @@ def lines(path, *objects):
 
 def test_random_prompts_have_the_tokens_asked_for_and_no_common_beginning():
     tokenizer = load_tokenizer(resolve(EngineConfig.model))
-    asks = make("random", input_len=100, output_len=9)
-    lengths = [len(tokenizer.encode(ask.prompt)) for ask in asks]
+    requests = make("random", input_len=100, output_len=9)
+    lengths = [len(tokenizer.encode(request.prompt)) for request in requests]
     assert all(99 <= length <= 102 for length in lengths), lengths
-    assert len({ask.prompt[:40] for ask in asks}) == 20
-    assert {ask.output_len for ask in asks} == {9}
+    assert len({request.prompt[:40] for request in requests}) == 20
+    assert {request.output_len for request in requests} == {9}
 
 
 def test_random_characters_are_counted_exactly():
-    assert {len(ask.prompt) for ask in make("random", input_len=77, unit="chars")} == {77}
+    assert {len(request.prompt) for request in make("random", input_len=77, unit="chars")} == {77}
 
 
 def test_lengths_spread_around_those_given():
-    asks = make("random", count=500, input_len=100, output_len=10, spread=0.5)
-    inputs, outputs = [ask.input_len for ask in asks], [ask.output_len for ask in asks]
+    requests = make("random", count=500, input_len=100, output_len=10, spread=0.5)
+    inputs, outputs = [request.input_len for request in requests], [request.output_len for request in requests]
     assert (min(inputs), max(inputs)) == (50, 150)
     assert (min(outputs), max(outputs)) == (5, 15)
-    assert inputs == [len(ask.prompt.split()) for ask in asks]
+    assert inputs == [len(request.prompt.split()) for request in requests]
 
 
 def test_prefixes_repeat():
-    asks = make("prefix_repetition", prefix_len=16, num_prefixes=4)
-    beginnings = [" ".join(ask.prompt.split()[:16]) for ask in asks]
+    requests = make("prefix_repetition", prefix_len=16, num_prefixes=4)
+    beginnings = [" ".join(request.prompt.split()[:16]) for request in requests]
     assert len(set(beginnings)) == 4
     assert {beginnings.count(beginning) for beginning in beginnings} == {5}
-    assert len({ask.prompt for ask in asks}) == 20
+    assert len({request.prompt for request in requests}) == 20
 
 
 def test_prompts_of_a_file_come_in_order_and_again(tmp_path):
     talk = [{"role": "user", "content": "hi"}]
     path = lines(tmp_path / "p.jsonl", {"prompt": "one", "output_tokens": 5}, {"messages": talk})
-    asks = make("custom", count=3, path=path)
-    assert [(ask.prompt, ask.output_len) for ask in asks] == [("one", 5), (talk, 128), ("one", 5)]
+    requests = make("custom", count=3, path=path)
+    assert [(request.prompt, request.output_len) for request in requests] == [("one", 5), (talk, 128), ("one", 5)]
     assert len(make("custom", count=None, path=path)) == 2
-    assert {ask.output_len for ask in make("custom", output_len=7, path=path)} == {7}
+    assert {request.output_len for request in make("custom", output_len=7, path=path)} == {7}
 
 
 def test_sharegpt_asks_first_questions_and_answers_are_as_long_as_they_were(tmp_path):
@@ -65,8 +65,8 @@ def test_sharegpt_asks_first_questions_and_answers_are_as_long_as_they_were(tmp_
     short = {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}
     path = tmp_path / "s.json"
     path.write_text(json.dumps([short, talk, {"conversations": []}]))
-    asks = make("sharegpt", count=2, path=str(path))
-    assert [(ask.prompt, ask.output_len) for ask in asks] == [("q" * 40, 100)] * 2
+    requests = make("sharegpt", count=2, path=str(path))
+    assert [(request.prompt, request.output_len) for request in requests] == [("q" * 40, 100)] * 2
 
 
 def test_a_trace_keeps_times_lengths_and_shared_blocks(tmp_path):
@@ -76,13 +76,17 @@ def test_a_trace_keeps_times_lengths_and_shared_blocks(tmp_path):
         {"timestamp": 1000, "input_length": 600, "output_length": 5, "hash_ids": [7, 11]},
         {"timestamp": 2000, "input_length": 20, "output_length": 1},
     )
-    asks = make("trace", count=None, path=path, speed=2.0)
-    assert [(ask.at, ask.input_len, ask.output_len) for ask in asks] == [(0.0, 600, 5), (0.5, 20, 1), (1.0, 1100, 3)]
-    words = [ask.prompt.split() for ask in asks]
+    requests = make("trace", count=None, path=path, speed=2.0)
+    assert [(request.at, request.input_len, request.output_len) for request in requests] == [
+        (0.0, 600, 5),
+        (0.5, 20, 1),
+        (1.0, 1100, 3),
+    ]
+    words = [request.prompt.split() for request in requests]
     assert [len(each) for each in words] == [600, 20, 1100]
     assert words[0][:512] == words[2][:512]
     assert words[0][512:600] != words[2][512:600]
-    assert [ask.at for ask in make("trace", count=2, path=path, time_unit="s")] == [0.0, 1000.0]
+    assert [request.at for request in make("trace", count=2, path=path, time_unit="s")] == [0.0, 1000.0]
 
 
 @pytest.mark.parametrize(
@@ -91,12 +95,12 @@ def test_a_trace_keeps_times_lengths_and_shared_blocks(tmp_path):
         ("custom", "", "is empty"),
         ("custom", '{"prompt": "x"}\n{"pro', "line 2: not JSON"),
         ("custom", "[]", "line 1: not a JSON object"),
-        ("custom", '{"text": "x"}', 'needs a "prompt"'),
+        ("custom", '{"text": "x"}', 'needs "prompt", a string'),
         ("custom", '{"prompt": "x", "output_tokens": 0}', "output_tokens must be an integer of at least 1, got 0"),
         ("trace", '{"timestamp": "x", "input_length": 1, "output_length": 1}', "timestamp must be a number"),
         ("trace", '{"timestamp": 1, "output_length": 1}', "input_length must be"),
         ("sharegpt", "{}", "not a list of conversations"),
-        ("sharegpt", "[]", "holds no conversation"),
+        ("sharegpt", "[]", "has no conversation"),
     ],
 )
 def test_a_bad_file_is_told_by_its_line(tmp_path, name, text, said):

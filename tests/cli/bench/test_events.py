@@ -25,7 +25,7 @@ def test_a_last_event_without_its_blank_line_is_taken():
 
 
 def test_a_line_without_end_is_given_up(monkeypatch):
-    monkeypatch.setattr(client, "LONGEST_EVENT", 1000)
+    monkeypatch.setattr(client, "MAX_EVENT_BYTES", 1000)
     reader = EventReader()
     with pytest.raises(MalformedStreamError):
         for _ in range(200):

@@ -1,4 +1,4 @@
-"""Figures from outcomes that are known."""
+"""Figures from results that are known."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import xml.etree.ElementTree as ElementTree
 import numpy as np
 import pytest
 
-from quire.cli.bench.load.client import RequestTiming
+from quire.cli.bench.load.client import RequestResult
 from quire.cli.bench.load.drive import LoadRun
 from quire.cli.bench.load.measure import Distribution, RunMeasurements, percentile, read_goals
 from quire.cli.bench.load.plot import plot
@@ -16,29 +16,29 @@ from quire.cli.bench.load.report import result_metrics
 from quire.errors import ValidationError
 
 
-def outcome(sent: float, ttft: float, gaps: list[float], **more) -> RequestTiming:
+def result(sent: float, ttft: float, gaps: list[float], **more) -> RequestResult:
     first = sent + ttft
-    return RequestTiming(
+    return RequestResult(
         sent, first=first, last=first + sum(gaps), gaps=gaps,
         **{"prompt_tokens": 10, "output_tokens": len(gaps) + 1, "is_counted_by_server": True, **more},
     )  # fmt: skip
 
 
-def failed(sent: float, kind: str) -> RequestTiming:
-    return RequestTiming(sent, last=sent + 0.1, failure=kind, detail="why")
+def failed(sent: float, kind: str) -> RequestResult:
+    return RequestResult(sent, last=sent + 0.1, failure=kind, detail="why")
 
 
-OUTCOMES = [
-    outcome(100.0, 0.1, [0.02] * 4),
-    outcome(100.5, 0.3, [0.01] * 4),  # late to begin
-    outcome(101.0, 0.1, [0.06] * 4),  # slow to go on
-    outcome(101.5, 0.2, [0.05] * 4),  # just good enough: a limit is kept when it is met
-    outcome(102.0, 0.05, []),  # one token
+RESULTS = [
+    result(100.0, 0.1, [0.02] * 4),
+    result(100.5, 0.3, [0.01] * 4),  # late to begin
+    result(101.0, 0.1, [0.06] * 4),  # slow to go on
+    result(101.5, 0.2, [0.05] * 4),  # just good enough: a limit is kept when it is met
+    result(102.0, 0.05, []),  # one token
     failed(102.0, "HTTP 429"),
     failed(102.1, "HTTP 429"),
     failed(102.2, "cut off"),
 ]
-RUN = LoadRun(OUTCOMES, start=100.0, end=104.0, cpu=1.0)
+RUN = LoadRun(RESULTS, start=100.0, end=104.0, cpu=1.0)
 GOALS = {"ttft": 200.0 + 1e-6, "tpot": 50.0 + 1e-6}
 
 
@@ -68,15 +68,15 @@ def test_totals():
 
 def test_times_a_token_leave_out_answers_of_one():
     measured = RunMeasurements(RUN, {})
-    assert measured.spreads["tpot"].values == pytest.approx([10, 20, 50, 60])
-    assert measured.spreads["ttft"].values == pytest.approx([50, 100, 100, 200, 300])
-    assert len(measured.spreads["itl"].values) == 16
+    assert measured.distributions["tpot"].values == pytest.approx([10, 20, 50, 60])
+    assert measured.distributions["ttft"].values == pytest.approx([50, 100, 100, 200, 300])
+    assert len(measured.distributions["itl"].values) == 16
 
 
 def test_an_event_with_several_tokens_counts_for_all_of_them():
-    run = LoadRun([outcome(0.0, 0.5, [1.0] * 3, output_tokens=12)], start=0.0, end=4.0, cpu=0.0)
+    run = LoadRun([result(0.0, 0.5, [1.0] * 3, output_tokens=12)], start=0.0, end=4.0, cpu=0.0)
     assert RunMeasurements(run, {}).tokens_over_time() == [3, 3, 3, 3]
-    assert RunMeasurements(run, {}).spreads["tpot"].values == pytest.approx([3000 / 11])
+    assert RunMeasurements(run, {}).distributions["tpot"].values == pytest.approx([3000 / 11])
 
 
 def test_spreads_are_numpys():
@@ -91,7 +91,7 @@ def test_spreads_are_numpys():
 def test_a_picture_is_drawn_of_anything():
     namespace = "{http://www.w3.org/2000/svg}"
     runs = [RUN, LoadRun([failed(0.0, "timeout")], 0.0, 0.5, 0.0), LoadRun([], 0.0, 0.0, 0.0)]
-    runs.append(LoadRun([outcome(0.0, 0.0, [0.0] * 5)], 0.0, 900.0, 0.0))
+    runs.append(LoadRun([result(0.0, 0.0, [0.0] * 5)], 0.0, 900.0, 0.0))
     for run in runs:
         root = ElementTree.fromstring(plot(RunMeasurements(run, GOALS), "a <model> & more", "quickly"))
         assert root.find(f"{namespace}title").text == "a <model> & more"
@@ -102,7 +102,7 @@ def test_a_picture_is_drawn_of_anything():
             for number in point.split(",")
         ]
         assert all(0 <= number <= 960 for number in numbers)
-        assert numbers or not run.outcomes
+        assert numbers or not run.results
 
 
 @pytest.mark.parametrize("word", ["ttft", "ttft:", "ttft:x", "ttft:-1", "ttft:0", "speed:5", ":5", "ttft:nan"])

@@ -126,15 +126,15 @@ def test_tokens_are_counted_where_the_server_does_not(bench):
     with running(usage=False, tokens=6) as stub:
         ran, found = bench(stub, *flags("--num-prompts 2"))
     assert (found["total_input_tokens"], found["total_output_tokens"]) == (0, 12)
-    assert "told no usage" in ran.out
+    assert "sent no usage" in ran.out
 
 
 @pytest.mark.parametrize(
     ("fault", "kind", "why"),
     [
         ("429", "HTTP 429", "the queue is full"),
-        ("hang up", "connection lost", "without an answer"),
-        ("cut", "cut off", "within the answer"),
+        ("hang up", "connection lost", "without a response"),
+        ("cut", "cut off", "within the response"),
         ("no end", "cut off", "without [DONE]"),
         ("malformed", "malformed event", "truncated"),
         ("error event", "error event", "the engine died"),
@@ -229,7 +229,7 @@ def test_a_plot_is_written(bench, tmp_path):
         ("--range-ratio 2", "--range-ratio must be from 0 to 1"),
         ("--dataset-name custom", "--dataset-path"),
         ("--header X", "NAME=VALUE"),
-        ("--api-key a\x07", "no header may"),
+        ("--api-key a\x07", "not allowed in headers"),
         ("--trace /nowhere", "there is no file"),
     ],
 )
