@@ -1,4 +1,4 @@
-"""`quire run-batch`: every line gets its answer, whatever the others are."""
+"""`quire run-batch`: every line gets its result, whatever the others are."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def by_id(text: str) -> dict[str, dict]:
     return {result["custom_id"]: result for result in results}
 
 
-def test_a_file_is_answered_line_by_line_and_wrong_lines_stop_nothing(quire, tiny_model, tmp_path, monkeypatch):
+def test_every_line_is_run_and_invalid_lines_do_not_stop_the_others(quire, tiny_model, tmp_path, monkeypatch):
     monkeypatch.setenv("QUIRE_API_KEY", "sk-not-for-batches")
     chat = {"messages": [{"role": "user", "content": "the world"}], "max_tokens": 3, "ignore_eos": True}
     lines = [
@@ -79,11 +79,11 @@ def test_a_file_is_answered_line_by_line_and_wrong_lines_stop_nothing(quire, tin
     texts = [each["response"]["body"]["choices"][0]["text"] for each in map(json.loads, text.splitlines())
              if each["custom_id"] in ("text", "last") and each["response"]]  # fmt: skip
     assert len(texts) == 2
-    assert len(set(texts)) == 1  # the same greedy request, the same answer
+    assert len(set(texts)) == 1  # the same greedy request gives the same response
 
 
 @pytest.mark.slow
-def test_ctrl_c_keeps_what_was_answered_and_the_next_run_goes_on(tiny_model, tmp_path):
+def test_ctrl_c_keeps_the_results_and_the_next_run_continues(tiny_model, tmp_path):
     (tmp_path / "in.jsonl").write_text("\n".join(completion(str(i), max_tokens=200) for i in range(60)))
     out = tmp_path / "out.jsonl"
     command = [sys.executable, "-m", "quire.cli.main", "run-batch", str(tiny_model), "-i", str(tmp_path / "in.jsonl")]
@@ -99,7 +99,7 @@ def test_ctrl_c_keeps_what_was_answered_and_the_next_run_goes_on(tiny_model, tmp
     answered = out.read_text().count("\n")
     assert 2 <= answered < 60
     with out.open("a") as file:
-        file.write('{"id": "batch_req_1", "custom_')  # as a kill in the middle of a line leaves it
+        file.write('{"id": "batch_req_1", "custom_')  # as after a kill in the middle of a line
     second = subprocess.run(command[: -len(ENGINE) - 2] + ENGINE, stderr=subprocess.PIPE, text=True, check=False)
     assert second.returncode == 0, second.stderr
     assert f"{60 - answered} completed, 0 failed, {answered} done before" in second.stderr
@@ -111,7 +111,7 @@ def test_ctrl_c_keeps_what_was_answered_and_the_next_run_goes_on(tiny_model, tmp
 
 
 async def busy_twice(scope, receive, send):
-    """Refuses the first two times, then tells what it was sent."""
+    """Refuses the first two requests, then returns what it was sent."""
     busy_twice.calls += 1
     body = (await receive())["body"]
     is_busy = busy_twice.calls <= 2
@@ -132,7 +132,7 @@ def run_with(app, text: str, output: str, concurrency: int = 4) -> BatchRunner:
     return batch
 
 
-def test_a_busy_engine_is_asked_again(tmp_path):
+def test_requests_to_a_busy_engine_are_retried(tmp_path):
     busy_twice.calls = 0
     (tmp_path / "in").write_text(completion("a"))
     batch = run_with(busy_twice, str(tmp_path / "in"), str(tmp_path / "out"))
@@ -142,7 +142,7 @@ def test_a_busy_engine_is_asked_again(tmp_path):
     assert (batch.counters.done, batch.counters.failed, batch.counters.tokens) == (1, 0, 5)
 
 
-def test_an_interrupt_keeps_what_was_answered_and_the_next_run_asks_the_rest(tmp_path):
+def test_an_interrupt_keeps_the_results_and_the_next_run_does_the_rest(tmp_path):
     asked, answered = [], []
 
     async def app(scope, receive, send):
@@ -168,7 +168,7 @@ def test_an_interrupt_keeps_what_was_answered_and_the_next_run_asks_the_rest(tmp
         asyncio.run(interrupted())
     assert set(by_id((tmp_path / "out").read_text())) == set(answered) == {"0", "1", "2", "3", "4"}
     with (tmp_path / "out").open("a") as file:
-        file.write('{"id": "batch_req_1", "custom_')  # as a kill in the middle of a line leaves it
+        file.write('{"id": "batch_req_1", "custom_')  # as after a kill in the middle of a line
     batch = run_with(app, str(tmp_path / "in"), str(tmp_path / "out"))
     assert (batch.skipped, batch.counters.done) == (5, 7)
     assert asked[6:] == [str(i) for i in range(5, 12)]
@@ -176,7 +176,7 @@ def test_an_interrupt_keeps_what_was_answered_and_the_next_run_asks_the_rest(tmp
     assert len(by_id((tmp_path / "out").read_text())) == 12
 
 
-def test_a_wrong_line_is_answered_once_however_often_the_batch_is_run(tmp_path):
+def test_an_invalid_line_is_reported_once_however_often_the_batch_is_run(tmp_path):
     busy_twice.calls = 2
     wrong = ["no JSON", "[]", "no JSON", line("elsewhere", "/v1/files"), completion("a", stream=True)]
     (tmp_path / "in").write_text("\n".join([*wrong, completion("b"), completion("b")]))
@@ -191,14 +191,14 @@ def test_a_wrong_line_is_answered_once_however_often_the_batch_is_run(tmp_path):
     assert (grown.counters.done, grown.counters.failed, grown.skipped) == (1, 1, 6)
 
 
-def test_answers_may_go_to_standard_output(tmp_path, capsys):
+def test_results_may_go_to_standard_output(tmp_path, capsys):
     busy_twice.calls = 2
     (tmp_path / "in").write_text(completion("a") + "\n" + completion("b"))
     run_with(busy_twice, str(tmp_path / "in"), "-")
     assert set(by_id(capsys.readouterr().out)) == {"a", "b"}
 
 
-def test_never_more_at_once_than_asked_for_and_answers_are_written_at_once(tmp_path):
+def test_concurrency_is_limited_and_results_are_written_at_once(tmp_path):
     most = now = 0
     lines_at_fifth = 0
 
@@ -221,7 +221,7 @@ def test_never_more_at_once_than_asked_for_and_answers_are_written_at_once(tmp_p
     assert len(by_id((tmp_path / "out").read_text())) == 12
 
 
-def test_a_slow_writer_into_the_pipe_holds_nobody_up(tmp_path, monkeypatch):
+def test_a_slow_input_pipe_does_not_block_other_requests(tmp_path, monkeypatch):
     ours, theirs = os.pipe()
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(os.fdopen(ours, "rb")))
 
@@ -229,7 +229,9 @@ def test_a_slow_writer_into_the_pipe_holds_nobody_up(tmp_path, monkeypatch):
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b"{}"})
         if json.loads((await receive())["body"])["prompt"] == "first":
-            os.write(theirs, completion("b", prompt="second").encode() + b"\n")  # comes only after the first is asked
+            os.write(
+                theirs, completion("b", prompt="second").encode() + b"\n"
+            )  # sent only after the first request has started
             os.close(theirs)
 
     os.write(theirs, completion("a", prompt="first").encode() + b"\n")
@@ -237,7 +239,7 @@ def test_a_slow_writer_into_the_pipe_holds_nobody_up(tmp_path, monkeypatch):
     assert set(by_id((tmp_path / "out").read_text())) == {"a", "b"}
 
 
-def test_an_application_called_as_a_function_sees_a_client_that_stays():
+def test_the_application_sees_a_client_that_does_not_disconnect():
     async def app(scope, receive, send):
         assert (await receive())["body"] == b"{}"
         with pytest.raises(asyncio.TimeoutError):
@@ -267,14 +269,14 @@ def test_an_application_called_as_a_function_sees_a_client_that_stays():
         ('{"custom_id": "x", "url": "/v1/completions", "body": {"a"}}', "invalid_line", "JSON", None),
     ],
 )
-def test_wrong_lines(text, code, said, custom_id):
+def test_invalid_lines(text, code, said, custom_id):
     with pytest.raises(LineError) as caught:
         read_line(text.encode(), 3)
     assert (caught.value.code, caught.value.custom_id) == (code, custom_id)
     assert said in str(caught.value)
 
 
-def test_an_output_that_is_something_else_is_not_added_to(tmp_path):
+def test_an_output_file_with_other_content_is_not_appended_to(tmp_path):
     (tmp_path / "notes").write_text("dear diary\n")
     with pytest.raises(ValidationError, match="line 1, is not a batch result"):
         BatchOutput(str(tmp_path / "notes"))

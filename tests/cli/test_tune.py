@@ -34,7 +34,7 @@ SHAPES = [
 
 @pytest.fixture
 def measured(monkeypatch, tmp_path):
-    """A GPU on which it pays to fuse the norm or the gate, but not both; what was timed on it."""
+    """A GPU on which fusing the norm or the gate is faster, but not both; returns what was timed."""
     timed: list[tuple[GemmShape, int, torch.dtype]] = []
 
     class Timer:
@@ -77,7 +77,7 @@ def test_every_gemm_of_the_model_is_measured_printed_and_stored(quire, byte_llam
     assert all(kept.known(shape, rows, torch.float16) for shape in SHAPES for rows in (1, 4))
 
 
-def test_what_is_known_is_not_measured_again_unless_asked(quire, byte_llama, measured, monkeypatch, tmp_path):
+def test_known_results_are_measured_again_only_with_again(quire, byte_llama, measured, monkeypatch, tmp_path):
     shipped = tmp_path / "shipped.json"
     monkeypatch.setattr(tuning_table, "shipped_path", lambda gpu, library="": shipped)
     head = key_of(SHAPES[4], 1, torch.bfloat16)
@@ -98,7 +98,7 @@ def test_what_is_known_is_not_measured_again_unless_asked(quire, byte_llama, mea
     assert head in read_table(own_path(GPU))
 
 
-def test_a_tune_that_is_interrupted_keeps_what_it_has(quire, byte_llama, measured, monkeypatch):
+def test_an_interrupted_tune_keeps_its_results(quire, byte_llama, measured, monkeypatch):
     class Tired(timing.GraphTimer):
         def __call__(self, shape, rows, dtype, variant):
             if rows == 8:
@@ -125,14 +125,14 @@ def test_invalid_buckets(quire, byte_llama, measured, buckets, said):
     assert said in ran.err
 
 
-def test_without_a_gpu_there_is_one_line(quire, monkeypatch):
+def test_without_a_gpu_the_error_is_one_line(quire, monkeypatch):
     monkeypatch.setattr("quire.platforms.cuda.why_unusable", lambda: "torch sees no GPU")
     ran = quire("tune", "no/such-model")
     assert (ran.code, ran.out) == (2, "")
     assert ran.err == "quire: error: there is no GPU to measure on: torch sees no GPU\n"
 
 
-def test_without_triton_there_is_one_line(quire, monkeypatch):
+def test_without_triton_the_error_is_one_line(quire, monkeypatch):
     monkeypatch.setattr("quire.platforms.cuda.why_unusable", lambda: "")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     ran = quire("tune", "no/such-model")

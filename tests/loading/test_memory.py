@@ -1,4 +1,4 @@
-"""Loading peaks near the model's own size, whatever the format. Measured in a process of its own."""
+"""Memory peaks near the model's size while loading, in every format. Measured in a separate process."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_folders_load_peaks_near_the_models_size(tmp_path: Path, kind: str) ->
 
 
 @pytest.mark.parametrize("how", ["turned", "halves"])
-def test_what_is_converted_or_arranged_is_never_all_in_memory(tmp_path: Path, how: str) -> None:
+def test_converted_or_arranged_tensors_are_never_all_in_memory(tmp_path: Path, how: str) -> None:
     """Such tensors pass through buffers, whose total size is limited over all threads."""
     dtype = torch.bfloat16 if how == "halves" else torch.float32
     save_file({f"{n}": torch.ones(1024, 2048, dtype=dtype) for n in range(20)}, tmp_path / "model.safetensors")

@@ -1,12 +1,15 @@
-"""The datasets of `quire bench serve`."""
+"""Datasets and arrival times of `quire bench serve`."""
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
+import statistics
 
 import pytest
 
-from quire.cli.bench.load.datasets import DATASETS, DatasetOptions
+from quire.cli.bench.load.datasets import DATASETS, DatasetOptions, arrival_times
 from quire.config import EngineConfig
 from quire.errors import ValidationError
 from quire.loading.hub import resolve
@@ -22,7 +25,7 @@ def lines(path, *objects):
     return str(path)
 
 
-def test_random_prompts_have_the_tokens_asked_for_and_no_common_beginning():
+def test_random_prompts_have_the_given_tokens_and_no_common_prefix():
     tokenizer = load_tokenizer(resolve(EngineConfig.model))
     requests = make("random", input_len=100, output_len=9)
     lengths = [len(tokenizer.encode(request.prompt)) for request in requests]
@@ -51,7 +54,7 @@ def test_prefixes_repeat():
     assert len({request.prompt for request in requests}) == 20
 
 
-def test_prompts_of_a_file_come_in_order_and_again(tmp_path):
+def test_prompts_of_a_file_are_in_order_and_repeat(tmp_path):
     talk = [{"role": "user", "content": "hi"}]
     path = lines(tmp_path / "p.jsonl", {"prompt": "one", "output_tokens": 5}, {"messages": talk})
     requests = make("custom", count=3, path=path)
@@ -60,7 +63,7 @@ def test_prompts_of_a_file_come_in_order_and_again(tmp_path):
     assert {request.output_len for request in make("custom", output_len=7, path=path)} == {7}
 
 
-def test_sharegpt_asks_first_questions_and_answers_are_as_long_as_they_were(tmp_path):
+def test_sharegpt_has_first_questions_with_output_lengths_of_the_answers(tmp_path):
     talk = {"conversations": [{"from": "human", "value": "q" * 40}, {"from": "gpt", "value": "a" * 400}]}
     short = {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}
     path = tmp_path / "s.json"
@@ -103,14 +106,55 @@ def test_a_trace_keeps_times_lengths_and_shared_blocks(tmp_path):
         ("sharegpt", "[]", "has no conversation"),
     ],
 )
-def test_a_bad_file_is_told_by_its_line(tmp_path, name, text, said):
+def test_errors_of_a_file_name_the_line(tmp_path, name, text, said):
     (tmp_path / "f").write_text(text)
     with pytest.raises(ValidationError, match=said):
         make(name, path=str(tmp_path / "f"))
 
 
-def test_a_missing_file_is_told():
+def test_a_missing_file_is_an_error():
     with pytest.raises(ValidationError, match="there is no file '/nowhere'"):
         make("custom", path="/nowhere")
     with pytest.raises(ValidationError, match="--dataset-path"):
         make("custom")
+
+
+def gaps(times):
+    return [after - before for before, after in itertools.pairwise(times)]
+
+
+@pytest.mark.parametrize(("burstiness", "variation"), [(1.0, 1.0), (0.25, 2.0), (4.0, 0.5)])
+def test_gaps_have_the_rate_and_the_variation_of_their_gamma_distribution(burstiness, variation):
+    found = gaps(arrival_times(20_000, 50.0, burstiness, 1, seed=1))
+    mean = statistics.fmean(found)
+    assert mean == pytest.approx(1 / 50, rel=0.05)
+    assert statistics.pstdev(found) / mean == pytest.approx(variation, rel=0.05)  # 1/√shape
+
+
+def test_poisson_arrivals_per_second_have_variance_equal_to_their_mean():
+    times = arrival_times(40_000, 20.0, 1.0, 1, seed=2)
+    counts = [0] * math.ceil(times[-1])
+    for time in times:
+        counts[int(time)] += 1
+    assert statistics.pvariance(counts[:-1]) == pytest.approx(20, rel=0.15)
+
+
+def test_bursts_are_sent_together_at_the_same_rate():
+    times = arrival_times(8_000, 100.0, 1.0, 8, seed=3)
+    assert all(len(set(times[i : i + 8])) == 1 for i in range(0, 8_000, 8))
+    assert len(times) / times[-1] == pytest.approx(100, rel=0.1)
+
+
+def test_an_infinite_rate_is_all_at_once():
+    assert arrival_times(5, math.inf, 1.0, 1, seed=0) == [0.0] * 5
+
+
+def test_a_seed_gives_the_same_times():
+    assert arrival_times(50, 3.0, 1.0, 1, seed=4) == arrival_times(50, 3.0, 1.0, 1, seed=4)
+    assert arrival_times(50, 3.0, 1.0, 1, seed=4) != arrival_times(50, 3.0, 1.0, 1, seed=5)
+
+
+@pytest.mark.parametrize(("rate", "burstiness"), [(0, 1), (-1, 1), (math.nan, 1), (1, 0), (1, math.inf)])
+def test_impossible_arrivals_are_refused(rate, burstiness):
+    with pytest.raises(ValidationError, match="must be above 0"):
+        arrival_times(1, rate, burstiness, 1, seed=0)

@@ -1,4 +1,4 @@
-"""Figures from results that are known."""
+"""Metrics of known results."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def failed(sent: float, kind: str) -> RequestResult:
 
 RESULTS = [
     result(100.0, 0.1, [0.02] * 4),
-    result(100.5, 0.3, [0.01] * 4),  # late to begin
-    result(101.0, 0.1, [0.06] * 4),  # slow to go on
-    result(101.5, 0.2, [0.05] * 4),  # just good enough: a limit is kept when it is met
+    result(100.5, 0.3, [0.01] * 4),  # slow first token
+    result(101.0, 0.1, [0.06] * 4),  # slow later tokens
+    result(101.5, 0.2, [0.05] * 4),  # exactly at the limit, which is good
     result(102.0, 0.05, []),  # one token
     failed(102.0, "HTTP 429"),
     failed(102.1, "HTTP 429"),
@@ -42,7 +42,7 @@ RUN = LoadRun(RESULTS, start=100.0, end=104.0, cpu=1.0)
 GOALS = {"ttft": 200.0 + 1e-6, "tpot": 50.0 + 1e-6}
 
 
-def test_goodput_counts_requests_that_keep_every_limit():
+def test_goodput_counts_requests_that_meet_every_limit():
     found = result_metrics(RunMeasurements(RUN, GOALS), [], [])
     assert found["good_requests"] == 3
     assert found["request_goodput"] == pytest.approx(3 / 4.0)
@@ -66,7 +66,7 @@ def test_totals():
     assert [len(gaps) for gaps in found["itls"]] == [4, 4, 4, 4, 0, 0, 0, 0]
 
 
-def test_times_a_token_leave_out_answers_of_one():
+def test_time_per_output_token_excludes_outputs_of_one_token():
     measured = RunMeasurements(RUN, {})
     assert measured.distributions["tpot"].values == pytest.approx([10, 20, 50, 60])
     assert measured.distributions["ttft"].values == pytest.approx([50, 100, 100, 200, 300])
@@ -79,7 +79,7 @@ def test_an_event_with_several_tokens_counts_for_all_of_them():
     assert RunMeasurements(run, {}).distributions["tpot"].values == pytest.approx([3000 / 11])
 
 
-def test_spreads_are_numpys():
+def test_statistics_equal_numpys():
     seconds = [random.Random(5).expovariate(3) for _ in range(501)]
     spread, values = Distribution.of(seconds), 1000 * np.array(seconds)
     for percent in (1, 25, 50, 90, 99, 99.9, 100):
@@ -88,7 +88,7 @@ def test_spreads_are_numpys():
     assert percentile([], 50) == 0.0
 
 
-def test_a_picture_is_drawn_of_anything():
+def test_any_run_can_be_plotted():
     namespace = "{http://www.w3.org/2000/svg}"
     runs = [RUN, LoadRun([failed(0.0, "timeout")], 0.0, 0.5, 0.0), LoadRun([], 0.0, 0.0, 0.0)]
     runs.append(LoadRun([result(0.0, 0.0, [0.0] * 5)], 0.0, 900.0, 0.0))
@@ -106,7 +106,7 @@ def test_a_picture_is_drawn_of_anything():
 
 
 @pytest.mark.parametrize("word", ["ttft", "ttft:", "ttft:x", "ttft:-1", "ttft:0", "speed:5", ":5", "ttft:nan"])
-def test_a_limit_that_says_nothing_is_refused(word):
+def test_an_invalid_limit_is_refused(word):
     with pytest.raises(ValidationError, match="--goodput takes milliseconds"):
         read_goals([word])
 
