@@ -1,4 +1,4 @@
-"""`quire replay`: run the plans of a recorded run again on a device, and compare what is sampled."""
+"""`quire replay`: reruns the plans of a recorded run on a device, and compares the sampled tokens."""
 
 from __future__ import annotations
 

@@ -23,9 +23,6 @@ class Ops(Protocol):
     whole_steps: bool
     """Whether batch and sampling have kernels too (`CudaBatch`), so that a step is captured from inputs to tokens."""
 
-    whole_steps: bool
-    """Whether batch and sampling have kernels too (`CudaBatch`), so that a step is captured from inputs to tokens."""
-
     def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x @ weight.T (+ bias); weight is [out, in]."""
         ...

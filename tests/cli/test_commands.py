@@ -48,7 +48,7 @@ def test_inspect_prints_dimensions_and_memory_plan(quire, byte_llama):
         assert fact in ran.out
     # Keys and values of 2 layers, 2 heads of 16 in float32, and the token's id.
     assert f"{2 * 2 * 2 * 16 * 4 + 4} bytes per token" in ran.out
-    assert "holds         512 tokens in 32 blocks of 16" in ran.out
+    assert "capacity      512 tokens in 32 blocks of 16" in ran.out
     assert "4.0 sequences of the full 128 tokens" in ran.out
 
 
@@ -57,7 +57,7 @@ def test_inspect_prints_experts_and_active_parameters(quire):
     ran = quire("inspect", folder, "--load-format", "dummy", "--num-gpu-blocks-override", 8)
     assert ran.code == 0, ran.err
     assert "128 of width 768, 8 per token" in ran.out
-    assert "30532.1 million, 3353.0 million of them for each token" in ran.out
+    assert "30532.1 million, 3353.0 million of them per token" in ran.out
 
 
 def test_inspect_plans_the_memory_that_the_engine_uses(byte_llama, monkeypatch):

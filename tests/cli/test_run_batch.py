@@ -229,9 +229,7 @@ def test_a_slow_input_pipe_does_not_block_other_requests(tmp_path, monkeypatch):
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b"{}"})
         if json.loads((await receive())["body"])["prompt"] == "first":
-            os.write(
-                theirs, completion("b", prompt="second").encode() + b"\n"
-            )  # sent only after the first request has started
+            os.write(theirs, completion("b", prompt="second").encode() + b"\n")  # only after the first has started
             os.close(theirs)
 
     os.write(theirs, completion("a", prompt="first").encode() + b"\n")

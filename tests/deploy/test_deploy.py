@@ -1,4 +1,4 @@
-"""What `deploy/` promises: files that are there, flags that exist, and a dashboard of figures that are shown."""
+"""`deploy/`: its files and flags exist, and the dashboard uses existing metrics."""
 
 from __future__ import annotations
 

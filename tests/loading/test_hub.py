@@ -179,7 +179,7 @@ def test_configs_are_read_or_refused_by_name(tmp_path: Path) -> None:
     assert read_generation_config(files) == {}
     (tmp_path / "generation_config.json").write_text('{"temperature": 0.6}')
     assert read_generation_config(files) == {"temperature": 0.6}
-    for bad, told in [("{", "not valid JSON"), ("[1]", "an object is needed"), ("[" * 100_000, "not valid JSON")]:
+    for bad, told in [("{", "not valid JSON"), ("[1]", "a JSON object is needed"), ("[" * 100_000, "not valid JSON")]:
         path.write_text(bad)
         with pytest.raises(ValueError, match=told):
             read_model_config(files)

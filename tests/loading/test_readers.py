@@ -38,7 +38,7 @@ def tiny_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Split tensors of a few hundred bytes into pieces, as large ones are."""
     monkeypatch.setattr(readers, "PIECE_BYTES", 256)
     monkeypatch.setattr(readers, "SLOT_BYTES", 96)
-    monkeypatch.setattr(readers, "LARGE_ROWS", 1024)
+    monkeypatch.setattr(readers, "LARGE_ROWS_BYTES", 1024)
 
 
 def opened(folder: Path) -> Checkpoint:

@@ -162,7 +162,7 @@ def test_what_cannot_be_built_is_refused(write_gguf: Write, tmp_path: Path) -> N
         load_tokenizer(
             write_gguf({}, extra=lambda w: (w.add_tokenizer_model("bert"), w.add_token_list(["a"])), name="b.gguf")
         )
-    with pytest.raises(CheckpointError, match="not two pieces"):
+    with pytest.raises(CheckpointError, match="not pairs"):
         load_tokenizer(write_gguf({}, extra=bpe("gpt-2", ["a b c"]), name="c.gguf"))
 
     def unknown_merge(writer: gguf.GGUFWriter) -> None:

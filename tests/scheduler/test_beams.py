@@ -54,7 +54,7 @@ def test_of_all_continuations_only_the_best_are_looked_at(monkeypatch: pytest.Mo
         made.append(fields)
         return BeamChoice(*fields)
 
-    monkeypatch.setattr("quire.scheduler.beams.Choice", make)
+    monkeypatch.setattr("quire.scheduler.beams.BeamChoice", make)
     assert [(one.parent, one.token, one.total) for one in search.choose()] == expected[:width]
     assert len(made) <= 3 * width, "those that are chosen from, and the next of each beam"
 
