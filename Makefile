@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEV_STAMP := $(VENV)/.installed-dev
 
-.PHONY: setup setup-dev serve chat test test-gpu sanitize lint format bench soak docs clean
+.PHONY: setup setup-dev serve chat test quick quick-tests test-gpu sanitize lint format bench soak docs clean
 
 setup: $(STAMP)
 
@@ -30,8 +30,21 @@ serve: setup
 chat: setup
 	@$(BIN)/quire chat $(ARGS)
 
-test: setup-dev lint
-	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not gpu"
+# What CI runs: lint and the whole suite. With arguments only those tests: make test ARGS="tests/scheduler -k storm"
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not gpu"
+
+test: setup-dev $(if $(ARGS),,lint)
+	$(PYTEST) $(or $(ARGS),-n 2 --dist loadfile)
+
+# While working: lint, and in parallel the fast tests of parts that need no model. Under a minute on two cores.
+QUICK := tests/messages tests/kvcache tests/sessions tests/scheduler tests/router tests/output tests/layers
+SLOWER := runTest or storm or fair or pacing or parsers or damage or kill
+
+quick: setup-dev
+	@$(MAKE) --no-print-directory -j 2 lint quick-tests
+
+quick-tests: setup-dev
+	@$(PYTEST) -x $(QUICK) -k "not ($(SLOWER))"
 
 # For a machine with a GPU and no network: nothing is installed, python3 has torch, triton and pytest.
 GPU_PYTHON ?= $(firstword $(wildcard $(BIN)/python) $(PYTHON))

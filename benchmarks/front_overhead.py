@@ -219,7 +219,7 @@ def engine_first_tokens(model: str, streams: int, probes: int, pace: float) -> f
     from quire.config import EngineConfig
     from quire.engine import ipc
     from quire.engine.remote import RemoteEngine
-    from quire.loading.hub import find
+    from quire.loading.hub import find_model
     from quire.loading.model_config import read_model_config
     from quire.messages.frames import FrameSplitter
     from quire.messages.request import NewRequest
@@ -227,7 +227,7 @@ def engine_first_tokens(model: str, streams: int, probes: int, pace: float) -> f
 
     os.environ["NULL_ENGINE_PACE"] = str(pace)
     config = EngineConfig(model=model)
-    files = find(config)
+    files = find_model(config)
     engine = RemoteEngine(config, files, read_model_config(files, None), "benchmarks.null_engine")
     engine.wait_until_ready()
     engine._socket.setblocking(True)

@@ -1,4 +1,4 @@
-"""Every setting of the engine, documented once: CLI flags and docs/configuration.md come from here."""
+"""All engine settings and their help texts; CLI flags and docs/configuration.md are generated from them."""
 
 from __future__ import annotations
 
@@ -16,213 +16,223 @@ DTYPES = ("auto", "float32", "float", "bfloat16", "float16", "half")
 LOAD_FORMATS = ("auto", "safetensors", "pt", "gguf", "dummy")
 
 
-def option(default: Any, help: str, group: str, **facts: Any) -> Any:
-    """A field with its help text, the group it is shown in, and facts such as `choices`."""
-    return dataclasses.field(default=default, metadata={"help": help, "group": group, **facts})
+def option(default: Any, help: str, group: str, **details: Any) -> Any:
+    """A field with its help text, the group it is listed in, and details such as `choices`."""
+    return dataclasses.field(default=default, metadata={"help": help, "group": group, **details})
 
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """How an engine is set up. Validated when it is made; nothing is changed afterwards."""
+    """Settings of an engine: validated when created, immutable afterwards."""
 
     model: str = option("smollm2-135m", "Hub id, local folder, .gguf file, or alias", "model")
-    tokenizer: str | None = option(None, "Tokenizer's Hub id or folder; the model's own if unset", "model")
-    skip_tokenizer_init: bool = option(False, "Token ids in and out only; no tokenizer is loaded", "model")
+    tokenizer: str | None = option(None, "Hub id or folder of the tokenizer; unset: the model's own", "model")
+    skip_tokenizer_init: bool = option(False, "Load no tokenizer: only token ids in and out", "model")
     trust_remote_code: bool = option(False, "Run Python code that comes with the tokenizer", "model")
     revision: str | None = option(None, "Branch, tag or commit on the Hub", "model")
-    tokenizer_revision: str | None = option(None, "The same for the tokenizer", "model")
-    hf_token: str | None = option(None, "Token for the Hub; HF_TOKEN if unset", "model")
+    tokenizer_revision: str | None = option(None, "Branch, tag or commit of the tokenizer on the Hub", "model")
+    hf_token: str | None = option(None, "Access token for the Hub; unset: HF_TOKEN", "model")
     hf_overrides: Mapping[str, Any] | None = option(
-        None, "Fields that replace those of the model's config.json (JSON)", "model"
+        None, "Fields that override those of the model's config.json (JSON)", "model"
     )
-    download_dir: str | None = option(None, "Where downloads go; the Hub's own cache if unset", "model")
+    download_dir: str | None = option(None, "Folder for downloads; unset: the Hub's own cache", "model")
     load_format: str = option(
-        "auto", "Weight format; dummy: random weights of the real shapes", "model", choices=LOAD_FORMATS
+        "auto", "Weight format; dummy: random weights with the model's shapes", "model", choices=LOAD_FORMATS
     )
     dtype: str = option(
         "auto",
-        "Weights and activations. auto: the checkpoint's own; float32 on CPUs without bfloat16 units, and for "
-        "GGUF files on any CPU",
+        "Data type of weights and activations. auto: the checkpoint's; float32 on CPUs without bfloat16 units, and "
+        "for GGUF files on any CPU",
         "model",
         choices=DTYPES,
     )
-    seed: int = option(0, "Seed for requests that bring none", "model")
+    seed: int = option(0, "Seed for requests without their own", "model")
     max_model_len: int | str | None = option(
-        None, "Longest sequence, prompt and output together; auto: the largest that fits the cache", "model"
+        None, "Maximum tokens of a sequence, prompt plus output; auto: the most that fit the KV cache", "model"
     )
     max_logprobs: int = option(20, "Most logprobs a request may ask for; -1: the whole vocabulary", "model")
     generation_config: str = option(
-        "auto", "auto: the model's generation_config.json sets defaults and extra end tokens; none, vllm: ignored",
+        "auto", "auto: generation_config.json of the model sets defaults and extra end tokens; none, vllm: ignore it",
         "model", choices=("auto", "none", "vllm"),
     )  # fmt: skip
     pooling: str = option(
         "last",
-        "What an embedding is made of, where a request does not say: the last token's hidden state, or the mean of all",
+        "How an embedding is pooled unless the request says: the last token's hidden state, or the mean of all tokens'",
         "model",
         choices=("last", "mean"),
     )
-    chat_template: str | None = option(None, "Chat template, inline or a file; the model's own if unset", "model")
+    chat_template: str | None = option(None, "Chat template, inline or a file; unset: the model's own", "model")
     logits_processors: tuple[str | type, ...] = option(
         (), "Dotted paths of custom logits processors (see worker/logits.py)", "model", many=True
     )
 
-    device: str = option("auto", "Where the model runs: auto, cpu, cuda, or a platform by dotted path", "device")
-    attention_backend: str = option("auto", "Attention implementation, by name or dotted path", "device")
-    enforce_eager: bool = option(False, "No captured graphs on a GPU", "device")
+    device: str = option("auto", "Device of the model: auto, cpu, cuda, or a platform by dotted path", "device")
+    attention_backend: str = option("auto", "Attention backend, by name or dotted path", "device")
+    enforce_eager: bool = option(False, "Do not capture CUDA graphs", "device")
     batch_invariant: bool = option(
-        False, "The same tokens whatever else is in the batch, bit by bit; on a GPU, in 16 bits, at some cost", "device"
+        False,
+        "Bitwise the same result whatever else is in the batch; on a GPU, with 16-bit weights, somewhat slower",
+        "device",
     )
     pipeline_depth: int | None = option(
         None,
-        "Steps planned and launched before the oldest is collected; unset: one for each stage but one, without "
-        "stages 1 on a GPU, 0 on a CPU",
+        "Steps planned and launched before the oldest is collected; unset: one less than pipeline_parallel_size; "
+        "without pipeline stages, 1 on a GPU and 0 on a CPU",
         "device",
     )
-    tensor_parallel_size: int = option(1, "Ranks the layers are split over", "device")
-    pipeline_parallel_size: int = option(1, "Stages the layers are spread over, each in ranks of its own", "device")
+    tensor_parallel_size: int = option(1, "Ranks that each layer is split over", "device")
+    pipeline_parallel_size: int = option(1, "Pipeline stages; each has its own layers and ranks", "device")
     pipeline_layers: str | Sequence[int] | None = option(
-        None, "How many layers each of these stages has, as 7,9; unset: spread evenly", "device"
+        None, "Layers of each pipeline stage, as 7,9; unset: spread evenly", "device"
     )
     data_parallel_size: int = option(
         1,
-        "Engines behind one front, each with its own share of the devices; a request goes where its beginning is "
-        "cached, unless it would wait longer there",
+        "Engines (replicas) behind one front, each on its own devices; routing_policy picks one per request",
         "device",
     )
     routing_policy: str = option(
         "prefix",
-        "Which engine gets a request, with data_parallel_size > 1: prefix (where its prompt is cached, unless the wait "
-        "there is longer), least_loaded, or a dotted path",
+        "With data_parallel_size > 1, which engine gets a request: prefix (the one that has its prompt cached, unless "
+        "its wait is longer), least_loaded, or a dotted path",
         "device",
     )
     distributed_executor_backend: str | None = option(
         None,
-        "How ranks run: uni (in the engine's own process), mp (a process each, on this machine), ray (an actor each, "
-        "on the nodes of a Ray cluster), null (no model: constant tokens), or a dotted path; unset: mp if there are "
+        "How ranks run: uni (in the engine's own process), mp (one process per rank, on this machine), ray (one actor "
+        "per rank, on the nodes of a Ray cluster), null (no model: constant tokens), or a dotted path; unset: mp with "
         "several ranks, else uni",
         "device",
     )
     ray_address: str | None = option(
         None,
-        "The Ray cluster's head, as 10.0.0.1:6379; local: one of our own on this machine. unset: RAY_ADDRESS, the "
-        "cluster that runs on this machine, or one of our own",
+        "Address of the Ray cluster's head, as 10.0.0.1:6379; local: start a cluster on this machine. unset: "
+        "RAY_ADDRESS, else the cluster that runs on this machine, else a new one",
         "device",
     )
     ray_placement_timeout: int | None = option(
         None,
-        "Seconds to wait until the Ray cluster has GPUs (or CPUs) for all ranks; unset: 60 if others use them, 5 if "
-        "there are too few",
+        "Seconds to wait for the Ray cluster to have GPUs (or CPUs) for all ranks; unset: 60 if they are in use, 5 if "
+        "the cluster has too few",
         "device",
     )
     ray_env: tuple[str, ...] = option(
-        (), "Variables that ranks on Ray get from the engine's environment, besides QUIRE_*, HF_*, CUDA_*, NCCL_* and "
-        "the like", "device", many=True,
+        (), "Environment variables passed from the engine to ranks on Ray, besides QUIRE_*, HF_*, CUDA_*, NCCL_* and "
+        "similar", "device", many=True,
     )  # fmt: skip
     enable_expert_parallel: bool = option(
         False,
-        "Spread a mixture's experts whole over the ranks, rather than a part of each; with data_parallel_size > 1 over "
-        "all replicas, which then step together and send each other tokens",
+        "Place whole experts on the ranks instead of a slice of every expert; with data_parallel_size > 1 over all "
+        "replicas, which then step together and exchange tokens",
         "device",
     )
     num_redundant_experts: int = option(
-        0, "With enable_expert_parallel: slots, over all ranks, for second copies of experts that are chosen often",
-        "device",
-    )  # fmt: skip
+        0, "With enable_expert_parallel: slots, over all ranks, for copies of the most used experts", "device"
+    )
     expert_rebalance_interval: int = option(
         0,
-        "With enable_expert_parallel: steps after which experts are moved to where the load since the last time says "
-        "they had better be; 0: only when asked (rebalance_experts)",
+        "With enable_expert_parallel: steps between rebalances, which place experts by their load since the last one; "
+        "0: only on demand (rebalance_experts)",
         "device",
     )
 
-    block_size: int = option(16, "Tokens a KV block holds", "memory")
-    gpu_memory_utilization: float = option(0.92, "Share of a GPU's memory for weights, activations and cache", "memory")
+    block_size: int = option(16, "Tokens per KV block", "memory")
+    gpu_memory_utilization: float = option(0.92, "Share of GPU memory for weights, activations and KV cache", "memory")
     cpu_kv_cache_share: float = option(
-        0.25,
-        "Share of the machine's free memory the cache takes on a CPU; QUIRE_CPU_KVCACHE_SPACE (GiB) overrides",
-        "memory",
+        0.25, "On a CPU, share of free memory for the KV cache; QUIRE_CPU_KVCACHE_SPACE (GiB) overrides it", "memory"
     )
-    kv_cache_memory_bytes: int | None = option(None, "Size of the KV cache; overrides the shares", "memory")
+    kv_cache_memory_bytes: int | None = option(
+        None, "Size of the KV cache in bytes; overrides the two shares above", "memory"
+    )
     num_gpu_blocks_override: int | None = option(
-        None, "Number of KV blocks, on any device; overrides every size", "memory"
+        None, "Number of KV blocks, on any device; overrides all sizes above", "memory"
     )
     enable_prefix_caching: bool = option(
-        True, "Keep finished blocks and share them with requests that begin alike", "memory"
+        True, "Keep full KV blocks and reuse them for requests with the same prefix", "memory"
     )
     swap_space: float = option(
         0.0,
-        "GiB of host memory below the device's cache: preempted rows, cached prefixes and sleeping sessions move "
-        "there and come back. 0: none",
+        "GiB of host memory for KV blocks that leave the device: preempted rows, cached prefixes, idle sessions. "
+        "0: none",
         "memory",
     )
     kv_disk: str | None = option(
-        None, "Folder of the tier below that: blocks and sessions that survive a restart. One process owns it", "memory"
+        None,
+        "Folder for KV blocks and sessions on disk, the tier below swap_space; they survive a restart. One process may "
+        "use it at a time",
+        "memory",
     )
-    kv_disk_size: float = option(32.0, "GiB of blocks in that folder at most; sessions' tokens come on top", "memory")
+    kv_disk_size: float = option(
+        32.0, "With kv_disk: most GiB of KV blocks in it; token ids of sessions are not counted", "memory"
+    )
     kv_store: str = option(
-        "disk", "With kv_disk: what stores the blocks there: disk, or a dotted path to a BlockStore class", "memory"
+        "disk", "With kv_disk: how blocks are stored there: disk, or a dotted path to a BlockStore class", "memory"
     )
     isolate_tenants: bool = option(
         True,
-        "Requests of different tenants share no cached prefixes: how fast one is answered tells nothing about others. "
-        "Over HTTP a tenant is an API key, or X-Tenant without keys",
+        "Tenants share no cached prefixes, so that latency reveals nothing about the prompts of others. Over HTTP the "
+        "tenant is the API key, or the X-Tenant header without keys",
         "memory",
     )
     session_idle_seconds: float | None = option(
-        60.0, "A session without a turn for so long leaves the device for the tiers below; unset: only when it must",
+        60.0,
+        "Seconds without a turn after which a session is offloaded to host memory or disk; unset: only when the device "
+        "needs its blocks",
         "memory",
-    )  # fmt: skip
-    kv_cache_dtype: str = option("auto", "Element type of the cache; auto: the model's", "memory", choices=("auto",))
+    )
+    kv_cache_dtype: str = option("auto", "Data type of the KV cache; auto: the model's", "memory", choices=("auto",))
 
     max_num_seqs: int | None = option(None, "Most requests in one step; unset: by device", "scheduling")
     max_num_batched_tokens: int | None = option(None, "Most tokens in one step; unset: by device", "scheduling")
     enable_chunked_prefill: bool = option(
-        True, "Cut long prompts into chunks that share steps with decodes", "scheduling"
+        True, "Split long prompts into chunks that share steps with decodes", "scheduling"
     )
     prefix_group_attention: bool = option(
-        True,
-        "On a GPU, read the cache of a beginning that many running requests share once for all of them",
-        "scheduling",
+        True, "On a GPU, read the KV of a prefix shared by many running requests once for all of them", "scheduling"
     )
     max_step_stretch: float | None = option(
         None,
-        "How many times as long as a step of running requests alone one that also computes prompts may take; more "
-        "where many prompts wait. unset: 1.7 for AsyncLLM and the server, inf (no bound) for LLM",
+        "How much longer a step may take when it also computes prompts, as a multiple of a decode-only step; raised "
+        "when many prompts wait. unset: 1.7 for AsyncLLM and the server, inf (no limit) for LLM",
         "scheduling",
     )
     grammar_timeout: int = option(
-        5, "Seconds a schema, regex or grammar of structured_outputs may take to compile; then its request is refused",
+        5,
+        "Seconds a schema, regex or grammar of structured_outputs may take to compile before its request is refused",
         "scheduling",
-    )  # fmt: skip
+    )
     scheduling_policy: str = option(
-        "fcfs", "fcfs, priority (lower first, ageing), fair (shares between tenants), or a dotted path", "scheduling"
+        "fcfs",
+        "fcfs, priority (lowest value first, with ageing), fair (shares between tenants), or a dotted path",
+        "scheduling",
     )
     tenant_weights: Mapping[str, float] | None = option(
         None,
-        'With fair: how many times as much as others a tenant gets, by name; "*" is everyone else, 1 if unset (JSON)',
+        'With fair: weight of each tenant by name; twice the weight is twice the share. "*": all others, 1 if unset '
+        "(JSON)",
         "scheduling",
     )
     tenant_max_rows: Mapping[str, float] | None = option(
         None,
-        'With fair: most rows a tenant has, by name or "*"; a count, or below 1 a share of max_num_seqs (JSON)',
+        'With fair: most rows of a tenant, by name or "*"; a count, or below 1 a share of max_num_seqs (JSON)',
         "scheduling",
     )
     tenant_max_blocks: Mapping[str, float] | None = option(
         None,
-        'With fair: most KV blocks a tenant\'s rows hold, by name or "*"; a count, or below 1 a share of all (JSON)',
+        'With fair: most KV blocks of a tenant\'s rows, by name or "*"; a count, or below 1 a share of all blocks '
+        "(JSON)",
         "scheduling",
     )
 
     step_timeout: int = option(
         300,
-        "Seconds a step may take: one that hangs is named in the log and ends the engine. 0: wait for ever",
+        "Seconds a step may take; a step that takes longer is logged and the engine exits. 0: no limit",
         "scheduling",
     )
 
-    disable_log_stats: bool = option(False, "No info line every ten seconds", "logging")
+    disable_log_stats: bool = option(False, "Do not log statistics every ten seconds", "logging")
     record: str | None = option(
         None,
-        "Write every plan and result of the engine to this file, for `quire replay` (it holds the prompts' token ids)",
+        "Write every plan and result to this file for `quire replay`; it contains the token ids of prompts",
         "logging",
     )
 
@@ -240,39 +250,39 @@ class EngineConfig:
 
     @property
     def executor_name(self) -> str:
-        """The executor backend, by a name or dotted path that `executor/registry.py` resolves."""
+        """Name or dotted path of the executor backend, resolved by `executor/registry.py`."""
         return self.distributed_executor_backend or ("mp" if self.num_ranks > 1 else "uni")
 
     @property
     def num_ranks(self) -> int:
-        """Processes the model is cut over: stages, times the ranks of each."""
+        """Ranks of the model: pipeline stages times tensor-parallel ranks."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
     def stage_layers(self) -> tuple[int, ...]:
-        """`pipeline_layers` as numbers; empty: spread evenly."""
+        """`pipeline_layers` as integers; empty: spread evenly."""
         return tuple(map(int, self.pipeline_layers.split(","))) if isinstance(self.pipeline_layers, str) else ()
 
     @property
     def steps_together(self) -> bool:
-        """Whether replicas share the experts: then all of them make every step."""
+        """Whether replicas share experts, and therefore run every step together."""
         return self.enable_expert_parallel and self.data_parallel_size > 1
 
     @property
     def expert_ranks(self) -> int:
-        """Processes that whole experts are spread over."""
+        """Ranks that whole experts are placed on."""
         if not self.enable_expert_parallel:
             return 1
         return self.data_parallel_size if self.steps_together else self.tensor_parallel_size
 
     @property
     def wants_longest_len(self) -> bool:
-        """Whether the model length is to be whatever fits."""
+        """Whether the model length is the most that fits the KV cache."""
         return self.max_model_len in ("auto", -1)
 
     @property
     def cpu_kv_cache_bytes(self) -> int | None:
-        """QUIRE_CPU_KVCACHE_SPACE in bytes, if it is set."""
+        """QUIRE_CPU_KVCACHE_SPACE in bytes, or None if it is not set."""
         text = os.environ.get("QUIRE_CPU_KVCACHE_SPACE", "")
         if not text:
             return None

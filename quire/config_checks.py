@@ -1,4 +1,4 @@
-"""Which settings of the engine go together, and which values they may have."""
+"""Validates engine settings: allowed values, and which settings exclude or need each other."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from quire.errors import ConfigError
 if TYPE_CHECKING:
     from quire.config import EngineConfig
 
-DEEPEST = 4
-"""Steps in flight beside the one that is collected: more would only make ends come later."""
+MAX_PIPELINE_DEPTH = 4
+"""Most steps in flight besides the one being collected: with more, finished requests are only noticed later."""
 
 
 def check(config: EngineConfig) -> None:
-    """Raise at the first that is wrong."""
+    """Raise `ConfigError` for the first invalid setting."""
     _check_counts(config)
     _check_shares(config)
     _check_tiers(config)
@@ -37,8 +37,8 @@ def _check_counts(config: EngineConfig) -> None:
     ):  # fmt: skip
         if getattr(config, name) is not None:
             _check_integer(config, name, least)
-    if (config.pipeline_depth or 0) > DEEPEST:
-        raise ConfigError(f"pipeline_depth is at most {DEEPEST}", "pipeline_depth", config.pipeline_depth)
+    if (depth := config.pipeline_depth or 0) > MAX_PIPELINE_DEPTH:
+        raise ConfigError(f"pipeline_depth must be at most {MAX_PIPELINE_DEPTH}, got {depth}", "pipeline_depth", depth)
 
 
 def _check_integer(config: EngineConfig, name: str, least: int) -> None:
@@ -82,7 +82,7 @@ def _check_budgets(config: EngineConfig) -> None:
     rows, tokens = config.max_num_seqs, config.max_num_batched_tokens
     if rows is not None and tokens is not None and tokens < rows:
         raise ConfigError(
-            f"max_num_batched_tokens ({tokens}) is below max_num_seqs ({rows}): a step could not hold a token each",
+            f"max_num_batched_tokens ({tokens}) is below max_num_seqs ({rows}): a step needs a token for each request",
             "max_num_batched_tokens",
             tokens,
         )
@@ -94,12 +94,12 @@ def _check_stretch(config: EngineConfig) -> None:
         return
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not value > 1:
         raise ConfigError(
-            f"max_step_stretch must be a number above 1 (inf: no bound), got {value!r}", "max_step_stretch", value
+            f"max_step_stretch must be a number above 1 (inf: no limit), got {value!r}", "max_step_stretch", value
         )
     if not config.enable_chunked_prefill and math.isfinite(value):
         raise ConfigError(
-            f"max_step_stretch ({value}) works by cutting prompts into chunks, which enable_chunked_prefill=False "
-            "forbids: unset one of them",
+            f"max_step_stretch ({value}) splits prompts into chunks, which enable_chunked_prefill=False forbids: "
+            "unset one of them",
             "max_step_stretch",
             value,
         )
@@ -113,22 +113,21 @@ def _check_parallel(config: EngineConfig) -> None:
     if backend == "uni" and config.num_ranks > 1:
         name = "tensor_parallel_size" if config.tensor_parallel_size > 1 else "pipeline_parallel_size"
         raise ConfigError(
-            f"distributed_executor_backend 'uni' is one rank, {name} is {getattr(config, name)}: use 'mp'",
+            f"distributed_executor_backend 'uni' runs one rank, but {name} is {getattr(config, name)}: use 'mp'",
             "distributed_executor_backend",
             backend,
         )
     _check_ray(config)
     if config.record is not None and config.data_parallel_size > 1:
         raise ConfigError(
-            f"record writes the run of one engine, and data_parallel_size is {config.data_parallel_size}: record with "
-            "one replica",
+            f"record works with one engine, but data_parallel_size is {config.data_parallel_size}: use one replica",
             "record",
             config.record,
         )
     if backend == "ray" and config.kv_disk is not None:
         raise ConfigError(
-            "kv_disk needs all ranks on the engine's machine, and distributed_executor_backend is 'ray': leave it "
-            "out, or use 'mp'",
+            "kv_disk needs all ranks on the engine's machine, but distributed_executor_backend is 'ray': unset "
+            "kv_disk, or use 'mp'",
             "kv_disk",
             config.kv_disk,
         )
@@ -140,8 +139,8 @@ def _check_ray(config: EngineConfig) -> None:
     for name in ("ray_address", "ray_placement_timeout", "ray_env"):
         if getattr(config, name) not in (None, ()):
             raise ConfigError(
-                f"{name} is set, and distributed_executor_backend is {config.distributed_executor_backend!r}: set it "
-                f"to 'ray', or leave out {name}",
+                f"{name} is set, but distributed_executor_backend is {config.distributed_executor_backend!r}: set it "
+                f"to 'ray', or unset {name}",
                 name,
                 getattr(config, name),
             )
@@ -157,8 +156,8 @@ def _check_stages(config: EngineConfig) -> None:
         counts = []
     if len(counts) != stages or min(counts) < 1:
         raise ConfigError(
-            f"pipeline_layers must be a number of layers of at least 1 for each of the {stages} stages "
-            f"(pipeline_parallel_size), as {','.join(['8'] * stages)}; got {given!r}",
+            f"pipeline_layers must give each of the {stages} stages (pipeline_parallel_size) at least 1 layer, "
+            f"as {','.join(['8'] * stages)}; got {given!r}",
             "pipeline_layers",
             given,
         )
@@ -170,35 +169,34 @@ def _check_experts(config: EngineConfig) -> None:
         _check_integer(config, name, 0)
         if (value := getattr(config, name)) and not config.enable_expert_parallel:
             raise ConfigError(
-                f"{name} ({value}) needs enable_expert_parallel: without it every rank has a part of every expert",
+                f"{name} ({value}) needs enable_expert_parallel: without it every rank has a slice of every expert",
                 name,
                 value,
             )
     if config.steps_together and config.executor_name != "uni":
         raise ConfigError(
-            f"enable_expert_parallel over {config.data_parallel_size} replicas (data_parallel_size) needs engines of "
-            "one rank so far: leave out tensor_parallel_size, pipeline_parallel_size and "
-            "distributed_executor_backend",
+            f"enable_expert_parallel over {config.data_parallel_size} replicas (data_parallel_size) supports only "
+            "engines of one rank: unset tensor_parallel_size, pipeline_parallel_size and distributed_executor_backend",
             "enable_expert_parallel",
             True,
         )
 
 
 def _check_invariant(config: EngineConfig) -> None:
-    """What is added up in an order that the batch decides is not the same in any batch."""
+    """Refuses settings under which the order of a floating-point sum depends on the batch."""
     if not config.batch_invariant:
         return
     if config.tensor_parallel_size > 2:
         raise ConfigError(
-            f"batch_invariant holds for at most 2 tensor-parallel ranks, tensor_parallel_size is "
-            f"{config.tensor_parallel_size}: sums over more are made in an order that depends on the batch",
+            f"batch_invariant supports at most 2 tensor-parallel ranks, tensor_parallel_size is "
+            f"{config.tensor_parallel_size}: with more, the order of sums depends on the batch",
             "batch_invariant",
             True,
         )
     for name in ("num_redundant_experts", "expert_rebalance_interval"):
         if value := getattr(config, name):
             raise ConfigError(
-                f"batch_invariant needs every expert to stay in one place, and {name} is {value}: leave one out",
+                f"batch_invariant needs a fixed placement of experts, but {name} is {value}: unset one of them",
                 name,
                 value,
             )
@@ -213,11 +211,11 @@ def _check_tenants(config: EngineConfig) -> None:
             raise ConfigError(f'{name} must map tenants to numbers, as {{"*": 1}}; got {table!r}', name, table)
         if config.scheduling_policy in ("fcfs", "priority"):
             raise ConfigError(
-                f"{name} needs scheduling_policy='fair'; {config.scheduling_policy!r} knows no tenants", name, table
+                f"{name} needs scheduling_policy='fair'; {config.scheduling_policy!r} ignores tenants", name, table
             )
         for tenant, value in table.items():
             if not isinstance(tenant, str):
-                raise ConfigError(f"{name} must have names of tenants as keys, got {tenant!r}", name, tenant)
+                raise ConfigError(f"{name} must have tenant names as keys, got {tenant!r}", name, tenant)
             _check_tenant_value(name, tenant, value)
 
 

@@ -1,6 +1,5 @@
-"""Which worker runs which tests, with `-n 2 --dist loadfile`: a file is run by one of them, so what a file sets up is
-set up once; so is a group of files that share what takes long to make. The long ones go first: nobody waits for the
-last one alone."""
+"""Distributes tests over workers, with `-n 2 --dist loadfile`: each file runs in one worker, so its fixtures are set up
+once; so does a group of files with a shared slow fixture. Long files go first, so that both workers end together."""
 
 from __future__ import annotations
 
@@ -10,10 +9,10 @@ from typing import Any
 import pytest
 
 GROUPS = {
-    "the default model": ("tests/engine/test_real_text.py", "tests/engine/test_grammar_text.py",
+    "default model": ("tests/engine/test_real_text.py", "tests/engine/test_grammar_text.py",
                           "tests/server/test_default_model.py", "tests/server/test_tool_prompts.py",
                           "tests/api/test_stream.py"),
-    "an attacked server": ("tests/server/test_abuse_*.py",),
+    "abuse of a server": ("tests/server/test_abuse_*.py",),
 }  # fmt: skip
 LONG = ("tests/executor/", "tests/server/", "tests/api/", "tests/engine/", "tests/scheduler/")
 
@@ -23,8 +22,8 @@ def unit_of(nodeid: str) -> str:
     return next((name for name, files in GROUPS.items() if any(fnmatch(file, pattern) for pattern in files)), file)
 
 
-def _place(nodeid: str) -> int:
-    """Where a test stands in the queue; those in one place stay in their order."""
+def _sort_key(nodeid: str) -> int:
+    """Sort key of a test; tests with the same key keep their order."""
     unit = unit_of(nodeid)
     if unit in GROUPS:
         return 0
@@ -32,7 +31,7 @@ def _place(nodeid: str) -> int:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: _place(item.nodeid))
+    items.sort(key=lambda item: _sort_key(item.nodeid))
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -45,5 +44,5 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
         def _split_scope(self, nodeid: str) -> str:
             return unit_of(nodeid)
 
-    config.option.loadscopereorder = False  # its order is by how many tests there are, not by how long they take
+    config.option.loadscopereorder = False  # it orders by the number of tests, not by their duration
     return ByUnit(config, log)

@@ -25,7 +25,7 @@ from quire.engine.engine_info import EngineInfo
 from quire.engine.session_calls import SessionAnswer, SessionOp
 from quire.engine.stats import Metric
 from quire.errors import EngineDeadError, ValidationError
-from quire.loading.hub import find
+from quire.loading.hub import find_model
 from quire.loading.model_config import read_generation_config, read_model_config
 from quire.loading.tokenizer import tokenizer_of
 from quire.messages.beams import BeamSearchParams
@@ -72,7 +72,7 @@ class AsyncLLM:
 
     def _open(self, config: EngineConfig, spares_torch: bool = False) -> None:
         self.config = config
-        files = find(config)
+        files = find_model(config)
         model = read_model_config(files, config.hf_overrides)
         generation = read_generation_config(files) if config.generation_config == "auto" else {}
         self._outputs = OutputProcessor()

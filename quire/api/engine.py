@@ -16,7 +16,7 @@ from quire.config import EngineConfig
 from quire.engine.setup import make_engine
 from quire.engine.stats import Metric
 from quire.errors import SHUT, ConfigError, EngineDeadError, QuireError, ValidationError
-from quire.loading.hub import find
+from quire.loading.hub import find_model
 from quire.loading.model_config import read_generation_config, read_model_config
 from quire.loading.tokenizer import tokenizer_of
 from quire.messages.experts import Rebalanced
@@ -47,7 +47,7 @@ class LLMEngine:
                 config.data_parallel_size,
             )
         self.config = config
-        files = find(config)
+        files = find_model(config)
         model = read_model_config(files, config.hf_overrides)
         generation = read_generation_config(files) if config.generation_config == "auto" else {}
         tokenizer = None if config.skip_tokenizer_init else tokenizer_of(config, files)

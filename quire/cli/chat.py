@@ -1,4 +1,4 @@
-"""`quire chat`: a conversation in the terminal, or with questions from a pipe."""
+"""`quire chat`: a chat in the terminal, or with questions from a pipe."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from quire.cli.remote_conversation import RemoteConversation
     from quire.messages.sampling import SamplingParams
 
-    Talk = LocalConversation | RemoteConversation
+    Conversation = LocalConversation | RemoteConversation
 
 WHAT = """\
-Talk with a model in the terminal. Ctrl-C stops a reply, Ctrl-D leaves, /help lists what else there is.
-With a pipe, every line is a question; replies go to stdout, remarks to stderr. With --url the model is one that an
-OpenAI-compatible server has; only the sampling flags that are given are sent to it."""
+Chat with a model in the terminal. Ctrl-C stops a reply, Ctrl-D exits, /help lists the commands.
+With a pipe, every line is a question; replies go to stdout, notes to stderr. With --url, chat with the model of an
+OpenAI-compatible server; only the sampling flags given on the command line are sent to it."""
 EXAMPLES = """
   quire chat
   quire chat qwen3-0.6b --system "Answer in one sentence."
@@ -37,12 +37,12 @@ COMMANDS = {
     "/help": "this list",
     "/reset": "forget the conversation",
     "/system TEXT": "set the system prompt; without TEXT, show it",
-    "/stats": "what the engine, or with --url this conversation, has done so far",
-    "/exit": "leave (so do Ctrl-D, and Ctrl-C at the prompt)",
+    "/stats": "metrics of the engine, or of this conversation with --url",
+    "/exit": "exit (or Ctrl-D, or Ctrl-C at the prompt)",
 }
-KEYS = "/help lists commands, Ctrl-C stops a reply, Ctrl-D leaves."
-GENTLE = {"temperature": 0.7, "top_p": 0.9}
-"""For models whose author names no sampling defaults: plain sampling from a small model rambles."""
+KEYS = "/help lists commands, Ctrl-C stops a reply, Ctrl-D exits."
+FALLBACK_SAMPLING = {"temperature": 0.7, "top_p": 0.9}
+"""For models without sampling defaults: plain sampling from a small model rambles."""
 
 
 def configure(parser: Parser) -> None:
@@ -53,31 +53,29 @@ def configure(parser: Parser) -> None:
     chat.add_argument("--system", "--system-prompt", metavar="TEXT", help="system prompt")
     chat.add_argument(
         "--stats", action=argparse.BooleanOptionalAction, default=None,
-        help="a line about speed after each reply (default: on a terminal)",
+        help="show the speed after each reply (default: on a terminal)",
     )  # fmt: skip
     server = parser.add_argument_group("server")
-    server.add_argument(
-        "--url", metavar="URL", help="talk with this OpenAI-compatible server instead of a model run here"
-    )
-    server.add_argument("--api-key", metavar="KEY", help="for that server (default: $OPENAI_API_KEY)")
+    server.add_argument("--url", metavar="URL", help="use this OpenAI-compatible server instead of running a model")
+    server.add_argument("--api-key", metavar="KEY", help="API key of that server (default: $OPENAI_API_KEY)")
     add_sampling_flags(
         parser,
         without=ONLY_FOR_BATCHES,
-        note="A model without any gets temperature 0.7 and top-p 0.9. Replies may fill the context.",
+        note="Models without defaults get temperature 0.7 and top-p 0.9. Replies may fill the context.",
     )
     add_engine_flags(parser)
     add_common(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Load the model and talk until the user leaves."""
+    """Load the model and chat until the user exits."""
     if args.url is not None:
         return _run_remote(args)
     from quire.api.llm import LLM
     from quire.cli.conversation import LocalConversation
 
     if args.api_key is not None:
-        args.parser.error("--api-key needs --url: a model run here asks for none")
+        args.parser.error("--api-key needs --url: a local model has no API key")
     interactive = sys.stdin.isatty()
     settings = engine_settings(args)
     if interactive:
@@ -86,18 +84,20 @@ def run(args: argparse.Namespace) -> int:
         _need_template(llm)
         conversation = LocalConversation(llm, _params(args, llm), args.system)
         if interactive:
-            _greet(llm)
-        return _talk(args, conversation, interactive)
+            _print_greeting(llm)
+        return _chat(args, conversation, interactive)
 
 
 def _run_remote(args: argparse.Namespace) -> int:
-    """The same with a server's model."""
+    """The same with the model of a server."""
     from quire.cli.remote_conversation import RemoteConversation
 
     settings = engine_settings(args)
     model, seed = settings.pop("model", None), settings.pop("seed", None)
     if settings:
-        args.parser.error(f"{flag(next(iter(settings)))} is for a model run here; with --url the server has decided")
+        args.parser.error(
+            f"{flag(next(iter(settings)))} is for a local model; with --url the server has its own setting"
+        )
     fields = given_sampling(args)
     if fields.get("max_tokens") == -1:
         del fields["max_tokens"]
@@ -109,12 +109,12 @@ def _run_remote(args: argparse.Namespace) -> int:
     try:
         if interactive:
             say(f"{conversation.model} at {conversation.url}. {KEYS}")
-        return _talk(args, conversation, interactive)
+        return _chat(args, conversation, interactive)
     finally:
         conversation.close()
 
 
-def _talk(args: argparse.Namespace, conversation: Talk, interactive: bool) -> int:
+def _chat(args: argparse.Namespace, conversation: Conversation, interactive: bool) -> int:
     show_stats = interactive if args.stats is None else args.stats
     failures = sum(not _answer(conversation, line, show_stats) for line in _lines(interactive))
     return 2 if failures and not interactive else 0
@@ -124,26 +124,26 @@ def _params(args: argparse.Namespace, llm: LLM) -> SamplingParams:
     from quire.messages.sampling import RequestOutputKind, SamplingParams
 
     own = llm.get_default_sampling_params()
-    gentle = GENTLE if own == SamplingParams() else {}
+    fallback = FALLBACK_SAMPLING if own == SamplingParams() else {}
     limit = own.max_tokens if own.max_tokens != SamplingParams().max_tokens else None
-    return sampling_params(args, own, max_tokens=limit, output_kind=RequestOutputKind.DELTA, **gentle)
+    return sampling_params(args, own, max_tokens=limit, output_kind=RequestOutputKind.DELTA, **fallback)
 
 
 def _need_template(llm: LLM) -> None:
     if llm.llm_engine.config.chat_template is None and not getattr(llm.get_tokenizer(), "chat_template", None):
         raise UnsupportedModelError(
-            f"{llm.llm_engine.config.model} has no chat template: it completes text rather than answering. "
+            f"{llm.llm_engine.config.model} has no chat template: it completes text instead of answering. "
             "Use `quire generate`, or give a template with --chat-template"
         )
 
 
-def _greet(llm: LLM) -> None:
+def _print_greeting(llm: LLM) -> None:
     info = llm.llm_engine.info
     say(f"{info.files.name} ({info.dtype}) on {info.device}; context {info.max_model_len} tokens. {KEYS}")
 
 
 def _lines(interactive: bool) -> Iterator[str]:
-    """What the user types, until the end of it."""
+    """Lines of input until it ends."""
     if not interactive:
         yield from (line.rstrip("\r\n") for line in sys.stdin)
         return
@@ -156,12 +156,12 @@ def _lines(interactive: bool) -> Iterator[str]:
             return
 
 
-def _answer(conversation: Talk, line: str, show_stats: bool) -> bool:
-    """Do what one line asks for; False if that failed. Raises SystemExit for /exit."""
+def _answer(conversation: Conversation, line: str, show_stats: bool) -> bool:
+    """Run a command or answer a question; False if that failed. Raises SystemExit for /exit."""
     if not line.strip():
         return True
     if line.startswith("/"):
-        return _obey(conversation, line)
+        return _run_command(conversation, line)
     try:
         reply = conversation.ask(line)
     except QuireError as error:
@@ -169,12 +169,12 @@ def _answer(conversation: Talk, line: str, show_stats: bool) -> bool:
         return False
     if show_stats:
         say(reply.describe())
-    if reply.remark:
-        say(reply.remark)
+    if reply.note:
+        say(reply.note)
     return reply.error is None
 
 
-def _obey(conversation: Talk, line: str) -> bool:
+def _run_command(conversation: Conversation, line: str) -> bool:
     name, _, rest = line.strip().partition(" ")
     if name == "/exit" or name == "/quit":
         raise SystemExit(0)
@@ -183,7 +183,7 @@ def _obey(conversation: Talk, line: str) -> bool:
         say("\n".join(f"  {command:<{width}}  {what}" for command, what in COMMANDS.items()))
     elif name == "/reset":
         conversation.reset()
-        say("the conversation is empty again")
+        say("the conversation is empty")
     elif name == "/system":
         if rest.strip():
             conversation.system = rest.strip()
@@ -191,6 +191,6 @@ def _obey(conversation: Talk, line: str) -> bool:
     elif name == "/stats":
         say(conversation.engine_stats())
     else:
-        say(f"there is no {name}; /help lists the commands")
+        say(f"unknown command {name}; /help lists the commands")
         return False
     return True

@@ -1,4 +1,4 @@
-"""A conversation with a model: what was said, and one reply at a time, which Ctrl-C may cut short."""
+"""A conversation with a local model: its messages, and streaming a reply that Ctrl-C can stop."""
 
 from __future__ import annotations
 
@@ -16,32 +16,30 @@ if TYPE_CHECKING:  # `quire chat --url` needs no engine, and so no torch
 
 
 class LocalConversation:
-    """Messages so far. Each question sends all of them; the prefix cache makes the old ones cheap."""
+    """The messages so far. Each question submits all of them; the prefix cache makes the old ones cheap."""
 
     def __init__(self, llm: LLM, params: SamplingParams, system: str | None = None) -> None:
         self.system = system
         self._llm = llm
         self._params = params
-        self._turns: list[Message] = []
+        self._messages: list[Message] = []
 
     def reset(self) -> None:
-        """Forget what was said; the system prompt stays."""
-        self._turns = []
+        """Forget all messages; the system prompt stays."""
+        self._messages = []
 
     def ask(self, question: str) -> Reply:
-        """Print the answer as it comes. A question that cannot be answered is not remembered."""
-        turn: Message = {"role": "user", "content": question}
+        """Print the reply as it arrives. A question without a reply is not kept."""
+        message: Message = {"role": "user", "content": question}
         try:
-            stream = self._llm.chat_stream([*self._opening(), *self._turns, turn], self._params)
+            stream = self._llm.chat_stream([*self._opening(), *self._messages, message], self._params)
         except (CacheTooSmallError, ValidationError) as error:
             if isinstance(error, CacheTooSmallError) or error.parameter == "prompt":
-                raise CacheTooSmallError(
-                    f"the conversation has become too long: {error}. /reset starts a new one"
-                ) from error
+                raise CacheTooSmallError(f"the conversation is too long: {error}. /reset starts a new one") from error
             raise
         reply = self._follow(stream)
         if reply.text:
-            self._turns += [turn, {"role": "assistant", "content": reply.text}]
+            self._messages += [message, {"role": "assistant", "content": reply.text}]
         return reply
 
     def _opening(self) -> list[Message]:
@@ -53,15 +51,15 @@ class LocalConversation:
             for output in stream:
                 print(reply.take(output), end="", flush=True)
                 if output.finished:
-                    reply.remark = self._remark(output, reply)
-        except KeyboardInterrupt:  # comes between steps, never within one
-            reply.remark = "(stopped)"
+                    reply.note = self._note(output, reply)
+        except KeyboardInterrupt:  # raised between steps, never within one
+            reply.note = "(stopped)"
         finally:
-            stream.close()  # type: ignore[attr-defined]  # aborts the request if it still runs, and frees its blocks
+            stream.close()  # type: ignore[attr-defined]  # aborts the request if it still runs, which frees its blocks
             print(flush=True)
         return reply
 
-    def _remark(self, output: RequestOutput, reply: Reply) -> str:
+    def _note(self, output: RequestOutput, reply: Reply) -> str:
         if output.error is not None:
             return f"quire: error: {output.error}"
         if output.outputs[0].finish_reason != "length":
@@ -72,14 +70,14 @@ class LocalConversation:
         return f"(the context of {longest} tokens is full; /reset starts a new conversation)"
 
     def engine_stats(self) -> str:
-        """The engine's figures, for `/stats`."""
+        """The engine's metrics, for `/stats`."""
         values = {metric.name.removeprefix("quire:"): metric.value for metric in self._llm.get_metrics()}
         return table([(name.replace("_", " "), f"{value:.4g}") for name, value in values.items()])
 
 
 @dataclass
 class Reply:
-    """One answer, and how it came about."""
+    """One reply, and its metrics."""
 
     text: str = ""
     tokens: int = 0
@@ -88,14 +86,14 @@ class Reply:
     seconds_to_first: float = 0.0
     tokens_per_second: float = 0.0
     error: str | None = None
-    remark: str = ""
-    """What the user should know: why it ended early."""
+    note: str = ""
+    """Shown after the reply: why it ended early."""
 
     def take(self, output: RequestOutput) -> str:
-        """Add what is new; returns its text."""
-        sample, metrics = output.outputs[0], output.metrics
-        self.text += sample.text
-        self.tokens += len(sample.token_ids)
+        """Add new output; returns its text."""
+        sequence, metrics = output.outputs[0], output.metrics
+        self.text += sequence.text
+        self.tokens += len(sequence.token_ids)
         self.prompt_tokens = len(output.prompt_token_ids)
         self.cached_tokens = output.num_cached_tokens or 0
         self.error = output.error
@@ -103,7 +101,7 @@ class Reply:
             self.seconds_to_first = metrics.first_token_latency
             elapsed = metrics.last_token_ts - metrics.first_token_ts
             self.tokens_per_second = (self.tokens - 1) / elapsed if elapsed > 0 else 0.0
-        return sample.text
+        return sequence.text
 
     def describe(self) -> str:
         """The speed line under a reply."""

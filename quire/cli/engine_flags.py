@@ -1,4 +1,4 @@
-"""Flags of the engine, made from the fields of `EngineConfig`: a new field is a new flag, with nothing to add here."""
+"""Engine flags, generated from the fields of `EngineConfig`, and flags that all commands share."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from quire.config import EngineConfig
 from quire.errors import ConfigError
 
 SIZES = {"max_model_len": size_or_auto, "max_num_batched_tokens": size, "kv_cache_memory_bytes": size}
-"""Fields that take 4K or 2G."""
+"""Fields that take suffixes: 4K, 2G."""
 SHORT = {
     "tensor_parallel_size": "-tp",
     "pipeline_parallel_size": "-pp",
     "data_parallel_size": "-dp",
     "enable_expert_parallel": "-ep",
 }
-"""vLLM's short forms."""
+"""Short flags, as in vLLM."""
 
 
 def flag(name: str) -> str:
@@ -31,7 +31,7 @@ def flag(name: str) -> str:
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
-    """The model as a first word, for commands that take nothing else there."""
+    """The model as a positional argument."""
     parser.add_argument(
         "named_model",
         nargs="?",
@@ -41,7 +41,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 
 
 def add_engine_flags(parser: argparse.ArgumentParser, only: Collection[str] = ()) -> None:
-    """One flag a field of `EngineConfig`; `only` some of them where names are given."""
+    """A flag for each field of `EngineConfig`, or for those in `only`."""
     add_config_flags(parser, EngineConfig, "engine: ", SIZES, only)
     if not only:
         add_neutral_flags(parser, compat.ENGINE)
@@ -54,7 +54,7 @@ def add_config_flags(
     sizes: Mapping[str, Callable[[str], Any]],
     only: Collection[str] = (),
 ) -> None:
-    """One flag a field of a configuration, grouped as the fields are; `sizes` are those that take 4K or 2G."""
+    """A flag for each field of a configuration, in the fields' groups; `sizes` are those that take 4K or 2G."""
     types = typing.get_type_hints(config)
     groups: dict[str, Any] = {}
     for field in dataclasses.fields(config):
@@ -64,11 +64,11 @@ def add_config_flags(
         if group not in groups:
             groups[group] = parser.add_argument_group(prefix + group)
         short = [SHORT[field.name]] if field.name in SHORT else []
-        groups[group].add_argument(*short, flag(field.name), **_how(field, types[field.name], sizes))
+        groups[group].add_argument(*short, flag(field.name), **_argument_options(field, types[field.name], sizes))
 
 
 def add_neutral_flags(parser: argparse.ArgumentParser, neutral: compat.Neutral) -> None:
-    """Flags of vLLM's that quire has not: hidden, taken where they ask for nothing, refused by name otherwise."""
+    """vLLM's flags that quire lacks: hidden; accepted with a value that has no effect, otherwise refused by name."""
     for name, values in neutral.items():
         if flag(name) in parser._option_string_actions:  # the server has one of this name
             continue
@@ -78,10 +78,10 @@ def add_neutral_flags(parser: argparse.ArgumentParser, neutral: compat.Neutral) 
 
 
 class _Neutral(argparse.Action):
-    """Checks a value and forgets it."""
+    """Checks a value and drops it."""
 
-    def __init__(self, option_strings: list[str], dest: str, **facts: Any) -> None:
-        super().__init__(option_strings, dest, **{**facts, "default": argparse.SUPPRESS})
+    def __init__(self, option_strings: list[str], dest: str, **options: Any) -> None:
+        super().__init__(option_strings, dest, **{**options, "default": argparse.SUPPRESS})
 
     def __call__(self, parser: Any, namespace: Any, text: Any, option: str | None = None) -> None:
         value = not (option or "").startswith("--no-") if self.nargs == 0 else _plain(text)
@@ -99,34 +99,36 @@ def _plain(text: str) -> Any:
         return text
 
 
-def _how(field: dataclasses.Field[Any], kind: Any, sizes: Mapping[str, Callable[[str], Any]]) -> dict[str, Any]:
-    """How argparse is to read a field. Unset flags leave no trace: defaults are the config's business."""
-    facts: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS}
+def _argument_options(
+    field: dataclasses.Field[Any], kind: Any, sizes: Mapping[str, Callable[[str], Any]]
+) -> dict[str, Any]:
+    """Arguments of `add_argument` for a field. Flags not given are absent: the config has the defaults."""
+    options: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS}
     kinds = typing.get_args(kind) or (kind,)
     extra = ""
     if kind is bool:
-        facts["action"] = argparse.BooleanOptionalAction
+        options["action"] = argparse.BooleanOptionalAction
     elif field.metadata.get("many"):
-        facts |= {"action": "extend", "nargs": "+", "metavar": "NAME"}
+        options |= {"action": "extend", "nargs": "+", "metavar": "NAME"}
         extra = "; may be given several times"
     elif field.metadata.get("choices"):
-        facts["choices"] = field.metadata["choices"]
+        options["choices"] = field.metadata["choices"]
     elif field.name in sizes:
-        facts |= {"type": sizes[field.name], "metavar": "SIZE"}
+        options |= {"type": sizes[field.name], "metavar": "SIZE"}
     elif int in kinds:
-        facts |= {"type": int, "metavar": "N"}
+        options |= {"type": int, "metavar": "N"}
     elif float in kinds:
-        facts |= {"type": float, "metavar": "X"}
+        options |= {"type": float, "metavar": "X"}
     elif any(typing.get_origin(each) is not None and issubclass(typing.get_origin(each), Mapping) for each in kinds):
-        facts |= {"type": json_object, "metavar": "JSON"}
+        options |= {"type": json_object, "metavar": "JSON"}
     else:
-        facts["metavar"] = "NAME"
-    facts["help"] = (field.metadata["help"] + extra + default_note(field.default)).replace("%", "%%")
-    return facts
+        options["metavar"] = "NAME"
+    options["help"] = (field.metadata["help"] + extra + default_note(field.default)).replace("%", "%%")
+    return options
 
 
 def default_note(value: Any) -> str:
-    """How a default is told in a help text."""
+    """The default value in a help text."""
     if value is None or value == ():
         return ""
     shown = {True: "on", False: "off"}.get(value, value) if isinstance(value, bool) else value
@@ -134,23 +136,23 @@ def default_note(value: Any) -> str:
 
 
 def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
-    """The fields the user set, as keywords for `LLM` or `EngineConfig`."""
+    """The fields given on the command line, as keywords for `LLM` or `EngineConfig`."""
     settings = {f.name: getattr(args, f.name) for f in dataclasses.fields(EngineConfig) if hasattr(args, f.name)}
     named = getattr(args, "named_model", None)
     if named is not None:
         if settings.get("model", named) != named:
-            args.parser.error(f"two models are named: {named} and --model {settings['model']}")
+            args.parser.error(f"two models are given: {named} and --model {settings['model']}")
         settings["model"] = named
     return settings
 
 
-def add_common(parser: argparse.ArgumentParser, log_level: str = "warning", leaves_trace: bool = True) -> None:
-    """Flags every command has. One that sets up its log itself wants no trace of a level that was not given."""
+def add_common(parser: argparse.ArgumentParser, log_level: str = "warning", always_set: bool = True) -> None:
+    """Flags of every command. Unless `always_set`, --log-level is absent from the result if not given."""
     group = parser.add_argument_group("reporting")
     group.add_argument(
         "--log-level",
         choices=("debug", "info", "warning", "error"),
-        default=log_level if leaves_trace else argparse.SUPPRESS,
-        help=f"how much the engine tells on stderr; debug is one line a step (default: {log_level})",
+        default=log_level if always_set else argparse.SUPPRESS,
+        help=f"log level on stderr; debug logs every step (default: {log_level})",
     )
-    group.add_argument("--debug", action="store_true", help="show a traceback when something goes wrong")
+    group.add_argument("--debug", action="store_true", help="show a traceback on errors")

@@ -1,4 +1,4 @@
-"""`quire env`: what a bug report needs to say about a machine."""
+"""`quire env`: versions, devices and caches, for a bug report."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from quire.cli.terminal import table
 from quire.cli.values import readable_bytes
 from quire.paths import cache_dir
 
-WHAT = "Show versions, devices, CPU features and caches. No secrets are printed: paste it into a bug report."
+WHAT = "Show versions, devices, CPU features and caches, for a bug report. No secrets are printed."
 EXAMPLES = "\n  quire env\n"
 PACKAGES = (
     "torch", "triton", "transformers", "tokenizers", "safetensors", "gguf", "huggingface_hub", "numpy", "msgspec",
@@ -28,9 +28,8 @@ VARIABLES = (
     "QUIRE_CACHE", "QUIRE_CPU_KVCACHE_SPACE", "HF_HOME", "HF_HUB_OFFLINE", "HF_ENDPOINT", "OMP_NUM_THREADS",
     "CUDA_VISIBLE_DEVICES", "CUDA_LAUNCH_BLOCKING", "PYTORCH_CUDA_ALLOC_CONF", "TRITON_CACHE_DIR", "CXX",
 )  # fmt: skip
-
-
 WIDTH = 18
+"""Characters of the first column."""
 
 
 def configure(parser: Parser) -> None:
@@ -41,15 +40,15 @@ def configure(parser: Parser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the tables."""
-    print(table(_versions(), "versions", WIDTH))
-    print(table(_devices(), "devices", WIDTH))
-    print(table(_places(), "caches and kernels", WIDTH))
+    print(table(_version_rows(), "versions", WIDTH))
+    print(table(_device_rows(), "devices", WIDTH))
+    print(table(_cache_rows(), "caches and kernels", WIDTH))
     if variables := [(name, os.environ[name]) for name in VARIABLES if name in os.environ]:
         print(table(variables, "environment", WIDTH))
     return 0
 
 
-def _versions() -> list[tuple[str, str]]:
+def _version_rows() -> list[tuple[str, str]]:
     rows = [("quire", __version__), ("python", platform.python_version()), ("system", platform.platform())]
     for package in PACKAGES:
         try:
@@ -59,11 +58,11 @@ def _versions() -> list[tuple[str, str]]:
     return rows
 
 
-def _devices() -> list[tuple[str, str]]:
+def _device_rows() -> list[tuple[str, str]]:
     import torch
 
     from quire.platforms import choose
-    from quire.platforms.cpu import cpu_flags as cpu_flags
+    from quire.platforms.cpu import cpu_flags
     from quire.platforms.cuda import driver_version, why_unusable
 
     cpu = choose("cpu")
@@ -78,10 +77,8 @@ def _devices() -> list[tuple[str, str]]:
     if why := why_unusable():
         return [*rows, ("cuda", f"cannot be used: {why}")]
     for index in range(torch.cuda.device_count()):
-        facts = torch.cuda.get_device_properties(index)
-        rows.append(
-            (f"cuda:{index}", f"{facts.name}, {readable_bytes(facts.total_memory)}, sm_{facts.major}{facts.minor}")
-        )
+        gpu = torch.cuda.get_device_properties(index)
+        rows.append((f"cuda:{index}", f"{gpu.name}, {readable_bytes(gpu.total_memory)}, sm_{gpu.major}{gpu.minor}"))
     return [*rows, ("torch's CUDA", str(torch.version.cuda)), ("GPU kernels", _gpu_kernels())]
 
 
@@ -95,12 +92,15 @@ def _gpu_kernels() -> str:
         return str(error)
 
 
-def _places() -> list[tuple[str, str]]:
+def _cache_rows() -> list[tuple[str, str]]:
     from quire.kernels.cpu.build import library
 
-    native = library()  # built now if it never was: whether that works is what one wants to know
+    native = library()  # builds it if necessary, to see whether that works
     return [
         ("cache", str(cache_dir())),
-        ("native CPU kernels", f"built: {native.path}" if native else "not built: torch's are used (see the warning)"),
+        (
+            "native CPU kernels",
+            f"built: {native.path}" if native else "not built: torch is used instead (see the warning)",
+        ),
         ("interpreter", sys.executable),
     ]

@@ -1,4 +1,4 @@
-"""`quire generate`: complete prompts given on the command line or through a pipe."""
+"""`quire generate`: completes prompts from the command line or a pipe."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from quire.messages.sampling import SamplingParams
 
 WHAT = """\
-Complete prompts. One prompt streams its text to stdout; several, or several samples, are printed when all are done.
+Complete prompts. One prompt streams its text to stdout; several prompts or sequences are printed when all are done.
 The prompt - reads standard input."""
 EXAMPLES = """
   quire generate "The capital of France is" --temperature 0 --max-tokens 8
@@ -39,10 +39,8 @@ def configure(parser: Parser) -> None:
     how = parser.add_argument_group("prompts and output")
     how.add_argument("--chat", action="store_true", help="each prompt is a question: use the model's chat template")
     how.add_argument("--system", metavar="TEXT", help="system prompt, with --chat")
-    how.add_argument(
-        "--json", action="store_true", help="one JSON object a prompt and line, with token ids and logprobs"
-    )
-    add_sampling_flags(parser, note=f"max-tokens is {MAX_TOKENS}; -1 is as long as the context allows.")
+    how.add_argument("--json", action="store_true", help="one line of JSON per prompt, with token ids and logprobs")
+    add_sampling_flags(parser, note=f"max-tokens is {MAX_TOKENS}; -1: as many as the context allows.")
     add_engine_flags(parser)
     add_common(parser)
 
@@ -71,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
 def _read(prompt: str) -> str:
     text = sys.stdin.read() if prompt == "-" else prompt
     if not text:
-        raise ValidationError("the prompt is empty" + (": nothing came on standard input" if prompt == "-" else ""))
+        raise ValidationError("the prompt is empty" + (": standard input is empty" if prompt == "-" else ""))
     return text
 
 
@@ -96,11 +94,11 @@ def _stream(llm: LLM, prompt: str, conversations: list[list[Message]] | None, pa
 
 
 def _print(prompt: str, output: RequestOutput) -> None:
-    for sample in output.outputs:
-        which = f" (sample {sample.index + 1})" if len(output.outputs) > 1 else ""
+    for sequence in output.outputs:
+        which = f" (sequence {sequence.index + 1})" if len(output.outputs) > 1 else ""
         print(f"── {_one_line(prompt)}{which}")
-        print(sample.text.strip("\n"))
-        if sample.finish_reason == "error":
+        print(sequence.text.strip("\n"))
+        if sequence.finish_reason == "error":
             say(f"quire: error: {output.error}")
 
 
@@ -110,12 +108,12 @@ def _one_line(text: str, width: int = 72) -> str:
 
 
 def _as_dict(prompt: str, output: RequestOutput) -> dict[str, Any]:
-    """An output for machines."""
+    """An output for --json."""
     result: dict[str, Any] = {
         "prompt": prompt,
         "prompt_token_ids": output.prompt_token_ids,
         "num_cached_tokens": output.num_cached_tokens,
-        "outputs": [_sample_as_dict(sample) for sample in output.outputs],
+        "outputs": [_sequence_as_dict(sequence) for sequence in output.outputs],
     }
     if output.prompt_logprobs is not None:
         result["prompt_logprobs"] = [_position(position) for position in output.prompt_logprobs]
@@ -124,20 +122,20 @@ def _as_dict(prompt: str, output: RequestOutput) -> dict[str, Any]:
     return result
 
 
-def _sample_as_dict(sample: CompletionOutput) -> dict[str, Any]:
+def _sequence_as_dict(sequence: CompletionOutput) -> dict[str, Any]:
     result: dict[str, Any] = {
-        "index": sample.index,
-        "text": sample.text,
-        "token_ids": list(sample.token_ids),
-        "finish_reason": sample.finish_reason,
-        "stop_reason": sample.stop_reason,
+        "index": sequence.index,
+        "text": sequence.text,
+        "token_ids": list(sequence.token_ids),
+        "finish_reason": sequence.finish_reason,
+        "stop_reason": sequence.stop_reason,
     }
-    if sample.logprobs is not None:
-        result["cumulative_logprob"] = sample.cumulative_logprob
-        result["logprobs"] = [_position(position) for position in sample.logprobs]
+    if sequence.logprobs is not None:
+        result["cumulative_logprob"] = sequence.cumulative_logprob
+        result["logprobs"] = [_position(position) for position in sequence.logprobs]
     return result
 
 
 def _position(logprobs: dict[int, Any] | None) -> list[dict[str, Any]] | None:
-    """One position's tokens, the one that is there first."""
+    """Tokens of one position, the actual one first."""
     return None if logprobs is None else [{"token_id": token} | asdict(entry) for token, entry in logprobs.items()]

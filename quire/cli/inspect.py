@@ -1,4 +1,4 @@
-"""`quire inspect`: what a model is, and what it would take to run it here; or how an engine uses its memory."""
+"""`quire inspect`: describes a model and the memory it would need here, or shows the memory of a server."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from quire.worker.memory import MemoryPlan
 
 WHAT = """\
-Say what a model is, and what its weights and cache would take on this machine. The weights are not loaded
-(a model that is not here yet is downloaded). Takes the engine's flags: try --dtype, --block-size, --max-model-len.
+Describe a model, and the memory that its weights and KV cache would need on this machine. Weights are not loaded (but
+downloaded if necessary). Takes the engine's flags: try --dtype, --block-size, --max-model-len.
 
-With --url, show the memory of a running server instead: how full each tier is, block by block, who holds what, what
-is shared, what sleeps where, how evenly a mixture's experts are chosen. --snapshot shows the same of a file."""
+With --url, show the memory of a running server instead: how full each tier is, block by block, the blocks of each
+request and session, shared blocks, and the load of a mixture's experts. --snapshot shows the same from a file."""
 EXAMPLES = """
   quire inspect
   quire inspect qwen3-0.6b --dtype float32
@@ -45,73 +45,73 @@ def configure(parser: Parser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the facts, then the plan. A model that cannot be run gets its facts, then an error."""
+    """Print the description, then the memory plan. An unsupported model is described before the error."""
     if wants_memory(args):
         from quire.cli.inspect_memory import run as show_memory
 
         return show_memory(args)
     from quire.config import EngineConfig
-    from quire.loading.hub import find
+    from quire.loading.hub import find_model
     from quire.loading.model_config import read_model_config, read_raw_config
     from quire.models.registry import model_class
 
     config = EngineConfig(**engine_settings(args))
-    files = find(config)
+    files = find_model(config)
     raw = {**read_raw_config(files), **(config.hf_overrides or {})}
     architecture = next(iter(raw.get("architectures") or []), None)
-    print(table([("architecture", str(architecture)), *_file_facts(files)], config.model), flush=True)
+    print(table([("architecture", str(architecture)), *_file_rows(files)], config.model), flush=True)
     if architecture is not None:
-        model_class(architecture)  # raises, and says what is supported
+        model_class(architecture)  # raises if it is not supported
     model = read_model_config(files, config.hf_overrides)
-    print(table(_shape_facts(model)), flush=True)
-    print(table([("tokenizer", _tokenizer_facts(config, files))]), flush=True)
-    _print_plan(config, files, model)
+    print(table(_shape_rows(model)), flush=True)
+    print(table([("tokenizer", _describe_tokenizer(config, files))]), flush=True)
+    _print_estimate(config, files, model)
     return 0
 
 
-def _file_facts(files: ModelFiles) -> list[tuple[str, str]]:
-    facts = [("path", str(files.path))]
+def _file_rows(files: ModelFiles) -> list[tuple[str, str]]:
+    rows = [("path", str(files.path))]
     paths = files.weight_files(files.kind) if files.kind else ()
     if not paths:
-        return [*facts, ("weights", "none here")]
+        return [*rows, ("weights", "none")]
     total = readable_bytes(sum(path.stat().st_size for path in paths))
-    facts.append(("weights", f"{files.kind}, {len(paths)} file{'s' if len(paths) > 1 else ''}, {total}"))
+    rows.append(("weights", f"{files.kind}, {len(paths)} file{'s' if len(paths) > 1 else ''}, {total}"))
     if len(paths) > 1:
-        facts += [("", f"{path.name}  {readable_bytes(path.stat().st_size)}") for path in paths]
-    return facts
+        rows += [("", f"{path.name}  {readable_bytes(path.stat().st_size)}") for path in paths]
+    return rows
 
 
-def _shape_facts(model: ModelConfig) -> list[tuple[str, str]]:
+def _shape_rows(model: ModelConfig) -> list[tuple[str, str]]:
     from quire.engine.setup import longest_position
 
     windows = sorted({window for window in model.windows if window is not None})
     window = f", sliding window {windows[0]} in {sum(w is not None for w in model.windows)} layers" if windows else ""
     return [
         ("layers", f"{model.num_layers} of width {model.hidden_size}, MLP {model.intermediate_size}"),
-        *_expert_facts(model),
+        *_expert_rows(model),
         ("heads", f"{model.num_heads} query, {model.num_kv_heads} KV, {model.head_dim} each"),
         ("context", f"{longest_position(model)} tokens{window}"),
         ("vocabulary", f"{model.vocab_size} tokens{', tied embeddings' if model.tie_embeddings else ''}"),
-        ("dtype", f"{model.dtype or 'not named'} in the checkpoint"),
+        ("dtype", f"{model.dtype or 'not given'} in the checkpoint"),
     ]
 
 
-def _expert_facts(model: ModelConfig) -> list[tuple[str, str]]:
+def _expert_rows(model: ModelConfig) -> list[tuple[str, str]]:
     count = model.raw.get("num_experts") or model.raw.get("num_local_experts")
     if not count or not model.raw.get("num_experts_per_tok"):
         return []
     width = model.raw.get("moe_intermediate_size") or model.intermediate_size
     shared = model.raw.get("shared_expert_intermediate_size") if model.architecture.startswith("Qwen2Moe") else None
     beside = f", a shared one of width {shared}" if shared else ""
-    return [("experts", f"{count} of width {width}, {model.raw['num_experts_per_tok']} for each token{beside}")]
+    return [("experts", f"{count} of width {width}, {model.raw['num_experts_per_tok']} per token{beside}")]
 
 
-def _parameter_facts(total: int, active: int) -> str:
-    share = f", {active / 1e6:.1f} million of them for each token" if active < total else ""
+def _describe_parameters(total: int, active: int) -> str:
+    share = f", {active / 1e6:.1f} million of them per token" if active < total else ""
     return f"{total / 1e6:.1f} million{share}"
 
 
-def _tokenizer_facts(config: EngineConfig, files: ModelFiles) -> str:
+def _describe_tokenizer(config: EngineConfig, files: ModelFiles) -> str:
     from quire.loading.tokenizer import tokenizer_of
 
     try:
@@ -122,29 +122,32 @@ def _tokenizer_facts(config: EngineConfig, files: ModelFiles) -> str:
     return f"{len(tokenizer)} tokens, {template} a chat template"
 
 
-def _print_plan(config: EngineConfig, files: ModelFiles, model: ModelConfig) -> None:
-    outlook = plan_memory(config, files, model)
-    plan = outlook.memory
-    full = plan.cache_tokens / outlook.max_model_len
+def _print_estimate(config: EngineConfig, files: ModelFiles, model: ModelConfig) -> None:
+    estimate = estimate_memory(config, files, model)
+    plan = estimate.memory
+    full = plan.cache_tokens / estimate.max_model_len
     print(
         table(
             [
-                ("parameters", _parameter_facts(outlook.parameters, outlook.active_parameters)),
-                ("weights", f"{readable_bytes(plan.weights)} in {outlook.dtype}"),
-                ("KV cache", f"{readable_bytes(outlook.token_bytes)} a token; {readable_bytes(plan.cache)} in all"),
-                ("holds", f"{plan.cache_tokens} tokens in {plan.num_blocks - 1} blocks of {config.block_size}"),
-                ("", f"{full:.1f} sequences of the full {outlook.max_model_len} tokens"),
-                ("a step", f"at most {outlook.max_num_seqs} requests, {plan.step_tokens} tokens"),
+                ("parameters", _describe_parameters(estimate.parameters, estimate.active_parameters)),
+                ("weights", f"{readable_bytes(plan.weights)} in {estimate.dtype}"),
+                (
+                    "KV cache",
+                    f"{readable_bytes(estimate.token_bytes)} per token; {readable_bytes(plan.cache)} in total",
+                ),
+                ("capacity", f"{plan.cache_tokens} tokens in {plan.num_blocks - 1} blocks of {config.block_size}"),
+                ("", f"{full:.1f} sequences of the full {estimate.max_model_len} tokens"),
+                ("per step", f"at most {estimate.max_num_seqs} requests, {plan.step_tokens} tokens"),
             ],
-            f"\non {outlook.device}, with {readable_bytes(outlook.free_bytes)} free",
+            f"\non {estimate.device}, with {readable_bytes(estimate.free_bytes)} free",
         )
     )
-    print(f"\nwhere its memory would go\n{plan}")
+    print(f"\nmemory plan\n{plan}")
 
 
 @dataclass(frozen=True)
-class Outlook:
-    """What an engine would have, without starting one."""
+class MemoryEstimate:
+    """Estimated memory and limits of an engine that is not started."""
 
     device: str
     dtype: str
@@ -157,8 +160,8 @@ class Outlook:
     memory: MemoryPlan
 
 
-def plan_memory(config: EngineConfig, files: ModelFiles, model: ModelConfig) -> Outlook:
-    """What would fit here, estimated from a model without weights. Raises as the engine would where nothing fits."""
+def estimate_memory(config: EngineConfig, files: ModelFiles, model: ModelConfig) -> MemoryEstimate:
+    """Estimate the engine's memory from a model without weights. Raises as the engine would if it does not fit."""
     from quire.engine.setup import budgets, model_len
     from quire.executor.base import StepLimits
     from quire.executor.estimate import estimate_needs
@@ -169,7 +172,7 @@ def plan_memory(config: EngineConfig, files: ModelFiles, model: ModelConfig) -> 
     rows, tokens = budgets(config, platform, longest)
     free = platform.free_memory()
     needs = estimate_needs(config, files, model, platform, StepLimits(longest, rows, tokens))
-    return Outlook(
+    return MemoryEstimate(
         device=platform.describe(),
         dtype=str(needs.dtype).removeprefix("torch."),
         free_bytes=free,

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def cancelled_by_interrupt() -> Iterator[None]:
-    """Within the block, Ctrl-C cancels the task that is in it, rather than raising wherever the process is."""
+    """Within the block, Ctrl-C cancels the current task instead of raising at an arbitrary place."""
     task, loop = asyncio.current_task(), asyncio.get_running_loop()
     if task is None or threading.current_thread() is not threading.main_thread():
         yield

@@ -1,4 +1,4 @@
-"""The `quire` command: finds the subcommand, runs it, and turns errors into one line and an exit code."""
+"""The `quire` command: runs a subcommand, and turns errors into one line and an exit code."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from quire.cli.parser import Parser
 from quire.errors import QuireError
 
 COMMANDS = {
-    "serve": "serve a model over HTTP, as OpenAI's API",
-    "chat": "talk with a model in the terminal",
+    "serve": "serve a model over HTTP with OpenAI's API",
+    "chat": "chat with a model in the terminal",
     "generate": "complete prompts",
-    "run-batch": "answer a file of requests, in OpenAI's batch shape",
-    "bench": "measure throughput, latency, KV cache waste, or any server under load",
+    "run-batch": "run a file of requests in OpenAI's batch format",
+    "bench": "measure throughput, latency or KV cache waste, or load-test a server",
     "pull": "download a model and print where it is",
-    "inspect": "say what a model is and what of it fits here, or show the memory of a server",
-    "sessions": "list, show, delete, export or import the sessions of a folder",
-    "replay": "run the steps of a recorded run again, and compare what is sampled",
-    "tune": "measure which GPU kernels suit a model best, and remember it",
+    "inspect": "describe a model and the memory it needs, or show the memory of a server",
+    "sessions": "list, show, delete, export or import stored sessions",
+    "replay": "rerun the steps of a recorded run and compare the sampled tokens",
+    "tune": "measure which GPU kernels are fastest for a model, and store the result",
     "env": "show versions, devices and caches, for a bug report",
 }
-"""Each is a module of this package, imported when it is the one asked for."""
+"""Each is a module of this package, imported only when it runs."""
 
 DESCRIPTION = "An inference engine for large language models."
 EXAMPLES = """\
 examples:
-  quire chat                                  talk with the default model, smollm2-135m
-  quire chat qwen3-0.6b                       an alias; Hub ids, folders and .gguf files do as well
-  quire serve                                 the same behind OpenAI's API, on http://127.0.0.1:8000
+  quire chat                                  chat with the default model, smollm2-135m
+  quire chat qwen3-0.6b                       an alias; or a Hub id, a folder, a .gguf file
+  quire serve                                 serve it with OpenAI's API on http://127.0.0.1:8000
   quire generate "Once upon a time" --max-tokens 50
   quire inspect llama3.2-1b
 
@@ -42,7 +42,7 @@ OK, UNEXPECTED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 
 
 def make_parser(command: str | None) -> Parser:
-    """The whole parser; only `command` has its flags, so that help does not wait for imports."""
+    """The parser with all commands; only `command` gets its flags, so that help needs no slow imports."""
     parser = Parser(prog="quire", description=DESCRIPTION, epilog=EXAMPLES)
     parser.add_argument("--version", action="version", version=f"quire {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command")
@@ -54,7 +54,7 @@ def make_parser(command: str | None) -> Parser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run `quire` with these arguments (those of the process if None); returns the exit code."""
+    """Run `quire` with these arguments (None: those of the process); returns the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in arguments
     try:
@@ -62,17 +62,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     except QuireError as error:
         if debug:
             traceback.print_exc()
-        _complain(f"error: {error}")
+        _print_error(f"error: {error}")
         return BAD_INPUT
     except KeyboardInterrupt:
         return INTERRUPTED
-    except BrokenPipeError:  # whoever read our output has gone; keep the interpreter from complaining when it flushes
+    except BrokenPipeError:  # the reader of our output has exited; avoid an error when the interpreter flushes
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return UNEXPECTED
     except Exception as error:
         if debug:
             raise
-        _complain(f"unexpected error: {type(error).__name__}: {error} (--debug shows where)")
+        _print_error(f"unexpected error: {type(error).__name__}: {error} (--debug shows where)")
         return UNEXPECTED
 
 
@@ -84,14 +84,14 @@ def _run(arguments: list[str]) -> int:
         parser.print_help()
         return OK
     if hasattr(args, "log_level"):
-        from quire.cli.terminal import set_up
+        from quire.cli.terminal import set_up_logging
 
-        set_up(args.log_level)
+        set_up_logging(args.log_level)
     code: int = args.run(args)
     return code
 
 
-def _complain(message: str) -> None:
+def _print_error(message: str) -> None:
     sys.stdout.flush()
     print(f"quire: {message}", file=sys.stderr)
 

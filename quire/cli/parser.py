@@ -1,4 +1,4 @@
-"""argparse with house manners: `_` equals `-` in flag names, errors are one line, a misspelt flag gets a suggestion."""
+"""argparse where `_` equals `-` in flag names, errors are one line, and a misspelt flag gets a suggestion."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from quire.errors import QuireError
 
-WIDEST = 110
+MAX_HELP_WIDTH = 110
 
 
 class UsageError(QuireError):
@@ -18,10 +18,10 @@ class UsageError(QuireError):
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Descriptions as they were written, flags in a wide column."""
+    """Keeps the line breaks of descriptions, and has a wide column for flags."""
 
     def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=34, width=min(WIDEST, shutil.get_terminal_size().columns - 2))
+        super().__init__(prog, max_help_position=34, width=min(MAX_HELP_WIDTH, shutil.get_terminal_size().columns - 2))
 
 
 class Parser(argparse.ArgumentParser):
@@ -31,13 +31,13 @@ class Parser(argparse.ArgumentParser):
         super().__init__(**{"formatter_class": HelpFormatter, "allow_abbrev": False, **settings})
 
     def describe(self, run: Callable[[argparse.Namespace], int], what: str, examples: str, arguments: str = "") -> None:
-        """Say what this command does, how it is used, and what runs it."""
+        """Set the command's description, usage, examples and function."""
         self.usage = f"{self.prog} {arguments} [flags]" if arguments else f"{self.prog} [flags]"
         self.description = "{}\n\nexamples:\n{}".format(what, examples.strip("\n"))
         self.set_defaults(run=run, parser=self)
 
     def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
-        """As `parse_args`, with the manners."""
+        """As `parse_args`, with `_` in flags and with suggestions."""
         known, unknown = self.parse_known_args(with_dashes(arguments))
         if unknown:
             parser: Parser = getattr(known, "parser", self)
@@ -45,7 +45,7 @@ class Parser(argparse.ArgumentParser):
         return known
 
     def error(self, message: str) -> NoReturn:
-        """Raise; `main` prints."""
+        """Raise `UsageError`; `main` prints it."""
         raise UsageError(f"{message} (see `{self.prog} --help`)")
 
     def _suggestion(self, flag: str) -> str:

@@ -9,7 +9,7 @@ from quire.cli.parser import Parser
 from quire.cli.terminal import say
 from quire.cli.values import readable_bytes
 
-WHAT = "Download a model, if it is not here yet, and print the path of its file or folder."
+WHAT = "Download a model if necessary, and print the path of its file or folder."
 EXAMPLES = """
   quire pull                            the default model
   quire pull qwen3-0.6b
@@ -27,12 +27,12 @@ def configure(parser: Parser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Resolve the name and say where it led."""
+    """Find or download the model and print its path."""
     from quire.config import EngineConfig
-    from quire.loading.hub import find
+    from quire.loading.hub import find_model
 
     config = EngineConfig(**engine_settings(args))
-    files = find(config)
+    files = find_model(config)
     weights = files.weight_files(files.kind) if files.kind else ()
     say(f"{config.model}: {files.kind or 'no'} weights, {readable_bytes(sum(path.stat().st_size for path in weights))}")
     print(files.path)

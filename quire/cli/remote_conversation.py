@@ -26,15 +26,15 @@ from quire.cli.terminal import dim, table
 from quire.errors import QuireError
 
 CONNECT_SECONDS = 10.0
-"""A first token may take as long as it likes; a connection not."""
+"""Limit for connecting; the first token may take any time."""
 
 
 class RemoteError(QuireError):
-    """The server is not there, or refused."""
+    """The server is unreachable or returned an error."""
 
 
 class RemoteConversation:
-    """Messages so far. Each question sends all of them; leaving an answer early closes its connection."""
+    """The messages so far. Each question sends all of them; stopping a reply closes its connection."""
 
     def __init__(
         self, url: str, model: str | None, api_key: str | None, fields: dict[str, Any], system: str | None = None
@@ -42,7 +42,7 @@ class RemoteConversation:
         self.system = system
         self.url = url.rstrip("/").removesuffix("/v1")
         self._fields = fields
-        self._turns: list[dict[str, Any]] = []
+        self._messages: list[dict[str, Any]] = []
         self._replies: list[Reply] = []
         try:
             self._client = httpx.Client(
@@ -59,38 +59,38 @@ class RemoteConversation:
         self._client.close()
 
     def reset(self) -> None:
-        """Forget what was said; the system prompt stays."""
-        self._turns = []
+        """Forget all messages; the system prompt stays."""
+        self._messages = []
 
     def ask(self, question: str) -> Reply:
-        """Print the answer as it comes. A question that cannot be answered is not remembered."""
-        turn = {"role": "user", "content": question}
+        """Print the reply as it arrives. A question without a reply is not kept."""
+        message = {"role": "user", "content": question}
         opening = [{"role": "system", "content": self.system}] if self.system else []
         body = {
             "model": self.model,
-            "messages": [*opening, *self._turns, turn],
+            "messages": [*opening, *self._messages, message],
             "stream": True,
             "stream_options": {"include_usage": True},
             **self._fields,
         }
-        reading = _Reading()
+        stream = _StreamedReply()
         try:
-            with self._understood(), self._client.stream("POST", "/chat/completions", json=body) as response:
+            with self._transport_errors(), self._client.stream("POST", "/chat/completions", json=body) as response:
                 if response.status_code != 200:
-                    raise RemoteError(_refusal(response.status_code, response.read()))
-                reading.follow(response)
-        except KeyboardInterrupt:  # the connection is closed by now, which tells the server
-            reading.reply.remark = "(stopped)"
+                    raise RemoteError(_http_error(response.status_code, response.read()))
+                stream.follow(response)
+        except KeyboardInterrupt:  # the connection is closed by now, which aborts the request
+            stream.reply.note = "(stopped)"
         finally:
-            reading.finish()
-        reply = reading.reply
+            stream.finish()
+        reply = stream.reply
         if reply.text:
-            self._turns += [turn, {"role": "assistant", "content": reply.text}]
+            self._messages += [message, {"role": "assistant", "content": reply.text}]
         self._replies.append(reply)
         return reply
 
     def engine_stats(self) -> str:
-        """What this conversation has used, for `/stats`: an engine's own figures are the server's to tell."""
+        """Token counts of this conversation, for `/stats`: the engine's metrics are on the server."""
         replies = self._replies
         return table(
             [
@@ -104,37 +104,37 @@ class RemoteConversation:
         )
 
     def _first_model(self) -> str:
-        with self._understood():
+        with self._transport_errors():
             response = self._client.get("/models")
         if response.status_code != 200:
-            raise RemoteError(_refusal(response.status_code, response.content))
+            raise RemoteError(_http_error(response.status_code, response.content))
         if (name := first_model(response.content)) is None:
-            raise RemoteError(f"{self.url}/v1/models names no model: give one with --model")
+            raise RemoteError(f"{self.url}/v1/models lists no model: give one with --model")
         return name
 
     @contextmanager
-    def _understood(self) -> Iterator[None]:
-        """Errors of the transport, as sentences."""
+    def _transport_errors(self) -> Iterator[None]:
+        """Turns transport errors into `RemoteError` with a readable message."""
         try:
             yield
         except httpx.ConnectError as error:
-            raise RemoteError(f"nothing answers at {self.url}: {error}; is the server running?") from error
+            raise RemoteError(f"cannot connect to {self.url}: {error}; is the server running?") from error
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise RemoteError(f"{self.url}: {error or type(error).__name__}") from error
         except MalformedStreamError as error:
-            raise RemoteError(f"{self.url} sent what is no event: {error}") from error
+            raise RemoteError(f"{self.url} sent a malformed event: {error}") from error
 
 
-class _Reading:
-    """One answer on its way to the screen."""
+class _StreamedReply:
+    """Prints one streamed reply and measures it."""
 
     def __init__(self) -> None:
         self.reply = Reply()
         self._begin = self._last = time.perf_counter()
-        self._pieces = 0
+        self._chunks = 0
 
     def follow(self, response: httpx.Response) -> None:
-        """Print it as it comes."""
+        """Print the reply as it arrives."""
         events, is_done = EventReader(), False
         for data in response.iter_bytes():
             for event in events.feed(data):
@@ -143,14 +143,14 @@ class _Reading:
                 else:
                     self._take(read_chunk(event))
         if not is_done and self.reply.error is None:
-            self._fail("the answer was cut off")
+            self._fail("the response was cut off")
 
     def finish(self) -> None:
-        """However it ended: the line's end, and the speed."""
+        """End the line and compute the speed; called however the reply ended."""
         reply = self.reply
-        if self._pieces:
+        if self._chunks:
             print(flush=True)
-        reply.tokens = reply.tokens or self._pieces
+        reply.tokens = reply.tokens or self._chunks
         elapsed = self._last - self._begin - reply.seconds_to_first
         reply.tokens_per_second = (reply.tokens - 1) / elapsed if elapsed > 0 and reply.tokens > 1 else 0.0
 
@@ -166,26 +166,26 @@ class _Reading:
                 self.reply.cached_tokens = usage.prompt_tokens_details.cached_tokens or 0
 
     def _show(self, choice: StreamedChoice) -> None:
-        """What a reader sees of a piece: thinking is dim, and not part of what was said."""
+        """Print new text; reasoning is printed dim and not kept in the conversation."""
         if choice.finish_reason == "length" and self.reply.error is None:
-            self.reply.remark = "(cut at max_tokens, or at the end of the context)"
+            self.reply.note = "(cut at max_tokens, or at the end of the context)"
         if choice.delta is None or not choice.has_tokens:
             return
-        self._pieces += 1
+        self._chunks += 1
         self._last = time.perf_counter()
-        if self._pieces == 1:
+        if self._chunks == 1:
             self.reply.seconds_to_first = self._last - self._begin
-        thought = choice.delta.reasoning_content or choice.delta.reasoning
-        if thought and sys.stdout.isatty():
-            print(dim(thought, sys.stdout), end="", flush=True)
-        said = choice.delta.content if isinstance(choice.delta.content, str) else ""
-        self.reply.text += said
-        print(said, end="", flush=True)
+        reasoning = choice.delta.reasoning_content or choice.delta.reasoning
+        if reasoning and sys.stdout.isatty():
+            print(dim(reasoning, sys.stdout), end="", flush=True)
+        text = choice.delta.content if isinstance(choice.delta.content, str) else ""
+        self.reply.text += text
+        print(text, end="", flush=True)
 
     def _fail(self, why: str) -> None:
         self.reply.error = why
-        self.reply.remark = f"quire: error: {why}"
+        self.reply.note = f"quire: error: {why}"
 
 
-def _refusal(status: int, body: bytes) -> str:
-    return f"the server answered {status}: {error_message(body)}"
+def _http_error(status: int, body: bytes) -> str:
+    return f"the server returned HTTP {status}: {error_message(body)}"

@@ -1,4 +1,4 @@
-"""`quire replay`: run the plans of a recorded run again on a device, and compare what is sampled."""
+"""`quire replay`: reruns the plans of a recorded run on a device, and compares the sampled tokens."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from quire.messages.plan import StepPlan
 
 WHAT = (
-    "Run the plans that `--record FILE` wrote once more, without the scheduler, and compare the sampled tokens with "
+    "Rerun the plans that `--record FILE` wrote, without the scheduler, and compare the sampled tokens with "
     "the recorded ones. Flags replace recorded settings: the same steps on another device, or with other kernels."
 )
 EXAMPLES = """
   quire generate "Once upon a time" --record run.quire
   quire replay run.quire                          the same steps again; exit code 1 if a token differs
-  quire replay run.quire --show                   a line for each step
+  quire replay run.quire --show                   one line per step
   quire replay run.quire --step 17                one plan in full
   quire replay run.quire --enforce-eager          without captured graphs
 """
@@ -43,7 +43,7 @@ def configure(parser: Parser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Show the recording, or run it; 1 if what is sampled differs from what was recorded."""
+    """Show the recording, or run it; returns 1 if sampled tokens differ from the recorded ones."""
     from quire.executor.recording import Recording
 
     recording = Recording(args.recording)
@@ -86,13 +86,13 @@ def _replay(recording: Recording, settings: dict[str, Any]) -> tuple[Comparison,
     from quire.executor.recording import Comparison
     from quire.executor.registry import executor_backend
     from quire.loading.files import ModelFiles
-    from quire.loading.hub import find
+    from quire.loading.hub import find_model
     from quire.loading.model_config import read_model_config
     from quire.messages.plan import StepMasks, StepPlan
 
     header = recording.header
     config = header.config(**settings)
-    files = find(config) if "model" in settings else ModelFiles.from_plain(header.files)
+    files = find_model(config) if "model" in settings else ModelFiles.from_plain(header.files)
     limits = StepLimits(header.max_model_len, header.max_num_seqs, header.max_num_batched_tokens)
     model = read_model_config(files, config.hf_overrides)
     backend = executor_backend(config)

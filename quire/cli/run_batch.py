@@ -1,4 +1,4 @@
-"""`quire run-batch`: OpenAI batch files, answered by the server's own routes without a server."""
+"""`quire run-batch`: runs OpenAI batch files through the server's routes, without a server."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from quire.server.config import ServerConfig
 
 if TYPE_CHECKING:
     from quire.api.async_llm import AsyncLLM
-    from quire.cli.batch.files import Output, Source
-    from quire.cli.batch.runner import Batch
+    from quire.cli.batch.files import BatchInput, BatchOutput
+    from quire.cli.batch.runner import BatchRunner
 
 WHAT = """\
-Answer a file of requests in OpenAI's batch shape: each line a JSON object with custom_id, method (POST), url and body.
-Answers are written as they come, a line each; a line that is wrong gets an error and does not stop the others.
-Run again with the same files, and only what has no answer yet is asked."""
+Run a file of requests in OpenAI's batch format: each line a JSON object with custom_id, method (POST), url and body.
+Responses are written as they arrive, one per line; an invalid line gets an error and does not stop the others.
+Run again with the same files to continue: only lines without a response are run."""
 EXAMPLES = """
   quire run-batch -i questions.jsonl -o answers.jsonl
   quire run-batch qwen3-0.6b -i in.jsonl -o out.jsonl --served-model-name my-model
   cat in.jsonl | quire run-batch -i - -o - > out.jsonl
 """
-ANSWERS = (
+SERVER_SETTINGS = (
     "served_model_name", "enable_auto_tool_choice", "tool_call_parser", "enable_tool_preamble", "reasoning_parser",
     "exclude_tools_when_tool_choice_none", "trust_request_chat_template", "default_chat_template_kwargs",
     "max_samples", "max_prompts", "request_timeout",
 )  # fmt: skip
-"""The settings of the server that mean something without one."""
+"""Server settings that apply without HTTP."""
 NO_LIMIT = 1 << 40
-"""What waits is ours alone, and bounded by --max-concurrency."""
+"""No queue limit is needed: --max-concurrency limits the requests."""
 
 
 def configure(parser: Parser) -> None:
@@ -45,42 +45,42 @@ def configure(parser: Parser) -> None:
     add_model(parser)
     files = parser.add_argument_group("files")
     files.add_argument("-i", "--input-file", required=True, metavar="FILE", help="requests; - is standard input")
-    files.add_argument("-o", "--output-file", required=True, metavar="FILE", help="answers; - is standard output")
-    files.add_argument("--overwrite", action="store_true", help="begin the output anew instead of continuing it")
+    files.add_argument("-o", "--output-file", required=True, metavar="FILE", help="responses; - is standard output")
+    files.add_argument("--overwrite", action="store_true", help="replace the output file instead of continuing it")
     files.add_argument(
         "--max-concurrency", type=positive, metavar="N",
-        help="requests at once (default: twice what the engine runs at once)",
+        help="requests at once (default: twice the engine's max_num_seqs)",
     )  # fmt: skip
-    add_config_flags(parser, ServerConfig, "server: ", {}, only=ANSWERS)
+    add_config_flags(parser, ServerConfig, "server: ", {}, only=SERVER_SETTINGS)
     add_engine_flags(parser)
     add_common(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Answer the file."""
+    """Run the file."""
     from quire.api.async_llm import AsyncLLM
-    from quire.cli.batch.files import Output, Source
+    from quire.cli.batch.files import BatchInput, BatchOutput
 
-    key = secrets.token_hex(16)  # whatever the environment says of keys, we have one
-    given = {name: getattr(args, name) for name in ANSWERS if hasattr(args, name)}
+    key = secrets.token_hex(16)  # independent of API keys in the environment
+    given = {name: getattr(args, name) for name in SERVER_SETTINGS if hasattr(args, name)}
     config = ServerConfig(
         api_key=(key,), max_queued_requests=NO_LIMIT, max_queued_tokens=NO_LIMIT, max_body_bytes=NO_LIMIT, **given
     )
     engine = EngineConfig(**engine_settings(args))
-    with Source(args.input_file) as source, Output(args.output_file, args.overwrite) as output:
+    with BatchInput(args.input_file) as source, BatchOutput(args.output_file, args.overwrite) as output:
         say("loading the model …")
         llm = AsyncLLM.from_config(engine, spares_torch=True)
         try:
-            batch, was_stopped = asyncio.run(_answer(llm, config, key, args.max_concurrency, source, output))
+            batch, was_stopped = asyncio.run(_run_batch(llm, config, key, args.max_concurrency, source, output))
         finally:
             llm.shutdown()
     return _report(batch, was_stopped)
 
 
-async def _answer(
-    llm: AsyncLLM, config: ServerConfig, key: str, concurrency: int | None, source: Source, output: Output
-) -> tuple[Batch, bool]:
-    from quire.cli.batch.runner import Batch
+async def _run_batch(
+    llm: AsyncLLM, config: ServerConfig, key: str, concurrency: int | None, source: BatchInput, output: BatchOutput
+) -> tuple[BatchRunner, bool]:
+    from quire.cli.batch.runner import BatchRunner
     from quire.cli.bench.load.client import RunCounters
     from quire.cli.bench.load.drive import LoadProgress
     from quire.server.app import make_app
@@ -88,11 +88,11 @@ async def _answer(
 
     server = ServerContext(llm, config)
     rows = llm.info.max_num_seqs * len(llm.replicas)
-    batch = Batch(make_app(server), key, concurrency or 2 * rows, RunCounters())
+    batch = BatchRunner(make_app(server), key, concurrency or 2 * rows, RunCounters())
     await server.start()
     was_stopped = False
     try:
-        async with LoadProgress(batch.tally, source.total, "answering"):
+        async with LoadProgress(batch.counters, source.total, "running"):
             with cancelled_by_interrupt():
                 await batch.run(source, output)
     except asyncio.CancelledError:
@@ -102,11 +102,11 @@ async def _answer(
     return batch, was_stopped
 
 
-def _report(batch: Batch, was_stopped: bool) -> int:
-    tally = batch.tally
-    already = f", {batch.skipped} had been before" if batch.skipped else ""
-    say(f"{tally.done - tally.failed} answered, {tally.failed} failed{already}")
+def _report(batch: BatchRunner, was_stopped: bool) -> int:
+    counters = batch.counters
+    already = f", {batch.skipped} done before" if batch.skipped else ""
+    say(f"{counters.done - counters.failed} completed, {counters.failed} failed{already}")
     if was_stopped:
-        say("stopped; the same command goes on where this ended")
+        say("stopped; run the same command again to continue")
         return 130
-    return 1 if tally.failed else 0
+    return 1 if counters.failed else 0

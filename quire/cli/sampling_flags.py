@@ -1,4 +1,4 @@
-"""Flags for how tokens are sampled, from the fields of `SamplingParams`."""
+"""Sampling flags, from the fields of `SamplingParams`."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ ONLY_FOR_BATCHES = ("n", "logprobs", "prompt_logprobs")
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser, without: tuple[str, ...] = (), note: str = "") -> None:
-    """One flag a field; fields not given have the model's own defaults."""
-    group = parser.add_argument_group("sampling", f"Flags not given have the model's own defaults.\n{note}")
+    """A flag for each field; fields not given have the model's defaults."""
+    group = parser.add_argument_group("sampling", f"Flags not given have the model's defaults.\n{note}")
     for name, how in _KINDS.items():
         if name not in without:
             several = "; may be given several times" if how.get("action") == "append" else ""
@@ -45,7 +45,7 @@ def add_sampling_flags(parser: argparse.ArgumentParser, without: tuple[str, ...]
 
 
 def given_sampling(args: argparse.Namespace) -> dict[str, Any]:
-    """The fields the user set."""
+    """The fields given on the command line."""
     return {name: getattr(args, name) for name in _KINDS if hasattr(args, name)}
 
 

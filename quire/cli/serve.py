@@ -1,4 +1,4 @@
-"""`quire serve`: a model behind OpenAI's API."""
+"""`quire serve`: serves a model with OpenAI's API; its configuration file and start banner."""
 
 from __future__ import annotations
 
@@ -20,26 +20,21 @@ from quire.cli.engine_flags import (
     engine_settings,
 )
 from quire.cli.parser import Parser
-from quire.cli.values import size
+from quire.cli.values import readable_bytes, size
 from quire.config import EngineConfig
 from quire.errors import ConfigError
 from quire.server.config import ServerConfig
 
 if TYPE_CHECKING:
     from quire.server.context import ServerContext
-from typing import TYPE_CHECKING
-
-from quire.cli.values import readable_bytes
-
-if TYPE_CHECKING:
-    from quire.server.context import ServerContext
 
 WHAT = """\
-Serve a model over HTTP: OpenAI's API (chat, completions, embeddings, …), metrics, health. Ctrl-C finishes what runs."""
+Serve a model over HTTP: OpenAI's API (chat, completions, embeddings, …), metrics, health.
+Ctrl-C stops after running requests have finished."""
 EXAMPLES = """
   quire serve                                         the default model on http://127.0.0.1:8000
   quire serve qwen3-0.6b --port 9000 --api-key secret
-  quire serve --config server.yaml                    keys are names of flags; the command line wins
+  quire serve --config server.yaml                    keys are flag names; the command line overrides
   quire serve --uds /run/quire.sock
 """
 LOG_LEVEL = "info"
@@ -54,11 +49,11 @@ def configure(parser: Parser) -> None:
     add_config_flags(parser, ServerConfig, "server: ", SIZES)
     add_engine_flags(parser)
     add_neutral_flags(parser, compat.SERVER)
-    add_common(parser, LOG_LEVEL, leaves_trace=False)
+    add_common(parser, LOG_LEVEL, always_set=False)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until told to stop."""
+    """Serve until stopped."""
     from quire.server.observability.logs import set_up
     from quire.server.serve import serve
 
@@ -66,8 +61,8 @@ def run(args: argparse.Namespace) -> int:
         args = with_file(args, Path(args.config))
     config = ServerConfig(**_settings(args))
     set_up(config.log_format, getattr(args, "log_level", LOG_LEVEL))
-    logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # what it would tell, the server tells itself
-    return serve(EngineConfig(**engine_settings(args)), config, _welcome)
+    logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # the server logs these errors itself
+    return serve(EngineConfig(**engine_settings(args)), config, print_banner)
 
 
 def _settings(args: argparse.Namespace) -> dict[str, Any]:
@@ -75,13 +70,8 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
     return {name: getattr(args, name) for name in names if hasattr(args, name)}
 
 
-def _welcome(server: ServerContext, url: str) -> None:
-
-    show(server, url)
-
-
 def with_file(args: argparse.Namespace, path: Path) -> argparse.Namespace:
-    """The flags of a file, under those of the command line."""
+    """The flags of a file, overridden by those of the command line."""
     parser = Parser(prog="quire serve")
     configure(parser)
     written = vars(parser.parse(_as_arguments(_read(path))))
@@ -103,12 +93,12 @@ def _read(path: Path) -> Mapping[str, Any]:
     if content is None:
         return {}
     if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
-        raise ConfigError(f"the configuration {path} must map names of flags to values", "config", str(path))
+        raise ConfigError(f"the configuration {path} must map flag names to values", "config", str(path))
     return content
 
 
 def _as_arguments(settings: Mapping[str, Any]) -> list[str]:
-    """What one would have typed."""
+    """The settings as command-line arguments."""
     arguments: list[str] = []
     for key, value in settings.items():
         name = "--" + key.replace("_", "-")
@@ -125,8 +115,8 @@ def _as_arguments(settings: Mapping[str, Any]) -> list[str]:
     return arguments
 
 
-def show(server: ServerContext, url: str) -> None:
-    """Print it on stderr."""
+def print_banner(server: ServerContext, url: str) -> None:
+    """Print model, memory and address on stderr, and a curl command to try."""
     from rich.console import Console
     from rich.panel import Panel
     from rich.table import Table
@@ -134,14 +124,14 @@ def show(server: ServerContext, url: str) -> None:
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold")
     table.add_column()
-    for name, value in rows(server, url):
+    for name, value in banner_rows(server, url):
         table.add_row(name, value)
     console = Console(stderr=True)
     console.print(Panel(table, title=f"quire {server.version}", title_align="left", expand=False))
-    console.print(curl(server, url), markup=False, highlight=False, soft_wrap=True)
+    console.print(curl_example(server, url), markup=False, highlight=False, soft_wrap=True)
 
 
-def rows(server: ServerContext, url: str) -> list[tuple[str, str]]:
+def banner_rows(server: ServerContext, url: str) -> list[tuple[str, str]]:
     """Label and value of each line."""
     info = server.llm.info
     several = info.cache_tokens / info.max_model_len
@@ -150,17 +140,17 @@ def rows(server: ServerContext, url: str) -> list[tuple[str, str]]:
         ("device", info.device),
         ("weights", readable_bytes(info.weight_bytes)),
         ("KV cache", f"{readable_bytes(info.kv_bytes)}: {info.cache_tokens:,} tokens, {several:.1f} full contexts"),
-        ("at once", f"{info.max_num_seqs:,} requests, {info.max_num_batched_tokens:,} tokens a step"),
-        ("API keys", "needed" if server.keys else "none: whoever reaches the address may use it"),
+        ("per step", f"{info.max_num_seqs:,} requests, {info.max_num_batched_tokens:,} tokens"),
+        ("API keys", "required" if server.keys else "none: anyone who can reach the address can use it"),
         ("address", f"{url}/v1" if url.startswith("http") else url),
         ("ready in", f"{info.start_seconds:.1f} s"),
     ]
 
 
-def curl(server: ServerContext, url: str) -> str:
-    """A line that can be pasted."""
+def curl_example(server: ServerContext, url: str) -> str:
+    """A curl command for a first request."""
     where = url + "/v1" if url.startswith("http") else f"--unix-socket {server.config.uds} http://quire/v1"
     key = " -H 'Authorization: Bearer '$QUIRE_API_KEY" if server.keys else ""
-    said = '[{"role": "user", "content": "Hello!"}]'
-    body = f'{{"model": "{server.names[0]}", "messages": {said}, "temperature": 0.2}}'
+    messages = '[{"role": "user", "content": "Hello!"}]'
+    body = f'{{"model": "{server.names[0]}", "messages": {messages}, "temperature": 0.2}}'
     return f"curl {where}/chat/completions{key} -H 'Content-Type: application/json' -d '{body}'"

@@ -1,4 +1,4 @@
-"""`quire sessions`: look after the sessions of a folder that no engine uses now."""
+"""`quire sessions`: manages the sessions in a folder that no engine is using."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 WHAT = """\
 List, show, delete, export or import the sessions in the folder of a disk tier (--kv-disk of a server).
-One process owns the folder at a time: while a server runs, ask it instead (/v1/sessions)."""
+Only one process can use the folder: while a server runs, use its API instead (/v1/sessions)."""
 EXAMPLES = """
   quire sessions list --kv-disk /var/lib/quire
   quire sessions show agent-7 --kv-disk /var/lib/quire
@@ -32,15 +32,17 @@ def configure(parser: Parser) -> None:
     """The flags of `quire sessions`."""
     parser.describe(run, WHAT, EXAMPLES, "ACTION [NAME] [FILE]")
     parser.add_argument("action", choices=sorted(ACTIONS), metavar="ACTION", help=", ".join(sorted(ACTIONS)))
-    parser.add_argument("arguments", nargs="*", metavar="NAME | FILE", help="a session's name, and a file to export to")
+    parser.add_argument(
+        "arguments", nargs="*", metavar="NAME | FILE", help="name of a session; file to export to or import from"
+    )
     parser.add_argument("--kv-disk", required=True, metavar="PATH", help="the folder")
-    parser.add_argument("--tenant", default="", help="whose sessions (default: those of no tenant)")
-    parser.add_argument("--name", help="import: another name than the file's own")
+    parser.add_argument("--tenant", default="", help="tenant whose sessions to use (default: those without a tenant)")
+    parser.add_argument("--name", help="import: name to use instead of the file's")
     add_common(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Open the store and do it."""
+    """Open the store and run the action."""
     from quire.sessions.log import SessionStore
 
     count, action = ACTIONS[args.action]
@@ -50,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     if not folder.is_dir():
         if parts := sorted(folder.parent.glob("replica-*/sessions")):
             shown = ", ".join(str(part.parent) for part in parts)
-            raise ValidationError(f"several engines used {args.kv_disk}: name the folder of one, {shown}", "kv_disk")
+            raise ValidationError(f"several engines used {args.kv_disk}: give the folder of one, {shown}", "kv_disk")
         raise ValidationError(
             f"there are no sessions in {args.kv_disk}: no engine has used it with --kv-disk", "kv_disk"
         )
@@ -74,25 +76,25 @@ def _list(store: SessionStore, args: argparse.Namespace) -> None:
 
 def _show(store: SessionStore, args: argparse.Namespace) -> None:
     session = store.get(_key(args))
-    print(table(_facts(session)))
+    print(table(_rows(session)))
 
 
-def _facts(session: Session) -> list[tuple[str, str]]:
+def _rows(session: Session) -> list[tuple[str, str]]:
     from quire.sessions.log import name_of
 
-    facts = [
+    rows = [
         ("name", name_of(session.name)),
         ("tokens", str(session.num_tokens)),
-        ("saved", f"KV of {session.kv_tokens} tokens was put by"),
-        ("made", _when(session.created)),
+        ("saved", f"KV of {session.kv_tokens} tokens"),
+        ("created", _when(session.created)),
         ("used", _when(session.used)),
-        ("ends", "never" if session.expires is None else _when(session.expires)),
+        ("expires", "never" if session.expires is None else _when(session.expires)),
     ]
     if session.parent is not None:
-        facts.append(("forked", f"from {name_of(session.parent)} after {session.forked_at} tokens"))
+        rows.append(("forked", f"from {name_of(session.parent)} after {session.forked_at} tokens"))
     if session.lost:
-        facts.append(("lost", session.lost))
-    return facts + sorted(session.meta.items())
+        rows.append(("lost", session.lost))
+    return rows + sorted(session.meta.items())
 
 
 def _delete(store: SessionStore, args: argparse.Namespace) -> None:

@@ -1,4 +1,4 @@
-"""What a terminal can do that a pipe cannot: dim text, line editing, a history."""
+"""Terminal output and input: notes on stderr, tables, logging, line editing with a history."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ HISTORY_LINES = 1000
 
 
 def dim(text: str, stream: TextIO) -> str:
-    """`text` in grey where `stream` shows colours (https://no-color.org)."""
+    """`text` in grey if `stream` shows colours (https://no-color.org)."""
     return f"\033[2m{text}\033[0m" if _has_colours(stream) else text
 
 
@@ -20,7 +20,7 @@ def _has_colours(stream: TextIO) -> bool:
 
 
 def use_line_editing(words: list[str]) -> None:
-    """Arrow keys, a history kept between sessions, and Tab for `words`, where readline exists."""
+    """Arrow keys, a persistent history, and Tab completion of `words`, if readline is available."""
     try:
         import atexit
         import readline
@@ -57,13 +57,13 @@ def _save_history(path: str) -> None:
 
 
 def say(text: str = "", end: str = "\n") -> None:
-    """A remark beside the output: on stderr, dim, after what was printed before."""
+    """Print a note on stderr, dim, after flushing stdout."""
     sys.stdout.flush()
     print(dim(text, sys.stderr), end=end, file=sys.stderr, flush=True)
 
 
 def table(rows: list[tuple[str, str]], title: str = "", width: int = 12) -> str:
-    """Two columns, the first of at least `width`."""
+    """Two columns, the first at least `width` characters wide."""
     width = max(width, *(len(name) for name, _ in rows))
     lines = [f"  {name:<{width}}  {value}" for name, value in rows]
     return "\n".join([title, *lines] if title else lines)
@@ -77,9 +77,9 @@ class ShortFormatter(logging.Formatter):
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
 
 
-def set_up(level: str) -> None:
-    """Show quire's own log from `level` on, on stderr. Other libraries' loggers stay as they are."""
-    # transformers has its own handler and advice for people who call it themselves.
+def set_up_logging(level: str) -> None:
+    """Log quire's messages from `level` on to stderr. Loggers of other libraries are unchanged."""
+    # transformers has its own handler, and advice for its direct users.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     logger = logging.getLogger("quire")
     for handler in list(logger.handlers):

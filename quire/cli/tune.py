@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 WHAT = """\
 Measure which kernel is fastest on this GPU for each GEMM of a model, for its experts, and which cuBLASLt algorithm
 for GEMMs of many rows, and store the result for later starts.
-What is known already, shipped with quire or measured here before, is printed and not measured again.
-No weights are loaded (a model that is not here yet is downloaded). Nothing else should use the GPU meanwhile."""
+Results that are already known, shipped with quire or measured here before, are printed and not measured again.
+No weights are loaded (but downloaded if necessary). Nothing else should use the GPU meanwhile."""
 EXAMPLES = """
   quire tune qwen3-0.6b
   quire tune ./my-model --dtype float16 --buckets 1,2,4,8
@@ -44,9 +44,9 @@ def configure(parser: Parser) -> None:
         "--buckets",
         type=_integers,
         metavar="N,N,...",
-        help="row counts to measure, of 1, 2, 4 to 512: a step of 5 rows uses what is best for 8 (default: 1 to 256)",
+        help="row counts to measure, of 1, 2, 4 to 512: a step of 5 rows uses the result for 8 (default: 1 to 256)",
     )
-    group.add_argument("--again", action="store_true", help="also measure what is known already")
+    group.add_argument("--again", action="store_true", help="also measure what is already known")
     add_engine_flags(parser, FLAGS)
     add_common(parser)
 
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
 
     buckets = args.buckets or list(tuning.MEASURED_BUCKETS)
     if wrong := [rows for rows in buckets if rows not in tuning.BUCKETS]:
-        args.parser.error(f"--buckets must be of {', '.join(map(str, tuning.BUCKETS))}; got {wrong[0]}")
+        args.parser.error(f"--buckets must be among {', '.join(map(str, tuning.BUCKETS))}; got {wrong[0]}")
     model = shape_model(config, platform)
     shapes, dtype = gemm_shapes(model)
     gpu = tuning_table.current_gpu()
@@ -103,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
     if count:
         say(f"{count} cases measured in {time.monotonic() - begin:.0f} s, stored in {tables.own}")
     else:
-        say("everything was known already; --again measures it again")
+        say("everything was already known; --again measures it again")
     for experts in experts_shapes(model):
         tune_experts(tables, experts, dtype, args.buckets, args.again)
     weights = dict.fromkeys((shape.n, shape.k) for shape in shapes if shape.kind == "linear")
@@ -121,7 +121,7 @@ def tune_experts(
     tuner = moe_tuning.ExpertsTuner(tables)
     buckets = buckets or list(moe_tuning.BUCKETS)
     unknown = [tokens for tokens in buckets if again or tuner.known(shape, tokens, dtype) is None]
-    print(f"{shape.experts} experts of {shape.width} x {shape.hidden}, {shape.top_k} a token")
+    print(f"{shape.experts} experts of {shape.width} x {shape.hidden}, {shape.top_k} per token")
     print(f"{'tokens':>6}{'us':>10}  kernel", flush=True)
     timer = None
     if unknown:
@@ -181,7 +181,7 @@ def usable_gpu() -> Platform:
         raise QuireError('the kernels to choose from need triton, which is not installed (pip install "quire[cuda]")')
     platform = choose("cuda")
     if platform.ops != FAST[0]:
-        raise QuireError(f"quire's kernels do not run on {platform.describe()}: there is nothing to tune")
+        raise QuireError(f"quire's kernels do not run on {platform.describe()}: nothing to tune")
     return platform
 
 
@@ -190,14 +190,14 @@ def shape_model(config: EngineConfig, platform: Platform) -> nn.Module:
     import torch
 
     from quire.engine.setup import model_len
-    from quire.loading.hub import find
+    from quire.loading.hub import find_model
     from quire.loading.model_config import read_model_config
     from quire.worker.building import build_model
 
-    files = find(config)
-    facts = read_model_config(files, config.hf_overrides)
-    length = model_len(config, facts)
-    return build_model(config, files, facts, platform, length, device=torch.device("meta"))  # type: ignore[return-value]
+    files = find_model(config)
+    model = read_model_config(files, config.hf_overrides)
+    length = model_len(config, model)
+    return build_model(config, files, model, platform, length, device=torch.device("meta"))  # type: ignore[return-value]
 
 
 def gemm_shapes(model: nn.Module) -> tuple[list[GemmShape], torch.dtype]:

@@ -1,4 +1,4 @@
-"""Values as people write them: sizes with a suffix, JSON objects, files; and bytes as people read them."""
+"""Parsers of flag values (sizes with a suffix, JSON objects, files), and readable byte counts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SIZE = re.compile(r"(-?\d+(?:\.\d+)?)([kmgtKMGT]?)")
 
 
 def size(text: str) -> int:
-    """An integer, perhaps with a suffix: 1k is 1000, 1K is 1024, 2G is 2 GiB."""
+    """An integer with an optional suffix: 1k is 1000, 1K is 1024, 2G is 2 GiB."""
     match = _SIZE.fullmatch(text.strip())
     if match is None:
         raise argparse.ArgumentTypeError(
@@ -59,14 +59,14 @@ def positive(text: str) -> int:
 
 
 def output_file(text: str) -> str:
-    """A file that can be written: who waits for figures learns before the run that they would have no place."""
+    """A file that can be written, checked before a long run."""
     path = Path(text)
     if path.is_dir():
-        raise argparse.ArgumentTypeError(f"{text} is a folder: name a file")
+        raise argparse.ArgumentTypeError(f"{text} is a folder: give a file")
     if not path.parent.is_dir():
-        raise argparse.ArgumentTypeError(f"{text}: there is no folder {path.parent}: make it first")
+        raise argparse.ArgumentTypeError(f"{text}: there is no folder {path.parent}: create it first")
     if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise argparse.ArgumentTypeError(f"{text} may not be written")
+        raise argparse.ArgumentTypeError(f"{text} is not writable")
     return text
 
 

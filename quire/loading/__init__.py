@@ -1,1 +1,1 @@
-"""From a name to weights: resolve a model, read its configuration, tokenizer and tensors."""
+"""Model loading: resolves a name to files, and reads configuration, tokenizer and weights."""

@@ -1,4 +1,4 @@
-"""Random weights of sane scale: to measure speed, or to test, without a download."""
+"""Random weights of realistic scale, for benchmarks and tests without a download."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from quire.loading.weights import Target
 
 _CPU = torch.device("cpu")
 _SCALE = 0.02
-# Drawing normals costs ten times a copy, so larger tensors repeat a bank of them. An odd length keeps rows apart.
+# Drawing normals costs ten times a copy, so larger tensors repeat a bank of values. An odd length makes rows differ.
 _BANK = (1 << 22) - 3
 
 
 @dataclass(frozen=True)
 class DummyWeight:
-    """A tensor that is made up when read. The same name, shape, seed and kind of device always give the same values."""
+    """A tensor generated when read. The same name, shape, seed and device type always give the same values."""
 
     name: str
     shape: tuple[int, ...]
     seed: int = 0
     device: torch.device = _CPU
-    """Where it is made up: billions of normals are a matter of seconds on a GPU, and of minutes on a CPU."""
+    """Device that generates it: billions of normals take seconds on a GPU and minutes on a CPU."""
 
     def read(self, keep: tuple[slice, ...] = ()) -> torch.Tensor:
-        """The tensor, or the part that `keep` selects: parts on different ranks fit together."""
+        """The tensor, or the part that `keep` selects: parts of different ranks are of the same whole tensor."""
         tensor = torch.empty(self.shape, device=self.device)
         _fill(self.name, tensor, self.seed)
         return tensor[keep]
 
 
 class DummyCheckpoint:
-    """A checkpoint that holds exactly what a model asks for."""
+    """A checkpoint with exactly the tensors that a model needs."""
 
     def __init__(self, targets: Mapping[str, Sequence[Target]], seed: int = 0) -> None:
         self._weights = [
@@ -50,7 +50,7 @@ class DummyCheckpoint:
 
 def _fill(name: str, tensor: torch.Tensor, seed: int) -> None:
     if tensor.dim() == 1 and name.endswith("weight"):
-        tensor.fill_(1.0)  # Vectors called weight are the norms'.
+        tensor.fill_(1.0)  # Vectors named weight belong to norms.
         return
     digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
     generator = torch.Generator(tensor.device).manual_seed(int.from_bytes(digest, "little") >> 1)

@@ -1,4 +1,4 @@
-"""Checkpoints spread over files that hold named tensors, whatever the files' format."""
+"""Checkpoints of one or more files (shards) with named tensors, independent of the file format."""
 
 from __future__ import annotations
 
@@ -11,11 +11,15 @@ import torch
 
 from quire.errors import CheckpointError, ModelNotFoundError
 from quire.loading.files import ModelFiles, read_json
-from quire.loading.stored import Stored
+from quire.loading.stored_tensor import StoredTensor
+
+REOPEN_AFTER = 256 << 20
+"""Bytes after which a mapped file is closed and mapped again: its pages count as memory of this process until then.
+Keeps the peak of a load near the model's own size."""
 
 
 class TensorFile(Protocol):
-    """One file of a checkpoint. It opens itself when it is asked something, again after `close`."""
+    """One file of a checkpoint. Opens itself on first use, and again after `close`."""
 
     def names(self) -> list[str]: ...
 
@@ -23,8 +27,8 @@ class TensorFile(Protocol):
 
     def read(self, name: str, keep: tuple[slice, ...]) -> torch.Tensor: ...
 
-    def stored(self, name: str) -> Stored | None:
-        """Where the tensor's bytes lie, in files that hold them plain."""
+    def stored(self, name: str) -> StoredTensor | None:
+        """Where the tensor's bytes are, if the file stores them unencoded."""
         ...
 
     def close(self) -> None: ...
@@ -39,16 +43,36 @@ class FileWeight:
     _file: TensorFile = field(repr=False)
 
     def read(self, keep: tuple[slice, ...] = ()) -> torch.Tensor:
-        """The tensor, or the part that `keep` selects; the rest of it is left in the file."""
+        """The tensor, or the part that `keep` selects; the rest is not read."""
         return self._file.read(self.name, keep)
 
     @property
-    def stored(self) -> Stored | None:
+    def stored(self) -> StoredTensor | None:
         return self._file.stored(self.name)
 
 
+@dataclass(frozen=True)
+class Shards:
+    """The files of a checkpoint. With an index, `expected` maps each tensor to its file."""
+
+    files: tuple[Path, ...]
+    expected: dict[str, Path] | None = None
+
+    def owned(self, path: Path, names: list[str]) -> list[str]:
+        """The tensors to read from this file: with an index, only those it assigns to the file."""
+        if self.expected is None:
+            return names
+        present = set(names)
+        lacking = [name for name, file in self.expected.items() if file == path and name not in present]
+        if lacking:
+            raise CheckpointError(
+                f"{path}: the index lists {len(lacking)} tensors that this file lacks: {', '.join(lacking[:5])}"
+            )
+        return [name for name in names if self.expected.get(name) == path]
+
+
 class FileCheckpoint:
-    """The tensors of all files. Headers are checked now, tensors are read when they are wanted."""
+    """The tensors of all files. Headers are checked on construction, tensors are read on demand."""
 
     def __init__(self, shards: Shards, open_file: Callable[[Path], TensorFile]) -> None:
         self._weights: dict[str, FileWeight] = {}
@@ -67,31 +91,6 @@ class FileCheckpoint:
         return len(self._weights)
 
 
-# A mapped file's pages count as this process's memory until the mapping goes. Reopening after this many bytes keeps
-# the peak of a load near the model's own size.
-REOPEN_AFTER = 256 << 20
-
-
-@dataclass(frozen=True)
-class Shards:
-    """The files of a checkpoint. With an index, `expected` says which file holds each tensor."""
-
-    files: tuple[Path, ...]
-    expected: dict[str, Path] | None = None
-
-    def owned(self, path: Path, names: list[str]) -> list[str]:
-        """Those of a file's tensors that count: with an index, the ones it assigns to this file."""
-        if self.expected is None:
-            return names
-        present = set(names)
-        lacking = [name for name, file in self.expected.items() if file == path and name not in present]
-        if lacking:
-            raise CheckpointError(
-                f"{path}: the index promises {len(lacking)} tensors that are not in it: {', '.join(lacking[:5])}"
-            )
-        return [name for name in names if self.expected.get(name) == path]
-
-
 def find_shards(files: ModelFiles, kind: str) -> Shards:
     """The weight files of one kind (safetensors or pt)."""
     index = files.weight_index(kind)
@@ -99,7 +98,7 @@ def find_shards(files: ModelFiles, kind: str) -> Shards:
         return _from_index(index)
     found = files.weight_files(kind)
     if not found:
-        raise ModelNotFoundError(f"{files.path} holds no {kind} weights")
+        raise ModelNotFoundError(f"{files.path} has no {kind} weights")
     return Shards(found)
 
 
@@ -111,9 +110,7 @@ def _from_index(index: Path) -> Shards:
     for name, file in mapping.items():
         # A name from a downloaded file becomes a path: it must stay in this folder.
         if not isinstance(file, str) or Path(file).name != file or file in ("", ".", "..") or "\0" in file:
-            raise CheckpointError(
-                f"{index}: the tensor {name!r} is said to be in {file!r}, which is not a plain file name"
-            )
+            raise CheckpointError(f"{index}: the tensor {name!r} is mapped to {file!r}, which is not a plain file name")
         expected[name] = index.parent / file
     shards = tuple(sorted(set(expected.values())))
     missing = [shard.name for shard in shards if not shard.is_file()]

@@ -1,4 +1,4 @@
-"""What a model is on disk: a folder as the Hub keeps it, or one GGUF file."""
+"""A model's files on disk: a folder in the Hub's layout, or one GGUF file."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ GGUF_MAGIC = b"GGUF"
 
 SAFETENSORS_INDEX = "model.safetensors.index.json"
 TORCH_INDEX = "pytorch_model.bin.index.json"
-# Folders of a training run hold pickles that are no weights.
+_MAX_JSON_BYTES = 64 << 20
+# Folders of training runs contain pickles that are not weights.
 _NOT_WEIGHTS = ("training_args", "optimizer", "scheduler", "rng_state", "adapter_model", "trainer_state")
 
 
@@ -23,12 +24,12 @@ class ModelFiles:
     """A model found on this machine."""
 
     name: str
-    """What the user asked for."""
+    """The name the user gave."""
     path: Path
     """The resolved GGUF file or folder."""
     gguf: Path | None = None
     folder: Path | None = None
-    """The folder with config.json and tokenizer files, where there is one."""
+    """The folder with config.json and tokenizer files, if there is one."""
 
     @property
     def kind(self) -> str | None:
@@ -48,18 +49,18 @@ class ModelFiles:
         return ()
 
     def to_plain(self) -> dict[str, str | None]:
-        """As plain data, for another process."""
+        """As plain data, to send to another process."""
         places = {"path": self.path, "gguf": self.gguf, "folder": self.folder}
         return {"name": self.name, **{name: None if path is None else str(path) for name, path in places.items()}}
 
     @classmethod
     def from_plain(cls, fields: Mapping[str, str | None]) -> ModelFiles:
-        """What `to_plain` made plain."""
+        """The inverse of `to_plain`."""
         gguf, folder = (None if fields[name] is None else Path(str(fields[name])) for name in ("gguf", "folder"))
         return cls(str(fields["name"]), Path(str(fields["path"])), gguf, folder)
 
     def weight_index(self, kind: str) -> Path | None:
-        """The json file that says which shard holds which tensor, where there is one."""
+        """The JSON file that maps tensors to shards, if there is one."""
         name = {"safetensors": SAFETENSORS_INDEX, "pt": TORCH_INDEX}.get(kind)
         if name is None or self.folder is None or not (self.folder / name).is_file():
             return None
@@ -76,7 +77,7 @@ def _pick(folder: Path, pattern: str, single: str, doubled: str) -> tuple[Path, 
     if (folder / single).is_file():
         return (folder / single,)
     found = [p for p in sorted(folder.glob(pattern)) if p.is_file() and not p.name.startswith(_NOT_WEIGHTS)]
-    # Some repositories carry the weights a second time in their author's own layout.
+    # Some repositories contain the weights twice, the second time in the author's own layout.
     return tuple([p for p in found if not p.name.startswith(doubled)] or found)
 
 
@@ -91,39 +92,36 @@ def local_files(name: str, path: Path) -> ModelFiles:
     ggufs = [p for p in sorted(path.glob("*.gguf")) if not p.name.startswith("mmproj")]
     if len(ggufs) > 1:
         listed = ", ".join(p.name for p in ggufs[:10])
-        raise ModelNotFoundError(f"{path} holds {len(ggufs)} GGUF files: name one of them ({listed})")
+        raise ModelNotFoundError(f"{path} has {len(ggufs)} GGUF files: give the path of one ({listed})")
     if ggufs:
         return ModelFiles(name, ggufs[0], gguf=ggufs[0], folder=path)
     if (path / "config.json").is_file():
-        return folder  # Enough for dummy weights; loading real ones says what is missing.
-    raise ModelNotFoundError(f"{path} holds no model: neither config.json nor a .gguf file was found there")
+        return folder  # Enough for dummy weights; loading real ones reports what is missing.
+    raise ModelNotFoundError(f"{path} has no model: it contains neither config.json nor a .gguf file")
 
 
 def _checked_gguf(path: Path) -> Path:
     with path.open("rb") as file:
         magic = file.read(4)
     if path.suffix == ".gguf" or magic == GGUF_MAGIC:
-        return path  # A damaged .gguf is told apart by the header's reader, which says what is wrong.
+        return path  # The header's reader reports what is wrong with a damaged .gguf.
     raise ModelNotFoundError(
         f"{path} is not a GGUF file (it starts with {magic!r}); for safetensors or .bin weights give the folder "
         f"that holds config.json: {path.parent}"
     )
 
 
-_LIMIT = 64 << 20
-
-
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file."""
     try:
         size = path.stat().st_size
-        if size > _LIMIT:
-            raise CheckpointError(f"{path}: {size:,} bytes of JSON; at most {_LIMIT:,} are read")
+        if size > _MAX_JSON_BYTES:
+            raise CheckpointError(f"{path}: {size:,} bytes of JSON; the limit is {_MAX_JSON_BYTES:,}")
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from None
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: not valid JSON ({error})") from None
     if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: holds a {type(value).__name__} where an object is needed")
+        raise CheckpointError(f"{path}: a JSON object is needed, got a {type(value).__name__}")
     return value

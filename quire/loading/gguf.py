@@ -1,4 +1,4 @@
-"""Checkpoints in one GGUF file, dequantized as they are read."""
+"""Checkpoints in GGUF files, dequantized while reading."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from quire.loading.file_checkpoint import REOPEN_AFTER
 from quire.loading.gguf_header import GGUFHeader, TensorInfo, block_sizes, read_header
 from quire.loading.gguf_names import NAMES, hf_name, is_flat, is_transposed, row_order
 
-# Values dequantized at a time: enough to keep threads busy, few enough that temporaries stay out of the peak.
+# Values dequantized at a time: enough to keep threads busy, few enough that temporaries do not raise the memory peak.
 _CHUNK = 1 << 20
 _PLAIN: Mapping[int, torch.dtype] = {
     0: torch.float32,
@@ -42,7 +42,7 @@ class GGUFCheckpoint:
             )
         heads = self.header.integer(f"{family}.attention.head_count", 0)
         kv_heads = self.header.integer(f"{family}.attention.head_count_kv", heads)
-        pages = _Pages(self.header)
+        file = _MappedFile(self.header)
         self._weights: dict[str, GGUFWeight] = {}
         for info in self.header.tensors.values():
             name = hf_name(family, info.name)
@@ -53,7 +53,7 @@ class GGUFCheckpoint:
             if is_flat(info.name) and len(info.shape) == 1:
                 info = replace(info, shape=(1, *info.shape))
             shape = info.shape[::-1] if flip else info.shape
-            self._weights[name] = GGUFWeight(name, shape, info, order, flip, pages)
+            self._weights[name] = GGUFWeight(name, shape, info, order, flip, file)
 
     def __iter__(self) -> Iterator[GGUFWeight]:
         return iter(self._weights.values())
@@ -62,8 +62,8 @@ class GGUFCheckpoint:
         return len(self._weights)
 
 
-class _Pages:
-    """The mapped file, whose pages are given back after a while so that they do not pile up in this process."""
+class _MappedFile:
+    """The mapped file. Its pages are released from time to time, so that they do not add up in this process."""
 
     def __init__(self, header: GGUFHeader) -> None:
         self.path = header.path
@@ -71,7 +71,7 @@ class _Pages:
         self._touched = 0
 
     def rows(self, info: TensorInfo) -> np.ndarray:
-        """The tensor's bytes, one line per row."""
+        """The tensor's bytes, [rows, bytes of a row]."""
         if self._touched > REOPEN_AFTER and hasattr(mmap, "MADV_DONTNEED"):
             self._buffer.madvise(mmap.MADV_DONTNEED)
             self._touched = 0
@@ -89,17 +89,17 @@ class GGUFWeight:
     info: TensorInfo
     _order: np.ndarray | None = field(repr=False)
     _flip: bool = field(repr=False)
-    _pages: _Pages = field(repr=False)
+    _file: _MappedFile = field(repr=False)
 
     def read(self, keep: tuple[slice, ...] = ()) -> torch.Tensor:
-        """The tensor, or the part that `keep` selects. Quantized ones come as float32; only kept rows are unpacked."""
+        """The tensor, or the part that `keep` selects; quantized tensors as float32. Only kept rows are dequantized."""
         whole = tuple(keep) + (slice(None),) * (len(self.shape) - len(keep))
         if self._flip:
             return self._read(whole[::-1]).t()
         return self._read(whole)
 
     def _read(self, keep: tuple[slice, ...]) -> torch.Tensor:
-        shape, raw = self.info.shape, self._pages.rows(self.info)
+        shape, raw = self.info.shape, self._file.rows(self.info)
         if len(shape) == 1:
             flat = self._unpack(raw, slice(None))[0]
             return (flat if self._order is None else flat[torch.from_numpy(self._order)])[keep[0]]
@@ -108,7 +108,7 @@ class GGUFWeight:
         if self._order is not None:
             lead = self._order[lead]
         rows = raw.reshape(shape[0], middle, -1)
-        # A plain range stays a view of the file; a reordered one is gathered, still packed.
+        # A contiguous range stays a view of the file; reordered rows are gathered while still quantized.
         contiguous = lead.size == 0 or (self._order is None and keep[0].step in (None, 1))
         chosen = rows[keep[0]] if contiguous else rows[lead]
         values = self._unpack(chosen.reshape(-1, raw.shape[1]), keep[-1])
@@ -118,7 +118,7 @@ class GGUFWeight:
         return values
 
     def _unpack(self, raw: np.ndarray, columns: slice) -> torch.Tensor:
-        """Rows of bytes to values, the kept columns only (blocks that hold none of them are not unpacked)."""
+        """Dequantize rows of bytes, the kept columns only (quantization blocks without any of them are skipped)."""
         kind, width = self.info.kind, self.info.shape[-1]
         block, block_bytes = block_sizes()[kind]
         first, last, step = columns.indices(width)
@@ -128,7 +128,7 @@ class GGUFWeight:
         within = slice(first - lower * block, last - lower * block, step)
         values = torch.empty(len(raw), (upper - lower) * block, dtype=_PLAIN.get(kind, torch.float32))
         if values.numel():
-            _fill(values, raw, kind, f"{self._pages.path}: tensor {self.info.name!r}")
+            _fill(values, raw, kind, f"{self._file.path}: tensor {self.info.name!r}")
         return values[:, within]
 
 
@@ -151,8 +151,8 @@ def _fill(out: torch.Tensor, raw: np.ndarray, kind: int, what: str) -> None:
     try:
         one(0)
         if len(starts) > 1:
-            # numpy lets go of the interpreter lock inside its loops, so threads share the work.
+            # numpy releases the GIL inside its loops, so threads work in parallel.
             with ThreadPoolExecutor(min(len(starts), torch.get_num_threads())) as threads:
                 list(threads.map(one, starts[1:]))
     except NotImplementedError:
-        raise CheckpointError(f"{what}: the encoding {encoding.name} cannot be unpacked") from None
+        raise CheckpointError(f"{what}: the encoding {encoding.name} cannot be dequantized") from None

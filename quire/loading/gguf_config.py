@@ -1,4 +1,4 @@
-"""The facts of a GGUF header, said the way a config.json says them."""
+"""The metadata of a GGUF header, converted to the fields of a config.json."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _DTYPES = {0: "float32", 1: "float16", 32: "bfloat16"}
 
 
 def config_from_gguf(header: GGUFHeader) -> dict[str, Any]:
-    """The raw dictionary a config.json of this model would hold."""
+    """The dictionary that a config.json of this model would have."""
     family = header.architecture
     if family not in _CLASSES:
         raise UnsupportedModelError(
@@ -43,14 +43,14 @@ def config_from_gguf(header: GGUFHeader) -> dict[str, Any]:
         "model_type": model_type,
         "architectures": [architecture],
         "vocab_size": _vocabulary(header, family),
-        "hidden_size": _needed(header, f"{family}.embedding_length"),
-        "num_hidden_layers": _needed(header, f"{family}.block_count"),
-        "num_attention_heads": _needed(header, f"{family}.attention.head_count"),
-        "intermediate_size": _needed(header, f"{family}.feed_forward_length"),
-        "max_position_embeddings": _needed(header, f"{family}.context_length"),
+        "hidden_size": _required(header, f"{family}.embedding_length"),
+        "num_hidden_layers": _required(header, f"{family}.block_count"),
+        "num_attention_heads": _required(header, f"{family}.attention.head_count"),
+        "intermediate_size": _required(header, f"{family}.feed_forward_length"),
+        "max_position_embeddings": _required(header, f"{family}.context_length"),
         "tie_word_embeddings": "output.weight" not in header.tensors,
         "bos_token_id": header.integer("tokenizer.ggml.bos_token_id"),
-        "eos_token_id": _ends(header),
+        "eos_token_id": _end_tokens(header),
         "pad_token_id": header.integer("tokenizer.ggml.padding_token_id"),
     }
     if (dtype := _DTYPES.get(header.integer("general.file_type", -1))) is not None:
@@ -67,7 +67,7 @@ def config_from_gguf(header: GGUFHeader) -> dict[str, Any]:
     return raw
 
 
-def _needed(header: GGUFHeader, key: str) -> int:
+def _required(header: GGUFHeader, key: str) -> int:
     value = header.integer(key)
     if value is None or value < 1:
         raise CheckpointError(f"{header.path}: the GGUF header has {key} = {value}; a positive integer is needed")
@@ -75,13 +75,13 @@ def _needed(header: GGUFHeader, key: str) -> int:
 
 
 def _vocabulary(header: GGUFHeader, family: str) -> int:
-    # The embedding is what the model really has: some files pad it beyond the tokenizer's list.
+    # The size of the embedding is the model's: some files pad it beyond the tokenizer's vocabulary.
     if (embedding := header.tensors.get("token_embd.weight")) is not None:
         return embedding.shape[0]
-    return _needed(header, f"{family}.vocab_size")
+    return _required(header, f"{family}.vocab_size")
 
 
-def _ends(header: GGUFHeader) -> int | list[int] | None:
+def _end_tokens(header: GGUFHeader) -> int | list[int] | None:
     keys = ("eos_token_id", "eot_token_id", "eom_token_id")
     found = [header.integer(f"tokenizer.ggml.{key}") for key in keys]
     ends = list(dict.fromkeys(end for end in found if end is not None))
@@ -109,7 +109,7 @@ def _llama_like(header: GGUFHeader, family: str, raw: dict[str, Any]) -> dict[st
         "rope_parameters": _rope(header, family, head_dim, raw["max_position_embeddings"]),
     }
     if (window := header.integer(f"{family}.attention.sliding_window", 0)) and family == "llama":
-        # llama.cpp stores Mistral as LLaMA; the window is what tells them apart.
+        # llama.cpp stores Mistral as LLaMA; only the window tells them apart.
         found |= {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": window}
     if family in _MIXTURES and header.integer(f"{family}.expert_count", 0):
         found |= _mixture(header, family)
@@ -118,13 +118,13 @@ def _llama_like(header: GGUFHeader, family: str, raw: dict[str, Any]) -> dict[st
 
 def _mixture(header: GGUFHeader, family: str) -> dict[str, Any]:
     found: dict[str, Any] = {
-        "num_experts": _needed(header, f"{family}.expert_count"),
-        "num_experts_per_tok": _needed(header, f"{family}.expert_used_count"),
+        "num_experts": _required(header, f"{family}.expert_count"),
+        "num_experts_per_tok": _required(header, f"{family}.expert_used_count"),
     }
-    if family == "llama":  # llama.cpp stores Mixtral as LLaMA; the experts are what tells them apart
+    if family == "llama":  # llama.cpp stores Mixtral as LLaMA; only the experts tell them apart
         return found | {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"]}
-    found["moe_intermediate_size"] = _needed(header, f"{family}.expert_feed_forward_length")
-    found["norm_topk_prob"] = family == "qwen3moe"  # not in the file: llama.cpp knows it of the family
+    found["moe_intermediate_size"] = _required(header, f"{family}.expert_feed_forward_length")
+    found["norm_topk_prob"] = family == "qwen3moe"  # not in the file: llama.cpp has it per family
     if family == "qwen2moe":
         found["shared_expert_intermediate_size"] = _shared_width(header)
         found["qkv_bias"] = "blk.0.attn_q.bias" in header.tensors
@@ -136,7 +136,7 @@ def _shared_width(header: GGUFHeader) -> int:
         return width
     if (gate := header.tensors.get("blk.0.ffn_gate_shexp.weight")) is not None:
         return gate.shape[0]
-    raise CheckpointError(f"{header.path}: the GGUF header does not tell how wide the shared expert is")
+    raise CheckpointError(f"{header.path}: the GGUF header does not give the width of the shared expert")
 
 
 def _neox(header: GGUFHeader, raw: dict[str, Any]) -> dict[str, Any]:
@@ -176,7 +176,7 @@ def _rope(header: GGUFHeader, family: str, head_dim: int, context: int) -> dict[
 
 def _llama3_rope(header: GGUFHeader, theta: float, head_dim: int) -> dict[str, Any]:
     """Llama 3's scaling is stored as a table of divisors. All released models share three of its four parameters;
-    the fourth is the largest divisor. The table is computed again to be sure."""
+    the fourth is the largest divisor. The table is recomputed to verify that."""
     low, high, original = 1.0, 4.0, 8192
     info = header.tensors["rope_freqs.weight"]
     if info.kind != 0 or info.shape != (head_dim // 2,):
@@ -187,7 +187,7 @@ def _llama3_rope(header: GGUFHeader, theta: float, head_dim: int) -> dict[str, A
     blend = np.clip((original / wavelength - low) / (high - low), 0.0, 1.0)
     expected = 1.0 / ((1.0 - blend) / factor + blend)
     if not np.allclose(table, expected, rtol=1e-3):
-        raise UnsupportedModelError(f"{header.path}: rope_freqs.weight holds a rope scaling other than Llama 3's")
+        raise UnsupportedModelError(f"{header.path}: rope_freqs.weight has a rope scaling other than Llama 3's")
     return {
         "rope_type": "llama3",
         "rope_theta": theta,

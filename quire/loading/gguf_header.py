@@ -1,8 +1,8 @@
-"""The header of a GGUF file: facts about the model, and where each tensor lies.
+"""The header of a GGUF file: the model's metadata, and where each tensor is.
 
 The `gguf` package reads the same header, but builds an object per array element: two seconds for a vocabulary of
-49,152. Here arrays are skipped over and decoded when asked for. The file may come from anyone, so every length and
-offset is checked against the file's size before it is used.
+49,152. Here arrays are skipped and decoded on demand. The file may come from anyone, so every length and offset is
+checked against the file's size before it is used.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _MAX_ALIGNMENT = 1 << 20
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Where one tensor lies, and how it is encoded."""
+    """Where one tensor is in the file, and how it is encoded."""
 
     name: str
     shape: tuple[int, ...]
-    """Outermost dimension first, as torch has it."""
+    """Outermost dimension first, as in torch."""
     kind: int
     """GGML's number of the encoding."""
     start: int
@@ -75,7 +75,7 @@ class GGUFHeader:
 
     @property
     def architecture(self) -> str:
-        """The model's family, in llama.cpp's word for it."""
+        """The model's family, by llama.cpp's name."""
         return self.text("general.architecture", "")
 
     def text(self, key: str, default: str | None = None) -> Any:
@@ -113,7 +113,7 @@ class GGUFHeader:
 
 
 def read_header(path: str | os.PathLike[str]) -> GGUFHeader:
-    """Parse and check the header of a GGUF file. A file that did not change is parsed once."""
+    """Parse and check the header of a GGUF file. Cached until the file changes."""
     path = Path(path)
     try:
         stat = path.stat()
@@ -125,14 +125,14 @@ def read_header(path: str | os.PathLike[str]) -> GGUFHeader:
 @functools.lru_cache(maxsize=2)
 def _read_header(path: Path, size: int, mtime_ns: int) -> GGUFHeader:
     if size < 24:
-        raise CheckpointError(f"{path}: {size} bytes are too few for a GGUF file")
+        raise CheckpointError(f"{path}: a file of {size} bytes is too short for GGUF")
     with path.open("rb") as file:
         buffer = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     return _Reader(path, buffer).header()
 
 
 class _Reader:
-    """Walks the header; every step checks that the file is long enough for it."""
+    """Parses the header; every read first checks that the file is long enough."""
 
     def __init__(self, path: Path, buffer: mmap.mmap) -> None:
         self.path = path
@@ -150,7 +150,7 @@ class _Reader:
             hint = " (a big-endian file)" if swapped in (2, 3) else ""
             raise self.error(f"GGUF version {version}{hint} is not supported; versions 2 and 3 are")
         tensor_count, value_count = self.scalar("Q"), self.scalar("Q")
-        # The smallest entries: a tensor takes 8 + 4 + 8 + 4 + 8 bytes, a value 8 + 4 + 1.
+        # At least 8 + 4 + 8 + 4 + 8 bytes per tensor and 8 + 4 + 1 per value.
         self.need(tensor_count * 32 + value_count * 13, f"{tensor_count:,} tensors and {value_count:,} values")
         metadata: dict[str, Any] = {}
         for _ in range(value_count):
@@ -218,7 +218,7 @@ class _Reader:
         return StringArray(buffer, start, count)
 
     def tensor(self) -> TensorInfo:
-        """An entry of the tensor list; `start` still counts from the beginning of the data."""
+        """An entry of the tensor list; `start` is still relative to the beginning of the data."""
         name = self.string(_MAX_NAME)
         dims = self.scalar("I")
         if not 1 <= dims <= _MAX_DIMS:
@@ -248,7 +248,7 @@ class _Reader:
             end = base + tensor.start + tensor.nbytes
             if end > self.size:
                 raise self.error(
-                    f"tensor {tensor.name!r} {tensor.shape} lies beyond the end of the file: it would end at byte "
+                    f"tensor {tensor.name!r} {tensor.shape} extends beyond the end of the file: it would end at byte "
                     f"{end:,} of {self.size:,} (is the file cut short?)"
                 )
             tensors[tensor.name] = TensorInfo(
@@ -259,7 +259,7 @@ class _Reader:
 
 @functools.cache
 def block_sizes() -> dict[int, tuple[int, int]]:
-    """For each encoding: how many values a block holds, and its bytes."""
+    """For each encoding: values and bytes per quantization block."""
     from gguf.constants import GGML_QUANT_SIZES
 
     return {int(kind): (block, size) for kind, (block, size) in GGML_QUANT_SIZES.items()}

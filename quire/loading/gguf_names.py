@@ -1,8 +1,8 @@
-"""llama.cpp's names and layouts of tensors, turned back into those of Hugging Face's modelling code.
+"""Maps llama.cpp's tensor names and layouts to those of Hugging Face's modelling code.
 
 GGUF files rename tensors, and for some families reorder their rows: LLaMA's Q and K are stored with the two halves of
 each rotary pair side by side; GPT-NeoX's fused QKV is stored as all Q, all K, all V; GPT-2's Conv1D weights are
-stored transposed. Reordering whole rows is all it takes, so a slice of rows stays cheap.
+stored transposed. Only whole rows are reordered, so reading a slice of rows stays cheap.
 """
 
 from __future__ import annotations
@@ -77,16 +77,16 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     "gptneox": _NEOX,
 }
 
-# Tables llama.cpp computes its rotary embedding from; the model's config carries the same facts.
+# Tables for llama.cpp's rotary embedding; the model's config has the same information.
 _NOT_WEIGHTS = re.compile(r"rope_freqs\.weight|rope_factors_(long|short)\.weight")
 _BLOCK = re.compile(r"blk\.(\d+)\.")
-# The first files of mixtures had a tensor for each expert.
+# Early mixture files have one tensor per expert.
 _EXPERT = re.compile(r"blk\.(\d+)\.ffn_(gate|up|down)\.(\d+)\.weight")
 _CONV1D = re.compile(r"blk\.\d+\.(attn_qkv|attn_output|ffn_up|ffn_down)\.weight")
 
 
 def hf_name(architecture: str, name: str) -> str | None:
-    """The tensor's name in Hugging Face's code; its own name where none is known; None for what is no weight."""
+    """The tensor's name in Hugging Face's code; unchanged if unknown, None if it is not a weight."""
     if _NOT_WEIGHTS.fullmatch(name):
         return None
     if one := _EXPERT.fullmatch(name):
@@ -98,17 +98,17 @@ def hf_name(architecture: str, name: str) -> str | None:
 
 
 def is_transposed(architecture: str, name: str) -> bool:
-    """Whether the file holds the transpose of Hugging Face's tensor."""
+    """Whether the file has the transpose of Hugging Face's tensor."""
     return architecture == "gpt2" and _CONV1D.fullmatch(name) is not None
 
 
 def is_flat(name: str) -> bool:
-    """Whether the file holds as a vector what is a matrix of one row."""
+    """Whether the file has a one-row matrix as a vector."""
     return name.endswith(".ffn_gate_inp_shexp.weight")
 
 
 def row_order(architecture: str, name: str, rows: int, heads: int, kv_heads: int) -> np.ndarray | None:
-    """For each row of Hugging Face's tensor, the row of the file that holds it; None where the order is the same."""
+    """For each row of Hugging Face's tensor, its row in the file; None if the order is the same."""
     if architecture == "llama" and (match := re.fullmatch(r"blk\.\d+\.attn_([qk])\.(weight|bias)", name)):
         count = heads if match[1] == "q" else kv_heads
         _divides(name, rows, 2 * count)
@@ -122,6 +122,4 @@ def row_order(architecture: str, name: str, rows: int, heads: int, kv_heads: int
 
 def _divides(name: str, rows: int, parts: int) -> None:
     if parts < 1 or rows % parts:
-        raise CheckpointError(
-            f"tensor {name!r} has {rows} rows, which the model's heads do not divide (parts: {parts})"
-        )
+        raise CheckpointError(f"tensor {name!r} has {rows} rows, not a multiple of {parts}, as the model's heads need")

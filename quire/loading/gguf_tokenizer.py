@@ -1,7 +1,7 @@
-"""A tokenizer built from a GGUF file's own vocabulary, as the model's author meant it to cut text.
+"""Builds a tokenizer from the vocabulary in a GGUF file.
 
-GGUF names the pre-tokenizer with one word (`tokenizer.ggml.pre`); what the word means is a table here. Where a word
-is unknown the file is refused: a wrong split gives no error, only worse text.
+GGUF only names the pre-tokenizer (`tokenizer.ggml.pre`); a table here says what each name means. A file with an
+unknown name is refused: with a wrong split there is no error, only worse text.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ _DIGITS_BY_ONE = rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}|{_REST}"
 
 
 @dataclass(frozen=True)
-class _Cut:
-    """How a byte-level vocabulary wants its text cut before merging."""
+class _PreTokenizer:
+    """How text is split before BPE merges, for a byte-level vocabulary."""
 
     pattern: str | None = None
-    """A regular expression; None is GPT-2's own, built into the byte-level step."""
+    """Regular expression of a piece; None: GPT-2's, which is built into the byte-level step."""
     lone_digits: bool = False
     nfc: bool = False
     whole_words: bool = False
-    """A piece that is in the vocabulary is taken whole, whatever its merges say."""
+    """Whether a piece that is in the vocabulary becomes one token without looking at merges."""
     bos: bool = False
-    """Whether a beginning token is added when the file does not say."""
+    """Whether BOS is added when the file does not say."""
 
 
-_GPT2 = _Cut()
-_SMOLLM = _Cut(lone_digits=True)
-_LLAMA3 = _Cut(_DIGITS_BY_THREE, whole_words=True, bos=True)
-_QWEN2 = _Cut(_DIGITS_BY_ONE, nfc=True)
-_NEOX = _Cut(nfc=True)
+_GPT2 = _PreTokenizer()
+_SMOLLM = _PreTokenizer(lone_digits=True)
+_LLAMA3 = _PreTokenizer(_DIGITS_BY_THREE, whole_words=True, bos=True)
+_QWEN2 = _PreTokenizer(_DIGITS_BY_ONE, nfc=True)
+_NEOX = _PreTokenizer(nfc=True)
 
-_CUTS: Mapping[str, _Cut] = {
+_PRE_TOKENIZERS: Mapping[str, _PreTokenizer] = {
     "gpt-2": _GPT2,
     "gpt2": _GPT2,
     "phi-2": _GPT2,
@@ -59,16 +59,16 @@ _CUTS: Mapping[str, _Cut] = {
     "llama3": _LLAMA3,
     "llama-v3": _LLAMA3,
     "falcon3": _LLAMA3,
-    "dbrx": _Cut(_DIGITS_BY_THREE),
-    "smaug-bpe": _Cut(_DIGITS_BY_THREE),
+    "dbrx": _PreTokenizer(_DIGITS_BY_THREE),
+    "smaug-bpe": _PreTokenizer(_DIGITS_BY_THREE),
     "qwen2": _QWEN2,
     "deepseek-r1-qwen": _QWEN2,
-    "stablelm2": _Cut(_DIGITS_BY_ONE),
+    "stablelm2": _PreTokenizer(_DIGITS_BY_ONE),
     "olmo": _NEOX,
     "mpt": _NEOX,
 }
-# Files that name none, or "default", come from converters of before the word existed: the family decides.
-_CUT_OF_FAMILY: Mapping[str, _Cut] = {
+# Files of old converters name none, or "default": the model family decides.
+_PRE_TOKENIZER_OF_FAMILY: Mapping[str, _PreTokenizer] = {
     "gpt2": _GPT2,
     "gptneox": _NEOX,
     "llama": _LLAMA3,
@@ -82,7 +82,7 @@ def tokens_of(header: GGUFHeader) -> list[str]:
     tokens = header.strings("tokenizer.ggml.tokens")
     if not tokens:
         raise CheckpointError(
-            f"{header.path}: the GGUF file carries no tokenizer; give the original model's folder for it"
+            f"{header.path}: the GGUF file has no tokenizer; give the original model's folder as tokenizer"
         )
     return tokens
 
@@ -113,33 +113,33 @@ def _types(header: GGUFHeader, count: int) -> list[int]:
     return types.tolist()
 
 
-def _cut(header: GGUFHeader) -> _Cut:
+def _pre_tokenizer(header: GGUFHeader) -> _PreTokenizer:
     name = header.text("tokenizer.ggml.pre", "default")
-    if name in _CUTS:
-        return _CUTS[name]
-    if name in ("default", "") and header.architecture in _CUT_OF_FAMILY:
-        return _CUT_OF_FAMILY[header.architecture]
+    if name in _PRE_TOKENIZERS:
+        return _PRE_TOKENIZERS[name]
+    if name in ("default", "") and header.architecture in _PRE_TOKENIZER_OF_FAMILY:
+        return _PRE_TOKENIZER_OF_FAMILY[header.architecture]
     raise UnsupportedModelError(
-        f"{header.path}: the pre-tokenizer {name!r} is not known ({', '.join(sorted(_CUTS))} are); "
+        f"{header.path}: the pre-tokenizer {name!r} is not known ({', '.join(sorted(_PRE_TOKENIZERS))} are); "
         "give the original model's tokenizer folder instead"
     )
 
 
 def _byte_level(header: GGUFHeader, tokens: list[str]) -> Tokenizer:
-    cut = _cut(header)
+    split = _pre_tokenizer(header)
     pieces = [merge.split(" ") for merge in header.strings("tokenizer.ggml.merges") or []]
     if any(len(piece) != 2 for piece in pieces):
-        raise CheckpointError(f"{header.path}: tokenizer.ggml.merges holds entries that are not two pieces")
+        raise CheckpointError(f"{header.path}: tokenizer.ggml.merges has entries that are not pairs")
     merges = [(left, right) for left, right in pieces]
     vocabulary = {token: number for number, token in enumerate(tokens)}
-    tokenizer = Tokenizer(_bpe(header, vocabulary, merges, ignore_merges=cut.whole_words))
-    if cut.nfc:
+    tokenizer = Tokenizer(_bpe(header, vocabulary, merges, ignore_merges=split.whole_words))
+    if split.nfc:
         tokenizer.normalizer = normalizers.NFC()
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=cut.pattern is None)
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split.pattern is None)
     steps: list[pre_tokenizers.PreTokenizer] = [byte_level]
-    if cut.pattern is not None:
-        steps.insert(0, pre_tokenizers.Split(Regex(cut.pattern), behavior="isolated"))
-    if cut.lone_digits:
+    if split.pattern is not None:
+        steps.insert(0, pre_tokenizers.Split(Regex(split.pattern), behavior="isolated"))
+    if split.lone_digits:
         steps.insert(0, pre_tokenizers.Digits(individual_digits=True))
     tokenizer.pre_tokenizer = steps[0] if len(steps) == 1 else pre_tokenizers.Sequence(steps)
     tokenizer.decoder = decoders.ByteLevel()
@@ -181,8 +181,8 @@ def _sentencepiece(header: GGUFHeader, tokens: list[str], types: list[int]) -> T
 def _merges_from_scores(
     tokens: list[str], types: list[int], scores: list[float], vocabulary: Mapping[str, int]
 ) -> list[tuple[str, str]]:
-    """SentencePiece merges whichever neighbours form the piece of highest score; as a list, that is every way to cut
-    each piece in two known ones, best piece first."""
+    """SentencePiece merges the neighbours that form the piece of the highest score. As a list of merges: every split
+    of each piece into two known ones, best piece first."""
     mergeable = [n for n, kind in enumerate(types) if kind not in (_UNKNOWN, _CONTROL, _BYTE) and len(tokens[n]) > 1]
     merges: list[tuple[str, str]] = []
     for number in sorted(mergeable, key=lambda n: (-scores[n], n)):
@@ -201,9 +201,9 @@ def _add_special(tokenizer: Tokenizer, tokens: list[str], types: list[int]) -> N
     tokenizer.add_tokens([AddedToken(token, normalized=False) for token in plain])
 
 
-def adds_ends(header: GGUFHeader) -> tuple[bool, bool]:
-    """Whether the model was trained with a beginning, and with an end token around each text."""
-    bos = True if header.text("tokenizer.ggml.model") == "llama" else _cut(header).bos
+def adds_bos_eos(header: GGUFHeader) -> tuple[bool, bool]:
+    """Whether BOS is added before each text, and EOS after it."""
+    bos = True if header.text("tokenizer.ggml.model") == "llama" else _pre_tokenizer(header).bos
     return header.flag("tokenizer.ggml.add_bos_token", bos), header.flag("tokenizer.ggml.add_eos_token", False)
 
 

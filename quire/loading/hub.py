@@ -1,4 +1,4 @@
-"""From what the user typed to files on this machine: an alias, a path, or a Hugging Face Hub id."""
+"""Resolves a model name (an alias, a path, or a Hugging Face Hub id) to files on this machine."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _PART = r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}"
 _HUB_ID = re.compile(rf"(?P<repo>{_PART}(?:/{_PART})?)(?::(?P<file>[A-Za-z0-9][A-Za-z0-9._/-]{{0,199}}))?")
 _REVISION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,199}")
 _TIMEOUT = 5.0
-# Everything small a model may need; weights are added once it is known which kind the repository has.
+# The small files a model may need; weights are added once the repository's format is known.
 _SMALL_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
 # The best all-round quantization first, for repositories that offer many.
 _GGUF_PREFERENCE = ("Q4_K_M", "Q8_0", "Q5_K_M", "Q6_K", "Q4_1", "Q4_0", "BF16", "F16", "F32")
@@ -57,13 +57,13 @@ def resolve(
     progress: bool = True,
     trust_remote_code: bool = False,
 ) -> ModelFiles:
-    """Find a model, downloading it if need be.
+    """Find a model; download it if necessary.
 
     `model` is a folder, a GGUF file, an alias, or a Hub id (`org/name`, `org/name:file.gguf`, `org/name:Q4_K_M`).
-    `offline` None follows HF_HUB_OFFLINE. Python files of a repository are downloaded only with `trust_remote_code`.
+    `offline` None: as HF_HUB_OFFLINE says. Python files of a repository are downloaded only with `trust_remote_code`.
     """
     if not isinstance(model, str) or not model.strip():
-        raise ModelNotFoundError(f"no model named: {model!r} is empty. Try {DEFAULT_MODEL!r}, a folder, or a Hub id")
+        raise ModelNotFoundError(f"the model name {model!r} is empty. Try {DEFAULT_MODEL!r}, a folder, or a Hub id")
     offline = _offline_by_environment() if offline is None else offline
     path = _existing(model)
     if path is not None:
@@ -80,7 +80,7 @@ def resolve(
     match = _HUB_ID.fullmatch(ALIASES.get(name, model))
     if match is None or ".." in model or "--" in match["repo"]:
         raise ModelNotFoundError(
-            f"{model!r} names no model: not an existing path, not an alias ({_known_aliases()}), "
+            f"there is no model {model!r}: not an existing path, not an alias ({_known_aliases()}), "
             "and not a Hub id ('org/name' of letters, digits, '.', '_', '-', or 'org/name:file.gguf')"
         )
     if revision is not None and (not _REVISION.fullmatch(revision) or ".." in revision):
@@ -90,8 +90,8 @@ def resolve(
     )
 
 
-def find(config: EngineConfig) -> ModelFiles:
-    """The model a configuration names."""
+def find_model(config: EngineConfig) -> ModelFiles:
+    """The files of the configured model."""
     return resolve(
         config.model,
         revision=config.revision,
@@ -105,7 +105,7 @@ def _existing(model: str) -> Path | None:
     try:
         path = Path(model).expanduser()
         return path if path.exists() else None
-    except (OSError, ValueError, RuntimeError):  # Too long, a null byte, or a ~user that is not there.
+    except (OSError, ValueError, RuntimeError):  # Too long, a null byte, or an unknown ~user.
         return None
 
 
@@ -143,28 +143,28 @@ def _from_hub(
     where: dict[str, Any] = {"revision": revision, "cache_dir": download_dir, "token": token}
     failures: list[str] = []
     if offline:
-        failures.append("Hub: not asked, downloads are off (offline=True or HF_HUB_OFFLINE)")
+        failures.append("Hub: skipped, downloads are disabled (offline=True or HF_HUB_OFFLINE)")
     else:
         try:
-            # Unlike a download, this gives up at once when there is no network.
+            # Unlike a download, this fails at once without a network.
             info = HfApi(token=token).model_info(repo, revision=revision, timeout=_TIMEOUT)
             names = [sibling.rfilename for sibling in info.siblings or []]
             patterns = _wanted(repo, names, file, code)
-            with hub_bars(progress):
+            with hub_progress_bars(progress):
                 folder = Path(snapshot_download(repo, allow_patterns=patterns, etag_timeout=_TIMEOUT, **where))
             return _in_snapshot(model, folder, patterns[0] if patterns[0].endswith(".gguf") else None)
         except ModelNotFoundError:
             raise
         except HfHubHTTPError as error:
             raise ModelNotFoundError(_refusal(model, repo, revision, error)) from None
-        except Exception as error:  # No network in one of its many forms; the cache may still have it.
+        except Exception as error:  # No network, in one of many forms; the model may still be in the cache.
             failures.append(f"Hub {repo}: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
     try:
-        # Only part of a repository is ever fetched, and newer huggingface_hub refuses a snapshot that lacks a file it
-        # was asked for: so ask for none. What is really missing is told by whoever opens it.
+        # Only part of a repository is ever downloaded, and newer huggingface_hub refuses a snapshot that lacks a
+        # requested file: so request none. A file that is really missing is reported when it is opened.
         folder = Path(snapshot_download(repo, local_files_only=True, allow_patterns=["-"], **where))
     except (LocalEntryNotFoundError, OSError, ValueError):
-        failures.append("local Hub cache: not there")
+        failures.append("local Hub cache: not found")
     else:
         return _in_snapshot(model, folder, _match_gguf(repo, _names_in(folder), file) if file else None)
     raise ModelNotFoundError(
@@ -172,7 +172,7 @@ def _from_hub(
         f"\n  - it is not a file or folder here, nor an alias ({_known_aliases()})"
         + "".join(f"\n  - {failure}" for failure in failures)
         + "\nWhat to do: check the spelling and the network (HF_ENDPOINT selects a mirror), "
-        "or give a folder that holds the model."
+        "or give a folder that has the model."
     )
 
 
@@ -181,7 +181,7 @@ def _names_in(folder: Path) -> list[str]:
 
 
 def _in_snapshot(model: str, folder: Path, gguf: str | None) -> ModelFiles:
-    # Not resolved: snapshot files are links into a folder of blobs, whose names say nothing.
+    # Not resolved: snapshot files are links to blobs, whose names are hashes.
     if gguf is not None:
         return ModelFiles(model, folder / gguf, gguf=folder / gguf)
     found = ModelFiles(model, folder, folder=folder)
@@ -195,7 +195,7 @@ def _in_snapshot(model: str, folder: Path, gguf: str | None) -> ModelFiles:
 
 
 def _wanted(repo: str, names: list[str], file: str | None, code: bool) -> list[str]:
-    """What to download: the first pattern is the GGUF file where one was chosen."""
+    """File patterns to download; the first is the GGUF file if one was chosen."""
     small = [*_SMALL_FILES, *(["*.py"] if code else [])]
     if file is not None:
         return [_match_gguf(repo, names, file)]
@@ -207,11 +207,13 @@ def _wanted(repo: str, names: list[str], file: str | None, code: bool) -> list[s
             return [*small, *chosen]
     if any(name.endswith(".gguf") for name in names):
         return [_match_gguf(repo, names, None), *small]
-    raise ModelNotFoundError(f"the Hub repository {repo} holds no weights quire can read (safetensors, .bin or GGUF)")
+    raise ModelNotFoundError(
+        f"the Hub repository {repo} has no weights that quire can read (safetensors, .bin or GGUF)"
+    )
 
 
 def _match_gguf(repo: str, names: list[str], wanted: str | None) -> str:
-    """The GGUF file meant by a file name or a tag such as Q4_K_M; without either, the preferred one."""
+    """The GGUF file for a file name or a tag such as Q4_K_M; without either, the preferred one."""
     ggufs = sorted(name for name in names if name.endswith(".gguf") and "mmproj" not in name)
     listed = ", ".join(ggufs[:12]) or "none"
     if wanted is None:
@@ -239,8 +241,8 @@ def _refusal(model: str, repo: str, revision: str | None, error: Exception) -> s
         )
     if isinstance(error, RepositoryNotFoundError):
         return (
-            f"{model!r} names no model: not a file or folder here, not an alias ({_known_aliases()}), "
-            f"and the Hub knows no repository {repo} (a private one needs HF_TOKEN)"
+            f"there is no model {model!r}: not a file or folder here, not an alias ({_known_aliases()}), "
+            f"and the Hub has no repository {repo} (a private one needs HF_TOKEN)"
         )
     if isinstance(error, RevisionNotFoundError):
         return f"{repo} has no revision {revision!r}"
@@ -248,8 +250,8 @@ def _refusal(model: str, repo: str, revision: str | None, error: Exception) -> s
 
 
 @contextmanager
-def hub_bars(shown: bool) -> Iterator[None]:
-    """Keep huggingface_hub's own bars off a log."""
+def hub_progress_bars(shown: bool) -> Iterator[None]:
+    """Show huggingface_hub's progress bars only on a terminal."""
     from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
     quiet = not (shown and sys.stderr is not None and sys.stderr.isatty())

@@ -1,4 +1,4 @@
-"""Join a checkpoint and a model: what is kept of each tensor is read once and copied to its place."""
+"""Loads a checkpoint into a model: reads the part of each tensor that this rank keeps once, and copies it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from quire.config import LOAD_FORMATS
 from quire.errors import CheckpointError, ConfigError, ModelNotFoundError
 from quire.loading.files import ModelFiles
 from quire.loading.progress import bytes_bar
-from quire.loading.readers import LoadPiece, copy_part, cut, read_pieces
-from quire.loading.weights import Checkpoint, Target, Weight, fitting
+from quire.loading.readers import LoadPiece, copy_part, read_pieces, split_tensor
+from quire.loading.weights import Checkpoint, Target, Weight, match_layouts
 
 _SHOWN = 10
 
@@ -24,7 +24,7 @@ def open_checkpoint(
     targets: Mapping[str, Sequence[Target]] | None = None,
     seed: int = 0,
 ) -> Checkpoint:
-    """The model's checkpoint. `targets` and `seed` are for the dummy format, which makes up what the model asks for."""
+    """The model's checkpoint. `targets` and `seed` are for the dummy format, which generates the model's tensors."""
     if load_format not in LOAD_FORMATS:
         raise ConfigError(
             f"load_format {load_format!r} is not one of {', '.join(LOAD_FORMATS)}", "load_format", load_format
@@ -32,7 +32,7 @@ def open_checkpoint(
     kind = files.kind if load_format == "auto" else load_format
     if kind is None:
         raise ModelNotFoundError(
-            f"{files.path} holds no weights: no .safetensors, .bin or .gguf file was found "
+            f"{files.path} has no weights: no .safetensors, .bin or .gguf file was found "
             "(load_format='dummy' runs with random ones)"
         )
     if kind == "dummy":
@@ -48,7 +48,7 @@ def open_checkpoint(
             raise ModelNotFoundError(f"{files.path} is a folder of {files.kind} weights, not a GGUF file")
         return GGUFCheckpoint(files.gguf)
     if not files.weight_files(kind) and files.weight_index(kind) is None:
-        raise ModelNotFoundError(f"{files.path} holds no {kind} weights (it has: {files.kind or 'none'})")
+        raise ModelNotFoundError(f"{files.path} has no {kind} weights (it has: {files.kind or 'none'})")
     from quire.loading.file_checkpoint import FileCheckpoint, find_shards
 
     if kind == "safetensors":
@@ -69,8 +69,8 @@ def load_weights(
 ) -> None:
     """Copy every tensor of the checkpoint to its targets.
 
-    Names and shapes are compared before anything is read; one error lists all that does not fit. `ignores` says which
-    tensors of the checkpoint the model knows and does not need.
+    Names and shapes are compared before anything is read; one error lists all mismatches. `ignores` says which
+    tensors of the checkpoint the model does not need.
     """
     matched, misfits = _match(targets, ignores, checkpoint)
     misfits.raise_if_any()
@@ -89,16 +89,16 @@ def load_weights(
             if stored is None:
                 _copy(weight, wanted, count)
             else:
-                pieces.extend(cut(stored, wanted))
+                pieces.extend(split_tensor(stored, wanted))
         read_pieces(pieces, count)
 
 
 def _copy(weight: Weight, wanted: Sequence[Target], count: Callable[[int], None]) -> None:
-    """What only `Weight.read` can read, a tensor at a time."""
+    """Copy a tensor that can be read only through `Weight.read`."""
     part, part_keep = None, None
     for target in wanted:
         if part is None or target.keep != part_keep:
-            part = None  # Let go of the old part before the next is read.
+            part = None  # Free the old part before the next is read.
             part, part_keep = weight.read(target.keep), target.keep
         copy_part(part, target, weight.name)
         count(target.into.nbytes)
@@ -114,13 +114,13 @@ class _Misfits:
         parts = [
             self._part(self.missing, "missing from the checkpoint"),
             self._part(self.unexpected, "in the checkpoint but unknown to the model"),
-            self._part(self.wrong_shape, "of another shape than the model's"),
+            self._part(self.wrong_shape, "of a different shape than in the model"),
         ]
-        told = [part for part in parts if part]
-        if told:
+        found = [part for part in parts if part]
+        if found:
             raise CheckpointError(
                 "the checkpoint does not fit the model (is config.json the one that belongs to these weights?):\n"
-                + "\n".join(told)
+                + "\n".join(found)
             )
 
     @staticmethod
@@ -139,7 +139,7 @@ def _match(
     names = [weight.name for weight in weights]
     lacking, extra = _prefixes(targets, names)
     candidates = {*names, *(lacking + name for name in names), *(name.removeprefix(extra) for name in names)}
-    targets = fitting(targets, candidates)
+    targets = match_layouts(targets, candidates)
 
     def rename(name: str) -> str:
         return lacking + name if lacking and lacking + name in targets else name.removeprefix(extra)
@@ -165,10 +165,10 @@ def _match(
 
 
 def _prefixes(targets: Iterable[str], names: list[str]) -> tuple[str, str]:
-    """The leading part of the model's names that the checkpoint's lack, and the one that those have more.
+    """The prefix that the checkpoint's names lack, and the prefix that they have in addition; at most one is set.
 
-    Checkpoints of a bare base model say `layers.0…` for `model.layers.0…`. A rule is used only when no name fits as
-    it is under that prefix and most names fit with it.
+    Checkpoints of a bare base model have `layers.0…` instead of `model.layers.0…`. A prefix is used only if no name
+    matches without the change and most match with it.
     """
     wanted, present = set(targets), set(names)
 

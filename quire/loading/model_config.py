@@ -1,7 +1,7 @@
-"""A model's shape, read from its config.json (or the same facts out of a GGUF header).
+"""A model's configuration, from its config.json or GGUF header; its sampling defaults; fingerprints of its weights.
 
-Families name the same thing differently (`n_embd`, `hidden_size`); here each has one name. What only one family knows
-stays in `raw`, for its model file to read.
+Families name the same field differently (`n_embd`, `hidden_size`); `ModelConfig` has one name for each. Fields of a
+single family stay in `raw`, for its model file to read.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from quire.loading.files import ModelFiles, read_json
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """What the engine and the model files need to know of a model's shape."""
+    """The dimensions and settings of a model that the engine and the model files need."""
 
     architecture: str
     vocab_size: int
@@ -33,11 +33,11 @@ class ModelConfig:
     norm_eps: float
     tie_embeddings: bool
     dtype: str | None
-    """The checkpoint's own dtype, when it names one."""
+    """The checkpoint's dtype, if it names one."""
     rope: Mapping[str, Any]
-    """rope_type, rope_theta and the scaling's own fields, flat; empty where positions are learned."""
+    """rope_type, rope_theta and the fields of the scaling, flat; empty with learned positions."""
     windows: tuple[int | None, ...]
-    """Sliding window of each layer; None attends to everything."""
+    """Sliding window of each layer; None: full attention."""
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     raw: Mapping[str, Any] = field(repr=False, compare=False)
@@ -82,7 +82,7 @@ class ModelConfig:
         )
 
 
-# A config.json leaves out what equals its family's default.
+# A config.json omits values that equal its family's defaults.
 _TIED_BY_DEFAULT = {"gpt2": True}
 _WINDOWED = frozenset({"mistral", "mixtral"})
 _WINDOW_BY_DEFAULT = {"mistral": 4096}
@@ -96,7 +96,7 @@ def _first(raw: Mapping[str, Any], *names: str, default: Any = None) -> Any:
 
 
 def positive_integer(raw: Mapping[str, Any], *names: str) -> int:
-    """The field of a config, under whichever of its names is there."""
+    """A field of a config, under the first of its names that is present."""
     value = _first(raw, *names)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValidationError(
@@ -110,7 +110,7 @@ def _dtype_name(value: Any) -> str | None:
 
 
 def _rope(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Old files have `rope_theta` beside `rope_scaling`; new ones a single `rope_parameters`."""
+    """Old files have `rope_theta` and `rope_scaling`, new ones a single `rope_parameters`."""
     family = raw.get("model_type", "")
     if family in _LEARNED_POSITIONS:
         return {}
@@ -131,25 +131,25 @@ def _windows(raw: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
     if kinds is not None:
         return tuple(window if kind == "sliding_attention" else None for kind in kinds)
     border = raw.get("max_window_layers", _FULL_LAYERS_BY_DEFAULT)
-    if family == "qwen2_moe":  # below the border every other layer; elsewhere in the family, all above it
+    if family == "qwen2_moe":  # every other layer below the border; other Qwen models: all layers from the border on
         return tuple(window if layer % 2 == 0 and layer < border else None for layer in range(layers))
     first = border if "use_sliding_window" in raw and family != "qwen3_moe" else 0
     return tuple(window if layer >= first else None for layer in range(layers))
 
 
 def read_model_config(files: ModelFiles, hf_overrides: Mapping[str, Any] | None = None) -> ModelConfig:
-    """The model's shape. `hf_overrides` replaces entries of config.json before it is read."""
+    """The model's configuration. `hf_overrides` replaces fields of config.json first."""
     raw = {**read_raw_config(files), **(hf_overrides or {})}
-    _bounded(files, raw)
+    _check_limits(files, raw)
     try:
         return ModelConfig.from_dict(raw)
     except QuireError:
         raise
     except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        raise CheckpointError(f"the config of {files.path} holds a value of the wrong kind: {error}") from error
+        raise CheckpointError(f"the config of {files.path} has a value of the wrong type: {error}") from error
 
 
-# Far above any real model, far below what would fill the memory before the weights are even looked at.
+# Far above any real model, far below sizes that would exhaust memory before weights are read.
 _LIMITS = {
     **dict.fromkeys(("num_hidden_layers", "n_layer", "num_attention_heads", "n_head", "num_key_value_heads"), 1 << 14),
     **dict.fromkeys(("hidden_size", "n_embd", "intermediate_size", "n_inner", "head_dim"), 1 << 24),
@@ -157,44 +157,44 @@ _LIMITS = {
 }
 
 
-def _bounded(files: ModelFiles, raw: Mapping[str, Any]) -> None:
+def _check_limits(files: ModelFiles, raw: Mapping[str, Any]) -> None:
     for key, limit in _LIMITS.items():
         if isinstance(value := raw.get(key), int) and value > limit:
-            raise CheckpointError(f"the config of {files.path} has {key} = {value:,}; at most {limit:,} makes sense")
+            raise CheckpointError(f"the config of {files.path} has {key} = {value:,}; the limit is {limit:,}")
 
 
 def read_raw_config(files: ModelFiles) -> dict[str, Any]:
-    """The entries of config.json, or the same facts out of the GGUF header."""
+    """The fields of config.json, or the same fields from the GGUF header."""
     if files.gguf is not None:
-        # Even with a config.json beside it: in repositories of GGUF files that one is often a stub.
+        # Even if there is a config.json: in repositories of GGUF files it is often a stub.
         from quire.loading.gguf_config import config_from_gguf
         from quire.loading.gguf_header import read_header
 
         return config_from_gguf(read_header(files.gguf))
     if (path := files.file("config.json")) is not None:
         return read_json(path)
-    raise ModelNotFoundError(f"{files.path} has no config.json, which says what model it is")
+    raise ModelNotFoundError(f"{files.path} has no config.json, which is needed to tell what model it is")
 
 
 def read_generation_config(files: ModelFiles) -> dict[str, Any]:
-    """The author's sampling defaults (generation_config.json); empty when there are none."""
+    """The author's sampling defaults (generation_config.json); empty if there is none."""
     path = files.file("generation_config.json")
     return {} if path is None else read_json(path)
 
 
 def weights_fingerprint(files: ModelFiles, model: ModelConfig, load_format: str, seed: int) -> bytes:
-    """Of the weights: the configuration, and each file's name, size and time of change. Dummy weights: the seed."""
-    facts: list[object] = [json.dumps(dict(model.raw), sort_keys=True, default=str)]
+    """Identifies weights by configuration and each file's name, size and modification time; dummy weights by seed."""
+    parts: list[object] = [json.dumps(dict(model.raw), sort_keys=True, default=str)]
     kind = files.kind if load_format == "auto" else load_format
     if kind in (None, "dummy"):
-        facts += ["dummy", seed]
+        parts += ["dummy", seed]
     else:
         for path in files.weight_files(kind):
             state = path.stat()
-            facts.append((path.name, state.st_size, state.st_mtime_ns))
-    return blake3(repr(facts).encode()).digest()
+            parts.append((path.name, state.st_size, state.st_mtime_ns))
+    return blake3(repr(parts).encode()).digest()
 
 
 def tokens_fingerprint(model: ModelConfig) -> bytes:
-    """Of what token ids mean, as far as the configuration tells: another model's tokens are not to be continued."""
+    """Identifies the model whose token ids these are, by its configuration: a session continues only with the same."""
     return blake3(f"{model.architecture} {model.vocab_size} {model.hidden_size} {model.num_layers}".encode()).digest()

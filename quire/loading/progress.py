@@ -1,4 +1,4 @@
-"""Progress for the human at a terminal; nothing for logs and pipes."""
+"""Progress bar of a download or load, on a terminal only."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def bytes_bar(label: str, total: int, shown: bool = True) -> Iterator[Callable[[int], None]]:
-    """A bar counting bytes on stderr. Yields a function that takes the number done so far."""
+    """A progress bar in bytes on stderr. Yields a function that takes the bytes done so far."""
     if not (shown and sys.stderr is not None and sys.stderr.isatty()):
         yield lambda done: None
         return

@@ -1,8 +1,8 @@
-"""Threads that read the pieces of a load at the speed of the disk.
+"""Reads tensors from files into their targets with several threads, at the speed of the disk.
 
-A thread that waits for the disk, or copies out of the system's cache, holds no lock: several keep a disk's queue full,
-and together copy faster than one core does. On the way to a GPU bytes pass through page-locked buffers, from which
-the GPU fetches them while the thread reads on; conversions and slices are done there.
+Tensors are split into pieces (`LoadPiece`). A thread that waits for the disk, or copies from the page cache, holds no
+lock: several threads keep the disk's queue full and copy faster than one core. On the way to a GPU, bytes pass through
+page-locked buffers, which the GPU copies from while the thread reads on; the GPU also converts and slices.
 """
 
 from __future__ import annotations
@@ -21,18 +21,20 @@ from typing import Protocol
 import torch
 
 from quire.errors import CheckpointError
-from quire.loading.stored import RangeReader, Stored, as_bytes, kept_rows
+from quire.loading.stored_tensor import RangeReader, StoredTensor, as_bytes, kept_rows
 from quire.loading.weights import Target
 
 THREADS = 16
-# Each thread's page-locked buffers: one is read into while the other is fetched.
-SLOTS, SLOT = 2, 4 << 20
-# Bytes of rows larger than a piece that may be in memory at once, all threads together.
-LARGE_ROWS = 256 << 20
+PIECE_BYTES = 8 << 20
+"""Work of a thread at a time: a long enough read for any disk, short enough that all threads end together."""
+SLOTS, SLOT_BYTES = 2, 4 << 20
+"""Page-locked buffers of each thread: the thread reads into one while the GPU copies from the other."""
+LARGE_ROWS_BYTES = 256 << 20
+"""Most bytes in memory, over all threads, of rows that are larger than a piece."""
 
 
 class Reader(Protocol):
-    """One thread's buffers. A reader is used by one thread at a time."""
+    """Reads pieces into the memory of one device. Used by one thread at a time."""
 
     def read(self, piece: LoadPiece) -> None:
         """Start to fill the piece's targets; they are filled when `close` has returned."""
@@ -44,7 +46,7 @@ class Reader(Protocol):
 def read_pieces(pieces: Sequence[LoadPiece], done: Callable[[int], None]) -> None:
     """Fill all targets. `done` is called, in this thread, with the size of each piece that has been read.
 
-    The first error stops the others and is raised when no thread is at work any more.
+    The first error stops the other threads, and is raised once they have ended.
     """
     by_place = sorted(pieces, key=lambda piece: (str(piece.device), piece.rows.path, piece.rows.start))
     for device, group in itertools.groupby(by_place, key=lambda piece: piece.device):
@@ -53,14 +55,14 @@ def read_pieces(pieces: Sequence[LoadPiece], done: Callable[[int], None]) -> Non
 
 def _read_onto(device: torch.device, pieces: Sequence[LoadPiece], done: Callable[[int], None]) -> None:
     count = min(_threads(device), len(pieces))
-    large = Allowance(LARGE_ROWS)
+    large = ByteBudget(LARGE_ROWS_BYTES)
     idle: SimpleQueue[Reader] = SimpleQueue()
 
     @torch.no_grad()
     def read(piece: LoadPiece) -> int:
         reader = idle.get()
         try:
-            with large.taken(_large_bytes(piece)):
+            with large.reserve(_large_bytes(piece)):
                 reader.read(piece)
         finally:
             idle.put(reader)
@@ -74,7 +76,7 @@ def _read_onto(device: torch.device, pieces: Sequence[LoadPiece], done: Callable
         try:
             for future in as_completed([threads.submit(read, piece) for piece in pieces]):
                 done(future.result())
-        except BaseException:  # Ctrl-C too: what has begun is some megabytes, what has not must not begin.
+        except BaseException:  # Ctrl-C too: reads in progress are a few megabytes each; no other may start.
             threads.shutdown(cancel_futures=True)
             raise
 
@@ -85,7 +87,7 @@ def _threads(device: torch.device) -> int:
 
 
 def _large_bytes(piece: LoadPiece) -> int:
-    return piece.rows.nbytes if piece.direct is None and piece.rows.nbytes > PIECE else 0
+    return piece.rows.nbytes if piece.direct is None and piece.rows.nbytes > PIECE_BYTES else 0
 
 
 def _reader(device: torch.device) -> Reader:
@@ -93,7 +95,7 @@ def _reader(device: torch.device) -> Reader:
 
 
 class HostReader:
-    """Reads straight into targets in this machine's memory, or into a buffer they are converted and sliced from."""
+    """Reads into host memory: directly into the target, or into a buffer that is then converted and sliced."""
 
     def __init__(self) -> None:
         self._source = RangeReader()
@@ -111,10 +113,10 @@ class HostReader:
         self._source.fill(memory, piece.rows)
         piece.place(memory.view(piece.rows.dtype).view(piece.rows.shape))
 
-    def _memory(self, rows: Stored) -> torch.Tensor:
-        """Room for the rows; kept from piece to piece unless they are large."""
-        if rows.nbytes > PIECE:
-            # Straight from the system, for it to have back at once: the allocator keeps what a thread frees.
+    def _memory(self, rows: StoredTensor) -> torch.Tensor:
+        """A buffer for the rows; reused for the next piece unless it is large."""
+        if rows.nbytes > PIECE_BYTES:
+            # From the system, so that it is returned at once: the allocator would keep it after a thread frees it.
             return torch.frombuffer(mmap.mmap(-1, rows.nbytes), dtype=torch.uint8)
         if rows.nbytes > len(self._buffer):
             self._buffer = torch.empty(rows.nbytes, dtype=torch.uint8)
@@ -122,12 +124,12 @@ class HostReader:
 
 
 class CudaReader:
-    """Reads into page-locked buffers in turn; a stream of its own copies from there."""
+    """Reads into page-locked buffers, alternating; its own CUDA stream copies from them to the GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._source = RangeReader()
         self._stream = torch.cuda.Stream(device)
-        # The targets' memory may still be in the making.
+        # The targets may still be being initialized.
         self._stream.wait_stream(torch.cuda.current_stream(device))
         self._slots = itertools.cycle([_Slot() for _ in range(SLOTS)])
 
@@ -145,10 +147,10 @@ class CudaReader:
             self._copy(piece.rows, rows)
             piece.place(rows)
 
-    def _copy(self, rows: Stored, place: torch.Tensor) -> None:
+    def _copy(self, rows: StoredTensor, place: torch.Tensor) -> None:
         place = as_bytes(place)
-        for start in range(0, len(place), SLOT):
-            part = place[start : start + SLOT]
+        for start in range(0, len(place), SLOT_BYTES):
+            part = place[start : start + SLOT_BYTES]
             slot = next(self._slots)
             self._source.fill(slot.free(len(part)), rows, start)
             part.copy_(slot.memory[: len(part)], non_blocking=True)
@@ -156,29 +158,29 @@ class CudaReader:
 
 
 class _Slot:
-    """A page-locked buffer, made when it is first wanted."""
+    """A page-locked buffer, allocated on first use."""
 
     def __init__(self) -> None:
         self.memory = torch.empty(0, dtype=torch.uint8)
         self.fetched = torch.cuda.Event(blocking=True)
 
     def free(self, size: int) -> torch.Tensor:
-        """So many of its bytes, once nothing is fetched from them any more."""
+        """Its first `size` bytes, after waiting for the last copy from them."""
         if not len(self.memory):
-            self.memory = torch.empty(SLOT, dtype=torch.uint8, pin_memory=True)
+            self.memory = torch.empty(SLOT_BYTES, dtype=torch.uint8, pin_memory=True)
         self.fetched.synchronize()
         return self.memory[:size]
 
 
-class Allowance:
-    """So many bytes for all threads together. What is larger than all of it goes alone."""
+class ByteBudget:
+    """Limits the bytes that all threads hold together. A reservation larger than the budget runs alone."""
 
     def __init__(self, size: int) -> None:
         self._size = self._free = size
         self._changed = threading.Condition()
 
     @contextmanager
-    def taken(self, wanted: int) -> Iterator[None]:
+    def reserve(self, wanted: int) -> Iterator[None]:
         wanted = min(wanted, self._size)
         with self._changed:
             self._changed.wait_for(lambda: self._free >= wanted)
@@ -191,20 +193,16 @@ class Allowance:
                 self._changed.notify_all()
 
 
-# What a thread does in one go: long enough a read for any disk, short enough that all threads end together.
-PIECE = 8 << 20
-
-
 @dataclass(frozen=True)
 class LoadPiece:
-    """Rows that are read once, and the targets that take their parts of them. A target's `keep` is of these rows."""
+    """Rows that are read once, and the targets filled from them. A target's `keep` is relative to these rows."""
 
-    rows: Stored
+    rows: StoredTensor
     targets: tuple[Target, ...]
 
     @property
     def size(self) -> int:
-        """The bytes that are filled."""
+        """Bytes of the targets."""
         return sum(target.into.nbytes for target in self.targets)
 
     @property
@@ -213,29 +211,29 @@ class LoadPiece:
 
     @property
     def direct(self) -> torch.Tensor | None:
-        """The place that takes the rows' bytes just as they are, if that is all there is to do."""
+        """The target's memory, if the rows can be read into it without conversion; else None."""
         target = self.targets[0]
         same = target.into.dtype == self.rows.dtype and target.into.is_contiguous()
         plain = not target.keep and target.arrange is None
         return target.into if same and plain and len(self.targets) == 1 else None
 
     def place(self, rows: torch.Tensor) -> None:
-        """Copy each target's part of the rows, which are in the file's dtype and may be on the target's device."""
+        """Copy each target's part of the rows, which have the file's dtype and may be on the target's device."""
         for target in self.targets:
             copy_part(rows[target.keep], target, self.rows.name)
 
 
 def copy_part(part: torch.Tensor, target: Target, name: str) -> None:
-    """Arrange the kept part of the tensor `name` and copy it to its place."""
+    """Arrange the kept part of the tensor `name` and copy it into its target."""
     arranged = part if target.arrange is None else target.arrange(part)
     _check_shape(tuple(arranged.shape), target, name)
     target.into.copy_(arranged)
 
 
-def cut(stored: Stored, targets: Sequence[Target]) -> Iterator[LoadPiece]:
-    """The pieces that fill a tensor's targets.
+def split_tensor(stored: StoredTensor, targets: Sequence[Target]) -> Iterator[LoadPiece]:
+    """Split the load of a tensor into pieces.
 
-    A plain copy is cut by rows. What is arranged first needs its part whole: one piece, shared by all targets that
+    A plain copy is split by rows. A target with `arrange` needs its whole part: one piece, shared by all targets that
     are arranged from the same rows.
     """
     whole: dict[tuple[int, tuple[int, ...]], LoadPiece] = {}
@@ -251,13 +249,13 @@ def cut(stored: Stored, targets: Sequence[Target]) -> Iterator[LoadPiece]:
     yield from whole.values()
 
 
-def _cut_rows(rows: Stored, target: Target) -> Iterator[LoadPiece]:
+def _cut_rows(rows: StoredTensor, target: Target) -> Iterator[LoadPiece]:
     _check_shape(_kept_shape(rows.shape, target.keep), target, rows.name)
     if not target.into.numel():
         return
     if not target.keep and target.into.is_contiguous():
         rows, target = rows.flat(), replace(target, into=target.into.view(-1))
-    step = max(1, PIECE // rows.rows(0, 1).nbytes)
+    step = max(1, PIECE_BYTES // rows.rows(0, 1).nbytes)
     if rows.shape[0] <= step:
         yield LoadPiece(rows, (target,))
         return
@@ -273,4 +271,4 @@ def _kept_shape(shape: tuple[int, ...], keep: tuple[slice, ...]) -> tuple[int, .
 
 def _check_shape(shape: tuple[int, ...], target: Target, name: str) -> None:
     if shape != tuple(target.into.shape):
-        raise CheckpointError(f"the part of {name!r} to keep has shape {shape}, its place {tuple(target.into.shape)}")
+        raise CheckpointError(f"the kept part of {name!r} has shape {shape}, its target {tuple(target.into.shape)}")

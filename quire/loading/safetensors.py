@@ -1,4 +1,4 @@
-"""Files in the safetensors format: eight bytes of length, a header in JSON, and the tensors' plain bytes."""
+"""Files in the safetensors format: eight bytes of length, a JSON header, and the tensors' raw bytes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from quire.errors import CheckpointError
-from quire.loading.stored import Stored
+from quire.loading.stored_tensor import StoredTensor
 
 _DTYPES = {
     "BOOL": "bool",
@@ -35,7 +35,7 @@ _DTYPES = {
 
 
 class SafetensorsFile:
-    """A file's tensors, by its header."""
+    """The tensors of one safetensors file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -43,7 +43,7 @@ class SafetensorsFile:
         self._start = 0
 
     def close(self) -> None:
-        """Nothing: no file stays open, and a header is small."""
+        """Does nothing: no file stays open, and the header is small."""
 
     def names(self) -> list[str]:
         return list(self._header())
@@ -51,14 +51,14 @@ class SafetensorsFile:
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._header()[name]["shape"])
 
-    def stored(self, name: str) -> Stored:
+    def stored(self, name: str) -> StoredTensor:
         entry = self._header()[name]
         dtype = getattr(torch, _DTYPES.get(entry["dtype"], ""), None)
         if dtype is None:
             raise CheckpointError(
                 f"{self.path}: the tensor {name!r} cannot be read: its dtype {entry['dtype']} is not supported"
             )
-        return Stored(self.path, name, self._start + entry["data_offsets"][0], tuple(entry["shape"]), dtype)
+        return StoredTensor(self.path, name, self._start + entry["data_offsets"][0], tuple(entry["shape"]), dtype)
 
     def read(self, name: str, keep: tuple[slice, ...]) -> torch.Tensor:
         return self.stored(name).read(keep)
@@ -66,7 +66,7 @@ class SafetensorsFile:
     def _header(self) -> dict[str, dict[str, Any]]:
         if self._entries is None:
             try:
-                # The format's own library checks lengths, offsets and shapes against each other and the file's size.
+                # The safetensors library checks lengths, offsets and shapes against each other and the file's size.
                 with safe_open(self.path, framework="pt"):
                     pass
                 with self.path.open("rb") as file:

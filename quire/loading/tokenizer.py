@@ -27,14 +27,14 @@ _TOKENIZER_FILES = (
 
 
 def import_without_torch() -> None:
-    """Import transformers, for its tokenizers alone, as if there were no torch: it would import that with its
-    compilers, two thirds of the time until a server is there. Torch itself can be imported afterwards."""
+    """Import transformers for its tokenizers only, as if torch were not installed: it would import torch with its
+    compilers, two thirds of a server's start time. Torch can still be imported afterwards."""
     if not {"torch", "transformers"}.isdisjoint(sys.modules):
         return
-    quiet = "TRANSFORMERS_NO_ADVISORY_WARNINGS"  # it would say that there is none
+    quiet = "TRANSFORMERS_NO_ADVISORY_WARNINGS"  # transformers would warn that torch is missing
     before = os.environ.get(quiet)
     os.environ[quiet] = "1"
-    sys.modules["torch"] = None  # type: ignore[assignment] # how Python is told that there is no such module
+    sys.modules["torch"] = None  # type: ignore[assignment] # makes `import torch` fail
     try:
         import transformers  # noqa: F401
     finally:
@@ -54,7 +54,7 @@ def load_tokenizer(
     """The tokenizer of a model: from its folder, or from a GGUF file's own metadata.
 
     A name that is not on this machine is looked up like a model's. Code in the model's folder runs only with
-    `trust_remote_code`. `spares_torch`: this process needs transformers for nothing else.
+    `trust_remote_code`. `spares_torch`: this process needs transformers only for tokenizers.
     """
     if spares_torch and not trust_remote_code:
         import_without_torch()
@@ -64,11 +64,11 @@ def load_tokenizer(
         return _from_folder(files, trust_remote_code)
     if files.gguf is not None:
         return _from_gguf(files.gguf)
-    raise ModelNotFoundError(f"{files.path} holds no tokenizer (looked for {', '.join(_TOKENIZER_FILES)})")
+    raise ModelNotFoundError(f"{files.path} has no tokenizer (looked for {', '.join(_TOKENIZER_FILES)})")
 
 
 def tokenizer_of(config: EngineConfig, files: ModelFiles, *, spares_torch: bool = False) -> PreTrainedTokenizerFast:
-    """The tokenizer that the settings name; the model's own, unless they name another."""
+    """The configured tokenizer: the model's own, unless the settings name another."""
     return load_tokenizer(
         files if config.tokenizer is None else config.tokenizer,
         trust_remote_code=config.trust_remote_code,
@@ -80,7 +80,7 @@ def tokenizer_of(config: EngineConfig, files: ModelFiles, *, spares_torch: bool 
 def _find(name: str | os.PathLike[str], revision: str | None, code: bool) -> ModelFiles:
     path = Path(name).expanduser()
     if path.is_dir() and any((path / file).is_file() for file in _TOKENIZER_FILES):
-        return ModelFiles(str(name), path, folder=path)  # A tokenizer's folder need not hold a model.
+        return ModelFiles(str(name), path, folder=path)  # A tokenizer's folder need not contain a model.
     if path.exists():
         return local_files(str(name), path)
     from quire.loading.hub import resolve
@@ -110,16 +110,16 @@ def _from_gguf(path: Path) -> PreTrainedTokenizerFast:
     from transformers import PreTrainedTokenizerFast
 
     from quire.loading.gguf_header import read_header
-    from quire.loading.gguf_tokenizer import adds_ends, special_token, tokenizer_from_gguf, tokens_of
+    from quire.loading.gguf_tokenizer import adds_bos_eos, special_token, tokenizer_from_gguf, tokens_of
 
     header = read_header(path)
     tokens = tokens_of(header)
     backend = tokenizer_from_gguf(header, tokens)
-    add_bos, add_eos = adds_ends(header)
+    add_bos, add_eos = adds_bos_eos(header)
     roles = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
     named = {key: special_token(header, tokens, role) for key, role in roles.items()}
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=_HandedOver(backend),
+        tokenizer_object=_NotCopied(backend),
         chat_template=header.text("tokenizer.chat_template"),
         add_bos_token=add_bos,
         add_eos_token=add_eos,
@@ -131,8 +131,8 @@ def _from_gguf(path: Path) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-class _HandedOver:
-    """A tokenizer given away: transformers would copy it through JSON, a third of the time to build it."""
+class _NotCopied:
+    """Keeps transformers from copying the tokenizer through JSON, which takes a third of the time to build it."""
 
     def __init__(self, backend: Tokenizer) -> None:
         self._backend = backend

@@ -1,4 +1,4 @@
-"""Files saved by torch.save (pytorch_model.bin). Only tensors are unpickled: never code."""
+"""Files saved by torch.save (pytorch_model.bin). Only tensors are unpickled, never code."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from quire.loading.file_checkpoint import REOPEN_AFTER
 
 
 class TorchFile:
-    """A file's dictionary of tensors, dropped and mapped again every now and then to give back its pages."""
+    """The tensors of one file. The file is unmapped and mapped again from time to time, to release its pages."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        # The format before torch 1.6 is no zip archive and cannot be mapped: read once, then kept.
+        # The format before torch 1.6 is not a zip archive and cannot be mapped: it is read once and kept.
         self._mapped = zipfile.is_zipfile(path)
         self._tensors: dict[str, torch.Tensor] | None = None
         self._since_open = 0
@@ -41,7 +41,7 @@ class TorchFile:
         return part
 
     def stored(self, name: str) -> None:
-        """Somewhere in a zip archive of pickles: torch alone knows."""
+        """None: the bytes are in a zip archive of pickles."""
 
     def _open(self) -> dict[str, torch.Tensor]:
         if self._tensors is None:
@@ -53,8 +53,8 @@ class TorchFile:
             loaded = torch.load(self.path, map_location="cpu", weights_only=True, mmap=self._mapped)
         except pickle.UnpicklingError as error:
             raise CheckpointError(
-                f"{self.path}: refused: it holds more than tensors, or is damaged ({str(error).splitlines()[0]}). "
-                "Convert it to safetensors in a place you trust"
+                f"{self.path}: refused: it contains more than tensors, or is damaged ({str(error).splitlines()[0]}). "
+                "Convert it to safetensors on a machine you trust"
             ) from error
         except (OSError, EOFError, RuntimeError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"{self.path}: damaged or unreadable weight file: {error}") from error
@@ -63,5 +63,5 @@ class TorchFile:
         if not isinstance(loaded, dict) or not all(
             isinstance(name, str) and isinstance(value, torch.Tensor) for name, value in loaded.items()
         ):
-            raise CheckpointError(f"{self.path}: is not a dictionary of named tensors")
+            raise CheckpointError(f"{self.path}: not a dictionary of named tensors")
         return loaded

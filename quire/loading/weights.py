@@ -1,7 +1,7 @@
-"""The meeting point of checkpoints and models.
+"""The interface between checkpoints and models.
 
-A checkpoint offers `Weight`s by name, read on demand. A model offers `Target`s by name: which part of that tensor
-this rank keeps, and where it lands. `load.py` joins the two.
+A checkpoint has `Weight`s by name, read on demand. A model has `Target`s by name: which part of the tensor this rank
+keeps, and the memory it is copied to. `load.py` matches the two.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 class Weight(Protocol):
     """One tensor of a checkpoint. Nothing is read before `read`.
 
-    One whose bytes lie plain in a file may say where (`stored`, see stored.py): such tensors are read in parallel.
+    A weight whose raw bytes are in a file may say where (`stored`, see stored_tensor.py): these are read in parallel.
     """
 
     @property
@@ -26,12 +26,12 @@ class Weight(Protocol):
     def shape(self) -> tuple[int, ...]: ...
 
     def read(self, keep: tuple[slice, ...] = ()) -> torch.Tensor:
-        """The tensor, or the part of it that `keep` selects (missing dimensions are kept whole)."""
+        """The tensor, or the part that `keep` selects (missing dimensions are kept whole)."""
         ...
 
 
 class Checkpoint(Protocol):
-    """A set of named tensors, in the names Hugging Face's modelling code uses."""
+    """A set of tensors, named as in Hugging Face's modelling code."""
 
     def __iter__(self) -> Iterator[Weight]: ...
 
@@ -40,36 +40,36 @@ class Checkpoint(Protocol):
 
 @dataclass(frozen=True)
 class Target:
-    """Where one checkpoint tensor, or a part of it, goes."""
+    """Where one checkpoint tensor, or a part of it, is copied to."""
 
     into: torch.Tensor
     """The (view of the) parameter that receives the part."""
     shape: tuple[int, ...]
-    """The whole tensor's shape, as the checkpoint must have it."""
+    """Shape that the whole tensor must have in the checkpoint."""
     keep: tuple[slice, ...] = ()
     """The part this rank keeps; missing dimensions are kept whole."""
     arrange: Callable[[torch.Tensor], torch.Tensor] | None = None
-    """Applied to the part before it is copied: a transpose, a regrouping of heads."""
+    """Applied to the part before the copy: a transpose, a regrouping of heads."""
     layouts: tuple[TensorLayout, ...] = ()
-    """Other ways checkpoints hold this tensor; all targets of a name have the same."""
+    """Other forms that checkpoints store this tensor in; the same for all targets of a name."""
 
 
 @dataclass(frozen=True)
 class TensorLayout:
-    """A tensor held otherwise: in several pieces, or under another name."""
+    """Another form of a tensor in a checkpoint: in several parts, or under another name."""
 
     names: tuple[str, ...]
     targets: Callable[[], Mapping[str, Sequence[Target]]]
-    """Made when they are wanted: of experts held one by one there are tens of thousands."""
+    """Created on demand: with a tensor per expert there are tens of thousands."""
 
     def under(self, owner: str) -> TensorLayout:
-        """The same, with names that begin with their owner's path."""
+        """The same with the owner's path before each name."""
         names = tuple(f"{owner}.{name}" for name in self.names)
         return TensorLayout(names, lambda: {f"{owner}.{name}": wanted for name, wanted in self.targets().items()})
 
 
-def fitting(targets: Mapping[str, Sequence[Target]], present: Collection[str]) -> dict[str, Sequence[Target]]:
-    """The targets by the names that a checkpoint with the tensors `present` has for them."""
+def match_layouts(targets: Mapping[str, Sequence[Target]], present: Collection[str]) -> dict[str, Sequence[Target]]:
+    """The targets by tensor name, in the layouts that a checkpoint with the tensors `present` has."""
     fitted: dict[str, Sequence[Target]] = {}
     for name, wanted in targets.items():
         layouts = wanted[0].layouts if wanted and name not in present else ()

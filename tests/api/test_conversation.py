@@ -11,7 +11,7 @@ from quire.api.chat import ChatRenderer
 from quire.api.conversation import IncrementalRenderer, Render, without_overlap
 from quire.config import EngineConfig
 from quire.errors import ValidationError
-from quire.loading.hub import DEFAULT_MODEL, find
+from quire.loading.hub import DEFAULT_MODEL, find_model
 from quire.loading.tokenizer import load_tokenizer
 from tests.api.chat_templates import BRACKETS, CHATML, HEADERS, THINKING
 from tests.conftest import CHAT_TEMPLATE, tiny_tokenizer
@@ -112,7 +112,7 @@ def test_what_a_template_refuses_stays_refused() -> None:
 
 
 def test_the_default_models_own_template() -> None:
-    tokenizer = load_tokenizer(find(EngineConfig(model=DEFAULT_MODEL)))
+    tokenizer = load_tokenizer(find_model(EngineConfig(model=DEFAULT_MODEL)))
     renderer = ChatRenderer(tokenizer)
 
     def write(messages: Sequence[Message], opens: bool) -> str:

@@ -1,4 +1,4 @@
-"""A model small enough to be made and loaded in a moment, and `quire` called in this process."""
+"""A model that is created and loaded quickly, and `quire` called in this process."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def byte_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @dataclass
 class Ran:
-    """What a command did."""
+    """Exit code and output of a command."""
 
     code: int
     out: str
@@ -57,7 +57,7 @@ class Ran:
 
 @pytest.fixture
 def quire(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Ran]:
-    """Run `quire` with these arguments, perhaps with something on its standard input."""
+    """Run `quire` with these arguments, optionally with standard input."""
 
     def run(*arguments: object, stdin: str = "") -> Ran:
         monkeypatch.setattr("sys.stdin", io.StringIO(stdin))

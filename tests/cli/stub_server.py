@@ -1,4 +1,4 @@
-"""A small OpenAI server whose every delay and fault is known: what a load generator says about it can be checked."""
+"""A small OpenAI server with known delays and faults, to check the load generator's results."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 
 @dataclass
 class Seen:
-    """A request that came."""
+    """A received request."""
 
     at: float
     path: str
@@ -24,7 +24,7 @@ class Seen:
 
 @dataclass
 class StubServer:
-    """Answers are `tokens` long, the first after `first` seconds, the others `gap` apart; `fault` breaks them."""
+    """Responses of `tokens` tokens, the first after `first` seconds, the others `gap` apart; `fault` breaks them."""
 
     first: float = 0.0
     gap: float = 0.0
@@ -33,11 +33,11 @@ class StubServer:
     usage: bool = True
     seen: list[Seen] = field(default_factory=list)
     hang_ups: int = 0
-    """Clients that left before their answer's end."""
+    """Clients that disconnected before the end of their response."""
     connections: int = 0
     url: str = ""
     every: int = 1
-    """Only each so manyeth request meets the fault."""
+    """Only every this many requests have the fault."""
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections += 1
@@ -118,14 +118,14 @@ def _send(writer: asyncio.StreamWriter, event: dict[str, Any]) -> None:
 
 
 def _frame(writer: asyncio.StreamWriter, data: bytes) -> None:
-    """Cut in two: clients must not take a chunk for an event."""
+    """Sent in two parts: a chunk is not an event."""
     for part in (data[:9], data[9:]):
         writer.write(b"%x\r\n" % len(part) + part + b"\r\n")
 
 
 @contextmanager
 def running(port: int = 0, **settings: Any) -> Iterator[StubServer]:
-    """A server in a thread of its own, at `url`; `port` 0 is any that is free."""
+    """A server in its own thread, at `url`; `port` 0: any free one."""
     stub = StubServer(**settings)
     loop = asyncio.new_event_loop()
 

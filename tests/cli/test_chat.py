@@ -1,4 +1,4 @@
-"""`quire chat`: piped questions, commands, Ctrl-C, and conversations that grow too long."""
+"""`quire chat`: piped questions, commands, Ctrl-C, and conversations that become too long."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def params(**fields) -> SamplingParams:
     return SamplingParams(temperature=0, ignore_eos=True, output_kind=RequestOutputKind.DELTA, **fields)
 
 
-def test_every_piped_line_gets_a_reply_that_knows_the_ones_before(quire, byte_llama):
+def test_every_piped_line_gets_a_reply_with_the_lines_before_as_context(quire, byte_llama):
     arguments = ["chat", byte_llama, "--temperature", 0, "--max-tokens", 4, "--stats"]
     ran = quire(*arguments, stdin="Hi\n\nAnd?\n")
     assert ran.code == 0, ran.err
@@ -47,14 +47,14 @@ def test_commands(quire, byte_llama):
     ran = quire("chat", byte_llama, stdin=stdin)
     assert (ran.code, ran.out) == (0, "")
     assert ran.err.count("system prompt: Be kind") == 2
-    for word in ("/reset  ", "empty again", "prompt tokens"):
+    for word in ("/reset  ", "the conversation is empty", "prompt tokens"):
         assert word in ran.err
 
 
-def test_an_unknown_command_is_told(quire, byte_llama):
+def test_an_unknown_command_is_an_error(quire, byte_llama):
     ran = quire("chat", byte_llama, stdin="/fly\n")
     assert ran.code == 2
-    assert "there is no /fly" in ran.err
+    assert "unknown command /fly" in ran.err
 
 
 def test_a_model_without_a_template_is_refused_with_advice(quire, byte_llama, tmp_path):
@@ -70,7 +70,7 @@ def test_a_model_without_a_template_is_refused_with_advice(quire, byte_llama, tm
     )
 
 
-def test_a_conversation_too_long_suggests_reset_and_goes_on_afterwards(conversation, capsys):
+def test_a_conversation_that_is_too_long_suggests_reset_and_works_afterwards(conversation, capsys):
     with pytest.raises(CacheTooSmallError, match="/reset starts a new one"):
         conversation.ask("x" * 300)
     assert conversation.ask("short").tokens == 4
@@ -78,13 +78,13 @@ def test_a_conversation_too_long_suggests_reset_and_goes_on_afterwards(conversat
     assert conversation.ask("short").tokens == 4
 
 
-def test_a_full_context_is_remarked(llm, capsys):
+def test_a_full_context_is_noted(llm, capsys):
     reply = LocalConversation(llm, params(max_tokens=None)).ask("Hi")
-    assert "context of 128 tokens is full" in reply.remark
+    assert "context of 128 tokens is full" in reply.note
     assert reply.prompt_tokens + reply.tokens == 128
 
 
-def test_ctrl_c_stops_the_reply_and_gives_its_blocks_back(llm, capsys):
+def test_ctrl_c_stops_the_reply_and_frees_its_blocks(llm, capsys):
     conversation = LocalConversation(llm, params(max_tokens=None))
     step, steps = llm.llm_engine.step, 0
 
@@ -100,7 +100,7 @@ def test_ctrl_c_stops_the_reply_and_gives_its_blocks_back(llm, capsys):
         reply = conversation.ask("Hi")
     finally:
         llm.llm_engine.step = step
-    assert reply.remark == "(stopped)"
+    assert reply.note == "(stopped)"
     assert 0 < reply.tokens < 10
     llm.llm_engine.check_idle()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -116,9 +116,9 @@ def test_a_conversation_works_off_the_main_thread(conversation, capsys):
 
 
 @pytest.mark.skipif(not hasattr(os, "openpty"), reason="needs a pseudo-terminal")
-def test_on_a_terminal_ctrl_c_stops_a_reply_and_ctrl_d_leaves(byte_llama, tmp_path):
+def test_on_a_terminal_ctrl_c_stops_a_reply_and_ctrl_d_exits(byte_llama, tmp_path):
     (tmp_path / "quire").mkdir()
-    (tmp_path / "quire" / "kernels").symlink_to(cache_dir("kernels"))  # built already: no need to compile again
+    (tmp_path / "quire" / "kernels").symlink_to(cache_dir("kernels"))  # already built
     ours, theirs = os.openpty()
     command = [sys.executable, "-m", "quire.cli.main", "chat", str(byte_llama), "--ignore-eos"]
     command += ["--hf-overrides", '{"max_position_embeddings": 50000}', "--kv-cache-memory-bytes", "20M"]
@@ -146,7 +146,7 @@ def test_on_a_terminal_ctrl_c_stops_a_reply_and_ctrl_d_leaves(byte_llama, tmp_pa
 
 
 class _Screen:
-    """What a program has written to a pseudo-terminal."""
+    """The output of a program on a pseudo-terminal."""
 
     def __init__(self, terminal: int) -> None:
         self._terminal = terminal

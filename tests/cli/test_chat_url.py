@@ -1,4 +1,4 @@
-"""`quire chat --url`: the same conversation, with a model that a server has."""
+"""`quire chat --url`: chat with the model of a server."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.cli.stub_server import running
 ANSWER = "w0 w1 w2 w3 "
 
 
-def test_every_piped_line_gets_a_reply_and_the_server_sees_what_was_said_before(quire):
+def test_every_piped_line_gets_a_reply_and_the_server_gets_the_messages_before(quire):
     with running() as stub:
         ran = quire("chat", "--url", stub.url, "--system", "Be kind", "--stats", stdin="Hi\n\nAnd?\n")
         assert (ran.code, ran.out) == (0, f"{ANSWER}\n{ANSWER}\n"), ran.err
@@ -29,7 +29,7 @@ def test_every_piped_line_gets_a_reply_and_the_server_sees_what_was_said_before(
         assert stub.seen[1].body["messages"] == [*opening, said, {"role": "user", "content": "And?"}]
 
 
-def test_only_what_was_given_is_sent(quire, monkeypatch):
+def test_only_given_flags_are_sent(quire, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "sk-environment")
     with running() as stub:
         quire("chat", "--url", stub.url + "/v1/", stdin="Hi\n")
@@ -45,15 +45,15 @@ def test_only_what_was_given_is_sent(quire, monkeypatch):
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
-        ("429", "the server answered 429: the queue is full"),
+        ("429", "the server returned HTTP 429: the queue is full"),
         ("hang up", "disconnected"),
         ("cut", "chunked read"),
-        ("malformed", "sent what is no event"),
+        ("malformed", "sent a malformed event"),
         ("error event", "the engine died"),
-        ("no end", "the answer was cut off"),
+        ("no end", "the response was cut off"),
     ],
 )
-def test_a_failed_answer_is_told_and_the_conversation_goes_on(quire, fault, said):
+def test_a_failed_response_is_an_error_and_the_conversation_continues(quire, fault, said):
     with running(fault=fault) as stub:
         ran = quire("chat", "--url", stub.url, stdin="Hi\n/stats\n")
     assert ran.code == 2
@@ -66,7 +66,7 @@ def test_a_failed_answer_is_told_and_the_conversation_goes_on(quire, fault, said
     [
         (["--url", "http://127.0.0.1:9"], "is the server running?"),
         (["--url", "127.0.0.1:9"], "127.0.0.1:9"),
-        (["--url", "http://127.0.0.1:9", "--dtype", "float32"], "--dtype is for a model run here"),
+        (["--url", "http://127.0.0.1:9", "--dtype", "float32"], "--dtype is for a local model"),
         (["--api-key", "x"], "--api-key needs --url"),
     ],
 )
@@ -76,12 +76,12 @@ def test_bad_input_is_one_line(quire, arguments, said):
     assert said in ran.err
 
 
-def test_ctrl_c_stops_the_reply_and_hangs_up(capsys):
+def test_ctrl_c_stops_the_reply_and_closes_the_connection(capsys):
     with running(gap=0.02, tokens=500) as stub:
         conversation = RemoteConversation(stub.url, None, None, {})
         threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
         reply = conversation.ask("Hi")
-        assert reply.remark == "(stopped)"
+        assert reply.note == "(stopped)"
         assert 0 < reply.tokens < 100
         until = time.monotonic() + 5
         while not stub.hang_ups and time.monotonic() < until:
@@ -101,7 +101,7 @@ def test_the_time_to_the_first_token_counts_from_the_question(capsys):
     assert reply.tokens_per_second == pytest.approx(50, rel=0.15)
 
 
-def test_talking_with_a_server_needs_no_torch():
+def test_chat_with_a_server_needs_no_torch():
     with running() as stub:
         code = (
             "import sys; from quire.cli.main import main\n"

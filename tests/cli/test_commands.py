@@ -1,4 +1,4 @@
-"""Commands that look rather than run: pull, inspect, env, bench."""
+"""Commands: pull, inspect, env, bench."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.cli.inspect import plan_memory
+from quire.cli.inspect import estimate_memory
 from quire.config import EngineConfig
 from quire.loading.hub import resolve
 from quire.loading.model_config import read_model_config
@@ -23,19 +23,19 @@ def test_pull_prints_the_path_and_nothing_else_on_stdout(quire, byte_llama):
 
 
 def test_pull_finds_the_default_model_offline(quire, monkeypatch):
-    path = resolve(EngineConfig.model).path  # downloads it, the first time on a machine
+    path = resolve(EngineConfig.model).path  # downloads it the first time
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert quire("pull").out == f"{path}\n"
 
 
-def test_pull_offline_says_what_was_tried(quire, monkeypatch, tmp_path):
+def test_pull_offline_lists_what_was_tried(quire, monkeypatch, tmp_path):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     ran = quire("pull", "someone/something", "--download-dir", tmp_path)
     assert ran.code == 2
-    assert "downloads are off" in ran.err
+    assert "downloads are disabled" in ran.err
 
 
-def test_inspect_tells_shape_and_plan(quire, byte_llama):
+def test_inspect_prints_dimensions_and_memory_plan(quire, byte_llama):
     ran = quire("inspect", byte_llama, "--num-gpu-blocks-override", 32)
     assert ran.code == 0, ran.err
     for fact in (
@@ -47,26 +47,26 @@ def test_inspect_tells_shape_and_plan(quire, byte_llama):
     ):
         assert fact in ran.out
     # Keys and values of 2 layers, 2 heads of 16 in float32, and the token's id.
-    assert f"{2 * 2 * 2 * 16 * 4 + 4} bytes a token" in ran.out
-    assert "holds         512 tokens in 32 blocks of 16" in ran.out
+    assert f"{2 * 2 * 2 * 16 * 4 + 4} bytes per token" in ran.out
+    assert "capacity      512 tokens in 32 blocks of 16" in ran.out
     assert "4.0 sequences of the full 128 tokens" in ran.out
 
 
-def test_inspect_tells_experts_and_the_parameters_a_token_meets(quire):
+def test_inspect_prints_experts_and_active_parameters(quire):
     folder = Path(__file__).parents[2] / "benchmarks" / "gpu" / "models" / "qwen3-30b-a3b"
     ran = quire("inspect", folder, "--load-format", "dummy", "--num-gpu-blocks-override", 8)
     assert ran.code == 0, ran.err
-    assert "128 of width 768, 8 for each token" in ran.out
-    assert "30532.1 million, 3353.0 million of them for each token" in ran.out
+    assert "128 of width 768, 8 per token" in ran.out
+    assert "30532.1 million, 3353.0 million of them per token" in ran.out
 
 
-def test_inspect_plans_what_the_engine_then_does(byte_llama, monkeypatch):
+def test_inspect_plans_the_memory_that_the_engine_uses(byte_llama, monkeypatch):
     from quire import LLM
 
     monkeypatch.setenv("QUIRE_CPU_KVCACHE_SPACE", "0.001")
     config = EngineConfig(model=str(byte_llama))
     files = resolve(config.model)
-    plan = plan_memory(config, files, read_model_config(files))
+    plan = estimate_memory(config, files, read_model_config(files))
     with LLM(config.model) as llm:
         info = llm.llm_engine.info
     assert (plan.memory.num_blocks - 1, plan.memory.cache) == (info.num_blocks, info.kv_bytes)
@@ -74,7 +74,7 @@ def test_inspect_plans_what_the_engine_then_does(byte_llama, monkeypatch):
     assert (plan.max_model_len, plan.max_num_seqs) == (info.max_model_len, info.max_num_seqs)
 
 
-def test_inspect_of_an_unknown_architecture_says_so(quire, tmp_path):
+def test_inspect_of_an_unknown_architecture_is_an_error(quire, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["WalrusForCausalLM"]}))
     ran = quire("inspect", tmp_path)
     assert ran.code == 2
@@ -110,7 +110,7 @@ def test_bench_waste_is_under_four_percent(quire, tmp_path):
     ],
 )
 @pytest.mark.parametrize(("name", "said"), [("none/out", "no folder"), ("file/out", "no folder"), ("", "is a folder")])
-def test_a_bench_whose_figures_would_have_no_place_is_refused_at_once(quire, tmp_path, bench, flag, name, said):
+def test_a_bench_with_an_unwritable_output_file_is_refused_at_once(quire, tmp_path, bench, flag, name, said):
     (tmp_path / "file").write_text("")
     model = [] if bench == "waste" else ["--model", tmp_path / "no-model"]
     ran = quire("bench", bench, *model, flag, tmp_path / name)
@@ -148,7 +148,7 @@ def test_bench_throughput_of_several_engines(quire, byte_llama):
     ran = quire(*bench)
     assert ran.code == 0, ran.err
     assert re.search(r"\d output tokens/s", ran.out) and "KV waste" not in ran.out
-    assert "--profile looks into one engine" in quire(*bench, "--profile").err
+    assert "--profile works with one engine" in quire(*bench, "--profile").err
 
 
 def test_bench_latency_reports_as_vllm_does(quire, byte_llama, tmp_path):
@@ -166,4 +166,4 @@ def test_bench_latency_reports_as_vllm_does(quire, byte_llama, tmp_path):
 def test_bench_refuses_lengths_beyond_the_model(quire, byte_llama):
     ran = quire("bench", "latency", "--model", byte_llama, "--input-len", 100, "--output-len", 100)
     assert ran.code == 2
-    assert "exceed the 128 tokens" in ran.err
+    assert "exceed max_model_len, 128" in ran.err

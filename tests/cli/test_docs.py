@@ -1,4 +1,4 @@
-"""The pages keep up with the code: links lead somewhere, and what CONTRIBUTING shows is what the examples run."""
+"""The docs match the code: links lead to files, and code in CONTRIBUTING is that of the examples."""
 
 from __future__ import annotations
 

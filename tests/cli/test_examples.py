@@ -1,4 +1,4 @@
-"""The examples run. On the tiny model: what they say is nonsense, how they say it is not."""
+"""The examples run, on a tiny model with random weights."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from quire import LLM, SamplingParams
 from tests.layers.test_torch_paged import ROWS, Case
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-NAMES = sorted(path.stem for path in EXAMPLES.glob("*.py") if path.stem != "nano_engine")  # it has tests of its own
+NAMES = sorted(path.stem for path in EXAMPLES.glob("*.py") if path.stem != "nano_engine")  # has its own tests
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def example(monkeypatch):
 
 @pytest.fixture
 def settings(byte_llama):
-    """Room enough for the examples' prompts, which are long in bytes."""
+    """A context long enough for the examples' prompts, with one token per byte."""
     return {
         "model": str(byte_llama),
         "hf_overrides": {"max_position_embeddings": 1024},
@@ -58,7 +58,7 @@ def test_the_routing_policy_keeps_tenants_apart(example, settings, capsys):
     assert example("custom_routing_policy").main(max_tokens=2, **settings) == [1, 3]
 
 
-def test_the_processor_allows_no_ngram_twice(example, settings, capsys):
+def test_the_processor_forbids_repeated_ngrams(example, settings, capsys):
     _, tokens = example("custom_logits_processor").main(max_tokens=24, **settings)
     prompt_pairs = len("la la la la") - 1
     pairs = list(itertools.pairwise(tokens))
@@ -72,7 +72,7 @@ def test_the_attention_backend_agrees_with_the_engines_own(example, settings, ca
 
 
 @pytest.mark.parametrize("window", [None, 1, 5])
-def test_the_attention_backend_sees_what_it_should(example, window):
+def test_the_attention_backend_attends_to_the_right_tokens(example, window):
     case = Case(4, 2, ROWS, torch.float32)
     backend = example("custom_attention_backend").TextbookAttention()
     backend.prepare(4, case.kv, case.inputs, window)
@@ -80,7 +80,7 @@ def test_the_attention_backend_sees_what_it_should(example, window):
     torch.testing.assert_close(out.double(), case.exact(0.3, window), rtol=1e-5, atol=1e-5)
 
 
-def test_the_model_is_the_one_that_runs(example, settings, capsys, monkeypatch):
+def test_the_registered_model_is_the_one_that_runs(example, settings, capsys, monkeypatch):
     module = example("custom_model")
     as_it_is = module.main(max_tokens=4, **settings)
     monkeypatch.setattr(module, "CAP", 1e-6)  # all logits equal: four draws from 257 tokens
@@ -89,7 +89,7 @@ def test_the_model_is_the_one_that_runs(example, settings, capsys, monkeypatch):
     assert as_it_is > flat
 
 
-def test_the_block_store_gives_a_session_back(example, settings, capsys, tmp_path, monkeypatch):
+def test_the_block_store_restores_a_session(example, settings, capsys, tmp_path, monkeypatch):
     module = example("custom_block_store")
     monkeypatch.setattr(module.tempfile, "TemporaryDirectory", lambda: contextlib.nullcontext(str(tmp_path)))
     stored = module.main(max_tokens=12, **settings)

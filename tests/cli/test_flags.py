@@ -1,4 +1,4 @@
-"""Flags are the fields: every field of EngineConfig has one, and what is written is what arrives."""
+"""Flags: every field of EngineConfig has one, and its value arrives in the config."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ NEEDS = {
     "pipeline_layers": {"pipeline_parallel_size": 2},
     "kv_store": {"kv_disk": "folder"},
 }
-"""Fields that mean something only beside others."""
+"""Other fields that a field needs."""
 ROOT = Path(__file__).parents[2]
 
 
@@ -55,7 +55,7 @@ def parse(*arguments: str) -> argparse.Namespace:
 
 
 def another(field: dataclasses.Field) -> object:
-    """A valid value for a field, other than its default where there is another."""
+    """A valid value for a field, other than its default if there is another."""
     if field.name in VALUES:
         return VALUES[field.name]
     if choices := field.metadata.get("choices"):
@@ -68,7 +68,7 @@ def another(field: dataclasses.Field) -> object:
 
 
 @pytest.mark.parametrize("field", dataclasses.fields(EngineConfig), ids=lambda field: field.name)
-def test_every_engine_field_makes_the_round_trip(field):
+def test_every_engine_field_round_trips_through_its_flag(field):
     value = another(field)
     if isinstance(value, bool):
         arguments = [flag(field.name) if value else flag(f"no_{field.name}")]
@@ -81,7 +81,7 @@ def test_every_engine_field_makes_the_round_trip(field):
     assert getattr(EngineConfig(**settings, **NEEDS.get(field.name, {})), field.name) == value
 
 
-def test_a_pipeline_has_a_deepest_depth():
+def test_pipeline_depth_has_a_maximum():
     with pytest.raises(ConfigError, match="pipeline_depth .*at most 4"):
         EngineConfig(**engine_settings(parse("--pipeline-depth", "5")))
 
@@ -114,7 +114,7 @@ def test_a_size_may_be_auto_where_the_config_says_so():
         parse("--kv-cache-memory-bytes", "auto")
 
 
-def test_short_forms_are_vllms():
+def test_short_flags_are_vllms():
     assert engine_settings(parse("-tp", "2", "-pp", "3", "-dp", "4", "-ep")) == {
         "tensor_parallel_size": 2,
         "pipeline_parallel_size": 3,
@@ -123,7 +123,7 @@ def test_short_forms_are_vllms():
     }
 
 
-def test_flags_of_vllms_that_ask_for_nothing_are_taken():
+def test_vllm_flags_without_effect_are_accepted():
     taken = ["--async-scheduling", "--no-enable-lora", "--tokenizer-mode", "auto", "--quantization=None"]
     assert engine_settings(parse(*taken, "--compilation-config", "3", "--limit-mm-per-prompt", "{}")) == {}
 
@@ -131,12 +131,12 @@ def test_flags_of_vllms_that_ask_for_nothing_are_taken():
 @pytest.mark.parametrize(
     "flags", [["--enable-lora"], ["--speculative-config", '{"method": "ngram"}'], ["--quantization", "awq"]], ids=str
 )
-def test_flags_of_vllms_that_ask_for_something_are_refused_by_name(flags):
+def test_vllm_flags_that_are_not_supported_are_refused_by_name(flags):
     with pytest.raises(UsageError, match=f"{flags[0]}.* is not supported"):
         parse(*flags)
 
 
-def test_suggestions_are_flags_that_are_shown():
+def test_only_visible_flags_are_suggested():
     with pytest.raises(UsageError, match="unknown argument -tq "):
         parse("-tq", "2")
     with pytest.raises(UsageError, match="--quantisation "):
@@ -147,7 +147,7 @@ def test_bytes_are_readable():
     assert [readable_bytes(n) for n in (5, 2048, 3 << 30)] == ["5 bytes", "2.0 KiB", "3.0 GiB"]
 
 
-def test_sampling_flags_go_over_the_defaults():
+def test_sampling_flags_override_the_defaults():
     parser = Parser(prog="quire test")
     add_sampling_flags(parser)
     args = parser.parse(

@@ -1,4 +1,4 @@
-"""`quire generate`: what it prints is what the Python API gives."""
+"""`quire generate` prints what the Python API returns."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_a_dash_reads_standard_input(quire, byte_llama, texts):
     assert quire("generate", "-", "--model", byte_llama, *FLAGS, stdin="Good day").out == texts[1] + "\n"
 
 
-def test_json_is_one_object_a_prompt(quire, byte_llama, texts):
+def test_json_is_one_object_per_prompt(quire, byte_llama, texts):
     ran = quire("generate", "Hello", "Good day", "--model", byte_llama, *FLAGS, "--json", "--logprobs", 2)
     first, second = map(json.loads, ran.out.splitlines())
     assert [first["outputs"][0]["text"], second["outputs"][0]["text"]] == texts
@@ -41,7 +41,7 @@ def test_json_is_one_object_a_prompt(quire, byte_llama, texts):
     assert sample["logprobs"][0][0]["rank"] == 1
 
 
-def test_several_samples_are_told_apart_and_repeatable(quire, byte_llama):
+def test_several_sequences_are_numbered_and_repeatable(quire, byte_llama):
     arguments = ["generate", "Hello", "--model", byte_llama, "--n", 3, "--max-tokens", 5, "--json"]
     first, again, other = (
         [sample["token_ids"] for sample in json.loads(quire(*arguments, "--seed", seed).out)["outputs"]]
@@ -49,7 +49,7 @@ def test_several_samples_are_told_apart_and_repeatable(quire, byte_llama):
     )
     assert first == again != other
     assert len({tuple(tokens) for tokens in first}) == 3
-    assert quire(*arguments[:-1]).out.count("── Hello (sample ") == 3
+    assert quire(*arguments[:-1]).out.count("── Hello (sequence ") == 3
 
 
 def test_chat_uses_the_template(quire, byte_llama):
@@ -65,7 +65,7 @@ def test_a_prompt_that_is_too_long_is_refused(quire, byte_llama):
     assert "the prompt has 500 tokens" in ran.err
 
 
-def test_debug_logs_a_line_a_step(quire, byte_llama):
+def test_debug_logs_one_line_per_step(quire, byte_llama):
     ran = quire("generate", "Hello", "--model", byte_llama, *FLAGS, "--log-level", "debug")
     assert sum(" debug   step " in line for line in ran.err.splitlines()) == 6
     assert " info    " in ran.err

@@ -17,7 +17,7 @@ HELPFUL = [*((name,) for name in COMMANDS), *(("bench", name) for name in BENCHM
 
 
 @pytest.mark.parametrize("command", HELPFUL, ids=" ".join)
-def test_every_command_has_help_that_says_what_it_does(quire, command):
+def test_every_command_has_help(quire, command):
     ran = quire(*command, "--help")
     assert ran.code == 0
     assert ran.out.startswith(f"usage: quire {' '.join(command)}")
@@ -55,15 +55,15 @@ def test_help_needs_neither_torch_nor_transformers(arguments):
         (["chat", "--dtype", "int3"], "--dtype"),
         (["chat", "--hf-overrides", "[1]"], "not a JSON object"),
         (["chat", "--block-size", "0"], "block_size must be an integer of at least 1, got 0"),
-        (["chat", "a", "--model", "b"], "two models are named"),
+        (["chat", "a", "--model", "b"], "two models are given"),
         (["chat", "./nowhere"], "no file or folder './nowhere'"),
         (["generate"], "PROMPT"),
         (["generate", "x", "--system", "y"], "--system needs --chat"),
-        (["generate", "-"], "nothing came on standard input"),
+        (["generate", "-"], "standard input is empty"),
         (["generate", "x", "--logit-bias", '{"a": 1}'], "keys must be token ids"),
         (["bench", "throughput", "--num-prompts", "0"], "at least 1"),
-        (["bench", "waste", "--cache-tokens", "10"], "does not hold one sequence"),
-        (["pull", "no such model"], "names no model"),
+        (["bench", "waste", "--cache-tokens", "10"], "is too small for one sequence"),
+        (["pull", "no such model"], "there is no model"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(quire, arguments, said):
@@ -75,12 +75,12 @@ def test_bad_input_is_one_line_and_exit_code_2(quire, arguments, said):
     assert said in ran.err
 
 
-def test_bad_sampling_values_are_told_by_their_name(quire, byte_llama):
+def test_errors_of_sampling_values_name_the_parameter(quire, byte_llama):
     ran = quire("generate", "x", "--model", byte_llama, "--temperature", "9")
     assert (ran.code, ran.err) == (2, "quire: error: temperature must be in [0, 2], got 9.0; the default is 1\n")
 
 
-def test_something_unexpected_is_one_line_and_exit_code_1(quire, monkeypatch):
+def test_an_unexpected_error_is_one_line_and_exit_code_1(quire, monkeypatch):
     def fail(arguments):
         raise RuntimeError("the moon is down")
 
@@ -99,7 +99,7 @@ def test_an_interrupt_exits_with_130(quire, monkeypatch):
     assert quire("env").code == 130
 
 
-def test_a_reader_who_leaves_is_no_error():
+def test_a_closed_output_pipe_is_not_an_error():
     command = f"{sys.executable} -m quire.cli.main generate --help | head -n 1"
     ran = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, cwd=Path.cwd())
     assert "Traceback" not in ran.stderr

@@ -1,4 +1,4 @@
-"""examples/nano_engine.py: an engine in one file has the tokens of quire and of transformers."""
+"""examples/nano_engine.py: generates the tokens of quire and of transformers."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_greedy_tokens_are_quires(nano: ModuleType, model: tuple[Path, list[list
     params = nano.SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
     settings = {"cache_tokens": 4096, "dtype": "float32", "skip_tokenizer_init": True} | settings
     llm = nano.LLM(str(folder), **settings)
-    for _ in range(2):  # the second time the prefix cache has everything that fits
+    for _ in range(2):  # the second time the prefix cache has all that fits
         outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts()], params)
         assert [output.outputs[0].token_ids for output in outputs] == expected
     assert len(llm.blocks.free) == len(llm.blocks.refs) - 1

@@ -1,4 +1,4 @@
-"""`--profile`: a trace that can be read back, and tables whose figures add up."""
+"""`--profile`: the trace can be read back, and the numbers of its tables add up."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_gaps_and_busy_time_sum_up_to_the_wall():
     }
 
 
-def test_a_kernel_that_starts_early_is_charged_for_what_it_alone_took():
+def test_a_kernel_that_starts_early_counts_only_its_own_time():
     trace = Trace.of([step(0, 100), span("a", 0, 40), span("b", 10, 60), span("c", 55, 80)])
     assert {name: entry.microseconds for name, entry in trace.kernels.items()} == {"a": 40, "b": 20, "c": 20}
     assert trace.busy == 80
@@ -57,7 +57,7 @@ def test_one_kernel_within_another_counts_once():
     assert trace.longest_gap == 0
 
 
-def test_operators_are_charged_without_those_they_call():
+def test_operators_count_without_those_they_call():
     operators = [("to", 0, 50), ("_to_copy", 5, 45), ("empty", 10, 15), ("copy_", 15, 40), ("add", 60, 80)]
     trace = Trace.of([step(0, 100), *(span(name, begin, end, "cpu_op") for name, begin, end in operators)])
     owns = {name: entry.microseconds for name, entry in trace.operators.items()}
@@ -91,7 +91,7 @@ def test_kernels_have_short_names_and_kinds(kernel, name, kind):
 # Limits
 
 
-def test_gemms_read_every_weight_once_and_compute_twice_a_token():
+def test_gemms_read_every_weight_once_with_two_operations_per_token():
     kind = next(kind for kind in KINDS if kind.name == "GEMMs")
     moved, operations = kind.cost(SHAPE, WORK)
     weights = SHAPE.body_bytes + 2 * 256 * 64
@@ -119,7 +119,7 @@ def test_the_report_names_kinds_kernels_and_limits():
     ])  # fmt: skip
     text = report(trace, WORK, SHAPE, DeviceSpeed(2e9, 1e15), before=95e-6)
     assert "1 steps of 8 requests, 8 tokens, 800 in context" in text
-    assert "0.100 ms a step; 0.095 ms before the profiler started" in text
+    assert "0.100 ms per step; 0.095 ms before the profiler started" in text
     assert "GPU busy      0.080 ms, 80.0%" in text
     assert "the longest 10 us, before _dot" in text
     assert "launch 0.030" in text and "rest 0.070" in text
@@ -141,7 +141,7 @@ def test_without_known_limits_their_columns_are_empty():
 
 
 @pytest.mark.parametrize("command", ["throughput", "latency"])
-def test_a_benchmark_writes_a_trace_and_tells_where_the_time_goes(quire, byte_llama, tmp_path, command):
+def test_a_benchmark_writes_a_trace_and_prints_where_the_time_goes(quire, byte_llama, tmp_path, command):
     requests = {"throughput": ["--num-prompts", 3], "latency": ["--batch-size", 3, "--num-iters", 1]}[command]
     ran = quire(
         "bench", command, "--model", byte_llama, "--load-format", "dummy", "--input-len", 8, "--output-len", 12,

@@ -1,4 +1,4 @@
-"""`--record FILE` and `quire replay FILE`: the same plans on a device again."""
+"""`--record FILE` and `quire replay FILE`: rerun recorded plans."""
 
 from __future__ import annotations
 
@@ -80,13 +80,13 @@ def test_no_secret_is_written(recorded: Path) -> None:
     assert b"secret-token" not in recorded.read_bytes()
 
 
-def test_a_recording_that_was_cut_is_replayed_up_to_there(recorded: Path, tmp_path: Path) -> None:
+def test_a_truncated_recording_is_replayed_up_to_its_end(recorded: Path, tmp_path: Path) -> None:
     whole = recorded.read_bytes()
     (tmp_path / "cut").write_bytes(whole[: len(whole) - 7])
     assert len(list(Recording(tmp_path / "cut").messages())) == len(list(Recording(recorded).messages())) - 1
 
 
-def test_what_is_no_recording_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_recording_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot read"):
         Recording(tmp_path / "missing")
     for content in (b"", b"\0\0\0\0", b"hello, world, this is a text"):
@@ -95,7 +95,7 @@ def test_what_is_no_recording_is_refused(tmp_path: Path) -> None:
             Recording(tmp_path / "other")
 
 
-def test_where_it_cannot_be_written_is_said(byte_llama: Path, tmp_path: Path) -> None:
+def test_an_unwritable_recording_is_an_error(byte_llama: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot write the recording"):
         LLM(str(byte_llama), record=str(tmp_path / "no" / "folder"), kv_cache_memory_bytes=1 << 20)
 

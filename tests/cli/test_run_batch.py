@@ -1,4 +1,4 @@
-"""`quire run-batch`: every line gets its answer, whatever the others are."""
+"""`quire run-batch`: every line gets its result, whatever the others are."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import time
 
 import pytest
 
-from quire.cli.batch.files import LineError, Output, Result, Source, read_line
-from quire.cli.batch.runner import Batch, post
+from quire.cli.batch.files import BatchInput, BatchOutput, BatchResult, LineError, read_line
+from quire.cli.batch.runner import BatchRunner, post
 from quire.cli.bench.load.client import RunCounters
 from quire.cli.interrupts import cancelled_by_interrupt
 from quire.errors import ValidationError
@@ -36,7 +36,7 @@ def by_id(text: str) -> dict[str, dict]:
     return {result["custom_id"]: result for result in results}
 
 
-def test_a_file_is_answered_line_by_line_and_wrong_lines_stop_nothing(quire, tiny_model, tmp_path, monkeypatch):
+def test_every_line_is_run_and_invalid_lines_do_not_stop_the_others(quire, tiny_model, tmp_path, monkeypatch):
     monkeypatch.setenv("QUIRE_API_KEY", "sk-not-for-batches")
     chat = {"messages": [{"role": "user", "content": "the world"}], "max_tokens": 3, "ignore_eos": True}
     lines = [
@@ -56,7 +56,7 @@ def test_a_file_is_answered_line_by_line_and_wrong_lines_stop_nothing(quire, tin
     files = ["-i", tmp_path / "in.jsonl", "-o", tmp_path / "out.jsonl"]
     ran = quire("run-batch", tiny_model, *files, *ENGINE)
     assert ran.code == 1, ran.err
-    assert "4 answered, 6 failed" in ran.err
+    assert "4 completed, 6 failed" in ran.err
     text = (tmp_path / "out.jsonl").read_text()
     assert text.count("\n") == 10
     found = by_id(text)
@@ -79,11 +79,11 @@ def test_a_file_is_answered_line_by_line_and_wrong_lines_stop_nothing(quire, tin
     texts = [each["response"]["body"]["choices"][0]["text"] for each in map(json.loads, text.splitlines())
              if each["custom_id"] in ("text", "last") and each["response"]]  # fmt: skip
     assert len(texts) == 2
-    assert len(set(texts)) == 1  # the same greedy request, the same answer
+    assert len(set(texts)) == 1  # the same greedy request gives the same response
 
 
 @pytest.mark.slow
-def test_ctrl_c_keeps_what_was_answered_and_the_next_run_goes_on(tiny_model, tmp_path):
+def test_ctrl_c_keeps_the_results_and_the_next_run_continues(tiny_model, tmp_path):
     (tmp_path / "in.jsonl").write_text("\n".join(completion(str(i), max_tokens=200) for i in range(60)))
     out = tmp_path / "out.jsonl"
     command = [sys.executable, "-m", "quire.cli.main", "run-batch", str(tiny_model), "-i", str(tmp_path / "in.jsonl")]
@@ -95,14 +95,14 @@ def test_ctrl_c_keeps_what_was_answered_and_the_next_run_goes_on(tiny_model, tmp
     first.send_signal(signal.SIGINT)
     _, said = first.communicate(timeout=60)
     assert first.returncode == 130, said
-    assert "goes on where this ended" in said
+    assert "run the same command again to continue" in said
     answered = out.read_text().count("\n")
     assert 2 <= answered < 60
     with out.open("a") as file:
-        file.write('{"id": "batch_req_1", "custom_')  # as a kill in the middle of a line leaves it
+        file.write('{"id": "batch_req_1", "custom_')  # as after a kill in the middle of a line
     second = subprocess.run(command[: -len(ENGINE) - 2] + ENGINE, stderr=subprocess.PIPE, text=True, check=False)
     assert second.returncode == 0, second.stderr
-    assert f"{60 - answered} answered, 0 failed, {answered} had been before" in second.stderr
+    assert f"{60 - answered} completed, 0 failed, {answered} done before" in second.stderr
     assert out.read_text().count("\n") == 60
     assert sorted(map(int, by_id(out.read_text()))) == list(range(60))
 
@@ -111,7 +111,7 @@ def test_ctrl_c_keeps_what_was_answered_and_the_next_run_goes_on(tiny_model, tmp
 
 
 async def busy_twice(scope, receive, send):
-    """Refuses the first two times, then tells what it was sent."""
+    """Refuses the first two requests, then returns what it was sent."""
     busy_twice.calls += 1
     body = (await receive())["body"]
     is_busy = busy_twice.calls <= 2
@@ -121,28 +121,28 @@ async def busy_twice(scope, receive, send):
     await send({"type": "http.response.body", "body": json.dumps(seen).encode()})
 
 
-def run_with(app, text: str, output: str, concurrency: int = 4) -> Batch:
-    batch = Batch(app, "key", concurrency, RunCounters())
+def run_with(app, text: str, output: str, concurrency: int = 4) -> BatchRunner:
+    batch = BatchRunner(app, "key", concurrency, RunCounters())
 
     async def work():
-        with Source(text) as source, Output(output) as out:
+        with BatchInput(text) as source, BatchOutput(output) as out:
             await batch.run(source, out)
 
     asyncio.run(work())
     return batch
 
 
-def test_a_busy_engine_is_asked_again(tmp_path):
+def test_requests_to_a_busy_engine_are_retried(tmp_path):
     busy_twice.calls = 0
     (tmp_path / "in").write_text(completion("a"))
     batch = run_with(busy_twice, str(tmp_path / "in"), str(tmp_path / "out"))
     result = by_id((tmp_path / "out").read_text())["a"]
     assert result["response"]["status_code"] == 200
     assert result["response"]["body"]["body"]["prompt"] == "the world"
-    assert (batch.tally.done, batch.tally.failed, batch.tally.tokens) == (1, 0, 5)
+    assert (batch.counters.done, batch.counters.failed, batch.counters.tokens) == (1, 0, 5)
 
 
-def test_an_interrupt_keeps_what_was_answered_and_the_next_run_asks_the_rest(tmp_path):
+def test_an_interrupt_keeps_the_results_and_the_next_run_does_the_rest(tmp_path):
     asked, answered = [], []
 
     async def app(scope, receive, send):
@@ -156,45 +156,49 @@ def test_an_interrupt_keeps_what_was_answered_and_the_next_run_asks_the_rest(tmp
         await send({"type": "http.response.body", "body": b"{}"})
 
     async def interrupted():
-        with Source(str(tmp_path / "in")) as source, Output(str(tmp_path / "out")) as output, cancelled_by_interrupt():
-            await Batch(app, "key", 1, RunCounters()).run(source, output)
+        with (
+            BatchInput(str(tmp_path / "in")) as source,
+            BatchOutput(str(tmp_path / "out")) as output,
+            cancelled_by_interrupt(),
+        ):
+            await BatchRunner(app, "key", 1, RunCounters()).run(source, output)
 
     (tmp_path / "in").write_text("\n".join(completion(str(i), prompt=str(i)) for i in range(12)))
     with pytest.raises((asyncio.CancelledError, KeyboardInterrupt)):
         asyncio.run(interrupted())
     assert set(by_id((tmp_path / "out").read_text())) == set(answered) == {"0", "1", "2", "3", "4"}
     with (tmp_path / "out").open("a") as file:
-        file.write('{"id": "batch_req_1", "custom_')  # as a kill in the middle of a line leaves it
+        file.write('{"id": "batch_req_1", "custom_')  # as after a kill in the middle of a line
     batch = run_with(app, str(tmp_path / "in"), str(tmp_path / "out"))
-    assert (batch.skipped, batch.tally.done) == (5, 7)
+    assert (batch.skipped, batch.counters.done) == (5, 7)
     assert asked[6:] == [str(i) for i in range(5, 12)]
     assert (tmp_path / "out").read_text().count("\n") == 12
     assert len(by_id((tmp_path / "out").read_text())) == 12
 
 
-def test_a_wrong_line_is_answered_once_however_often_the_batch_is_run(tmp_path):
+def test_an_invalid_line_is_reported_once_however_often_the_batch_is_run(tmp_path):
     busy_twice.calls = 2
     wrong = ["no JSON", "[]", "no JSON", line("elsewhere", "/v1/files"), completion("a", stream=True)]
     (tmp_path / "in").write_text("\n".join([*wrong, completion("b"), completion("b")]))
     first = run_with(busy_twice, str(tmp_path / "in"), str(tmp_path / "out"))
-    assert (first.tally.done, first.tally.failed, first.skipped) == (7, 6, 0)
+    assert (first.counters.done, first.counters.failed, first.skipped) == (7, 6, 0)
     text = (tmp_path / "out").read_text()
     again = run_with(busy_twice, str(tmp_path / "in"), str(tmp_path / "out"))
-    assert (again.tally.done, again.skipped) == (0, 7)
+    assert (again.counters.done, again.skipped) == (0, 7)
     assert (tmp_path / "out").read_text() == text
     (tmp_path / "in").write_text("\n".join([*wrong, completion("b"), "no JSON either"]))
     grown = run_with(busy_twice, str(tmp_path / "in"), str(tmp_path / "out"))
-    assert (grown.tally.done, grown.tally.failed, grown.skipped) == (1, 1, 6)
+    assert (grown.counters.done, grown.counters.failed, grown.skipped) == (1, 1, 6)
 
 
-def test_answers_may_go_to_standard_output(tmp_path, capsys):
+def test_results_may_go_to_standard_output(tmp_path, capsys):
     busy_twice.calls = 2
     (tmp_path / "in").write_text(completion("a") + "\n" + completion("b"))
     run_with(busy_twice, str(tmp_path / "in"), "-")
     assert set(by_id(capsys.readouterr().out)) == {"a", "b"}
 
 
-def test_never_more_at_once_than_asked_for_and_answers_are_written_at_once(tmp_path):
+def test_concurrency_is_limited_and_results_are_written_at_once(tmp_path):
     most = now = 0
     lines_at_fifth = 0
 
@@ -217,7 +221,7 @@ def test_never_more_at_once_than_asked_for_and_answers_are_written_at_once(tmp_p
     assert len(by_id((tmp_path / "out").read_text())) == 12
 
 
-def test_a_slow_writer_into_the_pipe_holds_nobody_up(tmp_path, monkeypatch):
+def test_a_slow_input_pipe_does_not_block_other_requests(tmp_path, monkeypatch):
     ours, theirs = os.pipe()
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(os.fdopen(ours, "rb")))
 
@@ -225,7 +229,7 @@ def test_a_slow_writer_into_the_pipe_holds_nobody_up(tmp_path, monkeypatch):
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b"{}"})
         if json.loads((await receive())["body"])["prompt"] == "first":
-            os.write(theirs, completion("b", prompt="second").encode() + b"\n")  # comes only after the first is asked
+            os.write(theirs, completion("b", prompt="second").encode() + b"\n")  # only after the first has started
             os.close(theirs)
 
     os.write(theirs, completion("a", prompt="first").encode() + b"\n")
@@ -233,7 +237,7 @@ def test_a_slow_writer_into_the_pipe_holds_nobody_up(tmp_path, monkeypatch):
     assert set(by_id((tmp_path / "out").read_text())) == {"a", "b"}
 
 
-def test_an_application_called_as_a_function_sees_a_client_that_stays():
+def test_the_application_sees_a_client_that_does_not_disconnect():
     async def app(scope, receive, send):
         assert (await receive())["body"] == b"{}"
         with pytest.raises(asyncio.TimeoutError):
@@ -263,19 +267,19 @@ def test_an_application_called_as_a_function_sees_a_client_that_stays():
         ('{"custom_id": "x", "url": "/v1/completions", "body": {"a"}}', "invalid_line", "JSON", None),
     ],
 )
-def test_wrong_lines(text, code, said, custom_id):
+def test_invalid_lines(text, code, said, custom_id):
     with pytest.raises(LineError) as caught:
         read_line(text.encode(), 3)
     assert (caught.value.code, caught.value.custom_id) == (code, custom_id)
     assert said in str(caught.value)
 
 
-def test_an_output_that_is_something_else_is_not_added_to(tmp_path):
+def test_an_output_file_with_other_content_is_not_appended_to(tmp_path):
     (tmp_path / "notes").write_text("dear diary\n")
-    with pytest.raises(ValidationError, match="line 1, is no answer of a batch"):
-        Output(str(tmp_path / "notes"))
-    with Output(str(tmp_path / "notes"), overwrite=True) as output:
-        output.write(Result.of("a", 200, "r", b"{}"))
+    with pytest.raises(ValidationError, match="line 1, is not a batch result"):
+        BatchOutput(str(tmp_path / "notes"))
+    with BatchOutput(str(tmp_path / "notes"), overwrite=True) as output:
+        output.write(BatchResult.of("a", 200, "r", b"{}"))
     assert set(by_id((tmp_path / "notes").read_text())) == {"a"}
 
 

@@ -1,4 +1,4 @@
-"""`quire sessions`: a folder of sessions, looked after without an engine."""
+"""`quire sessions`: manages a folder of sessions without an engine."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_delete_export_and_import(quire, folder, tmp_path):
         assert store.tokens(session_key("one", "b")).tolist() == store.tokens("agent-7").tolist() == list(range(40))
 
 
-def test_what_is_wrong_is_told(quire, folder, tmp_path):
+def test_errors(quire, folder, tmp_path):
     assert "takes 1 arguments" in quire("sessions", "show", "--kv-disk", folder).err
     assert "there are no sessions" in quire("sessions", "list", "--kv-disk", tmp_path / "nowhere").err
     with SessionStore.open(tmp_path / "many" / "replica-1" / "sessions"):

@@ -34,7 +34,7 @@ SHAPES = [
 
 @pytest.fixture
 def measured(monkeypatch, tmp_path):
-    """A GPU on which it pays to fuse the norm or the gate, but not both; what was timed on it."""
+    """A GPU on which fusing the norm or the gate is faster, but not both; returns what was timed."""
     timed: list[tuple[GemmShape, int, torch.dtype]] = []
 
     class Timer:
@@ -77,7 +77,7 @@ def test_every_gemm_of_the_model_is_measured_printed_and_stored(quire, byte_llam
     assert all(kept.known(shape, rows, torch.float16) for shape in SHAPES for rows in (1, 4))
 
 
-def test_what_is_known_is_not_measured_again_unless_asked(quire, byte_llama, measured, monkeypatch, tmp_path):
+def test_known_results_are_measured_again_only_with_again(quire, byte_llama, measured, monkeypatch, tmp_path):
     shipped = tmp_path / "shipped.json"
     monkeypatch.setattr(tuning_table, "shipped_path", lambda gpu, library="": shipped)
     head = key_of(SHAPES[4], 1, torch.bfloat16)
@@ -90,7 +90,7 @@ def test_what_is_known_is_not_measured_again_unless_asked(quire, byte_llama, mea
     measured.clear()
     ran = quire(*command, "1,2")
     assert measured == []
-    assert "everything was known already" in ran.err
+    assert "everything was already known" in ran.err
     assert re.search(r"^ +1 +3\.00 +3\.00  cublas  \(known\)", ran.out, re.M)
     ran = quire(*command, "1", "--again")
     assert cases(measured) == {(shape, 1) for shape in SHAPES}
@@ -98,7 +98,7 @@ def test_what_is_known_is_not_measured_again_unless_asked(quire, byte_llama, mea
     assert head in read_table(own_path(GPU))
 
 
-def test_a_tune_that_is_interrupted_keeps_what_it_has(quire, byte_llama, measured, monkeypatch):
+def test_an_interrupted_tune_keeps_its_results(quire, byte_llama, measured, monkeypatch):
     class Tired(timing.GraphTimer):
         def __call__(self, shape, rows, dtype, variant):
             if rows == 8:
@@ -117,7 +117,7 @@ def test_hf_overrides_change_the_model(quire, byte_llama, measured):
 
 
 @pytest.mark.parametrize(
-    ("buckets", "said"), [("3", "--buckets must be of 1, 2, 4, 8"), ("1,x", "'1,x' is not a list of integers")]
+    ("buckets", "said"), [("3", "--buckets must be among 1, 2, 4, 8"), ("1,x", "'1,x' is not a list of integers")]
 )
 def test_invalid_buckets(quire, byte_llama, measured, buckets, said):
     ran = quire("tune", byte_llama, "--buckets", buckets)
@@ -125,14 +125,14 @@ def test_invalid_buckets(quire, byte_llama, measured, buckets, said):
     assert said in ran.err
 
 
-def test_without_a_gpu_there_is_one_line(quire, monkeypatch):
+def test_without_a_gpu_the_error_is_one_line(quire, monkeypatch):
     monkeypatch.setattr("quire.platforms.cuda.why_unusable", lambda: "torch sees no GPU")
     ran = quire("tune", "no/such-model")
     assert (ran.code, ran.out) == (2, "")
     assert ran.err == "quire: error: there is no GPU to measure on: torch sees no GPU\n"
 
 
-def test_without_triton_there_is_one_line(quire, monkeypatch):
+def test_without_triton_the_error_is_one_line(quire, monkeypatch):
     monkeypatch.setattr("quire.platforms.cuda.why_unusable", lambda: "")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     ran = quire("tune", "no/such-model")
@@ -160,7 +160,7 @@ def test_experts_are_measured_too(quire, byte_llama, measured, monkeypatch):
     assert ran.code == 0, ran.err
     assert set(timed) == {(ExpertsShape(8, 2, 128, 64), tokens, torch.bfloat16) for tokens in (1, 4)}
     assert {GemmShape("norm_linear", 8, 64), GemmShape("linear", 8, 64)} <= {shape for shape, _ in cases(measured)}
-    assert "8 experts of 128 x 64, 2 a token" in ran.out
+    assert "8 experts of 128 x 64, 2 per token" in ran.out
     assert re.search(r"^ +4 +2\.50  tile m\d+, gate_up n\d+", ran.out, re.M)
     timed.clear()
     assert re.search(r"^ +1 +2\.50  tile .* \(known\)$", quire(*command).out, re.M)

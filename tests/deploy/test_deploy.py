@@ -1,4 +1,4 @@
-"""What `deploy/` promises: files that are there, flags that exist, and a board of figures that are shown."""
+"""`deploy/`: its files and flags exist, and the dashboard uses existing metrics."""
 
 from __future__ import annotations
 
@@ -19,35 +19,37 @@ from tests.server.test_metrics import FakeEngine
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
-BOARD = DEPLOY / "grafana" / "dashboards" / "quire.json"
+DASHBOARD = DEPLOY / "grafana" / "dashboards" / "quire.json"
 
 WORDS = {
     "sum", "min", "max", "by", "rate", "histogram_quantile", "changes", "label_values", "le", "model_name", "instance",
     "finished_reason", "handler", "status", "reason",
 }  # fmt: skip
-"""What stands in our PromQL and is no figure."""
+"""Words of our PromQL that are not metrics."""
 LABELS_OF_PROMETHEUS = {"instance", "job"}
 
 
-def board() -> dict[str, Any]:
-    loaded: dict[str, Any] = json.loads(BOARD.read_text())
+def dashboard() -> dict[str, Any]:
+    loaded: dict[str, Any] = json.loads(DASHBOARD.read_text())
     return loaded
 
 
 def expressions() -> list[str]:
-    shown = [target["expr"] for panel in board()["panels"] for target in panel.get("targets", [])]
-    asked = [variable["query"]["query"] for variable in board()["templating"]["list"] if variable["type"] == "query"]
-    return shown + asked + [each["expr"] for each in board()["annotations"]["list"]]
+    shown = [target["expr"] for panel in dashboard()["panels"] for target in panel.get("targets", [])]
+    variables = [
+        variable["query"]["query"] for variable in dashboard()["templating"]["list"] if variable["type"] == "query"
+    ]
+    return shown + variables + [each["expr"] for each in dashboard()["annotations"]["list"]]
 
 
-def figures_in(expression: str) -> set[str]:
+def metrics_in(expression: str) -> set[str]:
     bare = re.sub(r"\{[^}]*\}|\[[^]]*\]|\"[^\"]*\"", " ", expression)
     return set(re.findall(r"[a-zA-Z_][a-zA-Z0-9_:]*", bare)) - WORDS
 
 
 @pytest.fixture(scope="module")
 def scrape() -> Scrape:
-    """The first look at a server that has answered nothing but one request."""
+    """The first scrape of a server after one request."""
     from quire.server.observability.observer import HttpRecord
 
     metrics = ServerMetrics(FakeEngine(), "m", admission=type("Admission", (), {"rejected": {"requests": 0}})())
@@ -55,13 +57,13 @@ def scrape() -> Scrape:
     return Scrape(asyncio.run(metrics.page()).decode())
 
 
-def test_every_figure_of_the_board_is_shown_by_a_server(scrape: Scrape) -> None:
-    named = set().union(*map(figures_in, expressions()))
+def test_every_metric_of_the_dashboard_exists(scrape: Scrape) -> None:
+    named = set().union(*map(metrics_in, expressions()))
     assert len(named) > 25
     assert named <= scrape.names, named - scrape.names
 
 
-def test_every_label_the_board_asks_for_is_there(scrape: Scrape) -> None:
+def test_every_label_of_the_dashboard_exists(scrape: Scrape) -> None:
     for expression in expressions():
         for name, selectors in re.findall(r"([a-zA-Z0-9_:]+)\{([^}]*)\}", expression):
             wanted = set(re.findall(r"(\w+)=", selectors)) - LABELS_OF_PROMETHEUS
@@ -69,20 +71,20 @@ def test_every_label_the_board_asks_for_is_there(scrape: Scrape) -> None:
             assert labels and all(wanted <= each for each in labels), (name, wanted)
 
 
-def test_the_board_has_the_panels_one_looks_for() -> None:
-    titles = " ".join(panel["title"] for panel in board()["panels"]).lower()
+def test_the_dashboard_has_the_expected_panels() -> None:
+    titles = " ".join(panel["title"] for panel in dashboard()["panels"]).lower()
     for word in (
         "running", "kv cache", "first token", "between tokens", "end to end", "tokens a second", "prefix cache",
         "preemptions", "by reason", "http errors", "restarts",
     ):  # fmt: skip
         assert word in titles, word
-    ids = [panel["id"] for panel in board()["panels"]]
+    ids = [panel["id"] for panel in dashboard()["panels"]]
     assert len(set(ids)) == len(ids)
-    places = [panel["gridPos"] for panel in board()["panels"]]
+    places = [panel["gridPos"] for panel in dashboard()["panels"]]
     assert all(place["x"] + place["w"] <= 24 for place in places)
     cells = [(x, y) for place in places for x in range(place["x"], place["x"] + place["w"])
              for y in range(place["y"], place["y"] + place["h"])]  # fmt: skip
-    assert len(set(cells)) == len(cells), "two panels lie on each other"
+    assert len(set(cells)) == len(cells), "two panels overlap"
 
 
 def test_compose_files_parse_and_name_files_that_exist() -> None:
@@ -106,7 +108,7 @@ def test_compose_files_parse_and_name_files_that_exist() -> None:
     assert gpu["services"]["quire"]["build"]["args"]["DEVICE"] == "cuda"
 
 
-def test_prometheus_looks_where_the_server_is_and_grafana_where_prometheus_is() -> None:
+def test_prometheus_scrapes_the_server_and_grafana_queries_prometheus() -> None:
     compose = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
     (job,) = yaml.safe_load((DEPLOY / "prometheus.yml").read_text())["scrape_configs"]
     host, port = job["static_configs"][0]["targets"][0].split(":")
@@ -116,11 +118,11 @@ def test_prometheus_looks_where_the_server_is_and_grafana_where_prometheus_is() 
     provisioning = DEPLOY / "grafana" / "provisioning"
     (source,) = yaml.safe_load((provisioning / "datasources" / "prometheus.yaml").read_text())["datasources"]
     assert source["url"] == "http://prometheus:9090"
-    assert source["uid"] == board()["templating"]["list"][0]["current"]["value"]
+    assert source["uid"] == dashboard()["templating"]["list"][0]["current"]["value"]
     (provider,) = yaml.safe_load((provisioning / "dashboards" / "quire.yaml").read_text())["providers"]
     mounts = [volume.split(":") for volume in compose["services"]["grafana"]["volumes"]]
     (folder,) = [mount[0] for mount in mounts if mount[1] == provider["options"]["path"]]
-    assert (DEPLOY / folder / BOARD.name).is_file()
+    assert (DEPLOY / folder / DASHBOARD.name).is_file()
 
 
 def dockerfile(instruction: str) -> list[str]:
@@ -128,7 +130,7 @@ def dockerfile(instruction: str) -> list[str]:
     return [line.split(maxsplit=1)[1] for line in joined.splitlines() if line.startswith(instruction + " ")]
 
 
-def test_the_image_copies_what_is_there_and_starts_a_server_with_flags_that_exist() -> None:
+def test_the_image_copies_existing_files_and_starts_a_server_with_existing_flags() -> None:
     for copied in dockerfile("COPY"):
         for source in copied.split()[:-1]:
             assert (ROOT / source).exists(), source

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from quire import LLM, BeamSearchParams, EngineConfig, SamplingParams
-from quire.loading.hub import find
+from quire.loading.hub import find_model
 from quire.messages.plan import StepPlan
 from quire.platforms.cpu import CpuPlatform
 from tests.conftest import assert_idle, write_tiny_model
@@ -194,7 +194,7 @@ def test_over_the_gpus_kernels(llama: Model, engine: Callable[..., LLM], monkeyp
 
 @pytest.fixture(scope="module")
 def default_reference() -> Any:
-    return transformers_model(find(EngineConfig()).path)
+    return transformers_model(find_model(EngineConfig()).path)
 
 
 @pytest.mark.slow

@@ -337,12 +337,12 @@ def test_an_engine_may_take_longer_to_load_than_a_step_may(
         ({"num_redundant_experts": -1}, "num_redundant_experts must be an integer of at least 0"),
         (
             {"enable_expert_parallel": True, "data_parallel_size": 2, "tensor_parallel_size": 2},
-            "needs engines of one rank so far",
+            "supports only engines of one rank",
         ),
         ({"batch_invariant": True, "tensor_parallel_size": 4}, "at most 2 tensor-parallel ranks, .* is 4"),
         (
             {"batch_invariant": True, "enable_expert_parallel": True, "num_redundant_experts": 1},
-            "every expert to stay in one place, and num_redundant_experts is 1",
+            "a fixed placement of experts, but num_redundant_experts is 1",
         ),
     ],
 )

@@ -159,7 +159,7 @@ def test_a_rank_that_cannot_start_says_why(tiny_model: Path) -> None:
     [
         ({"tensor_parallel_size": 3}, "4 attention heads cannot be split over 3 tensor-parallel ranks.*1, 2, 4"),
         ({"tensor_parallel_size": 0}, "tensor_parallel_size must be an integer of at least 1"),
-        ({"tensor_parallel_size": 2, "distributed_executor_backend": "uni"}, "'uni' is one rank"),
+        ({"tensor_parallel_size": 2, "distributed_executor_backend": "uni"}, "'uni' runs one rank"),
         (
             {"distributed_executor_backend": "slurm"},
             "unknown executor backend 'slurm'; known: mp, null, ray, uni; or give a dotted path",

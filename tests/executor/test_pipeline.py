@@ -158,10 +158,10 @@ def test_streams_through_stages(tiny_model: Path, make_llm: Callable[..., LLM]) 
         ({"pipeline_parallel_size": 0}, "pipeline_parallel_size must be an integer of at least 1"),
         ({"pipeline_parallel_size": 2, "pipeline_layers": "3,1"}, "sum up to the model's 2 layers; they sum up to 4"),
         ({"pipeline_parallel_size": 2, "pipeline_layers": "2"}, "each of the 2 stages .* as 8,8; got '2'"),
-        ({"pipeline_parallel_size": 2, "pipeline_layers": [0, 2]}, "of at least 1 for each"),
+        ({"pipeline_parallel_size": 2, "pipeline_layers": [0, 2]}, "each of the 2 stages .* at least 1 layer"),
         ({"pipeline_parallel_size": 2, "pipeline_layers": "one,two"}, "got 'one,two'"),
         ({"pipeline_layers": "1,1"}, "each of the 1 stages"),
-        ({"pipeline_parallel_size": 2, "distributed_executor_backend": "uni"}, "'uni' is one rank, pipeline_par"),
+        ({"pipeline_parallel_size": 2, "distributed_executor_backend": "uni"}, "'uni' runs one rank, but pipeline_par"),
         ({"pipeline_parallel_size": 2, "enable_expert_parallel": True}, "needs a mixture of experts, and Llama"),
     ],
 )

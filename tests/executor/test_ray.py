@@ -173,7 +173,7 @@ def test_an_address_without_a_ray_cluster(tiny_model: Path, monkeypatch: pytest.
 
 
 def test_settings_that_contradict_each_other(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="ray_address is set, and distributed_executor_backend is 'mp'"):
+    with pytest.raises(ConfigError, match="ray_address is set, but distributed_executor_backend is 'mp'"):
         EngineConfig("m", tensor_parallel_size=2, distributed_executor_backend="mp", ray_address="10.0.0.1:6379")
     with pytest.raises(ConfigError, match="ray_placement_timeout must be an integer of at least 0"):
         EngineConfig("m", distributed_executor_backend="ray", ray_placement_timeout=-1)

@@ -1,4 +1,4 @@
-"""Small checkpoints in every format, made from the same random tensors."""
+"""Small checkpoints in every format, from the same random tensors."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ def tensors() -> dict[str, torch.Tensor]:
 
 
 def targets_for(tensors: dict[str, torch.Tensor]) -> dict[str, list[Target]]:
-    """A place for every tensor, filled with a value that no tensor holds."""
+    """A target for every tensor, filled with a value that no tensor has."""
     return {n: [Target(torch.full(t.shape, -7.0), tuple(t.shape))] for n, t in tensors.items()}
 
 
 def loaded(targets: dict[str, list[Target]]) -> dict[str, torch.Tensor]:
-    """What has arrived at the targets."""
+    """The contents of the targets."""
     return {name: each[0].into for name, each in targets.items()}
 
 
@@ -63,7 +63,7 @@ def by_name(checkpoint: Checkpoint) -> dict[str, object]:
 
 @pytest.fixture
 def write_gguf(tmp_path: Path) -> Callable[..., Path]:
-    """Writes a GGUF file as llama.cpp's converter would: `tensors` under GGUF's names, quantized where asked."""
+    """Writes a GGUF file as llama.cpp's converter would: `tensors` under GGUF's names, optionally quantized."""
 
     def write(
         tensors: dict[str, np.ndarray],

@@ -1,4 +1,4 @@
-"""GGUF files: values against the gguf package's own, layouts against the converters', damage against plain refusals."""
+"""GGUF files: values against the gguf package, layouts against llama.cpp's converters, errors of damaged files."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_stacks_of_matrices_can_be_sliced_in_every_dimension(write_gguf: Write) 
         assert torch.equal(weight.read(keep), expected[keep])
 
 
-def test_only_kept_rows_are_unpacked(write_gguf: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_kept_rows_are_dequantized(write_gguf: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_gguf({"blk.0.ffn_up.weight": normal(INNER, HIDDEN)}, Kind.Q8_0)
     (weight,) = GGUFCheckpoint(path)
     seen: list[tuple[int, ...]] = []
@@ -101,7 +101,7 @@ def as_llama_cpp_permutes(weight: np.ndarray, heads: int) -> np.ndarray:
     return out
 
 
-def test_llama_rows_are_put_back_in_order_and_qwen_rows_left_alone(write_gguf: Write) -> None:
+def test_llama_rows_are_reordered_and_qwen_rows_are_not(write_gguf: Write) -> None:
     q, k, bias = normal(HEADS * HEAD_DIM, HIDDEN), normal(KV_HEADS * HEAD_DIM, HIDDEN), normal(HEADS * HEAD_DIM)
     path = write_gguf(
         {
@@ -121,8 +121,8 @@ def test_llama_rows_are_put_back_in_order_and_qwen_rows_left_alone(write_gguf: W
     assert torch.equal(weight.read(), torch.from_numpy(q))
 
 
-def test_gpt2_and_neox_layouts_are_turned_back(write_gguf: Write) -> None:
-    conv = normal(HIDDEN, 3 * HIDDEN)  # Hugging Face's Conv1D: [in, out]; the file holds [out, in].
+def test_gpt2_and_neox_layouts_are_converted(write_gguf: Write) -> None:
+    conv = normal(HIDDEN, 3 * HIDDEN)  # Hugging Face's Conv1D: [in, out]; the file has [out, in].
     path = write_gguf({"blk.1.attn_qkv.weight": conv.T.copy()}, arch="gpt2")
     (weight,) = GGUFCheckpoint(path)
     assert weight.name == "transformer.h.1.attn.c_attn.weight" and weight.shape == conv.shape
@@ -185,7 +185,7 @@ def test_llama3_rope_is_recovered_from_its_table(write_gguf: Write) -> None:
         read_model_config(local_files("m", path))
 
 
-def test_what_is_not_supported_is_said(write_gguf: Write) -> None:
+def test_errors_name_what_is_not_supported(write_gguf: Write) -> None:
     path = write_gguf({}, arch="mamba")
     for read in (lambda: read_model_config(local_files("m", path)), lambda: GGUFCheckpoint(path)):
         with pytest.raises(UnsupportedModelError, match="'mamba' is not supported; supported: gpt2"):
@@ -199,7 +199,7 @@ def test_what_is_not_supported_is_said(write_gguf: Write) -> None:
         read_model_config(local_files("m", path))
 
 
-def test_an_unknown_tensor_is_told_as_unexpected(write_gguf: Write) -> None:
+def test_an_unknown_tensor_is_reported_as_unexpected(write_gguf: Write) -> None:
     path = write_gguf({"blk.0.strange.weight": normal(4, 4)})
     with pytest.raises(CheckpointError, match=r"blk.0.strange.weight \(4, 4\)"):
         load_weights({}, lambda name: False, open_checkpoint(local_files("m", path)))
@@ -225,8 +225,8 @@ def tensor(name: bytes = b"t", dims: tuple[int, ...] = (32,), kind: int = 0, off
     )
 
 
-LIES = {
-    "too few": b"GGUF",
+BAD_HEADERS = {
+    "too short": b"GGUF",
     "bad magic": b"GGML" + bytes(100),
     "version 1": header(version=1) + bytes(100),
     "big-endian": b"GGUF" + struct.pack(">IQQ", 3, 0, 0) + bytes(100),
@@ -252,10 +252,10 @@ LIES = {
 }
 
 
-@pytest.mark.parametrize("what", LIES)
-def test_a_lying_header_is_refused_by_name(tmp_path: Path, what: str) -> None:
+@pytest.mark.parametrize("what", BAD_HEADERS)
+def test_an_inconsistent_header_is_refused_with_the_reason(tmp_path: Path, what: str) -> None:
     path = tmp_path / "liar.gguf"
-    path.write_bytes(LIES[what])
+    path.write_bytes(BAD_HEADERS[what])
     with pytest.raises(CheckpointError, match=r"liar\.gguf") as caught:
         read_header(path)
     assert what in str(caught.value)

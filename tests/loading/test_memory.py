@@ -1,4 +1,4 @@
-"""Loading peaks near the model's own size, whatever the format. Measured in a process of its own."""
+"""Memory peaks near the model's size while loading, in every format. Measured in a separate process."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from quire.loading import gguf, readers, torch_bin
 from quire.loading.files import local_files
 from quire.loading.load import load_weights, open_checkpoint
 from quire.loading.weights import Target
-limit = 32 << 20  # The pages of a small model are given back as early in proportion as those of a large one.
+limit = 32 << 20  # Scaled down with the model: pages are released as often, in proportion, as with a large one.
 for module in (gguf, torch_bin):
     module.REOPEN_AFTER = limit
-readers.LARGE_ROWS, readers.SLOT, readers.PIECE = limit, 1 << 20, 1 << 20
+readers.LARGE_ROWS_BYTES, readers.SLOT_BYTES, readers.PIECE_BYTES = limit, 1 << 20, 1 << 20
 def status(key):
     return int(re.search(key + r":\s+(\d+) kB", Path("/proc/self/status").read_text())[1])
 checkpoint = open_checkpoint(local_files("m", Path(sys.argv[1])))
-Path("/proc/self/clear_refs").write_text("5")  # The peak so far was that of importing torch: forget it.
+Path("/proc/self/clear_refs").write_text("5")  # Reset the peak, which was that of importing torch.
 before = status("VmRSS")
 arrange = torch.t if "turned" in sys.argv else None
 def place(shape):
@@ -58,8 +58,8 @@ def test_a_folders_load_peaks_near_the_models_size(tmp_path: Path, kind: str) ->
 
 
 @pytest.mark.parametrize("how", ["turned", "halves"])
-def test_what_is_converted_or_arranged_is_never_all_in_memory(tmp_path: Path, how: str) -> None:
-    """Tensors pass through buffers then, each a part of the allowance that all threads share."""
+def test_converted_or_arranged_tensors_are_never_all_in_memory(tmp_path: Path, how: str) -> None:
+    """Such tensors pass through buffers, whose total size is limited over all threads."""
     dtype = torch.bfloat16 if how == "halves" else torch.float32
     save_file({f"{n}": torch.ones(1024, 2048, dtype=dtype) for n in range(20)}, tmp_path / "model.safetensors")
     size, peak = peak_of(tmp_path, how)

@@ -1,4 +1,4 @@
-"""Reading in parallel: the same tensors as one at a time, whatever is kept, arranged or converted; errors; Ctrl-C."""
+"""Parallel reading: the same tensors as one at a time, with any slices, arrangement and conversion; errors; Ctrl-C."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def never(name: str) -> bool:
 
 @pytest.fixture
 def tiny_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cut tensors of a few hundred bytes as large ones are cut."""
-    monkeypatch.setattr(readers, "PIECE", 256)
-    monkeypatch.setattr(readers, "SLOT", 96)
-    monkeypatch.setattr(readers, "LARGE_ROWS", 1024)
+    """Split tensors of a few hundred bytes into pieces, as large ones are."""
+    monkeypatch.setattr(readers, "PIECE_BYTES", 256)
+    monkeypatch.setattr(readers, "SLOT_BYTES", 96)
+    monkeypatch.setattr(readers, "LARGE_ROWS_BYTES", 1024)
 
 
 def opened(folder: Path) -> Checkpoint:
@@ -46,7 +46,7 @@ def opened(folder: Path) -> Checkpoint:
 
 
 def save(folder: Path, tensors: dict[str, torch.Tensor], files: int = 3) -> None:
-    """Spread over several files, without an index."""
+    """Save into several files, without an index."""
     names = list(tensors)
     for number in range(files):
         part = {name: tensors[name].contiguous() for name in names[number::files]}
@@ -54,7 +54,7 @@ def save(folder: Path, tensors: dict[str, torch.Tensor], files: int = 3) -> None
 
 
 class OneAtATime:
-    """A weight that does not say where it lies, so that `Weight.read` is all there is."""
+    """A weight without `stored`, which can be read only with `Weight.read`."""
 
     def __init__(self, weight: Weight) -> None:
         self.name, self.shape, self.read = weight.name, weight.shape, weight.read
@@ -87,7 +87,7 @@ class Case:
         return self.rng.choice((slice(None), kept, kept, kept, slice(first, None, 2), slice(-size, None)))
 
     def place(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-        """Memory of its own, or a part of a larger parameter, contiguous or not."""
+        """Its own memory, or a part of a larger parameter, contiguous or not."""
         around = [size + self.rng.choice((0, 0, 3)) for size in shape]
         memory = torch.full(around, 77, dtype=dtype, device=self.device)
         return memory[tuple(slice(size) for size in shape)]
@@ -100,7 +100,7 @@ class Case:
 @pytest.mark.usefixtures("tiny_pieces")
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("seed", range(25))
-def test_random_checkpoints_arrive_as_they_do_one_at_a_time(tmp_path: Path, seed: int, device: str) -> None:
+def test_random_checkpoints_load_as_they_do_one_tensor_at_a_time(tmp_path: Path, seed: int, device: str) -> None:
     rng = random.Random(seed)
     cases = {f"tensor.{n}": Case(rng, device) for n in range(30)}
     save(tmp_path, {name: case.tensor for name, case in cases.items()})
@@ -122,7 +122,7 @@ def test_random_checkpoints_arrive_as_they_do_one_at_a_time(tmp_path: Path, seed
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_tensors_of_many_pieces_in_their_real_size_arrive(tmp_path: Path, device: str) -> None:
+def test_tensors_of_many_pieces_of_real_size_load(tmp_path: Path, device: str) -> None:
     tensors = {name: torch.randn(5000, 3000).bfloat16() for name in "abc"}  # 30 MB each
     save(tmp_path, tensors)
     shape = (5000, 3000)
@@ -149,7 +149,7 @@ def test_every_dtype_of_the_format_is_read(tmp_path: Path) -> None:
         assert targets[name][0].into.view(torch.uint8).equal(tensor.view(torch.uint8)), name
 
 
-def test_a_dtype_torch_has_no_word_for_is_told_when_it_is_wanted(tmp_path: Path) -> None:
+def test_a_dtype_that_torch_lacks_is_an_error_when_it_is_read(tmp_path: Path) -> None:
     header = json.dumps({"w": {"dtype": "F4", "shape": [4], "data_offsets": [0, 2]}}).encode()
     (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + b"\0\0")
     load_weights({}, lambda name: True, opened(tmp_path))
@@ -157,7 +157,7 @@ def test_a_dtype_torch_has_no_word_for_is_told_when_it_is_wanted(tmp_path: Path)
         load_weights({"w": [Target(torch.empty(4), (4,))]}, never, opened(tmp_path))
 
 
-def test_a_file_that_shrinks_or_goes_after_its_header_was_read_is_told(tmp_path: Path) -> None:
+def test_a_file_that_shrinks_or_disappears_after_its_header_was_read_is_an_error(tmp_path: Path) -> None:
     save(tmp_path, {"w": torch.ones(100, 100)}, files=1)
     path = tmp_path / "part0.safetensors"
     checkpoint = opened(tmp_path)
@@ -171,11 +171,11 @@ def test_a_file_that_shrinks_or_goes_after_its_header_was_read_is_told(tmp_path:
 
 
 @pytest.mark.parametrize("arrange", [None, torch.t])
-def test_a_part_that_does_not_fit_its_place_is_told(tmp_path: Path, arrange: Arrange | None) -> None:
+def test_a_part_that_does_not_fit_its_target_is_an_error(tmp_path: Path, arrange: Arrange | None) -> None:
     save(tmp_path, {"w": torch.ones(4, 6)}, files=1)
     target = Target(torch.empty(5, 5), (4, 6), (slice(0, 3),), arrange)
     shape = r"\(3, 6\)" if arrange is None else r"\(6, 3\)"
-    with pytest.raises(CheckpointError, match=rf"part of 'w' to keep has shape {shape}, its place \(5, 5\)"):
+    with pytest.raises(CheckpointError, match=rf"kept part of 'w' has shape {shape}, its target \(5, 5\)"):
         load_weights({"w": [target]}, never, opened(tmp_path))
 
 
@@ -208,7 +208,7 @@ from quire.loading.files import local_files
 from quire.loading.load import load_weights, open_checkpoint
 from quire.loading.weights import Target
 def slow(part):
-    os.write(1, b"reading\n")  # whole, whichever thread it is
+    os.write(1, b"reading\n")  # one write: lines of threads do not mix
     time.sleep(0.1)
     return part
 checkpoint = open_checkpoint(local_files("m", Path(sys.argv[1])))

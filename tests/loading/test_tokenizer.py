@@ -69,8 +69,8 @@ def test_the_default_model_agrees_with_transformers_conversion(default_model: Pa
     assert ours.apply_chat_template(messages, **ask) == theirs.apply_chat_template(messages, **ask)
 
 
-def test_digits_of_every_script_stand_alone_as_in_the_original(default_model: Path) -> None:
-    """Where transformers' conversion differs: it forgets SmolLM2's digit split, seen with digits beyond ASCII."""
+def test_digits_of_every_script_are_split_as_in_the_original(default_model: Path) -> None:
+    """transformers' conversion differs here: it drops SmolLM2's digit split, visible with digits beyond ASCII."""
     tokenizer = load_tokenizer(default_model)
     assert tokenizer.convert_ids_to_tokens(tokenizer(" ½")["input_ids"]) == ["Ġ", "Â½"]
 
@@ -113,7 +113,7 @@ DIGITS = ["1 2", "12 3", "123 4", "Ġ 1", "h i", "e Ì"]
         ("default", "gpt2", ["Ġ1", "2", "3", "4"]),
     ],
 )
-def test_each_pre_tokenizer_cuts_digits_its_own_way(
+def test_each_pre_tokenizer_splits_digits_its_own_way(
     write_gguf: Write, pre: str | None, arch: str, expected: list[str]
 ) -> None:
     merges = ["Ġ 1", *[merge for merge in DIGITS if merge != "Ġ 1"]] if pre in ("gpt-2", "default") else DIGITS
@@ -122,7 +122,7 @@ def test_each_pre_tokenizer_cuts_digits_its_own_way(
     assert tokenizer.decode(tokenizer("hi 1234\n\n  é")["input_ids"]) == "hi 1234\n\n  é"
 
 
-def test_special_and_user_defined_tokens_and_the_beginning(write_gguf: Write) -> None:
+def test_special_and_user_defined_tokens_and_bos(write_gguf: Write) -> None:
     special = {"<tool>": 4, "<|end|>": 3, "<s>": 3}
     path = write_gguf({}, extra=bpe("llama-bpe", DIGITS, special))
     tokenizer = load_tokenizer(path)
@@ -154,7 +154,7 @@ def test_sentencepiece_vocabularies_merge_by_score_and_fall_back_to_bytes(write_
 
 
 def test_what_cannot_be_built_is_refused(write_gguf: Write, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="carries no tokenizer"):
+    with pytest.raises(CheckpointError, match="has no tokenizer; give"):
         load_tokenizer(write_gguf({}))
     with pytest.raises(UnsupportedModelError, match="pre-tokenizer 'martian' is not known"):
         load_tokenizer(write_gguf({}, extra=bpe("martian", DIGITS), name="a.gguf"))
@@ -162,7 +162,7 @@ def test_what_cannot_be_built_is_refused(write_gguf: Write, tmp_path: Path) -> N
         load_tokenizer(
             write_gguf({}, extra=lambda w: (w.add_tokenizer_model("bert"), w.add_token_list(["a"])), name="b.gguf")
         )
-    with pytest.raises(CheckpointError, match="not two pieces"):
+    with pytest.raises(CheckpointError, match="not pairs"):
         load_tokenizer(write_gguf({}, extra=bpe("gpt-2", ["a b c"]), name="c.gguf"))
 
     def unknown_merge(writer: gguf.GGUFWriter) -> None:
@@ -176,7 +176,7 @@ def test_what_cannot_be_built_is_refused(write_gguf: Write, tmp_path: Path) -> N
         load_tokenizer(write_gguf({}, extra=unknown_merge, name="d.gguf"))
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "config.json").write_text("{}")
-    with pytest.raises(ModelNotFoundError, match="holds no tokenizer"):
+    with pytest.raises(ModelNotFoundError, match="has no tokenizer"):
         load_tokenizer(tmp_path / "empty")
 
 
@@ -192,7 +192,7 @@ def test_a_folders_tokenizer_loads_without_the_network(tmp_path: Path, monkeypat
     assert load_tokenizer(tmp_path)("hi")["input_ids"] == [ALPHABET.index("h"), ALPHABET.index("i")]
 
 
-def test_code_in_a_tokenizers_folder_does_not_run_unasked(tmp_path: Path) -> None:
+def test_code_in_a_tokenizers_folder_runs_only_with_trust_remote_code(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "custom"}))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"auto_map": {"AutoTokenizer": ["evil.T", None]}}))
     (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass T: pass\n")

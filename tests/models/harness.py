@@ -18,7 +18,7 @@ from quire.layers.attention.base import AttentionBackend, AttentionInputs
 from quire.layers.attention.torch_paged import TorchPagedAttention
 from quire.layers.build_context import BuildContext, collect_targets
 from quire.loading.model_config import ModelConfig
-from quire.loading.weights import fitting
+from quire.loading.weights import match_layouts
 from quire.models.registry import model_class
 
 
@@ -90,7 +90,7 @@ def checkpoint_tensors(reference: Any) -> dict[str, torch.Tensor]:
 
 def load(model: Any, tensors: Mapping[str, torch.Tensor]) -> None:
     """Copy a checkpoint's tensors into our model; every name must be wanted or ignored, and every want answered."""
-    targets = fitting(collect_targets(model), tensors)
+    targets = match_layouts(collect_targets(model), tensors)
     missing = set(targets)
     for name, tensor in tensors.items():
         if name not in targets:

@@ -290,7 +290,7 @@ def test_sequences_and_beams_keep_to_the_caps_too() -> None:
         ({"tenant_weights": {"a": float("inf")}}, "must be a number above 0, got inf"),
         ({"tenant_weights": {"a": True}}, "must be a number above 0, got True"),
         ({"tenant_weights": [1]}, r"must map tenants to numbers, as {\"\*\": 1}; got \[1\]"),
-        ({"tenant_weights": {1: 1}}, "names of tenants as keys, got 1"),
+        ({"tenant_weights": {1: 1}}, "tenant names as keys, got 1"),
         ({"tenant_max_rows": {"*": 0}}, "an integer of at least 1 .a count. or a number between 0 and 1 .a share."),
         ({"tenant_max_rows": {"*": 1.5}}, "got 1.5"),
         ({"tenant_max_blocks": {"a": "3"}}, "got '3'"),

@@ -1,1 +1,1 @@
-"""`quire run-batch`: a file of requests through the server's own routes, without a server."""
+"""Batch files for `quire run-batch`, and running their requests through the server's routes in this process."""

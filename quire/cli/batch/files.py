@@ -1,4 +1,4 @@
-"""Batch files in OpenAI's shape: a request a line in, an answer a line out."""
+"""Batch files in OpenAI's format: one request per line in, one response per line out."""
 
 from __future__ import annotations
 
@@ -17,11 +17,13 @@ from quire.errors import ValidationError
 
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
 STANDARD = "-"
-LONGEST_ID = 4096
+MAX_ID_LENGTH = 4096
+PIPE_READ_AHEAD = 64
+"""Lines read from a pipe ahead of use."""
 
 
 class LineError(Exception):
-    """A line that is no request. `custom_id` is set if that much could be read."""
+    """A line that is not a valid request. `custom_id` is set if it could be read."""
 
     def __init__(self, code: str, message: str, custom_id: str | None = None) -> None:
         super().__init__(message)
@@ -29,7 +31,7 @@ class LineError(Exception):
         self.custom_id = custom_id
 
 
-class Asked(msgspec.Struct):
+class BatchRequest(msgspec.Struct):
     """A line of the input."""
 
     custom_id: str
@@ -38,44 +40,44 @@ class Asked(msgspec.Struct):
     method: str = "POST"
 
 
-class _Named(msgspec.Struct):
+class _OnlyCustomId(msgspec.Struct):
     custom_id: str | None = None
 
 
-class _Body(msgspec.Struct):
+class _OnlyStream(msgspec.Struct):
     stream: Any = None
 
 
 class BatchResponse(msgspec.Struct):
-    """What the route answered."""
+    """The HTTP response."""
 
     status_code: int
     request_id: str
     body: msgspec.Raw
 
 
-class Error(msgspec.Struct):
-    """Why nothing was asked."""
+class BatchError(msgspec.Struct):
+    """Why the line was not run."""
 
     code: str
     message: str
 
 
-class Result(msgspec.Struct):
-    """A line of the output: an answer, good or bad, or the reason why there is none."""
+class BatchResult(msgspec.Struct):
+    """A line of the output: a response of any status, or an error if the line was not run."""
 
     id: str
     custom_id: str | None
     response: BatchResponse | None = None
-    error: Error | None = None
+    error: BatchError | None = None
 
     @classmethod
-    def of(cls, custom_id: str, status: int, request_id: str, body: bytes) -> Result:
+    def of(cls, custom_id: str, status: int, request_id: str, body: bytes) -> BatchResult:
         return cls(_new_id(), custom_id, BatchResponse(status, request_id, msgspec.Raw(body)))
 
     @classmethod
-    def of_error(cls, error: LineError) -> Result:
-        return cls(_new_id(), error.custom_id, error=Error(error.code, str(error)))
+    def of_error(cls, error: LineError) -> BatchResult:
+        return cls(_new_id(), error.custom_id, error=BatchError(error.code, str(error)))
 
     @property
     def ok(self) -> bool:
@@ -86,44 +88,44 @@ def _new_id() -> str:
     return f"batch_req_{uuid.uuid4().hex}"
 
 
-def read_line(text: bytes, number: int) -> Asked:
-    """One request; raises `LineError` with the line's number in its message."""
+def read_line(text: bytes, number: int) -> BatchRequest:
+    """Parse a line; raises `LineError` with the line's number in its message."""
     where = f"line {number}"
     try:
-        asked = msgspec.json.decode(text, type=Asked)
+        request = msgspec.json.decode(text, type=BatchRequest)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise LineError("invalid_line", f"{where}: {error}", _custom_id(text)) from None
-    if not 0 < len(asked.custom_id) <= LONGEST_ID:
-        raise LineError("invalid_line", f"{where}: custom_id must have 1 to {LONGEST_ID} characters")
-    if asked.method != "POST":
-        raise LineError("invalid_method", f"{where}: method must be POST, got {asked.method!r}", asked.custom_id)
-    if asked.url not in URLS:
-        raise LineError("invalid_url", f"{where}: url must be one of {', '.join(URLS)}; got {asked.url!r}",
-                        asked.custom_id)  # fmt: skip
+    if not 0 < len(request.custom_id) <= MAX_ID_LENGTH:
+        raise LineError("invalid_line", f"{where}: custom_id must have 1 to {MAX_ID_LENGTH} characters")
+    if request.method != "POST":
+        raise LineError("invalid_method", f"{where}: method must be POST, got {request.method!r}", request.custom_id)
+    if request.url not in URLS:
+        raise LineError("invalid_url", f"{where}: url must be one of {', '.join(URLS)}; got {request.url!r}",
+                        request.custom_id)  # fmt: skip
     try:
-        body = msgspec.json.decode(asked.body, type=_Body)
+        body = msgspec.json.decode(request.body, type=_OnlyStream)
     except msgspec.MsgspecError as error:
-        raise LineError("invalid_line", f"{where}: body: {error}", asked.custom_id) from None
+        raise LineError("invalid_line", f"{where}: body: {error}", request.custom_id) from None
     if body.stream not in (None, False):
-        raise LineError("stream_not_supported", f"{where}: a batch has no streams: leave stream out", asked.custom_id)
-    return asked
+        raise LineError("stream_not_supported", f"{where}: batches do not stream: leave stream out", request.custom_id)
+    return request
 
 
 def _custom_id(text: bytes) -> str | None:
     try:
-        return msgspec.json.decode(text, type=_Named).custom_id
+        return msgspec.json.decode(text, type=_OnlyCustomId).custom_id
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
 
 
-class Output(AbstractContextManager["Output"]):
-    """Answers as they come, each whole on its line. A file that is there already is continued."""
+class BatchOutput(AbstractContextManager["BatchOutput"]):
+    """Writes results as they arrive. An existing file is continued."""
 
     def __init__(self, name: str, overwrite: bool = False) -> None:
         self.done: set[str] = set()
-        """Ids that have their answer from an earlier run…"""
-        self.told: set[str] = set()
-        """…and what it said of lines that are no requests, each with its line's number."""
+        """custom_ids with a result from an earlier run."""
+        self.reported: set[str] = set()
+        """Error messages of an earlier run for invalid lines; each has its line's number."""
         self._file: BinaryIO
         if name == STANDARD:
             self._file = sys.stdout.buffer
@@ -137,7 +139,7 @@ class Output(AbstractContextManager["Output"]):
             raise ValidationError(f"--output-file {name}: {error.strerror}") from error
 
     def _continue(self, path: Path) -> None:
-        """Go on after an earlier run's output. Its last line, if it was cut off in the middle, is taken away."""
+        """Continue an earlier run's output. An incomplete last line is removed."""
         whole = 0
         with path.open("r+b") as file:
             for number, line in enumerate(file, 1):
@@ -146,19 +148,19 @@ class Output(AbstractContextManager["Output"]):
                     break
                 whole += len(line)
                 try:
-                    result = msgspec.json.decode(line, type=Result)
+                    result = msgspec.json.decode(line, type=BatchResult)
                 except msgspec.MsgspecError as error:
                     raise ValidationError(
-                        f"{path}, line {number}, is no answer of a batch ({error}): name another --output-file, or "
-                        "give --overwrite"
+                        f"{path}, line {number}, is not a batch result ({error}): give another --output-file, or "
+                        "use --overwrite"
                     ) from None
                 if result.custom_id is not None:
                     self.done.add(result.custom_id)
                 if result.error is not None:
-                    self.told.add(result.error.message)
+                    self.reported.add(result.error.message)
 
-    def write(self, result: Result) -> None:
-        """One line, out of our hands when this returns: what was answered is not lost if we are killed."""
+    def write(self, result: BatchResult) -> None:
+        """Write and flush one line: results so far survive if the process is killed."""
         self._file.write(msgspec.json.encode(result) + b"\n")
         self._file.flush()
 
@@ -169,18 +171,14 @@ class Output(AbstractContextManager["Output"]):
             self._file.close()
 
 
-AHEAD = 64
-"""Lines that are read from a pipe before they are wanted."""
-
-
-class Source(AbstractContextManager["Source"]):
-    """Lines with their numbers, from a file or standard input; empty ones are passed over."""
+class BatchInput(AbstractContextManager["BatchInput"]):
+    """Lines with their numbers, from a file or standard input; empty lines are skipped."""
 
     def __init__(self, name: str) -> None:
         self.total: int | None = None
-        """How many there are, where that can be known."""
+        """Number of lines, if known: not for standard input."""
         self._number = 0
-        self._pipe: _Pipe | None = None
+        self._pipe: _PipeReader | None = None
         if name == STANDARD:
             self._file: BinaryIO = sys.stdin.buffer
             return
@@ -192,10 +190,10 @@ class Source(AbstractContextManager["Source"]):
             raise ValidationError(f"--input-file {name}: {error.strerror}") from error
 
     async def next(self) -> tuple[int, bytes] | None:
-        """The next one, or None at the end."""
+        """The next line, or None at the end."""
         while line := await self._read():
             self._number += 1
-            number = self._number  # others read while we look at it
+            number = self._number  # other tasks read lines meanwhile
             if line.strip():
                 return number, line
         return None
@@ -204,7 +202,7 @@ class Source(AbstractContextManager["Source"]):
         if self.total is not None:
             return self._file.readline()
         if self._pipe is None:
-            self._pipe = _Pipe(self._file)
+            self._pipe = _PipeReader(self._file)
         return await self._pipe.read()
 
     def __exit__(
@@ -214,17 +212,17 @@ class Source(AbstractContextManager["Source"]):
             self._file.close()
 
 
-class _Pipe:
-    """A pipe read by a thread: who writes into it may be slow, and the event loop must not wait."""
+class _PipeReader:
+    """Reads a pipe in a thread: its writer may be slow, and the event loop must not block."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._loop = asyncio.get_running_loop()
         self._lines: asyncio.Queue[bytes] = asyncio.Queue()
-        self._room = threading.Semaphore(AHEAD)
+        self._room = threading.Semaphore(PIPE_READ_AHEAD)
         threading.Thread(target=self._follow, args=(file,), daemon=True).start()
 
     async def read(self) -> bytes:
-        """A line; empty at the end, and ever after."""
+        """A line; empty at the end."""
         line = await self._lines.get()
         if line:
             self._room.release()
@@ -237,7 +235,7 @@ class _Pipe:
             line = file.readline()
             try:
                 self._loop.call_soon_threadsafe(self._lines.put_nowait, line)
-            except RuntimeError:  # the loop has ended; nobody wants more
+            except RuntimeError:  # the event loop has ended
                 return
             if not line:
                 return

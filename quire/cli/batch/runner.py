@@ -1,4 +1,4 @@
-"""Lines through the application, so many at once."""
+"""Runs batch requests through the server's application, a limited number at once."""
 
 from __future__ import annotations
 
@@ -9,19 +9,15 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from quire.cli.batch.files import Asked, LineError, Output, Result, Source, read_line
+from quire.cli.batch.files import BatchInput, BatchOutput, BatchRequest, BatchResult, LineError, read_line
 from quire.cli.bench.load.client import RunCounters
-
-if TYPE_CHECKING:
-    from starlette.types import ASGIApp
-from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message
 
-ATTEMPTS = 5
-"""Of a request that meets a full or restarting engine."""
-AGAIN = (429, 503)
+MAX_ATTEMPTS = 5
+"""Of a request, while the engine is full or restarting."""
+RETRY_STATUSES = (429, 503)
 
 
 class _Usage(msgspec.Struct):
@@ -29,73 +25,73 @@ class _Usage(msgspec.Struct):
     output_tokens: int = 0
 
 
-class _Answered(msgspec.Struct):
+class _OnlyUsage(msgspec.Struct):
     usage: _Usage | None = None
 
 
 @dataclass
-class Batch:
-    """A run over one input. `tally` tells how far it is."""
+class BatchRunner:
+    """Runs the requests of one input; `counters` has the progress."""
 
     app: ASGIApp
     key: str
     concurrency: int
-    tally: RunCounters
+    counters: RunCounters
     skipped: int = 0
 
-    async def run(self, source: Source, output: Output) -> None:
-        """Answer every line that has no answer yet. Leaving early drops what runs, and keeps what was answered."""
+    async def run(self, source: BatchInput, output: BatchOutput) -> None:
+        """Run every line that has no result yet. Cancelling drops running requests and keeps the results so far."""
         seen = set(output.done)
         workers = [asyncio.create_task(self._work(source, seen, output)) for _ in range(self.concurrency)]
         try:
             await asyncio.gather(*workers)
-        finally:  # one failed, or we were cancelled: nobody is left behind
+        finally:  # one failed, or we were cancelled: stop the others
             for worker in workers:
                 worker.cancel()
             await asyncio.gather(*workers, return_exceptions=True)
 
-    async def _work(self, source: Source, seen: set[str], output: Output) -> None:
-        """Take a line, answer it, and again: no more of the input is held than what runs."""
+    async def _work(self, source: BatchInput, seen: set[str], output: BatchOutput) -> None:
+        """Run one line after another. Only running requests are in memory."""
         while (line := await source.next()) is not None:
             number, text = line
             try:
-                asked = read_line(text, number)
-                if asked.custom_id in output.done:
+                request = read_line(text, number)
+                if request.custom_id in output.done:
                     self.skipped += 1
                     continue
-                if asked.custom_id in seen:
-                    what = f"line {number}: custom_id {asked.custom_id!r} was there before"
-                    raise LineError("duplicate_custom_id", what, asked.custom_id)
-                seen.add(asked.custom_id)
+                if request.custom_id in seen:
+                    what = f"line {number}: custom_id {request.custom_id!r} appeared before"
+                    raise LineError("duplicate_custom_id", what, request.custom_id)
+                seen.add(request.custom_id)
             except LineError as error:
-                if str(error) in output.told:
+                if str(error) in output.reported:
                     self.skipped += 1
                     continue
-                result = Result.of_error(error)
-                self.tally.sent += 1
+                result = BatchResult.of_error(error)
+                self.counters.sent += 1
             else:
-                self.tally.sent += 1
-                result = await self._answer(asked)
+                self.counters.sent += 1
+                result = await self._send(request)
             output.write(result)
-            self.tally.done += 1
-            self.tally.failed += not result.ok
+            self.counters.done += 1
+            self.counters.failed += not result.ok
 
-    async def _answer(self, asked: Asked) -> Result:
+    async def _send(self, request: BatchRequest) -> BatchResult:
         request_id = f"batch-{secrets.token_hex(12)}"
         headers = {"authorization": f"Bearer {self.key}", "x-request-id": request_id}
-        for attempt in range(1, ATTEMPTS + 1):
-            answer = await post(self.app, asked.url, bytes(asked.body), headers)
-            if answer.status not in AGAIN or attempt == ATTEMPTS:
+        for attempt in range(1, MAX_ATTEMPTS + 1):
+            response = await post(self.app, request.url, bytes(request.body), headers)
+            if response.status not in RETRY_STATUSES or attempt == MAX_ATTEMPTS:
                 break
-            await asyncio.sleep(float(answer.headers.get("retry-after", 1)))
-        if answer.status == 200:
-            self.tally.tokens += _generated(answer.body)
-        return Result.of(asked.custom_id, answer.status, request_id, answer.body or b"null")
+            await asyncio.sleep(float(response.headers.get("retry-after", 1)))
+        if response.status == 200:
+            self.counters.tokens += _generated(response.body)
+        return BatchResult.of(request.custom_id, response.status, request_id, response.body or b"null")
 
 
 def _generated(body: bytes) -> int:
     try:
-        usage = msgspec.json.decode(body, type=_Answered).usage
+        usage = msgspec.json.decode(body, type=_OnlyUsage).usage
     except msgspec.MsgspecError:
         return 0
     return 0 if usage is None else usage.completion_tokens or usage.output_tokens
@@ -103,7 +99,7 @@ def _generated(body: bytes) -> int:
 
 @dataclass
 class AsgiResponse:
-    """What it answered."""
+    """Response of the application."""
 
     status: int
     headers: dict[str, str]
@@ -111,22 +107,22 @@ class AsgiResponse:
 
 
 async def post(app: ASGIApp, path: str, body: bytes, headers: dict[str, str]) -> AsgiResponse:
-    """One POST of JSON, to its end. Runs in the caller's task: cancelling it is a client that hangs up."""
-    answer = AsgiResponse(0, {}, b"")
-    pieces: list[bytes] = []
+    """POST JSON and read the whole response. Runs in the caller's task: cancelling is like a client disconnect."""
+    response = AsgiResponse(0, {}, b"")
+    parts: list[bytes] = []
     incoming: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def receive() -> Message:
         if not incoming:
-            await asyncio.Event().wait()  # this client never hangs up; whoever waits for that is cancelled
+            await asyncio.Event().wait()  # this client never disconnects; code that waits for it is cancelled
         return incoming.pop()
 
     async def send(message: Message) -> None:
         if message["type"] == "http.response.start":
-            answer.status = message["status"]
-            answer.headers = {name.decode().lower(): value.decode("latin-1") for name, value in message["headers"]}
+            response.status = message["status"]
+            response.headers = {name.decode().lower(): value.decode("latin-1") for name, value in message["headers"]}
         else:
-            pieces.append(message.get("body", b""))
+            parts.append(message.get("body", b""))
 
     named = {**headers, "content-type": "application/json", "content-length": str(len(body)), "host": "batch"}
     scope = {
@@ -144,5 +140,5 @@ async def post(app: ASGIApp, path: str, body: bytes, headers: dict[str, str]) ->
         "server": ("batch", 80),
     }
     await app(scope, receive, send)
-    answer.body = b"".join(pieces)
-    return answer
+    response.body = b"".join(parts)
+    return response

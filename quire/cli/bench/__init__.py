@@ -1,4 +1,4 @@
-"""`quire bench`: each measurement is a file here."""
+"""`quire bench`: one module for each benchmark."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from importlib import import_module
 from quire.cli.parser import Parser
 
 BENCHMARKS = {
-    "throughput": "many random prompts at once: tokens and requests a second",
-    "latency": "one batch from start to end: how long it takes",
-    "serve": "load for any OpenAI-compatible server: latencies, throughput, goodput",
-    "waste": "how much of the KV cache holds no token; needs no model",
+    "throughput": "many random prompts at once: tokens and requests per second",
+    "latency": "time of one batch from start to end",
+    "serve": "load test of any OpenAI-compatible server: latency, throughput, goodput",
+    "waste": "share of KV cache slots without a token; needs no model",
 }
 
 
 def configure(parser: Parser) -> None:
-    """The benchmarks, each with its own flags."""
-    parser.description = "Measure this machine. Flag names and the keys of --output-json are vLLM's where it has them."
+    """Adds the benchmarks, each with its own flags."""
+    parser.description = "Benchmarks. Flag names and the keys of --output-json are vLLM's where it has them."
     benchmarks = parser.add_subparsers(title="benchmarks", metavar="BENCHMARK", required=True)
     for name, summary in BENCHMARKS.items():
         module = import_module(f"quire.cli.bench.{name}")

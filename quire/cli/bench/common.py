@@ -1,10 +1,12 @@
-"""What the benchmarks share: random prompts, the report on KV waste, and the JSON file."""
+"""Shared by the benchmarks: engine settings, random prompts, percentiles, KV waste, and the report."""
 
 from __future__ import annotations
 
 import argparse
 import copy
 import json
+import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,26 +26,26 @@ Rows = list[tuple[str, str]]
 
 
 def bench_settings(args: argparse.Namespace) -> dict[str, Any]:
-    """Engine settings; random weights need no tokenizer."""
+    """Engine settings; with dummy weights no tokenizer is loaded."""
     settings = engine_settings(args)
     if settings.get("load_format") == "dummy":
         settings.setdefault("skip_tokenizer_init", True)
     if args.profile and (size := settings.get("data_parallel_size", 1)) > 1:
-        raise ValidationError(f"--profile looks into one engine, and --data-parallel-size is {size}: leave one out")
+        raise ValidationError(f"--profile works with one engine, but --data-parallel-size is {size}: leave one out")
     if args.profile:
         make_folder(Path(args.profile))
     return settings
 
 
 def engine_stats(llm: LLM) -> SchedulerStats | None:
-    """What the engine has counted; None where there are several, each in a process of its own."""
+    """The scheduler's counters; None with several engines, which run in other processes."""
     if llm.llm_engine.config.data_parallel_size > 1:
         return None
     return copy.copy(llm.llm_engine.core.scheduler.stats)
 
 
 def random_prompts(llm: LLM, count: int, length: int, seed: int) -> list[TokensPrompt]:
-    """Prompts of random tokens: no two begin alike, so that none is served from the prefix cache."""
+    """Prompts of random tokens. No two share a prefix, so the prefix cache does not help."""
     import numpy as np
 
     vocabulary = llm.llm_engine.info.model.vocab_size
@@ -52,43 +54,53 @@ def random_prompts(llm: LLM, count: int, length: int, seed: int) -> list[TokensP
 
 
 def fixed_length(llm: LLM, args: argparse.Namespace, n: int = 1) -> SamplingParams:
-    """Exactly --output-len tokens; refused early if they do not fit the model's length."""
+    """Sampling of exactly --output-len tokens; raises if they do not fit the model's length."""
     from quire.messages.sampling import SamplingParams
 
     longest = llm.llm_engine.info.max_model_len
     if args.input_len + args.output_len > longest:
         raise ValidationError(
-            f"--input-len {args.input_len} and --output-len {args.output_len} exceed the {longest} tokens of a sequence"
+            f"--input-len {args.input_len} and --output-len {args.output_len} exceed max_model_len, {longest}"
         )
     has_tokenizer = not llm.llm_engine.config.skip_tokenizer_init
     return SamplingParams(n=n, max_tokens=args.output_len, ignore_eos=True, detokenize=has_tokenizer)
 
 
+def percentile(ordered: Sequence[float], percent: float) -> float:
+    """A percentile of sorted values, interpolated linearly; 0 if there are none."""
+    if not ordered:
+        return 0.0
+    place = (len(ordered) - 1) * percent / 100
+    low = math.floor(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+
+
 def waste_rows(stats: SchedulerStats | None, reserved: int) -> Rows:
-    """The share of KV slots that held no token, beside what reserving the maximum would have wasted."""
+    """The share of allocated KV slots without a token, and what reserving max_model_len would have wasted."""
     if stats is None:
         return []
     return [
-        ("KV waste", f"{100 * stats.waste:.2f}% of the slots held"),
+        ("KV waste", f"{100 * stats.waste:.2f}% of the allocated slots"),
         ("if reserved", f"{100 * stats.waste_if_reserved(reserved):.1f}% with {reserved} slots for every request"),
     ]
 
 
-def waste_figures(stats: SchedulerStats | None, reserved: int) -> dict[str, float]:
+def waste_metrics(stats: SchedulerStats | None, reserved: int) -> dict[str, float]:
     """The same for --output-json."""
     return {} if stats is None else {"kv_waste": stats.waste, "kv_waste_if_reserved": stats.waste_if_reserved(reserved)}
 
 
 def add_output(parser: Any) -> None:
     """--output-json."""
-    parser.add_argument("--output-json", type=output_file, metavar="FILE", help="also write the figures to this file")
+    parser.add_argument("--output-json", type=output_file, metavar="FILE", help="also write the metrics to this file")
 
 
-def report(title: str, rows: Rows, args: argparse.Namespace, figures: dict[str, Any]) -> None:
-    """Print the table and write the file."""
+def report(title: str, rows: Rows, args: argparse.Namespace, metrics: dict[str, Any]) -> None:
+    """Print the table and write --output-json."""
     print(table(rows, title))
     if args.output_json:
         try:
-            Path(args.output_json).write_text(json.dumps(figures, indent=2) + "\n")
+            Path(args.output_json).write_text(json.dumps(metrics, indent=2) + "\n")
         except OSError as error:
             raise ValidationError(f"--output-json {args.output_json}: {error.strerror}") from error

@@ -1,4 +1,4 @@
-"""`quire bench latency`: one batch, from start to end, again and again."""
+"""`quire bench latency`: the time of one batch from start to end, repeated."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from quire.cli.bench.common import (
     bench_settings,
     engine_stats,
     fixed_length,
+    percentile,
     random_prompts,
     report,
-    waste_figures,
+    waste_metrics,
     waste_rows,
 )
 from quire.cli.bench.profile import add_profile, expected_steps, profile
@@ -22,8 +23,8 @@ from quire.cli.parser import Parser
 from quire.cli.values import positive, size
 
 WHAT = """\
-Time one batch of random prompts from start to end, --num-iters times. The prefix cache is off unless asked for:
-every iteration computes its prompts."""
+Time one batch of random prompts from start to end, --num-iters times. The prefix cache is off by default: every
+iteration computes its prompts."""
 EXAMPLES = """
   quire bench latency --batch-size 1 --output-len 32
   quire bench latency --model qwen3-0.6b --input-len 1K --num-iters 20
@@ -36,12 +37,12 @@ def configure(parser: Parser) -> None:
     """The flags of `quire bench latency`."""
     parser.describe(run, WHAT, EXAMPLES)
     load = parser.add_argument_group("load")
-    load.add_argument("--input-len", type=positive, default=32, metavar="N", help="tokens a prompt (default: 32)")
-    load.add_argument("--output-len", type=positive, default=128, metavar="N", help="tokens an output (default: 128)")
+    load.add_argument("--input-len", type=positive, default=32, metavar="N", help="tokens per prompt (default: 32)")
+    load.add_argument("--output-len", type=positive, default=128, metavar="N", help="tokens per output (default: 128)")
     load.add_argument("--batch-size", type=positive, default=8, metavar="N", help="requests (default: 8)")
-    load.add_argument("--n", type=positive, default=1, metavar="N", help="samples a prompt (default: 1)")
+    load.add_argument("--n", type=positive, default=1, metavar="N", help="sequences per prompt (default: 1)")
     load.add_argument("--num-iters", type=positive, default=10, metavar="N", help="measured batches (default: 10)")
-    load.add_argument("--num-iters-warmup", type=size, default=2, metavar="N", help="batches before that (default: 2)")
+    load.add_argument("--num-iters-warmup", type=size, default=2, metavar="N", help="batches before those (default: 2)")
     add_output(load)
     add_profile(load)
     add_engine_flags(parser)
@@ -67,12 +68,12 @@ def run(args: argparse.Namespace) -> int:
             profiled = profile(llm, args, lambda: llm.generate(prompts, params, use_tqdm=False), steps)
     latencies = sorted(latencies[args.num_iters_warmup :])
     average = statistics.mean(latencies)
-    percentiles = {str(share): _percentile(latencies, share) for share in PERCENTILES}
+    percentiles = {str(share): percentile(latencies, share) for share in PERCENTILES}
     report(
         f"{info.files.name} ({info.dtype}) on {info.device}",
         [
             ("batch", f"{args.batch_size} of {args.input_len} + {args.output_len} tokens, {args.num_iters} times"),
-            ("latency", f"{average:.3f} s on average, {1000 * average / args.output_len:.1f} ms a token"),
+            ("latency", f"{average:.3f} s on average, {1000 * average / args.output_len:.1f} ms per token"),
             ("percentiles", ", ".join(f"{share}%: {value:.3f} s" for share, value in percentiles.items())),
             *waste_rows(stats, info.max_model_len),
         ],
@@ -81,18 +82,10 @@ def run(args: argparse.Namespace) -> int:
             "avg_latency": average,
             "latencies": latencies,
             "percentiles": percentiles,
-            **waste_figures(stats, info.max_model_len),
+            **waste_metrics(stats, info.max_model_len),
             **({"profile": profiled.metrics} if profiled else {}),
         },
     )
     if profiled:
         print(profiled.text)
     return 0
-
-
-def _percentile(ordered: list[float], share: int) -> float:
-    """The value `share` percent of the way through, between neighbours."""
-    at = (len(ordered) - 1) * share / 100
-    low = int(at)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (at - low) * (ordered[high] - ordered[low])

@@ -61,11 +61,11 @@ class StepShape:
 
 
 Cost = tuple[float, float]
-"""Bytes and operations of a step."""
+"""Bytes and operations per step."""
 
 
 def _gemms(shape: StepShape, work: Work) -> Cost:
-    """Every weight read once, every activation read and written once; two operations a weight and token."""
+    """Every weight read once, every activation read and written once; two operations per weight and token."""
     head = shape.vocabulary * shape.hidden
     qkv = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
     a_token = shape.layers * (qkv + shape.heads * shape.head_dim + 4 * shape.hidden + 3 * shape.intermediate)
@@ -74,7 +74,7 @@ def _gemms(shape: StepShape, work: Work) -> Cost:
 
 
 def _attention(shape: StepShape, work: Work) -> Cost:
-    """Keys and values of every context read once; two products a pair and head."""
+    """Keys and values of every context read once; two products per pair and head."""
     a_token = shape.layers * 2 * shape.kv_heads * shape.head_dim * shape.itemsize
     queries = shape.layers * 2 * shape.heads * shape.head_dim * shape.itemsize
     operations = 4 * shape.layers * shape.heads * shape.head_dim * work.pairs
@@ -82,7 +82,7 @@ def _attention(shape: StepShape, work: Work) -> Cost:
 
 
 def _norms(shape: StepShape, work: Work) -> Cost:
-    """Two a layer and one at the end: input and residual read, residual and output written."""
+    """Two per layer and one at the end: input and residual read, residual and output written."""
     return (2 * shape.layers + 1) * 4 * work.tokens * shape.hidden * shape.itemsize, 0
 
 

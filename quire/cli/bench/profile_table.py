@@ -37,7 +37,7 @@ def report(trace: Trace, work: Work, shape: StepShape, speed: DeviceSpeed | None
 def _overview(trace: Trace, before: float | None) -> list[tuple[str, str]]:
     wall = trace.wall / trace.steps
     alone = "" if before is None else f"; {1000 * before:.3f} ms before the profiler started"
-    rows = [("wall", f"{wall / 1000:.3f} ms a step{alone}")]
+    rows = [("wall", f"{wall / 1000:.3f} ms per step{alone}")]
     if trace.kernels:
         gap = f"; the longest {trace.longest_gap:.0f} us, before {trace.after_gap}" if trace.after_gap else ""
         idle = trace.wall - trace.busy
@@ -56,7 +56,7 @@ def _kind_rows(trace: Trace, work: Work, shape: StepShape, speed: DeviceSpeed | 
         total = sums.setdefault(kind_of(name).name, TraceEntry())
         total.calls += entry.calls
         total.microseconds += entry.microseconds
-    rows: Rows = [("kind", "calls", "us a step", "share", "limit us", "of limit")]
+    rows: Rows = [("kind", "calls", "us/step", "share", "limit us", "of limit")]
     for kind in (*KINDS, OTHER):
         if kind.name not in sums:
             continue
@@ -71,13 +71,13 @@ def _kind_rows(trace: Trace, work: Work, shape: StepShape, speed: DeviceSpeed | 
 
 
 def _kernel_rows(trace: Trace) -> Rows:
-    rows: Rows = [("kernel", "kind", "calls", "us each", "us a step", "share")]
+    rows: Rows = [("kernel", "kind", "calls", "us each", "us/step", "share")]
     return rows + _rows(trace.kernels, trace, trace.busy, with_kind=True)
 
 
 def _operator_rows(trace: Trace) -> Rows:
     """torch's operators; the rest of the wall time is Python and our native kernels, which torch does not see."""
-    rows: Rows = [("operator", "calls", "us each", "us a step", "share")]
+    rows: Rows = [("operator", "calls", "us each", "us/step", "share")]
     outside = TraceEntry(trace.steps, max(0.0, trace.wall - trace.operators_time))
     rows += _rows(trace.operators, trace, trace.wall)
     return [*rows, ("(native kernels, Python)", *_cells(outside, trace), _share(outside, trace.wall))]
@@ -124,7 +124,7 @@ def _columns(rows: Rows) -> str:
 
 
 def metrics(trace: Trace, work: Work, path: str) -> dict[str, Any]:
-    """The same for --output-json; times in seconds a step."""
+    """The same for --output-json; times in seconds per step."""
     per_step = 1e-6 / trace.steps
     return {
         "trace": path,

@@ -1,4 +1,4 @@
-"""`quire bench serve`: load for any OpenAI-compatible server, and how it bore it."""
+"""`quire bench serve`: load test of any OpenAI-compatible server."""
 
 from __future__ import annotations
 
@@ -6,28 +6,27 @@ import argparse
 import asyncio
 import datetime
 import math
+import os
 from collections.abc import Coroutine, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from quire.cli.parser import Parser
+from quire.cli.values import json_object, output_file, positive, size
 from quire.errors import QuireError, ValidationError
 
 if TYPE_CHECKING:
     from quire.cli.bench.load.client import Client
-    from quire.cli.bench.load.datasets import Ask
-    from quire.cli.bench.load.drive import Run
+    from quire.cli.bench.load.datasets import BenchRequest
+    from quire.cli.bench.load.drive import LoadRun
     from quire.cli.bench.load.http import Host
     from quire.cli.bench.load.measure import RunMeasurements
-import os
-
-from quire.cli.values import json_object, output_file, positive, size
 
 T = TypeVar("T")
 
 WHAT = """\
-Send requests to an OpenAI-compatible server and time every token of the answers. Requests leave at --request-rate
-(Poisson; everything at once where none is given), at most --max-concurrency at once, or as a --trace says.
-Ctrl-C ends the run early and reports what there is."""
+Send requests to an OpenAI-compatible server and time every token of the responses. Requests are sent at
+--request-rate (Poisson; all at once by default) with at most --max-concurrency open, or at the times of a --trace.
+Ctrl-C ends the run early and reports the results so far."""
 EXAMPLES = """
   quire bench serve --num-prompts 200 --request-rate 10
   quire bench serve --base-url http://gpu1:8000 --max-concurrency 32 --input-len 512 --output-len 256 --ignore-eos
@@ -36,47 +35,57 @@ EXAMPLES = """
   quire bench serve --trace traffic.jsonl --trace-speed 2 --goodput ttft:200 tpot:50
   quire bench serve --request-rate 8 --save-result run.json --plot run.svg
 """
+PATHS = {
+    "openai": "/v1/completions",
+    "vllm": "/v1/completions",
+    "openai-chat": "/v1/chat/completions",
+    "openai-embeddings": "/v1/embeddings",
+}
+"""Route of each backend."""
 EMBEDDINGS = "openai-embeddings"
-"""The backend that streams nothing."""
-WARMING = 8
-"""Requests at once before the run."""
+"""The backend without streaming."""
+WARMUP_CONCURRENCY = 8
+"""Requests at once during warmup."""
 
 
 class ServerError(QuireError):
-    """The server cannot be measured: it is not there, or refuses what is asked."""
+    """The server is unreachable or refuses the requests."""
 
 
 def configure(parser: Parser) -> None:
     """The flags of `quire bench serve`."""
     parser.describe(run, WHAT, EXAMPLES)
     add_server_flags(parser.add_argument_group("server"))
-    add_load_flags(parser.add_argument_group("when requests leave"))
-    add_request_flags(parser.add_argument_group("what they ask"))
+    add_load_flags(parser.add_argument_group("load"))
+    add_request_flags(parser.add_argument_group("requests"))
     add_report_flags(parser.add_argument_group("report"))
 
 
 def run(args: argparse.Namespace) -> int:
-    """Load the server, report, and write what was asked for."""
+    """Run the load, print the report, and write the result files."""
     from quire.cli.bench.load.http import Host
     from quire.cli.bench.load.measure import METRICS, RunMeasurements, read_goals
     from quire.cli.bench.load.plot import plot
-    from quire.cli.bench.load.report import figures, show, write, write_text
+    from quire.cli.bench.load.report import print_report, result_metrics, write_json, write_text
 
     goals = read_goals(args.goodput)
     percents = _percents(args.metric_percentiles)
     metrics = ["e2el"] if args.backend == EMBEDDINGS else args.percentile_metrics.split(",")
     if unknown := set(metrics) - set(METRICS):
         raise ValidationError(f"--percentile-metrics are {', '.join(METRICS)}; got {', '.join(sorted(unknown))!r}")
-    asks = _asks(args)
-    times = _times(args, asks)
+    requests = _read_dataset(args)
+    times = _times(args, requests)
     host = Host(args.base_url, _headers(args))
-    seen, model = _run_loop(_measure(args, host, asks, times))
+    seen, model = _run_loop(_measure(args, host, requests, times))
     measured = RunMeasurements(seen, goals)
     title = f"{model} at {host.url}"
-    show(measured, metrics, percents, title)
-    found = {**_circumstances(args, model, len(asks)), **figures(measured, metrics, percents, args.save_detailed)}
+    print_report(measured, metrics, percents, title)
+    found = {
+        **_run_settings(args, model, len(requests)),
+        **result_metrics(measured, metrics, percents, args.save_detailed),
+    }
     if args.save_result:
-        write(args.save_result, found, "--save-result")
+        write_json(args.save_result, found, "--save-result")
     if args.plot:
         write_text(args.plot, plot(measured, title, _subtitle(args, measured)), "--plot")
     if seen.was_stopped:
@@ -84,33 +93,35 @@ def run(args: argparse.Namespace) -> int:
     return 0 if measured.done else 1
 
 
-async def _measure(args: argparse.Namespace, host: Host, asks: list[Ask], times: list[float]) -> tuple[Run, str]:
+async def _measure(
+    args: argparse.Namespace, host: Host, requests: list[BenchRequest], times: list[float]
+) -> tuple[LoadRun, str]:
     from quire.cli.bench.load.client import Client
-    from quire.cli.bench.load.drive import LoadProgress, drive
+    from quire.cli.bench.load.drive import LoadProgress, send_all
 
     model = await _model(args, host)
-    bodies = [_body(args, model, ask) for ask in asks]
+    bodies = [_body(args, model, request) for request in requests]
     client = Client(host, args.endpoint or PATHS[args.backend], args.timeout, args.backend != EMBEDDINGS)
-    await _warm_up(client, [_body(args, model, ask) for ask in _warming_asks(args)])
-    client.tally = type(client.tally)()
-    async with LoadProgress(client.tally, len(bodies), "sending"):
-        return await drive(client, bodies, times, args.max_concurrency), model
+    await _warm_up(client, [_body(args, model, request) for request in _warmup_requests(args)])
+    client.counters = type(client.counters)()
+    async with LoadProgress(client.counters, len(bodies), "sending"):
+        return await send_all(client, bodies, times, args.max_concurrency), model
 
 
 async def _warm_up(client: Client, bodies: Sequence[bytes]) -> None:
-    """A server that refuses what is asked does so here, once and in its own words."""
-    from quire.cli.bench.load.drive import drive
+    """Send warmup requests; raises if the server refuses all of them."""
+    from quire.cli.bench.load.drive import send_all
 
-    seen = await drive(client, bodies, [0.0] * len(bodies), WARMING)
+    seen = await send_all(client, bodies, [0.0] * len(bodies), WARMUP_CONCURRENCY)
     if seen.was_stopped:
         raise KeyboardInterrupt
-    if bodies and not any(outcome.ok for outcome in seen.outcomes):
-        failed = seen.outcomes[0]
+    if bodies and not any(result.ok for result in seen.results):
+        failed = seen.results[0]
         raise ServerError(f"{client.host.url}{client.path}: {failed.failure}: {failed.detail}")
 
 
 async def _model(args: argparse.Namespace, host: Host) -> str:
-    """The model that is named, or the one the server says it serves, once it is there."""
+    """The given model, or the first that the server lists; waits until the server is ready."""
     from quire.cli.bench.load.client import error_message, first_model
     from quire.cli.bench.load.http import LostConnectionError
 
@@ -134,12 +145,12 @@ async def _model(args: argparse.Namespace, host: Host) -> str:
     if answer.status != 200:
         raise ServerError(f"{where}: HTTP {answer.status}: {error_message(bytes(answer.body))}")
     if (name := first_model(bytes(answer.body))) is None:
-        raise ServerError(f"{where} names no model: give one with --model")
+        raise ServerError(f"{where} lists no model: give one with --model")
     return name
 
 
 def _run_loop(work: Coroutine[Any, Any, T]) -> T:
-    """On uvloop where there is one: it takes half the processor time of the standard loop."""
+    """Run on uvloop if it is installed: it takes half the CPU time of the standard loop."""
     try:
         import uvloop
     except ImportError:
@@ -147,60 +158,62 @@ def _run_loop(work: Coroutine[Any, Any, T]) -> T:
     return uvloop.run(work)
 
 
-def _asks(args: argparse.Namespace) -> list[Ask]:
-    from quire.cli.bench.load.datasets import DATASETS, PromptShape
+def _read_dataset(args: argparse.Namespace) -> list[BenchRequest]:
+    from quire.cli.bench.load.datasets import DATASETS, DatasetOptions
 
     if not 0 <= args.range_ratio <= 1:
         raise ValidationError(f"--range-ratio must be from 0 to 1, got {args.range_ratio:g}")
     if not args.trace_speed > 0:
         raise ValidationError(f"--trace-speed must be above 0, got {args.trace_speed:g}")
-    shape = PromptShape(
+    options = DatasetOptions(
         count=args.num_prompts, input_len=args.input_len, output_len=args.output_len, seed=args.seed,
         spread=args.range_ratio, unit=args.input_unit, path=args.trace or args.dataset_path,
         prefix_len=args.prefix_len, num_prefixes=args.num_prefixes, time_unit=args.trace_time_unit,
         speed=args.trace_speed,
     )  # fmt: skip
-    return DATASETS["trace" if args.trace else args.dataset_name](shape)
+    return DATASETS["trace" if args.trace else args.dataset_name](options)
 
 
-def _warming_asks(args: argparse.Namespace) -> list[Ask]:
-    """Text of the same length that is not in the run: what is measured must not be in a prefix cache."""
-    from quire.cli.bench.load.datasets import PromptShape, random_text
+def _warmup_requests(args: argparse.Namespace) -> list[BenchRequest]:
+    """Requests of the same length with other text: the measured prompts must not be in a prefix cache."""
+    from quire.cli.bench.load.datasets import DatasetOptions, random_text
 
-    return random_text(PromptShape(args.warmup, args.input_len, args.output_len, args.seed + 1, unit=args.input_unit))
+    return random_text(
+        DatasetOptions(args.warmup, args.input_len, args.output_len, args.seed + 1, unit=args.input_unit)
+    )
 
 
-def _times(args: argparse.Namespace, asks: list[Ask]) -> list[float]:
-    from quire.cli.bench.load.datasets import arrivals
+def _times(args: argparse.Namespace, requests: list[BenchRequest]) -> list[float]:
+    from quire.cli.bench.load.datasets import arrival_times
 
     if args.trace:
         if math.isfinite(args.request_rate):
-            raise ValidationError("--request-rate and --trace contradict each other: a trace has its own times")
-        return [ask.at or 0.0 for ask in asks]
-    return arrivals(len(asks), args.request_rate, args.burstiness, args.burst_size, args.seed)
+            raise ValidationError("--request-rate and --trace exclude each other: a trace has its own times")
+        return [request.at or 0.0 for request in requests]
+    return arrival_times(len(requests), args.request_rate, args.burstiness, args.burst_size, args.seed)
 
 
-def _body(args: argparse.Namespace, model: str, ask: Ask) -> bytes:
-    """The request as the route wants it. Answers are streamed, with the token counts at the end."""
+def _body(args: argparse.Namespace, model: str, request: BenchRequest) -> bytes:
+    """The body of a request for the backend's route. Responses are streamed, with token counts at the end."""
     import msgspec
 
     if args.backend == EMBEDDINGS:
-        if not isinstance(ask.prompt, str):
-            raise ValidationError("the dataset holds messages: they need --backend openai-chat")
-        return msgspec.json.encode({"model": model, "input": ask.prompt, **args.extra_body})
+        if not isinstance(request.prompt, str):
+            raise ValidationError("the dataset has messages: use --backend openai-chat")
+        return msgspec.json.encode({"model": model, "input": request.prompt, **args.extra_body})
     body: dict[str, Any] = {
         "model": model,
-        "max_tokens": ask.output_len,
+        "max_tokens": request.output_len,
         "stream": True,
         "stream_options": {"include_usage": True},
     }
     if (args.endpoint or PATHS[args.backend]).endswith("/chat/completions"):
-        is_text = isinstance(ask.prompt, str)
-        body["messages"] = [{"role": "user", "content": ask.prompt}] if is_text else ask.prompt
-    elif isinstance(ask.prompt, str):
-        body["prompt"] = ask.prompt
+        is_text = isinstance(request.prompt, str)
+        body["messages"] = [{"role": "user", "content": request.prompt}] if is_text else request.prompt
+    elif isinstance(request.prompt, str):
+        body["prompt"] = request.prompt
     else:
-        raise ValidationError("the dataset holds messages: they need --backend openai-chat")
+        raise ValidationError("the dataset has messages: use --backend openai-chat")
     if args.ignore_eos:
         body["ignore_eos"] = True
     if args.temperature is not None:
@@ -228,8 +241,8 @@ def _percents(text: str) -> list[float]:
     return percents
 
 
-def _circumstances(args: argparse.Namespace, model: str, count: int) -> dict[str, Any]:
-    """What a result file needs to be read on its own."""
+def _run_settings(args: argparse.Namespace, model: str, count: int) -> dict[str, Any]:
+    """The settings of the run, for the result file."""
     return {
         "date": datetime.datetime.now().strftime("%Y%m%d-%H%M%S"),
         "endpoint_type": args.backend,
@@ -245,7 +258,7 @@ def _circumstances(args: argparse.Namespace, model: str, count: int) -> dict[str
 
 
 def _subtitle(args: argparse.Namespace, measured: RunMeasurements) -> str:
-    load = f"{args.request_rate:g} requests/s" if math.isfinite(args.request_rate) else "everything at once"
+    load = f"{args.request_rate:g} requests/s" if math.isfinite(args.request_rate) else "all at once"
     load = f"trace {args.trace}" if args.trace else load
     if args.max_concurrency:
         load += f", at most {args.max_concurrency} at once"
@@ -254,91 +267,85 @@ def _subtitle(args: argparse.Namespace, measured: RunMeasurements) -> str:
     return f"{load}; {done} completed, {failed} failed; {rate:,.0f} output tokens/s"
 
 
-PATHS = {
-    "openai": "/v1/completions",
-    "vllm": "/v1/completions",
-    "openai-chat": "/v1/chat/completions",
-    "openai-embeddings": "/v1/embeddings",
-}
-
 # fmt: off
 
 
 def add_server_flags(group: Any) -> None:
-    """Where requests go."""
+    """Flags of the server to test."""
     group.add_argument("--base-url", "--url", default="http://127.0.0.1:8000", metavar="URL",
                        help="with or without /v1 (default: http://127.0.0.1:8000)")
     group.add_argument("--backend", choices=tuple(PATHS), default="openai",
                        help="openai, vllm: /v1/completions; openai-chat: /v1/chat/completions; openai-embeddings: "
-                            "/v1/embeddings, of which only e2el is timed (default: openai)")
-    group.add_argument("--endpoint", metavar="PATH", help="another path than the backend's")
-    group.add_argument("--model", metavar="NAME", help="the first of /v1/models if not given")
+                            "/v1/embeddings, which reports only e2el (default: openai)")
+    group.add_argument("--endpoint", metavar="PATH", help="path to use instead of the backend's")
+    group.add_argument("--model", metavar="NAME", help="default: the first of /v1/models")
     group.add_argument("--api-key", metavar="KEY", default=os.environ.get("OPENAI_API_KEY"),
                        help="sent as a bearer token (default: $OPENAI_API_KEY)")
     group.add_argument("--header", action="append", default=[], metavar="NAME=VALUE",
                        help="sent with every request; may be given several times")
-    group.add_argument("--timeout", type=_seconds, metavar="S", help="give a request up after so many seconds")
+    group.add_argument("--timeout", type=_seconds, metavar="S", help="seconds after which a request has failed")
     group.add_argument("--ready-check-timeout-sec", type=float, default=0.0, metavar="S",
-                       help="wait so long for the server to be there (default: 0)")
+                       help="seconds to wait for the server to be ready (default: 0)")
     group.add_argument("--debug", action="store_true", help="show a traceback when something goes wrong")
 
 
 def add_load_flags(group: Any) -> None:
-    """When they leave."""
+    """Flags of arrival times."""
     group.add_argument("--num-prompts", type=positive, metavar="N",
                        help="requests (default: 100; all lines of a file or trace)")
     group.add_argument("--request-rate", type=float, default=math.inf, metavar="R",
-                       help="requests a second; inf is all at once (default: inf)")
+                       help="requests per second; inf: all at once (default: inf)")
     group.add_argument("--burstiness", type=float, default=1.0, metavar="X",
-                       help="how the gaps vary: 1 is Poisson, less comes in clumps, more is steadier (default: 1)")
+                       help="shape of the arrival gaps: 1 is Poisson, less is burstier, more is steadier (default: 1)")
     group.add_argument("--burst-size", type=positive, default=1, metavar="N",
-                       help="so many leave together; the rate stays (default: 1)")
+                       help="requests sent together; the mean rate stays the same (default: 1)")
     group.add_argument("--max-concurrency", type=positive, metavar="N",
-                       help="never more than so many at once; without a rate this is a closed loop")
+                       help="most requests open at once; without --request-rate this is a closed loop")
     group.add_argument("--trace", metavar="FILE",
                        help="replay a trace: lines of JSON with timestamp, input_length and output_length")
-    group.add_argument("--trace-time-unit", choices=("ms", "s"), default="ms", help="of its timestamps (default: ms)")
+    group.add_argument("--trace-time-unit", choices=("ms", "s"), default="ms", help="unit of timestamps (default: ms)")
     group.add_argument("--trace-speed", type=float, default=1.0, metavar="X", help="2 is twice as fast (default: 1)")
     group.add_argument("--warmup", "--num-warmups", type=size, default=1, metavar="N",
                        help="requests before the run that are not counted (default: 1)")
 
 
 def add_request_flags(group: Any) -> None:
-    """What they ask."""
+    """Flags of the requests' content."""
     group.add_argument("--dataset-name", choices=("random", "prefix_repetition", "custom", "sharegpt"),
-                       default="random", help="custom is lines of JSON with prompt or messages (default: random)")
+                       default="random", help="custom: a JSONL file with prompt or messages (default: random)")
     group.add_argument("--dataset-path", metavar="FILE", help="the file of custom or sharegpt")
     group.add_argument("--input-len", "--random-input-len", type=positive, default=128, metavar="N",
-                       help="random prompts: their length (default: 128)")
+                       help="length of random prompts (default: 128)")
     group.add_argument("--input-unit", choices=("tokens", "chars"), default="tokens",
-                       help="what --input-len counts (default: tokens)")
+                       help="unit of --input-len (default: tokens)")
     group.add_argument("--output-len", "--random-output-len", type=positive, metavar="N",
-                       help="most tokens an answer may have (default: 128, or what the dataset says)")
+                       help="max_tokens of a request (default: the dataset's, else 128)")
     group.add_argument("--range-ratio", "--random-range-ratio", type=float, default=0.0, metavar="X",
-                       help="draw random lengths from those given ±X; 0.5 is half to one and a half (default: 0)")
+                       help="draw lengths within ±X of the given ones; 0.5: from half to one and a half (default: 0)")
     group.add_argument("--prefix-len", "--random-prefix-len", "--prefix-repetition-prefix-len", type=size, default=0,
-                       metavar="N", help="tokens at the beginning that prompts share (default: 0)")
+                       metavar="N", help="tokens of the shared prefix (default: 0)")
     group.add_argument("--num-prefixes", "--prefix-repetition-num-prefixes", type=positive, default=10, metavar="N",
-                       help="prefix_repetition: so many different beginnings (default: 10)")
-    group.add_argument("--ignore-eos", action="store_true", help="ask for full-length answers (not every server can)")
-    group.add_argument("--temperature", type=float, metavar="X", help="the server's own if not given")
+                       help="prefix_repetition: number of different prefixes (default: 10)")
+    group.add_argument("--ignore-eos", action="store_true",
+                       help="ask for full-length outputs (not every server supports it)")
+    group.add_argument("--temperature", type=float, metavar="X", help="default: the server's")
     group.add_argument("--extra-body", type=json_object, default={}, metavar="JSON",
-                       help="more fields of every request")
-    group.add_argument("--seed", type=int, default=0, metavar="N", help="of arrivals and random prompts (default: 0)")
+                       help="additional fields of every request")
+    group.add_argument("--seed", type=int, default=0, metavar="N", help="seed of arrivals and prompts (default: 0)")
 
 
 def add_report_flags(group: Any) -> None:
-    """What is said about them."""
+    """Flags of the report."""
     group.add_argument("--goodput", nargs="+", default=[], metavar="NAME:MS",
-                       help="limits a good request keeps: ttft:200 tpot:50 itl:300 e2el:5000")
+                       help="latency limits in ms that a good request meets: ttft:200 tpot:50 itl:300 e2el:5000")
     group.add_argument("--percentile-metrics", default="ttft,tpot,itl,e2el", metavar="NAMES",
-                       help="which times are reported (default: ttft,tpot,itl,e2el)")
+                       help="latencies to report (default: ttft,tpot,itl,e2el)")
     group.add_argument("--metric-percentiles", default="90,99", metavar="NUMBERS",
-                       help="percentiles of each (default: 90,99)")
+                       help="percentiles of each latency (default: 90,99)")
     group.add_argument("--save-result", "--output-json", type=output_file, metavar="FILE",
-                       help="write the figures as JSON")
-    group.add_argument("--save-detailed", action="store_true", help="with every request's own times")
-    group.add_argument("--plot", type=output_file, metavar="FILE.svg", help="draw distributions and a timeline")
+                       help="write the metrics as JSON")
+    group.add_argument("--save-detailed", action="store_true", help="include the times of every request")
+    group.add_argument("--plot", type=output_file, metavar="FILE.svg", help="plot distributions and a timeline")
 
 # fmt: on
 

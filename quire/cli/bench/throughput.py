@@ -1,4 +1,4 @@
-"""`quire bench throughput`: everything at once, as fast as it goes."""
+"""`quire bench throughput`: many requests at once, as fast as possible."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from quire.cli.bench.common import (
     fixed_length,
     random_prompts,
     report,
-    waste_figures,
+    waste_metrics,
     waste_rows,
 )
 from quire.cli.bench.profile import add_profile, expected_steps, profile
@@ -21,8 +21,8 @@ from quire.cli.parser import Parser
 from quire.cli.values import positive
 
 WHAT = """\
-Hand the engine many prompts of random tokens at once, and time it until the last has its last token.
-End tokens are ignored, so every request has exactly --output-len tokens."""
+Submit many prompts of random tokens at once, and time the engine until all have finished.
+End tokens are ignored, so every request generates exactly --output-len tokens."""
 EXAMPLES = """
   quire bench throughput --num-prompts 32 --output-len 64
   quire bench throughput --model ./config-only-folder --load-format dummy
@@ -36,9 +36,9 @@ def configure(parser: Parser) -> None:
     parser.describe(run, WHAT, EXAMPLES)
     load = parser.add_argument_group("load")
     load.add_argument("--num-prompts", type=positive, default=64, metavar="N", help="requests (default: 64)")
-    load.add_argument("--input-len", type=positive, default=128, metavar="N", help="tokens a prompt (default: 128)")
-    load.add_argument("--output-len", type=positive, default=128, metavar="N", help="tokens an output (default: 128)")
-    load.add_argument("--n", type=positive, default=1, metavar="N", help="samples a prompt (default: 1)")
+    load.add_argument("--input-len", type=positive, default=128, metavar="N", help="tokens per prompt (default: 128)")
+    load.add_argument("--output-len", type=positive, default=128, metavar="N", help="tokens per output (default: 128)")
+    load.add_argument("--n", type=positive, default=1, metavar="N", help="sequences per prompt (default: 1)")
     add_output(load)
     add_profile(load)
     add_engine_flags(parser)
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
         if args.profile:
             steps = expected_steps(llm, args.num_prompts * args.n, args.input_len, args.output_len)
             profiled = profile(llm, args, lambda: llm.generate(prompts, params, use_tqdm=False), steps)
-    generated = sum(len(sample.token_ids) for output in outputs for sample in output.outputs)
+    generated = sum(len(sequence.token_ids) for output in outputs for sequence in output.outputs)
     preemptions = int(counted["quire:num_preemptions"])
     total = generated + args.num_prompts * args.input_len
     report(
@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
             "tokens_per_second": total / elapsed,
             "output_tokens_per_second": generated / elapsed,
             "num_preemptions": preemptions,
-            **waste_figures(stats, info.max_model_len),
+            **waste_metrics(stats, info.max_model_len),
             **({"profile": profiled.metrics} if profiled else {}),
         },
     )

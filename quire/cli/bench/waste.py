@@ -1,4 +1,4 @@
-"""`quire bench waste`: how much of the KV cache holds no token, with the real scheduler and no model."""
+"""`quire bench waste`: the share of KV cache slots without a token, with the real scheduler and no model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from quire.cli.bench.common import add_output, report, waste_figures, waste_rows
+from quire.cli.bench.common import add_output, report, waste_metrics, waste_rows
 from quire.cli.engine_flags import add_common
 from quire.cli.parser import Parser
 from quire.cli.values import positive
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from quire.scheduler.stats import SchedulerStats
 
 WHAT = """\
-Send ShareGPT-like traffic (prompt and output lengths lognormal, most short, some long) through the real scheduler
-and block pool, with an executor that computes nothing, and count at every step the cache slots that are held and
-hold no token. Beside it: what reserving --max-len slots for every request, without paging, would waste."""
+Send ShareGPT-like traffic (lognormal prompt and output lengths, most short, some long) through the real scheduler
+and block pool, with an executor that computes nothing, and count at every step the allocated cache slots without a
+token. For comparison: the waste of reserving --max-len slots for every request, without paging."""
 EXAMPLES = """
   quire bench waste
   quire bench waste --block-size 32 --max-num-seqs 64
@@ -41,7 +41,7 @@ class SimulatedTraffic:
     seed: int = 0
 
     def requests_to_send(self) -> Iterator[NewRequest]:
-        """The requests. Prompts need lengths only: nothing reads their tokens."""
+        """The requests. Only the length of a prompt matters: its tokens are not read."""
         import numpy as np
 
         from quire.messages.request import NewRequest
@@ -66,10 +66,10 @@ def configure(parser: Parser) -> None:
     load.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the lengths (default: 0)")
     add_output(load)
     engine = parser.add_argument_group("engine")
-    engine.add_argument("--block-size", type=positive, default=16, metavar="N", help="tokens a block (default: 16)")
+    engine.add_argument("--block-size", type=positive, default=16, metavar="N", help="tokens per block (default: 16)")
     engine.add_argument("--max-num-seqs", type=positive, default=256, metavar="N", help="rows (default: 256)")
     engine.add_argument(
-        "--cache-tokens", type=positive, metavar="SIZE", help="size of the cache (default: 512 tokens for every row)"
+        "--cache-tokens", type=positive, metavar="SIZE", help="size of the cache (default: 512 tokens per row)"
     )
     add_common(parser)
 
@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
     """Measure and report."""
     cache = args.cache_tokens or 512 * args.max_num_seqs
     if cache < args.max_len:
-        raise ValidationError(f"--cache-tokens {cache} does not hold one sequence of --max-len {args.max_len}")
+        raise ValidationError(f"--cache-tokens {cache} is too small for one sequence of --max-len {args.max_len}")
     if args.max_len < 2 or not 0 <= args.sigma <= 10:
         raise ValidationError("--max-len must be at least 2, and --sigma from 0 to 10")
     traffic = SimulatedTraffic(args.num_prompts, args.mean_len, args.sigma, args.max_len, args.seed)
@@ -92,17 +92,17 @@ def run(args: argparse.Namespace) -> int:
             ("steps", f"{stats.steps}, {stats.row_steps / stats.steps:.0f} requests in each on average"),
             ("tokens", f"{stats.prompt_tokens} of prompts, {stats.generated_tokens} generated"),
             ("preemptions", str(stats.preemptions)),
-            ("planning", f"{1000 * elapsed / stats.steps:.2f} ms a step"),
+            ("planning", f"{1000 * elapsed / stats.steps:.2f} ms per step"),
             *waste_rows(stats, args.max_len),
         ],
         args,
-        {"steps": stats.steps, "num_preemptions": stats.preemptions, **waste_figures(stats, args.max_len)},
+        {"steps": stats.steps, "num_preemptions": stats.preemptions, **waste_metrics(stats, args.max_len)},
     )
     return 0
 
 
 def measure(traffic: SimulatedTraffic, block_size: int, max_rows: int, cache_tokens: int) -> SchedulerStats:
-    """Run the traffic through scheduler and pool; all blocks must have come back at the end."""
+    """Run the traffic through scheduler and pool; checks that all blocks are free at the end."""
     from quire.engine.core import EngineCore
     from quire.executor.null import NullExecutor
     from quire.kvcache.block_tables import BlockTables
@@ -117,7 +117,7 @@ def measure(traffic: SimulatedTraffic, block_size: int, max_rows: int, cache_tok
     coming = traffic.requests_to_send()
     exhausted = False
     while core.has_work or not exhausted:
-        while not exhausted and scheduler.waiting < max_rows:  # arrivals keep the queue filled, no more
+        while not exhausted and scheduler.waiting < max_rows:  # keep the queue filled
             request = next(coming, None)
             exhausted = request is None
             if request is not None:

@@ -1,4 +1,4 @@
-"""Figures from outcomes that are known."""
+"""Metrics of known results."""
 
 from __future__ import annotations
 
@@ -8,42 +8,42 @@ import xml.etree.ElementTree as ElementTree
 import numpy as np
 import pytest
 
-from quire.cli.bench.load.client import Outcome
-from quire.cli.bench.load.drive import Run
-from quire.cli.bench.load.measure import RunMeasurements, Spread, percentile, read_goals
+from quire.cli.bench.load.client import RequestResult
+from quire.cli.bench.load.drive import LoadRun
+from quire.cli.bench.load.measure import Distribution, RunMeasurements, percentile, read_goals
 from quire.cli.bench.load.plot import plot
-from quire.cli.bench.load.report import figures
+from quire.cli.bench.load.report import result_metrics
 from quire.errors import ValidationError
 
 
-def outcome(sent: float, ttft: float, gaps: list[float], **more) -> Outcome:
+def result(sent: float, ttft: float, gaps: list[float], **more) -> RequestResult:
     first = sent + ttft
-    return Outcome(
+    return RequestResult(
         sent, first=first, last=first + sum(gaps), gaps=gaps,
         **{"prompt_tokens": 10, "output_tokens": len(gaps) + 1, "is_counted_by_server": True, **more},
     )  # fmt: skip
 
 
-def failed(sent: float, kind: str) -> Outcome:
-    return Outcome(sent, last=sent + 0.1, failure=kind, detail="why")
+def failed(sent: float, kind: str) -> RequestResult:
+    return RequestResult(sent, last=sent + 0.1, failure=kind, detail="why")
 
 
-OUTCOMES = [
-    outcome(100.0, 0.1, [0.02] * 4),
-    outcome(100.5, 0.3, [0.01] * 4),  # late to begin
-    outcome(101.0, 0.1, [0.06] * 4),  # slow to go on
-    outcome(101.5, 0.2, [0.05] * 4),  # just good enough: a limit is kept when it is met
-    outcome(102.0, 0.05, []),  # one token
+RESULTS = [
+    result(100.0, 0.1, [0.02] * 4),
+    result(100.5, 0.3, [0.01] * 4),  # slow first token
+    result(101.0, 0.1, [0.06] * 4),  # slow later tokens
+    result(101.5, 0.2, [0.05] * 4),  # exactly at the limit, which is good
+    result(102.0, 0.05, []),  # one token
     failed(102.0, "HTTP 429"),
     failed(102.1, "HTTP 429"),
     failed(102.2, "cut off"),
 ]
-RUN = Run(OUTCOMES, start=100.0, end=104.0, cpu=1.0)
+RUN = LoadRun(RESULTS, start=100.0, end=104.0, cpu=1.0)
 GOALS = {"ttft": 200.0 + 1e-6, "tpot": 50.0 + 1e-6}
 
 
-def test_goodput_counts_requests_that_keep_every_limit():
-    found = figures(RunMeasurements(RUN, GOALS), [], [])
+def test_goodput_counts_requests_that_meet_every_limit():
+    found = result_metrics(RunMeasurements(RUN, GOALS), [], [])
     assert found["good_requests"] == 3
     assert found["request_goodput"] == pytest.approx(3 / 4.0)
     assert RunMeasurements(RUN, {"itl": 15.0}).good == 2
@@ -51,7 +51,7 @@ def test_goodput_counts_requests_that_keep_every_limit():
 
 
 def test_totals():
-    found = figures(RunMeasurements(RUN, {}), ["ttft"], [99], detailed=True)
+    found = result_metrics(RunMeasurements(RUN, {}), ["ttft"], [99], detailed=True)
     assert (found["completed"], found["failed"]) == (5, 3)
     assert found["failures"] == {"HTTP 429": 2, "cut off": 1}
     assert (found["total_input_tokens"], found["total_output_tokens"]) == (50, 21)
@@ -66,32 +66,32 @@ def test_totals():
     assert [len(gaps) for gaps in found["itls"]] == [4, 4, 4, 4, 0, 0, 0, 0]
 
 
-def test_times_a_token_leave_out_answers_of_one():
+def test_time_per_output_token_excludes_outputs_of_one_token():
     measured = RunMeasurements(RUN, {})
-    assert measured.spreads["tpot"].values == pytest.approx([10, 20, 50, 60])
-    assert measured.spreads["ttft"].values == pytest.approx([50, 100, 100, 200, 300])
-    assert len(measured.spreads["itl"].values) == 16
+    assert measured.distributions["tpot"].values == pytest.approx([10, 20, 50, 60])
+    assert measured.distributions["ttft"].values == pytest.approx([50, 100, 100, 200, 300])
+    assert len(measured.distributions["itl"].values) == 16
 
 
 def test_an_event_with_several_tokens_counts_for_all_of_them():
-    run = Run([outcome(0.0, 0.5, [1.0] * 3, output_tokens=12)], start=0.0, end=4.0, cpu=0.0)
+    run = LoadRun([result(0.0, 0.5, [1.0] * 3, output_tokens=12)], start=0.0, end=4.0, cpu=0.0)
     assert RunMeasurements(run, {}).tokens_over_time() == [3, 3, 3, 3]
-    assert RunMeasurements(run, {}).spreads["tpot"].values == pytest.approx([3000 / 11])
+    assert RunMeasurements(run, {}).distributions["tpot"].values == pytest.approx([3000 / 11])
 
 
-def test_spreads_are_numpys():
+def test_statistics_equal_numpys():
     seconds = [random.Random(5).expovariate(3) for _ in range(501)]
-    spread, values = Spread.of(seconds), 1000 * np.array(seconds)
+    spread, values = Distribution.of(seconds), 1000 * np.array(seconds)
     for percent in (1, 25, 50, 90, 99, 99.9, 100):
         assert spread.at(percent) == pytest.approx(np.percentile(values, percent))
     assert (spread.mean, spread.median, spread.std) == pytest.approx((values.mean(), np.median(values), values.std()))
     assert percentile([], 50) == 0.0
 
 
-def test_a_picture_is_drawn_of_anything():
+def test_any_run_can_be_plotted():
     namespace = "{http://www.w3.org/2000/svg}"
-    runs = [RUN, Run([failed(0.0, "timeout")], 0.0, 0.5, 0.0), Run([], 0.0, 0.0, 0.0)]
-    runs.append(Run([outcome(0.0, 0.0, [0.0] * 5)], 0.0, 900.0, 0.0))
+    runs = [RUN, LoadRun([failed(0.0, "timeout")], 0.0, 0.5, 0.0), LoadRun([], 0.0, 0.0, 0.0)]
+    runs.append(LoadRun([result(0.0, 0.0, [0.0] * 5)], 0.0, 900.0, 0.0))
     for run in runs:
         root = ElementTree.fromstring(plot(RunMeasurements(run, GOALS), "a <model> & more", "quickly"))
         assert root.find(f"{namespace}title").text == "a <model> & more"
@@ -102,11 +102,11 @@ def test_a_picture_is_drawn_of_anything():
             for number in point.split(",")
         ]
         assert all(0 <= number <= 960 for number in numbers)
-        assert numbers or not run.outcomes
+        assert numbers or not run.results
 
 
 @pytest.mark.parametrize("word", ["ttft", "ttft:", "ttft:x", "ttft:-1", "ttft:0", "speed:5", ":5", "ttft:nan"])
-def test_a_limit_that_says_nothing_is_refused(word):
+def test_an_invalid_limit_is_refused(word):
     with pytest.raises(ValidationError, match="--goodput takes milliseconds"):
         read_goals([word])
 

@@ -1,4 +1,4 @@
-"""`quire bench serve` against a server whose every delay and fault is known."""
+"""`quire bench serve` against a server with known delays and faults."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ KEYS = {
 
 @pytest.fixture
 def bench(quire, tmp_path):
-    """Run it against `stub`; the exit code, what it printed, and its result file."""
+    """Run it against `stub`; returns exit code, output and result file."""
 
     def run(stub, *arguments):
         path = tmp_path / "result.json"
@@ -38,7 +38,7 @@ def flags(text: str) -> list[str]:
     return text.split()
 
 
-def test_figures_are_the_servers_delays(bench):
+def test_metrics_are_the_servers_delays(bench):
     with running(first=0.1, gap=0.01, tokens=20) as stub:
         ran, found = bench(stub, *flags("--num-prompts 30 --request-rate 30 --goodput ttft:150 tpot:15"))
     assert ran.code == 0, ran.err
@@ -57,25 +57,25 @@ def test_figures_are_the_servers_delays(bench):
         assert word in ran.out
 
 
-def test_requests_leave_at_the_rate_whatever_the_server_does(bench):
+def test_requests_are_sent_at_the_rate_whatever_the_server_does(bench):
     with running(first=0.3) as stub:
         _, found = bench(stub, *flags("--num-prompts 60 --request-rate 60 --burstiness 1000 --warmup 0"))
         times = [seen.at for seen in stub.seen]
     assert times[-1] - times[0] == pytest.approx(59 / 60, abs=0.1)
-    assert 15 <= found["max_concurrent_requests"] <= 25  # what 0.3 s at 60 a second leaves open
+    assert 15 <= found["max_concurrent_requests"] <= 25  # 0.3 s at 60 requests/s
     assert found["client_late_p99_ms"] < 25
 
 
-def test_a_closed_loop_keeps_so_many_open_and_reuses_its_connections(bench):
+def test_a_closed_loop_keeps_its_concurrency_and_reuses_connections(bench):
     with running(first=0.05) as stub:
         _, found = bench(stub, *flags("--num-prompts 32 --max-concurrency 4 --warmup 0"))
-        assert stub.connections <= 5  # four, and the one that asked for the model
+        assert stub.connections <= 5  # four, and the one for /v1/models
     assert found["max_concurrent_requests"] == 4
     assert 0.4 <= found["duration"] < 0.7
     assert found["client_late_p99_ms"] < 25
 
 
-def test_without_a_rate_everything_leaves_at_once(bench):
+def test_without_a_rate_all_requests_are_sent_at_once(bench):
     with running(first=0.3) as stub:
         _, found = bench(stub, *flags("--num-prompts 40 --warmup 0"))
         times = [seen.at for seen in stub.seen]
@@ -116,25 +116,25 @@ def test_what_is_sent(bench, monkeypatch):
     assert len(second.body["messages"][0]["content"].split()) == 128
 
 
-def test_a_chat_answers_first_token_is_not_its_role(bench):
+def test_the_role_of_a_chat_response_is_not_its_first_token(bench):
     with running(first=0.1) as stub:
         _, found = bench(stub, *flags("--backend openai-chat --num-prompts 3 --warmup 0"))
     assert found["median_ttft_ms"] >= 100
 
 
-def test_tokens_are_counted_where_the_server_does_not(bench):
+def test_events_are_counted_if_the_server_sends_no_usage(bench):
     with running(usage=False, tokens=6) as stub:
         ran, found = bench(stub, *flags("--num-prompts 2"))
     assert (found["total_input_tokens"], found["total_output_tokens"]) == (0, 12)
-    assert "told no usage" in ran.out
+    assert "sent no usage" in ran.out
 
 
 @pytest.mark.parametrize(
     ("fault", "kind", "why"),
     [
         ("429", "HTTP 429", "the queue is full"),
-        ("hang up", "connection lost", "without an answer"),
-        ("cut", "cut off", "within the answer"),
+        ("hang up", "connection lost", "without a response"),
+        ("cut", "cut off", "within the response"),
         ("no end", "cut off", "without [DONE]"),
         ("malformed", "malformed event", "truncated"),
         ("error event", "error event", "the engine died"),
@@ -142,7 +142,7 @@ def test_tokens_are_counted_where_the_server_does_not(bench):
         ("stall", "timeout", "no end after 0.5 s"),
     ],
 )
-def test_failures_are_counted_by_kind_and_leave_the_figures_alone(bench, fault, kind, why):
+def test_failures_are_counted_by_kind_and_do_not_change_the_metrics(bench, fault, kind, why):
     with running(fault=fault, every=3, gap=0.005) as stub:
         ran, found = bench(stub, *flags("--num-prompts 12 --max-concurrency 4 --warmup 0 --timeout 0.5"))
     assert ran.code == 0
@@ -153,13 +153,13 @@ def test_failures_are_counted_by_kind_and_leave_the_figures_alone(bench, fault, 
     assert found["total_output_tokens"] == 8 * 4
 
 
-def test_an_answer_that_was_whole_is_no_failure_though_its_connection_is_lost(bench):
+def test_a_complete_response_is_not_a_failure_if_its_connection_is_lost(bench):
     with running(fault="done, then cut") as stub:
         _, found = bench(stub, *flags("--num-prompts 5"))
     assert (found["completed"], found["failed"]) == (5, 0)
 
 
-def test_a_server_that_refuses_is_told_once(bench):
+def test_a_server_that_refuses_is_reported_once(bench):
     with running(fault="429") as stub:
         ran, found = bench(stub, *flags("--num-prompts 50"))
         assert len(stub.seen) == 1
@@ -168,7 +168,7 @@ def test_a_server_that_refuses_is_told_once(bench):
     assert "HTTP 429: the queue is full" in ran.err
 
 
-def test_when_all_fail_the_exit_code_says_so(bench):
+def test_the_exit_code_is_1_if_all_requests_fail(bench):
     with running(fault="cut") as stub:
         ran, found = bench(stub, *flags("--num-prompts 3 --warmup 0"))
     assert (ran.code, found["failed"]) == (1, 3)
@@ -195,7 +195,7 @@ def test_it_waits_for_a_server_that_is_starting(quire):
     assert answers == [3]
 
 
-def test_ctrl_c_reports_what_there_is(bench):
+def test_ctrl_c_reports_the_results_so_far(bench):
     with running(gap=0.02, tokens=20) as stub:
 
         def interrupt():
@@ -229,7 +229,7 @@ def test_a_plot_is_written(bench, tmp_path):
         ("--range-ratio 2", "--range-ratio must be from 0 to 1"),
         ("--dataset-name custom", "--dataset-path"),
         ("--header X", "NAME=VALUE"),
-        ("--api-key a\x07", "no header may"),
+        ("--api-key a\x07", "not allowed in headers"),
         ("--trace /nowhere", "there is no file"),
     ],
 )
@@ -250,7 +250,7 @@ def test_it_starts_without_torch():
         assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL).returncode == 0
 
 
-def test_many_streams_at_once_are_timed_as_one_is(bench):
+def test_many_streams_are_timed_as_accurately_as_one(bench):
     with running(gap=0.02, tokens=50) as stub:
         _, found = bench(stub, *flags("--num-prompts 64 --max-concurrency 64 --warmup 0"))
     assert found["completed"] == 64

@@ -1,1 +1,1 @@
-"""A load generator: when requests leave, what they ask, how answers are timed, and what the times say."""
+"""The load generator of `quire bench serve`: datasets, sending, timing, and metrics."""

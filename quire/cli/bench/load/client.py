@@ -1,4 +1,4 @@
-"""One request to an OpenAI server, streamed and timed."""
+"""Sends requests to an OpenAI-compatible server, reads the event stream, and times every token."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from quire.cli.bench.load.http import Host, LostConnectionError
 
 
 @dataclass(slots=True)
-class Outcome:
-    """What became of one request. Times are those of `time.perf_counter`."""
+class RequestResult:
+    """The result of one request. Times are in seconds of `time.perf_counter`."""
 
     sent: float
-    late: float = 0.0
-    """Seconds this process sent it after its time."""
+    send_delay: float = 0.0
+    """Seconds between the planned time and the actual sending."""
     first: float = 0.0
-    """When the first token came; 0 if none did."""
+    """Time of the first token; 0 if there was none."""
     last: float = 0.0
-    """When the last token, or the end of the stream, came."""
+    """Time of the last token or the end of the stream."""
     gaps: list[float] = field(default_factory=list)
-    """Seconds between events that brought tokens."""
+    """Seconds between events with tokens."""
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
     is_counted_by_server: bool = False
-    """Otherwise every event with text is taken for a token."""
+    """Whether token counts are the server's; otherwise every event with text counts as one token."""
     finish_reason: str | None = None
     failure: str | None = None
-    """A few words to count it under, such as `HTTP 429`."""
+    """Category of the failure, such as `HTTP 429`."""
     detail: str = ""
 
     @property
@@ -51,18 +51,18 @@ class Outcome:
 
     @property
     def tpot(self) -> float:
-        """Seconds a token after the first; 0 if there was one token only."""
+        """Seconds per token after the first; 0 with a single token."""
         return (self.last - self.first) / (self.output_tokens - 1) if self.output_tokens > 1 else 0.0
 
     def fail(self, kind: str, detail: str) -> None:
-        """Count it as failed; the first reason stays."""
+        """Mark it as failed; only the first failure is kept."""
         if self.failure is None:
             self.failure, self.detail = kind, detail
 
 
 @dataclass(slots=True)
 class RunCounters:
-    """Totals while a run is on its way, for whoever watches."""
+    """Totals of a run so far, for the progress display."""
 
     sent: int = 0
     done: int = 0
@@ -73,16 +73,16 @@ class RunCounters:
 
     @property
     def open(self) -> int:
-        """Requests on their way."""
+        """Requests sent and not done."""
         return self.sent - self.done
 
 
-class TimedAnswer:
-    """Reads one stream and notes when each of its tokens came."""
+class StreamHandler:
+    """Reads one event stream and records the time of each token."""
 
-    def __init__(self, outcome: Outcome, tally: RunCounters) -> None:
-        self.outcome = outcome
-        self._tally = tally
+    def __init__(self, result: RequestResult, counters: RunCounters) -> None:
+        self.result = result
+        self._counters = counters
         self._status = 0
         self._events = EventReader()
         self._error_body = bytearray()
@@ -101,19 +101,19 @@ class TimedAnswer:
             self._take(event, at)
 
     def finish(self) -> None:
-        """The answer is here: was it a whole one?"""
-        outcome = self.outcome
+        """Called at the end of the response: fails the request if the response is incomplete."""
+        result = self.result
         if self._status != 200:
-            outcome.fail(f"HTTP {self._status}", error_message(bytes(self._error_body)))
+            result.fail(f"HTTP {self._status}", error_message(bytes(self._error_body)))
             return
         for event in self._events.finish():
             self._take(event, time.perf_counter())
         if not self._seen and not self.is_done:
-            outcome.fail("no stream", "the answer holds no events: does this route stream?")
-        elif not self.is_done and outcome.finish_reason is None:
-            outcome.fail("cut off", "the stream ended without [DONE] or a finish_reason")
-        elif not outcome.first:
-            outcome.fail("no tokens", f"the stream was empty (finish_reason {outcome.finish_reason})")
+            result.fail("no stream", "the response has no events: does this route stream?")
+        elif not self.is_done and result.finish_reason is None:
+            result.fail("cut off", "the stream ended without [DONE] or a finish_reason")
+        elif not result.first:
+            result.fail("no tokens", f"the stream was empty (finish_reason {result.finish_reason})")
 
     def _take(self, event: bytes, at: float) -> None:
         if event == DONE:
@@ -122,38 +122,38 @@ class TimedAnswer:
         self._seen += 1
         chunk = read_chunk(event)
         if chunk.error is not None:
-            self.outcome.fail("error event", error_message(event))
+            self.result.fail("error event", error_message(event))
         if chunk.choices:
             self._take_choice(chunk.choices[0].has_tokens, chunk.choices[0].finish_reason, at)
         if (usage := chunk.usage) is not None:
             if usage.completion_tokens is not None:
-                self.outcome.output_tokens, self.outcome.is_counted_by_server = usage.completion_tokens, True
-            self.outcome.prompt_tokens = usage.prompt_tokens or 0
+                self.result.output_tokens, self.result.is_counted_by_server = usage.completion_tokens, True
+            self.result.prompt_tokens = usage.prompt_tokens or 0
             if usage.prompt_tokens_details is not None:
-                self.outcome.cached_tokens = usage.prompt_tokens_details.cached_tokens or 0
+                self.result.cached_tokens = usage.prompt_tokens_details.cached_tokens or 0
 
     def _take_choice(self, has_tokens: bool, finish_reason: str | None, at: float) -> None:
-        outcome = self.outcome
+        result = self.result
         if has_tokens:
-            self._tally.tokens += 1
-            if outcome.first:
-                outcome.gaps.append(at - self._latest)
+            self._counters.tokens += 1
+            if result.first:
+                result.gaps.append(at - self._latest)
             else:
-                outcome.first = at
-                self._tally.latest_ttft = at - outcome.sent
-            self._latest = outcome.last = at
-            if not outcome.is_counted_by_server:
-                outcome.output_tokens += 1
-        if finish_reason is not None:  # brings the end token, which has no text, or comes with the last piece
-            outcome.finish_reason = finish_reason
-            outcome.last = at
+                result.first = at
+                self._counters.latest_ttft = at - result.sent
+            self._latest = result.last = at
+            if not result.is_counted_by_server:
+                result.output_tokens += 1
+        if finish_reason is not None:  # comes with the end token, which has no text, or with the last text
+            result.finish_reason = finish_reason
+            result.last = at
 
 
-class WholeAnswer:
-    """Reads an answer that comes at once: a vector has no tokens that could be timed."""
+class WholeBodyHandler:
+    """Reads a response that is not streamed, such as an embedding: only its end is timed."""
 
-    def __init__(self, outcome: Outcome, tally: RunCounters) -> None:
-        self.outcome = outcome
+    def __init__(self, result: RequestResult, counters: RunCounters) -> None:
+        self.result = result
         self._status = 0
         self._body = bytearray()
         self._at = 0.0
@@ -167,17 +167,17 @@ class WholeAnswer:
         self._at = at
 
     def finish(self) -> None:
-        """The answer is here: what does it say it read?"""
-        outcome = self.outcome
+        """Called at the end of the response: reads the token counts."""
+        result = self.result
         if self._status != 200:
-            outcome.fail(f"HTTP {self._status}", error_message(bytes(self._body)))
+            result.fail(f"HTTP {self._status}", error_message(bytes(self._body)))
             return
         usage = read_chunk(bytes(self._body)).usage
-        outcome.first = outcome.last = self._at
+        result.first = result.last = self._at
         if usage is not None:
-            outcome.prompt_tokens, outcome.is_counted_by_server = usage.prompt_tokens or 0, True
+            result.prompt_tokens, result.is_counted_by_server = usage.prompt_tokens or 0, True
             if usage.prompt_tokens_details is not None:
-                outcome.cached_tokens = usage.prompt_tokens_details.cached_tokens or 0
+                result.cached_tokens = usage.prompt_tokens_details.cached_tokens or 0
 
 
 class Client:
@@ -186,64 +186,64 @@ class Client:
     def __init__(self, host: Host, path: str, timeout: float | None = None, is_streamed: bool = True) -> None:
         self.host = host
         self.path = path
-        self.tally = RunCounters()
+        self.counters = RunCounters()
         self._timeout = timeout
         self._is_streamed = is_streamed
 
-    async def send(self, body: bytes, late: float = 0.0) -> Outcome:
-        """One request, to its end. A failure is an outcome too: nothing but cancelling raises."""
-        outcome = Outcome(sent=time.perf_counter(), late=late)
-        answer = TimedAnswer(outcome, self.tally) if self._is_streamed else WholeAnswer(outcome, self.tally)
-        self.tally.sent += 1
+    async def send(self, body: bytes, send_delay: float = 0.0) -> RequestResult:
+        """One request, to its end. A failure is a result too: nothing is raised."""
+        result = RequestResult(sent=time.perf_counter(), send_delay=send_delay)
+        answer = StreamHandler(result, self.counters) if self._is_streamed else WholeBodyHandler(result, self.counters)
+        self.counters.sent += 1
         try:
             await asyncio.wait_for(self.host.post(self.path, body, answer), self._timeout)
             answer.finish()
         except LostConnectionError as error:
-            if answer.is_done:  # only the frame around the answer was cut
+            if answer.is_done:  # the response was complete except for its framing
                 answer.finish()
             else:
-                outcome.fail(error.kind, f"{error}")
+                result.fail(error.kind, f"{error}")
         except MalformedStreamError as error:
-            outcome.fail("malformed event", f"{error}")
+            result.fail("malformed event", f"{error}")
         except asyncio.TimeoutError:  # the built-in one only since Python 3.11
-            outcome.fail("timeout", f"no end after {self._timeout:g} s")
+            result.fail("timeout", f"no end after {self._timeout:g} s")
         except asyncio.CancelledError:
-            outcome.fail("interrupted", "the run was stopped")
+            result.fail("interrupted", "the run was stopped")
         finally:
-            outcome.last = outcome.last if outcome.ok else time.perf_counter()
-            self.tally.done += 1
-            self.tally.failed += not outcome.ok
-        return outcome
+            result.last = result.last if result.ok else time.perf_counter()
+            self.counters.done += 1
+            self.counters.failed += not result.ok
+        return result
 
 
-LONGEST_EVENT = 16 << 20
-"""Bytes. A line that goes on for longer is no event stream."""
+MAX_EVENT_BYTES = 16 << 20
+"""A longer line is not an event stream."""
 DONE = b"[DONE]"
 
 
 class MalformedStreamError(Exception):
-    """What came is not an event stream of JSON objects."""
+    """The response is not an event stream of JSON objects."""
 
 
 class EventReader:
-    """Bytes in, the data of server-sent events out, however the bytes are cut."""
+    """Parses server-sent events from bytes, wherever the chunks are split."""
 
     def __init__(self) -> None:
         self._rest = b""
         self._data: list[bytes] = []
 
     def feed(self, data: bytes) -> list[bytes]:
-        """The events that are complete with this."""
-        if b"\n" not in data and len(self._rest) + len(data) <= LONGEST_EVENT:
+        """Add bytes; returns the events they complete."""
+        if b"\n" not in data and len(self._rest) + len(data) <= MAX_EVENT_BYTES:
             self._rest += data
             return []
         *lines, self._rest = (self._rest + data).split(b"\n")
-        if len(self._rest) > LONGEST_EVENT:
-            raise MalformedStreamError(f"an event is longer than {LONGEST_EVENT >> 20} MiB")
+        if len(self._rest) > MAX_EVENT_BYTES:
+            raise MalformedStreamError(f"an event is longer than {MAX_EVENT_BYTES >> 20} MiB")
         events = []
         for line in lines:
             if line.startswith(b"data:"):
-                if content := line[5:].strip():  # an empty one only keeps the connection alive
+                if content := line[5:].strip():  # an empty one is a keep-alive
                     self._data.append(content)
             elif self._data and line in (b"", b"\r"):
                 events.append(b"\n".join(self._data))
@@ -251,12 +251,12 @@ class EventReader:
         return events
 
     def finish(self) -> list[bytes]:
-        """The event that lacked only its blank line when the stream ended."""
+        """The last event, if the stream ended without its blank line."""
         return self.feed(b"\n\n")
 
 
 class Delta(msgspec.Struct):
-    """What is new in a chat answer. Names of the thinking differ between servers."""
+    """New content of a chat response. The field of reasoning has different names on different servers."""
 
     content: str | list[Any] | None = None
     reasoning_content: str | None = None
@@ -273,29 +273,29 @@ class StreamedChoice(msgspec.Struct):
 
     @property
     def has_tokens(self) -> bool:
-        """Whether a reader would see anything new."""
+        """Whether it has new text, reasoning or tool calls."""
         delta = self.delta
         if delta is None:
             return bool(self.text)
         return bool(delta.content or delta.reasoning_content or delta.reasoning or delta.tool_calls)
 
 
-class PromptDetails(msgspec.Struct):
-    """Of the prompt's tokens."""
+class StreamedPromptDetails(msgspec.Struct):
+    """Details of the prompt's token count."""
 
     cached_tokens: int | None = None
 
 
 class StreamedUsage(msgspec.Struct):
-    """Tokens, as the server counts them."""
+    """Token counts of the server."""
 
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
-    prompt_tokens_details: PromptDetails | None = None
+    prompt_tokens_details: StreamedPromptDetails | None = None
 
 
 class StreamChunk(msgspec.Struct):
-    """The part of an event that is looked at; everything else is skipped undecoded."""
+    """The fields of an event that are read; all others are skipped without decoding."""
 
     choices: list[StreamedChoice] | None = None
     usage: StreamedUsage | None = None
@@ -314,7 +314,7 @@ def read_chunk(event: bytes) -> StreamChunk:
 
 
 def first_model(body: bytes) -> str | None:
-    """The first model that an answer of /v1/models names."""
+    """The first model of a /v1/models response."""
     try:
         return str(msgspec.json.decode(body)["data"][0]["id"])
     except (msgspec.MsgspecError, LookupError, TypeError):
@@ -322,7 +322,7 @@ def first_model(body: bytes) -> str | None:
 
 
 def error_message(body: bytes) -> str:
-    """What an error body says: the message of the OpenAI shape, or its beginning."""
+    """The message of an OpenAI-style error body, or the beginning of any other body."""
     try:
         found = msgspec.json.decode(body)
     except msgspec.MsgspecError:
@@ -333,6 +333,6 @@ def error_message(body: bytes) -> str:
 
 
 def excerpt(data: bytes, length: int = 160) -> str:
-    """The beginning of it, on one line."""
+    """The beginning of `data`, on one line."""
     text = " ".join(bytes(data[: 4 * length]).decode(errors="replace").split())
     return text if len(text) <= length else text[: length - 1] + "…"

@@ -1,4 +1,4 @@
-"""What requests ask: random text, prompts from files, prompts that share beginnings, and traces of real traffic."""
+"""Datasets of requests: random text, shared prefixes, files of prompts, traces; and arrival times."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ Message = dict[str, Any]
 
 
 @dataclass
-class Ask:
-    """One request before it has a form."""
+class BenchRequest:
+    """A prompt and an output length, before it becomes an HTTP request."""
 
     prompt: str | list[Message]
     output_len: int
     input_len: int = 0
-    """About how many tokens the prompt has; the server's own count is what is reported."""
+    """Approximate tokens of the prompt; the report has the server's count."""
     at: float | None = None
-    """Seconds after the start, in a trace."""
+    """Arrival time in a trace, seconds after its start."""
 
 
 @dataclass(frozen=True)
-class PromptShape:
-    """The lengths asked for, and what they are drawn with."""
+class DatasetOptions:
+    """What a dataset is made from: number of requests, lengths, seed, file."""
 
     count: int | None
-    """How many requests; None is the dataset's own number."""
+    """Number of requests; None: as many as the dataset has."""
     input_len: int
     output_len: int | None
-    """None is what the dataset says, where it says anything."""
+    """None: the dataset's own lengths, if it has any."""
     seed: int
     spread: float = 0.0
-    """Lengths are drawn evenly from ±spread around those given."""
+    """Lengths are uniform within ±spread of the given ones."""
     unit: str = "tokens"
     path: str | None = None
     prefix_len: int = 0
@@ -49,157 +49,169 @@ class PromptShape:
 
     @property
     def total(self) -> int:
-        """The number of requests, where nothing else tells it."""
+        """The number of requests, with a default."""
         return DEFAULT_COUNT if self.count is None else self.count
 
     @property
     def output(self) -> int:
-        """The output's length, where nothing else tells it."""
+        """The output length, with a default."""
         return DEFAULT_OUTPUT if self.output_len is None else self.output_len
 
 
 DEFAULT_COUNT = 100
 DEFAULT_OUTPUT = 128
 TRACE_BLOCK = 512
-"""Tokens for each of a trace's `hash_ids`, as in the traces Mooncake published."""
-SHORTEST, LONGEST = 4, 1024
-"""Conversations outside of these, in tokens, are left out: too short to time, or too long for a small context."""
+"""Tokens per entry of a trace's `hash_ids`, as in the traces that Mooncake published."""
+SHAREGPT_MIN_TOKENS, SHAREGPT_MAX_TOKENS = 4, 1024
+"""Conversations outside this range are skipped: too short to time, or too long for a small context."""
 
 
-def random_text(shape: PromptShape) -> list[Ask]:
-    """Random words, or with `unit` chars random characters; the first `prefix_len` are the same for all."""
-    draw = random.Random(shape.seed)
-    write = random_words if shape.unit == "tokens" else random_characters
-    opening = write(shape.prefix_len, draw) + " " if shape.prefix_len else ""
-    asks = []
-    for _ in range(shape.total):
-        length, output = _near(shape.input_len, shape.spread, draw), _near(shape.output, shape.spread, draw)
-        text = opening + write(length, draw)
-        tokens = shape.prefix_len + length if shape.unit == "tokens" else about_tokens(text)
-        asks.append(Ask(text, output, tokens))
-    return asks
+def random_text(options: DatasetOptions) -> list[BenchRequest]:
+    """Random words, or random characters with `unit` chars; all share the first `prefix_len`."""
+    rng = random.Random(options.seed)
+    write = random_words if options.unit == "tokens" else random_characters
+    opening = write(options.prefix_len, rng) + " " if options.prefix_len else ""
+    requests = []
+    for _ in range(options.total):
+        length, output = (
+            _draw_length(options.input_len, options.spread, rng),
+            _draw_length(options.output, options.spread, rng),
+        )
+        text = opening + write(length, rng)
+        tokens = options.prefix_len + length if options.unit == "tokens" else estimate_tokens(text)
+        requests.append(BenchRequest(text, output, tokens))
+    return requests
 
 
-def prefix_repetition(shape: PromptShape) -> list[Ask]:
-    """`num_prefixes` beginnings of `prefix_len` tokens, each with many ends of `input_len`, in random order."""
-    draw = random.Random(shape.seed)
-    openings = [random_words(shape.prefix_len, draw) for _ in range(shape.num_prefixes)]
-    asks = [
-        Ask(f"{opening} {random_words(shape.input_len, draw)}", shape.output, shape.prefix_len + shape.input_len)
-        for opening in itertools.islice(itertools.cycle(openings), shape.total)
+def prefix_repetition(options: DatasetOptions) -> list[BenchRequest]:
+    """`num_prefixes` prefixes of `prefix_len` tokens, each with many suffixes of `input_len`, in random order."""
+    rng = random.Random(options.seed)
+    openings = [random_words(options.prefix_len, rng) for _ in range(options.num_prefixes)]
+    requests = [
+        BenchRequest(
+            f"{opening} {random_words(options.input_len, rng)}", options.output, options.prefix_len + options.input_len
+        )
+        for opening in itertools.islice(itertools.cycle(openings), options.total)
     ]
-    draw.shuffle(asks)
-    return asks
+    rng.shuffle(requests)
+    return requests
 
 
-def prompts_file(shape: PromptShape) -> list[Ask]:
-    """A line of JSON each: `prompt` (text) or `messages` (a conversation), and perhaps `output_tokens`."""
-    asks = []
-    for where, line in _lines(shape):
+def prompts_file(options: DatasetOptions) -> list[BenchRequest]:
+    """A JSONL file: each line has `prompt` (text) or `messages` (a conversation), and optionally `output_tokens`."""
+    requests = []
+    for where, line in _lines(options):
         prompt = line.get("messages", line.get("prompt"))
         if not isinstance(prompt, (str, list)) or not prompt:
-            raise ValidationError(f'{where}: needs a "prompt" that is text, or "messages" that are a list')
+            raise ValidationError(f'{where}: needs "prompt", a string, or "messages", a list')
         said = line.get("output_tokens", line.get("max_tokens"))
-        output = shape.output if shape.output_len is not None or said is None else _whole(said, where, "output_tokens")
-        asks.append(Ask(prompt, output, about_tokens(_text(prompt))))
-    return _so_many(asks, shape)
+        output = (
+            options.output
+            if options.output_len is not None or said is None
+            else _positive_integer(said, where, "output_tokens")
+        )
+        requests.append(BenchRequest(prompt, output, estimate_tokens(_text(prompt))))
+    return _take_count(requests, options)
 
 
-def sharegpt(shape: PromptShape) -> list[Ask]:
-    """First questions of ShareGPT's conversations; outputs are about as long as the answers were."""
-    path = _path(shape)
+def sharegpt(options: DatasetOptions) -> list[BenchRequest]:
+    """First questions of ShareGPT conversations; output lengths are about those of the answers."""
+    path = _path(options)
     try:
         conversations = json.loads(path.read_bytes())
     except ValueError as error:
         raise ValidationError(f"{path} is not JSON: {error}") from error
     if not isinstance(conversations, list):
-        raise ValidationError(f"{path} is not a list of conversations, as the files of ShareGPT are")
-    asks = []
+        raise ValidationError(f"{path} is not a list of conversations, as ShareGPT files are")
+    requests = []
     for conversation in conversations:
         turns = conversation.get("conversations", []) if isinstance(conversation, dict) else []
         if len(turns) < 2:
             continue
         question, answer = (str(turn.get("value", "")) for turn in turns[:2])
-        ask = Ask(question, shape.output_len or about_tokens(answer), about_tokens(question))
-        if SHORTEST <= ask.input_len <= LONGEST and ask.output_len >= SHORTEST:
-            ask.output_len = min(ask.output_len, LONGEST)
-            asks.append(ask)
-    if not asks:
-        raise ValidationError(f"{path} holds no conversation with a question of {SHORTEST} to {LONGEST} tokens")
-    random.Random(shape.seed).shuffle(asks)
-    return _so_many(asks, shape)
+        request = BenchRequest(question, options.output_len or estimate_tokens(answer), estimate_tokens(question))
+        is_usable = SHAREGPT_MIN_TOKENS <= request.input_len <= SHAREGPT_MAX_TOKENS
+        if is_usable and request.output_len >= SHAREGPT_MIN_TOKENS:
+            request.output_len = min(request.output_len, SHAREGPT_MAX_TOKENS)
+            requests.append(request)
+    if not requests:
+        raise ValidationError(
+            f"{path} has no conversation with a question of {SHAREGPT_MIN_TOKENS} to {SHAREGPT_MAX_TOKENS} tokens"
+        )
+    random.Random(options.seed).shuffle(requests)
+    return _take_count(requests, options)
 
 
-def trace(shape: PromptShape) -> list[Ask]:
-    """Traffic as it was: `timestamp`, `input_length` and `output_length` on each line.
+def read_trace(options: DatasetOptions) -> list[BenchRequest]:
+    """A trace of real traffic: `timestamp`, `input_length` and `output_length` on each line.
 
-    Lines with `hash_ids` share the beginnings they shared then: an id is one block of text. A line may also bring its
-    own `prompt` or `messages`.
+    Lines with the same leading `hash_ids` share a prefix: each id is one block of text. A line may also have its own
+    `prompt` or `messages`.
     """
-    seconds = {"ms": 1e-3, "s": 1.0}[shape.time_unit] / shape.speed
-    draw = random.Random(shape.seed)
-    asks = []
-    for where, line in _lines(shape):
-        output = shape.output_len or _whole(line.get("output_length"), where, "output_length")
+    seconds = {"ms": 1e-3, "s": 1.0}[options.time_unit] / options.speed
+    rng = random.Random(options.seed)
+    requests = []
+    for where, line in _lines(options):
+        output = options.output_len or _positive_integer(line.get("output_length"), where, "output_length")
         at = line.get("timestamp")
         if isinstance(at, bool) or not isinstance(at, (int, float)):
             raise ValidationError(f"{where}: timestamp must be a number, got {at!r}")
         prompt = line.get("messages", line.get("prompt"))
         if prompt is None:
-            length = _whole(line.get("input_length"), where, "input_length")
-            prompt = _blocks(line.get("hash_ids") or [], length, draw, shape.seed)
+            length = _positive_integer(line.get("input_length"), where, "input_length")
+            prompt = _blocks(line.get("hash_ids") or [], length, rng, options.seed)
         else:
-            length = about_tokens(_text(prompt))
-        asks.append(Ask(prompt, output, length, at * seconds))
-    asks.sort(key=lambda ask: ask.at or 0.0)
-    start = asks[0].at or 0.0
-    for ask in asks:
-        ask.at = (ask.at or 0.0) - start
-    return asks[: shape.count]
+            length = estimate_tokens(_text(prompt))
+        requests.append(BenchRequest(prompt, output, length, at * seconds))
+    requests.sort(key=lambda request: request.at or 0.0)
+    start = requests[0].at or 0.0
+    for request in requests:
+        request.at = (request.at or 0.0) - start
+    return requests[: options.count]
 
 
-DATASETS: dict[str, Callable[[PromptShape], list[Ask]]] = {
+DATASETS: dict[str, Callable[[DatasetOptions], list[BenchRequest]]] = {
     "random": random_text,
     "prefix_repetition": prefix_repetition,
     "custom": prompts_file,
     "sharegpt": sharegpt,
-    "trace": trace,
+    "trace": read_trace,
 }
 
 
-def _blocks(ids: list[Any], tokens: int, draw: random.Random, seed: int) -> str:
-    """Text of `tokens` tokens; block after block is the text of its id, what is left is random."""
+def _blocks(ids: list[Any], tokens: int, rng: random.Random, seed: int) -> str:
+    """Text of `tokens` tokens: one block per id, the rest random."""
     words = [random_words(TRACE_BLOCK, random.Random(f"{seed}/{block}")) for block in ids[: tokens // TRACE_BLOCK]]
     if left := tokens - TRACE_BLOCK * len(words):
-        words.append(random_words(left, draw))
+        words.append(random_words(left, rng))
     return " ".join(words)
 
 
-def _near(length: int, spread: float, draw: random.Random) -> int:
-    return max(1, draw.randint(round(length * (1 - spread)), round(length * (1 + spread)))) if spread else length
+def _draw_length(length: int, spread: float, rng: random.Random) -> int:
+    return max(1, rng.randint(round(length * (1 - spread)), round(length * (1 + spread)))) if spread else length
 
 
 def _text(prompt: str | list[Message]) -> str:
     return prompt if isinstance(prompt, str) else " ".join(str(message.get("content", "")) for message in prompt)
 
 
-def _so_many(asks: list[Ask], shape: PromptShape) -> list[Ask]:
-    """As many as were asked for; a short file is read again from its beginning."""
-    return asks if shape.count is None else list(itertools.islice(itertools.cycle(asks), shape.count))
+def _take_count(requests: list[BenchRequest], options: DatasetOptions) -> list[BenchRequest]:
+    """`count` requests; a short file is repeated."""
+    return requests if options.count is None else list(itertools.islice(itertools.cycle(requests), options.count))
 
 
-def _path(shape: PromptShape) -> Path:
-    if shape.path is None:
-        raise ValidationError("this dataset is a file: name it with --dataset-path")
-    path = Path(shape.path)
+def _path(options: DatasetOptions) -> Path:
+    if options.path is None:
+        raise ValidationError("this dataset needs a file: give it with --dataset-path")
+    path = Path(options.path)
     if not path.is_file():
-        raise ValidationError(f"there is no file {shape.path!r}")
+        raise ValidationError(f"there is no file {options.path!r}")
     return path
 
 
-def _lines(shape: PromptShape) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The objects of a JSONL file, each with a name for error messages."""
-    path = _path(shape)
+def _lines(options: DatasetOptions) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The objects of a JSONL file, each with its file and line for error messages."""
+    path = _path(options)
     is_empty = True
     with path.open("rb") as file:
         for number, text in enumerate(file, 1):
@@ -217,31 +229,31 @@ def _lines(shape: PromptShape) -> Iterator[tuple[str, dict[str, Any]]]:
         raise ValidationError(f"{path} is empty")
 
 
-def _whole(value: Any, where: str, name: str) -> int:
+def _positive_integer(value: Any, where: str, name: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValidationError(f"{where}: {name} must be an integer of at least 1, got {value!r}")
     return value
 
 
-def arrivals(count: int, rate: float, burstiness: float, burst: int, seed: int) -> list[float]:
-    """`count` times at `rate` requests a second.
+def arrival_times(count: int, rate: float, burstiness: float, burst: int, seed: int) -> list[float]:
+    """`count` arrival times at `rate` requests per second.
 
-    Gaps follow a gamma distribution of shape `burstiness`: 1 is a Poisson process, less comes in clumps, more is
-    steadier. With `burst` above 1 so many leave together, and the gaps between bursts keep the rate. An infinite rate
-    is everything at once.
+    Gaps follow a gamma distribution of shape `burstiness`: 1 is a Poisson process, less is burstier, more is
+    steadier. With `burst` above 1, that many are sent together, at the same mean rate. With an infinite rate all
+    are sent at once.
     """
     if not rate > 0:
-        raise ValidationError(f"--request-rate must be above 0 (inf is everything at once), got {rate:g}")
+        raise ValidationError(f"--request-rate must be above 0 (inf: all at once), got {rate:g}")
     if not (burstiness > 0 and math.isfinite(burstiness)):
         raise ValidationError(f"--burstiness must be above 0 (1 is a Poisson process), got {burstiness:g}")
     if math.isinf(rate):
         return [0.0] * count
-    draw = random.Random(seed)
+    rng = random.Random(seed)
     times: list[float] = []
     now = 0.0
-    while len(times) < count:  # the first burst leaves at once: nothing is learnt by waiting for it
+    while len(times) < count:  # the first burst is sent at once
         times += [now] * min(burst, count - len(times))
-        now += draw.gammavariate(burstiness, burst / (rate * burstiness))
+        now += rng.gammavariate(burstiness, burst / (rate * burstiness))
     return times
 
 
@@ -256,22 +268,22 @@ industry information interest issue job kind land law leader letter level life l
 market material matter member mind minute moment money month morning mother movie music name nation need news
 """
 WORDS = _NOUNS.split()
-"""English nouns so common that every vocabulary of the last years has each as one token, with the space before it."""
+"""Common English nouns: in every recent vocabulary each is one token, with its leading space."""
 
-CHARACTERS_A_TOKEN = 4
-"""Of English prose, where there is no better way to tell a text's length in tokens."""
-
-
-def random_words(tokens: int, draw: random.Random) -> str:
-    """Text of about `tokens` tokens. No two begin alike, so that no prefix cache helps."""
-    return " ".join(draw.choices(WORDS, k=tokens))
+CHARACTERS_PER_TOKEN = 4
+"""Of English prose, to estimate a text's tokens without a tokenizer."""
 
 
-def random_characters(characters: int, draw: random.Random) -> str:
+def random_words(tokens: int, rng: random.Random) -> str:
+    """Text of about `tokens` tokens. No two texts share a prefix, so a prefix cache does not help."""
+    return " ".join(rng.choices(WORDS, k=tokens))
+
+
+def random_characters(characters: int, rng: random.Random) -> str:
     """Text of exactly `characters` characters."""
-    return random_words(characters // 3 + 1, draw)[:characters]
+    return random_words(characters // 3 + 1, rng)[:characters]
 
 
-def about_tokens(text: str) -> int:
-    """How many tokens a text has, roughly; at least 1."""
-    return max(1, len(text) // CHARACTERS_A_TOKEN)
+def estimate_tokens(text: str) -> int:
+    """Approximate tokens of a text; at least 1."""
+    return max(1, len(text) // CHARACTERS_PER_TOKEN)

@@ -1,4 +1,4 @@
-"""Sends requests at their times and waits for them all."""
+"""Sends requests at their arrival times, waits for all of them, and shows progress."""
 
 from __future__ import annotations
 
@@ -12,19 +12,24 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
-from quire.cli.bench.load.client import Client, Outcome, RunCounters
+from quire.cli.bench.load.client import Client, RequestResult, RunCounters
 from quire.cli.interrupts import cancelled_by_interrupt
+
+YIELD_EVERY = 16
+"""When all requests start at once, the event loop may send after every this many."""
+REDRAWS_PER_SECOND = 4
+"""Of the progress display: redrawing takes CPU time from sending."""
 
 
 @dataclass
-class Run:
-    """All that was seen of one run."""
+class LoadRun:
+    """The results of one run, and its times."""
 
-    outcomes: list[Outcome]
+    results: list[RequestResult]
     start: float
     end: float
     cpu: float
-    """Seconds of processor time this process took."""
+    """CPU seconds of this process."""
     was_stopped: bool = False
 
     @property
@@ -32,11 +37,11 @@ class Run:
         return self.end - self.start
 
 
-async def drive(client: Client, bodies: Sequence[bytes], times: Sequence[float], concurrency: int | None) -> Run:
+async def send_all(client: Client, bodies: Sequence[bytes], times: Sequence[float], concurrency: int | None) -> LoadRun:
     """Send each body at its time, at most `concurrency` at once; an interrupt ends the run early."""
     _allow_many_files()
-    gc.freeze()  # what is there now stays: later collections look at what the run makes, and are short
-    tasks: list[asyncio.Task[Outcome]] = []
+    gc.freeze()  # keeps later collections short: they skip the objects that exist now
+    tasks: list[asyncio.Task[RequestResult]] = []
     was_stopped = False
     cpu, start = time.process_time(), time.perf_counter()
     try:
@@ -51,8 +56,8 @@ async def drive(client: Client, bodies: Sequence[bytes], times: Sequence[float],
     end = time.perf_counter()
     gc.unfreeze()
     client.host.close()
-    outcomes = [task.result() for task in tasks if not task.cancelled()]  # some may never have begun
-    return Run(outcomes, start, end, time.process_time() - cpu, was_stopped)
+    results = [task.result() for task in tasks if not task.cancelled()]  # some may not have started
+    return LoadRun(results, start, end, time.process_time() - cpu, was_stopped)
 
 
 async def _dispatch(
@@ -60,14 +65,14 @@ async def _dispatch(
     schedule: Iterable[tuple[bytes, float]],
     start: float,
     concurrency: int | None,
-    tasks: list[asyncio.Task[Outcome]],
+    tasks: list[asyncio.Task[RequestResult]],
 ) -> None:
-    """Start every request when its time has come and a slot is free."""
+    """Start each request at its time, once a slot is free."""
     slots = asyncio.Semaphore(concurrency) if concurrency else None
     freed: collections.deque[float] = collections.deque([0.0] * (concurrency or 0))
-    """When each free slot became free: waiting for one is what was asked for, not lateness."""
+    """When each free slot became free: waiting for a slot does not count as send delay."""
 
-    async def one(body: bytes, due: float) -> Outcome:
+    async def one(body: bytes, due: float) -> RequestResult:
         try:
             return await client.send(body, max(0.0, time.perf_counter() - due))
         finally:
@@ -83,16 +88,12 @@ async def _dispatch(
             await slots.acquire()
             due = max(due, freed.popleft())
         tasks.append(asyncio.create_task(one(body, due)))
-        if wait <= 0 and len(tasks) % BREATH == 0:
+        if wait <= 0 and len(tasks) % YIELD_EVERY == 0:
             await asyncio.sleep(0)
 
 
-BREATH = 16
-"""When everything leaves at once, so many are queued before the loop may send them."""
-
-
 def _allow_many_files() -> None:
-    """Every stream is a socket: raise the limit of open files as far as it may go."""
+    """Raise the limit of open files to its maximum: every stream is a socket."""
     with contextlib.suppress(ImportError, OSError, ValueError):  # not on Windows; macOS refuses its own hard limit
         import resource
 
@@ -100,15 +101,11 @@ def _allow_many_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-PER_SECOND = 4
-"""Redrawing is work this process could be late for."""
-
-
 class LoadProgress:
-    """While entered, shows a tally on the terminal; nothing where there is none."""
+    """Shows the counters on the terminal while entered; without a terminal it does nothing."""
 
-    def __init__(self, tally: RunCounters, total: int | None, what: str) -> None:
-        self._tally = tally
+    def __init__(self, counters: RunCounters, total: int | None, what: str) -> None:
+        self._counters = counters
         self._total = total
         self._what = what
         self._task: asyncio.Task[None] | None = None
@@ -126,7 +123,7 @@ class LoadProgress:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-        tally, seen, then = self._tally, self._tally.tokens, time.perf_counter()
+        counters, seen, then = self._counters, self._counters.tokens, time.perf_counter()
         columns = (
             TextColumn(self._what), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
             TextColumn("[dim]{task.fields[now]}"),
@@ -134,12 +131,12 @@ class LoadProgress:
         with Progress(*columns, console=Console(stderr=True), auto_refresh=False, transient=True) as progress:
             task = progress.add_task("", total=self._total, now="")
             while True:
-                await asyncio.sleep(1 / PER_SECOND)
-                tokens, now = tally.tokens, time.perf_counter()
+                await asyncio.sleep(1 / REDRAWS_PER_SECOND)
+                tokens, now = counters.tokens, time.perf_counter()
                 rate = (tokens - seen) / (now - then)
                 seen, then = tokens, now
-                failed = f"  [red]{tally.failed} failed[/]" if tally.failed else ""
-                first = f"  first after {1000 * tally.latest_ttft:.0f} ms" if tally.latest_ttft else ""
-                said = f"{tally.open} open  {rate:,.0f} tok/s{first}{failed}"
-                progress.update(task, completed=tally.done, now=said)
+                failed = f"  [red]{counters.failed} failed[/]" if counters.failed else ""
+                first = f"  first after {1000 * counters.latest_ttft:.0f} ms" if counters.latest_ttft else ""
+                status = f"{counters.open} open  {rate:,.0f} tok/s{first}{failed}"
+                progress.update(task, completed=counters.done, now=status)
                 progress.refresh()

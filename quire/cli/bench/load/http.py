@@ -1,7 +1,7 @@
-"""HTTP/1.1 with as little work as can be: the generator must not be what is measured.
+"""A minimal HTTP/1.1 client, so that the load generator is not the bottleneck.
 
-A general client spends some 100 µs of this process on every event of a stream; at 64 streams of 200 tokens a second
-that is more than a core. Here bytes go from the socket through a C parser straight to whoever times them.
+A general client spends about 100 µs of CPU time on every event of a stream; with 64 streams of 200 tokens/s that is
+more than a core. Here bytes go from the socket through a C parser to the code that times them.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import httptools
 
 from quire.errors import ValidationError
 
-LONGEST_IDLE = 3.0
-"""Seconds. Servers close idle connections after five and more; closed while being used, one would look like a fault."""
+MAX_IDLE_SECONDS = 3.0
+"""Servers close idle connections after 5 s or more; one that closes during a request would count as a failure."""
 
 
 class LostConnectionError(Exception):
-    """The connection failed or ended before the answer did. `kind` is a few words to count it under."""
+    """The connection failed or ended before the response did. `kind` is the category of the failure."""
 
     def __init__(self, kind: str, detail: str) -> None:
         super().__init__(detail)
@@ -29,17 +29,17 @@ class LostConnectionError(Exception):
 
 
 class ResponseHandler(Protocol):
-    """Takes a response as it arrives."""
+    """Receives a response as it arrives."""
 
     def begin(self, status: int) -> None:
-        """The head is here."""
+        """The headers have arrived."""
 
     def feed(self, body: bytes, at: float) -> None:
-        """A piece of the body, and when it came."""
+        """A part of the body, and the time it arrived."""
 
 
 class WholeResponse:
-    """An answer that is read as a whole."""
+    """A response that is read as a whole."""
 
     def __init__(self) -> None:
         self.status = 0
@@ -53,11 +53,11 @@ class WholeResponse:
 
 
 class Connection(asyncio.Protocol):
-    """One connection; one exchange at a time."""
+    """One connection, with one request at a time."""
 
     def __init__(self) -> None:
         self._transport: asyncio.Transport | None = None
-        self._answer: ResponseHandler | None = None
+        self._handler: ResponseHandler | None = None
         self._done: asyncio.Future[None] | None = None
         self._parser: Any = None
         self._at = 0.0
@@ -70,23 +70,23 @@ class Connection(asyncio.Protocol):
     def is_open(self) -> bool:
         return self._transport is not None and not self._transport.is_closing()
 
-    async def exchange(self, request: bytes, answer: ResponseHandler) -> None:
-        """Send `request`, hand `answer` the response; returns at its end. Cancelling closes the connection."""
+    async def exchange(self, request: bytes, handler: ResponseHandler) -> None:
+        """Send `request` and pass the response to `handler`; returns at its end. Cancelling closes the connection."""
         if self._transport is None:
             raise LostConnectionError("connection lost", "the server closed the connection")
         self._parser = httptools.HttpResponseParser(self)
-        self._answer, self._has_begun, self._is_framed, self.is_reusable = answer, False, False, False
+        self._handler, self._has_begun, self._is_framed, self.is_reusable = handler, False, False, False
         self._done = asyncio.get_running_loop().create_future()
         self._transport.write(request)
         try:
             await self._done
         finally:
-            self._answer = self._done = None
+            self._handler = self._done = None
             if not self.is_reusable:
                 self.close()
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         if self._transport is not None:
             self._transport.abort()
             self._transport = None
@@ -97,14 +97,14 @@ class Connection(asyncio.Protocol):
         self._transport = transport  # type: ignore[assignment]
 
     def data_received(self, data: bytes) -> None:
-        if self._done is None:  # an answer nobody asked for
+        if self._done is None:  # data without a request
             self.close()
             return
         self._at = time.perf_counter()
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
-            # What a callback raised comes wrapped, with the cause as its context.
+            # The parser wraps an exception of a callback, with the cause as its context.
             self._end(error.__context__ or LostConnectionError("malformed HTTP", f"{error}"))
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -114,9 +114,9 @@ class Connection(asyncio.Protocol):
             return
         why = f": {error}" if error else ""
         if self._has_begun:
-            self._end(LostConnectionError("cut off", f"the connection ended within the answer{why}"))
+            self._end(LostConnectionError("cut off", f"the connection ended within the response{why}"))
         else:
-            detail = f"the server closed the connection without an answer{why}"
+            detail = f"the server closed the connection without a response{why}"
             self._end(LostConnectionError("connection lost", detail))
 
     # Called by the parser
@@ -127,12 +127,12 @@ class Connection(asyncio.Protocol):
 
     def on_headers_complete(self) -> None:
         self._has_begun = True
-        if self._answer is not None:
-            self._answer.begin(self._parser.get_status_code())
+        if self._handler is not None:
+            self._handler.begin(self._parser.get_status_code())
 
     def on_body(self, body: bytes) -> None:
-        if self._answer is not None:
-            self._answer.feed(body, self._at)
+        if self._handler is not None:
+            self._handler.feed(body, self._at)
 
     def on_message_complete(self) -> None:
         self.is_reusable = self._parser.should_keep_alive()
@@ -147,10 +147,10 @@ class Connection(asyncio.Protocol):
 
 
 class Host:
-    """A server and the connections to it that are open and idle."""
+    """A server and its idle connections."""
 
     def __init__(self, base_url: str, headers: dict[str, str]) -> None:
-        self.url = base_url.rstrip("/").removesuffix("/v1")  # with /v1 as clients want it, or without
+        self.url = base_url.rstrip("/").removesuffix("/v1")  # accepted with or without /v1
         parts = urlsplit(self.url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValidationError(f"{base_url!r} is not the URL of a server: give one like http://127.0.0.1:8000")
@@ -161,41 +161,41 @@ class Host:
         given = {"Host": parts.netloc.rpartition("@")[2], "Accept": "*/*", "User-Agent": "quire-bench", **headers}
         for name, value in given.items():
             if not (name + value).isprintable() or not value.isascii():
-                raise ValidationError(f"the header {name} holds characters that no header may")
+                raise ValidationError(f"the header {name} has characters that are not allowed in headers")
         self._headers = "".join(f"{name}: {value}\r\n" for name, value in given.items())
 
     async def get(self, path: str) -> WholeResponse:
-        """The answer to a GET."""
-        answer = WholeResponse()
-        await self._send(self._head("GET", path) + b"\r\n", answer)
-        return answer
+        """Send a GET and return the response."""
+        response = WholeResponse()
+        await self._send(self._head("GET", path) + b"\r\n", response)
+        return response
 
-    async def post(self, path: str, body: bytes, answer: ResponseHandler) -> None:
-        """Post JSON."""
+    async def post(self, path: str, body: bytes, handler: ResponseHandler) -> None:
+        """Send a POST of JSON."""
         head = self._head("POST", path) + b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body)
-        await self._send(head + body, answer)
+        await self._send(head + body, handler)
 
     def close(self) -> None:
-        """Close what is idle."""
+        """Close the idle connections."""
         while self._idle:
             self._idle.pop().close()
 
     def _head(self, method: str, path: str) -> bytes:
         return f"{method} {self._root}{path} HTTP/1.1\r\n{self._headers}".encode()
 
-    async def _send(self, request: bytes, answer: ResponseHandler) -> None:
-        """Nothing is sent twice: a server that closes a connection it was asked on has failed that request."""
+    async def _send(self, request: bytes, handler: ResponseHandler) -> None:
+        """Requests are not retried: if the server closes the connection, the request has failed."""
         connection = self._reusable() or await self._connect()
-        await connection.exchange(request, answer)
+        await connection.exchange(request, handler)
         if connection.is_reusable:
             connection.idle_since = time.perf_counter()
             self._idle.append(connection)
 
     def _reusable(self) -> Connection | None:
-        """The connection used last, if the server can be trusted to have it still open."""
+        """The connection used last, if it was idle for less than MAX_IDLE_SECONDS."""
         while self._idle:
             connection = self._idle.pop()
-            if connection.is_open and time.perf_counter() - connection.idle_since < LONGEST_IDLE:
+            if connection.is_open and time.perf_counter() - connection.idle_since < MAX_IDLE_SECONDS:
                 return connection
             connection.close()
         return None

@@ -1,4 +1,4 @@
-"""What the times of a run say: percentiles, throughput, and how many requests were good enough."""
+"""Metrics of a run: percentiles, throughput and goodput."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from quire.cli.bench.load.client import Outcome
-from quire.cli.bench.load.drive import Run
+from quire.cli.bench.common import percentile
+from quire.cli.bench.load.client import RequestResult
+from quire.cli.bench.load.drive import LoadRun
 from quire.errors import ValidationError
 
 METRICS = {
@@ -19,33 +20,23 @@ METRICS = {
     "e2el": "end-to-end latency",
 }
 
-OF_REQUEST: dict[str, Callable[[Outcome], float]] = {
-    "ttft": lambda outcome: outcome.ttft,
-    "tpot": lambda outcome: outcome.tpot,
-    "itl": lambda outcome: max(outcome.gaps, default=0.0),
-    "e2el": lambda outcome: outcome.latency,
+GOODPUT_VALUES: dict[str, Callable[[RequestResult], float]] = {
+    "ttft": lambda result: result.ttft,
+    "tpot": lambda result: result.tpot,
+    "itl": lambda result: max(result.gaps, default=0.0),
+    "e2el": lambda result: result.latency,
 }
-"""What a limit of --goodput is compared with; of the gaps between tokens it is the longest."""
-
-
-def percentile(ordered: Sequence[float], percent: float) -> float:
-    """Of values in order, between the two nearest where it falls between them."""
-    if not ordered:
-        return 0.0
-    place = (len(ordered) - 1) * percent / 100
-    low = math.floor(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+"""The value of a request that a limit of --goodput applies to; for itl the longest gap between tokens."""
 
 
 @dataclass
-class Spread:
-    """Many times of one kind, in milliseconds and in order."""
+class Distribution:
+    """All values of one metric, in milliseconds, sorted."""
 
     values: list[float]
 
     @classmethod
-    def of(cls, seconds: Iterable[float]) -> Spread:
+    def of(cls, seconds: Iterable[float]) -> Distribution:
         return cls(sorted(1000 * each for each in seconds))
 
     @property
@@ -61,69 +52,69 @@ class Spread:
         return statistics.pstdev(self.values) if self.values else 0.0
 
     def at(self, percent: float) -> float:
-        """The value that `percent` of them do not exceed."""
+        """The percentile."""
         return percentile(self.values, percent)
 
 
 class RunMeasurements:
-    """The figures of a run. Failed requests count as failed and nowhere else."""
+    """The metrics of a run. Failed requests count only as failures."""
 
-    def __init__(self, run: Run, goals: dict[str, float]) -> None:
+    def __init__(self, run: LoadRun, goals: dict[str, float]) -> None:
         self.run = run
         self.goals = goals
-        self.done = [outcome for outcome in run.outcomes if outcome.ok]
-        self.failures = Counter(outcome.failure for outcome in run.outcomes if outcome.failure is not None)
-        self.input_tokens = sum(outcome.prompt_tokens for outcome in self.done)
-        self.cached_tokens = sum(outcome.cached_tokens for outcome in self.done)
-        self.output_tokens = sum(outcome.output_tokens for outcome in self.done)
-        self.spreads = {
-            "ttft": Spread.of(outcome.ttft for outcome in self.done),
-            "tpot": Spread.of(outcome.tpot for outcome in self.done if outcome.output_tokens > 1),
-            "itl": Spread.of(gap for outcome in self.done for gap in outcome.gaps),
-            "e2el": Spread.of(outcome.latency for outcome in self.done),
+        self.done = [result for result in run.results if result.ok]
+        self.failures = Counter(result.failure for result in run.results if result.failure is not None)
+        self.input_tokens = sum(result.prompt_tokens for result in self.done)
+        self.cached_tokens = sum(result.cached_tokens for result in self.done)
+        self.output_tokens = sum(result.output_tokens for result in self.done)
+        self.distributions = {
+            "ttft": Distribution.of(result.ttft for result in self.done),
+            "tpot": Distribution.of(result.tpot for result in self.done if result.output_tokens > 1),
+            "itl": Distribution.of(gap for result in self.done for gap in result.gaps),
+            "e2el": Distribution.of(result.latency for result in self.done),
         }
-        self.good = sum(self._is_good(outcome) for outcome in self.done)
+        self.good = sum(self._is_good(result) for result in self.done)
 
-    def _is_good(self, outcome: Outcome) -> bool:
-        return all(1000 * OF_REQUEST[name](outcome) <= limit for name, limit in self.goals.items())
+    def _is_good(self, result: RequestResult) -> bool:
+        return all(1000 * GOODPUT_VALUES[name](result) <= limit for name, limit in self.goals.items())
 
     def per_second(self, count: float) -> float:
         """`count` of something, over the run's duration."""
         return count / self.run.duration if self.run.duration > 0 else 0.0
 
     @property
-    def lateness(self) -> Spread:
-        """How long after their times requests left: a generator that cannot keep up shows here."""
-        return Spread.of(outcome.late for outcome in self.run.outcomes)
+    def send_delays(self) -> Distribution:
+        """Delays between planned and actual sending: large if the generator cannot keep up."""
+        return Distribution.of(result.send_delay for result in self.run.results)
 
     @property
     def cpu_share(self) -> float:
-        """Of one core, what generating the load took."""
+        """CPU use of the load generator, as a share of one core."""
         return self.per_second(self.run.cpu)
 
     @property
     def is_counted_by_server(self) -> bool:
-        """Whether every answer told its tokens."""
-        return all(outcome.is_counted_by_server for outcome in self.done)
+        """Whether every response had token counts."""
+        return all(result.is_counted_by_server for result in self.done)
 
     def tokens_over_time(self, width: float = 1.0) -> list[float]:
-        """Output tokens in each piece of the run that is `width` seconds long."""
-        return self._over_time(((at, weight) for outcome in self.done for at, weight in _tokens(outcome)), width)
+        """Output tokens in each interval of `width` seconds."""
+        return self._over_time(((at, weight) for result in self.done for at, weight in _tokens(result)), width)
 
     def failures_over_time(self, width: float = 1.0) -> list[float]:
-        """Requests that failed in each such piece."""
-        return self._over_time(((outcome.last, 1.0) for outcome in self.run.outcomes if not outcome.ok), width)
+        """Failed requests in each interval of `width` seconds."""
+        return self._over_time(((result.last, 1.0) for result in self.run.results if not result.ok), width)
 
     def _over_time(self, moments: Iterable[tuple[float, float]], width: float) -> list[float]:
-        pieces = [0.0] * max(1, math.ceil(self.run.duration / width))
+        bins = [0.0] * max(1, math.ceil(self.run.duration / width))
         for at, weight in moments:
-            pieces[min(len(pieces) - 1, max(0, int((at - self.run.start) / width)))] += weight
-        return pieces
+            bins[min(len(bins) - 1, max(0, int((at - self.run.start) / width)))] += weight
+        return bins
 
     def open_requests(self) -> list[tuple[float, int]]:
-        """Seconds after the start, and how many requests were on their way from then on."""
-        changes = [(outcome.sent, 1) for outcome in self.run.outcomes]
-        changes += [(outcome.last, -1) for outcome in self.run.outcomes]
+        """The number of open requests over time: (seconds after the start, open from then on)."""
+        changes = [(result.sent, 1) for result in self.run.results]
+        changes += [(result.last, -1) for result in self.run.results]
         steps, open_now = [], 0
         for at, change in sorted(changes):
             open_now += change
@@ -132,16 +123,16 @@ class RunMeasurements:
 
     @property
     def most_open(self) -> int:
-        """The most requests that were on their way at once."""
+        """The most requests open at once."""
         return max((count for _, count in self.open_requests()), default=0)
 
 
-def _tokens(outcome: Outcome) -> Iterable[tuple[float, float]]:
-    """When its tokens came. An event may bring several: each counts for its share of them."""
-    weight = outcome.output_tokens / (len(outcome.gaps) + 1)
-    at = outcome.first
+def _tokens(result: RequestResult) -> Iterable[tuple[float, float]]:
+    """(time, tokens) of each event. The tokens are divided evenly over the events."""
+    weight = result.output_tokens / (len(result.gaps) + 1)
+    at = result.first
     yield at, weight
-    for gap in outcome.gaps:
+    for gap in result.gaps:
         at += gap
         yield at, weight
 

@@ -1,4 +1,4 @@
-"""A run as one picture: an SVG that needs nothing else, light or dark as its reader is."""
+"""Plots a run as one self-contained SVG, with light and dark colors."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import math
 from collections.abc import Sequence
 from html import escape
 
-from quire.cli.bench.load.measure import RunMeasurements, Spread
+from quire.cli.bench.load.measure import Distribution, RunMeasurements
 
 WIDTH, HEIGHT = 960, 660
 PANEL_WIDTH, PANEL_HEIGHT = 400, 220
 LEFT, RIGHT, FIRST_ROW, SECOND_ROW = 60, 530, 80, 380
 POINTS = 200
-"""Of a curve: more would not be seen."""
-PIECES = 60
-"""The timeline is cut into so many."""
+"""Points of a curve: more would not be visible."""
+TIMELINE_BINS = 60
+"""Intervals of the timeline."""
 
 STYLE = """
   svg { background: #fff; color: #1f2328; font: 12px system-ui, sans-serif; }
@@ -28,11 +28,12 @@ STYLE = """
 
 
 def plot(measured: RunMeasurements, title: str, subtitle: str) -> str:
-    """The picture: three distributions, and what happened when."""
+    """The SVG: three latency distributions and a timeline."""
+    values, goals = measured.distributions, measured.goals
     panels = [
-        _distribution(LEFT, FIRST_ROW, "Time to first token", measured.spreads["ttft"], measured.goals.get("ttft")),
-        _distribution(RIGHT, FIRST_ROW, "Between tokens", measured.spreads["itl"], measured.goals.get("itl")),
-        _distribution(LEFT, SECOND_ROW, "Whole request", measured.spreads["e2el"], measured.goals.get("e2el")),
+        _distribution(LEFT, FIRST_ROW, "Time to first token", values["ttft"], goals.get("ttft")),
+        _distribution(RIGHT, FIRST_ROW, "Between tokens", values["itl"], goals.get("itl")),
+        _distribution(LEFT, SECOND_ROW, "Whole request", values["e2el"], goals.get("e2el")),
         _timeline(RIGHT, SECOND_ROW, measured),
     ]
     return "\n".join(
@@ -48,7 +49,7 @@ def plot(measured: RunMeasurements, title: str, subtitle: str) -> str:
 
 
 class Axis:
-    """From values to places along a line, straight or logarithmic."""
+    """Maps values to positions along an axis, linear or logarithmic."""
 
     def __init__(self, low: float, high: float, start: float, length: float, log: bool = False) -> None:
         self._is_log = log
@@ -59,13 +60,13 @@ class Axis:
         return math.log10(_visible(value)) if self._is_log else value
 
     def at(self, value: float) -> float:
-        """Where `value` is; outside values are at the ends."""
+        """Position of `value`; values outside the range are at the ends."""
         share = (self._scaled(value) - self._low) / (self._high - self._low)
         return round(self._start + self._length * min(1.0, max(0.0, share)), 1)
 
 
-def _distribution(x: float, y: float, title: str, spread: Spread, goal: float | None) -> str:
-    """How many of all were at most so long."""
+def _distribution(x: float, y: float, title: str, spread: Distribution, goal: float | None) -> str:
+    """A cumulative distribution."""
     parts = [f'<text x="{x}" y="{y - 8}">{escape(title)}</text>']
     values = spread.values
     if not values:
@@ -91,10 +92,10 @@ def _distribution(x: float, y: float, title: str, spread: Spread, goal: float | 
 
 
 def _timeline(x: float, y: float, measured: RunMeasurements) -> str:
-    """Tokens a second and requests on their way, each on its own scale; a mark where requests failed."""
+    """Tokens per second and open requests, each on its own scale, with marks for failed requests."""
     seconds = max(measured.run.duration, 1e-3)
-    width = seconds / PIECES
-    rates = [count / width for count in measured.tokens_over_time(width)][:PIECES]
+    width = seconds / TIMELINE_BINS
+    rates = [count / width for count in measured.tokens_over_time(width)][:TIMELINE_BINS]
     open_now = measured.open_requests()
     most_rate, most_open = _round_up(max(rates)), _round_up(measured.most_open)
     across = Axis(0, seconds, x, PANEL_WIDTH)
@@ -147,16 +148,16 @@ def _tick_y(x: float, y: float, text: str) -> str:
     return f'<path d="M{x} {y}h{PANEL_WIDTH}" class="grid"/>' + _label(x - 6, y + 4, text, "end")
 
 
-SHORTEST = 1e-2
-"""Milliseconds; a logarithm has no zero, and events that came together are 0 apart."""
+MIN_MS = 1e-2
+"""Smaller values are drawn here: events that arrive together are 0 ms apart, which has no logarithm."""
 
 
 def _visible(value: float) -> float:
-    return max(value, SHORTEST)
+    return max(value, MIN_MS)
 
 
 def _decades(low: float, high: float) -> tuple[float, float]:
-    """Ends of a logarithmic axis, from 1, 2 or 5 to 1, 2 or 5."""
+    """The ends of a logarithmic axis, rounded to 1, 2 or 5 times a power of ten."""
     low, high = _visible(low), _visible(high)
     ladder = [digit * 10.0**power for power in range(-4, 9) for digit in (1, 2, 5)]
     begin = max((step for step in ladder if step <= low * 0.999), default=ladder[0])
@@ -177,7 +178,7 @@ def _ticks(high: float) -> list[float]:
 
 
 def _round_up(value: float) -> float:
-    """The end of an axis that begins at 0: a round number, at least 1."""
+    """The end of an axis that starts at 0: a round number, at least 1."""
     return max(1.0, _nice(value)) if value > 0 else 1.0
 
 

@@ -1,4 +1,4 @@
-"""A run's figures for people and for machines. The keys are vLLM's where it has them."""
+"""The report of a run: tables for the terminal, and JSON with vLLM's keys where it has them."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from quire.cli.bench.load.measure import METRICS, RunMeasurements
 from quire.cli.terminal import table
 from quire.errors import ValidationError
 
-LATE = 25.0
-"""Milliseconds at the 99th percentile, above which the load was not what was asked for."""
-BUSY = 0.9
-"""Of a core: a generator that needs more may be what was measured."""
+LATE_MS = 25.0
+"""If the 99th percentile of send delays is above this, the load was not as requested."""
+BUSY_CPU_SHARE = 0.9
+"""A load generator that uses more of a core may have limited the result."""
 
 
-def figures(
+def result_metrics(
     measured: RunMeasurements, metrics: Sequence[str], percents: Sequence[float], detailed: bool = False
 ) -> dict[str, Any]:
-    """What --save-result writes."""
+    """The metrics that --save-result writes."""
     found: dict[str, Any] = {
         "duration": measured.run.duration,
         "completed": len(measured.done),
@@ -37,26 +37,26 @@ def figures(
         "total_token_throughput": measured.per_second(measured.input_tokens + measured.output_tokens),
         "max_output_tokens_per_s": max(measured.tokens_over_time()),
         "max_concurrent_requests": measured.most_open,
-        "client_late_p99_ms": measured.lateness.at(99),
+        "client_late_p99_ms": measured.send_delays.at(99),
         "client_cpu_share": measured.cpu_share,
     }
     for name in metrics:
-        spread = measured.spreads[name]
+        spread = measured.distributions[name]
         found |= {f"mean_{name}_ms": spread.mean, f"median_{name}_ms": spread.median, f"std_{name}_ms": spread.std}
         found |= {f"p{percent:g}_{name}_ms": spread.at(percent) for percent in percents}
     if detailed:
-        outcomes = measured.run.outcomes
-        found["input_lens"] = [outcome.prompt_tokens for outcome in outcomes]
-        found["output_lens"] = [outcome.output_tokens for outcome in outcomes]
-        found["start_times"] = [outcome.sent - measured.run.start for outcome in outcomes]
-        found["ttfts"] = [outcome.ttft if outcome.first else 0.0 for outcome in outcomes]
-        found["itls"] = [outcome.gaps for outcome in outcomes]
-        found["errors"] = ["" if outcome.ok else f"{outcome.failure}: {outcome.detail}" for outcome in outcomes]
+        results = measured.run.results
+        found["input_lens"] = [result.prompt_tokens for result in results]
+        found["output_lens"] = [result.output_tokens for result in results]
+        found["start_times"] = [result.sent - measured.run.start for result in results]
+        found["ttfts"] = [result.ttft if result.first else 0.0 for result in results]
+        found["itls"] = [result.gaps for result in results]
+        found["errors"] = ["" if result.ok else f"{result.failure}: {result.detail}" for result in results]
     return found
 
 
-def show(measured: RunMeasurements, metrics: Sequence[str], percents: Sequence[float], title: str) -> None:
-    """The tables on stdout."""
+def print_report(measured: RunMeasurements, metrics: Sequence[str], percents: Sequence[float], title: str) -> None:
+    """Print the tables."""
     from rich.console import Console
     from rich.table import Table
 
@@ -68,7 +68,7 @@ def show(measured: RunMeasurements, metrics: Sequence[str], percents: Sequence[f
         for column in columns:
             grid.add_column(column, justify="right")
         for name in metrics:
-            spread = measured.spreads[name]
+            spread = measured.distributions[name]
             values = [spread.mean, spread.median, spread.std, *(spread.at(percent) for percent in percents)]
             cells = [f"{value:.2f}" for value in values] if spread.values else ["–"] * len(values)
             grid.add_row(f"{METRICS[name]} ({name})", *cells)
@@ -87,12 +87,12 @@ def _totals(measured: RunMeasurements) -> list[tuple[str, str]]:
              f"{measured.per_second(measured.input_tokens + measured.output_tokens):.1f} with prompts"),
         ("tokens", f"{measured.input_tokens} in ({measured.cached_tokens} cached), {measured.output_tokens} out"),
         ("peaks", f"{measured.most_open} requests at once, {max(measured.tokens_over_time()):.0f} tokens in a second"),
-        ("generator", f"{100 * measured.cpu_share:.0f}% of a core; requests left {measured.lateness.at(99):.1f} ms "
+        ("generator", f"{100 * measured.cpu_share:.0f}% of a core; requests sent {measured.send_delays.at(99):.1f} ms "
                       "late (p99)"),
     ]  # fmt: skip
     if measured.goals:
         limits = ", ".join(f"{name} ≤ {limit:g} ms" for name, limit in measured.goals.items())
-        share = 100 * measured.good / len(run.outcomes) if run.outcomes else 0.0
+        share = 100 * measured.good / len(run.results) if run.results else 0.0
         rows.append(("goodput", f"{measured.per_second(measured.good):.2f} requests/s: {share:.1f}% with {limits}"))
     return rows
 
@@ -100,32 +100,34 @@ def _totals(measured: RunMeasurements) -> list[tuple[str, str]]:
 def _show_failures(measured: RunMeasurements) -> None:
     if not measured.failures:
         return
-    examples = {outcome.failure: outcome.detail for outcome in reversed(measured.run.outcomes) if not outcome.ok}
+    examples = {result.failure: result.detail for result in reversed(measured.run.results) if not result.ok}
     rows = [(f"{count} × {kind}", examples[kind]) for kind, count in measured.failures.most_common()]
     print("\n" + table(rows, "failures"))
 
 
 def _remarks(measured: RunMeasurements) -> list[str]:
-    """What a reader must know before believing the figures."""
+    """Warnings about the validity of the metrics."""
     remarks = []
     if measured.done and not measured.is_counted_by_server:
-        remarks.append("The server told no usage: every event with text was counted as one token, prompts not at all.")
-    if measured.lateness.at(99) > LATE or measured.cpu_share > BUSY:
         remarks.append(
-            "The generator could not keep up: requests left late, or it used a whole core. Figures of the server are "
-            "worse than they should be; use less load, or another machine."
+            "The server sent no usage: every event with text was counted as one token, and prompts were not counted."
+        )
+    if measured.send_delays.at(99) > LATE_MS or measured.cpu_share > BUSY_CPU_SHARE:
+        remarks.append(
+            "The load generator could not keep up: requests were sent late, or it used a whole core. The server is "
+            "faster than these results; use less load, or run the generator on another machine."
         )
     return remarks
 
 
-def write(path: str, found: dict[str, Any], flag: str) -> None:
-    """Figures as a file of JSON, a line each."""
+def write_json(path: str, found: dict[str, Any], flag: str) -> None:
+    """Write a JSON object, one key per line."""
     lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in found.items())
     write_text(path, f"{{\n{lines}\n}}\n", flag)
 
 
 def write_text(path: str, text: str, flag: str) -> None:
-    """A file, or an error that names the flag."""
+    """Write a file; an error names the flag."""
     try:
         Path(path).write_text(text, encoding="utf-8")
     except OSError as error:

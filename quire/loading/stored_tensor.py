@@ -1,6 +1,6 @@
-"""Tensors that lie in a file as plain bytes, and reading those bytes without mapping the file.
+"""Tensors whose raw bytes are in a file, and reading those bytes without mapping the file.
 
-A mapping is read one page fault at a time; `read` moves megabytes a call, and lets other threads run meanwhile.
+A mapping is read one page fault at a time; `read` moves megabytes per call and releases the GIL.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from quire.errors import CheckpointError
 
 
 @dataclass(frozen=True)
-class Stored:
-    """Where the values of a tensor, or of some rows of it, lie in a file: one after the other."""
+class StoredTensor:
+    """The place of a tensor, or of some of its rows, in a file: contiguous bytes."""
 
     path: Path
     name: str
@@ -34,17 +34,17 @@ class Stored:
     def nbytes(self) -> int:
         return self.numel * self.dtype.itemsize
 
-    def rows(self, first: int, last: int) -> Stored:
+    def rows(self, first: int, last: int) -> StoredTensor:
         """The rows from `first` to before `last`."""
         inner = math.prod(self.shape[1:]) * self.dtype.itemsize
         return replace(self, start=self.start + first * inner, shape=(last - first, *self.shape[1:]))
 
-    def flat(self) -> Stored:
+    def flat(self) -> StoredTensor:
         """The same values in one dimension."""
         return replace(self, shape=(self.numel,))
 
     def read(self, keep: tuple[slice, ...] = ()) -> torch.Tensor:
-        """The part that `keep` selects; rows outside of it are left in the file."""
+        """The part that `keep` selects; other rows are not read."""
         rows, keep = kept_rows(self, keep)
         values = torch.empty(rows.shape, dtype=rows.dtype)
         with RangeReader() as reader:
@@ -52,8 +52,8 @@ class Stored:
         return values[keep]
 
 
-def kept_rows(stored: Stored, keep: tuple[slice, ...]) -> tuple[Stored, tuple[slice, ...]]:
-    """The rows that hold what `keep` selects, and what to select of them."""
+def kept_rows(stored: StoredTensor, keep: tuple[slice, ...]) -> tuple[StoredTensor, tuple[slice, ...]]:
+    """The rows that contain what `keep` selects, and the selection within them."""
     if not keep or not stored.shape:
         return stored, keep
     first, last, step = keep[0].indices(stored.shape[0])
@@ -64,12 +64,12 @@ def kept_rows(stored: Stored, keep: tuple[slice, ...]) -> tuple[Stored, tuple[sl
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor's memory."""
+    """The memory of a contiguous tensor, as bytes."""
     return tensor.detach().view(-1).view(torch.uint8)
 
 
 class RangeReader:
-    """Reads ranges of files into memory. One file is open at a time: the next range is nearly always in the same."""
+    """Reads byte ranges of files. Keeps one file open: the next range is nearly always in the same file."""
 
     def __init__(self) -> None:
         self._file: FileIO | None = None
@@ -86,8 +86,8 @@ class RangeReader:
             self._file.close()
         self._file = self._path = None
 
-    def fill(self, memory: torch.Tensor, stored: Stored, offset: int = 0) -> None:
-        """Fill `memory` (bytes of the CPU) with the stored bytes from `offset` on."""
+    def fill(self, memory: torch.Tensor, stored: StoredTensor, offset: int = 0) -> None:
+        """Fill `memory` (host bytes) with the stored bytes from `offset` on."""
         view = memory.numpy().data
         try:
             file = self._open(stored.path)
@@ -105,6 +105,6 @@ class RangeReader:
         if self._file is None or path != self._path:
             self.close()
             self._file, self._path = FileIO(path), path
-            if hasattr(os, "posix_fadvise"):  # Linux then asks the disk for twice as much ahead of a read.
+            if hasattr(os, "posix_fadvise"):  # Linux then doubles its read-ahead.
                 os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
         return self._file

@@ -1,4 +1,4 @@
-"""Event streams, however they are cut."""
+"""Parsing of event streams and error bodies."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ EVENTS = [b'{"a":1}', b'{"b":\n2}', b"[DONE]"]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
-def test_events_do_not_depend_on_where_the_bytes_are_cut(size):
+def test_events_do_not_depend_on_where_the_bytes_are_split(size):
     reader = EventReader()
     found = [event for i in range(0, len(STREAM), size) for event in reader.feed(STREAM[i : i + size])]
     assert found + reader.finish() == EVENTS
 
 
-def test_a_last_event_without_its_blank_line_is_taken():
+def test_a_last_event_without_its_blank_line_counts():
     reader = EventReader()
     assert reader.feed(b"data: [DONE]") == []
     assert reader.finish() == [b"[DONE]"]
 
 
-def test_a_line_without_end_is_given_up(monkeypatch):
-    monkeypatch.setattr(client, "LONGEST_EVENT", 1000)
+def test_a_line_that_is_too_long_is_an_error(monkeypatch):
+    monkeypatch.setattr(client, "MAX_EVENT_BYTES", 1000)
     reader = EventReader()
     with pytest.raises(MalformedStreamError):
         for _ in range(200):
@@ -33,7 +33,7 @@ def test_a_line_without_end_is_given_up(monkeypatch):
 
 
 @pytest.mark.parametrize("event", [b"", b"{", b"[]", b'{"choices": 3}', b'{"choices": [{"text": 5}]}', b"\xff"])
-def test_what_is_no_chunk_is_malformed(event):
+def test_an_invalid_chunk_is_malformed(event):
     with pytest.raises(MalformedStreamError):
         read_chunk(event)
 
@@ -50,7 +50,7 @@ def test_what_is_no_chunk_is_malformed(event):
         (b'{"choices": [{"delta": {"tool_calls": [{"index": 0}]}}]}', True),
     ],
 )
-def test_a_token_is_what_a_reader_sees(event, has_tokens):
+def test_text_reasoning_and_tool_calls_count_as_tokens(event, has_tokens):
     assert read_chunk(event).choices[0].has_tokens is has_tokens
 
 
@@ -65,5 +65,5 @@ def test_a_token_is_what_a_reader_sees(event, has_tokens):
         (b"", ""),
     ],
 )
-def test_error_bodies_of_any_shape_say_something(body, message):
+def test_error_bodies_of_any_form_give_a_message(body, message):
     assert error_message(body) == message
