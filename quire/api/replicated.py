@@ -161,7 +161,8 @@ class ReplicatedEngine(LLMEngine):
 
     def check_idle(self) -> None:
         """Raise unless every request has finished everywhere."""
-        open_here, report = len(self._unfinished) + len(self._readers), self._wait(self._llm.report_health())
+        report = self._wait(self._llm.report_health())
+        open_here = len(self._unfinished) + len(self._readers)  # counted last: a reader ends just after its last output
         if open_here or report.unfinished:
             raise RuntimeError(f"{open_here} requests are being read, {report.unfinished} are open in engines")
 
