@@ -296,7 +296,7 @@ def test_samples_and_beams_keep_to_the_caps_too() -> None:
         ({"tenant_max_blocks": {"a": "3"}}, "got '3'"),
         (
             {"tenant_max_blocks": {"a": 3}, "scheduling_policy": "fcfs"},
-            "scheduling_policy='fair'; 'fcfs' ignores",
+            "needs scheduling_policy='fair'; 'fcfs' ignores",
         ),
     ],
 )
