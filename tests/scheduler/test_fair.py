@@ -294,7 +294,10 @@ def test_sequences_and_beams_keep_to_the_caps_too() -> None:
         ({"tenant_max_rows": {"*": 0}}, "an integer of at least 1 .a count. or a number between 0 and 1 .a share."),
         ({"tenant_max_rows": {"*": 1.5}}, "got 1.5"),
         ({"tenant_max_blocks": {"a": "3"}}, "got '3'"),
-        ({"tenant_max_blocks": {"a": 3}, "scheduling_policy": "fcfs"}, "needs scheduling_policy='fair'; 'fcfs' knows"),
+        (
+            {"tenant_max_blocks": {"a": 3}, "scheduling_policy": "fcfs"},
+            "needs scheduling_policy='fair'; 'fcfs' ignores",
+        ),
     ],
 )
 def test_bad_shares_are_refused_in_a_line(settings: dict[str, object], line: str) -> None:

@@ -113,7 +113,7 @@ def test_it_speaks_tls(serving: Callable[..., Live], tmp_path: Path) -> None:
         ("portt: 1", "did you mean --port"),
         ("speculative-config: {}", "--speculative-config {} is not supported"),
         ("port: many", "invalid int value"),
-        ("- port", "must map names of flags"),
+        ("- port", "must map flag names"),
         ("port: [", "cannot be read"),
     ],
 )
