@@ -223,7 +223,7 @@ def _new_row(request: Request, cached: int) -> NewRow:
         num_computed=cached,
         limit=source.limit,
         seed=source.seed,
-        sample=request.index,
+        sequence=request.index,
         params=source.params,
         stop_ids=source.stop_ids,
         bad_words=source.bad_words,
