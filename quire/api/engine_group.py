@@ -26,7 +26,7 @@ from quire.engine.engine_info import EngineInfo
 from quire.engine.remote import RemoteEngine, error_of
 from quire.engine.session_calls import SessionAnswer, SessionOp
 from quire.engine.stats import Metric
-from quire.errors import SHUT, EngineDeadError
+from quire.errors import SHUT_DOWN, EngineDeadError
 from quire.loading.files import ModelFiles
 from quire.loading.model_config import ModelConfig
 from quire.messages.experts import Rebalanced
@@ -83,7 +83,7 @@ class EngineGroup:
             raise
 
     def start_engine(self, number: int) -> RemoteEngine:
-        """Start the process of one of them."""
+        """Start the process of one engine."""
         return RemoteEngine(
             replica_config(self._config, number), self._files, self._model, self._module, number, len(self.replicas),
             "" if self.lockstep is None else self.lockstep.rendezvous_file(number),
@@ -176,7 +176,7 @@ class EngineGroup:
         return self.replicas[int(name)]
 
     def launch(self, replica: Replica, stream: OutputStream, request: NewRequest, message: bytes) -> None:
-        """Send a request there; `message` is its encoded `Add`. The only way a request reaches an engine."""
+        """Send a request to the replica; `message` is its encoded `Add`. The only way a request reaches an engine."""
         stream.request = request
         if replica.router_feed is not None:
             replica.router_feed.launch(request)
@@ -195,7 +195,7 @@ class EngineGroup:
         self.on_ready()
 
     def _on_lost(self, replica: Replica) -> None:
-        """An engine is dead: nothing is sent there any more. Its requests are moved, or fail, next."""
+        """An engine is dead: send nothing to it any more. Its requests are moved, or fail, next."""
         assert self.router is not None
         self.router.remove(str(replica.number))
         replica.router_feed = None
@@ -278,7 +278,7 @@ class EngineGroup:
     async def restart(self, only_if_dead: bool) -> None:
         """Replace dead engines by new ones, or all of them."""
         if all(replica.is_shut for replica in self.replicas):
-            raise EngineDeadError(SHUT)
+            raise EngineDeadError(SHUT_DOWN)
         if self.lockstep is not None:
             await self._restart_together(only_if_dead)
         else:

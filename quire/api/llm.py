@@ -66,11 +66,11 @@ class LLM:
         use_tqdm: bool | Callable[..., Any] = True,
         priority: int | Sequence[int] | None = None,
         tenant: str | Sequence[str] = "",
-        **of_vllm: Any,
+        **vllm_arguments: Any,
     ) -> list[RequestOutput]:
         """Complete one prompt or many; outputs are in the prompts' order. `priority` and `tenant`: one for all, or one
         each."""
-        check_call(of_vllm, "generate")
+        check_call(vllm_arguments, "generate")
         ids = self._submit(prompts, sampling_params, priority, RequestOutputKind.FINAL_ONLY, tenant)
         return self._gather(ids, RequestOutput, use_tqdm)
 
@@ -81,10 +81,10 @@ class LLM:
         *,
         priority: int | Sequence[int] | None = None,
         tenant: str | Sequence[str] = "",
-        **of_vllm: Any,
+        **vllm_arguments: Any,
     ) -> list[str]:
         """As `generate`, but only queues the requests; `wait_for_completion` waits. Returns their ids."""
-        check_call(of_vllm, "enqueue")
+        check_call(vllm_arguments, "enqueue")
         ids = self._submit(prompts, sampling_params, priority, RequestOutputKind.FINAL_ONLY, tenant)
         self._queued.append(list(ids))  # a copy: the caller may change the returned list
         return ids
@@ -137,10 +137,10 @@ class LLM:
         chat_template_kwargs: dict[str, Any] | None = None,
         priority: int | Sequence[int] | None = None,
         tenant: str | Sequence[str] = "",
-        **of_vllm: Any,
+        **vllm_arguments: Any,
     ) -> list[RequestOutput]:
         """Answer one conversation or many."""
-        check_call(of_vllm, "chat")
+        check_call(vllm_arguments, "chat")
         prompts = self._render(
             messages, chat_template, add_generation_prompt, continue_final_message, tools, chat_template_kwargs
         )
@@ -165,11 +165,11 @@ class LLM:
         use_tqdm: bool | Callable[..., Any] = False,
         concurrency_limit: int | None = None,
         tenant: str = "",
-        **of_vllm: Any,
+        **vllm_arguments: Any,
     ) -> list[BeamSearchOutput]:
         """The likeliest continuations of one prompt or many, best first, as transformers' beam search finds them.
         `concurrency_limit`: most prompts searched at a time."""
-        check_call(of_vllm, "beam_search")
+        check_call(vllm_arguments, "beam_search")
         check_params(params, BeamSearchParams, "params")
         if concurrency_limit is not None and not (isinstance(concurrency_limit, int) and concurrency_limit > 0):
             raise ValidationError(
@@ -193,10 +193,10 @@ class LLM:
         use_tqdm: bool | Callable[..., Any] = True,
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         tenant: str | Sequence[str] = "",
-        **of_vllm: Any,
+        **vllm_arguments: Any,
     ) -> list[EmbeddingRequestOutput]:
         """The embedding of one prompt or of each of many, in order; normalized unless the parameters disable it."""
-        check_call(of_vllm, "embed")
+        check_call(vllm_arguments, "embed")
         pooled = self.encode(prompts, pooling_params, use_tqdm=use_tqdm, pooling_task="embed", tenant=tenant)
         return [EmbeddingRequestOutput.from_base(output) for output in pooled]
 
@@ -208,10 +208,10 @@ class LLM:
         use_tqdm: bool | Callable[..., Any] = True,
         pooling_task: str = "embed",
         tenant: str | Sequence[str] = "",
-        **of_vllm: Any,
+        **vllm_arguments: Any,
     ) -> list[PoolingRequestOutput]:
         """As `embed`, with the vectors as arrays. "embed" is the only task."""
-        check_call(of_vllm, "encode")
+        check_call(vllm_arguments, "encode")
         listed = as_prompts(prompts)
         params = one_each("pooling_params", PoolingParams() if pooling_params is None else pooling_params, len(listed))
         PoolingParams(task=pooling_task)  # refuses any other task

@@ -16,7 +16,7 @@ from quire.engine.engine_info import EngineInfo
 from quire.engine.remote import RemoteEngine, error_of
 from quire.engine.session_calls import SessionAnswer, SessionOp
 from quire.engine.stats import Metric
-from quire.errors import SHUT, EngineDeadError, QuireError, ReplicaDownError
+from quire.errors import SHUT_DOWN, EngineDeadError, QuireError, ReplicaDownError
 from quire.messages.memory_map import MemoryMap
 from quire.messages.outputs import Finished, StepOutputs
 from quire.output.processor import OutputProcessor
@@ -299,7 +299,7 @@ class Replica:
         """The same, for this engine only."""
         async with self._restarting:
             if self.is_shut:
-                raise EngineDeadError(SHUT)
+                raise EngineDeadError(SHUT_DOWN)
             if only_if_dead and not self.errored:
                 return  # another call has restarted it
             self.close("the engine is being restarted")
@@ -309,7 +309,7 @@ class Replica:
     async def _make_engine(self) -> None:
         """Start a new engine and wait for it; it is killed if this replica is shut down meanwhile."""
         if self.is_shut:
-            raise EngineDeadError(SHUT)
+            raise EngineDeadError(SHUT_DOWN)
         self.start()
         engine = self.starting
         assert engine is not None
@@ -319,12 +319,12 @@ class Replica:
             self.starting = None
             engine.kill()  # also ends the wait in the thread
             if self.is_shut and isinstance(error, Exception):
-                raise EngineDeadError(SHUT) from error
+                raise EngineDeadError(SHUT_DOWN) from error
             raise
         if self.is_shut:
             self.starting = None
             engine.kill()
-            raise EngineDeadError(SHUT)
+            raise EngineDeadError(SHUT_DOWN)
         self.adopt()
 
     def kill_engine(self, reason: str) -> None:
@@ -341,7 +341,7 @@ class Replica:
         self.is_shut = True
         if self.starting is not None:
             self.starting.kill()
-        self.close(SHUT)
+        self.close(SHUT_DOWN)
 
 
 async def run_in_thread(work: Callable[[], None]) -> None:

@@ -25,14 +25,14 @@ if TYPE_CHECKING:
     from quire.api.replica import Replica
 
 MAX_KNOWN = 1_000_000
-"""Sessions whose replica is remembered; for others the replicas are asked again."""
+"""Sessions whose replica is remembered; for others the replicas are queried again."""
 
 
 class SessionAffinity:
     """Runs session operations at the replica that holds the session.
 
-    A session's replica is looked up once, by asking all of them, and then remembered. A name is used once: creations of
-    sessions with the same name wait for each other.
+    A session's replica is looked up once, by querying all of them, and then remembered. A name is used once:
+    creations of sessions with the same name wait for each other.
     """
 
     def __init__(self, group: EngineGroup, survives: bool) -> None:
@@ -52,7 +52,7 @@ class SessionAffinity:
         return None if number is None else self._group.replicas[number]
 
     def replica_of(self, key: str) -> Replica:
-        """The replica for a turn of the session; an unknown session goes to any, which refuses it."""
+        """The replica for a turn of the session; for an unknown session any replica, which refuses it."""
         home = self.known(key)
         return self._any() if home is None else self._check_alive(home, key)
 

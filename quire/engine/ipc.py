@@ -41,7 +41,7 @@ class Add(msgspec.Struct, tag=True):
 
 
 class Abort(msgspec.Struct, tag=True):
-    """Abort a request; its outputs say when that has happened."""
+    """Abort a request; its last output reports the end."""
 
     id: str
 

@@ -44,7 +44,7 @@ class LocalExecutor:
     def submit(self, plan: StepPlan) -> PendingStep | StepError:
         try:
             return self._worker.launch(plan)
-        except Exception as error:  # of any kind: the loop must learn that the step was not launched
+        except Exception as error:  # of any kind: `collect` raises it
             return self._failure(error)
         finally:
             self._given_up = ""  # the launch took long, but it returned

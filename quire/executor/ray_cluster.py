@@ -179,7 +179,7 @@ def _signals_kept() -> Iterator[None]:
 
 
 def _redirect_output() -> None:
-    """Send what Ray prints about lost nodes to the debug log: the error that follows says it in a line."""
+    """Send what Ray prints about lost nodes to the debug log: the error that follows has it in one line."""
     with contextlib.suppress(Exception):
         from ray._private import worker
 

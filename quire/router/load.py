@@ -10,7 +10,7 @@ HALF_LIFE_SECONDS = 20.0
 INITIAL_PREFILL_SPEED = 4000.0
 """Prompt tokens a second, until something was measured."""
 MIN_MEASURED_TOKENS = 256
-"""Shorter prompts are not measured: their time says more about the cost of a step than about the cost of a token."""
+"""Shorter prompts are not measured: the fixed cost of a step dominates their time."""
 SPEED_TOLERANCE = 1.4
 """A replica within this factor of the group's speed counts as equally fast: the difference is mostly noise, and a
 replica that only looks slower would get less work for no reason."""
@@ -20,7 +20,7 @@ ROW_TOKENS = 200
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RoutedRequest:
-    """What the router knows of a request."""
+    """A request as the router sees it."""
 
     keys: Sequence[bytes]
     """Content keys of the prompt's full blocks. They include the tenant's salt: tenants do not match each other's."""

@@ -47,7 +47,7 @@ class BeamSearch:
         self.beams = sequences[:1]
         """Running beams, best first."""
         self.spare = sequences[1:]
-        """Sequences that are no beam now."""
+        """Sequences that are not beams at the moment."""
         self.finished: list[Hypothesis] = []
         """The best of the sequences that have ended, best first."""
         self._params = params
@@ -66,14 +66,14 @@ class BeamSearch:
         width = self._params.beam_width
         length = self.beams[0].known + 1 - self._prompt
         is_last = self.beams[0].known + 1 >= self._limit
-        going: list[BeamChoice] = []
+        continuing: list[BeamChoice] = []
         for place, choice in enumerate(self._best()):
             if not is_last and choice.token not in self._ends:
-                going.append(choice)
+                continuing.append(choice)
             elif place < width:
                 self._keep(choice, length)
         self.finished = sorted(self.finished, key=lambda hypothesis: -hypothesis.score)[:width]
-        return going[:width] if going and self._can_improve(going[0].total, length) else []
+        return continuing[:width] if continuing and self._can_improve(continuing[0].total, length) else []
 
     def _best(self) -> list[BeamChoice]:
         """The best continuations of all beams. Each beam's come best first: the merge never reaches most of them."""
@@ -134,7 +134,7 @@ class BeamRows:
                 self._rows.draw_again(request.row)
             return
         request.beam.candidates = candidates
-        if request.row < 0:  # preempted since: drawing again would yield the same
+        if request.row < 0:  # preempted since the launch: drawing again would yield the same
             self._requests.policy.remove(request)
         search = self._requests.searches[request.id]
         if search.has_drawn:
@@ -174,7 +174,7 @@ class BeamRows:
         """No continuation of this beam was chosen."""
         if beam.row >= 0:
             self._requests.leave_row(beam)
-        if beam.state is not RequestState.WAITING:  # as it is if a step has failed since it drew
+        if beam.state is not RequestState.WAITING:  # it already is if a step failed after it drew
             beam.move(RequestState.WAITING)
         search.spare.append(beam)
 
@@ -189,7 +189,7 @@ class BeamRows:
         if beam.row >= 0:
             self._requests.extend_row(beam, 1)
         else:
-            self._requests.policy.add(beam)
+            self._requests.requeue(beam)
 
 
 def _has_drawn(request: Request) -> bool:

@@ -226,7 +226,9 @@ SCALES = [(torch.float32, 1.0), (torch.float32, 3.0), (torch.bfloat16, 3.0)]
 
 @pytest.mark.parametrize("dtype, scale", SCALES if ON_GPU else SCALES[1:2], ids=str)
 def test_xtc_excludes_top_choices(dtype: torch.dtype, scale: float) -> None:
-    rows = [Row(**{**vars(row), "seed": 31 * i + 5, "sequence": i}) for i, row in enumerate(XTC * (20 if ON_GPU else 2))]
+    rows = [
+        Row(**{**vars(row), "seed": 31 * i + 5, "sequence": i}) for i, row in enumerate(XTC * (20 if ON_GPU else 2))
+    ]
     logits = noise(len(rows), 803, seed=int(10 * scale), scale=scale, dtype=dtype)
     logits[:, ::7] = -math.inf  # as under a grammar
     made = draw(logits, rows)
@@ -448,7 +450,8 @@ def test_numbers_are_those_of_philox() -> None:
     made = draw(torch.zeros(len(rows), 1024, device=DEVICE), rows, filtered=False)
     with np.errstate(over="ignore"):
         wanted = [
-            uniform(np.int64(row.seed), np.int64(row.num_tokens - row.prompt_len), np.int64(row.sequence)) for row in rows
+            uniform(np.int64(row.seed), np.int64(row.num_tokens - row.prompt_len), np.int64(row.sequence))
+            for row in rows
         ]
     assert made.tokens(len(rows)) == [int(number * 1024) for number in wanted]
 

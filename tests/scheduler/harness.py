@@ -568,7 +568,7 @@ class Bench:
         host_slots: int = 0,
         disk: MemoryDisk | None = None,
         sessions: Path | None = None,
-        waves: int | None = None,
+        microbatches: int | None = None,
     ) -> None:
         """`least_shared`: tokens rows must share, and save together, to be a group. `host_slots`,
         `disk`: tiers below the device. `sessions`: a folder to keep them in."""
@@ -577,12 +577,12 @@ class Bench:
         self.tables = BlockTables(blocks + 1, block_size, prefix_caching)
         self.device = CheckingExecutor(
             blocks + 1, block_size, max_rows, budget, draws, fails, yields_nothing, is_invalid, host_slots,
-            waves is not None,
+            microbatches is not None,
         )  # fmt: skip
         self.tiers = self._make_tiers(host_slots, disk) if host_slots else None
         self.scheduler = Scheduler(
             self.tables, make_policy(policy, config), self.keys, max_rows, budget, chunked, clock=lambda: self.now,
-            groups=PrefixGroups(block_size, least_shared, least_shared), tiers=self.tiers, waves=waves,
+            groups=PrefixGroups(block_size, least_shared, least_shared), tiers=self.tiers, microbatches=microbatches,
         )  # fmt: skip
         if isinstance(swapper := self.scheduler.requests.swapper, Swapper):
             swapper.least_swap = 1

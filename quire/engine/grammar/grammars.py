@@ -39,7 +39,7 @@ REPLY_CPU_SECONDS = 0.01
 
 
 class MatchedSequence:
-    """A running sequence and its matcher."""
+    """A running sequence, its matcher and its slot for masks."""
 
     __slots__ = ("cpu_when_late", "late_since", "matcher", "number", "position", "request", "slot")
 
@@ -57,7 +57,7 @@ class MatchedSequence:
 
 
 class Grammars:
-    """Has forms compiled, sends matchers the sampled tokens, collects masks. Starts no process before it is needed."""
+    """Compiles forms in matcher processes, sends them the sampled tokens, collects masks. Starts them on demand."""
 
     def __init__(self, spec: ForkServerSpec, timeout: float) -> None:
         """`timeout`: seconds that compiling a form, or a single mask, may take."""
@@ -134,8 +134,8 @@ class Grammars:
         return len(self._waiting) + len({key[0] for key in self._late})
 
     def wait(self, seconds: float, wakes: Sequence[int] = ()) -> None:
-        """Sleep until a message comes that a request waits for, or one of the files `wakes` is readable, or `seconds`
-        have passed."""
+        """Sleep until a message comes that a request waits for, one of the descriptors `wakes` is readable, or
+        `seconds` have passed."""
         if self._resolved:
             return
         matchers = {matcher for matcher in self._waiting.values() if matcher.is_open and matcher.is_started}
@@ -337,7 +337,7 @@ class Grammars:
             matcher.flush()
 
     def _await(self, matchers: set[MatcherClient]) -> None:
-        """Until all have replied, at most STEP_WAIT_SECONDS."""
+        """Wait until all have replied, at most STEP_WAIT_SECONDS."""
         deadline = time.monotonic() + STEP_WAIT_SECONDS
         for matcher in matchers:
             matcher.read()

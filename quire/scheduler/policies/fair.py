@@ -8,11 +8,11 @@ always had its share. When no request waits all count from zero again.
 
 Three orders, kept apart so that they cannot conflict:
 
-- Between tenants: virtual time. It changes with every step, and decides which request is admitted and which prompt goes
-  on.
+- Between tenants: virtual time. It changes with every step, and decides which request is admitted and which prompt
+  continues.
 - Within a tenant: priority with ageing, then arrival. Priorities mean nothing to other tenants.
 - The rank, which decides which request is never preempted: arrival, over all tenants. It never changes, so the oldest
-  running request always goes on, and all requests finish however virtual times change.
+  running request always continues, and all requests finish however virtual times change.
 
 Weights are soft: a tenant may use what others leave. If another then returns for its share of rows or blocks and there
 are none, a tenant that holds more than its own share is preempted. Both count their shares alike, so the preempted one
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 NO_TENANT = -1
 """Owner of a free row."""
 LEEWAY = 2048.0
-"""Tokens, at weight 1, that a tenant which begins to wait may be behind. A tenant with one request at a time begins
-again and again: it must not lose each time the lead that others gained by one long request."""
+"""Tokens, at weight 1, that a tenant which begins to wait may be behind. A tenant with one request at a time
+begins to wait again and again, and must not lose each time the lead that others gained by one long request."""
 
 
 class FairShare(SharingPolicy):

@@ -63,7 +63,7 @@ class SharingPolicy(ABC):
     """
 
     interleaves = True
-    """Waiting requests compete with prompts under way for a step's tokens, in `order`."""
+    """Waiting requests compete with partly computed prompts for a step's tokens, in `order`."""
 
     def __init__(self, shares: Shares | None = None) -> None:
         self.shares = shares or Shares()
@@ -102,7 +102,7 @@ class SharingPolicy(ABC):
 
     @abstractmethod
     def order(self, request: Request) -> Any:
-        """A sort key: of waiting requests and prompts under way, the lowest gets the step's tokens first."""
+        """A sort key: of waiting requests and partly computed prompts, the lowest gets the step's tokens first."""
 
     @abstractmethod
     def is_owed(self, request: Request, decodes: NDArray[np.int64]) -> bool:

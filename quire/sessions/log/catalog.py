@@ -149,7 +149,7 @@ class Catalog:
         page = order[start : start + limit]
         return [self.by_id[i] for i in page], start + limit < len(order)
 
-    def last_made(self, when: float, owner: str | None = None) -> int:
+    def last_id_at(self, when: float, owner: str | None = None) -> int:
         """The id of the last session created at that time or before; 0: none."""
         order = self._order if owner is None else self._order_of.get(owner, [])
         at = bisect_right(order, when, key=lambda number: self.by_id[number].state.created)
