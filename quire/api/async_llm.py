@@ -221,7 +221,7 @@ class AsyncLLM:
         begun: SessionTurn | None = None
         try:
             make, arguments = self.inputs.make, (key, prompt, params, time.monotonic(), priority, tenant)
-            is_short = _size(prompt) < LONG_PROMPT
+            is_short = _prompt_size(prompt) < LONG_PROMPT
             request, text = make(*arguments) if is_short else await asyncio.to_thread(make, *arguments)
             if turn is not None:
                 await turn.begin(self, request)
@@ -392,7 +392,7 @@ AsyncLLMEngine = AsyncLLM
 """vLLM's other name for it."""
 
 
-def _size(prompt: Any) -> int:
+def _prompt_size(prompt: Any) -> int:
     """Characters or token ids of a prompt; 0 for anything else."""
     if isinstance(prompt, Mapping):
         prompt = prompt.get("prompt_token_ids", prompt.get("prompt"))

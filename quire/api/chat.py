@@ -118,7 +118,7 @@ class ChatRenderer:
             **self._special_tokens(),
             **_checked_kwargs(chat_template_kwargs),
             "messages": conversation,
-            "tools": None if tools is None else [_tool(tool) for tool in tools],
+            "tools": None if tools is None else [_tool_schema(tool) for tool in tools],
             "documents": None if documents is None else plain(list(documents), "documents"),
             "add_generation_prompt": add_generation_prompt,
         }
@@ -221,7 +221,7 @@ def _checked_kwargs(given: Mapping[str, Any] | None) -> dict[str, Any]:
     return checked
 
 
-def _tool(tool: dict[str, Any] | Callable[..., Any]) -> Any:
+def _tool_schema(tool: dict[str, Any] | Callable[..., Any]) -> Any:
     """A tool's schema; for a Python function, made from its annotations."""
     if inspect.isfunction(tool) or inspect.ismethod(tool):
         from transformers.utils import get_json_schema

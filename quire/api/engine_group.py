@@ -350,10 +350,10 @@ def merged_metrics(engines: Sequence[Sequence[Metric]]) -> list[Metric]:
     for metrics in engines:
         for metric in metrics:
             by_name.setdefault(metric.name, []).append(metric)
-    return [_merged(same) for same in by_name.values()]
+    return [_merged_metric(same) for same in by_name.values()]
 
 
-def _merged(same: list[Metric]) -> Metric:
+def _merged_metric(same: list[Metric]) -> Metric:
     first, values = same[0], [metric.value for metric in same]
     spec = SPECS.get(first.name.removeprefix("quire:"))
     merge = "sum" if spec is None else spec.merge

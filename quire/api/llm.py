@@ -297,7 +297,7 @@ class LLM:
         kind: RequestOutputKind | None,
         tenant: str | Sequence[str],
     ) -> list[str]:
-        """Queue one prompt or many; the requests' ids."""
+        """Queue one prompt or many; returns the requests' ids."""
         listed = as_prompts(prompts)
         given = self.get_default_sampling_params() if sampling_params is None else sampling_params
         params = one_each("sampling_params", given, len(listed))
@@ -313,7 +313,7 @@ class LLM:
         kind: RequestOutputKind | None,
         tenant: str | Sequence[str] = "",
     ) -> list[str]:
-        """Queue all or none."""
+        """Queue all of these, or none if one is refused; returns their ids."""
         tenants: list[str] = one_each("tenant", tenant, len(prompts), "tenants")
         priorities = one_each("priority", priority or 0, len(prompts), "priorities")
         ids: list[str] = []
@@ -335,7 +335,7 @@ class LLM:
         return ids
 
     def _gather(self, ids: list[str], kind: type[Kind], use_tqdm: bool | Callable[..., Any]) -> list[Kind]:
-        """Step until all have finished; their outputs in the order of `ids`."""
+        """Step until all have finished; returns their outputs in the order of `ids`."""
         finished: dict[str, Kind] = {}
         with Progress(len(ids), enabled=bool(use_tqdm)) as progress, self._outputs.reading(ids) as outputs:
             while len(finished) < len(ids):

@@ -58,7 +58,7 @@ class Replica:
         self._start = start
         self._outputs = outputs
         self._deferred: StepOutputs | None = None
-        """The rest of a step's outputs, until its first tokens are with their readers."""
+        """The rest of a step's outputs, until its first tokens are delivered."""
         self._numbers = itertools.count()
         self._unsent: list[SessionOp] = []
         """Session operations for the next engine: the last one died before it got them."""
@@ -106,7 +106,7 @@ class Replica:
 
     @property
     def dead_error(self) -> EngineDeadError:
-        """What every call raises once the engine is dead."""
+        """The error of every call once the engine is dead."""
         if not self.title:
             return EngineDeadError(self.engine.death)
         return ReplicaDownError(f"{self.title} is down: {self.engine.death}")
@@ -224,7 +224,7 @@ class Replica:
                     reply.set_result(message)
 
     def _take_outputs(self, outputs: StepOutputs) -> None:
-        """First tokens are delivered before the tokens of running streams: time to first token is what users notice."""
+        """Deliver first tokens before those of running streams: users notice the time to first token."""
         self._deliver_deferred()
         streams = self.streams
         new = {key[0] for key in outputs.keys if (one := streams.get(key[0])) is not None and one.awaits_first}
@@ -262,7 +262,7 @@ class Replica:
             self.router_feed.note(outputs)
 
     def _refuse(self, end: Finished) -> None:
-        """The request is at fault, and only the engine could know that."""
+        """Fail a request that the engine refused after it had accepted it."""
         stream = self.streams.get(end.key[0])
         if stream is not None and stream.raises_refusals:
             refused = ipc.RequestRefused(stream.key, end.error, end.message or "", end.parameter)
@@ -345,7 +345,7 @@ class Replica:
 
 
 async def run_in_thread(work: Callable[[], None]) -> None:
-    """Run it in a thread of its own: those of the default pool may all be busy with prompts."""
+    """Run `work` in its own thread: those of the default pool may all be busy with prompts."""
     pool = ThreadPoolExecutor(1)
     try:
         await asyncio.get_running_loop().run_in_executor(pool, work)

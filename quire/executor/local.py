@@ -157,7 +157,7 @@ class LocalBackend:
         needs = estimate_needs(config, spec.files, spec.model, platform, spec.limits)
         needs.check_weights(config, platform, free_before)
         # Before anything is loaded: on a GPU the first step already exchanges tokens with the other engines.
-        agreement = None if spec.lockstep is None else _join(platform, spec.lockstep)
+        agreement = None if spec.lockstep is None else _join_lockstep(platform, spec.lockstep)
         phase = "while the model was loaded and a first step tried"
         try:
             worker = _load(spec)
@@ -177,7 +177,7 @@ def _load(spec: ExecutorSpec) -> Worker:
     )  # fmt: skip
 
 
-def _join(platform: Platform, address: LockstepAddress) -> LockstepAgreement:
+def _join_lockstep(platform: Platform, address: LockstepAddress) -> LockstepAgreement:
     # NCCL refuses several processes on one GPU.
     backend = "gloo" if shares_gpu() else platform.collectives
     return LockstepAgreement(address, backend, JOIN_SECONDS)

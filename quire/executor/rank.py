@@ -128,7 +128,7 @@ class RankLoop:
                 raise RuntimeError(f"unexpected message after the start: {type(message).__name__}")
 
     def _supply(self, masks: StepMasks) -> None:
-        """For the step launched last, unless it has failed and been reported."""
+        """Pass masks to the step launched last, unless it has failed and been reported."""
         if not self._launched or self._launched[-1][0] != masks.step:
             return
         step, handle = self._launched[-1]

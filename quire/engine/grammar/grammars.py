@@ -317,7 +317,7 @@ class Grammars:
         return sequence
 
     def _take_slot(self, matcher: MatcherClient) -> int:
-        """There are as many slots as rows: if none is free, a sequence without a row has one."""
+        """A free slot, or that of a sequence without a row: there are as many slots as rows."""
         if matcher.free_slots:
             return matcher.free_slots.pop()
         sequences = (s for s in self._sequences.values() if s.matcher is matcher and s.slot >= 0)
@@ -350,7 +350,7 @@ class Grammars:
                 matcher.read()
 
     def _resume_late(self) -> None:
-        """Sequences whose mask has come may go on. A matcher that takes too long is killed; its requests fail."""
+        """Resume sequences whose mask has come. A matcher that takes too long is killed; its requests fail."""
         for matcher in {sequence.matcher for sequence in self._late.values()}:
             matcher.read()
         for key, sequence in list(self._late.items()):

@@ -123,9 +123,9 @@ class SessionLog:
         """The files of earlier runs, oldest first. What a crash left of unfinished writes is truncated."""
         for path in self.folder.glob("*.new"):
             path.unlink(missing_ok=True)
-        logs, summaries = self._numbers("*.log"), self._numbers("*.sum")
+        logs, summaries = self._file_numbers("*.log"), self._file_numbers("*.sum")
         # Numbers are not used twice: the summary of a vanished file would describe another.
-        self._last_number = max(logs | summaries | self._numbers("*.unreadable"), default=0)
+        self._last_number = max(logs | summaries | self._file_numbers("*.unreadable"), default=0)
         for number in sorted(logs | summaries):
             summary, newest = read_summary(self._path(number, ".sum")), number == max(logs, default=0)
             if number not in logs:
@@ -139,7 +139,7 @@ class SessionLog:
 
     def remove_orphaned_summaries(self) -> None:
         """Remove summaries of files that no longer exist."""
-        for number in self._numbers("*.sum") - self._numbers("*.log"):
+        for number in self._file_numbers("*.sum") - self._file_numbers("*.log"):
             self._path(number, ".sum").unlink(missing_ok=True)
 
     def read(self, address: FrameAddress) -> ScannedFrame | None:
@@ -378,7 +378,7 @@ class SessionLog:
             os.ftruncate(fd, file.end)
         return file, frames
 
-    def _numbers(self, pattern: str) -> set[int]:
+    def _file_numbers(self, pattern: str) -> set[int]:
         return {int(path.stem) for path in self.folder.glob(pattern) if path.stem.isdigit()}
 
     def _path(self, number: int, suffix: str) -> Path:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 
-from quire.errors import SessionExistsError, SessionNotFoundError, StoreError, StoreFullError, ValidationError
+from quire.errors import SessionNotFoundError, StoreError, StoreFullError, ValidationError
 from quire.kvcache.offload.disk.files import FolderLock, unavailable
 from quire.sessions.log.catalog import Catalog, ExpiryQueue, SessionEntry
 from quire.sessions.log.cleaning import Cleaner
@@ -30,6 +30,7 @@ from quire.sessions.log.state import (
     check_position,
     checked_meta,
     checked_ttl,
+    exists_error,
     lost_error,
     name_of,
     num_tokens,
@@ -344,9 +345,7 @@ class SessionStore:
 
     def _check_new(self, name: str) -> None:
         if name in self._catalog.by_name:
-            raise SessionExistsError(
-                f"a session {name_of(name)!r} exists already: choose another name, or delete it", "name", name
-            )
+            raise exists_error(name)
 
     def _committed(self, entry: SessionEntry, durable: bool) -> Session:
         """The session as callers see it, once it is durable if `durable`."""
