@@ -36,6 +36,8 @@ _RESERVED = frozenset(
 
 @dataclass(frozen=True)
 class _Compiled:
+    """A compiled chat template, and how it treats messages."""
+
     template: jinja2.Template
     expects: Expectations
     mentions_content: bool
@@ -130,6 +132,7 @@ class ChatRenderer:
         return self._source(None, tools)
 
     def _source(self, given: str | None, tools: Sequence[Any] | None) -> str:
+        """The source of the template to use: the given one, the configured one, or the tokenizer's."""
         own = getattr(self.tokenizer, "chat_template", None)
         named = own if isinstance(own, dict) else {}
         if given is not None:
@@ -149,6 +152,7 @@ class ChatRenderer:
         return source
 
     def _compile(self, source: str, limits: TemplateLimits) -> _Compiled:
+        """The compiled template, from the cache if it was used before."""
         if len(source) > limits.source:
             raise ValidationError(
                 f"the chat template has {len(source)} characters; at most {limits.source}", "chat_template"

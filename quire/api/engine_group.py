@@ -296,6 +296,7 @@ class EngineGroup:
                 self.lockstep.wake_all()  # one may have got a request before the last was ready to be woken
 
     async def _restart_each(self, only_if_dead: bool) -> None:
+        """Restart all engines at once; if one fails, kill all and raise its error."""
         restarts = [asyncio.ensure_future(replica.restart_alone(only_if_dead)) for replica in self.replicas]
         try:
             _, waiting = await asyncio.wait(restarts, return_when=asyncio.FIRST_EXCEPTION)
@@ -354,6 +355,7 @@ def merged_metrics(engines: Sequence[Sequence[Metric]]) -> list[Metric]:
 
 
 def _merged_metric(same: list[Metric]) -> Metric:
+    """One metric of several engines: summed, averaged, or their maximum, as its spec defines."""
     first, values = same[0], [metric.value for metric in same]
     spec = SPECS.get(first.name.removeprefix("quire:"))
     merge = "sum" if spec is None else spec.merge

@@ -173,6 +173,7 @@ class EngineCore:
             self._mark_dead(f"the engine is dead: {error}", error)
 
     def _launch(self, plan: StepPlan) -> None:
+        """Submit the plan, and make the masks that its draws need."""
         if logger.isEnabledFor(logging.DEBUG):
             logger.debug("%s", self.scheduler.stats.describe_step())
         self._watchdog.begin(plan)
@@ -186,6 +187,7 @@ class EngineCore:
             self._supply_masks(plan)
 
     def _collect(self) -> None:
+        """Wait for the oldest step, and apply its result."""
         plan, handle = self._launched.popleft()
         self._watchdog.begin(plan)
         try:

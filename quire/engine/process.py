@@ -98,6 +98,7 @@ class EngineLoop:
                 raise RuntimeError("unexpected second StartEngine message")
 
     def _rebalance(self, question: int, number: int) -> None:
+        """Move experts, and answer; engines in lockstep answer later, in `_report_rebalanced`."""
         try:
             outcome = self._core.rebalance_experts(number)
         except EngineDeadError:

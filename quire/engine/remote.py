@@ -225,6 +225,7 @@ class RemoteEngine:
             self._process.wait(max(0.0, deadline - time.monotonic()))
 
     def _receive_ready(self) -> ipc.EngineReady:
+        """Wait for `EngineReady`; raises the error if the engine could not start."""
         while data := self._receive():
             for payload in self._frames.feed(data):
                 message = ipc.decode_up(payload)

@@ -208,6 +208,7 @@ class MultiprocessExecutor:
         return all(len(started) == self._stage_size and len(set(started)) == 1 for started in stages.values())
 
     def _result(self, step: int, answers: Mapping[int, wire.Done | wire.StepFailed]) -> StepResult:
+        """The result of the first rank of the last stage. Raises if other ranks sampled other tokens."""
         done = {rank: answer for rank, answer in answers.items() if isinstance(answer, wire.Done)}
         first = len(self._ranks) - self._stage_size  # of the last stage, which samples
         differing = [

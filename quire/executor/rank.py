@@ -138,6 +138,7 @@ class RankLoop:
             self._launched[-1] = (step, error)
 
     def _report(self, step: int, handle: Any) -> None:
+        """Send the result of a step, or its error."""
         from quire.distributed.collectives import collectives_started
 
         try:

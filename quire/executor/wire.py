@@ -142,6 +142,8 @@ class StepFailed(msgspec.Struct, tag=True):
 
 
 class ExpertCounts(msgspec.Struct, tag=True):
+    """Answers `CountExperts`: how often each expert was chosen, by layer."""
+
     counts: dict[int, list[int]]
 
 

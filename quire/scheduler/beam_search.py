@@ -149,6 +149,7 @@ class BeamRows:
                         self._requests.leave_row(beam, RequestState.PREEMPTED)
 
     def _advance(self, search: BeamSearch) -> None:
+        """All beams have drawn: continue, fork and retire them as the search chooses, or end the search."""
         choices = search.choose()
         if not choices:
             self._requests.finish_search(search.beams[0], search.finished)

@@ -369,6 +369,7 @@ class RequestTable:
             report()
 
     def _remove(self, request: Request) -> None:
+        """Take the sequence out of its row or queue, and out of the table."""
         if request.row >= 0:
             self.leave_row(request)
         elif request.state is RequestState.LOADING:

@@ -270,6 +270,7 @@ class SessionKV:
                 del self._resident[resident.name]
 
     def _suspend(self, resident: ResidentSession) -> None:
+        """Save the session's blocks to lower tiers, if there are any, and release them."""
         self.suspended += 1
         self._record_kv(resident)
         if self._tiers is not None:

@@ -178,6 +178,7 @@ class Grammars:
                 self._read_matcher(matcher)
 
     def _read_matcher(self, matcher: MatcherClient) -> None:
+        """Read a matcher's messages; refuse its form, or replace the matcher, if it failed."""
         was_compiled = matcher.is_compiled
         matcher.read()
         seconds = time.monotonic() - matcher.compiling_since

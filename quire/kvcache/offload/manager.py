@@ -297,6 +297,7 @@ class OffloadManager:
             self._loads = [load for load in self._loads if not load.is_done]
 
     def _finish_task(self, task: IOTask) -> None:
+        """End a write, a call, or a read, whose block is then copied to the device."""
         if task in self._writes:
             save = self._writes.pop(task)
             self._writing.discard(task.key)

@@ -57,6 +57,7 @@ class Recovery:
                 history.deleted_seq = seq
 
     def _read_frames(self, file: LogFile, frames: list[ScannedFrame]) -> None:
+        """Note every frame of a file, and count damaged bytes."""
         for frame in frames:
             address = FrameAddress(file.number, frame.offset, frame.end - frame.offset)
             if not frame.whole:
@@ -103,6 +104,7 @@ class Recovery:
             self._chunks[frame.id] = TokenChunk(frame.id, frame.seq, frame.digest, address)
 
     def _read_session(self, frame: ScannedFrame, address: FrameAddress) -> None:
+        """Note a STATE, APPEND or DELETE frame in the session's history."""
         self._catalog.mention(frame.id, address.file)
         history = self._histories.setdefault(frame.id, SessionHistory())
         history.last_seq = max(history.last_seq, frame.seq)
