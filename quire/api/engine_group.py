@@ -322,7 +322,7 @@ class EngineGroup:
             replica.is_shut = was_shut
 
     def shut(self) -> None:
-        """Close all of them for good; `stop` comes next."""
+        """Close all engines permanently; call `stop` next."""
         for replica in self.replicas:
             replica.is_shut = True
         for replica in self.replicas:

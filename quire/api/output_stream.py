@@ -105,7 +105,7 @@ def _merged(first: CompletionOutput, then: CompletionOutput) -> CompletionOutput
 
 
 def split_outputs(outputs: StepOutputs, requests: Collection[str]) -> tuple[StepOutputs, StepOutputs]:
-    """A step's outputs of these requests, and all the rest. For steps with one token a key."""
+    """(a step's outputs of these requests, those of all others). For steps with one token a key."""
     first = _select(outputs, requests, True)
     return StepOutputs(**first), msgspec.structs.replace(outputs, **_select(outputs, requests, False))
 

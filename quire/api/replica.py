@@ -332,12 +332,12 @@ class Replica:
         self.engine.end(reason)
 
     def close(self, reason: str) -> None:
-        """Nothing is sent or received any more; `engine.stop` comes next."""
+        """Stop sending and receiving, and fail or move open requests; call `engine.stop` next."""
         self.engine.close(reason)
         self._on_death(self.engine.death)
 
     def shut(self) -> None:
-        """Close for good, together with an engine that is being started."""
+        """Close permanently, together with an engine that is being started."""
         self.is_shut = True
         if self.starting is not None:
             self.starting.kill()

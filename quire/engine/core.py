@@ -70,7 +70,7 @@ class EngineCore:
         self._watchdog = Watchdog(step_timeout, self._abandon)
         self._alive = True
         self._death = ""
-        """Why the engine cannot go on, if it cannot."""
+        """Why the engine is dead; empty while it is alive."""
 
     # Requests
 

@@ -199,7 +199,7 @@ class SessionReply(msgspec.Struct, tag=True):
 
 
 class Died(msgspec.Struct, tag=True):
-    """The last message of an engine that cannot go on."""
+    """The last message of an engine that has failed."""
 
     message: str
 

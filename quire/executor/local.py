@@ -107,7 +107,7 @@ class LocalExecutor:
         self._given_up = ""  # the step was slow, but it ended
 
     def _failure(self, error: Exception) -> StepError:
-        """Classifies an error: device lost, out of memory, or a failed step after which the device can go on."""
+        """Classifies an error: device lost, out of memory, or a failed step after which the device is usable."""
         message = f"{type(error).__name__}: {_first_line(error)}"
         no_memory = isinstance(error, torch.OutOfMemoryError) or "out of memory" in message
         # The frames hold the step's tensors, whose memory the next step needs.
@@ -121,7 +121,7 @@ class LocalExecutor:
 
 
 def _device_works(free_memory: bool) -> bool:
-    """Whether the device can go on. After a fault inside a kernel every later CUDA call fails."""
+    """Whether the device is usable. After a fault inside a kernel every later CUDA call fails."""
     if not torch.cuda.is_initialized():
         return True
     try:

@@ -189,7 +189,7 @@ class MultiprocessExecutor:
         return any(answered[stage] < self._stage_size for stage in failed)
 
     def _failure(self, answers: Mapping[int, wire.Done | wire.StepFailed]) -> StepError:
-        """The error for the loop. The ranks can go on if those of each failed stage all failed at the same place."""
+        """The error for the loop. The ranks stay usable if all of each failed stage failed at the same collective."""
         failures = {rank: answer for rank, answer in answers.items() if isinstance(answer, wire.StepFailed)}
         rank, first = min(failures.items())
         message = f"rank {rank} of {len(self._ranks)}: {first.message}"

@@ -1,11 +1,11 @@
-"""Beam search: which continuations go on (`BeamSearch`), and what that means for rows and blocks (`BeamRows`).
+"""Beam search: which continuations are kept (`BeamSearch`), and what that means for rows and blocks (`BeamRows`).
 
 The rules are those of transformers, so that the results are the same. Of all beams' continuations the best few are
-considered. Those that do not end go on, up to the width of the search. Those that end are kept if they are among the
+considered. Those that do not end continue, up to the width of the search. Those that end are kept if they are among the
 best `width` of all, and of the kept ones the best `width` by score stay.
 
 The host chooses after each draw, so a beam's row waits: it computes again when all beams of its search have drawn and
-the choice is made. Other requests go on meanwhile, also in steps that are launched ahead. Beams that continue keep
+the choice is made. Other requests run meanwhile, also in steps that are launched ahead. Beams that continue keep
 their rows, further continuations of the same beam fork from it and share its blocks, and the rest give their rows back.
 """
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def num_candidates(params: BeamSearchParams, num_ends: int) -> int:
-    """Continuations considered in a step: enough for `width` to go on if every beam may end with every end token."""
+    """Continuations considered in a step: enough for `width` to continue if every beam may end with every end token."""
     return max(2, 1 + num_ends) * params.beam_width
 
 
@@ -128,7 +128,7 @@ class BeamRows:
         self._rows = requests.rows
 
     def collect(self, request: Request, candidates: TokenLogprobs | None) -> None:
-        """A beam has drawn. When all beams of its search have, the search goes on."""
+        """A beam has drawn. When all beams of its search have, the search advances."""
         if request.beam is None or candidates is None:
             if request.row >= 0:
                 self._rows.draw_again(request.row)

@@ -30,7 +30,7 @@ NEWEST_WEIGHT = 0.15
 OUTLIER = 4.0
 """A measured price is capped at this multiple of the average: it may be an outlier."""
 GROWTH = 2.0
-"""A chunk is at most this many times as large as those measured lately."""
+"""A chunk is at most this many times as large as those measured recently."""
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ class PromptCosts:
     """What prompt tokens add to a step's time: a fixed part and a price per token, from steps weighted by age.
 
     Seconds per token are a straight line over 1 / tokens: its intercept is the price, its slope the fixed part. Fitted
-    that way a step of ten tokens counts as much as one of a thousand, and a bend at other sizes does not matter here.
+    that way a step of ten tokens counts as much as one of a thousand, and the costs of other sizes do not matter here.
     """
 
     def __init__(self) -> None:
@@ -173,7 +173,7 @@ class PromptCosts:
         self._x = self._y = self._xx = self._xy = 0.0
         """Weighted means of 1 / tokens, seconds per token, and their products."""
         self._reach = 0.0
-        """About the largest number of tokens measured lately."""
+        """About the largest number of tokens measured recently."""
 
     def note(self, tokens: int, seconds: float) -> None:
         """`tokens` prompt tokens added `seconds` to a step."""

@@ -130,7 +130,7 @@ class Preemptor:
         return True
 
     def preempt_one(self, builder: StepBuilder) -> Request | None:
-        """Preempt the policy's victim, never the best-ranked request: that one always runs, so all finish in time.
+        """Preempt the policy's victim, never the best-ranked request: that one always runs, so all finish eventually.
 
         None: no other request is left, but transfers are in progress that will free blocks.
         """

@@ -142,7 +142,7 @@ class PrefixGroups:
         self._update_announced(group)
 
     def _update_announced(self, group: Group) -> None:
-        """The group changed: if it is, or was, worth a pass, the device needs the new groups."""
+        """The group changed: if it pays for a second pass, or did before, the device needs the new groups."""
         pays = len(group.rows) > 1 and group.saved() * self._size >= self._least_saved
         if pays:
             self._announced[group] = None

@@ -72,7 +72,7 @@ class BlockStore(Protocol):
 
     @property
     def headroom(self) -> tuple[int, int]:
-        """How many blocks fit without evicting a pinned one, and how many fit in all. Called in every step."""
+        """How many blocks fit without evicting a pinned one, and how many fit in total. Called in every step."""
         stats = self.stats()
         blocks = stats.capacity // stats.block_bytes
         return blocks - stats.pinned_blocks, blocks

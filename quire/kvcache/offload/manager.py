@@ -365,7 +365,7 @@ class OffloadManager:
     # Errors and shutdown
 
     def reset(self) -> None:
-        """A step failed: drop copies in flight and queued ones. Reads and writes of the store go on."""
+        """A step failed: drop copies in flight and queued ones. Reads and writes of the store continue."""
         out = [*self._copies_out, *(copy for copies in self._in_flight.values() for copy in copies.out)]
         back = [*self._copies_in, *(copy for copies in self._in_flight.values() for copy in copies.back)]
         queued = list(self._queue)

@@ -224,7 +224,7 @@ class FairShare(SharingPolicy):
         for place in np.flatnonzero((more > 0) & (held + more > tenants.max_blocks)).tolist():
             leaving = self._last_of(place)
             if len(leaving) == tenants.rows[place]:
-                leaving.pop()  # one stays: `accept` has made sure that it fits alone
+                leaving.pop()  # one stays: `accept` has checked that it fits alone
             for request in leaving:
                 if held[place] + more[place] <= tenants.max_blocks[place]:
                     break

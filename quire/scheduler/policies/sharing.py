@@ -110,8 +110,8 @@ class SharingPolicy(ABC):
 
     @abstractmethod
     def victim_for(self, request: Request, blocks: int = 0) -> Request | None:
-        """The request to preempt for a waiting one that lacks a row or, if given, that needs `blocks` in all. None: the
-        request waits."""
+        """The request to preempt for a waiting one that lacks a row or, if given, `blocks` blocks. None: the request
+        waits."""
 
     @abstractmethod
     def exceeding(self, growing: Iterable[Request]) -> Iterator[Request]:
