@@ -66,7 +66,7 @@ class EngineDeadError(QuireError, RuntimeError):
     """The engine has been shut down, or has failed for good."""
 
 
-SHUT = "the engine has been shut down; make a new one"
+SHUT_DOWN = "the engine has been shut down; make a new one"
 """Message of every call after a shutdown."""
 
 
@@ -75,7 +75,7 @@ class ClusterError(QuireError, RuntimeError):
 
 
 class ReplicaDownError(EngineDeadError):
-    """The replica that a call needs is down. The others go on."""
+    """The replica that a call needs is down. Other replicas keep running."""
 
 
 class StoreError(QuireError, RuntimeError):

@@ -42,7 +42,7 @@ def columns(rows: int, params: SamplingParams) -> Columns:
     return Columns(
         last_token=whole(0), num_tokens=whole(10), prompt_len=whole(3), limit=whole(2**40),
         active=torch.ones(rows + 1, dtype=torch.bool, device=DEVICE), seed=torch.arange(rows + 1, device=DEVICE),
-        sample=whole(0), scalars=torch.from_numpy(pack_scalars([params])).to(DEVICE).repeat(rows + 1, 1),
+        sequence=whole(0), scalars=torch.from_numpy(pack_scalars([params])).to(DEVICE).repeat(rows + 1, 1),
         stop_ids=torch.full((rows + 1, 2), -1, device=DEVICE),
     )  # fmt: skip
 

@@ -113,7 +113,7 @@ class AsyncLLM:
         tenant: str = "",
         session: str | None = None,
         session_id: str | None = None,
-        **of_vllm: Any,
+        **vllm_arguments: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Outputs of one request as they come. Each holds everything so far, or with `output_kind=DELTA` only what is
         new. A slow reader gets several steps in one output. Leaving early, or being cancelled, aborts the request.
@@ -122,7 +122,7 @@ class AsyncLLM:
         replaced by the prompt, and the output is appended to it. A common prefix with its old content is not
         recomputed.
         """
-        check_call(of_vllm, "generate")
+        check_call(vllm_arguments, "generate")
         name = session if session_id is None else session_id
         turn = None if name is None else SessionTurn(session_key(tenant, name), rewrites=True)
         async with aclosing(self.run(prompt, sampling_params, request_id, priority, tenant, turn)) as outputs:
@@ -139,7 +139,7 @@ class AsyncLLM:
         turn: SessionTurn | None = None,
         shares_id: bool = False,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """As `generate`. `turn`: the session's turn that this is, if it is one. `shares_id`: as for `submit`."""
+        """As `generate`. `turn`: set if the request is a session's turn. `shares_id`: as for `submit`."""
         if isinstance(sampling_params, PoolingParams):
             check_params(sampling_params, SamplingParams, "sampling_params", ": `encode` returns embeddings")
         stream = await self.submit(prompt, sampling_params, request_id, priority, tenant, turn, shares_id)
@@ -165,10 +165,10 @@ class AsyncLLM:
         *,
         priority: int = 0,
         tenant: str = "",
-        **of_vllm: Any,
+        **vllm_arguments: Any,
     ) -> AsyncGenerator[PoolingRequestOutput, None]:
         """The embedding of one prompt, as a single output. Leaving early, or being cancelled, aborts the request."""
-        check_call(of_vllm, "encode")
+        check_call(vllm_arguments, "encode")
         params = PoolingParams() if pooling_params is None else pooling_params
         check_params(params, PoolingParams, "pooling_params")
         stream = await self.submit(prompt, params, request_id, priority, tenant)
@@ -221,7 +221,7 @@ class AsyncLLM:
         begun: SessionTurn | None = None
         try:
             make, arguments = self.inputs.make, (key, prompt, params, time.monotonic(), priority, tenant)
-            is_short = _size(prompt) < LONG_PROMPT
+            is_short = _prompt_size(prompt) < LONG_PROMPT
             request, text = make(*arguments) if is_short else await asyncio.to_thread(make, *arguments)
             if turn is not None:
                 await turn.begin(self, request)
@@ -392,7 +392,7 @@ AsyncLLMEngine = AsyncLLM
 """vLLM's other name for it."""
 
 
-def _size(prompt: Any) -> int:
+def _prompt_size(prompt: Any) -> int:
     """Characters or token ids of a prompt; 0 for anything else."""
     if isinstance(prompt, Mapping):
         prompt = prompt.get("prompt_token_ids", prompt.get("prompt"))

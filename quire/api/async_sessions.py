@@ -25,6 +25,7 @@ from quire.messages.sampling import RequestOutputKind, SamplingParams, check_int
 from quire.sessions.keeper import KEEP, SessionInfo, SessionPage
 from quire.sessions.log import owner_id, session_key
 from quire.sessions.log.export import read_file, write_export
+from quire.sessions.log.state import checked_meta, checked_ttl
 
 if TYPE_CHECKING:
     from quire.api.async_llm import AsyncLLM
@@ -111,7 +112,7 @@ class AsyncSessions:
         if (begin := messages if prompt is None else prompt) is not None:
             tokens = (await session.read(begin, [], 0, tools, chat_template_kwargs, first_render)).tokens
         salt = self._llm.inputs.salt_of(self.tenant)
-        op = calls.CreateSession(session.key, tokens, salt, _checked_ttl(ttl), _checked_meta(meta or {}), is_new)
+        op = calls.CreateSession(session.key, tokens, salt, checked_ttl(ttl), checked_meta(meta or {}), is_new)
         session.found = _info(await self._llm.call_sessions(op))
         return session
 
@@ -170,7 +171,7 @@ class AsyncSessions:
         """A session from a file that `export` wrote, or from its bytes, under its own name or another."""
         data = source if isinstance(source, bytes) else await asyncio.to_thread(read_file, source)
         salt = self._llm.inputs.salt_of(self.tenant)
-        answer = await self._llm.call_sessions(calls.ImportSession(data, self.tenant, name, salt, _checked_ttl(ttl)))
+        answer = await self._llm.call_sessions(calls.ImportSession(data, self.tenant, name, salt, checked_ttl(ttl)))
         session = self.handle(_info(answer).name)
         session.found = _info(answer)
         return session
@@ -323,8 +324,8 @@ class AsyncSession:
     async def update(self, *, ttl: float | None = KEEP, meta: Mapping[str, str] | None = None) -> SessionInfo:
         """Change the time to live (None: no limit), or the metadata."""
         keeps = ttl is KEEP
-        new_meta = None if meta is None else _checked_meta(meta)
-        op = calls.UpdateSession(self.key, None if keeps else _checked_ttl(ttl), keeps, new_meta)
+        new_meta = None if meta is None else checked_meta(meta)
+        op = calls.UpdateSession(self.key, None if keeps else checked_ttl(ttl), keeps, new_meta)
         return _info(await self._llm.call_sessions(op))
 
     async def recover(self) -> SessionInfo:
@@ -356,15 +357,3 @@ class AsyncSession:
 def _info(answer: calls.SessionAnswer) -> SessionInfo:
     assert answer.info is not None
     return answer.info
-
-
-def _checked_meta(meta: Mapping[str, str]) -> dict[str, str]:
-    if not all(isinstance(key, str) and isinstance(value, str) for key, value in meta.items()):
-        raise ValidationError("meta maps text to text", "meta")
-    return dict(meta)
-
-
-def _checked_ttl(ttl: float | None) -> float | None:
-    if ttl is not None and not isinstance(ttl, (int, float)):
-        raise ValidationError(f"ttl is a number of seconds, got {ttl!r}", "ttl", ttl)
-    return None if ttl is None else float(ttl)

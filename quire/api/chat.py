@@ -36,6 +36,8 @@ _RESERVED = frozenset(
 
 @dataclass(frozen=True)
 class _Compiled:
+    """A compiled chat template, and how it treats messages."""
+
     template: jinja2.Template
     expects: Expectations
     mentions_content: bool
@@ -118,7 +120,7 @@ class ChatRenderer:
             **self._special_tokens(),
             **_checked_kwargs(chat_template_kwargs),
             "messages": conversation,
-            "tools": None if tools is None else [_tool(tool) for tool in tools],
+            "tools": None if tools is None else [_tool_schema(tool) for tool in tools],
             "documents": None if documents is None else plain(list(documents), "documents"),
             "add_generation_prompt": add_generation_prompt,
         }
@@ -130,6 +132,7 @@ class ChatRenderer:
         return self._source(None, tools)
 
     def _source(self, given: str | None, tools: Sequence[Any] | None) -> str:
+        """The source of the template to use: the given one, the configured one, or the tokenizer's."""
         own = getattr(self.tokenizer, "chat_template", None)
         named = own if isinstance(own, dict) else {}
         if given is not None:
@@ -149,6 +152,7 @@ class ChatRenderer:
         return source
 
     def _compile(self, source: str, limits: TemplateLimits) -> _Compiled:
+        """The compiled template, from the cache if it was used before."""
         if len(source) > limits.source:
             raise ValidationError(
                 f"the chat template has {len(source)} characters; at most {limits.source}", "chat_template"
@@ -221,7 +225,7 @@ def _checked_kwargs(given: Mapping[str, Any] | None) -> dict[str, Any]:
     return checked
 
 
-def _tool(tool: dict[str, Any] | Callable[..., Any]) -> Any:
+def _tool_schema(tool: dict[str, Any] | Callable[..., Any]) -> Any:
     """A tool's schema; for a Python function, made from its annotations."""
     if inspect.isfunction(tool) or inspect.ismethod(tool):
         from transformers.utils import get_json_schema

@@ -12,7 +12,7 @@ from quire.config import EngineConfig
 from quire.errors import ConfigError, UnknownSettingError, ValidationError
 
 Neutral = Mapping[str, tuple[Any, ...]]
-"""Accepted values by name: those that request nothing quire does not do anyway."""
+"""Accepted values by name: those with no effect beyond what quire does anyway."""
 
 ENGINE: Neutral = {
     "runner": ("auto", "generate", "pooling"),
@@ -100,12 +100,12 @@ def drop_neutral(arguments: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in kept.items() if value is not None or _FIELDS[name]}
 
 
-def check_call(of_vllm: Mapping[str, Any], method: str) -> None:
+def check_call(vllm_arguments: Mapping[str, Any], method: str) -> None:
     """Refuse arguments that would have an effect in vLLM; one that vLLM does not have either is a TypeError."""
-    for name in of_vllm:
+    for name in vllm_arguments:
         if name not in CALL:
             raise TypeError(f"{method}() got an unexpected keyword argument {name!r}")
-    refuse(of_vllm, CALL, ValidationError)
+    refuse(vllm_arguments, CALL, ValidationError)
 
 
 def refuse(arguments: Mapping[str, Any], neutral: Neutral, kind: type[ValidationError]) -> None:

@@ -1,8 +1,8 @@
 """Renders messages that are added to a conversation of which only the tokens are known.
 
-A chat template renders whole conversations. The text of added messages is found by rendering a made-up conversation
-that ends with them, and removing the made-up part. Templates that render earlier messages differently once more follow
-would make that wrong, and are refused.
+A chat template renders whole conversations. The text of added messages is found by rendering a placeholder
+conversation that ends with them, and removing the placeholder part. Templates that render earlier messages differently
+once more follow would make that wrong, and are refused.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from quire.api.inputs import AnyParams, InputProcessor, PromptType
 from quire.config import EngineConfig
 from quire.engine.setup import make_engine
 from quire.engine.stats import Metric
-from quire.errors import SHUT, ConfigError, EngineDeadError, QuireError, ValidationError
+from quire.errors import SHUT_DOWN, ConfigError, EngineDeadError, QuireError, ValidationError
 from quire.loading.hub import find_model
 from quire.loading.model_config import read_generation_config, read_model_config
 from quire.loading.tokenizer import tokenizer_of
@@ -75,7 +75,7 @@ class LLMEngine:
     def sessions(self) -> SessionKeeper:
         """Sessions of the engine, by key."""
         if self._closed:
-            raise EngineDeadError(SHUT)
+            raise EngineDeadError(SHUT_DOWN)
         return self.core.sessions
 
     def add_request(
@@ -88,10 +88,10 @@ class LLMEngine:
         tenant: str = "",
         session: str = "",
     ) -> None:
-        """Check a request and queue it. `PoolingParams` ask for a vector, `BeamSearchParams` for the best sequences.
+        """Check a request and queue it. `PoolingParams` request a vector, `BeamSearchParams` the best sequences.
         `session`: key of the session whose turn this is."""
         if self._closed:
-            raise EngineDeadError(SHUT)
+            raise EngineDeadError(SHUT_DOWN)
         if request_id in self._outputs:
             raise ValidationError(f"request id {request_id!r} is in use", "request_id", request_id)
         request, text = self.inputs.make(request_id, prompt, params, time.monotonic(), priority, tenant)
@@ -108,7 +108,7 @@ class LLMEngine:
                 self.core.begin()
 
     def step(self) -> list[Output]:
-        """One step; its outputs, of requests that have something to show."""
+        """Make one step; returns the outputs of requests that have new ones."""
         self._queued_tokens = 0
         with deferred_interrupts():
             views, stops = self._outputs.process(self.core.step())

@@ -26,7 +26,7 @@ from quire.engine.engine_info import EngineInfo
 from quire.engine.remote import RemoteEngine, error_of
 from quire.engine.session_calls import SessionAnswer, SessionOp
 from quire.engine.stats import Metric
-from quire.errors import SHUT, EngineDeadError
+from quire.errors import SHUT_DOWN, EngineDeadError
 from quire.loading.files import ModelFiles
 from quire.loading.model_config import ModelConfig
 from quire.messages.experts import Rebalanced
@@ -83,7 +83,7 @@ class EngineGroup:
             raise
 
     def start_engine(self, number: int) -> RemoteEngine:
-        """Start the process of one of them."""
+        """Start the process of one engine."""
         return RemoteEngine(
             replica_config(self._config, number), self._files, self._model, self._module, number, len(self.replicas),
             "" if self.lockstep is None else self.lockstep.rendezvous_file(number),
@@ -176,7 +176,7 @@ class EngineGroup:
         return self.replicas[int(name)]
 
     def launch(self, replica: Replica, stream: OutputStream, request: NewRequest, message: bytes) -> None:
-        """Send a request there; `message` is its encoded `Add`. The only way a request reaches an engine."""
+        """Send a request to the replica; `message` is its encoded `Add`. The only way a request reaches an engine."""
         stream.request = request
         if replica.router_feed is not None:
             replica.router_feed.launch(request)
@@ -195,7 +195,7 @@ class EngineGroup:
         self.on_ready()
 
     def _on_lost(self, replica: Replica) -> None:
-        """An engine is dead: nothing is sent there any more. Its requests are moved, or fail, next."""
+        """An engine is dead: send nothing to it any more. Its requests are moved, or fail, next."""
         assert self.router is not None
         self.router.remove(str(replica.number))
         replica.router_feed = None
@@ -278,7 +278,7 @@ class EngineGroup:
     async def restart(self, only_if_dead: bool) -> None:
         """Replace dead engines by new ones, or all of them."""
         if all(replica.is_shut for replica in self.replicas):
-            raise EngineDeadError(SHUT)
+            raise EngineDeadError(SHUT_DOWN)
         if self.lockstep is not None:
             await self._restart_together(only_if_dead)
         else:
@@ -296,6 +296,7 @@ class EngineGroup:
                 self.lockstep.wake_all()  # one may have got a request before the last was ready to be woken
 
     async def _restart_each(self, only_if_dead: bool) -> None:
+        """Restart all engines at once; if one fails, kill all and raise its error."""
         restarts = [asyncio.ensure_future(replica.restart_alone(only_if_dead)) for replica in self.replicas]
         try:
             _, waiting = await asyncio.wait(restarts, return_when=asyncio.FIRST_EXCEPTION)
@@ -321,7 +322,7 @@ class EngineGroup:
             replica.is_shut = was_shut
 
     def shut(self) -> None:
-        """Close all of them for good; `stop` comes next."""
+        """Close all engines permanently; call `stop` next."""
         for replica in self.replicas:
             replica.is_shut = True
         for replica in self.replicas:
@@ -350,10 +351,11 @@ def merged_metrics(engines: Sequence[Sequence[Metric]]) -> list[Metric]:
     for metrics in engines:
         for metric in metrics:
             by_name.setdefault(metric.name, []).append(metric)
-    return [_merged(same) for same in by_name.values()]
+    return [_merged_metric(same) for same in by_name.values()]
 
 
-def _merged(same: list[Metric]) -> Metric:
+def _merged_metric(same: list[Metric]) -> Metric:
+    """One metric of several engines: summed, averaged, or their maximum, as its spec defines."""
     first, values = same[0], [metric.value for metric in same]
     spec = SPECS.get(first.name.removeprefix("quire:"))
     merge = "sum" if spec is None else spec.merge

@@ -155,6 +155,7 @@ class InputProcessor:
         return list(dict.fromkeys(ids))
 
     def _read_prompt(self, prompt: PromptType) -> tuple[str | None, list[int], str]:
+        """The prompt's text (None if only token ids were given), its token ids, and its cache salt."""
         salt, text = "", None
         if isinstance(prompt, Mapping):
             fields: Mapping[str, Any] = prompt

@@ -66,11 +66,11 @@ class LLM:
         use_tqdm: bool | Callable[..., Any] = True,
         priority: int | Sequence[int] | None = None,
         tenant: str | Sequence[str] = "",
-        **of_vllm: Any,
+        **vllm_arguments: Any,
     ) -> list[RequestOutput]:
         """Complete one prompt or many; outputs are in the prompts' order. `priority` and `tenant`: one for all, or one
         each."""
-        check_call(of_vllm, "generate")
+        check_call(vllm_arguments, "generate")
         ids = self._submit(prompts, sampling_params, priority, RequestOutputKind.FINAL_ONLY, tenant)
         return self._gather(ids, RequestOutput, use_tqdm)
 
@@ -81,10 +81,10 @@ class LLM:
         *,
         priority: int | Sequence[int] | None = None,
         tenant: str | Sequence[str] = "",
-        **of_vllm: Any,
+        **vllm_arguments: Any,
     ) -> list[str]:
         """As `generate`, but only queues the requests; `wait_for_completion` waits. Returns their ids."""
-        check_call(of_vllm, "enqueue")
+        check_call(vllm_arguments, "enqueue")
         ids = self._submit(prompts, sampling_params, priority, RequestOutputKind.FINAL_ONLY, tenant)
         self._queued.append(list(ids))  # a copy: the caller may change the returned list
         return ids
@@ -137,10 +137,10 @@ class LLM:
         chat_template_kwargs: dict[str, Any] | None = None,
         priority: int | Sequence[int] | None = None,
         tenant: str | Sequence[str] = "",
-        **of_vllm: Any,
+        **vllm_arguments: Any,
     ) -> list[RequestOutput]:
         """Answer one conversation or many."""
-        check_call(of_vllm, "chat")
+        check_call(vllm_arguments, "chat")
         prompts = self._render(
             messages, chat_template, add_generation_prompt, continue_final_message, tools, chat_template_kwargs
         )
@@ -165,11 +165,11 @@ class LLM:
         use_tqdm: bool | Callable[..., Any] = False,
         concurrency_limit: int | None = None,
         tenant: str = "",
-        **of_vllm: Any,
+        **vllm_arguments: Any,
     ) -> list[BeamSearchOutput]:
         """The likeliest continuations of one prompt or many, best first, as transformers' beam search finds them.
         `concurrency_limit`: most prompts searched at a time."""
-        check_call(of_vllm, "beam_search")
+        check_call(vllm_arguments, "beam_search")
         check_params(params, BeamSearchParams, "params")
         if concurrency_limit is not None and not (isinstance(concurrency_limit, int) and concurrency_limit > 0):
             raise ValidationError(
@@ -193,10 +193,10 @@ class LLM:
         use_tqdm: bool | Callable[..., Any] = True,
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         tenant: str | Sequence[str] = "",
-        **of_vllm: Any,
+        **vllm_arguments: Any,
     ) -> list[EmbeddingRequestOutput]:
         """The embedding of one prompt or of each of many, in order; normalized unless the parameters disable it."""
-        check_call(of_vllm, "embed")
+        check_call(vllm_arguments, "embed")
         pooled = self.encode(prompts, pooling_params, use_tqdm=use_tqdm, pooling_task="embed", tenant=tenant)
         return [EmbeddingRequestOutput.from_base(output) for output in pooled]
 
@@ -208,10 +208,10 @@ class LLM:
         use_tqdm: bool | Callable[..., Any] = True,
         pooling_task: str = "embed",
         tenant: str | Sequence[str] = "",
-        **of_vllm: Any,
+        **vllm_arguments: Any,
     ) -> list[PoolingRequestOutput]:
         """As `embed`, with the vectors as arrays. "embed" is the only task."""
-        check_call(of_vllm, "encode")
+        check_call(vllm_arguments, "encode")
         listed = as_prompts(prompts)
         params = one_each("pooling_params", PoolingParams() if pooling_params is None else pooling_params, len(listed))
         PoolingParams(task=pooling_task)  # refuses any other task
@@ -297,7 +297,7 @@ class LLM:
         kind: RequestOutputKind | None,
         tenant: str | Sequence[str],
     ) -> list[str]:
-        """Queue one prompt or many; the requests' ids."""
+        """Queue one prompt or many; returns the requests' ids."""
         listed = as_prompts(prompts)
         given = self.get_default_sampling_params() if sampling_params is None else sampling_params
         params = one_each("sampling_params", given, len(listed))
@@ -313,7 +313,7 @@ class LLM:
         kind: RequestOutputKind | None,
         tenant: str | Sequence[str] = "",
     ) -> list[str]:
-        """Queue all or none."""
+        """Queue all of these, or none if one is refused; returns their ids."""
         tenants: list[str] = one_each("tenant", tenant, len(prompts), "tenants")
         priorities = one_each("priority", priority or 0, len(prompts), "priorities")
         ids: list[str] = []
@@ -335,7 +335,7 @@ class LLM:
         return ids
 
     def _gather(self, ids: list[str], kind: type[Kind], use_tqdm: bool | Callable[..., Any]) -> list[Kind]:
-        """Step until all have finished; their outputs in the order of `ids`."""
+        """Step until all have finished; returns their outputs in the order of `ids`."""
         finished: dict[str, Kind] = {}
         with Progress(len(ids), enabled=bool(use_tqdm)) as progress, self._outputs.reading(ids) as outputs:
             while len(finished) < len(ids):

@@ -14,17 +14,17 @@ from quire.api.replica import Replica
 from quire.engine import ipc
 
 EXIT_WAIT_SECONDS = 0.1
-"""How long a process that may be about to exit by itself is waited for, so that its own reason is reported."""
+"""How long to wait for a process that may be about to exit by itself, so that its own reason is reported."""
 
 
 class LockstepGroup:
-    """What an engine group does for such engines only."""
+    """The part of an engine group that only such engines need."""
 
     def __init__(self, replicas: Sequence[Replica]) -> None:
         self._replicas = replicas
         self._folder = Path(tempfile.mkdtemp(prefix="quire-lockstep-"))
         self.close = weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
-        """Removes the folder; also called when this object or the interpreter goes."""
+        """Removes the folder; also runs when this object is collected or the interpreter exits."""
         self._generation = 0
         self._joined: set[int] = set()
         self._requests = itertools.count(1)
@@ -55,7 +55,7 @@ class LockstepGroup:
     def end_others(self, lost: Replica) -> None:
         """One engine is dead: end the others, which can do nothing without its experts.
 
-        `lost` may itself be a survivor whose end was seen first: another's own reason is reported if it has one.
+        `lost` may only be the first whose death was noticed: an engine that has exited by itself keeps its own reason.
         """
         others = [replica for replica in self._replicas if not replica.death]
         deadline = time.monotonic() + EXIT_WAIT_SECONDS

@@ -15,8 +15,8 @@ POLL_SECONDS = 0.02
 
 
 class CallLock:
-    """A lock for calls from many threads; its thread may take it again. A waiting thread goes before the one that
-    has just released it: a thread that makes step after step would otherwise never let another in.
+    """A reentrant lock for calls from many threads. A waiting thread gets it before the one that has just released
+    it: a thread that makes step after step would otherwise starve the others.
 
     The garbage collector may close a stream, and so take the lock, anywhere in here: both locks are reentrant.
     """

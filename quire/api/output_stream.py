@@ -52,7 +52,7 @@ class OutputStream:
 
     @property
     def can_restart(self) -> bool:
-        """Its reader has seen nothing of it: it can start again."""
+        """Whether its reader has seen nothing of it, so that it can start again."""
         return not self.is_ended and (self.awaits_first or not self.is_streamed)
 
     def put(self, output: Output) -> None:
@@ -92,10 +92,10 @@ def merged_deltas(first: RequestOutput, then: RequestOutput) -> RequestOutput:
     no more than a fast one."""
     pairs = zip(first.outputs, then.outputs, strict=True)
     prompt_logprobs = then.prompt_logprobs if first.prompt_logprobs is None else first.prompt_logprobs
-    return dataclasses.replace(then, outputs=[_joined(a, b) for a, b in pairs], prompt_logprobs=prompt_logprobs)
+    return dataclasses.replace(then, outputs=[_merged(a, b) for a, b in pairs], prompt_logprobs=prompt_logprobs)
 
 
-def _joined(first: CompletionOutput, then: CompletionOutput) -> CompletionOutput:
+def _merged(first: CompletionOutput, then: CompletionOutput) -> CompletionOutput:
     tokens = first.token_ids if isinstance(first.token_ids, list) else list(first.token_ids)
     tokens.extend(then.token_ids)
     if first.logprobs is not None and then.logprobs is not None:
@@ -105,12 +105,13 @@ def _joined(first: CompletionOutput, then: CompletionOutput) -> CompletionOutput
 
 
 def split_outputs(outputs: StepOutputs, requests: Collection[str]) -> tuple[StepOutputs, StepOutputs]:
-    """A step's outputs of these requests, and all the rest. For steps with one token a key."""
-    first = _columns(outputs, requests, True)
-    return StepOutputs(**first), msgspec.structs.replace(outputs, **_columns(outputs, requests, False))
+    """(a step's outputs of these requests, those of all others). For steps with one token a key."""
+    first = _select(outputs, requests, True)
+    return StepOutputs(**first), msgspec.structs.replace(outputs, **_select(outputs, requests, False))
 
 
-def _columns(outputs: StepOutputs, requests: Collection[str], inside: bool) -> dict[str, Any]:
+def _select(outputs: StepOutputs, requests: Collection[str], inside: bool) -> dict[str, Any]:
+    """Fields with the outputs of these requests, or with `inside` False of all others."""
     rows = [i for i, key in enumerate(outputs.keys) if (key[0] in requests) is inside]
     return {
         "keys": [outputs.keys[i] for i in rows],

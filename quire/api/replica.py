@@ -16,7 +16,7 @@ from quire.engine.engine_info import EngineInfo
 from quire.engine.remote import RemoteEngine, error_of
 from quire.engine.session_calls import SessionAnswer, SessionOp
 from quire.engine.stats import Metric
-from quire.errors import SHUT, EngineDeadError, QuireError, ReplicaDownError
+from quire.errors import SHUT_DOWN, EngineDeadError, QuireError, ReplicaDownError
 from quire.messages.memory_map import MemoryMap
 from quire.messages.outputs import Finished, StepOutputs
 from quire.output.processor import OutputProcessor
@@ -58,7 +58,7 @@ class Replica:
         self._start = start
         self._outputs = outputs
         self._deferred: StepOutputs | None = None
-        """The rest of a step's outputs, until its first tokens are with their readers."""
+        """The rest of a step's outputs, until its first tokens are delivered."""
         self._numbers = itertools.count()
         self._unsent: list[SessionOp] = []
         """Session operations for the next engine: the last one died before it got them."""
@@ -106,7 +106,7 @@ class Replica:
 
     @property
     def dead_error(self) -> EngineDeadError:
-        """What every call raises once the engine is dead."""
+        """The error of every call once the engine is dead."""
         if not self.title:
             return EngineDeadError(self.engine.death)
         return ReplicaDownError(f"{self.title} is down: {self.engine.death}")
@@ -224,7 +224,7 @@ class Replica:
                     reply.set_result(message)
 
     def _take_outputs(self, outputs: StepOutputs) -> None:
-        """First tokens are delivered before the tokens of running streams: time to first token is what users notice."""
+        """Deliver first tokens before those of running streams: users notice the time to first token."""
         self._deliver_deferred()
         streams = self.streams
         new = {key[0] for key in outputs.keys if (one := streams.get(key[0])) is not None and one.awaits_first}
@@ -262,7 +262,7 @@ class Replica:
             self.router_feed.note(outputs)
 
     def _refuse(self, end: Finished) -> None:
-        """The request is at fault, and only the engine could know that."""
+        """Fail a request that the engine refused after it had accepted it."""
         stream = self.streams.get(end.key[0])
         if stream is not None and stream.raises_refusals:
             refused = ipc.RequestRefused(stream.key, end.error, end.message or "", end.parameter)
@@ -299,7 +299,7 @@ class Replica:
         """The same, for this engine only."""
         async with self._restarting:
             if self.is_shut:
-                raise EngineDeadError(SHUT)
+                raise EngineDeadError(SHUT_DOWN)
             if only_if_dead and not self.errored:
                 return  # another call has restarted it
             self.close("the engine is being restarted")
@@ -309,7 +309,7 @@ class Replica:
     async def _make_engine(self) -> None:
         """Start a new engine and wait for it; it is killed if this replica is shut down meanwhile."""
         if self.is_shut:
-            raise EngineDeadError(SHUT)
+            raise EngineDeadError(SHUT_DOWN)
         self.start()
         engine = self.starting
         assert engine is not None
@@ -319,12 +319,12 @@ class Replica:
             self.starting = None
             engine.kill()  # also ends the wait in the thread
             if self.is_shut and isinstance(error, Exception):
-                raise EngineDeadError(SHUT) from error
+                raise EngineDeadError(SHUT_DOWN) from error
             raise
         if self.is_shut:
             self.starting = None
             engine.kill()
-            raise EngineDeadError(SHUT)
+            raise EngineDeadError(SHUT_DOWN)
         self.adopt()
 
     def kill_engine(self, reason: str) -> None:
@@ -332,20 +332,20 @@ class Replica:
         self.engine.end(reason)
 
     def close(self, reason: str) -> None:
-        """Nothing is sent or received any more; `engine.stop` comes next."""
+        """Stop sending and receiving, and fail or move open requests; call `engine.stop` next."""
         self.engine.close(reason)
         self._on_death(self.engine.death)
 
     def shut(self) -> None:
-        """Close for good, together with an engine that is being started."""
+        """Close permanently, together with an engine that is being started."""
         self.is_shut = True
         if self.starting is not None:
             self.starting.kill()
-        self.close(SHUT)
+        self.close(SHUT_DOWN)
 
 
 async def run_in_thread(work: Callable[[], None]) -> None:
-    """Run it in a thread of its own: those of the default pool may all be busy with prompts."""
+    """Run `work` in its own thread: those of the default pool may all be busy with prompts."""
     pool = ThreadPoolExecutor(1)
     try:
         await asyncio.get_running_loop().run_in_executor(pool, work)

@@ -15,7 +15,7 @@ from quire.api.inputs import AnyParams, PromptType
 from quire.api.output_stream import OutputStream
 from quire.config import EngineConfig
 from quire.engine.stats import Metric
-from quire.errors import SHUT, ConfigError, EngineDeadError, QuireError, ValidationError
+from quire.errors import SHUT_DOWN, ConfigError, EngineDeadError, QuireError, ValidationError
 from quire.messages.experts import Rebalanced
 from quire.messages.memory_map import MemoryMap
 from quire.messages.outputs import Output
@@ -65,7 +65,7 @@ class ReplicatedEngine(LLMEngine):
     ) -> None:
         """Check a request and send it to an engine."""
         if self._closed:
-            raise EngineDeadError(SHUT)
+            raise EngineDeadError(SHUT_DOWN)
         if session:
             raise ValidationError("LLM supports sessions with one engine only: use AsyncLLM or the server", "session")
         try:
@@ -179,7 +179,7 @@ class ReplicatedEngine(LLMEngine):
         """Run it in the other thread and wait; Ctrl-C cancels it."""
         if self._closed:
             work.close()
-            raise EngineDeadError(SHUT)
+            raise EngineDeadError(SHUT_DOWN)
         done = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return done.result()

@@ -1,4 +1,4 @@
-"""What the router learns of the requests at one replica. Used only when there are several replicas."""
+"""Reports the requests of one replica to the router. Used only when there are several replicas."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class RouterFeed:
         if len(tracked.sequences) > 1 or not keys:
             return keys
         tokens = request.prompt[size * len(keys) :] + tracked.sequences[0].tokens[:-1]
-        return keys + self._keys.after(keys[-1], tokens)
+        return keys + self._keys.keys_after(keys[-1], tokens)
 
 
 def as_routed(request: NewRequest) -> RoutedRequest:

@@ -14,25 +14,25 @@ import msgspec
 
 from quire.engine import session_calls as calls
 from quire.engine.session_calls import SessionAnswer, SessionOp
-from quire.errors import EngineDeadError, QuireError, ReplicaDownError, SessionExistsError, SessionNotFoundError
+from quire.errors import EngineDeadError, QuireError, ReplicaDownError, SessionNotFoundError
 from quire.sessions.keeper import SessionPage
 from quire.sessions.log import name_of, session_key
 from quire.sessions.log.export import decode_export
-from quire.sessions.log.state import unpack_tokens
+from quire.sessions.log.state import exists_error, unpack_tokens
 
 if TYPE_CHECKING:
     from quire.api.engine_group import EngineGroup
     from quire.api.replica import Replica
 
 MAX_KNOWN = 1_000_000
-"""Sessions whose replica is remembered; for others the replicas are asked again."""
+"""Sessions whose replica is remembered; for others the replicas are queried again."""
 
 
 class SessionAffinity:
     """Runs session operations at the replica that holds the session.
 
-    A session's replica is looked up once, by asking all of them, and then remembered. A name is used once: creations of
-    sessions with the same name wait for each other.
+    A session's replica is looked up once, by querying all of them, and then remembered. A name is used once:
+    creations of sessions with the same name wait for each other.
     """
 
     def __init__(self, group: EngineGroup, survives: bool) -> None:
@@ -52,9 +52,9 @@ class SessionAffinity:
         return None if number is None else self._group.replicas[number]
 
     def replica_of(self, key: str) -> Replica:
-        """The replica for a turn of the session; an unknown session goes to any, which refuses it."""
+        """The replica for a turn of the session; for an unknown session any replica, which refuses it."""
         home = self.known(key)
-        return self._any() if home is None else self._check_alive(home, key)
+        return self._any_replica() if home is None else self._check_alive(home, key)
 
     def forget(self, replica: Replica) -> None:
         """The replica is dead, and with it its sessions, unless they survive."""
@@ -70,7 +70,7 @@ class SessionAffinity:
             case calls.ListSessions():
                 return await self._page(op)
             case calls.CountSessions():
-                answers = await asyncio.gather(*(replica.call_sessions(op) for replica in self._all()))
+                answers = await asyncio.gather(*(replica.call_sessions(op) for replica in self._all_replicas()))
                 return SessionAnswer(count=sum(answer.count or 0 for answer in answers))
             case calls.CreateSession(is_new=True):
                 return await self._create_at(op.key, self._group.choose_for_session(op.tokens, op.salt), op)
@@ -84,15 +84,15 @@ class SessionAffinity:
                 return await self._fork(op)
             case calls.DeleteSession():
                 async with self._creation_lock(op.key):  # no creation of the same name in between
-                    answer = await self._call_home(op.key, op)
+                    answer = await self._call_replica_of(op.key, op)
                     self._known.pop(op.key, None)
                     return answer
-        return await self._call_home(op.key, op)
+        return await self._call_replica_of(op.key, op)
 
-    async def _call_home(self, key: str, op: SessionOp) -> SessionAnswer:
+    async def _call_replica_of(self, key: str, op: SessionOp) -> SessionAnswer:
         """Run it at the session's replica; if there is no such session, at any, which refuses it."""
         home = await self._find(key)
-        return await (self._any() if home is None else home).call_sessions(op)
+        return await (self._any_replica() if home is None else home).call_sessions(op)
 
     async def _create(self, key: str, op: SessionOp, tokens: list[int], salt: str) -> SessionAnswer:
         """Create or rewrite a session; the router chooses the replica of a new one."""
@@ -105,13 +105,9 @@ class SessionAffinity:
         async with self._creation_lock(op.new_key):
             home, existing = await self._find(op.key), await self._find(op.new_key)
             if home is None:
-                return await self._any().call_sessions(op)  # which refuses it: no such session
-            if existing is not None and existing is not home and await self._has(existing, op.new_key):
-                raise SessionExistsError(
-                    f"a session {name_of(op.new_key)!r} exists already: choose another name, or delete it",
-                    "name",
-                    op.new_key,
-                )
+                return await self._any_replica().call_sessions(op)  # which refuses it: no such session
+            if existing is not None and existing is not home and await self._has_session(existing, op.new_key):
+                raise exists_error(op.new_key)
             return await self._create_at(op.new_key, home, op)
 
     async def _create_at(self, key: str, home: Replica, op: SessionOp) -> SessionAnswer:
@@ -136,7 +132,7 @@ class SessionAffinity:
             self._known.move_to_end(key)
             return self._check_alive(home, key)
         alive = self._alive()
-        found = await asyncio.gather(*(self._has(replica, key) for replica in alive))
+        found = await asyncio.gather(*(self._has_session(replica, key) for replica in alive))
         home = next((replica for replica, has in zip(alive, found, strict=True) if has), None)
         if home is not None:
             self._remember(key, home)
@@ -150,7 +146,7 @@ class SessionAffinity:
             )
         return None
 
-    async def _has(self, replica: Replica, key: str) -> bool:
+    async def _has_session(self, replica: Replica, key: str) -> bool:
         try:
             await replica.call_sessions(calls.GetSession(key))
         except SessionNotFoundError:
@@ -177,10 +173,10 @@ class SessionAffinity:
     def _down(self) -> list[Replica]:
         return [replica for replica in self._group.replicas if replica.death]
 
-    def _any(self) -> Replica:
+    def _any_replica(self) -> Replica:
         return self._alive()[0]
 
-    def _all(self) -> list[Replica]:
+    def _all_replicas(self) -> list[Replica]:
         """All replicas that may hold sessions; raises if one of them is down."""
         alive = self._alive()
         if self._survives and (down := self._down()):
@@ -205,13 +201,13 @@ class SessionAffinity:
 
     async def _page(self, op: calls.ListSessions) -> SessionAnswer:
         """The next sessions of all replicas, oldest first: merged from one page of each."""
-        replicas = self._all()
+        replicas = self._all_replicas()
         ops = [op] * len(replicas)
         if op.after is not None:
-            home = await self._find(op.after) or self._any()
+            home = await self._find(op.after) or self._any_replica()
             info = (await home.call_sessions(calls.GetSession(op.after))).info
             assert info is not None
-            ops = [self._after(op, info.created, home, replica) for replica in replicas]
+            ops = [self._page_op(op, info.created, home, replica) for replica in replicas]
         answers = await asyncio.gather(
             *(replica.call_sessions(one) for replica, one in zip(replicas, ops, strict=True))
         )
@@ -220,8 +216,8 @@ class SessionAffinity:
         more = len(merged) > op.limit or any(page.after is not None for page in pages)
         return SessionAnswer(page=SessionPage(merged[: op.limit], 0 if more else None))
 
-    def _after(self, op: calls.ListSessions, when: float, home: Replica, replica: Replica) -> calls.ListSessions:
-        """Of sessions created at the same time, those of the replica with the lower number come first."""
+    def _page_op(self, op: calls.ListSessions, when: float, home: Replica, replica: Replica) -> calls.ListSessions:
+        """The call for one replica's page. Sessions created at the same time are ordered by replica number."""
         if replica is home:
             return op
         bound = when if replica.number < home.number else math.nextafter(when, -math.inf)

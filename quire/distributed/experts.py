@@ -29,7 +29,7 @@ def exchange_counts(counts: torch.Tensor) -> list[list[int]]:
     """[rows this rank sends to each rank, rows it receives from each]. Synchronizes with the device."""
     sent = counts.to(_carrier(counts.device))
     received = torch.empty_like(sent)
-    _run(lambda: torch.distributed.all_to_all_single(received, sent))
+    _run_collective(lambda: torch.distributed.all_to_all_single(received, sent))
     return torch.stack([sent, received]).tolist()
 
 
@@ -38,7 +38,7 @@ def exchange_rows(rows: torch.Tensor, sent: Sequence[int], received: Sequence[in
     device, carrier = rows.device, _carrier(rows.device)
     out = torch.empty((sum(received), *rows.shape[1:]), dtype=rows.dtype, device=carrier)
     outgoing = rows.contiguous().to(carrier)
-    _run(lambda: torch.distributed.all_to_all_single(out, outgoing, list(received), list(sent)))
+    _run_collective(lambda: torch.distributed.all_to_all_single(out, outgoing, list(received), list(sent)))
     return out.to(device)
 
 
@@ -67,7 +67,7 @@ def copy_rows(stack: torch.Tensor, copies: Sequence[Copy], ranks: ExpertRanks) -
             arrived.append((slot, buffer))
             ops.append(torch.distributed.P2POp(torch.distributed.irecv, buffer, ranks.first + source))
     # Also with nothing to send or receive: ranks compare how many collectives they have started.
-    _run(lambda: [work.wait() for work in torch.distributed.batch_isend_irecv(ops)] if ops else None)
+    _run_collective(lambda: [work.wait() for work in torch.distributed.batch_isend_irecv(ops)] if ops else None)
     for slot, weights in arrived:
         stack[slot].copy_(weights)
 
@@ -77,8 +77,8 @@ def _carrier(device: torch.device) -> torch.device:
     return torch.device("cpu") if torch.distributed.get_backend() == "gloo" else device
 
 
-def _run(collective: collectives.Collective) -> None:
-    """Run it; raises RankLostError if another rank does not take part."""
+def _run_collective(collective: collectives.Collective) -> None:
+    """Run the collective; raises RankLostError if another rank does not take part."""
     collectives.count_collective()
     try:
         collective()

@@ -28,7 +28,7 @@ def join(ranks: Ranks, rendezvous: str, backend: str, seconds: float) -> None:
     if ranks.size == 1:
         return
     timeout = timedelta(seconds=seconds)
-    store = _store(rendezvous, ranks.size, timeout)
+    store = _make_store(rendezvous, ranks.size, timeout)
     torch.distributed.init_process_group(backend, store=store, rank=ranks.rank, world_size=ranks.size, timeout=timeout)
     if ranks.pp_size > 1 and ranks.tp_size > 1:
         firsts = range(0, ranks.size, ranks.tp_size)  # every rank creates every group, in the same order
@@ -36,7 +36,7 @@ def join(ranks: Ranks, rendezvous: str, backend: str, seconds: float) -> None:
         use_group(stages[ranks.pp_rank])
 
 
-def _store(rendezvous: str, size: int, timeout: timedelta) -> torch.distributed.Store:
+def _make_store(rendezvous: str, size: int, timeout: timedelta) -> torch.distributed.Store:
     if not rendezvous.startswith(TCP):
         return torch.distributed.FileStore(rendezvous, size)
     host, _, port = rendezvous.removeprefix(TCP).rpartition(":")

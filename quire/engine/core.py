@@ -14,7 +14,7 @@ from quire.engine.optional import NoGrammars, NoLockstep
 from quire.engine.stats import InfoLine, Metric, expert_metrics, scheduler_metrics
 from quire.engine.watchdog import Watchdog
 from quire.errors import (
-    SHUT,
+    SHUT_DOWN,
     DeviceLostError,
     EngineDeadError,
     RankLostError,
@@ -34,11 +34,11 @@ from quire.sessions.keeper import SessionKeeper
 logger = logging.getLogger(__name__)
 
 LEAST_BUDGET = 256
-"""Tokens. When memory runs out steps are not made smaller than this: one request causes the failure then."""
+"""Tokens. After running out of memory, steps are not made smaller than this: then a single request is the cause."""
 WAIT_SECONDS = 0.05
 """A step with nothing to do but wait for a grammar or the disk returns after this long."""
 NAMED_REQUESTS = 8
-"""Requests named where a step is described."""
+"""Request ids listed in the description of a step."""
 
 
 class EngineCore:
@@ -61,7 +61,7 @@ class EngineCore:
         self._grammars = grammars or NoGrammars()
         scheduler.requests.on_structured_end = self._grammars.forget
         self.wakes: list[int] = []
-        """Files that wake a `step` which only waits for a grammar or the disk."""
+        """File descriptors that wake a `step` which only waits for a grammar or the disk."""
         self._executor = executor
         self._lockstep = executor.lockstep or NoLockstep()
         self._depth = pipeline_depth
@@ -70,14 +70,14 @@ class EngineCore:
         self._watchdog = Watchdog(step_timeout, self._abandon)
         self._alive = True
         self._death = ""
-        """Why the engine cannot go on, if it cannot."""
+        """Why the engine is dead; empty while it is alive."""
 
     # Requests
 
     def add(self, request: NewRequest) -> None:
         """Take a request; raises if it could never fit."""
         if not self._alive:
-            raise EngineDeadError(SHUT)
+            raise EngineDeadError(SHUT_DOWN)
         if self._death:
             raise EngineDeadError(self._death)
         self.scheduler.add(request)
@@ -110,21 +110,22 @@ class EngineCore:
 
     # The loop
 
-    def rest(self) -> float | None:
-        """Do what is due without requests; returns in how many seconds to call again, None: when there is work."""
+    def tick_idle(self) -> float | None:
+        """While idle: check ranks, expire and suspend sessions. Returns after how many seconds to call this again;
+        None: not before there is work."""
         if self.has_work:
             return None
         pauses = (self._check_ranks(), self.scheduler.sessions.tick_idle())
         return min((seconds for seconds in pauses if seconds is not None), default=None)
 
     def _check_ranks(self) -> float | None:
-        """Find out whether a rank has died while the engine was idle; returns in how many seconds to check again."""
+        """Check whether a rank has died while the engine was idle; returns after how many seconds to check again."""
         if self._death:
             return None
         try:
             return self._executor.check()
         except DeviceLostError as error:
-            self._end(f"the engine is dead: {error}, while there was nothing to do", error)
+            self._mark_dead(f"the engine is dead: {error}, while there was nothing to do", error)
 
     @property
     def has_work(self) -> bool:
@@ -155,7 +156,7 @@ class EngineCore:
         return self.scheduler.take_outputs()
 
     def _wait(self) -> None:
-        """There is nothing to launch or collect: sleep until a grammar or the disk has something."""
+        """Nothing to launch or collect: sleep until a grammar is compiled or a disk transfer is done."""
         if self.compiling:
             self._grammars.wait(WAIT_SECONDS, self.wakes)
         else:
@@ -169,9 +170,10 @@ class EngineCore:
         try:
             return self._lockstep.join_round(has_work) or not has_work
         except DeviceLostError as error:
-            self._end(f"the engine is dead: {error}", error)
+            self._mark_dead(f"the engine is dead: {error}", error)
 
     def _launch(self, plan: StepPlan) -> None:
+        """Submit the plan, and make the masks that its draws need."""
         if logger.isEnabledFor(logging.DEBUG):
             logger.debug("%s", self.scheduler.stats.describe_step())
         self._watchdog.begin(plan)
@@ -185,6 +187,7 @@ class EngineCore:
             self._supply_masks(plan)
 
     def _collect(self) -> None:
+        """Wait for the oldest step, and apply its result."""
         plan, handle = self._launched.popleft()
         self._watchdog.begin(plan)
         try:
@@ -200,8 +203,8 @@ class EngineCore:
 
     # Engines that share experts
 
-    def rouse(self, number: int) -> None:
-        """One of the engines in lockstep has work: it was given request `number`."""
+    def wake(self, number: int) -> None:
+        """Request `number` was sent to one of the engines in lockstep: join their rounds."""
         self._lockstep.wake(number)
 
     def rebalance_experts(self, number: int = 0) -> Rebalanced | None:
@@ -213,9 +216,9 @@ class EngineCore:
         try:
             outcome = self._executor.rebalance_experts()
         except DeviceLostError as error:
-            self._end(f"the engine is dead: {error}, while experts were moved", error)
+            self._mark_dead(f"the engine is dead: {error}, while experts were moved", error)
         if outcome is None:
-            raise ValidationError("experts are moved between ranks: that needs enable_expert_parallel over several")
+            raise ValidationError("experts move between ranks only: set enable_expert_parallel, with several ranks")
         return outcome
 
     def take_rebalanced(self) -> list[Rebalanced]:
@@ -242,13 +245,13 @@ class EngineCore:
         draws = self.scheduler.draws_of(plan.step)
         if not any(request.params.structured_outputs is not None for request in draws):
             return
-        while len(self._launched) > 1 and not self.scheduler.knows_draws:
+        while len(self._launched) > 1 and not self.scheduler.waits_for_draws:
             self._collect()  # a mask depends on every token before it
         if not self._launched:
             return  # an earlier step has failed, and all requests start again
         masks, late, failed = self._grammars.masks(plan.step, draws)
         for request in late:
-            self.scheduler.set_aside(request)
+            self.scheduler.await_mask(request)
         for request, message in failed:
             if message == DEAD_END:  # the vocabulary cannot express what the grammar requires
                 reason = f"structured_outputs: {message}"
@@ -273,21 +276,21 @@ class EngineCore:
         logger.error("a step failed: %s; every request starts again from the tokens it has", error)
         if isinstance(error, StepMemoryError):
             budget = self.scheduler.lower_budget(max(LEAST_BUDGET, plan.num_tokens // 2))
-            logger.warning("%s ran out of memory: steps have at most %d tokens now", self._name(plan), budget)
+            logger.warning("%s ran out of memory: steps have at most %d tokens now", self._describe(plan), budget)
         self.scheduler.reset(f"a step failed: {error}", plan.step)
 
     def _die(self, error: DeviceLostError, plan: StepPlan) -> NoReturn:
-        """Nothing can run on the device any more: the engine ends, and refuses all requests."""
+        """Nothing can run on the device any more: from now on all requests are refused."""
         if isinstance(error, RankLostError):
-            self._end(f"the engine is dead: {error}, in {self._name(plan)}", error)
-        self._end(
-            f"the engine is dead: {self._name(plan)} took the device with it: {error}. Start again in a new process; "
-            "CUDA_LAUNCH_BLOCKING=1 and enforce_eager show which kernel it was",
+            self._mark_dead(f"the engine is dead: {error}, in {self._describe(plan)}", error)
+        self._mark_dead(
+            f"the engine is dead: the device was lost in {self._describe(plan)}: {error}. Start a new process; "
+            "CUDA_LAUNCH_BLOCKING=1 and enforce_eager show which kernel failed",
             error,
         )
 
-    def _end(self, why: str, error: DeviceLostError) -> NoReturn:
-        self._death = why
+    def _mark_dead(self, reason: str, error: DeviceLostError) -> NoReturn:
+        self._death = reason
         logger.error("%s", self._death)
         self._watchdog.stop()
         raise EngineDeadError(self._death) from error
@@ -295,10 +298,11 @@ class EngineCore:
     def _abandon(self, plan: StepPlan) -> None:
         """In the watchdog's thread: log which step hangs, and make the loop stop waiting for it."""
         message = f"it has not ended after {self._watchdog.seconds:g} s (step_timeout)"
-        logger.error("%s hangs: %s", self._name(plan), message)
+        logger.error("%s hangs: %s", self._describe(plan), message)
         self._executor.give_up(message)
 
-    def _name(self, plan: StepPlan) -> str:
+    def _describe(self, plan: StepPlan) -> str:
+        """The step's number, size and requests, for logs and errors."""
         ids = self.scheduler.requests_of(plan.step)
         more = f" and {len(ids) - NAMED_REQUESTS} more" if len(ids) > NAMED_REQUESTS else ""
         return (

@@ -1,4 +1,4 @@
-"""Static description of a started engine. Imports no torch: the front has one of an engine in another process."""
+"""Static description of a started engine. Imports no torch: the front uses it for engines in other processes."""
 
 from __future__ import annotations
 

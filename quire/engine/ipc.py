@@ -41,7 +41,7 @@ class Add(msgspec.Struct, tag=True):
 
 
 class Abort(msgspec.Struct, tag=True):
-    """Abort a request; its outputs say when that has happened."""
+    """Abort a request; its last output reports the end."""
 
     id: str
 
@@ -148,6 +148,8 @@ class RequestRefused(msgspec.Struct, tag=True):
 
 
 class HealthReport(msgspec.Struct, tag=True):
+    """Answers `Ping`."""
+
     question: int
     unfinished: int
     """Unfinished requests, without those that wait for a grammar."""
@@ -156,11 +158,15 @@ class HealthReport(msgspec.Struct, tag=True):
 
 
 class StatsReport(msgspec.Struct, tag=True):
+    """Answers `GetStats`."""
+
     question: int
     metrics: list[Metric]
 
 
 class MemoryReport(msgspec.Struct, tag=True):
+    """Answers `GetMemoryMap`."""
+
     question: int
     map: MemoryMap | None = None
     error: str = ""
@@ -168,12 +174,16 @@ class MemoryReport(msgspec.Struct, tag=True):
 
 
 class ResetReport(msgspec.Struct, tag=True):
+    """Answers `ResetPrefixCache`."""
+
     question: int
     is_empty: bool
     """Whether no block was kept for a running request."""
 
 
 class RebalanceReport(msgspec.Struct, tag=True):
+    """Answers `RebalanceExperts`."""
+
     question: int
     outcome: Rebalanced | None = None
     error: RequestRefused | None = None
@@ -189,7 +199,7 @@ class SessionReply(msgspec.Struct, tag=True):
 
 
 class Died(msgspec.Struct, tag=True):
-    """The last message of an engine that cannot go on."""
+    """The last message of an engine that has failed."""
 
     message: str
 

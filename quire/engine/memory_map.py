@@ -1,4 +1,4 @@
-"""Makes the map of an engine's memory. It costs some milliseconds when it is requested, and nothing otherwise."""
+"""Makes the map of an engine's memory. A request for it takes some milliseconds of the loop's time."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ def map_memory(scheduler: Scheduler, experts: Mapping[int, Sequence[int]], block
     on_device = [live for live in sessions.kv.on_device() if live.blocks]
     tables = [*(request.blocks for request in requests), *(live.blocks for live in on_device)]
     held_by = _count(tables, pool.num_blocks)
-    going, coming = ([], []) if tiers is None else (tiers.saving_blocks, tiers.loading_blocks)
-    cells = _cells(pool, held_by, [*going, *coming])
+    saving, loading = ([], []) if tiers is None else (tiers.saving_blocks, tiers.loading_blocks)
+    cells = _cells(pool, held_by, [*saving, *loading])
     stride = -(-len(cells) // MOST_CELLS)
     owners = [*(_request_owner(one, held_by) for one in requests), *(_session_owner(one, held_by) for one in on_device)]
     return MemoryMap(
@@ -68,9 +68,9 @@ def map_memory(scheduler: Scheduler, experts: Mapping[int, Sequence[int]], block
         device=_device(cells, scheduler.tables.block_size, block_bytes),
         blocks=cells[::stride].tobytes().decode("ascii"),
         stride=stride,
-        sharing=_sharing(pool, held_by, [*going, *coming]),
+        sharing=_sharing(pool, held_by, [*saving, *loading]),
         owners=_owners([owner for owner in owners if owner is not None], len(requests)),
-        transfers=TransferCounts(out=len(going), back=len(coming), writes=0 if tiers is None else tiers.num_writes),
+        transfers=TransferCounts(out=len(saving), back=len(loading), writes=0 if tiers is None else tiers.num_writes),
         pressure=_pressure(scheduler),
         host=None if tiers is None else _host(tiers),
         disk=None if tiers is None or tiers.store is None else _disk(tiers.store.stats()),

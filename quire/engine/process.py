@@ -46,11 +46,11 @@ class EngineLoop:
         core.wakes.append(link.fileno())
 
     def run(self) -> None:
-        """Until asked to stop. Waits for messages only while there is no work."""
+        """Run until `ShutdownEngine` arrives. Waits for messages only while there is no work."""
         while self._is_open:
-            seconds = self._core.rest()
+            seconds = self._core.tick_idle()
             for data in self._link.receive(not self._core.has_work, seconds):
-                self._take(data)
+                self._handle(data)
             if self._is_open and self._core.has_work:
                 outputs = self._core.step()
                 if not outputs.is_empty:
@@ -58,7 +58,7 @@ class EngineLoop:
                 self._sessions.answer_saved()
                 self._report_rebalanced()
 
-    def _take(self, data: bytes) -> None:
+    def _handle(self, data: bytes) -> None:
         try:
             message = ipc.decode_down(data)
         except ipc.MalformedRequestError as error:
@@ -87,7 +87,7 @@ class EngineLoop:
             case ipc.GetMemoryMap(question=question, block_bytes=block_bytes):
                 send(self._map_memory(question, block_bytes))
             case ipc.Wake(number=number):
-                core.rouse(number)
+                core.wake(number)
             case ipc.RebalanceExperts(question=question, number=number):
                 self._rebalance(question, number)
             case ipc.SessionCall(question=question, op=op):
@@ -98,6 +98,7 @@ class EngineLoop:
                 raise RuntimeError("unexpected second StartEngine message")
 
     def _rebalance(self, question: int, number: int) -> None:
+        """Move experts, and answer; engines in lockstep answer later, in `_report_rebalanced`."""
         try:
             outcome = self._core.rebalance_experts(number)
         except EngineDeadError:
@@ -164,7 +165,7 @@ def main(make: MakeEngine | None = None) -> int:
 
 
 def _start(link: ipc.MessageLink, make: MakeEngine | None) -> EngineCore | None:
-    """Build the engine the first message describes; None if that failed, which the front is told."""
+    """Build the engine that the first message describes; None if that failed, after sending the error."""
     start = ipc.decode_down(link.next_payload())
     assert isinstance(start, ipc.StartEngine)
     prefix = f"replica {start.replica}: " if start.replicas > 1 else ""

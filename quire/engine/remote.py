@@ -30,7 +30,7 @@ from quire.paths import child_environment
 logger = logging.getLogger(__name__)
 
 STOP_SECONDS = 10.0
-"""How long the process may take to exit when asked to; then it is killed."""
+"""How long the process may take to exit after `ShutdownEngine`; then it is killed."""
 KILL_SECONDS = 30.0
 """How long a killed process may take to exit: a driver may hold it for a while. After that it is left to the system."""
 EXIT_STATUS_SECONDS = 2.0
@@ -79,7 +79,7 @@ class RemoteEngine:
                 env=child_environment(),
             )
         self.kill = weakref.finalize(self, _kill, self._process, self._socket, os.getpid())
-        """Kills the process; runs also when this object or the interpreter goes."""
+        """Kills the process; also runs when this object is collected or the interpreter exits."""
         with contextlib.suppress(ConnectionError):  # it has exited already, which the next read reports
             self._socket.sendall(start)
 
@@ -150,9 +150,9 @@ class RemoteEngine:
         if not data:
             self._on_close()
         for payload in self._frames.feed(data):
-            self._take(payload)
+            self._handle(payload)
 
-    def _take(self, payload: bytes) -> None:
+    def _handle(self, payload: bytes) -> None:
         try:
             message = ipc.decode_up(payload)
         except msgspec.MsgspecError as error:  # the call it answers is unknown and would wait forever
@@ -225,6 +225,7 @@ class RemoteEngine:
             self._process.wait(max(0.0, deadline - time.monotonic()))
 
     def _receive_ready(self) -> ipc.EngineReady:
+        """Wait for `EngineReady`; raises the error if the engine could not start."""
         while data := self._receive():
             for payload in self._frames.feed(data):
                 message = ipc.decode_up(payload)

@@ -203,7 +203,7 @@ def apply(keeper: SessionKeeper, op: SessionOp) -> SessionAnswer:
         case ListSessions():
             after = 0 if op.after is None else keeper.store.get(op.after).id
             if op.made_after is not None:
-                after = keeper.store.last_made(op.made_after, op.owner)
+                after = keeper.store.last_id_at(op.made_after, op.owner)
             return SessionAnswer(page=keeper.page(after, op.limit, op.owner))
         case CountSessions():
             return SessionAnswer(count=keeper.count(op.owner))

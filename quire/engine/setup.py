@@ -79,7 +79,7 @@ def make_engine(
         tables, make_policy(config.scheduling_policy, config), keys, rows, tokens, config.enable_chunked_prefill,
         groups=PrefixGroups(config.block_size) if started.reads_groups else None,
         pacer=_pacer(config, default_stretch), tiers=tiers, sessions=None if config.kv_disk is None else keeper(),
-        waves=None if stages == 1 else depth + 1,
+        microbatches=None if stages == 1 else depth + 1,
     )  # fmt: skip
     grammars = Grammars(_fork_server_spec(config, files, model, rows), config.grammar_timeout)
     executor = started.executor

@@ -1,4 +1,4 @@
-"""Detects a step that does not end, whatever the loop is stuck in."""
+"""Detects a step that hangs, wherever the loop is stuck."""
 
 from __future__ import annotations
 

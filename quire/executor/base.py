@@ -69,7 +69,7 @@ class Executor(Protocol):
         ...
 
     def check(self) -> float | None:
-        """Raise DeviceLostError if a rank has exited while idle; seconds until the next check, None: none needed."""
+        """Raise DeviceLostError if a rank has exited while idle; returns seconds until the next check, None: never."""
         ...
 
     def give_up(self, message: str) -> None:

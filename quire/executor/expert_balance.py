@@ -1,4 +1,4 @@
-"""Where the experts are, and where the load says they should be."""
+"""Placement of experts over ranks, and how to change it to balance their load."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class ExpertBalance:
     """The placement of every layer's experts, and the counts at which it was made."""
 
     def __init__(self, ranks: int, spare: int, interval: int = 0) -> None:
-        """`interval`: steps between rebalances; 0: none by itself."""
+        """`interval`: steps between automatic rebalances; 0: none."""
         self._ranks, self._spare = ranks, spare
         self._interval, self._steps = interval, 0
         self._placements: dict[int, Placement] = {}

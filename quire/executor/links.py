@@ -21,7 +21,7 @@ from quire.messages.frames import FrameSplitter, SocketReader, unframe
 CHECK_SECONDS = 0.5
 """How often a wait for ranks checks whether they are alive and the wait was not given up."""
 STOP_SECONDS = 5.0
-"""How long ranks may take to exit when asked to; then they are killed."""
+"""How long ranks may take to exit after `ShutdownRank`; then they are killed."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class StartedRanks(Protocol):
 
     @property
     def kill(self) -> Any:
-        """Kill them all and clean up; runs also when this object or the interpreter goes: a `weakref.finalize`."""
+        """A `weakref.finalize` that kills them all and cleans up; also runs when the interpreter exits."""
         ...
 
     def name(self, rank: int) -> str:
@@ -82,7 +82,7 @@ class StartedRanks(Protocol):
         ...
 
     def wait(self, seconds: float) -> None:
-        """Until all have exited, at most this long."""
+        """Wait until all have exited, at most this long."""
         ...
 
 
@@ -92,7 +92,7 @@ class RankLinks:
     def __init__(self, ranks: StartedRanks) -> None:
         self.ranks = ranks
         self._sockets = ranks.sockets
-        self._inlets = [SocketReader(sock) for sock in self._sockets]
+        self._readers = [SocketReader(sock) for sock in self._sockets]
         self._frames = [FrameSplitter(wire.LARGEST) for _ in self._sockets]
         self._poll = select.poll()
         self._rank_of = {sock.fileno(): rank for rank, sock in enumerate(self._sockets)}
@@ -113,7 +113,7 @@ class RankLinks:
         return self.ranks.pids
 
     def send(self, message: wire.Down) -> None:
-        """To every rank: a long message through shared memory, if there is some with room."""
+        """Send to every rank; a long message through shared memory, if there is some and it has room."""
         data = wire.encode(message)
         ring = self.ranks.ring
         if ring is not None and len(data) >= MIN_BYTES and self.ranks.kill.alive:
@@ -123,7 +123,7 @@ class RankLinks:
         self.send_bytes([data] * len(self))
 
     def send_bytes(self, messages: list[bytes], watch: bool = True) -> None:
-        """One message to each rank. Waits while a rank's socket is full; `watch` as in `receive`."""
+        """Send one message to each rank. Waits while a rank's socket is full; `watch` as in `receive`."""
         self._check_open()
         self.given_up = ""
         for rank, data in enumerate(messages):
@@ -137,8 +137,8 @@ class RankLinks:
                     raise self.lose(self.ranks.describe_exit(rank)) from None
 
     def _wait_for_room(self, rank: int, watch: bool) -> None:
-        """Until the rank's socket can be written. Reads from all ranks meanwhile: a rank blocked in a send would never
-        read."""
+        """Wait until the rank's socket can be written. Reads from all ranks meanwhile: a rank blocked in a send would
+        never read."""
         self.ranks.liveness.watch()
         sock = self._sockets[rank]
         self._poll.modify(sock, select.POLLIN | select.POLLOUT)
@@ -185,7 +185,7 @@ class RankLinks:
             raise RankLostError(self.lost or "the ranks have been shut down")
 
     def _check_wait(self, watch: bool) -> None:
-        """Raises if waiting on is pointless."""
+        """Raises if the wait was given up or a rank hangs."""
         if self.given_up:
             raise self.lose(f"the ranks do not respond: {self.given_up}")
         if watch and (rank := self.ranks.liveness.silent()) is not None:
@@ -197,7 +197,7 @@ class RankLinks:
 
     def _read(self, rank: int) -> None:
         try:
-            data = self._inlets[rank].receive()
+            data = self._readers[rank].receive()
         except OSError:
             data = memoryview(b"")
         if not data:
@@ -219,7 +219,7 @@ class RankLinks:
         return RankLostError(self.lost)
 
     def stop(self) -> None:
-        """Ask the ranks to exit, and kill those that do not."""
+        """Send the ranks a shutdown, and kill those that do not exit."""
         if not self.ranks.kill.alive:
             return
         data = wire.encode(wire.ShutdownRank())

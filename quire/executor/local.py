@@ -44,7 +44,7 @@ class LocalExecutor:
     def submit(self, plan: StepPlan) -> PendingStep | StepError:
         try:
             return self._worker.launch(plan)
-        except Exception as error:  # of any kind: the loop must learn that the step was not launched
+        except Exception as error:  # of any kind: `collect` raises it
             return self._failure(error)
         finally:
             self._given_up = ""  # the launch took long, but it returned
@@ -107,7 +107,7 @@ class LocalExecutor:
         self._given_up = ""  # the step was slow, but it ended
 
     def _failure(self, error: Exception) -> StepError:
-        """Classifies an error: device lost, out of memory, or a failed step after which the device can go on."""
+        """Classifies an error: device lost, out of memory, or a failed step after which the device is usable."""
         message = f"{type(error).__name__}: {_first_line(error)}"
         no_memory = isinstance(error, torch.OutOfMemoryError) or "out of memory" in message
         # The frames hold the step's tensors, whose memory the next step needs.
@@ -121,7 +121,7 @@ class LocalExecutor:
 
 
 def _device_works(free_memory: bool) -> bool:
-    """Whether the device can go on. After a fault inside a kernel every later CUDA call fails."""
+    """Whether the device is usable. After a fault inside a kernel every later CUDA call fails."""
     if not torch.cuda.is_initialized():
         return True
     try:
@@ -157,7 +157,7 @@ class LocalBackend:
         needs = estimate_needs(config, spec.files, spec.model, platform, spec.limits)
         needs.check_weights(config, platform, free_before)
         # Before anything is loaded: on a GPU the first step already exchanges tokens with the other engines.
-        agreement = None if spec.lockstep is None else _join(platform, spec.lockstep)
+        agreement = None if spec.lockstep is None else _join_lockstep(platform, spec.lockstep)
         phase = "while the model was loaded and a first step tried"
         try:
             worker = _load(spec)
@@ -177,7 +177,7 @@ def _load(spec: ExecutorSpec) -> Worker:
     )  # fmt: skip
 
 
-def _join(platform: Platform, address: LockstepAddress) -> LockstepAgreement:
+def _join_lockstep(platform: Platform, address: LockstepAddress) -> LockstepAgreement:
     # NCCL refuses several processes on one GPU.
     backend = "gloo" if shares_gpu() else platform.collectives
     return LockstepAgreement(address, backend, JOIN_SECONDS)

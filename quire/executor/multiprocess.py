@@ -37,8 +37,8 @@ from quire.worker.memory import MemoryPlan
 from quire.worker.moves import HostTierInfo
 
 FAILURE_SECONDS = 5.0
-"""After one rank failed a step, how long the others of its stage may take to report the same; longer than that, they
-wait in a collective that it never joins."""
+"""After one rank failed a step, how long the others of its stage may take to report the same. After that they are taken
+to wait in a collective that it never joins."""
 IDLE_CHECK_SECONDS = 1.0
 """How often idle ranks are checked."""
 
@@ -61,7 +61,7 @@ class MultiprocessExecutor:
         """By step: its transfers between tiers, of the ranks that have completed them."""
         self._counts: dict[int, Mapping[int, Sequence[int]]] = {}
         self._is_dense = False
-        """The model has no experts in any stage: ranks need not be asked again."""
+        """The model has no experts in any stage: ranks need not be queried again."""
         self._placed: set[int] = set()
         self.balance: ExpertBalance | None = None
         if config.enable_expert_parallel and config.expert_ranks > 1:
@@ -89,7 +89,7 @@ class MultiprocessExecutor:
             for rank, resources in enumerate(ranks.resources)
         ]  # fmt: skip
         self._ranks.send_bytes([wire.encode(start) for start in starts], watch=False)
-        self._ranks.receive(lambda: len(self._loaded) == len(self._ranks), self._take, watch=False)
+        self._ranks.receive(lambda: len(self._loaded) == len(self._ranks), self._handle, watch=False)
 
     def _make_caches(self, share_host: bool) -> None:
         # Ranks may have found different amounts of free memory; all of them have the same blocks.
@@ -98,7 +98,7 @@ class MultiprocessExecutor:
         shares = [None] * len(self._ranks) if self._host is None else self._host.shares
         messages = [wire.encode(wire.MakeCache(self._num_blocks, share)) for share in shares]
         self._ranks.send_bytes(messages, watch=False)
-        self._ranks.receive(lambda: len(self._ready) == len(self._ranks), self._take, watch=False)
+        self._ranks.receive(lambda: len(self._ready) == len(self._ranks), self._handle, watch=False)
 
     def _share_host(self) -> SharedHostMemory | None:
         """Host memory of all ranks, mapped here too for the disk tier."""
@@ -174,7 +174,7 @@ class MultiprocessExecutor:
             failed_at = time.monotonic() if failed_at is None else failed_at
             return time.monotonic() - failed_at > FAILURE_SECONDS
 
-        self._ranks.receive(is_over, self._take)
+        self._ranks.receive(is_over, self._handle)
         for step in [step for step in self._answers if step <= handle]:
             del self._answers[step]  # earlier ones are of steps that the loop dropped
         if any(isinstance(answer, wire.StepFailed) for answer in answers.values()):
@@ -189,7 +189,7 @@ class MultiprocessExecutor:
         return any(answered[stage] < self._stage_size for stage in failed)
 
     def _failure(self, answers: Mapping[int, wire.Done | wire.StepFailed]) -> StepError:
-        """The error for the loop. The ranks can go on if those of each failed stage all failed at the same place."""
+        """The error for the loop. The ranks stay usable if all of each failed stage failed at the same collective."""
         failures = {rank: answer for rank, answer in answers.items() if isinstance(answer, wire.StepFailed)}
         rank, first = min(failures.items())
         message = f"rank {rank} of {len(self._ranks)}: {first.message}"
@@ -208,6 +208,7 @@ class MultiprocessExecutor:
         return all(len(started) == self._stage_size and len(set(started)) == 1 for started in stages.values())
 
     def _result(self, step: int, answers: Mapping[int, wire.Done | wire.StepFailed]) -> StepResult:
+        """The result of the first rank of the last stage. Raises if other ranks sampled other tokens."""
         done = {rank: answer for rank, answer in answers.items() if isinstance(answer, wire.Done)}
         first = len(self._ranks) - self._stage_size  # of the last stage, which samples
         differing = [
@@ -241,7 +242,7 @@ class MultiprocessExecutor:
     def _count_experts(self) -> Mapping[int, Sequence[int]]:
         self._counts.clear()
         self._ranks.send(wire.CountExperts())
-        self._ranks.receive(lambda: len(self._counts) == len(self._ranks), self._take)
+        self._ranks.receive(lambda: len(self._counts) == len(self._ranks), self._handle)
         # Ranks of a stage have the same layers, and see all tokens.
         return {layer: counts for _, each in sorted(self._counts.items()) for layer, counts in each.items()}
 
@@ -255,14 +256,14 @@ class MultiprocessExecutor:
             slots = {layer: [list(held) for held in placement.slots] for layer, placement in placements.items()}
             self._placed.clear()
             self._ranks.send(wire.PlaceExperts(slots))
-            self._ranks.receive(lambda: len(self._placed) == len(self._ranks), self._take)
+            self._ranks.receive(lambda: len(self._placed) == len(self._ranks), self._handle)
         self.balance.commit(placements, counts)
         return outcome
 
     # Ranks
 
     def check(self) -> float:
-        self._ranks.poll(self._take)
+        self._ranks.poll(self._handle)
         return IDLE_CHECK_SECONDS
 
     def give_up(self, message: str) -> None:
@@ -271,7 +272,7 @@ class MultiprocessExecutor:
     def shutdown(self) -> None:
         self._ranks.stop()
 
-    def _take(self, rank: int, message: wire.Up) -> None:
+    def _handle(self, rank: int, message: wire.Up) -> None:
         match message:
             case wire.Done(step=step) | wire.StepFailed(step=step):
                 self._answers.setdefault(step, {})[rank] = message

@@ -80,12 +80,12 @@ class NullExecutor:
             self._positions[row.row] = row.num_tokens
         for fork in plan.forks:
             source = self._rows[fork.source]
-            self._rows[fork.row] = msgspec.structs.replace(source, row=fork.row, sample=fork.sample)
+            self._rows[fork.row] = msgspec.structs.replace(source, row=fork.row, sequence=fork.sequence)
             self._positions[fork.row] = self._positions[fork.source]
         tokens = np.zeros(len(plan.sample_rows), np.int32)
         for i, row in enumerate(plan.sample_rows.tolist()):
             owner = self._rows[row]
-            tokens[i] = self._token_of(owner.request, owner.sample, int(self._positions[row]))  # type: ignore[misc]
+            tokens[i] = self._token_of(owner.request, owner.sequence, int(self._positions[row]))  # type: ignore[misc]
             stopped[i] = int(tokens[i]) in owner.stop_ids
             self._positions[row] += 1
         return tokens

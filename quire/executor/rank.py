@@ -1,4 +1,4 @@
-"""A rank's process: `python -m quire.executor.rank SOCKET HEARTBEATS RING HOST RANK SIZE`, by `executor/processes.py`.
+"""A rank's process: `python -m quire.executor.rank SOCKET HEARTBEATS RING HOST RANK SIZE`. See `processes.py`.
 
 It loads its part of the model, then runs plans and reports their results.
 """
@@ -87,10 +87,10 @@ class RankLoop:
         self._is_open = True
 
     def run(self) -> None:
-        """Until the engine asks to stop."""
+        """Run until `ShutdownRank` arrives."""
         while self._is_open:
             for message in self._link.receive(self._pause()):
-                self._take(message)
+                self._handle(message)
                 self._report_done()  # before the next step, which may wait long for the previous stage
             self._report_done()
 
@@ -106,7 +106,7 @@ class RankLoop:
             return None
         return pause_after(time.monotonic() - self._waiting_since)
 
-    def _take(self, message: wire.Down) -> None:
+    def _handle(self, message: wire.Down) -> None:
         match message:
             case wire.Step(plan=data):
                 plan = decode_plan(data)
@@ -128,7 +128,7 @@ class RankLoop:
                 raise RuntimeError(f"unexpected message after the start: {type(message).__name__}")
 
     def _supply(self, masks: StepMasks) -> None:
-        """For the step launched last, unless it has failed and been reported."""
+        """Pass masks to the step launched last, unless it has failed and been reported."""
         if not self._launched or self._launched[-1][0] != masks.step:
             return
         step, handle = self._launched[-1]
@@ -138,6 +138,7 @@ class RankLoop:
             self._launched[-1] = (step, error)
 
     def _report(self, step: int, handle: Any) -> None:
+        """Send the result of a step, or its error."""
         from quire.distributed.collectives import collectives_started
 
         try:

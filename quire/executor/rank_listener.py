@@ -84,6 +84,7 @@ class RankListener:
             self._selector.register(sock, selectors.EVENT_READ)
 
     def _read_handshake(self, sock: socket.socket) -> None:
+        """Read more of a connection's handshake; accept or close the connection when it is complete."""
         received, _ = self._pending[sock]
         try:
             # Not a byte more than the handshake: the rest belongs to the connection's reader.

@@ -38,7 +38,7 @@ def connect(address: str | None) -> str:
     ray = import_ray()
     if ray.is_initialized():
         return _address(ray)
-    found = _find(address)
+    found = _find_cluster(address)
     quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False, "configure_logging": False}
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # off by default: it prints a page
     os.environ.setdefault(
@@ -116,7 +116,7 @@ def alive_nodes() -> dict[str, dict[str, Any]]:
     return {node["NodeID"]: node for node in bounded(ray.nodes) or [] if node["Alive"]}
 
 
-def _find(address: str | None) -> str | None:
+def _find_cluster(address: str | None) -> str | None:
     """The address to join; None: start a cluster."""
     if address == "local":
         return None
@@ -179,7 +179,7 @@ def _signals_kept() -> Iterator[None]:
 
 
 def _redirect_output() -> None:
-    """Send what Ray prints about lost nodes to the debug log: the error that follows says it in a line."""
+    """Send what Ray prints about lost nodes to the debug log: the error that follows has it in one line."""
     with contextlib.suppress(Exception):
         from ray._private import worker
 

@@ -231,7 +231,7 @@ def check_versions(nodes: Sequence[Mapping[str, Any]]) -> None:
     for rank, each in enumerate(nodes):
         for package, version in ours.items():
             theirs = str(each[package])
-            if _public(theirs) != _public(version):
+            if _without_build(theirs) != _without_build(version):
                 has = f"has {package} {theirs}" if theirs else f"cannot import {package}"
                 raise ClusterError(
                     f"mixed versions: node {each['address']} ({each['host']}, rank {rank}) {has}, the engine has "
@@ -249,8 +249,8 @@ def check_model(nodes: Sequence[Mapping[str, Any]], path: str) -> None:
             )
 
 
-def _public(version: str) -> str:
-    """Without the build's suffix: the engine's node may have torch without CUDA."""
+def _without_build(version: str) -> str:
+    """The version without its build suffix: the engine's node may have torch without CUDA."""
     return version.partition("+")[0]
 
 

@@ -67,23 +67,23 @@ class RecordingHeader(msgspec.Struct):
 
 
 class RecordingExecutor:
-    """An executor that writes down what passes through it."""
+    """An executor that records the plans, masks and results of another one."""
 
     def __init__(self, executor: Executor, config: EngineConfig, files: ModelFiles, **shape: Any) -> None:
-        """`shape`: the fields of `RecordingHeader` that only a started engine knows."""
+        """`shape`: the fields of `RecordingHeader` that are known once the engine has started."""
         assert config.record is not None
-        told = child_context(config, files)
-        settings = {name: value for name, value in told["settings"].items() if name not in _SECRETS}
+        context = child_context(config, files)
+        settings = {name: value for name, value in context["settings"].items() if name not in _SECRETS}
         self._inner = executor
         self._file = _create(config.record)
-        self._write(b"", msgspec.msgpack.encode(RecordingHeader(VERSION, settings, told["files"], **shape)))
+        self._write(b"", msgspec.msgpack.encode(RecordingHeader(VERSION, settings, context["files"], **shape)))
 
     def _write(self, kind: bytes, data: bytes) -> None:
         self._file.write(frame(kind + data))
 
     def submit(self, plan: StepPlan) -> Any:
         self._write(b"P", encode(plan))
-        self._file.flush()  # the plan of a step that takes the process down is the one to look at
+        self._file.flush()  # before the step runs: if it crashes the process, its plan is the one to look at
         return self._inner.submit(plan)
 
     def supply(self, handle: Any, masks: StepMasks) -> None:
@@ -147,7 +147,7 @@ class Recording:
                 yield from frames.feed(data)
 
     def messages(self) -> Iterator[RecordedMessage]:
-        """Plans, masks and results, in the order in which they passed."""
+        """Plans, masks and results, in the order in which they were recorded."""
         frames = self._frames()
         next(frames)
         for data in frames:

@@ -138,10 +138,12 @@ class StepFailed(msgspec.Struct, tag=True):
     """The error's class."""
     message: str
     collectives: int
-    """Number of collectives this rank has started. If all ranks of a stage failed at the same one, they can go on."""
+    """Number of collectives this rank has started. If all ranks of a stage failed at the same one, they stay usable."""
 
 
 class ExpertCounts(msgspec.Struct, tag=True):
+    """Answers `CountExperts`: how often each expert was chosen, by layer."""
+
     counts: dict[int, list[int]]
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from quire.errors import CacheTooSmallError
 
 NULL_BLOCK = 0
-"""Reserved: inactive and padding rows write there; its content is never read."""
+"""The reserved block: inactive and padding rows write to it; its content is never read."""
 
 
 class BlockPool:
@@ -103,7 +103,7 @@ class BlockPool:
                     self._empty.append(block)
 
     def keep(self, block: int) -> None:
-        """Mark the block's content as cached: it stays when the last reference goes."""
+        """Mark the block's content as cached: it stays when the last reference is dropped."""
         if self.refs[block] == 0:
             raise RuntimeError(f"block {block} has no references: its content cannot be cached")
         self._content[block] = 1

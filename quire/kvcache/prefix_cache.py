@@ -1,4 +1,4 @@
-"""Finding blocks by what they contain."""
+"""Finds blocks by content: keys of blocks, and the cache from key to block."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from blake3 import blake3
 
 
 class ContentKeys:
-    """Names full blocks by their content and everything before it: equal key, equal KV.
+    """Content keys of blocks, over their tokens and all tokens before them: equal key, equal KV.
 
     A key is a hash over the parent's key and the block's tokens; the chain starts from the model's fingerprint and
-    anything else that changes the KV or must keep owners apart (a tenant's salt).
+    anything else that changes the KV or must separate owners (a tenant's salt).
     """
 
     def __init__(self, block_size: int, fingerprint: bytes = b"") -> None:
@@ -28,18 +28,18 @@ class ContentKeys:
 
     def root(self, salt: str = "") -> bytes:
         """The parent of a first block."""
-        # Keyed, so that no salt can look like the tokens of a block.
+        # A keyed hash, so that no salt can collide with the tokens of a block.
         return self._root if not salt else blake3(salt.encode(), key=self._root).digest()
 
-    def following(self, parent: bytes, tokens: Sequence[int] | np.ndarray) -> bytes:
+    def key_after(self, parent: bytes, tokens: Sequence[int] | np.ndarray) -> bytes:
         """The key of the block that holds `tokens` after `parent`."""
         return blake3(parent + np.asarray(tokens, dtype=np.int32).tobytes()).digest()
 
     def of(self, tokens: Sequence[int], salt: str = "") -> list[bytes]:
         """Keys of all full blocks of `tokens`."""
-        return self.after(self.root(salt), tokens)
+        return self.keys_after(self.root(salt), tokens)
 
-    def after(self, parent: bytes, tokens: Sequence[int] | np.ndarray) -> list[bytes]:
+    def keys_after(self, parent: bytes, tokens: Sequence[int] | np.ndarray) -> list[bytes]:
         """Keys of all full blocks of `tokens` that follow the block `parent`."""
         size = self.block_size
         data = memoryview(np.asarray(tokens, dtype=np.int32).tobytes())

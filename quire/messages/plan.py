@@ -32,7 +32,7 @@ class NewRow(msgspec.Struct):
     num_computed: int
     limit: int
     seed: int
-    sample: int
+    sequence: int
     """Which of the request's sequences this is; part of the random stream's key."""
     params: SamplingParams
     stop_ids: list[int]
@@ -42,11 +42,11 @@ class NewRow(msgspec.Struct):
 
 
 class Fork(msgspec.Struct):
-    """Row `row` becomes a copy of row `source`, drawing from the random stream of sequence `sample`."""
+    """Row `row` becomes a copy of row `source`, drawing from the random stream of sequence `sequence`."""
 
     source: int
     row: int
-    sample: int
+    sequence: int
     request: str
 
 

@@ -15,7 +15,7 @@ class PlatformUnavailableError(QuireError):
     """A device cannot be used on this machine; the message says why."""
 
     def __init__(self, why: str, is_expected: bool = False) -> None:
-        """`is_expected`: the device seems to be installed, so the user should learn why it is not used."""
+        """`is_expected`: the device seems to be installed, so that the user is warned why it is not used."""
         super().__init__(why)
         self.is_expected = is_expected
 

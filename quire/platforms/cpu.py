@@ -62,7 +62,7 @@ def _available() -> int:
                 return int(line.split()[1]) * 1024
     except OSError:
         pass
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2  # macOS says more only through a subprocess
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2  # macOS reports it only through a subprocess
 
 
 def _left_in_cgroup() -> int:

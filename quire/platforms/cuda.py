@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 FAST = ("quire.kernels.triton.ops.TritonOps", "triton")
 PLAIN = ("quire.kernels.reference.TorchOps", "torch")
-"""Kernels by dotted path, and the attention backend that goes with them."""
+"""Dotted path of the kernels, and the attention backend to use with them."""
 LEAST_FOR_FAST = (8, 0)
 """Compute capability the Triton kernels are written for: bfloat16 products, asynchronous copies."""
 LEAST = (7, 0)
@@ -125,22 +125,22 @@ def why_unusable() -> str:
     return "torch sees no GPU"
 
 
-def explain(said: str) -> str:
+def explain(message: str) -> str:
     """torch's error message in one line, with what was found and what is needed."""
     driver = driver_version()
-    shown = f"the NVIDIA driver ({driver})" if driver else "the NVIDIA driver"
-    if found := re.search(r"too old \(found version (\d+)\)", said):
-        serves = f"{int(found[1]) // 1000}.{int(found[1]) % 1000 // 10}"
+    driver_text = f"the NVIDIA driver ({driver})" if driver else "the NVIDIA driver"
+    if found := re.search(r"too old \(found version (\d+)\)", message):
+        newest = f"{int(found[1]) // 1000}.{int(found[1]) % 1000 // 10}"
         return (
-            f"{shown} serves CUDA up to {serves}, and this torch ({torch.__version__}) needs {torch.version.cuda}: "
-            "update the driver, or install a torch built for an older CUDA"
+            f"{driver_text} supports CUDA up to {newest}, and this torch ({torch.__version__}) needs "
+            f"{torch.version.cuda}: update the driver, or install a torch built for an older CUDA"
         )
-    if "no NVIDIA driver" in said:
+    if "no NVIDIA driver" in message:
         return "there is no NVIDIA driver here"
-    if "No CUDA GPUs" in said:
+    if "No CUDA GPUs" in message:
         hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
-        return f"{shown} shows no GPU" + (f" (CUDA_VISIBLE_DEVICES is {hidden!r})" if hidden is not None else "")
-    return f"CUDA does not start: {said.splitlines()[0] if said else 'torch does not say why'}"
+        return f"{driver_text} shows no GPU" + (f" (CUDA_VISIBLE_DEVICES is {hidden!r})" if hidden is not None else "")
+    return f"CUDA does not start: {message.splitlines()[0] if message else 'torch gives no reason'}"
 
 
 def driver_version() -> str:

@@ -1,4 +1,4 @@
-"""Which of several engines gets a request. Knows prompts by their blocks' keys, and engines by what was sent there."""
+"""Chooses one of several engines for a request, by content keys of blocks and what was sent to each engine."""
 
 from quire.router.load import OpenRequest, RoutedRequest
 from quire.router.policies.base import RoutingPolicy, make_routing_policy

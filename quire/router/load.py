@@ -10,7 +10,7 @@ HALF_LIFE_SECONDS = 20.0
 INITIAL_PREFILL_SPEED = 4000.0
 """Prompt tokens a second, until something was measured."""
 MIN_MEASURED_TOKENS = 256
-"""Shorter prompts are not measured: their time says more about the cost of a step than about the cost of a token."""
+"""Shorter prompts are not measured: the fixed cost of a step dominates their time."""
 SPEED_TOLERANCE = 1.4
 """A replica within this factor of the group's speed counts as equally fast: the difference is mostly noise, and a
 replica that only looks slower would get less work for no reason."""
@@ -20,7 +20,7 @@ ROW_TOKENS = 200
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RoutedRequest:
-    """What the router knows of a request."""
+    """A request as the router sees it."""
 
     keys: Sequence[bytes]
     """Content keys of the prompt's full blocks. They include the tenant's salt: tenants do not match each other's."""
@@ -91,7 +91,7 @@ class ReplicaLoad:
         """Requests without a first token."""
         self._busy_since = 0.0
         """When the last prompt was done, or the first arrived: progress since then is unknown."""
-        self._stay = Rate(1.0, span=50)
+        self._request_seconds = Rate(1.0, span=50)
         """Seconds from launch to end, per request."""
         self._work, self._work_at = 0.0, 0.0
 
@@ -123,14 +123,14 @@ class ReplicaLoad:
         self._busy_since = now
 
     def generated_more(self, opened: OpenRequest, tokens: int, now: float) -> None:
-        """More tokens of it came."""
+        """It has generated `tokens` more tokens."""
         opened.generated += tokens
         self.generated += tokens
         self.kv_tokens += tokens
         self._add_work(tokens, now)
 
     def finished(self, opened: OpenRequest, now: float) -> None:
-        """It is over, for whatever reason."""
+        """It has ended, for whatever reason."""
         opened.is_over = True
         del self.requests[opened]
         if opened in self._waiting:
@@ -138,7 +138,7 @@ class ReplicaLoad:
             del self._waiting[opened]
             self.queued -= opened.uncached
         else:
-            self._stay.note(now - opened.launched, 1.0)
+            self._request_seconds.note(now - opened.launched, 1.0)
         self.rows -= opened.request.sequences
         self.generated -= opened.generated
         self.kv_tokens -= opened.request.prompt_tokens + opened.generated
@@ -162,7 +162,7 @@ class ReplicaLoad:
         seconds = tokens / speed
         crowding = max(self.rows / self.max_rows, self.kv_tokens / self.max_kv_tokens)
         if crowding > 1:
-            seconds += (crowding - 1) * self._stay.value
+            seconds += (crowding - 1) * self._request_seconds.value
         return seconds
 
     def work(self, now: float) -> float:

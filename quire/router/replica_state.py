@@ -1,4 +1,4 @@
-"""A replica as the router knows it: its load, and the blocks that its prefix cache likely holds."""
+"""A replica as the router sees it: its load, and the blocks that its prefix cache likely holds."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ class Router:
         self._share_index()
 
     def remove(self, name: str) -> None:
-        """The replica is gone: nothing is sent there any more, and its open requests are over."""
+        """Remove a replica that is down: send nothing to it any more, and end its open requests."""
         replica = self._replicas.pop(name, None)
         if replica is not None:
             for opened in replica.load.requests:
@@ -125,7 +125,7 @@ class Router:
         load.generated_more(opened, generated - opened.generated, now)
 
     def finished(self, opened: OpenRequest, keys: Sequence[bytes] = ()) -> None:
-        """Nothing more comes, for whatever reason. `keys`: of all its full blocks, including those of the output."""
+        """The request has ended, for whatever reason. `keys`: of all its full blocks, including those of the output."""
         if opened.is_over:
             return
         replica = self._replicas[opened.replica]

@@ -69,7 +69,7 @@ class Admission:
         hit = tables.match(request.keys, known) if request.source.reads_cache and not own else []
         cached = own or len(hit) * tables.block_size
         spare = 0 if alone else self._preemptor.promised() + self._preemptor.headroom()
-        # Sessions may give back blocks that were hit, which then cost, or that they share with the request's own.
+        # Again after each reclaim: it may free a block that was hit, which then costs, or drop only a shared reference.
         while (lacking := self._cost(request, own, hit) + spare - tables.pool.free) > 0:
             if not self._preemptor.reclaim(lacking, request):
                 break
@@ -97,8 +97,8 @@ class Admission:
         return self._tables.blocks_for(request.known) - len(hit) + self._tables.cost_of_sharing(hit)
 
     def _preempt_for(self, builder: StepBuilder, request: Request, blocks: int = 0) -> None:
-        """A tenant above its share may have to give a row, or `blocks`, to one below it. The request is admitted in a
-        later step: a step that preempts admits none, and does not preempt what it has admitted."""
+        """Preempt a tenant above its share, if the request's tenant is below its own and lacks a row or `blocks`. The
+        request is admitted in a later step: a step that preempts admits none, and preempts none it has admitted."""
         if builder.admitted or builder.preempted:
             return
         victim = self._sharing.victim_for(request, blocks)
@@ -127,8 +127,8 @@ class Admission:
         return budget
 
     def admit_arriving(self, builder: StepBuilder, budget: int) -> bool:
-        """There is nothing else to compute, and one request waits for blocks in host memory: it joins the step that
-        copies them, so that the device waits for the copies and not the host. Whether there is such a request."""
+        """With nothing else to compute: admit a request whose blocks are in host memory to the step that copies them,
+        so that the device waits for the copies and not the host. Returns whether there was one."""
         arriving = self._swapper.arriving() if budget > 0 and self._rows.free else None
         if arriving is None:
             return False
@@ -143,7 +143,7 @@ class Admission:
         return True
 
     def _room(self, request: Request, cached: int) -> int:
-        """Tokens that fit after its first `cached`, into its blocks and the free ones."""
+        """Tokens after the first `cached` that fit into the request's blocks and the free ones."""
         return (len(request.blocks) + self._tables.pool.free) * self._tables.block_size - cached
 
     # Joining a step
@@ -169,7 +169,7 @@ class Admission:
         return count
 
     def _make_writable(self, builder: StepBuilder, request: Request, cached: int) -> None:
-        """A block that is filled in part, which the next token goes to, becomes the request's alone."""
+        """Make a partly filled last block, which the next token is written to, the request's own."""
         index, filled = divmod(cached, self._tables.block_size)
         if not filled:
             return
@@ -180,7 +180,7 @@ class Admission:
             self._tables.withdraw([request.blocks[index]])
 
     def publish_chunk(self, builder: StepBuilder, request: Request) -> None:
-        """Requests of the same step can hit the blocks that it fills: all KV is written before it is read."""
+        """Publish the blocks that the chunk fills, for requests of this step too: KV is written before it is read."""
         filled = int(self._rows.computed[request.row]) + builder.prompts[request]
         builder.publish(self._tables.publish(request, request.keys, filled // self._tables.block_size))
 

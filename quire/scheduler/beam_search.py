@@ -1,11 +1,11 @@
-"""Beam search: which continuations go on (`BeamSearch`), and what that means for rows and blocks (`BeamRows`).
+"""Beam search: which continuations are kept (`BeamSearch`), and what that means for rows and blocks (`BeamRows`).
 
 The rules are those of transformers, so that the results are the same. Of all beams' continuations the best few are
-considered. Those that do not end go on, up to the width of the search. Those that end are kept if they are among the
+considered. Those that do not end continue, up to the width of the search. Those that end are kept if they are among the
 best `width` of all, and of the kept ones the best `width` by score stay.
 
 The host chooses after each draw, so a beam's row waits: it computes again when all beams of its search have drawn and
-the choice is made. Other requests go on meanwhile, also in steps that are launched ahead. Beams that continue keep
+the choice is made. Other requests run meanwhile, also in steps that are launched ahead. Beams that continue keep
 their rows, further continuations of the same beam fork from it and share its blocks, and the rest give their rows back.
 """
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def num_candidates(params: BeamSearchParams, num_ends: int) -> int:
-    """Continuations considered in a step: enough for `width` to go on if every beam may end with every end token."""
+    """Continuations considered in a step: enough for `width` to continue if every beam may end with every end token."""
     return max(2, 1 + num_ends) * params.beam_width
 
 
@@ -47,7 +47,7 @@ class BeamSearch:
         self.beams = sequences[:1]
         """Running beams, best first."""
         self.spare = sequences[1:]
-        """Sequences that are no beam now."""
+        """Sequences that are not beams at the moment."""
         self.finished: list[Hypothesis] = []
         """The best of the sequences that have ended, best first."""
         self._params = params
@@ -66,14 +66,14 @@ class BeamSearch:
         width = self._params.beam_width
         length = self.beams[0].known + 1 - self._prompt
         is_last = self.beams[0].known + 1 >= self._limit
-        going: list[BeamChoice] = []
+        continuing: list[BeamChoice] = []
         for place, choice in enumerate(self._best()):
             if not is_last and choice.token not in self._ends:
-                going.append(choice)
+                continuing.append(choice)
             elif place < width:
                 self._keep(choice, length)
         self.finished = sorted(self.finished, key=lambda hypothesis: -hypothesis.score)[:width]
-        return going[:width] if going and self._can_improve(going[0].total, length) else []
+        return continuing[:width] if continuing and self._can_improve(continuing[0].total, length) else []
 
     def _best(self) -> list[BeamChoice]:
         """The best continuations of all beams. Each beam's come best first: the merge never reaches most of them."""
@@ -128,13 +128,13 @@ class BeamRows:
         self._rows = requests.rows
 
     def collect(self, request: Request, candidates: TokenLogprobs | None) -> None:
-        """A beam has drawn. When all beams of its search have, the search goes on."""
+        """A beam has drawn. When all beams of its search have, the search advances."""
         if request.beam is None or candidates is None:
             if request.row >= 0:
                 self._rows.draw_again(request.row)
             return
         request.beam.candidates = candidates
-        if request.row < 0:  # preempted since: drawing again would yield the same
+        if request.row < 0:  # preempted since the launch: drawing again would yield the same
             self._requests.policy.remove(request)
         search = self._requests.searches[request.id]
         if search.has_drawn:
@@ -149,6 +149,7 @@ class BeamRows:
                         self._requests.leave_row(beam, RequestState.PREEMPTED)
 
     def _advance(self, search: BeamSearch) -> None:
+        """All beams have drawn: continue, fork and retire them as the search chooses, or end the search."""
         choices = search.choose()
         if not choices:
             self._requests.finish_search(search.beams[0], search.finished)
@@ -174,7 +175,7 @@ class BeamRows:
         """No continuation of this beam was chosen."""
         if beam.row >= 0:
             self._requests.leave_row(beam)
-        if beam.state is not RequestState.WAITING:  # as it is if a step has failed since it drew
+        if beam.state is not RequestState.WAITING:  # it already is if a step failed after it drew
             beam.move(RequestState.WAITING)
         search.spare.append(beam)
 
@@ -189,7 +190,7 @@ class BeamRows:
         if beam.row >= 0:
             self._requests.extend_row(beam, 1)
         else:
-            self._requests.policy.add(beam)
+            self._requests.requeue(beam)
 
 
 def _has_drawn(request: Request) -> bool:

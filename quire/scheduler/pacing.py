@@ -20,21 +20,23 @@ STREAM_STRETCH = 1.7
 LEAST_CHUNK = 4
 """Prompt tokens a step may always have, so that prompts progress on any device."""
 PRESSURE = 8.0
-"""Running requests that a prompt waiting behind another counts as when time is divided."""
+"""Running requests that each further waiting prompt counts as, when the time of a step is divided."""
 REFRESH_STEPS = 24
 """After this many steps with prompts in a row there is one without, to measure decodes alone again."""
 WINDOW = 9
 """Decode steps whose median is taken, so that one disturbed step changes nothing."""
-MEMORY = 0.15
+NEWEST_WEIGHT = 0.15
 """Weight of the newest step in the averages of prompt costs."""
 OUTLIER = 4.0
-"""A price is capped at this multiple of the usual one: it was a disturbance, or later steps will confirm it."""
+"""A measured price is capped at this multiple of the average: it may be an outlier."""
 GROWTH = 2.0
-"""A chunk is at most this many times as large as those measured lately."""
+"""A chunk is at most this many times as large as those measured recently."""
 
 
 @dataclass(frozen=True)
 class _Launched:
+    """A launched step: its decodes and prompt tokens, and when it was launched."""
+
     decodes: int
     tokens: int
     at: float
@@ -50,7 +52,7 @@ class NoPacer:
 
     is_on = False
 
-    def allowance(self, decodes: int, elder: int, pending: int) -> int:
+    def allowance(self, decodes: int, older_streams: int, pending: int) -> int:
         raise RuntimeError("there is no pacer to give an allowance")
 
     def launched(self, decodes: int, tokens: int, now: float, is_measured: bool = True) -> None: ...
@@ -61,7 +63,7 @@ class NoPacer:
 
 
 class Pacer:
-    """Measures steps, and says how many prompt tokens the next one may have."""
+    """Measures steps, and limits the prompt tokens of the next one."""
 
     is_on = True
 
@@ -78,22 +80,22 @@ class Pacer:
         self._since_decodes = 0
         """Steps with prompts since decodes alone were measured."""
 
-    def allowance(self, decodes: int, elder: int, pending: int) -> int:
+    def allowance(self, decodes: int, older_streams: int, pending: int) -> int:
         """Prompt tokens the next step may have beside `decodes` decodes.
 
-        `pending`: prompts that could use them. `elder`: decodes that streamed before the first of these arrived; the
-        others found it waiting, and may be slowed down more. 0: none in this step, to measure decodes alone.
+        `pending`: prompts that could use them. `older_streams`: decodes whose stream began before the first of these
+        prompts arrived; the others may be slowed down more. Returns 0 if the step is to measure decodes alone.
         """
         base = self._decodes.of(decodes)
         if base is None or self._since_decodes >= REFRESH_STEPS:
             return 0
-        share = max(self.stretch - 1, PRESSURE * (pending - 1) / decodes) * decodes / elder
+        share = max(self.stretch - 1, PRESSURE * (pending - 1) / decodes) * decodes / older_streams
         return max(LEAST_CHUNK, self._prompts.tokens_within(share * base))
 
     # Measuring
 
     def launched(self, decodes: int, tokens: int, now: float, is_measured: bool = True) -> None:
-        """A step is launched. `is_measured` is False if it waits for something else than computation."""
+        """A step is launched. `is_measured` is False if it waits for something other than computation."""
         self._in_flight.append(_Launched(decodes, tokens, now, is_measured))
 
     def collected(self, now: float) -> None:
@@ -134,14 +136,14 @@ class Pacer:
 
 
 class DecodeTimes:
-    """How long a step of decodes alone takes, by its rows, in classes a fifth wide."""
+    """How long a step of decodes alone takes, by its rows, in size classes about 20% apart."""
 
     def __init__(self) -> None:
         self._seconds: dict[int, deque[float]] = {}
 
     def note(self, rows: int, seconds: float, after_pause: bool = False) -> None:
         """A step of `rows` decodes took `seconds`. After a pause, older measurements count for less."""
-        seen = self._seconds.setdefault(_class_of(rows), deque(maxlen=WINDOW))
+        seen = self._seconds.setdefault(_size_class(rows), deque(maxlen=WINDOW))
         for _ in range(-(-len(seen) // 2) if after_pause else 0):
             seen.popleft()
         seen.append(seconds)
@@ -150,12 +152,12 @@ class DecodeTimes:
         """Expected seconds for `rows` decodes, from the nearest smaller size measured; None if none was."""
         if not self._seconds:
             return None
-        own = _class_of(rows)
+        own = _size_class(rows)
         nearest = max((known for known in self._seconds if known <= own), default=min(self._seconds))
         return statistics.median_low(self._seconds[nearest])
 
 
-def _class_of(rows: int) -> int:
+def _size_class(rows: int) -> int:
     return round(4 * math.log2(rows))
 
 
@@ -163,7 +165,7 @@ class PromptCosts:
     """What prompt tokens add to a step's time: a fixed part and a price per token, from steps weighted by age.
 
     Seconds per token are a straight line over 1 / tokens: its intercept is the price, its slope the fixed part. Fitted
-    that way a step of ten tokens counts as much as one of a thousand, and a bend at other sizes does not matter here.
+    that way a step of ten tokens counts as much as one of a thousand, and the costs of other sizes do not matter here.
     """
 
     def __init__(self) -> None:
@@ -171,7 +173,7 @@ class PromptCosts:
         self._x = self._y = self._xx = self._xy = 0.0
         """Weighted means of 1 / tokens, seconds per token, and their products."""
         self._reach = 0.0
-        """About the largest number of tokens measured lately."""
+        """About the largest number of tokens measured recently."""
 
     def note(self, tokens: int, seconds: float) -> None:
         """`tokens` prompt tokens added `seconds` to a step."""
@@ -180,12 +182,12 @@ class PromptCosts:
             price, fixed = self._line()
             y = min(y, OUTLIER * (price + fixed * x))
         self._steps += 1
-        weight = max(MEMORY, 1 / self._steps)
+        weight = max(NEWEST_WEIGHT, 1 / self._steps)
         self._x += weight * (x - self._x)
         self._y += weight * (y - self._y)
         self._xx += weight * (x * x - self._xx)
         self._xy += weight * (x * y - self._xy)
-        self._reach = max(tokens, self._reach * (1 - MEMORY / 4))
+        self._reach = max(tokens, self._reach * (1 - NEWEST_WEIGHT / 4))
 
     def tokens_within(self, seconds: float) -> int:
         """How many tokens can be added in `seconds`; 0 if nothing was measured."""

@@ -1,9 +1,9 @@
 """Finds blocks for a step; preempts requests when there are not enough.
 
 A shortage is met in this order: cached blocks that no request holds are evicted; sessions between turns give theirs
-back; the policy's victim is preempted, and computed again later. To avoid that, room is made ahead of need, past two
-watermarks of free blocks. Past the first, admission slows to one request a step and idle sessions go to sleep, one a
-step. Past the second, or when rows will lack blocks within a few steps, the policy's victim is swapped out.
+back; the policy's victim is preempted, and computed again later. To avoid that, blocks are freed early, below two
+watermarks of free blocks. Below the first, admission slows to one request a step and idle sessions are suspended, one
+a step. Below the second, or when rows will lack blocks within a few steps, the policy's victim is swapped out.
 
 In lower tiers only owned blocks count: other cached blocks are evicted as needed. A full tier replaces its oldest
 blocks; a full disk drops KV, never a session's tokens.
@@ -12,6 +12,7 @@ blocks; a full disk drops KV, never a session's tokens.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -23,22 +24,22 @@ from quire.scheduler.step_builder import InFlightStep, StepBuilder
 from quire.scheduler.swapping import NoSwapper, Swapper
 
 FIRST_WATERMARK = 0.15
-"""Share of a tier's blocks. With less left, room is made ahead of need."""
+"""Share of a tier's blocks. With fewer free, admission slows and idle sessions are suspended."""
 SECOND_WATERMARK = 0.03
-"""With less left, rows are swapped out."""
+"""With fewer free, rows are swapped out."""
 AHEAD_STEPS = 8
 """Rows that need a block within this many steps count as needing it now: a copy takes time."""
 
 
 class MemoryPressure:
-    """How many watermarks each tier is past (0 to 2), and counts of what followed from that."""
+    """How many watermarks each tier is below (0 to 2), and counts of the reactions."""
 
     def __init__(self) -> None:
         self.device = self.host = self.disk = 0
         self.slowed = 0
         """Steps in which requests waited although there was room for them."""
         self.slept = 0
-        """Sessions put to sleep to make room."""
+        """Sessions suspended to free blocks."""
 
     def update(self, pool: BlockPool, swapper: Swapper | NoSwapper) -> None:
         """Measure how full the tiers are now."""
@@ -51,6 +52,7 @@ class MemoryPressure:
 
 
 def _level(free: int, capacity: int) -> int:
+    """Number of watermarks the free blocks are below."""
     return (free < FIRST_WATERMARK * capacity) + (free < SECOND_WATERMARK * capacity)
 
 
@@ -63,6 +65,7 @@ class Preemptor:
         self._tables = requests.tables
         self._policy = requests.policy
         self._rows = requests.rows
+        self._sharing = requests.sharing
         self._swapper = requests.swapper
         self._in_flight = in_flight
 
@@ -70,6 +73,47 @@ class Preemptor:
         """Allocate the blocks the row lacks to hold `tokens` tokens."""
         index = len(request.blocks)
         builder.assign(request.row, index, self._requests.grow(request, tokens))
+
+    def give_slots(self, builder: StepBuilder, requests: list[Request]) -> bool:
+        """Make room for one more token each. All preemptions come first: a block that is copied from in this step is
+        then never one that is copied to, and copies need no order. False: blocks are free only after transfers."""
+        growing = (request for request in requests if self._next_block(request) >= len(request.blocks))
+        for victim in self._sharing.exceeding(growing):
+            self.preempt(builder, victim)
+        while (lacking := self._slots_cost(requests) - self._tables.pool.free) > 0:
+            if not self.reclaim(lacking) and self.preempt_one(builder) is None:
+                return False
+        for request in requests:
+            if request.row >= 0:
+                self._give_slot(builder, request)
+        self._requests.own_last_blocks(requests)
+        return True
+
+    def _slots_cost(self, requests: list[Request]) -> int:
+        """Blocks it takes to give each request that still has its row one more slot."""
+        fresh, shared = 0, Counter[int]()
+        for request in requests:
+            index = self._next_block(request) if request.row >= 0 else -1
+            if index >= len(request.blocks):
+                fresh += 1
+            elif index >= 0:
+                shared[request.blocks[index]] += 1
+        # The last sequence that holds a shared block need not copy it.
+        return fresh + sum(min(count, self._tables.pool.refs[block] - 1) for block, count in shared.items())
+
+    def _next_block(self, request: Request) -> int:
+        """Index of the block that the row's next decode writes to."""
+        return (int(self._rows.bound[request.row]) - 1) // self._tables.block_size
+
+    def _give_slot(self, builder: StepBuilder, request: Request) -> None:
+        """The next token goes to a block that is the request's alone."""
+        row, index = request.row, self._next_block(request)
+        if index >= len(request.blocks):
+            self.grow(builder, request, int(self._rows.bound[row]))
+        elif self._tables.is_shared(request, index):
+            source, own = self._tables.copy_on_write(request, index)
+            builder.copy(row, source, own)
+            builder.assign(row, index, [own])
 
     # When blocks run out
 
@@ -86,7 +130,7 @@ class Preemptor:
         return True
 
     def preempt_one(self, builder: StepBuilder) -> Request | None:
-        """Preempt the policy's victim, never the best-ranked request: that one always goes on, so all finish in time.
+        """Preempt the policy's victim, never the best-ranked request: that one always runs, so all finish eventually.
 
         None: no other request is left, but transfers are in progress that will free blocks.
         """
@@ -112,7 +156,7 @@ class Preemptor:
         builder.preempt(victim)
         self._requests.preempt(victim, in_flight)
 
-    # Ahead of need
+    # Before blocks run out
 
     def promised(self) -> int:
         """Blocks that admitted prompts will still need."""
@@ -122,15 +166,15 @@ class Preemptor:
     def headroom(self) -> int:
         """Blocks that admission leaves free, so that running rows can grow before one must be preempted.
 
-        Where rows are swapped out past a watermark, none is admitted below it: it would be swapped out next.
+        If rows are swapped out below a watermark, none is admitted below it: it would be swapped out next.
         """
         capacity = self._tables.pool.capacity
         growth = min(self._rows.used, capacity // 16)
         return growth + math.ceil(SECOND_WATERMARK * capacity) if growth and self._swapper.is_on else growth
 
     def relieve(self, builder: StepBuilder, step_tokens: int) -> None:
-        """Past the watermarks: put a session to sleep, save cached blocks, swap a row out. `step_tokens`: the most a
-        step computes."""
+        """Below the watermarks: suspend a session, save cached blocks, swap a row out. `step_tokens`: the most a step
+        computes."""
         pool, rows = self._tables.pool, self._rows
         self.pressure.update(pool, self._swapper)
         if self.pressure.device and self._requests.sessions.kv.suspend_oldest():

@@ -51,7 +51,7 @@ class PrefixGroups:
         """By row: its full blocks when it joined."""
         self._group_of: dict[int, Group] = {}
         self._near: dict[int, list[Group]] = {}
-        """Groups by their block number `least_blocks` - 1: a row must have the same one to share enough."""
+        """Groups by the block at index `least_blocks` - 1: rows that share enough have the same one."""
         self._announced: dict[Group, None] = {}
         self._is_changed = False
 
@@ -63,7 +63,7 @@ class PrefixGroups:
         self._place(row)
 
     def _place(self, row: int) -> None:
-        """Put the row into the group where it saves the most."""
+        """Add the row to the group where it saves the most reads."""
         own = self._blocks[row]
         near = self._near.setdefault(own[self._least_blocks - 1], [])
         gain, group, partners, shared = 0, Group(), list[int](), 0
@@ -77,14 +77,14 @@ class PrefixGroups:
         elif shared > len(group.blocks):
             self._split(near, group, [*partners, row])
             return
-        self._put(row, group)
+        self._add_row(row, group)
 
     def leave(self, row: int) -> None:
         """The row is given back."""
         group = self._group_of.pop(row, None)
         if group is None:
             return
-        self._take_out(group, row)
+        self._remove_row(group, row)
         del self._blocks[row]
         self._settle(group)
 
@@ -100,13 +100,13 @@ class PrefixGroups:
     def _offers(self, group: Group, blocks: list[int]) -> list[tuple[list[int], int]]:
         """Members that a new row with these blocks may join, and the leading blocks they would share: the whole group,
         or the members that have more in common with the new row than the group shares."""
-        shared = _common(group.blocks, blocks)
+        shared = _num_common(group.blocks, blocks)
         offers = [(list(group.rows), shared)]
         if shared == len(group.blocks) < len(blocks):
             own = self._blocks
             like = [row for row in group.rows if len(own[row]) > shared and own[row][shared] == blocks[shared]]
             if like:
-                offers.append((like, min(_common(own[row], blocks) for row in like)))
+                offers.append((like, min(_num_common(own[row], blocks) for row in like)))
         return offers
 
     def _split(self, near: list[Group], group: Group, rows: list[int]) -> None:
@@ -114,35 +114,35 @@ class PrefixGroups:
         near.append(new := Group())
         for row in rows:
             if row in group.rows:
-                self._take_out(group, row)
-            self._put(row, new)
+                self._remove_row(group, row)
+            self._add_row(row, new)
         self._settle(group)
 
     def _settle(self, group: Group) -> None:
         """A row left alone in a group may save more in another. This ends: every move saves more."""
         if len(group.rows) == 1:
             (row,) = group.rows
-            self._take_out(group, row)
+            self._remove_row(group, row)
             self._place(row)
 
-    def _put(self, row: int, group: Group) -> None:
+    def _add_row(self, row: int, group: Group) -> None:
         blocks = self._blocks[row]
-        group.blocks = blocks[: _common(group.blocks, blocks)] if group.rows else blocks
+        group.blocks = blocks[: _num_common(group.blocks, blocks)] if group.rows else blocks
         group.rows[row] = None
         self._group_of[row] = group
-        self._note(group)
+        self._update_announced(group)
 
-    def _take_out(self, group: Group, row: int) -> None:
+    def _remove_row(self, group: Group, row: int) -> None:
         del group.rows[row]
         if not group.rows:
             key = self._blocks[row][self._least_blocks - 1]
             self._near[key].remove(group)
             if not self._near[key]:
                 del self._near[key]
-        self._note(group)
+        self._update_announced(group)
 
-    def _note(self, group: Group) -> None:
-        """The group changed: if it is, or was, worth a pass, the device needs the new groups."""
+    def _update_announced(self, group: Group) -> None:
+        """The group changed: if it pays for a second pass, or did before, the device needs the new groups."""
         pays = len(group.rows) > 1 and group.saved() * self._size >= self._least_saved
         if pays:
             self._announced[group] = None
@@ -152,7 +152,7 @@ class PrefixGroups:
             self._is_changed = True
 
 
-def _common(one: list[int], other: list[int]) -> int:
+def _num_common(one: list[int], other: list[int]) -> int:
     """How many leading entries are the same."""
     length = min(len(one), len(other))
     if one[:length] == other[:length]:

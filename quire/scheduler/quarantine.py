@@ -29,8 +29,8 @@ class Quarantine:
             self._remove_first()
 
     def add(self, failed: list[Request]) -> list[Request]:
-        """Quarantine the requests of a failed step; returns those to end: of one request that has failed alone, after
-        an earlier failure."""
+        """Quarantine the requests of a failed step. Returns those to fail: if only one request was in the step, and it
+        had been part of an earlier failed step."""
         self._failures.update(failed)
         self._queue.extend(request for request in failed if request not in self._queue)
         is_proven = len({request.id for request in failed}) == 1 and any(self._failures[one] > 1 for one in failed)

@@ -50,12 +50,12 @@ class RequestTable:
         self.swapper: Swapper | NoSwapper = NoSwapper()
         self.sessions: Sessions = NoSessions()
         self.arrivals = 0
-        """Requests that have arrived in all."""
+        """Requests added so far."""
         self._outputs = StepOutputs()
         self._dropped: list[int] = []
-        """Rows that were given back and that the device still has."""
+        """Rows given back that the device still has."""
         self._branches: dict[int, Fork] = {}
-        """Rows that beams have started in and that the device does not have yet."""
+        """By row: beams that were forked into it and that the device does not have yet."""
         self._keys = keys
         self._sequences: dict[str, list[Request]] = {}
         """Unfinished sequences, by request."""
@@ -76,7 +76,7 @@ class RequestTable:
         return list(self._sequences.get(request_id, ()))
 
     def sequence(self, key: Key) -> Request | None:
-        """One unfinished sequence."""
+        """The unfinished sequence with this key, if there is one."""
         return next((request for request in self._sequences.get(key[0], ()) if request.index == key[1]), None)
 
     def has_row_for(self, request: Request) -> bool:
@@ -114,7 +114,7 @@ class RequestTable:
         self._sequences[source.id] = [first, *others]
 
     def end_compiling(self, request_id: str) -> None:
-        """The request's grammar is compiled: it waits for a row."""
+        """The request's grammar is compiled, or its late mask has come: the request waits for a row."""
         for request in self.sequences(request_id):
             if request.state is RequestState.COMPILING:
                 request.move(RequestState.WAITING)
@@ -231,7 +231,7 @@ class RequestTable:
         self.leave_row(request, RequestState.PREEMPTED)
         self.requeue(request)
 
-    def set_aside(self, request: Request) -> None:
+    def await_mask(self, request: Request) -> None:
         """The request waits until its grammar's mask is ready; draws in flight are ignored."""
         if request.row >= 0:
             self.leave_row(request, RequestState.WAITING)
@@ -276,7 +276,7 @@ class RequestTable:
         self.extend_row(request, len(tokens))
 
     def extend_row(self, request: Request, count: int) -> None:
-        """The request's output has `count` more tokens; its row, if it has one, goes on from there."""
+        """The request's output has `count` more tokens; its row, if it has one, continues from there."""
         if request.row >= 0:
             self.rows.collect(request.row, count)
             self.publish_output(request)
@@ -342,15 +342,13 @@ class RequestTable:
         self.finish(request, "stop", stop_reason)
 
     def _end_turn(self, request: Request, reason: str) -> str | None:
-        """A session keeps the KV of its turn, and the turn's output if it ended normally.
-
-        Returns why the session could not keep it, if it could not."""
+        """The session of a turn keeps its KV, and its output if it ended normally. Returns the error if that failed."""
         if not request.source.session:
             return None
         is_kept = reason in ("stop", "length")
         if request.row >= 0 and reason != "error":
             self.extend_keys(request)
-            # Where a row has ended on the device, its last token is not computed, whatever was launched since.
+            # The KV of the last token was not computed: the row had already ended on the device.
             most = request.known - 1 if is_kept else len(request.prompt)
             self.sessions.kv.keep(request, min(int(self.rows.computed[request.row]), most))
         return self.sessions.end(request, is_kept)
@@ -371,6 +369,7 @@ class RequestTable:
             report()
 
     def _remove(self, request: Request) -> None:
+        """Take the sequence out of its row or queue, and out of the table."""
         if request.row >= 0:
             self.leave_row(request)
         elif request.state is RequestState.LOADING:
@@ -388,7 +387,7 @@ class RequestTable:
             del self._sequences[request.id]
 
     def check_idle(self) -> None:
-        """Raise unless every block and row was given back; to be called when nothing is unfinished."""
+        """Raise unless every block and row was given back. Call it when no request is unfinished."""
         pool = self.tables.pool
         kept = self.sessions.kv.block_refs()
         held = [block for block, count in enumerate(pool.refs) if count != kept[block]]
@@ -409,13 +408,13 @@ class RequestTable:
         keys, full = request.keys, request.known // self.tables.block_size
         if len(keys) < full:
             parent = keys[-1] if keys else self._keys.root(request.source.salt)
-            keys += self._keys.after(parent, request.tokens(len(keys) * size, full * size))
+            keys += self._keys.keys_after(parent, request.tokens(len(keys) * size, full * size))
 
     def partial_key(self, request: Request, tokens: int) -> bytes:
         """The content key of a partly filled last block, which holds the request's tokens up to `tokens`."""
         full = tokens // self.tables.block_size
         parent = request.keys[full - 1] if full else self._keys.root(request.source.salt)
-        return self._keys.following(parent, request.tokens(full * self.tables.block_size, tokens))
+        return self._keys.key_after(parent, request.tokens(full * self.tables.block_size, tokens))
 
     def publish_output(self, request: Request) -> None:
         """Blocks of generated tokens enter the prefix cache once their tokens are known (the last has no KV yet)."""

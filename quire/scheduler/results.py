@@ -79,6 +79,7 @@ class ResultCollector:
             self._fail(request, NAN_LOGITS)
 
     def _fail(self, request: Request, message: str, error: str = "") -> None:
+        """End the request with an error, and drop its KV from all caches."""
         # No other request may read the KV that led here.
         self._requests.tables.withdraw(request.blocks)
         self._requests.swapper.forget(request.keys)

@@ -119,7 +119,7 @@ class Rows:
         self.decoding[row] = True
 
     def start_stream(self, row: int, arrivals: int) -> None:
-        """The row's first token is there, after `arrivals` requests have arrived in all."""
+        """The row's first token was collected when `arrivals` requests had arrived."""
         self.stream_start[row] = arrivals
 
     def plan_decodes(self, rows: NDArray[np.int64]) -> None:
@@ -162,5 +162,5 @@ class Rows:
         self.computed[row] += count - 1
 
     def draw_again(self, row: int) -> None:
-        """The draw yielded nothing: the row's last token is to be computed once more."""
+        """The draw yielded nothing: compute the row's last token once more."""
         self.collect(row, 0)

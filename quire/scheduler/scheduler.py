@@ -7,7 +7,7 @@ that number forward, by one for most rows, by a chunk for those whose prompt is 
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -51,14 +51,14 @@ class Scheduler:
         pacer: Pacer | None = None,
         tiers: OffloadManager | None = None,
         sessions: SessionKeeper | None = None,
-        waves: int | None = None,
+        microbatches: int | None = None,
     ) -> None:
         """`groups`: for a device whose attention reads shared blocks once per group. `pacer`: bounds what prompts add
         to the time of a step; without one, only tokens are bounded. `tiers`: host memory and disk for blocks.
 
-        `waves`: the device is a pipeline with this many plans in flight. A row is then in one of them until its draw is
-        collected, and each plan has its share of the decoding rows. None: a plan may have rows whose last token only
-        the device knows."""
+        `microbatches`: the device is a pipeline with this many plans in flight. A row is then in one of them until its
+        draw is collected, and each plan has its share of the decoding rows. None: a plan may have rows whose last token
+        only the device has."""
         self.requests = RequestTable(tables, policy, keys, max_rows, groups)
         if tiers is not None:
             self.requests.swapper = Swapper(self.requests, tiers)
@@ -74,12 +74,12 @@ class Scheduler:
         self._preemptor = Preemptor(self.requests, self._in_flight)
         self.pressure = self._preemptor.pressure
         self._admission = Admission(self.requests, self._preemptor, token_budget, chunked_prefill, clock)
-        self._writer = PlanWriter(self.requests, clock, holds_rows=waves is not None)
+        self._writer = PlanWriter(self.requests, clock, holds_rows=microbatches is not None)
         self._beams = BeamRows(self.requests)
         self._collector = ResultCollector(self.requests, self._beams)
         self._quarantine = Quarantine()
         self._pacer = pacer or NoPacer()
-        self._waves = waves
+        self._microbatches = microbatches
         self._budget = token_budget
         self._clock = clock
         self._new_streams: list[Request] = []
@@ -122,12 +122,12 @@ class Scheduler:
             self.requests.finish_at(request, at, stop_reason)
 
     def end_compiling(self, request_id: str) -> None:
-        """The request's grammar is compiled: it waits for a row."""
+        """The request's grammar is compiled, or its late mask has come: the request waits for a row."""
         self.requests.end_compiling(request_id)
 
-    def set_aside(self, request: Request) -> None:
+    def await_mask(self, request: Request) -> None:
         """The grammar's mask is late: draws in flight are ignored, and the request waits for `end_compiling`."""
-        self.requests.set_aside(request)
+        self.requests.await_mask(request)
 
     @property
     def unfinished(self) -> int:
@@ -170,9 +170,9 @@ class Scheduler:
         return next((other.draws for other in reversed(self._in_flight) if other.step == step), [])
 
     @property
-    def knows_draws(self) -> bool:
-        """Whether every token before a row's next one is known when that one is planned."""
-        return self._waves is not None
+    def waits_for_draws(self) -> bool:
+        """Whether a row is planned again only when its draw is collected: all its tokens are known then."""
+        return self._microbatches is not None
 
     # Tiers and sessions
 
@@ -196,31 +196,33 @@ class Scheduler:
         return self._swapper.is_busy
 
     def wait(self, seconds: float, wakes: list[int]) -> None:
-        """Sleep until a transfer from or to disk is done, or one of the files `wakes` is readable."""
+        """Sleep until a transfer from or to disk is done, or one of the descriptors `wakes` is readable."""
         self._swapper.wait(seconds, wakes)
 
     # Planning a step
 
     def schedule(self) -> StepPlan | None:
         """The next step, or None if there is nothing to compute now."""
-        step = StepBuilder()
-        self._prepare(step)
+        builder = StepBuilder()
+        self._prepare(builder)
         if (quarantined := self._quarantine.first) is not None:
-            return self._schedule_alone(step, quarantined)
-        decodes = self._schedule_decodes(step)
-        budget = self._continue_prompts(step, self._prompt_budget(decodes))
-        if step.can_admit:
-            budget = self._admission.admit(step, self._admission.admit_loaded(step, budget))
+            return self._schedule_alone(builder, quarantined)
+        decodes = self._schedule_decodes(builder)
+        budget = self._continue_prompts(builder, self._prompt_budget(decodes))
+        if builder.can_admit:
+            budget = self._admission.admit(builder, self._admission.admit_loaded(builder, budget))
         decodes = decodes[self.rows.decoding[decodes]]  # some may have been preempted since
-        is_needed = len(decodes) or not step.is_empty or self._admit_arriving(step, budget) or self._waits_for_moves
-        return self._launch(step, decodes) if is_needed else None
+        is_needed = (
+            len(decodes) or not builder.is_empty or self._admit_arriving(builder, budget) or self._waits_for_moves
+        )
+        return self._launch(builder, decodes) if is_needed else None
 
-    def _prepare(self, step: StepBuilder) -> None:
-        """Take note of what has changed since the last step, and make room ahead of need."""
+    def _prepare(self, builder: StepBuilder) -> None:
+        """Apply what changed since the last step, and free blocks before they run out."""
         self.sessions.tick()
         self._swapper.poll()
         if self._quarantine.first is None:
-            self._preemptor.relieve(step, self._budget)
+            self._preemptor.relieve(builder, self._budget)
         for request in self._new_streams:
             if request.row >= 0:
                 self.rows.start_stream(request.row, self.requests.arrivals)
@@ -229,102 +231,61 @@ class Scheduler:
 
     # Decodes
 
-    def _schedule_decodes(self, step: StepBuilder) -> NDArray[np.int64]:
-        """Every row that waits for its next token, each with a slot to write to."""
+    def _schedule_decodes(self, builder: StepBuilder) -> NDArray[np.int64]:
+        """Rows that compute their next token in this step, each with a slot to write to."""
         rows = self.rows
         ready = rows.ready()
-        if self._waves is not None:
-            share = -(-int(np.count_nonzero(rows.decoding)) // self._waves)
+        if self._microbatches is not None:
+            share = -(-int(np.count_nonzero(rows.decoding)) // self._microbatches)
             ready = ready if len(ready) <= share else rows.longest_waiting(ready, share)
         if len(ready) > self._budget:
             ready = np.array(sorted(ready.tolist(), key=self._rank_of_row)[: self._budget], np.int64)
         in_need = {rows.requests[row] for row in rows.out_of_slots(ready).tolist()}
         if self.requests.forked:
             in_need |= self.requests.forked.intersection(rows.requests[row] for row in ready.tolist())
-        if in_need and not self._give_slots(step, sorted(in_need, key=self.policy.rank)):
+        if in_need and not self._preemptor.give_slots(builder, sorted(in_need, key=self.policy.rank)):
             return ready[:0]  # one row is left, and transfers will free the blocks it needs
         return ready
 
     def _rank_of_row(self, row: int) -> Any:
         return self.policy.rank(self.rows.requests[row])  # type: ignore[arg-type]
 
-    def _give_slots(self, step: StepBuilder, requests: list[Request]) -> bool:
-        """Make room for one more token each. All preemptions come first: a block that is copied from in this step is
-        then never one that is copied to, and copies need no order. False: blocks are free only after transfers."""
-        growing = (request for request in requests if self._next_block(request) >= len(request.blocks))
-        for victim in self._sharing.exceeding(growing):
-            self._preemptor.preempt(step, victim)
-        while (lacking := self._slots_cost(requests) - self.tables.pool.free) > 0:
-            if not self._preemptor.reclaim(lacking) and self._preemptor.preempt_one(step) is None:
-                return False
-        for request in requests:
-            if request.row >= 0:
-                self._give_slot(step, request)
-        self.requests.own_last_blocks(requests)
-        return True
-
-    def _slots_cost(self, requests: list[Request]) -> int:
-        """Blocks it takes to give each request that still has its row one more slot."""
-        fresh, shared = 0, Counter[int]()
-        for request in requests:
-            index = self._next_block(request) if request.row >= 0 else -1
-            if index >= len(request.blocks):
-                fresh += 1
-            elif index >= 0:
-                shared[request.blocks[index]] += 1
-        # The last sequence that holds a shared block need not copy it.
-        return fresh + sum(min(count, self.tables.pool.refs[block] - 1) for block, count in shared.items())
-
-    def _next_block(self, request: Request) -> int:
-        """Index of the block that the row's next decode writes to."""
-        return (int(self.rows.bound[request.row]) - 1) // self.tables.block_size
-
-    def _give_slot(self, step: StepBuilder, request: Request) -> None:
-        """The next token goes to a block that is the request's alone."""
-        row, index = request.row, self._next_block(request)
-        if index >= len(request.blocks):
-            self._preemptor.grow(step, request, int(self.rows.bound[row]))
-        elif self.tables.is_shared(request, index):
-            source, own = self.tables.copy_on_write(request, index)
-            step.copy(row, source, own)
-            step.assign(row, index, [own])
-
     # Prompts
 
     def _prompt_budget(self, decodes: NDArray[np.int64]) -> int:
         """Prompt tokens this step may have: what the decodes leave, and no more than the pacer allows."""
         budget = self._budget - len(decodes)
-        if self._waves is not None and self._in_flight:
+        if self._microbatches is not None and self._in_flight:
             decodes = np.flatnonzero(self.rows.decoding)  # rows of the plans in flight wait for this one too
         if not self._pacer.is_on or not len(decodes):
             return budget
         first = min(self.requests.prefilling, key=self._sharing.order, default=None)
         if first is None or self._sharing.interleaves:
             first = min(filter(None, (first, self.policy.next())), key=self._sharing.order, default=None)
-        elder = 0 if first is None else int(np.count_nonzero(self.rows.stream_start[decodes] <= first.arrival_order))
-        if first is None or not elder:
+        older = 0 if first is None else int(np.count_nonzero(self.rows.stream_start[decodes] <= first.arrival_order))
+        if first is None or not older:
             return budget
         pending = len(self.requests.prefilling) + min(self.waiting, self.rows.free)
-        allowance = self._pacer.allowance(len(decodes), elder, pending)
+        allowance = self._pacer.allowance(len(decodes), older, pending)
         if self._sharing.is_owed(first, decodes):
             allowance = max(allowance, first.known)
         return min(budget, allowance)
 
-    def _continue_prompts(self, step: StepBuilder, budget: int) -> int:
-        """Schedule the next chunks of prompts under way, in order; returns what is left of the budget."""
+    def _continue_prompts(self, builder: StepBuilder, budget: int) -> int:
+        """Schedule the next chunks of partly computed prompts, in order; returns what is left of the budget."""
         for request in sorted(self.requests.prefilling, key=self._sharing.order):
-            if self._sharing.interleaves and not step.preempted:
-                budget = self._admission.admit(step, budget, before=request)
+            if self._sharing.interleaves and not builder.preempted:
+                budget = self._admission.admit(builder, budget, before=request)
             if budget <= 0:
                 break
             if request.row >= 0:
-                budget -= self._schedule_chunk(step, request, budget)
-        for request in step.prompts:
-            self._admission.publish_chunk(step, request)
+                budget -= self._schedule_chunk(builder, request, budget)
+        for request in builder.prompts:
+            self._admission.publish_chunk(builder, request)
         return budget
 
-    def _schedule_chunk(self, step: StepBuilder, request: Request, budget: int) -> int:
-        """As many of the row's known tokens as budget and blocks allow; returns how many."""
+    def _schedule_chunk(self, builder: StepBuilder, request: Request, budget: int) -> int:
+        """Schedule as many of the row's known tokens as budget and blocks allow; returns how many."""
         computed, bound = int(self.rows.computed[request.row]), int(self.rows.bound[request.row])
         count = min(bound - computed, budget)
         if self.tables.missing(request, computed + count) > self.tables.pool.free:
@@ -332,34 +293,34 @@ class Scheduler:
             room = int(self.rows.capacity[request.row]) + self.tables.pool.free * self.tables.block_size - computed
             if room > 0:
                 count = min(count, room)
-            elif self._preemptor.make_room(step, request, 1):
+            elif self._preemptor.make_room(builder, request, 1):
                 count = min(count, self.tables.block_size)
             else:
                 return 0
-        self._preemptor.grow(step, request, computed + count)
-        step.prompt(request, count)
+        self._preemptor.grow(builder, request, computed + count)
+        builder.prompt(request, count)
         self._sharing.charge(request, count)
         return count
 
     # Launching
 
-    def _admit_arriving(self, step: StepBuilder, budget: int) -> bool:
+    def _admit_arriving(self, builder: StepBuilder, budget: int) -> bool:
         """The device is idle: a request whose blocks are in host memory joins the step that copies them."""
-        return not self._in_flight and step.can_admit and self._admission.admit_arriving(step, budget)
+        return not self._in_flight and builder.can_admit and self._admission.admit_arriving(builder, budget)
 
     @property
     def _waits_for_moves(self) -> bool:
         """Only copies between tiers are in progress: a step without rows waits for them."""
         return not self._in_flight and self._swapper.is_moving
 
-    def _launch(self, step: StepBuilder, decodes: NDArray[np.int64]) -> StepPlan:
-        decodes = np.concatenate([decodes, np.array([request.row for request in step.ready], np.int64)])
+    def _launch(self, builder: StepBuilder, decodes: NDArray[np.int64]) -> StepPlan:
+        decodes = np.concatenate([decodes, np.array([request.row for request in builder.ready], np.int64)])
         self._sharing.charge_decodes(decodes)
-        plan, in_flight = self._writer.write(step, decodes)
+        plan, in_flight = self._writer.write(builder, decodes)
         self._in_flight.append(in_flight)
         if len(plan.rows):
-            self.stats.note_step(plan, step, self.requests, self.pressure)
-            self._pacer.launched(plan.num_decodes, len(plan.tokens), in_flight.launched, not step.awaits_moves)
+            self.stats.note_step(plan, builder, self.requests, self.pressure)
+            self._pacer.launched(plan.num_decodes, len(plan.tokens), in_flight.launched, not builder.awaits_moves)
         return plan
 
     # Applying a result
@@ -368,7 +329,7 @@ class Scheduler:
         """Apply the result of the oldest step in flight."""
         step = self._in_flight.popleft()
         if result.step != step.step:
-            raise RuntimeError(f"the result of step {result.step} came where that of step {step.step} was due")
+            raise RuntimeError(f"expected the result of step {step.step}, got that of step {result.step}")
         if step.requests:
             self._pacer.collected(self._clock())
             self._new_streams += step.draws[step.num_decodes :]
@@ -400,23 +361,23 @@ class Scheduler:
         part = dict.fromkeys(request for other in steps for request in (*other.requests, *other.draws))
         return [request for request in part if not request.is_finished]
 
-    def _schedule_alone(self, step: StepBuilder, request: Request) -> StepPlan | None:
+    def _schedule_alone(self, builder: StepBuilder, request: Request) -> StepPlan | None:
         """Run a quarantined request alone until it has drawn a token: if a step fails again, it is the cause."""
         if self._in_flight or request.state is RequestState.COMPILING:
             return None
         if request.row >= 0:
-            self._schedule_chunk(step, request, self._budget)
-            self._admission.publish_chunk(step, request)
+            self._schedule_chunk(builder, request, self._budget)
+            self._admission.publish_chunk(builder, request)
         elif not (
-            self.requests.has_row_for(request) and self._admission.admit_one(step, request, self._budget, alone=True)
+            self.requests.has_row_for(request) and self._admission.admit_one(builder, request, self._budget, alone=True)
         ):
             for other in self.rows.running():
-                self._preemptor.preempt(step, other)
-            self._admission.admit_one(step, request, self._budget, alone=True)
-        return self._launch(step, np.empty(0, np.int64))
+                self._preemptor.preempt(builder, other)
+            self._admission.admit_one(builder, request, self._budget, alone=True)
+        return self._launch(builder, np.empty(0, np.int64))
 
     def lower_budget(self, tokens: int) -> int:
-        """Steps have at most `tokens` tokens from now on, if that is fewer; returns the new limit."""
+        """Limit steps to `tokens` tokens, if that is less than now; returns the new limit."""
         self._budget = self._admission.step_tokens = min(self._budget, tokens)
         return self._budget
 
@@ -428,11 +389,11 @@ class Scheduler:
         return self.rows.used == 0
 
     def close(self) -> None:
-        """Transfers end, those to disk when they are complete; sessions are made durable."""
+        """End transfers (writes to disk are completed first), and make sessions durable."""
         self._swapper.close_transfers()
         self.sessions.close()
         self._swapper.close_store()
 
     def check_idle(self) -> None:
-        """Raise unless every block and row was given back; to be called when nothing is unfinished."""
+        """Raise unless every block and row was given back. Call it when no request is unfinished."""
         self.requests.check_idle()

@@ -12,7 +12,7 @@ from quire.sessions.session_kv import ResidentSession
 
 
 class NoSessionKV:
-    """No session holds blocks. What `SessionKV` does for the scheduler."""
+    """No session holds blocks: the methods of `SessionKV` that the scheduler calls."""
 
     num_on_device = 0
 
@@ -41,7 +41,7 @@ class NoSessionKV:
 
 
 class NoSessions:
-    """There are no sessions. What `SessionKeeper` does for the scheduler and the loop."""
+    """There are no sessions: the methods of `SessionKeeper` that the scheduler and the loop call."""
 
     def __init__(self) -> None:
         self.kv = NoSessionKV()

@@ -59,7 +59,7 @@ class StepBuilder:
         self.ready.append(request)
 
     def prompt(self, request: Request, count: int) -> None:
-        """The request computes `count` known tokens."""
+        """The request computes its next `count` known tokens."""
         self.prompts[request] = count
 
     def assign(self, row: int, index: int, blocks: Sequence[int]) -> None:
@@ -123,7 +123,7 @@ class InFlightStep:
 
 
 class PlanWriter:
-    """Numbers plans, and puts into each what the device does not know yet."""
+    """Writes numbered plans. Each holds only what the device does not have yet."""
 
     def __init__(
         self, requests: RequestTable, clock: Callable[[], float] = time.monotonic, holds_rows: bool = False
@@ -137,11 +137,11 @@ class PlanWriter:
         self._reset = False
 
     def reset(self) -> None:
-        """The next plan tells the device to forget every row."""
+        """The next plan makes the device drop every row."""
         self._reset = True
 
     def write(self, builder: StepBuilder, decodes: NDArray[np.int64]) -> tuple[StepPlan, InFlightStep]:
-        """Write the step down, counting its tokens as computed and its draws as bound to come."""
+        """The plan of the step, and what is needed to apply its result. Counts its tokens as computed."""
         table, rows = self._requests, self._requests.rows
         added = [_new_row(request, int(rows.computed[request.row])) for request in builder.admitted]
         rows.plan_decodes(decodes)
@@ -204,7 +204,7 @@ class PlanWriter:
         return [(request.row, request.tokens(request.known - 1, request.known)[0]) for request in unknown if request]
 
     def _groups(self) -> list[PrefixGroup] | None:
-        """Rows that share a prefix, if these are other groups than the device has."""
+        """Groups of rows that share a prefix; None if the device has the same ones."""
         changes = self._requests.groups.changes()
         return [] if changes is None and self._reset else changes
 
@@ -223,7 +223,7 @@ def _new_row(request: Request, cached: int) -> NewRow:
         num_computed=cached,
         limit=source.limit,
         seed=source.seed,
-        sample=request.index,
+        sequence=request.index,
         params=source.params,
         stop_ids=source.stop_ids,
         bad_words=source.bad_words,

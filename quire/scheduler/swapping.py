@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from quire.scheduler.step_builder import InFlightStep
 
 LEAST_SWAP = 64
-"""Tokens; a row with fewer is not worth a copy."""
+"""Tokens. A row with fewer is not swapped."""
 MOVES_A_STEP = 128
 """Blocks each way that are copied with a step; more would delay its launch."""
 MOVES_ALONE = 4096
@@ -38,14 +38,17 @@ class LowerTierHit:
 
 @dataclass
 class _Load:
+    """The blocks that a request waits for."""
+
     fetch: LoadTransfer
     before: int
     """Blocks the request had on the device."""
     tokens: int
+    """Tokens that are computed once all blocks are loaded."""
 
 
 class NoSwapper:
-    """There is no tier below the device. What `Swapper` does, doing nothing."""
+    """There is no tier below the device: the methods of `Swapper`, doing nothing."""
 
     is_on = False
     tiers: OffloadManager | None = None
@@ -154,7 +157,7 @@ class Swapper:
         self.tiers.poll()
 
     def wait(self, seconds: float, wakes: Sequence[int]) -> None:
-        """Sleep until the disk has completed something, or one of the files `wakes` is readable."""
+        """Sleep until the disk has completed something, or one of the descriptors `wakes` is readable."""
         self.tiers.wait(seconds, wakes)
 
     def forget(self, keys: Sequence[bytes]) -> None:
@@ -302,7 +305,7 @@ class Swapper:
             self.tiers.finish_copies(done)
 
     def reset(self) -> None:
-        """A step failed: transfers in flight may not have arrived."""
+        """A step failed: drop its transfers, and return loading requests to the queue."""
         self.tiers.reset()
         self.cancel_all()
 

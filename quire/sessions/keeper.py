@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 KEEP: Any = object()
 """Argument value: leave the setting as it is."""
 TICK_SECONDS = 1.0
-"""How often expired and idle sessions are looked for."""
+"""How often expired and idle sessions are searched for."""
 
 
 class SessionInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,8 +74,8 @@ class SessionKeeper:
         token_fingerprint: bytes = b"",
         scratch: TemporaryDirectory[str] | None = None,
     ) -> None:
-        """`kv`: their blocks. `idle_seconds`: suspend a session after this long without a turn. `token_fingerprint`:
-        what token ids mean. `scratch`: the store's folder, if it is to be removed on close."""
+        """`kv`: the sessions' blocks. `idle_seconds`: suspend a session after this long without a turn.
+        `token_fingerprint`: of the vocabulary. `scratch`: the store's folder, if it is to be removed on close."""
         self.store = store
         self.kv = kv
         self._tiers = tiers

@@ -131,9 +131,9 @@ class PinnedBlocks:
         self, last: bytes, tokens: np.ndarray, partial: bool = True
     ) -> tuple[list[bytes], bytes, np.ndarray]:
         """Keys of the blocks of `tokens` after the block `last`; the last full one; and the tokens after that."""
-        keys = self._keys.after(last, tokens)
+        keys = self._keys.keys_after(last, tokens)
         last = keys[-1] if keys else last
         rest = tokens[len(keys) * self._keys.block_size :]
         if partial and len(rest):
-            keys.append(self._keys.following(last, rest))
+            keys.append(self._keys.key_after(last, rest))
         return keys, last, rest

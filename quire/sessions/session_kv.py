@@ -110,7 +110,7 @@ class SessionKV:
     # A turn
 
     def begin(self, name: str, turn: str) -> None:
-        """The request with the id `turn` is the session's turn."""
+        """Start a turn of the session: the request with the id `turn`."""
         resident = self._resident.setdefault(name, ResidentSession(name))
         self._resident.move_to_end(name)
         resident.turn, resident.suspend_after_turn = turn, False
@@ -270,6 +270,7 @@ class SessionKV:
                 del self._resident[resident.name]
 
     def _suspend(self, resident: ResidentSession) -> None:
+        """Save the session's blocks to lower tiers, if there are any, and release them."""
         self.suspended += 1
         self._record_kv(resident)
         if self._tiers is not None:
@@ -283,7 +284,7 @@ class SessionKV:
         del self._resident[resident.name]
 
     def _record_kv(self, resident: ResidentSession) -> None:
-        """Record in the session's log how many tokens have KV, so that its next turn knows what to look for."""
+        """Record in the session's log how many tokens have KV, so that its next turn looks for these."""
         try:
             self._store.set_kv(resident.name, resident.tokens, self.fingerprint)
             if self._pinned is not None:
@@ -303,7 +304,7 @@ class SessionKV:
         full = resident.tokens // size
         session = self._store.get(resident.name)
         parent = resident.keys[full - 1] if full else self._keys.root(session.salt)
-        return self._keys.following(parent, self._store.tokens(resident.name, full * size, resident.tokens))
+        return self._keys.key_after(parent, self._store.tokens(resident.name, full * size, resident.tokens))
 
     def _release(self, resident: ResidentSession) -> None:
         self._tables.pool.release(resident.blocks)

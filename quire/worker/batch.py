@@ -101,7 +101,7 @@ class DeviceBatch:
         blocks = max_tokens_per_row // kv.block_size + 1
         self.block_table = column(torch.int32, -(-blocks // 16) * 16)  # rows of tables on 64-byte lines
         self.seed = column(torch.int64)
-        self.sample = column(torch.int64)
+        self.sequence = column(torch.int64)
         self.scalars = column(torch.int32, len(SCALARS))
         """Scalar sampling parameters, in the order of `SCALARS`; floats by their bits (`ScalarColumns` reads them)."""
         self.stop_ids = column(torch.int64, 1)
@@ -145,14 +145,14 @@ class DeviceBatch:
     def _add(self, added: list[NewRow]) -> None:
         if not added:
             return
-        rows, num_tokens, num_computed, prompt_len, limit, seed, sample, scalars = self.upload(
+        rows, num_tokens, num_computed, prompt_len, limit, seed, sequence, scalars = self.upload(
             [new.row for new in added],
             [new.num_tokens for new in added],
             [new.num_computed for new in added],
             [new.prompt_len for new in added],
             [new.limit for new in added],
             np.array([new.seed & (2**64 - 1) for new in added], np.uint64).view(np.int64),
-            [new.sample for new in added],
+            [new.sequence for new in added],
             pack_scalars([new.params for new in added]).reshape(-1),
         )
         self.num_tokens[rows] = num_tokens
@@ -160,7 +160,7 @@ class DeviceBatch:
         self.prompt_len[rows] = prompt_len
         self.limit[rows] = limit
         self.seed[rows] = seed
-        self.sample[rows] = sample
+        self.sequence[rows] = sequence
         self.scalars[rows] = scalars.view(len(added), -1).to(torch.int32)
         self.active[rows] = True
         self._set_stop_ids(rows, [new.stop_ids for new in added])
@@ -257,15 +257,15 @@ class DeviceBatch:
         """Make rows copies of their source, each with its own random stream."""
         if not forks:
             return
-        sources, rows, samples = self.upload(
-            [fork.source for fork in forks], [fork.row for fork in forks], [fork.sample for fork in forks]
+        sources, rows, sequences = self.upload(
+            [fork.source for fork in forks], [fork.row for fork in forks], [fork.sequence for fork in forks]
         )
         for column in (
             self.last_token, self.num_tokens, self.num_computed, self.prompt_len, self.limit, self.active,
             self.block_table, self.seed, self.scalars, self.stop_ids,
         ):  # fmt: skip
             column[rows] = column[sources]
-        self.sample[rows] = samples
+        self.sequence[rows] = sequences
         for fork in forks:
             self.kinds[fork.row] = self.kinds[fork.source]
             self.extras[fork.row] = self.extras[fork.source]

@@ -137,7 +137,7 @@ class CudaBatch(DeviceBatch):
         stops = np.full((len(added), self.stop_ids.shape[1]), -1, np.int32)
         for i, new in enumerate(added):
             seed = new.seed & (2**64 - 1)
-            ints[i, :6] = new.row, new.num_tokens, new.num_computed, new.prompt_len, new.limit, new.sample
+            ints[i, :6] = new.row, new.num_tokens, new.num_computed, new.prompt_len, new.limit, new.sequence
             ints[i, 6:8] = np.array([seed & 0xFFFFFFFF, seed >> 32], np.uint32).view(np.int32)
             stops[i, : len(new.stop_ids)] = new.stop_ids
             self._remember(new)
@@ -203,7 +203,7 @@ class CudaBatch(DeviceBatch):
         """What the sampling kernels read and write."""
         return Columns(
             last_token=self.last_token, num_tokens=self.num_tokens, prompt_len=self.prompt_len, limit=self.limit,
-            active=self.active, seed=self.seed, sample=self.sample, scalars=self.scalars, stop_ids=self.stop_ids,
+            active=self.active, seed=self.seed, sequence=self.sequence, scalars=self.scalars, stop_ids=self.stop_ids,
         )  # fmt: skip
 
     def picks(self, plan: StepPlan) -> torch.Tensor:

@@ -81,10 +81,10 @@ class Sampler:
         """A number in [0, 1) for the next token of each row; `stream`: 0 for the token itself."""
         batch = self._batch
         index = batch.num_tokens[rows] - batch.prompt_len[rows]
-        seed, sample = batch.seed[rows], batch.sample[rows] + stream
+        seed, sequence = batch.seed[rows], batch.sequence[rows] + stream
         if seed.device.type == "cpu":  # numpy's small-array overhead is a fifth of torch's
-            return torch.from_numpy(uniform(seed.numpy(), index.numpy(), sample.numpy()))
-        return uniform(seed, index, sample).to(torch.float64)
+            return torch.from_numpy(uniform(seed.numpy(), index.numpy(), sequence.numpy()))
+        return uniform(seed, index, sequence).to(torch.float64)
 
 
 def _argmax(logits: torch.Tensor) -> torch.Tensor:

@@ -46,7 +46,7 @@ def empty_cache_plan(lengths: list[int]) -> StepPlan:
     added = [
         NewRow(
             row=row, request="", prompt_len=length, num_tokens=length, num_computed=0, limit=length + 1, seed=0,
-            sample=0, params=SamplingParams(), stop_ids=[], bad_words=[],
+            sequence=0, params=SamplingParams(), stop_ids=[], bad_words=[],
         )
         for row, length in enumerate(lengths)
     ]  # fmt: skip

@@ -32,7 +32,7 @@ TABLE = -(-LONGEST // BLOCK) + 1
 SEEDS = (0, 1, -1, -5, 2**31, 2**32 + 7, 2**63 - 1, -(2**63), 2**64 - 1, 0x9E3779B97F4A7C15)
 STEPS = 200 if ON_GPU and not IS_SANITIZED else 40
 GREEDY = SamplingParams(temperature=0)
-COLUMNS = ("last_token", "num_tokens", "prompt_len", "limit", "active", "seed", "sample", "scalars")
+COLUMNS = ("last_token", "num_tokens", "prompt_len", "limit", "active", "seed", "sequence", "scalars")
 
 
 def ints(*values: int) -> np.ndarray:
@@ -51,7 +51,7 @@ def new_row(row: int, rng: random.Random, stops: int | None = None, **fields: An
     values: dict[str, Any] = {
         "row": row, "request": str(row), "prompt_len": prompt, "num_tokens": tokens,
         "num_computed": rng.randrange(tokens), "limit": rng.randint(tokens + 1, LONGEST), "seed": rng.choice(SEEDS),
-        "sample": rng.randrange(4), "params": params, "bad_words": [],
+        "sequence": rng.randrange(4), "params": params, "bad_words": [],
         "stop_ids": rng.sample(range(VOCAB), rng.randint(0, 3) if stops is None else stops),
     }  # fmt: skip
     return NewRow(**(values | fields))
@@ -361,7 +361,7 @@ def test_forked_rows_are_copies_with_a_stream_of_their_own() -> None:
         batch.fork(plan.forks)
     twins.commit(plan, [11, 12, 13], [False] * 3)
     assert twins.triton.last_token.tolist()[:7] == [12, 0, 0, 11, 0, 0, 13]
-    assert twins.triton.sample.tolist()[6] == 2
+    assert twins.triton.sequence.tolist()[6] == 2
     assert twins.triton.block_table[6, :2].tolist() == [9, 4]
 
 

@@ -35,7 +35,7 @@ class Row:
     xtc_probability: float = 0.0
     xtc_threshold: float = 0.1
     seed: int = 0
-    sample: int = 0
+    sequence: int = 0
     prompt_len: int = 3
     num_tokens: int = 5
     limit: int = 100
@@ -77,7 +77,7 @@ def bench(rows: list[Row], vocab: int, sizes: dict[str, int] | None = None, slot
         limit=column([row.limit for row in padded]),
         active=column([True] * len(rows) + [False], torch.bool),
         seed=column([row.seed for row in padded]),
-        sample=column([row.sample for row in padded]),
+        sequence=column([row.sequence for row in padded]),
         scalars=packed([row.params for row in padded]),
         stop_ids=column([row.stop_ids + [-1] * (width - len(row.stop_ids)) for row in padded]),
     )  # fmt: skip
@@ -138,7 +138,7 @@ def assert_drawn(logits: torch.Tensor, rows: list[Row], tokens: list[int]) -> No
         if row.temperature == 0.0:
             assert token == int(logits[i].float().cpu().numpy().argmax()), i
             continue
-        number = uniform(np.int64(row.seed), np.int64(row.num_tokens - row.prompt_len), np.int64(row.sample))
+        number = uniform(np.int64(row.seed), np.int64(row.num_tokens - row.prompt_len), np.int64(row.sequence))
         misses = []
         for slack in (0.0, -2e-5, 2e-5):  # a token more or less in the nucleus moves all others
             scaled = logits[i].double().cpu() / np.float32(row.temperature)
@@ -159,7 +159,7 @@ MIXED = [
 
 def mixed() -> list[Row]:
     """Every filter beside every other; each row with a number of its own."""
-    return [Row(**{**vars(row), "seed": 77 * i + 2**40, "sample": i}) for i, row in enumerate(MIXED)]
+    return [Row(**{**vars(row), "seed": 77 * i + 2**40, "sequence": i}) for i, row in enumerate(MIXED)]
 
 
 SPREADS = [0.05, 1.0, 4.0, 30.0]
@@ -193,7 +193,7 @@ def reference(logits: torch.Tensor, row: Row) -> np.ndarray:
         above = np.cumsum(best) - best
         kept &= weights >= best[above < np.float32(row.top_p) * best.sum()].min()
     drawn = row.num_tokens - row.prompt_len
-    number = uniform(np.int64(row.seed), np.int64(drawn), np.int64(row.sample + 2**32))
+    number = uniform(np.int64(row.seed), np.int64(drawn), np.int64(row.sequence + 2**32))
     if number < np.float32(row.xtc_probability):
         probabilities = np.where(kept, weights, 0.0) / weights[kept].sum()
         is_top = kept & (probabilities >= np.float32(row.xtc_threshold))
@@ -205,7 +205,7 @@ def reference(logits: torch.Tensor, row: Row) -> np.ndarray:
 def assert_drawn_by_the_reference(logits: torch.Tensor, rows: list[Row], tokens: list[int]) -> None:
     for i, (row, token) in enumerate(zip(rows, tokens, strict=True)):
         probabilities = reference(logits[i], row)
-        number = uniform(np.int64(row.seed), np.int64(row.num_tokens - row.prompt_len), np.int64(row.sample))
+        number = uniform(np.int64(row.seed), np.int64(row.num_tokens - row.prompt_len), np.int64(row.sequence))
         through = probabilities.cumsum()
         assert probabilities[token] > 0, (i, row, token)
         assert through[token] - probabilities[token] - 1e-6 < number < through[token] + 1e-6, (i, row, token)
@@ -226,7 +226,9 @@ SCALES = [(torch.float32, 1.0), (torch.float32, 3.0), (torch.bfloat16, 3.0)]
 
 @pytest.mark.parametrize("dtype, scale", SCALES if ON_GPU else SCALES[1:2], ids=str)
 def test_xtc_excludes_top_choices(dtype: torch.dtype, scale: float) -> None:
-    rows = [Row(**{**vars(row), "seed": 31 * i + 5, "sample": i}) for i, row in enumerate(XTC * (20 if ON_GPU else 2))]
+    rows = [
+        Row(**{**vars(row), "seed": 31 * i + 5, "sequence": i}) for i, row in enumerate(XTC * (20 if ON_GPU else 2))
+    ]
     logits = noise(len(rows), 803, seed=int(10 * scale), scale=scale, dtype=dtype)
     logits[:, ::7] = -math.inf  # as under a grammar
     made = draw(logits, rows)
@@ -246,7 +248,7 @@ SIGMAS = [
 
 @pytest.mark.parametrize("dtype, scale", [(torch.float32, 1.0), (torch.float32, 9.0), (torch.bfloat16, 3.0)], ids=str)
 def test_top_n_sigma_keeps_what_is_near_the_best(dtype: torch.dtype, scale: float) -> None:
-    rows = [Row(**{**vars(row), "seed": 19 * i + 2, "sample": i}) for i, row in enumerate(SIGMAS)]
+    rows = [Row(**{**vars(row), "seed": 19 * i + 2, "sequence": i}) for i, row in enumerate(SIGMAS)]
     logits = noise(len(rows), 803, seed=int(10 * scale), scale=scale, dtype=dtype)
     logits[:, 3::5] = -math.inf
     logits += 40.0  # a mean far from zero loses no digits
@@ -441,14 +443,15 @@ def test_numbers_are_those_of_philox() -> None:
     seeds = [0, 2**32 - 1, 2**32, 2**63 - 1, -1, -(2**63), -1 - 2**40, 123456789012345]
     places = [(0, 5, 5), (3, 3, 9), (1, 0, 2**31), (2**33, 1, 2**33 + 7)]
     rows = [
-        Row(seed=seed, sample=sample, prompt_len=prompt, num_tokens=tokens, limit=2**40)
+        Row(seed=seed, sequence=sequence, prompt_len=prompt, num_tokens=tokens, limit=2**40)
         for seed in seeds
-        for sample, prompt, tokens in places
+        for sequence, prompt, tokens in places
     ]
     made = draw(torch.zeros(len(rows), 1024, device=DEVICE), rows, filtered=False)
     with np.errstate(over="ignore"):
         wanted = [
-            uniform(np.int64(row.seed), np.int64(row.num_tokens - row.prompt_len), np.int64(row.sample)) for row in rows
+            uniform(np.int64(row.seed), np.int64(row.num_tokens - row.prompt_len), np.int64(row.sequence))
+            for row in rows
         ]
     assert made.tokens(len(rows)) == [int(number * 1024) for number in wanted]
 

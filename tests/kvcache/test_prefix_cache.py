@@ -21,7 +21,7 @@ def test_a_sequence_has_one_key_for_each_full_block_chained_from_the_root(
     keys = ContentKeys(size, b"model")
     chain, parent = [], keys.root(salt)
     for start in range(0, len(tokens) - size + 1, size):
-        parent = keys.following(parent, tokens[start : start + size])
+        parent = keys.key_after(parent, tokens[start : start + size])
         chain.append(parent)
     assert keys.of(tokens, salt) == chain
     assert len(chain) == len(tokens) // size
@@ -85,7 +85,7 @@ def test_a_token_that_is_no_int32_is_refused_rather_than_wrapped(token: int) -> 
     with pytest.raises(OverflowError):
         keys.of([token])
     with pytest.raises(OverflowError):
-        keys.following(keys.root(), [token])
+        keys.key_after(keys.root(), [token])
 
 
 class IndexMachine(RuleBasedStateMachine):

@@ -73,7 +73,7 @@ def test_a_torch_without_cuda_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_old_driver_is_reported_with_what_it_serves_and_what_is_needed(no_gpu: Any) -> None:
     no_gpu(TOO_OLD)
     said = refusal()
-    assert "the NVIDIA driver (470.82.01) serves CUDA up to 11.4" in said
+    assert "the NVIDIA driver (470.82.01) supports CUDA up to 11.4" in said
     assert "needs 12.8" in said
 
 
@@ -112,7 +112,7 @@ def test_auto_takes_the_cpu_and_says_why_only_where_a_gpu_was_expected(
     no_gpu(TOO_OLD, driver)
     with caplog.at_level(logging.WARNING):
         assert isinstance(choose("auto"), CpuPlatform)
-    assert ("serves CUDA up to 11.4" in caplog.text) == bool(driver)
+    assert ("supports CUDA up to 11.4" in caplog.text) == bool(driver)
 
 
 def test_the_driver_version_is_read_or_absent(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:

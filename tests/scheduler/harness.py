@@ -179,7 +179,7 @@ class DeviceRow:
     """One row of the device batch."""
 
     request: str
-    sample: int
+    sequence: int
     num_tokens: int
     num_computed: int
     table: np.ndarray
@@ -294,7 +294,7 @@ class CheckingExecutor:
         self._verify_groups(plan)
         self._fork(plan)
         launched = self._launched(self._draw(plan), requests, failed=False)
-        launched.draws = {(self.rows[row].request, self.rows[row].sample) for row in plan.sample_rows.tolist()}
+        launched.draws = {(self.rows[row].request, self.rows[row].sequence) for row in plan.sample_rows.tolist()}
         return launched
 
     def _launched(self, result: StepResult, requests: set[str], failed: bool) -> Launched:
@@ -361,9 +361,9 @@ class CheckingExecutor:
         assert (plan.counts > 0).all() and (plan.counts[: plan.num_decodes] == 1).all()
         assert len(set(plan.sample_rows.tolist())) == len(plan.sample_rows), "a row draws twice"
         if self.draws_elsewhere and not plan.reset:
-            computing = {(self.rows[row].request, self.rows[row].sample) for row in rows if row in self.rows}
+            computing = {(self.rows[row].request, self.rows[row].sequence) for row in rows if row in self.rows}
             drawing = {key for launched in self.pending for key in launched.draws}
-            gone = {(self.rows[row].request, self.rows[row].sample) for row in plan.drop}
+            gone = {(self.rows[row].request, self.rows[row].sequence) for row in plan.drop}
             assert not (computing - gone) & drawing, "a row computes again before its draw is known"
 
     def _apply_differences(self, plan: StepPlan) -> None:
@@ -376,7 +376,7 @@ class CheckingExecutor:
             assert new.stop_ids == source.stop_ids
             assert new.num_computed < new.num_tokens, "a hit leaves at least the last token"
             table = np.full(self.table_width, NULL_BLOCK, np.int64)
-            self.rows[new.row] = DeviceRow(new.request, new.sample, new.num_tokens, new.num_computed, table)
+            self.rows[new.row] = DeviceRow(new.request, new.sequence, new.num_tokens, new.num_computed, table)
         assert len(self.rows) <= self.max_rows
         for row, index, block in zip(
             plan.block_rows.tolist(), plan.block_indices.tolist(), plan.blocks.tolist(), strict=True
@@ -402,7 +402,7 @@ class CheckingExecutor:
         at = 0
         for i, (row, count) in enumerate(zip(plan.rows.tolist(), plan.counts.tolist(), strict=True)):
             state = self.rows[row]
-            truth = self.truth(state.request, state.sample)
+            truth = self.truth(state.request, state.sequence)
             start = state.num_computed
             if i < plan.num_decodes:
                 if not state.active:
@@ -431,7 +431,7 @@ class CheckingExecutor:
                 continue
             positions = np.arange(state.num_computed)
             held = self.content[self._slots(state, positions)]
-            right = self.truth(state.request, state.sample).content[: state.num_computed]
+            right = self.truth(state.request, state.sequence).content[: state.num_computed]
             if not np.array_equal(held, right):
                 wrong = np.flatnonzero(held != right)
                 raise AssertionError(
@@ -461,7 +461,7 @@ class CheckingExecutor:
             assert fork.row not in self.rows, f"row {fork.row} is forked into but taken"
             assert fork.request == parent.request
             self.rows[fork.row] = DeviceRow(
-                parent.request, fork.sample, parent.num_tokens, parent.num_computed, parent.table.copy()
+                parent.request, fork.sequence, parent.num_tokens, parent.num_computed, parent.table.copy()
             )
         assert len(self.rows) <= self.max_rows
 
@@ -477,7 +477,7 @@ class CheckingExecutor:
             state = self.rows[row]
             assert self.rows[source].request == state.request
             assert not state.active or state.num_computed == state.num_tokens
-            key, position = (state.request, state.sample), state.num_tokens
+            key, position = (state.request, state.sequence), state.num_tokens
             drawn: list[int] = []
             if not state.active:
                 self.stale_draws += 1
@@ -510,7 +510,7 @@ class CheckingExecutor:
             if row in self.rows:
                 state = self.rows[row]
                 positions = np.arange(state.num_computed, state.num_computed + count)
-                slots, truth = self._slots(state, positions), self.truth(state.request, state.sample).content
+                slots, truth = self._slots(state, positions), self.truth(state.request, state.sequence).content
                 # After a draw that yielded nothing the last token is computed again: the same bytes, whatever fails.
                 is_there = [
                     p < len(truth) and self.content[s] == truth[p] for s, p in zip(slots, positions, strict=True)
@@ -520,7 +520,7 @@ class CheckingExecutor:
             if fork.source in self.rows and fork.row not in self.rows:
                 parent = self.rows[fork.source]
                 self.rows[fork.row] = DeviceRow(
-                    parent.request, fork.sample, parent.num_tokens, parent.num_computed, parent.table.copy()
+                    parent.request, fork.sequence, parent.num_tokens, parent.num_computed, parent.table.copy()
                 )
 
     def _slots(self, state: DeviceRow, positions: np.ndarray) -> np.ndarray:
@@ -568,7 +568,7 @@ class Bench:
         host_slots: int = 0,
         disk: MemoryDisk | None = None,
         sessions: Path | None = None,
-        waves: int | None = None,
+        microbatches: int | None = None,
     ) -> None:
         """`least_shared`: tokens rows must share, and save together, to be a group. `host_slots`,
         `disk`: tiers below the device. `sessions`: a folder to keep them in."""
@@ -577,12 +577,12 @@ class Bench:
         self.tables = BlockTables(blocks + 1, block_size, prefix_caching)
         self.device = CheckingExecutor(
             blocks + 1, block_size, max_rows, budget, draws, fails, yields_nothing, is_invalid, host_slots,
-            waves is not None,
+            microbatches is not None,
         )  # fmt: skip
         self.tiers = self._make_tiers(host_slots, disk) if host_slots else None
         self.scheduler = Scheduler(
             self.tables, make_policy(policy, config), self.keys, max_rows, budget, chunked, clock=lambda: self.now,
-            groups=PrefixGroups(block_size, least_shared, least_shared), tiers=self.tiers, waves=waves,
+            groups=PrefixGroups(block_size, least_shared, least_shared), tiers=self.tiers, microbatches=microbatches,
         )  # fmt: skip
         if isinstance(swapper := self.scheduler.requests.swapper, Swapper):
             swapper.least_swap = 1

@@ -417,7 +417,7 @@ def test_results_out_of_order_are_refused() -> None:
     bench.core.add(bench.request("a", 6, 20))
     first, second = bench.scheduler.schedule(), bench.scheduler.schedule()
     assert first is not None and second is not None
-    with pytest.raises(RuntimeError, match="result of step 1 came where that of step 0 was due"):
+    with pytest.raises(RuntimeError, match="expected the result of step 0, got that of step 1"):
         bench.scheduler.update(result_of(second, [[1]]))
 
 

@@ -24,7 +24,7 @@ def test_one_request_yields_its_tokens_and_ends_by_length(depth: int) -> None:
 
 @DEPTHS
 def test_a_stop_token_ends_a_request_and_is_its_reason(depth: int) -> None:
-    bench = Bench(depth=depth, draws=lambda id, sample, position: STOP if position == 8 else draw(id, sample, position))
+    bench = Bench(depth=depth, draws=lambda id, index, position: STOP if position == 8 else draw(id, index, position))
     bench.add("a", prompt=6, output=20)
     bench.run()
     received = bench.sequences[("a", 0)]
@@ -35,7 +35,7 @@ def test_a_stop_token_ends_a_request_and_is_its_reason(depth: int) -> None:
 
 
 def test_the_end_of_sequence_is_no_stop_reason() -> None:
-    bench = Bench(draws=lambda id, sample, position: 0)
+    bench = Bench(draws=lambda id, sequence, position: 0)
     bench.add("a", output=9)
     bench.run()
     assert bench.sequences[("a", 0)].tokens == [0]

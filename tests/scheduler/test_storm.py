@@ -36,7 +36,7 @@ class Weather:
     disk: int = 0
     """Blocks on disk."""
     config: EngineConfig | None = None
-    waves: bool = False
+    microbatches: bool = False
     """The device is a pipeline of as many stages as plans are in flight."""
 
 
@@ -51,7 +51,7 @@ class Storm:
             weather.prefix_caching, weather.chunked, ending, self._fails, self._yields_nothing,
             config=weather.config, host_slots=weather.host,
             disk=MemoryDisk(weather.disk, seed) if weather.disk else None,
-            waves=weather.depth + 1 if weather.waves else None,
+            microbatches=weather.depth + 1 if weather.microbatches else None,
         )  # fmt: skip
         self.bench.device.keep_plans = False
         self.cuts: dict[tuple[str, int], int] = {}
@@ -239,12 +239,12 @@ TIERED = [
 
 
 PIPELINED = [
-    Weather(waves=True, depth=1),
-    Weather(waves=True, depth=3, rows=9, policy="priority"),
-    Weather(waves=True, depth=2, blocks=22, budget=9, chunked=False),
-    Weather(waves=True, depth=1, blocks=25, failure_rate=0.02, empty_rate=0.1),
-    Weather(waves=True, depth=2, blocks=30, host=30, failure_rate=0.01),
-    Weather(waves=True, depth=1, rows=1, block_size=1, blocks=90),
+    Weather(microbatches=True, depth=1),
+    Weather(microbatches=True, depth=3, rows=9, policy="priority"),
+    Weather(microbatches=True, depth=2, blocks=22, budget=9, chunked=False),
+    Weather(microbatches=True, depth=1, blocks=25, failure_rate=0.02, empty_rate=0.1),
+    Weather(microbatches=True, depth=2, blocks=30, host=30, failure_rate=0.01),
+    Weather(microbatches=True, depth=1, rows=1, block_size=1, blocks=90),
 ]
 
 

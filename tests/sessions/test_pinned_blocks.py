@@ -20,7 +20,7 @@ def expected_keys(keys: ContentKeys, tokens: list[int], salt: str) -> list[bytes
     """Keys of the full blocks, and of what is left as a block of its own."""
     full = keys.of(tokens, salt)
     rest = tokens[keys.block_size * len(full) :]
-    return [*full, keys.following(full[-1] if full else keys.root(salt), rest)] if rest else full
+    return [*full, keys.key_after(full[-1] if full else keys.root(salt), rest)] if rest else full
 
 
 @pytest.mark.parametrize("block_size", [16, 48, 256, 300])

@@ -290,12 +290,12 @@ def test_sessions_are_found_by_when_they_were_made(store: SessionStore, clock: C
     store.delete("s2")
 
     def made_after(seconds: float, owner: str | None = None) -> list[str]:
-        return [session.name for session in store.page(store.last_made(begin + seconds, owner)).sessions]
+        return [session.name for session in store.page(store.last_id_at(begin + seconds, owner)).sessions]
 
     assert made_after(-1) == ["s0", "s1", "s3", "s4", "s5"]
     assert made_after(0) == made_after(9) == ["s3", "s4", "s5"]
     assert made_after(10) == ["s4", "s5"] and made_after(20) == []
-    assert store.last_made(begin + 20, "unknown") == 0
+    assert store.last_id_at(begin + 20, "unknown") == 0
 
 
 def test_a_clock_that_is_set_back_does_not_change_the_order(store: SessionStore, clock: Clock) -> None:
@@ -307,7 +307,7 @@ def test_a_clock_that_is_set_back_does_not_change_the_order(store: SessionStore,
     fork = store.fork("s0", "s3")
     times = [session.created for session in store.page().sessions]
     assert times == sorted(times) and fork.used == begin
-    assert store.page(store.last_made(begin + 100.0)).sessions[0].name == "s2"
+    assert store.page(store.last_id_at(begin + 100.0)).sessions[0].name == "s2"
 
 
 def test_one_process_owns_the_folder(tmp_path: Path) -> None:

@@ -35,13 +35,13 @@ class Device:
 
     def add(
         self, row: int, params: SamplingParams, prompt: Sequence[int] = (0,), output: Sequence[int] = (), *,
-        seed: int = 0, sample: int = 0, stop_ids: Sequence[int] = (), bad_words: Sequence[Sequence[int]] = (),
+        seed: int = 0, sequence: int = 0, stop_ids: Sequence[int] = (), bad_words: Sequence[Sequence[int]] = (),
     ) -> None:  # fmt: skip
         """A row that has `prompt` and has drawn `output`."""
         tokens = [*prompt, *output]
         new = NewRow(
             row=row, request=str(row), prompt_len=len(prompt), num_tokens=len(tokens), num_computed=0, limit=ROW_TOKENS,
-            seed=params.seed if params.seed is not None else seed, sample=sample, params=params,
+            seed=params.seed if params.seed is not None else seed, sequence=sequence, params=params,
             stop_ids=list(stop_ids), bad_words=[list(word) for word in bad_words],
         )  # fmt: skip
         count = ROW_TOKENS // BLOCK

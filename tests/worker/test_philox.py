@@ -71,11 +71,11 @@ def test_uniform_numbers_are_even_and_below_one() -> None:
     assert ((counts - 1000) ** 2 / 1000).sum() < 160  # chi-square, 99 degrees of freedom: p < 1e-4
 
 
-def test_seeds_indices_and_samples_give_different_streams() -> None:
+def test_seeds_indices_and_sequences_give_different_streams() -> None:
     numbers = {
-        int(philox(np.array([seed]), np.array([index]), np.array([sample]))[0])
+        int(philox(np.array([seed]), np.array([index]), np.array([sequence]))[0])
         for seed in range(8)
         for index in range(8)
-        for sample in range(8)
+        for sequence in range(8)
     }
     assert len(numbers) == 512

@@ -221,7 +221,7 @@ def test_a_draw_depends_on_nothing_but_its_own_row() -> None:
 def test_samples_of_one_prompt_draw_from_streams_of_their_own() -> None:
     device = Device(50, max_rows=32)
     for row in range(32):
-        device.add(row, SamplingParams(seed=1), sample=row)
+        device.add(row, SamplingParams(seed=1), sequence=row)
     tokens, _ = device.draw(torch.zeros(32, 50), range(32))
     assert len(set(tokens)) > 12
 

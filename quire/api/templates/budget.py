@@ -110,6 +110,7 @@ class Budget:
         return self._measured(value)[1] if isinstance(value, _CONTAINERS) else 0
 
     def _measured(self, value: Any, level: int = 0) -> tuple[int, int]:
+        """Size and depth of a container; raises if it is nested too deeply."""
         known = self._known.get(id(value))
         if known is not None:
             return known[1], known[2]

@@ -18,7 +18,7 @@ START_SECONDS = 120.0
 
 
 class ForkServerClient:
-    """Starts the fork server and sends it orders; never waits for it."""
+    """Starts the fork server and sends it commands; never waits for it."""
 
     def __init__(self, spec: wire.ForkServerSpec) -> None:
         self.is_ready = False
@@ -35,7 +35,7 @@ class ForkServerClient:
             )
         self._control.setblocking(False)
         self.close = weakref.finalize(self, _close, self._process, self._control, os.getpid())
-        """Kills it and its matchers; runs also when this object or the interpreter goes."""
+        """Kills it and its matchers; also runs when this object is collected or the interpreter exits."""
         self._control.send(wire.encode(spec))
 
     def fileno(self) -> int:
@@ -63,14 +63,14 @@ class ForkServerClient:
     def start(self, number: int, length: int, files: list[int]) -> None:
         """Fork a matcher with these files: its socket and its memory, whose first `length` bytes are its form."""
         try:
-            socket.send_fds(self._control, [wire.ORDER.pack(wire.START, number, length)], files)
+            socket.send_fds(self._control, [wire.COMMAND.pack(wire.START, number, length)], files)
         except OSError as error:
             self._end(f"the grammar fork server has exited: {error}")
 
     def kill(self, number: int) -> None:
         """Kill a matcher."""
         with contextlib.suppress(OSError):
-            self._control.send(wire.ORDER.pack(wire.KILL, number, 0))
+            self._control.send(wire.COMMAND.pack(wire.KILL, number, 0))
 
     def _end(self, reason: str) -> None:
         self.death = reason

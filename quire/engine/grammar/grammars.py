@@ -39,7 +39,7 @@ REPLY_CPU_SECONDS = 0.01
 
 
 class MatchedSequence:
-    """A running sequence and its matcher."""
+    """A running sequence, its matcher and its slot for masks."""
 
     __slots__ = ("cpu_when_late", "late_since", "matcher", "number", "position", "request", "slot")
 
@@ -57,7 +57,7 @@ class MatchedSequence:
 
 
 class Grammars:
-    """Has forms compiled, sends matchers the sampled tokens, collects masks. Starts no process before it is needed."""
+    """Compiles forms in matcher processes, sends them the sampled tokens, collects masks. Starts them on demand."""
 
     def __init__(self, spec: ForkServerSpec, timeout: float) -> None:
         """`timeout`: seconds that compiling a form, or a single mask, may take."""
@@ -134,8 +134,8 @@ class Grammars:
         return len(self._waiting) + len({key[0] for key in self._late})
 
     def wait(self, seconds: float, wakes: Sequence[int] = ()) -> None:
-        """Sleep until a message comes that a request waits for, or one of the files `wakes` is readable, or `seconds`
-        have passed."""
+        """Sleep until a message comes that a request waits for, one of the descriptors `wakes` is readable, or
+        `seconds` have passed."""
         if self._resolved:
             return
         matchers = {matcher for matcher in self._waiting.values() if matcher.is_open and matcher.is_started}
@@ -178,6 +178,7 @@ class Grammars:
                 self._read_matcher(matcher)
 
     def _read_matcher(self, matcher: MatcherClient) -> None:
+        """Read a matcher's messages; refuse its form, or replace the matcher, if it failed."""
         was_compiled = matcher.is_compiled
         matcher.read()
         seconds = time.monotonic() - matcher.compiling_since
@@ -317,7 +318,7 @@ class Grammars:
         return sequence
 
     def _take_slot(self, matcher: MatcherClient) -> int:
-        """There are as many slots as rows: if none is free, a sequence without a row has one."""
+        """A free slot, or that of a sequence without a row: there are as many slots as rows."""
         if matcher.free_slots:
             return matcher.free_slots.pop()
         sequences = (s for s in self._sequences.values() if s.matcher is matcher and s.slot >= 0)
@@ -337,7 +338,7 @@ class Grammars:
             matcher.flush()
 
     def _await(self, matchers: set[MatcherClient]) -> None:
-        """Until all have replied, at most STEP_WAIT_SECONDS."""
+        """Wait until all have replied, at most STEP_WAIT_SECONDS."""
         deadline = time.monotonic() + STEP_WAIT_SECONDS
         for matcher in matchers:
             matcher.read()
@@ -350,7 +351,7 @@ class Grammars:
                 matcher.read()
 
     def _resume_late(self) -> None:
-        """Sequences whose mask has come may go on. A matcher that takes too long is killed; its requests fail."""
+        """Resume sequences whose mask has come. A matcher that takes too long is killed; its requests fail."""
         for matcher in {sequence.matcher for sequence in self._late.values()}:
             matcher.read()
         for key, sequence in list(self._late.items()):

@@ -54,7 +54,7 @@ class ForkServer:
         self._inherited = (self._wake, wake)
 
     def run(self) -> None:
-        """Until the engine has exited, or there were no matchers for IDLE_SECONDS."""
+        """Run until the engine has exited, or there were no matchers for IDLE_SECONDS."""
         poll = select.poll()
         poll.register(self._control, select.POLLIN)
         poll.register(self._wake, select.POLLIN)
@@ -66,16 +66,16 @@ class ForkServer:
                 with contextlib.suppress(BlockingIOError):
                     os.read(self._wake, 4096)
             self._reap()
-            if self._control.fileno() in events and not self._take():
+            if self._control.fileno() in events and not self._handle_command():
                 return
 
-    def _take(self) -> bool:
-        """Handle one order; False if the engine has closed the socket."""
-        data, files, _, _ = socket.recv_fds(self._control, wire.ORDER.size, 2)
+    def _handle_command(self) -> bool:
+        """Handle one command; False if the engine has closed the socket."""
+        data, files, _, _ = socket.recv_fds(self._control, wire.COMMAND.size, 2)
         if not data:
             return False
-        order, number, length = wire.ORDER.unpack(data)
-        if order == wire.START:
+        command, number, length = wire.COMMAND.unpack(data)
+        if command == wire.START:
             self._start(number, length, *files)
         elif number in self._pids:
             os.kill(self._pids[number], signal.SIGKILL)
@@ -150,18 +150,18 @@ class MatcherProcess:
             data = self._socket.recv(wire.MESSAGE_BYTES)
             if not data:
                 return
-            self._send(wire.MatcherReply(self._do_all(decoder.decode(data))))
+            self._send(wire.MatcherReply(self._apply_all(decoder.decode(data))))
 
-    def _do_all(self, operations: list[list[Any]]) -> dict[int, str]:
+    def _apply_all(self, operations: list[list[Any]]) -> dict[int, str]:
         failures: dict[int, str] = {}
         for op, *arguments in operations:
             try:
-                self._do(Op(op), *arguments)
+                self._apply(Op(op), *arguments)
             except (ValueError, RuntimeError) as error:
                 failures[arguments[0]] = _reason(error)
         return failures
 
-    def _do(self, op: Op, number: int = 0, slot: int = 0, *more: Any) -> None:
+    def _apply(self, op: Op, number: int = 0, slot: int = 0, *more: Any) -> None:
         if op is Op.SET_USERS:
             self._users = number
         elif op is Op.DROP:

@@ -35,7 +35,7 @@ class ForkServerSpec(msgspec.Struct):
 READY = b"ready"
 """From the fork server. Anything else it sends is why it cannot start."""
 
-ORDER = struct.Struct("<cII")
+COMMAND = struct.Struct("<cII")
 """To the fork server: START with a matcher's number and the length of its form, its socket and memory attached; or KILL
 with a number."""
 START = b"S"

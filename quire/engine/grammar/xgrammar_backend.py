@@ -147,7 +147,7 @@ class GrammarSequence:
         if self._count < self._min_tokens:
             allowed = mask.copy()
             _clear(mask, self._stop_ids)
-            if not mask.any():  # the form is complete: only stop tokens can follow, whatever min_tokens says
+            if not mask.any():  # the form is complete: only stop tokens can follow, even before min_tokens
                 mask[:] = allowed
 
     def _find_start(self, token: int) -> None:

@@ -18,7 +18,7 @@ from quire.kernels.triton.launch import gdc_launch_dependents, gdc_wait, pdl
 from quire.messages.sampling import SCALARS
 
 NEW_ROW_HEAD = 8
-"""A new row begins with: row, num_tokens, num_computed, prompt_len, limit, sample, seed (two halves)."""
+"""A new row begins with: row, num_tokens, num_computed, prompt_len, limit, sequence, seed (two halves)."""
 NEW_ROW_INTS = NEW_ROW_HEAD + len(SCALARS)
 """Then its scalar sampling parameters, in the order of their table."""
 BLOCK = 256
@@ -30,7 +30,7 @@ _SCALARS = tl.constexpr(len(SCALARS))
 @triton.jit(do_not_specialize=["drops", "blocks", "rows", "fresh", "draws", "added", "padded", "slot_number", "width"])
 def _apply(
     packed, step_rows, query_starts, tokens, picks, draw_rows, slot, tables, active, num_tokens, num_computed,
-    prompt_len, limit, sample, seed, scalars, stop_ids, drops, blocks, rows, fresh, draws, added, padded,
+    prompt_len, limit, sequence, seed, scalars, stop_ids, drops, blocks, rows, fresh, draws, added, padded,
     slot_number, width, stride_table,
     PAD_ROW: tl.constexpr, SIZE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -69,7 +69,7 @@ def _apply(
     tl.store(num_computed + target, tl.load(field + 2, mask=new, other=0).to(tl.int64), mask=new)
     tl.store(prompt_len + target, tl.load(field + 3, mask=new, other=0).to(tl.int64), mask=new)
     tl.store(limit + target, tl.load(field + 4, mask=new, other=0).to(tl.int64), mask=new)
-    tl.store(sample + target, tl.load(field + 5, mask=new, other=0).to(tl.int64), mask=new)
+    tl.store(sequence + target, tl.load(field + 5, mask=new, other=0).to(tl.int64), mask=new)
     low = tl.load(field + 6, mask=new, other=0).to(tl.int64) & 0xFFFFFFFF
     high = tl.load(field + 7, mask=new, other=0).to(tl.int64)
     tl.store(seed + target, low | (high << 32), mask=new)
@@ -129,7 +129,7 @@ def apply_plan(packed: torch.Tensor, sizes: dict[str, int], longest: int, buffer
     _apply[(-(-longest // BLOCK),)](
         packed, buffers.rows, buffers.query_starts, buffers.tokens, buffers.picks, buffers.draw_rows, buffers.slot,
         columns.block_table, columns.active.view(torch.uint8), columns.num_tokens, columns.num_computed,
-        columns.prompt_len, columns.limit, columns.sample, columns.seed, columns.scalars,
+        columns.prompt_len, columns.limit, columns.sequence, columns.seed, columns.scalars,
         columns.stop_ids, **sizes, width=columns.stop_ids.shape[1], stride_table=columns.block_table.stride(0),
         PAD_ROW=columns.pad_row,
         SIZE=BLOCK, num_warps=4, **pdl(),

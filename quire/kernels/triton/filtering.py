@@ -54,7 +54,7 @@ def filter_groups(logits: torch.Tensor, rows: torch.Tensor, columns: Columns, wo
     # 128 registers: two programs fit on a multiprocessor, so that 256 rows take one round of an H200.
     _filter_kernel[(len(rows),)](
         logits, logits.stride(0), rows, columns.scalars,
-        columns.seed, columns.sample, columns.prompt_len, columns.num_tokens,
+        columns.seed, columns.sequence, columns.prompt_len, columns.num_tokens,
         workspace.maxima, workspace.sums, workspace.thresholds, workspace.live, workspace.spans,
         columns.scalars.shape[0] - 1,
         VOCAB=logits.shape[1], GROUP=workspace.group, GROUPS=groups, WIDTH=triton.next_power_of_2(groups),
@@ -76,7 +76,7 @@ def load_scalar(scalars, row, INDEX: tl.constexpr):
 
 @triton.jit(do_not_specialize=["padding_row"])
 def _filter_kernel(
-    logits, row_stride, rows, scalars, seed, sample, prompt_len, num_tokens,
+    logits, row_stride, rows, scalars, seed, sequence, prompt_len, num_tokens,
     maxima, sums, thresholds, live, spans, padding_row,
     VOCAB: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
     ROOM: tl.constexpr, SHIFT: tl.constexpr, PDL: tl.constexpr,
@@ -98,7 +98,7 @@ def _filter_kernel(
     excludes = xtc_probability > 0.0
     if excludes:
         drawn = tl.load(num_tokens + row) - tl.load(prompt_len + row)
-        excludes = uniform(tl.load(seed + row), drawn, tl.load(sample + row) + XTC_STREAM) < xtc_probability
+        excludes = uniform(tl.load(seed + row), drawn, tl.load(sequence + row) + XTC_STREAM) < xtc_probability
     threshold = float("-inf")
     if (cuts | excludes) & (temperature >= GREEDY_BELOW) & (row != padding_row):
         maxima += draw * GROUPS

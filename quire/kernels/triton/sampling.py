@@ -37,7 +37,7 @@ class Columns:
     active: torch.Tensor
     """[rows] bool."""
     seed: torch.Tensor
-    sample: torch.Tensor
+    sequence: torch.Tensor
     scalars: torch.Tensor
     """[rows, scalars] int32: parameters in the order of `quire.messages.sampling.SCALARS`, floats by their bits."""
     stop_ids: torch.Tensor
@@ -98,7 +98,7 @@ def draw_and_commit(
     """Draw a token for each of `rows` [S] from logits [S, vocab], and commit it.
 
     A token is the first whose cumulative probability, in the order of the vocabulary, passes the row's number from
-    Philox (seed, number of tokens drawn so far, sample). `filtered`: some row may have a filter (top-k, top-p, ...);
+    Philox (seed, number of tokens drawn so far, sequence). `filtered`: some row may have a filter (top-k, top-p, ...);
     without it they are ignored. results and slot: as in `commit`.
 
     Bytes: the logits once; 16 a group; one group a draw. Operations: about 8 a logit.
@@ -118,7 +118,7 @@ def draw_and_commit(
     _draw_kernel[(draws,)](
         logits, logits.stride(0), rows, columns.scalars,
         workspace.maxima, workspace.sums, workspace.thresholds,
-        columns.seed, columns.sample, columns.prompt_len,
+        columns.seed, columns.sequence, columns.prompt_len,
         columns.last_token, columns.num_tokens, columns.limit, columns.active, columns.stop_ids,
         columns.stop_ids.shape[1], results, results.stride(0), results.stride(1), slot, columns.active.shape[0] - 1,
         VOCAB=vocab, GROUP=group, GROUPS=groups, WIDTH=triton.next_power_of_2(groups), FILTERED=filtered,
@@ -175,7 +175,7 @@ def _measure_kernel(
 @triton.jit(do_not_specialize=["stop_width", "slot_stride", "result_stride", "padding_row"])
 def _draw_kernel(
     logits, row_stride, rows, scalars, maxima, sums, thresholds,
-    seed, sample, prompt_len, last_token, num_tokens, limit, active, stop_ids, stop_width,
+    seed, sequence, prompt_len, last_token, num_tokens, limit, active, stop_ids, stop_width,
     results, slot_stride, result_stride, slot, padding_row,
     VOCAB: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, FILTERED: tl.constexpr,
     PDL: tl.constexpr,
@@ -194,7 +194,7 @@ def _draw_kernel(
         greedy = temperature < GREEDY_BELOW
         scale = _scale(temperature)
         number = uniform(
-            tl.load(seed + row), tl.load(num_tokens + row) - tl.load(prompt_len + row), tl.load(sample + row)
+            tl.load(seed + row), tl.load(num_tokens + row) - tl.load(prompt_len + row), tl.load(sequence + row)
         )
 
         best = tl.max(peaks)

@@ -1,4 +1,4 @@
-"""Where KV blocks go below host memory: the protocol of a block store, and the known ones by name."""
+"""Block stores, the tier below host memory: their protocol, and the known ones by name."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class BlockStore(Protocol):
 
     KV can always be computed again, so nothing here raises once the store is open: a block that cannot be written is
     not kept, one that cannot be read is absent. I/O threads call `read` and `write` while the engine's loop calls the
-    other methods. What has a body here is optional.
+    other methods. Methods with a body here are optional to implement.
     """
 
     @classmethod
@@ -72,7 +72,7 @@ class BlockStore(Protocol):
 
     @property
     def headroom(self) -> tuple[int, int]:
-        """How many blocks fit without evicting a pinned one, and how many fit in all. Called in every step."""
+        """How many blocks fit without evicting a pinned one, and how many fit in total. Called in every step."""
         stats = self.stats()
         blocks = stats.capacity // stats.block_bytes
         return blocks - stats.pinned_blocks, blocks
@@ -84,7 +84,7 @@ class BlockStore(Protocol):
         """Remove one pin from each block."""
 
     def free_space(self, size: int) -> int:
-        """Give bytes of `folder`'s disk back, if possible `size`: sessions' tokens need them. Returns how many."""
+        """Free up to `size` bytes on the disk of `folder` for sessions' tokens; returns how many were freed."""
         return 0
 
     def close(self) -> None:

@@ -7,9 +7,9 @@ import math
 NEWEST_WEIGHT = 0.2
 """Weight of the newest measurement in the average."""
 LEAST_TOKENS = 64
-"""A step with fewer prompt tokens says little about what prompt tokens cost."""
+"""Steps with fewer prompt tokens are not measured: other costs dominate."""
 LEAST_BYTES = 32 << 20
-"""A smaller copy says little about the speed of copies."""
+"""Smaller copies are not measured: their latency dominates."""
 
 
 class MeasuredSpeed:

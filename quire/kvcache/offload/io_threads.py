@@ -1,4 +1,4 @@
-"""Reads and writes of a block store while the engine's loop goes on."""
+"""Reads and writes of a block store in threads, while the engine's loop continues."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class IOThreads:
         return finished
 
     def sleep(self, seconds: float, wakes: Sequence[int] = ()) -> None:
-        """Wait until a task finishes, or one of the files `wakes` can be read."""
+        """Wait until a task finishes, or one of the descriptors `wakes` can be read."""
         wakeup = self._wakeup[0]
         if wakeup.fileno() in sleep_until([wakeup.fileno(), *wakes], seconds):
             with contextlib.suppress(BlockingIOError):

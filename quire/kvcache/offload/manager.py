@@ -4,7 +4,7 @@ Blocks are found by content key in every tier: a swapped-out row, a suspended se
 thing, blocks under keys. A transfer holds its device blocks, so that they are not reused before the bytes have been
 copied; plans carry the copies, and a result reports them done.
 
-    device ──out──▶ host ──write──▶ disk          ahead of need: what is evicted later has been saved
+    device ──out──▶ host ──write──▶ disk          early: blocks are saved before they are evicted
     device ◀─back── host ◀──read─── disk          for a request that waits; others run meanwhile
 """
 
@@ -125,7 +125,7 @@ class OffloadManager:
     # Saving
 
     def save(self, pairs: Sequence[tuple[bytes, int]], to_disk: bool = False, is_idle: bool = False) -> SaveTransfer:
-        """Copy those of these (content key, block) to the host that it does not have. Holds each until it is copied.
+        """Copy the blocks of these (content key, block) pairs that the host lacks to it. Holds each until it is copied.
 
         `to_disk`: write them to disk as well. `is_idle`: the blocks have no other references.
         """
@@ -182,14 +182,14 @@ class OffloadManager:
         return load
 
     def _advance(self, load: LoadTransfer) -> None:
-        """Start as many of its blocks as possible."""
+        """Start loading as many of its blocks as possible."""
         while load.started < len(load.keys) and not load.is_cancelled:
             key, index = load.keys[load.started], load.started
             if self.host.has(key):
                 self._start_copies_in(load, index)
                 continue
             if self.host.is_arriving(key):
-                return  # another transfer will bring it soon
+                return  # another transfer is loading it
             if not self._on_disk(key):
                 load.is_cancelled = True
                 return
@@ -297,6 +297,7 @@ class OffloadManager:
             self._loads = [load for load in self._loads if not load.is_done]
 
     def _finish_task(self, task: IOTask) -> None:
+        """End a write, a call, or a read, whose block is then copied to the device."""
         if task in self._writes:
             save = self._writes.pop(task)
             self._writing.discard(task.key)
@@ -357,14 +358,14 @@ class OffloadManager:
             self.store.discard(keys)
 
     def wait(self, seconds: float, wakes: Sequence[int] = ()) -> None:
-        """Sleep until a read, write or call finishes, or one of the files `wakes` can be read."""
+        """Sleep until a read, write or call finishes, or one of the descriptors `wakes` can be read."""
         if self._io is not None and self.waits_for_disk:
             self._io.sleep(seconds, wakes)
 
     # Errors and shutdown
 
     def reset(self) -> None:
-        """A step failed: drop copies in flight and queued ones. Reads and writes of the store go on."""
+        """A step failed: drop copies in flight and queued ones. Reads and writes of the store continue."""
         out = [*self._copies_out, *(copy for copies in self._in_flight.values() for copy in copies.out)]
         back = [*self._copies_in, *(copy for copies in self._in_flight.values() for copy in copies.back)]
         queued = list(self._queue)

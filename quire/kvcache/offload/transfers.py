@@ -12,7 +12,7 @@ class SaveTransfer:
     """Blocks that leave the device together."""
 
     to_disk: bool = False
-    """Write them on from host memory to disk at once."""
+    """Write them from host memory to disk as soon as they are copied."""
     pending: int = 0
     """Copies and writes not finished yet."""
     lost: int = 0

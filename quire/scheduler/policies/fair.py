@@ -8,15 +8,15 @@ always had its share. When no request waits all count from zero again.
 
 Three orders, kept apart so that they cannot conflict:
 
-- Between tenants: virtual time. It changes with every step, and decides which request is admitted and which prompt goes
-  on.
+- Between tenants: virtual time. It changes with every step, and decides which request is admitted and which prompt
+  is continued.
 - Within a tenant: priority with ageing, then arrival. Priorities mean nothing to other tenants.
 - The rank, which decides which request is never preempted: arrival, over all tenants. It never changes, so the oldest
-  running request always goes on, and all requests finish however virtual times change.
+  running request always continues, and all requests finish however virtual times change.
 
 Weights are soft: a tenant may use what others leave. If another then returns for its share of rows or blocks and there
 are none, a tenant that holds more than its own share is preempted. Both count their shares alike, so the preempted one
-cannot claim the place back. Caps are hard, also where rows or blocks are free.
+cannot claim the place back. Caps are hard, even if rows or blocks are free.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 NO_TENANT = -1
 """Owner of a free row."""
 LEEWAY = 2048.0
-"""Tokens, at weight 1, that a tenant which begins to wait may be behind. A tenant with one request at a time begins
-again and again: it must not lose each time the lead that others gained by one long request."""
+"""Tokens, at weight 1, that a tenant which begins to wait may be behind. A tenant with one request at a time
+begins to wait again and again, and must not lose each time the lead that others gained by one long request."""
 
 
 class FairShare(SharingPolicy):
@@ -51,7 +51,7 @@ class FairShare(SharingPolicy):
         """Virtual time of a tenant that has always had its share. It advances whichever tenant is served, so newcomers,
         however many, cannot keep a waiting tenant back indefinitely."""
         self._waiting: dict[Request, Tenant] = {}
-        self._came = 0
+        self._num_began = 0
         """How often a tenant has begun to wait."""
 
     def attach(self, requests: RequestTable) -> None:
@@ -73,8 +73,8 @@ class FairShare(SharingPolicy):
         if not tenants.waiting[place]:
             self._raise_floor()
             tenants.served[place] = max(tenants.served[place], tenants.floor)
-            tenants.since[place] = self._came
-            self._came += 1
+            tenants.since[place] = self._num_began
+            self._num_began += 1
         tenants.waiting[place] += 1
         tenant.queue.add(request)
         self._waiting[request] = tenant
@@ -219,12 +219,12 @@ class FairShare(SharingPolicy):
         if not self.shares.max_blocks:
             return
         tenants, growing = self._tenants, list(growing)
-        more = self._count([request.row for request in growing])
+        more = self._sum_by_tenant([request.row for request in growing])
         held = self._blocks_held()
         for place in np.flatnonzero((more > 0) & (held + more > tenants.max_blocks)).tolist():
             leaving = self._last_of(place)
             if len(leaving) == tenants.rows[place]:
-                leaving.pop()  # one stays: `accept` has made sure that it fits alone
+                leaving.pop()  # one stays: `accept` has checked that it fits alone
             for request in leaving:
                 if held[place] + more[place] <= tenants.max_blocks[place]:
                     break
@@ -251,7 +251,7 @@ class FairShare(SharingPolicy):
         share counts for each."""
         rows = np.flatnonzero(self._owner != NO_TENANT)
         tokens = np.maximum(self._rows.capacity[rows], self._rows.known[rows])
-        held = self._count(rows, -(-tokens // self._tables.block_size))
+        held = self._sum_by_tenant(rows, -(-tokens // self._tables.block_size))
         for request in self._requests.swapper.requests:
             held[self._tenants.of(request).place] += self._blocks_of(request)
         return held
@@ -259,7 +259,7 @@ class FairShare(SharingPolicy):
     def _blocks_of(self, request: Request) -> int:
         return max(len(request.blocks), self._tables.blocks_for(request.known))
 
-    def _count(
+    def _sum_by_tenant(
         self, rows: Sequence[int] | NDArray[np.int64], each: NDArray[np.int64] | None = None
     ) -> NDArray[np.float64]:
         """By tenant: how many of these rows it has, or the sum of `each` over them."""

@@ -63,7 +63,7 @@ class SharingPolicy(ABC):
     """
 
     interleaves = True
-    """Waiting requests compete with prompts under way for a step's tokens, in `order`."""
+    """Waiting requests compete with partly computed prompts for a step's tokens, in `order`."""
 
     def __init__(self, shares: Shares | None = None) -> None:
         self.shares = shares or Shares()
@@ -102,7 +102,7 @@ class SharingPolicy(ABC):
 
     @abstractmethod
     def order(self, request: Request) -> Any:
-        """A sort key: of waiting requests and prompts under way, the lowest gets the step's tokens first."""
+        """A sort key: of waiting requests and partly computed prompts, the lowest gets the step's tokens first."""
 
     @abstractmethod
     def is_owed(self, request: Request, decodes: NDArray[np.int64]) -> bool:
@@ -110,8 +110,8 @@ class SharingPolicy(ABC):
 
     @abstractmethod
     def victim_for(self, request: Request, blocks: int = 0) -> Request | None:
-        """The request to preempt for a waiting one that lacks a row or, if given, that needs `blocks` in all. None: the
-        request waits."""
+        """The request to preempt for a waiting one that lacks a row or, if given, `blocks` blocks. None: the request
+        waits."""
 
     @abstractmethod
     def exceeding(self, growing: Iterable[Request]) -> Iterator[Request]:

@@ -23,7 +23,7 @@ class Tenant:
 
 
 class Tenants:
-    """Tenants that have requests, or had some lately. Users choose the names, so idle tenants are dropped in time."""
+    """Tenants that have requests, or had some recently. Users choose the names, so idle tenants are dropped."""
 
     def __init__(self, shares: Shares, rows: int, blocks: int) -> None:
         self._shares, self._num_rows, self._num_blocks = shares, rows, blocks

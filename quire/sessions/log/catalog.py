@@ -104,26 +104,26 @@ class Catalog:
         self._order_of.setdefault(owner_of(entry.state.name), []).append(entry.id)
         self._ref_chunk(entry.state.tip)
         for address in entry.frames:
-            self._count(entry.id, address)
+            self._count_frame(entry.id, address)
 
     def replace(self, entry: SessionEntry, state: SessionState, address: FrameAddress) -> None:
         """The session now consists of one new STATE frame."""
         self._ref_chunk(state.tip)
         self._unref_chunk(entry.state.tip)
-        self._uncount(entry)
+        self._uncount_frames(entry)
         entry.state, entry.frames, entry.seq = state, [address], entry.seq + 1
-        self._count(entry.id, address)
+        self._count_frame(entry.id, address)
 
     def extend(self, entry: SessionEntry, state: SessionState, address: FrameAddress) -> None:
         """The session has one more APPEND frame."""
         entry.state, entry.seq = state, entry.seq + 1
         entry.frames.append(address)
-        self._count(entry.id, address)
+        self._count_frame(entry.id, address)
 
     def remove(self, entry: SessionEntry, address: FrameAddress) -> None:
         """The session was deleted by the DELETE frame at `address`."""
         del self.by_name[entry.state.name], self.by_id[entry.id]
-        self._uncount(entry)
+        self._uncount_frames(entry)
         self._unref_chunk(entry.state.tip)
         owner = owner_of(entry.state.name)
         for order in (self._order, self._order_of[owner]):
@@ -139,7 +139,7 @@ class Catalog:
         self._drop_tombstone(number)
         if self._files_of[number] - {file}:
             self.tombstones[number] = tombstone
-            self._file(file).tombstones.add(number)
+            self._usage_of(file).tombstones.add(number)
             self._add_live(file, tombstone.address.size)
 
     def page(self, after: int, limit: int, owner: str | None = None) -> tuple[list[SessionEntry], bool]:
@@ -149,7 +149,7 @@ class Catalog:
         page = order[start : start + limit]
         return [self.by_id[i] for i in page], start + limit < len(order)
 
-    def last_made(self, when: float, owner: str | None = None) -> int:
+    def last_id_at(self, when: float, owner: str | None = None) -> int:
         """The id of the last session created at that time or before; 0: none."""
         order = self._order if owner is None else self._order_of.get(owner, [])
         at = bisect_right(order, when, key=lambda number: self.by_id[number].state.created)
@@ -180,15 +180,15 @@ class Catalog:
         self.chunks[chunk.id] = chunk
         self._chunk_of[chunk.parent, chunk.digest] = chunk.id
         self._ref_chunk(chunk.parent)
-        self._file(chunk.address.file).chunks.add(chunk.id)
+        self._usage_of(chunk.address.file).chunks.add(chunk.id)
         self._add_live(chunk.address.file, chunk.address.size)
 
     def move_chunk(self, chunk: TokenChunk, address: FrameAddress) -> None:
         """The chunk was written to another place."""
-        self._file(chunk.address.file).chunks.discard(chunk.id)
+        self._usage_of(chunk.address.file).chunks.discard(chunk.id)
         self._add_live(chunk.address.file, -chunk.address.size)
         chunk.address = address
-        self._file(address.file).chunks.add(chunk.id)
+        self._usage_of(address.file).chunks.add(chunk.id)
         self._add_live(address.file, address.size)
 
     def drop_unused_chunks(self) -> None:
@@ -211,7 +211,7 @@ class Catalog:
             del self.chunks[number]
             if self._chunk_of.get((chunk.parent, chunk.digest)) == number:
                 del self._chunk_of[chunk.parent, chunk.digest]
-            self._file(chunk.address.file).chunks.discard(number)
+            self._usage_of(chunk.address.file).chunks.discard(number)
             self._add_live(chunk.address.file, -chunk.address.size)
             number = chunk.parent
 
@@ -220,7 +220,7 @@ class Catalog:
     def mention(self, number: int, file: int) -> None:
         """The file has a frame of the session."""
         self._files_of.setdefault(number, set()).add(file)
-        self._file(file).mentioned.add(number)
+        self._usage_of(file).mentioned.add(number)
 
     def forget_file(self, number: int) -> None:
         """The file was removed."""
@@ -234,24 +234,25 @@ class Catalog:
             if (tombstone := self.tombstones.get(session)) is not None and not files - {tombstone.address.file}:
                 self._drop_tombstone(session)
 
-    def _file(self, number: int) -> FileUsage:
+    def _usage_of(self, number: int) -> FileUsage:
+        """What the file holds; created empty if needed."""
         usage = self.usage.get(number)
         if usage is None:
             usage = self.usage[number] = FileUsage()
         return usage
 
     def _add_live(self, file: int, size: int) -> None:
-        self._file(file).live += size
+        self._usage_of(file).live += size
         self.live += size
 
-    def _count(self, number: int, address: FrameAddress) -> None:
-        self._file(address.file).sessions.add(number)
+    def _count_frame(self, number: int, address: FrameAddress) -> None:
+        self._usage_of(address.file).sessions.add(number)
         self._add_live(address.file, address.size)
         self.mention(number, address.file)
 
-    def _uncount(self, entry: SessionEntry) -> None:
+    def _uncount_frames(self, entry: SessionEntry) -> None:
         for address in entry.frames:
-            self._file(address.file).sessions.discard(entry.id)
+            self._usage_of(address.file).sessions.discard(entry.id)
             self._add_live(address.file, -address.size)
 
     def _drop_tombstone(self, number: int) -> None:

@@ -68,9 +68,9 @@ class Cleaner:
         catalog = self._catalog
         usage = catalog.usage.get(file)
         if usage is not None:
-            entries = [catalog.by_id[number] for number in _some(usage.sessions)]
-            chunks = [catalog.chunks[number] for number in _some(usage.chunks)]
-            tombstones = {number: catalog.tombstones[number] for number in _some(usage.tombstones)}
+            entries = [catalog.by_id[number] for number in _first_few(usage.sessions)]
+            chunks = [catalog.chunks[number] for number in _first_few(usage.chunks)]
+            tombstones = {number: catalog.tombstones[number] for number in _first_few(usage.tombstones)}
             frames = [entry.state_frame(entry.state) for entry in entries]
             for chunk in chunks:
                 found = self._log.read(chunk.address)
@@ -95,5 +95,5 @@ class Cleaner:
         return False
 
 
-def _some(numbers: set[int]) -> list[int]:
+def _first_few(numbers: set[int]) -> list[int]:
     return list(itertools.islice(numbers, FRAMES_AT_ONCE))

@@ -10,9 +10,9 @@ A frame can be verified on its own:
     back    56 B: as the front, with another magic
 
 The check covers the fields and the name, keyed by a nonce of the file, so that nothing in a payload that a user wrote
-can pass for a frame. Front and back say the same: damage to one of them costs nothing, damage to the payload costs one
+can pass for a frame. Front and back are equal: damage to one of them costs nothing, damage to the payload costs one
 frame, and it is known whose frame it was. `safe` is how much of the file was durable when the frame was written: damage
-before that is damage, damage after the last such mark is what a crash leaves of unfinished writes.
+before that is real; damage after the last such mark is what a crash leaves of unfinished writes.
 """
 
 from __future__ import annotations

@@ -123,9 +123,9 @@ class SessionLog:
         """The files of earlier runs, oldest first. What a crash left of unfinished writes is truncated."""
         for path in self.folder.glob("*.new"):
             path.unlink(missing_ok=True)
-        logs, summaries = self._numbers("*.log"), self._numbers("*.sum")
+        logs, summaries = self._file_numbers("*.log"), self._file_numbers("*.sum")
         # Numbers are not used twice: the summary of a vanished file would describe another.
-        self._last_number = max(logs | summaries | self._numbers("*.unreadable"), default=0)
+        self._last_number = max(logs | summaries | self._file_numbers("*.unreadable"), default=0)
         for number in sorted(logs | summaries):
             summary, newest = read_summary(self._path(number, ".sum")), number == max(logs, default=0)
             if number not in logs:
@@ -139,7 +139,7 @@ class SessionLog:
 
     def remove_orphaned_summaries(self) -> None:
         """Remove summaries of files that no longer exist."""
-        for number in self._numbers("*.sum") - self._numbers("*.log"):
+        for number in self._file_numbers("*.sum") - self._file_numbers("*.log"):
             self._path(number, ".sum").unlink(missing_ok=True)
 
     def read(self, address: FrameAddress) -> ScannedFrame | None:
@@ -257,6 +257,7 @@ class SessionLog:
             self._reserve_path.unlink(missing_ok=True)
 
     def _append(self, frames: Sequence[Frame]) -> list[FrameAddress]:
+        """Append frames to the newest file, or to a new one if they do not fit; returns their addresses."""
         # One file and one write: a failed append then leaves nothing behind.
         sizes = [frame_bytes(len(frame.payload), len(frame.name.encode())) for frame in frames]
         file = self._active
@@ -272,6 +273,7 @@ class SessionLog:
         return addresses
 
     def _write(self, file: LogFile, data: bytes) -> None:
+        """Append bytes to the file; on an error the file is as before."""
         end = file.end + len(data)
         try:
             if end > file.room:
@@ -298,6 +300,7 @@ class SessionLog:
                 return
 
     def _roll(self) -> LogFile:
+        """Seal the newest file and start another."""
         if self._active is not None:
             self._seal(self._active)
         self._last_number += 1
@@ -355,6 +358,7 @@ class SessionLog:
         return StoreError(f"cannot write sessions in {self.folder}: {error.strerror or error}")
 
     def _load_file(self, number: int, summary: Summary | None, last: bool) -> tuple[LogFile | None, list[ScannedFrame]]:
+        """The file and its frames. One without a valid header is renamed, or removed if it is the last and empty."""
         path = self._path(number, ".log")
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         size = os.fstat(fd).st_size
@@ -378,7 +382,7 @@ class SessionLog:
             os.ftruncate(fd, file.end)
         return file, frames
 
-    def _numbers(self, pattern: str) -> set[int]:
+    def _file_numbers(self, pattern: str) -> set[int]:
         return {int(path.stem) for path in self.folder.glob(pattern) if path.stem.isdigit()}
 
     def _path(self, number: int, suffix: str) -> Path:

@@ -27,7 +27,7 @@ class SessionHistory:
 
 
 class Recovery:
-    """Reads all frames once, fills a catalog, and writes to the log what it had to conclude."""
+    """Reads all frames once, fills a catalog, and writes its findings about damage to the log."""
 
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
@@ -36,7 +36,7 @@ class Recovery:
         self._parents: dict[int, int] = {}
         self._depths: dict[int, int] = {0: 0}
         self.lost: list[SessionEntry] = []
-        """Sessions newly found to be lost: `write_conclusions` writes their frames."""
+        """Sessions newly found to be lost: `write_findings` writes their frames."""
         self.deleted: list[tuple[int, int, str]] = []
         """Sessions whose DELETE frame is damaged though other data shows that they were deleted: id, seq, name."""
         self.damaged_bytes = 0
@@ -57,6 +57,7 @@ class Recovery:
                 history.deleted_seq = seq
 
     def _read_frames(self, file: LogFile, frames: list[ScannedFrame]) -> None:
+        """Note every frame of a file, and count damaged bytes."""
         for frame in frames:
             address = FrameAddress(file.number, frame.offset, frame.end - frame.offset)
             if not frame.whole:
@@ -83,12 +84,12 @@ class Recovery:
         self._catalog.drop_unused_chunks()
         self._catalog.sort()
 
-    def write_conclusions(self, log: SessionLog) -> None:
-        """Write what was concluded, so that it remains true when the damaged files are removed."""
+    def write_findings(self, log: SessionLog) -> None:
+        """Write the findings, so that they stay known when the damaged files are removed."""
         for number, seq, name in self.deleted:
             (address,) = log.append([Frame(FrameKind.DELETE, number, seq, b"", name)])
             self._catalog.add_tombstone(number, Tombstone(seq, name, address))
-        # Nothing is cleaned before everything is written: the conclusions depend on the damaged files.
+        # Nothing is cleaned before everything is written: the findings depend on the damaged files.
         for entry in self.lost:
             (address,) = log.append([entry.state_frame(entry.state)])
             self._catalog.replace(entry, entry.state, address)
@@ -103,6 +104,7 @@ class Recovery:
             self._chunks[frame.id] = TokenChunk(frame.id, frame.seq, frame.digest, address)
 
     def _read_session(self, frame: ScannedFrame, address: FrameAddress) -> None:
+        """Note a STATE, APPEND or DELETE frame in the session's history."""
         self._catalog.mention(frame.id, address.file)
         history = self._histories.setdefault(frame.id, SessionHistory())
         history.last_seq = max(history.last_seq, frame.seq)

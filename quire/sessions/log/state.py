@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 from blake3 import blake3
 
-from quire.errors import SessionLostError, ValidationError
+from quire.errors import SessionExistsError, SessionLostError, ValidationError
 
 CHUNK_TOKENS = 256
 CHUNK_BYTES = 4 * CHUNK_TOKENS
@@ -153,6 +153,13 @@ def num_tokens(state: SessionState) -> int:
 def expiry(state: SessionState) -> float | None:
     """When the session expires."""
     return None if state.ttl is None else state.used + state.ttl
+
+
+def exists_error(key: str) -> SessionExistsError:
+    """The error for a name that is in use."""
+    return SessionExistsError(
+        f"a session {name_of(key)!r} exists already: choose another name, or delete it", "name", key
+    )
 
 
 def lost_error(name: str, reason: str) -> SessionLostError:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 
-from quire.errors import SessionExistsError, SessionNotFoundError, StoreError, StoreFullError, ValidationError
+from quire.errors import SessionNotFoundError, StoreError, StoreFullError, ValidationError
 from quire.kvcache.offload.disk.files import FolderLock, unavailable
 from quire.sessions.log.catalog import Catalog, ExpiryQueue, SessionEntry
 from quire.sessions.log.cleaning import Cleaner
@@ -30,6 +30,7 @@ from quire.sessions.log.state import (
     check_position,
     checked_meta,
     checked_ttl,
+    exists_error,
     lost_error,
     name_of,
     num_tokens,
@@ -151,10 +152,10 @@ class SessionStore:
             sessions = [view(entry.id, entry.state) for entry in entries]
         return Page(sessions, sessions[-1].id if more else None)
 
-    def last_made(self, when: float, owner: str | None = None) -> int:
+    def last_id_at(self, when: float, owner: str | None = None) -> int:
         """The id of the last session created at that time or before, optionally of one owner; 0: none."""
         with self._lock:
-            return self._catalog.last_made(when, owner)
+            return self._catalog.last_id_at(when, owner)
 
     def tokens(self, name: str, start: int = 0, stop: int | None = None) -> np.ndarray:
         """The session's tokens from `start` to `stop`. Raises if the session is lost."""
@@ -199,7 +200,7 @@ class SessionStore:
             self._check_new(name)
             entry = self._records.create(state, data)
             self._expiry.watch(entry)
-        return self._done(entry, durable)
+        return self._committed(entry, durable)
 
     @_retried_after_cleaning
     def append(self, name: str, tokens: Sequence[int] | np.ndarray, *, durable: bool = True) -> Session:
@@ -208,7 +209,7 @@ class SessionStore:
         with self._lock:
             entry = self._intact(name)
             self._records.append(entry, self._clock(), data)
-        return self._done(entry, durable)
+        return self._committed(entry, durable)
 
     @_retried_after_cleaning
     def set_kv(self, name: str, tokens: int, fingerprint: bytes, *, durable: bool = False) -> Session:
@@ -224,7 +225,7 @@ class SessionStore:
             self._records.rewrite(
                 entry, msgspec.structs.replace(entry.state, kv_tokens=tokens, kv_fingerprint=fingerprint)
             )
-        return self._done(entry, durable)
+        return self._committed(entry, durable)
 
     @_retried_after_cleaning
     def update(
@@ -245,7 +246,7 @@ class SessionStore:
                 state = msgspec.structs.replace(state, meta=checked_meta(meta))
             self._records.rewrite(entry, state)
             self._expiry.watch(entry)
-        return self._done(entry, durable)
+        return self._committed(entry, durable)
 
     @_retried_after_cleaning
     def touch(self, name: str) -> None:
@@ -271,7 +272,7 @@ class SessionStore:
                 msgspec.structs.replace(state, name=new_name, created=now, used=now, parent=name, forked_at=at)
             )
             self._expiry.watch(entry)
-        return self._done(entry, durable)
+        return self._committed(entry, durable)
 
     @_retried_after_cleaning
     def truncate(self, name: str, at: int, *, durable: bool = True) -> Session:
@@ -281,7 +282,7 @@ class SessionStore:
             check_position(entry.state, at, "cut")
             state = self._records.truncated(entry, at)
             self._records.rewrite(entry, msgspec.structs.replace(state, used=self._clock()))
-        return self._done(entry, durable)
+        return self._committed(entry, durable)
 
     @_retried_after_cleaning
     def delete(self, name: str, *, durable: bool = True) -> None:
@@ -297,7 +298,7 @@ class SessionStore:
         with self._lock:
             entry = self._entry(name)
             self._records.rewrite(entry, msgspec.structs.replace(entry.state, lost="", used=self._clock()))
-        return self._done(entry, durable)
+        return self._committed(entry, durable)
 
     def sweep(self, limit: int = 1000, *, durable: bool = True) -> list[str]:
         """Delete at most `limit` expired sessions; returns their names."""
@@ -344,11 +345,10 @@ class SessionStore:
 
     def _check_new(self, name: str) -> None:
         if name in self._catalog.by_name:
-            raise SessionExistsError(
-                f"a session {name_of(name)!r} exists already: choose another name, or delete it", "name", name
-            )
+            raise exists_error(name)
 
-    def _done(self, entry: SessionEntry, durable: bool) -> Session:
+    def _committed(self, entry: SessionEntry, durable: bool) -> Session:
+        """The session as callers see it, once it is durable if `durable`."""
         session = view(entry.id, entry.state)
         if durable:
             self._log.commit()
@@ -368,6 +368,6 @@ class SessionStore:
         for entry in recovery.lost:
             logger.error("session %r is lost: %s", entry.state.name, entry.state.lost)
         try:
-            recovery.write_conclusions(self._log)
+            recovery.write_findings(self._log)
         except StoreError as error:
             logger.warning("cannot write the results of recovery in %s: %s", self.folder, error)

@@ -105,6 +105,7 @@ class FolderLock:
             _owned[self._identity] = folder
 
     def _lock(self) -> int:
+        """Lock the lock file; returns its descriptor."""
         try:
             fd = os.open(self.folder / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:

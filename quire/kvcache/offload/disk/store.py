@@ -294,6 +294,7 @@ class DiskStore(BlockStore):
     # Load and close
 
     def _load(self) -> None:
+        """Rebuild the index from the tables of all segments."""
         self._files.load()
         self._counts["damaged"] += self._files.damaged
         found: dict[bytes, tuple[int, SlotAddress]] = {}
@@ -306,6 +307,7 @@ class DiskStore(BlockStore):
         self._shrink()
 
     def _read_table(self, segment: Segment, found: dict[bytes, tuple[int, SlotAddress]]) -> None:
+        """Add the segment's blocks to `found`; of two copies of a block the newer stays."""
         try:
             table = segment.table()
         except OSError as error:
@@ -327,6 +329,7 @@ class DiskStore(BlockStore):
             pass
 
     def _write_tables(self) -> None:
+        """Write the eviction order into the tables, as stamps."""
         keys = {place: key for key, place in self._blocks.items()}
         order = {place: rank for rank, place in enumerate(keys)}
         newest = max(self._stamp, time.time_ns())
