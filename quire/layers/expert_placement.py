@@ -97,8 +97,8 @@ def check_ranks(num_experts: int, ranks: int, spare: int) -> None:
     """Raise if the experts cannot be spread over this many ranks."""
     if ranks > num_experts:
         raise ConfigError(
-            f"{num_experts} experts cannot be spread over {ranks} ranks: enable_expert_parallel needs at least an "
-            "expert a rank; use fewer ranks",
+            f"{num_experts} experts cannot be spread over {ranks} ranks: enable_expert_parallel needs at least "
+            "one expert per rank; use fewer ranks",
             "enable_expert_parallel",
             True,
         )
@@ -151,7 +151,7 @@ def moves(before: Placement, after: Placement) -> list[Move]:
 
 
 def _share_out(counts: Sequence[float], ranks: int, useful: int, idle: int) -> list[int]:
-    """Copies of each expert: `useful` slots go, one by one, to the expert with the highest load a copy.
+    """Copies of each expert: `useful` slots go, one by one, to the expert with the highest load per copy.
 
     The `idle` ones go to the experts with the least load: a copy draws tokens to its rank, which may be busy already.
     """

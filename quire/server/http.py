@@ -34,7 +34,7 @@ EVENTS = [
     (b"x-accel-buffering", b"no"),  # a proxy must not buffer events
 ]
 SLOWEST_BODY = 1024
-"""Bytes a second: without it, a body sent byte by byte would never time out."""
+"""Bytes per second: without it, a body sent byte by byte would never time out."""
 ABORT = "quire.abort"
 """Key of the ASGI scope that holds the function that aborts the connection."""
 DONE = b"data: [DONE]\n\n"

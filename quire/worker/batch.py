@@ -178,7 +178,7 @@ class DeviceBatch:
         self.stop_ids[rows] = torch.tensor(padded).to(self._device, non_blocking=True)
 
     def _widen_stop_ids(self, width: int) -> None:
-        """Room for `width` of them a row; the column moves if that is more than there was."""
+        """Make room for `width` stop ids per row; a wider column is a new tensor."""
         if width > self.stop_ids.shape[1]:
             self.stop_ids = torch.nn.functional.pad(self.stop_ids, (0, width - self.stop_ids.shape[1]), value=-1)
 

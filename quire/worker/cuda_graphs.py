@@ -154,7 +154,7 @@ class CapturedDecodePath(_CapturedPath):
         self, model: CausalLM, batch: CudaBatch, pool: GraphPool, is_last_stage: bool, sizes: Sequence[int],
         width: int = 1,
     ) -> None:  # fmt: skip
-        """`sizes`: the capture sizes, ascending. `width`: query tokens a row."""
+        """`sizes`: the capture sizes, ascending. `width`: query tokens per row."""
         require_single_query(width)
         super().__init__(model, batch, pool, is_last_stage)
         self._sizes = sizes
@@ -257,7 +257,7 @@ class CapturedMixedPath(_CapturedPath):
         self._batch.draw(logits, self._batch.buffers.draw_rows[: shape.draws], 0, filtered=False)
 
     def _forward(self, shape: MixedShape) -> torch.Tensor:
-        """One hidden state a draw; of all tokens if another pipeline stage follows."""
+        """One hidden state per draw; of all tokens if another pipeline stage follows."""
         batch, tokens = self._batch, shape.num_tokens
         context = LONG_CONTEXT + 1 if shape.is_long else 1
         inputs = batch.empty_inputs(shape.rows, tokens, shape.decodes, shape.tokens, context, shape.grouped)

@@ -52,7 +52,7 @@ class MixedShape:
 
 def shape_of(plan: StepPlan, long_context: int, grouped: bool, max_rows: int, max_tokens: int) -> MixedShape | None:
     """The shape a step with prompts is padded to; None if the plan is too large for any shape, or the shape for a
-    batch of `max_rows` rows and `max_tokens` prompt tokens a step."""
+    batch of `max_rows` rows and `max_tokens` prompt tokens per step."""
     prompts, tokens = len(plan.rows) - plan.num_decodes, len(plan.tokens)
     if not 0 < prompts <= PROMPTS or plan.num_decodes > DECODES[-1] or tokens > TOKENS[-1] or plan.forks:
         return None

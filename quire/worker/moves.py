@@ -42,7 +42,7 @@ class HostTierInfo:
     slot_bytes: int
     """Bytes of a block, over all ranks."""
     out_rate: float
-    """Bytes a second, device to host…"""
+    """Bytes per second, device to host…"""
     back_rate: float
     """…and host to device."""
     slot: Callable[[int], memoryview] | None = None
@@ -215,7 +215,7 @@ class Mover:
         return HostTierInfo(self.memory.num_slots, self.memory.slot_bytes, *self.measure(), self.memory.slot)
 
     def measure(self) -> tuple[float, float]:
-        """Bytes a second out and back, measured by copying blocks that are still empty."""
+        """Bytes per second out and back, measured by copying blocks that are still empty."""
         size = self.memory.slot_bytes
         count = max(1, min(TRIAL_BYTES // size, self._kv.num_blocks - 1, self.memory.num_slots))
         pairs = [(i, i) for i in range(count)]

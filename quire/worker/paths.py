@@ -29,7 +29,7 @@ class DecodeShape(NamedTuple):
 
     rows: int
     width: int
-    """Query tokens a row."""
+    """Query tokens per row."""
     grouped: bool
     """Whether attention reads the blocks of prefix groups once for all their rows."""
 
@@ -41,7 +41,7 @@ class PathOutput:
     hidden: torch.Tensor | None
     """Hidden states, valid until the next step; None: the step has sampled its tokens already."""
     last_only: bool = False
-    """`hidden` has one row a draw, not one a token."""
+    """`hidden` has one row per draw, not one per token."""
     inputs: StepInputs | None = None
     """An eager step's inputs, for prompt logprobs and pooling; captured steps have neither."""
 
@@ -124,7 +124,7 @@ class TapeDecodePath:
     """
 
     def __init__(self, model: CausalLM, batch: DeviceBatch, ops: Ops, width: int = 1) -> None:
-        """`width`: query tokens a row."""
+        """`width`: query tokens per row."""
         require_single_query(width)
         self._model = model
         self._batch = batch
@@ -182,6 +182,6 @@ def forward(model: CausalLM, batch: DeviceBatch, step: StepInputs) -> torch.Tens
 
 
 def require_single_query(width: int) -> None:
-    """Refuse captured decodes of several query tokens a row."""
+    """Refuse captured decodes of several query tokens per row."""
     if width != 1:
-        raise NotImplementedError(f"captured decodes have 1 query token a row, got width {width}")
+        raise NotImplementedError(f"captured decodes have 1 query token per row, got width {width}")

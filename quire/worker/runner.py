@@ -33,7 +33,7 @@ class PendingStep:
         self.draws: StepDraws | None = None
         """None while the step waits for masks to sample under…"""
         self.hidden: torch.Tensor | None = None
-        """…and the hidden states it then samples from; `last_only`: one row a draw, not one a token."""
+        """…and the hidden states it then samples from; `last_only`: one row per draw, not one per token."""
         self.last_only = False
         self.logprobs: list[tuple[list[int], PendingLogprobs]] = []
         """(draws, their logprobs) of the draws that request them."""
@@ -192,7 +192,7 @@ class Runner:
     def _sample(
         self, plan: StepPlan, hidden: torch.Tensor, last_only: bool, masks: StepMasks | None
     ) -> list[tuple[list[int], PendingLogprobs]]:
-        """Logits only where a token is drawn, in slices. `last_only`: `hidden` has one row a draw."""
+        """Logits only where a token is drawn, in slices. `last_only`: `hidden` has one row per draw."""
         logprobs: list[tuple[list[int], PendingLogprobs]] = []
         picks, rows = self._batch.picks(plan), self._batch.draw_rows(plan)
         for start in range(0, len(plan.samples), LOGIT_ROWS):
@@ -230,7 +230,7 @@ class Runner:
                 self._batch.mask(logits, masks.draws[inside] - start, masks.bits[inside])
 
     def _logits(self, samples: np.ndarray, hidden: torch.Tensor, picks: torch.Tensor) -> torch.Tensor:
-        """A row of logits a draw. A source that forks draws several times from the same ones."""
+        """A row of logits per draw. A source that forks draws several times from the same ones."""
         distinct, first, repeat = np.unique(samples, return_index=True, return_inverse=True)
         if len(distinct) == len(repeat):
             return self._model.logits(hidden[picks])

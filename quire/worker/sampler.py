@@ -1,6 +1,6 @@
 """From logits to tokens.
 
-Everything is masked by thresholds and drawn in vocabulary order from one uniform number a row, so that a row's token
+Everything is masked by thresholds and drawn in vocabulary order from one uniform number per row, so that a row's token
 depends on its own logits and its own random stream alone: not on the batch, and not on how a sort breaks ties.
 """
 
@@ -54,7 +54,7 @@ class Sampler:
             logits[where] = apply_penalties(self._batch, logits[where], rows[where], longest)
 
     def draw(self, logits: torch.Tensor, rows: torch.Tensor, host_rows: np.ndarray) -> Draws:
-        """One token a row from logits [n, vocab]."""
+        """One token per row from logits [n, vocab]."""
         kinds = self._batch.kinds[host_rows]
         greedy = _argmax(logits)
         invalid = ~torch.isfinite(logits.amax(-1))  # amax propagates NaN

@@ -6,7 +6,7 @@
 //
 // SIMD lanes run along M: x is packed transposed, xt[k][M rounded up to lanes], and each weight is broadcast against
 // it. So the weight needs no repacking, there are no sums across lanes, and K and N need no alignment. One row of x
-// leaves lanes idle, but two broadcasts a cycle still consume 8 bytes of weight a cycle, more than memory delivers.
+// leaves lanes idle, but two broadcasts per cycle still consume 8 bytes of weight per cycle, more than memory delivers.
 //
 // Bits: every output is one chain of fused multiply-adds over k = 0 .. K - 1 (see outer.h), so a row's result is the
 // same for every M, every thread count and every position in the batch.
@@ -35,7 +35,7 @@ constexpr int tile_rows(int vectors) {
 template <class T>
 using Operand = std::conditional_t<kBf16Dot, T, float>;
 
-// Arguments as Python packs them (8 bytes a field); bias may be null.
+// Arguments as Python packs them (8 bytes per field); bias may be null.
 template <class T>
 struct Problem {
     const T *x, *weight, *bias;

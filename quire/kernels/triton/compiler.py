@@ -38,7 +38,7 @@ Task = Callable[[], object]
 """Launches kernels."""
 
 MIN_TASKS = 2
-"""Tasks a process, at least."""
+"""Tasks per process, at least."""
 MAX_PROCESSES = 12
 TIMEOUT_S = 60.0
 """Processes that take longer are killed."""

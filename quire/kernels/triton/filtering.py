@@ -6,7 +6,7 @@ top-k and top-p (`threshold_search.py`); XTC, which excludes the top choices of 
 from a threshold to a ceiling. The maxima and sums of weights of groups that the first launch measured (`sampling.py`)
 are rewritten as if the others were not there: the largest maximum left is the ceiling.
 
-One program a row, no atomics, and every sum in a fixed order: what is left does not depend on the rows beside it.
+One program per row, no atomics, and every sum in a fixed order: what is left does not depend on the rows beside it.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def filter_groups(logits: torch.Tensor, rows: torch.Tensor, columns: Columns, wo
     logits [S, vocab] any row stride; rows [S] the batch row of each. workspace.maxima and .sums are as
     `sampling.draw_and_commit` measured them; .live and .spans are scratch, left dirty.
 
-    Bytes a row: 10 a group, and the logits of the groups that reach the cut three times (16 KB each time in bfloat16).
-    top-n-sigma adds all logits, twice; XTC adds 4 a group and, twice, the logits of the few groups that hold top
+    Bytes per row: 10 per group, and three times the logits of the groups that reach the cut (16 KB in bfloat16).
+    top-n-sigma adds all logits, twice; XTC adds 4 per group and, twice, the logits of the few groups that hold top
     choices. A row without filters reads its parameters and writes its threshold.
     """
     groups = workspace.maxima.shape[1]
@@ -81,7 +81,7 @@ def _filter_kernel(
     VOCAB: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
     ROOM: tl.constexpr, SHIFT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program a draw. Operations: about 10 a logit tallied, and 4 a logit noted for each bit of the threshold."""
+    """One program per draw. Operations: about 10 per logit counted, 4 per logit listed and threshold bit."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()

@@ -96,7 +96,7 @@ class AttentionBackend(Protocol):
     """Whether its kernels can be captured once and replayed for rows of other lengths."""
 
     def prepare(self, heads: int, kv: torch.Tensor, inputs: AttentionInputs, window: int | None) -> None:
-        """Called in each layer before its keys are written: the place to compute what is needed once a step."""
+        """Called in each layer before its keys are written: the place to compute what is needed once per step."""
         ...
 
     def attend(

@@ -12,9 +12,9 @@ class Block(NamedTuple):
     """The tile shape of one GEMM."""
 
     n: int
-    """Outputs a program (with a gate: gate features, and as many up features)."""
+    """Outputs per program (with a gate: gate features, and as many up features)."""
     k: int = 0
-    """Inputs a loop iteration (`tile`)."""
+    """Inputs per loop iteration (`tile`)."""
     warps: int = 4
     stages: int = 0
     """Software-pipeline stages (`tile`)."""
@@ -29,7 +29,7 @@ class ExpertsConfig:
     gate_up: Block
     down: Block
     block_m: int = 0
-    """Pairs a program (`tile`)."""
+    """Pairs per program (`tile`)."""
     tma: bool = False
     """Whether TMA loads the weights, rather than the threads (`tile`)."""
 

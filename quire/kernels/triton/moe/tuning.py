@@ -4,7 +4,7 @@ Looked up in the tuning tables (`tuning_table.py`), or else guessed. An entry: {
 {"kernel": "tile", "gate_up": [64, 64, 4, 5], "down": [128, 64, 4, 5], "block_m": 32, "tma": true, "us": 300.1}};
 blocks are [n, k, warps, stages].
 
-With few tokens an expert, time is that of reading the experts used, and what counts is the bytes in flight on every
+With few tokens per expert, time is that of reading the experts used, and what counts is the bytes in flight on every
 multiprocessor. With many it is that of the tensor cores, and what counts is how little else a tile does.
 """
 
@@ -26,7 +26,7 @@ MAX_VECTOR_TOKENS = 8
 """With more, tokens share experts often enough for tiles to pay."""
 INVARIANT = ExpertsConfig("tile", Block(64, 64, 4, 4), Block(128, 64, 4, 4), 64)
 """Batch-invariant: one shape for any number of tokens, so that sums always have the same order."""
-_SHARED = 224 * 1024  # bytes of shared memory a multiprocessor, less what the compiler needs
+_SHARED = 224 * 1024  # bytes of shared memory per multiprocessor, less what the compiler needs
 
 
 class ConfigGroup(NamedTuple):
@@ -91,7 +91,7 @@ def _tile_heights(shape: ExpertsShape, tokens: int) -> list[int]:
 
 
 def _staged(n: int, k: int, warps: int, block_m: int, matrices: int, dtype: torch.dtype) -> list[Block]:
-    """A block with as many pipeline stages as fit: for two programs a multiprocessor, and for one."""
+    """A block with as many pipeline stages as fit: for two programs per multiprocessor, and for one."""
     if dtype.itemsize == 4:
         n, k = min(n, 64), 32
     step = (matrices * n + block_m) * k * dtype.itemsize

@@ -145,8 +145,8 @@ def vector_gate_up(
 ) -> torch.Tensor:
     """silu(gate) * up of every pair [tokens * top_k, width].
 
-    Bytes: the two weights of each pair's expert; the input and the gain once a program, from cache. Operations: one
-    conversion and one multiply-add a weight.
+    Bytes: the two weights of each pair's expert; the input and the gain once per program, from cache. Operations: one
+    conversion and one multiply-add per weight.
     """
     tokens, depth = x.shape
     experts, double, _ = weight.shape
@@ -163,8 +163,8 @@ def vector_gate_up(
 def vector_down(features: torch.Tensor, routing: ChosenExperts, weight: torch.Tensor, block: Block) -> torch.Tensor:
     """The weighted sum over each token's experts [tokens, hidden].
 
-    Bytes: the weight of each pair's expert; the features once a program, from cache. Operations: one conversion and
-    one multiply-add a weight.
+    Bytes: the weight of each pair's expert; the features once per program, from cache. Operations: one conversion and
+    one multiply-add per weight.
     """
     experts, hidden, width = weight.shape
     tokens = features.shape[0] // routing.top_k

@@ -3,8 +3,8 @@
 A program owns as few as 8 outputs. Its warps split K: each multiplies its own slice, and the slices are reduced once at
 the end, within the program. So 1024 outputs occupy 128 multiprocessors without any exchange between programs.
 
-Bytes: the weight once; the input, the residual and the gain once a program, from cache. Operations: 2 a weight and row
-of block_m, on tensor cores.
+Bytes: the weight once; the input, the residual and the gain once per program, from cache. Operations: 2 per weight and
+row of block_m, on tensor cores.
 """
 
 # ruff: noqa: N803, N806

@@ -8,8 +8,8 @@ by those among which all iterations of all tiles, in one sequence, are divided e
 computed part of a tile writes it to a workspace; the last one to arrive sums the parts in a fixed order, so the bits do
 not depend on which is last.
 
-Bytes: the weight once (for up to block_m rows), the input once a program, from cache; parts of tiles, which stay in L2.
-Operations: 2 a weight and row, on tensor cores.
+Bytes: the weight once (for up to block_m rows), the input once per program, from cache; tile parts, which stay in L2.
+Operations: 2 per weight and row, on tensor cores.
 """
 
 # ruff: noqa: N803

@@ -5,8 +5,8 @@ thread loads 16 bytes of a weight row at a time; all its loads are in flight bef
 issued before `gdc_wait`, so they overlap the end of the preceding kernel. Tensor cores would idle here: float32 FMAs
 keep pace with memory up to about 4 input rows.
 
-Bytes: the weight once; the input, the residual and the gain once a program, mostly from cache. Operations: one
-conversion a weight, and one multiply-add a weight and row.
+Bytes: the weight once; the input, the residual and the gain once per program, mostly from cache. Operations: one
+conversion per weight, and one multiply-add per weight and row.
 """
 
 # ruff: noqa: N803, N806, RUF005  # Triton's names; its tuples grow by `+` alone
