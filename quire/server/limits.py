@@ -32,7 +32,7 @@ class OpenBodies:
         self.held += size
 
     def release(self, size: int) -> None:
-        """Their request has ended."""
+        """Release the bytes of a request that has ended."""
         self.held -= size
 
 

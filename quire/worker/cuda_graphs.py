@@ -107,11 +107,11 @@ class _CapturedPath(ABC):
 
     @abstractmethod
     def _step(self, shape: Any) -> None:
-        """What a whole step's graph has in it."""
+        """Launch a whole step, to be captured."""
 
     @abstractmethod
     def _forward(self, shape: Any) -> torch.Tensor:
-        """What a forward pass's graph has in it."""
+        """Launch a forward pass, to be captured; returns its hidden states."""
 
     def _is_plain(self, plan: StepPlan) -> bool:
         """Whether the graph of the whole step samples what the plan's rows need."""
@@ -247,7 +247,7 @@ class CapturedMixedPath(_CapturedPath):
         return True
 
     def _only_samples(self, plan: StepPlan) -> bool:
-        """Whether rows with prompt tokens want only sampled tokens of this step. New rows are not in `kinds` yet."""
+        """Whether rows with prompt tokens yield only sampled tokens in this step. New rows are not in `kinds` yet."""
         added = {new.row: RowKind.of(new) for new in plan.add}
         kinds = [added.get(row, self._batch.kinds[row]) for row in plan.rows[plan.num_decodes :].tolist()]
         return not any(kind & (RowKind.PROMPT_LOGPROBS | RowKind.POOLED) for kind in kinds)
@@ -266,7 +266,7 @@ class CapturedMixedPath(_CapturedPath):
             return forward(self._model, batch, inputs)
         if not self._model.supports_last_tokens:
             return forward(self._model, batch, inputs)[batch.buffers.picks[: shape.draws]]
-        inputs.attention[0].last = batch.last_of(shape.draws, inputs)
+        inputs.attention[0].last = batch.captured_last_tokens(shape.draws, inputs)
         return forward(self._model, batch, inputs)
 
 
@@ -279,7 +279,7 @@ def captured_paths(
     mixed = CapturedMixedPath(model, batch, pool, is_last_stage)
     decode.capture_all(reads_groups)
     mixed.capture_some()
-    torch.cuda.empty_cache()  # what the runs before the captures took
+    torch.cuda.empty_cache()  # memory of the warm-up runs
     return [decode, mixed]
 
 

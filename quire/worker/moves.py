@@ -116,7 +116,7 @@ def _pin(memory: torch.Tensor) -> None:
 
 
 class Mover:
-    """Copies blocks as plans say, on its own streams: one out, one back, so that both directions run at once."""
+    """Copies the blocks of plans' moves on two streams, out and back, so that both directions run at once."""
 
     def __init__(self, kv: KVCache, memory: HostMemory) -> None:
         self._kv = kv
@@ -152,7 +152,7 @@ class Mover:
             times.append(time.perf_counter() - begin)
         self._done.append(MovesDone(step, *times))
 
-    def hold_device(self) -> None:
+    def make_steps_wait(self) -> None:
         """Steps launched after this wait until all copies back to the device are done."""
         if self._on_gpu:
             torch.cuda.current_stream().wait_stream(self._back)
@@ -193,7 +193,7 @@ class Mover:
         self._kv.data[block : block + count].copy_(self._host[slot : slot + count], non_blocking=True)
 
     @property
-    def has_news(self) -> bool:
+    def can_report(self) -> bool:
         """Whether there are finished copies to report, or none in progress."""
         return bool(self._done) or not self._pending or _is_over(self._pending[0])
 

@@ -25,7 +25,7 @@ TAPE_ROWS = 32
 
 
 class DecodeShape(NamedTuple):
-    """What a captured decode is keyed by."""
+    """The key of a captured decode."""
 
     rows: int
     width: int
@@ -79,12 +79,12 @@ class EagerPath:
     def run(self, plan: StepPlan, shape: int) -> PathOutput:
         inputs = self._batch.inputs(plan)
         self._batch.fork(plan.forks)
-        last_only = self._wants_last_only(plan)
+        last_only = self._is_last_only(plan)
         if last_only:
             inputs.attention[0].last = self._batch.last_tokens(plan, inputs)
         return PathOutput(forward(self._model, self._batch, inputs), last_only, inputs)
 
-    def _wants_last_only(self, plan: StepPlan) -> bool:
+    def _is_last_only(self, plan: StepPlan) -> bool:
         """Whether the model should return only the hidden states that tokens are sampled from, each once."""
         return (
             self._is_last_stage

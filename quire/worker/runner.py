@@ -46,7 +46,7 @@ class PendingStep:
     def ready(self) -> bool:
         """Whether the device is done with it."""
         if not len(self.plan.rows):
-            return self.mover is None or self.mover.has_news
+            return self.mover is None or self.mover.can_report
         return self.draws is None or self.draws.ready()
 
     def result(self) -> StepResult:
@@ -110,7 +110,7 @@ class Runner:
 
     @torch.inference_mode()
     def supply(self, step: PendingStep, masks: StepMasks) -> None:
-        """Let a step sample that waited for masks."""
+        """Give a step the masks it waits for, so that it samples."""
         if step is not self._unsupplied or step.hidden is None:
             raise RuntimeError(f"step {step.plan.step} waits for no masks")
         self._unsupplied = None
@@ -145,7 +145,7 @@ class Runner:
         if output.inputs is not None:
             step.prompt_logprobs = prompt_logprobs(plan, self._batch, output.inputs, output.hidden, self._model.logits)
             step.vectors = pool(plan, self._batch, output.hidden, output.last_only)
-        if (self._batch.kinds[plan.sample_rows] & RowKind.GUIDED).any():
+        if (self._batch.kinds[plan.sample_rows] & RowKind.STRUCTURED).any():
             step.hidden, self._unsupplied = output.hidden, step
         else:
             self._finish(step, output.hidden)
@@ -161,7 +161,7 @@ class Runner:
     def _start(self, plan: StepPlan, padded: StepPlan, rows: int = 0) -> PendingStep:
         """Apply the plan to the batch, as `padded` and at `rows` rows, and start its block copies."""
         if self._unsupplied is not None and not plan.reset:
-            raise RuntimeError(f"plan {plan.step} came while step {self._unsupplied.plan.step} waits for masks")
+            raise RuntimeError(f"got plan {plan.step} while step {self._unsupplied.plan.step} waits for masks")
         self._unsupplied = None
         step = PendingStep(plan)
         step.mover = self.mover
@@ -177,7 +177,7 @@ class Runner:
         if not early:
             self._start_moves(plan)
         if awaited and self.mover is not None:
-            self.mover.hold_device()
+            self.mover.make_steps_wait()
         return step
 
     def _start_moves(self, plan: StepPlan) -> None:

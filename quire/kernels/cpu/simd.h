@@ -1,4 +1,4 @@
-// What every kernel here shares: vectors (GCC/Clang vector extensions, so that one source serves AVX-512, AVX2 and
+// Shared by all kernels: vectors (GCC/Clang vector extensions, so that one source serves AVX-512, AVX2 and
 // NEON) and scratch memory.
 //
 // A Lanes<L>::f is L floats. Arithmetic is lane-wise and every lane does exactly the same IEEE operations whatever

@@ -64,7 +64,7 @@ _TOLERANCE = 8e-3
 
 
 class HeuristicResult(ctypes.Structure):
-    """cublasLtMatmulHeuristicResult_t: an algorithm, and what the library says of it."""
+    """cublasLtMatmulHeuristicResult_t: an algorithm, and the library's estimates for it."""
 
     _fields_ = (
         ("data", c_uint64 * 8), ("workspace", c_size_t), ("status", c_int), ("waves", c_float), ("reserved", c_int * 4),

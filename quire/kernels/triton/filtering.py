@@ -23,7 +23,7 @@ from quire.messages.sampling import COLUMN, SCALARS
 from quire.messages.sampling import XTC_STREAM as _XTC_STREAM
 
 if TYPE_CHECKING:
-    from quire.kernels.triton.sampling import Columns, Workspace
+    from quire.kernels.triton.sampling import BatchColumns, SamplingWorkspace
 
 GREEDY_BELOW = tl.constexpr(1e-5)
 """Rows colder than this take the best token (`SamplingParams.is_greedy`)."""
@@ -40,7 +40,9 @@ XTC_THRESHOLD = tl.constexpr(COLUMN["xtc_threshold"])
 XTC_STREAM = tl.constexpr(_XTC_STREAM)
 
 
-def filter_groups(logits: torch.Tensor, rows: torch.Tensor, columns: Columns, workspace: Workspace) -> None:
+def filter_groups(
+    logits: torch.Tensor, rows: torch.Tensor, columns: BatchColumns, workspace: SamplingWorkspace
+) -> None:
     """Write each draw's threshold (-inf: none) and take what is excluded out of its groups' maxima and sums.
 
     logits [S, vocab] any row stride; rows [S] the batch row of each. workspace.maxima and .sums are as

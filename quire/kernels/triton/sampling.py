@@ -26,7 +26,7 @@ STOPPED, INVALID = 1, 2
 
 
 @dataclass
-class Columns:
+class BatchColumns:
     """The batch's columns that a draw reads and writes. The last row of each is padding: draws for it do nothing."""
 
     last_token: torch.Tensor
@@ -45,7 +45,7 @@ class Columns:
 
 
 @dataclass
-class Workspace:
+class SamplingWorkspace:
     """Intermediate results between the launches, allocated once so that a graph can hold them. Needs no clearing."""
 
     maxima: torch.Tensor
@@ -72,10 +72,10 @@ def workspace(
     group: int = 128,
     tile: int = 32,
     room: int = 512,
-) -> Workspace:
+) -> SamplingWorkspace:
     """Room for `max_draws` draws: 12 bytes per group and 4 per span, so 16 KB per draw for a vocabulary of 150,000."""
     groups = -(-vocab // (group * tile)) * tile
-    return Workspace(
+    return SamplingWorkspace(
         maxima=torch.empty(max_draws, groups, dtype=torch.float32, device=device),
         sums=torch.empty(max_draws, groups, dtype=torch.float32, device=device),
         thresholds=torch.empty(max_draws, dtype=torch.float32, device=device),
@@ -89,11 +89,11 @@ def workspace(
 def draw_and_commit(
     logits: torch.Tensor,
     rows: torch.Tensor,
-    columns: Columns,
+    columns: BatchColumns,
     results: torch.Tensor,
     slot: torch.Tensor,
     filtered: bool,
-    workspace: Workspace,
+    workspace: SamplingWorkspace,
 ) -> None:
     """Draw a token for each of `rows` [S] from logits [S, vocab], and commit it.
 
@@ -130,7 +130,7 @@ def commit(
     tokens: torch.Tensor,
     invalid: torch.Tensor,
     rows: torch.Tensor,
-    columns: Columns,
+    columns: BatchColumns,
     results: torch.Tensor,
     slot: torch.Tensor,
 ) -> None:
@@ -180,7 +180,7 @@ def _draw_kernel(
     VOCAB: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, FILTERED: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Pick the group, then the token in it, then commit. One program per draw: 8 bytes per group, and a group's logits."""
+    """Pick the group, then its token, then commit. One program per draw: 8 bytes per group, and one group's logits."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()

@@ -55,7 +55,7 @@ Family = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
 
 
 class MeasuredEngine(MetricsSource, Protocol):
-    """What metrics need of the engine, or of all engines together; `AsyncLLM` has it."""
+    """The engine, or all engines together; `AsyncLLM` implements it."""
 
     config: EngineConfig
 

@@ -47,8 +47,8 @@ HINTS: Mapping[str, str] = {
 
 
 class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A request's body. Unknown fields are refused, null is always the default, and a field of type None is one that
-    clients know and this server refuses."""
+    """A request's body. Unknown fields are refused, null always means the default, and a field of type None is
+    one that other servers accept and this one refuses."""
 
     hints: ClassVar[Mapping[str, str]] = HINTS
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
@@ -56,7 +56,7 @@ class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def client_names(self) -> Mapping[str, str]:
-        """Internal field names, and what the client calls them: errors use the client's names."""
+        """Maps internal field names to the client's, which errors use."""
         return {}
 
     def check_neutral(self) -> None:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 
-class Block(NamedTuple):
+class GemmTile(NamedTuple):
     """The tile shape of one GEMM."""
 
     n: int
@@ -26,8 +26,8 @@ class ExpertsConfig:
 
     kernel: str
     """`vector`: each pair by itself; `tile`: the tokens of an expert together."""
-    gate_up: Block
-    down: Block
+    gate_up: GemmTile
+    down: GemmTile
     block_m: int = 0
     """Pairs per program (`tile`)."""
     tma: bool = False

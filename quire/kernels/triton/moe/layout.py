@@ -1,7 +1,7 @@
 """Sorts pairs (token, chosen expert) by expert, and divides them into tiles of one expert each: a counting sort.
 
-Entirely on the device, which alone knows the number of tiles. The GEMM that follows is launched for the largest number
-possible; programs without a tile exit at once.
+Entirely on the device: the host does not know the number of tiles. The GEMM that follows is launched for the largest
+number possible; programs without a tile exit at once.
 """
 
 # ruff: noqa: N803, N806

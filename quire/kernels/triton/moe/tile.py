@@ -22,7 +22,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from quire.kernels.triton.launch import gdc_launch_dependents, gdc_wait, pdl
-from quire.kernels.triton.moe.common import Block, ExpertsConfig
+from quire.kernels.triton.moe.common import ExpertsConfig, GemmTile
 from quire.kernels.triton.moe.layout import SPAN, ExpertLayout, arrange
 
 SWAPPED = 64
@@ -217,7 +217,7 @@ def _launch(
     out: torch.Tensor,
     top_k: int,
     config: ExpertsConfig,
-    block: Block,
+    block: GemmTile,
     gated: bool,
 ) -> None:
     x_view = view = None
@@ -234,7 +234,7 @@ def _launch(
 
 @functools.cache
 def _constants(
-    experts: int, top_k: int, columns: int, depth: int, block_m: int, block: Block, gated: bool
+    experts: int, top_k: int, columns: int, depth: int, block_m: int, block: GemmTile, gated: bool
 ) -> dict[str, Any]:
     """Constexpr arguments and launch options."""
     return {

@@ -31,7 +31,7 @@ class GemmConfig:
     split: int = 1
     """Split-K: programs that share the inputs of a tile (`tile`)."""
     programs: int = 0
-    """Persistent programs per multiprocessor (`vector`: loop over outputs; `tile`: stream-K); 0: one program per tile."""
+    """Persistent programs per multiprocessor (`vector`: loop over outputs; `tile`: stream-K); 0: one per tile."""
     tma: bool = False
     """Whether TMA loads the tiles, rather than the threads (`tile`)."""
     early: bool = False
@@ -69,7 +69,7 @@ class Gemm:
         return self.x.new_empty(self.x.shape[0], self.weight.shape[0] // (2 if self.silu else 1))
 
 
-class Launch(NamedTuple):
+class GemmLaunch(NamedTuple):
     """A kernel about to run, and the tensor it will fill."""
 
     kernel: Any

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from quire.kernels.triton.skinny_gemm.common import Gemm, GemmConfig, Launch
+from quire.kernels.triton.skinny_gemm.common import Gemm, GemmConfig, GemmLaunch
 from quire.kernels.triton.skinny_gemm.dot import dot_launch
 from quire.kernels.triton.skinny_gemm.tile import tile_launch
 from quire.kernels.triton.skinny_gemm.vector import vector_launch
@@ -97,7 +97,7 @@ def _run(gemm: Gemm, config: GemmConfig) -> torch.Tensor:
     return launch.out
 
 
-def _launch(gemm: Gemm, config: GemmConfig) -> Launch:
+def _launch(gemm: Gemm, config: GemmConfig) -> GemmLaunch:
     return _LAUNCHES[config.kernel](gemm, config)
 
 

@@ -201,7 +201,7 @@ def entry_of(config: GemmConfig) -> Entry:
 
 
 def config_of(entry: Entry) -> GemmConfig | None:
-    """The configuration of an entry; None for `cublas`, and for entries this version does not know."""
+    """The configuration of an entry; None for `cublas`, and for entries that this version does not support."""
     if entry.get("kernel") not in ("vector", "dot", "tile"):
         return None
     known = {field.name: entry[field.name] for field in fields(GemmConfig) if field.name in entry}
