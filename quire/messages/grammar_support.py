@@ -1,4 +1,4 @@
-"""Which JSON schemas and regular expressions grammars support; what they would silently ignore is refused by name."""
+"""Checks that grammars support a JSON schema or regular expression; keywords they would ignore are refused by name."""
 
 from __future__ import annotations
 

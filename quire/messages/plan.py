@@ -1,4 +1,4 @@
-"""The two messages between the halves: `StepPlan` goes down, `StepResult` comes up.
+"""The messages between the planning and the executing half: `StepPlan`, and `StepResult` back.
 
 A plan carries differences: the rows, blocks and tokens the device does not have yet. Arrays are numpy, so that a plan
 of a thousand rows costs no Python loop.
@@ -61,7 +61,7 @@ class PrefixGroup(msgspec.Struct):
 class Moves(msgspec.Struct):
     """Blocks to copy between the device's cache and host memory while the step computes.
 
-    They are copied as all earlier steps have left them. Neither side may be used until a result reports them done.
+    Copies read what all earlier steps have written. Neither side may be used until a result reports them done.
     """
 
     out: list[tuple[int, int]] = []

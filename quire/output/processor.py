@@ -5,13 +5,42 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator
 
+from quire.messages.histogram import Histogram
+from quire.messages.metric_table import GAP_BOUNDS
 from quire.messages.outputs import Key, Logprob, Output, StepOutputs
 from quire.messages.plan import PromptLogprobs, TokenLogprobs
 from quire.messages.request import NewRequest
 from quire.messages.sampling import RequestOutputKind
 from quire.output.detokenizer import Vocabulary
-from quire.output.times import TokenTimes
 from quire.output.tracked import TrackedPooling, TrackedRequest, TrackedSearch, TrackedSequence
+
+
+class TokenTimes:
+    """Number of tokens of all requests, and seconds between the tokens of each sequence (one gap fewer than tokens).
+
+    Taken where tokens arrive, so that slow readers do not change them.
+    """
+
+    def __init__(self) -> None:
+        self.tokens = 0
+        self.gaps = Histogram(GAP_BOUNDS)
+
+    def note(self, count: int, now: float, before: float) -> None:
+        """`count` tokens of a sequence came now; the previous one came at `before` (0: these are the first).
+
+        Tokens that come together share the time since then, so that the count and the sum of gaps stay right.
+        """
+        self.tokens += count
+        if before:
+            self.gaps.add((now - before) / count, count)
+        elif count > 1:
+            self.gaps.add(0.0, count - 1)
+
+    def note_whole(self, count: int, seconds: float) -> None:
+        """All `count` tokens of a sequence, noted at its end; `seconds`: from its first to its last."""
+        self.tokens += count
+        if count > 1:
+            self.gaps.add(seconds / (count - 1), count - 1)
 
 
 class OutputProcessor:

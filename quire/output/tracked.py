@@ -1,4 +1,4 @@
-"""The outputs of one request as they are gathered: its sequences, its vector, or what its beam search found."""
+"""The outputs of one request as they are gathered: its sequences, its vector, or its beam search's hypotheses."""
 
 from __future__ import annotations
 

@@ -62,11 +62,9 @@ class HostDraws:
         self._tensors = (tokens, stopped, invalid)
 
     def ready(self) -> bool:
-        """Whether the step is done."""
         return True
 
     def wait(self) -> list[np.ndarray]:
-        """Tokens, whether each was a stop id, and whether the row's logits were NaN or all infinite."""
         return [tensor.cpu().numpy() for tensor in self._tensors]
 
 

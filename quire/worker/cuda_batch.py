@@ -44,11 +44,9 @@ class PinnedResult:
             self._event.record()
 
     def ready(self) -> bool:
-        """Whether the step is done."""
         return self._event is None or self._event.query()
 
     def wait(self) -> list[np.ndarray]:
-        """Tokens, whether each was a stop id, and whether the row's logits were NaN or all infinite."""
         if self._event is not None:
             self._event.synchronize()
         tokens, flags = self._values

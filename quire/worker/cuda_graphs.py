@@ -4,7 +4,7 @@ A pure decode step is the same kernels whatever its rows are: row numbers are in
 batch size that has a graph) has one graph for the whole step (inputs, forward pass, plain sampling, rows updated) and,
 captured when first needed, one for the forward pass alone, for steps whose sampling needs more. A step runs at the
 next capture size up; missing rows are the batch's padding row, which is never active. Steps with prefix groups run
-other attention kernels and have graphs of their own, captured when first needed. So have steps that compute prompts
+other attention kernels and have graphs of their own, captured when first needed. So do steps that compute prompts
 beside decodes, padded to one of a few shapes (`mixed_steps.py`).
 
 All graphs share one memory pool: no two of them run at once, and each one's results are read before the next is
@@ -31,7 +31,7 @@ from quire.worker.paths import DecodeShape, PathOutput, StepPath, forward, requi
 
 WARM_DECODES = 16
 WARM_TOKENS = (64, 512)
-"""Steps with prompts that are captured at the start: between them they load every kernel."""
+"""Prompt tokens of the mixed steps that are captured at start: together they load every kernel."""
 _spare_streams: dict[int, list[torch.cuda.Stream]] = {}
 """By device, streams that earlier engines captured on: cuBLAS keeps 32 MiB for every stream it was ever used on."""
 

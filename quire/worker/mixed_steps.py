@@ -18,14 +18,14 @@ from quire.messages.plan import StepPlan
 
 DECODES = (0, 16, 32, 64, 128, 256)
 TOKENS = (32, 64, 96, 128, 192, 256, 384, 512)
-"""All multiples of 16, so that no kernel is compiled for one of them alone."""
+"""Prompt tokens that steps are padded to. Multiples of 16, so that no kernel is compiled for one of them alone."""
 PROMPTS = 8
-"""Rows with prompt tokens; steps with more are launched kernel by kernel."""
+"""Most rows with prompt tokens; steps with more are launched kernel by kernel."""
 
 
 @dataclass(frozen=True)
 class MixedShape:
-    """What a graph is captured for."""
+    """The shape of a captured step; the key of its graph."""
 
     decodes: int
     tokens: int

@@ -7,7 +7,7 @@ order. So one long row occupies the whole GPU, and a thousand short ones do too;
 one captured CUDA graph serves any lengths.
 
 Bytes: every K and V of every row once (2 * context * kv_heads * head_dim values); q, output and partials are small
-beside that. Operations: 4 * context * heads * head_dim per row, some 2 * group per byte: bound by memory.
+beside that. Operations: 4 * context * heads * head_dim per row, about 2 * group per byte: bound by memory.
 
 For rows that share a prefix, `prefix_attention.py` may read the shared blocks once for all of them: such a row's online
 softmax then continues from the state that kernel wrote, at the row's first tile of its own.

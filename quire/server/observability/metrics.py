@@ -26,7 +26,7 @@ from quire.messages.metric_table import (
     bounds_by_length,
 )
 from quire.messages.pooling import PoolingParams
-from quire.output.times import TokenTimes
+from quire.output.processor import TokenTimes
 from quire.router.router import ReplicaLoadStats
 from quire.server.observability.engine_metrics import (
     PER_ENGINE,

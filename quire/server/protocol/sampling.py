@@ -10,7 +10,7 @@ import msgspec
 from quire.messages.beams import BeamSearchParams
 from quire.messages.sampling import SCALARS, RequestOutputKind, SamplingParams, Scalar, StructuredOutputsParams
 from quire.server.errors import bad_request
-from quire.server.protocol.common import Body, check_depth
+from quire.server.protocol.common import Body, check_depth, check_scheduling
 from quire.server.protocol.values import (
     AllowedTokens,
     LogitBias,
@@ -213,10 +213,7 @@ class GenerationFields(Body):
             raise bad_request("stream_options needs stream=true", "stream_options")
         if self.stream and self.prompt_logprobs is not None:
             raise bad_request("prompt_logprobs are not streamed; leave stream out", "prompt_logprobs")
-        if self.timeout is not None and self.timeout <= 0:
-            raise bad_request(f"timeout must be above 0 seconds, got {self.timeout}", "timeout")
-        if self.priority is not None and not -(2**31) <= self.priority < 2**31:
-            raise bad_request("priority must fit in 32 bits", "priority")
+        check_scheduling(self.timeout, self.priority)
         for name in ("metadata", "vllm_xargs"):
             check_depth(name, getattr(self, name))
         try:

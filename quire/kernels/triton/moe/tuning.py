@@ -4,8 +4,8 @@ Looked up in the tuning tables (`tuning_table.py`), or else guessed. An entry: {
 {"kernel": "tile", "gate_up": [64, 64, 4, 5], "down": [128, 64, 4, 5], "block_m": 32, "tma": true, "us": 300.1}};
 blocks are [n, k, warps, stages].
 
-With few tokens per expert, time is that of reading the experts used, and what counts is the bytes in flight on every
-multiprocessor. With many it is that of the tensor cores, and what counts is how little else a tile does.
+With few tokens per expert the kernels are bound by reading weights and need many bytes in flight on every
+multiprocessor. With many they are bound by the tensor cores, and a tile should do little else.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Experts of up to 8 tokens: each pair (token, chosen expert) by itself, on the float32 FMA units.
 
-With so few tokens hardly two share an expert, and time is that of reading the experts used. Two kernels, without
+With so few tokens two rarely share an expert, and the time is that of reading the weights. Two kernels, without
 sorting: gate and up with the activation fused, where a program owns a few features of one pair; and down, where a
 program owns a few outputs of one token and loops over all its experts, so that the sum over them needs no exchange and
 has a fixed order.

@@ -1,7 +1,7 @@
 """Skinny GEMMs, y = x @ weight.T, with the preceding norm and the following activation fused.
 
-A decode step reads every weight once, and with few rows nothing else takes time: such a GEMM is as good as the
-bandwidth it reaches and the gaps around it. Three kernels cover the range (`GemmConfig` names one and its tile shape;
+A decode step reads every weight once, and with few rows nothing else takes time: what counts is the memory bandwidth
+reached and the gaps between kernels. Three kernels cover the range (`GemmConfig` names one and its tile shape;
 `tuning.py` chooses): `vector` for up to 4 rows on FMA units, `dot` on small tensor-core tiles for up to 64 rows, `tile`
 on large ones for any number. All of them read their weights, or prefetch them into L2, before the preceding kernel has
 ended (programmatic dependent launch).
