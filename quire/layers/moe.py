@@ -80,7 +80,7 @@ class SparseMLP(nn.Module):
     def forward(
         self, norm: RMSNorm, x: torch.Tensor | None, residual: torch.Tensor | None, slots: torch.Tensor | None = None
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """(what is still to be added to the residual stream, the stream). `slots`: as in `Ops.route`."""
+        """(output to add to the residual stream, or None if already added; the stream). `slots`: as in `Ops.route`."""
         if self.dispatch is not None:
             normed, residual = norm(x, residual)
             return self.mix(normed, slots), residual

@@ -17,7 +17,7 @@ _ONE = ("additionalProperties", "unevaluatedProperties", "unevaluatedItems", "pr
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")
 _CHOOSERS = ("$ref", "anyOf", "oneOf", "allOf")
-"""Keywords beside which a grammar ignores all others."""
+"""If a schema has one of these, a grammar ignores its other keywords."""
 _CONSTRAINTS = frozenset(
     (
         *_CHOOSERS, "type", "enum", "const", "properties", "patternProperties", "required", "items", "prefixItems",

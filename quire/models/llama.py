@@ -76,7 +76,7 @@ class LlamaMLP(nn.Module):
     def forward(
         self, norm: RMSNorm, x: torch.Tensor | None, residual: torch.Tensor | None, slots: torch.Tensor | None = None
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """(what is still to be added to the residual stream, the stream)."""
+        """(output to add to the residual stream, or None if already added; the stream)."""
         gated, residual = self.gate_up_proj.norm_linear(norm, x, residual)
         return self.down_proj.linear_add(residual, gated), residual
 
@@ -109,7 +109,7 @@ class LlamaLayer(nn.Module):
         kv: torch.Tensor,
         inputs: AttentionInputs,
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """(what is still to be added to the residual stream, the stream)."""
+        """(output to add to the residual stream, or None if already added; the stream)."""
         qkv, residual = self.self_attn.qkv_proj.norm_linear(self.input_layernorm, hidden, residual)
         last, slots = inputs.last if self.is_last else None, inputs.slots
         attended = self.self_attn(qkv, positions, kv, inputs, last)

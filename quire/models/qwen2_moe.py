@@ -25,7 +25,7 @@ class SharedExpertMLP(SparseMLP):
     def forward(
         self, norm: RMSNorm, x: torch.Tensor | None, residual: torch.Tensor | None, slots: torch.Tensor | None = None
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """(what is still to be added to the residual stream, the stream)."""
+        """(output to add to the residual stream, or None if already added; the stream)."""
         normed, residual = norm(x, residual)
         share = torch.sigmoid(self.shared_expert_gate(normed))
         return self.mix(normed, slots) + share * self.shared_expert.forward_normed(normed), residual

@@ -1,4 +1,4 @@
-"""The ASGI application: checks the key, calls the route, turns exceptions into responses."""
+"""The ASGI application: checks the key, calls the route, converts exceptions to responses."""
 
 from __future__ import annotations
 

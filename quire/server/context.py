@@ -163,7 +163,7 @@ class ServerContext:
         return None if self.tokenizer is None else Vocabulary(self.tokenizer)
 
     def check_text(self, text: str, field: str = "input_text") -> None:
-        """Raise if a text is too long for the model whatever its tokens are: tokenizing megabytes takes seconds."""
+        """Raise if a text has too many characters to fit the model: tokenizing megabytes takes seconds."""
         if self.tokenizer is not None and len(text) > self._longest_text:
             raise bad_request(
                 f"This model's maximum context length is {self.max_model_len} tokens. However, the prompt has "

@@ -1,11 +1,11 @@
 """Steps as CUDA graphs: one launch for what would be hundreds.
 
-A pure decode step is the same kernels whatever its rows are: row numbers are in fixed buffers. Each *capture size* (a
+A pure decode step runs the same kernels for any rows: row numbers are in fixed buffers. Each *capture size* (a
 batch size that has a graph) has one graph for the whole step (inputs, forward pass, plain sampling, rows updated) and,
 captured when first needed, one for the forward pass alone, for steps whose sampling needs more. A step runs at the
 next capture size up; missing rows are the batch's padding row, which is never active. Steps with prefix groups run
-other attention kernels and have graphs of their own, captured when first needed. So do steps that compute prompts
-beside decodes, padded to one of a few shapes (`mixed_steps.py`).
+other attention kernels and have graphs of their own, captured when first needed. So do mixed steps, which compute
+prompts and decodes, padded to one of a few shapes (`mixed_steps.py`).
 
 All graphs share one memory pool: no two of them run at once, and each one's results are read before the next is
 launched on the same stream.
@@ -70,7 +70,7 @@ class GraphPool:
     def __init__(self, batch: CudaBatch) -> None:
         self._stream = _take_stream(self)
         self._pool = torch.cuda.graph_pool_handle()
-        # A pool is freed with its last graph: this one is never dropped and keeps it, whichever others are.
+        # A pool is freed with its last graph: this one is never dropped and keeps the pool alive.
         self._anchor = self.capture(lambda: batch.buffers.slot.clone())
 
     def capture(self, run: Callable[[], torch.Tensor | None], warm_up: bool = False) -> CapturedGraph:
@@ -203,7 +203,7 @@ class CapturedDecodePath(_CapturedPath):
 
 
 class CapturedMixedPath(_CapturedPath):
-    """Steps with a few short prompts beside decodes, padded to a `MixedShape`."""
+    """Steps with a few short prompts and any decodes, padded to a `MixedShape`."""
 
     PLAIN_KINDS = RowKind.RANDOM
 

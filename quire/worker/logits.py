@@ -103,7 +103,7 @@ def _pairs_on_device(
 def _hold_stops_back(
     batch: DeviceBatch, logits: torch.Tensor, rows: torch.Tensor, listed: list[tuple[int, RowExtras]]
 ) -> None:
-    """Stop ids are not sampled before `min_tokens`."""
+    """Ban stop ids before `min_tokens`."""
     if listed:
         least = [extras.params.min_tokens for _, extras in listed]
         counts = [len(extras.stop_ids) for _, extras in listed]
@@ -123,7 +123,7 @@ def _add_biases(batch: DeviceBatch, logits: torch.Tensor, listed: list[tuple[int
 def _ban_bad_words(
     batch: DeviceBatch, logits: torch.Tensor, rows: torch.Tensor, listed: list[tuple[int, RowExtras]]
 ) -> None:
-    """The last token of a bad word is banned where the output ends in the rest of it."""
+    """Ban the last token of a bad word if the output ends in the tokens before it."""
     if not listed:
         return
     counts = np.concatenate([extras.bad_begun_counts for _, extras in listed])

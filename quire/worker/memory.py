@@ -181,7 +181,7 @@ class MemoryNeeds:
         return config.kv_cache_memory_bytes
 
     def _allowed(self, config: EngineConfig, platform: Platform, before: int) -> int:
-        """Bytes this engine may use of a GPU in all."""
+        """Total bytes of a GPU that this engine may use."""
         total = platform.total_memory()
         return int(min(config.gpu_memory_utilization * total, before - KEPT_FREE * total))
 

@@ -1,4 +1,4 @@
-"""Steps that compute prompts beside decodes, padded to one of a few shapes, so that they can be CUDA graphs too.
+"""Mixed steps (prompts and decodes), padded to one of a few shapes, so that they can be CUDA graphs too.
 
 Launched kernel by kernel, such a step keeps Python busy for longer than the device: hundreds of launches, however
 small the chunk. So a plan is *padded*: its decodes to one of a few numbers of rows, its prompt tokens to one of a few

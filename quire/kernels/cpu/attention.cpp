@@ -44,7 +44,7 @@ struct Call {
     double scale;
     int64_t threads;
 
-    // Tokens a block table can hold: the limit of what is read, whatever a row's length says.
+    // Tokens a block table can hold: no more are read, even if a row's length is larger.
     int64_t capacity() const { return table_width * block_size; }
     int64_t group() const { return heads / kv_heads; }
     int64_t padded_dim() const { return (dim + kLanes - 1) / kLanes * kLanes; }

@@ -1,7 +1,7 @@
 // y[m, n] = sum over k of x[m, k] * weight[n, k] (+ bias[n]); weight row-major as the checkpoint has it.
 //
 // Work:  2 * M * N * K operations.
-// Bytes: N * K * sizeof(weight), read once from memory; x and y are small beside it. On two Zen 4 cores (22 GB/s,
+// Bytes: N * K * sizeof(weight), read once from memory; x and y are small in comparison. On two Zen 4 cores (22 GB/s,
 //        236 GFLOP/s in float32) memory bounds M <= 20 or so, arithmetic the rest.
 //
 // SIMD lanes run along M: x is packed transposed, xt[k][M rounded up to lanes], and each weight is broadcast against

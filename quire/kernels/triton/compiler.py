@@ -75,7 +75,7 @@ class Compilers:
             self._write_stamp()
 
     def _write_stamp(self) -> None:
-        stamp = _stamp(self._identity)  # named anew: the cache directory may not have existed before
+        stamp = _stamp(self._identity)  # recomputed: the cache directory may not have existed before
         try:
             stamp.parent.mkdir(parents=True, exist_ok=True)
             stamp.touch()

@@ -1,13 +1,13 @@
 """Paged decode attention: one query token per row, persistent programs, balanced for any mix of lengths (stream-K).
 
-A row's cached tokens are divided into tiles; the tiles of all rows and KV heads form one sequence, and every program
+A row's cached tokens are divided into tiles; the tiles of all rows and KV heads form one list, and every program
 takes an equal contiguous range of it. A range may end one row and begin another: a row that a program does not compute
 alone is written as a partial result, and the last program to finish a row merges its partials, always in the same
 order. So one long row occupies the whole GPU, and a thousand short ones do too; the grid depends only on the GPU, so
 one captured CUDA graph serves any lengths.
 
 Bytes: every K and V of every row once (2 * context * kv_heads * head_dim values); q, output and partials are small
-beside that. Operations: 4 * context * heads * head_dim per row, about 2 * group per byte: bound by memory.
+in comparison. Operations: 4 * context * heads * head_dim per row, about 2 * group per byte: bound by memory.
 
 For rows that share a prefix, `prefix_attention.py` may read the shared blocks once for all of them: such a row's online
 softmax then continues from the state that kernel wrote, at the row's first tile of its own.
@@ -200,7 +200,7 @@ def _decode(
     if PDL:  # plan and tables were written before the preceding kernel started: see `plan`
         gdc_wait()
         gdc_launch_dependents()
-    start_tile = program * each  # of this range in the sequence of all tiles
+    start_tile = program * each  # of this range in the list of all tiles
     g = tl.arange(0, M)
     d = tl.arange(0, DIM_P2)
     in_dim = d < DIM

@@ -6,7 +6,7 @@ top-k and top-p (`threshold_search.py`); XTC, which excludes the top choices of 
 from a threshold to a ceiling. The maxima and sums of weights of groups that the first launch measured (`sampling.py`)
 are rewritten as if the others were not there: the largest maximum left is the ceiling.
 
-One program per row, no atomics, and every sum in a fixed order: what is left does not depend on the rows beside it.
+One program per row, no atomics, and every sum in a fixed order: what is left does not depend on other rows.
 """
 
 from __future__ import annotations

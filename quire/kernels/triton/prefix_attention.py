@@ -3,7 +3,7 @@
 Rows that begin with the same blocks are a *group*. The queries of up to a few dozen members form one query tile, the
 rows of a tensor-core product with the shared tokens. The result is each row's online-softmax state after its shared
 tokens, from which `decode_attention.py` continues. Work is balanced as there (stream-K): the token tiles of all query
-tiles and KV heads form one sequence, every program takes an equal range of it, and the last program to finish a query
+tiles and KV heads form one list, every program takes an equal range of it, and the last program to finish a query
 tile merges the partials, always in the same order. Groups are in persistent buffers and counted on the device, so one
 captured CUDA graph serves any groups.
 

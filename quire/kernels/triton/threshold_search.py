@@ -13,7 +13,7 @@ and the k-th largest maximum is a lower bound on the k-th largest logit. So the 
 
 Most rows read a twentieth of their logits, three times; those with wide nuclei all of them, a few times.
 
-No atomics, and every sum in a fixed order: a row's threshold does not depend on the rows beside it.
+No atomics, and every sum in a fixed order: a row's threshold does not depend on other rows.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def _pivots(
     left_value, right_value = _value(left, SHIFT), _value(right, SHIFT)
     width = right_value - left_value
     if passes > 10:
-        # Thirds of the floats there are: slow where values are spread evenly, but it ends whatever they are.
+        # Thirds by bit pattern: slow if values are spread evenly, but it terminates for any values.
         low, high = left + (right - left) // 3, right - (right - left) // 3
     elif width > FAR * temperature:
         # A left end like the lowest float gives no hint: go down by the distance from the best, and more.

@@ -1,7 +1,7 @@
 """Candidate kernels and tile shapes for a skinny GEMM, best guess first. A model of their cost; `tuning.py` measures.
 
 A good shape, from one row to hundreds, keeps every multiprocessor equally busy, has enough bytes in flight on each to
-cover memory latency (about 40 KB on an H200), and rereads little beside the weights.
+cover memory latency (about 40 KB on an H200), and rereads little besides the weights.
 """
 
 from __future__ import annotations

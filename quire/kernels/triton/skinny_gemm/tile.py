@@ -4,7 +4,7 @@ The result is computed transposed, weight @ x.T: Hopper's WGMMA multiplies 64 ro
 many weight rows take the side of 64 and the few rows of x the side of any size.
 
 A tile may be computed by several programs, each over a range of K: by `split` programs (split-K), or, with `programs`,
-by those among which all iterations of all tiles, in one sequence, are divided equally (stream-K). A program that
+by those among which all iterations of all tiles, in one list, are divided equally (stream-K). A program that
 computed part of a tile writes it to a workspace; the last one to arrive sums the parts in a fixed order, so the bits do
 not depend on which is last.
 
