@@ -92,16 +92,16 @@ class StructuredOutputsParams(msgspec.Struct, omit_defaults=True, frozen=True):
 
 def _check_text(name: str, value: Any, longest: int) -> None:
     if not isinstance(value, str) or not value.strip():
-        raise _invalid(name, "a string that is not empty", value)
+        raise _invalid(name, "a non-empty string", value)
     if len(value) > longest:
         raise _too_long(name, len(value), longest)
 
 
 def _check_choice(value: Any) -> None:
     if not isinstance(value, (list, tuple)) or not value or not all(isinstance(text, str) for text in value):
-        raise _invalid("choice", "a list of strings that is not empty", value)
+        raise _invalid("choice", "a non-empty list of strings", value)
     if not any(value):
-        raise _invalid("choice", "a list with some text in it", value)
+        raise _invalid("choice", "a list with at least one non-empty string", value)
     if (length := sum(len(text) for text in value)) > MAX_CHARACTERS:
         raise _too_long("choice", length, MAX_CHARACTERS)
 
@@ -118,7 +118,7 @@ def _check_regex(value: str) -> None:
 def _json_text(name: str, value: Any) -> tuple[str, dict[str, Any]]:
     """A schema or a tag as JSON text, and parsed. Text stays as it is: the order of keys and the numbers matter."""
     if not isinstance(value, (str, dict)):
-        raise _invalid(name, "a JSON object, or the text of one", value)
+        raise _invalid(name, "a JSON object, or one as text", value)
     try:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False) if isinstance(value, dict) else value
         _check_text(name, text, MAX_CHARACTERS)
@@ -132,7 +132,7 @@ def _json_text(name: str, value: Any) -> tuple[str, dict[str, Any]]:
             f"structured_outputs.{name} is not JSON: {error}", f"structured_outputs.{name}"
         ) from error
     if not isinstance(parsed, dict) or not parsed:
-        raise _invalid(name, "a JSON object that is not empty", value)
+        raise _invalid(name, "a non-empty JSON object", value)
     return text, parsed
 
 
