@@ -52,7 +52,6 @@ async def metrics(context: ServerContext, exchange: Exchange) -> None:
 
 async def openapi(context: ServerContext, exchange: Exchange) -> None:
     """The OpenAPI document."""
-    """This document."""
     await exchange.reply(context.openapi)
 
 
