@@ -28,7 +28,7 @@ from quire.kernels.triton.moe.layout import arrange
 from quire.kernels.triton.moe.tile import combine
 from quire.kernels.triton.moe.timing import (
     ROUTINGS,
-    Experts,
+    ExpertTensors,
     GraphExpertsTimer,
     compile_experts,
     random_logits,
@@ -62,7 +62,7 @@ TUNED_BUCKETS = (1, 256, 8192, 2, 4, 128, 16384, 8, 64, 512, 4096, 16, 32, 1024,
 """Token counts, the most important first."""
 
 
-def reference(x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor, experts: Experts) -> torch.Tensor:
+def reference(x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor, experts: ExpertTensors) -> torch.Tensor:
     """Expert by expert, in float32."""
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for index in chosen.unique().tolist():
@@ -82,7 +82,7 @@ def poison(size: int) -> None:
     torch.full((size,), float("nan"), dtype=DTYPE, device="cuda")
 
 
-def check(shape: ExpertsShape, experts: Experts, tokens: int, used: int) -> list[str]:
+def check(shape: ExpertsShape, experts: ExpertTensors, tokens: int, used: int) -> list[str]:
     """What is wrong for `tokens` tokens: routing, the first candidate of every group, the fused norm, determinism."""
     wrong = []
     logits = random_logits(shape, tokens, DTYPE, used)
@@ -178,7 +178,7 @@ def show(shape: ExpertsShape, tokens: int, used: int, timer: GraphExpertsTimer, 
 
 
 def whole_layer(
-    shape: ExpertsShape, tokens: int, used: int, layers: list[Experts], config: ExpertsConfig
+    shape: ExpertsShape, tokens: int, used: int, layers: list[ExpertTensors], config: ExpertsConfig
 ) -> float:  # fmt: skip
     """Microseconds of norm, router, routing and experts, as `TritonOps` does them."""
     ops = triton_ops.TritonOps()

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from quire.kernels.triton.prefill_attention import Tile, plan_tiles, prefill_attention, prefill_tile
+from quire.kernels.triton.prefill_attention import PrefillTile, plan_tiles, prefill_attention, prefill_tile
 from quire.layers.attention.base import AttentionInputs
 from quire.layers.attention.torch_paged import TorchPagedAttention
 
@@ -30,16 +30,16 @@ CASES = {
     "64 x 128": [(128, 128)] * 64,
 }
 VARIANTS = [
-    Tile(128, 128, 8, 2),
-    Tile(128, 128, 8, 3),
-    Tile(128, 128, 8, 5),
-    Tile(128, 64, 8, 2),
-    Tile(128, 64, 8, 5),
-    Tile(64, 64, 4, 2),
-    Tile(64, 64, 4, 5),
-    Tile(128, 128, 8, 5, skewed=False),
-    Tile(128, 64, 8, 5, skewed=False),
-    Tile(64, 64, 4, 5, skewed=False),
+    PrefillTile(128, 128, 8, 2),
+    PrefillTile(128, 128, 8, 3),
+    PrefillTile(128, 128, 8, 5),
+    PrefillTile(128, 64, 8, 2),
+    PrefillTile(128, 64, 8, 5),
+    PrefillTile(64, 64, 4, 2),
+    PrefillTile(64, 64, 4, 5),
+    PrefillTile(128, 128, 8, 5, skewed=False),
+    PrefillTile(128, 64, 8, 5, skewed=False),
+    PrefillTile(64, 64, 4, 5, skewed=False),
 ]
 
 
@@ -65,13 +65,13 @@ class Step:
         pairs = sum(queries * (context - queries) + queries * (queries + 1) // 2 for context, queries in lens)
         self.operations = 4 * DIM * heads * pairs
 
-    def plan(self, tile: Tile) -> torch.Tensor:
+    def plan(self, tile: PrefillTile) -> torch.Tensor:
         tokens = tile.tokens(self.group)
         return plan_tiles(
             self.query_starts, self.context_lens, self.rows, 0, self.num_rows, self.num_tokens, tokens
         )  # fmt: skip
 
-    def attend(self, layers: range, tiles: torch.Tensor, tile: Tile) -> None:
+    def attend(self, layers: range, tiles: torch.Tensor, tile: PrefillTile) -> None:
         for layer in layers:
             prefill_attention(self.q, self.cache[:, layer], self.out, self.tables, tiles, DIM**-0.5, None, tile)
 
@@ -79,7 +79,7 @@ class Step:
 def compile_all(models: list[str]) -> None:
     """Compile every variant for every model in parallel: ptxas runs as separate processes."""
 
-    def compile_one(heads: int, kv_heads: int, tile: Tile) -> None:
+    def compile_one(heads: int, kv_heads: int, tile: PrefillTile) -> None:
         step = Step([(33, 20)], heads, kv_heads)
         step.attend(range(1), step.plan(tile), tile)
 
@@ -125,7 +125,7 @@ def seconds(run: Callable[[], object], repeats: int = 5) -> float:
     return statistics.median(times)
 
 
-def rate(step: Step, tile: Tile) -> float:
+def rate(step: Step, tile: PrefillTile) -> float:
     """TFLOP/s of the attention of a layer, without the step's planning."""
     tiles = step.plan(tile)
     return step.operations * RUN_LAYERS / seconds(lambda: step.attend(range(RUN_LAYERS), tiles, tile)) / 1e12
@@ -149,7 +149,7 @@ def report(model: str) -> None:
     steps = {name: Step(lens, heads, kv_heads) for name, lens in CASES.items()}
     print(f"\n{model}: {heads} heads, {kv_heads} KV heads, TFLOP/s")
     print(f"{'block_m block_n warps stages skewed':<38}" + "".join(f"{name:>22}" for name in steps))
-    best: dict[str, tuple[float, Tile]] = {}
+    best: dict[str, tuple[float, PrefillTile]] = {}
     for tile in VARIANTS:
         line = f"{tile.block_m:>7} {tile.block_n:>7} {tile.warps:>5} {tile.stages:>6} {tile.skewed!s:>6}   "
         for name, step in steps.items():

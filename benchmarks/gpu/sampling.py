@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 from triton.testing import do_bench_cudagraph
 
-from quire.kernels.triton.sampling import Columns, draw_and_commit, workspace
+from quire.kernels.triton.sampling import BatchColumns, draw_and_commit, workspace
 from quire.messages.sampling import SamplingParams
 from quire.worker.extras import pack_scalars
 
@@ -33,13 +33,13 @@ def model_like(rows: int, vocab: int) -> torch.Tensor:
     return (20 - steepness * rank.log() + 0.5 * noise).to(torch.bfloat16)
 
 
-def columns(rows: int, params: SamplingParams) -> Columns:
+def columns(rows: int, params: SamplingParams) -> BatchColumns:
     """Rows that all want the same, and one of padding."""
 
     def whole(value: int) -> torch.Tensor:
         return torch.full((rows + 1,), value, dtype=torch.int64, device=DEVICE)
 
-    return Columns(
+    return BatchColumns(
         last_token=whole(0), num_tokens=whole(10), prompt_len=whole(3), limit=whole(2**40),
         active=torch.ones(rows + 1, dtype=torch.bool, device=DEVICE), seed=torch.arange(rows + 1, device=DEVICE),
         sequence=whole(0), scalars=torch.from_numpy(pack_scalars([params])).to(DEVICE).repeat(rows + 1, 1),

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 
 from quire.kernels.triton.skinny_gemm.candidates import GemmShape
-from quire.kernels.triton.skinny_gemm.timing import GraphTimer, Inputs, compile_all, raise_clocks, run
+from quire.kernels.triton.skinny_gemm.timing import GemmInputs, GraphTimer, compile_all, raise_clocks, run
 from quire.kernels.triton.skinny_gemm.tuning import (
     MEASURED_BUCKETS,
     GemmTimer,
@@ -132,7 +132,7 @@ class CheckedTimer(CachingTimer):
         return us
 
 
-def reference(shape: GemmShape, inputs: Inputs, weight: torch.Tensor) -> torch.Tensor:
+def reference(shape: GemmShape, inputs: GemmInputs, weight: torch.Tensor) -> torch.Tensor:
     """The GEMM in float32; the residual is added in the dtype, as it is stored."""
     x = inputs.x.float()
     if shape.norm:

@@ -35,8 +35,7 @@ from quire.messages.outputs import BeamSearchOutput, PoolingRequestOutput, Reque
 from quire.messages.pooling import PoolingParams
 from quire.messages.sampling import RequestOutputKind, SamplingParams
 from quire.output.detokenizer import Vocabulary
-from quire.output.processor import OutputProcessor
-from quire.output.times import TokenTimes
+from quire.output.processor import OutputProcessor, TokenTimes
 from quire.router import Router
 from quire.sessions.log import session_key
 

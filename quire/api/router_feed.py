@@ -8,7 +8,7 @@ from quire.kvcache.prefix_cache import ContentKeys
 from quire.messages.outputs import StepOutputs
 from quire.messages.request import NewRequest
 from quire.output.processor import OutputProcessor
-from quire.output.tracked import Tracked
+from quire.output.tracked import TrackedRequest
 from quire.router import OpenRequest, RoutedRequest, Router
 
 REPORT_STEPS = 32
@@ -20,7 +20,7 @@ class FedRequest:
     """A request at the replica."""
 
     opened: OpenRequest
-    tracked: Tracked
+    tracked: TrackedRequest
 
 
 class RouterFeed:
@@ -79,7 +79,7 @@ class RouterFeed:
         tracked = fed.tracked
         self._router.progress(fed.opened, sum(len(one.tokens) for one in tracked.sequences), tracked.num_cached)
 
-    def _all_keys(self, tracked: Tracked) -> list[bytes]:
+    def _all_keys(self, tracked: TrackedRequest) -> list[bytes]:
         """Keys of the blocks of prompt and output; the last token has no KV."""
         request, size = tracked.request, self._keys.block_size
         keys = list(request.keys)

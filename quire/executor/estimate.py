@@ -28,7 +28,7 @@ def estimate_needs(
     for stage in range(config.pipeline_parallel_size):
         ranks = Ranks(0, config.tensor_parallel_size, stage, config.pipeline_parallel_size, config.stage_layers)
         shapes = build_model(config, files, model, platform, limits.model_len, ranks, torch.device("meta"))
-        stages.append(MemoryNeeds.of(shapes, config, model, limits.model_len, limits.rows, limits.tokens))
+        stages.append(MemoryNeeds.estimate(shapes, config, model, limits.model_len, limits.rows, limits.tokens))
         is_mixture = is_mixture or has_experts(shapes)  # type: ignore[arg-type]
     if config.enable_expert_parallel and not is_mixture:  # a single stage may have none
         raise ConfigError(

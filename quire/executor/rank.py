@@ -120,7 +120,9 @@ class RankLoop:
                 counts = {layer: list(map(int, each)) for layer, each in self._executor.expert_counts().items()}
                 self._link.send(wire.ExpertCounts(counts))
             case wire.PlaceExperts(placements=placements):
-                self._executor.place_experts({layer: Placement.of(slots) for layer, slots in placements.items()})
+                self._executor.place_experts(
+                    {layer: Placement.from_lists(slots) for layer, slots in placements.items()}
+                )
                 self._link.send(wire.Placed())
             case wire.ShutdownRank():
                 self._is_open = False

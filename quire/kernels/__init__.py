@@ -1,1 +1,1 @@
-"""Kernels of a model's layers: one protocol (`base.py`), one implementation a device."""
+"""Kernels of a model's layers: one protocol (`base.py`), one implementation per device."""

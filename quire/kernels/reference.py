@@ -92,7 +92,7 @@ class TorchOps:
         gate_up: torch.Tensor,
         down: torch.Tensor,
     ) -> torch.Tensor:
-        # Every expert computes every token: only the device knows which tokens it was chosen for.
+        # Every expert computes every token: the routing is only on the device.
         total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         for index in range(gate_up.shape[0]):
             chosen = experts == index

@@ -1,1 +1,1 @@
-"""The parts models are made of. Each knows its rank and which checkpoint tensors it takes."""
+"""Layers of models. Each declares the checkpoint tensors that fill its weights on this rank."""

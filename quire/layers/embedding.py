@@ -80,18 +80,18 @@ class PositionEmbedding(nn.Module):
         return {f"{self.name}.weight": [Target(self.weight, tuple(self.weight.shape))]}
 
 
-def _share(build: BuildContext) -> int:
+def _rows_per_rank(build: BuildContext) -> int:
     return -(-build.config.vocab_size // build.ranks.tp_size)
 
 
 def _kept_tokens(build: BuildContext) -> range:
-    share, size = _share(build), build.config.vocab_size
+    share, size = _rows_per_rank(build), build.config.vocab_size
     start = build.ranks.tp_rank * share
     return range(min(start, size), min(start + share, size))
 
 
 def _vocab_weight(build: BuildContext) -> nn.Parameter:
-    weight = build.parameter(_share(build), build.config.hidden_size)
+    weight = build.parameter(_rows_per_rank(build), build.config.hidden_size)
     weight[len(_kept_tokens(build)) :].zero_()
     return weight
 

@@ -50,7 +50,7 @@ class Placement:
         return cls(tuple(map(tuple, ranges)), num_experts)
 
     @classmethod
-    def of(cls, slots: Sequence[Sequence[int]]) -> Placement:
+    def from_lists(cls, slots: Sequence[Sequence[int]]) -> Placement:
         """The experts on each rank, as plain lists."""
         return cls(tuple(map(tuple, slots)), 1 + max(expert for held in slots for expert in held))
 
@@ -79,7 +79,7 @@ class Placement:
 
 
 @dataclass(frozen=True)
-class Move:
+class ExpertMove:
     """An expert's weights are copied from one slot to another, on the same rank or between ranks."""
 
     source: tuple[int, int]
@@ -97,8 +97,8 @@ def check_ranks(num_experts: int, ranks: int, spare: int) -> None:
     """Raise if the experts cannot be spread over this many ranks."""
     if ranks > num_experts:
         raise ConfigError(
-            f"{num_experts} experts cannot be spread over {ranks} ranks: enable_expert_parallel needs at least an "
-            "expert a rank; use fewer ranks",
+            f"{num_experts} experts cannot be spread over {ranks} ranks: enable_expert_parallel needs at least "
+            "one expert per rank; use fewer ranks",
             "enable_expert_parallel",
             True,
         )
@@ -125,17 +125,17 @@ def place(counts: Sequence[float], before: Placement) -> Placement:
     for useful in sorted({spare * i // (SHARINGS - 1) for i in range(SHARINGS)}, reverse=True):
         if lowest <= EVEN * sum(counts) / before.ranks:
             break
-        copies = _share_out(counts, before.ranks, useful, spare - useful)
+        copies = _count_copies(counts, before.ranks, useful, spare - useful)
         weights = [count / share for count, share in zip(counts, copies, strict=True)]
-        for ranks in (_adapt(weights, copies, before.slots), _pack(weights, copies, sizes)):
-            _even_out(weights, ranks)
-            found.append(Placement(_settle(ranks, before.slots), before.num_experts))
+        for ranks in (_adapt(weights, copies, before.slots), _place_from_scratch(weights, copies, sizes)):
+            _balance(weights, ranks)
+            found.append(Placement(_assign_slots(ranks, before.slots), before.num_experts))
         lowest = min(max(each.loads(counts)) for each in found)
     good = [each for each in found if max(each.loads(counts)) <= lowest * ALIKE]
     return min(good, key=lambda each: (len(moves(before, each)), max(each.loads(counts))))
 
 
-def moves(before: Placement, after: Placement) -> list[Move]:
+def moves(before: Placement, after: Placement) -> list[ExpertMove]:
     """The copies that turn `before` into `after`; a rank copies from its own slots where it can."""
     homes, found = before.homes, []
     copied: Counter[int] = Counter()
@@ -146,12 +146,12 @@ def moves(before: Placement, after: Placement) -> list[Move]:
             own = [home for home in homes[expert] if home[0] == rank]
             source = own[0] if own else homes[expert][copied[expert] % len(homes[expert])]
             copied[expert] += not own
-            found.append(Move(source, (rank, slot)))
+            found.append(ExpertMove(source, (rank, slot)))
     return found
 
 
-def _share_out(counts: Sequence[float], ranks: int, useful: int, idle: int) -> list[int]:
-    """Copies of each expert: `useful` slots go, one by one, to the expert with the highest load a copy.
+def _count_copies(counts: Sequence[float], ranks: int, useful: int, idle: int) -> list[int]:
+    """Copies of each expert: `useful` slots go, one by one, to the expert with the highest load per copy.
 
     The `idle` ones go to the experts with the least load: a copy draws tokens to its rank, which may be busy already.
     """
@@ -171,25 +171,25 @@ def _share_out(counts: Sequence[float], ranks: int, useful: int, idle: int) -> l
 
 
 def _adapt(weights: Sequence[float], copies: Sequence[int], slots: Sequence[Sequence[int]]) -> list[set[int]]:
-    """The current placement with the wanted number of copies of each expert; the rest stays."""
+    """The current placement without surplus copies of experts, and with missing ones added."""
     ranks = [set(held) for held in slots]
     for expert, wanted in enumerate(copies):
         holders = [rank for rank, held in enumerate(ranks) if expert in held]
         holders.sort(key=lambda rank: sum(weights[other] for other in ranks[rank]))
         for rank in holders[wanted:]:
             ranks[rank].remove(expert)
-    _fill(ranks, weights, copies, [len(held) for held in slots])
+    _add_copies(ranks, weights, copies, [len(held) for held in slots])
     return ranks
 
 
-def _pack(weights: Sequence[float], copies: Sequence[int], sizes: Sequence[int]) -> list[set[int]]:
+def _place_from_scratch(weights: Sequence[float], copies: Sequence[int], sizes: Sequence[int]) -> list[set[int]]:
     """A placement from scratch."""
     ranks: list[set[int]] = [set() for _ in sizes]
-    _fill(ranks, weights, copies, sizes)
+    _add_copies(ranks, weights, copies, sizes)
     return ranks
 
 
-def _fill(ranks: list[set[int]], weights: Sequence[float], copies: Sequence[int], sizes: Sequence[int]) -> None:
+def _add_copies(ranks: list[set[int]], weights: Sequence[float], copies: Sequence[int], sizes: Sequence[int]) -> None:
     """Add missing copies, heaviest first, each to the least loaded rank that has a free slot and lacks the expert."""
     loads = [sum(weights[expert] for expert in held) for held in ranks]
     for expert in sorted(range(len(weights)), key=lambda expert: -weights[expert]):
@@ -212,7 +212,7 @@ def _fill(ranks: list[set[int]], weights: Sequence[float], copies: Sequence[int]
             loads[rank] += weights[expert]
 
 
-def _even_out(weights: Sequence[float], ranks: list[set[int]]) -> None:
+def _balance(weights: Sequence[float], ranks: list[set[int]]) -> None:
     """Swap experts between the most and the least loaded ranks while that helps; in place."""
     loads = [sum(weights[expert] for expert in held) for held in ranks]
     for _ in range(TRIES):
@@ -235,8 +235,8 @@ def _even_out(weights: Sequence[float], ranks: list[set[int]]) -> None:
         loads[other] += weights[given] - weights[taken]
 
 
-def _settle(ranks: Sequence[set[int]], before: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
-    """Assign sets of experts to ranks and slots so that as many experts as possible stay where they are."""
+def _assign_slots(ranks: Sequence[set[int]], before: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+    """Assign sets of experts to ranks and slots so that as many experts as possible keep their slot."""
     pairs = sorted(
         ((-len(held & set(old)), rank, index) for index, held in enumerate(ranks) for rank, old in enumerate(before)
          if len(held) == len(old)),

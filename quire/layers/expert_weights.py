@@ -27,7 +27,7 @@ class ExpertShare:
     features: slice
 
     @classmethod
-    def of(cls, ranks: Ranks, total: int, width: int) -> ExpertShare:
+    def of_rank(cls, ranks: Ranks, total: int, width: int) -> ExpertShare:
         """Every expert, an equal share of each one's features."""
         return cls(total, width, range(total), ranks.slice(width, "expert features"))
 
@@ -67,7 +67,7 @@ class ExpertNaming:
     down: str
 
     def of(self, matrix: str) -> str:
-        """The name of a matrix: "gate", "up" or "down"."""
+        """The tensor name of a matrix: "gate", "up" or "down"."""
         return {"gate": self.gate, "up": self.up, "down": self.down}[matrix]
 
 

@@ -21,7 +21,7 @@ from quire.loading.weights import Target
 
 
 @dataclass(frozen=True)
-class Part:
+class FusedPart:
     """Output rows of a fused weight, and the checkpoint matrix they come from."""
 
     name: str
@@ -31,7 +31,7 @@ class Part:
     keep: slice
     """Those this rank keeps."""
     arrange: Callable[[torch.Tensor], torch.Tensor] | None = None
-    """Puts kept rows, of the weight or of the bias, in our order."""
+    """Reorders the kept rows of the weight or of the bias."""
 
 
 class FusedLinear(nn.Module):
@@ -40,7 +40,7 @@ class FusedLinear(nn.Module):
     gated = False
 
     def __init__(
-        self, build: BuildContext, in_features: int, parts: Sequence[Part], bias: bool, transposed: bool = False
+        self, build: BuildContext, in_features: int, parts: Sequence[FusedPart], bias: bool, transposed: bool = False
     ) -> None:
         """`transposed`: the checkpoint holds [in, out], as GPT-2's does."""
         super().__init__()
@@ -54,10 +54,10 @@ class FusedLinear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.ops.linear(x, self.weight, self.bias)
 
-    def after(
+    def norm_linear(
         self, norm: RMSNorm, x: torch.Tensor | None, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(this product of the normed stream, the stream); the stream is residual + x, either of which may be None."""
+        """(the product with the normed stream, the stream); the stream is residual + x, either of which may be None."""
         return self.ops.norm_linear(x, residual, norm.weight, norm.eps, self.weight, self.bias, self.gated)
 
     def targets(self) -> dict[str, list[Target]]:
@@ -86,7 +86,7 @@ class ColumnParallelLinear(FusedLinear):
     def __init__(
         self, build: BuildContext, name: str, in_features: int, out_features: int, bias: bool, transposed: bool = False
     ) -> None:
-        part = Part(name, out_features, build.ranks.slice(out_features, f"{name} outputs"))
+        part = FusedPart(name, out_features, build.ranks.slice(out_features, f"{name} outputs"))
         super().__init__(build, in_features, (part,), bias, transposed)
 
 
@@ -99,7 +99,7 @@ class Heads:
     dim: int
 
     @classmethod
-    def of(cls, build: BuildContext) -> Heads:
+    def of_rank(cls, build: BuildContext) -> Heads:
         """An equal share of both; if there are more ranks than KV heads, several ranks hold the same one."""
         config, ranks = build.config, build.ranks
         query = ranks.slice(config.num_heads, "attention heads")
@@ -144,7 +144,11 @@ class QKVLinear(FusedLinear):
         config = build.config
         q, k, v = names
         rows, kv_rows = config.num_heads * heads.dim, config.num_kv_heads * heads.dim
-        parts = (Part(q, rows, heads.rows), Part(k, kv_rows, heads.kv_rows), Part(v, kv_rows, heads.kv_rows))
+        parts = (
+            FusedPart(q, rows, heads.rows),
+            FusedPart(k, kv_rows, heads.kv_rows),
+            FusedPart(v, kv_rows, heads.kv_rows),
+        )
         super().__init__(build, config.hidden_size, parts, bias)
 
 
@@ -166,7 +170,7 @@ class GateUpLinear(FusedLinear):
         """`width`: the MLP's, if not the model's intermediate_size."""
         width = width or build.config.intermediate_size
         keep = build.ranks.slice(width, "MLP features")
-        super().__init__(build, build.config.hidden_size, [Part(name, width, keep) for name in names], bias)
+        super().__init__(build, build.config.hidden_size, [FusedPart(name, width, keep) for name in names], bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.ops.gated_linear(x, self.weight, self.bias)
@@ -193,8 +197,8 @@ class RowParallelLinear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return all_reduce(self.ops.linear(x, self.weight, self.bias if self.adds_bias else None), self.ranks)
 
-    def onto(self, stream: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:
-        """This product, for the caller to add to the stream; None if it was added in place."""
+    def linear_add(self, stream: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:
+        """The product with x, for the caller to add to the stream; None if it was added in place."""
         if is_shared(self.ranks):
             return self(x)
         return self.ops.linear_add(stream, x, self.weight, self.bias)

@@ -30,7 +30,7 @@ class Routing:
     """Whether the weights of a token's experts sum to one."""
 
     @classmethod
-    def of(cls, config: ModelConfig, width: str, renormalise: bool) -> Routing:
+    def from_config(cls, config: ModelConfig, width: str, renormalise: bool) -> Routing:
         """Read from the model's config; `width` is this family's name of that field."""
         # The number of experts has one of two names, depending on the program that wrote the file, not on the family.
         count = positive_integer(config.raw, "num_experts", "num_local_experts")
@@ -65,7 +65,7 @@ class SparseMLP(nn.Module):
         self.namings = (*namings, STACKED_APART)
         self.dispatch: ExpertDispatch | None = None
         if build.experts is None:
-            self.share = share = ExpertShare.of(build.ranks, routing.num_experts, routing.width)
+            self.share = share = ExpertShare.of_rank(build.ranks, routing.num_experts, routing.width)
         else:
             self.dispatch = ExpertDispatch(build.experts, routing.num_experts, build.device)
             whole = slice(0, routing.width)
@@ -80,7 +80,7 @@ class SparseMLP(nn.Module):
     def forward(
         self, norm: RMSNorm, x: torch.Tensor | None, residual: torch.Tensor | None, slots: torch.Tensor | None = None
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """(what is still to be added to the residual stream, the stream). `slots`: as in `Ops.route`."""
+        """(output to add to the residual stream, or None if already added; the stream). `slots`: as in `Ops.route`."""
         if self.dispatch is not None:
             normed, residual = norm(x, residual)
             return self.mix(normed, slots), residual
@@ -107,7 +107,7 @@ class SparseMLP(nn.Module):
         return self.ops.experts(x, weights, experts, self.gate_up, self.down)
 
     def serve(self) -> None:
-        """Compute tokens that other ranks send, without tokens of our own."""
+        """Compute the tokens that other ranks send, without own tokens."""
         assert self.dispatch is not None
         top_k, none = self.routing.top_k, self.router[:0]
         pairs = torch.empty(0, top_k, device=none.device)
@@ -131,7 +131,7 @@ class SparseMLP(nn.Module):
 
 def expert_counts(model: nn.Module) -> dict[int, list[int]]:
     """How often each expert was chosen, by layer. Waits for the device once."""
-    layers = _sparse(model)
+    layers = _sparse_layers(model)
     if not layers:
         return {}
     counts = torch.stack([layer.counts for layer in layers]).tolist()
@@ -139,32 +139,34 @@ def expert_counts(model: nn.Module) -> dict[int, list[int]]:
 
 
 def serve_others(model: nn.Module) -> None:
-    """A pass without tokens of our own: computes what other ranks send to this rank's experts."""
-    for layer in _sparse(model):
+    """A pass without own tokens: computes what other ranks send to this rank's experts."""
+    for layer in _sparse_layers(model):
         layer.serve()
 
 
 def rearrange_experts(model: nn.Module, placements: Mapping[int, Placement]) -> None:
     """Hold other experts, in the layers named."""
-    for layer in _sparse(model):
+    for layer in _sparse_layers(model):
         if layer.layer in placements:
             layer.rearrange(placements[layer.layer])
 
 
 def reset_expert_counts(model: nn.Module) -> None:
     """Set the counts to zero."""
-    for layer in _sparse(model):
+    for layer in _sparse_layers(model):
         layer.counts.zero_()
 
 
 def active_parameters(model: nn.Module) -> int:
     """Parameters used for one token: all but those of the experts it is not routed to."""
-    return sum(weight.numel() for weight in model.parameters()) - sum(layer.idle_parameters for layer in _sparse(model))
+    return sum(weight.numel() for weight in model.parameters()) - sum(
+        layer.idle_parameters for layer in _sparse_layers(model)
+    )
 
 
 def widest_mixture(model: nn.Module) -> int:
     """The most activations a token has at once in a mixture; 0 if there is none."""
-    return max(map(_activations_per_token, _sparse(model)), default=0)
+    return max(map(_activations_per_token, _sparse_layers(model)), default=0)
 
 
 def _activations_per_token(layer: SparseMLP) -> int:
@@ -176,8 +178,8 @@ def _activations_per_token(layer: SparseMLP) -> int:
 
 def has_experts(model: nn.Module) -> bool:
     """Whether the model has a mixture of experts."""
-    return bool(_sparse(model))
+    return bool(_sparse_layers(model))
 
 
-def _sparse(model: nn.Module) -> list[SparseMLP]:
+def _sparse_layers(model: nn.Module) -> list[SparseMLP]:
     return [module for module in model.modules() if isinstance(module, SparseMLP)]

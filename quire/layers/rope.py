@@ -19,7 +19,7 @@ from quire.layers.build_context import BuildContext
 
 @dataclass(frozen=True)
 class _Rope:
-    """The parameters every rope type has."""
+    """The parameters common to all rope types."""
 
     kind: str
     dim: int

@@ -1,1 +1,1 @@
-"""What crosses the borders: between caller and engine, and between the planning and the executing half."""
+"""Messages between caller and engine, and between the planning and the executing half."""

@@ -31,7 +31,7 @@ class BeamSearchParams(msgspec.Struct, omit_defaults=True):
     """When `beam_width` sequences have ended. True: the search is over. False: it continues while the best open beam,
     at its present length, beats the worst of them. "never": while an open beam could beat it at any length."""
     stop_token_ids: list[int] | None = None
-    """Tokens that end a sequence, beside the model's own."""
+    """Tokens that end a sequence, besides the model's own."""
 
     def __post_init__(self) -> None:
         check_integer("beam_width", self.beam_width, 1, MAX_WIDTH)
@@ -76,7 +76,7 @@ class Hypothesis(msgspec.Struct):
 
 @dataclass
 class Beam:
-    """State of a running beam beside its tokens."""
+    """State of a running beam besides its tokens."""
 
     total: float = 0.0
     logprobs: list[float] = field(default_factory=list)

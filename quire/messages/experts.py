@@ -6,11 +6,10 @@ import msgspec
 
 
 class Rebalanced(msgspec.Struct, frozen=True):
-    """Imbalance of the ranks: the most loaded rank's tokens ÷ the mean, over all layers, since experts last moved; 1 is
-    even."""
+    """Load imbalance of the ranks, over all layers, since experts last moved: highest tokens of a rank ÷ mean."""
 
     before: float
     after: float
-    """What it would have been with the new placement."""
+    """What it would have been with the new placement; 1 is even."""
     moved: int
-    """Experts copied from rank to rank."""
+    """Experts copied between ranks."""

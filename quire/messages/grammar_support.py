@@ -1,4 +1,4 @@
-"""Which JSON schemas and regular expressions grammars support; what they would silently ignore is refused by name."""
+"""Checks that grammars support a JSON schema or regular expression; keywords they would ignore are refused by name."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ONE = ("additionalProperties", "unevaluatedProperties", "unevaluatedItems", "pr
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")
 _CHOOSERS = ("$ref", "anyOf", "oneOf", "allOf")
-"""Where one of these is given, a grammar ignores all else."""
+"""If a schema has one of these, a grammar ignores its other keywords."""
 _CONSTRAINTS = frozenset(
     (
         *_CHOOSERS, "type", "enum", "const", "properties", "patternProperties", "required", "items", "prefixItems",

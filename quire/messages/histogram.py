@@ -28,5 +28,5 @@ class Histogram:
 
     @property
     def count(self) -> int:
-        """Values counted."""
+        """Number of values counted."""
         return sum(self.counts)

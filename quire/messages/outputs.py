@@ -98,7 +98,7 @@ Logprob.__dataclass_fields__ = {one.name: one for one in fields(make_dataclass("
 
 @dataclass
 class RequestMetrics:
-    """When things happened to a request. `arrival_time` is wall-clock; the rest are monotonic seconds."""
+    """Times and counts of a request. `arrival_time` is wall-clock, other times are monotonic; all in seconds."""
 
     arrival_time: float
     queued_ts: float = 0.0
@@ -189,7 +189,7 @@ class EmbeddingOutput:
 
     @property
     def hidden_size(self) -> int:
-        """How many numbers it has."""
+        """The length of the vector."""
         return len(self.embedding)
 
 

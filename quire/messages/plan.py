@@ -1,11 +1,11 @@
-"""The two messages between the halves: `StepPlan` goes down, `StepResult` comes up.
+"""The messages between the planning and the executing half: `StepPlan`, and `StepResult` back.
 
 A plan carries differences: the rows, blocks and tokens the device does not have yet. Arrays are numpy, so that a plan
 of a thousand rows costs no Python loop.
 
-Two terms for what comes later. A block table belongs to a cache group: layers with the same lifetime. There is one
-group today, so `block_rows`, `block_indices` and `blocks` name none. A row's entry in `counts` is its width: the number
-of its queries in the step, 1 for a plain decode.
+A *cache group* is the layers whose KV has the same lifetime; it has one block table. There is one group today, so
+`block_rows`, `block_indices` and `blocks` name none. A row's *width* is its entry in `counts`: the number of its query
+tokens in the step, 1 for a plain decode.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class PrefixGroup(msgspec.Struct):
 class Moves(msgspec.Struct):
     """Blocks to copy between the device's cache and host memory while the step computes.
 
-    They are copied as all earlier steps have left them. Neither side may be used until a result reports them done.
+    Copies read what all earlier steps have written. Neither side may be used until a result reports them done.
     """
 
     out: list[tuple[int, int]] = []
@@ -103,9 +103,9 @@ class StepPlan(msgspec.Struct):
     blocks: Ints
     """Changes of the one cache group's block table: table[block_rows, block_indices] = blocks."""
     max_context: int
-    """Upper bound of the tokens any scheduled row has after this step."""
+    """Upper bound on the tokens of any scheduled row after this step."""
     reset: bool = False
-    """Forget every row first: a step failed and the state of the rows is unknown."""
+    """Drop every row first: a step failed and the state of the rows is unknown."""
     drop: list[int] = []
     add: list[NewRow] = []
     forks: list[Fork] = []

@@ -1,4 +1,4 @@
-"""`PoolingParams`: how a request wants its prompt made into one vector. Names and meanings are vLLM's."""
+"""`PoolingParams`: how a prompt is pooled into one vector. Names and meanings are vLLM's."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from quire.messages.sampling import SamplingParams
 
 
 class RequestState(enum.Enum):
-    """What a sequence is doing."""
+    """The state of a sequence."""
 
     WAITING = "waiting"
     LOADING = "loading"
@@ -136,7 +136,7 @@ class Request:
         return self.prompt[start:] + self.output[max(0, start - split) : stop - split]
 
     def move(self, state: RequestState) -> None:
-        """Go to `state`; raises if TRANSITIONS does not allow it."""
+        """Change to `state`; raises if TRANSITIONS does not allow it."""
         if state not in TRANSITIONS[self.state]:
             raise RuntimeError(f"request {self.id}/{self.index} cannot go from {self.state.value} to {state.value}")
         self.state = state

@@ -1,4 +1,4 @@
-"""`SamplingParams`: how a request wants its tokens sampled. Names, defaults and meanings are vLLM's.
+"""`SamplingParams`: how a request's tokens are sampled. Names, defaults and meanings are vLLM's.
 
 The class is also the table of sampling parameters: a field's annotation holds its help text and, for the numbers the
 sampler reads on the device (`Scalar`), its range. From it come validation, the columns of the device batch and their
@@ -25,7 +25,7 @@ MAX_N = 16384
 MAX_STOP_STRINGS = 64
 MAX_TOKEN_ID = 2**31 - 1
 MAX_TOKEN_IDS = 2**18
-"""In one list: the size of the largest vocabularies. Each id is checked in the process that makes the request."""
+"""Most ids in one list: the size of the largest vocabularies. Each is checked in the caller's process."""
 GREEDY_BELOW = 1e-5
 LOWEST_TEMPERATURE = 0.01
 XTC_STREAM = 2**32
@@ -132,7 +132,10 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=False):
             off=(0.0,), role="filter", in_generation_config=True,
         ),
     ] = 0.0  # fmt: skip
-    seed: Annotated[int | None, "Makes this request's tokens repeatable, whatever runs beside it"] = None
+    seed: Annotated[
+        int | None,
+        "Makes the random numbers repeatable in any batch; 16-bit logits may still differ without --batch-invariant",
+    ] = None
     stop: Annotated[list[str] | str | None, "Text that ends the output"] = None
     stop_token_ids: Annotated[list[int] | None, "Tokens that end the output"] = None
     ignore_eos: Annotated[bool, "Continue after the model's own end token"] = False
@@ -186,8 +189,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=False):
     ] = 0.0  # fmt: skip
 
     def __post_init__(self) -> None:
-        self.stop = _strings("stop", self.stop)
-        self.bad_words = _strings("bad_words", self.bad_words)
+        self.stop = _string_list("stop", self.stop)
+        self.bad_words = _string_list("bad_words", self.bad_words)
         self.seed = None if self.seed == -1 else self.seed
         self._check_numbers()
         self._check_lists()
@@ -203,7 +206,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=False):
         """Like the constructor, but None means a field's default and biases are clamped to [-100, 100]."""
         given = {name: value for name, value in fields.items() if value is not None or name == "max_tokens"}
         if given.get("logit_bias"):
-            given["logit_bias"] = _clamped(given["logit_bias"])
+            given["logit_bias"] = _clamped_bias(given["logit_bias"])
         return cls(**given)
 
     def clone(self) -> SamplingParams:
@@ -292,7 +295,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=False):
 
 
 def _read_table() -> tuple[tuple[Scalar, ...], dict[str, str]]:
-    """The scalars among the fields, and what each field does."""
+    """(the scalar fields, each field's help text)."""
     scalars, meanings = [], {}
     hints = get_type_hints(SamplingParams, include_extras=True)
     for field in msgspec.structs.fields(SamplingParams):
@@ -304,7 +307,7 @@ def _read_table() -> tuple[tuple[Scalar, ...], dict[str, str]]:
 
 
 SCALARS, HELP = _read_table()
-"""In the order of the device batch's columns; and what every field does, in words."""
+"""The scalars in the order of the device batch's columns; the help text of every field."""
 COLUMN = {scalar.name: column for column, scalar in enumerate(SCALARS)}
 FILTERS = tuple(scalar for scalar in SCALARS if scalar.role == "filter")
 PENALTIES = tuple(scalar for scalar in SCALARS if scalar.role == "penalty")
@@ -338,8 +341,8 @@ def check_integer(name: str, value: int, low: int, high: int | None = None, reme
         raise ValidationError(f"{name} must be an integer of 64 bits", name, value)
 
 
-def _strings(name: str, value: Sequence[str] | str | None) -> list[str] | None:
-    values = [value] if isinstance(value, str) else list(_listed(name, value) or [])
+def _string_list(name: str, value: Sequence[str] | str | None) -> list[str] | None:
+    values = [value] if isinstance(value, str) else list(_require_list(name, value) or [])
     for text in values:
         if not isinstance(text, str) or not text:
             raise ValidationError(f"{name} must hold non-empty strings, got {text!r}", name, value)
@@ -354,7 +357,7 @@ def check_count(name: str, value: Collection[object]) -> None:
 
 def check_token_ids(name: str, value: Sequence[int] | None) -> list[int] | None:
     """The ids as a list; raises unless each is a valid id."""
-    check_count(name, _listed(name, value) or [])
+    check_count(name, _require_list(name, value) or [])
     if value:
         _check_ids(name, value)
     return None if value is None else list(value)
@@ -368,13 +371,13 @@ def _check_ids(name: str, ids: Collection[int]) -> None:
         check_integer(name, token, 0, MAX_TOKEN_ID)
 
 
-def _listed(name: str, value: Any) -> Any:
+def _require_list(name: str, value: Any) -> Any:
     if value is not None and not isinstance(value, (list, tuple, set, frozenset)):
         raise ValidationError(f"{name} must be a list, got {value!r}", name, value)
     return value
 
 
-def _clamped(bias: Any) -> dict[int, float]:
+def _clamped_bias(bias: Any) -> dict[int, float]:
     try:
         return {int(token): min(100.0, max(-100.0, float(value))) for token, value in bias.items()}
     except (AttributeError, TypeError, ValueError, OverflowError) as error:

@@ -52,7 +52,7 @@ class StructuredOutputsParams(msgspec.Struct, omit_defaults=True, frozen=True):
         self._check_kind(given[0])
         for name in ("disable_any_whitespace", "disable_additional_properties"):
             if not isinstance(getattr(self, name), bool):
-                raise _wrong(name, "true or false", getattr(self, name))
+                raise _invalid(name, "true or false", getattr(self, name))
         if self.whitespace_pattern is not None:
             raise ValidationError(
                 "structured_outputs.whitespace_pattern is not supported; disable_any_whitespace=True gives JSON on "
@@ -61,7 +61,7 @@ class StructuredOutputsParams(msgspec.Struct, omit_defaults=True, frozen=True):
                 self.whitespace_pattern,
             )
         if self.after is not None:
-            _text("after", self.after, MAX_AFTER)
+            _check_text("after", self.after, MAX_AFTER)
 
     @property
     def kind(self) -> str:
@@ -83,32 +83,32 @@ class StructuredOutputsParams(msgspec.Struct, omit_defaults=True, frozen=True):
             msgspec.structs.force_setattr(self, kind, list(dict.fromkeys(value)))
         elif kind == "json_object":
             if value is not True:
-                raise _wrong(kind, "true, or left out", value)
+                raise _invalid(kind, "true, or left out", value)
         else:
-            _text(kind, value, MAX_CHARACTERS)
+            _check_text(kind, value, MAX_CHARACTERS)
             if kind == "regex":
                 _check_regex(value)
 
 
-def _text(name: str, value: Any, longest: int) -> None:
+def _check_text(name: str, value: Any, longest: int) -> None:
     if not isinstance(value, str) or not value.strip():
-        raise _wrong(name, "a string that is not empty", value)
+        raise _invalid(name, "a non-empty string", value)
     if len(value) > longest:
         raise _too_long(name, len(value), longest)
 
 
 def _check_choice(value: Any) -> None:
     if not isinstance(value, (list, tuple)) or not value or not all(isinstance(text, str) for text in value):
-        raise _wrong("choice", "a list of strings that is not empty", value)
+        raise _invalid("choice", "a non-empty list of strings", value)
     if not any(value):
-        raise _wrong("choice", "a list with some text in it", value)
+        raise _invalid("choice", "a list with at least one non-empty string", value)
     if (length := sum(len(text) for text in value)) > MAX_CHARACTERS:
         raise _too_long("choice", length, MAX_CHARACTERS)
 
 
 def _check_regex(value: str) -> None:
     if "\0" in value:
-        raise _wrong("regex", "without a NUL character", value)
+        raise _invalid("regex", "without a NUL character", value)
     try:
         plain_regex(value)
     except ValueError as error:
@@ -118,10 +118,10 @@ def _check_regex(value: str) -> None:
 def _json_text(name: str, value: Any) -> tuple[str, dict[str, Any]]:
     """A schema or a tag as JSON text, and parsed. Text stays as it is: the order of keys and the numbers matter."""
     if not isinstance(value, (str, dict)):
-        raise _wrong(name, "a JSON object, or the text of one", value)
+        raise _invalid(name, "a JSON object, or one as text", value)
     try:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False) if isinstance(value, dict) else value
-        _text(name, text, MAX_CHARACTERS)
+        _check_text(name, text, MAX_CHARACTERS)
         parsed = json.loads(text)
     except ValidationError:
         raise
@@ -132,11 +132,11 @@ def _json_text(name: str, value: Any) -> tuple[str, dict[str, Any]]:
             f"structured_outputs.{name} is not JSON: {error}", f"structured_outputs.{name}"
         ) from error
     if not isinstance(parsed, dict) or not parsed:
-        raise _wrong(name, "a JSON object that is not empty", value)
+        raise _invalid(name, "a non-empty JSON object", value)
     return text, parsed
 
 
-def _wrong(name: str, wanted: str, value: Any) -> ValidationError:
+def _invalid(name: str, wanted: str, value: Any) -> ValidationError:
     shown = repr(value)
     shown = shown if len(shown) <= 80 else shown[:77] + "..."
     return ValidationError(

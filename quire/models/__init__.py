@@ -1,1 +1,1 @@
-"""Model architectures, one a file."""
+"""Model architectures, one per file."""

@@ -13,7 +13,7 @@ from quire.layers.attention.base import AttentionInputs, KVSpec
 from quire.layers.attention.layer import Attention
 from quire.layers.build_context import BuildContext
 from quire.layers.embedding import LMHead, PositionEmbedding, VocabEmbedding
-from quire.layers.linear import ColumnParallelLinear, FusedLinear, Heads, Part, RowParallelLinear
+from quire.layers.linear import ColumnParallelLinear, FusedLinear, FusedPart, Heads, RowParallelLinear
 from quire.layers.norm import LayerNorm
 from quire.models.base import in_other_stage, stage_layers
 
@@ -24,9 +24,9 @@ class GPT2Attention(nn.Module):
     def __init__(self, build: BuildContext, layer: int) -> None:
         super().__init__()
         size = build.config.hidden_size
-        heads = Heads.of(build)
+        heads = Heads.of_rank(build)
         parts = [
-            Part("c_attn", 3 * size, slice(first + heads.rows.start, first + heads.rows.stop))
+            FusedPart("c_attn", 3 * size, slice(first + heads.rows.start, first + heads.rows.stop))
             for first in (0, size, 2 * size)
         ]
         self.c_attn = FusedLinear(build, size, parts, bias=True, transposed=True)
@@ -151,7 +151,7 @@ class GPT2LMHeadModel(nn.Module):
     @property
     def kv_shape(self) -> KVSpec:
         """The cache this stage and rank needs."""
-        return KVSpec(len(self.transformer.h), len(Heads.of(self.build).kv), self.build.config.head_dim)
+        return KVSpec(len(self.transformer.h), len(Heads.of_rank(self.build).kv), self.build.config.head_dim)
 
 
 def _scale(build: BuildContext, layer: int) -> float:

@@ -12,7 +12,7 @@ from quire.layers.attention.base import AttentionInputs, KVSpec
 from quire.layers.attention.layer import Attention
 from quire.layers.build_context import BuildContext
 from quire.layers.embedding import LMHead, VocabEmbedding
-from quire.layers.linear import ColumnParallelLinear, FusedLinear, Heads, Part, RowParallelLinear
+from quire.layers.linear import ColumnParallelLinear, FusedLinear, FusedPart, Heads, RowParallelLinear
 from quire.layers.norm import LayerNorm
 from quire.layers.rope import rope_table
 from quire.models.base import in_other_stage, stage_layers
@@ -24,7 +24,7 @@ class GPTNeoXAttention(nn.Module):
     def __init__(self, build: BuildContext, layer: int, cos_sin: torch.Tensor) -> None:
         super().__init__()
         size = build.config.hidden_size
-        heads = Heads.of(build)
+        heads = Heads.of_rank(build)
         bias = bool(build.config.raw.get("attention_bias", True))
 
         def regroup(part: torch.Tensor) -> torch.Tensor:
@@ -32,7 +32,7 @@ class GPTNeoXAttention(nn.Module):
             return part.unflatten(0, (-1, 3, heads.dim)).transpose(0, 1).flatten(0, 2)
 
         keep = slice(3 * heads.rows.start, 3 * heads.rows.stop)
-        self.query_key_value = FusedLinear(build, size, [Part("query_key_value", 3 * size, keep, regroup)], bias)
+        self.query_key_value = FusedLinear(build, size, [FusedPart("query_key_value", 3 * size, keep, regroup)], bias)
         self.attention = Attention(build, heads, layer, cos_sin)
         self.dense = RowParallelLinear(build, "dense", size, size, bias)
 
@@ -145,4 +145,4 @@ class GPTNeoXForCausalLM(nn.Module):
     @property
     def kv_shape(self) -> KVSpec:
         """The cache this stage and rank needs."""
-        return KVSpec(len(self.gpt_neox.layers), len(Heads.of(self.build).kv), self.build.config.head_dim)
+        return KVSpec(len(self.gpt_neox.layers), len(Heads.of_rank(self.build).kv), self.build.config.head_dim)

@@ -20,7 +20,7 @@ from quire.models.base import in_other_stage, stage_layers
 
 
 @dataclass(frozen=True)
-class Variant:
+class LlamaVariant:
     """How a relative of Llama differs from it."""
 
     qkv_bias: bool = False
@@ -34,10 +34,10 @@ class Variant:
 class LlamaAttention(nn.Module):
     """Grouped-query attention with rotary positions."""
 
-    def __init__(self, build: BuildContext, variant: Variant, layer: int, cos_sin: torch.Tensor) -> None:
+    def __init__(self, build: BuildContext, variant: LlamaVariant, layer: int, cos_sin: torch.Tensor) -> None:
         super().__init__()
         config = build.config
-        heads = Heads.of(build)
+        heads = Heads.of_rank(build)
         norms = None
         if variant.qk_norm:
             self.q_norm = RMSNorm(build, "q_norm", heads.dim)
@@ -76,12 +76,12 @@ class LlamaMLP(nn.Module):
     def forward(
         self, norm: RMSNorm, x: torch.Tensor | None, residual: torch.Tensor | None, slots: torch.Tensor | None = None
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """(what is still to be added to the residual stream, the stream)."""
-        gated, residual = self.gate_up_proj.after(norm, x, residual)
-        return self.down_proj.onto(residual, gated), residual
+        """(output to add to the residual stream, or None if already added; the stream)."""
+        gated, residual = self.gate_up_proj.norm_linear(norm, x, residual)
+        return self.down_proj.linear_add(residual, gated), residual
 
-    def of_normed(self, normed: torch.Tensor) -> torch.Tensor:
-        """The MLP of an input that is already normed."""
+    def forward_normed(self, normed: torch.Tensor) -> torch.Tensor:
+        """The MLP's output for an input that is already normed."""
         return self.down_proj(self.gate_up_proj(normed))
 
 
@@ -92,7 +92,7 @@ class LlamaLayer(nn.Module):
     three in one kernel.
     """
 
-    def __init__(self, build: BuildContext, variant: Variant, layer: int, cos_sin: torch.Tensor) -> None:
+    def __init__(self, build: BuildContext, variant: LlamaVariant, layer: int, cos_sin: torch.Tensor) -> None:
         super().__init__()
         size = build.config.hidden_size
         self.input_layernorm = RMSNorm(build, "input_layernorm", size)
@@ -109,20 +109,20 @@ class LlamaLayer(nn.Module):
         kv: torch.Tensor,
         inputs: AttentionInputs,
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """(what is still to be added to the residual stream, the stream)."""
-        qkv, residual = self.self_attn.qkv_proj.after(self.input_layernorm, hidden, residual)
+        """(output to add to the residual stream, or None if already added; the stream)."""
+        qkv, residual = self.self_attn.qkv_proj.norm_linear(self.input_layernorm, hidden, residual)
         last, slots = inputs.last if self.is_last else None, inputs.slots
         attended = self.self_attn(qkv, positions, kv, inputs, last)
         if last is not None:  # only the last tokens' hidden states are read: the other tokens end here
             residual, slots = residual[last.tokens], slots[last.tokens]
-        hidden = self.self_attn.o_proj.onto(residual, attended)
+        hidden = self.self_attn.o_proj.linear_add(residual, attended)
         return self.mlp(self.post_attention_layernorm, hidden, residual, slots)
 
 
 class LlamaModel(nn.Module):
     """Embedding, layers and final norm: those on this stage."""
 
-    def __init__(self, build: BuildContext, variant: Variant) -> None:
+    def __init__(self, build: BuildContext, variant: LlamaVariant) -> None:
         super().__init__()
         cos_sin = rope_table(build)
         self.embed_tokens = VocabEmbedding(build, "embed_tokens") if build.ranks.is_first_stage else None
@@ -152,7 +152,7 @@ class LlamaForCausalLM(nn.Module):
 
     supports_last_tokens = True
 
-    def __init__(self, build: BuildContext, variant: Variant | None = None) -> None:
+    def __init__(self, build: BuildContext, variant: LlamaVariant | None = None) -> None:
         super().__init__()
         config, ranks = build.config, build.ranks
         if (act := config.raw.get("hidden_act", "silu")) != "silu":
@@ -195,9 +195,9 @@ class LlamaForCausalLM(nn.Module):
     @property
     def kv_shape(self) -> KVSpec:
         """The cache this stage and rank needs."""
-        return KVSpec(len(self.model.layers), len(Heads.of(self.build).kv), self.build.config.head_dim)
+        return KVSpec(len(self.model.layers), len(Heads.of_rank(self.build).kv), self.build.config.head_dim)
 
 
-def _variant(build: BuildContext) -> Variant:
+def _variant(build: BuildContext) -> LlamaVariant:
     attention_bias = bool(build.config.raw.get("attention_bias", False))
-    return Variant(attention_bias, attention_bias, mlp_bias=bool(build.config.raw.get("mlp_bias", False)))
+    return LlamaVariant(attention_bias, attention_bias, mlp_bias=bool(build.config.raw.get("mlp_bias", False)))

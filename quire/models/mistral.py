@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from quire.layers.build_context import BuildContext
-from quire.models.llama import LlamaForCausalLM, Variant
+from quire.models.llama import LlamaForCausalLM, LlamaVariant
 
 
 class MistralForCausalLM(LlamaForCausalLM):
     """Mistral 7B and its sizes; the windows are in the config, layer by layer."""
 
     def __init__(self, build: BuildContext) -> None:
-        super().__init__(build, Variant())
+        super().__init__(build, LlamaVariant())

@@ -7,7 +7,7 @@ from torch import nn
 from quire.layers.build_context import BuildContext
 from quire.layers.expert_weights import ONE_BY_ONE, ExpertNaming
 from quire.layers.moe import Routing, SparseMLP
-from quire.models.llama import LlamaForCausalLM, Variant
+from quire.models.llama import LlamaForCausalLM, LlamaVariant
 
 _PUBLISHED = ExpertNaming(
     "block_sparse_moe.gate.weight",
@@ -21,9 +21,9 @@ class MixtralForCausalLM(LlamaForCausalLM):
     """Mixtral 8x7B, 8x22B and their relatives."""
 
     def __init__(self, build: BuildContext) -> None:
-        routing = Routing.of(build.config, "intermediate_size", renormalise=True)
+        routing = Routing.from_config(build.config, "intermediate_size", renormalise=True)
 
         def experts(build: BuildContext, layer: int) -> nn.Module:
             return SparseMLP(build, routing, layer, (_PUBLISHED, ONE_BY_ONE))
 
-        super().__init__(build, Variant(mlp=experts))
+        super().__init__(build, LlamaVariant(mlp=experts))

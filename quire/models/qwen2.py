@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from quire.layers.build_context import BuildContext
-from quire.models.llama import LlamaForCausalLM, Variant
+from quire.models.llama import LlamaForCausalLM, LlamaVariant
 
 
 class Qwen2ForCausalLM(LlamaForCausalLM):
     """Qwen2; some configs give the upper layers a sliding window."""
 
     def __init__(self, build: BuildContext) -> None:
-        super().__init__(build, Variant(qkv_bias=True))
+        super().__init__(build, LlamaVariant(qkv_bias=True))

@@ -11,7 +11,7 @@ from quire.layers.linear import ReplicatedLinear
 from quire.layers.moe import Routing, SparseMLP
 from quire.layers.norm import RMSNorm
 from quire.loading.model_config import ModelConfig, positive_integer
-from quire.models.llama import LlamaForCausalLM, LlamaMLP, Variant
+from quire.models.llama import LlamaForCausalLM, LlamaMLP, LlamaVariant
 
 
 class SharedExpertMLP(SparseMLP):
@@ -25,10 +25,10 @@ class SharedExpertMLP(SparseMLP):
     def forward(
         self, norm: RMSNorm, x: torch.Tensor | None, residual: torch.Tensor | None, slots: torch.Tensor | None = None
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """(what is still to be added to the residual stream, the stream)."""
+        """(output to add to the residual stream, or None if already added; the stream)."""
         normed, residual = norm(x, residual)
         share = torch.sigmoid(self.shared_expert_gate(normed))
-        return self.mix(normed, slots) + share * self.shared_expert.of_normed(normed), residual
+        return self.mix(normed, slots) + share * self.shared_expert.forward_normed(normed), residual
 
 
 class Qwen2MoeForCausalLM(LlamaForCausalLM):
@@ -43,13 +43,13 @@ class Qwen2MoeForCausalLM(LlamaForCausalLM):
         def mlp(build: BuildContext, layer: int) -> nn.Module:
             return SharedExpertMLP(build, routing, layer, shared) if layer in sparse else LlamaMLP(build)
 
-        super().__init__(build, Variant(qkv_bias=bool(config.raw.get("qkv_bias", True)), mlp=mlp))
+        super().__init__(build, LlamaVariant(qkv_bias=bool(config.raw.get("qkv_bias", True)), mlp=mlp))
 
 
 def qwen_routing(config: ModelConfig) -> Routing:
     """Routing of Qwen's mixtures, from the config."""
     renormalise = bool(config.raw.get("norm_topk_prob", False))
-    return Routing.of(config, "moe_intermediate_size", renormalise)
+    return Routing.from_config(config, "moe_intermediate_size", renormalise)
 
 
 def sparse_layers(config: ModelConfig) -> set[int]:

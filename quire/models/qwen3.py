@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from quire.layers.build_context import BuildContext
-from quire.models.llama import LlamaForCausalLM, Variant
+from quire.models.llama import LlamaForCausalLM, LlamaVariant
 
 
 class Qwen3ForCausalLM(LlamaForCausalLM):
@@ -11,4 +11,4 @@ class Qwen3ForCausalLM(LlamaForCausalLM):
 
     def __init__(self, build: BuildContext) -> None:
         bias = bool(build.config.raw.get("attention_bias", False))
-        super().__init__(build, Variant(qkv_bias=bias, output_bias=bias, qk_norm=True))
+        super().__init__(build, LlamaVariant(qkv_bias=bias, output_bias=bias, qk_norm=True))

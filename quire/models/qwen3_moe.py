@@ -6,7 +6,7 @@ from torch import nn
 
 from quire.layers.build_context import BuildContext
 from quire.layers.moe import SparseMLP
-from quire.models.llama import LlamaForCausalLM, LlamaMLP, Variant
+from quire.models.llama import LlamaForCausalLM, LlamaMLP, LlamaVariant
 from quire.models.qwen2_moe import qwen_routing, sparse_layers
 
 
@@ -21,4 +21,4 @@ class Qwen3MoeForCausalLM(LlamaForCausalLM):
         def mlp(build: BuildContext, layer: int) -> nn.Module:
             return SparseMLP(build, routing, layer) if layer in sparse else LlamaMLP(build)
 
-        super().__init__(build, Variant(qkv_bias=bias, output_bias=bias, qk_norm=True, mlp=mlp))
+        super().__init__(build, LlamaVariant(qkv_bias=bias, output_bias=bias, qk_norm=True, mlp=mlp))

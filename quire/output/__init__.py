@@ -1,1 +1,1 @@
-"""Tokens to text, in the caller's process: detokenizing, stop strings, what the user gets to see."""
+"""Step outputs to request outputs, in the caller's process: detokenizing, stop strings, parsing."""

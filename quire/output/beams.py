@@ -1,4 +1,4 @@
-"""Turns what a beam search found into what its caller sees."""
+"""Converts a beam search's hypotheses to the caller's outputs."""
 
 from __future__ import annotations
 

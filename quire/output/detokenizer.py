@@ -1,4 +1,4 @@
-"""Text from tokens as they come, never splitting a character."""
+"""Incremental detokenization that never splits a character."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class Detokenizer(Protocol):
     """Turns one sequence's tokens into text."""
 
     def push(self, tokens: Sequence[int]) -> str:
-        """The text these tokens complete; bytes of an unfinished character wait for the next ones."""
+        """The text that these tokens complete; bytes of an incomplete character are held until the next call."""
         ...
 
     def flush(self) -> str:
-        """What is left at the end: an unfinished character shows as a replacement mark."""
+        """The text held at the end: an incomplete character becomes U+FFFD."""
         ...
 
 
@@ -30,7 +30,7 @@ class Vocabulary:
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
-        # Not all_special_ids alone: those are the ones with a role (end, padding, …), and there are others.
+        # Not all_special_ids alone: it has only those with a role (end, padding, …).
         added = getattr(tokenizer, "added_tokens_decoder", {})
         self.special = frozenset(tokenizer.all_special_ids) | {i for i, token in added.items() if token.special}
         self._bytes = _byte_table(tokenizer)
@@ -92,8 +92,8 @@ class WindowDetokenizer:
         self._skipped = skipped
         self._spaces = spaces
         self._window = self._context([token for token in prompt[-2 * CONTEXT_TOKENS :] if token not in skipped])
-        self._shown = len(self._window)
-        """Tokens of the window whose text has been given out."""
+        self._num_returned = len(self._window)
+        """Tokens of the window whose text has been returned."""
 
     def push(self, tokens: Sequence[int]) -> str:
         text = ""
@@ -107,32 +107,32 @@ class WindowDetokenizer:
         return self._advance(final=True)
 
     def _advance(self, final: bool) -> str:
-        before, after = self._decode_shown(), self._decode(self._window)
-        pending = len(self._window) - self._shown
+        before, after = self._decode_returned(), self._decode(self._window)
+        pending = len(self._window) - self._num_returned
         if not final and after.endswith(REPLACEMENT) and pending < LONGEST_CHARACTER:
             return ""
         new = after[len(before) :]
         if new:
-            # What was just given out is the next context: a window that began inside a character would not decode.
-            del self._window[: self._shown]
-            self._shown = len(self._window)
+            # The text just returned is the next context: a window that began inside a character would not decode.
+            del self._window[: self._num_returned]
+            self._num_returned = len(self._window)
         return new
 
     def _context(self, prompt: list[int]) -> list[int]:
-        """The prompt's last tokens, a few more where the cut would go through a character."""
+        """The prompt's last tokens, a few more if the cut would split a character."""
         for count in range(CONTEXT_TOKENS, len(prompt)):
             if REPLACEMENT not in self._decode(prompt[-count:]):
                 return prompt[-count:]
         return prompt
 
-    def _decode_shown(self) -> str:
-        """The text given out so far in the window; mostly one token's."""
-        shown = self._window[: self._shown]
-        if len(shown) != 1:
-            return self._decode(shown)
-        text = self._texts.get(shown[0])
+    def _decode_returned(self) -> str:
+        """The window's text that has been returned; mostly one token's."""
+        returned = self._window[: self._num_returned]
+        if len(returned) != 1:
+            return self._decode(returned)
+        text = self._texts.get(returned[0])
         if text is None:
-            text = self._texts[shown[0]] = self._decode(shown)
+            text = self._texts[returned[0]] = self._decode(returned)
         return text
 
     def _decode(self, tokens: list[int]) -> str:

@@ -1,17 +1,46 @@
-"""Turns what steps yield into what users see."""
+"""Converts the outputs of steps to the outputs of requests."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
 
+from quire.messages.histogram import Histogram
+from quire.messages.metric_table import GAP_BOUNDS
 from quire.messages.outputs import Key, Logprob, Output, StepOutputs
 from quire.messages.plan import PromptLogprobs, TokenLogprobs
 from quire.messages.request import NewRequest
 from quire.messages.sampling import RequestOutputKind
 from quire.output.detokenizer import Vocabulary
-from quire.output.times import TokenTimes
-from quire.output.tracked import Tracked, TrackedPooling, TrackedSearch, TrackedSequence
+from quire.output.tracked import TrackedPooling, TrackedRequest, TrackedSearch, TrackedSequence
+
+
+class TokenTimes:
+    """Number of tokens of all requests, and seconds between the tokens of each sequence (one gap fewer than tokens).
+
+    Taken where tokens arrive, so that slow readers do not change them.
+    """
+
+    def __init__(self) -> None:
+        self.tokens = 0
+        self.gaps = Histogram(GAP_BOUNDS)
+
+    def note(self, count: int, now: float, before: float) -> None:
+        """`count` tokens of a sequence came now; the previous one came at `before` (0: these are the first).
+
+        Tokens that come together share the time since then, so that the count and the sum of gaps stay right.
+        """
+        self.tokens += count
+        if before:
+            self.gaps.add((now - before) / count, count)
+        elif count > 1:
+            self.gaps.add(0.0, count - 1)
+
+    def note_whole(self, count: int, seconds: float) -> None:
+        """All `count` tokens of a sequence, noted at its end; `seconds`: from its first to its last."""
+        self.tokens += count
+        if count > 1:
+            self.gaps.add(seconds / (count - 1), count - 1)
 
 
 class OutputProcessor:
@@ -20,19 +49,19 @@ class OutputProcessor:
     def __init__(self, vocabulary: Vocabulary | None = None) -> None:
         self.vocabulary = vocabulary
         """Turns tokens into text; None: there is no text."""
-        self._open: dict[str, Tracked] = {}
+        self._open: dict[str, TrackedRequest] = {}
         self.times = TokenTimes()
 
     def add(self, request: NewRequest, prompt: str | None) -> None:
-        """Expect outputs of this request."""
+        """Start tracking a request."""
         if request.pooling is not None:
             self._open[request.id] = TrackedPooling(request, request.pooling, prompt)
         elif request.beams is not None:
             self._open[request.id] = TrackedSearch(request, request.beams, prompt, self.vocabulary)
         else:
-            self._open[request.id] = Tracked(request, prompt, self.vocabulary)
+            self._open[request.id] = TrackedRequest(request, prompt, self.vocabulary)
 
-    def begin_again(self, request_id: str) -> Tracked:
+    def begin_again(self, request_id: str) -> TrackedRequest:
         """The request is computed again: forget its outputs so far, but not when it arrived."""
         before = self._open[request_id]
         self.add(before.request, before.prompt)
@@ -40,7 +69,7 @@ class OutputProcessor:
         tracked.metrics.arrival_time, tracked.metrics.queued_ts = before.metrics.arrival_time, before.metrics.queued_ts
         return tracked
 
-    def tracked(self, request_id: str) -> Tracked:
+    def tracked(self, request_id: str) -> TrackedRequest:
         """An open request and its outputs so far."""
         return self._open[request_id]
 
@@ -52,11 +81,11 @@ class OutputProcessor:
         return request_id in self._open
 
     def process(self, outputs: StepOutputs) -> tuple[list[Output], list[tuple[Key, int, str]]]:
-        """What users see of a step, and sequences that a stop string ends: (key, tokens up to the end, stop string)."""
+        """(outputs for users, sequences that a stop string ends: (key, tokens up to the end, stop string))."""
         now = time.monotonic()
         ends = {end.key: end for end in outputs.finished}
         stops: list[tuple[Key, int, str]] = []
-        touched: dict[str, Tracked] = {}
+        touched: dict[str, TrackedRequest] = {}
         for started in outputs.started:
             if (tracked := self._open.get(started.key[0])) is not None and started.key[1] == 0:
                 tracked.num_cached = started.num_cached
@@ -92,10 +121,10 @@ class OutputProcessor:
                 touched[end.key[0]] = tracked
                 tracked.error = end.message or tracked.error
                 self._close(tracked, tracked.sequences[end.key[1]], end.reason, end.stop_reason)
-        return [view for tracked in touched.values() if (view := self._show(tracked, now)) is not None], stops
+        return [view for tracked in touched.values() if (view := self._next_output(tracked, now)) is not None], stops
 
     def _take_plain(self, outputs: StepOutputs, now: float) -> Iterable[tuple[Key, list[int], TokenLogprobs | None]]:
-        """Append the tokens of plain requests (`Tracked.is_plain`); return those of the others.
+        """Append the tokens of plain requests (`TrackedRequest.is_plain`); return those of the others.
 
         In a large offline batch all requests are plain, and this loop is all that a step costs here.
         """
@@ -114,7 +143,8 @@ class OutputProcessor:
                     tracked.metrics.first_token_ts = now
         return others
 
-    def _show(self, tracked: Tracked, now: float) -> Output | None:
+    def _next_output(self, tracked: TrackedRequest, now: float) -> Output | None:
+        """The request's output after this step; None if it has none before the end."""
         if tracked.open == 0:
             del self._open[tracked.request.id]
             if tracked.is_plain:
@@ -123,13 +153,15 @@ class OutputProcessor:
             return None
         return tracked.view()
 
-    def _close(self, tracked: Tracked, sequence: TrackedSequence, reason: str, stop_reason: int | str | None) -> None:
+    def _close(
+        self, tracked: TrackedRequest, sequence: TrackedSequence, reason: str, stop_reason: int | str | None
+    ) -> None:
         sequence.close(reason, stop_reason)
         tracked.open -= 1
         metrics = tracked.metrics
         metrics.max_num_generation_tokens = max(metrics.max_num_generation_tokens, len(sequence.tokens))
 
-    def _note_time(self, tracked: Tracked, sequence: TrackedSequence, count: int, now: float) -> None:
+    def _note_time(self, tracked: TrackedRequest, sequence: TrackedSequence, count: int, now: float) -> None:
         metrics = tracked.metrics
         metrics.first_token_ts = metrics.first_token_ts or now
         metrics.last_token_ts = now
@@ -138,7 +170,7 @@ class OutputProcessor:
             self.times.note(count, now, sequence.last_ts)
             sequence.last_ts = now
 
-    def _note_plain(self, tracked: Tracked, now: float) -> None:
+    def _note_plain(self, tracked: TrackedRequest, now: float) -> None:
         """Metrics of a plain request, which were not noted token by token."""
         metrics = tracked.metrics
         metrics.last_token_ts = now
@@ -148,16 +180,16 @@ class OutputProcessor:
 
     def _take_logprobs(self, sequence: TrackedSequence, entry: TokenLogprobs) -> None:
         if sequence.logprobs is not None:
-            sequence.logprobs.append(self._report(entry))
+            sequence.logprobs.append(self._as_logprobs(entry))
             sequence.cumulative += entry.values[0]
 
-    def _take_prompt_logprobs(self, tracked: Tracked, entry: PromptLogprobs) -> None:
+    def _take_prompt_logprobs(self, tracked: TrackedRequest, entry: PromptLogprobs) -> None:
         if tracked.prompt_logprobs is not None:
             for offset, position in enumerate(entry.entries):
-                tracked.prompt_logprobs[entry.start + offset] = self._report(position)
+                tracked.prompt_logprobs[entry.start + offset] = self._as_logprobs(position)
 
-    def _report(self, entry: TokenLogprobs) -> dict[int, Logprob]:
-        """The token itself first, then the best ones, which may include it."""
+    def _as_logprobs(self, entry: TokenLogprobs) -> dict[int, Logprob]:
+        """Logprobs by token id: the token itself first, then the best ones, which may include it."""
         text_of = _no_text if self.vocabulary is None else self.vocabulary.text_of
         ids, values = entry.ids, entry.values
         report = {ids[0]: Logprob(values[0], entry.rank, text_of(ids[0]))}

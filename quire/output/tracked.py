@@ -1,4 +1,4 @@
-"""The outputs of one request as they are gathered: its sequences, its vector, or what its beam search found."""
+"""The outputs of one request as they are gathered: its sequences, its vector, or its beam search's hypotheses."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class TrackedSequence:
         return found[0]
 
     def view(self, delta: bool) -> CompletionOutput:
-        """The sequence as the user sees it: everything so far, or what is new since the last view."""
+        """The sequence's output: everything so far, or what is new since the last call."""
         shown = len(self.text) if self.finish_reason else max(self._given_text, len(self.text) - self._stops.held)
         since_token, since_text = (self._given_tokens, self._given_text) if delta else (0, 0)
         self._given_tokens, self._given_text = len(self.tokens), shown
@@ -131,7 +131,7 @@ class TrackedSequence:
         )
 
 
-class Tracked:
+class TrackedRequest:
     """A request whose outputs are gathered."""
 
     def __init__(self, request: NewRequest, prompt: str | None, vocabulary: Vocabulary | None) -> None:
@@ -145,7 +145,7 @@ class Tracked:
             and params.logprobs is None
             and (vocabulary is None or not params.detokenize)
         )
-        """The user sees nothing before the end, and then only tokens."""
+        """Whether the only output is at the end, and has only tokens."""
         self.num_cached: int | None = None
         self.error: str | None = None
         self.metrics = RequestMetrics(arrival_time=time.time(), queued_ts=time.monotonic())
@@ -176,7 +176,7 @@ class Tracked:
         )
 
 
-class TrackedPooling(Tracked):
+class TrackedPooling(TrackedRequest):
     """A pooling request that waits for its vector."""
 
     def __init__(self, request: NewRequest, pooling: PoolingParams, prompt: str | None) -> None:
@@ -202,7 +202,7 @@ class TrackedPooling(Tracked):
         )
 
 
-class TrackedSearch(Tracked):
+class TrackedSearch(TrackedRequest):
     """A beam search that waits for its sequences."""
 
     def __init__(
@@ -223,7 +223,7 @@ class TrackedSearch(Tracked):
         self.metrics.max_num_generation_tokens = max(lengths, default=0)
 
     def view(self) -> BeamSearchOutput:
-        """The search as the user sees it."""
+        """The search's output."""
         return BeamSearchOutput(
             sequences=self._found,
             request_id=self.request.id,
@@ -237,7 +237,7 @@ class TrackedSearch(Tracked):
 
 
 def finished_vector(data: bytes, params: PoolingParams) -> NDArray[np.float32]:
-    """A pooled row's vector: cut to `dimensions`, then scaled to length 1 unless turned off. Zeros stay zeros."""
+    """A pooled vector cut to `dimensions`, then scaled to length 1 unless turned off. A zero vector stays zero."""
     vector = np.frombuffer(data, np.float32)[: params.dimensions]
     length = np.linalg.norm(vector.astype(np.float64)) if params.is_normalized else 0.0
     return (vector / length).astype(np.float32) if length else vector.copy()

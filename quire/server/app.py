@@ -1,4 +1,4 @@
-"""The ASGI application: checks the key, calls the route, turns exceptions into responses."""
+"""The ASGI application: checks the key, calls the route, converts exceptions to responses."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class App:
     async def _answer(self, exchange: Exchange, receive: Receive, send: Send) -> None:
         context, scope = self._context, exchange.scope
         try:
-            self._admit(exchange)
+            self._authenticate(exchange)
             await self._router(scope, receive, send)
         except asyncio.CancelledError:
             await self._send_interruption(exchange)
@@ -93,7 +93,7 @@ class App:
             del scope[EXCHANGE]  # a reference cycle, which would live until the next garbage collection
             exchange.end()
 
-    def _admit(self, exchange: Exchange) -> None:
+    def _authenticate(self, exchange: Exchange) -> None:
         """Check the key and set the tenant."""
         context = self._context
         if context.config.enable_request_id_headers:

@@ -14,7 +14,7 @@ TENANT_HEADERS = ("x-tenant", "x-quire-tenant")
 LONGEST_TENANT = 128
 
 
-class Keys:
+class ApiKeys:
     """The keys that give access to a group of routes."""
 
     def __init__(self, keys: Sequence[str]) -> None:

@@ -241,7 +241,7 @@ def _check_template(context: ServerContext, request: ChatRequest) -> None:
 async def _in_thread_if_new(
     work: Callable[[ServerContext, ChatRequest], T], context: ServerContext, request: ChatRequest
 ) -> T:
-    """Run `work`, in a thread if it may have to try out a template that came with the request, which can be slow."""
+    """Run `work`, in a thread if it may have to test the request's own template, which can be slow."""
     if request.tools is None or request.chat_template is None:
         return work(context, request)
     return await asyncio.to_thread(work, context, request)
@@ -288,7 +288,7 @@ def _logprobs(context: ServerContext, request: ChatRequest) -> int | None:
 
 
 def _reader_factory(context: ServerContext, plan: ToolPlan, prompt: str) -> tuple[Any, type[ThinkSplit] | None]:
-    """What makes a parser for one answer, and the class that separates its reasoning, if any."""
+    """(makes a parser for one answer, the class that separates its reasoning or None)."""
     name = context.config.reasoning_parser
     split = None if name is None else type(make_reasoning_split(name, prompt))
 

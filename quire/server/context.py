@@ -14,7 +14,7 @@ from quire.errors import ValidationError
 from quire.loading.model_config import read_generation_config
 from quire.messages.sampling import FROM_GENERATION_CONFIG
 from quire.output.detokenizer import Vocabulary
-from quire.server.auth import Keys
+from quire.server.auth import ApiKeys
 from quire.server.config import ServerConfig
 from quire.server.errors import ApiError, bad_request, not_found, unavailable
 from quire.server.http import ClientDisconnectedError, Exchange
@@ -49,8 +49,8 @@ class ServerContext:
         self.names = config.served_model_name or (llm.config.model,)
         self.created = int(time.time())
         self.version = __version__
-        self.keys = Keys(config.api_key)
-        self.admin_keys = Keys([config.admin_key] if config.admin_key else [])
+        self.keys = ApiKeys(config.api_key)
+        self.admin_keys = ApiKeys([config.admin_key] if config.admin_key else [])
         self.supervisor = supervise(llm, config.engine_stall_seconds, config.engine_hang_timeout)
         self.openapi = b"{}"
         """The OpenAPI document; set with the routes."""
@@ -59,12 +59,12 @@ class ServerContext:
         """Requests being answered."""
         most_bytes = config.max_open_body_bytes
         self.bodies = OpenBodies(OPEN_BODY_SIZES * config.max_body_bytes if most_bytes is None else most_bytes)
-        facts, engines = llm.info, len(llm.replicas)
+        info, engines = llm.info, len(llm.replicas)
         max_tokens = config.max_queued_tokens
         self.admission = AdmissionLimiter(
-            engines * facts.max_num_seqs,
+            engines * info.max_num_seqs,
             engines * config.max_queued_requests,
-            engines * (QUEUED_CACHE_SIZES * facts.cache_tokens if max_tokens is None else max_tokens),
+            engines * (QUEUED_CACHE_SIZES * info.cache_tokens if max_tokens is None else max_tokens),
         )
         self.metrics = ServerMetrics(
             llm, self.names[0], config.vllm_metric_names, self.supervisor, self.admission,
@@ -79,7 +79,7 @@ class ServerContext:
             *([RequestLog()] if config.enable_log_requests else []),
             http=http if self._traces is None else [*http, self._traces],
         )
-        generation = read_generation_config(facts.files) if llm.config.generation_config == "auto" else {}
+        generation = read_generation_config(info.files) if llm.config.generation_config == "auto" else {}
         self.sampling_defaults = {
             name: value for name in FROM_GENERATION_CONFIG if (value := generation.get(name)) is not None
         }
@@ -163,7 +163,7 @@ class ServerContext:
         return None if self.tokenizer is None else Vocabulary(self.tokenizer)
 
     def check_text(self, text: str, field: str = "input_text") -> None:
-        """Raise if a text is too long for the model whatever its tokens are: tokenizing megabytes takes seconds."""
+        """Raise if a text has too many characters to fit the model: tokenizing megabytes takes seconds."""
         if self.tokenizer is not None and len(text) > self._longest_text:
             raise bad_request(
                 f"This model's maximum context length is {self.max_model_len} tokens. However, the prompt has "

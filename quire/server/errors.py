@@ -170,7 +170,7 @@ _NULL_ONLY = re.compile(r"^Expected `null`, got")
 
 
 def as_decode_error(error: Exception, hints: Mapping[str, str]) -> ApiError:
-    """What is wrong with a body, by field. `hints` says what to use instead of refused fields."""
+    """A decoding error as a 400 that names the field. `hints`: what to use instead of refused fields."""
     if isinstance(error, RecursionError):
         return bad_request("the body is nested too deep")
     text = str(error)

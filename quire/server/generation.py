@@ -75,7 +75,7 @@ def requested_session(
 class EngineRequest:
     """An admitted job: its outputs, its place in the queue, and its record in metrics, logs and traces.
 
-    The engine knows it by the HTTP request's id with a number appended.
+    Its id in the engine is the HTTP request's id with a number appended.
     """
 
     def __init__(self, context: ServerContext, exchange: Exchange, job: GenerationJob, ticket: QueueTicket) -> None:
@@ -115,7 +115,7 @@ class EngineRequest:
             self.ticket.leave()
 
     async def _search(self, search: BeamSearchParams) -> AsyncGenerator[RequestOutput, None]:
-        """A beam search as one output."""
+        """Run a beam search; yields one output."""
         llm, job, exchange = self._context.llm, self._job, self._exchange
         stream = await llm.submit(job.prompt, search, exchange.id, job.priority, exchange.tenant, shares_id=True)
         try:
@@ -163,7 +163,7 @@ async def generate(
                 yield index, item
     finally:
         for request in requests:
-            request.ticket.leave()  # a pump that was cancelled before it began has not
+            request.ticket.leave()  # a pump that was cancelled before it began did not
         for pump in pumps:
             pump.cancel()
         await asyncio.gather(*pumps, return_exceptions=True)

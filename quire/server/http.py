@@ -34,7 +34,7 @@ EVENTS = [
     (b"x-accel-buffering", b"no"),  # a proxy must not buffer events
 ]
 SLOWEST_BODY = 1024
-"""Bytes a second: without it, a body sent byte by byte would never time out."""
+"""Bytes per second: without it, a body sent byte by byte would never time out."""
 ABORT = "quire.abort"
 """Key of the ASGI scope that holds the function that aborts the connection."""
 DONE = b"data: [DONE]\n\n"
@@ -53,7 +53,7 @@ HeaderList = list[tuple[bytes, bytes]]
 
 
 class ClientDisconnectedError(Exception):
-    """The client has disconnected: there is no one to answer."""
+    """The client has disconnected: no response is sent."""
 
 
 def error_event(error: ApiError) -> bytes:
@@ -77,11 +77,11 @@ class Exchange:
         self.extra_headers: HeaderList = []
         """Sent with every response."""
         self.client_names: Mapping[str, str] = {}
-        """Internal field names, and what the client's body calls them."""
+        """Maps internal field names to those of the client's body."""
         self.error_body: Callable[[ApiError], bytes] = error_json
         """Encodes an error as a response body. Routes of other APIs set their own…"""
         self.error_event: Callable[[ApiError], bytes] = error_event
-        """…and so for an error as the last event of a stream."""
+        """…and an error as the last event of a stream."""
         self.is_started = False
         self.status = 0
         """The response's, once it has begun."""
@@ -182,7 +182,7 @@ class Exchange:
     async def reply(
         self, body: Any, status: int = 200, headers: Mapping[str, str] | None = None, content_type: bytes = JSON
     ) -> None:
-        """The whole response: a struct, or encoded bytes."""
+        """Send the whole response: a struct, or encoded bytes."""
         data = body if isinstance(body, bytes) else _encode(body)
         listed = [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in (headers or {}).items()]
         if data:
@@ -192,7 +192,7 @@ class Exchange:
         await self.send_body(data, more=False)
 
     async def fail(self, error: ApiError) -> None:
-        """An error as the response, or as its last event."""
+        """Send an error as the response, or as its last event."""
         if self.is_complete:
             return
         if self.is_started:
@@ -205,7 +205,7 @@ class Exchange:
         return EventStream(self)
 
     async def start(self, status: int, headers: HeaderList) -> None:
-        """Status and headers."""
+        """Send status and headers."""
         self.is_started = True
         self.status = status
         self.sending_since = time.monotonic()  # a previous response on this connection may still be in the send buffer
@@ -213,7 +213,7 @@ class Exchange:
         self.sending_since = 0.0
 
     async def send_body(self, data: bytes, more: bool) -> None:
-        """Part of the response. Waits while the client reads too slowly (backpressure)."""
+        """Send part of the body. Waits while the client reads too slowly (backpressure)."""
         self.sending_since = time.monotonic()
         await self._send({"type": "http.response.body", "body": data, "more_body": more})
         self.sending_since = 0.0
@@ -222,7 +222,7 @@ class Exchange:
     # Interruption
 
     def interrupt(self, why: ApiError | ClientDisconnectedError) -> None:
-        """Cancel the route if it is in an `interruptible` block; the response is then `why`, or nothing."""
+        """Cancel the route if it is in an `interruptible` block; `why` is the response, or none if disconnected."""
         if self._interruptible and self.interruption is None and not self.is_complete and self._task is not None:
             self.interruption = why
             self._task.cancel()
@@ -282,11 +282,11 @@ class EventStream:
         self._buffered: list[bytes] = []
 
     async def send(self, event: Any) -> None:
-        """One event: a struct as its data."""
+        """Send one event with a struct as its data."""
         await self.send_bytes(b"data: " + _encode(event) + b"\n\n")
 
     async def send_bytes(self, data: bytes) -> None:
-        """One or more encoded events."""
+        """Send one or more encoded events."""
         exchange = self._exchange
         if self._is_buffered:
             self._buffered.append(data)
@@ -316,7 +316,7 @@ def _decoder(kind: Any) -> msgspec.json.Decoder[Any]:
 
 
 def decode(data: bytes, kind: type[T]) -> T:
-    """JSON as a struct, or an error that names the field. A struct's `hints` say what to use for refused fields."""
+    """Decode JSON into a struct; raises 400 naming the field. `kind.hints`: what to use instead of refused fields."""
     hints: Mapping[str, str] = getattr(kind, "hints", {})
     try:
         decoder: msgspec.json.Decoder[T] = _decoder(kind)  # type: ignore[arg-type]
@@ -332,14 +332,14 @@ def decode(data: bytes, kind: type[T]) -> T:
 
 
 def _without_nulls(body: Any, refused: Mapping[str, str]) -> Any:
-    """The body without refused fields that are null, which request nothing."""
+    """The body without refused fields that are null, which have no effect."""
     if not isinstance(body, dict):
         return body
     return {name: value for name, value in body.items() if value is not None or name not in refused}
 
 
 def _whole_numbers(value: Any) -> Any:
-    """1.0 as 1: JSON does not distinguish them, and some languages write integers so."""
+    """Convert 1.0 to 1: JSON does not distinguish them, and some languages write integers as floats."""
     if isinstance(value, float) and value.is_integer() and abs(value) < _LARGEST_WHOLE:
         return int(value)
     if isinstance(value, dict):

@@ -13,7 +13,7 @@ LONGEST_RETRY_SECONDS = 60.0
 
 
 class OpenBodies:
-    """Limits the bytes of all request bodies held at once. Each body has its own limit besides."""
+    """Limits the bytes of all request bodies held at once. Each body also has its own limit."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -32,7 +32,7 @@ class OpenBodies:
         self.held += size
 
     def release(self, size: int) -> None:
-        """Their request has ended."""
+        """Release the bytes of a request that has ended."""
         self.held -= size
 
 

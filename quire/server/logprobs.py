@@ -22,12 +22,12 @@ def chat_logprobs(
         return None
     content = []
     for token, position in zip(tokens, positions, strict=True):
-        name = _name(token, position[token], as_ids)
+        name = _token_text(token, position[token], as_ids)
         best = [
-            TopLogprob(_name(other, entry, as_ids), _value(entry), _bytes(_name(other, entry, as_ids)))
-            for other, entry in _best(position, top)
+            TopLogprob(_token_text(other, entry, as_ids), _finite(entry), _utf8(_token_text(other, entry, as_ids)))
+            for other, entry in _top(position, top)
         ]
-        content.append(TokenLogprob(name, _value(position[token]), _bytes(name), best))
+        content.append(TokenLogprob(name, _finite(position[token]), _utf8(name), best))
     return ChoiceLogprobs(content)
 
 
@@ -39,14 +39,14 @@ def completion_logprobs(
     for token, position in zip(tokens, positions, strict=True):
         name = f"token_id:{token}" if position is None and as_ids else ""
         if position is not None:
-            name = _name(token, position[token], as_ids)
+            name = _token_text(token, position[token], as_ids)
         columns.text_offset.append(offset)
         columns.tokens.append(name)
-        columns.token_logprobs.append(None if position is None else _value(position[token]))
+        columns.token_logprobs.append(None if position is None else _finite(position[token]))
         top_logprobs = None
         if position is not None:
-            top_logprobs = {_name(other, entry, as_ids): _value(entry) for other, entry in _best(position, top)}
-            top_logprobs.setdefault(name, _value(position[token]))
+            top_logprobs = {_token_text(other, entry, as_ids): _finite(entry) for other, entry in _top(position, top)}
+            top_logprobs.setdefault(name, _finite(position[token]))
         columns.top_logprobs.append(top_logprobs)  # type: ignore[union-attr]
         offset += len(name)
     return columns
@@ -57,24 +57,24 @@ def prompt_logprobs(positions: Sequence[Position | None]) -> list[dict[int, Prom
     return [
         None
         if position is None
-        else {t: PromptLogprob(_value(e), e.rank, e.decoded_token) for t, e in position.items()}
+        else {t: PromptLogprob(_finite(e), e.rank, e.decoded_token) for t, e in position.items()}
         for position in positions
     ]
 
 
-def _best(position: Position, count: int) -> list[tuple[int, Logprob]]:
+def _top(position: Position, count: int) -> list[tuple[int, Logprob]]:
     """The `count` likeliest tokens, likeliest first; all if negative."""
     ranked = sorted(position.items(), key=lambda item: item[1].rank or 0)
     return [item for item in ranked if count < 0 or (item[1].rank or 0) <= count]
 
 
-def _name(token: int, entry: Logprob, as_ids: bool) -> str:
+def _token_text(token: int, entry: Logprob, as_ids: bool) -> str:
     return f"token_id:{token}" if as_ids else entry.decoded_token or ""
 
 
-def _value(entry: Logprob) -> float:
+def _finite(entry: Logprob) -> float:
     return max(entry.logprob, FLOOR)
 
 
-def _bytes(text: str) -> list[int]:
+def _utf8(text: str) -> list[int]:
     return list(text.encode("utf-8", "replace"))

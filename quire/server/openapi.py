@@ -28,17 +28,19 @@ _PATH_SCHEMAS = {"session": {"type": "string", "pattern": SESSION_NAME}}
 
 def document(context: ServerContext, routes: Sequence[Route]) -> bytes:
     """The document as JSON."""
-    named = [kind for route in routes for kind in _kinds(route)]
-    kinds = [kind for whole in named for kind in _parts(whole) if _is_struct(kind)]
+    named = [kind for route in routes for kind in _types_of(route)]
+    kinds = [kind for whole in named for kind in _alternatives(whole) if _is_struct(kind)]
     nested = [kind for kinds_by_name in NESTED_OBJECTS.values() for kind in kinds_by_name.values()]
     kinds = list(dict.fromkeys([*kinds, *nested, ErrorBody]))
     schemas, components = msgspec.json.schema_components(kinds, ref_template=REFERENCES)
     by_kind: dict[Any, Any] = dict(zip(kinds, schemas, strict=True))
-    by_kind |= {kind: {"anyOf": [by_kind[part] for part in _parts(kind)]} for kind in named if _is_choice(kind)}
+    by_kind |= {
+        kind: {"anyOf": [by_kind[part] for part in _alternatives(kind)]} for kind in named if _is_untagged_union(kind)
+    }
     for kind in kinds:
         if isinstance(kind, type) and issubclass(kind, Body):
             _list_neutral_values(kind, components[by_kind[kind]["$ref"].rpartition("/")[2]])
-    components = _filled(components, _server_values(context, by_kind))
+    components = _fill_in(components, _server_values(context, by_kind))
     paths: dict[str, dict[str, Any]] = {}
     for route in routes:
         path = _PARAMETER.sub(r"{\1}", route.path)
@@ -62,7 +64,7 @@ def _list_neutral_values(kind: type[Body], schema: dict[str, Any]) -> None:
 
 
 def _server_values(context: ServerContext, schemas: dict[Any, Any]) -> dict[str, Any]:
-    """Values that only a running server knows, by the placeholders that field types use for them."""
+    """Values that depend on the running server, by the placeholders that field types use for them."""
     vocabulary, logprobs = context.llm.info.model.vocab_size, context.llm.config.max_logprobs
     nested = {name: [schemas[kind] for kind in kinds.values()] for name, kinds in NESTED_OBJECTS.items()}
     return nested | {
@@ -75,12 +77,12 @@ def _server_values(context: ServerContext, schemas: dict[Any, Any]) -> dict[str,
     }
 
 
-def _filled(schema: Any, values: dict[str, Any]) -> Any:
+def _fill_in(schema: Any, values: dict[str, Any]) -> Any:
     """A schema with its placeholders replaced."""
     if isinstance(schema, dict):
-        return {name: _filled(value, values) for name, value in schema.items()}
+        return {name: _fill_in(value, values) for name, value in schema.items()}
     if isinstance(schema, list):
-        return [_filled(value, values) for value in schema]
+        return [_fill_in(value, values) for value in schema]
     return values.get(schema, schema) if isinstance(schema, str) else schema
 
 
@@ -88,7 +90,7 @@ def _operation(route: Route, schemas: dict[Any, Any], context: ServerContext) ->
     operation: dict[str, Any] = {
         "operationId": re.sub(r"\W+", "_", f"{route.method.lower()}{route.path}").strip("_"),
         "summary": (inspect.getdoc(route.handler) or "").partition("\n")[0],
-        "responses": {"200": _answer(route, schemas)},
+        "responses": {"200": _success_response(route, schemas)},
     }
     if parameters := _parameters(route):
         operation["parameters"] = parameters
@@ -120,7 +122,7 @@ def _parameters(route: Route) -> list[dict[str, Any]]:
     return in_path + in_query
 
 
-def _answer(route: Route, schemas: dict[Any, Any]) -> dict[str, Any]:
+def _success_response(route: Route, schemas: dict[Any, Any]) -> dict[str, Any]:
     answer: dict[str, Any] = {"description": "OK"}
     content: dict[str, Any] = {}
     if route.answer is not None:
@@ -147,17 +149,17 @@ def _event_data(route: Route, schemas: dict[Any, Any]) -> dict[str, Any]:
     return {"type": "string", "anyOf": [{"const": route.last_data}, data]}
 
 
-def _kinds(route: Route) -> tuple[Any, ...]:
-    return route.body, *_each(route.answer), *_each(route.event), _error_kind(route)
+def _types_of(route: Route) -> tuple[Any, ...]:
+    return route.body, *_as_tuple(route.answer), *_as_tuple(route.event), _error_kind(route)
 
 
-def _each(kind: Any) -> tuple[Any, ...]:
+def _as_tuple(kind: Any) -> tuple[Any, ...]:
     return kind if isinstance(kind, tuple) else (kind,)
 
 
 def _schema(kind: Any, schemas: dict[Any, Any]) -> dict[str, Any]:
     """The schema of one type, or of one of several."""
-    found = [schemas.get(each, {"type": "object"}) for each in _each(kind)]
+    found = [schemas.get(each, {"type": "object"}) for each in _as_tuple(kind)]
     return found[0] if len(found) == 1 else {"anyOf": found}
 
 
@@ -170,10 +172,10 @@ def _is_struct(kind: Any) -> bool:
     return get_origin(kind) is Union or (isinstance(kind, type) and issubclass(kind, msgspec.Struct))
 
 
-def _is_choice(kind: Any) -> bool:
+def _is_untagged_union(kind: Any) -> bool:
     """Whether it is `A | B` of untagged structs, which msgspec cannot decode and so does not describe."""
     return isinstance(kind, UnionType)
 
 
-def _parts(kind: Any) -> tuple[Any, ...]:
-    return get_args(kind) if _is_choice(kind) else (kind,)
+def _alternatives(kind: Any) -> tuple[Any, ...]:
+    return get_args(kind) if _is_untagged_union(kind) else (kind,)

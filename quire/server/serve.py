@@ -79,7 +79,7 @@ async def run(
     context = ServerContext(llm, config)
     http = HttpServer(context, config)
     await context.start()
-    gc.freeze()  # what exists now stays: later collections look only at newer objects, and are short
+    gc.freeze()  # objects that exist now are never collected: later collections scan only newer ones, and are short
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, http.on_signal)

@@ -1,4 +1,4 @@
-"""How tools get into the prompt: by the chat template, or by a preamble of ours if the template ignores them."""
+"""Puts tools into the prompt: through the chat template, or as a preamble if the template ignores them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _TEST_TOOL = {
 
 
 class ToolPrompts:
-    """Finds out which chat templates write tools, and renders prompts. Safe to use from many threads."""
+    """Detects which chat templates render tools, and renders prompts. Thread-safe."""
 
     def __init__(self, renderer: ChatRenderer, parser: str | None = None) -> None:
         """`parser`: the configured tool call parser; None: chosen by the template."""

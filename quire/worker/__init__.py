@@ -1,1 +1,1 @@
-"""The executing half: tensors, and no policy."""
+"""The executing half: tensors, no scheduling decisions."""

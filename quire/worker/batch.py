@@ -55,23 +55,21 @@ class StepDraws(Protocol):
         ...
 
 
-class Drawn:
+class HostDraws:
     """The tokens a step drew, already in host memory."""
 
     def __init__(self, tokens: torch.Tensor, stopped: torch.Tensor, invalid: torch.Tensor) -> None:
         self._tensors = (tokens, stopped, invalid)
 
     def ready(self) -> bool:
-        """Whether the step is done."""
         return True
 
     def wait(self) -> list[np.ndarray]:
-        """Tokens, whether each was a stop id, and whether the row's logits were NaN or all infinite."""
         return [tensor.cpu().numpy() for tensor in self._tensors]
 
 
 class DeviceBatch:
-    """Columns on the device, indexed by row. What the host must know to choose a path is kept beside them."""
+    """Columns on the device, indexed by row. The host keeps what it needs to choose a path (`kinds`, `extras`)."""
 
     def __init__(
         self, max_rows: int, max_tokens_per_row: int, vocab_size: int, kv: KVCache, device: torch.device
@@ -82,9 +80,9 @@ class DeviceBatch:
         self.upload = Upload(device)
         self._next_step = 0
         self.is_broken = False
-        """A step failed on the way: the rows may have missed some of its plan."""
-        self.given: torch.Tensor | None = None
-        """Where hidden states of the pipeline stage before arrive, if there is one."""
+        """A step failed: its plan may have been applied in part."""
+        self.previous_hidden: torch.Tensor | None = None
+        """Buffer of the previous pipeline stage's hidden states; None on the first."""
         self._drawn: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
         self._picks = self._draw_rows = torch.empty(0)
 
@@ -110,7 +108,7 @@ class DeviceBatch:
         self.extras: dict[int, RowExtras] = {}
 
     def apply(self, plan: StepPlan, padded_rows: int = 0) -> None:
-        """Bring the rows up to the plan; `padded_rows`: rows the step will have where it is padded."""
+        """Apply the plan's changes to the rows; `padded_rows`: rows of the step if it is padded, else 0."""
         self._begin(plan)
         last = np.cumsum(plan.counts)[plan.samples] - 1
         drop, block_rows, block_indices, blocks, self._picks, self._draw_rows = self.upload(
@@ -132,10 +130,10 @@ class DeviceBatch:
         elif self.is_broken:
             raise RuntimeError(f"a step before plan {plan.step} failed: only a reset can follow")
         elif plan.step != self._next_step:
-            raise RuntimeError(f"plan {plan.step} came where plan {self._next_step} was due")
+            raise RuntimeError(f"got plan {plan.step}, expected plan {self._next_step}")
         self._next_step = plan.step + 1
         self._drawn = []
-        self.fork(plan.branches)  # a source may be dropped in this very plan
+        self.fork(plan.branches)  # before drops: a source may be dropped in this plan
         if plan.forced:
             rows, tokens = self.upload(*zip(*plan.forced, strict=True))
             self.last_token[rows] = tokens
@@ -178,12 +176,12 @@ class DeviceBatch:
         self.stop_ids[rows] = torch.tensor(padded).to(self._device, non_blocking=True)
 
     def _widen_stop_ids(self, width: int) -> None:
-        """Room for `width` of them a row; the column moves if that is more than there was."""
+        """Make room for `width` stop ids per row; a wider column is a new tensor."""
         if width > self.stop_ids.shape[1]:
             self.stop_ids = torch.nn.functional.pad(self.stop_ids, (0, width - self.stop_ids.shape[1]), value=-1)
 
     def _remember(self, new: NewRow) -> None:
-        """What the host must know of a row."""
+        """Keep what the host needs of a row."""
         self.kinds[new.row] = RowKind.of(new)
         self.extras[new.row] = RowExtras(new, self.upload)
 
@@ -201,7 +199,7 @@ class DeviceBatch:
             positions = torch.arange(total, device=self._device) + offsets
             owners = torch.repeat_interleave(rows, counts, output_size=total)
         blocks = self.block_table[owners, (positions // size).clamp(max=self.block_table.shape[1] - 1)]
-        # A row that finished on the device before the host knew writes into the null block.
+        # A row that finished on the device, which the host has not seen yet, writes to the null block.
         slots = torch.where(self.active[owners], blocks * size, 0) + positions % size
         tokens = torch.cat([self.last_token[rows[: plan.num_decodes]], fresh])
         self.kv.tokens.view(-1)[slots] = tokens.to(torch.int32)
@@ -219,10 +217,10 @@ class DeviceBatch:
             max_query_len=longest,
             max_context_len=plan.max_context,
         )
-        return StepInputs(tokens, positions, (attention,), self._given(total))
+        return StepInputs(tokens, positions, (attention,), self._previous_hidden(total))
 
-    def _given(self, tokens: int) -> torch.Tensor | None:
-        return None if self.given is None else self.given[:tokens]
+    def _previous_hidden(self, tokens: int) -> torch.Tensor | None:
+        return None if self.previous_hidden is None else self.previous_hidden[:tokens]
 
     def last_tokens(self, plan: StepPlan, inputs: StepInputs) -> LastTokens:
         """The tokens that are sampled from; any one token if none is."""
@@ -232,7 +230,7 @@ class DeviceBatch:
             tokens, rows = self.upload([int(plan.counts[0]) - 1], [int(plan.rows[0])])
         return LastTokens(tokens, self._one_token_each(rows, inputs.attention[0]))
 
-    def last_of(self, draws: int, inputs: StepInputs) -> LastTokens:
+    def captured_last_tokens(self, draws: int, inputs: StepInputs) -> LastTokens:
         """The tokens that the step's first `draws` draws are sampled from, in a captured step."""
         raise NotImplementedError("only a batch whose steps are captured has buffers for draws")
 
@@ -283,7 +281,7 @@ class DeviceBatch:
         flags = np.unpackbits(np.invert(bits).view(np.uint8), axis=1, count=logits.shape[-1], bitorder="little")
         nothing = logits.new_full((), float("-inf"))
         for i, banned in zip(indices.tolist(), torch.from_numpy(flags.view(np.bool_)), strict=True):
-            torch.where(banned, nothing, logits[i], out=logits[i])  # reads no flag to branch on: masked_fill_ does
+            torch.where(banned, nothing, logits[i], out=logits[i])  # masked_fill_ is slower: it branches on each flag
 
     def draw(self, logits: torch.Tensor, rows: torch.Tensor, start: int, filtered: bool) -> bool:
         """Draw and commit in one kernel; False if the device has none. `start`: as in `commit`."""
@@ -299,15 +297,15 @@ class DeviceBatch:
         self._drawn.append((tokens, stopped, invalid))
 
     def result(self, draws: int) -> StepDraws:
-        """What the step drew, to be waited for."""
+        """The step's draws; the caller waits for them."""
         if not self._drawn:
             return self.nothing_drawn()
-        return Drawn(*(torch.cat(parts) for parts in zip(*self._drawn, strict=True)))
+        return HostDraws(*(torch.cat(parts) for parts in zip(*self._drawn, strict=True)))
 
     def nothing_drawn(self) -> StepDraws:
         """The result of a step without draws."""
         nothing = torch.zeros(0, dtype=torch.int64)
-        return Drawn(nothing, nothing.bool(), nothing.bool())
+        return HostDraws(nothing, nothing.bool(), nothing.bool())
 
     def row_tokens(self, rows: torch.Tensor, longest: int) -> torch.Tensor:
         """[len(rows), longest] token ids of the rows, read from their pages; garbage past a row's own length."""

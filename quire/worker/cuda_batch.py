@@ -1,5 +1,5 @@
-"""The batch on a GPU: a plan is one packed buffer in pinned memory, taken apart by one kernel; results come back the
-same way. Nothing is copied and nothing waits."""
+"""The batch on a GPU: a plan is one packed buffer in pinned memory, unpacked by one kernel; results come back the same
+way. No copies, no synchronization."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from quire.kernels.triton.batch import NEW_ROW_HEAD, NEW_ROW_INTS, apply_plan, expand_rows
 from quire.kernels.triton.elementwise import mask_logits
-from quire.kernels.triton.sampling import Columns, commit, draw_and_commit, workspace
+from quire.kernels.triton.sampling import BatchColumns, commit, draw_and_commit, workspace
 from quire.layers.attention.base import AttentionInputs, GroupInputs, LastTokens
 from quire.messages.plan import NewRow, PrefixGroup, StepPlan
 from quire.worker.batch import DeviceBatch, StepInputs
@@ -44,11 +44,9 @@ class PinnedResult:
             self._event.record()
 
     def ready(self) -> bool:
-        """Whether the step is done."""
         return self._event is None or self._event.query()
 
     def wait(self) -> list[np.ndarray]:
-        """Tokens, whether each was a stop id, and whether the row's logits were NaN or all infinite."""
         if self._event is not None:
             self._event.synchronize()
         tokens, flags = self._values
@@ -62,7 +60,7 @@ class CudaBatch(DeviceBatch):
         self, max_rows: int, max_tokens_per_row: int, vocab_size: int, kv: KVCache, device: torch.device,
         max_step_tokens: int, in_flight: int = IN_FLIGHT,
     ) -> None:  # fmt: skip
-        """`in_flight`: more plans than are ever in flight."""
+        """`in_flight`: number of plan and result buffers; more than plans are ever in flight."""
         super().__init__(max_rows, max_tokens_per_row, vocab_size, kv, device)
         self.pad_row = max_rows
         self._on_gpu = device.type == "cuda"
@@ -90,10 +88,10 @@ class CudaBatch(DeviceBatch):
         """Host memory the device reads and writes; plain memory where kernels run in the interpreter."""
         return torch.zeros(size, dtype=torch.int32, pin_memory=self._on_gpu)
 
-    # A plan comes
+    # Applying a plan
 
     def apply(self, plan: StepPlan, padded_rows: int = 0) -> None:
-        """Bring the rows up to the plan and lay its numbers out; the step's rows are padded to `padded_rows`."""
+        """Apply the plan's changes to the rows and fill the step's buffers, padded to `padded_rows` rows."""
         if plan.reset and self._on_gpu:
             torch.cuda.synchronize(self._device)  # a failed step may still be reading what the next one writes
         self._begin(plan)
@@ -143,7 +141,7 @@ class CudaBatch(DeviceBatch):
             self._remember(new)
         return [ints.reshape(-1), stops.reshape(-1)]
 
-    # A step is laid out
+    # Laying out a step
 
     def inputs(self, plan: StepPlan) -> StepInputs:
         """The step as the model sees it."""
@@ -173,9 +171,9 @@ class CudaBatch(DeviceBatch):
             rows=self.buffers.rows[:rows],
             groups=self.groups.inputs if grouped else None,
         )
-        return StepInputs(longs[0], longs[1], (attention,), self._given(tokens))
+        return StepInputs(longs[0], longs[1], (attention,), self._previous_hidden(tokens))
 
-    def last_of(self, draws: int, inputs: StepInputs) -> LastTokens:
+    def captured_last_tokens(self, draws: int, inputs: StepInputs) -> LastTokens:
         rows = self.buffers.draw_rows[:draws]
         return LastTokens(self.buffers.picks[:draws], self._one_token_each(rows, inputs.attention[0]))
 
@@ -196,12 +194,12 @@ class CudaBatch(DeviceBatch):
             inputs.positions, attention.slots, attention.context_lens,
         )  # fmt: skip
 
-    # Tokens are drawn
+    # Drawing tokens
 
     @property
-    def columns(self) -> Columns:
+    def columns(self) -> BatchColumns:
         """What the sampling kernels read and write."""
-        return Columns(
+        return BatchColumns(
             last_token=self.last_token, num_tokens=self.num_tokens, prompt_len=self.prompt_len, limit=self.limit,
             active=self.active, seed=self.seed, sequence=self.sequence, scalars=self.scalars, stop_ids=self.stop_ids,
         )  # fmt: skip
@@ -228,7 +226,7 @@ class CudaBatch(DeviceBatch):
         commit(tokens, invalid, rows, self.columns, self.results[:, :, start:], self.buffers.slot)
 
     def result(self, draws: int) -> PinnedResult:
-        """The step's result, to be waited for."""
+        """The step's draws; the caller waits for them."""
         return PinnedResult(self._result_values[self._slot, :, :draws], self._on_gpu)
 
 

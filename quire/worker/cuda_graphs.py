@@ -1,11 +1,11 @@
 """Steps as CUDA graphs: one launch for what would be hundreds.
 
-A pure decode step is the same kernels whatever its rows are: row numbers are in fixed buffers. Each *capture size* (a
+A pure decode step runs the same kernels for any rows: row numbers are in fixed buffers. Each *capture size* (a
 batch size that has a graph) has one graph for the whole step (inputs, forward pass, plain sampling, rows updated) and,
 captured when first needed, one for the forward pass alone, for steps whose sampling needs more. A step runs at the
 next capture size up; missing rows are the batch's padding row, which is never active. Steps with prefix groups run
-other attention kernels and have graphs of their own, captured when first needed. So have steps that compute prompts
-beside decodes, padded to one of a few shapes (`mixed_steps.py`).
+other attention kernels and have graphs of their own, captured when first needed. So do mixed steps, which compute
+prompts and decodes, padded to one of a few shapes (`mixed_steps.py`).
 
 All graphs share one memory pool: no two of them run at once, and each one's results are read before the next is
 launched on the same stream.
@@ -31,7 +31,7 @@ from quire.worker.paths import DecodeShape, PathOutput, StepPath, forward, requi
 
 WARM_DECODES = 16
 WARM_TOKENS = (64, 512)
-"""Steps with prompts that are captured at the start: between them they load every kernel."""
+"""Prompt tokens of the mixed steps that are captured at start: together they load every kernel."""
 _spare_streams: dict[int, list[torch.cuda.Stream]] = {}
 """By device, streams that earlier engines captured on: cuBLAS keeps 32 MiB for every stream it was ever used on."""
 
@@ -70,7 +70,7 @@ class GraphPool:
     def __init__(self, batch: CudaBatch) -> None:
         self._stream = _take_stream(self)
         self._pool = torch.cuda.graph_pool_handle()
-        # A pool is freed with its last graph: this one is never dropped and keeps it, whichever others are.
+        # A pool is freed with its last graph: this one is never dropped and keeps the pool alive.
         self._anchor = self.capture(lambda: batch.buffers.slot.clone())
 
     def capture(self, run: Callable[[], torch.Tensor | None], warm_up: bool = False) -> CapturedGraph:
@@ -107,11 +107,11 @@ class _CapturedPath(ABC):
 
     @abstractmethod
     def _step(self, shape: Any) -> None:
-        """What a whole step's graph has in it."""
+        """Launch a whole step, to be captured."""
 
     @abstractmethod
     def _forward(self, shape: Any) -> torch.Tensor:
-        """What a forward pass's graph has in it."""
+        """Launch a forward pass, to be captured; returns its hidden states."""
 
     def _is_plain(self, plan: StepPlan) -> bool:
         """Whether the graph of the whole step samples what the plan's rows need."""
@@ -154,7 +154,7 @@ class CapturedDecodePath(_CapturedPath):
         self, model: CausalLM, batch: CudaBatch, pool: GraphPool, is_last_stage: bool, sizes: Sequence[int],
         width: int = 1,
     ) -> None:  # fmt: skip
-        """`sizes`: the capture sizes, ascending. `width`: query tokens a row."""
+        """`sizes`: the capture sizes, ascending. `width`: query tokens per row."""
         require_single_query(width)
         super().__init__(model, batch, pool, is_last_stage)
         self._sizes = sizes
@@ -203,7 +203,7 @@ class CapturedDecodePath(_CapturedPath):
 
 
 class CapturedMixedPath(_CapturedPath):
-    """Steps with a few short prompts beside decodes, padded to a `MixedShape`."""
+    """Steps with a few short prompts and any decodes, padded to a `MixedShape`."""
 
     PLAIN_KINDS = RowKind.RANDOM
 
@@ -247,7 +247,7 @@ class CapturedMixedPath(_CapturedPath):
         return True
 
     def _only_samples(self, plan: StepPlan) -> bool:
-        """Whether rows with prompt tokens want only sampled tokens of this step. New rows are not in `kinds` yet."""
+        """Whether rows with prompt tokens yield only sampled tokens in this step. New rows are not in `kinds` yet."""
         added = {new.row: RowKind.of(new) for new in plan.add}
         kinds = [added.get(row, self._batch.kinds[row]) for row in plan.rows[plan.num_decodes :].tolist()]
         return not any(kind & (RowKind.PROMPT_LOGPROBS | RowKind.POOLED) for kind in kinds)
@@ -257,7 +257,7 @@ class CapturedMixedPath(_CapturedPath):
         self._batch.draw(logits, self._batch.buffers.draw_rows[: shape.draws], 0, filtered=False)
 
     def _forward(self, shape: MixedShape) -> torch.Tensor:
-        """One hidden state a draw; of all tokens if another pipeline stage follows."""
+        """One hidden state per draw; of all tokens if another pipeline stage follows."""
         batch, tokens = self._batch, shape.num_tokens
         context = LONG_CONTEXT + 1 if shape.is_long else 1
         inputs = batch.empty_inputs(shape.rows, tokens, shape.decodes, shape.tokens, context, shape.grouped)
@@ -266,7 +266,7 @@ class CapturedMixedPath(_CapturedPath):
             return forward(self._model, batch, inputs)
         if not self._model.supports_last_tokens:
             return forward(self._model, batch, inputs)[batch.buffers.picks[: shape.draws]]
-        inputs.attention[0].last = batch.last_of(shape.draws, inputs)
+        inputs.attention[0].last = batch.captured_last_tokens(shape.draws, inputs)
         return forward(self._model, batch, inputs)
 
 
@@ -279,7 +279,7 @@ def captured_paths(
     mixed = CapturedMixedPath(model, batch, pool, is_last_stage)
     decode.capture_all(reads_groups)
     mixed.capture_some()
-    torch.cuda.empty_cache()  # what the runs before the captures took
+    torch.cuda.empty_cache()  # memory of the warm-up runs
     return [decode, mixed]
 
 

@@ -1,4 +1,4 @@
-"""Sampling parameters of rows: scalars as packed columns, and what most rows lack: lists, masks, reports."""
+"""Sampling parameters of rows: scalars as packed columns, and lists, which few rows have."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class RowKind(enum.IntFlag):
     LOGPROBS = 16
     """Reports log-probabilities of its tokens."""
     PROMPT_LOGPROBS = 32
-    GUIDED = 64
+    STRUCTURED = 64
     """Samples under a grammar's mask, which the host supplies while the step runs."""
     LAST = 256
     MEAN = 512
@@ -52,7 +52,7 @@ class RowKind(enum.IntFlag):
         if p.prompt_logprobs is not None:
             kind |= RowKind.PROMPT_LOGPROBS
         if p.structured_outputs is not None:
-            kind |= RowKind.GUIDED
+            kind |= RowKind.STRUCTURED
         if new.pooling is not None:
             kind |= RowKind.MEAN if new.pooling == "mean" else RowKind.LAST
         return kind

@@ -76,25 +76,25 @@ Lists = list[tuple[int, np.ndarray]]
 """Token ids of some rows of logits, by row number."""
 
 
-def _places(lists: Lists) -> tuple[np.ndarray, np.ndarray]:
-    """The numbers of rows, and the tokens, of all pairs."""
+def _pairs(lists: Lists) -> tuple[np.ndarray, np.ndarray]:
+    """(row, token) pairs of all lists, as two arrays."""
     counts = [len(ids) for _, ids in lists]
     return np.repeat([i for i, _ in lists], counts), np.concatenate([ids for _, ids in lists])
 
 
 def _keep_allowed(batch: DeviceBatch, logits: torch.Tensor, listed: list[tuple[int, RowExtras]]) -> None:
     if listed:
-        ruled, where, ids = _long_places(batch, [(i, extras.allowed) for i, extras in listed])
+        ruled, where, ids = _pairs_on_device(batch, [(i, extras.allowed) for i, extras in listed])
         allowed = logits[where, ids]
         logits[ruled] = NEGATIVE_INFINITY
         logits[where, ids] = allowed
 
 
-def _long_places(
+def _pairs_on_device(
     batch: DeviceBatch, lists: list[tuple[int, torch.Tensor]]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Row indices; and, for each (row, token) pair, the row and the token. The lists are on the device: they may have
-    many thousand tokens."""
+    """(row indices, rows of all (row, token) pairs, their tokens). The lists are on the device: they may have thousands
+    of tokens."""
     rows, counts = batch.upload([i for i, _ in lists], [len(ids) for _, ids in lists])
     ids = torch.cat([ids for _, ids in lists])
     return rows, rows.repeat_interleave(counts, output_size=len(ids)), ids
@@ -103,12 +103,12 @@ def _long_places(
 def _hold_stops_back(
     batch: DeviceBatch, logits: torch.Tensor, rows: torch.Tensor, listed: list[tuple[int, RowExtras]]
 ) -> None:
-    """Stop ids are not sampled before `min_tokens`."""
+    """Ban stop ids before `min_tokens`."""
     if listed:
         least = [extras.params.min_tokens for _, extras in listed]
         counts = [len(extras.stop_ids) for _, extras in listed]
         where, ids, limits = batch.upload(
-            *_places([(i, extras.stop_ids) for i, extras in listed]), np.repeat(least, counts)
+            *_pairs([(i, extras.stop_ids) for i, extras in listed]), np.repeat(least, counts)
         )
         too_early = (batch.num_tokens[rows] - batch.prompt_len[rows])[where] < limits
         logits[where, ids] = torch.where(too_early, NEGATIVE_INFINITY, logits[where, ids])
@@ -116,21 +116,21 @@ def _hold_stops_back(
 
 def _add_biases(batch: DeviceBatch, logits: torch.Tensor, listed: list[tuple[int, RowExtras]]) -> None:
     if listed:
-        _, where, ids = _long_places(batch, [(i, extras.bias_ids) for i, extras in listed])
+        _, where, ids = _pairs_on_device(batch, [(i, extras.bias_ids) for i, extras in listed])
         logits[where, ids] += torch.cat([extras.bias for _, extras in listed]).to(logits.dtype)
 
 
 def _ban_bad_words(
     batch: DeviceBatch, logits: torch.Tensor, rows: torch.Tensor, listed: list[tuple[int, RowExtras]]
 ) -> None:
-    """The last token of a bad word is banned where the output ends in the rest of it."""
+    """Ban the last token of a bad word if the output ends in the tokens before it."""
     if not listed:
         return
     counts = np.concatenate([extras.bad_begun_counts for _, extras in listed])
     words = np.repeat(np.arange(len(counts)), counts)
     distances = np.repeat(np.cumsum(counts), counts) - np.arange(len(words))
     where, last, least, word, back, begun = batch.upload(
-        *_places([(i, extras.bad_lasts) for i, extras in listed]),
+        *_pairs([(i, extras.bad_lasts) for i, extras in listed]),
         counts,
         words,
         distances,

@@ -14,9 +14,9 @@ from quire.worker.extras import RowKind
 LOGIT_ROWS = 512
 """Logits exist for at most this many rows at a time: a row of a large vocabulary is half a megabyte."""
 LOGPROB_ROWS = 256
-"""Logprobs, which take more memory a row, for at most this many."""
+"""Logprobs, which take more memory per row, for at most this many."""
 COPIED_AT_ONCE = 1024
-"""Up to this many logprobs a row stay on the device until all can be copied at once; whole vocabularies would fill
+"""Up to this many logprobs per row stay on the device until all can be copied at once; whole vocabularies would fill
 it."""
 _NOT_REQUESTED = -2
 
@@ -37,7 +37,7 @@ class PendingLogprobs:
         self._packed = [part.to("cpu", non_blocking=True) for part in packed]
 
     def take(self) -> list[TokenLogprobs]:
-        """One entry a row. The step must be done."""
+        """One entry per row. The step must be done."""
         return [entry for part in self._packed for entry in _unpack(part.numpy())]
 
 

@@ -1,7 +1,7 @@
 """Sizes the KV cache: what weights, activations and a reserve leave of a device's memory.
 
 On a GPU the largest possible step is run and its memory measured; of `gpu_memory_utilization` of the card, the cache
-gets what weights, that step and a reserve leave. `MemoryPlan` is the table of where each byte went.
+gets what weights, that step and a reserve leave. `MemoryPlan` is the table of all parts.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ KEPT_FREE = 0.02
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Where the memory of a device goes. The parts sum to the total."""
+    """How a device's memory is divided, in bytes. The parts sum to the total."""
 
     total: int
     before: int
@@ -106,7 +106,7 @@ class MemoryNeeds:
     """Parameters used for one token: fewer than all in a mixture of experts."""
 
     @classmethod
-    def of(
+    def estimate(
         cls,
         model: CausalLM,
         config: EngineConfig,
@@ -115,7 +115,7 @@ class MemoryNeeds:
         max_rows: int,
         max_tokens: int | None = None,
     ) -> MemoryNeeds:
-        """Counted on the model itself, which may be on the meta device; activations are estimated."""
+        """Weights are counted on the model, which may be on the meta device; activations are estimated."""
         weights = list(model.parameters())  # type: ignore[attr-defined]
         dtype = weights[0].dtype
         tokens = max_tokens or max(config.max_num_batched_tokens or 0, 8192)
@@ -181,7 +181,7 @@ class MemoryNeeds:
         return config.kv_cache_memory_bytes
 
     def _allowed(self, config: EngineConfig, platform: Platform, before: int) -> int:
-        """Bytes this engine may use of a GPU in all."""
+        """Total bytes of a GPU that this engine may use."""
         total = platform.total_memory()
         return int(min(config.gpu_memory_utilization * total, before - KEPT_FREE * total))
 
@@ -223,12 +223,12 @@ def logit_bytes(shape: ModelConfig, max_rows: int) -> int:
 
 
 def no_room(error: torch.OutOfMemoryError, needs: MemoryNeeds, platform: Platform, what: str) -> ModelTooLargeError:
-    """Out of memory at start though the plan had room: other programs took some, or the reserve is too small."""
+    """The error for running out of memory at start: other programs took some, or the reserve is too small."""
     return ModelTooLargeError(
         f"out of memory on {platform.describe()} {what}: weights take {gib(needs.weight_bytes)}, "
         f"{gib(platform.free_memory())} are free now. Lower gpu_memory_utilization (or kv_cache_memory_bytes, "
         f"num_gpu_blocks_override), max_num_batched_tokens ({needs.step_tokens}) or max_num_seqs ({needs.step_rows}); "
-        f"torch says: {str(error).splitlines()[0]}"
+        f"torch reports: {str(error).splitlines()[0]}"
     )
 
 

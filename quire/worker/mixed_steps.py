@@ -1,4 +1,4 @@
-"""Steps that compute prompts beside decodes, padded to one of a few shapes, so that they can be CUDA graphs too.
+"""Mixed steps (prompts and decodes), padded to one of a few shapes, so that they can be CUDA graphs too.
 
 Launched kernel by kernel, such a step keeps Python busy for longer than the device: hundreds of launches, however
 small the chunk. So a plan is *padded*: its decodes to one of a few numbers of rows, its prompt tokens to one of a few
@@ -18,14 +18,14 @@ from quire.messages.plan import StepPlan
 
 DECODES = (0, 16, 32, 64, 128, 256)
 TOKENS = (32, 64, 96, 128, 192, 256, 384, 512)
-"""All multiples of 16, so that no kernel is compiled for one of them alone."""
+"""Prompt tokens that steps are padded to. Multiples of 16, so that no kernel is compiled for one of them alone."""
 PROMPTS = 8
-"""Rows with prompt tokens; steps with more are launched kernel by kernel."""
+"""Most rows with prompt tokens; steps with more are launched kernel by kernel."""
 
 
 @dataclass(frozen=True)
 class MixedShape:
-    """What a graph is captured for."""
+    """The shape of a captured step; the key of its graph."""
 
     decodes: int
     tokens: int
@@ -52,7 +52,7 @@ class MixedShape:
 
 def shape_of(plan: StepPlan, long_context: int, grouped: bool, max_rows: int, max_tokens: int) -> MixedShape | None:
     """The shape a step with prompts is padded to; None if the plan is too large for any shape, or the shape for a
-    batch of `max_rows` rows and `max_tokens` prompt tokens a step."""
+    batch of `max_rows` rows and `max_tokens` prompt tokens per step."""
     prompts, tokens = len(plan.rows) - plan.num_decodes, len(plan.tokens)
     if not 0 < prompts <= PROMPTS or plan.num_decodes > DECODES[-1] or tokens > TOKENS[-1] or plan.forks:
         return None

@@ -42,7 +42,7 @@ class HostTierInfo:
     slot_bytes: int
     """Bytes of a block, over all ranks."""
     out_rate: float
-    """Bytes a second, device to host…"""
+    """Bytes per second, device to host…"""
     back_rate: float
     """…and host to device."""
     slot: Callable[[int], memoryview] | None = None
@@ -116,7 +116,7 @@ def _pin(memory: torch.Tensor) -> None:
 
 
 class Mover:
-    """Copies blocks as plans say, on its own streams: one out, one back, so that both directions run at once."""
+    """Copies the blocks of plans' moves on two streams, out and back, so that both directions run at once."""
 
     def __init__(self, kv: KVCache, memory: HostMemory) -> None:
         self._kv = kv
@@ -152,7 +152,7 @@ class Mover:
             times.append(time.perf_counter() - begin)
         self._done.append(MovesDone(step, *times))
 
-    def hold_device(self) -> None:
+    def make_steps_wait(self) -> None:
         """Steps launched after this wait until all copies back to the device are done."""
         if self._on_gpu:
             torch.cuda.current_stream().wait_stream(self._back)
@@ -193,7 +193,7 @@ class Mover:
         self._kv.data[block : block + count].copy_(self._host[slot : slot + count], non_blocking=True)
 
     @property
-    def has_news(self) -> bool:
+    def can_report(self) -> bool:
         """Whether there are finished copies to report, or none in progress."""
         return bool(self._done) or not self._pending or _is_over(self._pending[0])
 
@@ -215,7 +215,7 @@ class Mover:
         return HostTierInfo(self.memory.num_slots, self.memory.slot_bytes, *self.measure(), self.memory.slot)
 
     def measure(self) -> tuple[float, float]:
-        """Bytes a second out and back, measured by copying blocks that are still empty."""
+        """Bytes per second out and back, measured by copying blocks that are still empty."""
         size = self.memory.slot_bytes
         count = max(1, min(TRIAL_BYTES // size, self._kv.num_blocks - 1, self.memory.num_slots))
         pairs = [(i, i) for i in range(count)]

@@ -25,11 +25,11 @@ TAPE_ROWS = 32
 
 
 class DecodeShape(NamedTuple):
-    """What a captured decode is keyed by."""
+    """The key of a captured decode."""
 
     rows: int
     width: int
-    """Query tokens a row."""
+    """Query tokens per row."""
     grouped: bool
     """Whether attention reads the blocks of prefix groups once for all their rows."""
 
@@ -41,7 +41,7 @@ class PathOutput:
     hidden: torch.Tensor | None
     """Hidden states, valid until the next step; None: the step has sampled its tokens already."""
     last_only: bool = False
-    """`hidden` has one row a draw, not one a token."""
+    """`hidden` has one row per draw, not one per token."""
     inputs: StepInputs | None = None
     """An eager step's inputs, for prompt logprobs and pooling; captured steps have neither."""
 
@@ -79,12 +79,12 @@ class EagerPath:
     def run(self, plan: StepPlan, shape: int) -> PathOutput:
         inputs = self._batch.inputs(plan)
         self._batch.fork(plan.forks)
-        last_only = self._wants_last_only(plan)
+        last_only = self._is_last_only(plan)
         if last_only:
             inputs.attention[0].last = self._batch.last_tokens(plan, inputs)
         return PathOutput(forward(self._model, self._batch, inputs), last_only, inputs)
 
-    def _wants_last_only(self, plan: StepPlan) -> bool:
+    def _is_last_only(self, plan: StepPlan) -> bool:
         """Whether the model should return only the hidden states that tokens are sampled from, each once."""
         return (
             self._is_last_stage
@@ -124,7 +124,7 @@ class TapeDecodePath:
     """
 
     def __init__(self, model: CausalLM, batch: DeviceBatch, ops: Ops, width: int = 1) -> None:
-        """`width`: query tokens a row."""
+        """`width`: query tokens per row."""
         require_single_query(width)
         self._model = model
         self._batch = batch
@@ -182,6 +182,6 @@ def forward(model: CausalLM, batch: DeviceBatch, step: StepInputs) -> torch.Tens
 
 
 def require_single_query(width: int) -> None:
-    """Refuse captured decodes of several query tokens a row."""
+    """Refuse captured decodes of several query tokens per row."""
     if width != 1:
-        raise NotImplementedError(f"captured decodes have 1 query token a row, got width {width}")
+        raise NotImplementedError(f"captured decodes have 1 query token per row, got width {width}")

@@ -18,7 +18,7 @@ class PendingVectors:
     """The vectors of a step's pooled rows, being copied to the host."""
 
     def __init__(self, draws: list[int], vectors: list[torch.Tensor]) -> None:
-        """`vectors`: matrices whose rows, together, are one vector a draw."""
+        """`vectors`: matrices whose rows, together, are one vector per draw."""
         self._draws = draws
         self._host = _to_host(torch.cat(vectors)) if vectors else torch.empty(0)
 
@@ -30,7 +30,7 @@ class PendingVectors:
 def pool(plan: StepPlan, batch: DeviceBatch, hidden: torch.Tensor, last_only: bool) -> PendingVectors:
     """The vectors of rows whose prompt ends in this step; sums of the other rows are continued.
 
-    `last_only`: `hidden` has one row a draw, not one a token.
+    `last_only`: `hidden` has one row per draw, not one per token.
     """
     kinds = batch.kinds[plan.rows]
     if not (kinds & RowKind.POOLED).any():

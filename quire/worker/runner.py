@@ -33,7 +33,7 @@ class PendingStep:
         self.draws: StepDraws | None = None
         """None while the step waits for masks to sample under…"""
         self.hidden: torch.Tensor | None = None
-        """…and the hidden states it then samples from; `last_only`: one row a draw, not one a token."""
+        """…and the hidden states it then samples from; `last_only`: one row per draw, not one per token."""
         self.last_only = False
         self.logprobs: list[tuple[list[int], PendingLogprobs]] = []
         """(draws, their logprobs) of the draws that request them."""
@@ -46,7 +46,7 @@ class PendingStep:
     def ready(self) -> bool:
         """Whether the device is done with it."""
         if not len(self.plan.rows):
-            return self.mover is None or self.mover.has_news
+            return self.mover is None or self.mover.can_report
         return self.draws is None or self.draws.ready()
 
     def result(self) -> StepResult:
@@ -110,7 +110,7 @@ class Runner:
 
     @torch.inference_mode()
     def supply(self, step: PendingStep, masks: StepMasks) -> None:
-        """Let a step sample that waited for masks."""
+        """Give a step the masks it waits for, so that it samples."""
         if step is not self._unsupplied or step.hidden is None:
             raise RuntimeError(f"step {step.plan.step} waits for no masks")
         self._unsupplied = None
@@ -145,7 +145,7 @@ class Runner:
         if output.inputs is not None:
             step.prompt_logprobs = prompt_logprobs(plan, self._batch, output.inputs, output.hidden, self._model.logits)
             step.vectors = pool(plan, self._batch, output.hidden, output.last_only)
-        if (self._batch.kinds[plan.sample_rows] & RowKind.GUIDED).any():
+        if (self._batch.kinds[plan.sample_rows] & RowKind.STRUCTURED).any():
             step.hidden, self._unsupplied = output.hidden, step
         else:
             self._finish(step, output.hidden)
@@ -161,7 +161,7 @@ class Runner:
     def _start(self, plan: StepPlan, padded: StepPlan, rows: int = 0) -> PendingStep:
         """Apply the plan to the batch, as `padded` and at `rows` rows, and start its block copies."""
         if self._unsupplied is not None and not plan.reset:
-            raise RuntimeError(f"plan {plan.step} came while step {self._unsupplied.plan.step} waits for masks")
+            raise RuntimeError(f"got plan {plan.step} while step {self._unsupplied.plan.step} waits for masks")
         self._unsupplied = None
         step = PendingStep(plan)
         step.mover = self.mover
@@ -177,7 +177,7 @@ class Runner:
         if not early:
             self._start_moves(plan)
         if awaited and self.mover is not None:
-            self.mover.hold_device()
+            self.mover.make_steps_wait()
         return step
 
     def _start_moves(self, plan: StepPlan) -> None:
@@ -192,7 +192,7 @@ class Runner:
     def _sample(
         self, plan: StepPlan, hidden: torch.Tensor, last_only: bool, masks: StepMasks | None
     ) -> list[tuple[list[int], PendingLogprobs]]:
-        """Logits only where a token is drawn, in slices. `last_only`: `hidden` has one row a draw."""
+        """Logits only where a token is drawn, in slices. `last_only`: `hidden` has one row per draw."""
         logprobs: list[tuple[list[int], PendingLogprobs]] = []
         picks, rows = self._batch.picks(plan), self._batch.draw_rows(plan)
         for start in range(0, len(plan.samples), LOGIT_ROWS):
@@ -230,7 +230,7 @@ class Runner:
                 self._batch.mask(logits, masks.draws[inside] - start, masks.bits[inside])
 
     def _logits(self, samples: np.ndarray, hidden: torch.Tensor, picks: torch.Tensor) -> torch.Tensor:
-        """A row of logits a draw. A source that forks draws several times from the same ones."""
+        """A row of logits per draw. A source that forks draws several times from the same ones."""
         distinct, first, repeat = np.unique(samples, return_index=True, return_inverse=True)
         if len(distinct) == len(repeat):
             return self._model.logits(hidden[picks])

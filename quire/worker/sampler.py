@@ -1,6 +1,6 @@
 """From logits to tokens.
 
-Everything is masked by thresholds and drawn in vocabulary order from one uniform number a row, so that a row's token
+Everything is masked by thresholds and drawn in vocabulary order from one uniform number per row, so that a row's token
 depends on its own logits and its own random stream alone: not on the batch, and not on how a sort breaks ties.
 """
 
@@ -25,7 +25,7 @@ PENALTY_ROWS = 128
 """Rows whose tokens are counted at a time: counting takes six copies of their logits."""
 
 
-class Draws:
+class SampledTokens:
     """The tokens sampled for a slice of rows."""
 
     def __init__(self, tokens: torch.Tensor, invalid: torch.Tensor) -> None:
@@ -53,16 +53,16 @@ class Sampler:
                 (where,) = self._batch.upload(penalised[where])
             logits[where] = apply_penalties(self._batch, logits[where], rows[where], longest)
 
-    def draw(self, logits: torch.Tensor, rows: torch.Tensor, host_rows: np.ndarray) -> Draws:
-        """One token a row from logits [n, vocab]."""
+    def draw(self, logits: torch.Tensor, rows: torch.Tensor, host_rows: np.ndarray) -> SampledTokens:
+        """One token per row from logits [n, vocab]."""
         kinds = self._batch.kinds[host_rows]
         greedy = _argmax(logits)
         invalid = ~torch.isfinite(logits.amax(-1))  # amax propagates NaN
         if not (kinds & RowKind.RANDOM).any():
-            return Draws(greedy, invalid)
+            return SampledTokens(greedy, invalid)
         (random,) = self._batch.upload(np.flatnonzero(kinds & RowKind.RANDOM))
         greedy[random] = self._draw_random(logits[random], rows[random], bool((kinds & RowKind.FILTERED).any()))
-        return Draws(greedy, invalid)
+        return SampledTokens(greedy, invalid)
 
     def _draw_random(self, logits: torch.Tensor, rows: torch.Tensor, filtered: bool) -> torch.Tensor:
         batch = self._batch

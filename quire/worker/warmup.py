@@ -38,7 +38,7 @@ class WarmUp:
         self._compilers = Compilers(tasks, identity)
 
     def wait(self) -> None:
-        """Until all are compiled and loaded. A failure is only logged: launching the kernel raises it."""
+        """Wait until all are compiled and loaded. A failure is only logged: launching the kernel raises it."""
         self._compilers.wait()
         let_threads_launch()
         workers = min(16, os.cpu_count() or 1)

@@ -58,7 +58,7 @@ def empty_cache_plan(lengths: list[int]) -> StepPlan:
 
 
 class Worker:
-    """Loads the model, then runs plans. Knows no policy."""
+    """Loads the model, then runs plans. Makes no scheduling decisions."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class Worker:
         self._runner: Runner | None = None
         self.mover: Mover | None = None
         """Copies blocks to host memory and back, if there is a host tier; set when the cache is made."""
-        self.needs = MemoryNeeds.of(self.model, config, model, max_model_len, max_rows, max_tokens)
+        self.needs = MemoryNeeds.estimate(self.model, config, model, max_model_len, max_rows, max_tokens)
         self._pipeline: Pipeline | None = None
         if ranks.pp_size > 1:
             most = max_tokens + max_rows  # a step that is padded may have more than it was planned with
@@ -194,14 +194,14 @@ class Worker:
             is_last = self._ranks.is_last_stage
             paths = [*captured_paths(self.model, batch, self._max_rows, is_last, self.reads_groups), *paths]
         runner = Runner(self.model, batch, paths, processors, self._pipeline)
-        if capture:  # torch keeps the memory of a large step for the next one, and does not ask the driver again
+        if capture:  # torch keeps a large step's memory for the next one: no new allocation
             runner.launch(self._largest_plan()).result()
         return runner
 
     def _connect(self, batch: DeviceBatch) -> None:
         """Give the batch the buffer of the previous stage's hidden states: graphs have its address in them."""
         if self._pipeline is not None:
-            batch.given = self._pipeline.received
+            batch.previous_hidden = self._pipeline.received
 
     def _can_capture(self) -> bool:
         """Whether steps can be CUDA graphs. With experts on other replicas they cannot: how much is sent depends on
@@ -211,11 +211,11 @@ class Worker:
     def launch(self, plan: StepPlan) -> PendingStep:
         """Start a step."""
         if self._runner is None:
-            raise RuntimeError("a plan came before the cache was made")
+            raise RuntimeError("got a plan before the cache was made")
         return self._runner.launch(plan)
 
     def supply(self, step: PendingStep, masks: StepMasks) -> None:
-        """Let a step sample that waits for masks."""
+        """Give a step the masks it waits for, so that it samples."""
         if self._runner is not None:
             self._runner.supply(step, masks)
 
@@ -225,7 +225,7 @@ class Worker:
 
     @torch.inference_mode()
     def serve_others(self) -> None:
-        """A pass without tokens of our own, for the engines that share the experts."""
+        """A pass without own tokens, for the engines that share the experts."""
         serve_others(self.model)  # type: ignore[arg-type]
 
     @torch.inference_mode()

@@ -22,7 +22,7 @@ from triton.runtime import build
 
 from quire.kernels.triton import compiler, launch
 from quire.kernels.triton.moe import experts as moe
-from quire.kernels.triton.moe.common import Block, ExpertsConfig
+from quire.kernels.triton.moe.common import ExpertsConfig, GemmTile
 from quire.kernels.triton.skinny_gemm.candidates import GemmShape
 from quire.kernels.triton.skinny_gemm.common import GemmConfig
 from quire.kernels.triton.skinny_gemm.tuning import GemmKernel
@@ -41,8 +41,8 @@ def compile_experts() -> None:
     """The kernels of mixtures of experts: vectors, tiles loaded by TMA, routing, layout and sum."""
     gate_up = torch.empty(16, 256, 128, dtype=torch.bfloat16, device="meta")
     configs = [
-        ExpertsConfig("vector", Block(2, warps=1), Block(2, warps=1)),
-        ExpertsConfig("tile", Block(64, 64, 4, 3), Block(64, 64, 4, 3), 16, True),
+        ExpertsConfig("vector", GemmTile(2, warps=1), GemmTile(2, warps=1)),
+        ExpertsConfig("tile", GemmTile(64, 64, 4, 3), GemmTile(64, 64, 4, 3), 16, True),
     ]
     tasks = moe.launches(gate_up, gate_up.new_empty(16, 128, 128), 4, True, 16, configs)
     compiler.compile_tasks(90, 132, list(tasks.values()))

@@ -15,7 +15,7 @@ from quire.kernels.triton import ops  # isort: skip
 from quire.kernels.triton.moe import experts as moe
 from quire.kernels.triton.moe import tuning as moe_tuning
 
-from quire.kernels.triton.moe.common import Block, ExpertsConfig, ExpertsShape  # isort: skip
+from quire.kernels.triton.moe.common import GemmTile, ExpertsConfig, ExpertsShape  # isort: skip
 from quire.kernels.triton.moe.tuning import (  # isort: skip
     BUCKETS, ExpertsTuner, candidates, config_of, entry_of, guess, key_of,
 )  # fmt: skip
@@ -25,8 +25,8 @@ BF16 = torch.bfloat16
 H200 = Gpu("NVIDIA H200", 132, True)
 QWEN3 = ExpertsShape(128, 8, 768, 2048)
 MIXTRAL = ExpertsShape(8, 2, 14336, 4096)
-VECTOR = ExpertsConfig("vector", Block(2, warps=4), Block(1, warps=2))
-TILE = ExpertsConfig("tile", Block(64, 64, 4, 5), Block(128, 64, 4, 5), 32, True)
+VECTOR = ExpertsConfig("vector", GemmTile(2, warps=4), GemmTile(1, warps=2))
+TILE = ExpertsConfig("tile", GemmTile(64, 64, 4, 5), GemmTile(128, 64, 4, 5), 32, True)
 
 
 def experts_tuner(own: Path | None = None) -> ExpertsTuner:
@@ -105,8 +105,8 @@ def test_measuring_ends_when_the_time_has_expired() -> None:
 
 HIDDEN, WIDTH, COUNT, TOP = 64, 32, 8, 2
 SMALL = {
-    "vector": ExpertsConfig("vector", Block(16, warps=1), Block(16, warps=2)),
-    "tile": ExpertsConfig("tile", Block(64 if ON_GPU else 32, 32, 4, 2), Block(64, 32, 4, 2), 16),
+    "vector": ExpertsConfig("vector", GemmTile(16, warps=1), GemmTile(16, warps=2)),
+    "tile": ExpertsConfig("tile", GemmTile(64 if ON_GPU else 32, 32, 4, 2), GemmTile(64, 32, 4, 2), 16),
 }
 
 

@@ -395,6 +395,6 @@ def test_draws_come_in_slices(drawn_by_kernel: bool) -> None:
 def test_a_missing_plan_is_refused() -> None:
     twins = Twins()
     twins.apply(plan_of(0))
-    with pytest.raises(RuntimeError, match="plan 2 came where plan 1 was due"):
+    with pytest.raises(RuntimeError, match="got plan 2, expected plan 1"):
         twins.triton.apply(plan_of(2))
     twins.triton.apply(plan_of(7, reset=True))

@@ -14,7 +14,7 @@ from quire.kernels.reference import TorchOps  # isort: skip
 from quire.kernels.triton.moe import tile as moe_tile
 
 from quire.kernels.triton.moe.layout import LARGE, SMALL, arrange, max_tiles  # isort: skip
-from quire.kernels.triton.moe.common import Block, ChosenExperts, ExpertsConfig  # isort: skip
+from quire.kernels.triton.moe.common import GemmTile, ChosenExperts, ExpertsConfig  # isort: skip
 from quire.kernels.triton.moe.route import route  # isort: skip
 from quire.kernels.triton.moe.tile import tile_experts  # isort: skip
 from quire.kernels.triton.moe.vector import vector_experts  # isort: skip
@@ -24,9 +24,9 @@ EPS = 1e-5
 
 # Small enough for the interpreter; 40 features and 96 inputs are no multiple of any block.
 HIDDEN, WIDTH = 96, 40
-VECTOR = ExpertsConfig("vector", Block(16, warps=2), Block(16, warps=4))
+VECTOR = ExpertsConfig("vector", GemmTile(16, warps=2), GemmTile(16, warps=4))
 STEP = 64 if ON_GPU else 32
-TILE = ExpertsConfig("tile", Block(64 if ON_GPU else 16, STEP, 4, 3), Block(64 if ON_GPU else 32, STEP, 4, 3), 16)
+TILE = ExpertsConfig("tile", GemmTile(64 if ON_GPU else 16, STEP, 4, 3), GemmTile(64 if ON_GPU else 32, STEP, 4, 3), 16)
 WIDE_TILE = replace(TILE, block_m=128)
 """Not transposed."""
 
@@ -228,6 +228,6 @@ def test_wide_experts_are_visited_by_groups_of_tiles(monkeypatch: pytest.MonkeyP
 def test_wide_experts_are_read_in_chunks() -> None:
     gate_up, down = expert_weights(2, HALF, 32, 4500)
     x, routing = random(1, 32).to(HALF), choices(1, 2, 2)
-    config = VECTOR if ON_GPU else replace(VECTOR, gate_up=Block(512, warps=1))
+    config = VECTOR if ON_GPU else replace(VECTOR, gate_up=GemmTile(512, warps=1))
     out = run(config, x, *routing, gate_up, down)
     assert_close(out, reference(x, *routing, gate_up, down), HALF)

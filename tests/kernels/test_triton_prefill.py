@@ -11,7 +11,7 @@ import torch
 from tests.kernels.triton_target import DEVICE, HALF, ON_GPU, assert_same_bits
 from tests.layers.device_watch import NeverWaits
 
-from quire.kernels.triton.prefill_attention import Tile, plan_tiles, prefill_attention, prefill_tile  # isort: skip
+from quire.kernels.triton.prefill_attention import PrefillTile, plan_tiles, prefill_attention, prefill_tile  # isort: skip
 from quire.layers.attention.base import AttentionInputs  # isort: skip
 from quire.layers.attention.torch_paged import TorchPagedAttention  # isort: skip
 
@@ -48,7 +48,7 @@ class Case:
         )  # fmt: skip
         return TorchPagedAttention().attend(self.q.float(), self.kv.float(), inputs, SCALE, window)
 
-    def attend(self, window: int | None, first_row: int = 0, tile: Tile | None = None) -> torch.Tensor:
+    def attend(self, window: int | None, first_row: int = 0, tile: PrefillTile | None = None) -> torch.Tensor:
         tokens, heads, dim = self.q.shape
         tile = tile or prefill_tile(dim, self.q.element_size())
         out = torch.full((tokens, heads * dim), torch.nan, dtype=self.q.dtype, device=DEVICE)
@@ -122,7 +122,7 @@ def test_half_precision(
 @pytest.mark.parametrize("window", [None, 20])
 def test_the_product_with_v_may_run_a_step_late(skewed: bool, window: int | None) -> None:
     case = make_case(MIXED, 4, 2, 64, 16, HALF)
-    tile = Tile(128, 64, 8, 2, skewed) if ON_GPU else Tile(16, 16, 4, 1, skewed)
+    tile = PrefillTile(128, 64, 8, 2, skewed) if ON_GPU else PrefillTile(16, 16, 4, 1, skewed)
     assert error(case.attend(window, tile=tile), case.expected(window)) < 3 * torch.finfo(HALF).eps
 
 

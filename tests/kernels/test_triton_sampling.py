@@ -12,7 +12,15 @@ import torch
 
 from tests.kernels.triton_target import DEVICE, HALF, ON_GPU  # isort: skip  # before any kernel
 
-from quire.kernels.triton.sampling import INVALID, STOPPED, Columns, Workspace, commit, draw_and_commit, workspace
+from quire.kernels.triton.sampling import (
+    INVALID,
+    STOPPED,
+    BatchColumns,
+    SamplingWorkspace,
+    commit,
+    draw_and_commit,
+    workspace,
+)
 from quire.messages.sampling import COLUMN, PENALTIES, SamplingParams
 from quire.worker.extras import ScalarColumns, pack_scalars
 from quire.worker.sampler import filter_logits, uniform
@@ -50,10 +58,10 @@ class Row:
 class Bench:
     """A batch of rows and the results of a call."""
 
-    columns: Columns
+    columns: BatchColumns
     results: torch.Tensor
     slot: torch.Tensor
-    work: Workspace
+    work: SamplingWorkspace
 
     def tokens(self, count: int) -> list[int]:
         return self.results[int(self.slot), 0, :count].tolist()
@@ -70,7 +78,7 @@ def bench(rows: list[Row], vocab: int, sizes: dict[str, int] | None = None, slot
     def column(values: list, dtype: torch.dtype = torch.int64) -> torch.Tensor:
         return torch.tensor(values, dtype=dtype, device=DEVICE)
 
-    columns = Columns(
+    columns = BatchColumns(
         last_token=column([-7] * len(padded)),
         num_tokens=column([row.num_tokens for row in padded]),
         prompt_len=column([row.prompt_len for row in padded]),

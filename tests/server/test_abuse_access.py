@@ -11,7 +11,7 @@ from starlette.datastructures import Headers
 
 from quire.server import auth
 from quire.server.app import ROUTE_MODULES
-from quire.server.auth import Keys
+from quire.server.auth import ApiKeys
 from quire.server.errors import ApiError
 from tests.server.attacked_server import ADMIN, KEYS, AttackedServer, head, statuses
 
@@ -77,7 +77,7 @@ class TestKeys:
         class Watched:
             compare_digest = staticmethod(compare)
 
-        keys = Keys(["first", "second", "third"])
+        keys = ApiKeys(["first", "second", "third"])
         monkeypatch.setattr(auth, "hmac", Watched)
         for shown in ("first", "third", "x", "first" * 1000, "ключ"):
             compared.clear()
@@ -116,8 +116,8 @@ class TestTenants:
         attacked.request("POST", "/admin/reset_prefix_cache", ADMIN)
         assert self.cached(attacked, {"cache_salt": "s"}, KEYS[0]) == 0
         with pytest.raises(ApiError):
-            Keys(KEYS).check(Headers({"x-api-key": "x"}))
-        name = Keys(KEYS).check(Headers({"x-api-key": KEYS[0]}))
+            ApiKeys(KEYS).check(Headers({"x-api-key": "x"}))
+        name = ApiKeys(KEYS).check(Headers({"x-api-key": KEYS[0]}))
         for tricks in (
             {"cache_salt": f"{name}\0s"},
             {"cache_salt": "s"},

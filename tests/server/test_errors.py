@@ -64,7 +64,7 @@ def error_of(answer: httpx.Response, status: int) -> dict[str, Any]:
         (CHAT, {"add_generation_prompt": True, "continue_final_message": True}, None, "cannot be combined"),
         (CHAT, {"response_format": {"type": "json_schema"}}, "response_format", "json_schema.schema"),
         (CHAT, {"response_format": {"type": "xml"}}, "response_format.type", ""),
-        (CHAT, {"structured_outputs": {}}, "structured_outputs", "names no form"),
+        (CHAT, {"structured_outputs": {}}, "structured_outputs", "structured_outputs is empty: give one of"),
         (CHAT, {"structured_outputs": {"structural_tag": {"structures": [{}], "triggers": ["a"]}}}, None, "is missing"),
         (CHAT, {"top_k": 2**64}, "top_k", "64 bits"),
         (CHAT, {"vllm_xargs": {"a": [2**64]}}, "vllm_xargs", "64 bits"),

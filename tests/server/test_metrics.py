@@ -22,7 +22,7 @@ from quire.errors import EngineDeadError
 from quire.messages.histogram import Histogram
 from quire.messages.metric_table import ALL_METRICS, BY_MODEL_LENGTH, bounds_by_length
 from quire.messages.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from quire.output.times import TokenTimes
+from quire.output.processor import TokenTimes
 from quire.server.observability.metrics import ServerMetrics
 from quire.server.observability.metrics_page import page
 from quire.server.observability.observer import HttpRecord, Observer, current_record
@@ -161,7 +161,7 @@ def test_gaps_between_tokens_are_one_fewer_than_tokens_however_they_come() -> No
     times.note(1, 10.0, 0.0)
     times.note(1, 10.02, 10.0)
     times.note(4, 10.1, 10.02)  # several at once share the time
-    times.note(3, 20.0, 0.0)  # another sample's first
+    times.note(3, 20.0, 0.0)  # another sequence's first
     times.note_whole(11, 2.0)
     times.note_whole(1, 0.0)
     assert times.tokens == 1 + 1 + 4 + 3 + 11 + 1

@@ -31,7 +31,7 @@ def mover(request: pytest.FixtureRequest) -> Mover:
 
 def finish(mover: Mover) -> list[int]:
     done = []
-    while not mover.has_news:
+    while not mover.can_report:
         pass
     done += [each.step for each in mover.take_done()]
     return done

@@ -113,7 +113,7 @@ def test_a_model_with_torch_operations_runs_eagerly(tmp_path: Path, monkeypatch:
 
 def test_several_queries_a_row_are_refused_by_name() -> None:
     batch: Any = None
-    with pytest.raises(NotImplementedError, match="1 query token a row, got width 2"):
+    with pytest.raises(NotImplementedError, match="1 query token per row, got width 2"):
         TapeDecodePath(batch, batch, TorchOps(), width=2)
 
 

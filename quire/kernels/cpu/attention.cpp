@@ -2,8 +2,8 @@
 //
 // Work:  4 * D operations per (query head, visible key), plus one exponential.
 // Bytes: a key and a value (2 * D numbers) per (KV head, key) and query tile: once for a decode, for any group
-//        size. A decode of one token does 2 * G / 4 operations a byte, so memory bounds it (two Zen 4 cores); arithmetic
-//        bounds a prompt.
+//        size. A decode of one token does 2 * G / 4 operations per byte, so it is bound by memory (two Zen 4 cores); a
+//        prompt is bound by arithmetic.
 //
 // A tile is up to kTile query vectors of one row that share a KV head: (token, head of the group) pairs, token-major.
 // They are the SIMD lanes: scores are stored as s[key][lane], so that maxima, sums and masks are plain vector
@@ -25,12 +25,12 @@ constexpr int kVectors = kRegisters == 32 ? 4 : 2;
 constexpr int64_t kTile = kVectors * kLanes;
 constexpr int64_t kChunk = 256;  // keys: a tile's scores (64 KB) stay in L2
 constexpr int64_t kWorthSharing = 128 * 1024;  // multiply-adds: fewer take less time than waking the thread pool
-constexpr int64_t kRowsToShare = 4;  // decodes a thread: with this many, no thread waits long for the last one
+constexpr int64_t kRowsToShare = 4;  // decodes per thread: with this many, no thread waits long for the last one
 constexpr float kNever = -__builtin_inff();
 
 thread_local Scratch tile_scratch, partial_scratch;
 
-// Arguments as Python packs them (8 bytes a field).
+// Arguments as Python packs them (8 bytes per field).
 template <class T>
 struct Call {
     const T* q;   // [tokens, heads, dim], q_stride between tokens
@@ -44,7 +44,7 @@ struct Call {
     double scale;
     int64_t threads;
 
-    // Tokens a block table can hold: the limit of what is read, whatever a row's length says.
+    // Tokens a block table can hold: no more are read, even if a row's length is larger.
     int64_t capacity() const { return table_width * block_size; }
     int64_t group() const { return heads / kv_heads; }
     int64_t padded_dim() const { return (dim + kLanes - 1) / kLanes * kLanes; }

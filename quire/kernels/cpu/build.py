@@ -1,6 +1,6 @@
 """Compiles the C++ kernels beside this file on first use, caches and loads the library.
 
-No torch headers and no build system: a few files, one compiler call each, a few seconds once a machine. Without a
+No torch headers and no build system: a few files, one compiler call each, a few seconds once per machine. Without a
 working compiler `library()` is None, and callers use torch.
 """
 

@@ -1,7 +1,7 @@
 // Row-wise kernels: one pass over small matrices, bound by memory (or by L2 in a decode). T is float or bf16; the
 // arithmetic is float32 throughout. Bytes, with R rows of W numbers of size s:
 //   rms_norm      2 R W s           add_rms_norm  4 R W s (x, residual in; residual, result out)
-//   silu_mul      3 R W s           prepare_qkv   2 R (H + 2 KV) D s + one line of cosines a token
+//   silu_mul      3 R W s           prepare_qkv   2 R (H + 2 KV) D s + one line of cosines per token
 //   embedding     2 R W s
 // A row is always computed by one thread in one order: its bits do not depend on the batch.
 #include <cmath>
@@ -47,7 +47,7 @@ INLINE void scale_row(const T* x, const T* weight, T* out, int64_t width, float 
     });
 }
 
-// Arguments as Python packs them (8 bytes a field).
+// Arguments as Python packs them (8 bytes per field).
 template <class T>
 struct RmsNorm {
     const T *x, *weight;

@@ -1,12 +1,12 @@
 // y[m, n] = sum over k of x[m, k] * weight[n, k] (+ bias[n]); weight row-major as the checkpoint has it.
 //
 // Work:  2 * M * N * K operations.
-// Bytes: N * K * sizeof(weight), read once from memory; x and y are small beside it. On two Zen 4 cores (22 GB/s,
+// Bytes: N * K * sizeof(weight), read once from memory; x and y are small in comparison. On two Zen 4 cores (22 GB/s,
 //        236 GFLOP/s in float32) memory bounds M <= 20 or so, arithmetic the rest.
 //
 // SIMD lanes run along M: x is packed transposed, xt[k][M rounded up to lanes], and each weight is broadcast against
 // it. So the weight needs no repacking, there are no sums across lanes, and K and N need no alignment. One row of x
-// leaves lanes idle, but two broadcasts a cycle still consume 8 bytes of weight a cycle, more than memory delivers.
+// leaves lanes idle, but two broadcasts per cycle still consume 8 bytes of weight per cycle, more than memory delivers.
 //
 // Bits: every output is one chain of fused multiply-adds over k = 0 .. K - 1 (see outer.h), so a row's result is the
 // same for every M, every thread count and every position in the batch.
@@ -35,7 +35,7 @@ constexpr int tile_rows(int vectors) {
 template <class T>
 using Operand = std::conditional_t<kBf16Dot, T, float>;
 
-// Arguments as Python packs them (8 bytes a field); bias may be null.
+// Arguments as Python packs them (8 bytes per field); bias may be null.
 template <class T>
 struct Problem {
     const T *x, *weight, *bias;

@@ -1,8 +1,8 @@
-// What every kernel here shares: vectors (GCC/Clang vector extensions, so that one source serves AVX-512, AVX2 and
+// Shared by all kernels: vectors (GCC/Clang vector extensions, so that one source serves AVX-512, AVX2 and
 // NEON) and scratch memory.
 //
-// A Lanes<L>::f is L floats. Arithmetic is lane-wise and every lane does exactly the same IEEE operations whatever
-// L is; so kernels can choose the width by batch size and still give a row the same bits in every batch.
+// A Lanes<L>::f is L floats. Arithmetic is lane-wise and every lane does exactly the same IEEE operations for
+// any L; so kernels can choose the width by batch size and still give a row the same bits in every batch.
 // Compiled with -ffp-contract=fast: a * b + c is one fused operation. Never with -ffast-math: NaN and inf must survive.
 #pragma once
 

@@ -101,7 +101,7 @@ def _expand(
     first = tl.load(query_starts + i, mask=i >= decodes, other=i)
     count = tl.load(query_starts + i + 1, mask=i >= decodes, other=i + 1) - first
     last = tl.load(last_token + row)
-    # A row that has ended on the device before the host knows writes to block 0 and attends to nothing.
+    # A row that ended on the device, which the host has not seen yet, writes to block 0 and attends to nothing.
     for offset in range(0, count, SIZE):
         j = offset + tl.arange(0, SIZE)
         inside = j < count

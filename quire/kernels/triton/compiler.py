@@ -38,7 +38,7 @@ Task = Callable[[], object]
 """Launches kernels."""
 
 MIN_TASKS = 2
-"""Tasks a process, at least."""
+"""Tasks per process, at least."""
 MAX_PROCESSES = 12
 TIMEOUT_S = 60.0
 """Processes that take longer are killed."""
@@ -75,7 +75,7 @@ class Compilers:
             self._write_stamp()
 
     def _write_stamp(self) -> None:
-        stamp = _stamp(self._identity)  # named anew: the cache directory may not have existed before
+        stamp = _stamp(self._identity)  # recomputed: the cache directory may not have existed before
         try:
             stamp.parent.mkdir(parents=True, exist_ok=True)
             stamp.touch()

@@ -47,7 +47,7 @@ WORKSPACE_BYTES = 32 << 20
 ALIGNMENT = 16
 """Bytes that all tensors are aligned to."""
 CANDIDATES = 6
-"""Algorithms measured: later ones in the library's list hardly ever win."""
+"""Algorithms measured: later ones in the library's list rarely win."""
 HEAD_OUTPUTS, HEAD_ROWS = 60_000, 1024
 """A weight with at least this many outputs is an LM head, which sees at most this many rows: only sampled ones."""
 
@@ -64,7 +64,7 @@ _TOLERANCE = 8e-3
 
 
 class HeuristicResult(ctypes.Structure):
-    """cublasLtMatmulHeuristicResult_t: an algorithm, and what the library says of it."""
+    """cublasLtMatmulHeuristicResult_t: an algorithm, and the library's estimates for it."""
 
     _fields_ = (
         ("data", c_uint64 * 8), ("workspace", c_size_t), ("status", c_int), ("waves", c_float), ("reserved", c_int * 4),

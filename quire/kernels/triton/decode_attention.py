@@ -1,13 +1,13 @@
-"""Paged decode attention: one query token a row, persistent programs, balanced for any mix of lengths (stream-K).
+"""Paged decode attention: one query token per row, persistent programs, balanced for any mix of lengths (stream-K).
 
-A row's cached tokens are divided into tiles; the tiles of all rows and KV heads form one sequence, and every program
+A row's cached tokens are divided into tiles; the tiles of all rows and KV heads form one list, and every program
 takes an equal contiguous range of it. A range may end one row and begin another: a row that a program does not compute
 alone is written as a partial result, and the last program to finish a row merges its partials, always in the same
 order. So one long row occupies the whole GPU, and a thousand short ones do too; the grid depends only on the GPU, so
 one captured CUDA graph serves any lengths.
 
 Bytes: every K and V of every row once (2 * context * kv_heads * head_dim values); q, output and partials are small
-beside that. Operations: 4 * context * heads * head_dim a row, some 2 * group a byte: bound by memory.
+in comparison. Operations: 4 * context * heads * head_dim per row, about 2 * group per byte: bound by memory.
 
 For rows that share a prefix, `prefix_attention.py` may read the shared blocks once for all of them: such a row's online
 softmax then continues from the state that kernel wrote, at the row's first tile of its own.
@@ -29,7 +29,7 @@ from quire.kernels.triton.launch import INTERPRETED, gdc_launch_dependents, gdc_
 PLANNED_AT_ONCE = 32
 """Ranges that one program of the planning kernel computes."""
 HEADER = 8
-"""Integers before a plan's entries; the first is the number of tiles a program."""
+"""Integers before a plan's entries; the first is the number of tiles per program."""
 ENTRY = 8
 """Integers of an entry: row, KV head, tile, number of tiles, the row's length, its line in the block tables, and the
 tokens of its prefix to skip; padding."""
@@ -37,7 +37,7 @@ tokens of its prefix to skip; padding."""
 
 @dataclass(frozen=True)
 class DecodeTile:
-    """Tile shape: tokens a tile, warps, pipeline stages, and programs a multiprocessor."""
+    """Tile shape: tokens per tile, warps, pipeline stages, and programs per multiprocessor."""
 
     tokens: int
     warps: int
@@ -45,7 +45,7 @@ class DecodeTile:
     programs: int
     """More than are resident at once: the rest start as others end, which evens out differences in speed."""
     min_tiles: int = 2
-    """Tiles a program, at least: with fewer, merging costs more than it saves."""
+    """Tiles per program, at least: with fewer, merging costs more than it saves."""
 
 
 @functools.cache
@@ -200,7 +200,7 @@ def _decode(
     if PDL:  # plan and tables were written before the preceding kernel started: see `plan`
         gdc_wait()
         gdc_launch_dependents()
-    start_tile = program * each  # of this range in the sequence of all tiles
+    start_tile = program * each  # of this range in the list of all tiles
     g = tl.arange(0, M)
     d = tl.arange(0, DIM_P2)
     in_dim = d < DIM
@@ -316,14 +316,14 @@ class DecodeAttention:
 
     @property
     def tile_tokens(self) -> int:
-        """Tokens a tile: prefixes are skipped by whole tiles."""
+        """Tokens per tile: prefixes are skipped by whole tiles."""
         return self._tile.tokens
 
     def plan(
         self, lens: torch.Tensor, rows: torch.Tensor, num_rows: int, window: int | None,
         shared: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        """The ranges of the programs, for rows of these lengths [num_rows] int32: one small kernel a step.
+        """The ranges of the programs, for rows of these lengths [num_rows] int32: one small kernel per step.
 
         `shared`: as in `PrefixState`, if `attend` will get one; the window must be None then.
 
@@ -343,7 +343,7 @@ class DecodeAttention:
         lens: torch.Tensor, plan: torch.Tensor, num_rows: int, scale: float, window: int | None,
         prefix: PrefixState | None = None,
     ) -> None:  # fmt: skip
-        """Attention of q's first `num_rows` tokens, one a row, into `out`'s first rows; rows of length 0 are skipped.
+        """Attention of q's first `num_rows` tokens, one per row, into `out`'s first rows; rows of length 0 are skipped.
 
         `prefix`: the state after the shared prefix; the plan must have been made with its `shared`.
         q [*, heads, head_dim], heads contiguous; kv one layer's cache; row i's blocks are tables[rows[i]].

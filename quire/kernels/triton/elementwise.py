@@ -1,6 +1,6 @@
 """Row-wise kernels: RMS norm, alone and with the residual addition fused; the gated activation; the logit mask.
 
-All are bound by memory; each docstring counts its bytes. A norm has one program a row and holds the row in registers
+All are bound by memory; each docstring counts its bytes. A norm has one program per row and holds the row in registers
 between its two passes (sum of squares, then scaling), so memory is touched once. Weights are loaded before `gdc_wait`:
 no kernel writes them, and the load overlaps the end of the preceding kernel.
 """
@@ -78,7 +78,7 @@ def _add_rms_norm(
 
 @functools.cache
 def _norm_constants(width: int) -> dict[str, Any]:
-    """Constexpr arguments and launch options. 16 values a thread: two 16-byte loads in flight a 16-bit input."""
+    """Constexpr arguments and launch options. 16 values per thread: two 16-byte loads in flight per 16-bit input."""
     block = triton.next_power_of_2(width)
     return {"WIDTH": width, "BLOCK": block, "num_warps": min(max(block // 512, 1), 32), **pdl()}
 
@@ -86,7 +86,7 @@ def _norm_constants(width: int) -> dict[str, Any]:
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x / rms(x) * weight over rows x [rows, width], contiguous in the last dimension, any row stride.
 
-    Bytes: 2 values a feature (x in, out), and the weight once. Operations: 4 a feature.
+    Bytes: 2 values per feature (x in, out), and the weight once. Operations: 4 per feature.
     """
     rows, width = x.shape
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -99,7 +99,7 @@ def add_rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """residual += x in place; returns (rms_norm(residual), residual). Rows as in `rms_norm`.
 
-    Bytes: 4 values a feature (x and residual in, residual and out), and the weight once. Operations: 5 a feature.
+    Bytes: 4 values per feature (x and residual in, residual and out), and the weight once. Operations: 5 per feature.
     """
     rows, width = residual.shape
     out = torch.empty_like(residual, memory_format=torch.contiguous_format)
@@ -126,7 +126,7 @@ def _silu_mul(gate_up, out, stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PD
 
 @functools.cache
 def _silu_constants(width: int) -> tuple[int, dict[str, Any]]:
-    """(programs a row, constexpr arguments and launch options)."""
+    """(programs per row, constexpr arguments and launch options)."""
     block = min(SILU_BLOCK, triton.next_power_of_2(width))
     warps = max(block // 512, 1)
     return triton.cdiv(width, block), {"WIDTH": width, "BLOCK": block, "num_warps": warps, **pdl()}
@@ -135,7 +135,7 @@ def _silu_constants(width: int) -> tuple[int, dict[str, Any]]:
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """silu(gate) * up of gate_up [rows, 2 * width], gate first; contiguous in the last dimension.
 
-    Bytes: 3 values an output. Operations: about 5 an output, two of them on the special function unit.
+    Bytes: 3 values per output. Operations: about 5 per output, two of them on the special function unit.
     """
     rows, double = gate_up.shape
     width = double // 2
@@ -148,7 +148,7 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
 def mask_logits(logits: torch.Tensor, indices: torch.Tensor, bits: torch.Tensor) -> None:
     """Set row indices[i] of logits [S, vocab] to -inf, in place, where its token's bit in bits [n, words] is not set.
 
-    Token t has bit t % 32 of word t // 32. Bytes: 4 * words a row read, and the banned logits written; allowed logits
+    Token t has bit t % 32 of word t // 32. Bytes: 4 * words per row read, and the banned logits written; allowed logits
     are neither read nor written.
     """
     if len(indices) == 0:

@@ -6,7 +6,7 @@ top-k and top-p (`threshold_search.py`); XTC, which excludes the top choices of 
 from a threshold to a ceiling. The maxima and sums of weights of groups that the first launch measured (`sampling.py`)
 are rewritten as if the others were not there: the largest maximum left is the ceiling.
 
-One program a row, no atomics, and every sum in a fixed order: what is left does not depend on the rows beside it.
+One program per row, no atomics, and every sum in a fixed order: what is left does not depend on other rows.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from quire.messages.sampling import COLUMN, SCALARS
 from quire.messages.sampling import XTC_STREAM as _XTC_STREAM
 
 if TYPE_CHECKING:
-    from quire.kernels.triton.sampling import Columns, Workspace
+    from quire.kernels.triton.sampling import BatchColumns, SamplingWorkspace
 
 GREEDY_BELOW = tl.constexpr(1e-5)
 """Rows colder than this take the best token (`SamplingParams.is_greedy`)."""
@@ -40,14 +40,16 @@ XTC_THRESHOLD = tl.constexpr(COLUMN["xtc_threshold"])
 XTC_STREAM = tl.constexpr(_XTC_STREAM)
 
 
-def filter_groups(logits: torch.Tensor, rows: torch.Tensor, columns: Columns, workspace: Workspace) -> None:
+def filter_groups(
+    logits: torch.Tensor, rows: torch.Tensor, columns: BatchColumns, workspace: SamplingWorkspace
+) -> None:
     """Write each draw's threshold (-inf: none) and take what is excluded out of its groups' maxima and sums.
 
     logits [S, vocab] any row stride; rows [S] the batch row of each. workspace.maxima and .sums are as
     `sampling.draw_and_commit` measured them; .live and .spans are scratch, left dirty.
 
-    Bytes a row: 10 a group, and the logits of the groups that reach the cut three times (16 KB each time in bfloat16).
-    top-n-sigma adds all logits, twice; XTC adds 4 a group and, twice, the logits of the few groups that hold top
+    Bytes per row: 10 per group, and three times the logits of the groups that reach the cut (16 KB in bfloat16).
+    top-n-sigma adds all logits, twice; XTC adds 4 per group and, twice, the logits of the few groups that hold top
     choices. A row without filters reads its parameters and writes its threshold.
     """
     groups = workspace.maxima.shape[1]
@@ -81,7 +83,7 @@ def _filter_kernel(
     VOCAB: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
     ROOM: tl.constexpr, SHIFT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program a draw. Operations: about 10 a logit tallied, and 4 a logit noted for each bit of the threshold."""
+    """One program per draw. Operations: about 10 per logit counted, 4 per logit listed and threshold bit."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()

@@ -38,7 +38,7 @@ class TritonOps(TorchOps):
     whole_steps = True
 
     def __init__(self, batch_invariant: bool = False) -> None:
-        """`batch_invariant`: GEMMs in float16 and bfloat16 sum in the same order whatever the number of rows."""
+        """`batch_invariant`: GEMMs in float16 and bfloat16 sum in the same order for any number of rows."""
         self._invariant = batch_invariant
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

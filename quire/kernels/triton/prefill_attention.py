@@ -1,14 +1,14 @@
 """Paged prefill attention: rows with several query tokens (prompts and chunks of prompts), on tensor cores.
 
 The queries of each row are divided into tiles of tokens; a program takes one tile and one KV head, and all query heads
-of that head's group are rows of the same matrix, so that K and V are read once a group. Only the device knows the
-tiles: `plan_tiles` lists them once a step, longest context first, and the grid is an upper bound that the host can
-compute; programs past the list's end exit at once.
+of that head's group are rows of the same matrix, so that K and V are read once per group. The tiles are known only on
+the device: `plan_tiles` lists them once per step, longest context first, and the grid is an upper bound that the host
+can compute; programs past the list's end exit at once.
 
-Operations: 4 * head_dim a query head, query and visible key; a causal prompt of n tokens has n * (n + 1) / 2 pairs.
-Bytes: a program reads its context's K and V, 4 * head_dim a key in half precision, mostly from L2, and does
-4 * head_dim * BLOCK_M operations with them: BLOCK_M = 128 operations a byte, bound by the tensor cores (and, close
-behind, by the exponentials: one a pair and head, 16 a cycle and multiprocessor on an H200, against 4096 operations).
+Operations: 4 * head_dim per query head, query and visible key; a causal prompt of n tokens has n * (n + 1) / 2 pairs.
+Bytes: a program reads its context's K and V, 4 * head_dim per key in half precision, mostly from L2, and does
+4 * head_dim * BLOCK_M operations with them: BLOCK_M = 128 operations per byte, bound by the tensor cores (and, close
+behind, by the exponentials: one per pair and head, 16 per cycle and SM on an H200, against 4096 operations).
 
 A query's result depends only on its own row and on the fixed stride of key tiles from position 0, not on its tile, the
 chunking of its prompt or the rest of the batch: the bits are the same.
@@ -31,8 +31,8 @@ LOG2_E = 1.4426950408889634
 
 
 @dataclass(frozen=True)
-class Tile:
-    """Tile shape: matrix rows (tokens times the heads of a group), keys an iteration, warps, pipeline stages.
+class PrefillTile:
+    """Tile shape: matrix rows (tokens times the heads of a group), keys per iteration, warps, pipeline stages.
 
     `skewed`: the product with V runs one iteration late, while the next softmax is computed.
     """
@@ -53,15 +53,15 @@ LONG_CONTEXT = 3072
 
 
 @functools.cache
-def prefill_tile(head_dim: int, itemsize: int, is_long: bool = True) -> Tile:
+def prefill_tile(head_dim: int, itemsize: int, is_long: bool = True) -> PrefillTile:
     """The tile shape for a head size; found with benchmarks/gpu/prefill_attention.py on an H200."""
     if INTERPRETED:
-        return Tile(32, 32, 4, 1)
+        return PrefillTile(32, 32, 4, 1)
     if itemsize == 4:  # no tensor cores for exact float32
-        return Tile(32, 32, 4, 1, skewed=False)
+        return PrefillTile(32, 32, 4, 1, skewed=False)
     if head_dim > 128:
-        return Tile(128, 64, 8, 2)
-    return Tile(128, 128, 8, 2) if is_long else Tile(64, 64, 4, 2)
+        return PrefillTile(128, 64, 8, 2)
+    return PrefillTile(128, 128, 8, 2) if is_long else PrefillTile(64, 64, 4, 2)
 
 
 @triton.jit(do_not_specialize=["first_row", "num_rows", "bound"])
@@ -111,7 +111,7 @@ def _key_offsets(table, start, columns, BLOCK: tl.constexpr, BLOCK_N: tl.constex
             DIM: tl.constexpr):  # fmt: skip
     """Cache offsets of keys start to start + BLOCK_N, [BLOCK_N]; those past the row's end are invalid."""
     if BLOCK < BLOCK_N:
-        # One table entry a block, not one a key: a thread that copies keys of eight blocks needs two loads.
+        # One table entry per block, not one per key: a thread that copies keys of eight blocks needs two loads.
         index = start // BLOCK + tl.arange(0, BLOCK_N // BLOCK)
         blocks = tl.load(table + index, mask=index < columns)
         offsets = (blocks.to(tl.int64) * STRIDE_BLOCK)[:, None] + (tl.arange(0, BLOCK) * DIM)[None, :]
@@ -264,7 +264,7 @@ def plan_tiles(
 
 def prefill_attention(
     q: torch.Tensor, kv: torch.Tensor, out: torch.Tensor, tables: torch.Tensor, tiles: torch.Tensor, scale: float,
-    window: int | None, tile: Tile | None = None,
+    window: int | None, tile: PrefillTile | None = None,
 ) -> None:  # fmt: skip
     """Causal attention of the tokens that `tiles` lists into their rows of `out`; see AttentionBackend.attend.
 

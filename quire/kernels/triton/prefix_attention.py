@@ -3,13 +3,13 @@
 Rows that begin with the same blocks are a *group*. The queries of up to a few dozen members form one query tile, the
 rows of a tensor-core product with the shared tokens. The result is each row's online-softmax state after its shared
 tokens, from which `decode_attention.py` continues. Work is balanced as there (stream-K): the token tiles of all query
-tiles and KV heads form one sequence, every program takes an equal range of it, and the last program to finish a query
+tiles and KV heads form one list, every program takes an equal range of it, and the last program to finish a query
 tile merges the partials, always in the same order. Groups are in persistent buffers and counted on the device, so one
 captured CUDA graph serves any groups.
 
-Bytes: a group's shared K and V once a query tile (2 * shared * kv_heads * head_dim values; from L2 for all query tiles
-but the first) instead of once a row; and for each member 4 * heads * (head_dim + 2) bytes of state, written here and
-read by the decode kernel. Operations: 4 * shared * heads * head_dim a member, plus those of unused tile rows.
+Bytes: a group's shared K and V once per query tile (2 * shared * kv_heads * head_dim values; from L2 for all tiles but
+the first) instead of once per row; and for each member 4 * heads * (head_dim + 2) bytes of state, written here and
+read by the decode kernel. Operations: 4 * shared * heads * head_dim per member, plus those of unused tile rows.
 """
 
 # ruff: noqa: N803
@@ -40,14 +40,14 @@ from quire.kernels.triton.launch import INTERPRETED, gdc_launch_dependents, gdc_
 SEARCHED_AT_ONCE = 128
 """Rows of the step that the search for members compares at a time."""
 MIN_TILES = 2
-"""Tiles a program, at least: with fewer, merging costs more than it saves."""
+"""Tiles per program, at least: with fewer, merging costs more than it saves."""
 MIN_MEMBERS = 2
 """Rows of a group, at least."""
 
 
 @dataclass(frozen=True)
 class PrefixTile:
-    """Tile shape: queries and tokens a tile, warps, pipeline stages, and programs a multiprocessor."""
+    """Tile shape: queries and tokens per tile, warps, pipeline stages, and programs per multiprocessor."""
 
     queries: int
     tokens: int
@@ -87,7 +87,7 @@ def _plan_queries(
     MAX_GROUPS: tl.constexpr, GROUPS_P2: tl.constexpr, MEMBERS: tl.constexpr, MEMBERS_P2: tl.constexpr,
     ROUND: tl.constexpr, AT_ONCE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One query tile a program: its group, and its members' indices in the step."""
+    """One query tile per program: its group, and its members' indices in the step."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -240,7 +240,7 @@ class PrefixAttention:
         self, members: torch.Tensor, starts: torch.Tensor, shared: torch.Tensor, rows: torch.Tensor, num_rows: int,
         tile_tokens: int,
     ) -> PrefixPlan:  # fmt: skip
-        """Query tiles of a step's groups, and the programs' ranges: two small kernels a step.
+        """Query tiles of a step's groups, and the programs' ranges: two small kernels per step.
 
         Group i's members are the lines members[starts[i]] to members[starts[i + 1]] of the block tables; those among
         `rows`, the lines of the step's first `num_rows` rows, have a query. Line l shares shared[l] tokens, of which

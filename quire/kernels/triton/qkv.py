@@ -139,7 +139,7 @@ def _prepare_qkv(
 def _constants(
     heads: int, kv_heads: int, head_dim: int, rotary_dim: int, block_size: int
 ) -> tuple[int, dict[str, Any]]:
-    """(programs a token, constexpr arguments and launch options)."""
+    """(programs per token, constexpr arguments and launch options)."""
     half, rest = rotary_dim // 2, head_dim - rotary_dim
     half_block, rest_block = (triton.next_power_of_2(size) if size else 1 for size in (half, rest))
     values = triton.next_power_of_2(2 * half_block * bool(half) + rest_block * bool(rest))
@@ -172,8 +172,8 @@ def prepare_qkv(
 ) -> torch.Tensor:
     """`Ops.prepare_qkv`; Q overwrites its part of qkv and is returned as a view of it.
 
-    Bytes a token: (heads + 2 * kv_heads) * head_dim values in and as many out, one row of cos_sin (4 * rotary_dim)
-    and 16 of position and slot. Operations: 6 a rotated pair, and 4 a value where there is a norm.
+    Bytes per token: (heads + 2 * kv_heads) * head_dim values in and as many out, one row of cos_sin (4 * rotary_dim)
+    and 16 of position and slot. Operations: 6 per rotated pair, and 4 per value where there is a norm.
     """
     q_weight, k_weight, eps = (None, None, 0.0) if norms is None else norms
     rotary_dim = 0 if cos_sin is None else cos_sin.shape[1]

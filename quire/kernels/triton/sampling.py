@@ -1,5 +1,5 @@
 # ruff: noqa: N803
-"""Samples one token a row and commits it, on the GPU: two launches, three with filters, without sorting.
+"""Samples one token per row and commits it, on the GPU: two launches, three with filters, without sorting.
 
 The vocabulary is divided into groups of 128 adjacent tokens. The first launch reads the logits once and writes each
 group's maximum and sum of weights exp((logit - maximum) / temperature). The last one merges those in vocabulary order,
@@ -26,7 +26,7 @@ STOPPED, INVALID = 1, 2
 
 
 @dataclass
-class Columns:
+class BatchColumns:
     """The batch's columns that a draw reads and writes. The last row of each is padding: draws for it do nothing."""
 
     last_token: torch.Tensor
@@ -45,7 +45,7 @@ class Columns:
 
 
 @dataclass
-class Workspace:
+class SamplingWorkspace:
     """Intermediate results between the launches, allocated once so that a graph can hold them. Needs no clearing."""
 
     maxima: torch.Tensor
@@ -72,10 +72,10 @@ def workspace(
     group: int = 128,
     tile: int = 32,
     room: int = 512,
-) -> Workspace:
-    """Room for `max_draws` draws: 12 bytes a group and 4 a span, so 16 KB a draw for a vocabulary of 150,000."""
+) -> SamplingWorkspace:
+    """Room for `max_draws` draws: 12 bytes per group and 4 per span, so 16 KB per draw for a vocabulary of 150,000."""
     groups = -(-vocab // (group * tile)) * tile
-    return Workspace(
+    return SamplingWorkspace(
         maxima=torch.empty(max_draws, groups, dtype=torch.float32, device=device),
         sums=torch.empty(max_draws, groups, dtype=torch.float32, device=device),
         thresholds=torch.empty(max_draws, dtype=torch.float32, device=device),
@@ -89,11 +89,11 @@ def workspace(
 def draw_and_commit(
     logits: torch.Tensor,
     rows: torch.Tensor,
-    columns: Columns,
+    columns: BatchColumns,
     results: torch.Tensor,
     slot: torch.Tensor,
     filtered: bool,
-    workspace: Workspace,
+    workspace: SamplingWorkspace,
 ) -> None:
     """Draw a token for each of `rows` [S] from logits [S, vocab], and commit it.
 
@@ -101,7 +101,7 @@ def draw_and_commit(
     Philox (seed, number of tokens drawn so far, sequence). `filtered`: some row may have a filter (top-k, top-p, ...);
     without it they are ignored. results and slot: as in `commit`.
 
-    Bytes: the logits once; 16 a group; one group a draw. Operations: about 8 a logit.
+    Bytes: the logits once; 16 per group; one group per draw. Operations: about 8 per logit.
     """
     draws, vocab = logits.shape
     if draws == 0:
@@ -130,7 +130,7 @@ def commit(
     tokens: torch.Tensor,
     invalid: torch.Tensor,
     rows: torch.Tensor,
-    columns: Columns,
+    columns: BatchColumns,
     results: torch.Tensor,
     slot: torch.Tensor,
 ) -> None:
@@ -155,7 +155,7 @@ def _measure_kernel(
     logits, row_stride, rows, scalars, maxima, sums,
     VOCAB: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Each group's maximum and sum of weights: TILE groups a program, 8 KB in bfloat16."""
+    """Each group's maximum and sum of weights: TILE groups per program, 8 KB in bfloat16."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -180,7 +180,7 @@ def _draw_kernel(
     VOCAB: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, FILTERED: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Pick the group, then the token in it, then commit. One program a draw: 8 bytes a group, one group's logits."""
+    """Pick the group, then its token, then commit. One program per draw: 8 bytes per group, and one group's logits."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -232,7 +232,7 @@ def _commit_kernel(
     tokens, invalid, rows, last_token, num_tokens, limit, active, stop_ids, stop_width,
     results, slot_stride, result_stride, slot, padding_row, PDL: tl.constexpr,
 ):  # fmt: skip
-    """`_commit` for a token drawn elsewhere. One program a draw, about 100 bytes each."""
+    """`_commit` for a token drawn elsewhere. One program per draw, about 100 bytes each."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()

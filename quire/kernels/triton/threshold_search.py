@@ -1,19 +1,19 @@
 # ruff: noqa: N803, N806
 """The lowest logit that top-k and top-p keep, found without sorting.
 
-A row is cut into groups of 128 neighbouring tokens, and the pass that every draw begins with has left each group's
+A row is cut into groups of 128 adjacent tokens, and the pass that every draw begins with has left each group's
 largest logit (`sampling.py`). Those maxima are an index: a group whose maximum is below a value holds nothing above it,
 and the k-th largest maximum is a lower bound on the k-th largest logit. So the search
 
 1. picks a cut from the maxima alone, such that a few dozen groups reach it;
 2. tallies how many logits, and how much mass, those groups have above the cut. If the threshold is below it (a wide
    nucleus) or too much is left above, it continues with other pivots;
-3. once at most 512 logits lie between two pivots, notes where they are, and bisects the threshold among them
+3. once at most 512 logits are between two pivots, lists where they are, and bisects the threshold among them
    over the ordered bits of a float, which ends at an exact value of a logit.
 
 Most rows read a twentieth of their logits, three times; those with wide nuclei all of them, a few times.
 
-No atomics, and every sum in a fixed order: a row's threshold does not depend on the rows beside it.
+No atomics, and every sum in a fixed order: a row's threshold does not depend on other rows.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LOWEST = tl.constexpr(-3.4028234663852886e38)
 FAR = tl.constexpr(64.0)
 """Nats below the maximum where no mass is left: brackets wider than this are split by bits, not by value."""
 SPAN = tl.constexpr(8)
-"""Neighbouring tokens that are noted as one: 16 bytes of bfloat16, which a thread reads at once."""
+"""Adjacent tokens that are listed as one: 16 bytes of bfloat16, which a thread reads at once."""
 
 
 @triton.jit
@@ -70,7 +70,7 @@ def find_threshold(
             if (right - left > 1) & (worth >= goal):
                 low, high = tl.maximum(_value(left, SHIFT), bottom), _value(right, SHIFT)
                 if noted == 0:
-                    _note_spans(row_logits, peaks, low, high, live, spans, VOCAB, GROUP, TILE, ROOM)
+                    _list_spans(row_logits, peaks, low, high, live, spans, VOCAB, GROUP, TILE, ROOM)
                     noted = 1
                 values = _load_spans(row_logits, spans, low, high, VOCAB, ROOM)
                 weights = tl.exp2((values - best) * scale)
@@ -150,7 +150,7 @@ def _pivots(
     left_value, right_value = _value(left, SHIFT), _value(right, SHIFT)
     width = right_value - left_value
     if passes > 10:
-        # Thirds of the floats there are: slow where values are spread evenly, but it ends whatever they are.
+        # Thirds by bit pattern: slow if values are spread evenly, but it terminates for any values.
         low, high = left + (right - left) // 3, right - (right - left) // 3
     elif width > FAR * temperature:
         # A left end like the lowest float gives no hint: go down by the distance from the best, and more.
@@ -220,7 +220,7 @@ def _tally(
 
 
 @triton.jit
-def _note_spans(
+def _list_spans(
     row_logits, peaks, low, high, live, spans,
     VOCAB: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, ROOM: tl.constexpr,
 ):  # fmt: skip

@@ -1,6 +1,6 @@
 """Tuning tables: which kernel was measured fastest for a shape, by GPU.
 
-A table is a JSON object, one entry a line: {"linear 1 4096x1024 bfloat16": {"kernel": "vector", ..., "us": 3.1}, ...}.
+A table is JSON, one entry per line: {"linear 1 4096x1024 bfloat16": {"kernel": "vector", ..., "us": 3.1}, ...}.
 A key is what was measured (a kind, rows rounded up to a bucket, a shape, a dtype); `skinny_gemm/tuning.py`,
 `moe/tuning.py` and `cublaslt.py` each define their keys and entries. Every GPU has two tables: the one shipped with
 quire, and the user's own, which `quire tune` writes and which takes precedence.
@@ -129,7 +129,7 @@ def read_table(path: Path | None) -> dict[str, Entry]:
 
 
 def write_table(path: Path, table: dict[str, Entry]) -> None:
-    """Write a table, sorted, one entry a line. Atomic: concurrent readers see the old file or the new one."""
+    """Write a table, sorted, one entry per line. Atomic: concurrent readers see the old file or the new one."""
     lines = [f"  {json.dumps(key)}: {json.dumps(table[key])}" for key in sorted(table, key=_sort_key)]
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".tmp")

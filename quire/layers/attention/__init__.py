@@ -1,1 +1,1 @@
-"""Attention over pages: the protocol (`base.py`), and one file a backend."""
+"""Attention over pages: the protocol (`base.py`), and one file per backend."""

@@ -65,8 +65,8 @@ class AttentionInputs:
     groups: GroupInputs | None = None
     """With `rows`: the prefix groups, for a backend that can read shared blocks once (`PrefixGroupBackend`)."""
     last: LastTokens | None = None
-    """If only some hidden states are wanted: a model with `supports_last_tokens` stops computing the other tokens once
-    the keys and values of its last layer are written."""
+    """Set if only some hidden states are needed: a model with `supports_last_tokens` stops computing the other tokens
+    once the keys and values of its last layer are written."""
     plans: dict[Any, Any] = field(default_factory=dict)
     """What a backend computed for this step and needs again in the next layer."""
 
@@ -81,7 +81,7 @@ class AttentionInputs:
 
 @dataclass
 class LastTokens:
-    """The tokens of a step whose hidden states are wanted, each the last of its row."""
+    """The tokens of a step whose hidden states are needed, each the last of its row."""
 
     tokens: torch.Tensor
     """[P]: their indices among the step's tokens."""
@@ -96,7 +96,7 @@ class AttentionBackend(Protocol):
     """Whether its kernels can be captured once and replayed for rows of other lengths."""
 
     def prepare(self, heads: int, kv: torch.Tensor, inputs: AttentionInputs, window: int | None) -> None:
-        """Called in each layer before its keys are written: the place to compute what is needed once a step."""
+        """Called in each layer before its keys are written: the place to compute what is needed once per step."""
         ...
 
     def attend(

@@ -1,4 +1,4 @@
-"""Paged attention on a CPU: one native call a layer (`kernels/cpu/attention.cpp`)."""
+"""Paged attention on a CPU: one native call per layer (`kernels/cpu/attention.cpp`)."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ class TritonPagedAttention(PrefixGroupBackend):
 
     def __init__(self, batch_invariant: bool = False) -> None:
         """`batch_invariant`: a token's bits depend only on its own row. Then all rows go through the prefill kernel,
-        which sums in cache order, whatever the prompt's chunks and the other rows."""
+        which sums in cache order for any chunking of the prompt and any other rows."""
         self._invariant = batch_invariant
         self._kernels: dict[tuple, Any] = {}
 

@@ -1,1 +1,1 @@
-"""How a model's text becomes an answer: thinking split off, tool calls read out. No HTTP, no engine."""
+"""Parses a model's text into reasoning, content and tool calls. No HTTP, no engine."""

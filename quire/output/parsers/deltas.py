@@ -87,7 +87,7 @@ def gather(deltas: Iterable[Delta]) -> ParsedAnswer:
 
 
 def merged(deltas: list[Delta]) -> list[Delta]:
-    """The same with neighbours of one kind joined, so that a piece of text becomes few chunks on the wire."""
+    """The deltas with adjacent ones of one kind joined, so that a piece of text becomes few chunks."""
     if len(deltas) < 2:
         return deltas
     joined: list[Delta] = []

@@ -1,4 +1,4 @@
-"""Incremental parsing, written as if the whole text were there."""
+"""Incremental parsing with generators: a parser is written as if the whole text were available."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class IncrementalParser:
     """Text in, deltas out. A subclass implements `_run`, a generator that yields whenever it needs more text.
 
     `_run` may depend on the characters alone, never on where a piece of text ended: the deltas are then the same
-    however the text was cut. The helpers here ensure that. After `finish` nothing waits, and the end of the text reads
-    as "".
+    however the text was cut. The helpers here ensure that. After `finish` reads do not wait, and past the end they
+    return "".
     """
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class IncrementalParser:
             yield
         return self._text[self._at : self._at + 1]
 
-    def _ahead(self, word: str) -> Reads[bool]:
+    def _is_next(self, word: str) -> Reads[bool]:
         """Whether `word` comes next; takes nothing."""
         while True:
             seen = self._text[self._at : self._at + len(word)]
@@ -77,7 +77,7 @@ class IncrementalParser:
 
     def _take_word(self, word: str) -> Reads[bool]:
         """Move past `word` if it comes next."""
-        if (yield from self._ahead(word)):
+        if (yield from self._is_next(word)):
             self._take(len(word))
             return True
         return False

@@ -1,4 +1,4 @@
-"""Where a model's thinking ends and its answer begins."""
+"""Separates a model's reasoning from its answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tools and tool_choice mean for an answer: how the model hears of them, how it is constrained and parsed."""
+"""tools and tool_choice of a request: their prompt, the constraint on the answer, and its parser."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
 _CALLS = '[{"name": "a tool\'s name", "parameters": {"a parameter": "its value"}}]'
 
 MARKS = (("<tool_call>", "hermes"), ("[TOOL_CALLS]", "mistral"), ("<|python_tag|>", "llama3_json"))
-"""What chat templates write around calls, and the parser of that notation."""
+"""Markers that chat templates write around calls, and the parser of that notation."""
 
 
 class OfferedFunction(Protocol):
@@ -108,7 +108,7 @@ class ToolPlan:
         return make_tool_parser("json" if self.required else self._parser, names)
 
     def constraint(self) -> StructuredOutputsParams | None:
-        """The form that enforces required calls. On one line: weak models emit line breaks without end."""
+        """The structured output that enforces required calls. On one line: weak models emit endless line breaks."""
         schema: dict[str, Any] | None = None
         if self.named is not None:
             schema = next(each for each in self._functions if each.name == self.named).parameters or NO_PARAMETERS
@@ -129,12 +129,12 @@ class ToolPlan:
         return tool_preamble(self._functions, how)
 
     def finish_reason(self, reason: str, calls: int) -> str:
-        """As OpenAI defines it: a call that was required by name ends like any other answer."""
+        """The finish reason in OpenAI's terms: "tool_calls" after calls, unless the call was required by name."""
         return "tool_calls" if calls and reason == "stop" and self.named is None else reason
 
 
 def _calls_schema(functions: list[OfferedFunction], parallel: bool) -> dict[str, Any]:
-    """A list of calls of these functions."""
+    """The JSON schema of a list of calls of these functions."""
     definitions: dict[str, Any] = {}
     calls = []
     for function in functions:
@@ -163,9 +163,9 @@ def tool_preamble(functions: Sequence[OfferedFunction], how: str) -> str:
 
 
 def with_preamble(messages: Sequence[dict[str, Any]], preamble: str, role: str) -> list[dict[str, Any]]:
-    """The conversation with the preamble in its first message of this role, or as a first message of its own.
+    """The conversation with the preamble in its first message of this role, or in a new first message.
 
-    After the text of a system message, but before that of a user message, which it introduces.
+    It is appended to a system message and prepended to a user message.
     """
     extended = [dict(message) for message in messages]
     at = next((index for index, message in enumerate(extended) if message.get("role") == role), None)

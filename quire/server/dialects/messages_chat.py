@@ -8,14 +8,14 @@ import msgspec
 
 from quire.server.errors import as_decode_error, bad_request
 from quire.server.protocol.chat import (
+    ChatFunction,
+    ChatMessage,
     ChatRequest,
-    Function,
+    ChatTool,
     FunctionCall,
     FunctionName,
-    Message,
     MessageToolCall,
     NamedTool,
-    Tool,
 )
 from quire.server.protocol.messages import (
     ANTHROPIC_BLOCKS,
@@ -67,13 +67,13 @@ def as_chat(request: CountTokensRequest) -> ChatRequest:
     return chat
 
 
-def _messages(request: CountTokensRequest) -> list[Message]:
+def _messages(request: CountTokensRequest) -> list[ChatMessage]:
     messages = []
     system = request.system
     if isinstance(system, list):
         system = "\n\n".join(block.text for block in system)
     if system:
-        messages.append(Message(role="system", content=system))
+        messages.append(ChatMessage(role="system", content=system))
     for index, message in enumerate(request.messages):
         where = f"messages[{index}].content"
         blocks = _blocks(message, where)
@@ -107,7 +107,7 @@ def _block(block: dict[str, Any], where: str) -> Any:
         raise bad_request(f"{where}: {wrong.message}", f"{where}.{wrong.param}" if wrong.param else where) from None
 
 
-def _assistant(blocks: list[Any], where: str) -> Message:
+def _assistant(blocks: list[Any], where: str) -> ChatMessage:
     """Reasoning, text and calls as one message."""
     texts, thoughts, calls = [], [], []
     for index, block in enumerate(blocks):
@@ -122,7 +122,7 @@ def _assistant(blocks: list[Any], where: str) -> Message:
             raise bad_request(
                 f"{where}[{index}] is a tool_result, which only a user message may have", f"{where}[{index}]"
             )
-    return Message(
+    return ChatMessage(
         role="assistant",
         content="".join(texts) if texts or not calls else None,
         reasoning="\n".join(thoughts) or None,
@@ -130,21 +130,21 @@ def _assistant(blocks: list[Any], where: str) -> Message:
     )
 
 
-def _user_messages(role: str, blocks: list[Any], where: str) -> list[Message]:
+def _user_messages(role: str, blocks: list[Any], where: str) -> list[ChatMessage]:
     """Tool results and text as messages, in order."""
-    messages: list[Message] = []
+    messages: list[ChatMessage] = []
     for index, block in enumerate(blocks):
         if isinstance(block, AnthropicToolResultBlock):
             text = _result_text(block, f"{where}[{index}].content")
-            messages.append(Message(role="tool", content=text, tool_call_id=block.tool_use_id))
+            messages.append(ChatMessage(role="tool", content=text, tool_call_id=block.tool_use_id))
         elif isinstance(block, AnthropicTextBlock):
             if messages and messages[-1].role == role:
                 messages[-1].content = f"{messages[-1].content}\n{block.text}"
             else:
-                messages.append(Message(role=role, content=block.text))
+                messages.append(ChatMessage(role=role, content=block.text))
         elif block is not None:
             raise bad_request(f"{where}[{index}] is a {block.type}, which only an assistant message may have", where)
-    return messages or [Message(role=role, content="")]
+    return messages or [ChatMessage(role=role, content="")]
 
 
 def _result_text(block: AnthropicToolResultBlock, where: str) -> str:
@@ -159,10 +159,10 @@ def _result_text(block: AnthropicToolResultBlock, where: str) -> str:
     return f"Error: {text}" if block.is_error else text
 
 
-def _tools(request: CountTokensRequest) -> list[Tool] | None:
+def _tools(request: CountTokensRequest) -> list[ChatTool] | None:
     return [
-        Tool(
-            function=Function(
+        ChatTool(
+            function=ChatFunction(
                 name=tool.name, description=tool.description, parameters=tool.input_schema, strict=tool.strict
             )
         )

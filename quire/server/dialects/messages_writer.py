@@ -47,7 +47,7 @@ class MessageWriter:
         """Begin the answer."""
         empty = msgspec.structs.replace(self.message, content=[], usage=as_usage(usage))
         self._events += [AnthropicMessageStart(empty), AnthropicPing()]
-        return self._take()
+        return self._take_events()
 
     def write(self, deltas: Sequence[Delta]) -> list[AnthropicEvent]:
         """Add to the answer."""
@@ -65,7 +65,7 @@ class MessageWriter:
                 self._add_delta(delta.text, AnthropicInputDelta(delta.text))
             elif isinstance(delta, CallEnd):
                 self._end()
-        return self._take()
+        return self._take_events()
 
     def finish(self, reason: str | None, stop: int | str | None, usage: Usage) -> list[AnthropicEvent]:
         """End the answer, with OpenAI's finish reason and the stop string or token, if any."""
@@ -81,7 +81,7 @@ class MessageWriter:
         message.usage = as_usage(usage)
         ending = AnthropicMessageEnd(message.stop_reason, message.stop_sequence)
         self._events += [AnthropicMessageDelta(ending, message.usage), AnthropicMessageStop()]
-        return self._take()
+        return self._take_events()
 
     def _ensure_block(self, kind: type, fresh: AnthropicAnswerBlock) -> None:
         """Open a block of this kind unless one is open."""
@@ -109,13 +109,13 @@ class MessageWriter:
             block.thinking = text
             self._events.append(AnthropicBlockDelta(self._index, AnthropicSignatureDelta("")))
         else:
-            arguments = _parsed(text)
+            arguments = _parse_arguments(text)
             block = None if arguments is None else msgspec.structs.replace(block, input=arguments)
         if block is not None:  # a call with incomplete arguments must not be run
             self.message.content.append(block)
         self._events.append(AnthropicBlockStop(self._index))
 
-    def _take(self) -> list[AnthropicEvent]:
+    def _take_events(self) -> list[AnthropicEvent]:
         events, self._events = self._events, []
         return events
 
@@ -132,7 +132,7 @@ def as_tool_use_id(call_id: str) -> str:
     return f"toolu_{call_id.removeprefix('call_')}" if call_id.startswith("call_") else call_id
 
 
-def _parsed(arguments: str) -> dict[str, Any] | None:
+def _parse_arguments(arguments: str) -> dict[str, Any] | None:
     try:
         parsed = msgspec.json.decode(arguments) if arguments else {}
     except msgspec.DecodeError:

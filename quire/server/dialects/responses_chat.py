@@ -8,14 +8,14 @@ import msgspec
 
 from quire.server.errors import as_decode_error, bad_request
 from quire.server.protocol.chat import (
+    ChatFunction,
+    ChatMessage,
     ChatRequest,
-    Function,
+    ChatTool,
     FunctionCall,
     FunctionName,
-    Message,
     MessageToolCall,
     NamedTool,
-    Tool,
 )
 from quire.server.protocol.responses import (
     INPUT_ITEMS,
@@ -58,7 +58,7 @@ def as_chat(request: ResponsesRequest, max_model_len: int) -> ChatRequest:
     return chat
 
 
-def _messages(request: ResponsesRequest) -> list[Message]:
+def _messages(request: ResponsesRequest) -> list[ChatMessage]:
     conversation = _Conversation()
     if request.instructions is not None:
         conversation.add_text("system", request.instructions)
@@ -93,7 +93,7 @@ class _Conversation:
     """Builds messages from items: consecutive reasoning, text and calls of the assistant become one message."""
 
     def __init__(self) -> None:
-        self.messages: list[Message] = []
+        self.messages: list[ChatMessage] = []
         self._reasoning: list[str] = []
 
     def add(self, item: Any, where: str) -> None:
@@ -105,7 +105,7 @@ class _Conversation:
             message.tool_calls = [*(message.tool_calls or ()), call]
         elif isinstance(item, ResponseInputCallOutput):
             text = _text(item.output, f"{where}.output")
-            self.messages.append(Message(role="tool", content=text, tool_call_id=item.call_id))
+            self.messages.append(ChatMessage(role="tool", content=text, tool_call_id=item.call_id))
         elif isinstance(item, ResponseInputMessage):
             self.add_text(item.role, _text(item.content, f"{where}.content"))
 
@@ -116,18 +116,18 @@ class _Conversation:
             message.content = text if message.content is None else f"{message.content}{text}"
             return
         self._reasoning.clear()  # reasoning without an answer
-        role = "system" if role == "developer" else role  # the role that templates know
+        role = "system" if role == "developer" else role  # the role that templates support
         last = self.messages[-1] if self.messages else None
         if role == "system" and last is not None and last.role == "system":
             last.content = f"{last.content}\n\n{text}"  # many templates accept only one, at the beginning
             return
-        self.messages.append(Message(role=role, content=text))
+        self.messages.append(ChatMessage(role=role, content=text))
 
-    def _assistant(self) -> Message:
+    def _assistant(self) -> ChatMessage:
         """The assistant's message being built."""
         last = self.messages[-1] if self.messages else None
         if last is None or last.role != "assistant" or self._reasoning:
-            last = Message(role="assistant", reasoning="\n".join(self._reasoning) or None)
+            last = ChatMessage(role="assistant", reasoning="\n".join(self._reasoning) or None)
             self._reasoning.clear()
             self.messages.append(last)
         return last
@@ -164,10 +164,10 @@ def _response_format(request: ResponsesRequest) -> ResponseFormat | None:
     return ResponseFormat(type="json_schema", json_schema=schema)
 
 
-def _tools(request: ResponsesRequest) -> list[Tool] | None:
+def _tools(request: ResponsesRequest) -> list[ChatTool] | None:
     return [
-        Tool(
-            function=Function(
+        ChatTool(
+            function=ChatFunction(
                 name=tool.name, description=tool.description, parameters=tool.parameters, strict=tool.strict
             )
         )

@@ -31,10 +31,10 @@ from quire.server.protocol.response_events import (
     ResponseTextDone,
 )
 from quire.server.protocol.responses import (
-    Response,
     ResponseFailure,
     ResponseIncompleteDetails,
     ResponseInputTokensDetails,
+    ResponseObject,
     ResponseOutputCall,
     ResponseOutputItem,
     ResponseOutputMessage,
@@ -48,14 +48,14 @@ from quire.server.protocol.responses import (
 from quire.server.protocol.sampling import given_scalars
 
 
-def new_response(request: ResponsesRequest, response_id: str, created: int, model: str) -> Response:
+def new_response(request: ResponsesRequest, response_id: str, created: int, model: str) -> ResponseObject:
     """An empty response, with the request's parameters."""
     text = {"format": {"type": "text"}}
     if request.text is not None and request.text.format is not None:
         given = msgspec.structs.asdict(request.text.format)
         text = {"format": {name: value for name, value in given.items() if value is not None}}
     scalars = given_scalars(request)
-    return Response(
+    return ResponseObject(
         id=response_id,
         created_at=created,
         model=model,
@@ -79,7 +79,7 @@ def new_response(request: ResponsesRequest, response_id: str, created: int, mode
 class ResponseWriter:
     """Builds a response from deltas and returns the events of each change, which are ignored without streaming."""
 
-    def __init__(self, response: Response) -> None:
+    def __init__(self, response: ResponseObject) -> None:
         self.response = response
         self._events: list[ResponseEvent] = []
         self._sequence = 0
@@ -92,7 +92,7 @@ class ResponseWriter:
     def start(self) -> list[ResponseEvent]:
         """Begin the answer."""
         self._emit(ResponseCreated(response=self._snapshot()), ResponseInProgress(response=self._snapshot()))
-        return self._take()
+        return self._take_events()
 
     def write(self, deltas: Sequence[Delta], logprobs: Sequence[TokenLogprob] = ()) -> list[ResponseEvent]:
         """Add to the answer; `logprobs`: of the tokens that made these deltas."""
@@ -111,7 +111,7 @@ class ResponseWriter:
                 self._close("completed" if delta.complete else "incomplete")
         if deltas:
             self._pending.clear()  # only message text has logprobs
-        return self._take()
+        return self._take_events()
 
     def finish(self, reason: str | None, usage: Usage) -> list[ResponseEvent]:
         """End the answer, with the finish reason of chat completions."""
@@ -129,14 +129,14 @@ class ResponseWriter:
             response.status = "incomplete"
             response.incomplete_details = ResponseIncompleteDetails("max_output_tokens")
             self._emit(ResponseIncomplete(response=self._snapshot()))
-        return self._take()
+        return self._take_events()
 
     def fail(self, error: ApiError) -> list[ResponseEvent]:
         """End the answer with an error."""
         self.response.status = "failed"
         self.response.error = ResponseFailure(_error_code(error), error.message)
         self._emit(ResponseFailed(response=self._snapshot()))
-        return self._take()
+        return self._take_events()
 
     # Items
 
@@ -209,11 +209,11 @@ class ResponseWriter:
             self._sequence += 1
             self._events.append(event)
 
-    def _take(self) -> list[ResponseEvent]:
+    def _take_events(self) -> list[ResponseEvent]:
         events, self._events = self._events, []
         return events
 
-    def _snapshot(self) -> Response:
+    def _snapshot(self) -> ResponseObject:
         return msgspec.structs.replace(self.response, output=list(self.response.output))
 
 

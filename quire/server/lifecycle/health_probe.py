@@ -14,7 +14,7 @@ IDLE_SECONDS = 2.0
 
 
 class HealthReporter(Protocol):
-    """What can be probed: `AsyncLLM`, or one of its replicas."""
+    """An engine that can be probed: `AsyncLLM`, or one of its replicas."""
 
     @property
     def num_open_requests(self) -> int: ...

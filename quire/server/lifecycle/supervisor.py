@@ -40,7 +40,7 @@ class Health:
 
 
 class SupervisedEngine(HealthReporter, Protocol):
-    """What is supervised: `AsyncLLM`, or one of its replicas."""
+    """A supervised engine: `AsyncLLM`, or one of its replicas."""
 
     is_shut: bool
 

@@ -1,4 +1,4 @@
-"""Metrics of each engine: those it reports, asked for with a timeout, and those the front process knows."""
+"""Metrics of each engine: those it reports, queried with a timeout, and those of the front process."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Values = tuple[Sequence[str], dict[Labels, Any]]
 
 
 class MetricsSource(Protocol):
-    """What metrics need of an engine."""
+    """An engine that reports metrics."""
 
     @property
     def info(self) -> EngineInfo: ...
@@ -39,7 +39,7 @@ class MetricsSource(Protocol):
 
 
 class MeasuredReplica(MetricsSource, Protocol):
-    """What metrics need of one of several engines."""
+    """One of several engines, with the router's view of it."""
 
     number: int
     router_feed: RouterFeed | None
@@ -55,24 +55,24 @@ class RestartCounter(Protocol):
 class LatestMetrics:
     """The last metrics the engine reported. Concurrent readers share one query."""
 
-    def __init__(self, ask: Callable[[], Awaitable[list[Metric]]]) -> None:
-        self._ask = ask
-        self._asking: asyncio.Task[None] | None = None
-        self.known: dict[str, Metric] = {}
+    def __init__(self, query: Callable[[], Awaitable[list[Metric]]]) -> None:
+        self._query = query
+        self._querying: asyncio.Task[None] | None = None
+        self.by_name: dict[str, Metric] = {}
         """By name, without a prefix."""
 
     async def refresh(self, seconds: float = REPORT_TIMEOUT_SECONDS) -> None:
         """Query the engine. If it is dead or does not answer in time, the last metrics stay."""
-        if self._asking is None or self._asking.done():
-            self._asking = asyncio.ensure_future(self._read())
-        await asyncio.wait([self._asking], timeout=seconds)
+        if self._querying is None or self._querying.done():
+            self._querying = asyncio.ensure_future(self._read())
+        await asyncio.wait([self._querying], timeout=seconds)
 
     async def _read(self) -> None:
         try:
-            metrics = await self._ask()
+            metrics = await self._query()
         except QuireError:  # dead; the last metrics stay
             return
-        self.known = {metric.name.partition(":")[2]: metric for metric in metrics}
+        self.by_name = {metric.name.partition(":")[2]: metric for metric in metrics}
 
 
 class EngineMetrics:
@@ -92,8 +92,8 @@ class EngineMetrics:
         """A metric's values."""
         match spec.name:
             case "cache_config_info":
-                facts = self._cache_info()
-                return tuple(facts), {tuple(facts.values()): 1.0}
+                labels = self._cache_info()
+                return tuple(labels), {tuple(labels.values()): 1.0}
             case "engine_up":
                 return (), {(): 0.0 if self._engine.errored else 1.0}
             case "engine_restarts":
@@ -104,7 +104,7 @@ class EngineMetrics:
         return spec.labels, self._reported(spec)
 
     def _reported(self, spec: MetricSpec) -> dict[Labels, Any]:
-        metric = self._latest.known.get(spec.name)
+        metric = self._latest.by_name.get(spec.name)
         if spec.labels:
             return {} if metric is None else dict(metric.series)
         if spec.kind != "histogram":
@@ -116,17 +116,17 @@ class EngineMetrics:
         return {(): histogram}
 
     def _value(self, name: str) -> float:
-        metric = self._latest.known.get(name)
+        metric = self._latest.by_name.get(name)
         return 0.0 if metric is None or (self._engine.errored and name in GONE_WITH_ENGINE) else metric.value
 
     def _cache_info(self) -> dict[str, str]:
-        facts, config = self._engine.info, self._config
+        engine, config = self._engine.info, self._config
         info = {
-            "block_size": facts.block_size,
-            "num_gpu_blocks": facts.num_blocks,
-            "kv_cache_size_tokens": facts.cache_tokens,
-            "kv_cache_max_concurrency": round(facts.cache_tokens / facts.max_model_len, 2),
-            "kv_cache_memory_bytes": facts.kv_bytes,
+            "block_size": engine.block_size,
+            "num_gpu_blocks": engine.num_blocks,
+            "kv_cache_size_tokens": engine.cache_tokens,
+            "kv_cache_max_concurrency": round(engine.cache_tokens / engine.max_model_len, 2),
+            "kv_cache_memory_bytes": engine.kv_bytes,
             "gpu_memory_utilization": config.gpu_memory_utilization,
             "cache_dtype": config.kv_cache_dtype,
             "enable_prefix_caching": config.enable_prefix_caching,

@@ -34,7 +34,7 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object per line. A record's `fields` are added beside the message."""
+    """One JSON object per line, with the record's `fields` besides the message."""
 
     def format(self, record: logging.LogRecord) -> str:
         at = datetime.datetime.fromtimestamp(record.created, datetime.timezone.utc)

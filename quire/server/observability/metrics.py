@@ -26,7 +26,7 @@ from quire.messages.metric_table import (
     bounds_by_length,
 )
 from quire.messages.pooling import PoolingParams
-from quire.output.times import TokenTimes
+from quire.output.processor import TokenTimes
 from quire.router.router import ReplicaLoadStats
 from quire.server.observability.engine_metrics import (
     PER_ENGINE,
@@ -55,7 +55,7 @@ Family = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
 
 
 class MeasuredEngine(MetricsSource, Protocol):
-    """What metrics need of the engine, or of all engines together; `AsyncLLM` has it."""
+    """The engine, or all engines together; `AsyncLLM` implements it."""
 
     config: EngineConfig
 

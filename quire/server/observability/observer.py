@@ -13,7 +13,7 @@ to the engine makes a `GenerationRecord`:
     finally:
         record.on_finish()  # no effect if it has finished; a request left before its last output was aborted
 
-A streamed token costs one assignment here: token times are taken where tokens arrive (`quire.output.times`).
+A streamed token costs one assignment here: token times are taken where tokens arrive (`quire.output.processor`).
 """
 
 from __future__ import annotations

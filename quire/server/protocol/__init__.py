@@ -1,1 +1,1 @@
-"""Bodies of requests and answers: what they hold, and nothing of what is done with them."""
+"""Request and response bodies as structs, with the checks that types cannot express."""

@@ -10,7 +10,7 @@ from msgspec import UNSET, UnsetType
 
 from quire.server.errors import bad_request
 from quire.server.protocol.common import HINTS, Body, RequestTimings, Usage, check_depth
-from quire.server.protocol.sampling import GenerationFields, form_names
+from quire.server.protocol.sampling import GenerationFields, structured_output_names
 from quire.server.protocol.values import (
     NOT_EMPTY,
     Logprobs,
@@ -42,7 +42,7 @@ class MessageToolCall(Body):
     index: int | None = None
 
 
-class Message(Body):
+class ChatMessage(Body):
     """One message of a conversation."""
 
     role: Name
@@ -75,7 +75,7 @@ class Message(Body):
         return fields
 
 
-class Function(Body):
+class ChatFunction(Body):
     """A tool's name, description, and parameters as a JSON schema."""
 
     name: Name
@@ -84,10 +84,10 @@ class Function(Body):
     strict: bool | None = None
 
 
-class Tool(Body):
+class ChatTool(Body):
     """A tool the model may call."""
 
-    function: Function
+    function: ChatFunction
     type: Literal["function"] = "function"
 
 
@@ -112,12 +112,12 @@ class ChatRequest(GenerationFields, kw_only=True):
         "add_special_tokens": (False,),
     }
 
-    messages: Annotated[list[Message], NOT_EMPTY]
+    messages: Annotated[list[ChatMessage], NOT_EMPTY]
     max_tokens: OutputLimit | None = None
     max_completion_tokens: OutputLimit | None = None
     logprobs: bool | None = None
     top_logprobs: Logprobs | None = None
-    tools: Annotated[list[Tool], schema(minItems=1, maxItems=MAX_TOOLS)] | None = None
+    tools: Annotated[list[ChatTool], schema(minItems=1, maxItems=MAX_TOOLS)] | None = None
     tool_choice: Union[ToolChoice, NamedTool, None] = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
@@ -148,9 +148,9 @@ class ChatRequest(GenerationFields, kw_only=True):
         return {**named, **super().client_names}
 
     @property
-    def _form_names(self) -> Mapping[str, str]:
-        of_tools = {} if self.structured_outputs is not None else form_names("tools", "tools")
-        return super()._form_names or of_tools
+    def _structured_output_names(self) -> Mapping[str, str]:
+        of_tools = {} if self.structured_outputs is not None else structured_output_names("tools", "tools")
+        return super()._structured_output_names or of_tools
 
     def check_fields(self) -> None:
         """Check what the types cannot express; raises 400."""

@@ -1,4 +1,4 @@
-"""What the bodies of all routes have in common."""
+"""What the request and response bodies of all routes share."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import msgspec
 
 from quire.messages.outputs import RequestMetrics, RequestOutput
 from quire.server.errors import bad_request
+from quire.server.protocol.values import Prompt
 
 MAX_JSON_DEPTH = 64
 """Nesting levels allowed in free-form JSON (schemas, tool parameters)."""
@@ -47,8 +48,8 @@ HINTS: Mapping[str, str] = {
 
 
 class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A request's body. Unknown fields are refused, null is always the default, and a field of type None is one that
-    clients know and this server refuses."""
+    """A request's body. Unknown fields are refused, null always means the default, and a field of type None is
+    one that other servers accept and this one refuses."""
 
     hints: ClassVar[Mapping[str, str]] = HINTS
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
@@ -56,7 +57,7 @@ class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def client_names(self) -> Mapping[str, str]:
-        """Internal field names, and what the client calls them: errors use the client's names."""
+        """Maps internal field names to the client's, which errors use."""
         return {}
 
     def check_neutral(self) -> None:
@@ -135,3 +136,24 @@ def check_depth(name: str, value: Any) -> None:
             elif isinstance(item, list):
                 inner.extend(child for child in item if isinstance(child, (dict, list)))
         level = inner
+
+
+def check_scheduling(timeout: float | None, priority: int | None) -> None:
+    """Raise 400 for a timeout or a priority out of range."""
+    if timeout is not None and timeout <= 0:
+        raise bad_request(f"timeout must be above 0 seconds, got {timeout}", "timeout")
+    if priority is not None and not -(2**31) <= priority < 2**31:
+        raise bad_request("priority must fit in 32 bits", "priority")
+
+
+def prompt_list(given: Prompt, field: str) -> list[str | list[int]]:
+    """One or several prompts as a list; `field` is named in errors."""
+    if isinstance(given, str):
+        return [given]
+    if not given:
+        raise bad_request(f"{field} is an empty list", field)
+    if all(isinstance(item, int) for item in given):
+        return [given]  # type: ignore[list-item]
+    if all(isinstance(item, str) for item in given) or all(isinstance(item, list) for item in given):
+        return given  # type: ignore[return-value]
+    raise bad_request(f"{field} must be text, token ids, or a list of one of the two", field)

@@ -9,7 +9,7 @@ from msgspec import UNSET, UnsetType
 
 from quire.server.errors import bad_request
 from quire.server.protocol.chat import PromptLogprob
-from quire.server.protocol.common import RequestTimings, Usage
+from quire.server.protocol.common import RequestTimings, Usage, prompt_list
 from quire.server.protocol.sampling import GenerationFields
 from quire.server.protocol.values import Logprobs, Prompt, WithinContext
 
@@ -51,16 +51,7 @@ class CompletionRequest(GenerationFields, kw_only=True):
     @property
     def prompts(self) -> list[str | list[int]]:
         """The prompts as a list."""
-        given = self.prompt
-        if isinstance(given, str):
-            return [given]
-        if not given:
-            raise bad_request("prompt is an empty list", "prompt")
-        if all(isinstance(item, int) for item in given):
-            return [given]  # type: ignore[list-item]
-        if all(isinstance(item, str) for item in given) or all(isinstance(item, list) for item in given):
-            return given  # type: ignore[return-value]
-        raise bad_request("prompt must be text, token ids, or a list of one of the two", "prompt")
+        return prompt_list(self.prompt, "prompt")
 
 
 class CompletionLogprobs(msgspec.Struct):

@@ -9,7 +9,7 @@ import msgspec
 
 from quire.messages.pooling import PoolingParams
 from quire.server.errors import bad_request
-from quire.server.protocol.common import HINTS, Body, Usage
+from quire.server.protocol.common import HINTS, Body, Usage, check_scheduling, prompt_list
 from quire.server.protocol.values import ModelName, Positive, Priority, Prompt, RequestId, Seconds, Truncation
 
 MAX_INPUTS = 2048
@@ -60,26 +60,14 @@ class EmbeddingRequest(Body):
 
     def check_fields(self) -> None:
         """Check what the types cannot express; raises 400."""
-        if self.timeout is not None and self.timeout <= 0:
-            raise bad_request(f"timeout must be above 0 seconds, got {self.timeout}", "timeout")
-        if self.priority is not None and not -(2**31) <= self.priority < 2**31:
-            raise bad_request("priority must fit in 32 bits", "priority")
+        check_scheduling(self.timeout, self.priority)
         if len(self.inputs) > MAX_INPUTS:
             raise bad_request(f"input has {len(self.inputs)} entries; at most {MAX_INPUTS}", "input")
 
     @property
     def inputs(self) -> list[str | list[int]]:
         """The inputs as a list."""
-        given = self.input
-        if isinstance(given, str):
-            return [given]
-        if not given:
-            raise bad_request("input is an empty list", "input")
-        if all(isinstance(item, int) for item in given):
-            return [given]  # type: ignore[list-item]
-        if all(isinstance(item, str) for item in given) or all(isinstance(item, list) for item in given):
-            return given  # type: ignore[return-value]
-        raise bad_request("input must be text, token ids, or a list of one of the two", "input")
+        return prompt_list(self.input, "input")
 
     @property
     def pooling_params(self) -> PoolingParams:

@@ -9,7 +9,7 @@ import msgspec
 
 from quire.server.errors import ApiError, bad_request
 from quire.server.protocol.common import HINTS, Body, check_depth
-from quire.server.protocol.sampling import form_names, with_scalars
+from quire.server.protocol.sampling import structured_output_names, with_scalars
 from quire.server.protocol.values import (
     NOT_EMPTY,
     ModelName,
@@ -167,9 +167,9 @@ class CountTokensRequest(Body):
     def client_names(self) -> Mapping[str, str]:
         is_form = self.output_config is not None and self.output_config.format is not None
         form = (
-            form_names("output_config.format", "output_config.format.schema")
+            structured_output_names("output_config.format", "output_config.format.schema")
             if is_form
-            else form_names("tools", "tools")
+            else structured_output_names("tools", "tools")
         )
         return {"stop": "stop_sequences", "prompt": "messages", **form}
 

@@ -8,7 +8,7 @@ import msgspec
 
 from quire.server.protocol.chat import TokenLogprob
 from quire.server.protocol.responses import (
-    Response,
+    ResponseObject,
     ResponseOutputItem,
     ResponseOutputReasoningText,
     ResponseOutputText,
@@ -28,23 +28,23 @@ class ResponseEvent(msgspec.Struct, tag_field="type", kw_only=True):
 
 
 class ResponseCreated(ResponseEvent, tag="response.created", kw_only=True):
-    response: Response
+    response: ResponseObject
 
 
 class ResponseInProgress(ResponseEvent, tag="response.in_progress", kw_only=True):
-    response: Response
+    response: ResponseObject
 
 
 class ResponseCompleted(ResponseEvent, tag="response.completed", kw_only=True):
-    response: Response
+    response: ResponseObject
 
 
 class ResponseIncomplete(ResponseEvent, tag="response.incomplete", kw_only=True):
-    response: Response
+    response: ResponseObject
 
 
 class ResponseFailed(ResponseEvent, tag="response.failed", kw_only=True):
-    response: Response
+    response: ResponseObject
 
 
 class ResponseItemAdded(ResponseEvent, tag="response.output_item.added", kw_only=True):

@@ -10,7 +10,7 @@ import msgspec
 from quire.server.errors import bad_request
 from quire.server.protocol.chat import TokenLogprob
 from quire.server.protocol.common import HINTS, Body, check_depth
-from quire.server.protocol.sampling import StructuredOutputs, form_names, with_scalars
+from quire.server.protocol.sampling import StructuredOutputs, structured_output_names, with_scalars
 from quire.server.protocol.values import (
     NOT_EMPTY,
     AllowedTokens,
@@ -231,13 +231,13 @@ class ResponsesRequest(Body):
     def client_names(self) -> Mapping[str, str]:
         limit = dict.fromkeys(("max_tokens", "max_completion_tokens"), "max_output_tokens")
         given = dict.fromkeys(("prompt", "messages"), "input")
-        return {**limit, **given, "logprobs": "top_logprobs", **self._form_names}
+        return {**limit, **given, "logprobs": "top_logprobs", **self._structured_output_names}
 
     @property
-    def _form_names(self) -> Mapping[str, str]:
+    def _structured_output_names(self) -> Mapping[str, str]:
         if self.text is not None and self.text.format is not None and self.text.format.type != "text":
-            return form_names("text.format", "text.format.schema")
-        return {} if self.structured_outputs is not None else form_names("tools", "tools")
+            return structured_output_names("text.format", "text.format.schema")
+        return {} if self.structured_outputs is not None else structured_output_names("tools", "tools")
 
     def check_fields(self) -> None:
         """Check what the types cannot express; raises 400."""
@@ -339,7 +339,7 @@ class ResponseIncompleteDetails(msgspec.Struct):
     reason: str
 
 
-class Response(msgspec.Struct, kw_only=True):
+class ResponseObject(msgspec.Struct, kw_only=True):
     """The response, whole or so far."""
 
     id: str

@@ -1,4 +1,4 @@
-"""Fields that say how text is generated, shared by every route that generates some."""
+"""Generation parameters, shared by every route that generates text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import msgspec
 from quire.messages.beams import BeamSearchParams
 from quire.messages.sampling import SCALARS, RequestOutputKind, SamplingParams, Scalar, StructuredOutputsParams
 from quire.server.errors import bad_request
-from quire.server.protocol.common import Body, check_depth
+from quire.server.protocol.common import Body, check_depth, check_scheduling
 from quire.server.protocol.values import (
     AllowedTokens,
     LogitBias,
@@ -53,7 +53,7 @@ _NOT_IN_SEARCHES: Mapping[str, tuple[Any, ...]] = {
         ("prompt_logprobs", "allowed_token_ids", "truncate_prompt_tokens", "structured_outputs", "vllm_xargs"), ()
     ),
 }
-"""Fields that a beam search refuses, and the values of them without effect."""
+"""Fields that a beam search refuses, and their values without effect, which it accepts."""
 
 
 def with_scalars(body: type[AnyBody]) -> type[AnyBody]:
@@ -71,7 +71,7 @@ def given_scalars(body: Body) -> dict[str, Any]:
 
 
 def _describe(scalar: Scalar) -> msgspec.Meta:
-    """What the OpenAPI document says of a scalar; its range is checked by `SamplingParams`."""
+    """A scalar's OpenAPI description; its range is checked by `SamplingParams`."""
     schema = {"exclusiveMinimum" if scalar.excludes_low else "minimum": scalar.low}
     if scalar.high is not None:
         schema["maximum"] = scalar.high
@@ -79,14 +79,14 @@ def _describe(scalar: Scalar) -> msgspec.Meta:
 
 
 class StreamOptions(Body):
-    """What a stream reports beside its text."""
+    """What a stream reports besides text."""
 
     include_usage: bool | None = None
     """Usage in a separate last chunk."""
     continuous_usage_stats: bool | None = None
     """Usage in every chunk."""
     include_obfuscation: bool | None = None
-    """Accepted and ignored."""
+    """Accepted, without effect."""
 
 
 class StructuredOutputs(Body):
@@ -104,7 +104,7 @@ class StructuredOutputs(Body):
 
 
 class JsonSchemaFormat(Body):
-    """A schema under a name."""
+    """A named JSON schema."""
 
     name: str | None = None
     description: str | None = None
@@ -124,7 +124,7 @@ class ResponseFormat(Body):
 
 @with_scalars
 class GenerationFields(Body):
-    """What chat and plain completions have in common."""
+    """Fields of both chat completions and completions."""
 
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "best_of": (1,),
@@ -167,7 +167,7 @@ class GenerationFields(Body):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     return_metrics: bool | None = None
-    """The answer has the request's metrics: times, cached tokens, preemptions."""
+    """Return the request's metrics: times, cached tokens, preemptions."""
     vllm_xargs: dict[str, Any] | None = None
     """Parameters of custom logits processors."""
 
@@ -183,20 +183,20 @@ class GenerationFields(Body):
     service_tier: str | None = None
 
     use_beam_search: bool | None = None
-    """The answer is the `n` likeliest texts, best first, found by a beam search of that width."""
+    """Return the `n` likeliest texts, best first, found by a beam search of that width."""
     length_penalty: Power | None = None
     """How that search weighs length: above 0 favours long texts, below 0 short ones."""
 
     @property
     def client_names(self) -> Mapping[str, str]:
-        return {**({} if self.session_id is None else session_names("session_id")), **self._form_names}
+        return {**({} if self.session_id is None else session_names("session_id")), **self._structured_output_names}
 
     @property
-    def _form_names(self) -> Mapping[str, str]:
+    def _structured_output_names(self) -> Mapping[str, str]:
         wanted = self.response_format
         if wanted is None or wanted.type == "text":
             return {}
-        return form_names("response_format", "response_format.json_schema.schema")
+        return structured_output_names("response_format", "response_format.json_schema.schema")
 
     @property
     def include_usage(self) -> bool:
@@ -207,16 +207,13 @@ class GenerationFields(Body):
         return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
     def check_fields(self) -> None:
-        """Checks beyond the fields' types."""
+        """Check what the types cannot express; raises 400."""
         self.check_neutral()
         if self.stream_options is not None and not self.stream:
             raise bad_request("stream_options needs stream=true", "stream_options")
         if self.stream and self.prompt_logprobs is not None:
             raise bad_request("prompt_logprobs are not streamed; leave stream out", "prompt_logprobs")
-        if self.timeout is not None and self.timeout <= 0:
-            raise bad_request(f"timeout must be above 0 seconds, got {self.timeout}", "timeout")
-        if self.priority is not None and not -(2**31) <= self.priority < 2**31:
-            raise bad_request("priority must fit in 32 bits", "priority")
+        check_scheduling(self.timeout, self.priority)
         for name in ("metadata", "vllm_xargs"):
             check_depth(name, getattr(self, name))
         try:
@@ -234,16 +231,16 @@ class GenerationFields(Body):
         for name, neutral in _NOT_IN_SEARCHES.items():
             value = getattr(self, name)
             if value is not None and value not in neutral:
-                raise bad_request(f"{name}={value!r} means nothing with use_beam_search: leave it out", name)
+                raise bad_request(f"{name}={value!r} is not supported with use_beam_search: leave it out", name)
 
 
 def session_names(field: str) -> Mapping[str, str]:
-    """The client's name for a session's name that it gives in this field."""
+    """Maps the internal names of a session's name to the client's `field`."""
     return {"name": field, "session": field}
 
 
-def form_names(field: str, schema: str) -> Mapping[str, str]:
-    """The client's names for the answer's form, given in this field, and for its schema."""
+def structured_output_names(field: str, schema: str) -> Mapping[str, str]:
+    """Maps the fields of `structured_outputs` to the client's `field`, and its schema to `schema`."""
     form = "structured_outputs"
     return {form: field, f"{form}.json": schema, f"{form}.structural_tag": field}
 
@@ -251,7 +248,7 @@ def form_names(field: str, schema: str) -> Mapping[str, str]:
 def sampling_params(
     body: GenerationFields, defaults: Mapping[str, Any], max_tokens: int | None, logprobs: int | None
 ) -> SamplingParams:
-    """A body's parameters over the model's defaults. Raises `ValidationError` for values out of range."""
+    """A body's parameters, with the model's defaults for unset ones. Raises `ValidationError` if out of range."""
     names = _IN_SEARCHES if body.use_beam_search else _PLAIN
     given = {name: value for name in names if (value := getattr(body, name)) is not None}
     defaults = {} if body.use_beam_search else defaults
@@ -273,7 +270,7 @@ def beam_search_params(body: GenerationFields, max_tokens: int) -> BeamSearchPar
     if not body.use_beam_search:
         return None
     if body.response_format is not None and body.response_format.type != "text":
-        raise bad_request("response_format means nothing with use_beam_search: leave it out", "response_format")
+        raise bad_request("response_format is not supported with use_beam_search: leave it out", "response_format")
     return BeamSearchParams(
         beam_width=body.n or 1,
         max_tokens=max_tokens,
@@ -293,11 +290,11 @@ def structured_outputs(body: GenerationFields) -> StructuredOutputsParams | None
         fields = {name: value for name, value in given.items() if value is not None}
     wanted = body.response_format
     if wanted is not None and wanted.type != "text":
-        fields |= _of_response_format(wanted)
+        fields |= _response_format_params(wanted)
     if not fields:
         if body.structured_outputs is not None:
             raise bad_request(
-                "structured_outputs names no form: give one of json, regex, choice, grammar, …", "structured_outputs"
+                "structured_outputs is empty: give one of json, regex, choice, grammar, …", "structured_outputs"
             )
         return None
     for name in ("json", "structural_tag"):
@@ -305,7 +302,8 @@ def structured_outputs(body: GenerationFields) -> StructuredOutputsParams | None
     return StructuredOutputsParams(**fields)
 
 
-def _of_response_format(wanted: ResponseFormat) -> dict[str, Any]:
+def _response_format_params(wanted: ResponseFormat) -> dict[str, Any]:
+    """Fields of `StructuredOutputsParams`."""
     if wanted.type == "json_object":
         return {"json_object": True}
     if wanted.type == "json_schema":

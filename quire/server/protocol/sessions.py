@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Union
 import msgspec
 
 from quire.server.errors import bad_request
-from quire.server.protocol.chat import ChatRequest, Message, NamedTool, Tool
+from quire.server.protocol.chat import ChatMessage, ChatRequest, ChatTool, NamedTool
 from quire.server.protocol.common import Body, check_depth
 from quire.server.protocol.completions import CompletionRequest
 from quire.server.protocol.sampling import GenerationFields, session_names
@@ -31,12 +31,12 @@ _AS_INPUT: Mapping[str, str] = dict.fromkeys(("prompt", "prompt_token_ids", "mes
 Input = Union[
     str,
     Annotated[
-        list[Union[TokenId, Message]],
+        list[Union[TokenId, ChatMessage]],
         schema(minItems=1, anyOf=[{"items": {"type": kind}} for kind in ("integer", "object")]),
     ],
 ]
 """Text, token ids or messages."""
-Tools = Annotated[list[Tool], NOT_EMPTY]
+Tools = Annotated[list[ChatTool], NOT_EMPTY]
 SessionMetadata = Annotated[dict[str, str], schema(maxProperties=64)]
 
 
@@ -76,7 +76,7 @@ class SessionCreateRequest(AppendFields):
         return {**super().client_names, **names, "meta": "metadata"}
 
     @property
-    def wanted_name(self) -> str | None:
+    def requested_name(self) -> str | None:
         """The requested name, if any."""
         if self.id is not None and self.name is not None and self.id != self.name:
             raise bad_request("id and name mean the same and differ: give one of them", "name")
@@ -146,7 +146,7 @@ class SessionGenerateRequest(GenerationFields, kw_only=True):
         if isinstance(self.logprobs, int) and not isinstance(self.logprobs, bool):
             raise bad_request("with messages logprobs is true or false; top_logprobs sets the number", "logprobs")
         fields = _shared(self, ChatRequest)
-        messages = _as_messages(self.input) if has_messages(self.input) else [Message(role="user", content="-")]
+        messages = _as_messages(self.input) if has_messages(self.input) else [ChatMessage(role="user", content="-")]
         return ChatRequest(messages=messages, **fields)
 
     def as_completion(self) -> CompletionRequest:
@@ -163,7 +163,7 @@ class SessionGenerateRequest(GenerationFields, kw_only=True):
 
 def has_messages(given: Any) -> bool:
     """Whether an input consists of messages."""
-    return isinstance(given, list) and bool(given) and isinstance(given[0], Message)
+    return isinstance(given, list) and bool(given) and isinstance(given[0], ChatMessage)
 
 
 def plain_input(given: Input) -> Any:
@@ -172,13 +172,13 @@ def plain_input(given: Input) -> Any:
         return given
     if not given:
         raise bad_request("input is an empty list", "input")
-    if len({isinstance(item, Message) for item in given}) > 1:
+    if len({isinstance(item, ChatMessage) for item in given}) > 1:
         raise bad_request("input must be text, token ids or messages, not a mix", "input")
     return [item.as_dict() for item in _as_messages(given)] if has_messages(given) else given
 
 
-def _as_messages(given: Any) -> list[Message]:
-    return [item for item in given if isinstance(item, Message)]
+def _as_messages(given: Any) -> list[ChatMessage]:
+    return [item for item in given if isinstance(item, ChatMessage)]
 
 
 def _shared(body: msgspec.Struct, kind: type[msgspec.Struct]) -> dict[str, Any]:

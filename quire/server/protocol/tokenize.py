@@ -7,7 +7,7 @@ from typing import Annotated
 import msgspec
 
 from quire.server.errors import bad_request
-from quire.server.protocol.chat import Message, Tool
+from quire.server.protocol.chat import ChatMessage, ChatTool
 from quire.server.protocol.common import Body, check_depth
 from quire.server.protocol.values import NOT_EMPTY, ModelName, TemplateVariables, TokenIds
 
@@ -21,14 +21,14 @@ class TokenizeRequest(Body):
 
     model: ModelName | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], NOT_EMPTY] | None = None
+    messages: Annotated[list[ChatMessage], NOT_EMPTY] | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template: str | None = None
     chat_template_kwargs: TemplateVariables | None = None
-    tools: list[Tool] | None = None
+    tools: list[ChatTool] | None = None
 
     def check_fields(self) -> None:
         """Check what the types cannot express; raises 400."""

@@ -1,7 +1,7 @@
 """Field types with the JSON schema keywords that the OpenAPI document shows for them.
 
 Decoding a body does not check them: each value is checked where it is used, with an error that says what to do. A text
-that begins with `$` is a placeholder for a value that only a running server knows; `quire.server.openapi` fills it in.
+that begins with `$` is a placeholder for a value of the running server; `quire.server.openapi` fills it in.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from quire.server.routing import Route
 
 class ResetAnswer(msgspec.Struct):
     is_empty: bool
-    """Whether no block had to stay with a running request."""
+    """False if running requests still hold blocks."""
 
 
 class ReplicaStats(msgspec.Struct):
@@ -28,10 +28,10 @@ class ReplicaStats(msgspec.Struct):
     open_requests: int
     restarts: int
     engine: dict[str, float]
-    """Metrics; empty while it is down."""
+    """Its metrics by name; empty while it is down."""
 
 
-class Stats(msgspec.Struct, omit_defaults=True):
+class ServerStats(msgspec.Struct, omit_defaults=True):
     status: str
     open_requests: int
     queued_tokens: int
@@ -58,7 +58,7 @@ async def stats(context: ServerContext, exchange: Exchange) -> None:
     with contextlib.suppress(EngineDeadError):
         metrics = {metric.name: metric.value for metric in await context.llm.get_metrics()}
     await exchange.reply(
-        Stats(
+        ServerStats(
             status=context.supervisor.status,
             open_requests=context.admission.requests,
             queued_tokens=context.admission.queued_tokens,
@@ -80,7 +80,7 @@ async def _replicas(context: ServerContext) -> list[ReplicaStats]:
 
 
 async def memory(context: ServerContext, exchange: Exchange) -> None:
-    """Who holds which blocks, on the device and in the tiers below; `quire inspect --url` draws it."""
+    """A map of blocks and their owners, on the device and in lower tiers; `quire inspect --url` draws it."""
     given = QueryParams(exchange.scope["query_string"]).get("replica", "0")
     if not given.isdecimal():
         raise bad_request(f"replica must be a number, got {given[:40]!r}", "replica")
@@ -93,5 +93,5 @@ ROUTES = [
     Route("POST", "/admin/reset_prefix_cache", reset_prefix_cache, answer=ResetAnswer, errors=(503,)),
     Route("POST", "/admin/rebalance_experts", rebalance_experts, answer=Rebalanced, errors=(400, 503)),
     Route("GET", "/admin/memory", memory, answer=MemoryMap, errors=(503,), query={"replica": _REPLICA}),
-    Route("GET", "/admin/stats", stats, answer=Stats, errors=(503,)),
+    Route("GET", "/admin/stats", stats, answer=ServerStats, errors=(503,)),
 ]

@@ -32,7 +32,7 @@ async def list_models(context: ServerContext, exchange: Exchange) -> None:
 
 
 async def retrieve(context: ServerContext, exchange: Exchange) -> None:
-    """Retrieve one of them."""
+    """Retrieve a served model."""
     name = exchange.path_params["model"]
     context.check_model(name)
     await exchange.reply(_card(context, name))

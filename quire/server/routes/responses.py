@@ -14,7 +14,7 @@ from quire.server.http import Exchange, named_event
 from quire.server.logprobs import chat_logprobs
 from quire.server.protocol.chat import TokenLogprob
 from quire.server.protocol.response_events import AnyResponseEvent, ResponseEvent
-from quire.server.protocol.responses import Response, ResponsesRequest
+from quire.server.protocol.responses import ResponseObject, ResponsesRequest
 from quire.server.routing import Route
 
 
@@ -82,7 +82,7 @@ ROUTES = [
         "/v1/responses",
         create,
         body=ResponsesRequest,
-        answer=Response,
+        answer=ResponseObject,
         event=AnyResponseEvent,
         generates=True,
     )

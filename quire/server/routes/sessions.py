@@ -18,7 +18,7 @@ from quire.server.chat_generation import prepare as prepare_chat
 from quire.server.context import ServerContext
 from quire.server.errors import ApiError, bad_request
 from quire.server.http import Exchange
-from quire.server.protocol.chat import ChatChunk, ChatRequest, ChatResponse, Message
+from quire.server.protocol.chat import ChatChunk, ChatMessage, ChatRequest, ChatResponse
 from quire.server.protocol.completions import CompletionResponse
 from quire.server.protocol.sampling import session_names
 from quire.server.protocol.sessions import (
@@ -54,7 +54,7 @@ async def open_sessions(context: ServerContext, exchange: Exchange) -> AsyncIter
         yield context.llm.sessions.of(exchange.tenant)
 
 
-def _named(sessions: AsyncSessions, exchange: Exchange) -> AsyncSession:
+def _path_session(sessions: AsyncSessions, exchange: Exchange) -> AsyncSession:
     try:
         return sessions.handle(exchange.path_params["session"])
     except ValidationError as error:
@@ -69,7 +69,7 @@ async def create(context: ServerContext, exchange: Exchange) -> None:
     request = await exchange.read_json(SessionCreateRequest)
     context.check_model(request.model)
     request.check_fields()
-    wanted = request.wanted_name
+    wanted = request.requested_name
     name = f"session-{secrets.token_hex(8)}" if wanted is None else wanted
     async with open_sessions(context, exchange) as sessions:
         arguments: dict[str, Any] = {"ttl": request.ttl, "meta": request.metadata, "is_new": wanted is None}
@@ -99,7 +99,7 @@ async def list_sessions(context: ServerContext, exchange: Exchange) -> None:
 async def retrieve(context: ServerContext, exchange: Exchange) -> None:
     """Retrieve a session."""
     async with open_sessions(context, exchange) as sessions:
-        await exchange.reply(_as_object(await _named(sessions, exchange).info()))
+        await exchange.reply(_as_object(await _path_session(sessions, exchange).info()))
 
 
 async def update(context: ServerContext, exchange: Exchange) -> None:
@@ -107,13 +107,13 @@ async def update(context: ServerContext, exchange: Exchange) -> None:
     request = await exchange.read_json(SessionUpdateRequest)
     async with open_sessions(context, exchange) as sessions:
         ttl = KEEP if request.ttl is UNSET else request.ttl
-        await exchange.reply(_as_object(await _named(sessions, exchange).update(ttl=ttl, meta=request.metadata)))
+        await exchange.reply(_as_object(await _path_session(sessions, exchange).update(ttl=ttl, meta=request.metadata)))
 
 
 async def delete(context: ServerContext, exchange: Exchange) -> None:
     """Delete a session. Its forks stay."""
     async with open_sessions(context, exchange) as sessions:
-        session = _named(sessions, exchange)
+        session = _path_session(sessions, exchange)
         await session.delete()
         await exchange.reply(SessionDeleted(id=session.name))
 
@@ -128,7 +128,7 @@ async def append(context: ServerContext, exchange: Exchange) -> None:
     given = plain_input(request.input)
     async with open_sessions(context, exchange) as sessions:
         rendering = _render_arguments(context, request) if is_messages(given) else {}
-        await exchange.reply(_as_object(await _named(sessions, exchange).append(given, **rendering)))
+        await exchange.reply(_as_object(await _path_session(sessions, exchange).append(given, **rendering)))
 
 
 async def generate(context: ServerContext, exchange: Exchange) -> None:
@@ -136,7 +136,7 @@ async def generate(context: ServerContext, exchange: Exchange) -> None:
     request = await exchange.read_json(SessionGenerateRequest)
     async with exchange.interruptible(context.deadline(request.timeout)):
         context.check_serving()
-        session = _named(context.llm.sessions.of(exchange.tenant), exchange)
+        session = _path_session(context.llm.sessions.of(exchange.tenant), exchange)
         if request.session_id is not None and request.session_id != session.name:
             raise bad_request("session_id differs from the session in the path", "session_id")
         request.session_id = session.name
@@ -187,7 +187,7 @@ async def suspend(context: ServerContext, exchange: Exchange) -> None:
     if wait not in ("true", "false"):
         raise bad_request(f"wait must be true or false, got {wait[:40]!r}", "wait")
     async with open_sessions(context, exchange) as sessions:
-        await exchange.reply(_as_object(await _named(sessions, exchange).suspend(wait == "true")))
+        await exchange.reply(_as_object(await _path_session(sessions, exchange).suspend(wait == "true")))
 
 
 async def resume(context: ServerContext, exchange: Exchange) -> None:
@@ -200,14 +200,14 @@ async def resume(context: ServerContext, exchange: Exchange) -> None:
 async def recover(context: ServerContext, exchange: Exchange) -> None:
     """Recover the remaining tokens of a lost session."""
     async with open_sessions(context, exchange) as sessions:
-        await exchange.reply(_as_object(await _named(sessions, exchange).recover()))
+        await exchange.reply(_as_object(await _path_session(sessions, exchange).recover()))
 
 
 async def fork(context: ServerContext, exchange: Exchange) -> None:
     """Fork a session: a new one with the same first tokens, which shares blocks."""
     request = await exchange.read_json(SessionForkRequest)
     async with open_sessions(context, exchange) as sessions:
-        made = await _named(sessions, exchange).fork(request.id, request.at)
+        made = await _path_session(sessions, exchange).fork(request.id, request.at)
         await exchange.reply(_as_object(made.found))
 
 
@@ -217,7 +217,7 @@ async def fork(context: ServerContext, exchange: Exchange) -> None:
 async def export(context: ServerContext, exchange: Exchange) -> None:
     """Export a session as a file: its tokens and metadata."""
     async with open_sessions(context, exchange) as sessions:
-        session = _named(sessions, exchange)
+        session = _path_session(sessions, exchange)
         data = await session.exported()
         name = f'attachment; filename="{session.name}.session"'.encode()
         headers = [
@@ -249,7 +249,7 @@ async def import_session(context: ServerContext, exchange: Exchange) -> None:
 def _render_arguments(context: ServerContext, request: AppendFields) -> dict[str, Any]:
     """Arguments for rendering messages as the chat route does."""
     chat = ChatRequest(
-        messages=[Message(role="user", content="-")],
+        messages=[ChatMessage(role="user", content="-")],
         tools=request.tools,
         chat_template_kwargs=request.chat_template_kwargs,
     )

@@ -41,6 +41,7 @@ async def load(context: ServerContext, exchange: Exchange) -> None:
 
 
 async def version(context: ServerContext, exchange: Exchange) -> None:
+    """The server's version."""
     await exchange.reply(Version(context.version))
 
 
@@ -50,7 +51,7 @@ async def metrics(context: ServerContext, exchange: Exchange) -> None:
 
 
 async def openapi(context: ServerContext, exchange: Exchange) -> None:
-    """This document."""
+    """The OpenAPI document."""
     await exchange.reply(context.openapi)
 
 

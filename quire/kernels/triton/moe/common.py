@@ -8,13 +8,13 @@ from typing import NamedTuple
 import torch
 
 
-class Block(NamedTuple):
+class GemmTile(NamedTuple):
     """The tile shape of one GEMM."""
 
     n: int
-    """Outputs a program (with a gate: gate features, and as many up features)."""
+    """Outputs per program (with a gate: gate features, and as many up features)."""
     k: int = 0
-    """Inputs a loop iteration (`tile`)."""
+    """Inputs per loop iteration (`tile`)."""
     warps: int = 4
     stages: int = 0
     """Software-pipeline stages (`tile`)."""
@@ -26,10 +26,10 @@ class ExpertsConfig:
 
     kernel: str
     """`vector`: each pair by itself; `tile`: the tokens of an expert together."""
-    gate_up: Block
-    down: Block
+    gate_up: GemmTile
+    down: GemmTile
     block_m: int = 0
-    """Pairs a program (`tile`)."""
+    """Pairs per program (`tile`)."""
     tma: bool = False
     """Whether TMA loads the weights, rather than the threads (`tile`)."""
 

@@ -1,7 +1,7 @@
 """Sorts pairs (token, chosen expert) by expert, and divides them into tiles of one expert each: a counting sort.
 
-Entirely on the device, which alone knows the number of tiles. The GEMM that follows is launched for the largest number
-possible; programs without a tile exit at once.
+Entirely on the device: the host does not know the number of tiles. The GEMM that follows is launched for the largest
+number possible; programs without a tile exit at once.
 """
 
 # ruff: noqa: N803, N806
@@ -18,7 +18,7 @@ import triton.language as tl
 from quire.kernels.triton.launch import gdc_launch_dependents, gdc_wait, pdl
 
 SMALL, LARGE = 512, 4096
-"""Pairs a program: up to SMALL by one small program, up to LARGE by one large one, more by several."""
+"""Pairs per program: up to SMALL by one small program, up to LARGE by one large one, more by several."""
 SPAN = 4
 """Integers of a tile: its expert, its first row among the sorted pairs, the end of its expert's rows; padding."""
 
@@ -81,7 +81,7 @@ def _arrange(
             before += tl.sum(tl.where(other < program, count, 0), 0)
     end = tl.cumsum(total, 0)
     begin = end - total
-    # The row of the next pair of each expert: one cursor a program and expert. The order of an expert's pairs affects
+    # The row of the next pair of each expert: one cursor per program and expert. The order of an expert's pairs affects
     # no result.
     own = cursors + program * LANES
     tl.store(own + lane, begin + before)
@@ -113,7 +113,7 @@ def max_tiles(pairs: int, experts: int, block_m: int) -> int:
 def arrange(experts: torch.Tensor, count: int, block_m: int) -> ExpertLayout:
     """Sort the pairs of experts [tokens, top_k] int32, of `count` experts, into tiles of block_m rows.
 
-    Bytes: 8 a pair, 16 a tile. Operations: one atomic addition a pair; `count` comparisons a tile.
+    Bytes: 8 per pair, 16 per tile. Operations: one atomic addition per pair; `count` comparisons per tile.
     """
     pairs = experts.numel()
     tiles = max_tiles(pairs, count, block_m)

@@ -1,7 +1,7 @@
-"""Routing: the top-k experts of each token and their softmax weights, one warp a token.
+"""Routing: the top-k experts of each token and their softmax weights, one warp per token.
 
-Bytes: the logits once, 8 a choice. Operations: about 10 a logit and choice. A token's routing does not depend on its
-batch.
+Bytes: the logits once, 8 per choice. Operations: about 10 per logit and choice. A token's routing does not depend on
+its batch.
 """
 
 # ruff: noqa: N803
@@ -18,7 +18,7 @@ import triton.language as tl
 from quire.kernels.triton.launch import gdc_launch_dependents, gdc_wait, pdl
 
 ROWS = 4
-"""Tokens of a program: one a warp."""
+"""Tokens of a program: one per warp."""
 MAX_EXPERTS = 1024
 TAKEN = tl.constexpr(-0x7FFFFFFFFFFFFFFF)
 """A sort key below all others: of an expert already chosen."""

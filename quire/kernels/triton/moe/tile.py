@@ -5,8 +5,8 @@ fused, which gathers its rows of x in that order; down, which scatters every pai
 the weighted sum over each token's experts, in the order in which they were chosen. So a result's bits depend only on
 its token and the tile shape.
 
-With few rows a tile the GEMM is computed transposed, weight @ x.T: Hopper's WGMMA multiplies 64 rows by any multiple of
-8 columns, so the weights take the side of 64.
+With few rows per tile the GEMM is computed transposed, weight @ x.T: Hopper's WGMMA multiplies 64 rows by any multiple
+of 8 columns, so the weights take the side of 64.
 """
 
 # ruff: noqa: N803, N806
@@ -22,7 +22,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from quire.kernels.triton.launch import gdc_launch_dependents, gdc_wait, pdl
-from quire.kernels.triton.moe.common import Block, ExpertsConfig
+from quire.kernels.triton.moe.common import ExpertsConfig, GemmTile
 from quire.kernels.triton.moe.layout import SPAN, ExpertLayout, arrange
 
 SWAPPED = 64
@@ -176,8 +176,8 @@ def tile_gate_up(
 ) -> torch.Tensor:
     """silu(gate) * up of every pair [pairs, width], in the layout's order.
 
-    Bytes: the weights of the experts used, once; x once a pair, from L2 after the first read.
-    Operations: 4 a weight and pair, on tensor cores.
+    Bytes: the weights of the experts used, once; x once per pair, from L2 after the first read.
+    Operations: 4 per weight and pair, on tensor cores.
     """
     out = x.new_empty((layout.order.shape[0], weight.shape[1] // 2))
     _launch(x, layout, weight, out, top_k, config, config.gate_up, gated=True)
@@ -189,7 +189,7 @@ def tile_down(
 ) -> torch.Tensor:
     """The result of every pair [pairs, hidden], in token order.
 
-    Bytes: the weights of the experts used, once; the features, and the results written. Operations: 2 a weight and
+    Bytes: the weights of the experts used, once; the features, and the results written. Operations: 2 per weight and
     pair, on tensor cores.
     """
     out = features.new_empty((features.shape[0], weight.shape[1]))
@@ -200,7 +200,7 @@ def tile_down(
 def combine(results: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, count: int) -> torch.Tensor:
     """The weighted sum over experts of results [tokens * top_k, hidden].
 
-    Bytes: top_k + 1 values an output. Operations: 2 top_k an output.
+    Bytes: top_k + 1 values per output. Operations: 2 top_k per output.
     """
     tokens, top_k = weights.shape
     hidden = results.shape[1]
@@ -217,7 +217,7 @@ def _launch(
     out: torch.Tensor,
     top_k: int,
     config: ExpertsConfig,
-    block: Block,
+    block: GemmTile,
     gated: bool,
 ) -> None:
     x_view = view = None
@@ -234,7 +234,7 @@ def _launch(
 
 @functools.cache
 def _constants(
-    experts: int, top_k: int, columns: int, depth: int, block_m: int, block: Block, gated: bool
+    experts: int, top_k: int, columns: int, depth: int, block_m: int, block: GemmTile, gated: bool
 ) -> dict[str, Any]:
     """Constexpr arguments and launch options."""
     return {

@@ -24,18 +24,18 @@ ROUTINGS = 8
 """Routings that are rotated over: the experts of a few tokens should not be in L2."""
 
 
-class Experts(NamedTuple):
+class ExpertTensors(NamedTuple):
     """The experts' weights of one layer."""
 
     gate_up: torch.Tensor
     down: torch.Tensor
 
 
-def random_experts(shape: ExpertsShape, dtype: torch.dtype, device: str = "cuda") -> Experts:
+def random_experts(shape: ExpertsShape, dtype: torch.dtype, device: str = "cuda") -> ExpertTensors:
     """Weights scaled as in a model: for activations about 1 outputs are about 1."""
     gate_up = torch.empty(shape.experts, 2 * shape.width, shape.hidden, dtype=dtype, device=device)
     down = torch.empty(shape.experts, shape.hidden, shape.width, dtype=dtype, device=device)
-    return Experts(gate_up.normal_(std=shape.hidden**-0.5), down.normal_(std=shape.width**-0.5))
+    return ExpertTensors(gate_up.normal_(std=shape.hidden**-0.5), down.normal_(std=shape.width**-0.5))
 
 
 def random_logits(shape: ExpertsShape, tokens: int, dtype: torch.dtype, used: int = 0) -> torch.Tensor:
@@ -53,7 +53,7 @@ class GraphExpertsTimer:
         """`layers`: layers of weights rotated over; 0: as many as exceed L2."""
         self._layers = layers
         self._graphs, self._few_graphs = GraphTimer(), GraphTimer(replays=2)
-        self._weights: tuple[object, list[Experts]] | None = None
+        self._weights: tuple[object, list[ExpertTensors]] | None = None
 
     def __call__(
         self, shape: ExpertsShape, tokens: int, dtype: torch.dtype, config: ExpertsConfig, part: str = ""
@@ -106,7 +106,7 @@ class GraphExpertsTimer:
         graphs = self._graphs if tokens <= 1024 else self._few_graphs  # milliseconds each: few replays are enough
         return graphs.replay(chain) / launches
 
-    def weights(self, shape: ExpertsShape, dtype: torch.dtype) -> list[Experts]:
+    def weights(self, shape: ExpertsShape, dtype: torch.dtype) -> list[ExpertTensors]:
         """The layers rotated over; those of the last call if they fit, since generating them takes longest."""
         if self._weights is None or self._weights[0] != (shape, dtype):
             self._weights = None  # freed before the next are generated
@@ -116,7 +116,7 @@ class GraphExpertsTimer:
         return self._weights[1]
 
 
-def compile_experts(shape: ExpertsShape, experts: Experts, configs: Iterable[ExpertsConfig]) -> int:
+def compile_experts(shape: ExpertsShape, experts: ExpertTensors, configs: Iterable[ExpertsConfig]) -> int:
     """Compile the kernels of these configurations in parallel; returns the number of tasks."""
     tasks = moe.launches(experts.gate_up, experts.down, shape.top_k, True, shape.experts, configs)
     Compilers(list(tasks.values()), f"experts {experts.gate_up.dtype} {shape} {sorted(map(str, tasks))}").wait()

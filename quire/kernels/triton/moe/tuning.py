@@ -4,8 +4,8 @@ Looked up in the tuning tables (`tuning_table.py`), or else guessed. An entry: {
 {"kernel": "tile", "gate_up": [64, 64, 4, 5], "down": [128, 64, 4, 5], "block_m": 32, "tma": true, "us": 300.1}};
 blocks are [n, k, warps, stages].
 
-With few tokens an expert, time is that of reading the experts used, and what counts is the bytes in flight on every
-multiprocessor. With many it is that of the tensor cores, and what counts is how little else a tile does.
+With few tokens per expert the kernels are bound by reading weights and need many bytes in flight on every
+multiprocessor. With many they are bound by the tensor cores, and a tile should do little else.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from quire.kernels.triton.moe.common import Block, ExpertsConfig, ExpertsShape
+from quire.kernels.triton.moe.common import ExpertsConfig, ExpertsShape, GemmTile
 from quire.kernels.triton.tuning_table import Entry, Gpu, TuningTables, bucket_of, current_tables, dtype_name
 
 BUCKETS = (*(2**power for power in range(15)),)
 """Tokens: 1 to 16384. More use the last one's."""
 MAX_VECTOR_TOKENS = 8
 """With more, tokens share experts often enough for tiles to pay."""
-INVARIANT = ExpertsConfig("tile", Block(64, 64, 4, 4), Block(128, 64, 4, 4), 64)
+INVARIANT = ExpertsConfig("tile", GemmTile(64, 64, 4, 4), GemmTile(128, 64, 4, 4), 64)
 """Batch-invariant: one shape for any number of tokens, so that sums always have the same order."""
-_SHARED = 224 * 1024  # bytes of shared memory a multiprocessor, less what the compiler needs
+_SHARED = 224 * 1024  # bytes of shared memory per multiprocessor, less what the compiler needs
 
 
 class ConfigGroup(NamedTuple):
     """Configurations that differ only in the tile shapes of their two GEMMs."""
 
     base: ExpertsConfig
-    gate_ups: list[Block]
-    downs: list[Block]
+    gate_ups: list[GemmTile]
+    downs: list[GemmTile]
 
 
 _VECTORS = (
-    [Block(2, warps=4), Block(4, warps=4), Block(1, warps=2), Block(2, warps=2), Block(4, warps=8), Block(8, warps=8)],
-    [Block(2, warps=4), Block(1, warps=4), Block(1, warps=2), Block(4, warps=8), Block(2, warps=8), Block(4, warps=4)],
+    [GemmTile(n, warps=warps) for n, warps in ((2, 4), (4, 4), (1, 2), (2, 2), (4, 8), (8, 8))],
+    [GemmTile(n, warps=warps) for n, warps in ((2, 4), (1, 4), (1, 2), (4, 8), (2, 8), (4, 4))],
 )
 """(gate and up, down), the best guesses first."""
 _TILES = {
@@ -90,14 +90,14 @@ def _tile_heights(shape: ExpertsShape, tokens: int) -> list[int]:
     return [128, 256, 64]
 
 
-def _staged(n: int, k: int, warps: int, block_m: int, matrices: int, dtype: torch.dtype) -> list[Block]:
-    """A block with as many pipeline stages as fit: for two programs a multiprocessor, and for one."""
+def _staged(n: int, k: int, warps: int, block_m: int, matrices: int, dtype: torch.dtype) -> list[GemmTile]:
+    """A block with as many pipeline stages as fit: for two programs per multiprocessor, and for one."""
     if dtype.itemsize == 4:
         n, k = min(n, 64), 32
     step = (matrices * n + block_m) * k * dtype.itemsize
     counts = [min(6, shared // step) for shared in (_SHARED // 2, _SHARED)]
-    return [Block(n, k, warps, stages) for stages in dict.fromkeys(counts) if stages >= 3] or [
-        Block(n, k, warps, max(counts[1], 1))
+    return [GemmTile(n, k, warps, stages) for stages in dict.fromkeys(counts) if stages >= 3] or [
+        GemmTile(n, k, warps, max(counts[1], 1))
     ]
 
 
@@ -213,11 +213,11 @@ def entry_of(config: ExpertsConfig) -> Entry:
 
 
 def config_of(entry: Entry) -> ExpertsConfig | None:
-    """The configuration of an entry; None for entries this version does not know."""
+    """The configuration of an entry; None for entries that this version does not support."""
     blocks = entry.get("gate_up"), entry.get("down")
     if not all(isinstance(block, list) and len(block) == 4 and all(map(_is_small, block)) for block in blocks):
         return None
-    gate_up, down = (Block(*block) for block in blocks)  # type: ignore[misc]
+    gate_up, down = (GemmTile(*block) for block in blocks)  # type: ignore[misc]
     block_m = entry.get("block_m", 0)
     if entry.get("kernel") == "vector":
         return ExpertsConfig("vector", gate_up, down)

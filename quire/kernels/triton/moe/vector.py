@@ -1,6 +1,6 @@
 """Experts of up to 8 tokens: each pair (token, chosen expert) by itself, on the float32 FMA units.
 
-With so few tokens hardly two share an expert, and time is that of reading the experts used. Two kernels, without
+With so few tokens two rarely share an expert, and the time is that of reading the weights. Two kernels, without
 sorting: gate and up with the activation fused, where a program owns a few features of one pair; and down, where a
 program owns a few outputs of one token and loops over all its experts, so that the sum over them needs no exchange and
 has a fixed order.
@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 
 from quire.kernels.triton.launch import gdc_launch_dependents, gdc_wait, pdl
-from quire.kernels.triton.moe.common import Block, ChosenExperts, ExpertsConfig
+from quire.kernels.triton.moe.common import ChosenExperts, ExpertsConfig, GemmTile
 from quire.kernels.triton.skinny_gemm.vector import apply_gain, load_chunks, partials, weight_rows
 
 
@@ -141,12 +141,16 @@ def vector_experts(
 
 
 def vector_gate_up(
-    x: torch.Tensor, routing: ChosenExperts, weight: torch.Tensor, block: Block, norm: tuple[torch.Tensor, float] | None
+    x: torch.Tensor,
+    routing: ChosenExperts,
+    weight: torch.Tensor,
+    block: GemmTile,
+    norm: tuple[torch.Tensor, float] | None,
 ) -> torch.Tensor:
     """silu(gate) * up of every pair [tokens * top_k, width].
 
-    Bytes: the two weights of each pair's expert; the input and the gain once a program, from cache. Operations: one
-    conversion and one multiply-add a weight.
+    Bytes: the two weights of each pair's expert; the input and the gain once per program, from cache. Operations: one
+    conversion and one multiply-add per weight.
     """
     tokens, depth = x.shape
     experts, double, _ = weight.shape
@@ -160,11 +164,11 @@ def vector_gate_up(
     return out
 
 
-def vector_down(features: torch.Tensor, routing: ChosenExperts, weight: torch.Tensor, block: Block) -> torch.Tensor:
+def vector_down(features: torch.Tensor, routing: ChosenExperts, weight: torch.Tensor, block: GemmTile) -> torch.Tensor:
     """The weighted sum over each token's experts [tokens, hidden].
 
-    Bytes: the weight of each pair's expert; the features once a program, from cache. Operations: one conversion and
-    one multiply-add a weight.
+    Bytes: the weight of each pair's expert; the features once per program, from cache. Operations: one conversion and
+    one multiply-add per weight.
     """
     experts, hidden, width = weight.shape
     tokens = features.shape[0] // routing.top_k
@@ -177,7 +181,9 @@ def vector_down(features: torch.Tensor, routing: ChosenExperts, weight: torch.Te
 
 
 @functools.cache
-def _gate_up_constants(experts: int, top_k: int, width: int, depth: int, block: Block, itemsize: int) -> dict[str, Any]:
+def _gate_up_constants(
+    experts: int, top_k: int, width: int, depth: int, block: GemmTile, itemsize: int
+) -> dict[str, Any]:
     """Constexpr arguments and launch options: a thread loads 16 bytes of each weight row and chunk."""
     wide = 16 // itemsize
     return {
@@ -194,7 +200,9 @@ def _gate_up_constants(experts: int, top_k: int, width: int, depth: int, block: 
 
 
 @functools.cache
-def _down_constants(experts: int, top_k: int, hidden: int, width: int, block: Block, itemsize: int) -> dict[str, Any]:
+def _down_constants(
+    experts: int, top_k: int, hidden: int, width: int, block: GemmTile, itemsize: int
+) -> dict[str, Any]:
     """Constexpr arguments and launch options: a warp loads 512 bytes of a weight row at a time; warps are spread over
     rows first, then along a row."""
     wide = 16 // itemsize

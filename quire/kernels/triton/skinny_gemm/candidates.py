@@ -1,7 +1,7 @@
 """Candidate kernels and tile shapes for a skinny GEMM, best guess first. A model of their cost; `tuning.py` measures.
 
 A good shape, from one row to hundreds, keeps every multiprocessor equally busy, has enough bytes in flight on each to
-cover memory latency (about 40 KB on an H200), and rereads little beside the weights.
+cover memory latency (about 40 KB on an H200), and rereads little besides the weights.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from quire.kernels.triton.tuning_table import Gpu
 
 KB = 1024
 # An H200, measured or by its data sheet; the ranking of candidates is much the same on related GPUs.
-_REGISTERS = 65536  # of 4 bytes, a multiprocessor
-_SHARED = 224 * KB  # bytes a multiprocessor, less what the compiler needs
-_IN_FLIGHT = 64 * KB  # bytes of loads a multiprocessor: plenty
-_MEMORY = 4300.0  # bytes a nanosecond
-_CACHE = 52.0  # bytes a nanosecond, L2 to one multiprocessor
-_TENSOR = 650_000.0  # operations a nanosecond
+_REGISTERS = 65536  # of 4 bytes, per multiprocessor
+_SHARED = 224 * KB  # bytes per multiprocessor, less what the compiler needs
+_IN_FLIGHT = 64 * KB  # bytes of loads per multiprocessor: plenty
+_MEMORY = 4300.0  # bytes per nanosecond
+_CACHE = 52.0  # bytes per nanosecond, L2 to one multiprocessor
+_TENSOR = 650_000.0  # operations per nanosecond
 _EXCHANGE = 2500.0  # nanoseconds to write parts of a tile and sum them
 
 MAX_NORM_ROWS = 32

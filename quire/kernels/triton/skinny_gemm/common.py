@@ -20,18 +20,18 @@ class GemmConfig:
     kernel: str
     """`vector`, `dot` or `tile`."""
     block_n: int
-    """Outputs a program (with a gate: gate features, and as many up features)."""
+    """Outputs per program (with a gate: gate features, and as many up features)."""
     block_m: int = 16
-    """Rows a program (`dot`, `tile`)."""
+    """Rows per program (`dot`, `tile`)."""
     block_k: int = 64
-    """Inputs a loop iteration: of each warp (`dot`), of the program (`tile`)."""
+    """Inputs per loop iteration: of each warp (`dot`), of the program (`tile`)."""
     warps: int = 4
     stages: int = 4
     """Software-pipeline stages (`dot`, `tile`)."""
     split: int = 1
     """Split-K: programs that share the inputs of a tile (`tile`)."""
     programs: int = 0
-    """Persistent programs a multiprocessor (`vector`: a loop over outputs; `tile`: stream-K); 0: one program a tile."""
+    """Persistent programs per multiprocessor (`vector`: loop over outputs; `tile`: stream-K); 0: one per tile."""
     tma: bool = False
     """Whether TMA loads the tiles, rather than the threads (`tile`)."""
     early: bool = False
@@ -69,7 +69,7 @@ class Gemm:
         return self.x.new_empty(self.x.shape[0], self.weight.shape[0] // (2 if self.silu else 1))
 
 
-class Launch(NamedTuple):
+class GemmLaunch(NamedTuple):
     """A kernel about to run, and the tensor it will fill."""
 
     kernel: Any
@@ -94,9 +94,9 @@ def prefetch_rows(at, K, SPANS: tl.constexpr, SPAN: tl.constexpr):
 
 @functools.cache
 def prefetch_shape(rows: int, depth: int, itemsize: int, warps: int) -> tuple[int, int]:
-    """(SPANS, SPAN) of `prefetch_rows` over rows of `depth` values: one span a thread, of at most 512 bytes.
+    """(SPANS, SPAN) of `prefetch_rows` over rows of `depth` values: one span per thread, of at most 512 bytes.
 
-    That is up to 16 KB a warp: enough to cover the wait for the preceding kernel, little enough that all resident
+    That is up to 16 KB per warp: enough to cover the wait for the preceding kernel, little enough that all resident
     programs can do so at once without evicting each other's weights.
     """
     spans = max(1, 32 * warps // rows)

@@ -3,8 +3,8 @@
 A program owns as few as 8 outputs. Its warps split K: each multiplies its own slice, and the slices are reduced once at
 the end, within the program. So 1024 outputs occupy 128 multiprocessors without any exchange between programs.
 
-Bytes: the weight once; the input, the residual and the gain once a program, from cache. Operations: 2 a weight and row
-of block_m, on tensor cores.
+Bytes: the weight once; the input, the residual and the gain once per program, from cache. Operations: 2 per weight and
+row of block_m, on tensor cores.
 """
 
 # ruff: noqa: N803, N806
@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from quire.kernels.triton.launch import gdc_launch_dependents, gdc_wait, pdl
-from quire.kernels.triton.skinny_gemm.common import Gemm, GemmConfig, Launch, finish, prefetch_rows, prefetch_shape
+from quire.kernels.triton.skinny_gemm.common import Gemm, GemmConfig, GemmLaunch, finish, prefetch_rows, prefetch_shape
 
 MAX_ROWS = 64
 
@@ -93,7 +93,7 @@ def _dot(
     finish(out, up, bias, y, row, column, rows, N, SILU)
 
 
-def dot_launch(gemm: Gemm, config: GemmConfig) -> Launch:
+def dot_launch(gemm: Gemm, config: GemmConfig) -> GemmLaunch:
     """The launch of a GEMM of at most `config.block_m` rows."""
     if gemm.rows > config.block_m:
         raise ValueError(f"{config} is for at most {config.block_m} rows, not {gemm.rows}")
@@ -104,7 +104,7 @@ def dot_launch(gemm: Gemm, config: GemmConfig) -> Launch:
         gemm.rows, outputs, gemm.depth, gemm.eps,
     )  # fmt: skip
     constants = _constants(config, gemm.depth, gemm.x.element_size(), gemm.silu)
-    return Launch(_dot, triton.cdiv(outputs, config.block_n), arguments, constants, out)
+    return GemmLaunch(_dot, triton.cdiv(outputs, config.block_n), arguments, constants, out)
 
 
 @functools.cache

@@ -1,7 +1,7 @@
 """Skinny GEMMs, y = x @ weight.T, with the preceding norm and the following activation fused.
 
-A decode step reads every weight once, and with few rows nothing else takes time: such a GEMM is as good as the
-bandwidth it reaches and the gaps around it. Three kernels cover the range (`GemmConfig` names one and its tile shape;
+A decode step reads every weight once, and with few rows nothing else takes time: what counts is the memory bandwidth
+reached and the gaps between kernels. Three kernels cover the range (`GemmConfig` names one and its tile shape;
 `tuning.py` chooses): `vector` for up to 4 rows on FMA units, `dot` on small tensor-core tiles for up to 64 rows, `tile`
 on large ones for any number. All of them read their weights, or prefetch them into L2, before the preceding kernel has
 ended (programmatic dependent launch).
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from quire.kernels.triton.skinny_gemm.common import Gemm, GemmConfig, Launch
+from quire.kernels.triton.skinny_gemm.common import Gemm, GemmConfig, GemmLaunch
 from quire.kernels.triton.skinny_gemm.dot import dot_launch
 from quire.kernels.triton.skinny_gemm.tile import tile_launch
 from quire.kernels.triton.skinny_gemm.vector import vector_launch
@@ -97,7 +97,7 @@ def _run(gemm: Gemm, config: GemmConfig) -> torch.Tensor:
     return launch.out
 
 
-def _launch(gemm: Gemm, config: GemmConfig) -> Launch:
+def _launch(gemm: Gemm, config: GemmConfig) -> GemmLaunch:
     return _LAUNCHES[config.kernel](gemm, config)
 
 

@@ -4,12 +4,12 @@ The result is computed transposed, weight @ x.T: Hopper's WGMMA multiplies 64 ro
 many weight rows take the side of 64 and the few rows of x the side of any size.
 
 A tile may be computed by several programs, each over a range of K: by `split` programs (split-K), or, with `programs`,
-by those among which all iterations of all tiles, in one sequence, are divided equally (stream-K). A program that
+by those among which all iterations of all tiles, in one list, are divided equally (stream-K). A program that
 computed part of a tile writes it to a workspace; the last one to arrive sums the parts in a fixed order, so the bits do
 not depend on which is last.
 
-Bytes: the weight once (for up to block_m rows), the input once a program, from cache; parts of tiles, which stay in L2.
-Operations: 2 a weight and row, on tensor cores.
+Bytes: the weight once (for up to block_m rows), the input once per program, from cache; tile parts, which stay in L2.
+Operations: 2 per weight and row, on tensor cores.
 """
 
 # ruff: noqa: N803
@@ -25,7 +25,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from quire.kernels.triton.launch import gdc_launch_dependents, gdc_wait, num_sms, pdl
-from quire.kernels.triton.skinny_gemm.common import Gemm, GemmConfig, Launch, finish, prefetch_rows, prefetch_shape
+from quire.kernels.triton.skinny_gemm.common import Gemm, GemmConfig, GemmLaunch, finish, prefetch_rows, prefetch_shape
 
 MAX_SHARED_TILES = 65536
 """Most tiles of a GEMM that programs may share: the number of arrival counters."""
@@ -97,7 +97,7 @@ def _accumulate(
 
 
 @triton.jit
-def _share(program, work, programs):
+def _first_iteration(program, work, programs):
     """The first iteration of `program`, where `work` iterations are divided among `programs`."""
     return (work.to(tl.int64) * program // programs).to(tl.int32)
 
@@ -113,7 +113,7 @@ def _part(
     parts, program, tile, steps, work, programs, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SILU: tl.constexpr
 ):
     """The workspace of a program's part of a tile. It has at most two: of its first tile and of its last."""
-    later = (_share(program, work, programs) // steps != tile).to(tl.int32)
+    later = (_first_iteration(program, work, programs) // steps != tile).to(tl.int32)
     slot = (program + later * programs).to(tl.int64) * (2 if SILU else 1)
     offset = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
     return parts + slot * BLOCK_N * BLOCK_M + offset
@@ -164,8 +164,8 @@ def _tile(
         begin = program * steps
         end = begin + steps
     else:
-        begin = _share(program, work, programs)
-        end = _share(program + 1, work, programs)
+        begin = _first_iteration(program, work, programs)
+        end = _first_iteration(program + 1, work, programs)
     if PDL:
         _prefetch_tile(weight, begin // steps, begin % steps * BLOCK_K, row_tiles, N, K, BLOCK_N, SPANS, SPAN, SILU)
         gdc_wait()
@@ -201,7 +201,7 @@ def _tile(
                 tl.store(arrivals + tile, 0)
 
 
-def tile_launch(gemm: Gemm, config: GemmConfig) -> Launch:
+def tile_launch(gemm: Gemm, config: GemmConfig) -> GemmLaunch:
     """The launch of a GEMM of any number of rows; a fused norm excludes split-K and stream-K."""
     out = gemm.new_output()
     rows, depth, outputs = gemm.rows, gemm.depth, out.shape[1]
@@ -223,7 +223,7 @@ def tile_launch(gemm: Gemm, config: GemmConfig) -> Launch:
         gemm.x, x_view, gemm.residual, gemm.gain, gemm.weight, view, gemm.bias, gemm.stream, out,
         parts, arrivals, rows, outputs, depth, gemm.eps,
     )  # fmt: skip
-    return Launch(_tile, programs, arguments, _constants(config, depth, gemm.x.element_size(), gemm.silu), out)
+    return GemmLaunch(_tile, programs, arguments, _constants(config, depth, gemm.x.element_size(), gemm.silu), out)
 
 
 def _programs(config: GemmConfig, tiles: int, steps: int) -> int:

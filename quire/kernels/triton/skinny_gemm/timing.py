@@ -28,7 +28,7 @@ COLD_BYTES = 120 << 20
 _EPS = 1e-5
 
 
-class Inputs(NamedTuple):
+class GemmInputs(NamedTuple):
     """A GEMM's inputs on the device; the weights are several of one shape."""
 
     x: torch.Tensor
@@ -37,17 +37,17 @@ class Inputs(NamedTuple):
     weights: list[torch.Tensor]
 
 
-def random_inputs(shape: GemmShape, rows: int, dtype: torch.dtype, copies: int, device: str = "cuda") -> Inputs:
+def random_inputs(shape: GemmShape, rows: int, dtype: torch.dtype, copies: int, device: str = "cuda") -> GemmInputs:
     """Inputs scaled as in a model: activations and outputs about 1."""
 
     def normal(*size: int) -> torch.Tensor:
         return torch.randn(size, dtype=dtype, device=device)
 
     weights = [normal(shape.n, shape.k).mul_(shape.k**-0.5) for _ in range(copies)]
-    return Inputs(normal(rows, shape.k), normal(rows, shape.k), normal(shape.k), weights)
+    return GemmInputs(normal(rows, shape.k), normal(rows, shape.k), normal(shape.k), weights)
 
 
-def run(shape: GemmShape, variant: GemmVariant, inputs: Inputs, weight: torch.Tensor) -> torch.Tensor:
+def run(shape: GemmShape, variant: GemmVariant, inputs: GemmInputs, weight: torch.Tensor) -> torch.Tensor:
     """Compute a GEMM by a variant; what the variant does not fuse is done by the other kernels of a step."""
     x, config = inputs.x, variant.config
     if shape.norm:
@@ -119,7 +119,7 @@ class GraphTimer:
             times.append(start.elapsed_time(end) * 1000 / self.replays)
         return min(times)
 
-    def _inputs(self, shape: GemmShape, rows: int, dtype: torch.dtype) -> Inputs:
+    def _inputs(self, shape: GemmShape, rows: int, dtype: torch.dtype) -> GemmInputs:
         """New activations; the weights of the last call if they fit, since generating them takes longest."""
         key = (shape.n, shape.k, dtype)
         if self._weights is None or self._weights[0] != key:

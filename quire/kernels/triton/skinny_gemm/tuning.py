@@ -22,7 +22,7 @@ from quire.kernels.triton.tuning_table import Entry, Gpu, TuningTables, bucket_o
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 """Rows."""
 MEASURED_BUCKETS = BUCKETS[:-1]
-"""Measured by default: with more rows hardly anything beats cuBLAS."""
+"""Measured by default: with more rows our kernels rarely beat cuBLAS."""
 KINDS = ("linear", "silu_linear", "norm_linear", "norm_silu_linear")
 """Less fused kinds first: a kind is measured against combinations of those before it."""
 
@@ -201,7 +201,7 @@ def entry_of(config: GemmConfig) -> Entry:
 
 
 def config_of(entry: Entry) -> GemmConfig | None:
-    """The configuration of an entry; None for `cublas`, and for entries this version does not know."""
+    """The configuration of an entry; None for `cublas`, and for entries that this version does not support."""
     if entry.get("kernel") not in ("vector", "dot", "tile"):
         return None
     known = {field.name: entry[field.name] for field in fields(GemmConfig) if field.name in entry}

@@ -5,8 +5,8 @@ thread loads 16 bytes of a weight row at a time; all its loads are in flight bef
 issued before `gdc_wait`, so they overlap the end of the preceding kernel. Tensor cores would idle here: float32 FMAs
 keep pace with memory up to about 4 input rows.
 
-Bytes: the weight once; the input, the residual and the gain once a program, mostly from cache. Operations: one
-conversion a weight, and one multiply-add a weight and row.
+Bytes: the weight once; the input, the residual and the gain once per program, mostly from cache. Operations: one
+conversion per weight, and one multiply-add per weight and row.
 """
 
 # ruff: noqa: N803, N806, RUF005  # Triton's names; its tuples grow by `+` alone
@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from quire.kernels.triton.launch import gdc_launch_dependents, gdc_wait, num_sms, pdl
-from quire.kernels.triton.skinny_gemm.common import Gemm, GemmConfig, Launch
+from quire.kernels.triton.skinny_gemm.common import Gemm, GemmConfig, GemmLaunch
 
 MAX_ROWS = 4
 """Input rows: with more, arithmetic takes longer than the loads."""
@@ -208,7 +208,7 @@ def _vector(
         _write(tiles, vectors, scale, bias, y, first, rows, N, ROWS, BLOCK_N, BLOCK_K, CHUNKS, WIDE, SILU)
 
 
-def vector_launch(gemm: Gemm, config: GemmConfig) -> Launch:
+def vector_launch(gemm: Gemm, config: GemmConfig) -> GemmLaunch:
     """The launch of a GEMM of at most MAX_ROWS rows."""
     if gemm.rows > MAX_ROWS:
         raise ValueError(f"{config} is for at most {MAX_ROWS} rows, not {gemm.rows}")
@@ -222,7 +222,7 @@ def vector_launch(gemm: Gemm, config: GemmConfig) -> Launch:
         gemm.rows, outputs, gemm.eps,
     )  # fmt: skip
     constants = _constants(config, gemm.rows, gemm.depth, gemm.x.element_size(), gemm.silu)
-    return Launch(_vector, programs, arguments, constants, out)
+    return GemmLaunch(_vector, programs, arguments, constants, out)
 
 
 @functools.cache

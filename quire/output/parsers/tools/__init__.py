@@ -1,1 +1,1 @@
-"""Tool calls in the text of an answer: one file a format."""
+"""Tool calls in the text of an answer: one file per format."""

@@ -57,11 +57,11 @@ class _Fields:
 
 
 class CallParser(IncrementalParser):
-    """Content until something opens a call; then `_calls`, written by the subclass, reads the call or several.
+    """Emits content until a call opens; then `_calls`, which a subclass implements, reads one call or several.
 
-    What is read there is held. `_start` announces a call and lets go of what is held; whatever is still held when
-    `_calls` returns was no call and becomes content. So a subclass returns where it stops understanding, and nothing is
-    lost or emitted twice. White space that touches a call belongs to its markup.
+    Text read by `_calls` is held back. `_start` emits the start of a call and drops the held text; text still held when
+    `_calls` returns was not a call and becomes content. So a subclass returns at the first invalid character, and
+    nothing is lost or emitted twice. White space next to a call is dropped with its markup.
     """
 
     tags: ClassVar[tuple[str, ...]] = ()
@@ -96,7 +96,7 @@ class CallParser(IncrementalParser):
         while (yield from self._peek()):
             match = self._openers.search(self._text, self._at)
             end = match.start() if match else len(self._text)
-            self._say(super()._take(end - self._at))
+            self._add_content(super()._take(end - self._at))
             if match:
                 opener = yield from self._opener()
                 if opener:
@@ -104,13 +104,13 @@ class CallParser(IncrementalParser):
                     yield from self._calls(opener)
                     self._release()
                 else:
-                    self._say(super()._take(1))
+                    self._add_content(super()._take(1))
         if self._count == 0 and self._spaces:
             self._out.append(Content("".join(self._spaces)))
 
     def _opener(self) -> Reads[str]:
         for tag in self.tags:
-            if (yield from self._ahead(tag)):
+            if (yield from self._is_next(tag)):
                 return tag
         character = self._text[self._at]
         return character if self._is_line_start and character in self.bare else ""
@@ -121,12 +121,12 @@ class CallParser(IncrementalParser):
         return taken
 
     def _release(self) -> None:
-        """The text held back was not a call."""
+        """Emit held text as content: it was not a call."""
         for text in self._held:
-            self._say(text)
+            self._add_content(text)
         self._held.clear()
 
-    def _say(self, text: str) -> None:
+    def _add_content(self, text: str) -> None:
         body = text.rstrip(SPACES)
         if body:
             self._out.append(Content("".join([*self._spaces, body])))
@@ -150,7 +150,7 @@ class CallParser(IncrementalParser):
         self._out.append(CallStart(self._count, self._new_id(), name))
         self._count += 1
 
-    def _argue(self, text: str) -> None:
+    def _add_arguments(self, text: str) -> None:
         if text:
             self._out.append(CallArguments(self._count - 1, text))
 
@@ -159,15 +159,15 @@ class CallParser(IncrementalParser):
         self._is_whole = self._is_fresh = self._is_line_start = complete
 
     def _emit(self, name: str, arguments: str) -> None:
-        """A complete call."""
+        """Emit a complete call."""
         self._start(name)
-        self._argue(arguments)
+        self._add_arguments(arguments)
         self._end(True)
 
     # JSON, which most formats use.
 
     def _objects(self, opener: str, is_marked: bool) -> Reads[bool]:
-        """Call objects, one or a list of them; `opener`, their first character, has been read. False if it broke."""
+        """Read one call object or a list; `opener`, the first character, has been read. False if one is malformed."""
         if opener == "{":
             return (yield from self._object(is_marked))
         while True:
@@ -196,11 +196,11 @@ class CallParser(IncrementalParser):
             self._emit(found.name, "{}")
         elif separator == "}":
             self._held.clear()
-        # Once its arguments are whole a call is whole, even where the brace that should follow does not.
+        # A call with complete arguments is complete, even without its closing brace.
         return self._is_whole
 
     def _field(self, found: _Fields, is_marked: bool) -> Reads[bool]:
-        """One field of a call object; name and arguments together emit the call. False if it does not belong there."""
+        """Read one field of a call object; emits the call once it has name and arguments. False if it is invalid."""
         key = yield from self._read_string()
         if key is None or not (yield from self._take_next(":")):
             return False
@@ -225,16 +225,16 @@ class CallParser(IncrementalParser):
         return True
 
     def _stream_arguments(self, name: str) -> Reads[bool]:
-        """A call whose arguments come next, handed on as they are read. False if they were cut off."""
+        """Emit a call whose arguments come next, streamed as they are read. False if they were cut off."""
         self._start(name)
         scanner = JsonScanner()
         while not scanner.done and (yield from self._peek()):
             self._at = scanner.feed(self._text, self._at)
-            self._argue(scanner.take())
+            self._add_arguments(scanner.take())
             if scanner.failed:
                 self._held.append(scanner.take_pending())
                 break
-        self._argue(scanner.take_pending() if not scanner.failed else "")
+        self._add_arguments(scanner.take_pending() if not scanner.failed else "")
         self._end(scanner.done)
         return scanner.done
 
@@ -247,11 +247,11 @@ class CallParser(IncrementalParser):
 
     def _read_string(self) -> Reads[str | None]:
         """A JSON string, decoded; None if something else comes."""
-        written = (yield from self._read_value()) if (yield from self._ahead('"')) else None
+        written = (yield from self._read_value()) if (yield from self._is_next('"')) else None
         return None if written is None else json.loads(written)
 
     def _take_next(self, characters: str) -> Reads[str]:
-        """Move past white space and one of `characters`; "" if another comes, which is left there."""
+        """Skip white space and read one of `characters`; "" if another character is next, which stays unread."""
         character = yield from self._skip_spaces()
         return self._take(1) if character and character in characters else ""
 
@@ -266,7 +266,7 @@ def as_arguments(value: str | None) -> str | None:
         return None
     scanner, inner = JsonScanner(), json.loads(value).strip(SPACES)
     is_whole = scanner.feed(inner, 0) == len(inner) and scanner.done
-    # Half a surrogate pair, decoded, could not be sent.
+    # A lone surrogate, once decoded, cannot be encoded as UTF-8.
     is_object = is_whole and inner.startswith("{") and not _SURROGATES.search(inner)
     return scanner.take() if is_object else None
 
@@ -290,7 +290,7 @@ def make_tool_parser(
 ) -> ToolParser:
     """A fresh parser for one answer; `name` is one of `TOOL_PARSERS` or a dotted path to a class.
 
-    `offered` names the tools of the request, and `new_id` makes the ids of calls (otherwise as the format wants them).
+    `offered` names the tools of the request, and `new_id` makes the ids of calls (default: the format's own).
     """
     parser = resolve("tool-call parser", name, TOOL_PARSERS)
     made: ToolParser = parser(offered) if new_id is None else parser(offered, new_id)

@@ -22,7 +22,7 @@ class JsonParser(CallParser):
     def _calls(self, opener: str) -> Reads[None]:
         is_fenced = opener in self.tags
         start = (yield from self._take_next(self.bare)) if is_fenced else opener
-        # A fence alone does not mark a call: users ask for JSON too.
+        # A fence alone does not mark a call: users request JSON too.
         if not start or not (yield from self._objects(start, is_marked=False)) or not is_fenced:
             return
         while start := (yield from self._take_next(self.bare)):

@@ -22,9 +22,9 @@ State = Callable[[str, int], int]
 class JsonScanner:
     """Reads one JSON value to its end and no further. Its output is at any time a prefix of valid JSON.
 
-    Three slips that models make, and that can be mended in place without a doubt, are: raw control characters in a
-    string (a newline in code), a backslash before a character that JSON does not escape (a regular expression), and
-    Python's True, False and None. Anything else wrong is a failure.
+    Three common mistakes of models have one possible correction and are corrected: raw control characters in a string
+    (a newline in code), a backslash before a character that JSON does not escape (a regular expression), and Python's
+    True, False and None. Any other error is a failure.
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class JsonScanner:
         self._is_key = False
         self._out: list[str] = []
         self._pending = ""
-        """A number, word or escape of which more may come; as it was written."""
+        """A number, word or escape that may be incomplete, as it was written."""
 
     def feed(self, text: str, at: int) -> int:
         """Continue at `at`; returns where it stopped: the end of `text` or of the value, or the wrong character."""
@@ -53,7 +53,7 @@ class JsonScanner:
         pending, self._pending = self._pending, ""
         return pending
 
-    # Each state reads a little at `at` and returns where to go on; the same place if the character is the next state's.
+    # Each state reads at `at` and returns where to continue: `at` itself if the character belongs to the next state.
 
     def _value(self, text: str, at: int) -> int:
         character = text[at]
@@ -130,7 +130,7 @@ class JsonScanner:
             return at + 1
         self._pending = ""
         self._state = self._string
-        # An escape that JSON does not know keeps its backslash, itself escaped.
+        # An invalid escape keeps its backslash, which is escaped.
         self._out.append(escape + character if is_whole else "\\" + escape)
         return at + 1 if is_whole else at
 
@@ -147,7 +147,7 @@ class JsonScanner:
         return at
 
     def _gather(self, pattern: re.Pattern[str], longest: int, text: str, at: int) -> int:
-        """Read on into what is pending, `longest` characters at most."""
+        """Extend the pending text while `pattern` matches, to at most `longest` characters."""
         match = pattern.match(text, at, at + longest - len(self._pending))
         if match is not None:
             self._pending += match.group()
@@ -157,7 +157,7 @@ class JsonScanner:
         return at
 
     def _settle(self, written: str | None) -> None:
-        """What was pending has ended, and is `written` in JSON."""
+        """End the pending text, which is `written` in JSON; None: invalid."""
         if written is None:
             self.failed = True
             return

@@ -89,13 +89,13 @@ class PythonicParser(CallParser):
         return None
 
     def _read_string_into(self, source: list[str], quote: str) -> Reads[None]:
-        is_long = yield from self._ahead(quote * 3)
+        is_long = yield from self._is_next(quote * 3)
         end = quote * 3 if is_long else quote
         plain = (_IN_LONG_STRING if is_long else _IN_STRING)[quote]
         source.append(self._take(len(end)))
         while (yield from self._peek()):
             source.append((yield from self._take_run(plain)))
-            if (yield from self._ahead(end)):
+            if (yield from self._is_next(end)):
                 source.append(self._take(len(end)))
                 return
             character = yield from self._peek()
@@ -111,10 +111,10 @@ class PythonicParser(CallParser):
 
 
 def arguments_of(written: list[str]) -> str | None:
-    """`name=literal` each, as one JSON object; None if any is something else."""
+    """Arguments `name=literal` as one JSON object; None if any is something else."""
     values: dict[str, Any] = {}
     for argument in written:
-        # Split by hand: a tool may have a parameter that is a word of Python's (`from`, `class`).
+        # The name is not parsed as Python: it may be a keyword (`from`, `class`).
         name, equals, source = argument.partition("=")
         name = name.strip()
         if not equals or not name.isidentifier() or name in values:
@@ -146,13 +146,13 @@ def _literal(node: ast.expr) -> Any:
         value = _literal(node.operand)
         if type(value) in (int, float):
             return -value if isinstance(node.op, ast.USub) else value
-    raise ValueError(f"not a literal that JSON can say: {ast.dump(node)[:100]}")
+    raise ValueError(f"not a literal that JSON can represent: {ast.dump(node)[:100]}")
 
 
 def _key(node: ast.expr | None) -> str:
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
-    raise ValueError("a key of a JSON object is a string")
+    raise ValueError("a key of a JSON object must be a string")
 
 
 def _to_json(values: dict[str, Any]) -> str | None:
@@ -162,6 +162,6 @@ def _to_json(values: dict[str, Any]) -> str | None:
         return None
     try:
         written.encode()
-    except UnicodeEncodeError:  # half a surrogate pair: only its escape can be sent
+    except UnicodeEncodeError:  # a lone surrogate: only its escape can be sent
         return json.dumps(values)
     return written
