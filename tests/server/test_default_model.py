@@ -50,7 +50,7 @@ class TestOfficialClient:
         assert "Paris" in answer.output_text
         assert client.stream(RESPONSES, **fields)[-1].response.output_text == answer.output_text
 
-    def test_a_form(self, real: Live) -> None:
+    def test_structured_output(self, real: Live) -> None:
         class City(BaseModel):
             name: Literal["Paris", "London", "Rome"]
             country: str = Field(max_length=12)
@@ -63,7 +63,7 @@ class TestOfficialClient:
 
 
 def test_likelihoods_are_those_of_transformers(real: Live) -> None:
-    """How eval harnesses choose among answers: each is scored behind the question, with echo and logprobs."""
+    """How eval harnesses rank answers: each is scored after the question, with echo and logprobs."""
     question, answers = "The capital of France is", [" Paris", " a small fish", " London", " very green"]
     encode = real.server.tokenizer.encode
     context = encode(question)
@@ -94,7 +94,7 @@ class TestLangChain:
         fields: dict[str, Any] = {"temperature": 0, "max_tokens": 40, "max_retries": 0, **settings}
         return ChatOpenAI(model=DEFAULT_MODEL, base_url=f"{real.url}/v1", api_key="none", **fields)  # type: ignore[arg-type]
 
-    def test_a_tool_call_there_and_back(self, real: Live) -> None:
+    def test_a_tool_call_round_trip(self, real: Live) -> None:
         for choice in ("required", "get_weather"):
             asking = self.model(real).bind_tools([get_weather], tool_choice=choice)
             called = asking.invoke([self.ASKED])
@@ -127,7 +127,7 @@ class TestLangChain:
 
 
 class TestAnthropicShape:
-    def test_a_tool_call_there_and_back(self, real: Live) -> None:
+    def test_a_tool_call_round_trip(self, real: Live) -> None:
         asked = {"role": "user", "content": "How is the weather in Paris today?"}
         base = {"model": DEFAULT_MODEL, "max_tokens": 40, "temperature": 0, "tools": [WEATHER]}
         headers = {"x-api-key": "none", "anthropic-version": "2023-06-01"}
@@ -145,7 +145,7 @@ class TestAnthropicShape:
         assert final["usage"]["output_tokens"] > 0
 
     def streamed_input(self, real: Live, body: dict[str, Any]) -> Any:
-        """The call's arguments, out of a stream of events."""
+        """The call's arguments, from a stream of events."""
         with real.client.stream("POST", "/v1/messages", json={**body, "stream": True}) as answer:
             lines = [line for line in answer.iter_lines() if line]
         names = [line.removeprefix("event: ") for line in lines[::2]]

@@ -16,7 +16,7 @@ from tests.server.test_replicas import BOSS, FLAGS, Pair
 
 
 @pytest.mark.slow
-def test_two_engines_share_the_experts_and_come_back_together(
+def test_engines_that_share_experts_restart_together(
     tmp_path: Path, make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
