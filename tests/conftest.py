@@ -1,4 +1,4 @@
-"""Shared parts: a tiny model that starts in a moment, the real default model, and a check that nothing leaks."""
+"""Shared fixtures: a tiny model that starts in a moment, the real default model, and a check that nothing leaks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if not torch.cuda.is_available():
 from quire import LLM
 from tests.units import pytest_collection_modifyitems, pytest_xdist_make_scheduler  # noqa: F401 - pytest calls them
 
-# Who started us in the background may have had Ctrl-C ignored, for us and for what we start.
+# A parent process that started us in the background may have had Ctrl-C ignored, which children inherit.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ENDS = "</s>"
@@ -79,7 +79,7 @@ def write_tiny_model(folder: Path, **changes: Any) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def _logging_as_it_was() -> Iterator[None]:
+def _restore_logging() -> Iterator[None]:
     """Commands set up logging for the whole process; the next test does not inherit it."""
     loggers = [logging.getLogger(name) for name in LOGGERS]
     before = [(list(logger.handlers), logger.level, logger.propagate) for logger in loggers]
@@ -96,14 +96,14 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def assert_idle(llm: LLM) -> None:
-    """Nothing is queued or running, and every block and row has come back."""
+    """Nothing is queued or running, and all blocks and rows are free."""
     assert llm.llm_engine.get_num_unfinished_requests() == 0
     llm.llm_engine.check_idle()
 
 
 @pytest.fixture
 def make_llm(tiny_model: Path) -> Iterator[Callable[..., LLM]]:
-    """Engines with settings of a test's own (the tiny model unless it names one), checked and shut down after it."""
+    """Engines with a test's own settings (the tiny model unless it names one), checked and shut down after it."""
     made: list[LLM] = []
 
     def make(model: str | Path = tiny_model, **settings: Any) -> LLM:

@@ -1,4 +1,4 @@
-"""What processes are there, and what they hold."""
+"""Processes, and the resources they hold."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def children(pid: int) -> list[int]:
-    """Processes that this one started, and that have not ended."""
+    """Child processes of this one that have not ended."""
     found = []
     with suppress(OSError):
         for task in Path(f"/proc/{pid}/task").iterdir():
@@ -19,7 +19,7 @@ def children(pid: int) -> list[int]:
 
 
 def descendants(pid: int) -> list[int]:
-    """Children, and theirs."""
+    """Descendants of a process."""
     direct = children(pid)
     return direct + [below for child in direct for below in descendants(child)]
 
@@ -32,7 +32,7 @@ def is_gone(pid: int) -> bool:
 
 
 def descriptors(pid: int) -> dict[str, int]:
-    """What a process has open, by kind."""
+    """Open descriptors of a process, by kind."""
     found: Counter[str] = Counter()
     for entry in os.listdir(f"/proc/{pid}/fd"):
         with suppress(OSError):
@@ -42,6 +42,6 @@ def descriptors(pid: int) -> dict[str, int]:
 
 
 def rss(pid: int) -> int:
-    """Bytes of memory that a process holds now."""
+    """Resident memory of a process in bytes."""
     pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")

@@ -1,4 +1,4 @@
-"""Structured output: the output matches the requested form in every state of the engine."""
+"""Structured output: the output matches its grammar in every state of the engine."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ DEPTHS = pytest.mark.parametrize("depth", [0, 1])
 
 @DEPTHS
 @pytest.mark.parametrize("kind", FORMS)
-def test_the_output_has_its_form(engines: Callable[..., LLM], kind: str, depth: int) -> None:
+def test_the_output_matches_its_grammar(engines: Callable[..., LLM], kind: str, depth: int) -> None:
     form, check = FORMS[kind]
     everything = {"top_k": 20, "top_p": 0.8, "min_p": 0.01, "top_n_sigma": 2.0, "xtc_probability": 0.5}
     for fields in ({}, {"temperature": 0}, {"temperature": 1.3, **everything}):
@@ -110,7 +110,7 @@ def test_steps_in_flight_change_no_token(engines: Callable[..., LLM]) -> None:
 
 
 @DEPTHS
-def test_rows_without_a_form_sample_what_they_sample_alone(engines: Callable[..., LLM], depth: int) -> None:
+def test_unconstrained_rows_draw_the_same_tokens_as_alone(engines: Callable[..., LLM], depth: int) -> None:
     llm = engines(pipeline_depth=depth)
     free = [
         params(None, max_tokens=20, ignore_eos=True),
@@ -127,7 +127,7 @@ def test_rows_without_a_form_sample_what_they_sample_alone(engines: Callable[...
 
 @DEPTHS
 def test_chunks_hits_and_preemption_change_no_token(engines: Callable[..., LLM], depth: int) -> None:
-    """A cache of 26 blocks of 4 for what may take more than that, and prompts in chunks of seven tokens."""
+    """A cache of 26 blocks of 4 for requests that may need more, and prompts in chunks of seven tokens."""
     wanted = [params(FORMS["json"][0], seed=i, max_tokens=60, logprobs=2) for i in range(6)]
     prompts = [PROMPT[: 10 + i] for i in range(6)]
     roomy = engines(pipeline_depth=0)
@@ -160,17 +160,17 @@ def test_a_failed_step_changes_no_token(
             assert tokens_of(llm.generate([PROMPT] * 3, wanted, use_tqdm=False)) == expected
 
 
-def test_white_space_in_json_is_bounded(engines: Callable[..., LLM]) -> None:
-    """JSON allows white space almost anywhere; without a bound this answer would be nothing else."""
+def test_white_space_in_json_is_limited(engines: Callable[..., LLM]) -> None:
+    """JSON allows white space almost anywhere; without a limit this answer would be nothing else."""
     llm = engines(pipeline_depth=0)
-    line_breaks = {llm.get_tokenizer().convert_tokens_to_ids("Ċ"): 100.0}  # which no string of JSON can hold
+    line_breaks = {llm.get_tokenizer().convert_tokens_to_ids("Ċ"): 100.0}  # which no JSON string can contain
     schema = {"type": "object", "properties": {"a": {"type": "integer", "maximum": 9, "minimum": 0}}, "required": ["a"]}
     for form in (Form(json=schema), Form(json_object=True)):
         fields = {"logit_bias": line_breaks, "max_tokens": 200, "temperature": 0}
         (sample,) = llm.generate([PROMPT[:9]], params(form, **fields), use_tqdm=False)[0].outputs
         runs = [len(run) for run in re.findall(r"\s+", sample.text)]
         assert max(runs) == MAX_WHITESPACE
-        if form.json is not None:  # any object may have any number of members
+        if form.json is not None:  # an object may have any number of members
             assert sample.finish_reason == "stop" and set(json.loads(sample.text)) == {"a"}
 
 
@@ -194,18 +194,18 @@ def test_sequences_of_one_prompt_differ(tiny: LLM) -> None:
     assert all(re.fullmatch("[a-z]{6}", text) for text in texts) and len(set(texts)) > 1
 
 
-def test_the_end_waits_for_min_tokens_where_the_form_lets_it(tiny: LLM) -> None:
+def test_min_tokens_delays_the_end_where_the_grammar_allows(tiny: LLM) -> None:
     sample = only(tiny, params(Form(regex="[a-z]*"), min_tokens=15)).outputs[0]
     assert len(sample.token_ids) > 15 and re.fullmatch("[a-z]+", sample.text)
 
 
-def test_a_complete_form_ends_before_min_tokens_and_with_ignore_eos(tiny: LLM) -> None:
+def test_a_complete_output_ends_before_min_tokens_and_with_ignore_eos(tiny: LLM) -> None:
     for fields in ({"min_tokens": 50}, {"ignore_eos": True}):
         output = only(tiny, params(Form(choice=["yes", "no"]), **fields))
         assert output.outputs[0].text in ("yes", "no") and output.outputs[0].finish_reason == "stop"
 
 
-def test_penalties_biases_and_logprobs_work_under_a_form(tiny: LLM) -> None:
+def test_penalties_biases_and_logprobs_work_with_a_grammar(tiny: LLM) -> None:
     a, b = (tiny.get_tokenizer().convert_tokens_to_ids(letter) for letter in "ab")
     form = Form(regex="[ab]{8}")
     assert only(tiny, params(form, temperature=0, logit_bias={a: 90.0})).outputs[0].text == "a" * 8
@@ -216,7 +216,7 @@ def test_penalties_biases_and_logprobs_work_under_a_form(tiny: LLM) -> None:
     assert len(mixed.outputs[0].logprobs or []) == len(mixed.outputs[0].token_ids)
 
 
-def test_stop_strings_and_stop_ids_cut_the_form_short(tiny: LLM) -> None:
+def test_stop_strings_and_stop_ids_end_the_output_early(tiny: LLM) -> None:
     at = tiny.get_tokenizer().convert_tokens_to_ids("@")
     form = Form(regex="[a-z]{3}@[a-z]{3}!")
     by_text = only(tiny, params(form, stop=["@"])).outputs[0]
@@ -225,7 +225,7 @@ def test_stop_strings_and_stop_ids_cut_the_form_short(tiny: LLM) -> None:
     assert re.fullmatch("[a-z]{3}", by_id.text) and by_id.stop_reason == at
 
 
-def test_the_form_may_begin_after_a_text(tiny: LLM) -> None:
+def test_the_grammar_may_start_after_a_text(tiny: LLM) -> None:
     form = Form(choice=["yes", "no"], after="the")
     output = only(tiny, params(form, max_tokens=200, temperature=1.2, logit_bias={100: 4.0}))
     before, found, answer = output.outputs[0].text.partition("the")
@@ -241,7 +241,7 @@ def test_a_request_that_excludes_every_allowed_token_fails_alone(tiny: LLM) -> N
     assert good.outputs[0].text == "aaa"
 
 
-def test_a_form_that_no_text_has_fails_alone(tiny: LLM) -> None:
+def test_a_grammar_that_matches_no_text_fails_alone(tiny: LLM) -> None:
     wanted = [params(Form(json={"$ref": "#"})), params(Form(regex="a{3}"))]
     failed, good = tiny.generate([PROMPT] * 2, wanted, use_tqdm=False)
     assert failed.outputs[0].finish_reason == "error" and "no text has this form" in (failed.error or "")
@@ -259,8 +259,8 @@ def test_a_form_that_no_text_has_fails_alone(tiny: LLM) -> None:
         (Form(structural_tag={"structures": [{}]}), "begin"),
     ],
 )
-def test_a_form_that_does_not_compile_is_refused_with_the_reason(tiny: LLM, form: Form, said: str) -> None:
-    for _ in range(2):  # the second time from the remembered refusal
+def test_a_grammar_that_does_not_compile_is_refused_with_the_reason(tiny: LLM, form: Form, said: str) -> None:
+    for _ in range(2):  # the second time from the cached refusal
         output = only(tiny, params(form))
         assert output.outputs[0].finish_reason == "error" and output.outputs[0].token_ids == []
         assert said in (output.error or "") and "/project/" not in (output.error or "")
@@ -279,7 +279,7 @@ def test_the_legacy_format_of_structural_tags(tiny: LLM) -> None:
 
 
 @pytest.mark.skipif(ON_GPU, reason="on a GPU the kernels are compiled: tests/gpu runs the engine there")
-def test_the_gpus_kernels_sample_the_same(engines: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_gpu_kernels_draw_the_same_tokens(engines: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = [
         params(Form(regex="[a-z]{4}")),
         params(Form(regex="[a-z]{4}"), temperature=0),

@@ -1,4 +1,4 @@
-"""Hostile structured output: a form that explodes, crashes or never ends fails its own request and no other."""
+"""Hostile structured output: a grammar that explodes, crashes or never ends fails its own request and no other."""
 
 from __future__ import annotations
 
@@ -127,25 +127,25 @@ def run_beside(llm: LLM, wanted: SamplingParams) -> tuple[RequestOutput, float, 
 
 
 @pytest.mark.parametrize("name", TO_COMPILE)
-def test_a_form_too_slow_to_compile_fails_in_time_and_delays_no_other_request(llm: LLM, name: str) -> None:
+def test_a_grammar_too_slow_to_compile_fails_in_time_and_delays_no_other_request(llm: LLM, name: str) -> None:
     begin = time.monotonic()
     output, gap, tokens = run_beside(llm, params(TO_COMPILE[name]))
     took = time.monotonic() - begin
     print(f"{name}: {took:.2f} s, longest gap {gap * 1000:.0f} ms over {tokens} tokens, {output.error}")
     assert tokens > 5 and gap < 1.0
-    if output.error is None:  # a machine may be fast enough
+    if output.error is None:  # a fast machine may compile it
         return
     assert output.outputs[0].finish_reason == "error"
     assert "cannot be compiled" in output.error or "longer to compile" in output.error
     assert took < TIMEOUT + 2
-    if len(grammars_of(llm)._refused):  # not if the machine was too busy to tell: then it is tried again
+    if len(grammars_of(llm)._refused):  # retried if the machine was too busy for the measurement
         again = time.monotonic()
         assert generate(llm, TO_COMPILE[name]).error == output.error
         assert time.monotonic() - again < 1.0
 
 
 @pytest.mark.parametrize("name", TO_FOLLOW)
-def test_a_form_too_slow_to_match_fails_and_hardly_delays_other_requests(llm: LLM, name: str) -> None:
+def test_a_grammar_too_slow_to_match_fails_and_hardly_delays_other_requests(llm: LLM, name: str) -> None:
     output, gap, tokens = run_beside(llm, params(TO_FOLLOW[name], max_tokens=100, temperature=1.5))
     print(f"{name}: longest gap {gap * 1000:.0f} ms over {tokens} tokens, {output.error}")
     assert tokens > 3 and gap < 1.0
@@ -162,7 +162,7 @@ def test_compiled_grammars_are_limited_in_number(llm: LLM, monkeypatch: pytest.M
         assert len(grammars_of(llm)._matchers) <= 3 and len(matcher_pids(llm)) <= 3
     kept = matcher_pids(llm)
     assert generate(llm, Form(regex="b{8}")).outputs[0].text == "b" * 8
-    assert matcher_pids(llm) == kept  # the last one was still there
+    assert matcher_pids(llm) == kept  # the last one was still cached
     forms = [params(Form(regex=f"c{{{i + 1}}}")) for i in range(7)]  # more at once than the limit
     outputs = llm.generate([PROMPT] * 7, forms, use_tqdm=False)
     assert [output.outputs[0].text for output in outputs] == ["c" * (i + 1) for i in range(7)]
@@ -176,7 +176,7 @@ def test_idle_grammars_are_limited_in_memory(llm: LLM, monkeypatch: pytest.Monke
 
 
 def test_random_aborts_leave_nothing_behind(fork_server: SharedForkServer) -> None:
-    """A small cache, chunked prompts, good and bad forms and none, aborts at any moment."""
+    """A small cache, chunked prompts, valid and invalid grammars and none, aborts at any moment."""
     chaos = random.Random(7)
     forms = [
         Form(regex="[a-z]{3,30}"), Form(choice=["yes", "no"]), Form(grammar="root ::= x"), None, Form(json_object=True),
@@ -243,7 +243,7 @@ def test_a_killed_matcher_fails_its_requests_and_no_other(llm: LLM) -> None:
     assert generate(llm, Form(regex="[a-z]{200}"), max_tokens=20).outputs[0].finish_reason == "length"
 
 
-def test_a_matcher_that_left_by_itself_is_made_again(llm: LLM) -> None:
+def test_a_matcher_that_exited_when_idle_is_started_again(llm: LLM) -> None:
     form = Form(regex="g{6}")
     generate(llm, form)
     pid = next(matcher.pid for matcher in grammars_of(llm)._matchers.values() if b"g{6}" in matcher.form)
@@ -252,7 +252,7 @@ def test_a_matcher_that_left_by_itself_is_made_again(llm: LLM) -> None:
     assert generate(llm, form).outputs[0].text == "g" * 6
 
 
-def test_an_engine_that_is_shut_down_leaves_no_process(tiny_model: Path) -> None:
+def test_shutdown_leaves_no_process(tiny_model: Path) -> None:
     settings = {"dtype": "float32", "num_gpu_blocks_override": 64, "device": "cpu"}
     with LLM(str(tiny_model), **settings) as llm:
         assert grammars_of(llm)._fork_server is None  # nothing is started before it is needed
@@ -267,7 +267,7 @@ def test_an_engine_that_is_shut_down_leaves_no_process(tiny_model: Path) -> None
     assert not [pid for pid in pids if is_alive(pid)]
 
 
-def test_a_refused_form_is_a_validation_error_in_asyncio_programs_and_other_requests_go_on(tiny_model: Path) -> None:
+def test_a_refused_grammar_is_a_validation_error_in_asyncio_and_other_requests_continue(tiny_model: Path) -> None:
     async def read(llm: AsyncLLM, form: Form | None, **fields: Any) -> RequestOutput:
         async for output in llm.generate({"prompt_token_ids": PROMPT}, params(form, **fields)):
             last = output

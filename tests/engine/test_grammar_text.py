@@ -46,11 +46,11 @@ def check(outputs: list[RequestOutput]) -> None:
     assert re.fullmatch(r"[1-9]\d{0,2} \+ [1-9]\d{0,2} = [1-9]\d{0,2}", total), total
 
 
-def test_the_default_model_matches_every_form(smollm: LLM) -> None:
+def test_the_default_model_matches_every_grammar(smollm: LLM) -> None:
     check(smollm.generate([prompt for prompt, _ in ASKED], [params(form) for _, form in ASKED], use_tqdm=False))
 
 
-def test_the_form_starts_after_a_text(smollm: LLM) -> None:
+def test_the_grammar_starts_after_a_text(smollm: LLM) -> None:
     form = Form(choice=["yes", "no"], after=".")
     prompt = "Is the sky blue? First one sentence of thought, then yes or no.\nThe sky"
     (output,) = smollm.generate([prompt], [params(form)], use_tqdm=False)
@@ -59,7 +59,7 @@ def test_the_form_starts_after_a_text(smollm: LLM) -> None:
 
 
 @pytest.mark.slow
-def test_the_default_model_matches_every_form_in_its_own_process() -> None:
+def test_the_default_model_matches_every_grammar_in_its_own_process() -> None:
     async def last(llm: AsyncLLM, prompt: str, form: Form) -> RequestOutput:
         outputs = [output async for output in llm.generate(prompt, params(form))]
         return outputs[-1]

@@ -36,7 +36,7 @@ BEGIN = [7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47]
 
 
 @pytest.fixture(autouse=True)
-def _nothing_stays_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _no_files_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Whatever a test does to its ranks, none of their files is left."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     yield
@@ -54,8 +54,8 @@ def metric(llm: LLM, name: str) -> float:
     return next(each.value for each in llm.get_metrics() if each.name.endswith(name))  # type: ignore[union-attr]
 
 
-def everything(llm: LLM, forms: bool = True) -> dict[str, Any]:
-    """One run of everything a plan can carry. `forms`: grammars too, whose process takes long to start."""
+def mixed_load(llm: LLM, forms: bool = True) -> dict[str, Any]:
+    """Requests that exercise everything a plan can carry. `forms`: grammars too, whose process takes long to start."""
     crowd = [[3 + i, *BEGIN, 5 + i] for i in range(6)]
     found: dict[str, Any] = {
         "long prompts in chunks": tokens(llm, [[(5 * i + j) % 90 + 4 for j in range(50)] for i in range(2)]),
@@ -77,9 +77,9 @@ def everything(llm: LLM, forms: bool = True) -> dict[str, Any]:
 
 
 def test_two_ranks_match_one(make_llm: Callable[..., LLM]) -> None:
-    alone = everything(make_llm(**TIGHT))
+    alone = mixed_load(make_llm(**TIGHT))
     llm = make_llm(**TIGHT, tensor_parallel_size=2)
-    together = everything(llm)
+    together = mixed_load(llm)
     assert together == alone
     assert metric(llm, "num_preemptions") > 0
     assert metric(llm, "prefix_cache_hits") > 0

@@ -34,7 +34,7 @@ from quire.executor.ray_ranks import forwarded
 from quire.loading.files import ModelFiles, local_files
 from quire.loading.model_config import read_model_config
 from quire.platforms.cuda import RemoteCudaPlatform
-from tests.executor.test_multiprocess import BEGIN, TIGHT, everything, is_running, lose_a_rank, ranks_of, tokens
+from tests.executor.test_multiprocess import BEGIN, TIGHT, is_running, lose_a_rank, mixed_load, ranks_of, tokens
 
 ray = pytest.importorskip("ray")
 RAY = {**TIGHT, "tensor_parallel_size": 2, "distributed_executor_backend": "ray"}
@@ -66,7 +66,7 @@ def nodes_of(llm: LLM) -> list[str]:
     return [info["node"] for info in llm.llm_engine.core._executor._ranks.ranks._nodes]
 
 
-def goes(pid: int, seconds: float = 15.0) -> bool:
+def exits(pid: int, seconds: float = 15.0) -> bool:
     """Whether a process exits within the time."""
     deadline = time.monotonic() + seconds
     while is_running(pid) and time.monotonic() < deadline:
@@ -77,14 +77,14 @@ def goes(pid: int, seconds: float = 15.0) -> bool:
 def test_ranks_on_two_nodes_match_one_process_and_a_lost_one_is_named(
     two_nodes: Any, make_llm: Callable[..., LLM], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    alone = everything(make_llm(**TIGHT), forms=False)
+    alone = mixed_load(make_llm(**TIGHT), forms=False)
     capfd.readouterr()
     llm = make_llm(**RAY, ray_address=two_nodes.address)
     assert len(set(nodes_of(llm))) == 2
-    assert everything(llm, forms=False) == alone
+    assert mixed_load(llm, forms=False) == alone
     pids = ranks_of(llm)
     lose_a_rank(llm, rf"rank 1 of 2 \(pid {pids[1]} on node [0-9.]+\) was lost: its process", seconds=15)
-    assert all(goes(pid) for pid in pids)
+    assert all(exits(pid) for pid in pids)
     llm.llm_engine.abort_request(["0", "1", "2"])
     said = capfd.readouterr()
     assert "raylet" not in said.out + said.err
@@ -93,7 +93,7 @@ def test_ranks_on_two_nodes_match_one_process_and_a_lost_one_is_named(
 @pytest.mark.slow
 def test_stages_on_two_nodes(two_nodes: Any, make_llm: Callable[..., LLM]) -> None:
     stages = {**RAY, "tensor_parallel_size": 1, "pipeline_parallel_size": 2}
-    assert everything(make_llm(**stages, ray_address=two_nodes.address)) == everything(make_llm(**TIGHT))
+    assert mixed_load(make_llm(**stages, ray_address=two_nodes.address)) == mixed_load(make_llm(**TIGHT))
 
 
 @pytest.mark.slow
@@ -281,7 +281,7 @@ def test_a_rank_that_is_stopped_is_noticed(
     os.kill(pids[0], signal.SIGSTOP)
     with pytest.raises(EngineDeadError, match=rf"rank 0 of 2 \(pid {pids[0]} on node [0-9.]+\) hangs"):
         tokens(llm, [BEGIN])
-    assert all(goes(pid) for pid in pids)
+    assert all(exits(pid) for pid in pids)
 
 
 @pytest.mark.slow
@@ -299,7 +299,7 @@ sys.stdin.read()
         pids = next(list(map(int, line.split()[1:])) for line in engine.stdout if line.startswith("pids"))
         assert len(pids) == 2
         engine.kill()
-    assert all(goes(pid) for pid in pids)
+    assert all(exits(pid) for pid in pids)
 
 
 @pytest.mark.slow
@@ -324,7 +324,7 @@ sys.stdin.read()
                 assert engine.stdin is not None
                 engine.stdin.close()
         # Ray's agents take a minute to notice that their head has exited.
-        assert {pid: name for pid, name in children.items() if not goes(pid, 90)} == {}, end
+        assert {pid: name for pid, name in children.items() if not exits(pid, 90)} == {}, end
 
 
 def descendants(root: int) -> dict[int, str]:

@@ -1,4 +1,4 @@
-"""Plans in a pipeline: which rows decode in which, and what may follow before a draw is known."""
+"""Plans in a pipeline: which rows decode in which plan, and what may be launched before a draw is known."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ def decoding(bench: Bench) -> list[set[int]]:
     return [set(plan.rows[: plan.num_decodes].tolist()) for plan in bench.plans]
 
 
-def test_rows_decode_in_as_many_plans_as_there_are_stages_and_each_in_one_at_a_time() -> None:
+def test_rows_decode_in_as_many_plans_as_there_are_stages_each_in_one_at_a_time() -> None:
     bench = Bench(depth=2, waves=3, max_rows=9)
     for i in range(9):
         bench.add(f"r{i}", output=30)
@@ -24,7 +24,7 @@ def test_rows_decode_in_as_many_plans_as_there_are_stages_and_each_in_one_at_a_t
     bench.assert_right()
 
 
-def test_who_is_left_spreads_out_again_and_nobody_waits_for_long() -> None:
+def test_remaining_rows_spread_out_again_and_none_waits_for_long() -> None:
     bench = Bench(depth=1, waves=2, max_rows=8)
     for i in range(8):
         bench.add(f"r{i}", output=40 if i % 4 else 10)
@@ -40,7 +40,7 @@ def test_who_is_left_spreads_out_again_and_nobody_waits_for_long() -> None:
     bench.assert_right()
 
 
-def test_the_chunks_of_a_prompt_follow_each_other_at_once() -> None:
+def test_chunks_of_a_prompt_follow_each_other_at_once() -> None:
     bench = Bench(depth=2, waves=3, budget=8)
     bench.add("long", prompt=40)
     bench.step(), bench.step()

@@ -26,7 +26,7 @@ def tool(name: str) -> dict[str, Any]:
 
 
 TOOLS = [tool("add"), tool("take")]
-SAID = {
+ONE_CALL = {
     # Notation: a regular expression that makes the model write one call after the other.
     "hermes": r'<tool_call>\n\{"name": "%s", "arguments": \{"n": [0-9]\}\}\n</tool_call>',
     "mistral": r'\[TOOL_CALLS\]\[\{"name": "%s", "arguments": \{"n": [0-9]\}\}\]',
@@ -34,13 +34,13 @@ SAID = {
     "pythonic": r"\[%s\(n=[0-9]\)\]",
     "json": r'\{"name": "%s", "arguments": \{"n": [0-9]\}\}',
 }
-SAID_TWICE = {
-    "hermes": SAID["hermes"] % "add" + r"\n" + SAID["hermes"] % "take",
+TWO_CALLS = {
+    "hermes": ONE_CALL["hermes"] % "add" + r"\n" + ONE_CALL["hermes"] % "take",
     "mistral": r'\[TOOL_CALLS\]\[\{"name": "add", "arguments": \{"n": [0-9]\}\}, '
     r'\{"name": "take", "arguments": \{"n": [0-9]\}\}\]',
-    "llama3_json": SAID["llama3_json"] % "add" + "; " + SAID["llama3_json"] % "take",
+    "llama3_json": ONE_CALL["llama3_json"] % "add" + "; " + ONE_CALL["llama3_json"] % "take",
     "pythonic": r"\[add\(n=[0-9]\), take\(n=[0-9]\)\]",
-    "json": r"\[" + SAID["json"] % "add" + ", " + SAID["json"] % "take" + r"\]",
+    "json": r"\[" + ONE_CALL["json"] % "add" + ", " + ONE_CALL["json"] % "take" + r"\]",
 }
 
 
@@ -69,28 +69,28 @@ def ask(client: Client, **fields: Any) -> Any:
     return whole
 
 
-@pytest.mark.parametrize("parser", SAID)
+@pytest.mark.parametrize("parser", ONE_CALL)
 class TestAuto:
     """The model calls by itself: a regex constraint makes it write exactly that."""
 
     def test_one_call(self, serving: Callable[..., Live], parser: str) -> None:
         live = serving(tool_call_parser=parser)
         for kind in KINDS.values():
-            choice = ask(kind(live), extra_body={"structured_outputs": {"regex": SAID[parser] % "add"}})
+            choice = ask(kind(live), extra_body={"structured_outputs": {"regex": ONE_CALL[parser] % "add"}})
             ((name, arguments),) = calls_of(choice.message)
             assert name == "add" and arguments["n"] in range(10)
             assert choice.finish_reason == "tool_calls" and choice.message.content is None
 
     def test_two_calls_and_parallel_tool_calls_off(self, serving: Callable[..., Live], parser: str) -> None:
         client = SyncClient(serving(tool_call_parser=parser))
-        form = {"structured_outputs": {"regex": SAID_TWICE[parser]}}
+        form = {"structured_outputs": {"regex": TWO_CALLS[parser]}}
         both = calls_of(ask(client, extra_body=form).message)
         assert [name for name, _ in both] == ["add", "take"]
         assert calls_of(ask(client, extra_body=form, parallel_tool_calls=False).message) == both[:1]
 
     def test_with_tool_choice_none_a_call_is_text(self, serving: Callable[..., Live], parser: str) -> None:
         client = SyncClient(serving(tool_call_parser=parser))
-        form = {"structured_outputs": {"regex": SAID[parser] % "add"}}
+        form = {"structured_outputs": {"regex": ONE_CALL[parser] % "add"}}
         choice = ask(client, extra_body=form, tool_choice="none")
         assert choice.message.tool_calls is None and "add" in choice.message.content
         assert choice.finish_reason == "stop"
