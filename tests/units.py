@@ -1,6 +1,6 @@
-"""Which worker runs which tests, with `-n 2 --dist loadfile`: a file is run by one of them, so what a file sets up is
-set up once; so is a group of files that share what takes long to make. The long ones go first: nobody waits for the
-last one alone."""
+"""Which worker runs which tests, with `-n 2 --dist loadfile`: a file is run by one worker, so its fixtures are set up
+once; so is a group of files that share expensive fixtures. Long ones start first, so that no worker runs the last one
+alone."""
 
 from __future__ import annotations
 

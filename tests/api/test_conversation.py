@@ -106,7 +106,7 @@ def test_an_answer_that_was_cut_short_is_closed_first() -> None:
     assert added.startswith("<|im_end|>\n<|im_start|>user") and not is_closed
 
 
-def test_what_a_template_refuses_stays_refused() -> None:
+def test_messages_a_template_refuses_stay_refused() -> None:
     with pytest.raises(ValidationError, match="unknown role"):
         IncrementalRenderer(writer(CHAT_TEMPLATE)).following([said("system", "x")], "hello</s>")
 

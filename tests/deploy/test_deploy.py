@@ -1,4 +1,4 @@
-"""What `deploy/` promises: files that are there, flags that exist, and a board of figures that are shown."""
+"""What `deploy/` promises: files that exist, flags that exist, and a dashboard of exported metrics."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def expressions() -> list[str]:
     return shown + asked + [each["expr"] for each in board()["annotations"]["list"]]
 
 
-def figures_in(expression: str) -> set[str]:
+def metrics_in(expression: str) -> set[str]:
     bare = re.sub(r"\{[^}]*\}|\[[^]]*\]|\"[^\"]*\"", " ", expression)
     return set(re.findall(r"[a-zA-Z_][a-zA-Z0-9_:]*", bare)) - WORDS
 
 
 @pytest.fixture(scope="module")
 def scrape() -> Scrape:
-    """The first look at a server that has answered nothing but one request."""
+    """The first scrape of a server that has answered one request."""
     from quire.server.observability.observer import HttpRecord
 
     metrics = ServerMetrics(FakeEngine(), "m", admission=type("Admission", (), {"rejected": {"requests": 0}})())
@@ -55,13 +55,13 @@ def scrape() -> Scrape:
     return Scrape(asyncio.run(metrics.page()).decode())
 
 
-def test_every_figure_of_the_board_is_shown_by_a_server(scrape: Scrape) -> None:
-    named = set().union(*map(figures_in, expressions()))
+def test_every_metric_of_the_dashboard_is_exported(scrape: Scrape) -> None:
+    named = set().union(*map(metrics_in, expressions()))
     assert len(named) > 25
     assert named <= scrape.names, named - scrape.names
 
 
-def test_every_label_the_board_asks_for_is_there(scrape: Scrape) -> None:
+def test_every_label_the_dashboard_uses_exists(scrape: Scrape) -> None:
     for expression in expressions():
         for name, selectors in re.findall(r"([a-zA-Z0-9_:]+)\{([^}]*)\}", expression):
             wanted = set(re.findall(r"(\w+)=", selectors)) - LABELS_OF_PROMETHEUS
@@ -69,7 +69,7 @@ def test_every_label_the_board_asks_for_is_there(scrape: Scrape) -> None:
             assert labels and all(wanted <= each for each in labels), (name, wanted)
 
 
-def test_the_board_has_the_panels_one_looks_for() -> None:
+def test_the_dashboard_has_the_expected_panels() -> None:
     titles = " ".join(panel["title"] for panel in board()["panels"]).lower()
     for word in (
         "running", "kv cache", "first token", "between tokens", "end to end", "tokens a second", "prefix cache",
@@ -106,7 +106,7 @@ def test_compose_files_parse_and_name_files_that_exist() -> None:
     assert gpu["services"]["quire"]["build"]["args"]["DEVICE"] == "cuda"
 
 
-def test_prometheus_looks_where_the_server_is_and_grafana_where_prometheus_is() -> None:
+def test_prometheus_scrapes_the_server_and_grafana_queries_prometheus() -> None:
     compose = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
     (job,) = yaml.safe_load((DEPLOY / "prometheus.yml").read_text())["scrape_configs"]
     host, port = job["static_configs"][0]["targets"][0].split(":")
@@ -128,7 +128,7 @@ def dockerfile(instruction: str) -> list[str]:
     return [line.split(maxsplit=1)[1] for line in joined.splitlines() if line.startswith(instruction + " ")]
 
 
-def test_the_image_copies_what_is_there_and_starts_a_server_with_flags_that_exist() -> None:
+def test_the_image_copies_existing_files_and_starts_a_server_with_existing_flags() -> None:
     for copied in dockerfile("COPY"):
         for source in copied.split()[:-1]:
             assert (ROOT / source).exists(), source

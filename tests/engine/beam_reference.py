@@ -11,7 +11,7 @@ import torch
 from quire import BeamSearchOutput, BeamSearchParams
 
 ENDS = [2, 3, 14, 15, 60]
-"""Several end tokens: with the one that a random model hardly ever draws, nothing would end early."""
+"""Several end tokens: a random model hardly ever draws its own single one, and nothing would end early."""
 
 
 def params_of(width: int, tokens: int = 10, ends: list[int] | None = ENDS, **more: Any) -> BeamSearchParams:

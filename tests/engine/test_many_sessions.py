@@ -22,9 +22,9 @@ SIZES = [(250, 2_000), pytest.param(1_000, 10_000, marks=pytest.mark.slow)]
 """Sessions at the first measurement and at the second."""
 AT_ONCE = 100
 HOST_SHARE = 10
-"""Host memory holds a tenth of the blocks that sleep."""
+"""Host memory holds a tenth of the suspended blocks."""
 BLOCK_BYTES = 2 * 2 * 2 * 16 * BLOCK * 4
-"""Of the tiny model: keys and values, layers, heads, a head's size, float32."""
+"""Bytes of the tiny model's block: keys and values, layers, heads, head size, block, float32."""
 MakeLLM = Callable[..., LLM]
 Costs = dict[str, tuple[float, float]]
 
@@ -52,14 +52,14 @@ class ManySessions:
         self.system.generate(greedy(1))
         self._shared = self.system.tokens[:SHARED]
         self.prompts: dict[str, list[int]] = {}
-        """What each session held before it first spoke."""
+        """The tokens of each session before its first turn."""
         self._num_created = 0
 
     def _tokens(self, count: int) -> list[int]:
         return [self.rng.randrange(4, 110) for _ in range(count)]
 
     def _new_session(self) -> SessionHandle:
-        name, self._num_created = f"agent-{self._born}", self._num_created + 1
+        name, self._num_created = f"agent-{self._num_created}", self._num_created + 1
         session = self.system.fork(name, SHARED)
         own = self._tokens(OWN - 1)
         session.append(own)

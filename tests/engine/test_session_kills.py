@@ -63,7 +63,7 @@ class ExpectedSessions:
         self._reference = reference
         self.sessions: Model = {}
         self.open: dict[str, list[Any]] = {}
-        """What was begun, and nobody was told the end of."""
+        """Operations that were begun and not reported done."""
         self.seen: Counter[str] = Counter()
 
     def read(self, reports: list[list[Any]]) -> None:
@@ -141,7 +141,7 @@ def survive(model: Path, reference: LLM, folder: Path, kills: int, seed: int, lo
 def reopened(llm: LLM, expected: ExpectedSessions, rng: random.Random) -> None:
     """The store was opened again: compare it with what is expected, and continue some of the sessions."""
     infos = list(llm.sessions)
-    assert [info.name for info in infos if info.lost] == [], "a process that dies loses nothing it promised"
+    assert [info.name for info in infos if info.lost] == [], "a killed process loses nothing durable"
     expected.check({info.name: llm.sessions.get(info.name).tokens for info in infos})
     for name in rng.sample(sorted(expected.sessions), min(3, len(expected.sessions))):
         if len(before := expected.sessions[name]) + 6 > session_worker.LONGEST:
@@ -149,7 +149,7 @@ def reopened(llm: LLM, expected: ExpectedSessions, rng: random.Random) -> None:
         session = llm.sessions.resume(name)
         output = session.generate(greedy(6))
         expected.sessions[name] = before + expected.answer(before, 6)
-        assert session.tokens == expected.sessions[name], f"session {name} goes on with something else"
+        assert session.tokens == expected.sessions[name], f"session {name} continues with wrong tokens"
         expected.seen["continued"] += 1
         expected.seen["tokens of theirs"] += len(before)
         expected.seen["not computed again"] += output.num_cached_tokens or 0
@@ -171,4 +171,4 @@ def test_two_hundred_kills(tiny_model: Path, shared_tiny: LLM, tmp_path: Path) -
     seen = survive(tiny_model, shared_tiny, tmp_path, kills=210, seed=1000, longest=0.8)
     print(dict(seen))
     assert seen["turn"] > 1000 and seen["continued"] > 300
-    assert seen["unfinished kept"] + seen["unfinished gone"] > 50, "most were killed in the middle of something"
+    assert seen["unfinished kept"] + seen["unfinished gone"] > 50, "most were killed during an operation"

@@ -142,7 +142,7 @@ def test_damaged_blocks_are_recomputed(suspended: SuspendedSessions, start: Star
         llm = start(folder)
         again += suspended.continue_all(llm)
         llm.shutdown()
-    assert again > 0, "the damage reached somebody"
+    assert again > 0, "the damage affected a session"
 
 
 def test_blocks_damaged_while_the_engine_runs_are_recomputed(
@@ -183,7 +183,7 @@ def test_a_damaged_log_loses_sessions_and_names_them(
         harm(path, rng)
         llm = start(folder)
         gone = {info.name for info in llm.sessions if info.lost}
-        assert {info.name for info in llm.sessions} == set(LENGTHS), "nobody is missing without a word"
+        assert {info.name for info in llm.sessions} == set(LENGTHS), "no session is missing without an error"
         for name in gone:
             with pytest.raises(SessionLostError, match=f"'{name}'"):
                 llm.sessions.resume(name)
@@ -193,7 +193,7 @@ def test_a_damaged_log_loses_sessions_and_names_them(
         session.generate(GREEDY)
         lost += len(gone)
         llm.shutdown()
-    assert lost > 0, "the damage reached somebody"
+    assert lost > 0, "the damage affected a session"
 
 
 def test_a_disk_tier_too_small_for_all_blocks(suspended: SuspendedSessions, start: Start, tmp_path: Path) -> None:
@@ -225,7 +225,7 @@ def test_a_disk_full_of_blocks_while_the_engine_runs(
         llm.sessions.create(name, tokens[: LENGTHS[name]])
         llm.sessions.get(name).generate(GREEDY)
         info = llm.sessions.get(name).suspend()
-        assert info.phase == "asleep", "there is nowhere to go, and it goes"
+        assert info.phase == "asleep", "suspended although the disk is full"
     assert disk_stats(llm).failed > 0 and disk_stats(llm).blocks == 0
     assert suspended.continue_all(llm) == 0, "host memory still has them"
     for name, tokens in suspended.tokens.items():
@@ -315,11 +315,11 @@ def test_another_dtype_block_size_or_model_finds_no_blocks_but_all_tokens(
         for name, tokens in suspended.tokens.items():
             fork = llm.sessions.get(name).fork("fork")
             output = fork.generate(GREEDY)
-            assert output.num_cached_tokens == 0, f"{settings} took blocks for its own"
+            assert output.num_cached_tokens == 0, f"{settings} used blocks of another configuration"
             assert fork.tokens == tokens + expected[name]
             fork.delete()
             llm.reset_prefix_cache()
-    assert suspended.continue_all(start(folder)) == 0, "those of the first are still there"
+    assert suspended.continue_all(start(folder)) == 0, "blocks of the first are still there"
     (sibling / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
     llm = start(folder, sibling, load_format="dummy")
     with pytest.raises(ValidationError, match="another model"):

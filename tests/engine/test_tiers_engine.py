@@ -52,7 +52,7 @@ class Storm:
             assert self.llm.sessions.get(name).tokens == tokens
             self.llm.sessions.get(name).suspend()
         assert_idle(self.llm)
-        assert self.llm.llm_engine.core.scheduler.tables.pool.used == 0, "who sleeps holds nothing on the device"
+        assert self.llm.llm_engine.core.scheduler.tables.pool.used == 0, "suspended sessions hold nothing on the device"
 
     # Operations
 
@@ -96,7 +96,7 @@ class Storm:
 
     def _said(self, name: str, output: RequestOutput) -> None:
         answer, before = list(output.outputs[0].token_ids), self.truth[name]
-        assert answer == self._answer(before, len(answer)), f"{name} says something else"
+        assert answer == self._answer(before, len(answer)), f"{name} yields wrong tokens"
         self.truth[name] = before + answer
 
     def _turns(self) -> None:
@@ -119,7 +119,7 @@ class Storm:
         prompts = [self._some(80) for _ in range(self.rng.randint(1, 6))]
         outputs = self.llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], greedy(40), use_tqdm=False)
         for prompt, output in zip(prompts, outputs, strict=True):
-            assert list(output.outputs[0].token_ids) == self._answer(prompt, 40), "a stranger says something else"
+            assert list(output.outputs[0].token_ids) == self._answer(prompt, 40), "a plain request yields wrong tokens"
 
     def _suspend(self) -> None:
         self.llm.sessions.get(self._any()).suspend()
@@ -204,7 +204,7 @@ def run_storm(make_llm: MakeLLM, reference: LLM, folder: Path, tiers: str, seed:
 )
 def test_a_storm_changes_no_token(make_llm: MakeLLM, shared_tiny: LLM, tmp_path: Path, tiers: str, depth: int) -> None:
     seen = run_storm(make_llm, shared_tiny, tmp_path, tiers, seed=10 + depth, operations=60)
-    assert seen["found"] > 0.3 * seen["tokens"], "most of what was computed is found again"
+    assert seen["found"] > 0.3 * seen["tokens"], "most computed tokens are cache hits"
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Requests of every kind at once on a real engine, some of them aborted, against what each yields undisturbed."""
+"""Concurrent requests of every kind on a real engine, some of them aborted, against what each yields alone."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from tests.conftest import TINY_VOCAB
 from tests.gpu.near_ties import NearTies
 
 FLIPS = 0.01
-"""Share of seeded samples that may differ: a draw's number may fall between two orders of the same sum."""
+"""Share of seeded sequences that may differ: a draw's number may fall between two orders of the same sum."""
 
 
 @dataclass(frozen=True)
-class Ask:
-    """A request, and whether it is plainly greedy: then its tokens are compared one by one."""
+class StormRequest:
+    """A request, and whether it is plain greedy: then its tokens are compared one by one."""
 
     id: str
     prompt: list[int]
@@ -27,7 +27,9 @@ class Ask:
     is_greedy: bool
 
 
-def make_asks(count: int, rng: random.Random, longest_prompt: int = 70, longest_output: int = 40) -> list[Ask]:
+def make_requests(
+    count: int, rng: random.Random, longest_prompt: int = 70, longest_output: int = 40
+) -> list[StormRequest]:
     """Prompts that often share a prefix; parameters of every kind, all seeded, so that each request has one answer."""
     stems = [[rng.randrange(2, TINY_VOCAB) for _ in range(longest_prompt)] for _ in range(5)]
     asks = []
@@ -37,7 +39,7 @@ def make_asks(count: int, rng: random.Random, longest_prompt: int = 70, longest_
             prompt = (rng.choice(stems)[: rng.randint(1, longest_prompt)] + prompt)[:longest_prompt]
         output = rng.randint(1, rng.choice([4, longest_output]))
         is_greedy = rng.random() < 0.5
-        asks.append(Ask(f"r{i}", prompt, _params(rng, output, is_greedy), is_greedy))
+        asks.append(StormRequest(f"r{i}", prompt, _params(rng, output, is_greedy), is_greedy))
     return asks
 
 
@@ -65,15 +67,17 @@ def _params(rng: random.Random, length: int, is_greedy: bool) -> SamplingParams:
     )  # fmt: skip
 
 
-def undisturbed(llm: LLM, asks: Sequence[Ask]) -> dict[str, RequestOutput]:
+def uninterrupted(llm: LLM, asks: Sequence[StormRequest]) -> dict[str, RequestOutput]:
     """What each request yields where there is room for all."""
     outputs = llm.generate([ask.prompt for ask in asks], [ask.params for ask in asks], use_tqdm=False)
     assert llm.llm_engine.core.scheduler.stats.preemptions == 0
     return {ask.id: output for ask, output in zip(asks, outputs, strict=True)}
 
 
-def disturbed(llm: LLM, asks: Sequence[Ask], rng: random.Random, abort_rate: float) -> dict[str, RequestOutput]:
-    """The same in bursts, with random aborts: what finished, by request; the others were aborted."""
+def interrupted(
+    llm: LLM, asks: Sequence[StormRequest], rng: random.Random, abort_rate: float
+) -> dict[str, RequestOutput]:
+    """The same in bursts, with random aborts: the finished results by request; the others were aborted."""
     engine = llm.llm_engine
     waiting, open_ids, aborted = list(asks), set[str](), set[str]()
     finished: dict[str, RequestOutput] = {}
@@ -100,8 +104,10 @@ def disturbed(llm: LLM, asks: Sequence[Ask], rng: random.Random, abort_rate: flo
     return finished
 
 
-def check(asks: Sequence[Ask], ours: dict[str, RequestOutput], theirs: dict[str, RequestOutput], ties: NearTies) -> int:
-    """Greedy requests by the rule of near-ties; returns how many seeded samples differ, which may be very few."""
+def check(
+    asks: Sequence[StormRequest], ours: dict[str, RequestOutput], theirs: dict[str, RequestOutput], ties: NearTies
+) -> int:
+    """Greedy requests with the near-tie rule; returns how many seeded sequences differ, which must be very few."""
     flips = samples = 0
     for ask in asks:
         if ask.id not in ours:
@@ -124,7 +130,7 @@ def check(asks: Sequence[Ask], ours: dict[str, RequestOutput], theirs: dict[str,
     return flips
 
 
-def _check_reports(ask: Ask, output: RequestOutput, sample: Any) -> None:
+def _check_reports(ask: StormRequest, output: RequestOutput, sample: Any) -> None:
     if ask.params.logprobs is not None:
         assert len(sample.logprobs) == len(sample.token_ids)
         for token, report in zip(sample.token_ids, sample.logprobs, strict=True):

@@ -1,4 +1,5 @@
-"""Storms on the device: a cache far too small, bursts, aborts, rows of every kind; everyone gets their own tokens."""
+"""Storms on the device: a cache far too small, bursts, aborts, rows of every kind; every request gets its own
+tokens."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import pytest
 
 from quire import LLM
 from tests.gpu.near_ties import NearTies
-from tests.gpu.storm import check, disturbed, make_asks, undisturbed
+from tests.gpu.storm import check, interrupted, make_requests, uninterrupted
 from tests.gpu.target import ON_A_GPU
 
 pytestmark = ON_A_GPU
@@ -28,10 +29,10 @@ def storm(
     engine: Callable[..., LLM], ties: NearTies, requests: int, seed: int, aborts: float, settings: dict[str, Any]
 ) -> None:
     rng = random.Random(seed)
-    asks = make_asks(requests, rng)
-    expected = undisturbed(engine(**CALM), asks)
+    asks = make_requests(requests, rng)
+    expected = uninterrupted(engine(**CALM), asks)
     llm = engine(**settings)
-    ours = disturbed(llm, asks, rng, aborts)
+    ours = interrupted(llm, asks, rng, aborts)
     llm.llm_engine.check_idle()
     flips = check(asks, ours, expected, ties)
     stats = llm.llm_engine.core.scheduler.stats

@@ -1,4 +1,4 @@
-"""Structured output on a CUDA device: masks arrive while the forward pass runs, and the device draws under them."""
+"""Structured output on a CUDA device: masks arrive while the forward pass runs, and the device draws with them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ WANTED = [
 
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("settings", [{}, {"enforce_eager": True}], ids=["graphs", "eager"])
-def test_outputs_have_their_form_beside_free_ones(
+def test_outputs_match_their_grammar_beside_unconstrained_ones(
     engine: Callable[..., LLM], depth: int, settings: dict[str, Any]
 ) -> None:
     llm = engine(pipeline_depth=depth, **settings)

@@ -37,7 +37,7 @@ from quire.sessions.session_kv import SessionKV
 
 EOS = 0
 STOP = 1
-"""The request's own stop token, beside the model's end-of-sequence."""
+"""The request's own stop token, in addition to EOS."""
 VOCABULARY = 40
 GARBAGE = -1
 """Content of a slot after an undefined write."""
@@ -219,7 +219,7 @@ class CheckingExecutor:
         self.token_budget = token_budget
         self.draws = draws
         self.fails = fails
-        """"submit" or "collect" to fail there, "" not to; given the plan and the requests in it."""
+        """"submit" or "collect" to fail there, "" not to; called with the plan and the requests in it."""
         self.yields_nothing = yields_nothing
         self.is_invalid = is_invalid
         self.sources: dict[str, NewRequest] = {}
@@ -228,7 +228,8 @@ class CheckingExecutor:
         self.content = np.full(num_blocks * block_size, GARBAGE, np.int64)
         self.host = np.full((host_slots, block_size), GARBAGE, np.int64)
         self.moving: list[tuple[int, int, Moves]] = []
-        """Moves under way: the step at whose collection they are done, the step they came with, and what they are."""
+        """Transfers in flight: the step at whose collection they are done, the step they came with, and what they
+        copy."""
         self.table_width = num_blocks
         self.groups: list[PrefixGroup] = []
         self.grouped_rows = 0
@@ -239,12 +240,12 @@ class CheckingExecutor:
         self.keep_plans = False
         self.pending: list[Launched] = []
         self.failures: Counter[str] = Counter()
-        """Failed steps each request was part of."""
+        """How many failed steps each request was part of."""
         self.computed_tokens = 0
         self.stale_draws = 0
         self.copied = 0
         self.awaited = 0
-        """Plans whose rows read what came with them."""
+        """Plans whose rows read blocks that the same plan loads."""
 
     def expect(self, source: NewRequest) -> None:
         """Register a request with the checker."""
@@ -323,7 +324,7 @@ class CheckingExecutor:
             assert block != NULL_BLOCK
             blocks[block] = GARBAGE
         for block, slot in plan.moves.out:
-            assert all(block != own for _, own in plan.copies), "it leaves before it is there"
+            assert all(block != own for _, own in plan.copies), "a block leaves before it has arrived"
             self.host[slot] = GARBAGE
         moves = Moves(out=plan.moves.out) if plan.moves.awaited else plan.moves
         self.moving.append((plan.step + mixed("moves", plan.step) % 4, plan.step, moves))
@@ -389,7 +390,7 @@ class CheckingExecutor:
         blocks[targets] = blocks[sources]
         self.copied += len(plan.copies)
         if plan.reset:
-            assert plan.groups is not None, "groups of rows that are forgotten"
+            assert plan.groups is not None, "groups of unknown rows"
         if plan.groups is not None:
             self.groups = plan.groups
 

@@ -256,7 +256,7 @@ class Sequences:
                 self._assert_search(id, source)
 
     def _assert_search(self, id: str, source: NewRequest) -> None:
-        assert not self.outputs[id], "beams tell no tokens"
+        assert not self.outputs[id], "beams report no tokens"
         found = [(one.tokens, one.reason) for one in self.found[id]]
         right = beam_search(source)
         assert found == [(tokens, reason) for tokens, reason, _, _ in right], id

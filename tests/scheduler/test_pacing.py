@@ -31,12 +31,12 @@ class Prices:
     step: float
     row: float
     mixed: float
-    """For any prompt at all."""
+    """Per step with any prompt."""
     token: float
     attention: float
-    """For a prompt token and a thousand tokens before it."""
+    """Per prompt token and thousand context tokens."""
     launch: float = 0.0
-    """Of the host, for a step with prompts; nothing else is launched meanwhile."""
+    """Of the host, per step with prompts; nothing else is launched meanwhile."""
     is_synchronous: bool = True
     """A step is done when `submit` returns."""
     budget: int = 512
@@ -171,7 +171,7 @@ def test_occasional_prompts_hardly_slow_running_streams(device: str, streams: in
     quiet, busy = compare(run, run.streams(streams), every, prompt)
     assert p99(busy) <= 2 * p99(quiet)
     assert busy.max() <= 2.6 * quiet.max()
-    assert len(run.finished) == 3, "prompts get on"
+    assert len(run.finished) == 3, "prompts make progress"
 
 
 def test_without_pacing_the_gaps_are_long() -> None:

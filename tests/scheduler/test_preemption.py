@@ -282,7 +282,7 @@ def test_idle_sessions_are_suspended_past_the_first_watermark(tmp_path: Path) ->
     bench.add("stranger", 4 * 14, 12)
     bench.run()
     phases = [keeper.get(f"s{i}").phase for i in range(4)]
-    assert "asleep" in phases and phases == sorted(phases), "those idle longest sleep first"
+    assert "asleep" in phases and phases == sorted(phases), "sessions idle longest are suspended first"
     assert bench.scheduler.pressure.slept or keeper.kv.dropped
     bench.assert_right("stranger")
 

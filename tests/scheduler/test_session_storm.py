@@ -47,7 +47,7 @@ class SessionStorm:
         self.truth: dict[str, list[int]] = {}
         """What each session must hold."""
         self.turns: dict[str, str] = {}
-        """Turns under way, by session."""
+        """Turns in flight, by session."""
         self.aborted: set[str] = set()
         self.made = 0
         self.resumed = 0
@@ -72,7 +72,7 @@ class SessionStorm:
             self.keeper.suspend(name)
         while self.bench.core.has_work:
             self._step()
-        assert self.bench.tables.pool.used == 0, "sleeping sessions hold blocks"
+        assert self.bench.tables.pool.used == 0, "suspended sessions hold blocks"
 
     def _choices(self) -> list[object]:
         usual = [self._create, self._turn, self._turn, self._turn, self._suspend, self._plain_request]

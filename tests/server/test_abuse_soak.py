@@ -22,9 +22,9 @@ from tests.server.traffic import TEXT, Ask, Users, draw, users_of
 SECONDS = float(os.environ.get("QUIRE_SOAK_SECONDS", "600"))
 SAMPLE_SECONDS = 2.0
 WARM_UP = 0.3
-"""The part of the time in which caches, pools and the allocator's arenas may still grow."""
+"""The share of the time in which caches, pools and the allocator's arenas may still grow."""
 MAY_GROW = 0.02
-"""Of its memory, from the end of the warm-up on: less than what is noise from one minute to the next."""
+"""Share of memory, from the end of the warm-up on: less than the noise from one minute to the next."""
 LEAST_ROOM = 4 << 20
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(SECONDS + 900)]
@@ -38,9 +38,9 @@ class Sample:
     front: int
     engine: int
     grammars: int
-    """Memory, in bytes: the grammars' processes together."""
+    """Memory in bytes: the matcher processes together."""
     descriptors: int
-    """Of the front and the engine."""
+    """Memory of the front and the engine, in bytes."""
     processes: int
     ended: int
     """Requests so far."""

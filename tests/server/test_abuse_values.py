@@ -30,7 +30,7 @@ BASE: dict[str, dict[str, Any]] = {
     TOKENIZE: {"prompt": "abc"},
 }
 QUICK = 10.0
-"""Seconds: a machine that is busy with other tests must not fail one; the worst of these would take for ever."""
+"""Seconds: long enough for a busy machine; the worst of these values would otherwise never finish."""
 
 
 def written(path: str, field: str, value: str) -> bytes:

@@ -322,5 +322,5 @@ def test_more_connections_than_descriptors(attacked: AttackedServer) -> None:
 def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline, "it never came"
+        assert time.monotonic() < deadline, "the condition never held"
         time.sleep(0.01)

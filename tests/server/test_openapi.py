@@ -23,9 +23,9 @@ ALWAYS = CHECKS.get_by_names(
 )
 WRONG = [*ALWAYS, CHECKS.get_one("negative_data_rejection")]
 TOO_LATE = 408
-"""A request that gives itself no time may be over before it is found to be wrong."""
+"""A request with a timeout of 0 may end before it is found to be invalid."""
 SECONDS = 60.0
-"""An answer that takes longer counts as a hang; requests of the tiny model take a few milliseconds."""
+"""A response that takes longer counts as a hang; requests of the tiny model take a few milliseconds."""
 
 
 class Fuzz:

@@ -117,7 +117,7 @@ def test_chat_with_the_whole_conversation_can_use_a_session(sessions: Live) -> N
     sessions.run(sessions.server.llm.reset_prefix_cache())
     again = sessions.post("/v1/chat/completions", body).json()
     assert again["choices"][0]["token_ids"] == first["choices"][0]["token_ids"]
-    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == 16, "the block that begins alike came back"
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == 16, "the common first block was loaded"
     plain = sessions.post("/v1/chat/completions", {**body, "session_id": None}).json()
     assert plain["choices"][0]["token_ids"] == first["choices"][0]["token_ids"]
     header = {"headers": {"X-Session-Id": "text-1"}}

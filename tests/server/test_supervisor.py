@@ -50,7 +50,7 @@ async def until(condition: Any, seconds: float = 180.0) -> None:
     """Poll until the condition holds; fails after a time limit."""
     deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline, "it never came"
+        assert time.monotonic() < deadline, "the condition never held"
         await asyncio.sleep(0.01)
 
 

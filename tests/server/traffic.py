@@ -21,7 +21,7 @@ RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
 KINDS = ("text", "stream", "chat", "chat stream", "samples", "embed", "responses", "messages")
 WITH_FORMS = ("form", "tool")
 PATIENCE = 120.0
-"""Seconds after which a request counts as left without an answer."""
+"""Seconds after which a request counts as unanswered."""
 TOOL = {
     "type": "function",
     "function": {

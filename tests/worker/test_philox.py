@@ -23,7 +23,7 @@ def _words(text: str) -> list[int]:
 
 
 def _published(counter: list[int], key: list[int]) -> list[int]:
-    """The ten rounds in Python's own integers, all four words."""
+    """The ten rounds in Python integers, all four words."""
     c, k = list(counter), list(key)
     for _ in range(10):
         high0, low0 = divmod(0xD2511F53 * c[0], 1 << 32)
@@ -57,7 +57,7 @@ def test_known_answers(counter: str, key: str, result: str, make: object) -> Non
 
 
 @pytest.mark.parametrize("make", MAKERS)
-def test_random_inputs_agree_with_the_ten_rounds_written_out(make: object) -> None:
+def test_random_inputs_equal_the_ten_rounds_in_python(make: object) -> None:
     draw = random.Random(5)
     for _ in range(200):
         words = [draw.getrandbits(32) for _ in range(6)]
@@ -71,7 +71,7 @@ def test_uniform_numbers_are_even_and_below_one() -> None:
     assert ((counts - 1000) ** 2 / 1000).sum() < 160  # chi-square, 99 degrees of freedom: p < 1e-4
 
 
-def test_seeds_indices_and_samples_give_different_streams() -> None:
+def test_seeds_indices_and_sequences_give_different_streams() -> None:
     numbers = {
         int(philox(np.array([seed]), np.array([index]), np.array([sample]))[0])
         for seed in range(8)
