@@ -24,7 +24,7 @@ def unit_of(nodeid: str) -> str:
 
 
 def _place(nodeid: str) -> int:
-    """Where a test stands in the queue; those in one place stay in their order."""
+    """A test's position in the queue; tests in one position keep their order."""
     unit = unit_of(nodeid)
     if unit in GROUPS:
         return 0
@@ -45,5 +45,5 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
         def _split_scope(self, nodeid: str) -> str:
             return unit_of(nodeid)
 
-    config.option.loadscopereorder = False  # its order is by how many tests there are, not by how long they take
+    config.option.loadscopereorder = False  # it would order by number of tests, not by duration
     return ByUnit(config, log)

@@ -25,7 +25,7 @@ WORDS = {
     "sum", "min", "max", "by", "rate", "histogram_quantile", "changes", "label_values", "le", "model_name", "instance",
     "finished_reason", "handler", "status", "reason",
 }  # fmt: skip
-"""What stands in our PromQL and is no figure."""
+"""Words in our PromQL that are not metrics."""
 LABELS_OF_PROMETHEUS = {"instance", "job"}
 
 

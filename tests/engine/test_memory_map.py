@@ -105,20 +105,20 @@ def test_idle_and_suspended_sessions(make_llm: MakeLLM, tmp_path: Path, tier: st
     info = llm.sessions.get("idle").info
     assert (idle.kind, idle.tokens, idle.blocks) == ("session", info.device_tokens, -(-info.device_tokens // 16))
     assert idle.shared == idle.blocks == found.sharing.by_two == found.sharing.saved
-    sleeping = found.sleeping
-    assert sleeping is not None
+    suspended = found.sleeping
+    assert suspended is not None
     is_saved = int(tier != "none")
-    assert (sleeping.count, sleeping.in_host, sleeping.on_disk, sleeping.nowhere, sleeping.unknown) == (
+    assert (suspended.count, suspended.in_host, suspended.on_disk, suspended.nowhere, suspended.unknown) == (
         2, is_saved, 0, 2 - is_saved, 0,
     )  # fmt: skip
-    assert [(one.name, one.place) for one in sleeping.latest] == [("asleep", "host")][:is_saved]
+    assert [(one.name, one.place) for one in suspended.latest] == [("asleep", "host")][:is_saved]
     if found.host is not None:
-        assert found.host.used >= -(-sleeping.latest[0].kv_tokens // 16)
+        assert found.host.used >= -(-suspended.latest[0].kv_tokens // 16)
         assert found.host.owned == (found.host.used if tier == "host" else 0)
     assert (found.disk is not None) == (tier == "disk")
     if tier == "disk":
         assert found.disk is not None
-        assert found.disk.owned == found.disk.blocks == -(-sleeping.latest[0].kv_tokens // 16)
+        assert found.disk.owned == found.disk.blocks == -(-suspended.latest[0].kv_tokens // 16)
         tiers_below = llm.llm_engine.core.scheduler.tiers
         assert tiers_below is not None
         tiers_below.host.discard(list(tiers_below.host.oldest()))
@@ -168,10 +168,10 @@ def test_owners_and_suspended_sessions_beyond_the_listed_ones_are_counted(
     assert (found.owners.sessions, [owner.name for owner in found.owners.largest]) == (5, ["s4", "s3"])
     for i in range(5):
         llm.sessions.get(f"s{i}").suspend()
-    sleeping = check(llm).sleeping
-    assert sleeping is not None
-    assert (sleeping.count, sleeping.in_host, sleeping.unknown, sleeping.nowhere) == (5, 3, 2, 0)
-    assert [one.name for one in sleeping.latest] == ["s4", "s3"]
+    suspended = check(llm).sleeping
+    assert suspended is not None
+    assert (suspended.count, suspended.in_host, suspended.unknown, suspended.nowhere) == (5, 3, 2, 0)
+    assert [one.name for one in suspended.latest] == ["s4", "s3"]
 
 
 def test_a_block_without_an_owner_is_reported(make_llm: MakeLLM) -> None:

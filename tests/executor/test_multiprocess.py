@@ -54,8 +54,8 @@ def metric(llm: LLM, name: str) -> float:
     return next(each.value for each in llm.get_metrics() if each.name.endswith(name))  # type: ignore[union-attr]
 
 
-def mixed_load(llm: LLM, forms: bool = True) -> dict[str, Any]:
-    """Requests that exercise everything a plan can carry. `forms`: grammars too, whose process takes long to start."""
+def mixed_load(llm: LLM, with_grammars: bool = True) -> dict[str, Any]:
+    """Requests that exercise all of a plan. `with_grammars`: grammars too, whose process takes long to start."""
     crowd = [[3 + i, *BEGIN, 5 + i] for i in range(6)]
     found: dict[str, Any] = {
         "long prompts in chunks": tokens(llm, [[(5 * i + j) % 90 + 4 for j in range(50)] for i in range(2)]),
@@ -66,10 +66,10 @@ def mixed_load(llm: LLM, forms: bool = True) -> dict[str, Any]:
             llm, crowd[:2], temperature=1.1, seed=2, top_k=9, top_p=0.8, repetition_penalty=1.3, presence_penalty=0.4
         ),
     }
-    told = llm.generate([BEGIN], SamplingParams(temperature=0, max_tokens=3, logprobs=2, prompt_logprobs=1))[0]
-    found["log-probabilities"] = [list(position) for position in told.outputs[0].logprobs]
-    found["of the prompt"] = [position and list(position) for position in told.prompt_logprobs]
-    if forms:
+    scored = llm.generate([BEGIN], SamplingParams(temperature=0, max_tokens=3, logprobs=2, prompt_logprobs=1))[0]
+    found["log-probabilities"] = [list(position) for position in scored.outputs[0].logprobs]
+    found["of the prompt"] = [position and list(position) for position in scored.prompt_logprobs]
+    if with_grammars:
         form = StructuredOutputsParams(regex="[a-f]{4}x")
         params = SamplingParams(temperature=0, max_tokens=8, structured_outputs=form)
         found["a form to keep"] = llm.generate("the ", params)[0].outputs[0].text

@@ -36,9 +36,9 @@ def _no_files_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     assert not list(tmp_path.glob("quire-ranks-*"))
 
 
-def full_load(llm: LLM, forms: bool = True) -> dict[str, Any]:
+def full_load(llm: LLM, with_grammars: bool = True) -> dict[str, Any]:
     """`mixed_load`, and requests that need the host after each token or keep blocks between turns."""
-    found = mixed_load(llm, forms)
+    found = mixed_load(llm, with_grammars)
     beams = llm.beam_search([BEGIN, BEGIN[:5]], BeamSearchParams(beam_width=3, max_tokens=9, ignore_eos=True))
     found["beams"] = [[sequence.tokens for sequence in output.sequences] for output in beams]
     session = llm.sessions.create("talk", BEGIN)
@@ -71,10 +71,10 @@ def test_two_stages_match_one_process(one_process: dict[str, Any], make_llm: Cal
 
 
 def test_stages_of_two_ranks_each_match_one_process(one_process: dict[str, Any], make_llm: Callable[..., LLM]) -> None:
-    said = full_load(make_llm(**SWAPS, pipeline_parallel_size=2, tensor_parallel_size=2), forms=False)
+    results = full_load(make_llm(**SWAPS, pipeline_parallel_size=2, tensor_parallel_size=2), with_grammars=False)
     assert (
-        said == {what: tokens for what, tokens in one_process.items() if what in said}
-        and len(said) == len(one_process) - 1
+        results == {what: tokens for what, tokens in one_process.items() if what in results}
+        and len(results) == len(one_process) - 1
     )
 
 
@@ -185,8 +185,8 @@ def test_layers_are_spread_evenly_or_as_configured() -> None:
         for layers in range(stages, 40):
             counts = spread(layers, stages)
             assert sum(counts) == layers and max(counts) - min(counts) <= 1 and counts[-1] == min(counts)
-    told = EngineConfig("m", pipeline_parallel_size=3, pipeline_layers=[2, 5, 1]).stage_layers
-    ranges = [Ranks.at(rank, 2, 3, told).layers(8) for rank in range(6)]
+    configured = EngineConfig("m", pipeline_parallel_size=3, pipeline_layers=[2, 5, 1]).stage_layers
+    ranges = [Ranks.at(rank, 2, 3, configured).layers(8) for rank in range(6)]
     assert ranges == [range(2)] * 2 + [range(2, 7)] * 2 + [range(7, 8)] * 2
 
 

@@ -34,13 +34,13 @@ def eager_swaps(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("depth", [0, 1, 2])
 def test_a_storm_over_tiers(engine: Callable[..., LLM], ties: NearTies, depth: int, disk: bool, tmp_path: Path) -> None:
     rng = random.Random(70 + depth)
-    asks = make_requests(150, rng)
-    expected = uninterrupted(engine(**CALM), asks)
+    requests = make_requests(150, rng)
+    expected = uninterrupted(engine(**CALM), requests)
     tiers: dict[str, Any] = {"swap_space": 0.0002, "kv_disk": str(tmp_path)} if disk else {"swap_space": 0.05}
     llm = engine(**TIGHT, **tiers, pipeline_depth=depth)
-    ours = interrupted(llm, asks, rng, 0.03)
+    ours = interrupted(llm, requests, rng, 0.03)
     llm.llm_engine.check_idle()
-    check(asks, ours, expected, ties)
+    check(requests, ours, expected, ties)
     scheduler = llm.llm_engine.core.scheduler
     assert scheduler.tiers is not None
     print(f"\n{scheduler.stats.swaps} swaps, {scheduler.tiers.saved} blocks out, {scheduler.tiers.loaded} back")

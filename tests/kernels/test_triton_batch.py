@@ -369,9 +369,9 @@ def test_draws_in_slices(drawn_by_kernel: bool) -> None:
     twins, rng = Twins(), random.Random(9)
     for step in range(3):  # the ring of results wraps around
         add = [new_row(row, rng, num_tokens=4, num_computed=3, limit=9, params=GREEDY) for row in range(ROWS)]
-        everyone = ints(*range(ROWS))
-        plan = plan_of(step, drop=list(range(ROWS)), add=add, rows=everyone, counts=ints(*[1] * ROWS),
-                       tokens=everyone, samples=everyone, sample_rows=everyone)  # fmt: skip
+        all_rows = ints(*range(ROWS))
+        plan = plan_of(step, drop=list(range(ROWS)), add=add, rows=all_rows, counts=ints(*[1] * ROWS),
+                       tokens=all_rows, samples=all_rows, sample_rows=all_rows)  # fmt: skip
         twins.apply(plan)
         logits = torch.randn(ROWS, VOCAB).to(DEVICE)
         tokens = logits.argmax(-1)

@@ -112,10 +112,10 @@ def test_padding_is_routed_to_no_expert() -> None:
     for ops in (route, TorchOps().route):
         counts = torch.zeros(12, dtype=torch.int64, device=DEVICE)
         weights, experts = ops(logits, 3, True, counts, slots)
-        everyone = ops(logits, 3, True, None)
-        assert torch.equal(experts[slots != 0], everyone[1][slots != 0])
+        unpadded = ops(logits, 3, True, None)
+        assert torch.equal(experts[slots != 0], unpadded[1][slots != 0])
         assert (experts[slots == 0] == -1).all()
-        torch.testing.assert_close(weights, everyone[0])
+        torch.testing.assert_close(weights, unpadded[0])
         assert counts.sum() == 15 and torch.equal(counts, torch.bincount(experts[slots != 0].flatten(), minlength=12))
 
 

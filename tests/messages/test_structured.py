@@ -56,11 +56,11 @@ BAD: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize("fields, said", BAD, ids=[str(fields)[:40] for fields, _ in BAD])
-def test_invalid_values_are_refused_by_name(fields: dict[str, Any], said: str) -> None:
+@pytest.mark.parametrize("fields, message", BAD, ids=[str(fields)[:40] for fields, _ in BAD])
+def test_invalid_values_are_refused_by_name(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match="structured_outputs") as caught:
         StructuredOutputsParams(**fields)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
     assert len(str(caught.value)) < 400
     assert (caught.value.parameter or "").startswith("structured_outputs")
 
@@ -93,11 +93,11 @@ UNKEPT: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize("schema, said", UNKEPT, ids=[said for _, said in UNKEPT])
-def test_a_schema_that_a_grammar_would_not_enforce_is_refused(schema: dict[str, Any], said: str) -> None:
+@pytest.mark.parametrize("schema, message", UNKEPT, ids=[message for _, message in UNKEPT])
+def test_a_schema_that_a_grammar_would_not_enforce_is_refused(schema: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError) as caught:
         StructuredOutputsParams(json=schema)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -134,14 +134,14 @@ def test_a_simplified_pattern_matches_the_same(pattern: str, same: list[str], ot
 
 
 def test_every_kind_of_constraint_round_trips() -> None:
-    forms = dict(zip(KINDS, [PERSON, "a+", ["x", "y", "x"], 'root ::= "a"', True, {"format": {}}], strict=True))
-    for kind, value in forms.items():
-        form = StructuredOutputsParams(**{kind: value})  # type: ignore[arg-type]
-        assert form.kind == kind
-        params = SamplingParams(structured_outputs=form)
+    constraints = dict(zip(KINDS, [PERSON, "a+", ["x", "y", "x"], 'root ::= "a"', True, {"format": {}}], strict=True))
+    for kind, value in constraints.items():
+        constraint = StructuredOutputsParams(**{kind: value})  # type: ignore[arg-type]
+        assert constraint.kind == kind
+        params = SamplingParams(structured_outputs=constraint)
         assert msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams) == params
-        assert params.clone().structured_outputs == form
-        assert SamplingParams.from_optional(structured_outputs=form, top_k=None).structured_outputs == form
+        assert params.clone().structured_outputs == constraint
+        assert SamplingParams.from_optional(structured_outputs=constraint, top_k=None).structured_outputs == constraint
     assert StructuredOutputsParams(choice=["x", "y", "x"]).choice == ["x", "y"]
 
 

@@ -87,9 +87,9 @@ class ThreadGroup:
     def exchange(self, x: torch.Tensor, ranks: Ranks) -> list[torch.Tensor]:
         self.left[ranks.tp_rank] = x.clone()
         self.barrier.wait()
-        everyone = list(self.left)
+        gathered = list(self.left)
         self.barrier.wait()
-        return everyone
+        return gathered
 
     def all_reduce(self, x: torch.Tensor, ranks: Ranks) -> torch.Tensor:
         return sum(self.exchange(x, ranks))

@@ -39,11 +39,11 @@ def test_the_first_string_to_complete_is_found(pieces: list[str], stops: list[st
         if hit is not None:
             found = (at, hit[0], hit[1])
             break
-    wanted = first_stop(pieces, stops)
-    if wanted is not None:
-        at, stop, end = wanted
-        wanted = (at, stop, end if include else end - len(stop))
-    assert found == wanted
+    expected = first_stop(pieces, stops)
+    if expected is not None:
+        at, stop, end = expected
+        expected = (at, stop, end if include else end - len(stop))
+    assert found == expected
 
 
 def test_text_that_ends_in_no_prefix_of_a_stop_string_is_not_searched() -> None:

@@ -27,9 +27,9 @@ TOO_OLD = (
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A torch built for CUDA 12.8 that fails to start with the given message; the given driver version."""
 
-    def fail(said: str, driver: str = "470.82.01") -> None:
+    def fail(message: str, driver: str = "470.82.01") -> None:
         def init() -> None:
-            raise RuntimeError(said)
+            raise RuntimeError(message)
 
         monkeypatch.setattr(torch.version, "cuda", "12.8")
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -72,21 +72,21 @@ def test_a_torch_without_cuda_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_old_driver_is_reported_with_its_version_and_the_needed_one(no_gpu: Any) -> None:
     no_gpu(TOO_OLD)
-    said = refusal()
-    assert "the NVIDIA driver (470.82.01) serves CUDA up to 11.4" in said
-    assert "needs 12.8" in said
+    message = refusal()
+    assert "the NVIDIA driver (470.82.01) serves CUDA up to 11.4" in message
+    assert "needs 12.8" in message
 
 
 @pytest.mark.parametrize(
-    ("said", "shown"),
+    ("message", "shown"),
     [
         ("Found no NVIDIA driver on your system. Please check …", "there is no NVIDIA driver here"),
         ("No CUDA GPUs are available", "the NVIDIA driver (470.82.01) shows no GPU"),
         ("Unexpected error from cudaGetDeviceCount()\nmore", "CUDA does not start: Unexpected error from cudaGet"),
     ],
 )
-def test_other_reasons(no_gpu: Any, said: str, shown: str) -> None:
-    no_gpu(said)
+def test_other_reasons(no_gpu: Any, message: str, shown: str) -> None:
+    no_gpu(message)
     assert shown in refusal()
 
 

@@ -126,11 +126,11 @@ class AttackedServer:
 
     def _warm_up(self) -> None:
         """Open what a server opens once and keeps: thread pools, the process for grammars."""
-        form = {"structured_outputs": {"regex": "[a-z]+"}}
+        constraint = {"structured_outputs": {"regex": "[a-z]+"}}
         tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
         chat = {"messages": [{"role": "user", "content": "abc"}], "max_tokens": 2}
         for path, body in (
-            ("/v1/completions", {"prompt": "abc", "max_tokens": 2, **form}),
+            ("/v1/completions", {"prompt": "abc", "max_tokens": 2, **constraint}),
             ("/v1/chat/completions", {**chat, "tools": [tool]}),
             ("/v1/embeddings", {"input": ["abc", "the world"]}),
         ):

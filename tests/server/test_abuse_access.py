@@ -132,9 +132,9 @@ class TestTenants:
 
     def test_other_routes_do_not_share_prefixes_either(self, attacked: AttackedServer) -> None:
         chat = {"messages": [{"role": "user", "content": "the world " * 30}], "max_tokens": 1}
-        said = {"input": "the world " * 30, "max_output_tokens": 16}
+        text = {"input": "the world " * 30, "max_output_tokens": 16}
         for path, body, field in (
-            ("/v1/chat/completions", chat, "prompt_tokens_details"), ("/v1/responses", said, "input_tokens_details"),
+            ("/v1/chat/completions", chat, "prompt_tokens_details"), ("/v1/responses", text, "input_tokens_details"),
             ("/v1/embeddings", {"input": "the world " * 30}, "prompt_tokens_details"),
         ):  # fmt: skip
             attacked.request("POST", "/admin/reset_prefix_cache", ADMIN)
@@ -158,9 +158,9 @@ class TestNames:
         assert attacked.post(TEXT, {**body, "cache_salt": name, "user": name}).status_code == 200
         answer = attacked.request("GET", f"/v1/models/{name}")
         assert answer.status_code in (404, 405) and "root:" not in answer.text
-        said = {"input": "abc", "max_output_tokens": 16}
-        assert attacked.post("/v1/responses", {**said, "previous_response_id": name}).status_code == 400
-        assert attacked.post("/v1/responses", {**said, "conversation": name}).status_code == 400
+        text = {"input": "abc", "max_output_tokens": 16}
+        assert attacked.post("/v1/responses", {**text, "previous_response_id": name}).status_code == 400
+        assert attacked.post("/v1/responses", {**text, "conversation": name}).status_code == 400
         grammar = {"grammar": name}
         assert attacked.post(TEXT, {**body, "structured_outputs": grammar}).status_code == 400
 

@@ -214,8 +214,10 @@ class TestJson:
         # Schemas that come as text are parsed only by the process for grammars; annotations are not parsed at all.
         schema = f'{{"json": {json.dumps(deep)}}}'
         assert attacked.post(CHAT, written(CHAT, "structured_outputs", schema)).status_code in (200, 400)
-        said = f'[{{"role": "assistant", "content": "a", "annotations": [{deep}]}}, {{"role": "user", "content": "a"}}]'
-        assert attacked.post(CHAT, written(CHAT, "messages", said)).status_code in (200, 400)
+        messages = (
+            f'[{{"role": "assistant", "content": "a", "annotations": [{deep}]}}, {{"role": "user", "content": "a"}}]'
+        )
+        assert attacked.post(CHAT, written(CHAT, "messages", messages)).status_code in (200, 400)
 
     def test_wide_schemas(self, attacked: AttackedServer) -> None:
         """Bombs: small to write, large to expand."""
@@ -318,9 +320,10 @@ class TestPatterns:
 
     def test_more_grammars_than_the_cache_holds(self, attacked: AttackedServer) -> None:
         for i in range(40):
-            form = {"regex": f"[a-z]{{1,{i + 2}}}x{i}"}
+            constraint = {"regex": f"[a-z]{{1,{i + 2}}}x{i}"}
             assert (
-                attacked.post(TEXT, {"prompt": "abc", "max_tokens": 1, "structured_outputs": form}).status_code == 200
+                attacked.post(TEXT, {"prompt": "abc", "max_tokens": 1, "structured_outputs": constraint}).status_code
+                == 200
             )
 
 

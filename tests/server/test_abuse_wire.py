@@ -90,8 +90,8 @@ class TestSmuggling:
 
     def test_protocol_upgrades_are_ignored_and_the_body_is_still_read(self, attacked: AttackedServer) -> None:
         """Java's own client offers an HTTP/2 upgrade with its first request."""
-        wishes = ["connection: Upgrade, HTTP2-Settings", "upgrade: h2c", "http2-settings: AAMAAABkAAQAAP__"]
-        request = raw_request(TEXT, BODY, *wishes)
+        upgrades = ["connection: Upgrade, HTTP2-Settings", "upgrade: h2c", "http2-settings: AAMAAABkAAQAAP__"]
+        request = raw_request(TEXT, BODY, *upgrades)
         assert statuses(attacked.exchange(request + request + HEALTH, answers=3)) == [200, 200, 200]
         with attacked.connect() as sock:
             for piece in (request[:20], request[20:-10], request[-10:]):
@@ -257,7 +257,7 @@ class TestBodies:
                 sock.sendall(b"x" * (4 << 20))
 
     def test_a_half_closed_connection_counts_as_disconnected(self, attacked: AttackedServer) -> None:
-        """A client that has left cannot be told from one that has only finished sending."""
+        """A client that has left cannot be distinguished from one that has only finished sending."""
         with attacked.connect() as sock:
             sock.sendall(raw_request(TEXT, MANY))
             until(lambda: attacked.stats()["engine"]["quire:num_requests_running"] > 0)

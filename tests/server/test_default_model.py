@@ -71,14 +71,14 @@ def test_likelihoods_are_those_of_transformers(real: Live) -> None:
     choices = real.openai().completions.create(
         model=DEFAULT_MODEL, prompt=wholes, echo=True, logprobs=1, max_tokens=1, temperature=0
     )
-    told = [sum(choice.logprobs.token_logprobs[len(context) : -1]) for choice in choices.choices]  # type: ignore
+    scored = [sum(choice.logprobs.token_logprobs[len(context) : -1]) for choice in choices.choices]  # type: ignore
     model = transformers_model(resolve(DEFAULT_MODEL, progress=False).path)
-    for tokens, likelihood in zip(wholes, told, strict=True):
+    for tokens, likelihood in zip(wholes, scored, strict=True):
         with torch.inference_mode():
             rows = torch.log_softmax(model(torch.tensor([tokens])).logits[0], dim=-1)
         wanted = sum(float(rows[i - 1, tokens[i]]) for i in range(len(context), len(tokens)))
         assert likelihood == pytest.approx(wanted, abs=2e-2)
-    assert told.index(max(told)) == 0
+    assert scored.index(max(scored)) == 0
 
 
 @tool
@@ -96,8 +96,8 @@ class TestLangChain:
 
     def test_a_tool_call_round_trip(self, real: Live) -> None:
         for choice in ("required", "get_weather"):
-            asking = self.model(real).bind_tools([get_weather], tool_choice=choice)
-            called = asking.invoke([self.ASKED])
+            model_with_tools = self.model(real).bind_tools([get_weather], tool_choice=choice)
+            called = model_with_tools.invoke([self.ASKED])
             assert isinstance(called, AIMessage)
             (call,) = called.tool_calls
             assert call["name"] == "get_weather" and set(call["args"]) == {"city"} and call["id"]
@@ -109,12 +109,12 @@ class TestLangChain:
         assert final.usage_metadata["input_tokens"] > 0  # type: ignore[attr-defined, index]
 
     def test_a_streamed_call_is_the_same(self, real: Live) -> None:
-        asking = self.model(real, stream_usage=True).bind_tools([get_weather], tool_choice="required")
-        whole = asking.invoke([self.ASKED])
+        model_with_tools = self.model(real, stream_usage=True).bind_tools([get_weather], tool_choice="required")
+        whole = model_with_tools.invoke([self.ASKED])
 
         async def streamed() -> AIMessageChunk:
             total: Any = None
-            async for chunk in asking.astream([self.ASKED]):
+            async for chunk in model_with_tools.astream([self.ASKED]):
                 total = chunk if total is None else total + chunk
             return total  # type: ignore[no-any-return]
 

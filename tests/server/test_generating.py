@@ -39,8 +39,8 @@ def parts_of(chunks: list[dict[str, Any]], index: int = 0) -> list[dict[str, Any
 class TestCompletions:
     def test_text_and_tokens_match_the_engine(self, live: Live, llm: LLM) -> None:
         prompts = ["abc", "the world", "x " * 40]
-        wanted = llm.generate(prompts, SamplingParams(**GREEDY), use_tqdm=False)
-        for prompt, output in zip(prompts, wanted, strict=True):
+        expected = llm.generate(prompts, SamplingParams(**GREEDY), use_tqdm=False)
+        for prompt, output in zip(prompts, expected, strict=True):
             answer = live.post(TEXT, {"prompt": prompt, **GREEDY, "return_token_ids": True}).json()
             (choice,) = answer["choices"]
             assert choice["text"] == output.outputs[0].text
@@ -55,9 +55,9 @@ class TestCompletions:
     def test_lists_of_prompts_and_several_sequences_of_each(self, live: Live, llm: LLM) -> None:
         prompts = ["abc", "the world", "hello"]
         params = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "seed": 3, "max_tokens": 8, "n": 2, "ignore_eos": True}
-        wanted = llm.generate(prompts, SamplingParams(**params), use_tqdm=False)
-        tokens = [output.prompt_token_ids for output in wanted]
-        texts = [sample.text for output in wanted for sample in output.outputs]
+        expected = llm.generate(prompts, SamplingParams(**params), use_tqdm=False)
+        tokens = [output.prompt_token_ids for output in expected]
+        texts = [sample.text for output in expected for sample in output.outputs]
         for given in (prompts, tokens):
             answer = live.post(TEXT, {"prompt": given, **params}).json()
             assert [choice["index"] for choice in answer["choices"]] == list(range(6))
@@ -68,19 +68,19 @@ class TestCompletions:
 
     def test_scoring_a_prompt(self, live: Live, llm: LLM) -> None:
         """What lm-eval does: echo, logprobs, and no new token."""
-        (wanted,) = llm.generate(
+        (expected,) = llm.generate(
             ["the world x"], SamplingParams(max_tokens=1, prompt_logprobs=2, temperature=0), use_tqdm=False
         )
-        tokens = wanted.prompt_token_ids
+        tokens = expected.prompt_token_ids
         for limit in (0, 1):
             body = {"prompt": tokens, "echo": True, "logprobs": 2, "max_tokens": limit, "temperature": 0}
             answer = live.post(TEXT, body).json()
             logprobs = answer["choices"][0]["logprobs"]
             assert len(logprobs["tokens"]) == len(tokens) + limit
             assert logprobs["token_logprobs"][0] is None and logprobs["top_logprobs"][0] is None
-            assert wanted.prompt_logprobs is not None
+            assert expected.prompt_logprobs is not None
             for i in range(1, len(tokens)):
-                position = wanted.prompt_logprobs[i]
+                position = expected.prompt_logprobs[i]
                 assert position is not None
                 assert logprobs["token_logprobs"][i] == pytest.approx(position[tokens[i]].logprob, abs=1e-4)
                 best = max(position.values(), key=lambda entry: entry.logprob)
@@ -115,12 +115,12 @@ class TestCompletions:
 
 class TestChat:
     def test_the_answer_matches_the_engine(self, live: Live, llm: LLM) -> None:
-        (wanted,) = llm.chat(USER, SamplingParams(**GREEDY), use_tqdm=False)
+        (expected,) = llm.chat(USER, SamplingParams(**GREEDY), use_tqdm=False)
         answer = live.post(CHAT, {"messages": USER, "model": MODEL, **GREEDY, "return_token_ids": True}).json()
         (choice,) = answer["choices"]
-        assert choice["message"] == {"role": "assistant", "content": wanted.outputs[0].text, "refusal": None}
-        assert choice["token_ids"] == wanted.outputs[0].token_ids
-        assert answer["prompt_token_ids"] == wanted.prompt_token_ids
+        assert choice["message"] == {"role": "assistant", "content": expected.outputs[0].text, "refusal": None}
+        assert choice["token_ids"] == expected.outputs[0].token_ids
+        assert answer["prompt_token_ids"] == expected.prompt_token_ids
         assert answer["object"] == "chat.completion" and answer["model"] == MODEL
         assert answer["id"].startswith("chatcmpl-")
 
@@ -177,11 +177,11 @@ class TestChat:
         options = {"include_usage": True, "continuous_usage_stats": True}
         role, *more = events(live, CHAT, {**body, "return_token_ids": True, "stream_options": options})
         assert role["usage"]["completion_tokens"] >= 1
-        said = 0
+        num_reported = 0
         for chunk in more:
-            said += sum(len(choice.get("token_ids", [])) for choice in chunk["choices"])
-            assert chunk["usage"]["completion_tokens"] == said
-        assert said == 20
+            num_reported += sum(len(choice.get("token_ids", [])) for choice in chunk["choices"])
+            assert chunk["usage"]["completion_tokens"] == num_reported
+        assert num_reported == 20
 
     def test_top_logprobs_are_the_likeliest(self, live: Live) -> None:
         body = {"messages": USER, "temperature": 1.0, "seed": 1, "max_tokens": 20, "logprobs": True, "top_logprobs": 3}
@@ -217,9 +217,9 @@ class TestChat:
             serving(enable_per_request_metrics=True).post(CHAT, body).json(),
             list(events(live, CHAT, {**body, "return_metrics": True}))[-1],
         ):
-            figures = answer["metrics"]
-            assert figures["tokens_per_second"] > 0 and figures["time_to_first_token_ms"] > 0
-            assert figures["queue_time_ms"] >= 0 and figures["preemptions"] == 0
+            metrics = answer["metrics"]
+            assert metrics["tokens_per_second"] > 0 and metrics["time_to_first_token_ms"] > 0
+            assert metrics["queue_time_ms"] >= 0 and metrics["preemptions"] == 0
 
     def test_a_prompt_can_be_continued(self, live: Live) -> None:
         messages = [*USER, {"role": "assistant", "content": "the world"}]

@@ -40,8 +40,8 @@ def messages(given: list[dict[str, Any]], **fields: Any) -> list[dict[str, Any]]
 
 class TestInput:
     def test_the_system_prompt_comes_first(self) -> None:
-        wanted = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hello"}]
-        assert messages(HELLO, system="Be brief.") == wanted
+        expected = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hello"}]
+        assert messages(HELLO, system="Be brief.") == expected
         blocks = [
             {"type": "text", "text": "Be", "cache_control": {"type": "ephemeral"}},
             {"type": "text", "text": "it"},
@@ -49,7 +49,7 @@ class TestInput:
         assert messages(HELLO, system=blocks)[0] == {"role": "system", "content": "Be\n\nit"}
 
     def test_tool_calls_and_their_results(self) -> None:
-        talk = [
+        conversation = [
             {"role": "user", "content": [{"type": "text", "text": "2+3?"}, {"type": "text", "text": "Now."}]},
             {"role": "assistant", "content": [
                 {"type": "thinking", "thinking": "hm", "signature": "s"}, HIDDEN,
@@ -62,7 +62,7 @@ class TestInput:
                  "content": [{"type": "text", "text": "no"}]},
                 {"type": "text", "text": "And?"}]},
         ]  # fmt: skip
-        assert messages(talk) == [
+        assert messages(conversation) == [
             {"role": "user", "content": "2+3?\nNow."},
             {
                 "role": "assistant",
@@ -97,9 +97,9 @@ class TestInput:
         assert chat.tools is not None and chat.tools[0].function.name == "add"
         chat.check_fields()
 
-    @pytest.mark.parametrize(("given", "wanted"), [("auto", "auto"), ("any", "required"), ("none", "none")])
-    def test_tool_choices(self, given: str, wanted: str) -> None:
-        assert as_chat(request(tools=[TOOL], tool_choice={"type": given})).tool_choice == wanted
+    @pytest.mark.parametrize(("given", "expected"), [("auto", "auto"), ("any", "required"), ("none", "none")])
+    def test_tool_choices(self, given: str, expected: str) -> None:
+        assert as_chat(request(tools=[TOOL], tool_choice={"type": given})).tool_choice == expected
         named = as_chat(request(tools=[TOOL], tool_choice={"type": "tool", "name": "add"})).tool_choice
         assert isinstance(named, NamedTool) and named.function.name == "add"
 
@@ -203,7 +203,7 @@ class TestEvents:
             assert assembled(decode_events(events)) == whole
 
     @pytest.mark.parametrize(
-        ("reason", "stop", "wanted", "sequence"),
+        ("reason", "stop", "expected", "sequence"),
         [
             ("stop", None, "end_turn", None),
             ("stop", 7, "end_turn", None),
@@ -211,11 +211,11 @@ class TestEvents:
             ("length", None, "max_tokens", None),
         ],
     )
-    def test_stop_reasons(self, reason: str, stop: Any, wanted: str, sequence: str | None) -> None:
+    def test_stop_reasons(self, reason: str, stop: Any, expected: str, sequence: str | None) -> None:
         writer = MessageWriter("msg_1", "tiny")
         writer.write([Content("x")])
         writer.finish(reason, stop, USAGE)
-        assert (writer.message.stop_reason, writer.message.stop_sequence) == (wanted, sequence)
+        assert (writer.message.stop_reason, writer.message.stop_sequence) == (expected, sequence)
 
     def test_tool_calls_are_a_stop_reason(self) -> None:
         writer = MessageWriter("msg_1", "tiny")

@@ -367,9 +367,9 @@ def test_a_preempted_request_reports_it_even_if_a_stop_string_ends_it(tiny_model
         stopped = llm.generate(prompts, [SamplingParams(**fields, stop=[end]) for end in ends], use_tqdm=False)
         total = llm.llm_engine.core.scheduler.stats.preemptions
     assert all(output.outputs[0].finish_reason == "stop" for output in stopped)
-    told = [output.metrics.preemptions for output in [*whole, *stopped] if output.metrics is not None]
-    assert sum(told) == total
-    assert any(told[len(whole) :])
+    counts = [output.metrics.preemptions for output in [*whole, *stopped] if output.metrics is not None]
+    assert sum(counts) == total
+    assert any(counts[len(whole) :])
 
 
 def test_a_response_has_its_own_metrics_on_request(serving: Callable[..., Live]) -> None:

@@ -56,14 +56,14 @@ def full(live: Live) -> Iterator[Callable[[], None]]:
 
 class TestChat:
     def test_the_answer_matches_the_engine_and_a_stream_adds_up_to_it(self, client: Client, llm: LLM) -> None:
-        (wanted,) = llm.chat(USER, SamplingParams(**GREEDY), use_tqdm=False)
+        (expected,) = llm.chat(USER, SamplingParams(**GREEDY), use_tqdm=False)
         answer = client.call(CHAT, messages=USER, **GREEDY)
         (choice,) = answer.choices
         assert (answer.object, answer.model, choice.message.role) == ("chat.completion", MODEL, "assistant")
-        assert choice.message.content == wanted.outputs[0].text
-        assert choice.finish_reason == wanted.outputs[0].finish_reason
-        assert answer.usage.prompt_tokens == len(wanted.prompt_token_ids)
-        assert answer.usage.completion_tokens == len(wanted.outputs[0].token_ids)
+        assert choice.message.content == expected.outputs[0].text
+        assert choice.finish_reason == expected.outputs[0].finish_reason
+        assert answer.usage.prompt_tokens == len(expected.prompt_token_ids)
+        assert answer.usage.completion_tokens == len(expected.outputs[0].token_ids)
         assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
         chunks = client.stream(CHAT, messages=USER, **GREEDY)
         assert {chunk.object for chunk in chunks} == {"chat.completion.chunk"}
@@ -132,17 +132,17 @@ class TestCompletions:
         texts = ["abc", "the world", "hello"]
         outputs = llm.generate(texts, SamplingParams(**GREEDY), use_tqdm=False)
         tokens = [output.prompt_token_ids for output in outputs]
-        wanted = [output.outputs[0].text for output in outputs]
+        expected = [output.outputs[0].text for output in outputs]
         for prompt in (texts[1], tokens[1]):
             answer = client.call(TEXT, prompt=prompt, **GREEDY)
-            assert [choice.text for choice in answer.choices] == [wanted[1]]
+            assert [choice.text for choice in answer.choices] == [expected[1]]
             assert answer.usage.prompt_tokens == len(tokens[1])
         for prompts in (texts, tokens):
             answer = client.call(TEXT, prompt=prompts, **GREEDY)
-            assert [choice.text for choice in answer.choices] == wanted
+            assert [choice.text for choice in answer.choices] == expected
             assert answer.usage.prompt_tokens == sum(map(len, tokens))
             chunks = client.stream(TEXT, prompt=prompts, **GREEDY)
-            assert [text_of(chunks, index) for index in range(3)] == wanted
+            assert [text_of(chunks, index) for index in range(3)] == expected
 
     def test_sequences_of_each_prompt_are_adjacent(self, client: Client) -> None:
         fields: dict[str, Any] = {"prompt": ["abc", "hello"], "n": 2, "seed": 3, "temperature": 1.0, "max_tokens": 6}
@@ -168,7 +168,7 @@ class TestCompletions:
         encode = llm.get_tokenizer().encode
         contexts, wholes = [encode(a) for a, _ in pairs], [encode(a) + encode(b) for a, b in pairs]
         params = SamplingParams(max_tokens=1, prompt_logprobs=1, temperature=0)
-        wanted = [
+        expected = [
             _score(output.prompt_logprobs or [], tokens, len(context))
             for output, tokens, context in zip(
                 llm.generate(wholes, params, use_tqdm=False), wholes, contexts, strict=True
@@ -176,7 +176,7 @@ class TestCompletions:
         ]
         for limit in (0, 1):
             answer = client.call(TEXT, prompt=wholes, echo=True, logprobs=1, max_tokens=limit, temperature=0, seed=1234)
-            for choice, (likelihood, is_greedy), context in zip(answer.choices, wanted, contexts, strict=True):
+            for choice, (likelihood, is_greedy), context in zip(answer.choices, expected, contexts, strict=True):
                 columns, end = choice.logprobs, -1 if limit else None
                 assert sum(columns.token_logprobs[len(context) : end]) == pytest.approx(likelihood, abs=1e-3)
                 tickets = zip(columns.tokens[len(context) : end], columns.top_logprobs[len(context) : end], strict=True)
@@ -207,13 +207,13 @@ class TestExtraFields:
     )  # fmt: skip
     def test_each_field_means_the_same_as_in_python(self, live: Live, llm: LLM, fields: dict[str, Any]) -> None:
         base: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "seed": 11, "max_tokens": 20}
-        (wanted,) = llm.generate("the world", SamplingParams(**{**base, **fields}), use_tqdm=False)
+        (expected,) = llm.generate("the world", SamplingParams(**{**base, **fields}), use_tqdm=False)
         body = {**base, **fields, "return_token_ids": True}
         (choice,) = live.openai().completions.create(model=MODEL, prompt="the world", extra_body=body).choices
-        assert choice.token_ids == list(wanted.outputs[0].token_ids)  # type: ignore[attr-defined]
-        assert choice.text == wanted.outputs[0].text
-        assert choice.stop_reason == wanted.outputs[0].stop_reason  # type: ignore[attr-defined]
-        assert choice.prompt_token_ids == wanted.prompt_token_ids  # type: ignore[attr-defined]
+        assert choice.token_ids == list(expected.outputs[0].token_ids)  # type: ignore[attr-defined]
+        assert choice.text == expected.outputs[0].text
+        assert choice.stop_reason == expected.outputs[0].stop_reason  # type: ignore[attr-defined]
+        assert choice.prompt_token_ids == expected.prompt_token_ids  # type: ignore[attr-defined]
 
     def test_token_ids_of_prompt_and_answer(self, client: Client, live: Live) -> None:
         fields = {"messages": USER, **GREEDY, "extra_body": {"return_token_ids": True}}
@@ -234,18 +234,18 @@ class TestExtraFields:
         assert answer.metrics["time_to_first_token_ms"] > 0
 
     @pytest.mark.parametrize(
-        "form",
+        "constraint",
         [
             {"choice": ["the world", "hello"]},
             {"regex": "(the world|hello)"},
             {"grammar": 'root ::= "the world" | "hello"'},
             {"json": {"enum": ["the world", "hello"]}},
         ],
-        ids=lambda form: next(iter(form)),
+        ids=lambda constraint: next(iter(constraint)),
     )
-    def test_structured_output(self, client: Client, form: dict[str, Any]) -> None:
+    def test_structured_output(self, client: Client, constraint: dict[str, Any]) -> None:
         for method, fields in ((CHAT, {"messages": USER}), (TEXT, {"prompt": "abc"})):
-            answer = client.call(method, **fields, max_tokens=30, extra_body={"structured_outputs": form})
+            answer = client.call(method, **fields, max_tokens=30, extra_body={"structured_outputs": constraint})
             (choice,) = answer.choices
             text = choice.message.content if method == CHAT else choice.text
             assert text.strip('"') in ("the world", "hello") and choice.finish_reason == "stop"

@@ -83,15 +83,15 @@ class TestAuto:
 
     def test_two_calls_and_parallel_tool_calls_off(self, serving: Callable[..., Live], parser: str) -> None:
         client = SyncClient(serving(tool_call_parser=parser))
-        form = {"structured_outputs": {"regex": TWO_CALLS[parser]}}
-        both = calls_of(ask(client, extra_body=form).message)
+        constraint = {"structured_outputs": {"regex": TWO_CALLS[parser]}}
+        both = calls_of(ask(client, extra_body=constraint).message)
         assert [name for name, _ in both] == ["add", "take"]
-        assert calls_of(ask(client, extra_body=form, parallel_tool_calls=False).message) == both[:1]
+        assert calls_of(ask(client, extra_body=constraint, parallel_tool_calls=False).message) == both[:1]
 
     def test_with_tool_choice_none_a_call_is_text(self, serving: Callable[..., Live], parser: str) -> None:
         client = SyncClient(serving(tool_call_parser=parser))
-        form = {"structured_outputs": {"regex": ONE_CALL[parser] % "add"}}
-        choice = ask(client, extra_body=form, tool_choice="none")
+        constraint = {"structured_outputs": {"regex": ONE_CALL[parser] % "add"}}
+        choice = ask(client, extra_body=constraint, tool_choice="none")
         assert choice.message.tool_calls is None and "add" in choice.message.content
         assert choice.finish_reason == "stop"
 
@@ -190,6 +190,6 @@ class TestForms:
                 assert isinstance(json.loads(choice.message.content), dict)
 
     def test_an_unsupported_schema_is_an_error(self, client: Client) -> None:
-        form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nonsense"}}}
+        constraint = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nonsense"}}}
         with pytest.raises(openai.BadRequestError, match="nonsense"):
-            client.call(CHAT, messages=USER, response_format=form)
+            client.call(CHAT, messages=USER, response_format=constraint)

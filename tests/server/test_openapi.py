@@ -156,15 +156,15 @@ def test_thousands_of_requests(fuzz: Fuzz, live: Live) -> None:
 
 @pytest.mark.parametrize("streams", [False, True])
 def test_a_request_that_excludes_every_token_is_a_client_error(live: Live, streams: bool) -> None:
-    form = {"structured_outputs": {"regex": "[a-c]+"}, "allowed_token_ids": live.server.tokenizer.encode("x")}
-    refused = live.post("/v1/completions", {"prompt": "abc", "stream": streams, **form})
+    constraint = {"structured_outputs": {"regex": "[a-c]+"}, "allowed_token_ids": live.server.tokenizer.encode("x")}
+    refused = live.post("/v1/completions", {"prompt": "abc", "stream": streams, **constraint})
     assert refused.status_code == 400 and "excludes every token" in refused.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("streams", [False, True])
 def test_a_grammar_the_vocabulary_cannot_write_is_a_client_error(live: Live, streams: bool) -> None:
-    form = {"structured_outputs": {"regex": "ab\U0001f600"}}
-    refused = live.post("/v1/completions", {"prompt": "abc", "stream": streams, **form})
+    constraint = {"structured_outputs": {"regex": "ab\U0001f600"}}
+    refused = live.post("/v1/completions", {"prompt": "abc", "stream": streams, **constraint})
     if not streams:
         assert refused.status_code == 400 and refused.json()["error"]["param"] == "structured_outputs"
     assert "no text has this form" in refused.text and '"code":400' in refused.text

@@ -26,7 +26,7 @@ FLAGS = (
     "--log-level", "warning",
 )  # fmt: skip
 SETTLED_SECONDS = 10.0
-BOSS = {"authorization": "Bearer boss"}
+ADMIN = {"authorization": "Bearer boss"}
 
 
 class Pair:
@@ -41,7 +41,7 @@ class Pair:
         return self.client.post("/v1/completions", json=body(prompt, **more))
 
     def stats(self) -> dict[str, Any]:
-        answer: dict[str, Any] = self.client.get("/admin/stats", headers=BOSS).raise_for_status().json()
+        answer: dict[str, Any] = self.client.get("/admin/stats", headers=ADMIN).raise_for_status().json()
         return answer
 
     def scrape(self) -> Scrape:
@@ -75,23 +75,23 @@ def pair(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
 def test_two_engines_serve_as_one_and_a_death_is_not_noticed(pair: Pair, llm: LLM) -> None:
     prompts = [f"{i} the world" for i in range(40)]
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
-    wanted = [output.outputs[0].text for output in llm.generate(prompts, params, use_tqdm=False)]
-    assert [choice["text"] for choice in pair.complete(prompts).raise_for_status().json()["choices"]] == wanted
+    expected = [output.outputs[0].text for output in llm.generate(prompts, params, use_tqdm=False)]
+    assert [choice["text"] for choice in pair.complete(prompts).raise_for_status().json()["choices"]] == expected
     _check_metrics(pair)
-    assert pair.client.get("/admin/memory?replica=1", headers=BOSS).status_code == 200
-    refused = pair.client.get("/admin/memory?replica=2", headers=BOSS)
+    assert pair.client.get("/admin/memory?replica=1", headers=ADMIN).status_code == 200
+    refused = pair.client.get("/admin/memory?replica=2", headers=ADMIN)
     assert refused.status_code == 400 and "there are 2, numbered from 0" in refused.json()["error"]["message"]
-    assert pair.client.post("/admin/reset_prefix_cache", headers=BOSS).json() == {"is_empty": True}
+    assert pair.client.post("/admin/reset_prefix_cache", headers=ADMIN).json() == {"is_empty": True}
     for i in range(8):  # without a disk sessions end with their engine
         assert pair.client.post("/v1/sessions", json={"id": f"s{i}", "input": [5 + i] * 200}).status_code == 200
 
     os.kill(pair.served.children[0], signal.SIGKILL)
-    assert [choice["text"] for choice in pair.complete(prompts).raise_for_status().json()["choices"]] == wanted
+    assert [choice["text"] for choice in pair.complete(prompts).raise_for_status().json()["choices"]] == expected
     assert pair.client.get("/health").status_code == pair.client.get("/ready").status_code == 200
     pair.until(lambda: pair.stats()["status"] == "serving" and pair.stats()["restarts"] == 1)
     assert pair.scrape().sum("quire:engine_restarts_total", engine="0") == 1
     assert 0 < len(pair.client.get("/v1/sessions").json()["data"]) < 8
-    assert [choice["text"] for choice in pair.complete(prompts).raise_for_status().json()["choices"]] == wanted
+    assert [choice["text"] for choice in pair.complete(prompts).raise_for_status().json()["choices"]] == expected
 
 
 def _check_metrics(pair: Pair) -> None:

@@ -197,8 +197,8 @@ class TestEvents:
             added = [event for event in seen if event.type == "response.output_item.added"]
             assert [event.output_index for event in added] == list(range(len(whole.output)))
             assert [event.item.id for event in added] == [item.id for item in whole.output]
-            said = "".join(event.delta for event in seen if event.type == "response.output_text.delta")
-            assert said == whole.output_text
+            streamed_text = "".join(event.delta for event in seen if event.type == "response.output_text.delta")
+            assert streamed_text == whole.output_text
             for index, item in enumerate(whole.output):
                 mine = [event for event in seen if getattr(event, "output_index", None) == index]
                 pieces = "".join(event.delta for event in mine if event.type.endswith(".delta"))
@@ -276,12 +276,12 @@ class TestLive:
         items += [item.model_dump(exclude_none=True) for item in first.output]
         items.append({"role": "user", "content": "go on"})
         second = client.responses.create(model=MODEL, input=items, **GREEDY)
-        talk = [
+        conversation = [
             {"role": "user", "content": "hello"},
             {"role": "assistant", "content": first.output_text},
             {"role": "user", "content": "go on"},
         ]
-        body = {"messages": talk, "temperature": 0, "max_tokens": 20}
+        body = {"messages": conversation, "temperature": 0, "max_tokens": 20}
         assert second.output_text == live.post("/v1/chat/completions", body).json()["choices"][0]["message"]["content"]
 
     def test_logprobs_match_the_text(self, client: openai.OpenAI) -> None:

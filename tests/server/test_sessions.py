@@ -110,8 +110,8 @@ def test_an_exported_session_can_be_imported(sessions: Live, uninterrupted: tupl
 
 
 def test_chat_with_the_whole_conversation_can_use_a_session(sessions: Live) -> None:
-    talk = [{"role": "user", "content": "hello the world, hello the world"}]
-    body = {"messages": talk, "session_id": "chat-1", "max_tokens": 10, "return_token_ids": True, **GREEDY}
+    messages = [{"role": "user", "content": "hello the world, hello the world"}]
+    body = {"messages": messages, "session_id": "chat-1", "max_tokens": 10, "return_token_ids": True, **GREEDY}
     first = sessions.post("/v1/chat/completions", body).json()
     assert sessions.post("/v1/sessions/chat-1/suspend?wait=true", None).json()["status"] == "asleep"
     sessions.run(sessions.server.llm.reset_prefix_cache())
@@ -130,14 +130,14 @@ def test_chat_with_the_whole_conversation_can_use_a_session(sessions: Live) -> N
 
 def test_messages_are_answered_like_a_chat_and_streamed_with_its_events(sessions: Live) -> None:
     """The tiny model's template is <|role|>text</s>: two turns in a session are one conversation."""
-    talk = [{"role": "user", "content": "hello"}]
+    messages = [{"role": "user", "content": "hello"}]
     sessions.post("/v1/sessions", {"id": "s"})
-    body = {"input": talk, "max_tokens": 8, "return_token_ids": True, "stream": True, "temperature": 0}
+    body = {"input": messages, "max_tokens": 8, "return_token_ids": True, "stream": True, "temperature": 0}
     chunks = events(sessions, "/v1/sessions/s/generate", body)
     assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
-    said = "".join(choice["delta"].get("content") or "" for chunk in chunks for choice in chunk["choices"])
-    whole = sessions.post("/v1/chat/completions", {"messages": talk, "max_tokens": 8, "temperature": 0}).json()
-    assert whole["choices"][0]["message"]["content"] == said
+    result = "".join(choice["delta"].get("content") or "" for chunk in chunks for choice in chunk["choices"])
+    whole = sessions.post("/v1/chat/completions", {"messages": messages, "max_tokens": 8, "temperature": 0}).json()
+    assert whole["choices"][0]["message"]["content"] == result
     assert sessions.post("/v1/sessions/s/append", {"input": [{"role": "user", "content": "on"}]}).status_code == 200
     refused = sessions.post("/v1/sessions/s/append", {"input": [{"role": "user", "content": "on"}]})
     assert refused.status_code == 400 and "has no answer yet" in refused.json()["error"]["message"]
@@ -264,9 +264,9 @@ def test_an_unused_session_expires(sessions: Live) -> None:
 
 def test_a_tool_call_suspends_the_session_until_the_result_arrives(sessions: Live) -> None:
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
-    talk = [{"role": "user", "content": "go"}]
+    messages = [{"role": "user", "content": "go"}]
     sessions.post("/v1/sessions", {"id": "s"})
-    body = {"input": talk, "tools": [tool], "tool_choice": "required", "max_tokens": 60, "temperature": 0}
+    body = {"input": messages, "tools": [tool], "tool_choice": "required", "max_tokens": 60, "temperature": 0}
     answer = sessions.post("/v1/sessions/s/generate", body).json()
     assert answer["choices"][0]["finish_reason"] == "tool_calls", answer
     wait_until(lambda: sessions.client.get("/v1/sessions/s").json()["status"] == "asleep")
@@ -288,21 +288,21 @@ def test_a_killed_engine_loses_no_session(
         with httpx.Client(base_url=url, timeout=60) as client:
             client.post("/v1/sessions", json={"id": "s", "input": BEGIN})
             body = {"max_tokens": 12, "return_token_ids": True, **GREEDY}
-            said = client.post("/v1/sessions/s/generate", json=body).json()
-            assert said["choices"][0]["token_ids"] == uninterrupted[0]
+            result = client.post("/v1/sessions/s/generate", json=body).json()
+            assert result["choices"][0]["token_ids"] == uninterrupted[0]
             os.kill(first.children[0], signal.SIGKILL)  # the engine: the front process starts another
             wait_until(lambda: client.get("/v1/sessions/s").status_code == 200, 90)
             client.post("/v1/sessions/s/fork", json={"id": "t"})
-            said = client.post("/v1/sessions/s/generate", json={"input": MORE, **body}).json()
-            assert said["choices"][0]["token_ids"] == uninterrupted[1]
+            result = client.post("/v1/sessions/s/generate", json={"input": MORE, **body}).json()
+            assert result["choices"][0]["token_ids"] == uninterrupted[1]
         os.killpg(first.process.pid, signal.SIGKILL)
     with served(*arguments) as second:
         url = second.wait_for(r"(http://[\d.]+:\d+)")[1]
         wait_until(lambda: answers(url), 90)
         with httpx.Client(base_url=url, timeout=60) as client:
             assert [each["id"] for each in client.get("/v1/sessions").json()["data"]] == ["s", "t"]
-            said = client.post("/v1/sessions/t/generate", json={"input": MORE, **body}).json()
-            assert said["choices"][0]["token_ids"] == uninterrupted[1]
+            result = client.post("/v1/sessions/t/generate", json={"input": MORE, **body}).json()
+            assert result["choices"][0]["token_ids"] == uninterrupted[1]
 
 
 def answers(url: str) -> bool:

@@ -136,10 +136,10 @@ class TestPauses:
             async with supervised(tiny_model) as (llm, supervisor):
                 monkeypatch.setattr(Replica, "start", fail)
                 pid = kill(llm)
-                said = set()
+                statuses = set()
                 while not supervisor.restarts:
                     if not supervisor.is_serving:
-                        said.add(supervisor.status)
+                        statuses.add(supervisor.status)
                         assert supervisor.retry_after >= 1
                         with pytest.raises(EngineDeadError):
                             await final(llm)
@@ -148,8 +148,8 @@ class TestPauses:
                 assert len(tries) == 4
                 for wait, (before, after) in zip((0.1, 0.2, 0.4), itertools.pairwise(tries), strict=True):
                     assert wait <= after - before < wait + 1
-                assert all(f"the engine's process (pid {pid}) was killed by SIGKILL" in status for status in said)
-                assert any("restarting it failed: no more processes" in status for status in said)
+                assert all(f"the engine's process (pid {pid}) was killed by SIGKILL" in status for status in statuses)
+                assert any("restarting it failed: no more processes" in status for status in statuses)
                 assert (await final(llm)).finished and supervisor.status == "serving"
                 assert (await supervisor.health()).ok
 
@@ -259,15 +259,15 @@ async def kills_under_load(model: Path, kind: type[AsyncLLM], count: int, with_f
 
     async def user(llm: AsyncLLM) -> None:
         while not stopping:
-            size, form = rng.randint(1, 120), None
+            size, constraint = rng.randint(1, 120), None
             if with_forms and rng.random() < 0.25:
-                form = StructuredOutputsParams(regex=f"[a-z]{{{1 + size % 7}}}")
+                constraint = StructuredOutputsParams(regex=f"[a-z]{{{1 + size % 7}}}")
             try:
                 prompt = "the world"[: rng.randint(1, 9)]
-                asked = final(llm, prompt, max_tokens=size, structured_outputs=form)
+                asked = final(llm, prompt, max_tokens=size, structured_outputs=constraint)
                 # A request that is never answered shows as a timeout.
                 (output,) = (await asyncio.wait_for(asked, 180 if with_forms else 60)).outputs
-                assert form is not None or (len(output.token_ids) == size and output.finish_reason == "length")
+                assert constraint is not None or (len(output.token_ids) == size and output.finish_reason == "length")
                 ends["answered"] += 1
             except EngineDeadError:
                 ends["failed"] += 1

@@ -125,8 +125,8 @@ def test_with_tool_choice_none_nothing_is_added(
     live = serving(**settings)
     fields = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1, "return_token_ids": True}
     plain = live.post("/v1/chat/completions", fields).json()
-    told = live.post("/v1/chat/completions", {**fields, "tools": [WEATHER], **body}).json()
-    assert told["prompt_token_ids"] == plain["prompt_token_ids"]
+    with_tools = live.post("/v1/chat/completions", {**fields, "tools": [WEATHER], **body}).json()
+    assert with_tools["prompt_token_ids"] == plain["prompt_token_ids"]
 
 
 def test_a_requests_own_template_is_not_inspected_unless_trusted(serving: Callable[..., Live]) -> None:

@@ -84,8 +84,10 @@ def draw(rng: random.Random, with_forms: bool = True) -> Ask:
         case "messages":
             return Ask(MESSAGES, {"model": "tiny", "messages": messages, "max_tokens": size})
         case "form":
-            form = rng.choice([{"regex": f"[a-z]{{1,{size % 9 + 1}}}"}, {"json": SCHEMA}, {"choice": ["ab", "cd"]}])
-            return Ask(TEXT, {"prompt": words, "max_tokens": 40, "structured_outputs": form})
+            constraint = rng.choice(
+                [{"regex": f"[a-z]{{1,{size % 9 + 1}}}"}, {"json": SCHEMA}, {"choice": ["ab", "cd"]}]
+            )
+            return Ask(TEXT, {"prompt": words, "max_tokens": 40, "structured_outputs": constraint})
         case _:
             return Ask(CHAT, {"messages": messages, "max_tokens": 60, "tools": [TOOL], "tool_choice": "required"})
 

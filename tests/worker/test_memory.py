@@ -127,11 +127,11 @@ def test_weights_that_do_not_fit_are_refused_with_a_remedy(check: str) -> None:
     platform = FakeGpu(total=15.9, free=14.2)
     with pytest.raises(ModelTooLargeError) as caught:
         getattr(NEEDS, check)(config(), platform, platform.free_memory())
-    said = str(caught.value)
-    assert "the weights need 16.00 GiB" in said
-    assert "14.20 GiB of 15.90 GiB are free" in said
-    assert "a GPU with at least 22 GiB" in said
-    assert "\n" not in said
+    message = str(caught.value)
+    assert "the weights need 16.00 GiB" in message
+    assert "14.20 GiB of 15.90 GiB are free" in message
+    assert "a GPU with at least 22 GiB" in message
+    assert "\n" not in message
 
 
 def test_float32_weights_are_advised_a_smaller_dtype() -> None:
@@ -178,9 +178,11 @@ def test_weights_that_do_not_fit_are_refused_before_they_are_loaded(
         setup.make_engine(*tiny)
 
 
-@pytest.mark.parametrize(("where", "said"), [("load", "a first step tried"), ("cache", "with a KV cache of 0.00 GiB")])
+@pytest.mark.parametrize(
+    ("where", "message"), [("load", "a first step tried"), ("cache", "with a KV cache of 0.00 GiB")]
+)
 def test_out_of_memory_at_start_is_one_line(
-    tiny: tuple[EngineConfig, Any, Any], monkeypatch: pytest.MonkeyPatch, where: str, said: str
+    tiny: tuple[EngineConfig, Any, Any], monkeypatch: pytest.MonkeyPatch, where: str, message: str
 ) -> None:
     class Unlucky:
         needs = NEEDS
@@ -199,7 +201,7 @@ def test_out_of_memory_at_start_is_one_line(
     monkeypatch.setattr(workers, "Worker", Unlucky)
     with pytest.raises(ModelTooLargeError, match="out of memory on Test Card") as caught:
         setup.make_engine(*tiny)
-    assert said.replace("0.00", f"{17 * NEEDS.block_bytes / GIB:.2f}") in str(caught.value)
+    assert message.replace("0.00", f"{17 * NEEDS.block_bytes / GIB:.2f}") in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
