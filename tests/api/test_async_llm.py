@@ -96,12 +96,12 @@ class TestGenerating:
     def test_the_tokens_are_those_of_the_engine_in_process(self, allm: AsyncLLM, llm: LLM) -> None:
         prompts: list[Any] = ["abc", "the world", [5, 6, 7], {"prompt_token_ids": [9, 8], "cache_salt": "s"}, "x " * 60]
         asked = params(logprobs=2, prompt_logprobs=1)
-        wanted = llm.generate(prompts, asked, use_tqdm=False)
+        expected = llm.generate(prompts, asked, use_tqdm=False)
 
         async def all_of_them() -> list[RequestOutput]:
             return await asyncio.gather(*(final(allm, prompt, asked) for prompt in prompts))
 
-        for ours, theirs in zip(run(all_of_them()), wanted, strict=True):
+        for ours, theirs in zip(run(all_of_them()), expected, strict=True):
             assert ours.outputs == theirs.outputs
             assert ours.prompt == theirs.prompt
             assert ours.prompt_token_ids == theirs.prompt_token_ids
@@ -109,8 +109,8 @@ class TestGenerating:
 
     def test_seeded_sequences_are_the_same_too(self, allm: AsyncLLM, llm: LLM) -> None:
         asked = SamplingParams(n=3, temperature=1.0, seed=5, max_tokens=20, logit_bias={40: 2})
-        (wanted,) = llm.generate("hello", asked, use_tqdm=False)
-        assert run(final(allm, "hello", asked)).outputs == wanted.outputs
+        (expected,) = llm.generate("hello", asked, use_tqdm=False)
+        assert run(final(allm, "hello", asked)).outputs == expected.outputs
 
     def test_none_means_the_models_own_parameters(self, allm: AsyncLLM) -> None:
         assert allm.get_default_sampling_params().top_k == 40
@@ -122,13 +122,13 @@ class TestGenerating:
 
     def test_fifty_at_once(self, allm: AsyncLLM, llm: LLM) -> None:
         prompts = [f"{i} the world"[: 3 + i % 9] for i in range(50)]
-        wanted = [output.outputs[0].text for output in llm.generate(prompts, params(), use_tqdm=False)]
+        expected = [output.outputs[0].text for output in llm.generate(prompts, params(), use_tqdm=False)]
 
         async def all_of_them() -> list[RequestOutput]:
             return await asyncio.gather(*(final(allm, p, request_id=f"r{i}") for i, p in enumerate(prompts)))
 
         outputs = run(all_of_them())
-        assert [output.outputs[0].text for output in outputs] == wanted
+        assert [output.outputs[0].text for output in outputs] == expected
         assert [output.request_id for output in outputs] == [f"r{i}" for i in range(50)]
 
     def test_a_long_prompt_is_prepared_in_a_thread(self, tiny_model: Path) -> None:
@@ -158,17 +158,17 @@ class TestGenerating:
 
 class TestStreaming:
     def test_cumulative_outputs_grow_to_the_final_one(self, allm: AsyncLLM, llm: LLM) -> None:
-        (wanted,) = llm.generate("abc", params(), use_tqdm=False)
+        (expected,) = llm.generate("abc", params(), use_tqdm=False)
         outputs = run(collect(allm, "abc"))
         counts = [len(output.outputs[0].token_ids) for output in outputs]
         assert counts == sorted(set(counts)) and counts[-1] == 20
-        assert all(wanted.outputs[0].text.startswith(output.outputs[0].text) for output in outputs)
+        assert all(expected.outputs[0].text.startswith(output.outputs[0].text) for output in outputs)
         assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
 
     @pytest.mark.parametrize("pause", [0, 0.02], ids=["quick reader", "slow reader"])
     def test_deltas_add_up_to_the_whole(self, allm: AsyncLLM, llm: LLM, pause: float) -> None:
         fields: dict[str, Any] = {"logprobs": 1, "prompt_logprobs": 1, "n": 2, "temperature": 1.0, "seed": 3}
-        (wanted,) = llm.generate("abc", params(max_tokens=60, **fields), use_tqdm=False)
+        (expected,) = llm.generate("abc", params(max_tokens=60, **fields), use_tqdm=False)
 
         async def read() -> list[RequestOutput]:
             parts = []
@@ -181,12 +181,12 @@ class TestStreaming:
         parts = run(read())
         if pause:
             assert len(parts) < 60  # unread outputs were merged
-        for whole in wanted.outputs:
+        for whole in expected.outputs:
             mine = [part.outputs[whole.index] for part in parts]
             assert "".join(part.text for part in mine) == whole.text
             assert [token for part in mine for token in part.token_ids] == whole.token_ids
             assert [entry for part in mine for entry in part.logprobs or []] == whole.logprobs
-        assert [part.prompt_logprobs for part in parts if part.prompt_logprobs] == [wanted.prompt_logprobs]
+        assert [part.prompt_logprobs for part in parts if part.prompt_logprobs] == [expected.prompt_logprobs]
 
     def test_final_only_gives_one(self, allm: AsyncLLM) -> None:
         (only,) = run(collect(allm, "abc", params(output_kind=RequestOutputKind.FINAL_ONLY)))
@@ -232,7 +232,7 @@ class TestLeaving:
         run(work())
 
     def test_an_id_can_be_used_again_at_once(self, allm: AsyncLLM, llm: LLM) -> None:
-        (wanted,) = llm.generate("the world", params(), use_tqdm=False)
+        (expected,) = llm.generate("the world", params(), use_tqdm=False)
 
         async def work() -> RequestOutput:
             for _ in range(20):
@@ -243,7 +243,7 @@ class TestLeaving:
 
         output = run(work())
         assert output.request_id == "same"
-        assert output.outputs == wanted.outputs
+        assert output.outputs == expected.outputs
 
     def test_abort_ends_the_stream(self, allm: AsyncLLM) -> None:
         async def work() -> list[RequestOutput]:
@@ -343,7 +343,7 @@ class TestProcesses:
         async def work() -> None:
             config = EngineConfig(model=str(tiny_model), **SETTINGS)
             async with AsyncLLM.from_config(config) as llm:
-                wanted = await final(llm, "abc")
+                expected = await final(llm, "abc")
                 streams = [llm.generate("abc", params(max_tokens=250)) for _ in range(5)]
                 for stream in streams:
                     await anext(stream)
@@ -361,7 +361,7 @@ class TestProcesses:
                 assert llm.errored and "SIGKILL" in str(llm.dead_error)
                 await llm.restart()
                 assert pid_of(llm) != first and llm.is_running
-                assert (await final(llm, "abc")).outputs == wanted.outputs
+                assert (await final(llm, "abc")).outputs == expected.outputs
                 await assert_idle(llm)
                 last = pid_of(llm)
             assert is_gone(first) and is_gone(last)
@@ -454,12 +454,12 @@ asyncio.run(work())
         return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, cwd=tmp_path)
 
     def test_a_script_without_a_main_guard(self, tmp_path: Path, tiny_model: Path, llm: LLM) -> None:
-        (wanted,) = llm.generate("abc", params(max_tokens=5), use_tqdm=False)
+        (expected,) = llm.generate("abc", params(max_tokens=5), use_tqdm=False)
         process = self.start_script(tmp_path, tiny_model)
         said, _ = process.communicate(timeout=60)
         pid, _, tokens = said.strip().partition(" ")
         assert process.returncode == 0
-        assert tokens == str(wanted.outputs[0].token_ids)
+        assert tokens == str(expected.outputs[0].token_ids)
         assert wait_until(lambda: is_gone(int(pid)))  # without a call of shutdown
 
     def test_a_killed_front_leaves_no_engine_behind(self, tmp_path: Path, tiny_model: Path) -> None:

@@ -20,7 +20,7 @@ Message = dict[str, Any]
 TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}
 
 
-def said(role: str, content: str, **more: Any) -> Message:
+def msg(role: str, content: str, **more: Any) -> Message:
     return {"role": role, "content": content, **more}
 
 
@@ -31,7 +31,7 @@ def writer(template: str, tools: list[Any] | None = None) -> Render:
 
 
 TALK = [
-    [said("user", "one")], "two", [said("user", "three")], "four", [said("user", "five")], "six", [said("user", "7")],
+    [msg("user", "one")], "two", [msg("user", "three")], "four", [msg("user", "five")], "six", [msg("user", "7")],
 ]  # fmt: skip
 
 
@@ -41,14 +41,14 @@ def piecewise(write: Render, pieces: list[Any], end: str) -> tuple[str, list[Mes
     for piece in pieces:
         if isinstance(piece, str):
             text += piece + end
-            whole.append(said("assistant", piece))
+            whole.append(msg("assistant", piece))
         else:
             text += conversation.following(piece, text)[0] if text else conversation.first(piece)
             whole += piece
     return text, whole
 
 
-@pytest.mark.parametrize("system", [[], [said("system", "Be brief.")]], ids=["plain", "system"])
+@pytest.mark.parametrize("system", [[], [msg("system", "Be brief.")]], ids=["plain", "system"])
 @pytest.mark.parametrize(
     "template, end", [(CHATML, "<|im_end|>"), (HEADERS, "<|eot|>"), (THINKING, "<|im_end|>")],
     ids=["chatml", "headers", "thinking"],
@@ -69,7 +69,7 @@ def test_the_same_without_a_system_message_where_the_template_moves_it_about() -
     assert text == write(whole, True)
 
 
-@pytest.mark.parametrize("first", [[said("system", "Be brief."), said("user", "one")], [said("system", "Be brief.")]])
+@pytest.mark.parametrize("first", [[msg("system", "Be brief."), msg("user", "one")], [msg("system", "Be brief.")]])
 def test_a_template_that_rewrites_what_was_said_is_refused(first: list[Message]) -> None:
     with pytest.raises(ValidationError, match="differently once more follow"):
         IncrementalRenderer(writer(BRACKETS)).first(first)
@@ -77,16 +77,16 @@ def test_a_template_that_rewrites_what_was_said_is_refused(first: list[Message])
 
 def test_tools_that_move_to_the_last_question_are_refused() -> None:
     with pytest.raises(ValidationError, match="differently once more follow"):
-        IncrementalRenderer(writer(BRACKETS, [TOOL])).first([said("user", "one")])
+        IncrementalRenderer(writer(BRACKETS, [TOOL])).first([msg("user", "one")])
 
 
 @pytest.mark.parametrize("template, end", [(HEADERS, "<|eot|>"), (THINKING, "<|im_end|>"), (BRACKETS, "</s>")])
 def test_a_tools_result_follows_the_call(template: str, end: str) -> None:
     write = writer(template)
     call = {"id": "abcdefghi", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
-    talk = [said("user", "one"), said("assistant", "", tool_calls=[call])]
-    result = [said("tool", "42", tool_call_id="abcdefghi")]
-    whole = write([*talk, *result], True)
+    history = [msg("user", "one"), msg("assistant", "", tool_calls=[call])]
+    result = [msg("tool", "42", tool_call_id="abcdefghi")]
+    whole = write([*history, *result], True)
     text = whole[: whole.index(end, whole.index('"f"')) + len(end)]  # as the model leaves it
     assert text + IncrementalRenderer(write).following(result, text)[0] == whole
 
@@ -94,21 +94,21 @@ def test_a_tools_result_follows_the_call(template: str, end: str) -> None:
 @pytest.mark.parametrize("template", [CHATML, HEADERS, BRACKETS, THINKING, CHAT_TEMPLATE])
 def test_messages_cannot_follow_an_unanswered_question(template: str) -> None:
     conversation = IncrementalRenderer(writer(template))
-    text = conversation.first([said("user", "one")])
+    text = conversation.first([msg("user", "one")])
     with pytest.raises(ValidationError, match="has no answer yet"):
-        conversation.following([said("user", "two")], text)
+        conversation.following([msg("user", "two")], text)
 
 
 def test_an_answer_that_was_cut_short_is_closed_first() -> None:
     conversation = IncrementalRenderer(writer(CHATML))
-    text = conversation.first([said("user", "one")]) + "two and"
-    added, is_closed = conversation.following([said("user", "three")], text)
+    text = conversation.first([msg("user", "one")]) + "two and"
+    added, is_closed = conversation.following([msg("user", "three")], text)
     assert added.startswith("<|im_end|>\n<|im_start|>user") and not is_closed
 
 
-def test_what_a_template_refuses_stays_refused() -> None:
+def test_messages_a_template_refuses_stay_refused() -> None:
     with pytest.raises(ValidationError, match="unknown role"):
-        IncrementalRenderer(writer(CHAT_TEMPLATE)).following([said("system", "x")], "hello</s>")
+        IncrementalRenderer(writer(CHAT_TEMPLATE)).following([msg("system", "x")], "hello</s>")
 
 
 def test_the_default_models_own_template() -> None:

@@ -41,20 +41,20 @@ async def asked(llm: AsyncLLM, prompts: list[str], params: SamplingParams) -> li
 
 async def talk(llm: AsyncLLM, name: str) -> list[Any]:
     """A session of three turns; the tokens of each."""
-    said, text = [], ""
+    answers, text = [], ""
     for turn in ("the world", " is one", " and two"):
         text += turn
         output = await final(llm, text, greedy(max_tokens=8), session=name)
-        said.append(list(output.outputs[0].token_ids))
+        answers.append(list(output.outputs[0].token_ids))
         text = str(output.prompt) + output.outputs[0].text
-    return said
+    return answers
 
 
-def compare(name: str, folder: Path, make_llm: Callable[..., LLM], forms: bool, **more: Any) -> None:
+def compare(name: str, folder: Path, make_llm: Callable[..., LLM], with_grammars: bool, **more: Any) -> None:
     write_mixture(folder, name)
     alone = make_llm(folder, **SETTINGS)
     kinds = [greedy(), greedy(n=3, temperature=1.0, seed=5)]
-    if forms:  # each engine starts a process for them
+    if with_grammars:  # each engine starts a process for them
         kinds.append(greedy(max_tokens=8, structured_outputs=FORM))
     wanted = [expected(alone, PROMPTS, params) for params in kinds]
 
@@ -84,14 +84,14 @@ def compare(name: str, folder: Path, make_llm: Callable[..., LLM], forms: bool, 
 
 
 def test_two_engines_with_half_the_experts_each_match_one(tmp_path: Path, make_llm: Callable[..., LLM]) -> None:
-    compare("qwen2-moe", tmp_path / "model", make_llm, forms=False, num_redundant_experts=2)
+    compare("qwen2-moe", tmp_path / "model", make_llm, with_grammars=False, num_redundant_experts=2)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("more", [{}, {"swap_space": 0.001}, {"num_redundant_experts": 3}], ids=str)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_families(name: str, more: dict[str, Any], tmp_path: Path, make_llm: Callable[..., LLM]) -> None:
-    compare(name, tmp_path / "model", make_llm, forms=True, **more)
+    compare(name, tmp_path / "model", make_llm, with_grammars=True, **more)
 
 
 @pytest.mark.parametrize("victims", [[1], pytest.param([0, 1, 0, 1], marks=pytest.mark.slow)], ids=len)

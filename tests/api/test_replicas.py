@@ -55,8 +55,8 @@ async def final(llm: AsyncLLM, prompt: Any, params: SamplingParams | None = None
 
 async def hits(llm: AsyncLLM) -> list[float]:
     """Tokens that each replica found in its cache."""
-    figures = await asyncio.gather(*(replica.get_metrics() for replica in llm.replicas))
-    return [next(one.value for one in each if one.name == "quire:prefix_cache_hits") for each in figures]
+    metrics = await asyncio.gather(*(replica.get_metrics() for replica in llm.replicas))
+    return [next(one.value for one in each if one.name == "quire:prefix_cache_hits") for each in metrics]
 
 
 async def assert_idle(llm: AsyncLLM) -> None:
@@ -64,9 +64,9 @@ async def assert_idle(llm: AsyncLLM) -> None:
     assert llm.num_open_requests == 0 and llm.router is not None
     for replica in llm.replicas:
         assert not replica.streams
-        figures = {metric.name: metric.value for metric in await replica.get_metrics()}
+        metrics = {metric.name: metric.value for metric in await replica.get_metrics()}
         for name in ("num_requests_running", "num_requests_waiting"):
-            assert figures[f"quire:{name}"] == 0
+            assert metrics[f"quire:{name}"] == 0
     for load in llm.router.stats():
         assert (load.open_requests, load.rows, load.queued_tokens, load.kv_tokens) == (0, 0, 0, 0)
 
@@ -99,12 +99,12 @@ class TestTokens:
         shared_begin = "the world one two three four five "
         prompts = [*(shared_begin + str(i) for i in range(8)), *("x the " * i for i in range(1, 25, 3)), "abc"]
         for asked in (greedy(), greedy(n=3, temperature=1.0, seed=5)):
-            wanted = llm.generate(prompts, asked, use_tqdm=False)
+            expected = llm.generate(prompts, asked, use_tqdm=False)
 
             async def work(asked: SamplingParams = asked) -> list[RequestOutput]:
                 return await asyncio.gather(*(final(pair, prompt, asked) for prompt in prompts))
 
-            for ours, theirs in zip(run(work()), wanted, strict=True):
+            for ours, theirs in zip(run(work()), expected, strict=True):
                 assert [one.token_ids for one in ours.outputs] == [one.token_ids for one in theirs.outputs]
 
     def test_both_engines_work(self, pair: AsyncLLM) -> None:
@@ -172,15 +172,15 @@ class TestSessions:
     def test_sessions_stay_at_one_replica_and_give_the_tokens_of_one_engine(self, pair: AsyncLLM, llm: LLM) -> None:
         texts = [f"{i} hello the world one two three" for i in range(6)]
         tokenizer = llm.get_tokenizer()
-        wanted = []
+        expected = []
         for text in texts:
             tokens = tokenizer.encode(text)
             for more in ("", " and more"):
                 tokens = tokens + tokenizer.encode(more, add_special_tokens=False)
                 tokens += llm.generate([tokens], greedy(), use_tqdm=False)[0].outputs[0].token_ids
-            wanted.append(tokens)
+            expected.append(tokens)
 
-        async def talk(i: int) -> list[int]:
+        async def messages(i: int) -> list[int]:
             session = await pair.sessions.create(f"talk-{i}", texts[i])
             await session.generate(greedy())
             await session.append(" and more")
@@ -190,13 +190,13 @@ class TestSessions:
             return await session.tokens()
 
         async def work() -> None:
-            assert await asyncio.gather(*(talk(i) for i in range(6))) == wanted
+            assert await asyncio.gather(*(messages(i) for i in range(6))) == expected
             assert {home(pair, f"talk-{i}") for i in range(6)} == {0, 1}
             fork = await (await pair.sessions.get("talk-3")).fork("branch")
-            assert home(pair, "branch") == home(pair, "talk-3") and await fork.tokens() == wanted[3]
+            assert home(pair, "branch") == home(pair, "talk-3") and await fork.tokens() == expected[3]
             data = await (await pair.sessions.get("talk-0")).exported()
             copy = await pair.sessions.import_(data, "copy")
-            assert await copy.tokens() == wanted[0]
+            assert await copy.tokens() == expected[0]
             names = [info.name async for info in pair.sessions]
             assert sorted(names[:6]) == [f"talk-{i}" for i in range(6)] and names[6:] == ["branch", "copy"]
             assert await pair.sessions.count() == 8
@@ -284,7 +284,7 @@ class TestSessions:
 class TestDeath:
     def test_unread_requests_restart_elsewhere_and_the_engine_comes_back(self, tiny_model: Path, llm: LLM) -> None:
         prompts = [f"{i} the world" for i in range(60)]
-        wanted = [one.outputs[0].token_ids for one in llm.generate(prompts, greedy(max_tokens=60), use_tqdm=False)]
+        expected = [one.outputs[0].token_ids for one in llm.generate(prompts, greedy(max_tokens=60), use_tqdm=False)]
 
         async def read(pair: AsyncLLM, prompt: str, first: asyncio.Event | None = None) -> list[int] | Exception:
             kind = RequestOutputKind.DELTA if first else RequestOutputKind.FINAL_ONLY
@@ -313,8 +313,8 @@ class TestDeath:
                 victim = max(pair.replicas, key=lambda replica: replica.num_open_requests)
                 pid = victim.pid
                 os.kill(pid, signal.SIGKILL)
-                assert await asyncio.gather(*silent) == wanted[8:]  # unnoticed by their readers
-                for got, right in zip(await asyncio.gather(*streams), wanted, strict=False):
+                assert await asyncio.gather(*silent) == expected[8:]  # unnoticed by their readers
+                for got, right in zip(await asyncio.gather(*streams), expected, strict=False):
                     if isinstance(got, Exception):
                         assert isinstance(got, ReplicaDownError)
                         assert str(got).startswith(f"replica {victim.number} of 2 is down: ")
@@ -325,7 +325,7 @@ class TestDeath:
                     assert supervisor.status.startswith("1 of 2 replicas serve; ") and supervisor.is_serving
                     await asyncio.sleep(0.02)
                 assert (await supervisor.health()).ok and supervisor.status == "serving" and victim.pid != pid
-                assert await read(pair, prompts[0]) == wanted[0]
+                assert await read(pair, prompts[0]) == expected[0]
                 await assert_idle(pair)
                 await supervisor.stop()
 
@@ -353,8 +353,8 @@ class TestDeath:
 
     def test_sessions_of_a_dead_engine_wait_for_it(self, tiny_model: Path, tmp_path: Path, llm: LLM) -> None:
         settings = {**SETTINGS, "kv_disk": str(tmp_path / "kv"), "swap_space": 0.02}
-        wanted = llm.generate("hello the world", greedy(), use_tqdm=False)[0]
-        whole = [*wanted.prompt_token_ids, *wanted.outputs[0].token_ids]
+        expected = llm.generate("hello the world", greedy(), use_tqdm=False)[0]
+        whole = [*expected.prompt_token_ids, *expected.outputs[0].token_ids]
 
         async def begin() -> dict[str, int]:
             async with AsyncLLM(tiny_model, **settings) as pair:
@@ -416,9 +416,9 @@ class TestStarting:
 class TestOffline:
     def test_an_llm_over_two_engines(self, tiny_model: Path, llm: LLM) -> None:
         prompts = [f"{i} the world" for i in range(30)]
-        wanted = llm.generate(prompts, greedy(), use_tqdm=False)
+        expected = llm.generate(prompts, greedy(), use_tqdm=False)
         with LLM(tiny_model, **SETTINGS) as both:
-            for ours, theirs in zip(both.generate(prompts, greedy(), use_tqdm=False), wanted, strict=True):
+            for ours, theirs in zip(both.generate(prompts, greedy(), use_tqdm=False), expected, strict=True):
                 assert ours.outputs[0].token_ids == theirs.outputs[0].token_ids and ours.prompt == theirs.prompt
             steps = [run_in(both, replica.report_health()).steps for replica in engines(both)]
             assert all(steps)
@@ -434,7 +434,7 @@ class TestOffline:
                 _ = both.sessions
             both.llm_engine.check_idle()
             os.kill(engines(both)[0].pid, signal.SIGKILL)
-            for ours, theirs in zip(both.generate(prompts, greedy(), use_tqdm=False), wanted, strict=True):
+            for ours, theirs in zip(both.generate(prompts, greedy(), use_tqdm=False), expected, strict=True):
                 assert ours.outputs[0].token_ids == theirs.outputs[0].token_ids
 
 

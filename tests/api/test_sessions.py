@@ -90,12 +90,12 @@ def test_forks_of_a_session_on_the_device_do_not_write_over_each_other(make_llm:
     before, texts = s.tokens, [" one", " x", " world"]
     forks = [s.fork(f"f{i}") for i in range(2)]
     assert used(llm) == len(before) // 16 + 1, "all of them hold the same blocks"
-    everyone = [s, *forks]
-    for session, text in zip(everyone, texts, strict=True):
+    all_sessions = [s, *forks]
+    for session, text in zip(all_sessions, texts, strict=True):
         session.append(text)
-    for streams in zip(*[session.stream(GREEDY) for session in everyone], strict=False):
+    for streams in zip(*[session.stream(GREEDY) for session in all_sessions], strict=False):
         assert len(streams) == 3
-    for session, text in zip(everyone, texts, strict=True):
+    for session, text in zip(all_sessions, texts, strict=True):
         prompt = before + llm.get_tokenizer().encode(text, add_special_tokens=False)
         alone = llm.generate({"prompt_token_ids": prompt}, GREEDY, use_tqdm=False)[0].outputs[0].token_ids
         for _ in session.stream(SamplingParams(max_tokens=1)):

@@ -22,21 +22,21 @@ def final(llm: LLM, prompt: str, **fields: Any) -> RequestOutput:
 
 class TestKinds:
     def test_cumulative_outputs_grow_to_the_final_one(self, llm: LLM) -> None:
-        wanted = final(llm, "abc").outputs[0]
+        expected = final(llm, "abc").outputs[0]
         outputs = list(llm.stream("abc", params()))
         assert [len(output.outputs[0].token_ids) for output in outputs] == list(range(1, 21))
         for output in outputs:
-            assert wanted.text.startswith(output.outputs[0].text)
-            assert wanted.token_ids[: len(output.outputs[0].token_ids)] == output.outputs[0].token_ids
+            assert expected.text.startswith(output.outputs[0].text)
+            assert expected.token_ids[: len(output.outputs[0].token_ids)] == output.outputs[0].token_ids
         assert [output.finished for output in outputs] == [False] * 19 + [True]
-        assert outputs[-1].outputs[0].text == wanted.text
+        assert outputs[-1].outputs[0].text == expected.text
 
     def test_deltas_join_to_the_final_one(self, llm: LLM) -> None:
-        wanted = final(llm, "abc", logprobs=2).outputs[0]
+        expected = final(llm, "abc", logprobs=2).outputs[0]
         parts = [output.outputs[0] for output in llm.stream("abc", params(RequestOutputKind.DELTA, logprobs=2))]
-        assert "".join(part.text for part in parts) == wanted.text
-        assert [token for part in parts for token in part.token_ids] == wanted.token_ids
-        assert [entry for part in parts for entry in part.logprobs or []] == wanted.logprobs
+        assert "".join(part.text for part in parts) == expected.text
+        assert [token for part in parts for token in part.token_ids] == expected.token_ids
+        assert [entry for part in parts for entry in part.logprobs or []] == expected.logprobs
 
     def test_final_only_shows_one(self, llm: LLM) -> None:
         (only,) = llm.stream("abc", params(RequestOutputKind.FINAL_ONLY))
@@ -49,10 +49,10 @@ class TestKinds:
         seen: dict[str, list[RequestOutput]] = {}
         for output in llm.stream(prompts, [params(kind) for kind in kinds]):
             seen.setdefault(output.prompt or "", []).append(output)
-        wanted = [final(llm, prompt).outputs[0].text for prompt in prompts]
-        assert seen["abc"][-1].outputs[0].text == wanted[0]
-        assert "".join(output.outputs[0].text for output in seen["the world"]) == wanted[1]
-        assert [output.outputs[0].text for output in seen["x"]] == [wanted[2]]
+        expected = [final(llm, prompt).outputs[0].text for prompt in prompts]
+        assert seen["abc"][-1].outputs[0].text == expected[0]
+        assert "".join(output.outputs[0].text for output in seen["the world"]) == expected[1]
+        assert [output.outputs[0].text for output in seen["x"]] == [expected[2]]
 
     def test_deltas_of_several_sequences_join_each(self, llm: LLM) -> None:
         asked = params(RequestOutputKind.DELTA, n=3, temperature=1.0, seed=6, ignore_eos=False, max_tokens=40)
@@ -96,18 +96,18 @@ class TestLeaving:
         assert final(llm, "abc").outputs[0].text
 
     def test_two_streams_can_be_interleaved(self, llm: LLM) -> None:
-        wanted = [final(llm, prompt).outputs[0].text for prompt in ("abc", "x")]
+        expected = [final(llm, prompt).outputs[0].text for prompt in ("abc", "x")]
         pairs = list(zip(llm.stream("abc", params()), llm.stream("x", params()), strict=True))
-        assert [output.outputs[0].text for output in pairs[-1]] == wanted
+        assert [output.outputs[0].text for output in pairs[-1]] == expected
 
     def test_generate_leaves_an_open_streams_outputs_alone(self, llm: LLM) -> None:
-        wanted = final(llm, "abc").outputs[0].text
+        expected = final(llm, "abc").outputs[0].text
         stream = llm.stream("abc", params(RequestOutputKind.DELTA))
         text = next(stream).outputs[0].text
         assert (
             len(final(llm, "the world", max_tokens=60).outputs[0].token_ids) == 60
         )  # the stream's request ends inside
-        assert text + "".join(output.outputs[0].text for output in stream) == wanted
+        assert text + "".join(output.outputs[0].text for output in stream) == expected
 
 
 class TestStopStrings:
@@ -187,12 +187,12 @@ class TestChat:
         assert many[1].prompt == "<|user|>hello</s><|assistant|>yes</s><|user|>the world</s><|assistant|>"
 
     def test_template_options(self, llm: LLM) -> None:
-        talk = [{"role": "user", "content": "hello"}]
-        bare = llm.chat(talk, params(), use_tqdm=False, add_generation_prompt=False)
+        messages = [{"role": "user", "content": "hello"}]
+        bare = llm.chat(messages, params(), use_tqdm=False, add_generation_prompt=False)
         assert bare[0].prompt == "<|user|>hello</s>"
-        own = llm.chat(talk, params(), use_tqdm=False, chat_template="{{ messages[0]['content'] }}!")
+        own = llm.chat(messages, params(), use_tqdm=False, chat_template="{{ messages[0]['content'] }}!")
         assert own[0].prompt == "hello!"
-        begun = [*talk, {"role": "assistant", "content": "yes"}]
+        begun = [*messages, {"role": "assistant", "content": "yes"}]
         continued = llm.chat(begun, params(), use_tqdm=False, continue_final_message=True)
         assert continued[0].prompt == "<|user|>hello</s><|assistant|>yes"
 
@@ -203,27 +203,27 @@ class TestChat:
         assert llm.chat([{"role": "user", "content": "x"}], params(), use_tqdm=False)[0].prompt == "x?"
 
     def test_a_streamed_answer_equals_the_whole_one(self, llm: LLM) -> None:
-        talk = [{"role": "user", "content": "hello"}]
-        whole = llm.chat(talk, params(), use_tqdm=False)[0].outputs[0].text
-        parts = llm.chat_stream(talk, params(RequestOutputKind.DELTA))
+        messages = [{"role": "user", "content": "hello"}]
+        whole = llm.chat(messages, params(), use_tqdm=False)[0].outputs[0].text
+        parts = llm.chat_stream(messages, params(RequestOutputKind.DELTA))
         assert "".join(output.outputs[0].text for output in parts) == whole
 
     @pytest.mark.parametrize(
-        "talk", [[], [[]], [{"role": "wizard", "content": "x"}], [[{"content": "x"}]], [["x"]]], ids=str
+        "messages", [[], [[]], [{"role": "wizard", "content": "x"}], [[{"content": "x"}]], [["x"]]], ids=str
     )
-    def test_bad_conversations_are_refused(self, llm: LLM, talk: Any) -> None:
+    def test_bad_conversations_are_refused(self, llm: LLM, messages: Any) -> None:
         with pytest.raises(ValueError):
-            llm.chat(talk, params(), use_tqdm=False)
+            llm.chat(messages, params(), use_tqdm=False)
 
 
 class TestRealText:
     """The default model: text across tokens, in a chat."""
 
     def test_a_chat_answers_with_words_and_streams_them(self, smollm: LLM) -> None:
-        talk = [{"role": "user", "content": "What is the capital of France? Answer in one word."}]
-        whole = smollm.chat(talk, SamplingParams(temperature=0, max_tokens=12), use_tqdm=False)[0].outputs[0].text
+        messages = [{"role": "user", "content": "What is the capital of France? Answer in one word."}]
+        whole = smollm.chat(messages, SamplingParams(temperature=0, max_tokens=12), use_tqdm=False)[0].outputs[0].text
         assert "Paris" in whole
-        parts = smollm.chat_stream(talk, params(RequestOutputKind.DELTA, ignore_eos=False, max_tokens=12))
+        parts = smollm.chat_stream(messages, params(RequestOutputKind.DELTA, ignore_eos=False, max_tokens=12))
         assert "".join(output.outputs[0].text for output in parts) == whole
 
     def test_a_stop_string_across_tokens(self, smollm: LLM) -> None:

@@ -222,9 +222,9 @@ def test_a_conversation_that_is_too_long_is_refused(renderer: ChatRenderer) -> N
 def test_a_long_conversation_is_within_limits(renderer: ChatRenderer) -> None:
     from tests.api.chat_templates import THINKING
 
-    talk = [{"role": ("user", "assistant")[i % 2], "content": f"{i} " + "word " * 200} for i in range(1000)]
+    messages = [{"role": ("user", "assistant")[i % 2], "content": f"{i} " + "word " * 200} for i in range(1000)]
     slow = ChatRenderer(tiny_tokenizer(), THINKING)
-    assert len(slow.render_text(talk)) > 1_000_000
+    assert len(slow.render_text(messages)) > 1_000_000
 
 
 @pytest.mark.parametrize(

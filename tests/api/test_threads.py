@@ -16,7 +16,7 @@ PROMPTS = ["hello", "the world " * 6, "in an", "x" * 40]
 THREADS, ROUNDS, PATIENCE = 6, 6, 120
 
 
-def test_every_kind_of_call_beside_every_other(make_llm: Callable[..., LLM]) -> None:
+def test_calls_of_every_kind_run_concurrently(make_llm: Callable[..., LLM]) -> None:
     llm = make_llm(num_gpu_blocks_override=60, swap_space=0.01)
     expected = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
 

@@ -1,4 +1,4 @@
-"""The script behind docs/performance.md: it runs, its pieces add up, and its figures are judged rightly."""
+"""The script behind docs/performance.md: it runs, its pieces add up, and its metrics are judged correctly."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_it_runs_in_pieces_that_add_up(tiny_model: Path, tmp_path: Path) -> None
         ("prompt_logprobs", {"seconds": 2.0, "in_tokens": 1000, "out_tokens": 2}, 501.0),
     ],
 )
-def test_figures(script: ModuleType, workload: str, run: dict[str, float], expected: float) -> None:
+def test_metrics(script: ModuleType, workload: str, run: dict[str, float], expected: float) -> None:
     assert script.result_of(workload, run) == pytest.approx(expected)
 
 
@@ -66,13 +66,13 @@ def test_low_is_good_for_times_and_high_for_rates(script: ModuleType) -> None:
     assert script.verdict(1, rate, {"bar": None}) == ""
 
 
-def test_the_table_shows_median_spread_and_bars(script: ModuleType) -> None:
+def test_the_table_shows_median_spread_and_targets(script: ModuleType) -> None:
     data = {"figures": {"m": {"nano": {"values": [900.0, 1000.0, 1100.0], "median": 1000.0}}}}
     line = script.table(data, {"m": {"nano": {"bar": 950, "goal": 2000}}}).splitlines()[1]
     assert " ".join(line.split()) == "m nano 1,000 tok/s 900–1,100 950 tok/s 2,000 tok/s bar"
 
 
-def test_the_bars_name_what_is_measured(script: ModuleType) -> None:
+def test_the_targets_name_what_is_measured(script: ModuleType) -> None:
     bars = json.loads((FOLDER / "bars.json").read_text())
     for model, entries in bars.items():
         assert (FOLDER / "models" / model / "config.json").is_file()

@@ -1,4 +1,4 @@
-"""The model on paper behind docs/scaling.md: its bytes are the engine's, its times those that were measured."""
+"""The analytical model behind docs/scaling.md: its bytes are the engine's, its times match measurements."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ META = Target("meta", PLAIN.ops, PLAIN.attention)
 
 @pytest.mark.parametrize("tensor", [1, 2, 4, 8])
 @pytest.mark.parametrize("shape", [scaling_model.LLAMA_8B, scaling_model.QWEN_30B], ids=lambda shape: shape.name)
-def test_a_ranks_weights_are_those_of_the_engine(shape: Shape, tensor: int) -> None:
+def test_a_ranks_weights_match_the_engine(shape: Shape, tensor: int) -> None:
     config = read_model_config(resolve(str(FOLDER / "models" / shape.name.lower())))
     model = empty_model(config, Ranks(tp_size=tensor), target=META)
     counted = sum(weight.numel() for weight in model.parameters())
@@ -30,7 +30,7 @@ def test_a_ranks_weights_are_those_of_the_engine(shape: Shape, tensor: int) -> N
     )
 
 
-def test_a_step_sums_and_gathers_what_the_model_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_steps_collectives_match_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     reference = random_reference(ZOO["llama"])
     raw = reference.config
     shape = Shape(
@@ -59,12 +59,12 @@ def test_a_step_sums_and_gathers_what_the_model_says(monkeypatch: pytest.MonkeyP
     assert 2 * sum(gathered) == scaling_model.gathered_bytes(replace(shape, vocab=padded), 7, 2)
 
 
-def test_times_on_one_card_are_within_a_tenth_of_what_was_measured() -> None:
+def test_times_on_one_card_are_within_a_tenth_of_measurements() -> None:
     for name, measured, modelled in scaling_model.checks():
         assert modelled == pytest.approx(measured, rel=0.1), name
 
 
-def test_more_cards_never_slow_a_lone_request_of_a_large_model_down() -> None:
+def test_more_cards_never_slow_a_single_request_of_a_large_model() -> None:
     card = Card()
     times = [
         scaling_model.step_seconds(scaling_model.LLAMA_70B, Layout(tensor), 1, 2048, card) for tensor in (1, 2, 4, 8)
@@ -72,7 +72,7 @@ def test_more_cards_never_slow_a_lone_request_of_a_large_model_down() -> None:
     assert times == sorted(times, reverse=True)
 
 
-def test_tokens_travel_to_other_ranks_once_each() -> None:
+def test_tokens_are_sent_to_other_ranks_once_each() -> None:
     shape = scaling_model.QWEN_235B
     whole = 2 * shape.layers * shape.hidden * scaling_model.BF16
     assert scaling_model.exchanged_bytes(shape, 1, 1) == 0

@@ -1,4 +1,4 @@
-"""Swapping gains where a cache is too small, and rows are not moved to and fro."""
+"""Swapping helps where a cache is too small, and rows do not thrash."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ LOADS = [
 
 
 @pytest.mark.parametrize("load", LOADS, ids=["long prompts", "few rows", "many rows"])
-def test_swapping_beats_computing_again(load: Load) -> None:
+def test_swapping_beats_recomputing(load: Load) -> None:
     again, swapped = simulate(load), simulate(load, host_tokens=load.cache_tokens)
     assert swapped.rate > 1.01 * again.rate
     assert again.preempted > 0 and again.swapped == 0
-    assert swapped.preempted < 2 * again.preempted, "a row that is put by comes back when there is room to stay"
+    assert swapped.preempted < 2 * again.preempted, "a swapped row returns when there is room to stay"
     assert swapped.prompt_tokens < again.prompt_tokens
 
 
-def test_the_formula_gives_what_the_card_gave() -> None:
+def test_the_formula_matches_the_measurements() -> None:
     assert simulate(Load()).rate == pytest.approx(3596, rel=0.05)

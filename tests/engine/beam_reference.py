@@ -1,4 +1,4 @@
-"""What transformers' beam search finds, to compare ours with."""
+"""transformers' beam search, as the reference for ours."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from quire import BeamSearchOutput, BeamSearchParams
 
 ENDS = [2, 3, 14, 15, 60]
-"""Several end tokens: with the one that a random model hardly ever draws, nothing would end early."""
+"""Several end tokens: a random model hardly ever draws its own single one, and nothing would end early."""
 
 
 def params_of(width: int, tokens: int = 10, ends: list[int] | None = ENDS, **more: Any) -> BeamSearchParams:
@@ -21,7 +21,7 @@ def params_of(width: int, tokens: int = 10, ends: list[int] | None = ENDS, **mor
 
 
 class Model:
-    """A checkpoint, and what transformers' beam search makes of prompts with it."""
+    """A checkpoint, and transformers' beam search over it."""
 
     def __init__(self, folder: Path, reference: Any) -> None:
         self.folder = folder
@@ -53,7 +53,7 @@ class Model:
     def assert_found(
         self, output: BeamSearchOutput, prompt: list[int], params: BeamSearchParams, ends: list[int] | None
     ) -> None:
-        """The same sequences in the same order. Where two scores are equal but for rounding, they may be swapped."""
+        """The same sequences in the same order. Sequences whose scores are equal but for rounding may be swapped."""
         right = self.search(prompt, params, ends)
         assert output.finished and output.error is None and output.prompt_token_ids == prompt
         assert [one.score for one in output.sequences] == pytest.approx([score for _, score in right], abs=2e-4)

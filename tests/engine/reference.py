@@ -17,7 +17,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 @dataclass(frozen=True)
 class Greedy:
-    """What greedy decoding yields for one prompt, and by how much each best logit beat the second."""
+    """Greedy tokens for one prompt, and the margin of each best logit over the second."""
 
     tokens: list[int]
     gaps: list[float]
@@ -54,7 +54,7 @@ def transformers_model(path: Path) -> LlamaForCausalLM:
     if config.tie_word_embeddings:
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
     model.load_state_dict(tensors, assign=True)
-    model.model.rotary_emb = type(model.model.rotary_emb)(config)  # its frequencies are no part of a checkpoint
+    model.model.rotary_emb = type(model.model.rotary_emb)(config)  # its frequencies are not in checkpoints
     return model.eval()
 
 
@@ -76,7 +76,8 @@ LONG_PROMPT = 100
 
 
 def greedy(model: LlamaForCausalLM, prompts: Sequence[Sequence[int]], count: int) -> list[Greedy]:
-    """`count` greedy tokens for each prompt. Long prompts decode apart from the others, which are padded less then."""
+    """`count` greedy tokens for each prompt. Long prompts are decoded separately, so that the others are padded
+    less."""
     found: dict[int, Greedy] = {}
     for is_long in (False, True):
         chosen = [index for index, prompt in enumerate(prompts) if (len(prompt) > LONG_PROMPT) == is_long]
@@ -87,7 +88,7 @@ def greedy(model: LlamaForCausalLM, prompts: Sequence[Sequence[int]], count: int
 
 @torch.inference_mode()
 def _greedy(model: LlamaForCausalLM, prompts: Sequence[Sequence[int]], count: int) -> list[Greedy]:
-    """Prompts one by one, then all decode together, padded at the left."""
+    """Prefills prompts one by one, then decodes all together, padded on the left."""
     caches, logits = [], []
     for prompt in prompts:
         out = model(torch.tensor([prompt]), use_cache=True, logits_to_keep=1)
@@ -117,7 +118,7 @@ def _greedy(model: LlamaForCausalLM, prompts: Sequence[Sequence[int]], count: in
 
 
 def _joined(caches: list[DynamicCache], longest: int) -> DynamicCache:
-    """Caches of single prompts as one cache, shorter ones padded at the left."""
+    """Caches of single prompts as one cache, shorter ones padded on the left."""
     joined = DynamicCache()
     for layer in range(len(caches[0].layers)):
         padded = [

@@ -1,7 +1,5 @@
-"""An engine whose sessions are worked on at random until somebody kills it. It tells what it begins, and what is done.
-
-Run as a program it makes such workers by fork, so that they need not start Python each time.
-"""
+"""An engine that runs random operations on its sessions until it is killed. It reports each operation when it begins
+and when it is done. Run as a program it forks such workers, so that each need not start Python."""
 
 from __future__ import annotations
 
@@ -30,7 +28,7 @@ def greedy(tokens: int) -> SamplingParams:
 
 
 class Worker:
-    """Works on sessions. `note` is told of each operation before it and, once it is done, after it."""
+    """Runs operations on sessions. `note` is called before each operation and after it is done."""
 
     def __init__(self, llm: LLM, rng: random.Random, note: Callable[[list[Any]], object]) -> None:
         self._sessions = llm.sessions
@@ -40,7 +38,7 @@ class Worker:
         self._born = 0
 
     def work(self) -> None:
-        """One operation, or a few turns at once."""
+        """One operation, or a few concurrent turns."""
         acts = [self._append, self._turns, self._turns, self._suspend, self._fork, self._delete, self._create]
         self._rng.choice(acts if self._names else [self._create])()
 
@@ -120,7 +118,7 @@ def _advance(stream: Iterable[Any]) -> list[int] | None:
 
 
 def run(model: str, folder: str, seed: int, depth: int, note: Callable[[list[Any]], object]) -> None:
-    """Work for ever."""
+    """Run until killed."""
     llm = LLM(model, kv_disk=folder, pipeline_depth=depth, **SETTINGS)
     worker = Worker(llm, random.Random(seed), note)
     note(["ready"])
@@ -128,10 +126,10 @@ def run(model: str, folder: str, seed: int, depth: int, note: Callable[[list[Any
         worker.work()
 
 
-def nursery(model: str) -> None:
-    """Fork a worker for each line; say its pid, and when it has ended."""
-    torch.set_num_threads(1)  # no pool of threads that children would miss
-    LLM(model, **SETTINGS).shutdown()  # what an engine imports is imported once
+def fork_workers(model: str) -> None:
+    """Fork a worker for each line; print its pid, and when it has ended."""
+    torch.set_num_threads(1)  # children would not have the threads of a pool
+    LLM(model, **SETTINGS).shutdown()  # an engine's imports happen once
     for line in sys.stdin:
         folder, seed, depth, notes = line.split()
         pid = os.fork()
@@ -153,4 +151,4 @@ def nursery(model: str) -> None:
 
 
 if __name__ == "__main__":
-    nursery(sys.argv[1])
+    fork_workers(sys.argv[1])

@@ -1,4 +1,4 @@
-"""Beam search finds what transformers' finds, with its scores; beams and samples of one prompt share its blocks."""
+"""Beam search finds what transformers' finds, with its scores; beams and sequences of one prompt share its blocks."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_every_architecture(name: str, engine: Callable[..., LLM], tmp_path: Pat
 
 
 @pytest.mark.parametrize("width", range(2, 9))
-def test_every_width_penalty_and_way_to_stop(width: int, llama: Model, engine: Callable[..., LLM]) -> None:
+def test_every_width_penalty_and_early_stopping_mode(width: int, llama: Model, engine: Callable[..., LLM]) -> None:
     llm = engine()
     ways = RULES if width == 3 else RULES[width % 4 :: 4]
     for (penalty, early), prompt in zip(ways, itertools.cycle(PROMPTS[1:]), strict=False):
@@ -83,13 +83,13 @@ def test_every_width_penalty_and_way_to_stop(width: int, llama: Model, engine: C
     ],
     ids=["cache of one beam", "and no prefix cache", "three rows", "short steps"],
 )
-def test_shortages_change_nothing(
+def test_shortages_of_rows_or_blocks_change_nothing(
     depth: int, settings: dict[str, Any], llama: Model, engine: Callable[..., LLM]
 ) -> None:
     llm = engine(pipeline_depth=depth, max_model_len=48, **settings)
     params = params_of(5, 8, ends=None)
     greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, detokenize=False)
-    stream = llm.stream(PROMPTS[1], greedy)  # another request beside them
+    stream = llm.stream(PROMPTS[1], greedy)  # with another request
     next(stream)
     outputs = llm.beam_search(PROMPTS[1:], params)
     *_, mixed = stream
@@ -121,7 +121,7 @@ def test_a_failed_step_changes_nothing(depth: int, llama: Model, engine: Callabl
 
 
 class Watched:
-    """The most blocks an engine ever held, step by step."""
+    """The largest number of blocks an engine used, checked at every step."""
 
     def __init__(self, llm: LLM) -> None:
         core, self.pool = llm.llm_engine.core, llm.llm_engine.core.scheduler.tables.pool
@@ -137,7 +137,7 @@ class Watched:
 
 
 @pytest.mark.parametrize("n, depth", [(8, 0), (8, 1), (300, 1)])
-def test_samples_hold_one_prompt_and_their_tails(n: int, depth: int, make_llm: Callable[..., LLM], big: Path) -> None:
+def test_sequences_share_their_prompts_blocks(n: int, depth: int, make_llm: Callable[..., LLM], big: Path) -> None:
     llm = make_llm(
         big, pipeline_depth=depth, block_size=16, num_gpu_blocks_override=1000, max_num_seqs=n, max_model_len=576
     )
@@ -147,13 +147,13 @@ def test_samples_hold_one_prompt_and_their_tails(n: int, depth: int, make_llm: C
     assert len(output.outputs) == n
     stats = llm.llm_engine.core.scheduler.stats
     assert stats.prompt_tokens == 512, "computed once"
-    # 32 blocks of the prompt; 19 tokens of a sample have a place in the cache (the last one needs none): 2 blocks each.
+    # 32 blocks of the prompt; 19 tokens of a sequence are in the cache (the last one needs none): 2 blocks each.
     assert max(watched.used) == 32 + 2 * n
     assert stats.preemptions == 0
 
 
 @pytest.mark.parametrize("width, depth", [(8, 0), (8, 1), (40, 1)])
-def test_beams_hold_one_prompt_and_their_tails(width: int, depth: int, make_llm: Callable[..., LLM], big: Path) -> None:
+def test_beams_share_their_prompts_blocks(width: int, depth: int, make_llm: Callable[..., LLM], big: Path) -> None:
     llm = make_llm(
         big, pipeline_depth=depth, block_size=16, num_gpu_blocks_override=300, max_num_seqs=width, max_model_len=576
     )
@@ -179,8 +179,8 @@ def big(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.skipif(ON_GPU, reason="on a GPU the kernels are compiled: tests/gpu runs the engine there")
-def test_over_the_gpus_kernels(llama: Model, engine: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
-    """In Triton's interpreter: rows that branch off and tokens that are forced, in the batch of a GPU."""
+def test_with_the_gpu_kernels(llama: Model, engine: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
+    """In Triton's interpreter: forked rows and forced tokens in the batch of a GPU."""
     monkeypatch.setattr(CpuPlatform, "ops", "quire.kernels.triton.ops.TritonOps")
     monkeypatch.setattr(CpuPlatform, "attention", "triton")
     llm = engine(enforce_eager=True, pipeline_depth=1)

@@ -1,4 +1,4 @@
-"""The loop: schedule, execute, update, with steps in flight and an end to everything."""
+"""The loop: schedule, execute, update, with steps in flight, failures and shutdown."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DEPTHS = pytest.mark.parametrize("depth", [0, 1, 2, 3])
 
 
 @DEPTHS
-def test_so_many_steps_are_in_flight_before_the_first_is_collected(depth: int) -> None:
+def test_pipeline_depth_steps_are_in_flight_before_the_first_is_collected(depth: int) -> None:
     bench = Bench(depth=depth)
     bench.add("a", 6, 20)
     for step in range(depth):
@@ -29,7 +29,7 @@ def test_so_many_steps_are_in_flight_before_the_first_is_collected(depth: int) -
 
 
 @DEPTHS
-def test_what_is_in_flight_is_collected_when_there_is_nothing_more_to_launch(depth: int) -> None:
+def test_steps_in_flight_are_collected_when_there_is_nothing_more_to_launch(depth: int) -> None:
     bench = Bench(depth=depth)
     bench.add("a", 6, 1)
     bench.step()
@@ -44,7 +44,7 @@ def test_a_step_without_work_returns_nothing() -> None:
     assert outputs.keys == [] and outputs.finished == [] and bench.plans == []
 
 
-def test_a_request_that_can_never_fit_is_refused_and_leaves_no_trace() -> None:
+def test_a_request_that_can_never_fit_is_refused_and_leaves_nothing_behind() -> None:
     bench = Bench(blocks=2)
     with pytest.raises(CacheTooSmallError):
         bench.add("a", 100, 1)
@@ -52,7 +52,7 @@ def test_a_request_that_can_never_fit_is_refused_and_leaves_no_trace() -> None:
     bench.scheduler.check_idle()
 
 
-def test_started_has_the_time_and_the_cached_tokens() -> None:
+def test_started_requests_have_their_time_and_cached_tokens() -> None:
     bench = Bench(block_size=4)
     bench.now = 12.5
     bench.add("a", list(range(2, 12)), 2)
@@ -67,7 +67,7 @@ def test_started_has_the_time_and_the_cached_tokens() -> None:
 
 
 @DEPTHS
-def test_shutdown_ends_what_is_unfinished_and_the_core_takes_no_more(depth: int) -> None:
+def test_shutdown_aborts_unfinished_requests_and_the_core_accepts_no_more(depth: int) -> None:
     bench = Bench(depth=depth, max_rows=2)
     for id in "abc":
         bench.add(id, 6, 20, n=2)
@@ -81,22 +81,22 @@ def test_shutdown_ends_what_is_unfinished_and_the_core_takes_no_more(depth: int)
         bench.core.add(bench.request("d"))
 
 
-class Stubborn(NullExecutor):
-    """Always fails, in a way that is no failed step."""
+class FailsOtherwise(NullExecutor):
+    """Always fails, with an error that is not a failed step."""
 
     def submit(self, plan: StepPlan) -> StepResult:
         raise MemoryError("not a step's failure")
 
 
-def test_an_error_that_is_no_step_error_is_not_swallowed() -> None:
+def test_an_error_that_is_not_a_step_error_is_raised() -> None:
     bench = Bench()
-    core = EngineCore(bench.scheduler, Stubborn(8))
+    core = EngineCore(bench.scheduler, FailsOtherwise(8))
     core.add(bench.request("a"))
     with pytest.raises(MemoryError):
         core.step()
 
 
-def test_a_failed_submit_is_blamed_on_the_step_that_failed_or_those_in_flight(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failed_submit_is_attributed_to_the_failed_step_or_those_in_flight(caplog: pytest.LogCaptureFixture) -> None:
     bench = Bench(depth=1, fails=lambda plan, requests: "submit" if "bad" in requests else "")
     bench.add("good", 6, 12)
     bench.step()
@@ -108,7 +108,7 @@ def test_a_failed_submit_is_blamed_on_the_step_that_failed_or_those_in_flight(ca
     assert bench.sequences[("bad", 0)].reason == "error"
 
 
-def test_each_step_can_be_read_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+def test_each_step_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     bench = Bench()
     bench.add("a", 6, 2, n=2)
     with caplog.at_level(logging.DEBUG, logger="quire.engine.core"):
@@ -121,7 +121,7 @@ def test_each_step_can_be_read_in_the_log(caplog: pytest.LogCaptureFixture) -> N
 
 
 @DEPTHS
-def test_the_null_executor_yields_the_tokens_it_is_told_to(depth: int) -> None:
+def test_the_null_executor_yields_the_configured_tokens(depth: int) -> None:
     bench = Bench(depth=depth, blocks=10, max_rows=4)
     bench.core = EngineCore(bench.scheduler, NullExecutor(4, draw), depth)
     for id in ("a", "b", "c"):
@@ -141,5 +141,5 @@ def test_the_null_executor_refuses_a_gap() -> None:
         NullExecutor(8).submit(plan)
 
 
-def test_step_error_is_the_one_error_a_device_reports() -> None:
+def test_step_error_is_the_only_error_a_device_reports() -> None:
     assert issubclass(StepError, RuntimeError)

@@ -48,7 +48,7 @@ def test_settings_for_the_machine_are_divided() -> None:
 
 
 @pytest.mark.parametrize(
-    ("folders", "replicas", "told"),
+    ("folders", "replicas", "described"),
     [
         (["replica-0", "replica-1"], 2, ""),
         (["replica-0", "replica-1", "replica-2"], 2, "replica-2"),
@@ -58,13 +58,17 @@ def test_settings_for_the_machine_are_divided() -> None:
     ],
 )
 def test_sessions_of_another_replica_count_are_warned_about(
-    folders: list[str], replicas: int, told: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    folders: list[str], replicas: int, described: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     for name in folders:
         (tmp_path / name).mkdir()
     with caplog.at_level(logging.WARNING, "quire"):
         warn_of_orphans(EngineConfig(kv_disk=str(tmp_path), data_parallel_size=replicas))
-    assert (f"holds {told} of a run with another data_parallel_size" in caplog.text) if told else not caplog.records
+    assert (
+        (f"holds {described} of a run with another data_parallel_size" in caplog.text)
+        if described
+        else not caplog.records
+    )
 
 
 def test_an_in_process_engine_has_no_replicas() -> None:

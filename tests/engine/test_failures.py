@@ -24,7 +24,7 @@ DEPTHS = pytest.mark.parametrize("depth", [0, 1])
 
 
 class Failing(NullExecutor):
-    """Raises what `fails` makes of a step, when it is collected."""
+    """Raises what `fails` returns for a step, when the step is collected."""
 
     def __init__(self, fails: Callable[[StepPlan], Exception | None]) -> None:
         super().__init__(64)
@@ -43,7 +43,7 @@ class Failing(NullExecutor):
 
 
 class Hanging(NullExecutor):
-    """The step `at` never ends, unless it is given up."""
+    """Step `at` never ends, unless it is given up."""
 
     def __init__(self, at: int) -> None:
         super().__init__(64)
@@ -102,7 +102,7 @@ def test_steps_do_not_become_tiny_and_a_request_that_fails_alone_gets_an_error()
 
 
 @DEPTHS
-def test_an_engine_outlives_a_step_without_memory(make_llm: Callable[..., LLM], depth: int) -> None:
+def test_an_engine_survives_a_step_that_runs_out_of_memory(make_llm: Callable[..., LLM], depth: int) -> None:
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     prompts = [[5 + i, 9, 11] for i in range(6)]
     expected = [out.outputs[0].token_ids for out in make_llm().generate(prompts, params, use_tqdm=False)]
@@ -184,7 +184,7 @@ def test_no_timeout_means_no_thread() -> None:
     assert set(threading.enumerate()) <= before
 
 
-def test_short_steps_are_left_alone_however_many() -> None:
+def test_short_steps_never_trigger_the_timeout() -> None:
     reported: list[StepPlan] = []
     watchdog = Watchdog(0.2, reported.append)
     plan = object()

@@ -1,4 +1,4 @@
-"""Tenants through the whole engine, with a tiny model. Latencies are counted in steps: the same on every machine."""
+"""Tenants in the whole engine, with a tiny model. Latencies are counted in steps: the same on every machine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ MakeLLM = Callable[..., LLM]
 
 
 def steps_of_light(llm: LLM, greedy: int, light: int = 4) -> list[int]:
-    """Steps each request of a light tenant takes, one after the other, beside a tenant with very many at once."""
+    """Steps that each request of a light tenant takes, one after the other, while another tenant has very many at
+    once."""
     engine = llm.llm_engine
     for i in range(greedy):
         engine.add_request(f"greedy{i}", [5 + i % 90] * 24, SamplingParams(max_tokens=24, ignore_eos=True), tenant="g")
@@ -43,7 +44,7 @@ def test_a_greedy_tenant_slows_a_light_one_by_no_more_than_its_share(make_llm: M
     assert first_come[0] > 20 * alone, first_come
 
 
-def test_tokens_are_the_same_whatever_the_policy_and_storms_leave_nothing_behind(make_llm: MakeLLM) -> None:
+def test_the_policy_changes_no_token_and_load_leaves_nothing_behind(make_llm: MakeLLM) -> None:
     rng = rng_of("fairness")
     prompts = [[rng.randint(4, 110) for _ in range(rng.randint(1, 40))] for _ in range(40)]
     params = [
@@ -70,7 +71,7 @@ def test_a_request_above_its_tenant_s_cap_is_refused_alone(make_llm: MakeLLM) ->
 
 
 class TestPrefixes:
-    """How fast a prompt is answered tells whether it was computed before: only its own tenant may learn that."""
+    """The time to first token reveals whether a prompt was cached: only its own tenant may learn it."""
 
     def cached(self, llm: LLM, tenant: str, salt: str = "") -> int:
         prompt = {"prompt_token_ids": list(range(10, 60)), "cache_salt": salt}
@@ -78,7 +79,7 @@ class TestPrefixes:
         assert output.num_cached_tokens is not None
         return output.num_cached_tokens
 
-    def test_are_a_tenant_s_own(self, llm: LLM) -> None:
+    def test_prefixes_are_private_to_a_tenant(self, llm: LLM) -> None:
         assert [self.cached(llm, "a"), self.cached(llm, "a"), self.cached(llm, "b"), self.cached(llm, "")] == [
             0,
             48,
@@ -86,18 +87,18 @@ class TestPrefixes:
             0,
         ]
 
-    def test_cannot_be_reached_by_a_salt(self, llm: LLM) -> None:
+    def test_a_salt_cannot_reach_another_tenants_prefixes(self, llm: LLM) -> None:
         assert self.cached(llm, "ab", "c") == 0
         for tenant, salt in [("a", "bc"), ("abc", ""), ("", "abc"), ("", "2:abc"), ("", "ab\0c"), ("ab", "")]:
             assert self.cached(llm, tenant, salt) == 0, (tenant, salt)
         assert self.cached(llm, "ab", "c") == 48
 
-    def test_are_shared_where_the_engine_is_told_to(self, make_llm: MakeLLM) -> None:
+    def test_prefixes_are_shared_if_configured(self, make_llm: MakeLLM) -> None:
         llm = make_llm(isolate_tenants=False)
         assert [self.cached(llm, "a"), self.cached(llm, "b"), self.cached(llm, "b", "salt")] == [0, 48, 0]
 
 
-def test_tenants_are_one_for_all_or_one_for_each(llm: LLM, tiny_model: Path) -> None:
+def test_tenants_need_one_value_for_all_or_one_for_each_prompt(llm: LLM, tiny_model: Path) -> None:
     with pytest.raises(ValidationError, match="2 prompts, but 1 tenants"):
         llm.generate(["a", "b"], tenant=["x"], use_tqdm=False)
     with pytest.raises(ValidationError, match="a tenant is a string, got 3"):

@@ -1,4 +1,4 @@
-"""Structured output: the output matches the requested form in every state of the engine."""
+"""Structured output: the output matches its grammar in every state of the engine."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ TAG = {
     },
 }
 LEGACY_TAG = {"structures": [{"begin": "<get>", "schema": {"type": "boolean"}, "end": "</get>"}], "triggers": ["<get"]}
-Form = StructuredOutputsParams
+Constraint = StructuredOutputsParams
 
 
 def is_person(text: str) -> bool:
@@ -53,23 +53,25 @@ def is_tag(text: str) -> bool:
     return found is not None and isinstance(json.loads(found[1]), dict)
 
 
-FORMS: dict[str, tuple[Form, Callable[[str], Any]]] = {
-    "json": (Form(json=PERSON), is_person),
+CONSTRAINTS: dict[str, tuple[Constraint, Callable[[str], Any]]] = {
+    "json": (Constraint(json=PERSON), is_person),
     "json as text, one line": (
-        Form(json=json.dumps(PERSON), disable_any_whitespace=True),
+        Constraint(json=json.dumps(PERSON), disable_any_whitespace=True),
         lambda text: is_person(text) and json.dumps(json.loads(text), ensure_ascii=False) == text,
     ),
-    "regex": (Form(regex=PHONE), lambda text: re.fullmatch(PHONE, text)),
-    "choice": (Form(choice=["red", 'a "b" \\n', "bl|ue"]), lambda text: text in ("red", 'a "b" \\n', "bl|ue")),
-    "grammar": (Form(grammar=SUM), lambda text: re.fullmatch(r"\d{1,3}( \+ \d{1,3})*", text)),
-    "tag": (Form(structural_tag=TAG), is_tag),
+    "regex": (Constraint(regex=PHONE), lambda text: re.fullmatch(PHONE, text)),
+    "choice": (Constraint(choice=["red", 'a "b" \\n', "bl|ue"]), lambda text: text in ("red", 'a "b" \\n', "bl|ue")),
+    "grammar": (Constraint(grammar=SUM), lambda text: re.fullmatch(r"\d{1,3}( \+ \d{1,3})*", text)),
+    "tag": (Constraint(structural_tag=TAG), is_tag),
 }
 
 PROMPT = [20 + 3 * i for i in range(30)]
 
 
-def params(form: Form | None, **fields: Any) -> SamplingParams:
-    return SamplingParams(**({"temperature": 0.9, "seed": 5, "max_tokens": 120, "structured_outputs": form} | fields))
+def params(constraint: Constraint | None, **fields: Any) -> SamplingParams:
+    return SamplingParams(
+        **({"temperature": 0.9, "seed": 5, "max_tokens": 120, "structured_outputs": constraint} | fields)
+    )
 
 
 def tokens_of(outputs: list[RequestOutput]) -> list[list[int]]:
@@ -88,12 +90,12 @@ DEPTHS = pytest.mark.parametrize("depth", [0, 1])
 
 
 @DEPTHS
-@pytest.mark.parametrize("kind", FORMS)
-def test_the_output_has_its_form(engines: Callable[..., LLM], kind: str, depth: int) -> None:
-    form, check = FORMS[kind]
+@pytest.mark.parametrize("kind", CONSTRAINTS)
+def test_the_output_matches_its_grammar(engines: Callable[..., LLM], kind: str, depth: int) -> None:
+    constraint, check = CONSTRAINTS[kind]
     everything = {"top_k": 20, "top_p": 0.8, "min_p": 0.01, "top_n_sigma": 2.0, "xtc_probability": 0.5}
     for fields in ({}, {"temperature": 0}, {"temperature": 1.3, **everything}):
-        (output,) = engines(pipeline_depth=depth).generate([PROMPT], params(form, **fields), use_tqdm=False)
+        (output,) = engines(pipeline_depth=depth).generate([PROMPT], params(constraint, **fields), use_tqdm=False)
         (sample,) = output.outputs
         if sample.finish_reason == "length":
             assert kind == "grammar"  # a sum may never end
@@ -103,14 +105,17 @@ def test_the_output_has_its_form(engines: Callable[..., LLM], kind: str, depth: 
 
 
 def test_steps_in_flight_change_no_token(engines: Callable[..., LLM]) -> None:
-    wanted = [params(form, n=2) for form, _ in FORMS.values()] + [params(None), params(None, temperature=0)]
+    wanted = [params(constraint, n=2) for constraint, _ in CONSTRAINTS.values()] + [
+        params(None),
+        params(None, temperature=0),
+    ]
     prompts = [PROMPT[: 5 + 3 * i] for i in range(len(wanted))]
     results = [tokens_of(engines(pipeline_depth=depth).generate(prompts, wanted, use_tqdm=False)) for depth in (0, 1)]
     assert results[0] == results[1]
 
 
 @DEPTHS
-def test_rows_without_a_form_sample_what_they_sample_alone(engines: Callable[..., LLM], depth: int) -> None:
+def test_unconstrained_rows_draw_the_same_tokens_as_alone(engines: Callable[..., LLM], depth: int) -> None:
     llm = engines(pipeline_depth=depth)
     free = [
         params(None, max_tokens=20, ignore_eos=True),
@@ -119,16 +124,16 @@ def test_rows_without_a_form_sample_what_they_sample_alone(engines: Callable[...
     ]
     prompts = [PROMPT[:9], PROMPT[3:20], PROMPT[7:]]
     alone = [tokens_of(llm.generate([p], [wanted], use_tqdm=False))[0] for p, wanted in zip(prompts, free, strict=True)]
-    forms = [params(FORMS["json"][0]), params(FORMS["regex"][0])]
-    together = llm.generate([*prompts, PROMPT, PROMPT[2:]], [*free, *forms], use_tqdm=False)
+    constraints = [params(CONSTRAINTS["json"][0]), params(CONSTRAINTS["regex"][0])]
+    together = llm.generate([*prompts, PROMPT, PROMPT[2:]], [*free, *constraints], use_tqdm=False)
     assert tokens_of(together)[:3] == alone
     assert is_person(together[3].outputs[0].text) and re.fullmatch(PHONE, together[4].outputs[0].text)
 
 
 @DEPTHS
 def test_chunks_hits_and_preemption_change_no_token(engines: Callable[..., LLM], depth: int) -> None:
-    """A cache of 26 blocks of 4 for what may take more than that, and prompts in chunks of seven tokens."""
-    wanted = [params(FORMS["json"][0], seed=i, max_tokens=60, logprobs=2) for i in range(6)]
+    """A cache of 26 blocks of 4 for requests that may need more, and prompts in chunks of seven tokens."""
+    wanted = [params(CONSTRAINTS["json"][0], seed=i, max_tokens=60, logprobs=2) for i in range(6)]
     prompts = [PROMPT[: 10 + i] for i in range(6)]
     roomy = engines(pipeline_depth=0)
     expected = tokens_of([roomy.generate([p], [w], use_tqdm=False)[0] for p, w in zip(prompts, wanted, strict=True)])
@@ -143,7 +148,7 @@ def test_a_failed_step_changes_no_token(
     engines: Callable[..., LLM], depth: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = engines(pipeline_depth=depth)
-    wanted = [params(FORMS["json"][0]), params(FORMS["regex"][0]), params(None, max_tokens=20)]
+    wanted = [params(CONSTRAINTS["json"][0]), params(CONSTRAINTS["regex"][0]), params(None, max_tokens=20)]
     expected = tokens_of(llm.generate([PROMPT] * 3, wanted, use_tqdm=False))
     executor = llm.llm_engine.core._executor
     for name, at in (("submit", 7), ("supply", 5), ("collect", 6)):
@@ -160,17 +165,17 @@ def test_a_failed_step_changes_no_token(
             assert tokens_of(llm.generate([PROMPT] * 3, wanted, use_tqdm=False)) == expected
 
 
-def test_white_space_in_json_is_bounded(engines: Callable[..., LLM]) -> None:
-    """JSON allows white space almost anywhere; without a bound this answer would be nothing else."""
+def test_white_space_in_json_is_limited(engines: Callable[..., LLM]) -> None:
+    """JSON allows white space almost anywhere; without a limit this answer would be nothing else."""
     llm = engines(pipeline_depth=0)
-    line_breaks = {llm.get_tokenizer().convert_tokens_to_ids("Ċ"): 100.0}  # which no string of JSON can hold
+    line_breaks = {llm.get_tokenizer().convert_tokens_to_ids("Ċ"): 100.0}  # which no JSON string can contain
     schema = {"type": "object", "properties": {"a": {"type": "integer", "maximum": 9, "minimum": 0}}, "required": ["a"]}
-    for form in (Form(json=schema), Form(json_object=True)):
+    for constraint in (Constraint(json=schema), Constraint(json_object=True)):
         fields = {"logit_bias": line_breaks, "max_tokens": 200, "temperature": 0}
-        (sample,) = llm.generate([PROMPT[:9]], params(form, **fields), use_tqdm=False)[0].outputs
+        (sample,) = llm.generate([PROMPT[:9]], params(constraint, **fields), use_tqdm=False)[0].outputs
         runs = [len(run) for run in re.findall(r"\s+", sample.text)]
         assert max(runs) == MAX_WHITESPACE
-        if form.json is not None:  # any object may have any number of members
+        if constraint.json is not None:  # an object may have any number of members
             assert sample.finish_reason == "stop" and set(json.loads(sample.text)) == {"a"}
 
 
@@ -189,45 +194,45 @@ def only(llm: LLM, wanted: SamplingParams) -> RequestOutput:
 
 
 def test_sequences_of_one_prompt_differ(tiny: LLM) -> None:
-    output = only(tiny, params(Form(regex="[a-z]{6}"), n=4, temperature=1.5))
+    output = only(tiny, params(Constraint(regex="[a-z]{6}"), n=4, temperature=1.5))
     texts = [sample.text for sample in output.outputs]
     assert all(re.fullmatch("[a-z]{6}", text) for text in texts) and len(set(texts)) > 1
 
 
-def test_the_end_waits_for_min_tokens_where_the_form_lets_it(tiny: LLM) -> None:
-    sample = only(tiny, params(Form(regex="[a-z]*"), min_tokens=15)).outputs[0]
+def test_min_tokens_delays_the_end_where_the_grammar_allows(tiny: LLM) -> None:
+    sample = only(tiny, params(Constraint(regex="[a-z]*"), min_tokens=15)).outputs[0]
     assert len(sample.token_ids) > 15 and re.fullmatch("[a-z]+", sample.text)
 
 
-def test_a_complete_form_ends_before_min_tokens_and_with_ignore_eos(tiny: LLM) -> None:
+def test_a_complete_output_ends_before_min_tokens_and_with_ignore_eos(tiny: LLM) -> None:
     for fields in ({"min_tokens": 50}, {"ignore_eos": True}):
-        output = only(tiny, params(Form(choice=["yes", "no"]), **fields))
+        output = only(tiny, params(Constraint(choice=["yes", "no"]), **fields))
         assert output.outputs[0].text in ("yes", "no") and output.outputs[0].finish_reason == "stop"
 
 
-def test_penalties_biases_and_logprobs_work_under_a_form(tiny: LLM) -> None:
+def test_penalties_biases_and_logprobs_work_with_a_grammar(tiny: LLM) -> None:
     a, b = (tiny.get_tokenizer().convert_tokens_to_ids(letter) for letter in "ab")
-    form = Form(regex="[ab]{8}")
-    assert only(tiny, params(form, temperature=0, logit_bias={a: 90.0})).outputs[0].text == "a" * 8
-    assert only(tiny, params(form, temperature=0, bad_words=["a"])).outputs[0].text == "b" * 8
-    assert only(tiny, params(form, temperature=0, allowed_token_ids=[b, 1])).outputs[0].text == "b" * 8
-    mixed = only(tiny, params(form, temperature=0, frequency_penalty=2.0, repetition_penalty=1.5, logprobs=3))
+    constraint = Constraint(regex="[ab]{8}")
+    assert only(tiny, params(constraint, temperature=0, logit_bias={a: 90.0})).outputs[0].text == "a" * 8
+    assert only(tiny, params(constraint, temperature=0, bad_words=["a"])).outputs[0].text == "b" * 8
+    assert only(tiny, params(constraint, temperature=0, allowed_token_ids=[b, 1])).outputs[0].text == "b" * 8
+    mixed = only(tiny, params(constraint, temperature=0, frequency_penalty=2.0, repetition_penalty=1.5, logprobs=3))
     assert set(mixed.outputs[0].text) == {"a", "b"}
     assert len(mixed.outputs[0].logprobs or []) == len(mixed.outputs[0].token_ids)
 
 
-def test_stop_strings_and_stop_ids_cut_the_form_short(tiny: LLM) -> None:
+def test_stop_strings_and_stop_ids_end_the_output_early(tiny: LLM) -> None:
     at = tiny.get_tokenizer().convert_tokens_to_ids("@")
-    form = Form(regex="[a-z]{3}@[a-z]{3}!")
-    by_text = only(tiny, params(form, stop=["@"])).outputs[0]
+    constraint = Constraint(regex="[a-z]{3}@[a-z]{3}!")
+    by_text = only(tiny, params(constraint, stop=["@"])).outputs[0]
     assert re.fullmatch("[a-z]{3}", by_text.text) and by_text.stop_reason == "@"
-    by_id = only(tiny, params(form, stop_token_ids=[at])).outputs[0]
+    by_id = only(tiny, params(constraint, stop_token_ids=[at])).outputs[0]
     assert re.fullmatch("[a-z]{3}", by_id.text) and by_id.stop_reason == at
 
 
-def test_the_form_may_begin_after_a_text(tiny: LLM) -> None:
-    form = Form(choice=["yes", "no"], after="the")
-    output = only(tiny, params(form, max_tokens=200, temperature=1.2, logit_bias={100: 4.0}))
+def test_the_grammar_may_start_after_a_text(tiny: LLM) -> None:
+    constraint = Constraint(choice=["yes", "no"], after="the")
+    output = only(tiny, params(constraint, max_tokens=200, temperature=1.2, logit_bias={100: 4.0}))
     before, found, answer = output.outputs[0].text.partition("the")
     assert found and answer.endswith(("yes", "no")) and len(before) > 0
     assert output.outputs[0].finish_reason == "stop"
@@ -235,41 +240,43 @@ def test_the_form_may_begin_after_a_text(tiny: LLM) -> None:
 
 def test_a_request_that_excludes_every_allowed_token_fails_alone(tiny: LLM) -> None:
     b = tiny.get_tokenizer().convert_tokens_to_ids("b")
-    wanted = [params(Form(regex="a+"), allowed_token_ids=[b]), params(Form(regex="a{3}"))]
+    wanted = [params(Constraint(regex="a+"), allowed_token_ids=[b]), params(Constraint(regex="a{3}"))]
     failed, good = tiny.generate([PROMPT] * 2, wanted, use_tqdm=False)
     assert failed.outputs[0].finish_reason == "error" and "excludes every token" in (failed.error or "")
     assert good.outputs[0].text == "aaa"
 
 
-def test_a_form_that_no_text_has_fails_alone(tiny: LLM) -> None:
-    wanted = [params(Form(json={"$ref": "#"})), params(Form(regex="a{3}"))]
+def test_a_grammar_that_matches_no_text_fails_alone(tiny: LLM) -> None:
+    wanted = [params(Constraint(json={"$ref": "#"})), params(Constraint(regex="a{3}"))]
     failed, good = tiny.generate([PROMPT] * 2, wanted, use_tqdm=False)
     assert failed.outputs[0].finish_reason == "error" and "no text has this form" in (failed.error or "")
     assert good.outputs[0].text == "aaa"
 
 
 @pytest.mark.parametrize(
-    "form, said",
+    "constraint, message",
     [
-        (Form(grammar="root ::= missing"), 'Rule "missing" is not defined'),
-        (Form(grammar="root :: x"), "EBNF"),
-        (Form(regex="(a"), "parenthesis is not closed"),
-        (Form(json={"type": "strong"}), "Unsupported type"),
-        (Form(structural_tag={"format": {"type": "nothing"}}), "nothing"),
-        (Form(structural_tag={"structures": [{}]}), "begin"),
+        (Constraint(grammar="root ::= missing"), 'Rule "missing" is not defined'),
+        (Constraint(grammar="root :: x"), "EBNF"),
+        (Constraint(regex="(a"), "parenthesis is not closed"),
+        (Constraint(json={"type": "strong"}), "Unsupported type"),
+        (Constraint(structural_tag={"format": {"type": "nothing"}}), "nothing"),
+        (Constraint(structural_tag={"structures": [{}]}), "begin"),
     ],
 )
-def test_a_form_that_does_not_compile_is_refused_with_the_reason(tiny: LLM, form: Form, said: str) -> None:
-    for _ in range(2):  # the second time from the remembered refusal
-        output = only(tiny, params(form))
+def test_a_grammar_that_does_not_compile_is_refused_with_the_reason(
+    tiny: LLM, constraint: Constraint, message: str
+) -> None:
+    for _ in range(2):  # the second time from the cached refusal
+        output = only(tiny, params(constraint))
         assert output.outputs[0].finish_reason == "error" and output.outputs[0].token_ids == []
-        assert said in (output.error or "") and "/project/" not in (output.error or "")
+        assert message in (output.error or "") and "/project/" not in (output.error or "")
 
 
 def test_the_legacy_format_of_structural_tags(tiny: LLM) -> None:
     less = tiny.get_tokenizer().convert_tokens_to_ids("<")
     output = only(
-        tiny, params(Form(structural_tag=LEGACY_TAG), logit_bias={less: 2.0}, max_tokens=100, stop=["</get>"])
+        tiny, params(Constraint(structural_tag=LEGACY_TAG), logit_bias={less: 2.0}, max_tokens=100, stop=["</get>"])
     )
     found = re.search("<get>(.*)", output.outputs[0].text, re.DOTALL)
     assert found is None or found[1] in ("true", "false")
@@ -279,12 +286,12 @@ def test_the_legacy_format_of_structural_tags(tiny: LLM) -> None:
 
 
 @pytest.mark.skipif(ON_GPU, reason="on a GPU the kernels are compiled: tests/gpu runs the engine there")
-def test_the_gpus_kernels_sample_the_same(engines: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_gpu_kernels_draw_the_same_tokens(engines: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = [
-        params(Form(regex="[a-z]{4}")),
-        params(Form(regex="[a-z]{4}"), temperature=0),
-        params(Form(regex="[a-z]{4}"), n=2, top_k=9, top_p=0.9),
-        params(Form(choice=["aa", "bb"]), logprobs=1, presence_penalty=0.5),
+        params(Constraint(regex="[a-z]{4}")),
+        params(Constraint(regex="[a-z]{4}"), temperature=0),
+        params(Constraint(regex="[a-z]{4}"), n=2, top_k=9, top_p=0.9),
+        params(Constraint(choice=["aa", "bb"]), logprobs=1, presence_penalty=0.5),
         params(None, max_tokens=5),
     ]
     prompts = [PROMPT[: 4 + 3 * i] for i in range(len(wanted))]

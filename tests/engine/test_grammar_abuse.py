@@ -1,4 +1,4 @@
-"""Hostile structured output: a form that explodes, crashes or never ends fails its own request and no other."""
+"""Hostile structured output: a grammar that explodes, crashes or never ends fails its own request and no other."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from quire.errors import ValidationError
 from tests.conftest import assert_idle
 from tests.engine.fork_server import SharedForkServer, grammars_of
 
-Form = StructuredOutputsParams
+Constraint = StructuredOutputsParams
 PROMPT = [20 + 3 * i for i in range(30)]
 TIMEOUT = 1
 
-TO_COMPILE: dict[str, Form] = {
-    "alternatives": Form(
+TO_COMPILE: dict[str, Constraint] = {
+    "alternatives": Constraint(
         json={"anyOf": [{"type": "object", "properties": {f"p{i}": {"type": "string"}}} for i in range(1500)]}
     ),
-    "optional properties": Form(
+    "optional properties": Constraint(
         json={"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(2000)}}
     ),
-    "a bomb of references": Form(
+    "a bomb of references": Constraint(
         json={
             "$defs": {"d0": {"type": "string"}}
             | {
@@ -42,23 +42,25 @@ TO_COMPILE: dict[str, Form] = {
             "$ref": "#/$defs/d29",
         }
     ),
-    "an enum": Form(json={"enum": [f"{i * 7919:x}" * 4 for i in range(8000)]}),
+    "an enum": Constraint(json={"enum": [f"{i * 7919:x}" * 4 for i in range(8000)]}),
 }  # fmt: skip
-TO_FOLLOW: dict[str, Form] = {
-    "empty words": Form(
+TO_FOLLOW: dict[str, Constraint] = {
+    "empty words": Constraint(
         grammar="root ::= a0\n"
         + "".join(f"a{i} ::= a{i + 1} a{i + 1} | a{i + 1}\n" for i in range(40))
         + 'a40 ::= [a-z] | ""'
     ),
-    "repetitions of repetitions": Form(regex="((a{1,100}){1,100}){1,100}"),
-    "repetitions": Form(regex="(a{1,1000}){1,1000}"),
-    "ambiguous": Form(grammar='root ::= s\ns ::= s s | [a-z] s [a-z] | [a-z] | " "'),
-    "ambiguous and empty": Form(grammar='root ::= a\na ::= "a" | a a | a a a | ""'),
+    "repetitions of repetitions": Constraint(regex="((a{1,100}){1,100}){1,100}"),
+    "repetitions": Constraint(regex="(a{1,1000}){1,1000}"),
+    "ambiguous": Constraint(grammar='root ::= s\ns ::= s s | [a-z] s [a-z] | [a-z] | " "'),
+    "ambiguous and empty": Constraint(grammar='root ::= a\na ::= "a" | a a | a a a | ""'),
 }
 
 
-def params(form: Form | None = None, **fields: Any) -> SamplingParams:
-    return SamplingParams(**({"temperature": 0.9, "seed": 5, "max_tokens": 60, "structured_outputs": form} | fields))
+def params(constraint: Constraint | None = None, **fields: Any) -> SamplingParams:
+    return SamplingParams(
+        **({"temperature": 0.9, "seed": 5, "max_tokens": 60, "structured_outputs": constraint} | fields)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +73,7 @@ def fork_server(tiny_model: Path) -> Iterator[SharedForkServer]:
 @pytest.fixture(scope="module")
 def shared(fork_server: SharedForkServer) -> LLM:
     llm = fork_server.engine(grammar_timeout=TIMEOUT)
-    assert generate(llm, Form(regex="a{3}")).outputs[0].text == "aaa"  # the vocabulary is loaded
+    assert generate(llm, Constraint(regex="a{3}")).outputs[0].text == "aaa"  # the vocabulary is loaded
     return llm
 
 
@@ -85,8 +87,8 @@ def llm(shared: LLM) -> Iterator[LLM]:
     assert not any(matcher.users for matcher in grammars._matchers.values())
 
 
-def generate(llm: LLM, form: Form, **fields: Any) -> RequestOutput:
-    return llm.generate([PROMPT], [params(form, **fields)], use_tqdm=False)[0]
+def generate(llm: LLM, constraint: Constraint, **fields: Any) -> RequestOutput:
+    return llm.generate([PROMPT], [params(constraint, **fields)], use_tqdm=False)[0]
 
 
 def is_alive(pid: int) -> bool:
@@ -106,13 +108,13 @@ def matcher_pids(llm: LLM) -> list[int]:
         return [pid for pid in map(int, file.read().split()) if is_alive(pid)]
 
 
-def run_beside(llm: LLM, wanted: SamplingParams) -> tuple[RequestOutput, float, int]:
+def run_beside(llm: LLM, expected: SamplingParams) -> tuple[RequestOutput, float, int]:
     """The request's last output, run beside a stream that never ends; the longest gap between two of the stream's
     tokens, and their number."""
     engine = llm.llm_engine
     engine.add_request("free", PROMPT[:3], params(max_tokens=None, ignore_eos=True))
     engine.step()
-    engine.add_request("hostile", PROMPT, wanted)
+    engine.add_request("hostile", PROMPT, expected)
     last, gap, tokens = time.monotonic(), 0.0, 0
     while True:
         for output in engine.step():
@@ -127,67 +129,68 @@ def run_beside(llm: LLM, wanted: SamplingParams) -> tuple[RequestOutput, float, 
 
 
 @pytest.mark.parametrize("name", TO_COMPILE)
-def test_a_form_too_slow_to_compile_fails_in_time_and_delays_no_other_request(llm: LLM, name: str) -> None:
+def test_a_grammar_too_slow_to_compile_fails_in_time_and_delays_no_other_request(llm: LLM, name: str) -> None:
     begin = time.monotonic()
     output, gap, tokens = run_beside(llm, params(TO_COMPILE[name]))
     took = time.monotonic() - begin
     print(f"{name}: {took:.2f} s, longest gap {gap * 1000:.0f} ms over {tokens} tokens, {output.error}")
     assert tokens > 5 and gap < 1.0
-    if output.error is None:  # a machine may be fast enough
+    if output.error is None:  # a fast machine may compile it
         return
     assert output.outputs[0].finish_reason == "error"
     assert "cannot be compiled" in output.error or "longer to compile" in output.error
     assert took < TIMEOUT + 2
-    if len(grammars_of(llm)._refused):  # not if the machine was too busy to tell: then it is tried again
+    if len(grammars_of(llm)._refused):  # retried if the machine was too busy for the measurement
         again = time.monotonic()
         assert generate(llm, TO_COMPILE[name]).error == output.error
         assert time.monotonic() - again < 1.0
 
 
 @pytest.mark.parametrize("name", TO_FOLLOW)
-def test_a_form_too_slow_to_match_fails_and_hardly_delays_other_requests(llm: LLM, name: str) -> None:
+def test_a_grammar_too_slow_to_match_fails_and_hardly_delays_other_requests(llm: LLM, name: str) -> None:
     output, gap, tokens = run_beside(llm, params(TO_FOLLOW[name], max_tokens=100, temperature=1.5))
     print(f"{name}: longest gap {gap * 1000:.0f} ms over {tokens} tokens, {output.error}")
     assert tokens > 3 and gap < 1.0
     if output.error is not None:
         assert "too long to match" in output.error or "grammar_timeout" in output.error
-    assert generate(llm, Form(regex="a{3}")).outputs[0].text == "aaa"
+    assert generate(llm, Constraint(regex="a{3}")).outputs[0].text == "aaa"
 
 
 def test_compiled_grammars_are_limited_in_number(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_MATCHERS", 3)
     for i in range(8):
-        assert generate(llm, Form(regex=f"b{{{i + 1}}}")).outputs[0].text == "b" * (i + 1)
+        assert generate(llm, Constraint(regex=f"b{{{i + 1}}}")).outputs[0].text == "b" * (i + 1)
         time.sleep(0.05)
         assert len(grammars_of(llm)._matchers) <= 3 and len(matcher_pids(llm)) <= 3
     kept = matcher_pids(llm)
-    assert generate(llm, Form(regex="b{8}")).outputs[0].text == "b" * 8
-    assert matcher_pids(llm) == kept  # the last one was still there
-    forms = [params(Form(regex=f"c{{{i + 1}}}")) for i in range(7)]  # more at once than the limit
-    outputs = llm.generate([PROMPT] * 7, forms, use_tqdm=False)
+    assert generate(llm, Constraint(regex="b{8}")).outputs[0].text == "b" * 8
+    assert matcher_pids(llm) == kept  # the last one was still cached
+    constraints = [params(Constraint(regex=f"c{{{i + 1}}}")) for i in range(7)]  # more at once than the limit
+    outputs = llm.generate([PROMPT] * 7, constraints, use_tqdm=False)
     assert [output.outputs[0].text for output in outputs] == ["c" * (i + 1) for i in range(7)]
 
 
 def test_idle_grammars_are_limited_in_memory(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "IDLE_BYTES", 1)
     for i in range(3):
-        generate(llm, Form(regex=f"d{{{i + 1}}}"))
+        generate(llm, Constraint(regex=f"d{{{i + 1}}}"))
     assert len(grammars_of(llm)._matchers) <= 2  # the last one, and the one before until the next comes
 
 
 def test_random_aborts_leave_nothing_behind(fork_server: SharedForkServer) -> None:
-    """A small cache, chunked prompts, good and bad forms and none, aborts at any moment."""
+    """A small cache, chunked prompts, valid and invalid grammars and none, aborts at any moment."""
     chaos = random.Random(7)
-    forms = [
-        Form(regex="[a-z]{3,30}"), Form(choice=["yes", "no"]), Form(grammar="root ::= x"), None, Form(json_object=True),
+    constraints = [
+        Constraint(regex="[a-z]{3,30}"), Constraint(choice=["yes", "no"]), Constraint(grammar="root ::= x"), None,
+        Constraint(json_object=True),
     ]  # fmt: skip
     llm = fork_server.engine(num_gpu_blocks_override=24, block_size=4, max_num_batched_tokens=9, pipeline_depth=1)
-    generate(llm, forms[0] or Form(regex="a"))  # the vocabulary is loaded
+    generate(llm, constraints[0] or Constraint(regex="a"))  # the vocabulary is loaded
     engine, ended, open_ids, number = llm.llm_engine, list[RequestOutput](), set[str](), 0
     while number < 120 or open_ids:
         while number < 120 and len(open_ids) < 12:
-            wanted = params(chaos.choice(forms), n=chaos.choice([1, 1, 3]), seed=number, max_tokens=20)
-            engine.add_request(str(number), PROMPT[: chaos.randint(2, 20)], wanted)
+            expected = params(chaos.choice(constraints), n=chaos.choice([1, 1, 3]), seed=number, max_tokens=20)
+            engine.add_request(str(number), PROMPT[: chaos.randint(2, 20)], expected)
             open_ids.add(str(number))
             number += 1
         if chaos.random() < 0.3:
@@ -209,13 +212,17 @@ def test_a_killed_fork_server_is_replaced(llm: LLM) -> None:
     assert grammars._fork_server is not None
     os.kill(grammars._fork_server.pid, signal.SIGKILL)
     time.sleep(0.1)
-    assert generate(llm, Form(regex="a{3}")).outputs[0].text == "aaa"  # compiled before: its matcher was killed too
-    assert generate(llm, Form(regex="a{4}")).outputs[0].text == "aaaa"
+    assert (
+        generate(llm, Constraint(regex="a{3}")).outputs[0].text == "aaa"
+    )  # compiled before: its matcher was killed too
+    assert generate(llm, Constraint(regex="a{4}")).outputs[0].text == "aaaa"
 
 
 def test_a_fork_server_killed_while_it_compiles_is_replaced_and_the_request_served(llm: LLM) -> None:
     engine = llm.llm_engine
-    slow = Form(regex="e{5}|" + "|".join("".join(chr(97 + i * j % 26) for j in range(1, 24)) for i in range(1500)))
+    slow = Constraint(
+        regex="e{5}|" + "|".join("".join(chr(97 + i * j % 26) for j in range(1, 24)) for i in range(1500))
+    )
     engine.add_request("slow", PROMPT, params(slow, max_tokens=40))
     engine.step()
     grammars = grammars_of(llm)
@@ -229,8 +236,8 @@ def test_a_fork_server_killed_while_it_compiles_is_replaced_and_the_request_serv
 
 def test_a_killed_matcher_fails_its_requests_and_no_other(llm: LLM) -> None:
     engine = llm.llm_engine
-    engine.add_request("a", PROMPT, params(Form(regex="[a-z]{200}"), max_tokens=100))
-    engine.add_request("b", PROMPT, params(Form(regex="f{50}"), max_tokens=100))
+    engine.add_request("a", PROMPT, params(Constraint(regex="[a-z]{200}"), max_tokens=100))
+    engine.add_request("b", PROMPT, params(Constraint(regex="f{50}"), max_tokens=100))
     seen: dict[str, RequestOutput] = {}
     while engine.has_unfinished_requests():
         for output in engine.step():
@@ -240,23 +247,23 @@ def test_a_killed_matcher_fails_its_requests_and_no_other(llm: LLM) -> None:
                 os.kill(grammars_of(llm)._in_use["a"].pid, signal.SIGKILL)
     assert seen["a"].outputs[0].finish_reason == "error" and "has ended" in (seen["a"].error or "")
     assert seen["b"].outputs[0].text == "f" * 50
-    assert generate(llm, Form(regex="[a-z]{200}"), max_tokens=20).outputs[0].finish_reason == "length"
+    assert generate(llm, Constraint(regex="[a-z]{200}"), max_tokens=20).outputs[0].finish_reason == "length"
 
 
-def test_a_matcher_that_left_by_itself_is_made_again(llm: LLM) -> None:
-    form = Form(regex="g{6}")
-    generate(llm, form)
+def test_a_matcher_that_exited_when_idle_is_started_again(llm: LLM) -> None:
+    constraint = Constraint(regex="g{6}")
+    generate(llm, constraint)
     pid = next(matcher.pid for matcher in grammars_of(llm)._matchers.values() if b"g{6}" in matcher.form)
     os.kill(pid, signal.SIGKILL)
     time.sleep(0.1)
-    assert generate(llm, form).outputs[0].text == "g" * 6
+    assert generate(llm, constraint).outputs[0].text == "g" * 6
 
 
-def test_an_engine_that_is_shut_down_leaves_no_process(tiny_model: Path) -> None:
+def test_shutdown_leaves_no_process(tiny_model: Path) -> None:
     settings = {"dtype": "float32", "num_gpu_blocks_override": 64, "device": "cpu"}
     with LLM(str(tiny_model), **settings) as llm:
         assert grammars_of(llm)._fork_server is None  # nothing is started before it is needed
-        assert generate(llm, Form(regex="a{3}")).outputs[0].text == "aaa"
+        assert generate(llm, Constraint(regex="a{3}")).outputs[0].text == "aaa"
         llm.llm_engine.add_request("hangs", PROMPT, params(TO_COMPILE["optional properties"]))
         while len(matcher_pids(llm)) < 2:
             llm.llm_engine.step()
@@ -267,17 +274,20 @@ def test_an_engine_that_is_shut_down_leaves_no_process(tiny_model: Path) -> None
     assert not [pid for pid in pids if is_alive(pid)]
 
 
-def test_a_refused_form_is_a_validation_error_in_asyncio_programs_and_other_requests_go_on(tiny_model: Path) -> None:
-    async def read(llm: AsyncLLM, form: Form | None, **fields: Any) -> RequestOutput:
-        async for output in llm.generate({"prompt_token_ids": PROMPT}, params(form, **fields)):
+def test_a_refused_grammar_is_a_validation_error_in_asyncio_and_other_requests_continue(tiny_model: Path) -> None:
+    async def read(llm: AsyncLLM, constraint: Constraint | None, **fields: Any) -> RequestOutput:
+        async for output in llm.generate({"prompt_token_ids": PROMPT}, params(constraint, **fields)):
             last = output
         return last
 
     async def main() -> None:
         async with AsyncLLM(str(tiny_model), dtype="float32", num_gpu_blocks_override=64, device="cpu") as llm:
             bad, good, free = await asyncio.gather(
-                read(llm, Form(grammar="root ::= x"), n=2),
-                read(llm, Form(json={"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]})),
+                read(llm, Constraint(grammar="root ::= x"), n=2),
+                read(
+                    llm,
+                    Constraint(json={"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}),
+                ),
                 read(llm, None, max_tokens=5, ignore_eos=True),
                 return_exceptions=True,
             )
@@ -285,7 +295,7 @@ def test_a_refused_form_is_a_validation_error_in_asyncio_programs_and_other_requ
             assert isinstance(good, RequestOutput) and isinstance(free, RequestOutput)
             assert json.loads(good.outputs[0].text)["a"] in (True, False)
             assert len(free.outputs[0].token_ids) == 5
-            again = await read(llm, Form(regex="a{3}"))
+            again = await read(llm, Constraint(regex="a{3}"))
             assert re.fullmatch("a{3}", again.outputs[0].text)
 
     asyncio.run(main())

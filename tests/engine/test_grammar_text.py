@@ -12,7 +12,7 @@ import pytest
 
 from quire import LLM, AsyncLLM, RequestOutput, SamplingParams, StructuredOutputsParams
 
-Form = StructuredOutputsParams
+Constraint = StructuredOutputsParams
 PERSON = {
     "type": "object",
     "properties": {
@@ -25,16 +25,16 @@ PERSON = {
 }
 DATE = r"(19|20)\d\d-(0[1-9]|1[0-2])-[0-3]\d"
 SUM = 'root ::= number " + " number " = " number\nnumber ::= [1-9] [0-9]{0,2}'
-ASKED: list[tuple[str, Form]] = [
-    ("A person in JSON: ", Form(json=PERSON)),
-    ("The first man landed on the moon on the date ", Form(regex=DATE)),
-    ("The capital of France is", Form(choice=[" London", " Paris", " Berlin"])),
-    ("An easy sum: ", Form(grammar=SUM)),
+ASKED: list[tuple[str, Constraint]] = [
+    ("A person in JSON: ", Constraint(json=PERSON)),
+    ("The first man landed on the moon on the date ", Constraint(regex=DATE)),
+    ("The capital of France is", Constraint(choice=[" London", " Paris", " Berlin"])),
+    ("An easy sum: ", Constraint(grammar=SUM)),
 ]
 
 
-def params(form: Form, **fields: Any) -> SamplingParams:
-    return SamplingParams(**({"temperature": 0, "max_tokens": 100, "structured_outputs": form} | fields))
+def params(constraint: Constraint, **fields: Any) -> SamplingParams:
+    return SamplingParams(**({"temperature": 0, "max_tokens": 100, "structured_outputs": constraint} | fields))
 
 
 def check(outputs: list[RequestOutput]) -> None:
@@ -46,26 +46,30 @@ def check(outputs: list[RequestOutput]) -> None:
     assert re.fullmatch(r"[1-9]\d{0,2} \+ [1-9]\d{0,2} = [1-9]\d{0,2}", total), total
 
 
-def test_the_default_model_matches_every_form(smollm: LLM) -> None:
-    check(smollm.generate([prompt for prompt, _ in ASKED], [params(form) for _, form in ASKED], use_tqdm=False))
+def test_the_default_model_matches_every_grammar(smollm: LLM) -> None:
+    check(
+        smollm.generate(
+            [prompt for prompt, _ in ASKED], [params(constraint) for _, constraint in ASKED], use_tqdm=False
+        )
+    )
 
 
-def test_the_form_starts_after_a_text(smollm: LLM) -> None:
-    form = Form(choice=["yes", "no"], after=".")
+def test_the_grammar_starts_after_a_text(smollm: LLM) -> None:
+    constraint = Constraint(choice=["yes", "no"], after=".")
     prompt = "Is the sky blue? First one sentence of thought, then yes or no.\nThe sky"
-    (output,) = smollm.generate([prompt], [params(form)], use_tqdm=False)
+    (output,) = smollm.generate([prompt], [params(constraint)], use_tqdm=False)
     thought, _, answer = output.outputs[0].text.rpartition(".")
     assert len(thought) > 5 and answer.strip() in ("yes", "no"), output.outputs[0].text
 
 
 @pytest.mark.slow
-def test_the_default_model_matches_every_form_in_its_own_process() -> None:
-    async def last(llm: AsyncLLM, prompt: str, form: Form) -> RequestOutput:
-        outputs = [output async for output in llm.generate(prompt, params(form))]
+def test_the_default_model_matches_every_grammar_in_its_own_process() -> None:
+    async def last(llm: AsyncLLM, prompt: str, constraint: Constraint) -> RequestOutput:
+        outputs = [output async for output in llm.generate(prompt, params(constraint))]
         return outputs[-1]
 
     async def main() -> None:
         async with AsyncLLM(dtype="float32", num_gpu_blocks_override=384, device="cpu", max_model_len=2048) as llm:
-            check(await asyncio.gather(*(last(llm, prompt, form) for prompt, form in ASKED)))
+            check(await asyncio.gather(*(last(llm, prompt, constraint) for prompt, constraint in ASKED)))
 
     asyncio.run(main())

@@ -77,13 +77,13 @@ def test_messages_are_decoded_from_any_pieces() -> None:
     assert [ipc.decode_down(data) for piece in pieces for data in frames.feed(piece)] == DOWN * 20
 
 
-def test_a_reader_that_stops_loses_nothing() -> None:
+def test_a_reader_that_stops_early_loses_nothing() -> None:
     frames = FrameSplitter()
     first = next(iter(frames.feed(ipc.encode(DOWN[2]) + ipc.encode(DOWN[3]))))
     assert [ipc.decode_down(data) for data in (first, *frames.feed(b""))] == DOWN[2:4]
 
 
-def test_a_wrong_request_is_named_and_any_other_wrong_message_raises() -> None:
+def test_an_invalid_request_is_named_and_any_other_invalid_message_raises() -> None:
     wrong = msgspec.msgpack.encode({"type": "Add", "request": {"id": "a-1", "prompt": "text"}})
     with pytest.raises(ipc.MalformedRequestError) as caught:
         ipc.decode_down(wrong)

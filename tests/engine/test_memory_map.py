@@ -1,4 +1,4 @@
-"""The map of memory: it adds up at every moment, with shared blocks, transfers and sleeping sessions."""
+"""The memory map: it adds up at every moment, with shared blocks, transfers and suspended sessions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SHORT = SamplingParams(temperature=0, ignore_eos=True, max_tokens=8)
 
 
 def check(llm: LLM) -> MemoryMap:
-    """A map, held against the pool's own numbers."""
+    """A map, checked against the pool's own counts."""
     found, pool = llm.memory_map(), llm.llm_engine.core.scheduler.tables.pool
     device = found.device
     assert (device.capacity, device.empty, device.cached, device.used) == (
@@ -61,7 +61,7 @@ def test_sequences_of_one_prompt_share_its_full_blocks(make_llm: MakeLLM) -> Non
     assert (after.device.used, after.device.cached) == (0, full)
 
 
-def test_it_adds_up_at_every_step_of_an_overload(make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_map_adds_up_at_every_step_under_overload(make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch) -> None:
     for choice in ("swapping_pays", "loading_pays"):
         monkeypatch.setattr(Costs, choice, lambda *_: True)
     llm = make_llm(num_gpu_blocks_override=24, swap_space=0.01, max_num_seqs=6)
@@ -71,7 +71,7 @@ def test_it_adds_up_at_every_step_of_an_overload(make_llm: MakeLLM, monkeypatch:
     submit, seen = llm.llm_engine.core._executor.submit, []
 
     def submit_and_look(plan: StepPlan) -> Any:
-        seen.append(check(llm))  # a step is under way, and with it its copies
+        seen.append(check(llm))  # a step and its copies are in flight
         return submit(plan)
 
     monkeypatch.setattr(llm.llm_engine.core._executor, "submit", submit_and_look)
@@ -85,7 +85,7 @@ def test_it_adds_up_at_every_step_of_an_overload(make_llm: MakeLLM, monkeypatch:
 
 
 @pytest.mark.parametrize("tier", ["none", "host", "disk"])
-def test_sessions_idle_and_asleep(make_llm: MakeLLM, tmp_path: Path, tier: str) -> None:
+def test_idle_and_suspended_sessions(make_llm: MakeLLM, tmp_path: Path, tier: str) -> None:
     tiers: dict[str, Any] = {
         "none": {}, "host": {"swap_space": 0.02}, "disk": {"swap_space": 0.02, "kv_disk": str(tmp_path)},
     }[tier]  # fmt: skip
@@ -105,20 +105,20 @@ def test_sessions_idle_and_asleep(make_llm: MakeLLM, tmp_path: Path, tier: str) 
     info = llm.sessions.get("idle").info
     assert (idle.kind, idle.tokens, idle.blocks) == ("session", info.device_tokens, -(-info.device_tokens // 16))
     assert idle.shared == idle.blocks == found.sharing.by_two == found.sharing.saved
-    sleeping = found.sleeping
-    assert sleeping is not None
+    suspended = found.sleeping
+    assert suspended is not None
     is_saved = int(tier != "none")
-    assert (sleeping.count, sleeping.in_host, sleeping.on_disk, sleeping.nowhere, sleeping.unknown) == (
+    assert (suspended.count, suspended.in_host, suspended.on_disk, suspended.nowhere, suspended.unknown) == (
         2, is_saved, 0, 2 - is_saved, 0,
     )  # fmt: skip
-    assert [(one.name, one.place) for one in sleeping.latest] == [("asleep", "host")][:is_saved]
+    assert [(one.name, one.place) for one in suspended.latest] == [("asleep", "host")][:is_saved]
     if found.host is not None:
-        assert found.host.used >= -(-sleeping.latest[0].kv_tokens // 16)
+        assert found.host.used >= -(-suspended.latest[0].kv_tokens // 16)
         assert found.host.owned == (found.host.used if tier == "host" else 0)
     assert (found.disk is not None) == (tier == "disk")
     if tier == "disk":
         assert found.disk is not None
-        assert found.disk.owned == found.disk.blocks == -(-sleeping.latest[0].kv_tokens // 16)
+        assert found.disk.owned == found.disk.blocks == -(-suspended.latest[0].kv_tokens // 16)
         tiers_below = llm.llm_engine.core.scheduler.tiers
         assert tiers_below is not None
         tiers_below.host.discard(list(tiers_below.host.oldest()))
@@ -129,7 +129,7 @@ def test_sessions_idle_and_asleep(make_llm: MakeLLM, tmp_path: Path, tier: str) 
         llm.sessions.get(name).suspend()
 
 
-def test_blocks_that_leave_are_moving_until_they_have_arrived(make_llm: MakeLLM) -> None:
+def test_evicted_blocks_are_in_transfer_until_they_arrive(make_llm: MakeLLM) -> None:
     llm = make_llm(swap_space=0.02)
     llm.sessions.create("s").append("hello the world one two three four five six")
     llm.sessions.get("s").generate(SHORT)
@@ -154,7 +154,7 @@ def test_a_large_cache_is_sampled(make_llm: MakeLLM, monkeypatch: pytest.MonkeyP
     assert found.device == whole.device
 
 
-def test_owners_and_sleeping_sessions_beyond_the_listed_ones_are_counted(
+def test_owners_and_suspended_sessions_beyond_the_listed_ones_are_counted(
     make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(memory_map, "MOST_NAMED", 2)
@@ -168,10 +168,10 @@ def test_owners_and_sleeping_sessions_beyond_the_listed_ones_are_counted(
     assert (found.owners.sessions, [owner.name for owner in found.owners.largest]) == (5, ["s4", "s3"])
     for i in range(5):
         llm.sessions.get(f"s{i}").suspend()
-    sleeping = check(llm).sleeping
-    assert sleeping is not None
-    assert (sleeping.count, sleeping.in_host, sleeping.unknown, sleeping.nowhere) == (5, 3, 2, 0)
-    assert [one.name for one in sleeping.latest] == ["s4", "s3"]
+    suspended = check(llm).sleeping
+    assert suspended is not None
+    assert (suspended.count, suspended.in_host, suspended.unknown, suspended.nowhere) == (5, 3, 2, 0)
+    assert [one.name for one in suspended.latest] == ["s4", "s3"]
 
 
 def test_a_block_without_an_owner_is_reported(make_llm: MakeLLM) -> None:
@@ -183,7 +183,7 @@ def test_a_block_without_an_owner_is_reported(make_llm: MakeLLM) -> None:
     check(llm)
 
 
-def test_the_load_of_experts(make_llm: MakeLLM, tmp_path: Path) -> None:
+def test_expert_load(make_llm: MakeLLM, tmp_path: Path) -> None:
     from transformers import Qwen3MoeConfig
 
     from tests.models.zoo import _mixture
@@ -198,7 +198,7 @@ def test_the_load_of_experts(make_llm: MakeLLM, tmp_path: Path) -> None:
     assert [load.layer for load in experts] == [0, 1]
     for load in experts:
         assert len(load.chosen) == config.num_experts
-        tokens = 20 + 4 if load.layer == 0 else 1 + 4  # of a prompt the last layer computes the last token alone
+        tokens = 20 + 4 if load.layer == 0 else 1 + 4  # of a prompt, the last layer computes only the last token
         assert sum(load.chosen) == tokens * config.num_experts_per_tok
         (expert, share), *_ = load.hottest(3)
         assert load.chosen[expert] == max(load.chosen)
@@ -207,7 +207,7 @@ def test_the_load_of_experts(make_llm: MakeLLM, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("data", [b"", b"{}", b"[1]", b"\xff\xfe", b'{"object": "list"}', b"not json"])
-def test_what_is_no_map_is_refused_in_one_line(data: bytes) -> None:
+def test_an_invalid_map_is_refused_in_one_line(data: bytes) -> None:
     with pytest.raises(ValidationError, match="map.json is no memory map") as refusal:
         MemoryMap.from_json(data, "map.json")
     assert "\n" not in str(refusal.value)

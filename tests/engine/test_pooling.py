@@ -1,4 +1,4 @@
-"""Vectors are transformers' hidden states, pooled: however prompts are cut, cached, preempted and mixed with others."""
+"""Vectors equal transformers' hidden states, pooled: for any chunking, caching, preemption and mix of requests."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DEPTHS = pytest.mark.parametrize("depth", [0, 1])
 
 
 class Model:
-    """A tiny random checkpoint, and what transformers makes of prompts with it."""
+    """A tiny random checkpoint, and its vectors by transformers."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self.folder = folder
@@ -87,7 +87,7 @@ def test_chunks_of_any_size(pooling: str, depth: int, budget: int, llama: Model,
 
 
 @DEPTHS
-def test_the_last_token_may_follow_cached_ones_but_a_mean_needs_all(
+def test_last_token_pooling_uses_cached_tokens_and_mean_pooling_needs_all(
     depth: int, llama: Model, engine: Callable[..., LLM]
 ) -> None:
     llm = engine(pipeline_depth=depth)
@@ -102,10 +102,10 @@ def test_the_last_token_may_follow_cached_ones_but_a_mean_needs_all(
 
 @DEPTHS
 @pytest.mark.parametrize("blocks", [64, 18])
-def test_vectors_and_tokens_in_the_same_steps(
+def test_pooling_and_generating_requests_share_steps(
     depth: int, blocks: int, llama: Model, engine: Callable[..., LLM]
 ) -> None:
-    """Generating requests draw what they draw alone, and with few blocks some of both kinds are preempted."""
+    """Generating requests draw the same tokens as alone; with few blocks, some of both kinds are preempted."""
     alone = engine().generate(PROMPTS, GREEDY, use_tqdm=False)
     expected = {tuple(output.prompt_token_ids): list(output.outputs[0].token_ids) for output in alone}
     llm = engine(
@@ -130,10 +130,10 @@ def test_vectors_and_tokens_in_the_same_steps(
 
 @DEPTHS
 @POOLINGS
-def test_a_preempted_prompt_begins_its_sum_again(
+def test_a_preempted_prompt_restarts_its_sum(
     pooling: str, depth: int, llama: Model, engine: Callable[..., LLM]
 ) -> None:
-    """A long prompt is half done when rows that decode take its blocks."""
+    """A long prompt is half computed when decoding rows take its blocks."""
     llm = engine(
         pipeline_depth=depth, num_gpu_blocks_override=22, max_num_batched_tokens=8, enable_prefix_caching=False,
         scheduling_policy="priority",
@@ -154,7 +154,7 @@ def test_a_preempted_prompt_begins_its_sum_again(
 
 @DEPTHS
 @POOLINGS
-def test_a_failed_step_begins_again_from_the_prompt(
+def test_a_failed_step_restarts_from_the_prompt(
     pooling: str, depth: int, llama: Model, engine: Callable[..., LLM]
 ) -> None:
     llm = engine(pipeline_depth=depth, max_num_batched_tokens=8)
@@ -172,7 +172,7 @@ def test_a_failed_step_begins_again_from_the_prompt(
 
 
 @DEPTHS
-def test_aborted_ones_leave_nothing_behind(depth: int, engine: Callable[..., LLM]) -> None:
+def test_aborted_requests_leave_nothing_behind(depth: int, engine: Callable[..., LLM]) -> None:
     llm = engine(pipeline_depth=depth, max_num_batched_tokens=8)
     for i, params in enumerate(RAW.values()):
         llm.llm_engine.add_request(str(i), PROMPTS[4], params)
@@ -193,8 +193,8 @@ def test_hidden_states_that_are_not_numbers_fail_their_request_alone(
     assert bad.finish_reason == "error" and "not numbers" in bad.error and len(bad.outputs.data) == 0
 
 
-def test_a_prompt_may_fill_the_model_and_the_cache(llama: Model, engine: Callable[..., LLM]) -> None:
-    """Nothing is generated, so that no token is kept back for it."""
+def test_a_prompt_may_fill_the_models_length_and_the_cache(llama: Model, engine: Callable[..., LLM]) -> None:
+    """Nothing is generated, so no slot is reserved for a new token."""
     llm = engine(num_gpu_blocks_override=16)
     prompt = [(3 * i) % 97 for i in range(64)]
     llama.assert_vectors(llm.encode([prompt], RAW["mean"], use_tqdm=False), "mean", [prompt])
@@ -207,10 +207,10 @@ def test_a_prompt_may_fill_the_model_and_the_cache(llama: Model, engine: Callabl
 
 @pytest.mark.skipif(ON_GPU, reason="on a GPU the kernels are compiled: tests/gpu runs the engine there")
 @pytest.mark.parametrize("depth, budget", [(0, 200), (1, 13)])
-def test_over_the_gpus_kernels(
+def test_with_the_gpu_kernels(
     depth: int, budget: int, llama: Model, engine: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In Triton's interpreter, vectors of both kinds beside a request that generates."""
+    """In Triton's interpreter, both kinds of pooling beside a generating request."""
     few = GREEDY.clone()
     few.max_tokens = 4
     expected = engine().generate([PROMPTS[2]], few, use_tqdm=False)[0].outputs[0].token_ids

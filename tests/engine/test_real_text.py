@@ -1,8 +1,6 @@
-"""Greedy text of the default model equals transformers', token for token, however the engine is set up.
-
-A difference is excused only where the reference's two best logits lie within TIE of each other: there another order of
-additions may choose the other token. Such places are counted and printed, and the rest of that prompt is not compared.
-"""
+"""Greedy text of the default model equals transformers', token for token, with any settings. A difference is excused
+only where the reference's two best logits are within TIE of each other: there another order of additions may choose the
+other token. Such near-ties are counted and printed, and the rest of that prompt is not compared."""
 
 from __future__ import annotations
 
@@ -87,7 +85,7 @@ def expected_full(reference: Any, prompts: list[list[int]]) -> list[Greedy]:
 
 @pytest.fixture
 def engine(shared_smollm: LLM) -> Iterator[Callable[..., LLM]]:
-    """The default model with settings of the test's own; no settings: the shared engine."""
+    """The default model with a test's own settings; without settings: the shared engine."""
     made: list[LLM] = []
 
     def make(**settings: Any) -> LLM:
@@ -141,7 +139,7 @@ def check(
 
 
 def _compare(prompt: int, tokens: list[int], expected: Greedy, length: int) -> int:
-    """1 if the comparison had to end at a near-tie, else 0."""
+    """1 if the comparison ended at a near-tie, else 0."""
     assert len(tokens) == length
     for at, (ours, theirs) in enumerate(zip(tokens, expected.tokens, strict=False)):
         if ours != theirs:
@@ -164,7 +162,8 @@ def test_the_prompts_are_varied(prompts: list[list[int]]) -> None:
 def test_the_batched_reference_equals_generate_alone(
     reference: Any, prompts: list[list[int]], expected: list[Greedy]
 ) -> None:
-    """Padding, masks and positions of the reference are right: a prompt beside longer ones reads the same alone."""
+    """Padding, masks and positions of the reference are right: a prompt batched with longer ones gives the tokens it
+    gives alone."""
     import torch
 
     for i in (0, 16):
@@ -180,7 +179,7 @@ def test_the_batched_reference_equals_generate_alone(
         assert alone[0, ids.shape[1] :].tolist() == expected[i].tokens[:8]
 
 
-def test_a_batch_of_all_prompts_and_again_from_the_prefix_cache(
+def test_all_prompts_in_one_batch_and_again_from_the_prefix_cache(
     engine: Callable[..., LLM], prompts: list[list[int]], expected: list[Greedy]
 ) -> None:
     llm = engine()
@@ -207,7 +206,7 @@ def test_tiny_chunks_with_a_step_in_flight_in_blocks_of_8(
 
 
 @pytest.mark.parametrize("depth", [1, pytest.param(0, marks=pytest.mark.slow)])
-def test_a_cache_so_small_that_requests_are_preempted_over_and_over(
+def test_a_small_cache_with_repeated_preemptions(
     engine: Callable[..., LLM], prompts: list[list[int]], expected: list[Greedy], depth: int
 ) -> None:
     chosen = (0, 1, 2, 6, 9, 16, 17, 18)

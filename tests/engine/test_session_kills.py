@@ -1,4 +1,4 @@
-"""Killed at any moment, an engine's sessions are afterwards what it had promised, and go on as if nothing had been."""
+"""After a kill at any moment, an engine's sessions hold everything durable, and continue as if uninterrupted."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ Model = dict[str, list[int]]
 """The tokens of each session."""
 
 
-class Nursery:
-    """Where the engines come from that are killed."""
+class WorkerServer:
+    """Forks the engines that are killed."""
 
     def __init__(self, model: Path) -> None:
         root = Path(__file__).parents[2]
@@ -35,8 +35,9 @@ class Nursery:
             env={**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
         )  # fmt: skip
 
-    def live_and_die(self, folder: Path, seed: int, notes: Path, seconds: float, early: bool) -> list[list[Any]]:
-        """An engine works on the folder, is killed so long after it was up (`early`: was begun). What it told."""
+    def run_and_kill(self, folder: Path, seed: int, notes: Path, seconds: float, early: bool) -> list[list[Any]]:
+        """Run an engine on the folder and kill it `seconds` after it was ready (`early`: after it was forked). Its
+        reports."""
         assert self._process.stdin and self._process.stdout
         self._process.stdin.write(f"{folder} {seed} {seed % 2} {notes}\n")
         self._process.stdin.flush()
@@ -55,19 +56,19 @@ class Nursery:
         self._process.communicate()
 
 
-class Ledger:
-    """What sessions must hold, by what was told of them."""
+class ExpectedSessions:
+    """What sessions must hold, according to the reports."""
 
     def __init__(self, reference: LLM) -> None:
         self._reference = reference
         self.sessions: Model = {}
         self.open: dict[str, list[Any]] = {}
-        """What was begun, and nobody was told the end of."""
+        """Operations that were begun and not reported done."""
         self.seen: Counter[str] = Counter()
 
-    def read(self, told: list[list[Any]]) -> None:
+    def read(self, reports: list[list[Any]]) -> None:
         self.open = {}
-        for kind, *what in told:
+        for kind, *what in reports:
             assert kind != "error", what
             if kind == "begin":
                 act, name, *rest = what
@@ -82,7 +83,7 @@ class Ledger:
                 self.seen[begun[0]] += 1
 
     def after(self, name: str, begun: list[Any]) -> list[int] | None:
-        """The session's tokens after that; None: there is no such session."""
+        """The session's tokens after the operation; None: there is no such session."""
         act, *what = begun
         before = self.sessions.get(name, [])
         if act == "delete":
@@ -95,7 +96,7 @@ class Ledger:
         return before + (what[0] if act in ("create", "append") else [])
 
     def answer(self, tokens: list[int], count: int) -> list[int]:
-        """What an undisturbed engine says."""
+        """The tokens of an uninterrupted engine."""
         (output,) = self._reference.generate({"prompt_token_ids": tokens}, greedy(count), use_tqdm=False)
         return list(output.outputs[0].token_ids)
 
@@ -106,7 +107,7 @@ class Ledger:
             self.sessions[name] = tokens
 
     def check(self, found: Model) -> None:
-        """All that was told is there, and what was begun is there whole or not at all."""
+        """Every operation reported done is there, and every one begun is there whole or not at all."""
         for name, begun in self.open.items():
             after = self.after(name, begun)
             if found.get(name) == after != self.sessions.get(name):
@@ -120,43 +121,43 @@ class Ledger:
 
 
 def survive(model: Path, reference: LLM, folder: Path, kills: int, seed: int, longest: float) -> Counter[str]:
-    """Kill so many engines on one folder, and see after each what is left."""
+    """Kill `kills` engines on one folder, and check the sessions after each."""
     rng = random.Random(seed)
-    ledger, nursery = Ledger(reference), Nursery(model)
+    expected, workers = ExpectedSessions(reference), WorkerServer(model)
     try:
         for kill in range(kills):
             early = rng.random() < 0.15
-            told = nursery.live_and_die(
+            reports = workers.run_and_kill(
                 folder / "kv", seed + kill, folder / "notes", rng.random() * (0.2 if early else longest), early
             )
-            ledger.read(told)
+            expected.read(reports)
             with LLM(str(model), kv_disk=str(folder / "kv"), **session_worker.SETTINGS) as llm:
-                reopened(llm, ledger, rng)
+                reopened(llm, expected, rng)
     finally:
-        nursery.close()
-    return ledger.seen
+        workers.close()
+    return expected.seen
 
 
-def reopened(llm: LLM, ledger: Ledger, rng: random.Random) -> None:
-    """The store has opened: compare it with the ledger, and go on with some of the sessions."""
+def reopened(llm: LLM, expected: ExpectedSessions, rng: random.Random) -> None:
+    """The store was opened again: compare it with what is expected, and continue some of the sessions."""
     infos = list(llm.sessions)
-    assert [info.name for info in infos if info.lost] == [], "a process that dies loses nothing it promised"
-    ledger.check({info.name: llm.sessions.get(info.name).tokens for info in infos})
-    for name in rng.sample(sorted(ledger.sessions), min(3, len(ledger.sessions))):
-        if len(before := ledger.sessions[name]) + 6 > session_worker.LONGEST:
+    assert [info.name for info in infos if info.lost] == [], "a killed process loses nothing durable"
+    expected.check({info.name: llm.sessions.get(info.name).tokens for info in infos})
+    for name in rng.sample(sorted(expected.sessions), min(3, len(expected.sessions))):
+        if len(before := expected.sessions[name]) + 6 > session_worker.LONGEST:
             continue
         session = llm.sessions.resume(name)
         output = session.generate(greedy(6))
-        ledger.sessions[name] = before + ledger.answer(before, 6)
-        assert session.tokens == ledger.sessions[name], f"session {name} goes on with something else"
-        ledger.seen["continued"] += 1
-        ledger.seen["tokens of theirs"] += len(before)
-        ledger.seen["not computed again"] += output.num_cached_tokens or 0
+        expected.sessions[name] = before + expected.answer(before, 6)
+        assert session.tokens == expected.sessions[name], f"session {name} continues with wrong tokens"
+        expected.seen["continued"] += 1
+        expected.seen["tokens of theirs"] += len(before)
+        expected.seen["not computed again"] += output.num_cached_tokens or 0
         session.suspend()
     assert_idle(llm)
 
 
-def test_killed_at_random_moments_sessions_are_what_was_promised(
+def test_killed_at_random_moments_sessions_hold_everything_durable(
     tiny_model: Path, shared_tiny: LLM, tmp_path: Path
 ) -> None:
     seen = survive(tiny_model, shared_tiny, tmp_path, kills=8, seed=1, longest=0.5)
@@ -170,4 +171,4 @@ def test_two_hundred_kills(tiny_model: Path, shared_tiny: LLM, tmp_path: Path) -
     seen = survive(tiny_model, shared_tiny, tmp_path, kills=210, seed=1000, longest=0.8)
     print(dict(seen))
     assert seen["turn"] > 1000 and seen["continued"] > 300
-    assert seen["unfinished kept"] + seen["unfinished gone"] > 50, "most were killed in the middle of something"
+    assert seen["unfinished kept"] + seen["unfinished gone"] > 50, "most were killed during an operation"

@@ -1,4 +1,5 @@
-"""Storms over the real engine: suspend, resume, fork, evict, swap, cut, abort. Every token as in an undisturbed run."""
+"""Random load on the real engine: suspend, resume, fork, evict, swap, truncate, abort. Every token as in an
+uninterrupted run."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ def greedy(tokens: int) -> SamplingParams:
 
 
 class Storm:
-    """Users of sessions and strangers, around an engine with little room. `truth` is what each session must hold."""
+    """Session users and other requests on an engine with few blocks. `truth` is what each session must hold."""
 
     def __init__(self, llm: LLM, reference: LLM, seed: int) -> None:
         self.llm, self.reference = llm, reference
@@ -34,8 +35,8 @@ class Storm:
         self.shared = self._random(48)
 
     def run(self, operations: int) -> None:
-        acts = [self._create, self._append, *[self._turn] * 3, self._turns, self._strangers, self._suspend]
-        acts += [self._fork, self._cut, self._abort, self._evict, self._delete]
+        acts = [self._create, self._append, *[self._turn] * 3, self._turns, self._plain_requests, self._suspend]
+        acts += [self._fork, self._truncate, self._abort, self._evict, self._delete]
         for i in range(operations):
             act = self.rng.choice(acts) if len(self.truth) > 2 else self._create
             act()
@@ -45,15 +46,15 @@ class Storm:
         self.check()
 
     def check(self) -> None:
-        """Sessions hold what they must, and nothing is held that nobody has."""
+        """Sessions hold the expected tokens, and no block is held without an owner."""
         assert {info.name for info in self.llm.sessions} == self.truth.keys()
         for name, tokens in self.truth.items():
             assert self.llm.sessions.get(name).tokens == tokens
             self.llm.sessions.get(name).suspend()
         assert_idle(self.llm)
-        assert self.llm.llm_engine.core.scheduler.tables.pool.used == 0, "who sleeps holds nothing on the device"
+        assert self.llm.llm_engine.core.scheduler.tables.pool.used == 0, "suspended sessions hold nothing on the device"
 
-    # What they do
+    # Operations
 
     def _random(self, count: int) -> list[int]:
         return [self.rng.randrange(4, 110) for _ in range(count)]
@@ -95,11 +96,11 @@ class Storm:
 
     def _said(self, name: str, output: RequestOutput) -> None:
         answer, before = list(output.outputs[0].token_ids), self.truth[name]
-        assert answer == self._answer(before, len(answer)), f"{name} says something else"
+        assert answer == self._answer(before, len(answer)), f"{name} yields wrong tokens"
         self.truth[name] = before + answer
 
     def _turns(self) -> None:
-        """A few at once, and a stranger among them."""
+        """A few concurrent turns, and a request without a session."""
         names = self.rng.sample(list(self.truth), min(5, len(self.truth)))
         names = [name for name in names if len(self.truth[name]) + 12 <= LONGEST]
         streams: dict[str, Iterator[RequestOutput]] = {
@@ -113,12 +114,12 @@ class Storm:
             elif self.rng.random() < 0.05:
                 self.llm.sessions.get(name).suspend()  # when its turn ends
 
-    def _strangers(self) -> None:
-        """Requests without a session, enough of them to be swapped or computed again."""
+    def _plain_requests(self) -> None:
+        """Requests without a session, enough of them to be swapped or recomputed."""
         prompts = [self._some(80) for _ in range(self.rng.randint(1, 6))]
         outputs = self.llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], greedy(40), use_tqdm=False)
         for prompt, output in zip(prompts, outputs, strict=True):
-            assert list(output.outputs[0].token_ids) == self._answer(prompt, 40), "a stranger says something else"
+            assert list(output.outputs[0].token_ids) == self._answer(prompt, 40), "a plain request yields wrong tokens"
 
     def _suspend(self) -> None:
         self.llm.sessions.get(self._any()).suspend()
@@ -130,7 +131,7 @@ class Storm:
             self.llm.sessions.get(name).fork(new, at)
             self.truth[new] = self.truth[name][:at]
 
-    def _cut(self) -> None:
+    def _truncate(self) -> None:
         name = self._any()
         at = self.rng.randint(1, len(self.truth[name]))
         sessions = self.llm.sessions
@@ -150,7 +151,7 @@ class Storm:
             stream.close()  # type: ignore[attr-defined]
 
     def _evict(self) -> None:
-        """The device's cache is gone, or host memory, or some of it."""
+        """Drop the device's cache, or host memory, or a part of it."""
         tiers = self.llm.llm_engine.core.scheduler.tiers
         self.llm.reset_prefix_cache()
         if tiers is not None and self.rng.random() < 0.5:
@@ -165,7 +166,7 @@ class Storm:
 
 
 def settings_of(tiers: str, depth: int, block_size: int, folder: Path, rng: random.Random) -> dict[str, Any]:
-    """An engine with room for two or three requests, and little below."""
+    """Settings with blocks for two or three requests, and small tiers."""
     size, blocks = BLOCK_BYTES[block_size], 16 // block_size
     settings: dict[str, Any] = {
         "num_gpu_blocks_override": rng.choice([24, 40]) * blocks, "max_num_seqs": 4, "pipeline_depth": depth,
@@ -179,8 +180,8 @@ def settings_of(tiers: str, depth: int, block_size: int, folder: Path, rng: rand
     return settings
 
 
-def weather(make_llm: MakeLLM, reference: LLM, folder: Path, tiers: str, seed: int, operations: int) -> Counter[str]:
-    """One storm; with a disk it goes on after a restart."""
+def run_storm(make_llm: MakeLLM, reference: LLM, folder: Path, tiers: str, seed: int, operations: int) -> Counter[str]:
+    """One storm; with a disk it continues after a restart."""
     rng = random.Random(seed)
     depth, block_size = seed % 2, rng.choice([8, 16])
     settings = settings_of(tiers, depth, block_size, folder, rng)
@@ -202,8 +203,8 @@ def weather(make_llm: MakeLLM, reference: LLM, folder: Path, tiers: str, seed: i
     ],
 )
 def test_a_storm_changes_no_token(make_llm: MakeLLM, shared_tiny: LLM, tmp_path: Path, tiers: str, depth: int) -> None:
-    seen = weather(make_llm, shared_tiny, tmp_path, tiers, seed=10 + depth, operations=60)
-    assert seen["found"] > 0.3 * seen["tokens"], "most of what was computed is found again"
+    seen = run_storm(make_llm, shared_tiny, tmp_path, tiers, seed=10 + depth, operations=60)
+    assert seen["found"] > 0.3 * seen["tokens"], "most computed tokens are cache hits"
 
 
 @pytest.mark.slow
@@ -211,4 +212,4 @@ def test_a_storm_changes_no_token(make_llm: MakeLLM, shared_tiny: LLM, tmp_path:
 @pytest.mark.parametrize("seed", range(100, 108))
 @pytest.mark.parametrize("tiers", ["none", "host", "disk"])
 def test_long_storms(make_llm: MakeLLM, shared_tiny: LLM, tmp_path: Path, tiers: str, seed: int) -> None:
-    print(dict(weather(make_llm, shared_tiny, tmp_path, tiers, seed, operations=600)))
+    print(dict(run_storm(make_llm, shared_tiny, tmp_path, tiers, seed, operations=600)))

@@ -23,7 +23,7 @@ from quire.distributed.experts import Copy, ExpertRanks, copy_rows
 from quire.engine import ipc
 from quire.errors import ConfigError, EngineDeadError, ValidationError
 from quire.messages.sampling import SamplingParams
-from tests.engine.test_tiers_engine import weather
+from tests.engine.test_tiers_engine import run_storm
 from tests.executor.lockstep_engines import LockstepEngines
 from tests.executor.mixtures import write_mixture
 from tests.executor.test_multiprocess import BEGIN, FAILS, TIGHT, metric, rank_children, tokens
@@ -47,7 +47,7 @@ def write(name: str, folder: Path, skewed: bool = False) -> Path:
     return folder
 
 
-def everything(llm: LLM) -> list[Any]:
+def mixed_load(llm: LLM) -> list[Any]:
     """Chunks, cached prefixes, several sequences, more rows than blocks."""
     return [
         tokens(llm, PROMPTS),
@@ -75,17 +75,17 @@ def make_pair() -> Iterator[Callable[..., LockstepEngines]]:
 
 def over_ranks(name: str, folder: Path, make_llm: Callable[..., LLM], ranks: int, spare: int, **more: Any) -> None:
     write(name, folder, skewed=True)
-    alone = everything(make_llm(folder, **SETTINGS))
+    alone = mixed_load(make_llm(folder, **SETTINGS))
     settings = {"tensor_parallel_size": ranks, "enable_expert_parallel": True, "num_redundant_experts": spare}
     llm = make_llm(folder, **SETTINGS, **settings, **more)
-    assert everything(llm) == alone
+    assert mixed_load(llm) == alone
     assert metric(llm, "num_preemptions") > 0
     assert metric(llm, "prefix_cache_hits") > 0
     before = metric(llm, "expert_rank_load_max_over_mean")
     outcome = llm.rebalance_experts()
     assert outcome.moved > 0 and 1 <= outcome.after < outcome.before
     llm.reset_prefix_cache()
-    assert everything(llm) == alone
+    assert mixed_load(llm) == alone
     assert metric(llm, "expert_rank_load_max_over_mean") < before
 
 
@@ -109,7 +109,7 @@ def test_over_the_ranks_of_each_stage(tmp_path: Path, make_llm: Callable[..., LL
 @pytest.mark.slow
 def test_experts_are_rebalanced_at_the_interval(tmp_path: Path, make_llm: Callable[..., LLM]) -> None:
     folder = write("qwen3-moe", tmp_path / "model", skewed=True)
-    alone = everything(make_llm(folder, **SETTINGS))
+    alone = mixed_load(make_llm(folder, **SETTINGS))
     over_two = {"tensor_parallel_size": 2, "enable_expert_parallel": True, "num_redundant_experts": 2}
     llm = make_llm(folder, **SETTINGS, **over_two, expert_rebalance_interval=20)
     moved = []
@@ -118,7 +118,7 @@ def test_experts_are_rebalanced_at_the_interval(tmp_path: Path, make_llm: Callab
         balance.commit,
         lambda placements, counts: (moved.append(placements), commit(placements, counts)),
     )
-    assert everything(llm) == alone
+    assert mixed_load(llm) == alone
     assert len(moved) > 3 and any(moved)
 
 
@@ -127,8 +127,8 @@ def test_experts_are_rebalanced_at_the_interval(tmp_path: Path, make_llm: Callab
 def test_sessions_and_tiers_over_ranks(tiers: str, tmp_path: Path, make_llm: Callable[..., LLM]) -> None:
     folder = write_mixture(tmp_path / "model", "mixtral")
     make = functools.partial(make_llm, folder, tensor_parallel_size=2, enable_expert_parallel=True)
-    seen = weather(make, make_llm(folder), tmp_path, tiers, seed=11, operations=60)
-    assert seen["found"] > 0.3 * seen["tokens"], "most of what was computed is found again"
+    seen = run_storm(make, make_llm(folder), tmp_path, tiers, seed=11, operations=60)
+    assert seen["found"] > 0.3 * seen["tokens"], "most computed tokens are cache hits"
 
 
 def test_a_rank_without_moved_experts_counts_the_collective_too() -> None:
@@ -174,7 +174,7 @@ async def step_together(pair: LockstepEngines, alone: dict[str, Any]) -> None:
     assert samples == {0: alone["samples"], 1: alone["samples"]}
 
 
-async def heard_late(pair: LockstepEngines, order: list[int]) -> list[int]:
+async def late_wakeups(pair: LockstepEngines, order: list[int]) -> list[int]:
     """A request for which the engines are woken one after the other, long after it was sent."""
     pair.add(
         1, name := f"late-{order}", PROMPTS[0], SamplingParams(temperature=0, max_tokens=24, ignore_eos=True), False
@@ -220,7 +220,7 @@ def over_engines(
             assert (await pair.ask(index, ipc.ResetPrefixCache(7))).is_empty
         assert (await pair.generate({0: PROMPTS, 1: PROMPTS[:1]})) == {0: alone["prompts"], 1: alone["prompts"][:1]}
         for order in ([*range(size)], [*reversed(range(size))]):
-            assert await heard_late(pair, order) == alone["prompts"][0]
+            assert await late_wakeups(pair, order) == alone["prompts"][0]
 
     asyncio.run(live())
     return pair

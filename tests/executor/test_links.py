@@ -25,19 +25,19 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 def send_long(ranks: Listeners) -> str:
     """The error of a long message to ranks that do not read."""
     senders = RankLinks(ranks)
-    said: list[str] = []
+    raised: list[str] = []
 
     def send() -> None:
         try:
             senders.send(wire.Step(LONG))
         except RankLostError as error:
-            said.append(str(error))
+            raised.append(str(error))
 
     thread = threading.Thread(target=send, daemon=True)
     thread.start()
     thread.join(10)
     assert not thread.is_alive(), "it waits for a rank that never reads"
-    return said[0]
+    return raised[0]
 
 
 def test_a_send_notices_a_stopped_rank() -> None:
@@ -69,10 +69,10 @@ def test_long_messages_both_ways_at_once() -> None:
     thread.start()
     beats.start()
     senders.send(wire.Step(LONG))
-    heard: list[wire.Up] = []
-    senders.receive(lambda: bool(heard), lambda rank, message: heard.append(message))
+    received: list[wire.Up] = []
+    senders.receive(lambda: bool(received), lambda rank, message: received.append(message))
     thread.join(10)
-    assert isinstance(heard[0], wire.Done) and heard[0].result == LONG
+    assert isinstance(received[0], wire.Done) and received[0].result == LONG
     assert got == [wire.Step(LONG)]
 
 

@@ -21,7 +21,7 @@ from quire.distributed.collectives import collectives_started
 from quire.errors import ConfigError, EngineDeadError, ValidationError
 from quire.executor import links, liveness
 from quire.messages.sampling import StructuredOutputsParams
-from tests.engine.test_tiers_engine import weather
+from tests.engine.test_tiers_engine import run_storm
 from tests.executor.lone_group import group_of_one
 from tests.models.harness import random_reference
 from tests.models.zoo import ZOO, _gpt2, _neox
@@ -36,7 +36,7 @@ BEGIN = [7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47]
 
 
 @pytest.fixture(autouse=True)
-def _nothing_stays_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _no_files_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Whatever a test does to its ranks, none of their files is left."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     yield
@@ -54,8 +54,8 @@ def metric(llm: LLM, name: str) -> float:
     return next(each.value for each in llm.get_metrics() if each.name.endswith(name))  # type: ignore[union-attr]
 
 
-def everything(llm: LLM, forms: bool = True) -> dict[str, Any]:
-    """One run of everything a plan can carry. `forms`: grammars too, whose process takes long to start."""
+def mixed_load(llm: LLM, with_grammars: bool = True) -> dict[str, Any]:
+    """Requests that exercise all of a plan. `with_grammars`: grammars too, whose process takes long to start."""
     crowd = [[3 + i, *BEGIN, 5 + i] for i in range(6)]
     found: dict[str, Any] = {
         "long prompts in chunks": tokens(llm, [[(5 * i + j) % 90 + 4 for j in range(50)] for i in range(2)]),
@@ -66,10 +66,10 @@ def everything(llm: LLM, forms: bool = True) -> dict[str, Any]:
             llm, crowd[:2], temperature=1.1, seed=2, top_k=9, top_p=0.8, repetition_penalty=1.3, presence_penalty=0.4
         ),
     }
-    told = llm.generate([BEGIN], SamplingParams(temperature=0, max_tokens=3, logprobs=2, prompt_logprobs=1))[0]
-    found["log-probabilities"] = [list(position) for position in told.outputs[0].logprobs]
-    found["of the prompt"] = [position and list(position) for position in told.prompt_logprobs]
-    if forms:
+    scored = llm.generate([BEGIN], SamplingParams(temperature=0, max_tokens=3, logprobs=2, prompt_logprobs=1))[0]
+    found["log-probabilities"] = [list(position) for position in scored.outputs[0].logprobs]
+    found["of the prompt"] = [position and list(position) for position in scored.prompt_logprobs]
+    if with_grammars:
         form = StructuredOutputsParams(regex="[a-f]{4}x")
         params = SamplingParams(temperature=0, max_tokens=8, structured_outputs=form)
         found["a form to keep"] = llm.generate("the ", params)[0].outputs[0].text
@@ -77,9 +77,9 @@ def everything(llm: LLM, forms: bool = True) -> dict[str, Any]:
 
 
 def test_two_ranks_match_one(make_llm: Callable[..., LLM]) -> None:
-    alone = everything(make_llm(**TIGHT))
+    alone = mixed_load(make_llm(**TIGHT))
     llm = make_llm(**TIGHT, tensor_parallel_size=2)
-    together = everything(llm)
+    together = mixed_load(llm)
     assert together == alone
     assert metric(llm, "num_preemptions") > 0
     assert metric(llm, "prefix_cache_hits") > 0
@@ -231,8 +231,8 @@ def test_sessions_and_tiers_over_two_ranks(
     make_llm: Callable[..., LLM], shared_tiny: LLM, tmp_path: Path, tiers: str, depth: int
 ) -> None:
     make = functools.partial(make_llm, tensor_parallel_size=2)
-    seen = weather(make, shared_tiny, tmp_path, tiers, seed=10 + depth, operations=100)
-    assert seen["found"] > 0.3 * seen["tokens"], "most of what was computed is found again"
+    seen = run_storm(make, shared_tiny, tmp_path, tiers, seed=10 + depth, operations=100)
+    assert seen["found"] > 0.3 * seen["tokens"], "most computed tokens are cache hits"
 
 
 @pytest.mark.slow

@@ -19,8 +19,8 @@ from quire.distributed.groups import Ranks, spread
 from quire.errors import ConfigError, EngineDeadError
 from quire.executor import multiprocess
 from quire.executor.multiprocess import MultiprocessExecutor
-from tests.engine.test_tiers_engine import weather
-from tests.executor.test_multiprocess import BEGIN, FAILS, MODELS, TIGHT, everything, is_running, metric, tokens
+from tests.engine.test_tiers_engine import run_storm
+from tests.executor.test_multiprocess import BEGIN, FAILS, MODELS, TIGHT, is_running, metric, mixed_load, tokens
 from tests.models.harness import random_reference
 from tests.models.zoo import ZOO, _gpt2
 
@@ -29,16 +29,16 @@ SWAPS = {**TIGHT, "swap_space": 0.001}
 
 
 @pytest.fixture(autouse=True)
-def _nothing_stays_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _no_files_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Whatever a test does to its ranks, none of their files is left."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     yield
     assert not list(tmp_path.glob("quire-ranks-*"))
 
 
-def all_of_it(llm: LLM, forms: bool = True) -> dict[str, Any]:
-    """`everything`, and what needs the host after each token, or keeps blocks between turns."""
-    found = everything(llm, forms)
+def full_load(llm: LLM, with_grammars: bool = True) -> dict[str, Any]:
+    """`mixed_load`, and requests that need the host after each token or keep blocks between turns."""
+    found = mixed_load(llm, with_grammars)
     beams = llm.beam_search([BEGIN, BEGIN[:5]], BeamSearchParams(beam_width=3, max_tokens=9, ignore_eos=True))
     found["beams"] = [[sequence.tokens for sequence in output.sequences] for output in beams]
     session = llm.sessions.create("talk", BEGIN)
@@ -53,16 +53,16 @@ def all_of_it(llm: LLM, forms: bool = True) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def alone(tiny_model: Path) -> dict[str, Any]:
+def one_process(tiny_model: Path) -> dict[str, Any]:
     """The results of one process."""
     with LLM(str(tiny_model), **SWAPS) as llm:
-        return all_of_it(llm)
+        return full_load(llm)
 
 
-def test_two_stages_match_one_process(alone: dict[str, Any], make_llm: Callable[..., LLM]) -> None:
+def test_two_stages_match_one_process(one_process: dict[str, Any], make_llm: Callable[..., LLM]) -> None:
     llm = make_llm(**SWAPS, pipeline_parallel_size=2)
-    assert all_of_it(llm) == alone
-    assert alone["a session"][2] > 0
+    assert full_load(llm) == one_process
+    assert one_process["a session"][2] > 0
     assert metric(llm, "num_preemptions") > 0
     assert metric(llm, "prefix_cache_hits") > 0
     info = llm.llm_engine.info
@@ -70,9 +70,12 @@ def test_two_stages_match_one_process(alone: dict[str, Any], make_llm: Callable[
     assert info.kv_bytes == 2 * info.memory.cache
 
 
-def test_stages_of_two_ranks_each_match_one_process(alone: dict[str, Any], make_llm: Callable[..., LLM]) -> None:
-    said = all_of_it(make_llm(**SWAPS, pipeline_parallel_size=2, tensor_parallel_size=2), forms=False)
-    assert said == {what: tokens for what, tokens in alone.items() if what in said} and len(said) == len(alone) - 1
+def test_stages_of_two_ranks_each_match_one_process(one_process: dict[str, Any], make_llm: Callable[..., LLM]) -> None:
+    results = full_load(make_llm(**SWAPS, pipeline_parallel_size=2, tensor_parallel_size=2), with_grammars=False)
+    assert (
+        results == {what: tokens for what, tokens in one_process.items() if what in results}
+        and len(results) == len(one_process) - 1
+    )
 
 
 def test_stages_work_concurrently_and_recover_from_failures(
@@ -125,8 +128,8 @@ def test_a_step_that_fails_in_the_first_stage_blocks_no_other_stage(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("depth", [0, 3])
-def test_more_or_fewer_plans_than_stages(alone: dict[str, Any], make_llm: Callable[..., LLM], depth: int) -> None:
-    assert all_of_it(make_llm(**SWAPS, pipeline_parallel_size=2, pipeline_depth=depth)) == alone
+def test_more_or_fewer_plans_than_stages(one_process: dict[str, Any], make_llm: Callable[..., LLM], depth: int) -> None:
+    assert full_load(make_llm(**SWAPS, pipeline_parallel_size=2, pipeline_depth=depth)) == one_process
 
 
 @pytest.mark.slow
@@ -182,8 +185,8 @@ def test_layers_are_spread_evenly_or_as_configured() -> None:
         for layers in range(stages, 40):
             counts = spread(layers, stages)
             assert sum(counts) == layers and max(counts) - min(counts) <= 1 and counts[-1] == min(counts)
-    told = EngineConfig("m", pipeline_parallel_size=3, pipeline_layers=[2, 5, 1]).stage_layers
-    ranges = [Ranks.at(rank, 2, 3, told).layers(8) for rank in range(6)]
+    configured = EngineConfig("m", pipeline_parallel_size=3, pipeline_layers=[2, 5, 1]).stage_layers
+    ranges = [Ranks.at(rank, 2, 3, configured).layers(8) for rank in range(6)]
     assert ranges == [range(2)] * 2 + [range(2, 7)] * 2 + [range(7, 8)] * 2
 
 
@@ -228,8 +231,8 @@ def test_sessions_and_tiers_in_stages(
     make_llm: Callable[..., LLM], shared_tiny: LLM, tmp_path: Path, depth: int, ranks: int
 ) -> None:
     make = functools.partial(make_llm, pipeline_parallel_size=2, tensor_parallel_size=ranks)
-    seen = weather(make, shared_tiny, tmp_path, "host", seed=20 + depth, operations=100)
-    assert seen["found"] > 0.3 * seen["tokens"], "most of what was computed is found again"
+    seen = run_storm(make, shared_tiny, tmp_path, "host", seed=20 + depth, operations=100)
+    assert seen["found"] > 0.3 * seen["tokens"], "most computed tokens are cache hits"
 
 
 @pytest.mark.slow

@@ -34,7 +34,7 @@ from quire.executor.ray_ranks import forwarded
 from quire.loading.files import ModelFiles, local_files
 from quire.loading.model_config import read_model_config
 from quire.platforms.cuda import RemoteCudaPlatform
-from tests.executor.test_multiprocess import BEGIN, TIGHT, everything, is_running, lose_a_rank, ranks_of, tokens
+from tests.executor.test_multiprocess import BEGIN, TIGHT, is_running, lose_a_rank, mixed_load, ranks_of, tokens
 
 ray = pytest.importorskip("ray")
 RAY = {**TIGHT, "tensor_parallel_size": 2, "distributed_executor_backend": "ray"}
@@ -66,7 +66,7 @@ def nodes_of(llm: LLM) -> list[str]:
     return [info["node"] for info in llm.llm_engine.core._executor._ranks.ranks._nodes]
 
 
-def goes(pid: int, seconds: float = 15.0) -> bool:
+def exits(pid: int, seconds: float = 15.0) -> bool:
     """Whether a process exits within the time."""
     deadline = time.monotonic() + seconds
     while is_running(pid) and time.monotonic() < deadline:
@@ -77,23 +77,23 @@ def goes(pid: int, seconds: float = 15.0) -> bool:
 def test_ranks_on_two_nodes_match_one_process_and_a_lost_one_is_named(
     two_nodes: Any, make_llm: Callable[..., LLM], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    alone = everything(make_llm(**TIGHT), forms=False)
+    alone = mixed_load(make_llm(**TIGHT), with_grammars=False)
     capfd.readouterr()
     llm = make_llm(**RAY, ray_address=two_nodes.address)
     assert len(set(nodes_of(llm))) == 2
-    assert everything(llm, forms=False) == alone
+    assert mixed_load(llm, with_grammars=False) == alone
     pids = ranks_of(llm)
     lose_a_rank(llm, rf"rank 1 of 2 \(pid {pids[1]} on node [0-9.]+\) was lost: its process", seconds=15)
-    assert all(goes(pid) for pid in pids)
+    assert all(exits(pid) for pid in pids)
     llm.llm_engine.abort_request(["0", "1", "2"])
-    said = capfd.readouterr()
-    assert "raylet" not in said.out + said.err
+    error_text = capfd.readouterr()
+    assert "raylet" not in error_text.out + error_text.err
 
 
 @pytest.mark.slow
 def test_stages_on_two_nodes(two_nodes: Any, make_llm: Callable[..., LLM]) -> None:
     stages = {**RAY, "tensor_parallel_size": 1, "pipeline_parallel_size": 2}
-    assert everything(make_llm(**stages, ray_address=two_nodes.address)) == everything(make_llm(**TIGHT))
+    assert mixed_load(make_llm(**stages, ray_address=two_nodes.address)) == mixed_load(make_llm(**TIGHT))
 
 
 @pytest.mark.slow
@@ -157,8 +157,8 @@ def refused(tiny_model: Path, **settings: Any) -> str:
 def test_an_address_without_a_ray_cluster(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    said = refused(tiny_model, ray_address=f"127.0.0.1:{port}")
-    assert f"no Ray cluster can be reached at 127.0.0.1:{port} (connection refused" in said
+    error_text = refused(tiny_model, ray_address=f"127.0.0.1:{port}")
+    assert f"no Ray cluster can be reached at 127.0.0.1:{port} (connection refused" in error_text
     with mute_port() as port:
         assert f"the server at 127.0.0.1:{port} is not a Ray" in refused(tiny_model, ray_address=f"127.0.0.1:{port}")
     assert "no Ray cluster can be reached at no.such.host.invalid:6379" in refused(
@@ -187,13 +187,13 @@ def test_a_cluster_without_the_resources_or_versions(
 ) -> None:
     monkeypatch.setattr(ray_ranks, "ABSENT_SECONDS", 1)
     here = {"ray_address": two_nodes.address}
-    said = refused(tiny_model, **here, tensor_parallel_size=4)
-    assert f"4 ranks need 4 CPUs, and the Ray cluster at {two_nodes.address} has 2" in said
+    error_text = refused(tiny_model, **here, tensor_parallel_size=4)
+    assert f"4 ranks need 4 CPUs, and the Ray cluster at {two_nodes.address} has 2" in error_text
     assert "2 ranks need 2 GPUs, and the Ray cluster" in refused(tiny_model, **here, device="cuda")
     monkeypatch.setattr("quire.__version__", "9.9.9")
-    assert "has quire 0." in (said := refused(tiny_model, **here))
-    assert "mixed versions: node" in said
-    assert "the engine has 9.9.9: install the same quire on all nodes" in said
+    assert "has quire 0." in (error_text := refused(tiny_model, **here))
+    assert "mixed versions: node" in error_text
+    assert "the engine has 9.9.9: install the same quire on all nodes" in error_text
     monkeypatch.undo()
     config = EngineConfig(str(tiny_model), **{**RAY, **here})
     nowhere = Path("/no/such/folder")
@@ -216,8 +216,8 @@ def test_resources_that_others_use_are_waited_for(
 
         other = Other.remote()
         ray.get(other.ready.remote())
-        said = refused(tiny_model, ray_placement_timeout=2)
-        assert "has 2, and 1 of them were free for 2 s: end what holds the others" in said
+        error_text = refused(tiny_model, ray_placement_timeout=2)
+        assert "has 2, and 1 of them were free for 2 s: end what holds the others" in error_text
         threading.Timer(2.0, ray.kill, [other]).start()
         llm = make_llm(**{**RAY, "num_gpu_blocks_override": None})
         assert len(tokens(llm, [BEGIN])[0][0]) == 24
@@ -251,10 +251,10 @@ def test_a_lost_node_is_named_and_the_engine_restarts_with_another(two_nodes: An
             await started.wait()
             two_nodes.remove_node(two_nodes.second, allow_graceful=False)
             begin = time.monotonic()
-            said = await asyncio.wait_for(asked, 30)
+            error_text = await asyncio.wait_for(asked, 30)
             assert time.monotonic() - begin < 15
-            assert "was lost" in said
-            assert "on node" in said
+            assert "was lost" in error_text
+            assert "on node" in error_text
             # Ray may not have noticed yet, and count the node.
             with pytest.raises(ClusterError, match=r"2 ranks need 2 CPUs.* (has 1|1 of them were free)"):
                 await llm.restart(only_if_dead=True)
@@ -281,7 +281,7 @@ def test_a_rank_that_is_stopped_is_noticed(
     os.kill(pids[0], signal.SIGSTOP)
     with pytest.raises(EngineDeadError, match=rf"rank 0 of 2 \(pid {pids[0]} on node [0-9.]+\) hangs"):
         tokens(llm, [BEGIN])
-    assert all(goes(pid) for pid in pids)
+    assert all(exits(pid) for pid in pids)
 
 
 @pytest.mark.slow
@@ -299,7 +299,7 @@ sys.stdin.read()
         pids = next(list(map(int, line.split()[1:])) for line in engine.stdout if line.startswith("pids"))
         assert len(pids) == 2
         engine.kill()
-    assert all(goes(pid) for pid in pids)
+    assert all(exits(pid) for pid in pids)
 
 
 @pytest.mark.slow
@@ -324,7 +324,7 @@ sys.stdin.read()
                 assert engine.stdin is not None
                 engine.stdin.close()
         # Ray's agents take a minute to notice that their head has exited.
-        assert {pid: name for pid, name in children.items() if not goes(pid, 90)} == {}, end
+        assert {pid: name for pid, name in children.items() if not exits(pid, 90)} == {}, end
 
 
 def descendants(root: int) -> dict[int, str]:
@@ -345,9 +345,9 @@ def descendants(root: int) -> dict[int, str]:
 
 def test_only_connections_with_the_secret_are_accepted() -> None:
     listener = RankListener("127.0.0.1", 1)
-    strangers = [socket.create_connection(listener.address) for _ in range(3)]
-    strangers[0].sendall(b"GET / HTTP/1.1\r\nHost: engine\r\nAccept: anything at all\r\n\r\n")
-    strangers[1].sendall(bytes(SECRET_BYTES + 5))
+    unauthorized = [socket.create_connection(listener.address) for _ in range(3)]
+    unauthorized[0].sendall(b"GET / HTTP/1.1\r\nHost: engine\r\nAccept: anything at all\r\n\r\n")
+    unauthorized[1].sendall(bytes(SECRET_BYTES + 5))
     callers = [
         connect_to_engine(listener.address, bytes(SECRET_BYTES), 0, MESSAGES),
         connect_to_engine(listener.address, listener.secret, 7, MESSAGES),
@@ -358,7 +358,7 @@ def test_only_connections_with_the_secret_are_accepted() -> None:
     assert len(messages) == len(beats) == 1
     messages[0].sendall(b"plan")
     assert known[0].recv(10) == b"plan"
-    for sock in (*strangers, *callers, second):
+    for sock in (*unauthorized, *callers, second):
         sock.settimeout(5)
         with contextlib.suppress(ConnectionError):
             assert sock.recv(10) == b""

@@ -1,4 +1,4 @@
-"""Engines on the device, checked to be idle and shut down after each test; and a transformers model beside them."""
+"""Engines on the device, checked to be idle and shut down after each test; and a transformers model as reference."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.gpu.target import DEVICE, SMALL_GROUPS, USUAL
 
 @pytest.fixture(scope="session", autouse=True)
 def full_float32() -> Iterator[None]:
-    """Products of float32 in float32: TF32 has ten bits, and no comparison with transformers survives that."""
+    """float32 GEMMs in float32: TF32 has ten bits, too few for comparisons with transformers."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = False
@@ -47,14 +47,14 @@ def ties(reference: Any) -> NearTies:
 
 @pytest.fixture
 def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows are read together where they share a block or two."""
+    """Groups form where rows share a block or two."""
     for name, value in SMALL_GROUPS.items():
         monkeypatch.setattr(name, value)
 
 
 @pytest.fixture
 def engine(folder: Path) -> Iterator[Callable[..., LLM]]:
-    """Engines with settings of a test's own."""
+    """Engines with a test's own settings."""
     made: list[LLM] = []
 
     def make(model: str | Path = folder, **settings: Any) -> LLM:

@@ -1,4 +1,4 @@
-"""Tiny mixtures of experts with the tiny tokenizer, whose heads are as wide as the kernels for GPUs want them."""
+"""Tiny mixtures of experts with the tiny tokenizer, with heads as wide as the GPU kernels need."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FAMILIES = ["mixtral", "qwen2-moe", "qwen3-moe"]
 
 
 def write_mixture(folder: Path, name: str) -> Any:
-    """A random one of that family; returned as transformers has it, on the device."""
+    """A random checkpoint of that family; returned as a transformers model on the device."""
     changes = {"vocab_size": TINY_VOCAB, "max_position_embeddings": 256, "hidden_size": 64, "head_dim": 16}
     reference = random_reference(type(ZOO[name])(**(ZOO[name].to_dict() | changes)))
     reference.save_pretrained(folder)

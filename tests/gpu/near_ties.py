@@ -1,8 +1,6 @@
-"""Greedy tokens are compared one by one; where they differ, transformers decides whether that is a near-tie.
-
-Another order of additions may choose the other of two tokens whose logits lie within TIE of each other. Such places
-are counted and printed, and what follows them is not compared; any other difference is an error.
-"""
+"""Greedy tokens are compared one by one; where they differ, transformers decides whether that is a near-tie. Another
+order of additions may choose the other of two tokens whose logits are within TIE of each other. Near-ties are counted
+and printed, and what follows them is not compared; any other difference is an error."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ TIE = 1e-4
 
 
 class NearTies:
-    """The rule, and how often it was needed."""
+    """The rule, and how often it applied."""
 
     def __init__(self, reference: Any) -> None:
         """`reference`: a float32 transformers model."""
@@ -24,7 +22,7 @@ class NearTies:
         self.compared = 0
 
     def compare(self, prompt: Sequence[int], ours: Sequence[int], theirs: Sequence[int], what: str = "") -> None:
-        """Raise unless the two continuations are the same up to their end, or up to a near-tie."""
+        """Raise unless the two continuations are equal up to their end, or up to a near-tie."""
         for at, (mine, other) in enumerate(zip(ours, theirs, strict=False)):
             self.compared += 1
             if mine != other:
@@ -42,7 +40,7 @@ class NearTies:
         return best.indices.tolist(), float(best.values[0] - best.values[1])
 
     def report(self, what: str, most: int = 1) -> None:
-        """Print what was compared; more than `most` near-ties are no accident any more."""
+        """Print what was compared; more than `most` near-ties are an error."""
         print(f"\n{what}: {self.compared} tokens compared, {len(self.found)} near-ties (within {TIE})")
         for place in self.found:
             print(f"  {place}")
@@ -51,7 +49,7 @@ class NearTies:
 
 @torch.inference_mode()
 def greedy(reference: Any, prompts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
-    """`count` greedy tokens a prompt by transformers, one prompt at a time, nothing cached."""
+    """`count` greedy tokens per prompt by transformers, one prompt at a time, without caching."""
     outputs = []
     for prompt in prompts:
         tokens = torch.tensor([list(prompt)], device=next(reference.parameters()).device)

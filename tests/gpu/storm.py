@@ -1,4 +1,4 @@
-"""Requests of every kind at once on a real engine, some of them aborted, against what each yields undisturbed."""
+"""Concurrent requests of every kind on a real engine, some of them aborted, against what each yields alone."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from tests.conftest import TINY_VOCAB
 from tests.gpu.near_ties import NearTies
 
 FLIPS = 0.01
-"""Share of seeded samples that may differ: a draw's number may fall between two orders of the same sum."""
+"""Share of seeded sequences that may differ: a draw's number may fall between two orders of the same sum."""
 
 
 @dataclass(frozen=True)
-class Ask:
-    """A request, and whether it is plainly greedy: then its tokens are compared one by one."""
+class StormRequest:
+    """A request, and whether it is plain greedy: then its tokens are compared one by one."""
 
     id: str
     prompt: list[int]
@@ -27,18 +27,20 @@ class Ask:
     is_greedy: bool
 
 
-def make_asks(count: int, rng: random.Random, longest_prompt: int = 70, longest_output: int = 40) -> list[Ask]:
+def make_requests(
+    count: int, rng: random.Random, longest_prompt: int = 70, longest_output: int = 40
+) -> list[StormRequest]:
     """Prompts that often share a prefix; parameters of every kind, all seeded, so that each request has one answer."""
     stems = [[rng.randrange(2, TINY_VOCAB) for _ in range(longest_prompt)] for _ in range(5)]
-    asks = []
+    requests = []
     for i in range(count):
         prompt = [rng.randrange(2, TINY_VOCAB) for _ in range(rng.randint(1, longest_prompt // 2))]
         if rng.random() < 0.6:
             prompt = (rng.choice(stems)[: rng.randint(1, longest_prompt)] + prompt)[:longest_prompt]
         output = rng.randint(1, rng.choice([4, longest_output]))
         is_greedy = rng.random() < 0.5
-        asks.append(Ask(f"r{i}", prompt, _params(rng, output, is_greedy), is_greedy))
-    return asks
+        requests.append(StormRequest(f"r{i}", prompt, _params(rng, output, is_greedy), is_greedy))
+    return requests
 
 
 def _params(rng: random.Random, length: int, is_greedy: bool) -> SamplingParams:
@@ -65,25 +67,29 @@ def _params(rng: random.Random, length: int, is_greedy: bool) -> SamplingParams:
     )  # fmt: skip
 
 
-def undisturbed(llm: LLM, asks: Sequence[Ask]) -> dict[str, RequestOutput]:
+def uninterrupted(llm: LLM, requests: Sequence[StormRequest]) -> dict[str, RequestOutput]:
     """What each request yields where there is room for all."""
-    outputs = llm.generate([ask.prompt for ask in asks], [ask.params for ask in asks], use_tqdm=False)
+    outputs = llm.generate(
+        [request.prompt for request in requests], [request.params for request in requests], use_tqdm=False
+    )
     assert llm.llm_engine.core.scheduler.stats.preemptions == 0
-    return {ask.id: output for ask, output in zip(asks, outputs, strict=True)}
+    return {request.id: output for request, output in zip(requests, outputs, strict=True)}
 
 
-def disturbed(llm: LLM, asks: Sequence[Ask], rng: random.Random, abort_rate: float) -> dict[str, RequestOutput]:
-    """The same in bursts, with random aborts: what finished, by request; the others were aborted."""
+def interrupted(
+    llm: LLM, requests: Sequence[StormRequest], rng: random.Random, abort_rate: float
+) -> dict[str, RequestOutput]:
+    """The same in bursts, with random aborts: the finished results by request; the others were aborted."""
     engine = llm.llm_engine
-    waiting, open_ids, aborted = list(asks), set[str](), set[str]()
+    waiting, open_ids, aborted = list(requests), set[str](), set[str]()
     finished: dict[str, RequestOutput] = {}
-    steps, most = 0, 200 + 100 * len(asks)
+    steps, most = 0, 200 + 100 * len(requests)
     while waiting or engine.has_unfinished_requests():
         for _ in range(rng.choice([0, 0, 1, 2, 8])):
             if waiting:
-                ask = waiting.pop(0)
-                engine.add_request(ask.id, ask.prompt, ask.params)
-                open_ids.add(ask.id)
+                request = waiting.pop(0)
+                engine.add_request(request.id, request.prompt, request.params)
+                open_ids.add(request.id)
         for output in engine.step():
             assert output.finished and output.request_id in open_ids, "reported after its end"
             finished[output.request_id] = output
@@ -95,25 +101,27 @@ def disturbed(llm: LLM, asks: Sequence[Ask], rng: random.Random, abort_rate: flo
             aborted.add(victim)
         steps += 1
         assert steps < most, f"{len(open_ids)} requests starve after {steps} steps"
-    assert finished.keys() | aborted == {ask.id for ask in asks}
+    assert finished.keys() | aborted == {request.id for request in requests}
     assert not finished.keys() & aborted
     return finished
 
 
-def check(asks: Sequence[Ask], ours: dict[str, RequestOutput], theirs: dict[str, RequestOutput], ties: NearTies) -> int:
-    """Greedy requests by the rule of near-ties; returns how many seeded samples differ, which may be very few."""
+def check(
+    requests: Sequence[StormRequest], ours: dict[str, RequestOutput], theirs: dict[str, RequestOutput], ties: NearTies
+) -> int:
+    """Greedy requests with the near-tie rule; returns how many seeded sequences differ, which must be very few."""
     flips = samples = 0
-    for ask in asks:
-        if ask.id not in ours:
+    for request in requests:
+        if request.id not in ours:
             continue
-        mine, other = ours[ask.id], theirs[ask.id]
-        assert mine.error is None and len(mine.outputs) == ask.params.n
+        mine, other = ours[request.id], theirs[request.id]
+        assert mine.error is None and len(mine.outputs) == request.params.n
         for sample, expected in zip(mine.outputs, other.outputs, strict=True):
             samples += 1
-            _check_reports(ask, mine, sample)
-            if ask.is_greedy:
+            _check_reports(request, mine, sample)
+            if request.is_greedy:
                 before = len(ties.found)
-                ties.compare(ask.prompt, sample.token_ids, expected.token_ids, ask.id)
+                ties.compare(request.prompt, sample.token_ids, expected.token_ids, request.id)
                 same = len(ties.found) == before
             else:
                 same = list(sample.token_ids) == list(expected.token_ids)
@@ -124,10 +132,10 @@ def check(asks: Sequence[Ask], ours: dict[str, RequestOutput], theirs: dict[str,
     return flips
 
 
-def _check_reports(ask: Ask, output: RequestOutput, sample: Any) -> None:
-    if ask.params.logprobs is not None:
+def _check_reports(request: StormRequest, output: RequestOutput, sample: Any) -> None:
+    if request.params.logprobs is not None:
         assert len(sample.logprobs) == len(sample.token_ids)
         for token, report in zip(sample.token_ids, sample.logprobs, strict=True):
             assert math.isfinite(report[token].logprob) and report[token].logprob <= 0
-    if ask.params.prompt_logprobs is not None:
-        assert len(output.prompt_logprobs or []) == len(ask.prompt)
+    if request.params.prompt_logprobs is not None:
+        assert len(output.prompt_logprobs or []) == len(request.prompt)

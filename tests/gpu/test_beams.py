@@ -1,4 +1,4 @@
-"""Beam search on a CUDA device: what transformers finds, with beams that branch off, through graphs."""
+"""Beam search on a CUDA device: transformers' sequences, with beams that fork, through graphs."""
 
 from __future__ import annotations
 

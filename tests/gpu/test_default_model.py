@@ -1,7 +1,5 @@
-"""The default model's greedy text on the device is the CPU's, and it is text.
-
-The model is looked for where quire keeps it (nothing is downloaded), or at QUIRE_TEST_MODEL.
-"""
+"""The default model's greedy text on the device equals the CPU's, and is sensible. The model is taken from quire's
+cache (nothing is downloaded), or from QUIRE_TEST_MODEL."""
 
 from __future__ import annotations
 
@@ -92,7 +90,9 @@ class LateReference:
 
 
 @pytest.mark.parametrize("settings", [{}, {"enforce_eager": True, "pipeline_depth": 0}], ids=["as usual", "eager"])
-def test_float32_text_is_the_cpus(files: ModelFiles, on_the_cpu: list[RequestOutput], settings: dict[str, Any]) -> None:
+def test_float32_text_equals_the_cpus(
+    files: ModelFiles, on_the_cpu: list[RequestOutput], settings: dict[str, Any]
+) -> None:
     outputs = generate(files, DEVICE, **settings)
     ties = NearTies(LateReference(str(files.path)))
     for ours, theirs in zip(outputs, on_the_cpu, strict=True):

@@ -1,4 +1,4 @@
-"""The same engine on a CUDA device: same tokens as transformers, whatever the batch, the chunks or the depth."""
+"""The engine on a CUDA device: the tokens of transformers, with any batch, chunks or pipeline depth."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def expected(reference: Any) -> list[list[int]]:
     return greedy(reference, PROMPTS, LENGTH)
 
 
-def samples_of(output: RequestOutput) -> list[list[int]]:
+def sequences_of(output: RequestOutput) -> list[list[int]]:
     assert output.error is None
     return [list(sample.token_ids) for sample in output.outputs]
 
@@ -63,19 +63,19 @@ def test_a_seed_draws_the_same_text_on_both_devices(engine: Callable[..., LLM], 
     texts = []
     for device in (DEVICE, "cpu"):
         outputs = engine(device=device).generate(PROMPTS[:4], params, use_tqdm=False)
-        texts.append([samples_of(output) for output in outputs])
+        texts.append([sequences_of(output) for output in outputs])
     assert texts[0] == texts[1]
 
 
-def test_samples_are_the_same_forked_queued_or_preempted(engine: Callable[..., LLM]) -> None:
-    """A prompt that ends inside a block: each sample's first token of its own copies that block."""
+def test_sequences_are_the_same_forked_queued_or_preempted(engine: Callable[..., LLM]) -> None:
+    """A prompt that ends inside a block: each sequence's first own token copies that block."""
     params = SamplingParams(n=6, temperature=1.0, seed=2**64 - 3, max_tokens=24, ignore_eos=True)
     prompt = PROMPTS[2][:21]
-    expected = samples_of(engine().generate([prompt], params, use_tqdm=False)[0])
+    expected = sequences_of(engine().generate([prompt], params, use_tqdm=False)[0])
     assert len({tuple(tokens) for tokens in expected}) == 6
     few_rows, few_blocks = engine(max_num_seqs=2), engine(num_gpu_blocks_override=7)
     for llm in (few_rows, few_blocks):
-        assert samples_of(llm.generate([prompt], params, use_tqdm=False)[0]) == expected
+        assert sequences_of(llm.generate([prompt], params, use_tqdm=False)[0]) == expected
     assert preemptions(few_blocks) > 0
 
 
@@ -97,7 +97,7 @@ def test_cached_prefixes_change_no_token(engine: Callable[..., LLM], ties: NearT
 
 
 def test_a_block_is_copied_whole(engine: Callable[..., LLM]) -> None:
-    """The copy is all layers of K, V and token ids; what the source holds stays."""
+    """The copy has all layers of K, V and token ids; the source is unchanged."""
     llm = engine(num_gpu_blocks_override=8)
     kv = llm.llm_engine.core._executor._worker._runner._batch.kv  # type: ignore[attr-defined]
     kv.data.normal_()
@@ -108,7 +108,7 @@ def test_a_block_is_copied_whole(engine: Callable[..., LLM]) -> None:
     assert kv.tokens[5].equal(tokens[3]) and kv.tokens[4].equal(tokens[4]) and kv.data[4].equal(before[4])
 
 
-# What takes the general sampler
+# The general sampler
 
 
 @pytest.mark.parametrize("depth", [0, 1])
@@ -124,7 +124,7 @@ def test_penalties_lists_and_logprobs_run_on_the_device(engine: Callable[..., LL
     assert len(output.outputs[0].logprobs or []) == len(output.outputs[0].token_ids) >= 8
 
 
-def test_logprobs_are_the_cpus(engine: Callable[..., LLM]) -> None:
+def test_logprobs_equal_the_cpus(engine: Callable[..., LLM]) -> None:
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=4, prompt_logprobs=2)
     on_gpu, on_cpu = (
         engine(device=device, max_num_batched_tokens=32).generate(PROMPTS[:3], params, use_tqdm=False)

@@ -1,4 +1,4 @@
-"""What goes wrong on a device ends a request, or a step, and not the engine; what cannot work says so at the start."""
+"""Failures on a device end a request, or a step, and not the engine; impossible settings are refused at start."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def expected(reference: Any) -> list[list[int]]:
 def assert_right(
     outputs: list[RequestOutput], expected: list[list[int]], ties: NearTies, but: tuple[int, ...] = ()
 ) -> None:
-    """All requests but those named have the reference's tokens."""
+    """All requests except those named have the reference's tokens."""
     for i, output in enumerate(outputs):
         if i not in but:
             assert output.error is None
@@ -56,7 +56,7 @@ def assert_right(
     ties.report("the others")
 
 
-# Logits that are no numbers
+# Invalid logits
 
 
 @DEPTHS
@@ -77,7 +77,7 @@ def test_a_processor_that_yields_nan_ends_its_own_request(
 def test_nan_in_a_requests_cache_ends_it_and_no_other(
     engine: Callable[..., LLM], ties: NearTies, expected: list[list[int]], depth: int, params: SamplingParams
 ) -> None:
-    """Noticed by the draw of a captured step; and the next owner of the block writes before it reads."""
+    """Noticed by the draw of a captured step; the next owner of the block writes before it reads."""
     llm = engine(pipeline_depth=depth, enable_prefix_caching=False, num_gpu_blocks_override=24)
     loop, finished = llm.llm_engine, {}
     for i, prompt in enumerate(PROMPTS):
@@ -108,7 +108,7 @@ def poison(llm: LLM, request: str) -> None:
 
 
 @DEPTHS
-def test_a_step_without_memory_is_tried_again_smaller(
+def test_a_step_that_runs_out_of_memory_is_retried_smaller(
     engine: Callable[..., LLM], ties: NearTies, expected: list[list[int]], depth: int
 ) -> None:
     llm = engine(pipeline_depth=depth)
@@ -151,10 +151,8 @@ def test_a_card_that_is_really_full(
 
 
 def write_wide_model(folder: Path) -> Path:
-    """A tiny model but for its feed-forward width: a step of 4,096 tokens needs 2 GiB for that alone, in float32.
-
-    Two layers, since the last one computes a prompt's last token only.
-    """
+    """A tiny model except for its feed-forward width: a step of 4,096 tokens needs 2 GiB for that alone, in float32.
+    Two layers, since the last one computes only a prompt's last token."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(3)
@@ -182,7 +180,7 @@ def wide_reference(folder: Path) -> Any:
         ({"num_gpu_blocks_override": 10**9}, ModelTooLargeError, "num_gpu_blocks_override"),
     ],
 )
-def test_what_does_not_fit_says_what_to_do(
+def test_what_does_not_fit_is_refused_with_a_remedy(
     folder: Path, settings: dict[str, Any], error: type[Exception], says: str
 ) -> None:
     usual = {key: value for key, value in USUAL.items() if key != "num_gpu_blocks_override"}
@@ -191,11 +189,11 @@ def test_what_does_not_fit_says_what_to_do(
     print(f"\n{caught.value}")
 
 
-def test_an_engine_gives_its_memory_back(folder: Path) -> None:
+def test_shutdown_frees_the_engines_memory(folder: Path) -> None:
     def used() -> int:
         gc.collect()
         torch.cuda.empty_cache()
-        return torch.cuda.memory_reserved()  # this process's own: others may be on the card
+        return torch.cuda.memory_reserved()  # of this process: others may use the card too
 
     def use() -> int:
         settings = USUAL | {"dtype": "bfloat16", "num_gpu_blocks_override": 200_000}  # 0.8 GB

@@ -1,4 +1,4 @@
-"""`batch_invariant`: a request's tokens and their probabilities, bit by bit, whatever else is in the batch."""
+"""`batch_invariant`: a request's tokens and their probabilities, bit for bit, whatever else is in the batch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PROMPTS = [[(11 * i + 5 * j) % TINY_VOCAB for j in range(1 + 17 * i)] for i in r
 
 
 def params(i: int) -> SamplingParams:
-    """Greedy and drawn, of different lengths; the probabilities are reported to sixteen bits' last."""
+    """Greedy and random, of different lengths; the reported probabilities are compared to their last bit."""
     drawn = {"temperature": 0.9, "top_p": 0.95, "seed": i} if i % 2 else {"temperature": 0}
     return SamplingParams(**drawn, max_tokens=8 + 5 * i, ignore_eos=True, logprobs=3)
 
@@ -36,7 +36,7 @@ def bits(llm: LLM, wanted: list[int]) -> dict[int, Any]:
     [{}, {"max_num_batched_tokens": 24}, {"num_gpu_blocks_override": 14, "block_size": 16}],
     ids=["whole prompts", "tiny chunks", "preempted"],
 )
-def test_alone_or_in_company_the_same_bits(engine: Callable[..., LLM], settings: dict[str, Any]) -> None:
+def test_alone_or_in_a_batch_the_same_bits(engine: Callable[..., LLM], settings: dict[str, Any]) -> None:
     alone = engine(dtype="bfloat16", batch_invariant=True, enable_prefix_caching=False)
     together = engine(dtype="bfloat16", batch_invariant=True, **settings)
     expected = {i: bits(alone, [i])[i] for i in range(len(PROMPTS))}
@@ -45,6 +45,6 @@ def test_alone_or_in_company_the_same_bits(engine: Callable[..., LLM], settings:
         assert together.llm_engine.core.scheduler.stats.preemptions > 0
 
 
-def test_what_it_cannot_do_it_refuses(engine: Callable[..., LLM]) -> None:
+def test_unsupported_settings_are_refused(engine: Callable[..., LLM]) -> None:
     with pytest.raises(ConfigError, match="batch_invariant needs"):
         engine(dtype="float32", batch_invariant=True)

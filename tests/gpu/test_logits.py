@@ -1,4 +1,4 @@
-"""Every architecture through the Triton kernels computes what transformers computes in float32 on the CPU."""
+"""Every architecture with the Triton kernels computes what transformers computes in float32 on the CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mixtures of experts on a CUDA device: transformers' tokens from captured steps and eager ones, and counts."""
+"""Mixtures of experts on a CUDA device: transformers' tokens from captured and eager steps, and expert counts."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ def test_greedy_tokens_equal_transformers(
     ties.report("greedy", most=2)
 
 
-def test_counts_are_exact_where_nothing_pads_a_step(engine: Callable[..., LLM], mixture: tuple[Path, Any]) -> None:
+def test_counts_are_exact_for_steps_without_padding(engine: Callable[..., LLM], mixture: tuple[Path, Any]) -> None:
     llm = engine(mixture[0])
     assert total(llm, "0") == 0, "warm-up steps are not counted"
-    prompt = [(5 * j) % TINY_VOCAB for j in range(TOKENS[0])]  # a step of its own, without padding tokens
+    prompt = [(5 * j) % TINY_VOCAB for j in range(TOKENS[0])]  # a separate step, without padding tokens
     llm.generate([prompt], GREEDY, use_tqdm=False)
     top_k = llm.llm_engine.info.model.raw["num_experts_per_tok"]
     computed = len(prompt) + GREEDY.max_tokens - 1
-    # A step in flight when the last token came may have been computed for a finished request.
+    # A step in flight when the last token came may have computed for a finished request.
     assert total(llm, "0") in (computed * top_k, (computed + 1) * top_k)
 
 
@@ -61,8 +61,8 @@ def total(llm: LLM, layer: str) -> float:
     return sum(count for (of, _), count in tokens.series if of == layer)
 
 
-def test_bfloat16_runs_in_every_rung(engine: Callable[..., LLM], mixture: tuple[Path, Any]) -> None:
-    """From one row to all there may be; the same prompt gives the same tokens alone and in company, near-ties aside."""
+def test_bfloat16_runs_at_every_capture_size(engine: Callable[..., LLM], mixture: tuple[Path, Any]) -> None:
+    """From one row to the maximum; the same prompt gives the same tokens alone and in a batch, except for near-ties."""
     llm = engine(mixture[0], dtype="bfloat16")
     for count in (1, 2, 5, 16):
         outputs = llm.generate([PROMPTS[1]] * count, GREEDY, use_tqdm=False)

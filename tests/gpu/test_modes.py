@@ -1,4 +1,4 @@
-"""Captured or not, overlapped or not: the same kernels in the same order, so the same tokens."""
+"""Captured or eager, overlapped or not: the same kernels in the same order, so the same tokens."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_greedy_tokens_equal_transformers_in_every_mode(
     assert not replays["forward"]
 
 
-def test_rows_that_report_replay_the_forward_pass_and_draw_the_same(
+def test_rows_with_logprobs_replay_the_forward_pass_and_draw_the_same(
     engine: Callable[..., LLM], ties: NearTies, replays: dict[str, list[int]], expected: list[list[int]]
 ) -> None:
     params = [greedy_params(n, logprobs=2 if i % 3 == 0 else None) for i, n in enumerate(LENGTHS)]
@@ -112,10 +112,10 @@ def test_more_requests_than_rows_and_more_tokens_than_a_step(
 @pytest.mark.usefixtures("small_groups")
 @pytest.mark.parametrize("depth", [0, 1], ids=["synchronous", "overlapped"])
 @pytest.mark.parametrize("eager", [True, False], ids=["eager", "graphs"])
-def test_rows_that_begin_alike_are_read_together_and_draw_the_same(
+def test_rows_with_a_common_prefix_are_read_together_and_draw_the_same(
     engine: Callable[..., LLM], ties: NearTies, reference: Any, eager: bool, depth: int
 ) -> None:
-    """Two groups that share their beginnings, one row that shares nothing, and a group that grows and shrinks."""
+    """Two groups that share their prefixes, one row that shares nothing, and a group that grows and shrinks."""
     stems = [[(5 * i + 11 * j) % TINY_VOCAB for j in range(128)] for i in range(2)]
     prompts = [stems[i % 2] + [(3 + i + j) % TINY_VOCAB for j in range(3 + i)] for i in range(9)] + [PROMPTS[4]]
     lengths = [6 + 5 * i for i in range(len(prompts))]
@@ -138,11 +138,11 @@ def test_rows_that_begin_alike_are_read_together_and_draw_the_same(
 
 
 @pytest.mark.parametrize("rows", [1, 4, 16])
-def test_bfloat16_graphs_draw_what_eager_steps_draw(
+def test_bfloat16_graphs_draw_the_same_as_eager_steps(
     engine: Callable[..., LLM], rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`rows` is a capture size: nothing is padded, so a captured step is the eager one, bit for bit. Steps with prompts
-    are padded, and left out here."""
+    """`rows` is a capture size: nothing is padded, so a captured step equals the eager one, bit for bit. Steps with
+    prompts are padded, and not tested here."""
     monkeypatch.setattr("quire.worker.cuda_graphs.CapturedMixedPath.fit", lambda self, plan: None)
     prompts = [[(5 * i + 3 * j) % TINY_VOCAB for j in range(20)] for i in range(rows)]
     outputs = []
@@ -168,7 +168,7 @@ def test_seeded_draws_are_the_same_captured_and_eager(engine: Callable[..., LLM]
 def test_steps_with_prompts_are_captured_too(
     engine: Callable[..., LLM], ties: NearTies, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Prompts that come while others run share steps with them, padded to shapes that are graphs."""
+    """Prompts that arrive while others run share steps with them, padded to captured shapes."""
     from quire.worker.cuda_graphs import CapturedMixedPath
 
     shapes: list[Any] = []

@@ -1,4 +1,4 @@
-"""Two stages that share the GPU: the same tokens as transformers, from captured graphs and without."""
+"""Two stages that share the GPU: the tokens of transformers, with captured graphs and without."""
 
 from __future__ import annotations
 

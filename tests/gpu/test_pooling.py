@@ -1,4 +1,4 @@
-"""Vectors on a CUDA device are transformers' hidden states, pooled, in chunks and beside requests that generate."""
+"""Vectors on a CUDA device equal transformers' hidden states, pooled, in chunks and beside generating requests."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def vector(reference: Any, prompt: list[int], pooling: str) -> np.ndarray:
 
 @pytest.mark.parametrize("pooling", ["last", "mean"])
 @pytest.mark.parametrize("depth, budget", [(0, 512), (1, 512), (1, 33)])
-def test_vectors_are_transformers(
+def test_vectors_equal_transformers(
     engine: Callable[..., LLM], reference: Any, pooling: str, depth: int, budget: int
 ) -> None:
     llm = engine(pipeline_depth=depth, max_num_batched_tokens=budget)

@@ -1,8 +1,6 @@
-"""Ranks and engines that share the GPU say what one says, and sums over ranks are captured in graphs.
-
-NCCL wants a device for each rank: graphs with its collectives are captured over a group of one, and ranks that share
-a device talk over gloo, which cannot be captured.
-"""
+"""Ranks and engines that share the GPU yield the tokens of one, and sums over ranks are captured in graphs. NCCL needs
+a device for each rank: graphs with its collectives are captured over a group of one, and ranks that share a device use
+gloo, which cannot be captured."""
 
 from __future__ import annotations
 
@@ -35,7 +33,7 @@ MODELS = ["llama", *FAMILIES]
 def model(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, folder: Path, reference: Any
 ) -> tuple[Path, Any, list[list[int]]]:
-    """A tiny model's folder, the same in transformers, and what that says."""
+    """A tiny model's folder, the same in transformers, and its tokens."""
     if request.param != "llama":
         folder = tmp_path_factory.mktemp(request.param)
         reference = write_mixture(folder, request.param)
@@ -54,7 +52,7 @@ def nccl() -> Iterator[None]:
 
 
 def compare(llm: LLM, model: tuple[Path, Any, list[list[int]]], what: str) -> None:
-    """Every prompt's tokens twice, the second time with a cached beginning."""
+    """Every prompt's tokens twice, the second time with a cached prefix."""
     _, reference, expected = model
     ties = NearTies(reference)
     for _ in range(2):
@@ -72,7 +70,7 @@ def test_graphs_with_collectives(engine: Callable[..., LLM], model: tuple[Path, 
     alone = llm.generate([PROMPTS[0]], GREEDY, use_tqdm=False)[0].outputs[0].token_ids
     before = collectives_started()
     assert llm.generate([PROMPTS[0]], GREEDY, use_tqdm=False)[0].outputs[0].token_ids == alone
-    # The prompt's step may be another graph's first; its thirty decodes begin no collective: they are in graphs.
+    # The prompt's step may be another graph's first; its thirty decodes start no collective: they are in graphs.
     layers = llm.llm_engine.info.model.num_layers
     assert collectives_started() - before < 3 * (2 * layers + 2)
 
@@ -86,13 +84,13 @@ def test_two_ranks(
 
 
 @pytest.mark.usefixtures("shared_gpu")
-def test_several_samples_over_two_ranks_are_those_of_one(engine: Callable[..., LLM]) -> None:
+def test_several_sequences_over_two_ranks_equal_those_of_one(engine: Callable[..., LLM]) -> None:
     params = SamplingParams(n=5, temperature=0.9, seed=3, max_tokens=16, ignore_eos=True)
-    said = [
+    generated = [
         [list(sample.token_ids) for sample in engine(**ranks).generate([PROMPTS[3]], params, use_tqdm=False)[0].outputs]
         for ranks in ({}, {"tensor_parallel_size": 2})
     ]
-    assert said[0] == said[1]
+    assert generated[0] == generated[1]
 
 
 @pytest.mark.usefixtures("shared_gpu")
@@ -111,11 +109,11 @@ def test_engines_in_lockstep(model: tuple[Path, Any, list[list[int]]]) -> None:
     folder, reference, expected = model
     pair = LockstepEngines(folder, 2, **USUAL)
     try:
-        said = asyncio.run(pair.generate({0: PROMPTS[:4], 1: PROMPTS[4:]}, max_tokens=LENGTH))
+        generated = asyncio.run(pair.generate({0: PROMPTS[:4], 1: PROMPTS[4:]}, max_tokens=LENGTH))
     finally:
         pair.close()
     ties = NearTies(reference)
-    for i, ours in enumerate([*said[0], *said[1]]):
+    for i, ours in enumerate([*generated[0], *generated[1]]):
         ties.compare(PROMPTS[i], ours, expected[i], f"prompt {i}")
     ties.report("lockstep", most=2)
 
@@ -125,20 +123,20 @@ def test_engines_in_lockstep(model: tuple[Path, Any, list[list[int]]]) -> None:
 def test_two_engines(model: tuple[Path, Any, list[list[int]]]) -> None:
     folder, reference, expected = model
 
-    async def said() -> list[list[int]]:
+    async def generated() -> list[list[int]]:
         llm = await asyncio.to_thread(AsyncLLM, str(folder), data_parallel_size=2, **USUAL)
         try:
-            return await asyncio.gather(*(_said(llm, f"r{i}", prompt) for i, prompt in enumerate(PROMPTS)))
+            return await asyncio.gather(*(_generate(llm, f"r{i}", prompt) for i, prompt in enumerate(PROMPTS)))
         finally:
             llm.shutdown()
 
     ties = NearTies(reference)
-    for i, ours in enumerate(asyncio.run(said())):
+    for i, ours in enumerate(asyncio.run(generated())):
         ties.compare(PROMPTS[i], ours, expected[i], f"prompt {i}")
     ties.report("two engines")
 
 
-async def _said(llm: AsyncLLM, name: str, prompt: list[int]) -> list[int]:
+async def _generate(llm: AsyncLLM, name: str, prompt: list[int]) -> list[int]:
     tokens: list[int] = []
     async for output in llm.generate({"prompt_token_ids": prompt}, GREEDY, name):
         tokens = list(output.outputs[0].token_ids)

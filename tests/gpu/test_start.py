@@ -1,4 +1,4 @@
-"""What a start does, so that requests need not."""
+"""What is done at start, so that requests need not wait for it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.gpu.target import ON_A_GPU
 pytestmark = ON_A_GPU
 
 
-def test_no_kernel_is_compiled_on_the_way_of_a_request(engine: Callable[..., LLM]) -> None:
+def test_no_kernel_is_compiled_while_a_request_runs(engine: Callable[..., LLM]) -> None:
     from quire.kernels.triton.launch import compiled, watch_compiles
 
     llm = engine(dtype="bfloat16", max_num_seqs=40, max_num_batched_tokens=96)

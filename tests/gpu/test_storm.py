@@ -1,4 +1,5 @@
-"""Storms on the device: a cache far too small, bursts, aborts, rows of every kind; everyone gets their own tokens."""
+"""Storms on the device: a cache far too small, bursts, aborts, rows of every kind; every request gets its own
+tokens."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import pytest
 
 from quire import LLM
 from tests.gpu.near_ties import NearTies
-from tests.gpu.storm import check, disturbed, make_asks, undisturbed
+from tests.gpu.storm import check, interrupted, make_requests, uninterrupted
 from tests.gpu.target import ON_A_GPU
 
 pytestmark = ON_A_GPU
@@ -28,19 +29,19 @@ def storm(
     engine: Callable[..., LLM], ties: NearTies, requests: int, seed: int, aborts: float, settings: dict[str, Any]
 ) -> None:
     rng = random.Random(seed)
-    asks = make_asks(requests, rng)
-    expected = undisturbed(engine(**CALM), asks)
+    sent = make_requests(requests, rng)
+    expected = uninterrupted(engine(**CALM), sent)
     llm = engine(**settings)
-    ours = disturbed(llm, asks, rng, aborts)
+    ours = interrupted(llm, sent, rng, aborts)
     llm.llm_engine.check_idle()
-    flips = check(asks, ours, expected, ties)
+    flips = check(sent, ours, expected, ties)
     stats = llm.llm_engine.core.scheduler.stats
     print(
-        f"\n{len(ours)} of {len(asks)} finished, {stats.preemptions} preemptions, {stats.cached_tokens} tokens cached, "
+        f"\n{len(ours)} of {len(sent)} finished, {stats.preemptions} preemptions, {stats.cached_tokens} tokens cached, "
         f"{flips} seeded samples differ"
     )
     ties.report(f"storm {seed}", most=max(1, requests // 100))
-    assert len(ours) > 0.5 * len(asks)
+    assert len(ours) > 0.5 * len(sent)
     assert stats.preemptions > 0
     assert (stats.cached_tokens > 0) == settings.get("enable_prefix_caching", True)
 

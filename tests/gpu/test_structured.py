@@ -1,4 +1,4 @@
-"""Structured output on a CUDA device: masks arrive while the forward pass runs, and the device draws under them."""
+"""Structured output on a CUDA device: masks arrive while the forward pass runs, and the device draws with them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from quire import LLM, RequestOutput, SamplingParams
-from quire import StructuredOutputsParams as Form
+from quire import StructuredOutputsParams as Constraint
 from tests.gpu.target import ON_A_GPU
 
 pytestmark = ON_A_GPU
@@ -24,8 +24,10 @@ SCHEMA = {
 }
 
 
-def params(form: Form | None, **fields: Any) -> SamplingParams:
-    return SamplingParams(**({"temperature": 0.9, "seed": 5, "max_tokens": 120, "structured_outputs": form} | fields))
+def params(constraint: Constraint | None, **fields: Any) -> SamplingParams:
+    return SamplingParams(
+        **({"temperature": 0.9, "seed": 5, "max_tokens": 120, "structured_outputs": constraint} | fields)
+    )
 
 
 def tokens_of(outputs: list[RequestOutput]) -> list[list[int]]:
@@ -33,10 +35,10 @@ def tokens_of(outputs: list[RequestOutput]) -> list[list[int]]:
 
 
 WANTED = [
-    params(Form(regex=PHONE)),
-    params(Form(regex=PHONE), temperature=0),
-    params(Form(choice=["red", "blue"]), n=3, top_k=9, top_p=0.9),
-    params(Form(json=SCHEMA), logprobs=1, presence_penalty=0.5),
+    params(Constraint(regex=PHONE)),
+    params(Constraint(regex=PHONE), temperature=0),
+    params(Constraint(choice=["red", "blue"]), n=3, top_k=9, top_p=0.9),
+    params(Constraint(json=SCHEMA), logprobs=1, presence_penalty=0.5),
     params(None, max_tokens=40),
     params(None, max_tokens=40, temperature=0),
 ]
@@ -44,7 +46,7 @@ WANTED = [
 
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("settings", [{}, {"enforce_eager": True}], ids=["graphs", "eager"])
-def test_outputs_have_their_form_beside_free_ones(
+def test_outputs_match_their_grammar_beside_unconstrained_ones(
     engine: Callable[..., LLM], depth: int, settings: dict[str, Any]
 ) -> None:
     llm = engine(pipeline_depth=depth, **settings)

@@ -1,4 +1,4 @@
-"""Tiers below a CUDA device: rows that are swapped, prefixes and sessions that come back, on streams of their own."""
+"""Tiers below a CUDA device: swapped rows, restored prefixes and sessions, on separate streams."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from quire import LLM, SamplingParams
 from tests.conftest import TINY_VOCAB
 from tests.gpu.near_ties import NearTies
-from tests.gpu.storm import check, disturbed, make_asks, undisturbed
+from tests.gpu.storm import check, interrupted, make_requests, uninterrupted
 from tests.gpu.target import ON_A_GPU
 from tests.gpu.test_storm import CALM, TIGHT
 
@@ -23,7 +23,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, detokeniz
 
 @pytest.fixture
 def eager_swaps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Short rows are swapped, and copies are taken for cheap: a tiny model computes faster than any link."""
+    """Short rows are swapped, and copies are assumed cheap: a tiny model computes faster than any link."""
     monkeypatch.setattr("quire.scheduler.swapping.LEAST_SWAP", 1)
     monkeypatch.setattr("quire.kvcache.offload.costs.Costs.swapping_pays", lambda *_: True)
     monkeypatch.setattr("quire.kvcache.offload.costs.Costs.loading_pays", lambda *_: True)
@@ -34,13 +34,13 @@ def eager_swaps(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("depth", [0, 1, 2])
 def test_a_storm_over_tiers(engine: Callable[..., LLM], ties: NearTies, depth: int, disk: bool, tmp_path: Path) -> None:
     rng = random.Random(70 + depth)
-    asks = make_asks(150, rng)
-    expected = undisturbed(engine(**CALM), asks)
+    requests = make_requests(150, rng)
+    expected = uninterrupted(engine(**CALM), requests)
     tiers: dict[str, Any] = {"swap_space": 0.0002, "kv_disk": str(tmp_path)} if disk else {"swap_space": 0.05}
     llm = engine(**TIGHT, **tiers, pipeline_depth=depth)
-    ours = disturbed(llm, asks, rng, 0.03)
+    ours = interrupted(llm, requests, rng, 0.03)
     llm.llm_engine.check_idle()
-    check(asks, ours, expected, ties)
+    check(requests, ours, expected, ties)
     scheduler = llm.llm_engine.core.scheduler
     assert scheduler.tiers is not None
     print(f"\n{scheduler.stats.swaps} swaps, {scheduler.tiers.saved} blocks out, {scheduler.tiers.loaded} back")
@@ -50,7 +50,7 @@ def test_a_storm_over_tiers(engine: Callable[..., LLM], ties: NearTies, depth: i
 
 @pytest.mark.usefixtures("eager_swaps")
 @pytest.mark.parametrize("depth", [0, 1])
-def test_sessions_say_the_same_wherever_they_slept(
+def test_sessions_yield_the_same_tokens_from_every_tier(
     engine: Callable[..., LLM], ties: NearTies, depth: int, tmp_path: Path
 ) -> None:
     rng = random.Random(depth)

@@ -1,4 +1,4 @@
-"""Compiling for a GPU that is not there, in another process."""
+"""Compiling for a GPU that is not present, in another process."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def many(script: Script) -> list[compiler.Task]:
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A GPU to compile for, and a folder for stamps."""
+    """A simulated GPU to compile for, and a folder for stamps."""
     monkeypatch.setenv("QUIRE_CACHE", str(tmp_path))
     monkeypatch.setattr(compiler, "_device", lambda: (90, 132))
     return tmp_path
@@ -113,12 +113,12 @@ def test_a_compiler_that_hangs_is_killed(cache: Path, monkeypatch: pytest.Monkey
             os.kill(fork._pid, 0)
 
 
-def test_a_few_tasks_are_not_worth_a_process(cache: Path) -> None:
+def test_a_few_tasks_start_no_process(cache: Path) -> None:
     compiler.Compilers(many(lambda _: (cache / "started").touch())[:2], "a").wait()
     assert not (cache / "started").exists()
 
 
-# Launchers, made by several threads
+# Launchers made by several threads
 
 MODULE = """
 #include <Python.h>
@@ -134,7 +134,7 @@ def load_module(number: int) -> Any:
 
 
 def wrong_launchers(kind: type, rounds: int) -> int:
-    """How many of the launchers that four threads make are another kernel's."""
+    """How many of the launchers that four threads make belong to another kernel."""
 
     def wrong(number: int) -> int:
         return sum(kind(number).launch() != number for _ in range(rounds))
@@ -145,11 +145,11 @@ def wrong_launchers(kind: type, rounds: int) -> int:
 
 @pytest.fixture
 def modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Launchers as Triton's are: a module each, all of one name. No GPU is needed to create them."""
+    """Launchers as Triton makes them: a module each, all of one name. No GPU is needed to create them."""
 
     def make(launcher: Any, number: int) -> None:
         module = load_module(number)
-        time.sleep(0)  # another thread's turn
+        time.sleep(0)  # let another thread run
         launcher.launch = module.launch
 
     monkeypatch.setattr(CudaLauncher, "__init__", make)
@@ -164,8 +164,8 @@ def test_a_thread_gets_the_launcher_of_its_own_kernel() -> None:
     assert wrong_launchers(launch.SafeLauncher, 300) == 0
 
 
-def test_a_module_that_is_loaded_again_overwrites_the_last_of_its_name() -> None:
-    """Why there is a `SafeLauncher`; it can go when this fails."""
+def test_a_module_loaded_again_overwrites_the_last_of_its_name() -> None:
+    """Why there is a `SafeLauncher`; it can be removed when this fails."""
     load_module(7)
     last = load_module(8)
     load_module(7)

@@ -135,7 +135,7 @@ def test_large_scores_do_not_overflow(attention: CpuPagedAttention) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [None, 100])
-def test_a_row_has_the_same_bits_whatever_the_batch_threads_and_cut(
+def test_a_row_has_the_same_bits_in_any_batch_threads_and_chunking(
     attention: CpuPagedAttention, dtype: torch.dtype, window: int | None
 ) -> None:
     step = Step([(1, 900), (1, 40), (300, 900)], dtype=dtype)
@@ -143,7 +143,7 @@ def test_a_row_has_the_same_bits_whatever_the_batch_threads_and_cut(
     q, inputs = step.q, step.inputs
 
     def alone(row: int, first: int, last: int, threads: int) -> torch.Tensor:
-        """Queries first to last of a row, as a step of their own."""
+        """Queries first to last of a row, as a separate step."""
         begin, end = inputs.query_starts[row : row + 2].tolist()
         count, context = last - first, int(inputs.context_lens[row]) - (end - begin) + last
         part = AttentionInputs(
@@ -176,7 +176,7 @@ def test_padding_rows_stay_inside_their_tables(attention: CpuPagedAttention) -> 
     step.kv[0] = 1
     inputs = step.inputs
     inputs.block_tables[1] = 0
-    inputs.context_lens[1] = 1 << 20  # says far more than its table holds
+    inputs.context_lens[1] = 1 << 20  # claims far more than its table holds
     out = attention.attend(step.q, step.kv, inputs, step.scale, None)
     expected = step.expected()
     torch.testing.assert_close(out[[0, 2, 3, 4, 5]].double(), expected[[0, 2, 3, 4, 5]], rtol=2e-5, atol=2e-5)

@@ -1,4 +1,4 @@
-"""Routing and experts, on the CPU and in the reference, against the same formulas in float64 a token at a time."""
+"""Routing and experts, on the CPU and in the reference, against the same formulas in float64 one token at a time."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def mixture(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, .
 def exact(
     x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor
 ) -> torch.Tensor:
-    """A token and an expert at a time, in float64."""
+    """One token and one expert at a time, in float64."""
     out = torch.zeros(x.shape, dtype=torch.float64)
     for token in range(len(x)):
         for weight, expert in zip(weights[token], experts[token], strict=True):
@@ -53,7 +53,7 @@ def exact(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("renormalise", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_route_takes_the_largest_of_a_softmax_over_all(
+def test_route_takes_the_largest_of_a_softmax_over_all_experts(
     ops: TorchOps, shape: tuple[int, ...], renormalise: bool, dtype: torch.dtype
 ) -> None:
     _, logits, _, _ = mixture(shape, dtype)
@@ -70,14 +70,14 @@ def test_route_takes_the_largest_of_a_softmax_over_all(
     assert torch.equal(counts - 5, torch.bincount(experts.flatten().long(), minlength=shape[1]))
 
 
-def test_among_equals_the_lower_expert_is_chosen(ops: TorchOps) -> None:
+def test_ties_choose_the_lower_expert(ops: TorchOps) -> None:
     logits = torch.tensor([[1.0, 3.0, 3.0, 1.0, 3.0], [0.0] * 5])
     weights, experts = ops.route(logits, 2, True)
     assert experts.tolist() == [[1, 2], [0, 1]]
     torch.testing.assert_close(weights, torch.full((2, 2), 0.5))
 
 
-def test_nan_and_infinite_logits_choose_experts_that_exist(ops: TorchOps) -> None:
+def test_nan_and_infinite_logits_choose_valid_experts(ops: TorchOps) -> None:
     logits = random(4, 6)
     logits[0] = torch.nan
     logits[1, 2], logits[2, 3], logits[3, 1] = torch.nan, torch.inf, -torch.inf
@@ -95,9 +95,7 @@ def test_strided_logits(ops: TorchOps) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_experts_sum_what_each_chosen_one_makes_of_a_token(
-    ops: TorchOps, shape: tuple[int, ...], dtype: torch.dtype
-) -> None:
+def test_experts_sum_their_outputs_for_a_token(ops: TorchOps, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     x, logits, gate_up, down = mixture(shape, dtype)
     weights, experts = ops.route(logits, shape[2], True)
     ours = ops.experts(x, weights, experts, gate_up, down)
@@ -124,7 +122,7 @@ def test_experts_out_of_range_add_nothing(ops: TorchOps) -> None:
     assert not ours[1].any()
 
 
-def test_an_expert_that_overflows_harms_only_its_own_tokens(ops: TorchOps) -> None:
+def test_an_expert_that_overflows_affects_only_its_own_tokens(ops: TorchOps) -> None:
     x, _, gate_up, down = mixture((2, 3, 1, 12, 20), torch.float32)
     down[1] = torch.inf
     experts = torch.tensor([[0], [1]], dtype=torch.int32)

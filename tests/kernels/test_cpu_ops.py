@@ -28,7 +28,7 @@ def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 def assert_near(actual: torch.Tensor, expected: torch.Tensor, scale: float = 1.0) -> None:
-    """Within the rounding of the result's dtype, `scale` being how large the summed terms are."""
+    """Within the rounding of the result's dtype, `scale` being the size of the summed terms."""
     tolerance = {torch.float32: 2e-5, torch.bfloat16: 1.5e-2}[actual.dtype]
     assert actual.shape == expected.shape
     torch.testing.assert_close(actual.double(), expected, rtol=tolerance, atol=tolerance * scale)
@@ -51,7 +51,7 @@ def test_linear_is_a_product_for_any_shape(ops: CpuOps, rows: int, dtype: torch.
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows, width, depth", [(1100, 30, 50), (1, 40, 13001), (20, 40, 9001)])
 def test_linear_in_several_slabs_and_chunks(ops: CpuOps, rows: int, width: int, depth: int, dtype: torch.dtype) -> None:
-    """More rows than are packed at once, and a depth that is cut."""
+    """More rows than are packed at once, and a depth that is split."""
     x, weight = random(rows, depth, dtype=dtype), random(width, depth, dtype=dtype)
     assert_near(ops.linear(x, weight), x.double() @ weight.double().T, depth**0.5)
 
@@ -81,7 +81,7 @@ def test_linear_is_the_same_on_one_thread_and_many(ops: CpuOps) -> None:
         torch.set_num_threads(threads)
 
 
-def test_linear_lets_nan_and_infinity_through(ops: CpuOps) -> None:
+def test_linear_propagates_nan_and_infinity(ops: CpuOps) -> None:
     x, weight = random(3, 64), random(20, 64)
     x[1, 5], x[2, 6] = float("nan"), float("inf")
     out = ops.linear(x, weight)

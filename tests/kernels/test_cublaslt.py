@@ -69,7 +69,7 @@ def test_a_gemm_is_added_to_the_stream() -> None:
     assert library.calls == [(A, True)]
 
 
-def test_what_the_library_cannot_do_is_left_to_torch() -> None:
+def test_gemms_the_library_refuses_are_left_to_torch() -> None:
     known = tuned(Library(able=False), _128=A)
     x, weight = tensors(100)
     stream = torch.ones(100, 64, dtype=BF16)
@@ -90,7 +90,7 @@ def test_unmeasured_weights_and_dtypes_and_unaligned_tensors_are_left_to_torch()
 
 
 @pytest.mark.parametrize("algorithm", ["", "ab" * 63, "ab" * 65, "no hexadecimal digits", None, 7])
-def test_what_is_no_algorithm_is_left_to_torch(algorithm: object) -> None:
+def test_an_invalid_algorithm_is_left_to_torch(algorithm: object) -> None:
     known = TunedGemms(library := Library(), {"128 64x32 bfloat16": {"algorithm": algorithm}})  # type: ignore[arg-type]
     assert known.linear(*tensors(128)) is None
     assert library.calls == []
@@ -102,19 +102,19 @@ def test_every_algorithm_is_measured_within_the_rows_it_serves() -> None:
         assert len(set(cublaslt.sampled_rows(rows))) == 2 and min(cublaslt.sampled_rows(rows)) >= cublaslt.MIN_ROWS
 
 
-def test_an_algorithm_is_the_libraries_64_bytes() -> None:
+def test_an_algorithm_is_64_bytes_of_the_library() -> None:
     assert ctypes.sizeof(HeuristicResult) == 96
     algorithm = HeuristicResult()
     algorithm.data[0], algorithm.data[7] = 1, 2
     assert bytes(algorithm) == b"\x01" + bytes(55) + b"\x02" + bytes(7)
 
 
-def test_without_a_gpu_there_is_none() -> None:
+def test_without_a_gpu_there_is_no_library() -> None:
     if not torch.cuda.is_available():
         assert cublaslt.library() is None and cublaslt.tuned_gemms() is None
 
 
-def test_shipped_tables_are_sound() -> None:
+def test_shipped_tables_are_valid() -> None:
     for path in TABLES.glob("*-cublas-*.json"):
         for key, entry in json.loads(path.read_text()).items():
             rows, weight, dtype = key.split()
@@ -137,7 +137,7 @@ def test_ops_use_tuned_gemms(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Clock:
-    """Times by a table: (cuBLAS's, or an algorithm's first byte; rows)."""
+    """Times from a table: (cuBLAS's, or an algorithm's first byte; rows)."""
 
     def __init__(self, times: dict[tuple[int | None, int], float]) -> None:
         self.times = times
@@ -147,7 +147,7 @@ class Clock:
 
 
 class Choosing(Library):
-    """Offers algorithms 1, 2 and 3; the last computes nonsense."""
+    """Offers algorithms 1, 2 and 3; the last computes wrong results."""
 
     def algorithms(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, limit: int) -> list[bytes]:
         return [bytes([number] * 64) for number in (1, 2, 3)][:limit]
@@ -167,7 +167,7 @@ class Choosing(Library):
     ],
     ids=["the faster one", "at both places", "by enough", "than cuBLAS"],
 )
-def test_what_wins_is_faster_at_both_ends(
+def test_the_winner_is_faster_at_both_ends(
     monkeypatch: pytest.MonkeyPatch, seconds: dict[int, tuple[float, float]], chosen: int | None
 ) -> None:
     monkeypatch.setattr(cublaslt, "random_inputs", partial(random_inputs, device="cpu"))

@@ -95,11 +95,11 @@ def test_the_fastest_shape_of_each_gemm_is_stored(tmp_path: Path) -> None:
     assert found == {key_of(QWEN3, 256, BF16): entry_of(best) | {"us": 10.0}} == read_table(path)
 
 
-def test_what_cannot_be_measured_is_not_kept() -> None:
+def test_configurations_that_cannot_be_measured_are_not_kept() -> None:
     assert experts_tuner().tune(QWEN3, BF16, [1, 256], lambda *_: float("inf")) == {}
 
 
-def test_measuring_ends_when_the_time_has_expired() -> None:
+def test_measuring_stops_at_the_time_limit() -> None:
     assert experts_tuner().tune(QWEN3, BF16, [1, 256], lambda *_: 1.0, expired=lambda: True) == {}
 
 
@@ -115,7 +115,7 @@ def random(*size: int) -> torch.Tensor:
 
 
 def layer() -> tuple[torch.Tensor, ...]:
-    """Gain, router, experts. No two logits are so near each other that rounding decides."""
+    """Gain, router, experts. No two logits are so close that rounding decides."""
     scale = HIDDEN**-0.5
     router = torch.arange(1, COUNT + 1, device=DEVICE)[:, None].to(HALF) * random(HIDDEN) * scale
     return random(HIDDEN), router, random(COUNT, 2 * WIDTH, HIDDEN) * scale, random(COUNT, HIDDEN, WIDTH) * scale
@@ -123,7 +123,7 @@ def layer() -> tuple[torch.Tensor, ...]:
 
 @pytest.fixture
 def ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The experts' kernels as on a GPU; skinny GEMMs stay torch's, which take no time."""
+    """The experts' kernels as on a GPU; skinny GEMMs stay torch's, which are fast here."""
     monkeypatch.setattr(ops, "USE_OWN_GEMMS", True)
     if not ON_GPU:
         monkeypatch.setattr(ops, "choose", lambda *_: None)
@@ -160,7 +160,7 @@ def test_in_batch_invariant_mode_a_row_is_the_same_in_any_batch(ours: None, monk
         assert_same_bits(part, whole[rows])
 
 
-def test_kernels_of_a_start_are_those_of_the_steps(ours: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_compiled_at_start_are_those_of_the_steps(ours: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ops, "choose_experts", lambda _, tokens, __: SMALL["vector" if tokens <= 2 else "tile"])
     _, _, gate_up, down = layer()
     tasks = ops.TritonOps().expert_kernels_of(gate_up, down, TOP, True, len(gate_up), 4)

@@ -1,8 +1,6 @@
 """The batch's kernels against the batch in plain torch: the same plans leave the same columns and lay out equal steps.
-
-An inactive row is the one place where they differ by design: there the kernels give position 0, a slot in the null
-block and a context of nothing, so that nothing is computed for it.
-"""
+Inactive rows differ by design: the kernels give them position 0, a slot in the null block and an empty context, so that
+nothing is computed for them."""
 
 from __future__ import annotations
 
@@ -42,7 +40,7 @@ def ints(*values: int) -> np.ndarray:
 def new_row(row: int, rng: random.Random, stops: int | None = None, **fields: Any) -> NewRow:
     """A row with parameters of every kind."""
     prompt = rng.randint(1, LONGEST // 2)
-    tokens = prompt + rng.choice([0, 0, rng.randint(1, 6)])  # a preempted row comes back with what it has drawn
+    tokens = prompt + rng.choice([0, 0, rng.randint(1, 6)])  # a preempted row comes back with its drawn tokens
     params = SamplingParams(
         temperature=rng.choice([0.0, 0.7, 1.3]), top_p=rng.choice([1.0, 0.9]), top_k=rng.choice([0, 0, 5, 500]),
         min_p=rng.choice([0.0, 0.05]), repetition_penalty=rng.choice([1.0, 1.2]),
@@ -58,7 +56,7 @@ def new_row(row: int, rng: random.Random, stops: int | None = None, **fields: An
 
 
 def plan_of(step: int, **fields: Any) -> StepPlan:
-    """A plan with nothing in it but what is named."""
+    """A plan with only the named fields set."""
     none = ints()
     empty = {
         "rows": none, "counts": none, "num_decodes": 0, "tokens": none, "samples": none, "sample_rows": none,
@@ -91,7 +89,7 @@ class Twins:
         self.assert_same_rows()
 
     def assert_same_rows(self) -> None:
-        """Every column and every block, but for what inactive rows have in them."""
+        """Every column and every block, except the content of inactive rows."""
         for name in COLUMNS:
             ours, theirs = getattr(self.triton, name), getattr(self.torch, name)
             assert ours.dtype == theirs.dtype
@@ -112,7 +110,7 @@ class Twins:
         return set(batch.stop_ids[row].tolist()) - {-1}
 
     def lay_out(self, plan: StepPlan, padded: int = 0) -> None:
-        """The step's inputs, by both."""
+        """The step's inputs, from both."""
         theirs = self.torch.inputs(plan)
         idle, before = ~self.triton.active, self.triton.num_computed.clone()
         if padded:
@@ -152,7 +150,7 @@ class Twins:
             assert torch.equal(getattr(self.triton, name)(plan).long(), getattr(self.torch, name)(plan).long())
 
     def commit(self, plan: StepPlan, tokens: list[int], invalid: list[bool]) -> None:
-        """Both write the same tokens back, and tell the host the same."""
+        """Both write the same tokens back, and report the same to the host."""
         drawn = torch.tensor(tokens, dtype=torch.int64, device=DEVICE)
         bad = torch.tensor(invalid, dtype=torch.bool, device=DEVICE)
         results = []
@@ -166,7 +164,7 @@ class Twins:
 
 @dataclass
 class HostRow:
-    """What the scheduler would know of a row."""
+    """What the scheduler knows of a row."""
 
     num_tokens: int
     num_computed: int
@@ -177,7 +175,7 @@ class HostRow:
 
 
 class Planner:
-    """Random plans, such as a scheduler might make, that sees the end of a row late or not at once."""
+    """Random plans as a scheduler might make them, which sees the end of a row one or more steps late."""
 
     def __init__(self, twins: Twins, seed: int) -> None:
         self.twins, self.rng = twins, random.Random(seed)
@@ -322,11 +320,11 @@ def test_a_plan_larger_than_its_buffer_gets_a_larger_one() -> None:
     )  # fmt: skip
     twins.apply(plan)
     assert sum(len(buffer) for buffer in twins.triton._packed) > sum(sizes)
-    for step in range(1, 2 * IN_FLIGHT):  # old and new buffers take their turns
+    for step in range(1, 2 * IN_FLIGHT):  # old and new buffers alternate
         twins.apply(plan_of(step, drop=[step], add=[new_row(step, rng)]))
 
 
-def test_a_chunk_longer_than_a_program_takes_at_once() -> None:
+def test_a_chunk_longer_than_one_stride_of_a_program() -> None:
     """`_expand` walks a long chunk in several strides."""
     device, length = torch.device(DEVICE), 1200
     batches = []
@@ -347,7 +345,7 @@ def test_a_chunk_longer_than_a_program_takes_at_once() -> None:
     assert torch.equal(batches[0].kv.tokens, batches[1].kv.tokens)
 
 
-def test_forked_rows_are_copies_with_a_stream_of_their_own() -> None:
+def test_forked_rows_are_copies_with_their_own_random_stream() -> None:
     twins, rng = Twins(), random.Random(6)
     source = new_row(3, rng, num_tokens=5, num_computed=0, prompt_len=5, limit=30)
     plan = plan_of(
@@ -366,14 +364,14 @@ def test_forked_rows_are_copies_with_a_stream_of_their_own() -> None:
 
 
 @pytest.mark.parametrize("drawn_by_kernel", [False, True], ids=["committed", "drawn"])
-def test_draws_come_in_slices(drawn_by_kernel: bool) -> None:
-    """As a step with more draws than logits may exist at once has them: each slice's results go behind the last's."""
+def test_draws_in_slices(drawn_by_kernel: bool) -> None:
+    """A step with more draws than logits may exist at once: each slice's results follow the last slice's."""
     twins, rng = Twins(), random.Random(9)
-    for step in range(3):  # the ring of results turns
+    for step in range(3):  # the ring of results wraps around
         add = [new_row(row, rng, num_tokens=4, num_computed=3, limit=9, params=GREEDY) for row in range(ROWS)]
-        everyone = ints(*range(ROWS))
-        plan = plan_of(step, drop=list(range(ROWS)), add=add, rows=everyone, counts=ints(*[1] * ROWS),
-                       tokens=everyone, samples=everyone, sample_rows=everyone)  # fmt: skip
+        all_rows = ints(*range(ROWS))
+        plan = plan_of(step, drop=list(range(ROWS)), add=add, rows=all_rows, counts=ints(*[1] * ROWS),
+                       tokens=all_rows, samples=all_rows, sample_rows=all_rows)  # fmt: skip
         twins.apply(plan)
         logits = torch.randn(ROWS, VOCAB).to(DEVICE)
         tokens = logits.argmax(-1)

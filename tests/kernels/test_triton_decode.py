@@ -52,9 +52,9 @@ def attend(case: dict, scale: float, window: int | None, max_rows: int = 32) -> 
         heads, case["kv"].shape[2], dim, max_rows, case["q"].dtype, torch.device(DEVICE), tile=SMALL
     )
     out = torch.full((rows, heads * dim), float("nan"), dtype=case["q"].dtype, device=DEVICE)
-    for _ in range(2):  # the second run finds the counters as the first left them
+    for _ in range(2):  # the second run uses the counters as the first left them
         plan = kernel.plan(case["lens"], case["rows"], rows, window)
-        out.fill_(float("nan"))  # something must be launched between the two
+        out.fill_(float("nan"))  # another launch must come between the two
         kernel.attend(case["q"], case["kv"], out, case["tables"], case["rows"], case["lens"], plan, rows, scale, window)
     return out
 

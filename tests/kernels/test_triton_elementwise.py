@@ -29,14 +29,14 @@ def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 @pytest.fixture(autouse=True)
 def _poisoned_outputs() -> Iterator[None]:
-    """Fresh memory is full of NaN: what a kernel forgets to write is seen."""
+    """Fresh memory is full of NaN: values a kernel does not write are noticed."""
     torch.use_deterministic_algorithms(True)  # which makes torch fill it
     yield
     torch.use_deterministic_algorithms(False)
 
 
 def assert_near(actual: torch.Tensor, expected: torch.Tensor) -> None:
-    """Each value within one rounding of the largest beside it (a rotation mixes them), and as a whole far nearer."""
+    """Each value within one rounding of the largest beside it (a rotation mixes them), and on average far closer."""
     assert actual.shape == expected.shape
     assert actual.dtype == expected.dtype
     single = actual.dtype == torch.float32
@@ -44,7 +44,7 @@ def assert_near(actual: torch.Tensor, expected: torch.Tensor) -> None:
     actual, expected = actual.double(), expected.double()
     difference = (actual - expected).abs()
     assert (difference <= step * expected.abs().amax(-1, keepdim=True)).all()
-    # A rounding left out, or one too many, is a fifth of a step. In a handful of values one may round the other way.
+    # A missing or extra rounding is a fifth of a step. Among few values, one may round the other way.
     whole = step / (4 if single else 16) * expected.norm()
     assert difference.norm() <= math.hypot(whole, step * expected.abs().max())
 
@@ -149,7 +149,7 @@ MODELS = [
     (9, 3, 64, 64),  # SmolLM2
     (12, 12, 64, 0),  # GPT-2: no rotation
     (4, 4, 64, 16),  # GPT-NeoX: a quarter is rotated
-    (3, 1, 80, 20),  # a partial rotation of no power of two
+    (3, 1, 80, 20),  # a partial rotation whose size is not a power of two
     (6, 2, 96, 96),
     (4, 1, 128, 128),
     (2, 1, 192, 192),
@@ -166,7 +166,7 @@ def test_prepare_qkv(heads: int, kv_heads: int, dim: int, rotary: int, normed: b
         Projected(tokens, heads, kv_heads, dim, rotary, normed, dtype).check()
 
 
-def test_the_cache_may_have_a_dtype_of_its_own() -> None:
+def test_the_cache_may_have_another_dtype() -> None:
     Projected(5, 4, 2, 64, 64, True, torch.float32, kv_dtype=HALF).check()
     Projected(5, 4, 2, 64, 32, False, torch.float32, kv_dtype=HALF).check()
 
@@ -177,7 +177,7 @@ def test_any_block_size(block_size: int) -> None:
 
 
 def test_padding_tokens_write_to_block_zero_only() -> None:
-    """A padded batch: the last tokens share slots of the block that belongs to nobody."""
+    """A padded batch: the last tokens share slots of the null block."""
     case = Projected(7, 4, 2, 64, 64, True, HALF)
     case.slots[3:] = torch.tensor([0, 1, 7, 0], device=DEVICE)
     case.qkv[3:] = case.qkv[3]
@@ -216,7 +216,7 @@ def test_a_row_has_the_same_bits_in_every_batch(dtype: torch.dtype) -> None:
     assert torch.equal(OPS.silu_mul(x[3:4]), OPS.silu_mul(x)[3:4])
 
 
-def test_no_rows_are_no_work() -> None:
+def test_no_rows_launch_nothing() -> None:
     none, weight = random(0, 64, dtype=HALF), random(64, dtype=HALF)
     assert OPS.rms_norm(none, weight, 1e-6).shape == (0, 64)
     out, stream = OPS.add_rms_norm(none, none, weight, 1e-6)
@@ -229,8 +229,8 @@ def test_no_rows_are_no_work() -> None:
     assert torch.equal(kv, before)
 
 
-def test_what_no_kernel_takes_goes_to_torch() -> None:
-    """Columns that lie apart, more dimensions than two, rows too wide for one program."""
+def test_unsupported_layouts_go_to_torch() -> None:
+    """Columns that are not contiguous, more dimensions than two, rows too wide for one program."""
     weight = random(64)
     for x in (random(64, 5).T, random(3, 2, 64)):
         assert_near(OPS.rms_norm(x, weight, 1e-6), REFERENCE.rms_norm(x, weight, 1e-6))

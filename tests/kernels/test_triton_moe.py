@@ -1,4 +1,4 @@
-"""Mixtures of experts in Triton: routing, arranging, and both ways through the experts, against plain torch."""
+"""Mixtures of experts in Triton: routing, sorting, and both kinds of expert kernels, against plain torch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from quire.kernels.triton.moe.vector import vector_experts  # isort: skip
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 EPS = 1e-5
 
-# Small enough for the interpreter; 40 features and 96 inputs are no multiple of any block.
+# Small enough for the interpreter; 40 features and 96 inputs are not multiples of any block.
 HIDDEN, WIDTH = 96, 40
 VECTOR = ExpertsConfig("vector", GemmTile(16, warps=2), GemmTile(16, warps=4))
 STEP = 64 if ON_GPU else 32
@@ -33,7 +33,7 @@ WIDE_TILE = replace(TILE, block_m=128)
 
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever a kernel should write holds NaN, or nonsense, before."""
+    """Outputs hold NaN, or invalid indices, before a kernel writes them."""
     new_empty = torch.Tensor.new_empty
 
     def poison(self: torch.Tensor, *size: object, **options: object) -> torch.Tensor:
@@ -112,14 +112,14 @@ def test_padding_is_routed_to_no_expert() -> None:
     for ops in (route, TorchOps().route):
         counts = torch.zeros(12, dtype=torch.int64, device=DEVICE)
         weights, experts = ops(logits, 3, True, counts, slots)
-        everyone = ops(logits, 3, True, None)
-        assert torch.equal(experts[slots != 0], everyone[1][slots != 0])
+        unpadded = ops(logits, 3, True, None)
+        assert torch.equal(experts[slots != 0], unpadded[1][slots != 0])
         assert (experts[slots == 0] == -1).all()
-        torch.testing.assert_close(weights, everyone[0])
+        torch.testing.assert_close(weights, unpadded[0])
         assert counts.sum() == 15 and torch.equal(counts, torch.bincount(experts[slots != 0].flatten(), minlength=12))
 
 
-def test_among_equals_the_lower_index_comes_first_and_nothing_outside_is_chosen() -> None:
+def test_ties_choose_the_lower_index_and_no_expert_out_of_range_is_chosen() -> None:
     inf, nan = float("inf"), float("nan")
     logits = torch.tensor(
         [[0.0, 1.0, 1.0, 0.0, -0.0], [-inf, -inf, 2.0, -inf, -inf], [nan, 1.0, -nan, nan, 3.0], [-inf] * 5],
@@ -131,7 +131,7 @@ def test_among_equals_the_lower_index_comes_first_and_nothing_outside_is_chosen(
 
 @pytest.mark.parametrize("tokens", [1, 40, SMALL // 2, LARGE // 2, LARGE // 2 + 3])
 @pytest.mark.parametrize("skewed", [False, True])
-def test_pairs_are_arranged_by_expert(tokens: int, skewed: bool) -> None:
+def test_pairs_are_sorted_by_expert(tokens: int, skewed: bool) -> None:
     count, block_m = 12, 16
     experts = torch.randint(-1, 4 if skewed else count + 1, (tokens, 2), device=DEVICE).int()
     layout = arrange(experts, count, block_m)
@@ -188,7 +188,7 @@ def test_all_tokens_to_one_expert(config: ExpertsConfig) -> None:
 
 
 @pytest.mark.parametrize("config", [VECTOR, TILE, WIDE_TILE], ids=["vector", "tile", "wide"])
-def test_a_token_comes_out_the_same_in_any_batch(config: ExpertsConfig) -> None:
+def test_a_token_has_the_same_result_in_any_batch(config: ExpertsConfig) -> None:
     gate_up, down = expert_weights(5, HALF)
     x, (weights, experts) = random(9, HIDDEN).to(HALF), choices(9, 5, 2)
     out = run(config, x, weights, experts, gate_up, down)
@@ -214,7 +214,7 @@ def test_the_norm_is_fused_into_the_experts_of_few_tokens(
 
 @pytest.mark.parametrize("group", [2, 3, 16] if ON_GPU else [3])
 def test_wide_experts_are_visited_by_groups_of_tiles(monkeypatch: pytest.MonkeyPatch, group: int) -> None:
-    """Five tiles of two experts, and columns that fill no tile at the end."""
+    """Five tiles of two experts, and a partial tile at the end."""
     monkeypatch.setattr(moe_tile, "GROUP", group)
     moe_tile._constants.cache_clear()
     width = moe_tile.WIDE * WIDE_TILE.gate_up.n + 8

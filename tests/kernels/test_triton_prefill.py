@@ -17,7 +17,7 @@ from quire.layers.attention.torch_paged import TorchPagedAttention  # isort: ski
 
 SCALE = 0.21
 NO_BLOCK = 1 << 30
-"""What follows a row's blocks in its table: must not be followed."""
+"""Entries after a row's blocks in its table: must not be read."""
 
 
 @dataclass
@@ -120,13 +120,13 @@ def test_half_precision(
 
 @pytest.mark.parametrize("skewed", [False, True])
 @pytest.mark.parametrize("window", [None, 20])
-def test_the_product_with_v_may_run_a_step_late(skewed: bool, window: int | None) -> None:
+def test_the_product_with_v_may_run_one_step_late(skewed: bool, window: int | None) -> None:
     case = make_case(MIXED, 4, 2, 64, 16, HALF)
     tile = PrefillTile(128, 64, 8, 2, skewed) if ON_GPU else PrefillTile(16, 16, 4, 1, skewed)
     assert error(case.attend(window, tile=tile), case.expected(window)) < 3 * torch.finfo(HALF).eps
 
 
-def test_blocks_that_left_the_window_may_be_gone() -> None:
+def test_blocks_outside_the_window_may_be_freed() -> None:
     case = make_case([(110, 20)], 4, 2, 64, 16, torch.float32)
     wanted = case.expected(30)
     gone = case.tables[case.rows[0], : (110 - 20 - 30 + 1) // 16]
@@ -135,7 +135,7 @@ def test_blocks_that_left_the_window_may_be_gone() -> None:
     assert error(case.attend(30), wanted) < 1e-5
 
 
-def test_rows_before_the_first_are_left_alone() -> None:
+def test_rows_before_the_first_are_not_written() -> None:
     case = make_case([(30, 1), (12, 1), (40, 21), (7, 7)], 4, 2, 64, 16, torch.float32)
     ours = case.attend(None, first_row=2)
     assert ours[:2].isnan().all()

@@ -1,4 +1,4 @@
-"""Attention over shared beginnings, read once a group, against the plain-torch backend that knows no groups."""
+"""Attention over shared prefixes, read once per group, against the plain-torch backend without groups."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ Group = tuple[list[int], int]
 
 
 def make_groups(case: dict, groups: list[Group], max_rows: int = 32) -> dict:
-    """Let rows of the case begin with their group's first row's blocks; returns the groups as the device has them."""
+    """Let rows of the case begin with the blocks of their group's first row; returns the groups as the device has
+    them."""
     lines = case["rows"].tolist()
     shared = torch.zeros(max(max_rows, len(case["tables"])), dtype=torch.int32)
     members: list[int] = []
@@ -93,7 +94,7 @@ def test_equals_attention_without_groups(name: str, dtype: torch.dtype) -> None:
     on_device = make_groups(case, groups, max_rows)
     kernels = Kernels(case, max_rows)
     reference = expected(case, 0.125, None)
-    for _ in range(2):  # the second run finds the counters as the first left them
+    for _ in range(2):  # the second run uses the counters as the first left them
         out = kernels.attend(case, on_device)
         assert error(out, reference) < (1e-5 if dtype == torch.float32 else 5e-3)
 
@@ -111,7 +112,7 @@ def test_an_ended_member_is_skipped_and_affects_no_other() -> None:
     case = make_case([70, 60, 50], 4, 2, 64, BLOCK, torch.float32)
     groups = make_groups(case, [([0, 1, 2], 48)])
     reference = expected(case, 0.125, None)
-    case["lens"][0] = 0  # the very row whose table the group reads
+    case["lens"][0] = 0  # the row whose table the group reads
     out = Kernels(case).attend(case, groups)
     assert out[0].isnan().all()
     assert error(out[1:], reference[1:]) < 1e-5
@@ -133,8 +134,8 @@ def test_the_same_groups_give_the_same_bits() -> None:
     assert torch.equal(kernels.attend(case, groups), kernels.attend(case, groups))
 
 
-def test_what_is_shared_is_read_from_one_table() -> None:
-    """Members' own entries for shared blocks are never looked at."""
+def test_shared_blocks_are_read_from_one_table() -> None:
+    """Members' own entries for shared blocks are never read."""
     case = make_case([70, 60, 50], 4, 2, 64, BLOCK, torch.float32)
     groups = make_groups(case, [([1, 0, 2], 48)])
     reference = expected(case, 0.125, None)
@@ -145,7 +146,7 @@ def test_what_is_shared_is_read_from_one_table() -> None:
 
 
 @pytest.mark.parametrize("window", [None, 24])
-def test_the_backend_reads_groups_where_there_is_no_window(window: int | None) -> None:
+def test_the_backend_uses_groups_where_there_is_no_window(window: int | None) -> None:
     from quire.layers.attention.base import AttentionInputs, GroupInputs
     from quire.layers.attention.triton import TritonPagedAttention
 

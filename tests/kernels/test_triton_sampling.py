@@ -1,4 +1,4 @@
-"""Sampling kernels: what may be drawn, what is drawn, and what a draw leaves behind."""
+"""Sampling kernels: which tokens may be drawn, which are drawn, and what a draw writes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SLOTS = 3
 
 @dataclass
 class Row:
-    """One row of the batch, with the defaults of a request that asks for nothing."""
+    """One row of the batch, with a request's default parameters."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -71,7 +71,7 @@ class Bench:
 
 
 def bench(rows: list[Row], vocab: int, sizes: dict[str, int] | None = None, slot: int = 1) -> Bench:
-    """The rows, and one of padding after them, on the device; results filled with what no draw writes."""
+    """The rows, and a padding row after them, on the device; results filled with values that no draw writes."""
     padded = [*rows, Row(temperature=0.0, num_tokens=0, prompt_len=0, limit=0)]
     width = max(len(row.stop_ids) for row in padded) + 1
 
@@ -121,7 +121,7 @@ def noise(*shape: int, seed: int, scale: float = 1.0, dtype: torch.dtype = torch
 
 
 def allowed(logits: torch.Tensor, row: Row, slack: float = 0.0) -> torch.Tensor:
-    """Which tokens the torch sampler leaves; with slack, those it leaves where masses are that much off."""
+    """Which tokens the torch sampler keeps; with slack, those it keeps if masses are off by that much."""
     scaled = (logits.float() / torch.tensor(row.temperature))[None].cpu()
     top_p, min_p = min(row.top_p * (1 + slack), 1.0), min(row.min_p * (1 - slack), 1.0)
     asked = pack_scalars([msgspec.structs.replace(row.params, top_p=top_p, min_p=min_p)])
@@ -129,7 +129,7 @@ def allowed(logits: torch.Tensor, row: Row, slack: float = 0.0) -> torch.Tensor:
 
 
 def assert_kept(logits: torch.Tensor, rows: list[Row], thresholds: torch.Tensor) -> None:
-    """What a threshold keeps is what the torch sampler keeps, up to the rounding of masses."""
+    """A threshold keeps what the torch sampler keeps, up to the rounding of masses."""
     for i, row in enumerate(rows):
         if row.temperature == 0.0:
             assert thresholds[i] == -math.inf
@@ -141,14 +141,14 @@ def assert_kept(logits: torch.Tensor, rows: list[Row], thresholds: torch.Tensor)
 
 
 def assert_drawn(logits: torch.Tensor, rows: list[Row], tokens: list[int]) -> None:
-    """Each token is the one that holds the row's number in the cumulative distribution, in double precision."""
+    """Each token is the one at the row's number in the cumulative distribution, in double precision."""
     for i, (row, token) in enumerate(zip(rows, tokens, strict=True)):
         if row.temperature == 0.0:
             assert token == int(logits[i].float().cpu().numpy().argmax()), i
             continue
         number = uniform(np.int64(row.seed), np.int64(row.num_tokens - row.prompt_len), np.int64(row.sequence))
         misses = []
-        for slack in (0.0, -2e-5, 2e-5):  # a token more or less in the nucleus moves all others
+        for slack in (0.0, -2e-5, 2e-5):  # one token more or less in the nucleus moves all others
             scaled = logits[i].double().cpu() / np.float32(row.temperature)
             weights = scaled.masked_fill(~allowed(logits[i], row, slack), -math.inf).softmax(-1)
             through = weights.cumsum(-1)
@@ -171,7 +171,7 @@ def mixed() -> list[Row]:
 
 
 SPREADS = [0.05, 1.0, 4.0, 30.0]
-"""From nearly flat (the nucleus is most of the vocabulary) to one token that has it all."""
+"""From nearly flat (the nucleus is most of the vocabulary) to one token with almost all the mass."""
 CASES = [(torch.float32, 1.0), (torch.float16, 4.0), (torch.bfloat16, 0.05), (torch.bfloat16, 30.0)]
 
 
@@ -186,7 +186,7 @@ def test_filters_and_draws_equal_the_torch_sampler(dtype: torch.dtype, scale: fl
 
 
 def reference(logits: torch.Tensor, row: Row) -> np.ndarray:
-    """The probabilities that a row's token is drawn from: every filter in turn, in float64."""
+    """The probabilities that a row's token is drawn from: one filter after the other, in float64."""
     x = logits.double().cpu().numpy()
     kept = x > -math.inf
     scaled = np.where(kept, x, -1e300) / np.float32(row.temperature)
@@ -259,7 +259,7 @@ def test_top_n_sigma_keeps_what_is_near_the_best(dtype: torch.dtype, scale: floa
     rows = [Row(**{**vars(row), "seed": 19 * i + 2, "sequence": i}) for i, row in enumerate(SIGMAS)]
     logits = noise(len(rows), 803, seed=int(10 * scale), scale=scale, dtype=dtype)
     logits[:, 3::5] = -math.inf
-    logits += 40.0  # a mean far from zero loses no digits
+    logits += 40.0  # a mean far from zero loses no precision
     made = draw(logits, rows)
     assert made.flags(len(rows)) == [0] * len(rows)
     assert_drawn_by_the_reference(logits, rows, made.tokens(len(rows)))
@@ -307,7 +307,7 @@ def test_plain_draws_ignore_filters_and_need_no_thresholds() -> None:
     assert made.work.thresholds.isnan().all()
 
 
-def test_greedy_takes_the_first_of_equals() -> None:
+def test_greedy_takes_the_first_of_ties() -> None:
     logits = noise(4, 700, seed=3)
     logits[0, [40, 41, 650]] = 9.0
     logits[1, [0, 699]] = 9.0
@@ -317,7 +317,7 @@ def test_greedy_takes_the_first_of_equals() -> None:
     assert made.tokens(4) == [40, 0, 0, 699]
 
 
-def test_ties_with_the_last_token_kept_stay_in() -> None:
+def test_ties_with_the_last_kept_token_are_kept() -> None:
     logits = torch.tensor([[1.0, 3.0, 2.0, 2.0, 2.0, 0.0]] * 4, device=DEVICE)
     logits[2:] = 0.0
     rows = [Row(top_k=2), Row(top_k=1), Row(top_k=2), Row(top_p=0.4)]
@@ -345,7 +345,7 @@ def test_more_ties_than_room(dtype: torch.dtype, tie: float) -> None:
 
 
 def test_masked_tokens_are_never_drawn() -> None:
-    """Most of the vocabulary at -inf, or at the lowest number there is: with and without filters."""
+    """Most of the vocabulary at -inf, or at the lowest finite number: with and without filters."""
     settings = [Row(), Row(top_k=5), Row(top_k=50), Row(top_p=0.9), Row(min_p=0.2), Row(top_k=50, top_p=0.5)]
     rows = [Row(**{**vars(row), "seed": seed}) for seed in range(2) for row in settings]
     alive = torch.tensor([0, 17, 300, 301, 555, 899], device=DEVICE)
@@ -367,7 +367,7 @@ def test_a_single_finite_logit_is_drawn(row: Row) -> None:
 
 
 @pytest.mark.parametrize("row", [Row(temperature=0.0), Row(), Row(top_p=0.9), Row(top_k=3, min_p=0.1)], ids=str)
-def test_rows_without_valid_logits_are_told_apart(row: Row) -> None:
+def test_rows_without_valid_logits_are_flagged(row: Row) -> None:
     logits = noise(6, 333, seed=11)
     logits[1, 200] = math.nan
     logits[2] = -math.inf
@@ -396,16 +396,16 @@ def test_a_draw_commits_its_token() -> None:
 
 
 def test_rows_in_any_order_with_padding_between() -> None:
-    """Draw i belongs to row rows[i]; draws for the padding row leave no trace, and ended rows stay ended."""
+    """Draw i belongs to row rows[i]; draws for the padding row write nothing, and ended rows stay ended."""
     rows = [Row(seed=seed, temperature=0.5) for seed in range(5)]
     logits = noise(6, 150, seed=8, scale=2.0)
-    logits[3] = math.nan  # what padding has for logits is nobody's business
+    logits[3] = math.nan  # a padding row may have any logits
     order = [4, 0, 2, 5, 1, 5]
     for number_type in (torch.int32, torch.int64):
         made = bench(rows, 150)
         made.columns.active[2] = False
         everything = torch.full((SLOTS, 2, 10), -9, dtype=torch.int32, pin_memory=ON_GPU)
-        results = everything[:, :, 4:]  # a step in parts writes each behind the one before
+        results = everything[:, :, 4:]  # a step in slices writes each after the one before
         numbers = torch.tensor(order, dtype=number_type, device=DEVICE)
         work = workspace(6, 150, DEVICE, **SMALL)
         draw_and_commit(logits, numbers, made.columns, results, made.slot, True, work)
@@ -420,7 +420,7 @@ def test_rows_in_any_order_with_padding_between() -> None:
         assert made.columns.active.tolist() == [True, True, False, True, True, False]
 
 
-def test_commit_alone_does_what_a_draw_does() -> None:
+def test_commit_alone_writes_what_a_draw_writes() -> None:
     rows = [Row(stop_ids=[3]), Row(limit=6), Row(), Row(stop_ids=[4])]
     made = bench(rows, 10)
     numbers = torch.tensor([0, 1, 3, 4], device=DEVICE)
@@ -437,7 +437,7 @@ def test_commit_alone_does_what_a_draw_does() -> None:
     commit(tokens[:0], invalid[:0], numbers[:0], made.columns, made.results, made.slot)
 
 
-def test_rows_of_logits_may_lie_apart() -> None:
+def test_logits_rows_may_be_strided() -> None:
     rows = mixed()[:7]
     wide = noise(7, 900, seed=21, scale=2.0, dtype=HALF)
     logits = wide[:, :803]
@@ -446,7 +446,7 @@ def test_rows_of_logits_may_lie_apart() -> None:
     assert_drawn(logits, rows, made.tokens(7))
 
 
-def test_numbers_are_those_of_philox() -> None:
+def test_numbers_match_philox() -> None:
     """Over a flat vocabulary of 1024 the token is the number's first ten bits."""
     seeds = [0, 2**32 - 1, 2**32, 2**63 - 1, -1, -(2**63), -1 - 2**40, 123456789012345]
     places = [(0, 5, 5), (3, 3, 9), (1, 0, 2**31), (2**33, 1, 2**33 + 7)]
@@ -485,7 +485,7 @@ def test_draws_follow_the_distribution(row: Row) -> None:
     assert chi_square < 45, (chi_square, counts, expected)  # at most 11 degrees of freedom: p < 1e-5
 
 
-def test_a_draw_depends_on_nothing_but_its_own_row() -> None:
+def test_a_draw_depends_only_on_its_own_row() -> None:
     rows = mixed()
     logits = noise(len(rows), 603, seed=6, scale=1.5, dtype=HALF)
     made = draw(logits, rows)
@@ -497,7 +497,7 @@ def test_a_draw_depends_on_nothing_but_its_own_row() -> None:
 
 
 def peaked(count: int, vocab: int, seed: int, dtype: torch.dtype) -> torch.Tensor:
-    """Logits like a model's: a bulk that does not matter and a few hundred tokens that do."""
+    """Logits like a model's: a bulk that does not matter and a few hundred likely tokens."""
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(count, vocab, generator=generator) * 2.0
     best = torch.rand(count, vocab, generator=generator).argsort(-1)[:, :300]
@@ -524,7 +524,7 @@ def test_vocabularies_of_real_models(vocab: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.skipif(not ON_GPU, reason="needs a GPU: CUDA graphs")
-def test_a_graph_draws_into_another_slot_each_time() -> None:
+def test_a_graph_draws_with_another_number_each_time() -> None:
     rows = [Row(seed=seed, top_p=0.9) for seed in range(32)]
     logits = peaked(32, 128_256, 9, HALF)
     numbers = torch.arange(32, device=DEVICE)

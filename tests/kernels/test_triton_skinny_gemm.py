@@ -26,7 +26,7 @@ FOLDS = [
     for names in [[("norm", norm), ("residual", residual), ("silu", silu), ("bias", bias)]]
 ]
 
-# Small enough for the interpreter: 40 outputs and 96 inputs are no multiple of any block.
+# Small enough for the interpreter: 40 outputs and 96 inputs are not multiples of any block.
 VECTOR = GemmConfig("vector", 4, warps=2)
 DOT = GemmConfig("dot", 16, block_m=32, block_k=32, warps=2, stages=2)
 TILE = GemmConfig("tile", 64 if ON_GPU else 16, block_m=32, block_k=64 if ON_GPU else 32, warps=4, stages=3)
@@ -34,7 +34,7 @@ TILE = GemmConfig("tile", 64 if ON_GPU else 16, block_m=32, block_k=64 if ON_GPU
 
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever a kernel should write holds NaN before."""
+    """Outputs hold NaN before a kernel writes them."""
     new_output, empty_like = Gemm.new_output, torch.empty_like
     monkeypatch.setattr(Gemm, "new_output", lambda self: new_output(self).fill_(float("nan")))
     monkeypatch.setattr(torch, "empty_like", lambda x, **options: empty_like(x, **options).fill_(float("nan")))
@@ -122,7 +122,7 @@ def test_programs_share_tiles(shared: dict[str, int], tma: bool, silu: bool, dty
         check(config, rows, dtype, False, False, silu, True, k=k)
 
 
-def test_shared_tiles_come_out_the_same_each_time() -> None:
+def test_shared_tiles_give_the_same_result_each_time() -> None:
     x, weight = random(20, 160).to(HALF), random(40, 160).to(HALF)
     for config in (replace(TILE, split=3), replace(TILE, programs=1)):
         first = skinny_linear(x, weight, config=config)

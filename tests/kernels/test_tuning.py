@@ -71,7 +71,7 @@ def test_choosing_reads_the_tables_once(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize("damage", [b"", b"{", b"[1, 2]", b'{"linear 1 4096x1024 bfloat16": 7}', b"\xff\xfe"])
-def test_a_damaged_table_is_ignored_and_written_anew(tmp_path: Path, damage: bytes) -> None:
+def test_a_damaged_table_is_ignored_and_rewritten(tmp_path: Path, damage: bytes) -> None:
     path = tmp_path / "own.json"
     path.write_bytes(damage)
     tuner = gemm_tuner(own=path)
@@ -115,7 +115,7 @@ def test_a_table_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: py
 def test_tables_keep_what_others_measured_and_are_sorted(tmp_path: Path) -> None:
     path = tmp_path / "own.json"
     tuner = gemm_tuner(own=path)
-    table(path, _16={"kernel": "cublas"})  # another process, since
+    table(path, _16={"kernel": "cublas"})  # by another process, since
     tuner.tune([QKV], BF16, [8, 1], lambda *_: 1.0)
     assert [key.split()[1] for key in json.loads(path.read_text())] == ["1", "8", "16"]
 
@@ -217,7 +217,7 @@ def test_every_variant_computes_the_same() -> None:
     ]
     outs = []
     for variant in variants:
-        fresh = inputs._replace(residual=inputs.residual.clone())  # the norm on its own adds in place
+        fresh = inputs._replace(residual=inputs.residual.clone())  # the separate norm adds in place
         outs.append(run(shape, variant, fresh, inputs.weights[0]))
     for out in outs[1:]:
         assert out.shape == (2, 16)
@@ -259,7 +259,7 @@ def test_gpus_of_one_processor_share_a_table() -> None:
     assert shipped_path(Gpu("NVIDIA A100-SXM4-40GB", 108, False)).name == "nvidia-a100-sxm4-40gb.json"
 
 
-def test_shipped_tables_are_sound() -> None:
+def test_shipped_tables_are_valid() -> None:
     paths = set(TABLES.glob("*.json")) - set(TABLES.glob("*-cublas-*.json"))
     assert paths
     for path in paths:

@@ -14,7 +14,7 @@ SIZE = 9
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Every verb of the pool in any order."""
+    """Every operation of the pool in any order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -138,7 +138,7 @@ def test_an_idle_block_that_was_shared_again_counts_as_recently_used() -> None:
     assert evicted == [second, third, first]
 
 
-def test_empty_blocks_are_handed_out_before_content_is_lost() -> None:
+def test_empty_blocks_are_allocated_before_cached_ones_are_evicted() -> None:
     evicted: list[int] = []
     pool = BlockPool(5, on_evict=evicted.append)
     kept, plain = pool.allocate(2)

@@ -28,7 +28,7 @@ class Holder:
 
 
 class TablesMachine(RuleBasedStateMachine):
-    """Requests come, hit, grow, write, fork, publish and go; the model keeps the bytes."""
+    """Requests arrive, hit, grow, write, fork, publish and finish; the model keeps the bytes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class TablesMachine(RuleBasedStateMachine):
         self.keys = ContentKeys(SIZE)
         self.holders: list[Holder] = []
         self.model: list[list[int]] = []
-        """The blocks each holder must have, by the model's own account."""
+        """The blocks each holder must have, by the model's own count."""
         self.content: dict[int, dict[int, tuple[int, ...]]] = {}
         """block → offset → all tokens up to there."""
         self.findable: dict[tuple[int, ...], int] = {}
@@ -175,7 +175,7 @@ class TablesMachine(RuleBasedStateMachine):
     # Helpers
 
     def _own_last_block(self, i: int) -> None:
-        """Copy-on-write, if the next token goes to a block that others hold too."""
+        """Copy-on-write, if the next token goes to a block with other holders."""
         holder, tables = self.holders[i], self.tables
         index = holder.written // SIZE
         if index >= len(holder.blocks):
@@ -195,9 +195,9 @@ class TablesMachine(RuleBasedStateMachine):
         return sum(block in blocks for blocks in self.model)
 
     def _taken(self, blocks: list[int]) -> None:
-        """Blocks that were allocated: they had no references, and their content is gone."""
+        """Allocated blocks: they had no references, and their content is gone."""
         for block in blocks:
-            assert not self._holders_of(block), f"block {block} is in two hands"
+            assert not self._holders_of(block), f"block {block} has two owners"
             self.content[block] = {}
         self._unfind(blocks)
 
@@ -227,7 +227,7 @@ def test_a_hit_leaves_the_last_token_even_of_a_sequence_of_full_blocks() -> None
     assert tables.match(keys.of(tokens[:1]), 1) == []
 
 
-def test_without_prefix_caching_nothing_is_ever_found_or_kept() -> None:
+def test_without_prefix_caching_nothing_is_found_or_kept() -> None:
     tables, keys = BlockTables(20, 4, prefix_caching=False), ContentKeys(4)
     holder = holder_of(tables, list(range(12)), keys)
     assert tables.match(keys.of(list(range(13))), 13) == []
@@ -247,7 +247,7 @@ def test_tails_of_a_released_sequence_are_evicted_before_its_head() -> None:
     assert found == [3, 2, 1, 0]
 
 
-def test_a_head_held_by_others_outlives_the_tail() -> None:
+def test_a_shared_head_outlives_the_tail() -> None:
     tables, keys = BlockTables(6, 2), ContentKeys(2)
     one, other = holder_of(tables, [1, 2, 3, 4], keys), holder_of(tables, [1, 2, 5, 6], keys)
     assert one.blocks[0] == other.blocks[0]
@@ -260,7 +260,7 @@ def test_a_head_held_by_others_outlives_the_tail() -> None:
     tables.release(other)
 
 
-def test_copy_on_write_leaves_the_shared_block_with_the_others() -> None:
+def test_copy_on_write_leaves_the_shared_block_to_the_others() -> None:
     tables = BlockTables(8, 4)
     parent, child = Holder(), Holder()
     tables.grow(parent, 6)

@@ -223,7 +223,7 @@ def test_a_flipped_bit_anywhere_costs_blocks_but_never_changes_one(
 
 
 @pytest.mark.parametrize("length", [0, 1, 63, 64, 200, 300, 500, 700])
-def test_a_file_cut_short_costs_the_blocks_that_were_cut(tmp_path: Path, length: int) -> None:
+def test_a_truncated_file_loses_the_truncated_blocks(tmp_path: Path, length: int) -> None:
     with DiskStore.open(tmp_path, b"model", BLOCK, file_bytes(BLOCK, 3)) as store:
         for key in KEYS[:3]:
             store.write(key, payload_of(key))
@@ -280,7 +280,7 @@ def test_a_full_disk_stops_growth_and_nothing_else(
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EROFS])
-def test_a_write_that_fails_is_a_block_not_kept(store: DiskStore, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+def test_a_failed_write_is_a_block_not_kept(store: DiskStore, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
     assert store.write(KEYS[0], payload_of(KEYS[0]))
 
     def fail(fd: int, data: object, offset: int) -> None:
@@ -297,7 +297,7 @@ def test_a_write_that_fails_is_a_block_not_kept(store: DiskStore, monkeypatch: p
     assert store.write(KEYS[1], payload_of(KEYS[1]))
 
 
-def test_a_read_that_fails_is_a_block_that_is_absent(store: DiskStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_read_is_an_absent_block(store: DiskStore, monkeypatch: pytest.MonkeyPatch) -> None:
     store.write(KEYS[0], payload_of(KEYS[0]))
 
     def fail(*_: object) -> bool:
@@ -310,7 +310,7 @@ def test_a_read_that_fails_is_a_block_that_is_absent(store: DiskStore, monkeypat
 
 
 @pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES, errno.ENOSPC])
-def test_a_folder_that_cannot_be_written_is_a_clear_error_at_open(
+def test_a_folder_that_cannot_be_written_is_an_error_at_open(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
     def refuse(*args: object, **kwargs: object) -> int:
@@ -321,7 +321,7 @@ def test_a_folder_that_cannot_be_written_is_a_clear_error_at_open(
         DiskStore.open(tmp_path, b"model", BLOCK, 1 << 20)
 
 
-def test_a_path_that_is_a_file_is_a_clear_error(tmp_path: Path) -> None:
+def test_a_path_that_is_a_file_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(StoreUnavailableError, match="file"):
         DiskStore.open(tmp_path / "file", b"model", BLOCK, 1 << 20)
@@ -329,7 +329,7 @@ def test_a_path_that_is_a_file_is_a_clear_error(tmp_path: Path) -> None:
         DiskStore.open(tmp_path / "kv", b"model", BLOCK, BLOCK)
 
 
-def test_a_second_process_is_told_which_one_owns_the_folder(tmp_path: Path) -> None:
+def test_a_second_process_gets_an_error_that_names_the_owner(tmp_path: Path) -> None:
     child = f"""
 from quire.kvcache.offload.disk.store import DiskStore
 store = DiskStore.open({str(tmp_path)!r}, b"model", {BLOCK}, 1 << 20)
@@ -353,7 +353,7 @@ input()
     DiskStore.open(tmp_path, b"model", BLOCK, 1 << 20).close()
 
 
-def test_a_smaller_budget_is_kept_from_the_start(tmp_path: Path, small_segments: None) -> None:
+def test_a_smaller_budget_holds_from_the_start(tmp_path: Path, small_segments: None) -> None:
     with DiskStore.open(tmp_path, b"model", BLOCK, 4 * file_bytes(BLOCK, 3)) as store:
         for key in KEYS:
             store.write(key, payload_of(key))
@@ -374,7 +374,7 @@ def test_freed_space_is_free_on_the_disk_and_pinned_blocks_stay_longest(store: D
     assert not store.write(KEYS[7], payload_of(KEYS[7])), "freed space is not used again at once"
 
 
-def test_threads_read_and_write_at_once_and_none_sees_a_wrong_block(store: DiskStore) -> None:
+def test_threads_read_and_write_at_once_and_none_gets_a_wrong_block(store: DiskStore) -> None:
     wrong: list[bytes] = []
     hits: list[int] = []
 

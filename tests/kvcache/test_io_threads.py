@@ -1,4 +1,4 @@
-"""Reads and writes while the loop goes on."""
+"""Reads and writes while the loop continues."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def io(tmp_path: Path) -> Iterator[IOThreads]:
         io.close()
 
 
-def test_what_was_written_is_read_and_every_task_comes_back_once(io: IOThreads) -> None:
+def test_written_blocks_are_read_and_every_task_is_reported_once(io: IOThreads) -> None:
     written = [io.submit_write(key, payload_of(key)) for key in KEYS[:8]]
     done = finish(io)
     assert {id(task) for task in done} == {id(task) for task in written}
@@ -71,7 +71,7 @@ def test_the_loop_never_waits_and_reads_overtake_writes(tmp_path: Path) -> None:
         io.close()
 
 
-def test_a_call_that_fails_says_so_and_the_thread_lives_on(io: IOThreads) -> None:
+def test_a_failed_call_is_reported_and_the_thread_continues(io: IOThreads) -> None:
     def fail() -> None:
         raise RuntimeError("no")
 
@@ -85,7 +85,7 @@ def test_a_call_that_fails_says_so_and_the_thread_lives_on(io: IOThreads) -> Non
     assert good.ok
 
 
-def test_closing_finishes_what_was_submitted(tmp_path: Path) -> None:
+def test_closing_finishes_submitted_tasks(tmp_path: Path) -> None:
     with DiskStore.open(tmp_path, b"model", BLOCK, 1 << 20) as store:
         io = IOThreads(store)
         tasks = [io.submit_write(key, payload_of(key)) for key in KEYS]

@@ -1,4 +1,4 @@
-"""Content keys and the index that finds blocks by them."""
+"""Content keys and the index that maps them to blocks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_a_sequence_has_one_key_for_each_full_block_chained_from_the_root(
 
 
 @given(TOKENS, TOKENS, st.sampled_from([1, 2, 4]))
-def test_keys_agree_exactly_as_far_as_the_tokens_do(one: list[int], other: list[int], size: int) -> None:
+def test_keys_are_equal_exactly_as_far_as_the_tokens_are(one: list[int], other: list[int], size: int) -> None:
     keys = ContentKeys(size)
     for i, (a, b) in enumerate(zip(keys.of(one), keys.of(other), strict=False), start=1):
         assert (a == b) == (one[: i * size] == other[: i * size])
@@ -46,7 +46,7 @@ def test_no_two_of_all_short_sequences_share_a_key(size: int) -> None:
     assert keys.root() not in seen
 
 
-def test_salts_and_fingerprints_keep_owners_apart() -> None:
+def test_salts_and_fingerprints_separate_owners() -> None:
     tokens = [1, 2, 3, 4]
     roots = {
         ContentKeys(4, fingerprint).of(tokens, salt)[0]
@@ -56,7 +56,7 @@ def test_salts_and_fingerprints_keep_owners_apart() -> None:
     assert len(roots) == 15
 
 
-def test_no_salt_can_pass_for_the_tokens_of_a_block() -> None:
+def test_no_salt_equals_the_tokens_of_a_block() -> None:
     keys = ContentKeys(1, b"model")
     (unsalted,) = keys.of([97])
     assert keys.root("a\0\0\0") != unsalted
@@ -80,7 +80,7 @@ def test_every_int32_has_its_own_key(tokens: list[int]) -> None:
 
 
 @pytest.mark.parametrize("token", [2**31, -(2**31) - 1, 2**40])
-def test_a_token_that_is_no_int32_is_refused_rather_than_wrapped(token: int) -> None:
+def test_a_token_that_is_not_an_int32_is_refused_and_not_wrapped(token: int) -> None:
     keys = ContentKeys(1)
     with pytest.raises(OverflowError):
         keys.of([token])

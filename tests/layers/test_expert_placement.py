@@ -1,4 +1,4 @@
-"""Where experts are placed for a load: what holds for any, and what is gained where it is skewed."""
+"""Where experts are placed for a load: invariants for any load, and the gain for a skewed one."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ def assert_sound(placement: Placement, experts: int, ranks: int, spare: int) -> 
 
 
 @given(loads())
-def test_every_expert_has_a_place_none_two_on_a_rank_and_nothing_gets_worse(load: tuple[list[int], int, int]) -> None:
+def test_every_expert_is_placed_at_most_once_on_a_rank_and_the_balance_never_gets_worse(
+    load: tuple[list[int], int, int],
+) -> None:
     counts, ranks, spare = load
     before = Placement.even(len(counts), ranks, spare)
     assert_sound(before, len(counts), ranks, spare)
@@ -59,9 +61,7 @@ def test_moves_lead_from_one_placement_to_the_other(first: Any, second: Any) -> 
 
 
 @given(st.lists(st.integers(0, 50), min_size=2, max_size=6), st.integers(2, 3), st.integers(0, 3))
-def test_the_fullest_rank_is_close_to_the_best_that_any_placement_has(
-    counts: list[int], ranks: int, spare: int
-) -> None:
+def test_the_fullest_rank_is_close_to_the_optimum(counts: list[int], ranks: int, spare: int) -> None:
     if ranks > len(counts):
         return
     spare = min(spare, len(counts) * (ranks - 1))
@@ -95,6 +95,6 @@ def test_an_even_split_takes_the_remainder_first() -> None:
     "experts, ranks, spare, message",
     [(4, 5, 0, "4 experts cannot be spread over 5 ranks"), (4, 2, 5, "num_redundant_experts is at most 4 here")],
 )
-def test_what_cannot_be_placed_is_said(experts: int, ranks: int, spare: int, message: str) -> None:
+def test_impossible_placements_are_refused(experts: int, ranks: int, spare: int, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         check_ranks(experts, ranks, spare)

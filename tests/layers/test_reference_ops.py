@@ -19,7 +19,7 @@ def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> tor
 
 
 def close(ours: torch.Tensor, exact: torch.Tensor) -> None:
-    """As near as one rounding to our dtype allows (float32 sums may round a little more)."""
+    """Within one rounding of our dtype (float32 sums may round a little more)."""
     assert exact.dtype == torch.float64
     step = 2e-6 if ours.dtype == torch.float32 else torch.finfo(ours.dtype).eps
     torch.testing.assert_close(ours.double(), exact, rtol=step, atol=step)
@@ -66,7 +66,7 @@ def test_silu_mul_takes_the_gate_first(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rotary_dim", [None, 4, 6])
 @pytest.mark.parametrize("normed", [False, True])
-def test_prepare_qkv_norms_turns_and_stores(dtype: torch.dtype, rotary_dim: int | None, normed: bool) -> None:
+def test_prepare_qkv_normalizes_rotates_and_stores(dtype: torch.dtype, rotary_dim: int | None, normed: bool) -> None:
     tokens, heads, kv_heads, dim, block_size = 5, 4, 2, 6, 4
     qkv = randn(tokens, (heads + 2 * kv_heads) * dim, dtype=dtype)
     positions = torch.tensor([3, 0, 7, 8, 2])
@@ -116,8 +116,8 @@ def test_nothing_waits_for_the_device() -> None:
         OPS.silu_mul(x)
 
 
-def test_the_rotation_of_position_one_by_a_quarter_turn() -> None:
-    """A case small enough to see: (1, 2) turned by 90 degrees is (-2, 1)."""
+def test_the_rotation_of_position_one_by_90_degrees() -> None:
+    """A case small enough to see: (1, 2) rotated by 90 degrees is (-2, 1)."""
     quarter = math.pi / 2
     table = torch.tensor([[1.0, 0.0], [math.cos(quarter), math.sin(quarter)]])
     kv = torch.zeros(1, 2, 1, 2, 2)

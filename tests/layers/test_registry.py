@@ -1,4 +1,4 @@
-"""Names and dotted paths find their implementation; anything else is answered with what is known."""
+"""Names and dotted paths find their implementation; anything else is refused with the known names."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_any_class_by_its_path() -> None:
 
 
 @pytest.mark.parametrize("name", ["nonesuch", "no_such_pkg.Thing", "collections.NoSuchThing"])
-def test_an_unknown_name_is_answered_with_the_known_ones(name: str) -> None:
+def test_an_unknown_name_is_refused_with_the_known_ones(name: str) -> None:
     with pytest.raises(ValidationError, match=f"{name}.*known: cpu, torch") as caught:
         attention_backend(name)
     assert caught.value.value == name

@@ -27,18 +27,18 @@ def test_one_table_serves_all_layers() -> None:
     assert found[0].dtype == torch.float32
 
 
-def test_position_zero_is_not_turned() -> None:
+def test_position_zero_is_not_rotated() -> None:
     table = tables(model("llama", "LlamaForCausalLM"))[0]
     torch.testing.assert_close(table[0], torch.tensor([1.0] * 4 + [0.0] * 4))
 
 
-def test_neox_turns_a_quarter_of_each_head_unless_told() -> None:
+def test_neox_rotates_a_quarter_of_each_head_by_default() -> None:
     old = {"rope_parameters": None, "rotary_emb_base": 10000}
     assert tables(model("gpt-neox", "GPTNeoXForCausalLM", **old))[0].shape == (40, 4)
     assert tables(model("gpt-neox", "GPTNeoXForCausalLM", **old, rotary_pct=0.5))[0].shape == (40, 8)
 
 
-def test_a_dynamic_row_does_not_depend_on_how_long_the_table_is() -> None:
+def test_a_dynamic_row_does_not_depend_on_the_tables_length() -> None:
     rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 500.0}
     config = ModelConfig.from_dict(
         ZOO["llama"].to_dict()

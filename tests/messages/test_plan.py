@@ -1,4 +1,4 @@
-"""Plans and results cross a process border as bytes and come back as they were."""
+"""Plans and results cross the process boundary as bytes and are unchanged."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def assert_same(one: msgspec.Struct, other: msgspec.Struct) -> None:
 
 
 @given(arrays=st.lists(INTS, min_size=8, max_size=8), step=st.integers(0, 2**40), flag=st.booleans())
-def test_a_plan_comes_back_as_it_was(arrays: list[np.ndarray], step: int, flag: bool) -> None:
+def test_a_plan_round_trips(arrays: list[np.ndarray], step: int, flag: bool) -> None:
     rows, counts, tokens, samples, sample_rows, block_rows, block_indices, blocks = arrays
     params = SamplingParams(n=2, temperature=0.5, stop=["x"], logit_bias={1: 2.0})
     plan = StepPlan(
@@ -57,9 +57,7 @@ def test_a_plan_comes_back_as_it_was(arrays: list[np.ndarray], step: int, flag: 
 
 
 @given(tokens=INTS, counts=INTS, stopped=BOOLS, invalid=BOOLS)
-def test_a_result_comes_back_as_it_was(
-    tokens: np.ndarray, counts: np.ndarray, stopped: np.ndarray, invalid: np.ndarray
-) -> None:
+def test_a_result_round_trips(tokens: np.ndarray, counts: np.ndarray, stopped: np.ndarray, invalid: np.ndarray) -> None:
     entry = TokenLogprobs([1, 2], [-0.5, -1.5], 1)
     result = StepResult(
         9, tokens, counts, stopped, invalid, {0: entry, 7: entry}, {2: PromptLogprobs(3, [entry, entry])}
@@ -68,7 +66,7 @@ def test_a_result_comes_back_as_it_was(
 
 
 @pytest.mark.parametrize("count", [0, 1, 3])
-def test_masks_come_back_as_they_were(count: int) -> None:
+def test_masks_round_trip(count: int) -> None:
     """Also none at all: on a busy machine every mask may be late."""
     masks = StepMasks(7, np.arange(count, dtype=np.int32), np.arange(count * 4, dtype=np.int32).reshape(count, 4))
     back = decode_masks(encode(masks))
@@ -77,7 +75,7 @@ def test_masks_come_back_as_they_were(count: int) -> None:
     assert back.bits.tolist() == masks.bits.tolist()
 
 
-def test_tokens_of_a_plan_are_decodes_and_packed_ones() -> None:
+def test_tokens_of_a_plan_are_decodes_plus_packed_ones() -> None:
     none = np.zeros(0, np.int32)
     plan = StepPlan(0, none, none, 3, np.arange(5, dtype=np.int32), none, none, none, none, none, 1)
     assert plan.num_tokens == 8
@@ -92,7 +90,7 @@ def test_empty_lists_are_not_shared_between_plans() -> None:
     assert other.drop == []
 
 
-def test_what_is_no_array_is_not_smuggled_through() -> None:
+def test_objects_that_are_not_arrays_are_refused() -> None:
     none = np.zeros(0, np.int32)
     plan = StepPlan(object(), none, none, 0, none, none, none, none, none, none, 1)  # type: ignore[arg-type]
     with pytest.raises(NotImplementedError, match="cannot encode object"):

@@ -41,7 +41,7 @@ def test_the_older_name() -> None:
     assert PoolingParams().is_normalized
 
 
-def test_bytes_and_back() -> None:
+def test_a_round_trip_through_bytes() -> None:
     params = PoolingParams(dimensions=8, pooling="mean", use_activation=False)
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=PoolingParams) == params
     none = np.empty(0, np.int32)
@@ -52,7 +52,7 @@ def test_bytes_and_back() -> None:
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
-def test_a_vector_is_cut_then_scaled(scale: float) -> None:
+def test_a_vector_is_truncated_then_normalized(scale: float) -> None:
     data = (np.array([3, 4, 12]) * scale).astype(np.float32)
     np.testing.assert_allclose(finished_vector(data.tobytes(), PoolingParams(dimensions=2)), [0.6, 0.8], rtol=1e-5)
     np.testing.assert_array_equal(finished_vector(data.tobytes(), PoolingParams(use_activation=False)), data)

@@ -1,4 +1,4 @@
-"""The life of a request: which moves are legal, and which tokens it has."""
+"""A request's states: which transitions are legal, and which tokens it has."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def made(**fields: object) -> NewRequest:
 @pytest.mark.parametrize(
     ("old", "new"), list(itertools.product(RequestState, RequestState)), ids=lambda state: state.value
 )
-def test_moves(old: RequestState, new: RequestState) -> None:
+def test_transitions(old: RequestState, new: RequestState) -> None:
     request = Request(made(), 2, 0)
     request.state = old
     if (old.value, new.value) in LEGAL:
@@ -38,14 +38,14 @@ def test_moves(old: RequestState, new: RequestState) -> None:
         assert request.state is old
 
 
-def test_a_new_request_waits_and_holds_nothing() -> None:
+def test_a_new_request_is_waiting_and_holds_nothing() -> None:
     request = Request(made(keys=[b"k"]), 1, 5)
     assert (request.state, request.row, request.blocks, request.key) == (RequestState.WAITING, -1, [], ("r", 1))
     assert request.known == 3 and not request.is_finished
     assert request.keys == [b"k"] and request.keys is not request.source.keys
 
 
-def test_tokens_run_over_the_border_of_prompt_and_output() -> None:
+def test_tokens_span_prompt_and_output() -> None:
     request = Request(made(prompt=[1, 2, 3]), 0, 0)
     request.output += [4, 5, 6]
     everything = [1, 2, 3, 4, 5, 6]
@@ -68,7 +68,7 @@ def test_stop_ids(ignore_eos: bool, eos: list[int], own: list[int] | None, ids: 
     assert made(eos_ids=eos, params=SamplingParams(ignore_eos=ignore_eos, stop_token_ids=own)).stop_ids == ids
 
 
-def test_a_new_request_travels_as_bytes() -> None:
+def test_a_new_request_round_trips_through_bytes() -> None:
     source = made(
         keys=[b"\0\xff" * 16], bad_words=[[1, 2]], salt="é", seed=2**64 - 1, priority=-4, arrival=1.5, reads_cache=False
     )

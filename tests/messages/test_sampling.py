@@ -1,4 +1,4 @@
-"""SamplingParams: what is refused, with which words, and what is made of what is accepted."""
+"""SamplingParams: what is refused, with which message, and how accepted values are normalized."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_limits_themselves_are_accepted(field: str, value: Any) -> None:
     assert getattr(SamplingParams(**{field: value}), field) == value
 
 
-def test_the_defaults_are_those_people_know() -> None:
+def test_defaults_match_vllm() -> None:
     params = SamplingParams()
     assert (params.n, params.temperature, params.top_p, params.top_k, params.min_p) == (1, 1.0, 1.0, 0, 0.0)
     assert (params.max_tokens, params.min_tokens, params.seed, params.stop) == (16, 0, None, None)
@@ -136,13 +136,13 @@ def test_the_defaults_are_those_people_know() -> None:
     assert not params.is_greedy and not params.has_penalties and params.stop_strings == []
 
 
-def test_greedy_ignores_what_would_narrow_the_draw() -> None:
+def test_greedy_ignores_filters() -> None:
     params = SamplingParams(temperature=0.0, top_p=0.5, top_k=7, min_p=0.2)
     assert params.is_greedy
     assert (params.temperature, params.top_p, params.top_k, params.min_p) == (0.0, 1.0, 0, 0.0)
 
 
-def test_a_temperature_near_zero_is_lifted_but_stays_random() -> None:
+def test_a_temperature_near_zero_is_raised_but_stays_random() -> None:
     params = SamplingParams(temperature=0.0001, top_p=0.5)
     assert (params.temperature, params.top_p, params.is_greedy) == (LOWEST_TEMPERATURE, 0.5, False)
     assert SamplingParams(temperature=0.5).temperature == 0.5
@@ -152,7 +152,7 @@ def test_seed_minus_one_means_no_seed() -> None:
     assert SamplingParams(seed=-1).seed is None
 
 
-def test_several_greedy_samples_are_refused() -> None:
+def test_several_greedy_sequences_are_refused() -> None:
     with pytest.raises(ValidationError, match="n must be 1 with temperature 0, got 3"):
         SamplingParams(n=3, temperature=0)
 
@@ -170,7 +170,7 @@ def test_stop_strings_need_text_and_have_a_limit() -> None:
         SamplingParams(stop=[str(i) for i in range(MAX_STOP_STRINGS + 1)])
 
 
-def test_one_stop_string_is_a_list_of_one_and_none_of_them_is_none() -> None:
+def test_one_stop_string_becomes_a_list_and_an_empty_list_none() -> None:
     assert SamplingParams(stop="end").stop == ["end"]
     assert SamplingParams(stop=[]).stop is None
     assert SamplingParams(stop_token_ids=[5, 5, 3, 5]).stop_token_ids == [5, 3]
@@ -194,7 +194,7 @@ def test_from_optional_clamps_biases_and_takes_json_keys() -> None:
 
 
 @pytest.mark.parametrize("bias", [{"five": 1}, {5: "much"}, {5: None}, [5], {5: 10**400}])
-def test_from_optional_refuses_what_is_no_bias(bias: Any) -> None:
+def test_from_optional_refuses_invalid_biases(bias: Any) -> None:
     with pytest.raises(ValidationError, match="logit_bias"):
         SamplingParams.from_optional(logit_bias=bias)
 
@@ -236,7 +236,7 @@ def test_a_clone_shares_nothing_with_its_original() -> None:
     assert params == full()
 
 
-def test_params_travel_as_bytes() -> None:
+def test_params_round_trip_through_bytes() -> None:
     params = SamplingParams(
         n=2, seed=7, stop=["x"], logit_bias={3: -1.5}, output_kind=RequestOutputKind.DELTA, max_tokens=None
     )

@@ -1,4 +1,4 @@
-"""StructuredOutputsParams: what is refused, with which words, and what becomes of what is accepted."""
+"""StructuredOutputsParams: what is refused, with which message, and how accepted values are normalized."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ BAD: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize("fields, said", BAD, ids=[str(fields)[:40] for fields, _ in BAD])
-def test_what_is_wrong_is_refused_and_named(fields: dict[str, Any], said: str) -> None:
+@pytest.mark.parametrize("fields, message", BAD, ids=[str(fields)[:40] for fields, _ in BAD])
+def test_invalid_values_are_refused_by_name(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match="structured_outputs") as caught:
         StructuredOutputsParams(**fields)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
     assert len(str(caught.value)) < 400
     assert (caught.value.parameter or "").startswith("structured_outputs")
 
@@ -93,11 +93,11 @@ UNKEPT: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize("schema, said", UNKEPT, ids=[said for _, said in UNKEPT])
-def test_a_schema_that_a_grammar_would_not_keep_is_refused(schema: dict[str, Any], said: str) -> None:
+@pytest.mark.parametrize("schema, message", UNKEPT, ids=[message for _, message in UNKEPT])
+def test_a_schema_that_a_grammar_would_not_enforce_is_refused(schema: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError) as caught:
         StructuredOutputsParams(json=schema)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_a_schema_that_a_grammar_would_not_keep_is_refused(schema: dict[str, Any
         {"type": "object", "properties": {"next": {"$ref": "#"}}},
     ],
 )
-def test_schemas_as_people_write_them_are_accepted(schema: dict[str, Any]) -> None:
+def test_common_schemas_are_accepted(schema: dict[str, Any]) -> None:
     StructuredOutputsParams(json=schema)
 
 
@@ -125,7 +125,7 @@ def test_schemas_as_people_write_them_are_accepted(schema: dict[str, Any]) -> No
         (r"(\d+|[a-z]*)?x", ["12x", "abx", "x"], ["1a"]),
     ],
 )
-def test_a_pattern_written_plainly_means_the_same(pattern: str, same: list[str], other: list[str]) -> None:
+def test_a_simplified_pattern_matches_the_same(pattern: str, same: list[str], other: list[str]) -> None:
     written = plain_regex(pattern)
     for text in same:
         assert re.fullmatch(pattern, text) and re.fullmatch(written, text)
@@ -133,24 +133,24 @@ def test_a_pattern_written_plainly_means_the_same(pattern: str, same: list[str],
         assert not re.fullmatch(pattern, text) and not re.fullmatch(written, text)
 
 
-def test_every_form_survives_copies_and_the_process_boundary() -> None:
-    forms = dict(zip(KINDS, [PERSON, "a+", ["x", "y", "x"], 'root ::= "a"', True, {"format": {}}], strict=True))
-    for kind, value in forms.items():
-        form = StructuredOutputsParams(**{kind: value})  # type: ignore[arg-type]
-        assert form.kind == kind
-        params = SamplingParams(structured_outputs=form)
+def test_every_kind_of_constraint_round_trips() -> None:
+    constraints = dict(zip(KINDS, [PERSON, "a+", ["x", "y", "x"], 'root ::= "a"', True, {"format": {}}], strict=True))
+    for kind, value in constraints.items():
+        constraint = StructuredOutputsParams(**{kind: value})  # type: ignore[arg-type]
+        assert constraint.kind == kind
+        params = SamplingParams(structured_outputs=constraint)
         assert msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams) == params
-        assert params.clone().structured_outputs == form
-        assert SamplingParams.from_optional(structured_outputs=form, top_k=None).structured_outputs == form
+        assert params.clone().structured_outputs == constraint
+        assert SamplingParams.from_optional(structured_outputs=constraint, top_k=None).structured_outputs == constraint
     assert StructuredOutputsParams(choice=["x", "y", "x"]).choice == ["x", "y"]
 
 
-def test_params_take_nothing_else_for_a_form() -> None:
+def test_params_accept_no_other_type_for_a_constraint() -> None:
     with pytest.raises(ValidationError, match="must be a StructuredOutputsParams"):
         SamplingParams(structured_outputs={"regex": "a"})  # type: ignore[arg-type]
 
 
-def test_a_form_ends_the_output_whatever_ignore_eos_says() -> None:
+def test_a_constraint_ends_the_output_even_with_ignore_eos() -> None:
     from quire.messages.request import NewRequest
 
     params = SamplingParams(ignore_eos=True, stop_token_ids=[7], structured_outputs=StructuredOutputsParams(regex="a"))

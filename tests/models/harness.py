@@ -1,4 +1,4 @@
-"""A tiny random transformers model beside ours, and a paged cache to run ours through."""
+"""A tiny random transformers model beside ours, and a paged cache to run ours with."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def random_reference(config: PretrainedConfig, seed: int = 0) -> Any:
 
 
 def model_config(reference: Any) -> ModelConfig:
-    """What config.json would say of the reference."""
+    """The reference's config.json."""
     raw = json.loads(json.dumps(reference.config.to_dict()))
     return ModelConfig.from_dict(raw | {"architectures": [type(reference).__name__]})
 
@@ -81,7 +81,7 @@ def empty_model(
 
 
 def checkpoint_tensors(reference: Any) -> dict[str, torch.Tensor]:
-    """The reference's weights under the names its files have."""
+    """The reference's weights under the names in its files."""
     tensors = dict(reference.state_dict())
     if type(reference).__name__ == "GPTNeoXForCausalLM" and "lm_head.weight" in tensors:
         tensors["embed_out.weight"] = tensors.pop("lm_head.weight")
@@ -121,10 +121,8 @@ def reference_logits(reference: Any, tokens: Sequence[int]) -> torch.Tensor:
 
 
 class PagedRun:
-    """Rows of tokens moving through a paged cache whose physical blocks are in no order.
-
-    Unwritten slots hold NaN, so that reading one shows.
-    """
+    """Rows of tokens in a paged cache whose physical blocks are in random order. Unwritten slots hold NaN, so that
+    reading one shows."""
 
     def __init__(self, stages: Any, block_size: int = 4, blocks: int = 64, seed: int = 0) -> None:
         self.stages = stages if isinstance(stages, list) else [stages]
@@ -143,7 +141,7 @@ class PagedRun:
 
     @torch.no_grad()
     def step(self, scheduled: Mapping[str, Sequence[int]]) -> dict[str, torch.Tensor]:
-        """Compute each row's next tokens; logits of every one of them, by row."""
+        """Compute each row's next tokens; logits of all of them, by row."""
         rows = sorted(scheduled, key=lambda row: len(scheduled[row]) > 1)
         tokens, positions, slots, starts, lengths = [], [], [], [0], []
         for row in rows:
@@ -182,13 +180,13 @@ class PagedRun:
 
 
 def in_chunks(stages: Any, tokens: Sequence[int], size: int) -> torch.Tensor:
-    """Logits of every token, computed `size` tokens a step."""
+    """Logits of every token, computed `size` tokens per step."""
     run = PagedRun(stages)
     return torch.cat([run.step({"row": tokens[i : i + size]})["row"] for i in range(0, len(tokens), size)])
 
 
 def mixed(stages: Any, prompts: Mapping[str, Sequence[int]], budget: Callable[[int, str], int]) -> dict[str, Any]:
-    """Logits of every token of several rows that share steps; `budget` says how many tokens of a row a step takes."""
+    """Logits of every token of several rows that share steps; `budget` gives how many tokens of a row a step takes."""
     run = PagedRun(stages)
     logits: dict[str, list[torch.Tensor]] = {row: [] for row in prompts}
     step = 0
@@ -206,6 +204,6 @@ def mixed(stages: Any, prompts: Mapping[str, Sequence[int]], budget: Callable[[i
 
 
 def assert_same(ours: torch.Tensor, theirs: torch.Tensor) -> None:
-    """Equal but for rounding, relative to the logits' own size; and the logits are not flat."""
+    """Equal up to rounding, relative to the size of the logits; and the logits are not flat."""
     assert theirs.std() > 0.3, "a flat reference proves nothing"
     torch.testing.assert_close(ours.to(theirs.device), theirs, rtol=0, atol=1e-4 * theirs.abs().max().item())

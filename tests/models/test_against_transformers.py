@@ -1,4 +1,4 @@
-"""Every architecture computes what transformers computes, however its tokens are cut into steps."""
+"""Every architecture computes what transformers computes, however its tokens are chunked into steps."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def pair(name: str) -> tuple[Any, Any]:
 
 
 def assert_rows_share_steps(reference: Any, ours: Any) -> None:
-    """Whole prompts, chunks, decodes and late arrivals in the same step leave each row's logits alone."""
+    """Whole prompts, chunks, decodes and late arrivals in the same step do not affect each other's logits."""
 
     def budget(step: int, row: str) -> int:
         if row == "long":
             return 9 if step < 2 else 1  # two chunks, then decode
         if row == "middle":
-            return 4 * (step >= 1)  # arrives later, chunk by chunk
+            return 4 * (step >= 1)  # arrives later, in chunks
         return 1 + (step % 2)
 
     for row, logits in mixed(ours, PROMPTS, budget).items():

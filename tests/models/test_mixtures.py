@@ -1,4 +1,4 @@
-"""Mixtures of experts: every layout of a checkpoint, routing that is far from even, what is counted, and refused."""
+"""Mixtures of experts: every checkpoint layout, uneven routing, expert counts, and refusals."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def reference_of(name: str) -> Any:
 
 
 def load_from(path: Path, ranks: Ranks | None = None, **settings: Any) -> Any:
-    """Our model with the weights that lie at `path`, read as the engine reads them."""
+    """Our model with the weights at `path`, read as the engine reads them."""
     files = local_files("m", path)
     model = empty_model(read_model_config(files), ranks, **settings)
     targets = collect_targets(model)
@@ -62,7 +62,7 @@ def load_from(path: Path, ranks: Ranks | None = None, **settings: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", MIXTURES)
-def test_the_cpu_kernels_compute_what_transformers_computes(name: str) -> None:
+def test_the_cpu_kernels_equal_transformers(name: str) -> None:
     reference = reference_of(name)
     ours = loaded_model(reference, target=ON_CPU)
     assert_same(in_chunks(ours, TOKENS, 29), reference_logits(reference, TOKENS))
@@ -75,7 +75,7 @@ def test_the_cpu_kernels_compute_what_transformers_computes(name: str) -> None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("stacked", [False, True], ids=["published", "stacked"])
-def test_what_transformers_saves_is_loaded(name: str, stacked: bool, tmp_path: Path) -> None:
+def test_transformers_checkpoints_are_loaded(name: str, stacked: bool, tmp_path: Path) -> None:
     reference = reference_of(name)
     reference.save_pretrained(tmp_path, save_original_format=not stacked)
     names = set(load_file(tmp_path / "model.safetensors"))
@@ -108,9 +108,7 @@ def test_ranks_read_their_features_of_every_expert_from_either_layout(name: str,
 
 @pytest.mark.parametrize("stacked", [False, True], ids=["published", "stacked"])
 @pytest.mark.parametrize("ranks, spare", [(2, 0), (3, 0), (3, 4)])
-def test_ranks_that_keep_some_whole_experts_sum_to_the_whole(
-    stacked: bool, ranks: int, spare: int, tmp_path: Path
-) -> None:
+def test_ranks_with_whole_experts_sum_to_the_whole(stacked: bool, ranks: int, spare: int, tmp_path: Path) -> None:
     reference_of("qwen3-moe").save_pretrained(tmp_path, save_original_format=not stacked)
     (whole, *_) = sparse(load_from(tmp_path))
     places = [ExpertRanks(rank, ranks, spare) for rank in range(ranks)]
@@ -125,7 +123,9 @@ def test_ranks_that_keep_some_whole_experts_sum_to_the_whole(
 
 
 @pytest.mark.parametrize("tokens", [1, 40], ids=["pair by pair", "in tiles"])
-def test_the_same_with_the_kernels_for_gpus(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_with_whole_experts_sum_to_the_whole_with_the_gpu_kernels(
+    tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("triton")
     from quire.kernels.triton import ops
 
@@ -145,7 +145,7 @@ def sparse(model: Any) -> list[SparseMLP]:
     return [module for module in model.modules() if isinstance(module, SparseMLP)]
 
 
-def test_an_expert_that_is_missing_is_named(tmp_path: Path) -> None:
+def test_a_missing_expert_is_named(tmp_path: Path) -> None:
     reference_of("qwen3-moe").save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     del tensors["model.layers.1.mlp.experts.0.up_proj.weight"]
@@ -260,7 +260,7 @@ def test_gguf_files_are_loaded(name: str, family: str, one_by_one: bool, tmp_pat
 
 @pytest.mark.parametrize("target", [Target(), ON_CPU], ids=["reference", "cpu"])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_routing_that_sends_everything_to_the_same_few_is_right(name: str, target: Target) -> None:
+def test_routing_everything_to_the_same_few_experts(name: str, target: Target) -> None:
     reference = random_reference(ZOO[name])
     config = model_config(reference)
     few = config.raw["num_experts_per_tok"]
@@ -301,7 +301,7 @@ def count_by_hand(reference: Any, tokens: list[int]) -> dict[int, list[int]]:
 
 @pytest.mark.parametrize("target", [Target(), ON_CPU], ids=["reference", "cpu"])
 @pytest.mark.parametrize("name", [*FAMILIES, "qwen3-moe-dense-layers"])
-def test_counts_are_those_of_transformers_routers(name: str, target: Target) -> None:
+def test_counts_equal_those_of_transformers_routers(name: str, target: Target) -> None:
     reference = reference_of(name)
     ours = loaded_model(reference, target=target)
     in_chunks(ours, TOKENS, 7)
@@ -311,7 +311,7 @@ def test_counts_are_those_of_transformers_routers(name: str, target: Target) -> 
     assert sum(map(sum, counts.values())) == len(TOKENS) * config.raw["num_experts_per_tok"] * len(counts)
 
 
-def test_figures_of_a_load() -> None:
+def test_load_metrics() -> None:
     tokens, load = expert_metrics({0: [4, 4, 4, 4], 3: [0, 16, 0, 0]})
     assert (tokens.name, tokens.kind, tokens.value) == ("quire:expert_tokens", "counter", 32)
     assert dict(tokens.series)["3", "1"] == 16 and len(tokens.series) == 8
@@ -320,7 +320,7 @@ def test_figures_of_a_load() -> None:
     assert expert_metrics({1: [0, 0]})[1].value == 0
 
 
-def test_active_parameters_leave_out_the_experts_a_token_does_not_meet() -> None:
+def test_active_parameters_leave_out_experts_not_chosen() -> None:
     model = empty_model(model_config(reference_of("qwen3-moe")))
     one = 3 * 20 * 32  # gate, up and down of an expert
     assert sum(p.numel() for p in model.parameters()) - active_parameters(model) == 2 * (8 - 3) * one
@@ -343,7 +343,9 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return path
 
 
-def test_greedy_text_is_transformers_with_and_without_a_prefix_hit(folder: Path, make_llm: Callable[..., LLM]) -> None:
+def test_greedy_text_equals_transformers_with_and_without_a_prefix_hit(
+    folder: Path, make_llm: Callable[..., LLM]
+) -> None:
     from transformers import AutoModelForCausalLM
 
     reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
@@ -372,7 +374,7 @@ def test_the_engine_counts_what_it_computes(folder: Path, make_llm: Callable[...
     by_layer: dict[str, float] = {}
     for (layer, _), count in values["quire:expert_tokens"].series:
         by_layer[layer] = by_layer.get(layer, 0) + count
-    # Prompts, and of each output all but the last token; the last layer sees of a prompt only its last token.
+    # Prompts, and of each output all but the last token; the last layer computes only a prompt's last token.
     assert by_layer["0"] == (20 + 3 + 2 * 5) * top_k
     assert by_layer["1"] in ((2 + 2 * 5) * top_k, by_layer["0"])
     assert 1 <= values["quire:expert_load_max_over_mean"].value <= sparse_total(config)
@@ -382,7 +384,7 @@ def sparse_total(config: ModelConfig) -> int:
     return sparse(empty_model(config))[0].routing.num_experts
 
 
-def test_a_model_without_experts_has_no_such_figures(llm: LLM) -> None:
+def test_a_model_without_experts_has_no_expert_metrics(llm: LLM) -> None:
     assert not [metric.name for metric in llm.get_metrics() if "expert" in metric.name]
 
 
@@ -404,14 +406,14 @@ def test_a_model_without_experts_has_no_such_figures(llm: LLM) -> None:
         ("qwen3-moe", {"mlp_only_layers": "all"}, "mlp_only_layers = 'all'; a list of layer numbers"),
     ],
 )
-def test_a_config_that_cannot_be_is_refused_in_one_line(name: str, changes: dict[str, Any], said: str) -> None:
+def test_an_invalid_config_is_refused_in_one_line(name: str, changes: dict[str, Any], said: str) -> None:
     raw = dict(model_config(reference_of(name)).raw) | changes
     with pytest.raises(ValidationError, match=said) as error:
         empty_model(ModelConfig.from_dict(raw))
     assert "\n" not in str(error.value)
 
 
-def test_features_that_ranks_cannot_share_are_refused() -> None:
+def test_features_that_ranks_cannot_split_are_refused() -> None:
     with pytest.raises(ValueError, match="20 expert features cannot be split over 8"):
         config = model_config(reference_of("qwen3-moe"))
         raw = dict(config.raw) | {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 4}

@@ -1,4 +1,4 @@
-"""Which checkpoint tensors each rank and stage asks for, and that the ranks together compute the whole."""
+"""Which checkpoint tensors each rank and stage loads, and that the ranks together compute the whole."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def pieces(model: Any, name: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", [*SPLITTABLE, *FOUR_HEADS])
-def test_two_ranks_keep_every_tensor_between_them(name: str) -> None:
+def test_two_ranks_together_keep_every_tensor(name: str) -> None:
     config = model_config(reference_for(name))
     whole, *ranks = (empty_model(config, Ranks(tp_rank=r, tp_size=s)) for r, s in ((0, 1), (0, 2), (1, 2)))
     for tensor in collect_targets(whole):
@@ -68,7 +68,7 @@ def test_ranks_beyond_the_kv_heads_hold_copies_of_their_groups_head() -> None:
     assert keeps == [slice(0, 8), slice(0, 8), slice(8, 16), slice(8, 16)]
 
 
-def test_kv_heads_that_cannot_be_shared_out_are_refused() -> None:
+def test_kv_heads_that_cannot_be_divided_are_refused() -> None:
     config = model_config(random_reference(ZOO["llama-9-heads-3-kv"]))
     with pytest.raises(ValueError, match=r"9.*2 tensor-parallel"):
         empty_model(config, Ranks(tp_size=2))
@@ -77,8 +77,8 @@ def test_kv_heads_that_cannot_be_shared_out_are_refused() -> None:
         empty_model(type(config).from_dict(raw), Ranks(tp_size=4))
 
 
-class Gang:
-    """Collectives between threads: each rank leaves its tensor and takes what all left."""
+class ThreadGroup:
+    """Collectives between threads: each rank leaves its tensor and takes those of all."""
 
     def __init__(self, size: int) -> None:
         self.left: list[Any] = [None] * size
@@ -87,9 +87,9 @@ class Gang:
     def exchange(self, x: torch.Tensor, ranks: Ranks) -> list[torch.Tensor]:
         self.left[ranks.tp_rank] = x.clone()
         self.barrier.wait()
-        everyone = list(self.left)
+        gathered = list(self.left)
         self.barrier.wait()
-        return everyone
+        return gathered
 
     def all_reduce(self, x: torch.Tensor, ranks: Ranks) -> torch.Tensor:
         return sum(self.exchange(x, ranks))
@@ -100,7 +100,7 @@ class Gang:
 
 @pytest.mark.parametrize("name", [*SPLITTABLE, *FOUR_HEADS])
 def test_two_ranks_together_compute_the_whole_model(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    gang = Gang(2)
+    gang = ThreadGroup(2)
     monkeypatch.setattr("quire.layers.linear.all_reduce", gang.all_reduce)
     monkeypatch.setattr("quire.layers.moe.all_reduce", gang.all_reduce)
     monkeypatch.setattr("quire.layers.embedding.all_reduce", gang.all_reduce)
@@ -125,7 +125,7 @@ def test_two_ranks_together_compute_the_whole_model(name: str, monkeypatch: pyte
 @pytest.mark.parametrize(
     "name", ["llama", "llama-tied", "qwen3-moe", "gpt-neox", "gpt-neox-tied-no-bias", "gpt2", "gpt2-untied"]
 )
-def test_pipeline_stages_in_turn_compute_the_whole_model(name: str) -> None:
+def test_consecutive_pipeline_stages_compute_the_whole_model(name: str) -> None:
     reference = reference_for(name)
     stages = [loaded_model(reference, Ranks(pp_rank=r, pp_size=2)) for r in range(2)]
     assert sum(stage.kv_shape.num_layers for stage in stages) == model_config(reference).num_layers
@@ -134,7 +134,7 @@ def test_pipeline_stages_in_turn_compute_the_whole_model(name: str) -> None:
     assert_same(logits, reference_logits(reference, TOKENS))
 
 
-def test_stages_ask_for_their_own_tensors_only() -> None:
+def test_stages_load_only_their_own_tensors() -> None:
     config = model_config(reference_for("llama"))
     first, last = (empty_model(config, Ranks(pp_rank=r, pp_size=2)) for r in range(2))
     asked = [set(collect_targets(stage)) for stage in (first, last)]
@@ -188,13 +188,13 @@ def test_neox_ignores_stored_masks_and_frequencies() -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt-neox", "gpt2"])
-def test_a_tensor_no_one_knows_is_not_ignored(name: str) -> None:
+def test_an_unknown_tensor_is_not_ignored(name: str) -> None:
     model = empty_model(model_config(reference_for(name)))
     assert not model.ignores("model.layers.0.self_attn.surprise.weight")
     assert not model.ignores("model.layers.7.self_attn.q_proj.weight")
 
 
-def test_only_an_untied_head_is_asked_for() -> None:
+def test_only_an_untied_head_is_loaded() -> None:
     tied, untied = (empty_model(model_config(reference_for(name))) for name in ("llama-tied", "llama"))
     assert "lm_head.weight" not in collect_targets(tied)
     assert tied.ignores("lm_head.weight")

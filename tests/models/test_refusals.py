@@ -42,7 +42,7 @@ def test_gpt2_cannot_be_longer_than_its_positions() -> None:
         empty_model(config("gpt2"), max_model_len=65)
 
 
-def test_an_unknown_architecture_is_answered_with_the_known_ones() -> None:
+def test_an_unknown_architecture_is_refused_with_the_known_ones() -> None:
     with pytest.raises(UnsupportedModelError, match=r"'NoSuchLM'.*LlamaForCausalLM"):
         registry.model_class("NoSuchLM")
 

@@ -1,4 +1,4 @@
-"""Tiny configurations, one for each thing that can differ between checkpoints."""
+"""Tiny configurations, one for each way in which checkpoints can differ."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _gpt2(**changes: Any) -> GPT2Config:
 
 
 def _mixture(kind: type[PretrainedConfig], **changes: Any) -> PretrainedConfig:
-    """Experts and MLPs of unlike widths, more experts than tokens of a short step."""
+    """Experts and MLPs of different widths, more experts than tokens of a short step."""
     shape: dict[str, Any] = {
         "num_experts": 8,
         "num_experts_per_tok": 3,

@@ -1,4 +1,4 @@
-"""Text that comes token by token equals text decoded at once."""
+"""Incremental detokenization equals decoding all tokens at once."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ def pieces(vocabulary: Vocabulary, tokens: list[int], prompt: list[int] = [], sk
 
 
 class TestByteLevel:
-    """The default model's tokenizer: every token is a run of bytes."""
+    """The default model's tokenizer: every token is a sequence of bytes."""
 
     def test_it_is_recognised(self, real: Vocabulary) -> None:
         assert isinstance(real.detokenizer([], True), ByteDetokenizer)
 
     @pytest.mark.parametrize("text", TEXTS)
-    def test_texts_come_back(self, real: Vocabulary, text: str) -> None:
+    def test_texts_round_trip(self, real: Vocabulary, text: str) -> None:
         tokens = real.tokenizer.encode(text)
         assert "".join(pieces(real, tokens)) == text
 
     @settings(max_examples=300, deadline=None)
     @given(data=st.data())
     def test_random_tokens_decode_as_at_once(self, real: Vocabulary, data: st.DataObject) -> None:
-        """Bytes that are no UTF-8, halves of characters and special tokens included."""
+        """Including bytes that are not UTF-8, parts of characters and special tokens."""
         odd = data.draw(st.lists(st.integers(0, len(real.tokenizer) - 1), max_size=12))
         text = data.draw(st.text(max_size=8))
         tokens = odd + real.tokenizer.encode(text) + data.draw(st.lists(st.integers(0, 400), max_size=12))
@@ -58,11 +58,11 @@ class TestByteLevel:
         assert len(tokens) > 1
         assert pieces(real, tokens) == [""] * (len(tokens) - 1) + ["🧿", ""]
 
-    def test_a_character_that_never_ends_shows_as_a_mark(self, real: Vocabulary) -> None:
+    def test_an_incomplete_character_becomes_a_replacement_character(self, real: Vocabulary) -> None:
         tokens = real.tokenizer.encode("🧿")[:-1]
         assert "".join(pieces(real, tokens)) == real.tokenizer.decode(tokens) == "�"
 
-    def test_special_tokens_show_only_when_asked(self, real: Vocabulary) -> None:
+    def test_special_tokens_are_shown_only_on_request(self, real: Vocabulary) -> None:
         start, end = real.tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
         tokens = [start, *real.tokenizer.encode("hi"), end]
         assert "".join(pieces(real, tokens, skip=True)) == "hi"
@@ -73,7 +73,7 @@ class TestByteLevel:
             expected = real.tokenizer.decode([token], skip_special_tokens=True)
             assert "".join(pieces(real, [token])) == expected, token
 
-    def test_ids_past_the_vocabulary_are_silent(self, real: Vocabulary) -> None:
+    def test_ids_beyond_the_vocabulary_have_no_text(self, real: Vocabulary) -> None:
         assert "".join(pieces(real, [len(real.tokenizer) + 5])) == ""
 
     def test_many_tokens_at_once_or_one_by_one(self, real: Vocabulary) -> None:
@@ -82,7 +82,7 @@ class TestByteLevel:
         assert at_once.push(tokens) + at_once.flush() == "".join(pieces(real, tokens))
 
     @pytest.mark.parametrize("token", [0, 1, 33, 200, 4000, 49151])
-    def test_single_tokens_read_as_transformers_reads_them(self, real: Vocabulary, token: int) -> None:
+    def test_single_tokens_decode_as_in_transformers(self, real: Vocabulary, token: int) -> None:
         assert real.text_of(token) == real.tokenizer.decode([token])
 
     def test_the_tiny_tokenizer_too(self) -> None:
@@ -95,7 +95,7 @@ class TestByteLevel:
 
 
 def sentencepiece_like() -> Any:
-    """As Llama 2's: ▁ for spaces, single bytes for what has no token, the first space dropped."""
+    """Like Llama 2's: ▁ for spaces, single bytes for characters without a token, the first space dropped."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
     from transformers import PreTrainedTokenizerFast
 
@@ -127,7 +127,7 @@ def vocabulary() -> Vocabulary:
 
 
 class TestWindow:
-    """Any other tokenizer: decoding depends on what stands before."""
+    """Any other tokenizer: decoding depends on the preceding tokens."""
 
     def test_it_is_recognised(self, vocabulary: Vocabulary) -> None:
         assert isinstance(vocabulary.detokenizer([], True), WindowDetokenizer)
@@ -165,16 +165,16 @@ class TestWindow:
 
     @settings(max_examples=200, deadline=None)
     @given(tokens=st.lists(st.integers(0, 300), max_size=40))
-    def test_any_tokens_at_all_give_text_and_no_error(self, vocabulary: Vocabulary, tokens: list[int]) -> None:
+    def test_any_tokens_give_text_and_no_error(self, vocabulary: Vocabulary, tokens: list[int]) -> None:
         got = pieces(vocabulary, tokens)
         assert all("�" not in piece or len(piece) <= 40 for piece in got)
 
-    def test_special_tokens_are_skipped_and_do_not_glue_words(self, vocabulary: Vocabulary) -> None:
+    def test_special_tokens_are_skipped_and_do_not_join_words(self, vocabulary: Vocabulary) -> None:
         encode = vocabulary.tokenizer.encode
         tokens = [*encode("hello", add_special_tokens=False), 2, *encode("world", add_special_tokens=False)]
         assert "".join(pieces(vocabulary, tokens)) == "hello world"
 
-    def test_a_lone_byte_waits_and_then_shows_as_a_mark(self, vocabulary: Vocabulary) -> None:
+    def test_a_lone_byte_is_held_and_then_becomes_a_replacement_character(self, vocabulary: Vocabulary) -> None:
         byte = vocabulary.tokenizer.convert_tokens_to_ids("<0xF0>")
         assert pieces(vocabulary, [byte]) == ["", "�"]
 
@@ -194,6 +194,6 @@ class TestWindow:
         assert len(lengths) < 1.1 * len(tokens), "once a token: what stood before it is known"
 
 
-def test_tokenizers_of_gguf_files_and_folders_alike(tiny_model: Path) -> None:
+def test_tokenizers_of_gguf_files_and_folders(tiny_model: Path) -> None:
     vocabulary = Vocabulary(load_tokenizer(str(tiny_model)))
     assert "".join(pieces(vocabulary, vocabulary.tokenizer.encode("the world"))) == "the world"

@@ -1,4 +1,4 @@
-"""A long output costs what a short one does, token by token."""
+"""The cost of a token does not depend on the length of the output."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_the_cost_of_a_token_does_not_grow_with_the_text(stop: list[str] | None)
     assert len(view.outputs[0].text) > 8  # type: ignore[union-attr]
 
 
-def test_a_request_that_begins_again_has_arrived_once_and_said_nothing_yet() -> None:
+def test_a_restarted_request_keeps_its_arrival_time_and_has_no_output_yet() -> None:
     processor = OutputProcessor(Vocabulary(tiny_tokenizer()))
     params = SamplingParams(output_kind=RequestOutputKind.FINAL_ONLY, max_tokens=3)
     processor.add(NewRequest("a", [5], params, limit=4), "x")

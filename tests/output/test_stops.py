@@ -1,4 +1,4 @@
-"""Stop strings, against the plain definition: the first moment at which the text so far contains one."""
+"""Stop strings, against the definition: the first moment at which the text so far contains one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ STOPS = st.lists(st.text("abc", min_size=1, max_size=5), min_size=1, max_size=4)
 
 
 def first_stop(pieces: list[str], stops: list[str]) -> tuple[int, str, int] | None:
-    """(piece that completes it, stop string, its end): the earliest end, ties by the order of the list."""
+    """(piece that completes it, stop string, its end): the earliest end, ties by list order."""
     for count in range(1, len(pieces) + 1):
         text = "".join(pieces[:count])
         ends = [
@@ -39,14 +39,14 @@ def test_the_first_string_to_complete_is_found(pieces: list[str], stops: list[st
         if hit is not None:
             found = (at, hit[0], hit[1])
             break
-    wanted = first_stop(pieces, stops)
-    if wanted is not None:
-        at, stop, end = wanted
-        wanted = (at, stop, end if include else end - len(stop))
-    assert found == wanted
+    expected = first_stop(pieces, stops)
+    if expected is not None:
+        at, stop, end = expected
+        expected = (at, stop, end if include else end - len(stop))
+    assert found == expected
 
 
-def test_text_that_none_of_them_ends_in_is_not_searched() -> None:
+def test_text_that_ends_in_no_prefix_of_a_stop_string_is_not_searched() -> None:
     class Unsearched(str):
         def find(self, *_: object) -> int:
             raise AssertionError("searched")
@@ -73,10 +73,10 @@ class _Pieces:
 
 
 @given(pieces=PIECES, stops=STOPS, include=st.booleans(), least=st.integers(0, 4), by=st.integers(1, 3))
-def test_a_stream_never_shows_what_is_cut_off_later(
+def test_a_stream_never_shows_text_that_is_cut_off_later(
     pieces: list[str], stops: list[str], include: bool, least: int, by: int
 ) -> None:
-    """Tokens come one or several at a time; what has been shown is always the start of what is shown in the end."""
+    """Tokens arrive one or several at a time; what has been shown is always a prefix of the final text."""
     params = SamplingParams(
         stop=list(stops), include_stop_str_in_output=include, min_tokens=least, max_tokens=max(least, len(pieces), 1)
     )
@@ -113,7 +113,7 @@ def test_a_stream_never_shows_what_is_cut_off_later(
         assert found is None and joined == text
 
 
-def test_a_stop_token_leaves_no_text() -> None:
+def test_a_stop_token_has_no_text() -> None:
     params = SamplingParams(stop_token_ids=[2])
     sample = TrackedSequence(NewRequest("r", [0], params, limit=100), 0, _Pieces(["a", "b", "END"]))  # type: ignore[arg-type]
     assert sample.append([0], None) is None

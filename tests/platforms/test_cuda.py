@@ -1,4 +1,4 @@
-"""Whether a GPU can be used is said in one line, with what was found and what is needed."""
+"""Whether a GPU can be used is reported in one line, with what was found and what is needed."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ TOO_OLD = (
 
 @pytest.fixture
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A torch built for CUDA 12.8 that fails to start with the words given; the driver's version as given."""
+    """A torch built for CUDA 12.8 that fails to start with the given message; the given driver version."""
 
-    def fail(said: str, driver: str = "470.82.01") -> None:
+    def fail(message: str, driver: str = "470.82.01") -> None:
         def init() -> None:
-            raise RuntimeError(said)
+            raise RuntimeError(message)
 
         monkeypatch.setattr(torch.version, "cuda", "12.8")
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -41,7 +41,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A card of this capability, seen by a torch that has code for the architectures given."""
+    """A card of this capability, seen by a torch with code for the given architectures."""
 
     def see(major: int, minor: int, built_for: tuple[str, ...] = (), gib: int = 24) -> None:
         properties = SimpleNamespace(name="Test Card", major=major, minor=minor, total_memory=gib * 2**30)
@@ -70,7 +70,7 @@ def test_a_torch_without_cuda_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert f"this torch ({torch.__version__}) is built without CUDA" in refusal()
 
 
-def test_an_old_driver_is_reported_with_what_it_serves_and_what_is_needed(no_gpu: Any) -> None:
+def test_an_old_driver_is_reported_with_its_version_and_the_needed_one(no_gpu: Any) -> None:
     no_gpu(TOO_OLD)
     said = refusal()
     assert "the NVIDIA driver (470.82.01) supports CUDA up to 11.4" in said
@@ -78,25 +78,25 @@ def test_an_old_driver_is_reported_with_what_it_serves_and_what_is_needed(no_gpu
 
 
 @pytest.mark.parametrize(
-    ("said", "shown"),
+    ("message", "shown"),
     [
         ("Found no NVIDIA driver on your system. Please check …", "there is no NVIDIA driver here"),
         ("No CUDA GPUs are available", "the NVIDIA driver (470.82.01) shows no GPU"),
         ("Unexpected error from cudaGetDeviceCount()\nmore", "CUDA does not start: Unexpected error from cudaGet"),
     ],
 )
-def test_other_reasons(no_gpu: Any, said: str, shown: str) -> None:
-    no_gpu(said)
+def test_other_reasons(no_gpu: Any, message: str, shown: str) -> None:
+    no_gpu(message)
     assert shown in refusal()
 
 
-def test_a_hidden_gpu_is_reported_as_one(no_gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hidden_gpu_is_reported_as_hidden(no_gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     no_gpu("No CUDA GPUs are available")
     assert "CUDA_VISIBLE_DEVICES is ''" in refusal()
 
 
-def test_a_card_that_does_not_answer_is_one_line(card: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_card_that_does_not_respond_is_one_line(card: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def busy(device: object) -> None:
         raise RuntimeError("CUDA error: all CUDA-capable devices are busy or unavailable\nCUDA kernel errors might …")
 
@@ -106,7 +106,7 @@ def test_a_card_that_does_not_answer_is_one_line(card: Any, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("driver", ["470.82.01", ""])
-def test_auto_takes_the_cpu_and_says_why_only_where_a_gpu_was_expected(
+def test_auto_uses_the_cpu_and_says_why_only_where_a_gpu_was_expected(
     no_gpu: Any, caplog: pytest.LogCaptureFixture, driver: str
 ) -> None:
     no_gpu(TOO_OLD, driver)
@@ -173,7 +173,7 @@ def test_without_triton_there_is_a_warning_and_torch(
     assert 'pip install "quire[cuda]"' in caplog.text
 
 
-def test_a_present_card_is_used_with_our_kernels_and_limits_by_its_size(card: Any) -> None:
+def test_a_usable_card_gets_our_kernels_and_limits_by_its_size(card: Any) -> None:
     pytest.importorskip("triton")
     card(9, 0, gib=141)
     platform = choose("cuda")

@@ -30,7 +30,7 @@ def test_a_platform_by_name_and_by_path() -> None:
     assert isinstance(choose("quire.platforms.cpu.CpuPlatform"), CpuPlatform)
 
 
-def test_an_engine_runs_on_a_platform_of_ones_own(tiny_model: Path, llm: LLM) -> None:
+def test_an_engine_runs_on_a_custom_platform(tiny_model: Path, llm: LLM) -> None:
     params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
     with LLM(str(tiny_model), device=f"{__name__}.PlainCpu", dtype="float32", num_gpu_blocks_override=64) as own:
         ((ours,), (theirs,)) = (engine.generate([[1, 2, 3]], params, use_tqdm=False) for engine in (own, llm))
@@ -43,7 +43,7 @@ def test_an_unknown_platform_is_refused_with_the_known_ones() -> None:
     assert caught.value.value == "tpu"
 
 
-def test_a_platform_that_is_not_there_says_why() -> None:
+def test_a_missing_platform_says_why() -> None:
     with pytest.raises(ConfigError, match="Missing', but there is no such card; device='cpu' runs") as caught:
         choose(f"{__name__}.Missing")
     assert caught.value.parameter == "device"

@@ -20,7 +20,7 @@ def send(router: Router, asked: RoutedRequest) -> OpenRequest:
 
 
 def serve(router: Router, asked: RoutedRequest) -> str:
-    """Run it from launch to end; where it went."""
+    """Run it from launch to end; returns its replica."""
     opened = send(router, asked)
     router.progress(opened, 1)
     router.finished(opened)
@@ -210,7 +210,7 @@ class TestRemoval:
 
 
 class OnlyTo:
-    """A policy of one's own: every request to one replica."""
+    """A custom policy: every request to one replica."""
 
     def cost(self, request: RoutedRequest, replica: ReplicaState, now: float) -> float:
         return 0.0 if replica.name == "c" else 1.0

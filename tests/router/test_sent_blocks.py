@@ -23,9 +23,7 @@ class Visit:
 
 
 @given(PROMPTS, st.integers(8, 20), st.lists(st.integers(0, 2), max_size=8))
-def test_it_knows_exactly_what_a_real_cache_of_its_size_has(
-    prompts: list[list[int]], limit: int, asked: list[int]
-) -> None:
+def test_it_matches_a_real_cache_of_its_size(prompts: list[list[int]], limit: int, asked: list[int]) -> None:
     sent, cache = SentBlocks(limit), BlockTables(limit + 1, 1)
     for prompt in prompts:
         keys = KEYS.of(prompt)
@@ -40,7 +38,7 @@ def test_it_knows_exactly_what_a_real_cache_of_its_size_has(
 
 
 @given(PROMPTS, st.integers(0, 12), st.lists(st.integers(0, 12), max_size=30))
-def test_it_stays_within_its_limit_and_never_has_a_block_without_those_before(
+def test_it_stays_within_its_limit_and_never_has_a_block_without_its_predecessors(
     prompts: list[list[int]], limit: int, limits: list[int]
 ) -> None:
     sent = SentBlocks(limit)
@@ -55,7 +53,7 @@ def test_it_stays_within_its_limit_and_never_has_a_block_without_those_before(
         assert sent.match(KEYS.of(prompt)) == sum(known)
 
 
-def test_what_was_used_longest_ago_is_forgotten_first_and_tails_before_heads() -> None:
+def test_the_least_recently_used_is_dropped_first_and_tails_before_heads() -> None:
     sent = SentBlocks(6)
     old, young = KEYS.of(words(1, 4)), KEYS.of(words(2, 4))
     sent.touch(old)

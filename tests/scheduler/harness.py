@@ -1,8 +1,6 @@
-"""A device made of numbers: it applies plans as DESIGN.md says and checks every slot that a computed token would read.
-
-Nothing here uses the planning half's own bookkeeping: what a request must yield follows from a pure function of
-(request, sequence, position), and what a slot must hold follows from the tokens up to its position.
-"""
+"""A simulated device: it applies plans as DESIGN.md says and checks every slot that a computed token would read.
+Nothing here uses the scheduler's own bookkeeping: what a request must yield is a pure function of (request, sequence,
+position), and what a slot must hold follows from the tokens up to its position."""
 
 from __future__ import annotations
 
@@ -39,7 +37,7 @@ from quire.sessions.session_kv import SessionKV
 
 EOS = 0
 STOP = 1
-"""The request's own stop token, beside the model's end-of-sequence."""
+"""The request's own stop token, in addition to EOS."""
 VOCABULARY = 40
 GARBAGE = -1
 """Content of a slot after an undefined write."""
@@ -48,7 +46,7 @@ _MASK = (1 << 61) - 1
 
 
 def mixed(*values: int | str) -> int:
-    """A well-spread number from small ones, the same in every process."""
+    """A well-mixed number from small ones, the same in every process."""
     state = 0x9E3779B97F4A7C15
     for value in values:
         for part in value.encode() if isinstance(value, str) else (value & _MASK,):
@@ -58,7 +56,7 @@ def mixed(*values: int | str) -> int:
 
 
 def draw(request: str, sequence: int, position: int) -> int:
-    """The token that comes at `position`: never EOS or STOP, unless `ending` says otherwise."""
+    """The token at `position`: never EOS or STOP, unless `ending` says otherwise."""
     return 2 + mixed(request, sequence, position) % (VOCABULARY - 2)
 
 
@@ -169,7 +167,7 @@ class MemoryDisk(IOThreads):
         return done
 
     def sleep(self, seconds: float, wakes: Sequence[int] = ()) -> None:
-        """Not at all: the next poll may have finished something."""
+        """Returns at once: the next poll may have finished something."""
 
     def close(self) -> None: ...
 
@@ -188,7 +186,7 @@ class DeviceRow:
 
 @dataclass
 class Launched:
-    """A step the device was given; its result is read later."""
+    """A step the device was given; its result is collected later."""
 
     result: StepResult
     requests: set[str]
@@ -214,14 +212,14 @@ class CheckingExecutor:
         host_slots: int = 0,
         draws_elsewhere: bool = False,
     ) -> None:
-        """`draws_elsewhere`: this is a pipeline stage that learns what was drawn from plans alone."""
+        """`draws_elsewhere`: this is a pipeline stage that learns drawn tokens only from plans."""
         self.draws_elsewhere = draws_elsewhere
         self.block_size = block_size
         self.max_rows = max_rows
         self.token_budget = token_budget
         self.draws = draws
         self.fails = fails
-        """"submit" or "collect" to fail there, "" not to; given the plan and the requests in it."""
+        """"submit" or "collect" to fail there, "" not to; called with the plan and the requests in it."""
         self.yields_nothing = yields_nothing
         self.is_invalid = is_invalid
         self.sources: dict[str, NewRequest] = {}
@@ -230,7 +228,8 @@ class CheckingExecutor:
         self.content = np.full(num_blocks * block_size, GARBAGE, np.int64)
         self.host = np.full((host_slots, block_size), GARBAGE, np.int64)
         self.moving: list[tuple[int, int, Moves]] = []
-        """Moves under way: the step at whose collection they are done, the step they came with, and what they are."""
+        """Transfers in flight: the step at whose collection they are done, the step they came with, and what they
+        copy."""
         self.table_width = num_blocks
         self.groups: list[PrefixGroup] = []
         self.grouped_rows = 0
@@ -241,15 +240,15 @@ class CheckingExecutor:
         self.keep_plans = False
         self.pending: list[Launched] = []
         self.failures: Counter[str] = Counter()
-        """Failed steps each request was part of."""
+        """How many failed steps each request was part of."""
         self.computed_tokens = 0
         self.stale_draws = 0
         self.copied = 0
         self.awaited = 0
-        """Plans whose rows read what came with them."""
+        """Plans whose rows read blocks that the same plan loads."""
 
     def expect(self, source: NewRequest) -> None:
-        """Tell the device's checker about a request."""
+        """Register a request with the checker."""
         self.sources[source.id] = source
 
     def truth(self, request: str, index: int) -> Truth:
@@ -284,7 +283,7 @@ class CheckingExecutor:
             self._spoil(plan)
             self.failures.update(requests)
             if failure == "submit":
-                # For all the engine can know, any request in flight may be the cause.
+                # As far as the engine can know, any request in flight may be the cause.
                 self.failures.update({id for launched in self.pending for id in launched.requests} - requests)
                 raise StepError(f"step {plan.step} cannot be launched")
             return self._launched(_empty_result(plan), requests, failed=True)
@@ -313,7 +312,7 @@ class CheckingExecutor:
     def shutdown(self) -> None:
         self.rows.clear()
 
-    # Blocks that move
+    # Transfers
 
     def _start_moves(self, plan: StepPlan) -> None:
         """Copies read at the latest possible moment; until then their targets are undefined."""
@@ -325,13 +324,13 @@ class CheckingExecutor:
             assert block != NULL_BLOCK
             blocks[block] = GARBAGE
         for block, slot in plan.moves.out:
-            assert all(block != own for _, own in plan.copies), "it leaves before it is there"
+            assert all(block != own for _, own in plan.copies), "a block leaves before it has arrived"
             self.host[slot] = GARBAGE
         moves = Moves(out=plan.moves.out) if plan.moves.awaited else plan.moves
         self.moving.append((plan.step + mixed("moves", plan.step) % 4, plan.step, moves))
 
     def _bring_awaited(self, plan: StepPlan) -> None:
-        """What this very step reads has come when it computes, if it does."""
+        """Complete the transfers that this step reads from, if it computes."""
         if plan.moves is not None and plan.moves.awaited:
             assert len(plan.rows), "rows wait for them"
             self.awaited += 1
@@ -339,7 +338,7 @@ class CheckingExecutor:
                 self.content.reshape(-1, self.block_size)[block] = self.host[slot]
 
     def _end_moves(self, step: int, wait: bool) -> list[MovesDone]:
-        """Moves that are done by now; `wait`: one at least is waited for."""
+        """End transfers that are done by now; `wait`: wait for at least one."""
         blocks = self.content.reshape(-1, self.block_size)
         due = [entry for entry in self.moving if entry[0] <= step] or (self.moving[:1] if wait else [])
         for _, _, moves in due:
@@ -391,7 +390,7 @@ class CheckingExecutor:
         blocks[targets] = blocks[sources]
         self.copied += len(plan.copies)
         if plan.reset:
-            assert plan.groups is not None, "groups of rows that are forgotten"
+            assert plan.groups is not None, "groups of unknown rows"
         if plan.groups is not None:
             self.groups = plan.groups
 
@@ -439,7 +438,7 @@ class CheckingExecutor:
                 )
 
     def _verify_groups(self, plan: StepPlan) -> None:
-        """All rows of a group have the same shared blocks, and no token of this step is written to them."""
+        """All rows of a group have the same shared blocks, and this step writes no token to them."""
         forked = {fork.row: fork.source for fork in plan.forks}
         members = [row for group in self.groups for row in group.rows]
         assert len(set(members)) == len(members), f"a row is in two groups: {self.groups}"
@@ -481,7 +480,7 @@ class CheckingExecutor:
             drawn: list[int] = []
             if not state.active:
                 self.stale_draws += 1
-                if mixed("stale", *key, position) % 2:  # a device may yield rubbish for such a row, or nothing
+                if mixed("stale", *key, position) % 2:  # a device may yield an invalid token for such a row, or none
                     drawn = [VOCABULARY + 1]
             elif self.yields_nothing(key, position):
                 state.num_computed = state.num_tokens - 1
@@ -505,7 +504,7 @@ class CheckingExecutor:
         )
 
     def _spoil(self, plan: StepPlan) -> None:
-        """A failed step leaves anything at all in the slots it was to write."""
+        """A failed step leaves arbitrary content in the slots it was to write."""
         for row, count in zip(plan.rows.tolist(), plan.counts.tolist(), strict=True):
             if row in self.rows:
                 state = self.rows[row]
@@ -547,7 +546,7 @@ class Received:
 
 
 class Bench:
-    """A scheduler, the loop and the checking device, with a clock that only tests move."""
+    """A scheduler, the loop and the checking device, with a clock that only tests advance."""
 
     def __init__(
         self,
@@ -570,8 +569,8 @@ class Bench:
         sessions: Path | None = None,
         microbatches: int | None = None,
     ) -> None:
-        """`least_shared`: tokens rows must share, and save together, to be a group. `host_slots`,
-        `disk`: tiers below the device. `sessions`: a folder to keep them in."""
+        """`least_shared`: minimum of tokens that rows must share, and save together, to be a group. `host_slots`,
+        `disk`: tiers below the device. `sessions`: their folder."""
         self.now = 0.0
         self.keys = ContentKeys(block_size, b"model")
         self.tables = BlockTables(blocks + 1, block_size, prefix_caching)
@@ -618,7 +617,7 @@ class Bench:
         tenant: str = "",
         session: str = "",
     ) -> NewRequest:
-        """A request for `output` tokens; an integer prompt stands for that many tokens of its own."""
+        """A request for `output` tokens; an integer prompt stands for that many unique tokens."""
         tokens = prompt if isinstance(prompt, list) else [2 + mixed("prompt", id, i) % 30 for i in range(prompt)]
         params = SamplingParams(n=n, max_tokens=output, stop_token_ids=[STOP])
         return NewRequest(
@@ -637,7 +636,7 @@ class Bench:
         )
 
     def add(self, id: str, prompt: int | list[int] = 6, output: int = 4, **more: object) -> NewRequest:
-        """Make a request and hand it to the core."""
+        """Make a request and add it to the core."""
         return self.put(self.request(id, prompt, output, **more))  # type: ignore[arg-type]
 
     def put(self, source: NewRequest) -> NewRequest:
@@ -668,7 +667,7 @@ class Bench:
         self.started += outputs.started
 
     def run(self, steps: int = 2000) -> None:
-        """Until nothing is left; everything must have come back then."""
+        """Run until no request is left; all blocks and rows must be free then."""
         for _ in range(steps):
             if not self.core.has_work:
                 break
@@ -677,7 +676,7 @@ class Bench:
         self.scheduler.check_idle()
 
     def audit(self) -> None:
-        """Reference counts are what the requests' own tables say."""
+        """Reference counts match the requests' tables."""
         running = self.scheduler.rows.running()
         owners = Counter(block for request in running for block in request.blocks)
         owners += Counter(block for request in self.scheduler.requests.swapper.requests for block in request.blocks)
@@ -692,7 +691,7 @@ class Bench:
             assert len(set(request.blocks)) == len(request.blocks)
 
     def assert_right(self, *ids: str, but: tuple[str, ...] = ()) -> None:
-        """These requests (all, if none is named) ended by themselves, every sequence with the tokens it must have."""
+        """These requests (default: all) ended by themselves, every sequence with the expected tokens."""
         for id in ids or [source for source in self.device.sources if source not in but]:
             for index in range(self.device.sources[id].params.n):
                 received, truth = self.sequences[(id, index)], self.device.truth(id, index)
@@ -705,10 +704,10 @@ class Bench:
 
 
 def ids(keys: Iterable[Key]) -> set[str]:
-    """The requests of these sequences."""
+    """The request ids of these sequences."""
     return {id for id, _ in keys}
 
 
 def rng_of(*seed: int | str) -> random.Random:
-    """A random stream of its own for each seed, the same in every process."""
+    """A separate random stream for each seed, the same in every process."""
     return random.Random(mixed(*seed))

@@ -1,5 +1,6 @@
-"""A device whose model is a hash: what follows a row's tokens depends on all it reads through its table, and on nothing
-else. So one wrong slot anywhere gives other tokens, and a beam search over plain lists says which are right."""
+"""A device whose model is a hash: what follows a row's tokens depends on everything it reads through its table, and on
+nothing else. So one wrong slot anywhere gives other tokens, and a beam search over plain lists gives the expected
+ones."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ def slot_content(token: int, position: int) -> int:
 
 
 def logprobs_after(contents: list[int]) -> list[float]:
-    """What each token is worth after a sequence."""
+    """The log-probability of each token after a sequence."""
     seed = mixed(*contents)
     return [-0.01 - (mixed(seed, token) % 1_000_003) / 300_000 for token in range(VOCABULARY)]
 
@@ -44,7 +45,7 @@ def logprobs_of(tokens: list[int]) -> list[float]:
 
 
 @dataclass
-class Line:
+class HashRow:
     """One row of the device."""
 
     limit: int
@@ -66,11 +67,11 @@ class HashDevice:
         self.size = block_size
         self.content = np.full(blocks * block_size, GARBAGE, np.int64)
         self.fails = fails
-        self.rows: dict[int, Line] = {}
+        self.rows: dict[int, HashRow] = {}
         self.plans: list[StepPlan] = []
         self.computed = 0
         self.next_step = 0
-        self.in_flight: list[list[Line]] = []
+        self.in_flight: list[list[HashRow]] = []
         self.is_broken = False
 
     def submit(self, plan: StepPlan) -> tuple[StepResult, bool]:
@@ -126,7 +127,7 @@ class HashDevice:
         for new in plan.add:
             assert new.row not in self.rows, f"row {new.row} is taken"
             table = np.zeros(len(self.content), np.int64)
-            self.rows[new.row] = Line(
+            self.rows[new.row] = HashRow(
                 new.limit, new.stop_ids, new.params.logprobs, new.num_tokens, new.num_computed, table
             )
         for row, token in plan.forced:
@@ -139,7 +140,7 @@ class HashDevice:
         assert not set(sources) & set(copied)
         blocks[copied] = blocks[sources]
 
-    def _slots(self, line: Line, start: int, stop: int) -> np.ndarray:
+    def _slots(self, line: HashRow, start: int, stop: int) -> np.ndarray:
         positions = np.arange(start, stop)
         return line.table[positions // self.size] * self.size + positions % self.size
 
@@ -183,7 +184,7 @@ class HashDevice:
 
 
 class Sequences:
-    """A scheduler and its loop over a `HashDevice`; what requests came to is compared with plain lists."""
+    """A scheduler and its loop over a `HashDevice`; results of requests are compared with plain lists."""
 
     def __init__(
         self,
@@ -244,7 +245,7 @@ class Sequences:
         self.scheduler.check_idle()
 
     def assert_right(self, but: set[str] = frozenset()) -> None:  # type: ignore[assignment]
-        """Every request ended as it must, except these."""
+        """Every request ended as expected, except these."""
         for id, source in self.sources.items():
             if id in but:
                 continue
@@ -255,7 +256,7 @@ class Sequences:
                 self._assert_search(id, source)
 
     def _assert_search(self, id: str, source: NewRequest) -> None:
-        assert not self.outputs[id], "beams tell no tokens"
+        assert not self.outputs[id], "beams report no tokens"
         found = [(one.tokens, one.reason) for one in self.found[id]]
         right = beam_search(source)
         assert found == [(tokens, reason) for tokens, reason, _, _ in right], id

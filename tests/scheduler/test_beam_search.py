@@ -1,4 +1,4 @@
-"""Beam search: the choices, and beams as rows that share blocks, whatever happens to them."""
+"""Beam search: the choices, and beams as rows that share blocks, through preemptions and failures."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def prompt(name: str, length: int) -> list[int]:
 
 @DEPTHS
 @pytest.mark.parametrize("width", [1, 2, 3, 5, 8])
-def test_the_beams_are_those_of_a_search_over_lists(width: int, depth: int) -> None:
+def test_the_beams_equal_a_search_over_lists(width: int, depth: int) -> None:
     bench = Sequences(depth=depth)
     for i, (early, penalty) in enumerate(itertools.product([False, True, "never"], [1.0, 0.0, -1.0, 2.5])):
         bench.search(f"s{i}", prompt(f"{width}", 5 + i), width, 14, early_stopping=early, length_penalty=penalty)
@@ -34,8 +34,8 @@ def test_the_beams_are_those_of_a_search_over_lists(width: int, depth: int) -> N
     assert len({end.reason for found in bench.found.values() for end in found}) == 2, "some end, some are cut"
 
 
-def test_of_all_continuations_only_the_best_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And of equals, those of the first beam, the likeliest first."""
+def test_only_the_best_continuations_are_considered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ties go to the first beam, and within it to the likeliest token."""
     width, rng = 8, rng_of("continuations", 0)
     params = BeamSearchParams(beam_width=width, max_tokens=9, ignore_eos=True)
     source = NewRequest("s", [1, 2], SamplingParams(max_tokens=9), limit=11, beams=params)
@@ -59,7 +59,7 @@ def test_of_all_continuations_only_the_best_are_looked_at(monkeypatch: pytest.Mo
     assert len(made) <= 3 * width, "those that are chosen from, and the next of each beam"
 
 
-def test_stop_tokens_end_a_sequence_beside_the_models_own_end_unless_that_is_ignored() -> None:
+def test_stop_tokens_end_a_sequence_beside_eos_unless_that_is_ignored() -> None:
     bench = Sequences()
     bench.search("both", PROMPT, 4, 20, stop_token_ids=[5])
     bench.search("own", PROMPT, 4, 20, stop_token_ids=[5], ignore_eos=True)
@@ -83,7 +83,7 @@ def test_a_prompt_is_computed_and_stored_once(depth: int) -> None:
 
 
 @DEPTHS
-def test_beams_hold_their_own_tails_and_nothing_else(depth: int) -> None:
+def test_beams_hold_only_their_own_tails(depth: int) -> None:
     bench = Sequences(blocks=400, rows=16, budget=128, depth=depth)
     bench.search("search", prompt("p", 41), 6, 30, ignore_eos=True)
     pool = bench.tables.pool
@@ -136,7 +136,7 @@ def test_a_cache_barely_larger_than_one_beam(depth: int, caching: bool) -> None:
 
 
 @DEPTHS
-def test_an_aborted_search_gives_everything_back_at_once(depth: int) -> None:
+def test_an_aborted_search_frees_everything_at_once(depth: int) -> None:
     for steps in range(1, 12):
         bench = Sequences(depth=depth)
         bench.search("a", PROMPT, 4, 20, ignore_eos=True)
@@ -161,7 +161,7 @@ def test_a_failed_step_changes_nothing(at: int, kind: str, depth: int) -> None:
     bench.assert_right()
 
 
-def test_a_search_that_always_fails_ends_whole_and_alone() -> None:
+def test_a_search_that_always_fails_ends_as_a_whole_and_alone() -> None:
     poisoned = prompt("bad", 11)
 
     def fails(plan: StepPlan) -> str:

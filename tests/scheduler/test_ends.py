@@ -1,4 +1,4 @@
-"""How requests end before their time: aborts, stop strings, failed steps, logits that are no numbers, odd results."""
+"""How requests end early: aborts, stop strings, failed steps, invalid logits, unusual results."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def with_sequences_beyond_the_rows(bench: Bench) -> str:
         with_sequences_beyond_the_rows,
     ],
 )
-def test_an_abort_in_any_state_gives_everything_back_at_once(reach: Callable[[Bench], str], depth: int) -> None:
+def test_an_abort_in_any_state_frees_everything_at_once(reach: Callable[[Bench], str], depth: int) -> None:
     bench = Bench(blocks=24, block_size=4, max_rows=8, budget=40, depth=depth)
     id = reach(bench)
     bench.core.abort(id)
@@ -115,7 +115,7 @@ def test_the_id_of_an_aborted_request_can_be_used_again_while_its_old_step_is_in
     bench.assert_right("x")
 
 
-def test_an_abort_of_an_unknown_or_finished_request_is_nothing() -> None:
+def test_an_abort_of_an_unknown_or_finished_request_does_nothing() -> None:
     bench = Bench()
     bench.add("a")
     bench.core.abort("unknown")
@@ -124,7 +124,7 @@ def test_an_abort_of_an_unknown_or_finished_request_is_nothing() -> None:
     assert not bench.core.has_work
 
 
-def test_an_abort_while_nothing_runs_is_still_told() -> None:
+def test_an_abort_while_nothing_runs_is_still_reported() -> None:
     bench = Bench()
     bench.add("a")
     bench.core.abort("a")
@@ -137,7 +137,7 @@ def test_an_abort_while_nothing_runs_is_still_told() -> None:
 
 
 @DEPTHS
-def test_finish_forgets_what_came_after(depth: int) -> None:
+def test_finish_drops_later_tokens(depth: int) -> None:
     bench = Bench(depth=depth)
     bench.add("a", 6, 30)
     bench.add("b", 6, 12)
@@ -190,7 +190,7 @@ def culprit_at(id: str, where: str, least_computed: int = 0) -> Callable[[StepPl
 @DEPTHS
 @pytest.mark.parametrize("where", ["submit", "collect"])
 @pytest.mark.parametrize("blocks", [12, 100])
-def test_the_culprit_of_a_failed_step_ends_and_the_innocent_finish(depth: int, where: str, blocks: int) -> None:
+def test_the_culprit_of_a_failed_step_ends_and_other_requests_finish(depth: int, where: str, blocks: int) -> None:
     bench = Bench(depth=depth, blocks=blocks, fails=culprit_at("bad", where))
     for id in ("a", "b", "bad", "c"):
         bench.add(id, 6, 12)
@@ -219,7 +219,7 @@ def test_a_culprit_that_fails_in_a_later_chunk_is_found_too(depth: int) -> None:
     assert bench.sequences[("bad", 0)].reason == "error"
 
 
-def test_many_culprits_one_after_another_do_not_wear_out_an_innocent_request() -> None:
+def test_many_culprits_one_after_another_do_not_end_another_request() -> None:
     bench = Bench(blocks=100, fails=lambda plan, requests: "collect" if any("bad" in id for id in requests) else "")
     bench.add("long", 6, 60)
     for i in range(8):
@@ -231,7 +231,7 @@ def test_many_culprits_one_after_another_do_not_wear_out_an_innocent_request() -
     assert all(bench.sequences[(f"bad{i}", 0)].reason == "error" for i in range(8))
 
 
-def test_a_request_that_passed_alone_is_not_held_to_its_earlier_failure() -> None:
+def test_a_request_that_passed_alone_is_cleared_of_its_earlier_failure() -> None:
     bench = Bench(fails=lambda plan, requests: "collect" if plan.step in (2, 12) else "")
     bench.add("a", 6, 30)
     bench.add("b", 6, 5)
@@ -252,7 +252,7 @@ def test_when_steps_of_several_requests_fail_all_still_finish() -> None:
 
 
 @DEPTHS
-def test_one_failure_costs_nobody_a_token(depth: int) -> None:
+def test_one_failure_loses_no_token(depth: int) -> None:
     bench = Bench(depth=depth, fails=lambda plan, requests: "collect" if plan.step == 6 else "")
     for id in "abc":
         bench.add(id, 6, 12)
@@ -262,7 +262,7 @@ def test_one_failure_costs_nobody_a_token(depth: int) -> None:
 
 
 @pytest.mark.parametrize("n", [1, 5, 12])
-def test_a_culprit_takes_its_sequences_with_it(n: int) -> None:
+def test_a_culprit_ends_with_all_its_sequences(n: int) -> None:
     bench = Bench(fails=culprit_at("bad", "collect"))
     bench.add("a", 6, 12)
     bench.add("bad", 6, 12, n=n)
@@ -296,11 +296,11 @@ def test_an_abort_of_a_quarantined_request_leaves_the_others() -> None:
     bench.assert_right("b", "c")
 
 
-# Odd results
+# Unusual results
 
 
 @DEPTHS
-def test_logits_that_are_no_numbers_end_one_request_only(depth: int) -> None:
+def test_invalid_logits_end_one_request_only(depth: int) -> None:
     bench = Bench(depth=depth, is_invalid=lambda key, position: key[0] == "bad" and position == 9)
     for id in ("a", "bad", "b"):
         bench.add(id, 6, 12)
@@ -311,7 +311,7 @@ def test_logits_that_are_no_numbers_end_one_request_only(depth: int) -> None:
     assert bench.sequences[("bad", 0)].tokens == bench.device.truth("bad", 0).output[:3]
 
 
-def test_what_led_to_nan_is_not_found_again() -> None:
+def test_blocks_that_led_to_nan_are_not_cached() -> None:
     bench = Bench(block_size=4, is_invalid=lambda key, position: key[0] == "bad")
     prompt = list(range(2, 15))
     bench.add("bad", prompt, 4)
@@ -323,7 +323,7 @@ def test_what_led_to_nan_is_not_found_again() -> None:
 
 
 @DEPTHS
-def test_draws_that_yield_nothing_are_drawn_again(depth: int) -> None:
+def test_draws_that_yield_nothing_are_repeated(depth: int) -> None:
     seen: set[tuple[Key, int]] = set()
 
     def yields_nothing(key: Key, position: int) -> bool:
@@ -421,7 +421,7 @@ def test_results_out_of_order_are_refused() -> None:
         bench.scheduler.update(result_of(second, [[1]]))
 
 
-def test_logprobs_go_to_the_token_they_belong_to() -> None:
+def test_logprobs_belong_to_their_token() -> None:
     bench = Bench()
     scheduler = bench.scheduler
     for id in "ab":
@@ -439,7 +439,7 @@ def test_logprobs_go_to_the_token_they_belong_to() -> None:
     assert outputs.prompt_logprobs == [(("b", 0), PromptLogprobs(1, [entry]))], "nothing about a request that has ended"
 
 
-def test_the_harness_itself_notices_a_wrong_slot() -> None:
+def test_the_harness_notices_a_wrong_slot() -> None:
     bench = Bench(block_size=4, draws=draw)
     bench.add("a", 6, 12)
     for _ in range(3):

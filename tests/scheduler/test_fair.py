@@ -1,4 +1,4 @@
-"""Fair shares: weights, caps, no credit for the idle, and all requests finish."""
+"""Fair shares: weights, caps, limited credit for idle tenants, and all requests finish."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from quire.scheduler.policies.registry import make_policy
 from quire.scheduler.request_table import RequestTable
 from tests.scheduler.harness import Bench, rng_of
 from tests.scheduler.sequences import Sequences
-from tests.scheduler.test_storm import Storm, Weather
+from tests.scheduler.test_storm import EngineShape, Storm
 
 
 def fair(**settings: object) -> EngineConfig:
@@ -28,7 +28,7 @@ def fair(**settings: object) -> EngineConfig:
 
 
 class Counters:
-    """The policy over one row: each request is admitted, computed whole, and gone. What it costs is all that counts."""
+    """The policy over one row: each request is admitted, computed whole, and finished. Only its cost matters."""
 
     def __init__(self, config: EngineConfig, rows: int = 1) -> None:
         self.policy = make_policy("fair", config)
@@ -62,7 +62,7 @@ WEIGHTS = st.lists(st.sampled_from([0.25, 0.5, 1, 1, 2, 3, 10]), min_size=2, max
 
 @settings(max_examples=60, deadline=None)
 @given(WEIGHTS, st.lists(st.integers(1, 50), min_size=30, max_size=150))
-def test_shares_are_as_the_weights_to_within_a_request(weights: list[float], costs: list[int]) -> None:
+def test_shares_match_the_weights_to_within_a_request(weights: list[float], costs: list[int]) -> None:
     table = {f"t{i}": weight for i, weight in enumerate(weights)}
     counters = Counters(fair(tenant_weights=table))
     for tenant in table:
@@ -78,7 +78,7 @@ def test_shares_are_as_the_weights_to_within_a_request(weights: list[float], cos
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(1, 400), st.lists(st.integers(1, 500), min_size=10, max_size=100))
-def test_the_idle_save_up_no_more_than_the_leeway(away: int, costs: list[int]) -> None:
+def test_idle_tenants_save_up_no_more_than_the_leeway(away: int, costs: list[int]) -> None:
     counters = Counters(fair())
     counters.add("late")
     for tenant in ("a", "b"):
@@ -113,7 +113,7 @@ def test_a_tenant_that_used_less_than_its_share_has_no_claim_on_the_rest() -> No
     assert abs(counters.served["new"] - counters.served["a"]) <= LEEWAY + 2000
 
 
-def test_within_a_tenant_priority_counts_and_ages_and_to_others_it_means_nothing() -> None:
+def test_priorities_count_and_age_within_a_tenant_and_not_between_tenants() -> None:
     counters = Counters(fair())
     counters.add("loud", priority=-1000)
     counters.add("loud", priority=-1000)
@@ -126,7 +126,7 @@ def test_within_a_tenant_priority_counts_and_ages_and_to_others_it_means_nothing
     assert [source.id for source in order if source.tenant == "a"] == ["3", "4", "2", "5"]
 
 
-def test_an_endless_stream_of_new_tenants_starves_nobody() -> None:
+def test_an_endless_stream_of_new_tenants_starves_no_request() -> None:
     counters = Counters(fair())
     counters.add("patient")
     counters.add("patient")
@@ -149,7 +149,7 @@ def test_an_endless_stream_of_new_tenants_starves_nobody() -> None:
 
 
 @pytest.mark.parametrize("depth", [0, 1])
-def test_under_contention_tokens_are_shared_as_the_weights(depth: int) -> None:
+def test_under_contention_tokens_are_shared_by_weight(depth: int) -> None:
     bench = Bench(blocks=400, max_rows=8, policy="fair", depth=depth, config=fair(tenant_weights={"heavy": 3}))
     for i in range(120):
         bench.add(f"heavy{i}", 5, 8, tenant="heavy")
@@ -165,7 +165,7 @@ def test_under_contention_tokens_are_shared_as_the_weights(depth: int) -> None:
 
 
 def latencies(policy: str, greedy: int, prompt: int, output: int) -> list[int]:
-    """Steps from asking to the end, for one request after the other, beside a tenant with very many."""
+    """Steps from arrival to finish, for one request after the other, beside a tenant with very many."""
     bench = Bench(blocks=600, max_rows=8, budget=16, policy=policy, config=fair() if policy == "fair" else None)
     for i in range(greedy):
         bench.add(f"greedy{i}", prompt, 60, tenant="greedy")
@@ -193,7 +193,7 @@ def test_a_greedy_tenant_slows_a_light_one_by_no_more_than_its_share(prompt: int
     assert first > 50 * alone, "first come, first served, in contrast"
 
 
-def test_a_tenant_that_comes_back_for_its_share_of_blocks_gets_it() -> None:
+def test_a_tenant_that_returns_gets_its_share_of_blocks() -> None:
     bench = Bench(blocks=40, block_size=4, max_rows=8, policy="fair")
     for i in range(4):
         bench.add(f"greedy{i}", 30, 60, tenant="greedy")
@@ -207,7 +207,7 @@ def test_a_tenant_that_comes_back_for_its_share_of_blocks_gets_it() -> None:
     bench.assert_right()
 
 
-def test_a_preempted_tenant_does_not_claim_the_place_back() -> None:
+def test_a_preempted_tenant_does_not_preempt_in_return() -> None:
     bench = Bench(blocks=400, max_rows=4, policy="fair")
     for i in range(8):
         bench.add(f"a{i}", 4, 50, tenant="a")
@@ -224,7 +224,7 @@ def test_a_preempted_tenant_does_not_claim_the_place_back() -> None:
 # Caps
 
 
-def test_caps_hold_where_rows_are_free() -> None:
+def test_caps_hold_while_rows_are_free() -> None:
     config = fair(tenant_max_rows={"a": 2, "*": 0.5}, tenant_max_blocks={"c": 4})
     bench = Bench(blocks=100, block_size=4, max_rows=8, policy="fair", config=config)
     for i, tenant in itertools.product(range(8), "abc"):
@@ -235,7 +235,7 @@ def test_caps_hold_where_rows_are_free() -> None:
     bench.assert_right()
 
 
-def test_a_request_that_its_tenant_s_cap_could_never_hold_is_refused() -> None:
+def test_a_request_larger_than_its_tenants_cap_is_refused() -> None:
     bench = Bench(blocks=100, block_size=4, policy="fair", config=fair(tenant_max_blocks={"a": 3}))
     bench.add("fits", 6, 7, tenant="a")
     with pytest.raises(ValidationError, match="may grow to 14 tokens .*'a' may hold 3 blocks of 4, enough for 13"):
@@ -248,7 +248,7 @@ def test_a_request_that_its_tenant_s_cap_could_never_hold_is_refused() -> None:
     bench.run()
 
 
-def test_growth_beyond_the_cap_costs_the_tenant_a_row_of_its_own() -> None:
+def test_growth_beyond_the_cap_preempts_the_tenants_own_row() -> None:
     config = fair(tenant_max_blocks={"a": 6})
     bench = Bench(blocks=100, block_size=4, policy="fair", config=config)
     bench.add("b", 4, 30, tenant="b")
@@ -264,7 +264,7 @@ def test_growth_beyond_the_cap_costs_the_tenant_a_row_of_its_own() -> None:
     bench.scheduler.check_idle()
 
 
-def test_sequences_and_beams_keep_to_the_caps_too() -> None:
+def test_sequences_and_beams_respect_the_caps_too() -> None:
     config = fair(tenant_max_rows={"*": 2})
     bench = Bench(blocks=100, max_rows=8, policy="fair", config=config)
     bench.add("many", 5, 6, n=7, tenant="a")
@@ -300,7 +300,7 @@ def test_sequences_and_beams_keep_to_the_caps_too() -> None:
         ),
     ],
 )
-def test_bad_shares_are_refused_in_a_line(settings: dict[str, object], line: str) -> None:
+def test_invalid_shares_are_refused_in_one_line(settings: dict[str, object], line: str) -> None:
     with pytest.raises(ConfigError, match=line):
         EngineConfig(**{"scheduling_policy": "fair", **settings})  # type: ignore[arg-type]
 
@@ -309,7 +309,7 @@ def test_bad_shares_are_refused_in_a_line(settings: dict[str, object], line: str
 
 
 class FairStorm(Storm):
-    """After every step no cap is exceeded, and the policy's counts are what the rows say."""
+    """After every step no cap is exceeded, and the policy's counts match the rows."""
 
     def _step(self) -> None:
         super()._step()
@@ -332,7 +332,7 @@ CAPPED = fair(
 )
 TENANTS = ("a", "b", "c", "d")
 STORMS = [
-    Weather(policy="fair", tenants=TENANTS, config=config, depth=depth, **shape)  # type: ignore[arg-type]
+    EngineShape(policy="fair", tenants=TENANTS, config=config, depth=depth, **shape)  # type: ignore[arg-type]
     for config in (fair(), CAPPED)
     for depth, shape in [
         (0, {}),
@@ -349,9 +349,9 @@ STORMS = [
 ]
 
 
-@pytest.mark.parametrize("weather", STORMS, ids=range(len(STORMS)))
-def test_storms_of_tenants(weather: Weather) -> None:
-    FairStorm(weather, requests=150, seed=4).run()
+@pytest.mark.parametrize("shape", STORMS, ids=range(len(STORMS)))
+def test_storms_of_tenants(shape: EngineShape) -> None:
+    FairStorm(shape, requests=150, seed=4).run()
 
 
 @pytest.mark.parametrize("seed", [13, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(100, 400))])
@@ -359,5 +359,5 @@ def test_long_storms_of_tenants(seed: int) -> None:
     rng = rng_of("tenants", seed)
     tenants = tuple(f"t{i}" for i in range(rng.choice([1, 2, 5, 40])))
     shape = rng.choice(STORMS)
-    weather = Weather(**{**vars(shape), "tenants": tenants, "rows": rng.choice([1, 2, 5, 16])})
-    FairStorm(weather, requests=300, seed=seed).run()
+    shape = EngineShape(**{**vars(shape), "tenants": tenants, "rows": rng.choice([1, 2, 5, 16])})
+    FairStorm(shape, requests=300, seed=seed).run()

@@ -1,4 +1,4 @@
-"""Plans in a pipeline: which rows decode in which, and what may follow before a draw is known."""
+"""Plans in a pipeline: which rows decode in which plan, and what may be launched before a draw is known."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Prompts share steps with running requests, and these hardly notice: on devices made of a clock and a price list."""
+"""Prompts share steps with running requests, which they hardly slow down: on simulated devices with a clock and step
+costs."""
 
 from __future__ import annotations
 
@@ -20,28 +21,28 @@ from quire.messages.sampling import SamplingParams
 from quire.scheduler.pacing import LEAST_CHUNK, PRESSURE, STREAM_STRETCH, DecodeTimes, Pacer, PromptCosts
 from quire.scheduler.policies.registry import make_policy
 from quire.scheduler.scheduler import Scheduler
-from tests.scheduler.test_storm import Storm, Weather
+from tests.scheduler.test_storm import EngineShape, Storm
 
 
 @dataclass(frozen=True)
 class Prices:
-    """Milliseconds a step costs."""
+    """Cost of a step in milliseconds."""
 
     step: float
     row: float
     mixed: float
-    """For any prompt at all."""
+    """Per step with any prompt."""
     token: float
     attention: float
-    """For a prompt token and a thousand tokens before it."""
+    """Per prompt token and thousand context tokens."""
     launch: float = 0.0
-    """Of the host, for a step with prompts; nothing else is launched meanwhile."""
+    """Of the host, per step with prompts; nothing else is launched meanwhile."""
     is_synchronous: bool = True
     """A step is done when `submit` returns."""
     budget: int = 512
 
     def of(self, decodes: int, tokens: int, read: int) -> float:
-        """`read`: tokens before each prompt token, all together."""
+        """`read`: total context tokens read by all prompt tokens."""
         prompts = self.mixed + self.token * tokens + self.attention * read / 1000 if tokens else 0
         return self.step + self.row * decodes + prompts
 
@@ -56,7 +57,7 @@ DEVICES = {"cpu": CPU, "slow": SLOW, "gpu": GPU, "huge": HUGE}
 
 
 class TimedDevice(NullExecutor):
-    """Computes nothing, and takes its time for it."""
+    """Computes nothing, and advances the clock by the step's cost."""
 
     def __init__(self, prices: Prices, noise: float = 0.0) -> None:
         super().__init__(max_rows=256)
@@ -119,7 +120,7 @@ class Run:
         return name
 
     def streams(self, count: int) -> list[str]:
-        """Requests that never end here, all decoding."""
+        """Requests that do not end during the test, all decoding."""
         names = [self.add(32, 100_000, f"stream{i}") for i in range(count)]
         while not all(len(self.times[name]) > 8 for name in names):
             self.step()
@@ -133,7 +134,7 @@ class Run:
             self.finished[end.key[0]] = self.device.now
 
     def until(self, time: float, every: float = 0.0, prompt: int = 0) -> None:
-        """Go on until then; with `every`, a prompt arrives every `every` milliseconds."""
+        """Run until then; with `every`, a prompt arrives every `every` milliseconds."""
         due = self.device.now + every
         while self.device.now < time:
             if every and self.device.now >= due:
@@ -147,7 +148,7 @@ class Run:
 
 
 def compare(run: Run, names: list[str], every: float, prompt: int, prompts: int = 3) -> tuple[np.ndarray, np.ndarray]:
-    """Gaps of the streams without prompts for a while, then with so many of them."""
+    """Gaps of the streams without prompts for a while, then with `prompts` of them."""
     begin = run.device.now
     run.until(begin + every)
     quiet, middle = run.gaps(names, begin), run.device.now
@@ -162,7 +163,7 @@ def p99(gaps: np.ndarray) -> float:
 @pytest.mark.parametrize("depth", [0, 1, 2])
 @pytest.mark.parametrize("streams", [1, 12])
 @pytest.mark.parametrize("device", DEVICES)
-def test_running_streams_hardly_notice_a_prompt_now_and_then(device: str, streams: int, depth: int) -> None:
+def test_occasional_prompts_hardly_slow_running_streams(device: str, streams: int, depth: int) -> None:
     every, prompt = {"cpu": (10_000, 1000), "slow": (100_000, 1000), "gpu": (1000, 4000), "huge": (10_000, 4000)}[
         device
     ]
@@ -170,11 +171,11 @@ def test_running_streams_hardly_notice_a_prompt_now_and_then(device: str, stream
     quiet, busy = compare(run, run.streams(streams), every, prompt)
     assert p99(busy) <= 2 * p99(quiet)
     assert busy.max() <= 2.6 * quiet.max()
-    assert len(run.finished) == 3, "prompts get on"
+    assert len(run.finished) == 3, "prompts make progress"
 
 
-def test_it_is_the_pacing_that_keeps_them_short() -> None:
-    """The same without: a chunk is as large as the step's budget, and every stream waits for it."""
+def test_without_pacing_the_gaps_are_long() -> None:
+    """Without pacing a chunk is as large as the step's budget, and every stream waits for it."""
     run = Run(CPU, stretch=None)
     quiet, busy = compare(run, run.streams(6), 10_000, 1000)
     assert busy.max() > 20 * p99(quiet)
@@ -182,8 +183,8 @@ def test_it_is_the_pacing_that_keeps_them_short() -> None:
 
 @pytest.mark.parametrize("device", ["cpu", "gpu"])
 @pytest.mark.parametrize("depth", [0, 1])
-def test_a_machine_with_moods_changes_little(device: str, depth: int) -> None:
-    """Every step some percent off, one in two hundred ten times as long."""
+def test_noise_changes_little(device: str, depth: int) -> None:
+    """Every step varies by some percent, and one in two hundred takes ten times as long."""
     run = Run(DEVICES[device], depth, noise=0.1)
     every, prompt = {"cpu": (5000, 1000), "gpu": (1000, 4000)}[device]
     quiet, busy = compare(run, run.streams(6), every, prompt, prompts=8)
@@ -193,8 +194,8 @@ def test_a_machine_with_moods_changes_little(device: str, depth: int) -> None:
 
 @pytest.mark.parametrize("change", [4.0, 0.25], ids=["slower", "faster"])
 @pytest.mark.parametrize("depth", [0, 1])
-def test_it_follows_a_device_that_becomes(change: float, depth: int) -> None:
-    """Whatever was learned before is soon forgotten, also while prompts come without a pause."""
+def test_it_adapts_to_a_device_that_changes_speed(change: float, depth: int) -> None:
+    """Old measurements are soon forgotten, also while prompts arrive without a pause."""
     run = Run(CPU, depth)
     names = run.streams(6)
     run.until(10_000, every=4000, prompt=1000)
@@ -205,7 +206,7 @@ def test_it_follows_a_device_that_becomes(change: float, depth: int) -> None:
     quiet, busy = compare(run, names, 5000 * change, 1000)
     assert p99(busy) <= 2 * p99(quiet)
     begin = run.device.now
-    for _ in range(4):  # now in the middle of prompts
+    for _ in range(4):  # now while prompts are computed
         run.add(4000, 1)
     run.until(begin + 500 * change)
     run.device.prices = prices
@@ -217,7 +218,7 @@ def test_it_follows_a_device_that_becomes(change: float, depth: int) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("depth", [0, 1, 2])
-def test_a_cold_start_is_no_excuse(device: str, depth: int) -> None:
+def test_a_cold_start_is_paced_too(device: str, depth: int) -> None:
     """The second request ever is a long prompt, while the first has barely begun to stream."""
     run = Run(DEVICES[device], depth)
     first = run.add(20, 100_000)
@@ -235,8 +236,8 @@ def test_a_cold_start_is_no_excuse(device: str, depth: int) -> None:
 class TestManyPrompts:
     @pytest.mark.parametrize("device", DEVICES)
     @pytest.mark.parametrize("depth", [0, 1])
-    def test_a_burst_of_long_prompts_is_shared_out(self, device: str, depth: int) -> None:
-        """Each waiting prompt has its weight; no gap is longer than the weight of all that wait allows for."""
+    def test_a_burst_of_long_prompts_is_spread(self, device: str, depth: int) -> None:
+        """Each waiting prompt adds its weight; no gap is longer than the weight of all waiting prompts allows."""
         run = Run(DEVICES[device], depth)
         names = run.streams(20)
         begin = run.device.now
@@ -246,11 +247,11 @@ class TestManyPrompts:
         alone = run.device.prices.step + 20 * run.device.prices.row
         gaps = run.gaps(names, begin)
         assert np.percentile(gaps, 99) <= 1.3 * (1 + PRESSURE * 9 / 20) * alone + run.device.prices.launch
-        last = run.gaps(names, run.finished[prompts[-2]])  # one is left
+        last = run.gaps(names, run.finished[prompts[-2]])  # one remains
         assert np.median(last) <= 2 * max(alone, run.device.prices.launch)
 
     @pytest.mark.parametrize(("device", "depth"), [("cpu", 0), ("gpu", 1)])
-    def test_a_server_that_is_never_without_a_queue_loses_little(self, device: str, depth: int) -> None:
+    def test_a_server_with_a_constant_queue_loses_little(self, device: str, depth: int) -> None:
         """Sixteen clients that send the next request when one is answered: the total time, and the longest gaps."""
 
         def ask_all(stretch: float | None) -> tuple[float, float]:
@@ -267,8 +268,8 @@ class TestManyPrompts:
         assert paced[0] <= 1.12 * unpaced[0]
         assert paced[1] <= 0.75 * unpaced[1]
 
-    def test_nobody_starves(self) -> None:
-        """With hundreds of streams and more prompts than there is time for, every prompt is done, in its turn."""
+    def test_no_prompt_starves(self) -> None:
+        """With hundreds of streams and more prompts than there is time for, every prompt finishes, in order."""
         run = Run(CPU)
         run.streams(200)
         prompts = [run.add(600, 1) for _ in range(30)]
@@ -277,10 +278,10 @@ class TestManyPrompts:
         assert ends == sorted(ends)
 
 
-class TestWhoWasFirst:
-    """A stream is spared prompts that come after it began. Those it found waiting were there before it."""
+class TestArrivalOrder:
+    """A stream is protected from prompts that arrive after it began, not from those that were already waiting."""
 
-    def test_requests_that_come_together_are_not_slowed_down_by_each_other(self) -> None:
+    def test_requests_that_arrive_together_do_not_slow_each_other(self) -> None:
         run = Run(CPU)
         for _ in range(16):
             run.add(200, 50)
@@ -290,7 +291,7 @@ class TestWhoWasFirst:
             steps += 1
         assert steps == -(-16 * 200 // (CPU.budget - 16))
 
-    def test_one_that_comes_later_is(self) -> None:
+    def test_a_later_prompt_is_paced(self) -> None:
         run = Run(CPU)
         run.streams(4)
         run.step()
@@ -299,7 +300,7 @@ class TestWhoWasFirst:
         run.step()
         assert 0 < run.scheduler.stats.prompt_tokens - before < 20
 
-    def test_the_fewer_were_first_the_less_they_can_ask_for(self) -> None:
+    def test_fewer_earlier_streams_are_protected_less(self) -> None:
         pacer = Pacer(1.5)
         clock = itertools.count(0, 0.010)
         for tokens in (0, 0, 0, 100, 100, 100):
@@ -310,21 +311,21 @@ class TestWhoWasFirst:
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
-def test_a_storm_passes_as_ever(policy: str, depth: int) -> None:
-    """Preemption, failures, forks, aborts: every request still gets its tokens, each block comes back."""
-    storm = Storm(Weather(depth=depth, policy=policy, failure_rate=0.02), requests=150, seed=depth)
+def test_a_storm_passes_with_pacing(policy: str, depth: int) -> None:
+    """Preemption, failures, forks, aborts: every request still gets its tokens, and each block is freed."""
+    storm = Storm(EngineShape(depth=depth, policy=policy, failure_rate=0.02), requests=150, seed=depth)
     storm.bench.scheduler._pacer = Pacer(1.1)
     storm.run()
 
 
-def test_without_running_requests_prompts_have_the_whole_step() -> None:
+def test_without_running_requests_prompts_use_the_whole_step() -> None:
     run = Run(CPU)
     run.add(2000, 1)
     run.step()
     assert run.scheduler.stats.prompt_tokens == CPU.budget
 
 
-def test_a_failed_step_leaves_nothing_behind() -> None:
+def test_a_failed_step_leaves_no_measurement() -> None:
     pacer = Pacer(1.7)
     pacer.launched(4, 0, 0.0)
     pacer.launched(4, 0, 0.1)
@@ -336,7 +337,7 @@ def test_a_failed_step_leaves_nothing_behind() -> None:
     assert LEAST_CHUNK <= pacer.allowance(4, 4, 1) <= 16
 
 
-class TestWhatIsLearned:
+class TestMeasurements:
     def test_decode_times_are_medians_by_rows(self) -> None:
         times = DecodeTimes()
         assert times.of(3) is None
@@ -347,7 +348,7 @@ class TestWhatIsLearned:
         assert times.of(64) == times.of(200) == 0.06
 
     @pytest.mark.parametrize(("fixed", "price"), [(0.0, 0.001), (0.004, 0.001), (0.002, 0.00002)])
-    def test_costs_have_a_fixed_part_and_a_price(self, fixed: float, price: float) -> None:
+    def test_costs_have_a_fixed_part_and_a_price_per_token(self, fixed: float, price: float) -> None:
         costs = PromptCosts()
         assert costs.tokens_within(1.0) == 0
         draw = random.Random(0)
@@ -362,7 +363,7 @@ class TestWhatIsLearned:
         costs.note(8, 0.0)
         assert costs.tokens_within(1.0) == 16
 
-    def test_one_disturbance_is_forgotten(self) -> None:
+    def test_one_outlier_is_forgotten(self) -> None:
         costs = PromptCosts()
         for _ in range(20):
             costs.note(10, 0.014)

@@ -1,4 +1,4 @@
-"""A shortage of blocks: which request is preempted, what it keeps, and what is done ahead of need."""
+"""A shortage of blocks: which request is preempted, what it keeps, and what is done in advance."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DEPTHS = pytest.mark.parametrize("depth", [0, 1, 2])
 
 
 def until_preemption(bench: Bench, steps: int = 200) -> list[str]:
-    """Step until a request is preempted; returns which."""
+    """Step until a request is preempted; returns its id."""
     for _ in range(steps):
         bench.step()
         requests = bench.scheduler.requests
@@ -65,7 +65,7 @@ def test_priority_preempts_the_worst_rank_however_large() -> None:
     bench.assert_right()
 
 
-def test_a_row_that_a_preemption_frees_is_not_given_away_in_the_same_step() -> None:
+def test_a_row_freed_by_a_preemption_is_not_reused_in_the_same_step() -> None:
     bench = Bench(blocks=10, block_size=4, max_rows=2, policy="priority")
     bench.add("urgent", 8, 28, priority=0)
     bench.add("victim", 20, 15, priority=9)
@@ -81,7 +81,7 @@ def test_a_row_that_a_preemption_frees_is_not_given_away_in_the_same_step() -> N
 
 
 @DEPTHS
-def test_a_step_that_preempts_admits_nobody(depth: int) -> None:
+def test_a_step_that_preempts_admits_no_request(depth: int) -> None:
     bench = Bench(blocks=12, block_size=4, depth=depth, max_rows=4)
     for id in "abc":
         bench.add(id, 8, 24)
@@ -122,7 +122,7 @@ def test_tokens_in_flight_of_a_preempted_row_are_kept(depth: int) -> None:
     assert again[0].num_tokens == drawn, "what was drawn is not drawn again"
 
 
-def test_a_preempted_request_finds_its_own_blocks_again() -> None:
+def test_a_preempted_request_finds_its_own_blocks_in_the_cache() -> None:
     bench = Bench(blocks=10, block_size=4)
     bench.add("a", 8, 24)
     bench.add("b", 16, 14)
@@ -146,7 +146,7 @@ def test_all_finish_in_a_cache_that_holds_one_at_a_time(depth: int) -> None:
 
 
 def endless(bench: Bench, steps: int, seconds: float) -> None:
-    """A stream of urgent requests that alone fills the engine."""
+    """A stream of urgent requests that fills the engine on its own."""
     for i in range(steps):
         while bench.scheduler.waiting < 3:
             bench.add(f"urgent{i}-{len(bench.sequences)}", 4, 2, priority=0)
@@ -162,7 +162,7 @@ def test_lower_priority_values_go_first() -> None:
     assert [start.key[0] for start in bench.started] == ["b", "d", "c", "a"]
 
 
-def test_a_low_priority_is_admitted_in_the_end_under_an_endless_stream_of_high_ones() -> None:
+def test_a_low_priority_is_eventually_admitted_under_an_endless_stream_of_high_ones() -> None:
     bench = Bench(max_rows=2, policy="priority")
     bench.add("patient", 4, 2, priority=5)
     endless(bench, 40, seconds=AGEING_SECONDS / 10)
@@ -173,7 +173,7 @@ def test_a_low_priority_is_admitted_in_the_end_under_an_endless_stream_of_high_o
     bench.assert_right()
 
 
-def test_under_first_come_first_served_priorities_mean_nothing() -> None:
+def test_first_come_first_served_ignores_priorities() -> None:
     bench = Bench(max_rows=1)
     for id, priority in {"a": 3, "b": 1}.items():
         bench.add(id, 4, 1, priority=priority)
@@ -182,7 +182,7 @@ def test_under_first_come_first_served_priorities_mean_nothing() -> None:
 
 
 class ShortestFirst(RankedPolicy):
-    """A policy of a user's own."""
+    """A custom policy."""
 
     def rank(self, request: Request) -> Any:
         return (len(request.prompt), request.arrival_order, request.index)
@@ -200,13 +200,13 @@ def test_a_policy_can_be_given_by_its_dotted_path() -> None:
 
 
 @pytest.mark.parametrize("name", ["shortest", "tests.scheduler.test_preemption.Missing", "no_such_module.Policy"])
-def test_an_unknown_policy_is_refused_with_those_that_are_known(name: str) -> None:
+def test_an_unknown_policy_is_refused_with_the_known_ones(name: str) -> None:
     with pytest.raises(ValidationError, match="fcfs, priority"):
         make_policy(name)
 
 
 @pytest.mark.parametrize("name", ["fcfs", "priority"])
-def test_ranks_have_no_ties_not_even_among_sequences_of_a_prompt(name: str) -> None:
+def test_ranks_have_no_ties_even_among_sequences_of_a_prompt(name: str) -> None:
     policy = make_policy(name)
     source = NewRequest("a", [1], SamplingParams(n=3), limit=4)
     sequences = [Request(source, index, 0) for index in range(3)]
@@ -214,7 +214,7 @@ def test_ranks_have_no_ties_not_even_among_sequences_of_a_prompt(name: str) -> N
 
 
 @pytest.mark.parametrize("name", ["fcfs", "priority"])
-def test_a_queue_gives_what_waits_in_order_whatever_was_removed_and_added_again(name: str) -> None:
+def test_a_queue_stays_ordered_whatever_is_removed_and_added_again(name: str) -> None:
     policy = make_policy(name)
     waiting = [Request(NewRequest(str(i), [1], SamplingParams(), limit=4), 0, i) for i in range(6)]
     for request in reversed(waiting):
@@ -233,7 +233,7 @@ def test_a_queue_gives_what_waits_in_order_whatever_was_removed_and_added_again(
     assert order == ["1", "2", "3", "4", "5"] and len(policy) == 0
 
 
-# Two watermarks: past the first admission slows and idle sessions go to sleep, past the second rows are swapped out.
+# Two watermarks: past the first admission slows and idle sessions are suspended, past the second rows are swapped out.
 
 
 def test_watermarks() -> None:
@@ -270,7 +270,7 @@ def test_without_pressure_all_are_admitted_at_once() -> None:
     bench.run()
 
 
-def test_idle_sessions_sleep_past_the_first_watermark(tmp_path: Path) -> None:
+def test_idle_sessions_are_suspended_past_the_first_watermark(tmp_path: Path) -> None:
     bench = Bench(blocks=60, block_size=4, max_rows=4, budget=400, host_slots=100, sessions=tmp_path)
     keeper = bench.core.sessions
     for i in range(4):
@@ -282,7 +282,7 @@ def test_idle_sessions_sleep_past_the_first_watermark(tmp_path: Path) -> None:
     bench.add("stranger", 4 * 14, 12)
     bench.run()
     phases = [keeper.get(f"s{i}").phase for i in range(4)]
-    assert "asleep" in phases and phases == sorted(phases), "those idle longest sleep first"
+    assert "asleep" in phases and phases == sorted(phases), "sessions idle longest are suspended first"
     assert bench.scheduler.pressure.slept or keeper.kv.dropped
     bench.assert_right("stranger")
 

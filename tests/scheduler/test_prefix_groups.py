@@ -1,8 +1,6 @@
-"""Rows that begin with the same blocks form groups: which rows, and when the device gets them.
-
-That every group shares full blocks that are not written to is checked by the device of the harness, in every test that
-drives a bench, the storms among them.
-"""
+"""Rows that begin with the same blocks form groups: which rows, and when the device gets them. That every group shares
+full blocks that are not written to is checked by the harness's device in every test that drives a bench, including the
+storms."""
 
 from __future__ import annotations
 
@@ -25,7 +23,7 @@ def changes_of(groups: PrefixGroups) -> dict[frozenset[int], int] | None:
     return None if changes is None else {frozenset(group.rows): group.shared_tokens for group in changes}
 
 
-def test_two_rows_share_what_both_begin_with() -> None:
+def test_two_rows_share_their_common_prefix() -> None:
     groups = make()
     groups.join(5, [1, 2, 3, 4])
     assert groups.changes() is None
@@ -34,7 +32,7 @@ def test_two_rows_share_what_both_begin_with() -> None:
     assert groups.changes() is None
 
 
-def test_a_short_common_beginning_is_none() -> None:
+def test_a_short_common_prefix_makes_no_group() -> None:
     groups = make(least_tokens=3)
     groups.join(0, [1, 2, 3, 4])
     groups.join(1, [1, 2, 5, 6])
@@ -42,7 +40,7 @@ def test_a_short_common_beginning_is_none() -> None:
     assert groups.changes() is None
 
 
-def test_what_saves_little_is_not_told() -> None:
+def test_small_savings_make_no_group() -> None:
     groups = make(least_saved=9)
     for row in range(5):
         groups.join(row, [1, 2, 3, 10 + row])
@@ -55,7 +53,7 @@ def test_what_saves_little_is_not_told() -> None:
     assert groups.changes() is None
 
 
-def test_equal_block_numbers_at_other_places_are_nothing_shared() -> None:
+def test_equal_blocks_at_other_positions_are_not_shared() -> None:
     groups = make()
     groups.join(0, [1, 2, 3])
     groups.join(1, [4, 2, 3])
@@ -83,7 +81,7 @@ def test_rows_that_share_more_among_themselves_leave_a_group_that_shares_less() 
     assert changes_of(groups) == {frozenset(range(10)): 2, frozenset({10, 11, 12}): 32}
 
 
-def test_who_is_left_alone_shares_all_it_has_with_the_next() -> None:
+def test_a_row_left_alone_groups_with_the_next() -> None:
     groups = make()
     groups.join(0, [1, 2, 3, 4, 5, 6])
     groups.join(1, [1, 2, 9])
@@ -92,8 +90,9 @@ def test_who_is_left_alone_shares_all_it_has_with_the_next() -> None:
     assert changes_of(groups) == {frozenset({0, 2}): 5}
 
 
-def test_any_order_of_coming_and_going() -> None:
-    """Against the rows' own blocks: groups are disjoint, share what they say, and miss no row that could share."""
+def test_any_order_of_arrivals_and_ends() -> None:
+    """Checked against the rows' own blocks: groups are disjoint, share what they say, and miss no row that could
+    share."""
     rng = rng_of("groups")
     for _ in range(60):
         groups, rows, latest = make(), dict[int, list[int]](), dict[frozenset[int], int]()
@@ -104,7 +103,7 @@ def test_any_order_of_coming_and_going() -> None:
                 groups.leave(row)
             else:
                 row = next(row for row in itertools.count() if row not in rows)
-                # Blocks of a tree: what follows a block depends on all before it.
+                # Blocks of a tree: what follows a block depends on all blocks before it.
                 path = [rng.randint(0, 1) for _ in range(rng.randint(1, 7))]
                 rows[row] = [hash(tuple(path[:depth])) for depth in range(1, len(path) + 1)]
                 groups.join(row, rows[row])
@@ -139,11 +138,11 @@ def test_sequences_of_one_prompt_are_a_group_until_they_end() -> None:
     bench.run()
     bench.assert_right()
     tellings = [plan.groups for plan in bench.plans if plan.groups is not None]
-    assert len(tellings) == 1  # nothing is said while nothing changes; the end of all needs no step
+    assert len(tellings) == 1  # no plan has groups while nothing changes; the end of all needs no step
     assert [(len(group.rows), group.shared_tokens) for group in tellings[0]] == [(5, 20)]
 
 
-def test_a_common_beginning_found_in_the_cache_makes_a_group() -> None:
+def test_a_common_prefix_found_in_the_cache_makes_a_group() -> None:
     bench = Bench(blocks=200, block_size=4, max_rows=16, budget=200)
     for i in range(6):
         bench.add(f"r{i}", [*SHARED, 30 + i], output=8 + i)
@@ -156,7 +155,7 @@ def test_a_common_beginning_found_in_the_cache_makes_a_group() -> None:
     assert sizes == [6, 5, 4, 3, 2, 0]
 
 
-def test_a_preempted_row_leaves_its_group_and_comes_back() -> None:
+def test_a_preempted_row_leaves_its_group_and_rejoins() -> None:
     bench = Bench(blocks=20, block_size=4, max_rows=8)
     bench.add("a", SHARED, output=30, n=4)
     bench.run()
@@ -184,7 +183,7 @@ def test_a_reset_plan_clears_the_groups() -> None:
 
 
 @pytest.mark.parametrize("depth", [0, 1])
-def test_small_savings_are_not_told(depth: int) -> None:
+def test_small_savings_are_not_sent(depth: int) -> None:
     bench = Bench(blocks=200, block_size=4, max_rows=16, depth=depth, least_shared=64)
     bench.add("a", SHARED, output=6, n=3)
     bench.run()

@@ -10,7 +10,7 @@ from tests.scheduler.harness import Bench, MemoryDisk
 
 
 class PatientDisk(MemoryDisk):
-    """A disk that answers when the test says so."""
+    """A disk that completes tasks when the test says so."""
 
     def __init__(self) -> None:
         super().__init__(failing=0.0)
@@ -21,7 +21,7 @@ class PatientDisk(MemoryDisk):
 
 
 def keep(bench: Bench, name: str, prompt: list[int], output: int) -> list[int]:
-    """A session that has had a turn, and holds its blocks; its tokens."""
+    """A session that has had a turn and holds its blocks; returns its tokens."""
     keeper = bench.core.sessions
     assert keeper is not None
     keeper.create(name, prompt)
@@ -31,7 +31,7 @@ def keep(bench: Bench, name: str, prompt: list[int], output: int) -> list[int]:
 
 
 def keep_one(bench: Bench, name: str, prompt: int, output: int) -> list[int]:
-    """As `keep`, while others wait for the disk."""
+    """As `keep`, while other requests wait for the disk."""
     keeper = bench.core.sessions
     assert keeper is not None
     keeper.create(name, [3] * prompt)
@@ -42,7 +42,7 @@ def keep_one(bench: Bench, name: str, prompt: int, output: int) -> list[int]:
 
 
 def save_below(bench: Bench, prompt: list[int]) -> None:
-    """The prompt's blocks lie in a tier below, and nothing of it on the device."""
+    """The prompt's blocks are in a lower tier, and none of them on the device."""
     bench.add("before", prompt, 1)
     bench.run()
     assert bench.tiers is not None
@@ -55,7 +55,7 @@ def save_below(bench: Bench, prompt: list[int]) -> None:
     assert len(bench.tiers.find(keys)) == len(keys)
 
 
-def test_a_session_that_holds_the_whole_cache_has_another_turn(tmp_path: Path) -> None:
+def test_a_session_that_holds_the_whole_cache_can_take_another_turn(tmp_path: Path) -> None:
     bench = Bench(blocks=4, block_size=4, sessions=tmp_path)
     tokens = keep(bench, "s", [5] * 12, 4)
     assert bench.tables.pool.free == 0
@@ -65,7 +65,7 @@ def test_a_session_that_holds_the_whole_cache_has_another_turn(tmp_path: Path) -
     bench.assert_right("again")
 
 
-def test_a_turn_that_was_aborted_is_taken_again_in_a_cache_of_its_size(tmp_path: Path) -> None:
+def test_an_aborted_turn_can_be_retried_in_a_cache_of_its_size(tmp_path: Path) -> None:
     """Its last block holds the one token that is computed again."""
     bench = Bench(blocks=4, block_size=4, sessions=tmp_path)
     bench.core.sessions.create("s", [5] * 13)
@@ -78,7 +78,7 @@ def test_a_turn_that_was_aborted_is_taken_again_in_a_cache_of_its_size(tmp_path:
     bench.assert_right("again")
 
 
-def test_a_fork_gives_back_what_it_shares_with_a_turn(tmp_path: Path) -> None:
+def test_a_fork_releases_what_it_shares_with_a_turn(tmp_path: Path) -> None:
     bench = Bench(blocks=4, block_size=4, sessions=tmp_path)
     tokens = keep(bench, "s", [5] * 12, 4)
     bench.core.sessions.fork("s", "fork")
@@ -88,8 +88,8 @@ def test_a_fork_gives_back_what_it_shares_with_a_turn(tmp_path: Path) -> None:
     bench.assert_right("again")
 
 
-def test_what_a_session_holds_for_its_turn_goes_to_one_whose_blocks_have_come(tmp_path: Path) -> None:
-    """The turn cannot join before the other, and that one not without a block of the turn's."""
+def test_blocks_held_for_a_turn_go_to_a_request_whose_transfer_is_done(tmp_path: Path) -> None:
+    """The turn cannot join before the other, and the other needs a block that the turn holds."""
     disk = PatientDisk()
     bench = Bench(blocks=12, block_size=4, host_slots=20, disk=disk, sessions=tmp_path)
     prompt = [2 + i for i in range(25)]
@@ -106,7 +106,7 @@ def test_what_a_session_holds_for_its_turn_goes_to_one_whose_blocks_have_come(tm
     bench.assert_right("loading", "turn")
 
 
-def test_a_tenant_below_its_share_waits_for_those_whose_blocks_are_coming() -> None:
+def test_a_tenant_below_its_share_waits_for_transfers_of_others() -> None:
     """No request runs that could be preempted for it."""
     disk = PatientDisk()
     bench = Bench(
@@ -126,8 +126,8 @@ def test_a_tenant_below_its_share_waits_for_those_whose_blocks_are_coming() -> N
     bench.assert_right("loading", "other", "next")
 
 
-def test_blocks_that_are_saved_in_turn_let_the_next_request_in() -> None:
-    """Host memory has room for one cached block: each would go for the other, and one be on its way always."""
+def test_blocks_that_offload_in_alternation_admit_the_next_request() -> None:
+    """Host memory has room for one cached block: each would evict the other, and one would always be in transfer."""
     bench = Bench(blocks=9, block_size=4, budget=8, host_slots=1)
     for name in ("one", "two", "three"):
         bench.add(name, 33, 4)
@@ -135,8 +135,9 @@ def test_blocks_that_are_saved_in_turn_let_the_next_request_in() -> None:
     bench.assert_right()
 
 
-def test_a_block_that_is_copied_from_is_not_filled_in_the_same_step(tmp_path: Path) -> None:
-    """A session's turn copies the block it shares with a fork; the fork gives it back for one whose blocks come."""
+def test_a_copy_source_is_not_overwritten_in_the_same_step(tmp_path: Path) -> None:
+    """A session's turn copies the block it shares with a fork; the fork releases it to a request whose blocks
+    arrive."""
     bench = Bench(blocks=20, block_size=4, max_rows=4, host_slots=100, sessions=tmp_path)
     prompt = [2 + i % 30 for i in range(59)]
     save_below(bench, prompt)

@@ -1,8 +1,6 @@
-"""Storms of sessions: create, append, take turns, fall asleep, fork, rewrite, delete, among strangers and shortages.
-
-The checking device sees to it that every token is computed over the right KV, wherever that has been meanwhile; here
-it is checked that sessions hold the tokens they must, and that every block comes back.
-"""
+"""Storms of sessions: create, append, take turns, suspend, fork, rewrite, delete, among other requests and shortages.
+The checking device verifies that every token is computed over the right KV, whichever tiers it passed through; here it
+is checked that sessions hold the expected tokens, and that every block is freed."""
 
 from __future__ import annotations
 
@@ -18,8 +16,8 @@ from tests.scheduler.harness import Bench, MemoryDisk, ending, rng_of
 
 
 @dataclass(frozen=True)
-class Weather:
-    """One shape of engine."""
+class EngineShape:
+    """One configuration of the engine."""
 
     block_size: int = 4
     blocks: int = 60
@@ -33,23 +31,23 @@ class Weather:
 
 
 class SessionStorm:
-    """Users of sessions, and a few strangers, around a bench."""
+    """Session users, and a few other requests, around a bench."""
 
-    def __init__(self, weather: Weather, folder: Path, seed: int) -> None:
-        self.weather = weather
+    def __init__(self, shape: EngineShape, folder: Path, seed: int) -> None:
+        self.shape = shape
         self.rng = rng_of("sessions", seed)
         self.bench = Bench(
-            weather.blocks, weather.block_size, weather.rows, weather.budget, depth=weather.depth, draws=ending,
-            prefix_caching=weather.prefix_caching, fails=self._fails, host_slots=weather.host,
-            disk=MemoryDisk(weather.disk, seed) if weather.disk else None, sessions=folder,
+            shape.blocks, shape.block_size, shape.rows, shape.budget, depth=shape.depth, draws=ending,
+            prefix_caching=shape.prefix_caching, fails=self._fails, host_slots=shape.host,
+            disk=MemoryDisk(shape.disk, seed) if shape.disk else None, sessions=folder,
         )  # fmt: skip
         self.bench.device.keep_plans = False
         self.keeper: SessionKeeper = self.bench.core.sessions
-        self.longest = weather.blocks * weather.block_size // 3
+        self.longest = shape.blocks * shape.block_size // 3
         self.truth: dict[str, list[int]] = {}
         """What each session must hold."""
         self.turns: dict[str, str] = {}
-        """Turns under way, by session."""
+        """Turns in flight, by session."""
         self.aborted: set[str] = set()
         self.made = 0
         self.resumed = 0
@@ -74,10 +72,10 @@ class SessionStorm:
             self.keeper.suspend(name)
         while self.bench.core.has_work:
             self._step()
-        assert self.bench.tables.pool.used == 0, "sleeping sessions hold blocks"
+        assert self.bench.tables.pool.used == 0, "suspended sessions hold blocks"
 
     def _choices(self) -> list[object]:
-        usual = [self._create, self._turn, self._turn, self._turn, self._suspend, self._stranger]
+        usual = [self._create, self._turn, self._turn, self._turn, self._suspend, self._plain_request]
         return [*usual, self._fork, self._append, self._rewrite, self._abort, self._delete]  # type: ignore[list-item]
 
     def _step(self) -> None:
@@ -99,9 +97,9 @@ class SessionStorm:
             self.bench.audit()
 
     def _fails(self, plan: StepPlan, requests: set[str]) -> str:
-        return "collect" if self.rng.random() < self.weather.failure_rate else ""
+        return "collect" if self.rng.random() < self.shape.failure_rate else ""
 
-    # What users do
+    # User operations
 
     def _some(self, longest: int = 12) -> list[int]:
         return [self.rng.randint(2, 9) for _ in range(self.rng.randint(1, longest))]
@@ -162,7 +160,7 @@ class SessionStorm:
         name = self._any()
         if name is not None and len(self.truth) < 40:
             at = self.rng.choice([None, self.rng.randint(0, len(self.truth[name]))])
-            tokens, new = self.keeper.tokens(name), self._name()  # an answer may be there before it is reported
+            tokens, new = self.keeper.tokens(name), self._name()  # an answer may be stored before it is reported
             self.keeper.fork(name, new, at)
             self.truth[new] = tokens[:at]
             if not self.truth[new]:
@@ -179,7 +177,7 @@ class SessionStorm:
         if self.turns and self.rng.random() < 0.3:
             self.bench.core.abort(self.rng.choice(list(self.turns)))
 
-    def _stranger(self) -> None:
+    def _plain_request(self) -> None:
         id = f"r{self.made}"
         self.made += 1
         prompt = self.rng.choice([[3] * 10 + self._some(20), self._some(40)])
@@ -187,20 +185,20 @@ class SessionStorm:
 
 
 WEATHERS = {
-    "device alone": Weather(),
-    "device alone, overlapped": Weather(depth=1, blocks=40),
-    "no prefix cache": Weather(prefix_caching=False, host=50, depth=1),
-    "host": Weather(host=200),
-    "host, tight": Weather(host=20, blocks=36, depth=1),
-    "disk": Weather(host=8, disk=2000, depth=1),
-    "disk, tight": Weather(host=4, disk=60, blocks=36),
-    "small blocks": Weather(block_size=1, blocks=130, host=300, depth=1),
-    "failing": Weather(host=100, disk=300, failure_rate=0.02, depth=1),
+    "device alone": EngineShape(),
+    "device alone, overlapped": EngineShape(depth=1, blocks=40),
+    "no prefix cache": EngineShape(prefix_caching=False, host=50, depth=1),
+    "host": EngineShape(host=200),
+    "host, tight": EngineShape(host=20, blocks=36, depth=1),
+    "disk": EngineShape(host=8, disk=2000, depth=1),
+    "disk, tight": EngineShape(host=4, disk=60, blocks=36),
+    "small blocks": EngineShape(block_size=1, blocks=130, host=300, depth=1),
+    "failing": EngineShape(host=100, disk=300, failure_rate=0.02, depth=1),
 }
 
 
 @pytest.mark.parametrize("kind", WEATHERS)
-def test_sessions_in_any_weather(kind: str, tmp_path: Path) -> None:
+def test_sessions_in_any_engine_shape(kind: str, tmp_path: Path) -> None:
     storm = SessionStorm(WEATHERS[kind], tmp_path, seed=1)
     storm.run(300)
     assert storm.keeper.kv.suspended

@@ -1,4 +1,4 @@
-"""What goes into a step: decodes first, prompts in chunks, prefix hits, forks, and never more than the budgets."""
+"""What goes into a step: decodes first, prompts in chunks, prefix hits, forks, within the budgets."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_the_end_of_sequence_is_no_stop_reason() -> None:
     assert bench.sequences[("a", 0)].finished.stop_reason is None  # type: ignore[union-attr]
 
 
-def test_decodes_come_first_and_a_prompt_gets_what_is_left_of_the_budget() -> None:
+def test_decodes_come_first_and_prompts_get_the_rest_of_the_budget() -> None:
     bench = Bench(budget=10, max_rows=4)
     for id in "abc":
         bench.add(id, prompt=2, output=20)
@@ -67,7 +67,7 @@ def test_chunks_that_do_not_finish_a_prompt_draw_nothing() -> None:
     assert [len(plan.samples) for plan in bench.plans] == [0, 0, 1]
 
 
-def test_without_chunking_a_prompt_waits_for_a_step_that_holds_all_of_it() -> None:
+def test_without_chunking_a_prompt_waits_for_a_step_that_holds_it() -> None:
     bench = Bench(budget=10, chunked=False)
     bench.add("a", prompt=8, output=2)
     bench.add("b", prompt=8, output=2)
@@ -85,7 +85,7 @@ def test_without_chunking_a_prompt_longer_than_any_step_still_finishes(depth: in
     bench.assert_right()
 
 
-def test_a_budget_below_the_rows_serves_the_best_ranked_and_then_the_others() -> None:
+def test_a_budget_below_the_rows_serves_the_best_ranked_first() -> None:
     bench = Bench(budget=2, max_rows=6)
     for id in "abcd":
         bench.add(id, prompt=1, output=6)
@@ -109,7 +109,7 @@ def test_rows_are_never_exceeded_and_admission_follows_arrival() -> None:
 # Prefix hits
 
 
-def test_requests_of_one_step_share_a_prefix_that_is_written_in_that_very_step() -> None:
+def test_requests_of_one_step_share_a_prefix_written_in_that_step() -> None:
     bench = Bench(block_size=4)
     prompt = list(range(2, 14))
     bench.add("a", [*prompt, 20], 2)
@@ -121,7 +121,7 @@ def test_requests_of_one_step_share_a_prefix_that_is_written_in_that_very_step()
     bench.assert_right()
 
 
-def test_a_later_request_hits_prompt_and_output_of_one_that_is_gone() -> None:
+def test_a_later_request_hits_prompt_and_output_of_a_finished_one() -> None:
     bench = Bench(block_size=4)
     first = bench.add("a", 6, 10)
     bench.run()
@@ -133,7 +133,7 @@ def test_a_later_request_hits_prompt_and_output_of_one_that_is_gone() -> None:
 
 
 @pytest.mark.parametrize("length", [1, 3, 4, 5, 8, 9])
-def test_a_hit_leaves_at_least_the_last_token(length: int) -> None:
+def test_a_hit_leaves_at_least_the_last_token_to_compute(length: int) -> None:
     bench = Bench(block_size=4)
     prompt = list(range(2, 2 + length))
     bench.add("a", prompt, 1)
@@ -145,7 +145,7 @@ def test_a_hit_leaves_at_least_the_last_token(length: int) -> None:
     bench.assert_right()
 
 
-def test_salts_keep_tenants_apart_and_reads_cache_can_be_refused() -> None:
+def test_salts_separate_tenants_and_reads_cache_can_be_off() -> None:
     bench = Bench(block_size=4)
     prompt = list(range(2, 15))
     for id, more in {"a": {}, "b": {"salt": "x"}, "c": {"salt": "x"}, "d": {"reads_cache": False}, "e": {}}.items():
@@ -154,7 +154,7 @@ def test_salts_keep_tenants_apart_and_reads_cache_can_be_refused() -> None:
     assert [start.num_cached for start in bench.started] == [0, 0, 12, 0, 12]
 
 
-def test_a_reset_of_the_prefix_cache_forgets_everything_and_says_whether_rows_run() -> None:
+def test_a_reset_empties_the_prefix_cache_and_says_whether_rows_run() -> None:
     bench = Bench(block_size=4)
     prompt = list(range(2, 15))
     bench.add("a", prompt, 1)
@@ -173,7 +173,7 @@ def test_a_reset_of_the_prefix_cache_forgets_everything_and_says_whether_rows_ru
 
 @DEPTHS
 @pytest.mark.parametrize("prompt", [6, 8])
-def test_sequences_share_one_forward_and_part_at_the_next_write(depth: int, prompt: int) -> None:
+def test_sequences_share_one_forward_pass_and_fork_at_the_next_write(depth: int, prompt: int) -> None:
     bench = Bench(depth=depth, block_size=4)
     bench.add("a", prompt, output=5, n=4)
     bench.step()
@@ -191,7 +191,7 @@ def test_sequences_share_one_forward_and_part_at_the_next_write(depth: int, prom
 
 
 @DEPTHS
-def test_more_sequences_than_rows_queue_and_all_finish(depth: int) -> None:
+def test_more_sequences_than_rows_are_queued_and_all_finish(depth: int) -> None:
     bench = Bench(max_rows=3, depth=depth)
     bench.add("a", 9, output=4, n=8)
     bench.add("b", 5, output=2)
@@ -231,7 +231,7 @@ def test_a_request_that_can_never_fit_is_refused_with_the_numbers() -> None:
     bench.assert_right("fits")
 
 
-def test_an_id_that_is_in_use_is_refused_and_can_be_used_again_later() -> None:
+def test_an_id_in_use_is_refused_and_can_be_reused_later() -> None:
     bench = Bench()
     bench.add("a")
     with pytest.raises(ValidationError, match="'a'"):
@@ -243,7 +243,7 @@ def test_an_id_that_is_in_use_is_refused_and_can_be_used_again_later() -> None:
     bench.assert_right("a")
 
 
-def test_waste_is_a_share_of_what_is_held_even_while_sequences_share_blocks() -> None:
+def test_waste_is_a_share_of_used_blocks_even_while_sequences_share_them() -> None:
     bench = Bench(block_size=16, max_rows=16, budget=32)
     bench.add("a", 17, output=2, n=16)
     bench.run()
@@ -264,7 +264,7 @@ def test_states_follow_the_request() -> None:
     assert one.is_finished and other.is_finished
 
 
-def test_who_joins_does_not_look_through_all_who_joined_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_admission_does_not_scan_all_admitted_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(budget=1000, max_rows=100, blocks=400)
     for i in range(100):
         bench.add(str(i), prompt=8, output=2)

@@ -1,4 +1,4 @@
-"""Storms: thousands of requests of every kind at once, on every shape of engine, against the checking device."""
+"""Storms: thousands of concurrent requests of every kind, on every engine shape, against the checking device."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tests.scheduler.harness import Bench, MemoryDisk, ending, mixed, rng_of
 
 
 @dataclass(frozen=True)
-class Weather:
-    """One shape of engine, and what happens to it."""
+class EngineShape:
+    """One configuration of the engine, and its load."""
 
     block_size: int = 4
     blocks: int = 40
@@ -41,10 +41,10 @@ class Weather:
 
 
 class Storm:
-    """Random callers around a bench. Each request's fate is decided when it is made; the engine must deliver it."""
+    """Random callers around a bench. Each request's outcome is decided when it is made; the engine must deliver it."""
 
-    def __init__(self, weather: Weather, requests: int, seed: int) -> None:
-        self.weather, self.left = weather, requests
+    def __init__(self, shape: EngineShape, requests: int, seed: int) -> None:
+        self.shape, self.left = shape, requests
         self.rng = rng_of("storm", seed)
         self.bench = Bench(
             weather.blocks, weather.block_size, weather.rows, weather.budget, weather.policy, weather.depth,
@@ -69,7 +69,7 @@ class Storm:
             self._callers()
             self.bench.now += self.rng.random()
             self._step()
-        most = 50 + 6 * (1 + self.weather.depth) * sum(self._work(id) for id in self.open)
+        most = 50 + 6 * (1 + self.shape.depth) * sum(self._work(id) for id in self.open)
         for _ in range(most):
             if not self.bench.core.has_work:
                 break
@@ -89,12 +89,12 @@ class Storm:
         return source.params.n * source.limit
 
     def _fails(self, plan: StepPlan, requests: set[str]) -> str:
-        if self.rng.random() < self.weather.failure_rate:
+        if self.rng.random() < self.shape.failure_rate:
             return self.rng.choice(["submit", "collect"])
         return ""
 
     def _yields_nothing(self, key: tuple[str, int], position: int) -> bool:
-        return self.rng.random() < self.weather.empty_rate
+        return self.rng.random() < self.shape.empty_rate
 
     # Callers
 
@@ -108,12 +108,12 @@ class Storm:
             source = self.bench.request(
                 id,
                 self._prompt(),
-                rng.randint(1, rng.choice([1, 8, self.weather.longest, self.weather.longest])),
-                n=rng.choice([1, 1, 1, 1, 2, 3, self.weather.rows + 2]),
+                rng.randint(1, rng.choice([1, 8, self.shape.longest, self.shape.longest])),
+                n=rng.choice([1, 1, 1, 1, 2, 3, self.shape.rows + 2]),
                 priority=rng.choice([0, 0, 1, 5, -3]),
                 salt=rng.choice(["", "", "", "tenant"]),
                 reads_cache=rng.random() < 0.9,
-                tenant=self.weather.tenants[mixed("tenant", id) % len(self.weather.tenants)],
+                tenant=self.shape.tenants[mixed("tenant", id) % len(self.shape.tenants)],
             )
             try:
                 self.bench.put(source)
@@ -129,8 +129,8 @@ class Storm:
                 del self.sequences[1:-20]
 
     def _prompt(self) -> list[int]:
-        """Often the beginning of something the engine has seen, sometimes followed by something new."""
-        rng, longest = self.rng, self.weather.longest
+        """Often a prefix of something the engine has seen, sometimes followed by new tokens."""
+        rng, longest = self.rng, self.shape.longest
         tokens: list[int] = []
         if rng.random() < 0.7:
             tokens = list(rng.choice(self.sequences)[: rng.randint(1, longest)])
@@ -143,7 +143,7 @@ class Storm:
         self.open = [
             id for id in self.open if any(bench.sequences[(id, i)].finished is None for i in range(self._n(id)))
         ]
-        if self.open and rng.random() < self.weather.abort_rate:
+        if self.open and rng.random() < self.shape.abort_rate:
             id = rng.choice(self.open)
             self.aborted.add(id)
             bench.core.abort(id)
@@ -179,47 +179,47 @@ class Storm:
             else:
                 assert (reason, stop_reason) == (truth.reason, truth.stop_reason), key
                 assert received.tokens == truth.output, f"{key} ended early"
-        if not self.weather.failure_rate:
+        if not self.shape.failure_rate:
             assert not errors
         stats = bench.scheduler.stats
         assert 0.0 <= stats.waste < 1.0
         assert 0.0 <= stats.hit_rate <= 1.0
-        if not self.weather.prefix_caching and not self.weather.host:  # swapped blocks are found again
+        if not self.shape.prefix_caching and not self.shape.host:  # swapped blocks are found again
             assert stats.cached_tokens == 0
         assert stats.finished == len(bench.sequences)
 
 
 MIXED = [
-    Weather(),
-    Weather(depth=1),
-    Weather(depth=2),
-    Weather(policy="priority"),
-    Weather(policy="priority", depth=1),
-    Weather(prefix_caching=False),
-    Weather(prefix_caching=False, depth=1),
-    Weather(chunked=False),
-    Weather(chunked=False, depth=1, budget=9),
-    Weather(block_size=1, blocks=90),
-    Weather(block_size=1, blocks=90, depth=1),
-    Weather(block_size=16, blocks=12, depth=1),
-    Weather(block_size=16, blocks=400, rows=24, budget=512),
-    Weather(block_size=16, blocks=400, rows=24, budget=512, depth=1),
-    Weather(budget=1),
-    Weather(budget=3, depth=1, rows=6),
-    Weather(rows=1, depth=1),
-    Weather(rows=2, depth=2, blocks=22),
-    Weather(empty_rate=0.1),
-    Weather(empty_rate=0.1, depth=1),
-    Weather(abort_rate=0.6, depth=1),
+    EngineShape(),
+    EngineShape(depth=1),
+    EngineShape(depth=2),
+    EngineShape(policy="priority"),
+    EngineShape(policy="priority", depth=1),
+    EngineShape(prefix_caching=False),
+    EngineShape(prefix_caching=False, depth=1),
+    EngineShape(chunked=False),
+    EngineShape(chunked=False, depth=1, budget=9),
+    EngineShape(block_size=1, blocks=90),
+    EngineShape(block_size=1, blocks=90, depth=1),
+    EngineShape(block_size=16, blocks=12, depth=1),
+    EngineShape(block_size=16, blocks=400, rows=24, budget=512),
+    EngineShape(block_size=16, blocks=400, rows=24, budget=512, depth=1),
+    EngineShape(budget=1),
+    EngineShape(budget=3, depth=1, rows=6),
+    EngineShape(rows=1, depth=1),
+    EngineShape(rows=2, depth=2, blocks=22),
+    EngineShape(empty_rate=0.1),
+    EngineShape(empty_rate=0.1, depth=1),
+    EngineShape(abort_rate=0.6, depth=1),
 ]
 TIGHT = [
-    Weather(block_size=size, blocks=-(-room // size), depth=depth, policy=policy, rows=rows)
+    EngineShape(block_size=size, blocks=-(-room // size), depth=depth, policy=policy, rows=rows)
     for size, room, depth, policy, rows in itertools.product(
         [1, 4, 16], [70, 120], [0, 1], ["fcfs", "priority"], [3, 16]
     )
 ]
 FAILING = [
-    Weather(failure_rate=rate, depth=depth, blocks=blocks, prefix_caching=caching, policy=policy, budget=budget)
+    EngineShape(failure_rate=rate, depth=depth, blocks=blocks, prefix_caching=caching, policy=policy, budget=budget)
     for (rate, depth, blocks), (caching, policy, budget) in zip(
         [(0.01, 0, 40), (0.01, 1, 40), (0.03, 1, 25), (0.03, 2, 25), (0.01, 0, 200), (0.02, 1, 200)],
         itertools.cycle([(True, "fcfs", 32), (True, "priority", 9), (False, "fcfs", 32)]),
@@ -228,7 +228,9 @@ FAILING = [
 
 
 TIERED = [
-    Weather(host=host, disk=disk, depth=depth, blocks=blocks, policy=policy, failure_rate=rate, prefix_caching=caching)
+    EngineShape(
+        host=host, disk=disk, depth=depth, blocks=blocks, policy=policy, failure_rate=rate, prefix_caching=caching
+    )
     for (host, disk), (depth, blocks), (policy, rate, caching) in zip(
         itertools.cycle([(400, 0), (30, 0), (8, 500), (100, 200), (3, 60)]),
         itertools.product([0, 1, 2], [22, 30, 60]),
@@ -248,18 +250,18 @@ PIPELINED = [
 ]
 
 
-def describe(weather: Weather) -> str:
-    unusual = {name: value for name, value in vars(weather).items() if value != getattr(Weather, name)}
+def describe(shape: EngineShape) -> str:
+    unusual = {name: value for name, value in vars(shape).items() if value != getattr(EngineShape, name)}
     return "-".join(f"{name}={value}" for name, value in unusual.items()) or "plain"
 
 
-def random_weather(seed: int, tiered: bool = False) -> Weather:
+def random_shape(seed: int, tiered: bool = False) -> EngineShape:
     """Any engine that can hold its longest request."""
     rng = rng_of("weather", seed)
     size, longest = rng.choice([1, 2, 3, 4, 7, 16]), rng.choice([5, 20, 60])
     least = -(-3 * longest // size)
     host = rng.choice([1, 10, 100, 1000])
-    return Weather(
+    return EngineShape(
         block_size=size,
         blocks=max(2, int(least * rng.choice([0.5, 1, 1, 1.3, 3]))),
         rows=rng.choice([1, 2, 4, 9, 30]),
@@ -277,52 +279,52 @@ def random_weather(seed: int, tiered: bool = False) -> Weather:
     )
 
 
-@pytest.mark.parametrize("weather", MIXED, ids=describe)
-def test_mixed_weather(weather: Weather) -> None:
-    Storm(weather, requests=120, seed=1).run()
+@pytest.mark.parametrize("shape", MIXED, ids=describe)
+def test_mixed_load(shape: EngineShape) -> None:
+    Storm(shape, requests=120, seed=1).run()
 
 
-@pytest.mark.parametrize("weather", TIGHT, ids=describe)
-def test_cache_barely_larger_than_one_request(weather: Weather) -> None:
-    Storm(weather, requests=60, seed=2).run()
+@pytest.mark.parametrize("shape", TIGHT, ids=describe)
+def test_cache_barely_larger_than_one_request(shape: EngineShape) -> None:
+    Storm(shape, requests=60, seed=2).run()
 
 
-@pytest.mark.parametrize("weather", FAILING, ids=describe)
-def test_failing_steps(weather: Weather) -> None:
-    Storm(weather, requests=80, seed=3).run()
+@pytest.mark.parametrize("shape", FAILING, ids=describe)
+def test_failing_steps(shape: EngineShape) -> None:
+    Storm(shape, requests=80, seed=3).run()
 
 
-@pytest.mark.parametrize("weather", TIERED, ids=describe)
-def test_tiers_below(weather: Weather) -> None:
-    storm = Storm(weather, requests=80, seed=4)
+@pytest.mark.parametrize("shape", TIERED, ids=describe)
+def test_tiers_below(shape: EngineShape) -> None:
+    storm = Storm(shape, requests=80, seed=4)
     storm.run()
     assert storm.bench.tiers is not None and storm.bench.tiers.saved
 
 
-@pytest.mark.parametrize("weather", PIPELINED, ids=describe)
-def test_plans_through_a_pipeline(weather: Weather) -> None:
-    Storm(weather, requests=60, seed=5).run()
+@pytest.mark.parametrize("shape", PIPELINED, ids=describe)
+def test_plans_through_a_pipeline(shape: EngineShape) -> None:
+    Storm(shape, requests=60, seed=5).run()
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_any_weather_with_tiers(seed: int) -> None:
-    Storm(random_weather(seed, tiered=True), requests=60, seed=seed).run()
+def test_any_engine_shape_with_tiers(seed: int) -> None:
+    Storm(random_shape(seed, tiered=True), requests=60, seed=seed).run()
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_any_weather(seed: int) -> None:
-    Storm(random_weather(seed), requests=60, seed=seed).run()
+def test_any_engine_shape(seed: int) -> None:
+    Storm(random_shape(seed), requests=60, seed=seed).run()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [100])
-@pytest.mark.parametrize("weather", MIXED + TIGHT + FAILING + TIERED + PIPELINED, ids=describe)
-def test_long_storm(weather: Weather, seed: int) -> None:
-    Storm(weather, requests=3000, seed=seed).run()
+@pytest.mark.parametrize("shape", MIXED + TIGHT + FAILING + TIERED + PIPELINED, ids=describe)
+def test_long_storm(shape: EngineShape, seed: int) -> None:
+    Storm(shape, requests=3000, seed=seed).run()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tiered", [False, True], ids=["one tier", "tiers"])
 @pytest.mark.parametrize("seed", range(1000, 1300))
-def test_long_any_weather(seed: int, tiered: bool) -> None:
-    Storm(random_weather(seed, tiered), requests=300, seed=seed).run()
+def test_long_storms_of_any_engine_shape(seed: int, tiered: bool) -> None:
+    Storm(random_shape(seed, tiered), requests=300, seed=seed).run()

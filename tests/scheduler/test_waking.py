@@ -1,4 +1,4 @@
-"""A request whose blocks lie in host memory: alone, it joins the step that brings them."""
+"""A request whose blocks are in host memory: alone, it joins the step that loads them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from quire.messages.plan import StepPlan
 from tests.scheduler.harness import Bench
 
 
-def sleeping(folder: Path, length: int = 22, **settings: object) -> tuple[Bench, list[int]]:
-    """A session in host memory, and nothing of it on the device; its tokens."""
+def suspended(folder: Path, length: int = 22, **settings: object) -> tuple[Bench, list[int]]:
+    """A session in host memory, with no block on the device; its tokens."""
     bench = Bench(blocks=60, block_size=4, max_rows=4, budget=64, host_slots=100, sessions=folder, **settings)  # type: ignore[arg-type]
     keeper = bench.core.sessions
     assert keeper is not None
@@ -34,10 +34,8 @@ def awaited(plans: list[StepPlan]) -> list[StepPlan]:
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("more", [[], [5] * 9], ids=["the last token", "a turn's input"])
 @pytest.mark.parametrize("length", [21, 22])
-def test_its_first_plan_brings_the_blocks_and_computes(
-    tmp_path: Path, depth: int, more: list[int], length: int
-) -> None:
-    bench, tokens = sleeping(tmp_path, length, depth=depth)
+def test_its_first_plan_loads_the_blocks_and_computes(tmp_path: Path, depth: int, more: list[int], length: int) -> None:
+    bench, tokens = suspended(tmp_path, length, depth=depth)
     bench.core.sessions.append("s", more)
     bench.put(bench.request("after", tokens + more, 6, session="s"))
     bench.run()
@@ -49,8 +47,8 @@ def test_its_first_plan_brings_the_blocks_and_computes(
     bench.assert_right("after")
 
 
-def test_beside_others_the_device_goes_on(tmp_path: Path) -> None:
-    bench, tokens = sleeping(tmp_path)
+def test_with_other_requests_the_device_does_not_wait(tmp_path: Path) -> None:
+    bench, tokens = suspended(tmp_path)
     bench.add("other", 6, 20)
     bench.step()
     bench.put(bench.request("after", tokens, 6, session="s"))
@@ -60,8 +58,8 @@ def test_beside_others_the_device_goes_on(tmp_path: Path) -> None:
     bench.assert_right("after", "other")
 
 
-def test_two_that_wait_are_not_kept_waiting_for_each_other(tmp_path: Path) -> None:
-    bench, tokens = sleeping(tmp_path)
+def test_two_waiting_requests_do_not_wait_for_each_other(tmp_path: Path) -> None:
+    bench, tokens = suspended(tmp_path)
     for name in ("one", "two"):
         bench.put(bench.request(name, tokens, 6))
     bench.run()
@@ -70,7 +68,7 @@ def test_two_that_wait_are_not_kept_waiting_for_each_other(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("how", ["submit", "collect"])
-def test_a_step_that_fails_has_brought_nothing(tmp_path: Path, how: str) -> None:
+def test_a_failed_step_has_loaded_nothing(tmp_path: Path, how: str) -> None:
     """Later requests do not hit the blocks it was to load."""
     failing = []
 
@@ -80,7 +78,7 @@ def test_a_step_that_fails_has_brought_nothing(tmp_path: Path, how: str) -> None
             return how
         return ""
 
-    bench, tokens = sleeping(tmp_path, fails=fails)
+    bench, tokens = suspended(tmp_path, fails=fails)
     bench.put(bench.request("after", tokens, 6, session="s"))
     bench.run()
     assert failing
@@ -89,8 +87,8 @@ def test_a_step_that_fails_has_brought_nothing(tmp_path: Path, how: str) -> None
     bench.assert_right("after", "other")
 
 
-def test_one_that_is_aborted_leaves_nothing(tmp_path: Path) -> None:
-    bench, tokens = sleeping(tmp_path, depth=1)
+def test_an_aborted_request_leaves_nothing(tmp_path: Path) -> None:
+    bench, tokens = suspended(tmp_path, depth=1)
     bench.put(bench.request("after", tokens, 20, session="s"))
     bench.step()
     assert awaited(bench.plans)

@@ -26,14 +26,14 @@ FLAGS = (
     "warning", "--served-model-name", "tiny", "--no-enable-tool-preamble", "--api-key", *KEYS, "--admin-key", ADMIN,
 )  # fmt: skip
 IDLE = ("quire:num_requests_running", "quire:num_requests_waiting", "quire:num_blocks_used")
-LISTENING, CLOSED = "0A", "0"  # in /proc/net/tcp: a state, and the inode of a socket that only the kernel holds still
+LISTENING, CLOSED = "0A", "0"  # in /proc/net/tcp: a state, and the inode of a socket that only the kernel still holds
 LONG = {"max_tokens": 200, "ignore_eos": True, "temperature": 1.0}
 
 
 @dataclass(frozen=True)
 class Holdings:
-    """What a server could leave behind: descriptors by kind, processes, temporary files by what they are called before
-    the letters that tell them apart."""
+    """Resources a server could leak: descriptors by kind, processes, and temporary files by name prefix (without the
+    random suffix)."""
 
     descriptors: dict[str, int]
     engines: int
@@ -41,7 +41,7 @@ class Holdings:
 
 
 class AttackedServer:
-    """A server in a process of its own."""
+    """A server in its own process."""
 
     def __init__(self, served: Served, temporary: Path) -> None:
         self._served = served
@@ -55,10 +55,10 @@ class AttackedServer:
         self._wait_until_alone()
         self.start = self.holdings()
 
-    # Asking
+    # Sending requests
 
     def post(self, path: str, body: Any, key: str = KEYS[0], **headers: str) -> httpx.Response:
-        """JSON, or bytes as they are, on a connection of its own."""
+        """Post JSON, or bytes unchanged, on a new connection."""
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         named = {name.replace("_", "-"): value for name, value in headers.items()}
         return self.request("POST", path, key, content=data, headers={"content-type": "application/json", **named})
@@ -68,7 +68,7 @@ class AttackedServer:
         return self._client.request(method, self.url + path, headers={**headers, **more.pop("headers", {})}, **more)
 
     def connect(self, buffer: int = 0) -> socket.socket:
-        """A bare connection; `buffer`: bytes the kernel keeps for whoever does not read."""
+        """A bare connection; `buffer`: bytes of receive buffer the kernel keeps for a client that does not read."""
         sock = socket.socket()
         if buffer:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
@@ -76,18 +76,18 @@ class AttackedServer:
         sock.connect(self.address)
         return sock
 
-    def talk(self, data: bytes, answers: int = 0) -> bytes:
-        """Everything that comes back until the server closes, or has given so many answers."""
+    def exchange(self, data: bytes, answers: int = 0) -> bytes:
+        """All received bytes until the server closes, or until `answers` responses have arrived."""
         with self.connect() as sock:
             with suppress(OSError):
                 sock.sendall(data)
-            return hear(sock, answers)
+            return receive(sock, answers)
 
-    # Looking
+    # Inspecting the server
 
     @property
     def engine(self) -> int:
-        """The engine's process; 0 if there is none just now."""
+        """The pid of the engine's process; 0 if there is none at the moment."""
         return next(iter(children(self.pid)), 0)
 
     def stats(self) -> dict[str, Any]:
@@ -101,20 +101,20 @@ class AttackedServer:
         return Holdings(descriptors(self.pid), len(children(self.pid)), temporary)
 
     @property
-    def said(self) -> str:
-        """On stderr, so far."""
-        return self._served.said
+    def stderr(self) -> str:
+        """What the server has written to stderr so far."""
+        return self._served.stderr
 
     def assert_unharmed(self, seconds: float = 60.0) -> None:
-        """It is healthy, idle, and holds what it held at the start."""
+        """The server is healthy and idle, and holds the resources it held at the start."""
         deadline = time.monotonic() + seconds
         while wrong := self._wrong():
-            assert time.monotonic() < deadline and self._served.process.poll() is None, (wrong, self.said)
+            assert time.monotonic() < deadline and self._served.process.poll() is None, (wrong, self.stderr)
             time.sleep(0.05)
-        assert "Traceback" not in self.said, self.said
+        assert "Traceback" not in self.stderr, self.stderr
 
     def _wrong(self) -> dict[str, Any]:
-        """What is not as it should be."""
+        """What differs from a healthy, idle server."""
         if (health := self.request("GET", "/health", None)).status_code != 200:
             return {"health": health.text}
         stats = self.stats()
@@ -125,12 +125,12 @@ class AttackedServer:
         return wrong
 
     def _warm_up(self) -> None:
-        """Whatever is opened once and kept: threads' pools, the grammars' process."""
-        form = {"structured_outputs": {"regex": "[a-z]+"}}
+        """Open what a server opens once and keeps: thread pools, the process for grammars."""
+        constraint = {"structured_outputs": {"regex": "[a-z]+"}}
         tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
         chat = {"messages": [{"role": "user", "content": "abc"}], "max_tokens": 2}
         for path, body in (
-            ("/v1/completions", {"prompt": "abc", "max_tokens": 2, **form}),
+            ("/v1/completions", {"prompt": "abc", "max_tokens": 2, **constraint}),
             ("/v1/chat/completions", {**chat, "tools": [tool]}),
             ("/v1/embeddings", {"input": ["abc", "the world"]}),
         ):
@@ -141,20 +141,20 @@ class AttackedServer:
         """The server closes its end of a connection a moment after we have closed ours."""
         deadline = time.monotonic() + 60
         while connections(self.pid, self.address[1]):
-            assert time.monotonic() < deadline, self.said
+            assert time.monotonic() < deadline, self.stderr
             time.sleep(0.01)
 
 
 @contextmanager
 def attacked_server(model: Path, temporary: Path, *flags: str) -> Iterator[AttackedServer]:
-    """A server that must leave by itself at the end, and leave nothing."""
+    """A server that must exit by itself at the end, and leave nothing behind."""
     served = Served([str(model), *FLAGS, *flags], {"OMP_NUM_THREADS": "1", "TMPDIR": str(temporary)})
     try:
         made = AttackedServer(served, temporary)
         yield made
         family = descendants(made.pid)
         served.process.send_signal(signal.SIGTERM)
-        assert served.end() == 0, served.said
+        assert served.end() == 0, served.stderr
         assert [pid for pid in family if not is_gone(pid)] == []
         assert os.listdir(temporary) == []
     finally:
@@ -163,8 +163,8 @@ def attacked_server(model: Path, temporary: Path, *flags: str) -> Iterator[Attac
             served.end()
 
 
-def hear(sock: socket.socket, answers: int = 0) -> bytes:
-    """What comes until the end, or until there are so many answers."""
+def receive(sock: socket.socket, answers: int = 0) -> bytes:
+    """All received bytes until the end of the stream, or until `answers` responses have arrived."""
     data = b""
     with suppress(OSError):
         while not (answers and len(statuses(data)) >= answers) and (piece := sock.recv(1 << 16)):
@@ -173,7 +173,7 @@ def hear(sock: socket.socket, answers: int = 0) -> bytes:
 
 
 def statuses(data: bytes) -> list[int]:
-    """Of the answers on a connection, one after the other, as far as they have come; the last may be in chunks."""
+    """Status codes of the responses on a connection, in order, as far as they have arrived; the last may be chunked."""
     found = []
     while data:
         top, _, rest = data.partition(b"\r\n\r\n")
@@ -186,7 +186,9 @@ def statuses(data: bytes) -> list[int]:
     return found
 
 
-def head(path: str, length: int | None = None, *lines: str, method: str = "POST", key: str | None = KEYS[0]) -> bytes:
+def request_head(
+    path: str, length: int | None = None, *lines: str, method: str = "POST", key: str | None = KEYS[0]
+) -> bytes:
     """A request's head, with its empty line."""
     fields = [f"{method} {path} HTTP/1.1", "host: x", "content-type: application/json"]
     fields += [] if key is None else [f"authorization: Bearer {key}"]
@@ -194,14 +196,14 @@ def head(path: str, length: int | None = None, *lines: str, method: str = "POST"
     return "\r\n".join([*fields, *lines, "", ""]).encode()
 
 
-def whole(path: str, body: Any, *lines: str) -> bytes:
-    """A request as it goes over the wire."""
+def raw_request(path: str, body: Any, *lines: str) -> bytes:
+    """A whole request as bytes."""
     data = json.dumps(body).encode()
-    return head(path, len(data), *lines) + data
+    return request_head(path, len(data), *lines) + data
 
 
 def connections(pid: int, port: int) -> int:
-    """A server's ends of its clients' connections that are still open."""
+    """The server's ends of client connections that are still open."""
     found = 0
     for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]:
         _, here, _, state, *_, inode = line.split()[:10]

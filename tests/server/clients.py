@@ -22,13 +22,13 @@ class Client(Protocol):
     """What a test needs of a client. Methods are named as on the client itself: "chat.completions.create"."""
 
     def call(self, method: str, **fields: Any) -> Any:
-        """The answer in one piece."""
+        """The response in one piece."""
 
     def stream(self, method: str, **fields: Any) -> list[Any]:
-        """All events of a streamed answer."""
+        """All events of a streamed response."""
 
     def leave(self, method: str, after: int, **fields: Any) -> list[Any]:
-        """The first events of one that the client closes then."""
+        """The first events of a stream that the client then closes."""
 
 
 class SyncClient:
@@ -86,17 +86,17 @@ def _method(client: Any, name: str) -> Callable[..., Any]:
 
 
 def _named(method: str, fields: dict[str, Any]) -> dict[str, Any]:
-    """With the model's name, which the client asks for."""
+    """Adds the model's name, which the client requires."""
     return fields if method.startswith("models.") else {"model": MODEL, **fields}
 
 
 def text_of(chunks: Iterable[Any], index: int = 0) -> str:
-    """What streamed completions add up to."""
+    """The concatenated text of streamed completions."""
     return "".join(choice.text for chunk in chunks for choice in chunk.choices if choice.index == index)
 
 
 def assembled(chunks: Iterable[Any]) -> Any:
-    """Chunks of a chat as the client itself puts them together."""
+    """Chat chunks, assembled by the client's own helper."""
     state: ChatCompletionStreamState[None] = ChatCompletionStreamState()
     for chunk in chunks:
         state.handle_chunk(chunk)

@@ -27,7 +27,7 @@ MODEL = "tiny"
 
 
 class Live:
-    """A server that runs, and clients for it."""
+    """A running server, and clients for it."""
 
     def __init__(self, url: str, server: ServerContext, http: HttpServer, loop: asyncio.AbstractEventLoop) -> None:
         self.url = url
@@ -43,26 +43,26 @@ class Live:
         return self.client.post(path, json=body, **more)
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """In the server's own loop."""
+        """Run in the server's own event loop."""
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(60)
 
     def call(self, function: Callable[[], None]) -> None:
         self._loop.call_soon_threadsafe(function)
 
-    async def _figures(self) -> dict[str, float]:
+    async def _engine_metrics(self) -> dict[str, float]:
         return {metric.name: metric.value for metric in await self.server.llm.get_metrics()}
 
-    def figures(self) -> dict[str, float]:
-        """The engine's own."""
-        return self.run(self._figures())
+    def engine_metrics(self) -> dict[str, float]:
+        """The engine's metrics."""
+        return self.run(self._engine_metrics())
 
     def assert_idle(self, seconds: float = 10.0) -> None:
-        """Nothing is open, queued or running, and every block has come back."""
+        """Nothing is open, queued or running, and all blocks are free."""
         deadline = time.monotonic() + seconds
         names = ("quire:num_requests_running", "quire:num_requests_waiting", "quire:num_blocks_used")
         while True:
-            figures = self.figures()
-            left = {name: figures[name] for name in names if figures[name]}
+            engine_metrics = self.engine_metrics()
+            left = {name: engine_metrics[name] for name in names if engine_metrics[name]}
             left |= {"open": len(self.server.exchanges)} if self.server.exchanges else {}
             left |= {"queued": self.server.admission.queued_tokens} if self.server.admission.queued_tokens else {}
             left |= {"admitted": self.server.admission.sequences} if self.server.admission.sequences else {}
@@ -74,7 +74,7 @@ class Live:
 
 
 class Host:
-    """An event loop in a thread, with an engine in it, for as many servers as tests want."""
+    """An event loop in a thread, with one engine that any number of servers share."""
 
     def __init__(self, model: str | Path, **settings: Any) -> None:
         self.loop = asyncio.new_event_loop()
@@ -84,7 +84,7 @@ class Host:
         self.is_tiny = self.llm.info.max_model_len <= 256
 
     def start(self, **settings: Any) -> tuple[Live, Callable[[], None]]:
-        # The tiny model's context is 256 characters: no room for words about tools.
+        # The tiny model's context is 256 characters: too short for tool descriptions.
         tiny = {"enable_tool_preamble": False} if self.is_tiny else {}
         config = ServerConfig(**{"port": 0, "served_model_name": (MODEL,), **tiny, **settings})
         ready: Future[Live] = Future()
@@ -133,7 +133,7 @@ def plain_server(host: Host) -> Iterator[Live]:
 
 @pytest.fixture
 def live(plain_server: Live) -> Iterator[Live]:
-    """A server with no settings of its own; checked to be idle after the test."""
+    """A server with default settings; checked to be idle after the test."""
     yield plain_server
     plain_server.assert_idle()
 
@@ -156,7 +156,7 @@ def real(real_server: Live) -> Iterator[Live]:
 
 @pytest.fixture
 def serving(host: Host) -> Iterator[Callable[..., Live]]:
-    """Servers with settings of a test's own, checked and stopped after it."""
+    """Starts servers with a test's own settings; they are checked and stopped after it."""
     started: list[tuple[Live, Callable[[], None]]] = []
 
     def start(**settings: Any) -> Live:
@@ -178,6 +178,6 @@ def attacked_process(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory)
 
 @pytest.fixture
 def attacked(attacked_process: AttackedServer) -> Iterator[AttackedServer]:
-    """A `quire serve` process; checked after the test to be as before it."""
+    """A `quire serve` process; checked to be unchanged after the test."""
     yield attacked_process
     attacked_process.assert_unharmed()

@@ -9,7 +9,7 @@ from quire.scheduler.policies.fcfs import FirstComeFirstServed
 
 
 class IdlePolicy(FirstComeFirstServed):
-    """Whoever waits, waits on."""
+    """Waiting requests keep waiting."""
 
     def next(self) -> Request | None:
         time.sleep(0.01)

@@ -8,7 +8,7 @@ Key = tuple[str, frozenset[tuple[str, str]]]
 
 
 class Scrape:
-    """One page of figures."""
+    """One page of metrics."""
 
     def __init__(self, page: str) -> None:
         self.families = {family.name: family for family in text_string_to_metric_families(page)}
@@ -20,7 +20,7 @@ class Scrape:
         self.names = {sample.name for sample in samples}
 
     def sum(self, name: str, **labels: str) -> float:
-        """All series of a name that have these labels."""
+        """The sum of all series of a name that have these labels."""
         found = [value for (each, has), value in self.values.items() if each == name and has >= set(labels.items())]
         assert found, f"no {name} with {labels}"
         return sum(found)

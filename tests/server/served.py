@@ -15,7 +15,7 @@ from pathlib import Path
 
 
 class Served:
-    """A server in a process of its own, and what it says on stderr."""
+    """A server in its own process, and what it writes to stderr."""
 
     def __init__(self, arguments: list[str], environment: dict[str, str] | None = None) -> None:
         self.process = subprocess.Popen(
@@ -23,19 +23,19 @@ class Served:
             stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, start_new_session=True,
             env={**os.environ, "COLUMNS": "200", **(environment or {})},
         )  # fmt: skip
-        self.said = ""
+        self.stderr = ""
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
     def _read(self) -> None:
         assert self.process.stderr is not None
         for line in self.process.stderr:
-            self.said += line
+            self.stderr += line
 
     def wait_for(self, pattern: str, seconds: float = 90) -> re.Match[str]:
         deadline = time.monotonic() + seconds
-        while (match := re.search(pattern, self.said)) is None:
-            assert time.monotonic() < deadline and self.process.poll() is None, self.said
+        while (match := re.search(pattern, self.stderr)) is None:
+            assert time.monotonic() < deadline and self.process.poll() is None, self.stderr
             time.sleep(0.02)
         return match
 

@@ -13,7 +13,7 @@ from quire.server import auth
 from quire.server.app import ROUTE_MODULES
 from quire.server.auth import ApiKeys
 from quire.server.errors import ApiError
-from tests.server.attacked_server import ADMIN, KEYS, AttackedServer, head, statuses
+from tests.server.attacked_server import ADMIN, KEYS, AttackedServer, request_head, statuses
 
 TEXT = "/v1/completions"
 ROUTES = [route for name in (*ROUTE_MODULES, "admin") for route in import_module(f"quire.server.routes.{name}").ROUTES]
@@ -21,7 +21,7 @@ METHODS = ("GET", "POST", "PUT", "DELETE", "PATCH", "HEAD", "OPTIONS", "TRACE")
 
 
 class TestKeys:
-    def test_every_path_and_method_but_health_is_shut(self, attacked: AttackedServer) -> None:
+    def test_every_path_and_method_except_health_needs_a_key(self, attacked: AttackedServer) -> None:
         assert {route.path for route in ROUTES if route.is_public} == {"/health"}
         for path in {route.path.replace("{model:path}", "tiny").replace("{model}", "tiny") for route in ROUTES}:
             for method in METHODS:
@@ -36,8 +36,10 @@ class TestKeys:
          "/health;x", "/HEALTH", "/static/..%2f..%2fetc/passwd", "/admin%2fstats", "/./v1/models", "//v1/models",
          "/%2e%2e/v1/models"],
     )  # fmt: skip
-    def test_so_are_paths_that_are_none(self, attacked: AttackedServer, path: str) -> None:
-        assert statuses(attacked.talk(head(path, None, "connection: close", method="GET", key=None))) == [401]
+    def test_unknown_paths_need_a_key_too(self, attacked: AttackedServer, path: str) -> None:
+        assert statuses(attacked.exchange(request_head(path, None, "connection: close", method="GET", key=None))) == [
+            401
+        ]
 
     @pytest.mark.parametrize(
         "shown",
@@ -45,16 +47,16 @@ class TestKeys:
          "bearer  beta x", "Bearer alpha,beta", "Bearer \xff\xfe", "Bearer boss", "Bearer " + "a" * 50_000,
          "Bearer alpha\tx"],
     )  # fmt: skip
-    def test_what_is_no_key_opens_nothing(self, attacked: AttackedServer, shown: str) -> None:
-        data = head("/v1/models", None, "connection: close", method="GET", key=None)
+    def test_invalid_keys_are_rejected(self, attacked: AttackedServer, shown: str) -> None:
+        data = request_head("/v1/models", None, "connection: close", method="GET", key=None)
         data = data[:-2] + b"authorization: " + shown.encode("latin-1") + b"\r\n\r\n"
-        assert statuses(attacked.talk(data)) == [401]
+        assert statuses(attacked.exchange(data)) == [401]
 
-    def test_two_of_them_are_not_searched_for_one_that_fits(self, attacked: AttackedServer) -> None:
+    def test_a_second_authorization_header_is_not_tried(self, attacked: AttackedServer) -> None:
         lines = ["authorization: Bearer wrong", "authorization: Bearer alpha", "connection: close"]
-        assert statuses(attacked.talk(head("/v1/models", None, *lines, method="GET", key=None))) == [401]
+        assert statuses(attacked.exchange(request_head("/v1/models", None, *lines, method="GET", key=None))) == [401]
 
-    def test_admin_routes_are_apart(self, attacked: AttackedServer) -> None:
+    def test_admin_routes_need_the_admin_key(self, attacked: AttackedServer) -> None:
         admin = [route for route in ROUTES if route.path.startswith("/admin/")]
         assert admin
         for route in admin:
@@ -67,7 +69,7 @@ class TestKeys:
             if route not in admin and not route.is_public:
                 assert attacked.request(route.method, route.path.replace("{model}", "tiny"), ADMIN).status_code == 401
 
-    def test_a_key_is_compared_in_constant_time_with_all_there_are(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_key_is_compared_in_constant_time_with_every_known_key(self, monkeypatch: pytest.MonkeyPatch) -> None:
         compared: list[tuple[bytes, bytes]] = []
 
         def compare(first: bytes, second: bytes) -> bool:
@@ -87,17 +89,17 @@ class TestKeys:
             except ApiError as error:
                 assert error.status == 401
             assert len(compared) == 3
-            assert {len(side) for pair in compared for side in pair} == {32}  # digests: no length shows
+            assert {len(side) for pair in compared for side in pair} == {32}  # digests: the length does not show
 
-    def test_no_key_is_ever_written_down(self, attacked: AttackedServer) -> None:
+    def test_keys_are_never_logged(self, attacked: AttackedServer) -> None:
         attacked.request("GET", "/v1/models", "not-a-key-of-ours")
         page = attacked.request("GET", "/metrics").text + attacked.request("GET", "/openapi.json").text
         for key in (*KEYS, ADMIN, "not-a-key-of-ours"):
-            assert f" {key}" not in attacked.said and f'"{key}"' not in page
+            assert f" {key}" not in attacked.stderr and f'"{key}"' not in page
 
 
 class TestTenants:
-    """The time to a first token tells whether a prompt was computed before: only its own tenant may learn it."""
+    """The time to first token reveals whether a prompt was cached: only its own tenant may learn it."""
 
     PROMPT = range(10, 74)
 
@@ -105,14 +107,14 @@ class TestTenants:
         answer = attacked.post(TEXT, {"prompt": list(self.PROMPT), "max_tokens": 1, **body}, key, **headers)
         return int(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
 
-    def test_share_no_prefixes(self, attacked: AttackedServer) -> None:
+    def test_tenants_share_no_prefixes(self, attacked: AttackedServer) -> None:
         assert attacked.request("POST", "/admin/reset_prefix_cache", ADMIN).json() == {"is_empty": True}
         assert self.cached(attacked, {}, KEYS[0]) == 0
         assert self.cached(attacked, {}, KEYS[0]) == 48
         assert self.cached(attacked, {}, KEYS[1]) == 0
         assert self.cached(attacked, {}, KEYS[1]) == 48
 
-    def test_cannot_stand_in_for_each_other(self, attacked: AttackedServer) -> None:
+    def test_a_tenant_cannot_reach_the_prefixes_of_another(self, attacked: AttackedServer) -> None:
         attacked.request("POST", "/admin/reset_prefix_cache", ADMIN)
         assert self.cached(attacked, {"cache_salt": "s"}, KEYS[0]) == 0
         with pytest.raises(ApiError):
@@ -128,11 +130,11 @@ class TestTenants:
             attacked.request("POST", "/admin/reset_prefix_cache", ADMIN)
             self.cached(attacked, {"cache_salt": "s"}, KEYS[0])
 
-    def test_nor_through_other_routes(self, attacked: AttackedServer) -> None:
+    def test_other_routes_do_not_share_prefixes_either(self, attacked: AttackedServer) -> None:
         chat = {"messages": [{"role": "user", "content": "the world " * 30}], "max_tokens": 1}
-        said = {"input": "the world " * 30, "max_output_tokens": 16}
+        text = {"input": "the world " * 30, "max_output_tokens": 16}
         for path, body, field in (
-            ("/v1/chat/completions", chat, "prompt_tokens_details"), ("/v1/responses", said, "input_tokens_details"),
+            ("/v1/chat/completions", chat, "prompt_tokens_details"), ("/v1/responses", text, "input_tokens_details"),
             ("/v1/embeddings", {"input": "the world " * 30}, "prompt_tokens_details"),
         ):  # fmt: skip
             attacked.request("POST", "/admin/reset_prefix_cache", ADMIN)
@@ -146,8 +148,8 @@ class TestNames:
     @pytest.mark.parametrize(
         "name", ["../../../etc/passwd", "/etc/passwd", "..\\..\\x", "a/../../b", "~root", "%00", "con"]
     )
-    def test_are_never_paths(self, attacked: AttackedServer, name: str) -> None:
-        """They come back as they are or are refused; no file is made (the fixture looks) and none is read."""
+    def test_names_are_never_used_as_paths(self, attacked: AttackedServer, name: str) -> None:
+        """They are echoed unchanged or refused; no file is created (the fixture checks) and none is read."""
         body = {"prompt": "abc", "max_tokens": 1}
         answer = attacked.post(TEXT, {**body, "request_id": name})
         assert answer.status_code == 200 and answer.json()["id"] == f"cmpl-{name}"
@@ -156,14 +158,14 @@ class TestNames:
         assert attacked.post(TEXT, {**body, "cache_salt": name, "user": name}).status_code == 200
         answer = attacked.request("GET", f"/v1/models/{name}")
         assert answer.status_code in (404, 405) and "root:" not in answer.text
-        said = {"input": "abc", "max_output_tokens": 16}
-        assert attacked.post("/v1/responses", {**said, "previous_response_id": name}).status_code == 400
-        assert attacked.post("/v1/responses", {**said, "conversation": name}).status_code == 400
+        text = {"input": "abc", "max_output_tokens": 16}
+        assert attacked.post("/v1/responses", {**text, "previous_response_id": name}).status_code == 400
+        assert attacked.post("/v1/responses", {**text, "conversation": name}).status_code == 400
         grammar = {"grammar": name}
         assert attacked.post(TEXT, {**body, "structured_outputs": grammar}).status_code == 400
 
     def test_the_same_id_twice_at_once_is_two_requests(self, attacked: AttackedServer) -> None:
-        one = head(TEXT, None, "x-request-id: same", "transfer-encoding: chunked")
+        one = request_head(TEXT, None, "x-request-id: same", "transfer-encoding: chunked")
         data = b'{"prompt": "abc", "n": 8, "max_tokens": 100, "ignore_eos": true}'
         with attacked.connect() as first, attacked.connect() as second:
             for sock in (first, second):
@@ -171,12 +173,12 @@ class TestNames:
             for sock in (first, second):
                 assert sock.recv(15) == b"HTTP/1.1 200 OK"
 
-    def test_cannot_break_out_of_a_line(self, attacked: AttackedServer) -> None:
-        """Logs and metrics have lines and labels of their own."""
+    def test_names_cannot_inject_log_lines_or_metric_labels(self, attacked: AttackedServer) -> None:
+        """Log lines and metric labels are escaped."""
         evil = 'a"} 1\nquire:fake{x="'
         for body in ({"model": evil}, {"request_id": evil}, {"user": evil}, {evil: 1}):
             assert attacked.post(TEXT, {"prompt": "abc", "max_tokens": 1, **body}).status_code in (200, 400, 404)
         assert attacked.request("GET", "/v1/models/a%0d%0aquire:fake%201").status_code == 404
         assert attacked.request("GET", "/a%0aquire:fake%201").status_code == 404
         assert "\nquire:fake" not in attacked.request("GET", "/metrics").text
-        assert "\nquire:fake" not in attacked.said
+        assert "\nquire:fake" not in attacked.stderr

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.timeout(3000)
 
 
 def run(attacked: AttackedServer, work: Coroutine[Any, Any, None], seconds: float = 2700) -> None:
-    """Then the server stands as before, within moments."""
+    """Run with a time limit; the server must be unharmed shortly after."""
 
     async def bounded() -> None:
         await asyncio.wait_for(work, seconds)
@@ -39,42 +39,42 @@ def run(attacked: AttackedServer, work: Coroutine[Any, Any, None], seconds: floa
 
 
 class TestHangUps:
-    def test_everything_comes_back(self, attacked: AttackedServer) -> None:
-        run(attacked, hang_ups(attacked, 60))
+    def test_disconnects_leave_nothing_behind(self, attacked: AttackedServer) -> None:
+        run(attacked, disconnects(attacked, 60))
 
     @pytest.mark.slow
-    def test_a_thousand_times(self, attacked: AttackedServer) -> None:
-        run(attacked, hang_ups(attacked, 1000))
+    def test_a_thousand_disconnects(self, attacked: AttackedServer) -> None:
+        run(attacked, disconnects(attacked, 1000))
 
 
-async def hang_ups(attacked: AttackedServer, count: int) -> None:
-    """Eight at a time, and one who stays and must be served well all along."""
+async def disconnects(attacked: AttackedServer, count: int) -> None:
+    """Eight clients that disconnect at a time, and one that stays and must be served throughout."""
     begin = time.monotonic()
     with users_of(attacked, count) as users:
 
-        async def leaver() -> None:
+        async def disconnecting_client() -> None:
             while users.ends["hung up"] < count:
-                await users.hang_up(draw(users.rng))
+                await users.disconnect(draw(users.rng))
 
-        async def stayer() -> None:
+        async def staying_client() -> None:
             while users.ends["hung up"] < count:
                 assert await users.ask(draw(users.rng)) == "answered"
 
-        await asyncio.gather(stayer(), *(leaver() for _ in range(8)))
+        await asyncio.gather(staying_client(), *(disconnecting_client() for _ in range(8)))
     print(f"{count} hang-ups in {time.monotonic() - begin:.1f} s; {dict(users.ends)}")
 
 
 class TestStreams:
-    def test_sixty_at_once(self, attacked: AttackedServer) -> None:
+    def test_sixty_streams_at_once(self, attacked: AttackedServer) -> None:
         run(attacked, streams(attacked, 60, 40))
 
     @pytest.mark.slow
-    def test_five_hundred_at_once(self, attacked: AttackedServer) -> None:
+    def test_five_hundred_streams_at_once(self, attacked: AttackedServer) -> None:
         run(attacked, streams(attacked, 500, 100))
 
 
 async def streams(attacked: AttackedServer, count: int, size: int) -> None:
-    """Each gets its own text, token for token what it gets when it is alone, although the cache holds few of them."""
+    """Each stream gets the same tokens as when it runs alone, although the cache holds few of them."""
     prompts = ["the world", "abc", "on the 7th", "hers"]
     fields = {"temperature": 0, "max_tokens": size, "ignore_eos": True}
     alone = [attacked.post(TEXT, {"prompt": prompt, **fields}).json()["choices"][0]["text"] for prompt in prompts]
@@ -104,7 +104,7 @@ async def streams(attacked: AttackedServer, count: int, size: int) -> None:
 
 
 class Timed(WholeResponse):
-    """Knows when its first piece came."""
+    """Records when its first chunk arrived."""
 
     first = 0.0
 
@@ -114,12 +114,12 @@ class Timed(WholeResponse):
 
 
 class TestKills:
-    def test_twice(self, attacked: AttackedServer) -> None:
+    def test_two_kills(self, attacked: AttackedServer) -> None:
         run(attacked, kills(attacked, 2, settled=0.0))
 
     @pytest.mark.slow
-    def test_twenty_times(self, attacked: AttackedServer) -> None:
-        """Each engine serves for a while first: one that dies young is brought back later and later."""
+    def test_twenty_kills(self, attacked: AttackedServer) -> None:
+        """Each engine serves for a while first: the restart delay grows for engines that die soon after starting."""
         run(attacked, kills(attacked, 20, settled=11.0))
 
 
@@ -134,8 +134,8 @@ async def kills(
     victim: Callable[[int, random.Random], int] = the_engine,
     within: float = 0.0,
 ) -> None:
-    """`kill -9` at any moment, under a load of every kind. `victim`: which process, given the engine's; `within`: so
-    many seconds its death may go unnoticed."""
+    """`kill -9` at any moment, under mixed load. `victim`: which process to kill, given the engine's; `within`: seconds
+    in which its death must be noticed."""
     times: list[float] = []
     with users_of(attacked, count) as users:
         is_over = False
@@ -145,7 +145,7 @@ async def kills(
             while not is_over:
                 ask = draw(users.rng)
                 if users.rng.random() < 0.1:
-                    await users.hang_up(ask)
+                    await users.disconnect(ask)
                 elif await users.ask(ask) == "failed":
                     await asyncio.sleep(0.1)
 
@@ -155,10 +155,10 @@ async def kills(
             await asyncio.sleep(settled + users.rng.random())
             engine = attacked.engine
             family = [engine, *descendants(engine)]
-            assert "/dev/shm" not in Path(f"/proc/{engine}/maps").read_text()  # so no piece of it can be left
+            assert "/dev/shm" not in Path(f"/proc/{engine}/maps").read_text()  # so no part of it can be left
             os.kill(victim(engine, users.rng), signal.SIGKILL)
             begin = time.monotonic()
-            await told_the_truth(attacked, within)
+            await assert_recovers(attacked, within)
             await more_answers(users, 1)
             times.append(time.monotonic() - begin)
             assert attacked.engine not in (0, engine) and all(map(is_gone, family))
@@ -172,9 +172,9 @@ async def kills(
     )
 
 
-async def told_the_truth(attacked: AttackedServer, within: float) -> None:
-    """Without an engine there is a 503 that says when to come again; once there is one, requests are answered.
-    `within`: seconds that may pass until the death is noticed."""
+async def assert_recovers(attacked: AttackedServer, within: float) -> None:
+    """Without an engine requests get a 503 with Retry-After; once it is restarted they are answered. `within`: seconds
+    in which the death must be noticed."""
     saw = False
     noticed_by, deadline = time.monotonic() + within, time.monotonic() + 120
     while True:
@@ -185,7 +185,7 @@ async def told_the_truth(attacked: AttackedServer, within: float) -> None:
         if health.status_code == 200:
             return
         assert health.status_code == 503 and int(health.headers["retry-after"]) >= 1
-        assert (await asyncio.to_thread(attacked.stats))["status"]  # there to be asked just now
+        assert (await asyncio.to_thread(attacked.stats))["status"]  # can be inspected at this moment
         saw = True
         assert time.monotonic() < deadline, health.text
         await asyncio.sleep(0.05)
@@ -199,8 +199,8 @@ async def more_answers(users: Users, count: int) -> None:
         await asyncio.sleep(0.02)
 
 
-def test_vectors_that_are_left_at_any_moment_give_their_place_back(live: Live) -> None:
-    """Also in the last one, when all is done but tidying up."""
+def test_embeddings_cancelled_at_any_moment_free_their_queue_slot(live: Live) -> None:
+    """Also at the last moment, when only cleanup remains."""
 
     async def work() -> None:
         server = live.server
@@ -233,8 +233,9 @@ def test_vectors_that_are_left_at_any_moment_give_their_place_back(live: Live) -
     live.run(work())
 
 
-def test_requests_leave_nothing_for_the_collector(live: Live) -> None:
-    """It looks at old objects when there are a quarter more of them: minutes of traffic would lie around."""
+def test_requests_leave_no_reference_cycles(live: Live) -> None:
+    """The collector visits old objects only when there are a quarter more of them: minutes of traffic would stay in
+    memory."""
 
     def ask() -> None:
         for body in ({}, {"stream": True}, {"prompt": ["abc", "abd"]}, {"prompt": 5}, {"temperature": 9}):
@@ -259,8 +260,8 @@ def test_requests_leave_nothing_for_the_collector(live: Live) -> None:
         gc.enable()
 
 
-def test_a_request_that_is_lost_would_show(attacked: AttackedServer) -> None:
-    """The judge is judged: what it must call wrong, it does."""
+def test_a_leaked_request_is_detected(attacked: AttackedServer) -> None:
+    """Checks the check: `assert_unharmed` must report a leaked request."""
 
     async def work() -> None:
         users = Users(attacked, 1)

@@ -1,7 +1,5 @@
-"""Mixed traffic for ten minutes: memory and descriptors of all processes stay where they are.
-
-`QUIRE_SOAK_SECONDS` sets another length. One line a sample goes to `QUIRE_SOAK_LOG`, if that names a file.
-"""
+"""Mixed traffic for ten minutes: memory and descriptors of all processes stay flat. `QUIRE_SOAK_SECONDS` sets another
+length. Each sample is logged as one line to the file `QUIRE_SOAK_LOG`, if set."""
 
 from __future__ import annotations
 
@@ -24,9 +22,9 @@ from tests.server.traffic import TEXT, Ask, Users, draw, users_of
 SECONDS = float(os.environ.get("QUIRE_SOAK_SECONDS", "600"))
 SAMPLE_SECONDS = 2.0
 WARM_UP = 0.3
-"""The part of the time in which caches, pools and the allocator's arenas may still grow."""
+"""The share of the time in which caches, pools and the allocator's arenas may still grow."""
 MAY_GROW = 0.02
-"""Of its memory, from the end of the warm-up on: less than what is noise from one minute to the next."""
+"""Share of memory, from the end of the warm-up on: less than the noise from one minute to the next."""
 LEAST_ROOM = 4 << 20
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(SECONDS + 900)]
@@ -34,15 +32,15 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(SECONDS + 900)]
 
 @dataclass(frozen=True)
 class Sample:
-    """What the processes hold at one moment."""
+    """Resources of the processes at one moment."""
 
     at: float
     front: int
     engine: int
     grammars: int
-    """Memory, in bytes: the grammars' processes together."""
+    """Memory in bytes: the matcher processes together."""
     descriptors: int
-    """Of the front and the engine."""
+    """Memory of the front and the engine, in bytes."""
     processes: int
     ended: int
     """Requests so far."""
@@ -50,7 +48,7 @@ class Sample:
 
 @pytest.fixture
 def soaked(tiny_model: Path, tmp_path: Path) -> Iterator[AttackedServer]:
-    """A short queue, so that bursts are turned away; what stalls is let go soon."""
+    """A short queue, so that bursts are rejected; stalled connections are closed soon."""
     flags = ("--max-queued-requests", "8", "--max-num-seqs", "16", "--stall-timeout", "3", "--grammar-timeout", "5")
     with attacked_server(tiny_model, tmp_path, *flags) as made:
         yield made
@@ -94,7 +92,7 @@ async def traffic(users: Users) -> list[Sample]:
                 case luck if luck < 0.70:
                     await users.ask(draw(users.rng))
                 case luck if luck < 0.85:
-                    await users.hang_up(draw(users.rng))
+                    await users.disconnect(draw(users.rng))
                 case luck if luck < 0.95:
                     await users.send_garbage()
                 case _:
@@ -102,7 +100,7 @@ async def traffic(users: Users) -> list[Sample]:
             await asyncio.sleep(users.rng.random() * 0.1)
 
     async def burst() -> None:
-        """More than the queue takes."""
+        """More requests than the queue takes."""
         while time.monotonic() < ends:
             body = {"prompt": "the world", "max_tokens": 50, "ignore_eos": True, "stream": True, "temperature": 1}
             many = Ask(TEXT, {**body, "n": 4, "stream_options": {"include_usage": True}}, 200)
@@ -129,7 +127,7 @@ def sample(users: Users, at: float) -> Sample:
     for pid in family:
         try:
             memory += rss(pid)
-        except OSError:  # one that has just ended
+        except OSError:  # a process that has just ended
             continue
     return Sample(
         at=round(at, 1),
@@ -143,14 +141,14 @@ def sample(users: Users, at: float) -> Sample:
 
 
 def growth(times: Sequence[float], values: Sequence[float]) -> float:
-    """By how much a line through these points rises from the first to the last: the median of all slopes between two
-    points, which single spikes do not move (Theil and Sen)."""
+    """The rise of a line fitted through these points, from first to last: the median of all pairwise slopes, which
+    single spikes do not move (Theil–Sen)."""
     points = list(zip(times, values, strict=True))[:: max(1, len(times) // 300)]
     slopes = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in itertools.combinations(points, 2)]
     return statistics.median(slopes) * (times[-1] - times[0])
 
 
-def test_the_line_finds_a_leak_and_forgives_a_spike() -> None:
+def test_the_fitted_line_detects_a_leak_and_ignores_a_spike() -> None:
     times = [2.0 * i for i in range(200)]
     assert growth(times, [100.0 + (500 if i % 17 == 0 else 0) for i in range(200)]) == 0
     assert growth(times, [100.0 + 0.1 * i + (500 if i % 17 == 0 else 0) for i in range(200)]) == pytest.approx(

@@ -30,17 +30,17 @@ BASE: dict[str, dict[str, Any]] = {
     TOKENIZE: {"prompt": "abc"},
 }
 QUICK = 10.0
-"""Seconds: a machine that is busy with other tests must not fail one; the worst of these would take for ever."""
+"""Seconds: long enough for a busy machine; the worst of these values would otherwise never finish."""
 
 
 def written(path: str, field: str, value: str) -> bytes:
-    """A body in which one field's value is exactly these characters, JSON or not."""
+    """A body in which one field's value is exactly these characters, valid JSON or not."""
     base = json.dumps({name: given for name, given in BASE[path].items() if name != field})
     return f'{base[:-1]}, "{field}": {value}}}'.encode()
 
 
 def refused(attacked: AttackedServer, path: str, body: Any, statuses: tuple[int, ...] = (400,)) -> str:
-    """Why the server does not take it, in words for people."""
+    """The error message of a request that must be refused."""
     begin = time.monotonic()
     answer = attacked.post(path, body)
     assert answer.status_code in statuses, answer.text[:400]
@@ -58,12 +58,12 @@ class TestNumbers:
 
     @pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity", "1e999", "-1e999", "1" + "0" * 400])
     @pytest.mark.parametrize("path", [CHAT, TEXT])
-    def test_what_is_no_number(self, attacked: AttackedServer, path: str, value: str) -> None:
+    def test_values_that_are_not_numbers(self, attacked: AttackedServer, path: str, value: str) -> None:
         for field in self.FIELDS:
             refused(attacked, path, written(path, field, value))
 
     @pytest.mark.parametrize("path", [CHAT, TEXT])
-    def test_negative_ones(self, attacked: AttackedServer, path: str) -> None:
+    def test_negative_numbers(self, attacked: AttackedServer, path: str) -> None:
         for field in (
             "temperature",
             "top_p",
@@ -77,11 +77,11 @@ class TestNumbers:
             assert field in refused(attacked, path, written(path, field, "-1"))
         assert "top_k" in refused(attacked, path, written(path, "top_k", "-2"))
 
-    def test_a_negative_zero_is_zero(self, attacked: AttackedServer) -> None:
+    def test_negative_zero_is_zero(self, attacked: AttackedServer) -> None:
         for field in ("temperature", "min_p", "presence_penalty", "top_k", "min_tokens"):
             for value in ("-0", "-0.0", "-0e99"):
                 answer = attacked.post(TEXT, written(TEXT, field, value))
-                # Whether -0.0 is an integer is a matter of taste.
+                # Whether -0.0 is an integer is debatable.
                 is_whole = value != "-0" and field in ("top_k", "min_tokens")
                 assert answer.status_code in ((200, 400) if is_whole else (200,)), answer.text
 
@@ -99,12 +99,12 @@ class TestNumbers:
         refused(attacked, "/detokenize", f'{{"tokens": [{digits}]}}'.encode())
 
     @pytest.mark.parametrize("value", ["NaN", "Infinity", "1e999", '"x"', "[]"])
-    def test_in_lists_and_maps(self, attacked: AttackedServer, value: str) -> None:
+    def test_numbers_in_lists_and_maps(self, attacked: AttackedServer, value: str) -> None:
         refused(attacked, TEXT, written(TEXT, "logit_bias", f'{{"5": {value}}}'))
         refused(attacked, TEXT, written(TEXT, "stop_token_ids", f"[{value}]"))
         refused(attacked, TEXT, written(TEXT, "vllm_xargs", f'{{"a": {value}'))
 
-    def test_a_bias_is_brought_into_its_range(self, attacked: AttackedServer) -> None:
+    def test_a_logit_bias_is_clamped_to_its_range(self, attacked: AttackedServer) -> None:
         assert attacked.post(TEXT, written(TEXT, "logit_bias", '{"5": 1e300, "6": -1e300}')).status_code == 200
 
 
@@ -121,12 +121,12 @@ class TestSizes:
         refused(attacked, CHAT, {"messages": USER * 50_000})
         refused(attacked, TOKENIZE, {"messages": []})
 
-    def test_many_prompts_and_many_samples_together_are_too_many(self, attacked: AttackedServer) -> None:
+    def test_too_many_prompts_times_sequences(self, attacked: AttackedServer) -> None:
         body = {"prompt": ["abc"] * 1000, "n": 100, "max_tokens": 100, "timeout": 1}
         assert "100000 sequences" in refused(attacked, TEXT, body)
 
     def test_a_prompt_of_megabytes(self, attacked: AttackedServer) -> None:
-        """It is looked at away from the event loop: others are served meanwhile."""
+        """It is tokenized outside the event loop: other requests are served meanwhile."""
         answers = []
         thread = threading.Thread(
             target=lambda: answers.append(attacked.post(TEXT, {"prompt": "the world " * 100_000}))
@@ -145,7 +145,7 @@ class TestSizes:
 
     @pytest.mark.parametrize("token", [-1, 116, 128, 2**31, 2**63, 2**64])
     def test_token_ids_out_of_range(self, attacked: AttackedServer, token: int) -> None:
-        """The tokenizer knows 116, the model has rows for 128."""
+        """The tokenizer has 116 tokens, the model has rows for 128."""
         outside = token != 116
         for field in ("prompt", "stop_token_ids", "allowed_token_ids"):
             answer = attacked.post(TEXT, {**BASE[TEXT], field: [token]})
@@ -189,7 +189,7 @@ class TestJson:
                 refused(attacked, path, f'{base[:-1]}{", " if len(base) > 2 else ""}"{field}": {deep}}}'.encode())
 
     @pytest.mark.parametrize("depth", [70, 250, 900])
-    def test_deep_values_where_any_value_may_stand(self, attacked: AttackedServer, depth: int) -> None:
+    def test_deeply_nested_values_in_untyped_fields(self, attacked: AttackedServer, depth: int) -> None:
         deep = '{"a":' * depth + "1" + "}" * depth
         places = [
             (CHAT, "metadata", deep), (CHAT, "vllm_xargs", deep), (CHAT, "chat_template_kwargs", deep),
@@ -211,14 +211,16 @@ class TestJson:
         ]  # fmt: skip
         for path, field, value in places:
             refused(attacked, path, written(path, field, value))
-        # Schemas that come as text are read by the grammars' process alone; annotations are not read at all.
+        # Schemas that come as text are parsed only by the process for grammars; annotations are not parsed at all.
         schema = f'{{"json": {json.dumps(deep)}}}'
         assert attacked.post(CHAT, written(CHAT, "structured_outputs", schema)).status_code in (200, 400)
-        said = f'[{{"role": "assistant", "content": "a", "annotations": [{deep}]}}, {{"role": "user", "content": "a"}}]'
-        assert attacked.post(CHAT, written(CHAT, "messages", said)).status_code in (200, 400)
+        messages = (
+            f'[{{"role": "assistant", "content": "a", "annotations": [{deep}]}}, {{"role": "user", "content": "a"}}]'
+        )
+        assert attacked.post(CHAT, written(CHAT, "messages", messages)).status_code in (200, 400)
 
     def test_wide_schemas(self, attacked: AttackedServer) -> None:
-        """Bombs: small to write, large to unfold."""
+        """Bombs: small to write, large to expand."""
         twice = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(60)} | {"d60": {"type": "null"}}
         nested: dict[str, Any] = {"type": "string"}
         for _ in range(12):
@@ -232,7 +234,7 @@ class TestJson:
             assert time.monotonic() - begin < 2 * QUICK
         assert attacked.post(TEXT, {**BASE[TEXT], "structured_outputs": {"choice": ["a", "b"]}}).status_code == 200
 
-    def test_a_key_that_comes_twice_counts_once(self, attacked: AttackedServer) -> None:
+    def test_a_duplicate_key_counts_once(self, attacked: AttackedServer) -> None:
         body = b'{"prompt": "abc", "max_tokens": 1, "max_tokens": 3, "ignore_eos": true}'
         answer = attacked.post(TEXT, body)
         assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 3
@@ -244,7 +246,7 @@ class TestJson:
          b"\x00"],
         ids=repr,
     )  # fmt: skip
-    def test_text_that_is_no_unicode(self, attacked: AttackedServer, text: bytes) -> None:
+    def test_text_that_is_not_valid_unicode(self, attacked: AttackedServer, text: bytes) -> None:
         quoted = b'"' + text + b'"'
         for path, body in (
             (CHAT, b'{"messages": [{"role": "user", "content": %b}]}' % quoted),
@@ -259,7 +261,7 @@ class TestJson:
         ):
             refused(attacked, path, body)
 
-    def test_null_bytes_in_text_are_text(self, attacked: AttackedServer) -> None:
+    def test_null_bytes_in_text_are_accepted(self, attacked: AttackedServer) -> None:
         for text in ("\0", "a\0b", "\0" * 100, "\x01\x1f\x7f", "\u202e\ufeff\uffff", "👩\u200d👩" * 20):
             assert attacked.post(TEXT, {"prompt": "a" + text, "max_tokens": 1}).status_code == 200
             chat = {"messages": [{"role": "user", "content": "a" + text}], "max_tokens": 1}
@@ -273,13 +275,13 @@ class TestJson:
         "body",
         [b"", b" ", b"{", b"}", b'{"prompt"', b'{"prompt": "a"', b"\x00" * 100, b"[" * 10, b"NaN", b"{}{}", b"// a"],
     )
-    def test_what_is_no_json(self, attacked: AttackedServer, body: bytes) -> None:
+    def test_bodies_that_are_not_json(self, attacked: AttackedServer, body: bytes) -> None:
         for path in (*BASE, "/detokenize"):
             refused(attacked, path, body)
 
 
 class TestPatterns:
-    """Forms that take for ever end their own request and no other."""
+    """Grammars that never finish compiling fail their own request and no other."""
 
     @pytest.mark.parametrize(
         "regex",
@@ -290,13 +292,13 @@ class TestPatterns:
         ],
         ids=lambda regex: regex[:24],
     )  # fmt: skip
-    def test_regexes(self, attacked: AttackedServer, regex: str) -> None:
+    def test_expensive_regexes(self, attacked: AttackedServer, regex: str) -> None:
         begin = time.monotonic()
         answer = attacked.post(TEXT, {"prompt": "abc", "max_tokens": 20, "structured_outputs": {"regex": regex}})
         assert answer.status_code in (200, 400), answer.text[:400]
         assert time.monotonic() - begin < 2 * QUICK
 
-    def test_others_are_served_meanwhile(self, attacked: AttackedServer) -> None:
+    def test_other_requests_are_served_meanwhile(self, attacked: AttackedServer) -> None:
         slow = {"prompt": "abc", "max_tokens": 20, "structured_outputs": {"regex": "((a{0,300}){0,300}){0,300}"}}
         thread = threading.Thread(target=attacked.post, args=(TEXT, slow))
         thread.start()
@@ -312,20 +314,21 @@ class TestPatterns:
         ["root ::= root", "root ::= root root", 'root ::= "a" root', "root ::= ", "x ::= y", "root ::= (" * 500, "\0"],
         ids=lambda grammar: grammar[:16],
     )
-    def test_grammars(self, attacked: AttackedServer, grammar: str) -> None:
+    def test_expensive_grammars(self, attacked: AttackedServer, grammar: str) -> None:
         answer = attacked.post(TEXT, {"prompt": "abc", "max_tokens": 4, "structured_outputs": {"grammar": grammar}})
         assert answer.status_code in (200, 400), answer.text[:400]
 
-    def test_more_forms_than_the_cache_holds(self, attacked: AttackedServer) -> None:
+    def test_more_grammars_than_the_cache_holds(self, attacked: AttackedServer) -> None:
         for i in range(40):
-            form = {"regex": f"[a-z]{{1,{i + 2}}}x{i}"}
+            constraint = {"regex": f"[a-z]{{1,{i + 2}}}x{i}"}
             assert (
-                attacked.post(TEXT, {"prompt": "abc", "max_tokens": 1, "structured_outputs": form}).status_code == 200
+                attacked.post(TEXT, {"prompt": "abc", "max_tokens": 1, "structured_outputs": constraint}).status_code
+                == 200
             )
 
 
 class TestTemplates:
-    """With --trust-request-chat-template: a request may bring one, and still not everything it likes."""
+    """With --trust-request-chat-template: a request may bring a template, within limits."""
 
     @pytest.mark.parametrize(
         "template",
@@ -348,7 +351,7 @@ class TestTemplates:
         ],
         ids=lambda template: template[:32],
     )
-    def test_are_bounded(self, attacked: AttackedServer, template: str) -> None:
+    def test_templates_are_bounded(self, attacked: AttackedServer, template: str) -> None:
         for path in (CHAT, TOKENIZE):
             refused(attacked, path, {"messages": USER, "chat_template": template}, (400, 413))
 
@@ -361,13 +364,13 @@ class TestTemplates:
             "{{ lipsum.__globals__ }}", "{{ messages.append('x') }}", "{{ tools.__getattribute__('x') }}",
         ],
     )  # fmt: skip
-    def test_see_nothing_of_ours(self, attacked: AttackedServer, template: str) -> None:
+    def test_templates_cannot_reach_server_internals(self, attacked: AttackedServer, template: str) -> None:
         answer = attacked.post(TOKENIZE, {"messages": USER, "chat_template": template, "return_token_strs": True})
         assert answer.status_code in (200, 400)
         if answer.status_code == 200:
             assert "".join(answer.json()["token_strs"]) in ("", "None"), answer.text[:400]
 
-    def test_a_path_is_text(self, attacked: AttackedServer) -> None:
+    def test_a_path_is_taken_as_template_text(self, attacked: AttackedServer) -> None:
         for path in ("/etc/passwd", "../../../etc/passwd", "file:///etc/passwd"):
             answer = attacked.post(TOKENIZE, {"messages": USER, "chat_template": path, "return_token_strs": True})
             assert answer.status_code == 200 and "".join(answer.json()["token_strs"]) == path
@@ -377,7 +380,7 @@ class TestTemplates:
         ["messages", "chat_template", "tokenize", "add_generation_prompt", "tools", "bos_token", "raise_exception",
          "range", "self", "__class__", "_", "environment", "conversation", "return_dict", "a b", ""],
     )  # fmt: skip
-    def test_variables_do_not_stand_in_for_what_is_ours(self, attacked: AttackedServer, name: str) -> None:
+    def test_template_variables_cannot_replace_reserved_ones(self, attacked: AttackedServer, name: str) -> None:
         for path in (CHAT, TOKENIZE):
             message = refused(attacked, path, {"messages": USER, "chat_template_kwargs": {name: "x"}})
             assert "chat_template_kwargs" in message
@@ -385,7 +388,7 @@ class TestTemplates:
 
 @contextmanager
 def listener() -> Iterator[tuple[int, list[Any]]]:
-    """A port that notes who comes."""
+    """A port that records connections."""
     came: list[Any] = []
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(0.1)
@@ -408,7 +411,7 @@ def listener() -> Iterator[tuple[int, list[Any]]]:
     thread.join(5)
 
 
-def test_nothing_is_fetched_for_anybody(attacked: AttackedServer) -> None:
+def test_no_url_in_a_request_is_fetched(attacked: AttackedServer) -> None:
     with listener() as (port, came):
         for url in (
             f"http://127.0.0.1:{port}/a.png", f"https://127.0.0.1:{port}/a.png", f"http://localhost:{port}/a.png",

@@ -16,7 +16,7 @@ import pytest
 from quire.server import serve
 from quire.server.lifecycle import connection
 from tests.processes import rss
-from tests.server.attacked_server import LONG, AttackedServer, head, hear, statuses, whole
+from tests.server.attacked_server import LONG, AttackedServer, raw_request, receive, request_head, statuses
 from tests.server.conftest import Live
 
 TEXT = "/v1/completions"
@@ -26,7 +26,7 @@ MANY = {"prompt": "abc", "n": 16, **LONG}
 
 
 class TestSmuggling:
-    """What a proxy and a server might read in two ways is not read at all."""
+    """What a proxy and the server might parse differently is rejected."""
 
     @pytest.mark.parametrize(
         "lines",
@@ -54,94 +54,104 @@ class TestSmuggling:
         ],
         ids=", ".join,
     )
-    def test_heads_of_two_meanings(self, attacked: AttackedServer, lines: list[str]) -> None:
-        answer = attacked.talk(head(TEXT, None, *lines) + b"0\r\n\r\n" + HEALTH)
+    def test_ambiguous_heads(self, attacked: AttackedServer, lines: list[str]) -> None:
+        answer = attacked.exchange(request_head(TEXT, None, *lines) + b"0\r\n\r\n" + HEALTH)
         assert statuses(answer) == [400]
         assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == 400
 
     @pytest.mark.parametrize(
         "body", [b"zz\r\nabc\r\n", b"-1\r\n", b"fffffffffffffffff\r\nabc", b"3\r\nabcd\r\n0\r\n\r\n", b"3 abc\r\n"]
     )
-    def test_chunks_that_are_none(self, attacked: AttackedServer, body: bytes) -> None:
-        assert statuses(attacked.talk(head(TEXT, None, "transfer-encoding: chunked") + body)) == [400]
+    def test_invalid_chunks(self, attacked: AttackedServer, body: bytes) -> None:
+        assert statuses(attacked.exchange(request_head(TEXT, None, "transfer-encoding: chunked") + body)) == [400]
 
     @pytest.mark.parametrize(
         "line", ["GET /health HTTP/1.2", "GET /health HTTP/3.0", "PRI * HTTP/2.0", "get /health HTTP/1.1",
                  "GET  HTTP/1.1", "GET /health HTTP/1.1 x", "\x16\x03\x01\x02\x00\x01",
                  "GET /\xff HTTP/1.1", "GET /a b HTTP/1.1"]
     )  # fmt: skip
-    def test_lines_that_are_none(self, attacked: AttackedServer, line: str) -> None:
-        assert statuses(attacked.talk(line.encode("latin-1") + b"\r\nhost: x\r\n\r\n")) == [400]
+    def test_invalid_request_lines(self, attacked: AttackedServer, line: str) -> None:
+        assert statuses(attacked.exchange(line.encode("latin-1") + b"\r\nhost: x\r\n\r\n")) == [400]
 
-    def test_line_breaks_of_another_kind(self, attacked: AttackedServer) -> None:
-        assert statuses(attacked.talk(b"GET /health HTTP/1.1\nhost: x\n\n")) == [400]
+    def test_bare_line_feeds(self, attacked: AttackedServer) -> None:
+        assert statuses(attacked.exchange(b"GET /health HTTP/1.1\nhost: x\n\n")) == [400]
 
-    def test_trailers_are_no_headers(self, attacked: AttackedServer) -> None:
-        """A proxy that removes or checks headers lets them pass."""
+    def test_trailers_are_not_headers(self, attacked: AttackedServer) -> None:
+        """A proxy that removes or checks headers lets trailers pass."""
         body = b'10\r\n{"prompt":"abc"}\r\n0\r\nauthorization: Bearer alpha\r\nx-tenant: other\r\n\r\n'
         lines = ["transfer-encoding: chunked", "connection: close"]
-        assert statuses(attacked.talk(head("/tokenize", None, *lines, key=None) + body)) == [401]
-        assert statuses(attacked.talk(head("/tokenize", None, *lines) + body)) == [200]
+        assert statuses(attacked.exchange(request_head("/tokenize", None, *lines, key=None) + body)) == [401]
+        assert statuses(attacked.exchange(request_head("/tokenize", None, *lines) + body)) == [200]
 
-    def test_connect_and_foreign_addresses(self, attacked: AttackedServer) -> None:
-        assert statuses(attacked.talk(b"CONNECT a.example:80 HTTP/1.1\r\nhost: x\r\n\r\n" + HEALTH)) == [405]
-        request = head("http://a.example/version", None, "connection: close", method="GET")
-        assert statuses(attacked.talk(request)) == [200]  # its path is what counts: nothing is asked elsewhere
+    def test_connect_and_absolute_urls(self, attacked: AttackedServer) -> None:
+        assert statuses(attacked.exchange(b"CONNECT a.example:80 HTTP/1.1\r\nhost: x\r\n\r\n" + HEALTH)) == [405]
+        request = request_head("http://a.example/version", None, "connection: close", method="GET")
+        assert statuses(attacked.exchange(request)) == [200]  # only its path counts: nothing is proxied
 
-    def test_another_protocol_is_not_spoken_and_the_body_is_read_all_the_same(self, attacked: AttackedServer) -> None:
-        """Java's own client wishes for HTTP/2 with its first request."""
-        wishes = ["connection: Upgrade, HTTP2-Settings", "upgrade: h2c", "http2-settings: AAMAAABkAAQAAP__"]
-        request = whole(TEXT, BODY, *wishes)
-        assert statuses(attacked.talk(request + request + HEALTH, answers=3)) == [200, 200, 200]
+    def test_protocol_upgrades_are_ignored_and_the_body_is_still_read(self, attacked: AttackedServer) -> None:
+        """Java's own client offers an HTTP/2 upgrade with its first request."""
+        upgrades = ["connection: Upgrade, HTTP2-Settings", "upgrade: h2c", "http2-settings: AAMAAABkAAQAAP__"]
+        request = raw_request(TEXT, BODY, *upgrades)
+        assert statuses(attacked.exchange(request + request + HEALTH, answers=3)) == [200, 200, 200]
         with attacked.connect() as sock:
             for piece in (request[:20], request[20:-10], request[-10:]):
                 sock.sendall(piece)
                 time.sleep(0.02)
-            assert statuses(hear(sock, 1)) == [200]
+            assert statuses(receive(sock, 1)) == [200]
         for line in ("upgrade: websocket", "upgrade: websocket, h2c"):
-            request = head("/version", None, "connection: upgrade, close", line, method="GET")
-            assert statuses(attacked.talk(request)) == [200]
+            request = request_head("/version", None, "connection: upgrade, close", line, method="GET")
+            assert statuses(attacked.exchange(request)) == [200]
 
 
 class TestOldClients:
-    def test_version_1_0_is_answered_and_the_connection_closed(self, attacked: AttackedServer) -> None:
-        answer = attacked.talk(whole(TEXT, BODY).replace(b"HTTP/1.1", b"HTTP/1.0"))
+    def test_http_1_0_is_answered_and_the_connection_closed(self, attacked: AttackedServer) -> None:
+        answer = attacked.exchange(raw_request(TEXT, BODY).replace(b"HTTP/1.1", b"HTTP/1.0"))
         assert statuses(answer) == [200] and b"connection: close" in answer
 
-    def test_streams_come_to_it_in_one_piece(self, attacked: AttackedServer) -> None:
-        answer = attacked.talk(whole(TEXT, {**BODY, "stream": True}).replace(b"HTTP/1.1", b"HTTP/1.0"))
+    def test_http_1_0_streams_are_not_chunked(self, attacked: AttackedServer) -> None:
+        answer = attacked.exchange(raw_request(TEXT, {**BODY, "stream": True}).replace(b"HTTP/1.1", b"HTTP/1.0"))
         top, _, body = answer.partition(b"\r\n\r\n")
         assert b"transfer-encoding" not in top and f"content-length: {len(body)}".encode() in top
         assert body.startswith(b"data: {") and body.endswith(b"data: [DONE]\n\n")
 
-    def test_errors_have_their_status(self, attacked: AttackedServer) -> None:
+    def test_http_1_0_errors_have_their_status(self, attacked: AttackedServer) -> None:
         body = {**BODY, "stream": True, "temperature": 9}
-        assert statuses(attacked.talk(whole(TEXT, body).replace(b"HTTP/1.1", b"HTTP/1.0"))) == [400]
+        assert statuses(attacked.exchange(raw_request(TEXT, body).replace(b"HTTP/1.1", b"HTTP/1.0"))) == [400]
 
 
 class TestPipelines:
-    def test_requests_sent_ahead_are_answered_in_their_order(self, attacked: AttackedServer) -> None:
-        requests = [whole(TEXT, BODY), HEALTH, whole(TEXT, {"prompt": 5}), head("/version", method="GET"), HEALTH]
-        assert statuses(attacked.talk(b"".join(requests), 5)) == [200, 200, 400, 200, 200]
+    def test_pipelined_requests_are_answered_in_order(self, attacked: AttackedServer) -> None:
+        requests = [
+            raw_request(TEXT, BODY),
+            HEALTH,
+            raw_request(TEXT, {"prompt": 5}),
+            request_head("/version", method="GET"),
+            HEALTH,
+        ]
+        assert statuses(attacked.exchange(b"".join(requests), 5)) == [200, 200, 400, 200, 200]
 
-    def test_no_more_than_some(self, attacked: AttackedServer) -> None:
-        answered = statuses(attacked.talk(HEALTH * 2000))
+    def test_pipelined_requests_are_limited(self, attacked: AttackedServer) -> None:
+        answered = statuses(attacked.exchange(HEALTH * 2000))
         assert 1 <= len(answered) <= connection.MAX_PIPELINED and set(answered) == {200}
 
     @pytest.mark.parametrize("garbage", [b"\0\1\2 garbage\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"x: " + b"y" * 200_000])
-    def test_garbage_behind_a_request_spoils_nothing(self, attacked: AttackedServer, garbage: bytes) -> None:
-        assert statuses(attacked.talk(HEALTH + garbage)) == [200]
-        answer = attacked.talk(whole(TEXT, {**MANY, "stream": True}) + garbage)
+    def test_garbage_after_a_request_does_not_affect_its_response(
+        self, attacked: AttackedServer, garbage: bytes
+    ) -> None:
+        assert statuses(attacked.exchange(HEALTH + garbage)) == [200]
+        answer = attacked.exchange(raw_request(TEXT, {**MANY, "stream": True}) + garbage)
         assert answer.startswith(b"HTTP/1.1 200 ") and answer.count(b"HTTP/1.1") == 1
         assert answer.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
 
     @pytest.mark.parametrize("streams", [False, True])
-    @pytest.mark.parametrize("ahead", [HEALTH, HEALTH[:10], whole(TEXT, MANY), head(TEXT, 400_000) + b"x" * 300_000])
-    def test_a_hang_up_is_seen_although_more_was_asked(
+    @pytest.mark.parametrize(
+        "ahead", [HEALTH, HEALTH[:10], raw_request(TEXT, MANY), request_head(TEXT, 400_000) + b"x" * 300_000]
+    )
+    def test_a_disconnect_is_noticed_although_more_requests_are_pipelined(
         self, attacked: AttackedServer, streams: bool, ahead: bytes
     ) -> None:
         sock = attacked.connect()
-        sock.sendall(whole(TEXT, {**MANY, "stream": streams}) + ahead)
+        sock.sendall(raw_request(TEXT, {**MANY, "stream": streams}) + ahead)
         until(lambda: attacked.stats()["engine"]["quire:num_requests_running"] > 0)
         made = attacked.stats()["engine"]["quire:generation_tokens"]
         sock.close()
@@ -158,13 +168,13 @@ class TestHeads:
             (b"GET /version?", b"a" * 65536),
             (b"", b"G" * 65536),
             (b"", b"\r\n" * 30_000),
-            (head(TEXT, None, "transfer-encoding: chunked") + b"1\r\n{\r\n0\r\nx: ", b"y" * 65536),
-            (head(TEXT, None, "transfer-encoding: chunked") + b"1\r\n{\r\n0\r\n", b"x: y\r\n" * 10_000),
-            (head(TEXT, None, "transfer-encoding: chunked") + b"1;", b"x" * 65536),
+            (request_head(TEXT, None, "transfer-encoding: chunked") + b"1\r\n{\r\n0\r\nx: ", b"y" * 65536),
+            (request_head(TEXT, None, "transfer-encoding: chunked") + b"1\r\n{\r\n0\r\n", b"x: y\r\n" * 10_000),
+            (request_head(TEXT, None, "transfer-encoding: chunked") + b"1;", b"x" * 65536),
         ],
         ids=["a value", "lines", "a path", "a method", "empty lines", "a trailer", "trailers", "a chunk's extension"],
     )
-    def test_of_megabytes_are_cut_and_not_kept(self, attacked: AttackedServer, start: bytes, piece: bytes) -> None:
+    def test_huge_heads_are_cut_and_not_buffered(self, attacked: AttackedServer, start: bytes, piece: bytes) -> None:
         before = rss(attacked.pid)
         with attacked.connect() as sock:
             sent = 0
@@ -173,19 +183,17 @@ class TestHeads:
                 while sent < 100 << 20:
                     sock.sendall(piece)
                     sent += len(piece)
-            assert sent < 20 << 20  # what lies in the kernel's buffers
-            answer = hear(sock)
+            assert sent < 20 << 20  # what the kernel buffers
+            answer = receive(sock)
         assert answer == b"" or statuses(answer) in ([431], [400])
         assert rss(attacked.pid) - before < 10 << 20
 
-    def test_that_never_end_get_no_more_than_their_time(
-        self, serving: Callable[..., Live], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_endless_heads_time_out(self, serving: Callable[..., Live], monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(connection, "HEAD_SECONDS", 0.5)
         monkeypatch.setattr(serve, "KEEP_ALIVE_SECONDS", 1)
         live = serving()
         address = (live.client.base_url.host, live.client.base_url.port)
-        for start in (b"", HEALTH, HEALTH + HEALTH[:5], head("/version", 100_000, key=None) + b"x"):
+        for start in (b"", HEALTH, HEALTH + HEALTH[:5], request_head("/version", 100_000, key=None) + b"x"):
             with socket.create_connection(address, timeout=10) as sock:
                 sock.sendall(start)
                 begin = time.monotonic()
@@ -198,8 +206,8 @@ class TestHeads:
 
 
 class TestBodies:
-    def test_cut_off_anywhere(self, attacked: AttackedServer) -> None:
-        request = whole(TEXT, {**BODY, "stream": True})
+    def test_bodies_truncated_at_any_byte(self, attacked: AttackedServer) -> None:
+        request = raw_request(TEXT, {**BODY, "stream": True})
         for end in range(0, len(request), 9):
             with attacked.connect() as sock:
                 sock.sendall(request[:end])
@@ -208,72 +216,74 @@ class TestBodies:
                 sock.sendall(request[:end])
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset, not an end
 
-    def test_longer_than_said_or_shorter(self, attacked: AttackedServer) -> None:
+    def test_bodies_longer_or_shorter_than_content_length(self, attacked: AttackedServer) -> None:
         data = json.dumps(BODY).encode()
-        assert statuses(attacked.talk(head(TEXT, len(data) - 5) + data, 1)) == [400]
-        assert statuses(attacked.talk(head(TEXT, len(data)) + data + b"more", 1)) == [200]
+        assert statuses(attacked.exchange(request_head(TEXT, len(data) - 5) + data, 1)) == [400]
+        assert statuses(attacked.exchange(request_head(TEXT, len(data)) + data + b"more", 1)) == [200]
         begin = time.monotonic()
         with attacked.connect() as sock:
-            sock.sendall(head(TEXT, len(data) + 5) + data)
-            assert statuses(hear(sock)) == [408]
+            sock.sendall(request_head(TEXT, len(data) + 5) + data)
+            assert statuses(receive(sock)) == [408]
         assert 1.5 < time.monotonic() - begin < 15
 
     @pytest.mark.parametrize("framing", ["length", "chunks"])
-    def test_that_drip_get_no_more_than_their_time(self, attacked: AttackedServer, framing: str) -> None:
+    def test_slow_bodies_time_out(self, attacked: AttackedServer, framing: str) -> None:
         chunked = framing == "chunks"
         begin = time.monotonic()
         with attacked.connect() as sock:
-            sock.sendall(head(TEXT, None if chunked else 5000, *["transfer-encoding: chunked"] * chunked))
+            sock.sendall(request_head(TEXT, None if chunked else 5000, *["transfer-encoding: chunked"] * chunked))
             with suppress(OSError):
                 while time.monotonic() - begin < 20:
                     sock.sendall(b"1\r\n \r\n" if chunked else b" ")
                     time.sleep(0.1)
-            assert statuses(hear(sock)) in ([408], [])
+            assert statuses(receive(sock)) in ([408], [])
         assert time.monotonic() - begin < 15
 
-    def test_too_large_ones(self, attacked: AttackedServer) -> None:
-        assert statuses(attacked.talk(head(TEXT, 1 << 40) + b"x" * 1000)) == [413]
+    def test_too_large_bodies(self, attacked: AttackedServer) -> None:
+        assert statuses(attacked.exchange(request_head(TEXT, 1 << 40) + b"x" * 1000)) == [413]
         before = rss(attacked.pid)
         with attacked.connect() as sock, suppress(OSError):
-            sock.sendall(head(TEXT, None, "transfer-encoding: chunked"))
+            sock.sendall(request_head(TEXT, None, "transfer-encoding: chunked"))
             for _ in range(2000):
                 sock.sendall(b"10000\r\n" + b"x" * 65536 + b"\r\n")
         assert rss(attacked.pid) - before < 100 << 20
 
-    def test_that_nobody_reads_are_not_kept(self, attacked: AttackedServer) -> None:
-        """A key is asked for before the body is."""
+    def test_unauthorized_bodies_are_not_buffered(self, attacked: AttackedServer) -> None:
+        """The key is checked before the body is read."""
         with attacked.connect() as sock:
-            sock.sendall(head(TEXT, 20 << 20, key=None))
+            sock.sendall(request_head(TEXT, 20 << 20, key=None))
             assert b" 401 " in sock.recv(4096)
             with suppress(OSError):
                 sock.sendall(b"x" * (4 << 20))
 
-    def test_half_closed_is_gone(self, attacked: AttackedServer) -> None:
-        """Nobody can tell who has left from who has merely said everything."""
+    def test_a_half_closed_connection_counts_as_disconnected(self, attacked: AttackedServer) -> None:
+        """A client that has left cannot be distinguished from one that has only finished sending."""
         with attacked.connect() as sock:
-            sock.sendall(whole(TEXT, MANY))
+            sock.sendall(raw_request(TEXT, MANY))
             until(lambda: attacked.stats()["engine"]["quire:num_requests_running"] > 0)
             sock.shutdown(socket.SHUT_WR)
-            assert hear(sock) == b""
+            assert receive(sock) == b""
 
 
 class TestReaders:
     BIG: dict[str, Any] = {"prompt": ["abc", "abd", "abe", "abf"], "n": 8, "logprobs": 20, **LONG}  # noqa: RUF012
 
     @pytest.mark.parametrize(("streams", "connection"), [(False, "keep-alive"), (False, "close"), (True, "keep-alive")])
-    def test_who_never_reads_is_let_go(self, attacked: AttackedServer, streams: bool, connection: str) -> None:
+    def test_a_client_that_never_reads_is_disconnected(
+        self, attacked: AttackedServer, streams: bool, connection: str
+    ) -> None:
         with attacked.connect(buffer=4096) as sock:
-            sock.sendall(whole(TEXT, {**self.BIG, "stream": streams}, f"connection: {connection}"))
-            attacked.assert_unharmed(60)  # while our end is still open
+            sock.sendall(raw_request(TEXT, {**self.BIG, "stream": streams}, f"connection: {connection}"))
+            attacked.assert_unharmed(60)  # while the client's end is still open
 
-    def test_who_asks_again_instead_of_reading_is_let_go(self, attacked: AttackedServer) -> None:
+    def test_a_client_that_sends_more_instead_of_reading_is_disconnected(self, attacked: AttackedServer) -> None:
         with attacked.connect(buffer=4096) as sock:
-            sock.sendall(whole(TEXT, self.BIG) + whole(TEXT, {**BODY, "stream": True}) + HEALTH * 3)
+            sock.sendall(raw_request(TEXT, self.BIG) + raw_request(TEXT, {**BODY, "stream": True}) + HEALTH * 3)
             attacked.assert_unharmed(60)
 
-    def test_who_reads_slowly_gets_everything(self, attacked: AttackedServer) -> None:
+    def test_a_slow_reader_gets_everything(self, attacked: AttackedServer) -> None:
         with attacked.connect(buffer=4096) as sock:
-            sock.sendall(whole(TEXT, {**MANY, "stream": True, "stream_options": {"include_usage": True}}))
+            sock.sendall(raw_request(TEXT, {**MANY, "stream": True, "stream_options": {"include_usage": True}}))
             data = b""
             while not data.endswith(b"\r\n0\r\n\r\n"):
                 data += (piece := sock.recv(20_000))
@@ -282,7 +292,7 @@ class TestReaders:
         assert b'"completion_tokens":3200' in data and data.count(b"[DONE]") == 1
 
 
-def test_the_bound_on_descriptors_is_raised_as_far_as_it_may() -> None:
+def test_the_descriptor_limit_is_raised_to_the_hard_limit() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (1000, hard))
     try:
@@ -293,7 +303,7 @@ def test_the_bound_on_descriptors_is_raised_as_far_as_it_may() -> None:
 
 
 def test_more_connections_than_descriptors(attacked: AttackedServer) -> None:
-    """A flood takes all descriptors there are; when it goes, the server is there."""
+    """A flood takes all descriptors; when it ends, the server accepts connections again."""
     soft, hard = resource.prlimit(attacked.pid, resource.RLIMIT_NOFILE)
     limit = sum(attacked.start.descriptors.values()) + 20
     resource.prlimit(attacked.pid, resource.RLIMIT_NOFILE, (limit, hard))
@@ -312,5 +322,5 @@ def test_more_connections_than_descriptors(attacked: AttackedServer) -> None:
 def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline, "it never came"
+        assert time.monotonic() < deadline, "the condition never held"
         time.sleep(0.01)

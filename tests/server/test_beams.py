@@ -47,7 +47,7 @@ def test_completions(live: Live, offline: LLM, penalty: float | None) -> None:
     assert answer["usage"]["completion_tokens"] == sum(map(len, generated(expected)))
 
 
-def test_several_prompts_and_the_echo_of_each(live: Live, offline: LLM) -> None:
+def test_several_prompts_with_echo(live: Live, offline: LLM) -> None:
     prompts = [PROMPT, "a x"]
     answer = live.openai().completions.create(
         model="tiny", prompt=prompts, n=2, max_tokens=5, echo=True, extra_body={"use_beam_search": True}
@@ -87,27 +87,27 @@ def test_chat(live: Live, offline: LLM) -> None:
         ({"use_beam_search": False, "length_penalty": 2.0}, "length_penalty"),
     ],
 )
-def test_what_a_search_cannot_do_is_refused_by_name(live: Live, fields: dict[str, Any], param: str | None) -> None:
+def test_unsupported_parameters_are_refused_by_name(live: Live, fields: dict[str, Any], param: str | None) -> None:
     answer = live.post(TEXT, {"prompt": PROMPT, "use_beam_search": True, "max_tokens": 4, **fields})
     assert answer.status_code == 400, answer.text
     assert param is None or answer.json()["error"]["param"] == param
 
 
-def test_what_asks_for_nothing_is_let_pass(live: Live) -> None:
+def test_parameters_with_their_default_value_are_accepted(live: Live) -> None:
     neutral = {"top_p": 1, "presence_penalty": 0, "top_k": -1, "stop": [], "temperature": 0.0, "seed": 5}
     assert live.post(TEXT, {"prompt": PROMPT, "use_beam_search": True, **neutral}).status_code == 200
 
 
 class TestAsyncLLM:
-    def test_finds_what_the_other_api_finds(self, live: Live, offline: LLM) -> None:
+    def test_finds_the_same_sequences_as_the_offline_api(self, live: Live, offline: LLM) -> None:
         params = BeamSearchParams(beam_width=3, max_tokens=7, length_penalty=0.5)
         (expected,) = offline.beam_search(PROMPT, params)
         found = live.run(live.server.llm.beam_search(PROMPT, params))
         assert generated(found) == generated(expected)
         assert found.finished and found.prompt_token_ids == expected.prompt_token_ids
 
-    def test_cancelled_it_leaves_nothing_behind(self, live: Live) -> None:
-        """The `live` fixture sees that all blocks come back."""
+    def test_a_cancelled_search_leaves_nothing_behind(self, live: Live) -> None:
+        """The `live` fixture checks that all blocks are freed."""
 
         async def leave_early() -> None:
             with pytest.raises(asyncio.TimeoutError):

@@ -50,7 +50,7 @@ class TestOfficialClient:
         assert "Paris" in answer.output_text
         assert client.stream(RESPONSES, **fields)[-1].response.output_text == answer.output_text
 
-    def test_a_form(self, real: Live) -> None:
+    def test_structured_output(self, real: Live) -> None:
         class City(BaseModel):
             name: Literal["Paris", "London", "Rome"]
             country: str = Field(max_length=12)
@@ -63,7 +63,7 @@ class TestOfficialClient:
 
 
 def test_likelihoods_are_those_of_transformers(real: Live) -> None:
-    """How eval harnesses choose among answers: each is scored behind the question, with echo and logprobs."""
+    """How eval harnesses rank answers: each is scored after the question, with echo and logprobs."""
     question, answers = "The capital of France is", [" Paris", " a small fish", " London", " very green"]
     encode = real.server.tokenizer.encode
     context = encode(question)
@@ -71,14 +71,14 @@ def test_likelihoods_are_those_of_transformers(real: Live) -> None:
     choices = real.openai().completions.create(
         model=DEFAULT_MODEL, prompt=wholes, echo=True, logprobs=1, max_tokens=1, temperature=0
     )
-    told = [sum(choice.logprobs.token_logprobs[len(context) : -1]) for choice in choices.choices]  # type: ignore
+    scored = [sum(choice.logprobs.token_logprobs[len(context) : -1]) for choice in choices.choices]  # type: ignore
     model = transformers_model(resolve(DEFAULT_MODEL, progress=False).path)
-    for tokens, likelihood in zip(wholes, told, strict=True):
+    for tokens, likelihood in zip(wholes, scored, strict=True):
         with torch.inference_mode():
             rows = torch.log_softmax(model(torch.tensor([tokens])).logits[0], dim=-1)
         wanted = sum(float(rows[i - 1, tokens[i]]) for i in range(len(context), len(tokens)))
         assert likelihood == pytest.approx(wanted, abs=2e-2)
-    assert told.index(max(told)) == 0
+    assert scored.index(max(scored)) == 0
 
 
 @tool
@@ -94,10 +94,10 @@ class TestLangChain:
         fields: dict[str, Any] = {"temperature": 0, "max_tokens": 40, "max_retries": 0, **settings}
         return ChatOpenAI(model=DEFAULT_MODEL, base_url=f"{real.url}/v1", api_key="none", **fields)  # type: ignore[arg-type]
 
-    def test_a_tool_call_there_and_back(self, real: Live) -> None:
+    def test_a_tool_call_round_trip(self, real: Live) -> None:
         for choice in ("required", "get_weather"):
-            asking = self.model(real).bind_tools([get_weather], tool_choice=choice)
-            called = asking.invoke([self.ASKED])
+            model_with_tools = self.model(real).bind_tools([get_weather], tool_choice=choice)
+            called = model_with_tools.invoke([self.ASKED])
             assert isinstance(called, AIMessage)
             (call,) = called.tool_calls
             assert call["name"] == "get_weather" and set(call["args"]) == {"city"} and call["id"]
@@ -109,12 +109,12 @@ class TestLangChain:
         assert final.usage_metadata["input_tokens"] > 0  # type: ignore[attr-defined, index]
 
     def test_a_streamed_call_is_the_same(self, real: Live) -> None:
-        asking = self.model(real, stream_usage=True).bind_tools([get_weather], tool_choice="required")
-        whole = asking.invoke([self.ASKED])
+        model_with_tools = self.model(real, stream_usage=True).bind_tools([get_weather], tool_choice="required")
+        whole = model_with_tools.invoke([self.ASKED])
 
         async def streamed() -> AIMessageChunk:
             total: Any = None
-            async for chunk in asking.astream([self.ASKED]):
+            async for chunk in model_with_tools.astream([self.ASKED]):
                 total = chunk if total is None else total + chunk
             return total  # type: ignore[no-any-return]
 
@@ -127,7 +127,7 @@ class TestLangChain:
 
 
 class TestAnthropicShape:
-    def test_a_tool_call_there_and_back(self, real: Live) -> None:
+    def test_a_tool_call_round_trip(self, real: Live) -> None:
         asked = {"role": "user", "content": "How is the weather in Paris today?"}
         base = {"model": DEFAULT_MODEL, "max_tokens": 40, "temperature": 0, "tools": [WEATHER]}
         headers = {"x-api-key": "none", "anthropic-version": "2023-06-01"}
@@ -145,7 +145,7 @@ class TestAnthropicShape:
         assert final["usage"]["output_tokens"] > 0
 
     def streamed_input(self, real: Live, body: dict[str, Any]) -> Any:
-        """The call's arguments, out of a stream of events."""
+        """The call's arguments, from a stream of events."""
         with real.client.stream("POST", "/v1/messages", json={**body, "stream": True}) as answer:
             lines = [line for line in answer.iter_lines() if line]
         names = [line.removeprefix("event: ") for line in lines[::2]]

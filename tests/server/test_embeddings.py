@@ -33,7 +33,7 @@ def client(live: Live) -> Iterator[openai.OpenAI]:
 
 @pytest.fixture(scope="module")
 def expected(tiny_model: Path) -> dict[str, np.ndarray]:
-    """Vectors of the same model, made in this process."""
+    """Vectors of the same model, computed in this process."""
     with LLM(str(tiny_model), dtype="float32", num_gpu_blocks_override=64, device="cpu") as llm:
         return {
             pooling: np.stack(
@@ -47,8 +47,8 @@ def post(live: Live, **body: Any) -> httpx.Response:
     return live.post("/v1/embeddings", body)
 
 
-def test_the_official_client_as_it_comes(client: openai.OpenAI, expected: dict[str, np.ndarray]) -> None:
-    """It asks for base64 without being told, and gives numbers."""
+def test_the_official_client_unmodified(client: openai.OpenAI, expected: dict[str, np.ndarray]) -> None:
+    """The client requests base64 by itself, and returns numbers."""
     answer = client.embeddings.create(model="tiny", input=TEXTS)
     assert answer.object == "list" and answer.model == "tiny"
     assert [item.index for item in answer.data] == [0, 1, 2]
@@ -76,20 +76,20 @@ def test_text_and_token_ids_are_the_same_input(live: Live, many: bool) -> None:
     np.testing.assert_allclose(first["data"][0]["embedding"], second["data"][0]["embedding"], atol=1e-5)
 
 
-def test_dimensions_of_a_model_that_was_not_trained_for_them(client: openai.OpenAI) -> None:
+def test_dimensions_of_a_model_not_trained_for_them(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="Matryoshka") as error:
         client.embeddings.create(model="tiny", input=TEXTS[0], dimensions=16)
     assert error.value.param == "dimensions"
 
 
-def test_vectors_as_the_model_left_them(live: Live) -> None:
+def test_vectors_without_normalization(live: Live) -> None:
     raw = np.array(post(live, input="the world", use_activation=False).json()["data"][0]["embedding"])
     unit = np.array(post(live, input="the world").json()["data"][0]["embedding"])
     assert np.linalg.norm(raw) > 1.5
     np.testing.assert_allclose(raw / np.linalg.norm(raw), unit, atol=1e-5)
 
 
-def test_too_long_is_refused_unless_it_may_be_cut(live: Live) -> None:
+def test_a_too_long_input_is_refused_unless_truncated(live: Live) -> None:
     long = list(range(4, 104)) * 3
     refused = post(live, input=long)
     assert refused.status_code == 400
@@ -103,7 +103,7 @@ def test_too_long_is_refused_unless_it_may_be_cut(live: Live) -> None:
     )
 
 
-def test_a_prefix_is_found_again_but_not_under_another_salt(live: Live) -> None:
+def test_a_prefix_is_cached_but_not_under_another_salt(live: Live) -> None:
     tokens = [7 + i % 90 for i in range(50)]
 
     def cached(**fields: Any) -> int:
@@ -141,7 +141,7 @@ def test_a_prefix_is_found_again_but_not_under_another_salt(live: Live) -> None:
         ({"input": "a", "colour": "red"}, 400, "colour is not supported", "colour"),
     ],
 )
-def test_what_is_wrong_is_told(live: Live, body: dict[str, Any], status: int, message: str, param: str | None) -> None:
+def test_errors_name_the_field(live: Live, body: dict[str, Any], status: int, message: str, param: str | None) -> None:
     answer = post(live, **body)
     error = answer.json()["error"]
     assert answer.status_code == error["code"] == status
@@ -149,8 +149,8 @@ def test_what_is_wrong_is_told(live: Live, body: dict[str, Any], status: int, me
     assert param is None or error["param"] == param
 
 
-def test_a_client_that_hangs_up_and_one_that_waits_too_long_leave_nothing_behind(live: Live) -> None:
-    """The `live` fixture sees that all blocks come back."""
+def test_a_disconnect_and_a_timeout_leave_nothing_behind(live: Live) -> None:
+    """The `live` fixture checks that all blocks are freed."""
     inputs = [[4 + (i + j) % 90 for j in range(250)] for i in range(1024)]
     with pytest.raises(httpx.TimeoutException):
         httpx.post(f"{live.url}/v1/embeddings", json={"input": inputs}, timeout=0.1)
@@ -158,7 +158,7 @@ def test_a_client_that_hangs_up_and_one_that_waits_too_long_leave_nothing_behind
     assert late.status_code == 408
 
 
-def test_a_client_that_hangs_up_while_it_waits_gives_its_place_back_at_once(
+def test_a_client_that_disconnects_while_queued_frees_its_slot_at_once(
     live: Live, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At once, not only when the engine has ended the requests: the task may be cancelled before that."""
@@ -186,8 +186,8 @@ def test_a_client_that_hangs_up_while_it_waits_gives_its_place_back_at_once(
     assert has_gone.wait(5)
 
 
-def test_it_is_counted_like_every_other_request(live: Live) -> None:
-    """In requests, prompt tokens and latency; there is no token that anything else could be told of."""
+def test_embeddings_are_counted_in_the_metrics(live: Live) -> None:
+    """In requests, prompt tokens and latency; there are no generated tokens to count."""
     before = Scrape(live.client.get("/metrics").text)
     tokens = [11 + i % 80 for i in range(40)]
     post(live, input=[tokens, tokens[:7]], cache_salt="counted")
@@ -206,7 +206,7 @@ def test_it_is_counted_like_every_other_request(live: Live) -> None:
     assert grown("http_responses_total", **labels) == 1
 
 
-def test_the_load_generator_speaks_it(live: Live, tmp_path: Path) -> None:
+def test_the_load_generator_supports_embeddings(live: Live, tmp_path: Path) -> None:
     flags = ["--backend", "openai-embeddings", "--num-prompts", "6", "--input-len", "4", "--max-concurrency", "3"]
     path = tmp_path / "result.json"
     code = main(["bench", "serve", "--base-url", live.url, "--save-result", str(path), *flags])
@@ -220,11 +220,11 @@ def test_one_bad_input_refuses_all_of_them(live: Live) -> None:
     assert answer.status_code == 400
 
 
-def test_an_aborted_request_tells_its_reader(live: Live) -> None:
+def test_an_aborted_request_ends_its_stream(live: Live) -> None:
     llm = live.server.llm
 
     async def last_of_many() -> Any:
-        """More requests than run at once: the last of them waits when it is aborted."""
+        """More requests than run at once: the last of them is queued when it is aborted."""
         coming = [llm.encode([5 + i] * 250, request_id=str(i)) for i in range(64)]
         readers = [asyncio.ensure_future(anext(one)) for one in coming]
         await asyncio.sleep(0)

@@ -18,7 +18,7 @@ USER = [{"role": "user", "content": "abc"}]
 
 
 def error_of(answer: httpx.Response, status: int) -> dict[str, Any]:
-    """The error of an answer, which has to have its whole shape."""
+    """The error of a response, which must have all its fields."""
     assert answer.status_code == status, answer.text
     assert answer.headers["content-type"] == "application/json"
     error: dict[str, Any] = answer.json()["error"]
@@ -111,7 +111,7 @@ def test_a_wrong_value_is_named(live: Live, path: str, fields: dict[str, Any], p
 
 
 @pytest.mark.parametrize("path, base", [(CHAT, {"messages": USER}), (TEXT, {"prompt": "abc"})])
-def test_null_asks_for_nothing_where_a_field_is_refused(live: Live, path: str, base: dict[str, Any]) -> None:
+def test_null_is_accepted_for_unsupported_fields(live: Live, path: str, base: dict[str, Any]) -> None:
     fields = dict.fromkeys(["guided_json", "mm_processor_kwargs", "kv_transfer_params", "stream_interval"])
     assert live.post(path, {**base, "max_tokens": 1, **fields}).status_code == 200
     error = error_of(live.post(path, {**base, **fields, "guided_json": {}}), 400)
@@ -173,7 +173,7 @@ BASES = {
         (SESSIONS, {"metadata": {"a": "x" * 100_000}}, "metadata", "meta "),
     ],
 )  # fmt: skip
-def test_a_field_is_named_as_it_was_sent(
+def test_an_error_names_the_field_as_it_was_sent(
     live: Live, path: str, fields: dict[str, Any], param: str | None, inner: str
 ) -> None:
     answer = live.post(path, {**BASES.get(path, {}), **fields})
@@ -184,7 +184,7 @@ def test_a_field_is_named_as_it_was_sent(
     assert any(word in error["message"] for word in (sent, param or sent)), error
 
 
-def test_the_header_of_a_session_is_named_too(live: Live) -> None:
+def test_an_error_names_the_session_header_too(live: Live) -> None:
     error = error_of(live.post(CHAT, {"messages": USER}, headers={"X-Session-Id": "two words"}), 400)
     assert error["param"] == "X-Session-Id" and error["message"].startswith("X-Session-Id: 'two words'")
 
@@ -206,13 +206,13 @@ def test_the_header_of_a_session_is_named_too(live: Live) -> None:
     ],
     ids=lambda body: repr(body[:40]),
 )  # fmt: skip
-def test_what_is_no_body_is_refused(live: Live, body: bytes) -> None:
+def test_invalid_bodies_are_refused(live: Live, body: bytes) -> None:
     answer = live.client.post(CHAT, content=body, headers={"content-type": "application/json"})
     error_of(answer, 400)
 
 
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", ""])
-def test_a_body_of_another_kind_is_refused(live: Live, kind: str) -> None:
+def test_a_body_of_another_content_type_is_refused(live: Live, kind: str) -> None:
     headers = {"content-type": kind} if kind else {}
     error = error_of(live.client.post(CHAT, content=b'{"messages": []}', headers=headers), 415)
     assert "application/json" in error["message"]
@@ -223,7 +223,7 @@ def test_a_compressed_body_is_refused(live: Live) -> None:
     error_of(live.client.post(CHAT, content=b"\x1f\x8b", headers=headers), 415)
 
 
-def test_an_unknown_model_path_or_method(live: Live) -> None:
+def test_unknown_model_path_or_method(live: Live) -> None:
     error = error_of(live.post(CHAT, {"model": "gpt-4", "messages": USER}), 404)
     assert error["type"] == "NotFoundError" and error["param"] == "model" and MODEL in error["message"]
     error_of(live.client.get("/v1/models/gpt-4"), 404)
@@ -247,7 +247,7 @@ def test_null_is_the_default_of_every_field(live: Live) -> None:
         assert live.post(path, {**nulls, **base}).status_code == 200
 
 
-def test_what_asks_for_nothing_is_accepted(live: Live) -> None:
+def test_parameters_with_their_default_value_are_accepted(live: Live) -> None:
     fields = {
         "user": "me", "metadata": {"a": "b"}, "store": False, "service_tier": "auto", "modalities": ["text"],
         "best_of": 1, "parallel_tool_calls": True, "logit_bias": {}, "tool_choice": "none", "use_beam_search": False,
@@ -289,7 +289,7 @@ class TestHeaders:
         answer = live.client.get("/version", headers={"x-long": "x" * 70_000})
         error_of(answer, 431)
 
-    def test_one_that_never_ends(self, live: Live) -> None:
+    def test_a_header_that_never_ends(self, live: Live) -> None:
         with connect(live) as sock:
             sock.sendall(b"GET /version HTTP/1.1\r\nhost: x\r\nx-long: ")
             try:
@@ -299,7 +299,7 @@ class TestHeaders:
                 return
             assert b" 431 " in read_all(sock)
 
-    def test_many_small_ones_and_a_long_path(self, live: Live) -> None:
+    def test_many_small_headers_and_a_long_path(self, live: Live) -> None:
         with connect(live) as sock:
             sock.sendall(b"GET /version HTTP/1.1\r\n" + b"".join(b"x-%d: y\r\n" % i for i in range(10_000)) + b"\r\n")
             assert b" 431 " in read_all(sock)
@@ -307,20 +307,20 @@ class TestHeaders:
             sock.sendall(b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\nhost: x\r\n\r\n")
             assert b" 431 " in read_all(sock)
 
-    def test_a_long_body_is_no_header(self, live: Live) -> None:
+    def test_a_long_body_is_not_limited_as_a_header(self, live: Live) -> None:
         body = b'{"prompt": "' + b" " * 100_000 + b'x"}'
         head = b"POST /tokenize HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-type: application/json\r\n"
         with connect(live) as sock:
             sock.sendall(head + b"content-length: %d\r\n\r\n" % len(body) + body)
             assert b" 200 " in read_all(sock)[:20]
 
-    def test_what_is_no_http(self, live: Live) -> None:
+    def test_requests_that_are_not_http(self, live: Live) -> None:
         with connect(live) as sock:
             sock.sendall(b"\x16\x03\x01 hello\r\n\r\n")
             assert b" 400 " in read_all(sock)
 
 
-def test_a_body_that_breaks_off(live: Live, serving: Callable[..., Live]) -> None:
+def test_a_truncated_body(live: Live, serving: Callable[..., Live]) -> None:
     head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 99\r\n\r\n"
     with connect(live) as sock:
         sock.sendall(head + b'{"messages')

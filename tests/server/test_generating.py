@@ -19,7 +19,7 @@ GREEDY = {"temperature": 0, "max_tokens": 20, "ignore_eos": True}
 
 
 def events(live: Live, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The events of a stream, which has to end as it should."""
+    """The events of a stream, which must end with its end marker."""
     with live.client.stream("POST", path, json={**body, "stream": True}) as answer:
         assert answer.status_code == 200, answer.read()
         assert answer.headers["content-type"].startswith("text/event-stream")
@@ -31,16 +31,16 @@ def events(live: Live, path: str, body: dict[str, Any]) -> Iterator[dict[str, An
         yield json.loads(chunk[6:])
 
 
-def told(chunks: list[dict[str, Any]], index: int = 0) -> list[dict[str, Any]]:
-    """What a stream tells of one choice."""
+def parts_of(chunks: list[dict[str, Any]], index: int = 0) -> list[dict[str, Any]]:
+    """The parts of one choice in a stream."""
     return [choice for chunk in chunks for choice in chunk["choices"] if choice["index"] == index]
 
 
 class TestCompletions:
-    def test_text_and_tokens_are_the_engines_own(self, live: Live, llm: LLM) -> None:
+    def test_text_and_tokens_match_the_engine(self, live: Live, llm: LLM) -> None:
         prompts = ["abc", "the world", "x " * 40]
-        wanted = llm.generate(prompts, SamplingParams(**GREEDY), use_tqdm=False)
-        for prompt, output in zip(prompts, wanted, strict=True):
+        expected = llm.generate(prompts, SamplingParams(**GREEDY), use_tqdm=False)
+        for prompt, output in zip(prompts, expected, strict=True):
             answer = live.post(TEXT, {"prompt": prompt, **GREEDY, "return_token_ids": True}).json()
             (choice,) = answer["choices"]
             assert choice["text"] == output.outputs[0].text
@@ -52,35 +52,35 @@ class TestCompletions:
             assert usage["completion_tokens"] == 20
             assert usage["total_tokens"] == usage["prompt_tokens"] + 20
 
-    def test_lists_of_prompts_and_several_samples_of_each(self, live: Live, llm: LLM) -> None:
+    def test_lists_of_prompts_and_several_sequences_of_each(self, live: Live, llm: LLM) -> None:
         prompts = ["abc", "the world", "hello"]
         params = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "seed": 3, "max_tokens": 8, "n": 2, "ignore_eos": True}
-        wanted = llm.generate(prompts, SamplingParams(**params), use_tqdm=False)
-        tokens = [output.prompt_token_ids for output in wanted]
-        texts = [sample.text for output in wanted for sample in output.outputs]
+        expected = llm.generate(prompts, SamplingParams(**params), use_tqdm=False)
+        tokens = [output.prompt_token_ids for output in expected]
+        texts = [sample.text for output in expected for sample in output.outputs]
         for given in (prompts, tokens):
             answer = live.post(TEXT, {"prompt": given, **params}).json()
             assert [choice["index"] for choice in answer["choices"]] == list(range(6))
             assert [choice["text"] for choice in answer["choices"]] == texts
             chunks = list(events(live, TEXT, {"prompt": given, **params}))
-            assert ["".join(part["text"] for part in told(chunks, i)) for i in range(6)] == texts
-            assert all([part["finish_reason"] for part in told(chunks, i)][-1] == "length" for i in range(6))
+            assert ["".join(part["text"] for part in parts_of(chunks, i)) for i in range(6)] == texts
+            assert all([part["finish_reason"] for part in parts_of(chunks, i)][-1] == "length" for i in range(6))
 
     def test_scoring_a_prompt(self, live: Live, llm: LLM) -> None:
         """What lm-eval does: echo, logprobs, and no new token."""
-        (wanted,) = llm.generate(
+        (expected,) = llm.generate(
             ["the world x"], SamplingParams(max_tokens=1, prompt_logprobs=2, temperature=0), use_tqdm=False
         )
-        tokens = wanted.prompt_token_ids
+        tokens = expected.prompt_token_ids
         for limit in (0, 1):
             body = {"prompt": tokens, "echo": True, "logprobs": 2, "max_tokens": limit, "temperature": 0}
             answer = live.post(TEXT, body).json()
             logprobs = answer["choices"][0]["logprobs"]
             assert len(logprobs["tokens"]) == len(tokens) + limit
             assert logprobs["token_logprobs"][0] is None and logprobs["top_logprobs"][0] is None
-            assert wanted.prompt_logprobs is not None
+            assert expected.prompt_logprobs is not None
             for i in range(1, len(tokens)):
-                position = wanted.prompt_logprobs[i]
+                position = expected.prompt_logprobs[i]
                 assert position is not None
                 assert logprobs["token_logprobs"][i] == pytest.approx(position[tokens[i]].logprob, abs=1e-4)
                 best = max(position.values(), key=lambda entry: entry.logprob)
@@ -95,14 +95,14 @@ class TestCompletions:
     def test_echo_is_streamed_once(self, live: Live) -> None:
         body = {"prompt": "the world", "echo": True, "logprobs": 1, **GREEDY}
         whole = live.post(TEXT, body).json()["choices"][0]
-        parts = told(list(events(live, TEXT, body)))
+        parts = parts_of(list(events(live, TEXT, body)))
         assert "".join(part["text"] for part in parts) == whole["text"]
         assert whole["text"].startswith("the world")
         for column in ("tokens", "text_offset"):
             assert [item for part in parts for item in part["logprobs"][column]] == whole["logprobs"][column]
 
     @pytest.mark.parametrize("as_tokens", [False, True])
-    def test_echo_is_of_what_truncation_leaves(self, live: Live, llm: LLM, as_tokens: bool) -> None:
+    def test_echo_shows_the_truncated_prompt(self, live: Live, llm: LLM, as_tokens: bool) -> None:
         tokens = llm.get_tokenizer().encode("the world x y z")
         prompt = tokens if as_tokens else "the world x y z"
         body = {"prompt": prompt, "truncate_prompt_tokens": 3, "echo": True, "logprobs": 0, **GREEDY}
@@ -114,13 +114,13 @@ class TestCompletions:
 
 
 class TestChat:
-    def test_the_answer_is_the_engines_own(self, live: Live, llm: LLM) -> None:
-        (wanted,) = llm.chat(USER, SamplingParams(**GREEDY), use_tqdm=False)
+    def test_the_answer_matches_the_engine(self, live: Live, llm: LLM) -> None:
+        (expected,) = llm.chat(USER, SamplingParams(**GREEDY), use_tqdm=False)
         answer = live.post(CHAT, {"messages": USER, "model": MODEL, **GREEDY, "return_token_ids": True}).json()
         (choice,) = answer["choices"]
-        assert choice["message"] == {"role": "assistant", "content": wanted.outputs[0].text, "refusal": None}
-        assert choice["token_ids"] == wanted.outputs[0].token_ids
-        assert answer["prompt_token_ids"] == wanted.prompt_token_ids
+        assert choice["message"] == {"role": "assistant", "content": expected.outputs[0].text, "refusal": None}
+        assert choice["token_ids"] == expected.outputs[0].token_ids
+        assert answer["prompt_token_ids"] == expected.prompt_token_ids
         assert answer["object"] == "chat.completion" and answer["model"] == MODEL
         assert answer["id"].startswith("chatcmpl-")
 
@@ -145,7 +145,7 @@ class TestChat:
         assert len({chunk["id"] for chunk in chunks}) == 1
         assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
         for choice in whole["choices"]:
-            first, *parts = told(chunks, choice["index"])
+            first, *parts = parts_of(chunks, choice["index"])
             assert first["delta"] == {"role": "assistant", "content": ""} and first["finish_reason"] is None
             assert "".join(part["delta"].get("content", "") for part in parts) == choice["message"]["content"]
             assert [part["finish_reason"] for part in parts if part["finish_reason"]] == [choice["finish_reason"]]
@@ -156,14 +156,14 @@ class TestChat:
                 assert streamed == choice["logprobs"]["content"]
                 assert len(streamed) == 20
 
-    def test_each_token_is_an_event_of_its_own(self, real: Live) -> None:
+    def test_each_token_is_a_separate_event(self, real: Live) -> None:
         body = {"messages": USER, **GREEDY, "return_token_ids": True, "max_tokens": 8}
 
         def counts() -> list[int]:
-            chunks = told(list(events(real, CHAT, body)))
+            chunks = parts_of(list(events(real, CHAT, body)))
             return [len(part["token_ids"]) for part in chunks if "token_ids" in part]
 
-        # Where the machine is busy this reader may be late for a step, which is then told with the next: not each time.
+        # On a busy machine this reader may miss a step, whose token then arrives with the next: not each time.
         assert [1] * 8 in (counts() for _ in range(5))
 
     def test_usage_in_streams(self, live: Live) -> None:
@@ -177,11 +177,11 @@ class TestChat:
         options = {"include_usage": True, "continuous_usage_stats": True}
         role, *more = events(live, CHAT, {**body, "return_token_ids": True, "stream_options": options})
         assert role["usage"]["completion_tokens"] >= 1
-        said = 0
+        num_reported = 0
         for chunk in more:
-            said += sum(len(choice.get("token_ids", [])) for choice in chunk["choices"])
-            assert chunk["usage"]["completion_tokens"] == said
-        assert said == 20
+            num_reported += sum(len(choice.get("token_ids", [])) for choice in chunk["choices"])
+            assert chunk["usage"]["completion_tokens"] == num_reported
+        assert num_reported == 20
 
     def test_top_logprobs_are_the_likeliest(self, live: Live) -> None:
         body = {"messages": USER, "temperature": 1.0, "seed": 1, "max_tokens": 20, "logprobs": True, "top_logprobs": 3}
@@ -190,18 +190,18 @@ class TestChat:
             assert len(values) == 3 and values == sorted(values, reverse=True)
             assert bytes(entry["bytes"]).decode() == entry["token"]
 
-    def test_a_stop_string_ends_it(self, live: Live) -> None:
+    def test_a_stop_string_ends_generation(self, live: Live) -> None:
         text = live.post(CHAT, {"messages": USER, **GREEDY}).json()["choices"][0]["message"]["content"]
         stop = text[5:7]
         choice = live.post(CHAT, {"messages": USER, **GREEDY, "stop": stop}).json()["choices"][0]
         assert choice["message"]["content"] == text[: text.index(stop)]
         assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", stop)
 
-    def test_the_models_own_defaults_hold_where_nothing_is_said(self, live: Live) -> None:
+    def test_the_models_generation_config_sets_defaults(self, live: Live) -> None:
         answer = live.post(CHAT, {"messages": USER}).json()
         assert 1 <= answer["usage"]["completion_tokens"] <= 7  # generation_config.json: max_new_tokens
 
-    def test_cached_tokens_are_told(self, live: Live) -> None:
+    def test_cached_tokens_are_reported(self, live: Live) -> None:
         body = {"messages": [{"role": "user", "content": "cache me " * 12}], **GREEDY, "cache_salt": "one"}
         live.post(CHAT, body)
         again = live.post(CHAT, body).json()["usage"]
@@ -209,7 +209,7 @@ class TestChat:
         other = live.post(CHAT, {**body, "cache_salt": "two"}).json()["usage"]
         assert other["prompt_tokens_details"]["cached_tokens"] == 0
 
-    def test_figures_come_on_request(self, live: Live, serving: Callable[..., Live]) -> None:
+    def test_metrics_are_returned_on_request(self, live: Live, serving: Callable[..., Live]) -> None:
         body = {"messages": USER, **GREEDY}
         assert "metrics" not in live.post(CHAT, body).json()
         for answer in (
@@ -217,9 +217,9 @@ class TestChat:
             serving(enable_per_request_metrics=True).post(CHAT, body).json(),
             list(events(live, CHAT, {**body, "return_metrics": True}))[-1],
         ):
-            figures = answer["metrics"]
-            assert figures["tokens_per_second"] > 0 and figures["time_to_first_token_ms"] > 0
-            assert figures["queue_time_ms"] >= 0 and figures["preemptions"] == 0
+            metrics = answer["metrics"]
+            assert metrics["tokens_per_second"] > 0 and metrics["time_to_first_token_ms"] > 0
+            assert metrics["queue_time_ms"] >= 0 and metrics["preemptions"] == 0
 
     def test_a_prompt_can_be_continued(self, live: Live) -> None:
         messages = [*USER, {"role": "assistant", "content": "the world"}]
@@ -227,7 +227,7 @@ class TestChat:
         tokens = live.post(CHAT, body).json()["prompt_token_ids"]
         assert live.post("/detokenize", {"tokens": tokens}).json()["prompt"].endswith("<|assistant|>the world")
 
-    def test_the_id_may_be_the_clients(self, live: Live, serving: Callable[..., Live]) -> None:
+    def test_the_client_may_choose_the_id(self, live: Live, serving: Callable[..., Live]) -> None:
         body = {"messages": USER, "max_tokens": 1}
         assert live.post(CHAT, body, headers={"x-request-id": "mine"}).json()["id"] == "chatcmpl-mine"
         assert live.post(CHAT, {**body, "request_id": "yours"}).json()["id"] == "chatcmpl-yours"
@@ -268,13 +268,13 @@ class TestOpenAIClient:
             if whole["finish_reason"] != "length":
                 assert whole["finish_reason"] == reason
                 assert isinstance(json.loads(call["function"]["arguments"])["n"], int)
-            parts = told(list(events(live, CHAT, body)))
+            parts = parts_of(list(events(live, CHAT, body)))
             deltas = [delta for part in parts for delta in part["delta"].get("tool_calls", [])]
             assert deltas[0]["function"]["name"] == call["function"]["name"]
             assert "".join(delta["function"].get("arguments", "") for delta in deltas) == call["function"]["arguments"]
             assert parts[-1]["finish_reason"] == whole["finish_reason"]
 
-    def test_a_form_is_kept_to(self, live: Live) -> None:
+    def test_structured_output_matches_its_schema(self, live: Live) -> None:
         for fields in (
             {"structured_outputs": {"choice": ["the world", "hello"]}},
             {"structured_outputs": {"regex": "(the world|hello)"}},
@@ -290,7 +290,7 @@ class TestOpenAIClient:
 
 
 class TestTokenizing:
-    def test_there_and_back(self, live: Live, llm: LLM) -> None:
+    def test_a_round_trip(self, live: Live, llm: LLM) -> None:
         answer = live.post("/tokenize", {"prompt": "the world", "return_token_strs": True}).json()
         assert answer["tokens"] == llm.get_tokenizer().encode("the world")
         assert answer["count"] == len(answer["tokens"]) == len(answer["token_strs"])
@@ -303,7 +303,7 @@ class TestTokenizing:
         assert text == "<|user|>abc</s><|assistant|>"
 
 
-def test_the_small_routes(live: Live) -> None:
+def test_version_health_and_models_routes(live: Live) -> None:
     for path in ("/health", "/ready", "/ping"):
         answer = live.client.get(path)
         assert (answer.status_code, answer.content) == (200, b"")
@@ -316,7 +316,7 @@ def test_the_small_routes(live: Live) -> None:
     assert live.client.head("/health").status_code == 200
 
 
-def test_the_document_tells_of_every_route(live: Live) -> None:
+def test_the_openapi_document_lists_every_route(live: Live) -> None:
     document = live.client.get("/openapi.json").json()
     assert document["openapi"].startswith("3.2")
     assert set(document["paths"]) >= {CHAT, TEXT, "/v1/models", "/v1/models/{model}", "/tokenize", "/health"}

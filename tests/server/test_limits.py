@@ -28,7 +28,7 @@ ROWS = 16
 
 @contextmanager
 def full_server(live: Live) -> Iterator[None]:
-    """Every row of the engine is taken while the block runs, as far as 200 steps last; then its client leaves."""
+    """Every row of the engine is occupied while the block runs (for at most 200 steps); then its client disconnects."""
     body = {"prompt": "abc", "n": ROWS, "stream": True, **LONG}
     with live.client.stream("POST", TEXT, json=body) as answer:
         assert answer.status_code == 200
@@ -38,7 +38,7 @@ def full_server(live: Live) -> Iterator[None]:
 
 
 class TestKeys:
-    def test_every_route_but_health_needs_one(self, serving: Callable[..., Live]) -> None:
+    def test_every_route_except_health_needs_a_key(self, serving: Callable[..., Live]) -> None:
         live = serving(api_key=("first", "second"), admin_key="boss")
         for path, methods in live.client.get(
             "/openapi.json", headers={"authorization": "Bearer first"}
@@ -51,7 +51,7 @@ class TestKeys:
                     assert answer.status_code == 401 and answer.json()["error"]["message"]
         error_of(live.client.get("/no/such/route"), 401)
 
-    def test_any_of_them_opens(self, serving: Callable[..., Live]) -> None:
+    def test_any_of_the_keys_is_accepted(self, serving: Callable[..., Live]) -> None:
         live = serving(api_key=("first", "second"))
         for key in ("first", "second"):
             assert live.client.get("/v1/models", headers={"authorization": f"Bearer {key}"}).status_code == 200
@@ -59,7 +59,7 @@ class TestKeys:
         for wrong in ("Bearer third", "Bearer firs", "Bearer first2", "Bearer", "first", "Basic first"):
             error_of(live.client.get("/v1/models", headers={"authorization": wrong}), 401)
 
-    def test_admin_routes_want_their_own(self, serving: Callable[..., Live]) -> None:
+    def test_admin_routes_need_the_admin_key(self, serving: Callable[..., Live]) -> None:
         live = serving(api_key=("user",), admin_key="boss")
         error_of(live.client.get("/admin/stats", headers={"authorization": "Bearer user"}), 401)
         error_of(live.client.get("/v1/models", headers={"authorization": "Bearer boss"}), 401)
@@ -95,7 +95,7 @@ class TestQueue:
         live.assert_idle()
         assert live.post(TEXT, {"prompt": "abc", "n": 3, "max_tokens": 2}).status_code == 200
 
-    def test_prompts_that_wait_are_counted_in_tokens(self, serving: Callable[..., Live]) -> None:
+    def test_queued_prompts_are_limited_in_tokens(self, serving: Callable[..., Live]) -> None:
         live = serving(max_queued_tokens=150)
         answers: list[httpx.Response] = []
         with full_server(live):
@@ -110,7 +110,7 @@ class TestQueue:
         waiting.join()
         assert answers[0].status_code == 200
 
-    def test_what_comes_to_an_empty_server_is_let_in(self) -> None:
+    def test_an_empty_server_admits_a_request_over_the_limit(self) -> None:
         admission = AdmissionLimiter(rows=2, max_requests=1, max_tokens=10)
         ticket = admission.enter([(8, 1000)])[0]
         ticket.start()
@@ -125,7 +125,7 @@ class TestQueue:
 
 class TestDeadlines:
     @pytest.mark.parametrize("how", ["field", "header", "server"])
-    def test_a_request_that_takes_too_long_is_ended(self, serving: Callable[..., Live], how: str) -> None:
+    def test_a_request_past_its_deadline_is_ended(self, serving: Callable[..., Live], how: str) -> None:
         live = serving(request_timeout=0.05 if how == "server" else None)
         body = {"prompt": "abc", "n": ROWS, **LONG} | ({"timeout": 0.05} if how == "field" else {})
         headers = {"x-request-timeout": "0.05"} if how == "header" else {}
@@ -133,11 +133,11 @@ class TestDeadlines:
         assert error["type"] == "timeout" and "0.05" in error["message"]
         live.assert_idle()
 
-    def test_one_that_waits_is_ended_too(self, live: Live) -> None:
+    def test_a_queued_request_past_its_deadline_is_ended(self, live: Live) -> None:
         with full_server(live):
             error_of(live.post(TEXT, {"prompt": "abc", "timeout": 0.02}), 408)
 
-    def test_a_stream_says_so_in_its_last_event(self, live: Live) -> None:
+    def test_a_stream_reports_the_timeout_in_its_last_event(self, live: Live) -> None:
         body = {"prompt": "abc", "n": ROWS, "stream": True, "timeout": 0.25, **LONG}
         answer = live.post(TEXT, body)
         assert answer.status_code in (200, 408)
@@ -146,14 +146,14 @@ class TestDeadlines:
             assert done == "data: [DONE]"
             assert json.loads(last[6:])["error"]["code"] == 408
 
-    def test_the_header_is_checked(self, live: Live) -> None:
+    def test_the_timeout_header_is_validated(self, live: Live) -> None:
         for wrong in ("0", "-1", "nan", "1e9", "soon"):
             answer = live.post(TEXT, {"prompt": "abc"}, headers={"x-request-timeout": wrong})
             error_of(answer, 400)
 
 
 def send(live: Live, body: dict[str, Any], buffer: int = 0) -> socket.socket:
-    """A request, with nobody who reads the answer yet and a `buffer` of so many bytes for it."""
+    """Send a request without reading the response, with a receive buffer of `buffer` bytes."""
     data = json.dumps(body).encode()
     address = httpx.URL(live.url)
     sock = socket.socket()
@@ -168,7 +168,7 @@ def send(live: Live, body: dict[str, Any], buffer: int = 0) -> socket.socket:
     return sock
 
 
-def hang_up(live: Live, count: int) -> None:
+def disconnect(live: Live, count: int) -> None:
     rng = random.Random(7)
     for i in range(count):
         body = {"prompt": ["abc", "the world"][: 1 + i % 2], "n": 1 + i % 3, "stream": bool(i % 4 < 2), **LONG}
@@ -182,24 +182,24 @@ def hang_up(live: Live, count: int) -> None:
 
 
 class TestHangUps:
-    def test_everything_comes_back(self, live: Live) -> None:
-        hang_up(live, 40)
+    def test_disconnects_leave_nothing_behind(self, live: Live) -> None:
+        disconnect(live, 40)
         live.assert_idle(5)
 
     @pytest.mark.slow
-    def test_a_thousand_times(self, live: Live) -> None:
-        hang_up(live, 1000)
+    def test_a_thousand_disconnects(self, live: Live) -> None:
+        disconnect(live, 1000)
         live.assert_idle(5)
 
     @pytest.mark.parametrize("streams", [False, True])
     def test_the_engine_stops_within_a_step(self, live: Live, streams: bool) -> None:
-        before = live.figures()["quire:generation_tokens"]
+        before = live.engine_metrics()["quire:generation_tokens"]
         sock = send(live, {"prompt": "abc", "n": ROWS, "stream": streams, **LONG})
-        while live.figures()["quire:num_requests_running"] == 0:
+        while live.engine_metrics()["quire:num_requests_running"] == 0:
             time.sleep(0.005)
         sock.close()
         live.assert_idle(5)
-        assert live.figures()["quire:generation_tokens"] - before < ROWS * 200
+        assert live.engine_metrics()["quire:generation_tokens"] - before < ROWS * 200
 
 
 class TestSlowReaders:
@@ -207,12 +207,12 @@ class TestSlowReaders:
 
     @staticmethod
     def with_small_buffers(live: Live) -> Live:
-        """The kernel would keep megabytes for a client that does not read."""
+        """The kernel would buffer megabytes for a client that does not read."""
         for sock in live.http.servers[0].sockets:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)
         return live
 
-    def test_what_is_not_read_is_merged_and_nothing_is_lost(self, serving: Callable[..., Live]) -> None:
+    def test_unread_output_is_merged_and_nothing_is_lost(self, serving: Callable[..., Live]) -> None:
         live = self.with_small_buffers(serving())
         body = {**self.BODY, "seed": 5}
         whole = live.post(TEXT, {**body, "stream": False}).json()
@@ -229,7 +229,9 @@ class TestSlowReaders:
         assert texts == [choice["text"] for choice in whole["choices"]]
         assert len(lines) < 4 * 200
 
-    def test_one_who_never_reads_is_let_go(self, serving: Callable[..., Live], monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_client_that_never_reads_is_disconnected(
+        self, serving: Callable[..., Live], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr(context_module, "STALL_CHECK_SECONDS", 0.1)
         live = self.with_small_buffers(serving(stall_timeout=0.5))
         with send(live, self.BODY, 2048) as sock:
@@ -239,7 +241,7 @@ class TestSlowReaders:
             assert b"[DONE]" not in read_all(sock)
 
 
-def test_cors_is_off_unless_asked_for(live: Live, serving: Callable[..., Live]) -> None:
+def test_cors_is_off_by_default(live: Live, serving: Callable[..., Live]) -> None:
     headers = {"origin": "https://a.example", "access-control-request-method": "POST"}
     assert "access-control-allow-origin" not in live.client.get("/health", headers=headers).headers
     assert live.client.options(CHAT, headers=headers).status_code == 405
@@ -251,9 +253,9 @@ def test_cors_is_off_unless_asked_for(live: Live, serving: Callable[..., Live]) 
 
 
 class TestBodies:
-    """Each within its own bound, and too many of them together."""
+    """Limits on each body, and on all of them together."""
 
-    def test_what_is_too_much_together_is_turned_away(self, serving: Callable[..., Live]) -> None:
+    def test_too_many_bytes_of_bodies_together_are_rejected(self, serving: Callable[..., Live]) -> None:
         live = serving(max_body_bytes=300_000, max_open_body_bytes=500_000)
         body = json.dumps({"prompt": "abc", "max_tokens": 1, "user": "x" * 200_000}).encode()
         with half_sent(live, body), half_sent(live, body):
@@ -267,7 +269,7 @@ class TestBodies:
         again = live.client.post(TEXT, content=body, headers={"content-type": "application/json"})
         assert again.status_code == 200
 
-    def test_they_are_held_while_they_are_answered(self, live: Live) -> None:
+    def test_bodies_count_until_they_are_answered(self, live: Live) -> None:
         with full_server(live):
             assert live.server.bodies.held > 0
         wait_until(lambda: live.server.bodies.held == 0)
@@ -275,7 +277,7 @@ class TestBodies:
 
 @contextmanager
 def half_sent(live: Live, body: bytes) -> Iterator[None]:
-    """A client that has sent most of its body, and then leaves."""
+    """A client that has sent most of its body, and then disconnects."""
     host, port = live.url.removeprefix("http://").split(":")
     head = f"POST {TEXT} HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
     with socket.create_connection((host, int(port))) as sock:
@@ -290,7 +292,7 @@ def wait_until(holds: Callable[[], bool], seconds: float = 10) -> None:
         time.sleep(0.01)
 
 
-def test_prompts_times_samples_have_a_bound(serving: Callable[..., Live]) -> None:
+def test_prompts_times_sequences_are_limited(serving: Callable[..., Live]) -> None:
     live = serving(max_prompts=6)
     assert live.post(TEXT, {"prompt": ["a", "b"], "n": 3, "max_tokens": 1}).status_code == 200
     assert live.post(TEXT, {"prompt": "a", "n": 7, "max_tokens": 1}).status_code == 200
@@ -298,7 +300,7 @@ def test_prompts_times_samples_have_a_bound(serving: Callable[..., Live]) -> Non
     assert error_of(live.post(TEXT, {"prompt": ["a"] * 7, "max_tokens": 1}), 400)["param"] == "prompt"
 
 
-def test_a_text_that_cannot_fit_is_refused_without_being_tokenized(live: Live) -> None:
+def test_a_text_that_cannot_fit_is_refused_without_tokenizing_it(live: Live) -> None:
     text = "a b " * 2_000_000
     began = time.perf_counter()
     for path, body, param in (

@@ -19,7 +19,7 @@ SECRET = "xx the secret words xx"
 
 @pytest.fixture
 def log() -> Callable[[str], io.StringIO]:
-    """Logging set up as a test wants it."""
+    """Sets up logging with a test's settings."""
 
     def start(format: str, level: str = "info") -> io.StringIO:
         stream = io.StringIO()
@@ -34,7 +34,7 @@ def lines(stream: io.StringIO, logger: str = "") -> list[dict[str, Any]]:
     return [line for line in found if line["logger"].startswith(logger)]
 
 
-def test_a_request_has_one_line_with_everything_but_its_words(
+def test_a_request_logs_one_line_with_everything_but_its_text(
     log: Callable[[str], io.StringIO], serving: Callable[..., Live]
 ) -> None:
     stream = log("json")
@@ -55,7 +55,7 @@ def test_a_request_has_one_line_with_everything_but_its_words(
     assert SECRET not in stream.getvalue()
 
 
-def test_prompts_are_logged_for_those_who_ask(log: Callable[[str], io.StringIO], serving: Callable[..., Live]) -> None:
+def test_prompts_are_logged_only_when_enabled(log: Callable[[str], io.StringIO], serving: Callable[..., Live]) -> None:
     stream = log("json")
     live = serving(enable_log_requests=True)
     live.post("/v1/completions", {"prompt": SECRET, "max_tokens": 2}, headers={"x-request-id": "mine-2"})
@@ -65,7 +65,7 @@ def test_prompts_are_logged_for_those_who_ask(log: Callable[[str], io.StringIO],
     assert "max_tokens=2" in line["params"]
 
 
-def test_a_line_written_while_a_request_is_answered_has_its_id(log: Callable[[str], io.StringIO]) -> None:
+def test_a_line_logged_while_a_request_is_handled_has_its_id(log: Callable[[str], io.StringIO]) -> None:
     for format in ("json", "text"):
         stream = log(format)
         token = current_record.set(HttpRecord("abc", "GET", "/", "/"))
@@ -76,7 +76,7 @@ def test_a_line_written_while_a_request_is_answered_has_its_id(log: Callable[[st
         assert "abc" in first and "abc" not in second
 
 
-def test_what_a_client_sends_stays_on_its_line(log: Callable[[str], io.StringIO]) -> None:
+def test_client_input_stays_on_its_line(log: Callable[[str], io.StringIO]) -> None:
     nasty = "/x\n12:00:00 info    POST /admin 200\x1b[31m"
     for format in ("text", "json"):
         stream = log(format)
@@ -98,14 +98,14 @@ def test_an_exception_is_one_json_object(log: Callable[[str], io.StringIO]) -> N
     assert line["time"].endswith("Z")
 
 
-def test_uvicorns_lines_look_like_ours(log: Callable[[str], io.StringIO]) -> None:
+def test_uvicorns_lines_have_the_same_format(log: Callable[[str], io.StringIO]) -> None:
     stream = log("json")
     logging.getLogger("uvicorn.error").warning("hello")
     logging.getLogger("uvicorn.access").info("GET / 200")
     assert [line["message"] for line in lines(stream)] == ["hello"]
 
 
-def test_machines_looks_are_told_at_debug_level_only(log: Callable[..., io.StringIO]) -> None:
+def test_health_checks_and_scrapes_are_logged_at_debug_level_only(log: Callable[..., io.StringIO]) -> None:
     for level, count in (("info", 0), ("debug", 1)):
         stream = log("json", level)
         AccessLog().on_http(HttpRecord("id", "GET", "/health", "/health", status=200))

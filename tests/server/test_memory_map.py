@@ -21,8 +21,8 @@ BODY = {"prompt": "the world is on the word " * 4, "n": 4, "max_tokens": 120, "i
 
 
 @contextmanager
-def asking(live: Live, key: str) -> Iterator[None]:
-    """Someone asks the same again and again."""
+def constant_traffic(live: Live, key: str) -> Iterator[None]:
+    """A client that repeats the same request while the block runs."""
     over = threading.Event()
 
     def ask() -> None:
@@ -38,15 +38,15 @@ def asking(live: Live, key: str) -> Iterator[None]:
         thread.join()
 
 
-def test_a_server_tells_who_shares_what_while_it_runs(
+def test_a_running_server_reports_which_requests_share_blocks(
     serving: Callable[..., Live], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     live = serving(api_key=("user",), admin_key="boss")
     rest = MemoryMap.from_json(live.client.get("/admin/memory", headers=ADMIN).content, "it")
     assert (rest.device.used, rest.device.capacity, rest.owners.largest) == (0, 256, [])
     saved, command = tmp_path / "map.json", ["inspect", "--url", f"{live.url}/v1/", "--api-key", "boss"]
-    with asking(live, "user"):
-        for _ in range(100):  # between two requests there is nothing to see
+    with constant_traffic(live, "user"):
+        for _ in range(100):  # between two requests the map is empty
             capsys.readouterr()
             assert main([*command, "--save", str(saved)]) == 0
             drawn, found = capsys.readouterr().out, MemoryMap.from_json(saved.read_bytes(), "it")
@@ -64,7 +64,7 @@ def test_a_server_tells_who_shares_what_while_it_runs(
     assert capsys.readouterr().out.splitlines()[1:] == drawn.splitlines()[1:]
 
 
-def test_who_may_not_see_it_is_told_what_is_missing(
+def test_missing_permission_is_reported_with_what_is_missing(
     serving: Callable[..., Live], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     live, plain = serving(api_key=("user",), admin_key="boss"), serving()
@@ -84,7 +84,7 @@ def test_who_may_not_see_it_is_told_what_is_missing(
     assert "/nowhere/map.json cannot be written" in capsys.readouterr().err
 
 
-def test_watching_goes_on_until_interrupted(
+def test_watching_continues_until_interrupted(
     serving: Callable[..., Live], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     live, pauses = serving(admin_key="boss"), iter((None, None, KeyboardInterrupt))
@@ -100,7 +100,7 @@ def test_watching_goes_on_until_interrupted(
     assert capsys.readouterr().out.count(f" of {live.url}") == 3
 
 
-def test_looking_does_not_end_what_it_looks_at(serving: Callable[..., Live]) -> None:
+def test_reading_the_map_does_not_affect_requests(serving: Callable[..., Live]) -> None:
     live = serving(admin_key="boss")
 
     async def many() -> None:

@@ -1,4 +1,4 @@
-"""/v1/messages: Anthropic's requests, answers, events and errors."""
+"""/v1/messages: Anthropic's requests, responses, events and errors."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ def messages(given: list[dict[str, Any]], **fields: Any) -> list[dict[str, Any]]
 
 
 class TestInput:
-    def test_the_system_stands_first(self) -> None:
-        wanted = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hello"}]
-        assert messages(HELLO, system="Be brief.") == wanted
+    def test_the_system_prompt_comes_first(self) -> None:
+        expected = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hello"}]
+        assert messages(HELLO, system="Be brief.") == expected
         blocks = [
             {"type": "text", "text": "Be", "cache_control": {"type": "ephemeral"}},
             {"type": "text", "text": "it"},
         ]
         assert messages(HELLO, system=blocks)[0] == {"role": "system", "content": "Be\n\nit"}
 
-    def test_calls_and_their_results(self) -> None:
-        talk = [
+    def test_tool_calls_and_their_results(self) -> None:
+        conversation = [
             {"role": "user", "content": [{"type": "text", "text": "2+3?"}, {"type": "text", "text": "Now."}]},
             {"role": "assistant", "content": [
                 {"type": "thinking", "thinking": "hm", "signature": "s"}, HIDDEN,
@@ -62,7 +62,7 @@ class TestInput:
                  "content": [{"type": "text", "text": "no"}]},
                 {"type": "text", "text": "And?"}]},
         ]  # fmt: skip
-        assert messages(talk) == [
+        assert messages(conversation) == [
             {"role": "user", "content": "2+3?\nNow."},
             {
                 "role": "assistant",
@@ -78,12 +78,12 @@ class TestInput:
             {"role": "user", "content": "And?"},
         ]
 
-    def test_an_answer_begun_is_gone_on_with(self) -> None:
+    def test_a_prefilled_answer_is_continued(self) -> None:
         chat = as_chat(request(messages=[*HELLO, {"role": "assistant", "content": "And so"}]))
         assert chat.continue_final_message and chat.messages[-1].content == "And so"
         assert not as_chat(request()).continue_final_message
 
-    def test_options_arrive(self) -> None:
+    def test_options_are_passed_on(self) -> None:
         chat = as_chat(
             request(
                 stop_sequences=["x"], temperature=0.5, top_p=0.9, top_k=3, stream=True, tools=[TOOL],
@@ -97,9 +97,9 @@ class TestInput:
         assert chat.tools is not None and chat.tools[0].function.name == "add"
         chat.check_fields()
 
-    @pytest.mark.parametrize(("given", "wanted"), [("auto", "auto"), ("any", "required"), ("none", "none")])
-    def test_tool_choices(self, given: str, wanted: str) -> None:
-        assert as_chat(request(tools=[TOOL], tool_choice={"type": given})).tool_choice == wanted
+    @pytest.mark.parametrize(("given", "expected"), [("auto", "auto"), ("any", "required"), ("none", "none")])
+    def test_tool_choices(self, given: str, expected: str) -> None:
+        assert as_chat(request(tools=[TOOL], tool_choice={"type": given})).tool_choice == expected
         named = as_chat(request(tools=[TOOL], tool_choice={"type": "tool", "name": "add"})).tool_choice
         assert isinstance(named, NamedTool) and named.function.name == "add"
 
@@ -134,19 +134,19 @@ class TestInput:
             ({"stop": ["x"]}, "use stop_sequences"),
         ],
     )  # fmt: skip
-    def test_what_is_not_done_is_refused(self, fields: dict[str, Any], says: str) -> None:
+    def test_unsupported_fields_are_refused(self, fields: dict[str, Any], says: str) -> None:
         with pytest.raises(ApiError, match=says) as caught:
             as_chat(request(**fields))
         assert caught.value.status == 400
 
 
-def told(events: list[AnthropicEvent]) -> list[dict[str, Any]]:
-    """Events as they go over the wire."""
+def decode_events(events: list[AnthropicEvent]) -> list[dict[str, Any]]:
+    """Events as they are sent."""
     return read_events(b"".join(named_event(event.kind, event) for event in events).decode())
 
 
 def read_events(text: str) -> list[dict[str, Any]]:
-    """Every event, whose name must be its type."""
+    """Every event; each event's name must be its type."""
     events = []
     for block in text.strip().split("\n\n"):
         name, data = block.split("\n")
@@ -155,8 +155,8 @@ def read_events(text: str) -> list[dict[str, Any]]:
     return events
 
 
-def gathered(events: list[dict[str, Any]]) -> dict[str, Any]:
-    """The message that a stream tells, by Anthropic's rules for reading one."""
+def assembled(events: list[dict[str, Any]]) -> dict[str, Any]:
+    """The message of a stream, by Anthropic's rules for assembling one."""
     assert [event["type"] for event in events[:2]] == ["message_start", "ping"]
     assert [event["type"] for event in events[-2:]] == ["message_delta", "message_stop"]
     message: dict[str, Any] = events[0]["message"]
@@ -188,7 +188,7 @@ def gathered(events: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 class TestEvents:
-    def test_events_tell_exactly_the_message(self) -> None:
+    def test_events_add_up_to_the_message(self) -> None:
         rng = random.Random(3)
         for _ in range(100):
             deltas, reason = some_deltas(rng), rng.choice(["stop", "length", "tool_calls"])
@@ -200,10 +200,10 @@ class TestEvents:
                 deltas = deltas[count:]
             events += writer.finish(reason, None, USAGE)
             whole = json.loads(named_event("", writer.message).split(b"data: ")[1])
-            assert gathered(told(events)) == whole
+            assert assembled(decode_events(events)) == whole
 
     @pytest.mark.parametrize(
-        ("reason", "stop", "wanted", "sequence"),
+        ("reason", "stop", "expected", "sequence"),
         [
             ("stop", None, "end_turn", None),
             ("stop", 7, "end_turn", None),
@@ -211,13 +211,13 @@ class TestEvents:
             ("length", None, "max_tokens", None),
         ],
     )
-    def test_why_it_ended(self, reason: str, stop: Any, wanted: str, sequence: str | None) -> None:
+    def test_stop_reasons(self, reason: str, stop: Any, expected: str, sequence: str | None) -> None:
         writer = MessageWriter("msg_1", "tiny")
         writer.write([Content("x")])
         writer.finish(reason, stop, USAGE)
-        assert (writer.message.stop_reason, writer.message.stop_sequence) == (wanted, sequence)
+        assert (writer.message.stop_reason, writer.message.stop_sequence) == (expected, sequence)
 
-    def test_calls_end_it_too(self) -> None:
+    def test_tool_calls_are_a_stop_reason(self) -> None:
         writer = MessageWriter("msg_1", "tiny")
         writer.write([Reasoning("hm"), CallStart(0, "call_ab", "add"), CallArguments(0, '{"a": 1}'), CallEnd(0, True)])
         writer.finish("tool_calls", None, USAGE)
@@ -228,13 +228,13 @@ class TestEvents:
             {"type": "tool_use", "id": "toolu_ab", "name": "add", "input": {"a": 1}},
         ]
 
-    def test_a_call_that_breaks_off_is_not_there_to_be_run(self) -> None:
+    def test_a_truncated_call_is_not_returned_as_a_call(self) -> None:
         writer = MessageWriter("msg_1", "tiny")
         writer.write([Content("x"), CallStart(0, "call_1", "add"), CallArguments(0, '{"a": '), CallEnd(0, False)])
         writer.finish("length", None, USAGE)
         assert len(writer.message.content) == 1 and writer.message.stop_reason == "max_tokens"
 
-    def test_cached_tokens_are_counted_apart(self) -> None:
+    def test_cached_tokens_are_counted_separately(self) -> None:
         writer = MessageWriter("msg_1", "tiny")
         writer.finish("stop", None, USAGE)
         usage = writer.message.usage
@@ -248,40 +248,40 @@ def stream(live: Live, body: dict[str, Any]) -> list[dict[str, Any]]:
     return read_events(answer.text)
 
 
-def said(message: dict[str, Any]) -> str:
+def text_of(message: dict[str, Any]) -> str:
     return "".join(block.get("text", "") for block in message["content"])
 
 
 class TestLive:
-    def test_the_text_is_that_of_chat_completions(self, live: Live) -> None:
+    def test_the_text_matches_chat_completions(self, live: Live) -> None:
         answer = live.post(PATH, GREEDY).json()
         chat = live.post("/v1/chat/completions", {**GREEDY}).json()
-        assert said(answer) == chat["choices"][0]["message"]["content"]
+        assert text_of(answer) == chat["choices"][0]["message"]["content"]
         assert answer["type"] == "message" and answer["role"] == "assistant" and answer["model"] == MODEL
         assert answer["id"].startswith("msg_")
         usage = answer["usage"]
         assert usage["input_tokens"] + usage["cache_read_input_tokens"] == chat["usage"]["prompt_tokens"]
         assert usage["output_tokens"] == chat["usage"]["completion_tokens"]
 
-    def test_a_stream_adds_up_to_it(self, live: Live) -> None:
+    def test_a_stream_adds_up_to_the_message(self, live: Live) -> None:
         whole = live.post(PATH, GREEDY).json()
-        streamed = gathered(stream(live, GREEDY))
+        streamed = assembled(stream(live, GREEDY))
         for name in ("content", "stop_reason", "stop_sequence", "role", "model", "type"):
             assert streamed[name] == whole[name]
 
-    def test_an_answer_goes_on_from_its_beginning(self, live: Live) -> None:
+    def test_a_prefilled_answer_is_continued(self, live: Live) -> None:
         begun = [*HELLO, {"role": "assistant", "content": "And so"}]
         answer = live.post(PATH, {**GREEDY, "messages": begun}).json()
         body = {**GREEDY, "messages": begun, "continue_final_message": True, "add_generation_prompt": False}
-        assert said(answer) == live.post("/v1/chat/completions", body).json()["choices"][0]["message"]["content"]
+        assert text_of(answer) == live.post("/v1/chat/completions", body).json()["choices"][0]["message"]["content"]
 
     def test_stop_sequences(self, live: Live) -> None:
-        text = said(live.post(PATH, GREEDY).json())
+        text = text_of(live.post(PATH, GREEDY).json())
         answer = live.post(PATH, {**GREEDY, "stop_sequences": [text[3:6]]}).json()
         assert answer["stop_reason"] == "stop_sequence" and answer["stop_sequence"] == text[3:6]
-        assert said(answer) == text[: text.index(text[3:6])]
+        assert text_of(answer) == text[: text.index(text[3:6])]
 
-    def test_a_call_that_is_demanded_comes(self, live: Live) -> None:
+    def test_a_required_tool_call_is_made(self, live: Live) -> None:
         schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"],
                   "additionalProperties": False}  # fmt: skip
         body = {
@@ -294,7 +294,7 @@ class TestLive:
         (call,) = answer["content"]
         assert (call["type"], call["name"], answer["stop_reason"]) == ("tool_use", "press", "tool_use")
         assert isinstance(call["input"]["ok"], bool) and call["id"].startswith("toolu_")
-        (streamed,) = gathered(stream(live, body))["content"]
+        (streamed,) = assembled(stream(live, body))["content"]
         assert streamed["input"] == call["input"]
 
     def test_tokens_are_counted(self, live: Live) -> None:
@@ -303,7 +303,7 @@ class TestLive:
         tokens = live.post("/tokenize", {**body, "add_generation_prompt": True}).json()["count"]
         assert count == {"input_tokens": tokens}
 
-    def test_errors_are_anthropics(self, live: Live) -> None:
+    def test_errors_have_anthropics_shape(self, live: Live) -> None:
         def error(answer: httpx.Response, status: int, kind: str) -> str:
             assert answer.status_code == status, answer.text
             body = answer.json()
@@ -315,7 +315,7 @@ class TestLive:
         assert "max_tokens" in error(live.post(PATH, without), 400, "invalid_request_error")
         assert "other" in error(live.post(PATH, {**GREEDY, "model": "other"}), 404, "not_found_error")
         roles = error(live.post(PATH, {**GREEDY, "system": "x"}), 400, "invalid_request_error")
-        assert "unknown role" in roles  # the tiny model's template knows no system
+        assert "unknown role" in roles  # the tiny model's template has no system role
         error(live.post(PATH, {**GREEDY, "temperature": -1}), 400, "invalid_request_error")
         error(live.post(PATH, {**GREEDY, "max_tokens": 10**6}), 400, "invalid_request_error")
         error(live.post(f"{PATH}/count_tokens", {"messages": []}), 400, "invalid_request_error")
@@ -324,7 +324,7 @@ class TestLive:
             answer = live.client.post(PATH, content=body, headers={"content-type": "application/json"})
             error(answer, 400, "invalid_request_error")
 
-    def test_keys_are_theirs_too(self, serving: Callable[..., Live]) -> None:
+    def test_anthropics_key_header_is_accepted(self, serving: Callable[..., Live]) -> None:
         live = serving(api_key=("secret",))
         answer = live.post(PATH, GREEDY)
         assert answer.status_code == 401 and answer.json()["error"]["type"] == "authentication_error"
@@ -333,7 +333,7 @@ class TestLive:
         assert live.post(PATH, GREEDY, headers={"authorization": "Bearer secret"}).status_code == 200
         assert live.post("/v1/responses", {"input": "x"}).json()["error"]["type"] == "AuthenticationError"
 
-    def test_thinking_is_a_block_of_its_own(self, serving: Callable[..., Live]) -> None:
+    def test_thinking_is_a_separate_block(self, serving: Callable[..., Live]) -> None:
         live = serving(reasoning_parser="think", default_chat_template_kwargs=None)
         form = {"type": "json_schema", "schema": {"const": "yes"}}
         body = {**GREEDY, "max_tokens": 60, "messages": [*HELLO, {"role": "assistant", "content": "<think>"}]}

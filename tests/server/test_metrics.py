@@ -34,7 +34,7 @@ ROOT = Path(__file__).parents[2]
 
 @dataclass
 class FakeEngine:
-    """Says what a test wants it to say."""
+    """Returns the metrics that a test sets."""
 
     metrics: list[Metric] = field(default_factory=list)
     token_times: TokenTimes = field(default_factory=TokenTimes)
@@ -58,7 +58,7 @@ class FakeEngine:
 
 @dataclass
 class FakeReplica(FakeEngine):
-    """One of several."""
+    """One of several replicas."""
 
     number: int = 0
     router_feed: Any = None
@@ -76,7 +76,7 @@ def output(prompt: int, tokens: int, reason: str | None = "stop", cached: int = 
     )
 
 
-def test_a_finished_request_is_counted_in_every_figure_with_its_own_times() -> None:
+def test_a_finished_request_is_counted_in_every_metric_with_its_own_times() -> None:
     metrics = ServerMetrics(FakeEngine(), "m")
     current_record.set(HttpRecord("id", "POST", "/v1/completions", "none", arrived=100.0))
     seen = Observer(metrics).on_submit("r", SamplingParams(n=1, max_tokens=50))
@@ -123,7 +123,9 @@ def test_a_finished_request_is_counted_in_every_figure_with_its_own_times() -> N
         (output(3, 2, reason="error"), None, "error"),
     ],
 )
-def test_every_request_ends_once_and_in_one_way(last: RequestOutput | None, reason: str | None, counted: str) -> None:
+def test_every_request_is_counted_once_with_one_finish_reason(
+    last: RequestOutput | None, reason: str | None, counted: str
+) -> None:
     metrics = ServerMetrics(FakeEngine(), "m")
     seen = Observer(metrics).on_submit("r", SamplingParams())
     if last is not None:
@@ -133,11 +135,11 @@ def test_every_request_ends_once_and_in_one_way(last: RequestOutput | None, reas
     scrape = look(metrics)
     assert scrape.sum("quire:request_success_total", finished_reason=counted) == 1
     assert scrape.sum("quire:request_success_total") == 1
-    # What did not end by itself says nothing about how long requests take.
+    # A request that did not finish by itself says nothing about how long requests take.
     assert scrape.sum("quire:e2e_request_latency_seconds_count") == (counted == "length")
 
 
-def test_a_histogram_counts_as_prometheus_own_does() -> None:
+def test_a_histogram_counts_like_the_prometheus_client() -> None:
     from prometheus_client import CollectorRegistry
     from prometheus_client import Histogram as PrometheusHistogram
 
@@ -156,7 +158,7 @@ def test_a_histogram_counts_as_prometheus_own_does() -> None:
     assert ours.count == registry.get_sample_value("h_count")
 
 
-def test_gaps_between_tokens_are_one_fewer_than_tokens_however_they_come() -> None:
+def test_there_is_one_gap_fewer_than_tokens_however_they_arrive() -> None:
     times = TokenTimes()
     times.note(1, 10.0, 0.0)
     times.note(1, 10.02, 10.0)
@@ -169,7 +171,7 @@ def test_gaps_between_tokens_are_one_fewer_than_tokens_however_they_come() -> No
     assert times.gaps.total == pytest.approx(0.1 + 2.0)
 
 
-def test_names_and_buckets_are_also_vllms_by_a_switch_and_two_servers_do_not_clash() -> None:
+def test_vllm_names_are_a_setting_and_two_servers_do_not_clash() -> None:
     engine = FakeEngine(
         [Metric("quire:iteration_tokens_total", "histogram", 7.0, (1.0, 8.0), (1, 1, 0)),
          Metric("quire:num_requests_waiting", "gauge", 3.0), Metric("quire:num_requests_deferred", "gauge", 1.0)]
@@ -199,12 +201,12 @@ def test_names_and_buckets_are_also_vllms_by_a_switch_and_two_servers_do_not_cla
     assert both.sum("vllm:cache_config_info", block_size="16", num_gpu_blocks="125", kv_cache_size_tokens="2000") == 1
 
 
-def test_bounds_follow_the_models_length() -> None:
+def test_buckets_follow_the_models_length() -> None:
     assert bounds_by_length(300) == (1, 2, 5, 10, 20, 50, 100, 200)
     assert bounds_by_length(1000)[-2:] == (500, 1000)
 
 
-def test_the_load_of_experts_is_shown_by_layer_and_each_expert_is_not() -> None:
+def test_expert_load_is_shown_per_layer_and_not_per_expert() -> None:
     figures = expert_metrics({0: [3, 1], 2: [2, 2]})
     seen = look(ServerMetrics(FakeEngine(figures), "m"))
     assert seen.sum("quire:expert_tokens_total") == 8
@@ -212,7 +214,7 @@ def test_the_load_of_experts_is_shown_by_layer_and_each_expert_is_not() -> None:
     assert seen.sum("quire:expert_load_max_over_mean") == 2.5
 
 
-def test_a_busy_engine_is_waited_for_a_second_and_asked_once() -> None:
+def test_a_busy_engine_is_waited_for_one_second_and_queried_once() -> None:
     engine = FakeEngine([Metric("quire:num_requests_running", "gauge", 5.0)])
     metrics = ServerMetrics(engine, "m")
 
@@ -228,7 +230,7 @@ def test_a_busy_engine_is_waited_for_a_second_and_asked_once() -> None:
     asyncio.run(work())
 
 
-def test_a_dead_engine_runs_nothing_and_what_was_counted_stands() -> None:
+def test_a_dead_engine_runs_nothing_and_its_counters_stay() -> None:
     engine = FakeEngine(
         [Metric("quire:num_requests_running", "gauge", 5.0), Metric("quire:num_preemptions", "counter", 2.0)]
     )
@@ -244,7 +246,7 @@ def test_a_dead_engine_runs_nothing_and_what_was_counted_stands() -> None:
     assert scrape.sum("quire:requests_rejected_total", reason="requests") == 4
 
 
-def test_http_requests_are_counted_by_route_and_not_by_what_clients_invent() -> None:
+def test_http_requests_are_counted_by_route_and_not_by_client_input() -> None:
     metrics = ServerMetrics(FakeEngine(), "m")
     for method, handler, status in (
         ("POST", "/v1/completions", 200), ("POST", "/v1/completions", 429), ("POST", "/v1/completions", 0),
@@ -257,11 +259,11 @@ def test_http_requests_are_counted_by_route_and_not_by_what_clients_invent() -> 
     assert scrape.sum("quire:http_responses_total", handler="/v1/completions", status="499") == 1
     assert scrape.sum("quire:http_responses_total", handler="/health", status="503") == 1
     assert scrape.sum("http_requests_total", method="other", handler="none", status="4xx") == 1
-    assert scrape.sum("http_request_duration_seconds_count") == 4  # machines' looks are left out
+    assert scrape.sum("http_request_duration_seconds_count") == 4  # health checks and scrapes are left out
     assert scrape.sum("http_request_duration_highr_seconds_sum") == pytest.approx(4 * 0.25)
 
 
-def test_tool_answers_are_counted_with_vllms_labels() -> None:
+def test_tool_calls_are_counted_with_vllms_labels() -> None:
     metrics = ServerMetrics(FakeEngine(), "m", vllm_names=True)
     metrics.on_tool_parse(True, True, "/v1/chat/completions")
     metrics.on_tool_parse(False, False, "/v1/messages")
@@ -271,7 +273,7 @@ def test_tool_answers_are_counted_with_vllms_labels() -> None:
     assert scrape.sum(name, mode="non_streaming", outcome="no_tool_call", request_type="other") == 1
 
 
-def test_counting_a_token_costs_next_to_nothing() -> None:
+def test_counting_a_token_is_cheap() -> None:
     times = TokenTimes()
     seen = Observer(ServerMetrics(FakeEngine(), "m")).on_submit("r", SamplingParams())
     shown = output(1, 1, reason=None)
@@ -303,7 +305,7 @@ def ask(live: Live, **body: Any) -> httpx.Response:
     )
 
 
-def test_sequential_requests_give_exactly_the_counts_of_their_tokens(serving: Callable[..., Live]) -> None:
+def test_sequential_requests_give_exact_token_counts(serving: Callable[..., Live]) -> None:
     live = serving(vllm_metric_names=True)
     before = scrape_of(live)
     for stream in (False, True, False):
@@ -314,7 +316,7 @@ def test_sequential_requests_give_exactly_the_counts_of_their_tokens(serving: Ca
     def gained(name: str, **labels: str) -> float:
         return after.sum(name, **labels) - before.sum(name, **labels)
 
-    # The engine's own figures are those of all servers it has had: what is gained counts.
+    # The engine's metrics cover all servers it has had: only the increase counts.
     assert gained("vllm:inter_token_latency_seconds_count") == 3 * 5 + 2 * 3
     assert gained("vllm:iteration_tokens_total_count") == 3 * 6 + 4
     assert gained("vllm:iteration_tokens_total_sum") == 3 * (3 + 5) + 3 + 2 * 3
@@ -333,7 +335,7 @@ def test_sequential_requests_give_exactly_the_counts_of_their_tokens(serving: Ca
     assert parts[0] + parts[1] == pytest.approx(parts[2])
 
 
-def test_errors_hang_ups_and_unknown_paths_are_seen(serving: Callable[..., Live]) -> None:
+def test_errors_disconnects_and_unknown_paths_are_counted(serving: Callable[..., Live]) -> None:
     live = serving()
     assert ask(live, max_tokens="many").status_code == 400
     assert live.client.get("/v1/models/none-of-ours").status_code == 404
@@ -352,7 +354,7 @@ def test_errors_hang_ups_and_unknown_paths_are_seen(serving: Callable[..., Live]
     assert "/what/ever" not in handlers and not any("none-of-ours" in str(handler) for handler in handlers)
 
 
-def test_a_request_that_lost_its_place_says_so_even_if_a_stop_string_ends_it(tiny_model: Path) -> None:
+def test_a_preempted_request_reports_it_even_if_a_stop_string_ends_it(tiny_model: Path) -> None:
     from quire import LLM
 
     fields: dict[str, Any] = {"temperature": 0, "ignore_eos": True, "max_tokens": 120}
@@ -360,22 +362,22 @@ def test_a_request_that_lost_its_place_says_so_even_if_a_stop_string_ends_it(tin
     with LLM(str(tiny_model), dtype="float32", num_gpu_blocks_override=16, device="cpu") as llm:
         whole: list[RequestOutput] = llm.generate(prompts, SamplingParams(**fields), use_tqdm=False)
         lost = [i for i, output in enumerate(whole) if output.metrics and output.metrics.preemptions]
-        assert lost, "the cache is small enough that someone must lose a place"
+        assert lost, "the cache is small enough for preemptions"
         ends = [output.outputs[0].text[-4:] for output in whole]
         stopped = llm.generate(prompts, [SamplingParams(**fields, stop=[end]) for end in ends], use_tqdm=False)
         total = llm.llm_engine.core.scheduler.stats.preemptions
     assert all(output.outputs[0].finish_reason == "stop" for output in stopped)
-    told = [output.metrics.preemptions for output in [*whole, *stopped] if output.metrics is not None]
-    assert sum(told) == total
-    assert any(told[len(whole) :])
+    counts = [output.metrics.preemptions for output in [*whole, *stopped] if output.metrics is not None]
+    assert sum(counts) == total
+    assert any(counts[len(whole) :])
 
 
-def test_an_answer_tells_its_own_figures_when_asked(serving: Callable[..., Live]) -> None:
+def test_a_response_has_its_own_metrics_on_request(serving: Callable[..., Live]) -> None:
     live = serving()
     asked = ask(live, max_tokens=9, n=2, temperature=1, seed=1, return_metrics=True).json()["metrics"]
     assert asked["preemptions"] == 0
     assert 0 <= asked["queue_time_ms"] <= asked["time_to_first_token_ms"]
-    assert asked["mean_itl_ms"] == pytest.approx(asked["generation_time_ms"] / 8, abs=0.01)  # of a sample's nine tokens
+    assert asked["mean_itl_ms"] == pytest.approx(asked["generation_time_ms"] / 8, abs=0.01)  # a sequence's nine tokens
     assert asked["tokens_per_second"] == pytest.approx(17_000 / asked["generation_time_ms"], rel=0.01)
     assert "metrics" not in ask(live).json()
 
@@ -383,11 +385,11 @@ def test_an_answer_tells_its_own_figures_when_asked(serving: Callable[..., Live]
 # The page of the documentation
 
 
-def test_the_documentation_is_what_the_table_makes() -> None:
+def test_the_metrics_page_is_up_to_date() -> None:
     assert (ROOT / "docs" / "metrics.md").read_text() == page(), "run make docs"
 
 
-def test_the_documentation_names_every_family_that_is_shown_and_no_other() -> None:
+def test_the_metrics_page_lists_exactly_the_exported_families() -> None:
     replicas = [(FakeReplica(number=number), SimpleNamespace(restarts=0)) for number in range(2)]
     shown = look(ServerMetrics(FakeEngine(), "m", replicas=replicas)).families
     alone = look(ServerMetrics(FakeEngine(), "m")).families
@@ -401,7 +403,7 @@ def test_the_documentation_names_every_family_that_is_shown_and_no_other() -> No
     assert any(figure.bounds == BY_MODEL_LENGTH for figure in ALL_METRICS)
 
 
-def test_a_live_server_answers_a_look_while_its_loop_is_full_of_requests(serving: Callable[..., Live]) -> None:
+def test_a_scrape_is_answered_while_the_event_loop_is_busy(serving: Callable[..., Live]) -> None:
     live = serving()
     threads = [threading.Thread(target=ask, args=(live,), kwargs={"max_tokens": 60}) for _ in range(8)]
     for thread in threads:

@@ -32,13 +32,13 @@ def client(request: pytest.FixtureRequest, live: Live) -> Client:
 
 @pytest.fixture(params=KINDS)
 def kind(request: pytest.FixtureRequest) -> Any:
-    """The class of the client, for tests with a server of their own."""
+    """The class of the client, for tests that start their own server."""
     return KINDS[request.param]
 
 
 @contextmanager
 def full(live: Live) -> Iterator[Callable[[], None]]:
-    """No row of the engine is free, as far as the server can see, until the block ends or what it gets is called."""
+    """The server considers all rows of the engine occupied, until the block ends or the yielded function is called."""
 
     async def enter() -> QueueTicket:
         return live.server.admission.enter([(ROWS, 1)])[0]
@@ -55,22 +55,22 @@ def full(live: Live) -> Iterator[Callable[[], None]]:
 
 
 class TestChat:
-    def test_the_answer_is_the_engines_own_and_a_stream_adds_up_to_it(self, client: Client, llm: LLM) -> None:
-        (wanted,) = llm.chat(USER, SamplingParams(**GREEDY), use_tqdm=False)
+    def test_the_answer_matches_the_engine_and_a_stream_adds_up_to_it(self, client: Client, llm: LLM) -> None:
+        (expected,) = llm.chat(USER, SamplingParams(**GREEDY), use_tqdm=False)
         answer = client.call(CHAT, messages=USER, **GREEDY)
         (choice,) = answer.choices
         assert (answer.object, answer.model, choice.message.role) == ("chat.completion", MODEL, "assistant")
-        assert choice.message.content == wanted.outputs[0].text
-        assert choice.finish_reason == wanted.outputs[0].finish_reason
-        assert answer.usage.prompt_tokens == len(wanted.prompt_token_ids)
-        assert answer.usage.completion_tokens == len(wanted.outputs[0].token_ids)
+        assert choice.message.content == expected.outputs[0].text
+        assert choice.finish_reason == expected.outputs[0].finish_reason
+        assert answer.usage.prompt_tokens == len(expected.prompt_token_ids)
+        assert answer.usage.completion_tokens == len(expected.outputs[0].token_ids)
         assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
         chunks = client.stream(CHAT, messages=USER, **GREEDY)
         assert {chunk.object for chunk in chunks} == {"chat.completion.chunk"}
         whole = assembled(chunks).choices[0]
         assert (whole.message.content, whole.finish_reason) == (choice.message.content, choice.finish_reason)
 
-    def test_several_samples(self, client: Client) -> None:
+    def test_several_sequences(self, client: Client) -> None:
         fields: dict[str, Any] = {"messages": USER, "n": 3, "seed": 7, "temperature": 1.0, "max_tokens": 8}
         answer = client.call(CHAT, **fields)
         texts = [choice.message.content for choice in answer.choices]
@@ -90,7 +90,7 @@ class TestChat:
         streamed = assembled(client.stream(CHAT, **fields)).choices[0].logprobs.content
         assert [entry.model_dump() for entry in streamed] == [entry.model_dump() for entry in choice.logprobs.content]
 
-    def test_a_stop_string_is_left_out_and_ends_it(self, client: Client) -> None:
+    def test_a_stop_string_ends_generation_and_is_left_out(self, client: Client) -> None:
         text = client.call(CHAT, messages=USER, **GREEDY).choices[0].message.content
         stop = text[4:6]
         (choice,) = client.call(CHAT, messages=USER, stop=[stop, "never there"], **GREEDY).choices
@@ -98,7 +98,7 @@ class TestChat:
         streamed = assembled(client.stream(CHAT, messages=USER, stop=[stop, "never there"], **GREEDY)).choices[0]
         assert (streamed.message.content, streamed.finish_reason) == (choice.message.content, "stop")
 
-    def test_a_seed_decides(self, client: Client) -> None:
+    def test_a_seed_determines_the_text(self, client: Client) -> None:
         def text(seed: int) -> str:
             answer = client.call(CHAT, messages=USER, seed=seed, temperature=1.5, max_tokens=16)
             return str(answer.choices[0].message.content)
@@ -106,7 +106,7 @@ class TestChat:
         assert text(1) == text(1)
         assert len({text(seed) for seed in range(4)}) > 1
 
-    def test_usage_at_the_end_of_a_stream_and_all_along(self, client: Client) -> None:
+    def test_usage_at_the_end_of_a_stream_and_in_every_chunk(self, client: Client) -> None:
         fields = {"messages": USER, **GREEDY}
         usage = client.call(CHAT, **fields).usage
         assert not any(chunk.usage for chunk in client.stream(CHAT, **fields))
@@ -128,23 +128,23 @@ class TestChat:
 
 
 class TestCompletions:
-    def test_text_tokens_and_lists_of_either(self, client: Client, llm: LLM) -> None:
+    def test_prompts_as_text_and_tokens_and_lists_of_either(self, client: Client, llm: LLM) -> None:
         texts = ["abc", "the world", "hello"]
         outputs = llm.generate(texts, SamplingParams(**GREEDY), use_tqdm=False)
         tokens = [output.prompt_token_ids for output in outputs]
-        wanted = [output.outputs[0].text for output in outputs]
+        expected = [output.outputs[0].text for output in outputs]
         for prompt in (texts[1], tokens[1]):
             answer = client.call(TEXT, prompt=prompt, **GREEDY)
-            assert [choice.text for choice in answer.choices] == [wanted[1]]
+            assert [choice.text for choice in answer.choices] == [expected[1]]
             assert answer.usage.prompt_tokens == len(tokens[1])
         for prompts in (texts, tokens):
             answer = client.call(TEXT, prompt=prompts, **GREEDY)
-            assert [choice.text for choice in answer.choices] == wanted
+            assert [choice.text for choice in answer.choices] == expected
             assert answer.usage.prompt_tokens == sum(map(len, tokens))
             chunks = client.stream(TEXT, prompt=prompts, **GREEDY)
-            assert [text_of(chunks, index) for index in range(3)] == wanted
+            assert [text_of(chunks, index) for index in range(3)] == expected
 
-    def test_samples_of_each_prompt_stand_together(self, client: Client) -> None:
+    def test_sequences_of_each_prompt_are_adjacent(self, client: Client) -> None:
         fields: dict[str, Any] = {"prompt": ["abc", "hello"], "n": 2, "seed": 3, "temperature": 1.0, "max_tokens": 6}
         answer = client.call(TEXT, **fields)
         assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
@@ -168,7 +168,7 @@ class TestCompletions:
         encode = llm.get_tokenizer().encode
         contexts, wholes = [encode(a) for a, _ in pairs], [encode(a) + encode(b) for a, b in pairs]
         params = SamplingParams(max_tokens=1, prompt_logprobs=1, temperature=0)
-        wanted = [
+        expected = [
             _score(output.prompt_logprobs or [], tokens, len(context))
             for output, tokens, context in zip(
                 llm.generate(wholes, params, use_tqdm=False), wholes, contexts, strict=True
@@ -176,7 +176,7 @@ class TestCompletions:
         ]
         for limit in (0, 1):
             answer = client.call(TEXT, prompt=wholes, echo=True, logprobs=1, max_tokens=limit, temperature=0, seed=1234)
-            for choice, (likelihood, is_greedy), context in zip(answer.choices, wanted, contexts, strict=True):
+            for choice, (likelihood, is_greedy), context in zip(answer.choices, expected, contexts, strict=True):
                 columns, end = choice.logprobs, -1 if limit else None
                 assert sum(columns.token_logprobs[len(context) : end]) == pytest.approx(likelihood, abs=1e-3)
                 tickets = zip(columns.tokens[len(context) : end], columns.top_logprobs[len(context) : end], strict=True)
@@ -185,13 +185,13 @@ class TestCompletions:
 
 
 def _score(positions: list[Any], tokens: list[int], start: int) -> tuple[float, bool]:
-    """A continuation's log-likelihood, and whether it is what greedy sampling would have written."""
+    """A continuation's log-likelihood, and whether it is the greedy continuation."""
     entries = [(positions[i][tokens[i]].logprob, positions[i][tokens[i]].rank) for i in range(start, len(tokens))]
     return math.fsum(logprob for logprob, _ in entries), all(rank == 1 for _, rank in entries)
 
 
 class TestExtraFields:
-    """vLLM's own fields, by `extra_body`."""
+    """vLLM's own fields, through `extra_body`."""
 
     @pytest.mark.parametrize(
         "fields",
@@ -205,15 +205,15 @@ class TestExtraFields:
         ],
         ids=str,
     )  # fmt: skip
-    def test_each_means_what_it_means_in_python(self, live: Live, llm: LLM, fields: dict[str, Any]) -> None:
+    def test_each_field_means_the_same_as_in_python(self, live: Live, llm: LLM, fields: dict[str, Any]) -> None:
         base: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "seed": 11, "max_tokens": 20}
-        (wanted,) = llm.generate("the world", SamplingParams(**{**base, **fields}), use_tqdm=False)
+        (expected,) = llm.generate("the world", SamplingParams(**{**base, **fields}), use_tqdm=False)
         body = {**base, **fields, "return_token_ids": True}
         (choice,) = live.openai().completions.create(model=MODEL, prompt="the world", extra_body=body).choices
-        assert choice.token_ids == list(wanted.outputs[0].token_ids)  # type: ignore[attr-defined]
-        assert choice.text == wanted.outputs[0].text
-        assert choice.stop_reason == wanted.outputs[0].stop_reason  # type: ignore[attr-defined]
-        assert choice.prompt_token_ids == wanted.prompt_token_ids  # type: ignore[attr-defined]
+        assert choice.token_ids == list(expected.outputs[0].token_ids)  # type: ignore[attr-defined]
+        assert choice.text == expected.outputs[0].text
+        assert choice.stop_reason == expected.outputs[0].stop_reason  # type: ignore[attr-defined]
+        assert choice.prompt_token_ids == expected.prompt_token_ids  # type: ignore[attr-defined]
 
     def test_token_ids_of_prompt_and_answer(self, client: Client, live: Live) -> None:
         fields = {"messages": USER, **GREEDY, "extra_body": {"return_token_ids": True}}
@@ -227,25 +227,25 @@ class TestExtraFields:
         parts = [chunk.choices[0] for chunk in chunks]
         assert [token for part in parts for token in getattr(part, "token_ids", [])] == choice.token_ids
 
-    def test_prompt_logprobs_and_figures(self, client: Client) -> None:
+    def test_prompt_logprobs_and_metrics(self, client: Client) -> None:
         extra = {"prompt_logprobs": 1, "return_metrics": True, "cache_salt": "a", "priority": 0}
         answer = client.call(CHAT, messages=USER, **GREEDY, extra_body=extra)
         assert answer.prompt_logprobs[0] is None and len(answer.prompt_logprobs) == answer.usage.prompt_tokens
         assert answer.metrics["time_to_first_token_ms"] > 0
 
     @pytest.mark.parametrize(
-        "form",
+        "constraint",
         [
             {"choice": ["the world", "hello"]},
             {"regex": "(the world|hello)"},
             {"grammar": 'root ::= "the world" | "hello"'},
             {"json": {"enum": ["the world", "hello"]}},
         ],
-        ids=lambda form: next(iter(form)),
+        ids=lambda constraint: next(iter(constraint)),
     )
-    def test_forms(self, client: Client, form: dict[str, Any]) -> None:
+    def test_structured_output(self, client: Client, constraint: dict[str, Any]) -> None:
         for method, fields in ((CHAT, {"messages": USER}), (TEXT, {"prompt": "abc"})):
-            answer = client.call(method, **fields, max_tokens=30, extra_body={"structured_outputs": form})
+            answer = client.call(method, **fields, max_tokens=30, extra_body={"structured_outputs": constraint})
             (choice,) = answer.choices
             text = choice.message.content if method == CHAT else choice.text
             assert text.strip('"') in ("the world", "hello") and choice.finish_reason == "stop"
@@ -303,7 +303,7 @@ class TestErrors:
             assert (error.status_code, error.param, error.type) == (400, param, "BadRequestError")
             assert words in error.message
 
-    def test_no_such_model(self, client: Client) -> None:
+    def test_an_unknown_model(self, client: Client) -> None:
         for method in (CHAT, TEXT, RESPONSES, "embeddings.create", "models.retrieve"):
             fields = {CHAT: {"messages": USER}, TEXT: {"prompt": "a"}}.get(method, {"input": "a"})
             with pytest.raises(openai.NotFoundError, match="gpt-9"):
@@ -325,8 +325,8 @@ class TestErrors:
                 assert int(caught.value.response.headers["retry-after"]) >= 1
         assert kind(live).call(CHAT, messages=USER, max_tokens=1).choices
 
-    def test_the_client_comes_back_by_itself(self, serving: Callable[..., Live]) -> None:
-        """It reads Retry-After: what was refused is answered once there is room."""
+    def test_the_client_retries_by_itself(self, serving: Callable[..., Live]) -> None:
+        """It honours Retry-After: a rejected request is answered once there is room."""
         live = serving(max_queued_requests=0)
         with full(live) as leave:
             threading.Timer(0.3, leave).start()
@@ -334,7 +334,7 @@ class TestErrors:
             assert patient.chat.completions.create(model=MODEL, messages=USER, max_tokens=1).choices
         assert live.server.admission.rejected["requests"] >= 1
 
-    def test_a_deadline_of_the_client_and_one_of_the_server(self, live: Live, kind: Any) -> None:
+    def test_timeouts_of_the_client_and_of_the_server(self, live: Live, kind: Any) -> None:
         with pytest.raises(openai.APITimeoutError):
             kind(live, timeout=0.05).call(TEXT, prompt="abc", n=16, **LONG)
         live.assert_idle()
@@ -343,7 +343,7 @@ class TestErrors:
             kind(live).call(TEXT, prompt="abc", n=16, max_tokens=200, extra_body=extra)
         assert caught.value.status_code == 408
 
-    def test_leaving_in_the_middle_of_a_stream(self, client: Client, live: Live) -> None:
+    def test_closing_a_stream_midway(self, client: Client, live: Live) -> None:
         for method, fields in (
             (CHAT, {"messages": USER, **LONG}),
             (TEXT, {"prompt": ["abc", "x"], "n": 4, **LONG}),

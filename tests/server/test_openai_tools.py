@@ -26,26 +26,26 @@ def tool(name: str) -> dict[str, Any]:
 
 
 TOOLS = [tool("add"), tool("take")]
-SAID = {
-    # Notation: how the model is made to write one call after the other, as a regular expression.
+ONE_CALL = {
+    # Notation: a regular expression that makes the model write one call after the other.
     "hermes": r'<tool_call>\n\{"name": "%s", "arguments": \{"n": [0-9]\}\}\n</tool_call>',
     "mistral": r'\[TOOL_CALLS\]\[\{"name": "%s", "arguments": \{"n": [0-9]\}\}\]',
     "llama3_json": r'\{"name": "%s", "parameters": \{"n": [0-9]\}\}',
     "pythonic": r"\[%s\(n=[0-9]\)\]",
     "json": r'\{"name": "%s", "arguments": \{"n": [0-9]\}\}',
 }
-SAID_TWICE = {
-    "hermes": SAID["hermes"] % "add" + r"\n" + SAID["hermes"] % "take",
+TWO_CALLS = {
+    "hermes": ONE_CALL["hermes"] % "add" + r"\n" + ONE_CALL["hermes"] % "take",
     "mistral": r'\[TOOL_CALLS\]\[\{"name": "add", "arguments": \{"n": [0-9]\}\}, '
     r'\{"name": "take", "arguments": \{"n": [0-9]\}\}\]',
-    "llama3_json": SAID["llama3_json"] % "add" + "; " + SAID["llama3_json"] % "take",
+    "llama3_json": ONE_CALL["llama3_json"] % "add" + "; " + ONE_CALL["llama3_json"] % "take",
     "pythonic": r"\[add\(n=[0-9]\), take\(n=[0-9]\)\]",
-    "json": r"\[" + SAID["json"] % "add" + ", " + SAID["json"] % "take" + r"\]",
+    "json": r"\[" + ONE_CALL["json"] % "add" + ", " + ONE_CALL["json"] % "take" + r"\]",
 }
 
 
 def calls_of(message: Any) -> list[tuple[str, Any]]:
-    """Names and arguments; ids are there and differ."""
+    """Names and arguments; ids must be present and distinct."""
     calls = message.tool_calls or []
     assert len({call.id for call in calls}) == len(calls) and all(call.id and call.type == "function" for call in calls)
     return [(call.function.name, json.loads(call.function.arguments)) for call in calls]
@@ -59,7 +59,7 @@ def client(request: pytest.FixtureRequest, live: Live) -> Client:
 
 
 def ask(client: Client, **fields: Any) -> Any:
-    """The choice, whole; it must be what the streamed one adds up to."""
+    """The choice of a non-streamed response; the streamed one must add up to it."""
     fields = {"messages": USER, "tools": TOOLS, "seed": 5, "max_tokens": 150, **fields}
     (whole,) = client.call(CHAT, **fields).choices
     (streamed,) = assembled(client.stream(CHAT, **fields)).choices
@@ -69,29 +69,29 @@ def ask(client: Client, **fields: Any) -> Any:
     return whole
 
 
-@pytest.mark.parametrize("parser", SAID)
+@pytest.mark.parametrize("parser", ONE_CALL)
 class TestAuto:
-    """The model calls of its own will: a form that is not the tools' own makes it write exactly that."""
+    """The model calls by itself: a regex constraint makes it write exactly that."""
 
     def test_one_call(self, serving: Callable[..., Live], parser: str) -> None:
         live = serving(tool_call_parser=parser)
         for kind in KINDS.values():
-            choice = ask(kind(live), extra_body={"structured_outputs": {"regex": SAID[parser] % "add"}})
+            choice = ask(kind(live), extra_body={"structured_outputs": {"regex": ONE_CALL[parser] % "add"}})
             ((name, arguments),) = calls_of(choice.message)
             assert name == "add" and arguments["n"] in range(10)
             assert choice.finish_reason == "tool_calls" and choice.message.content is None
 
-    def test_two_calls_and_one_where_only_one_may_be(self, serving: Callable[..., Live], parser: str) -> None:
+    def test_two_calls_and_parallel_tool_calls_off(self, serving: Callable[..., Live], parser: str) -> None:
         client = SyncClient(serving(tool_call_parser=parser))
-        form = {"structured_outputs": {"regex": SAID_TWICE[parser]}}
-        both = calls_of(ask(client, extra_body=form).message)
+        constraint = {"structured_outputs": {"regex": TWO_CALLS[parser]}}
+        both = calls_of(ask(client, extra_body=constraint).message)
         assert [name for name, _ in both] == ["add", "take"]
-        assert calls_of(ask(client, extra_body=form, parallel_tool_calls=False).message) == both[:1]
+        assert calls_of(ask(client, extra_body=constraint, parallel_tool_calls=False).message) == both[:1]
 
-    def test_where_no_call_may_be_it_is_text(self, serving: Callable[..., Live], parser: str) -> None:
+    def test_with_tool_choice_none_a_call_is_text(self, serving: Callable[..., Live], parser: str) -> None:
         client = SyncClient(serving(tool_call_parser=parser))
-        form = {"structured_outputs": {"regex": SAID[parser] % "add"}}
-        choice = ask(client, extra_body=form, tool_choice="none")
+        constraint = {"structured_outputs": {"regex": ONE_CALL[parser] % "add"}}
+        choice = ask(client, extra_body=constraint, tool_choice="none")
         assert choice.message.tool_calls is None and "add" in choice.message.content
         assert choice.finish_reason == "stop"
 
@@ -108,14 +108,14 @@ class TestDemanded:
         ((name, arguments),) = calls_of(choice.message)
         assert name == "take" and arguments["n"] in range(10)
 
-    def test_several_samples_call_each_for_itself(self, client: Client) -> None:
+    def test_each_sequence_calls_for_itself(self, client: Client) -> None:
         fields: dict[str, Any] = {"messages": USER, "tools": TOOLS, "seed": 5, "max_tokens": 150, "n": 3}
         fields |= {"temperature": 1.0, "tool_choice": "required", "parallel_tool_calls": False}
         whole = [calls_of(choice.message) for choice in client.call(CHAT, **fields).choices]
         streamed = [calls_of(choice.message) for choice in assembled(client.stream(CHAT, **fields)).choices]
         assert whole == streamed and all(len(calls) == 1 for calls in whole)
 
-    def test_deltas_hold_the_name_once_and_arguments_in_pieces(self, client: Client) -> None:
+    def test_deltas_have_the_name_once_and_arguments_in_pieces(self, client: Client) -> None:
         fields: dict[str, Any] = {"messages": USER, "tools": TOOLS, "max_tokens": 150, "tool_choice": "required"}
         chunks = client.stream(CHAT, parallel_tool_calls=False, seed=5, **fields)
         deltas = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or []]
@@ -123,7 +123,7 @@ class TestDemanded:
         assert all(delta.id is None and delta.function.name is None for delta in deltas[1:])
         assert {delta.index for delta in deltas} == {0}
 
-    def test_the_client_checks_arguments_against_a_model_of_its_own(self, live: Live) -> None:
+    def test_the_client_validates_arguments_with_a_pydantic_model(self, live: Live) -> None:
         class Take(BaseModel):
             n: int = Field(ge=0, le=9)
 
@@ -153,11 +153,11 @@ class Drawing(BaseModel):
 
 
 class TestForms:
-    """Nested models, references, enums and unions, as the client's own schema writer spells them."""
+    """Nested models, references, enums and unions, as the client's own schema generator writes them."""
 
     def test_a_pydantic_model(self, client: Client) -> None:
         fields: dict[str, Any] = {"messages": USER, "max_tokens": 180, "seed": 3, "temperature": 0.7}
-        fields["extra_body"] = {"logit_bias": {"4": -100, "5": -100}}  # the tiny model loves white space
+        fields["extra_body"] = {"logit_bias": {"4": -100, "5": -100}}  # the tiny model prefers white space
         answer = client.call("chat.completions.parse", response_format=Drawing, **fields)
         drawing = answer.choices[0].message.parsed
         assert isinstance(drawing, Drawing) and 1 <= len(drawing.points) <= 2
@@ -189,7 +189,7 @@ class TestForms:
             if choice.finish_reason == "stop":
                 assert isinstance(json.loads(choice.message.content), dict)
 
-    def test_a_schema_that_cannot_be_kept_to_is_told(self, client: Client) -> None:
-        form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nonsense"}}}
+    def test_an_unsupported_schema_is_an_error(self, client: Client) -> None:
+        constraint = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nonsense"}}}
         with pytest.raises(openai.BadRequestError, match="nonsense"):
-            client.call(CHAT, messages=USER, response_format=form)
+            client.call(CHAT, messages=USER, response_format=constraint)

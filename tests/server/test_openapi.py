@@ -1,7 +1,5 @@
-"""schemathesis makes requests of the OpenAPI document, right ones and wrong ones: no 5xx, no hang, nothing left behind.
-
-Answers, and each event of a stream, must have the form that the document tells of. What breaks it must be refused.
-"""
+"""schemathesis generates valid and invalid requests from the OpenAPI document: no 5xx, no hang, nothing left behind.
+Responses, and each event of a stream, must match the document's schemas. Requests that violate them must be refused."""
 
 from __future__ import annotations
 
@@ -25,13 +23,13 @@ ALWAYS = CHECKS.get_by_names(
 )
 WRONG = [*ALWAYS, CHECKS.get_one("negative_data_rejection")]
 TOO_LATE = 408
-"""A request that gives itself no time may be over before it is found to be wrong."""
+"""A request with a timeout of 0 may end before it is found to be invalid."""
 SECONDS = 60.0
-"""An answer that takes longer counts as a hang; requests of the tiny model take a few milliseconds."""
+"""A response that takes longer counts as a hang; requests of the tiny model take a few milliseconds."""
 
 
 class Fuzz:
-    """Cases for all operations of a live server, and a count of what they were answered with."""
+    """Cases for all operations of a live server, and a count of the response statuses."""
 
     def __init__(self, live: Live) -> None:
         self._live = live
@@ -40,7 +38,7 @@ class Fuzz:
         self.statuses: dict[GenerationMode, collections.Counter[int]] = collections.defaultdict(collections.Counter)
 
     def run(self, right: int, wrong: int, first: int = 0) -> None:
-        """So many right and wrong cases of each operation that has a body; others are asked a few times."""
+        """`count` valid and invalid cases of each operation that has a body; a few of the others."""
         for result in self._schema.get_all_operations():
             operation = result.ok()
             if operation.body:
@@ -70,7 +68,7 @@ class Fuzz:
         ask()
 
     def _session_for(self, path: str) -> str:
-        """A session that is there, with an answer in it."""
+        """An existing session, with an answer in it."""
         name = "fuzzed"
         address = f"{self._live.url}/v1/sessions"
         if path.endswith(("/generate", "/append", "/fork", "}")):
@@ -84,7 +82,8 @@ class Fuzz:
 
 
 def make_sense(body: Any, path: str) -> None:
-    """What a schema cannot say: fields that need each other, and roles that the tiny model's template knows."""
+    """Constraints a schema cannot express: fields that need each other, and roles that the tiny model's template
+    has."""
     if not isinstance(body, dict):
         return
     if "stream_options" in body:
@@ -114,7 +113,7 @@ def make_sense(body: Any, path: str) -> None:
 
 
 def _make_sense_of_session(body: dict[str, Any]) -> None:
-    """Text is added, and nothing that only messages know."""
+    """Text is appended, without fields that apply only to messages."""
     if body.get("input"):
         body["input"] = "abc"
     for name in ("tools", "tool_choice", "chat_template_kwargs", "top_logprobs", "reasoning_effort", "session_id"):
@@ -130,7 +129,7 @@ def fuzz(live: Live) -> Fuzz:
 
 
 def forget_sessions(live: Live) -> None:
-    """Sessions that were made hold their blocks."""
+    """Open sessions would hold their blocks."""
     while data := live.client.get("/v1/sessions").json()["data"]:
         for session in data:
             live.client.delete(f"/v1/sessions/{session['id']}")
@@ -156,16 +155,16 @@ def test_thousands_of_requests(fuzz: Fuzz, live: Live) -> None:
 
 
 @pytest.mark.parametrize("streams", [False, True])
-def test_a_request_that_excludes_every_token_is_itself_at_fault(live: Live, streams: bool) -> None:
-    form = {"structured_outputs": {"regex": "[a-c]+"}, "allowed_token_ids": live.server.tokenizer.encode("x")}
-    refused = live.post("/v1/completions", {"prompt": "abc", "stream": streams, **form})
+def test_a_request_that_excludes_every_token_is_a_client_error(live: Live, streams: bool) -> None:
+    constraint = {"structured_outputs": {"regex": "[a-c]+"}, "allowed_token_ids": live.server.tokenizer.encode("x")}
+    refused = live.post("/v1/completions", {"prompt": "abc", "stream": streams, **constraint})
     assert refused.status_code == 400 and "excludes every token" in refused.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("streams", [False, True])
-def test_so_is_one_whose_form_the_vocabulary_cannot_write(live: Live, streams: bool) -> None:
-    form = {"structured_outputs": {"regex": "ab\U0001f600"}}
-    refused = live.post("/v1/completions", {"prompt": "abc", "stream": streams, **form})
+def test_a_grammar_the_vocabulary_cannot_write_is_a_client_error(live: Live, streams: bool) -> None:
+    constraint = {"structured_outputs": {"regex": "ab\U0001f600"}}
+    refused = live.post("/v1/completions", {"prompt": "abc", "stream": streams, **constraint})
     if not streams:
         assert refused.status_code == 400 and refused.json()["error"]["param"] == "structured_outputs"
     assert "no text has this form" in refused.text and '"code":400' in refused.text
@@ -180,7 +179,7 @@ def test_so_is_one_whose_form_the_vocabulary_cannot_write(live: Live, streams: b
         ("/v1/responses", {"input": [{"type": "reasoning", "content": [{"text": "hm"}]}]}, "input"),
     ],
 )
-def test_what_it_found_is_told(live: Live, path: str, body: dict[str, Any], param: str) -> None:
+def test_earlier_findings_are_refused(live: Live, path: str, body: dict[str, Any], param: str) -> None:
     refused = live.post(path, body)
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
 
@@ -191,7 +190,7 @@ def test_a_message_whose_type_is_null_is_a_message(live: Live) -> None:
 
 
 def unfilled(schema: Any) -> Iterator[str]:
-    """Texts in a schema that stand for a fact nobody filled in."""
+    """Placeholders in a schema that were never filled in."""
     if isinstance(schema, dict):
         for value in schema.values():
             yield from unfilled(value)
@@ -202,7 +201,7 @@ def unfilled(schema: Any) -> Iterator[str]:
         yield schema
 
 
-def test_the_document_knows_the_server(serving: Callable[..., Live]) -> None:
+def test_the_document_describes_the_server(serving: Callable[..., Live]) -> None:
     live = serving(served_model_name=("one", "two"), max_samples=7)
     document = live.client.get("/openapi.json").json()
     assert list(unfilled(document)) == []
@@ -215,7 +214,7 @@ def test_the_document_knows_the_server(serving: Callable[..., Live]) -> None:
 
 
 def test_a_whole_number_may_be_written_as_a_float(live: Live) -> None:
-    """To JSON, and to languages with one kind of number, 3.0 is 3."""
+    """In JSON, and in languages with one number type, 3.0 is 3."""
     body = b'{"prompt": [5.0, 6.0], "max_tokens": 3.0, "n": 1.0, "logit_bias": {"7": 1.0}, "ignore_eos": true}'
     answer = live.client.post("/v1/completions", content=body, headers={"content-type": "application/json"})
     assert answer.json()["usage"]["completion_tokens"] == 3

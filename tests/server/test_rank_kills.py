@@ -17,7 +17,7 @@ pytestmark = pytest.mark.timeout(3000)
 
 @pytest.fixture
 def attacked(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[AttackedServer]:
-    """A server whose model is cut over two processes."""
+    """A server whose model is split over two processes."""
     with attacked_server(tiny_model, tmp_path_factory.mktemp("ranks"), "--tensor-parallel-size", "2") as made:
         yield made
         made.assert_unharmed()
@@ -30,12 +30,12 @@ def a_rank(engine: int, rng: random.Random) -> int:
     return rng.choice(ranks)
 
 
-def test_once(attacked: AttackedServer) -> None:
+def test_one_kill(attacked: AttackedServer) -> None:
     run(attacked, kills(attacked, 1, settled=0.0, victim=a_rank, within=5.0))
-    assert "was killed by SIGKILL" in attacked.said
+    assert "was killed by SIGKILL" in attacked.stderr
 
 
 @pytest.mark.slow
-def test_fifty_times(attacked: AttackedServer) -> None:
-    """Each engine serves for a while first: one that dies young is brought back later and later."""
+def test_fifty_kills(attacked: AttackedServer) -> None:
+    """Each engine serves for a while first: the restart delay grows for engines that die soon after starting."""
     run(attacked, kills(attacked, 50, settled=10.5, victim=a_rank, within=5.0))

@@ -26,11 +26,11 @@ FLAGS = (
     "--log-level", "warning",
 )  # fmt: skip
 SETTLED_SECONDS = 10.0
-BOSS = {"authorization": "Bearer boss"}
+ADMIN = {"authorization": "Bearer boss"}
 
 
 class Pair:
-    """A server over two engines, in a process of its own."""
+    """A server over two engines, in its own process."""
 
     def __init__(self, process: Served) -> None:
         self.served = process
@@ -41,7 +41,7 @@ class Pair:
         return self.client.post("/v1/completions", json=body(prompt, **more))
 
     def stats(self) -> dict[str, Any]:
-        answer: dict[str, Any] = self.client.get("/admin/stats", headers=BOSS).raise_for_status().json()
+        answer: dict[str, Any] = self.client.get("/admin/stats", headers=ADMIN).raise_for_status().json()
         return answer
 
     def scrape(self) -> Scrape:
@@ -50,7 +50,7 @@ class Pair:
     def until(self, condition: Callable[[], bool], seconds: float = 180.0) -> None:
         deadline = time.monotonic() + seconds
         while not condition():
-            assert time.monotonic() < deadline, self.served.said
+            assert time.monotonic() < deadline, self.served.stderr
             time.sleep(0.05)
 
 
@@ -72,29 +72,29 @@ def pair(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
         assert not [pid for pid in children if Path(f"/proc/{pid}").exists()]
 
 
-def test_two_engines_serve_as_one_and_one_that_dies_is_not_missed(pair: Pair, llm: LLM) -> None:
+def test_two_engines_serve_as_one_and_a_death_is_not_noticed(pair: Pair, llm: LLM) -> None:
     prompts = [f"{i} the world" for i in range(40)]
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
-    wanted = [output.outputs[0].text for output in llm.generate(prompts, params, use_tqdm=False)]
-    assert [choice["text"] for choice in pair.complete(prompts).raise_for_status().json()["choices"]] == wanted
-    _check_figures(pair)
-    assert pair.client.get("/admin/memory?replica=1", headers=BOSS).status_code == 200
-    refused = pair.client.get("/admin/memory?replica=2", headers=BOSS)
+    expected = [output.outputs[0].text for output in llm.generate(prompts, params, use_tqdm=False)]
+    assert [choice["text"] for choice in pair.complete(prompts).raise_for_status().json()["choices"]] == expected
+    _check_metrics(pair)
+    assert pair.client.get("/admin/memory?replica=1", headers=ADMIN).status_code == 200
+    refused = pair.client.get("/admin/memory?replica=2", headers=ADMIN)
     assert refused.status_code == 400 and "there are 2, numbered from 0" in refused.json()["error"]["message"]
-    assert pair.client.post("/admin/reset_prefix_cache", headers=BOSS).json() == {"is_empty": True}
-    for i in range(8):  # without a disk they end with their engine
+    assert pair.client.post("/admin/reset_prefix_cache", headers=ADMIN).json() == {"is_empty": True}
+    for i in range(8):  # without a disk sessions end with their engine
         assert pair.client.post("/v1/sessions", json={"id": f"s{i}", "input": [5 + i] * 200}).status_code == 200
 
     os.kill(pair.served.children[0], signal.SIGKILL)
-    assert [choice["text"] for choice in pair.complete(prompts).raise_for_status().json()["choices"]] == wanted
+    assert [choice["text"] for choice in pair.complete(prompts).raise_for_status().json()["choices"]] == expected
     assert pair.client.get("/health").status_code == pair.client.get("/ready").status_code == 200
     pair.until(lambda: pair.stats()["status"] == "serving" and pair.stats()["restarts"] == 1)
     assert pair.scrape().sum("quire:engine_restarts_total", engine="0") == 1
     assert 0 < len(pair.client.get("/v1/sessions").json()["data"]) < 8
-    assert [choice["text"] for choice in pair.complete(prompts).raise_for_status().json()["choices"]] == wanted
+    assert [choice["text"] for choice in pair.complete(prompts).raise_for_status().json()["choices"]] == expected
 
 
-def _check_figures(pair: Pair) -> None:
+def _check_metrics(pair: Pair) -> None:
     scrape = pair.scrape()
     for engine in ("0", "1"):
         assert scrape.sum("quire:engine_up", engine=engine) == 1
@@ -111,7 +111,7 @@ def _check_figures(pair: Pair) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_fifty_kills_under_load(pair: Pair) -> None:
-    """Whoever asks gets all tokens or an error that says why; nothing is left behind."""
+    """Every request gets all its tokens or an error that names the cause; nothing is left behind."""
     asyncio.run(_kills(pair, 50))
 
 
@@ -146,7 +146,7 @@ async def _kills(pair: Pair, rounds: int) -> None:
     held, ready = [], dict.fromkeys(pair.served.children, time.monotonic())
     for done in range(rounds):
         victim = rng.choice(pair.served.children)
-        # One that dies again soon after it came back is brought back later and later: fifty rounds would take hours.
+        # The restart delay grows for engines that die soon after starting: fifty rounds would take hours.
         since = ready.get(victim, time.monotonic())
         await asyncio.sleep(max(0.0, since + SETTLED_SECONDS - time.monotonic()) + rng.random())
         os.kill(victim, signal.SIGKILL)

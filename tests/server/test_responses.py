@@ -40,17 +40,17 @@ def messages(**fields: Any) -> list[dict[str, Any]]:
 
 
 class TestInput:
-    def test_text_is_the_users(self) -> None:
+    def test_text_is_a_user_message(self) -> None:
         assert messages() == [{"role": "user", "content": "hello"}]
 
-    def test_instructions_and_developers_are_the_system(self) -> None:
+    def test_instructions_and_developer_messages_become_the_system_message(self) -> None:
         items = [{"role": "developer", "content": "Be kind."}, {"role": "user", "content": "hello"}]
         assert messages(instructions="Be brief.", input=items) == [
             {"role": "system", "content": "Be brief.\n\nBe kind."},
             {"role": "user", "content": "hello"},
         ]
 
-    def test_thinking_text_and_calls_in_a_row_are_one_message(self) -> None:
+    def test_adjacent_reasoning_text_and_calls_are_one_message(self) -> None:
         items = [
             {"role": "user", "content": [{"type": "input_text", "text": "2+3?"}]},
             {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
@@ -78,8 +78,8 @@ class TestInput:
             {"role": "assistant", "content": "Five."},
         ]
 
-    def test_what_an_answer_holds_can_be_sent_back(self) -> None:
-        """Items come out as they may go in: that is how a conversation goes on where nothing is stored."""
+    def test_output_items_can_be_sent_back_as_input(self) -> None:
+        """Output items are valid input: that is how a conversation continues where nothing is stored."""
         writer = writing()
         writer.write([Reasoning("hm"), Content("well"), CallStart(0, "call_1", "add"), CallArguments(0, "{}")])
         writer.write([CallEnd(0, True)])
@@ -89,7 +89,7 @@ class TestInput:
         assert (back["reasoning"], back["content"]) == ("hm", "well")
         assert back["tool_calls"][0]["id"] == "call_1"
 
-    def test_options_arrive(self) -> None:
+    def test_options_are_passed_on(self) -> None:
         chat = as_chat(
             request(
                 max_output_tokens=7, temperature=0.5, top_p=0.9, top_k=3, seed=1, stop=["x"], parallel_tool_calls=False,
@@ -138,7 +138,7 @@ class TestInput:
             ({"input": [{"role": "user", "content": "x", "cookie": 1}]}, "cookie is not supported"),
         ],
     )  # fmt: skip
-    def test_what_is_not_done_is_refused(self, fields: dict[str, Any], says: str) -> None:
+    def test_unsupported_fields_are_refused(self, fields: dict[str, Any], says: str) -> None:
         with pytest.raises(ApiError, match=says) as caught:
             as_chat(request(**fields), 1000)
         assert caught.value.status == 400
@@ -149,7 +149,7 @@ def writing(**fields: Any) -> ResponseWriter:
 
 
 def parsed(events: list[ResponseEvent]) -> list[Any]:
-    """As the official client types them; what it does not know raises."""
+    """As the official client types them; unknown events raise."""
     lines = [named_event(event.kind, event).decode().split("\n") for event in events]
     seen = [ALL_EVENTS.validate_json(line[1].removeprefix("data: "), strict=False) for line in lines]
     assert [f"event: {event.type}" for event in seen] == [line[0] for line in lines]
@@ -174,8 +174,8 @@ def some_deltas(rng: random.Random) -> list[Delta]:
 
 
 class TestEvents:
-    def test_events_tell_exactly_the_response(self) -> None:
-        """Whatever the answer: events are numbered, items open and close in order, and add up to the whole."""
+    def test_events_add_up_to_the_response(self) -> None:
+        """For any answer: events are numbered, items open and close in order, and add up to the whole."""
         rng = random.Random(2)
         for _ in range(100):
             deltas, reason = some_deltas(rng), rng.choice(["stop", "length", "tool_calls"])
@@ -197,8 +197,8 @@ class TestEvents:
             added = [event for event in seen if event.type == "response.output_item.added"]
             assert [event.output_index for event in added] == list(range(len(whole.output)))
             assert [event.item.id for event in added] == [item.id for item in whole.output]
-            said = "".join(event.delta for event in seen if event.type == "response.output_text.delta")
-            assert said == whole.output_text
+            streamed_text = "".join(event.delta for event in seen if event.type == "response.output_text.delta")
+            assert streamed_text == whole.output_text
             for index, item in enumerate(whole.output):
                 mine = [event for event in seen if getattr(event, "output_index", None) == index]
                 pieces = "".join(event.delta for event in mine if event.type.endswith(".delta"))
@@ -211,7 +211,7 @@ class TestEvents:
             assert whole.status == ("incomplete" if reason == "length" else "completed")
             assert seen[-1].type == f"response.{whole.status}"
 
-    def test_an_answer_cut_off_says_so(self) -> None:
+    def test_a_truncated_answer_is_incomplete(self) -> None:
         writer = writing()
         writer.write([CallStart(0, "call_0", "add"), CallArguments(0, '{"a"')])
         writer.finish("length", USAGE)
@@ -231,7 +231,7 @@ class TestEvents:
         (event,) = parsed(writer.fail(ApiError(500, "the engine broke")))
         assert event.type == "response.failed" and event.response.error.message == "the engine broke"
 
-    def test_usage_is_told_in_its_words(self) -> None:
+    def test_usage_has_the_field_names_of_the_responses_api(self) -> None:
         writer = writing()
         writer.finish("stop", USAGE)
         usage = writer.response.usage
@@ -251,14 +251,14 @@ class TestLive:
         text: str = answer["choices"][0]["message"]["content"]
         return text
 
-    def test_the_text_is_that_of_chat_completions(self, live: Live, client: openai.OpenAI) -> None:
+    def test_the_text_matches_chat_completions(self, live: Live, client: openai.OpenAI) -> None:
         response = client.responses.create(model=MODEL, input="hello", metadata={"a": "b"}, **GREEDY)
         assert response.output_text == self.chat_text(live)
         assert response.id.startswith("resp_") and response.model == MODEL and response.metadata == {"a": "b"}
         assert response.usage is not None
         assert response.usage.total_tokens == response.usage.input_tokens + response.usage.output_tokens
 
-    def test_a_stream_adds_up_to_it(self, live: Live, client: openai.OpenAI) -> None:
+    def test_a_stream_adds_up_to_the_response(self, live: Live, client: openai.OpenAI) -> None:
         events = list(client.responses.create(model=MODEL, input="hello", stream=True, **GREEDY))
         assert [event.sequence_number for event in events] == list(range(len(events)))
         text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
@@ -270,21 +270,21 @@ class TestLive:
         with client.responses.stream(model=MODEL, input="hello", **GREEDY, **short) as stream:
             assert stream.get_final_response().output_text == "yes!"
 
-    def test_a_conversation_goes_on(self, live: Live, client: openai.OpenAI) -> None:
+    def test_a_conversation_continues(self, live: Live, client: openai.OpenAI) -> None:
         items: list[Any] = [{"role": "user", "content": "hello"}]
         first = client.responses.create(model=MODEL, input=items, **GREEDY)
         items += [item.model_dump(exclude_none=True) for item in first.output]
         items.append({"role": "user", "content": "go on"})
         second = client.responses.create(model=MODEL, input=items, **GREEDY)
-        talk = [
+        conversation = [
             {"role": "user", "content": "hello"},
             {"role": "assistant", "content": first.output_text},
             {"role": "user", "content": "go on"},
         ]
-        body = {"messages": talk, "temperature": 0, "max_tokens": 20}
+        body = {"messages": conversation, "temperature": 0, "max_tokens": 20}
         assert second.output_text == live.post("/v1/chat/completions", body).json()["choices"][0]["message"]["content"]
 
-    def test_logprobs_are_those_of_the_text(self, client: openai.OpenAI) -> None:
+    def test_logprobs_match_the_text(self, client: openai.OpenAI) -> None:
         asked: Any = {"include": ["message.output_text.logprobs"], "top_logprobs": 2, **GREEDY}
         response = client.responses.create(model=MODEL, input="hello", **asked)
         (part,) = response.output[0].content  # type: ignore[union-attr]
@@ -296,7 +296,7 @@ class TestLive:
                 streamed += event.logprobs
         assert [entry.token for entry in streamed] == [entry.token for entry in part.logprobs]
 
-    def test_a_form_is_kept_to(self, client: openai.OpenAI) -> None:
+    def test_structured_output_matches_its_schema(self, client: openai.OpenAI) -> None:
         schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
         form: Any = {
             "format": {"type": "json_schema", "name": "n", "schema": {**schema, "additionalProperties": False}}
@@ -304,7 +304,7 @@ class TestLive:
         response = client.responses.create(model=MODEL, input="hello", text=form, temperature=0, max_output_tokens=60)
         assert isinstance(json.loads(response.output_text)["ok"], bool)
 
-    def test_a_call_that_is_demanded_comes(self, client: openai.OpenAI) -> None:
+    def test_a_required_tool_call_is_made(self, client: openai.OpenAI) -> None:
         parameters = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"],
                       "additionalProperties": False}  # fmt: skip
         asked: Any = {
@@ -321,18 +321,18 @@ class TestLive:
         pieces = "".join(e.delta for e in events if e.type == "response.function_call_arguments.delta")
         assert pieces == call.arguments
 
-    def test_errors_are_openais(self, live: Live, client: openai.OpenAI) -> None:
+    def test_errors_have_openais_shape(self, live: Live, client: openai.OpenAI) -> None:
         with pytest.raises(openai.BadRequestError, match="previous_response_id"):
             client.responses.create(model=MODEL, input="x", previous_response_id="resp_1")
         with pytest.raises(openai.NotFoundError):
             client.responses.create(model="other", input="x")
-        with pytest.raises(openai.BadRequestError, match="unknown role"):  # the tiny model's template knows no system
+        with pytest.raises(openai.BadRequestError, match="unknown role"):  # its template has no system role
             client.responses.create(model=MODEL, input="x", instructions="y")
         for body in (b"", b"{", b"[]", b'{"input": null}', b'{"input": 3}', b'{"input": [[]]}', b'{"input": [null]}'):
             answer = live.client.post(PATH, content=body, headers={"content-type": "application/json"})
             assert answer.status_code == 400 and answer.json()["error"]["message"]
 
-    def test_thinking_is_an_item_of_its_own(self, serving: Callable[..., Live]) -> None:
+    def test_reasoning_is_a_separate_item(self, serving: Callable[..., Live]) -> None:
         live = serving(reasoning_parser="think")
         asked: Any = {**GREEDY, "extra_body": {"structured_outputs": {"regex": "<think>hm</think>yes"}}}
         client = live.openai(_strict_response_validation=True)

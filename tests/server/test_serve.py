@@ -35,10 +35,10 @@ def test_it_starts_drains_and_leaves_nothing_behind(tiny_model: Path, tmp_path: 
     with served("--config", str(config), "--max-model-len", "256") as server:
         server.wait_for("curl .*")
         for fact in ("small", "256 tokens of context", "2,048 tokens", str(sock), "QUIRE_API_KEY"):
-            assert fact in server.said
+            assert fact in server.stderr
         assert sock.stat().st_mode & 0o777 == 0o600
         (engine,) = server.children
-        for pid, needs_torch in ((server.process.pid, False), (engine, True)):  # seconds of a start
+        for pid, needs_torch in ((server.process.pid, False), (engine, True)):  # duration of a start in seconds
             assert ("libtorch" in Path(f"/proc/{pid}/maps").read_text()) == needs_torch
         headers = {"authorization": "Bearer secret"}
         client = httpx.Client(
@@ -51,7 +51,7 @@ def test_it_starts_drains_and_leaves_nothing_behind(tiny_model: Path, tmp_path: 
         with client.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as answer:
             lines = answer.iter_lines()
             next(lines)
-            os.killpg(server.process.pid, signal.SIGTERM)  # the engine's process gets it too, and stays
+            os.killpg(server.process.pid, signal.SIGTERM)  # the engine's process gets it too, and continues
             refused = late.post("/v1/completions", json={"prompt": "a"})
             while refused.status_code == 200:
                 refused = late.post("/v1/completions", json={"prompt": "a"})
@@ -77,11 +77,11 @@ def test_a_second_signal_stops_at_once(tiny_model: Path) -> None:
             begin = time.monotonic()
             server.process.send_signal(signal.SIGINT)
             server.end()
-            assert time.monotonic() - begin < 60  # and not 300
+            assert time.monotonic() - begin < 60  # and not after 300
         assert not Path(f"/proc/{engine}").exists()
 
 
-def test_what_takes_too_long_is_cut_off(serving: Callable[..., Live]) -> None:
+def test_requests_past_the_drain_timeout_are_cut_off(serving: Callable[..., Live]) -> None:
     live = serving(shutdown_timeout=0.1)
     with live.client.stream("POST", "/v1/completions", json={**LONG, "n": 16, "stream": True}) as answer:
         lines = answer.iter_lines()
@@ -92,7 +92,7 @@ def test_what_takes_too_long_is_cut_off(serving: Callable[..., Live]) -> None:
     assert json.loads(error[6:])["error"]["code"] == 503
 
 
-def test_it_speaks_tls(serving: Callable[..., Live], tmp_path: Path) -> None:
+def test_tls(serving: Callable[..., Live], tmp_path: Path) -> None:
     key, certificate = tmp_path / "key.pem", tmp_path / "cert.pem"
     made = subprocess.run(
         ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=localhost", "-addext",
@@ -117,7 +117,7 @@ def test_it_speaks_tls(serving: Callable[..., Live], tmp_path: Path) -> None:
         ("port: [", "cannot be read"),
     ],
 )
-def test_a_file_with_a_mistake_is_refused(
+def test_a_config_file_with_an_error_is_refused(
     text: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "server.yaml"
@@ -126,7 +126,7 @@ def test_a_file_with_a_mistake_is_refused(
     assert words in capsys.readouterr().err
 
 
-def test_a_port_that_is_taken_is_said_before_a_model_is_loaded(live: Live, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_port_in_use_is_reported_before_a_model_is_loaded(live: Live, capsys: pytest.CaptureFixture[str]) -> None:
     port = live.url.rpartition(":")[2]
     begin = time.monotonic()
     assert main(["serve", "no/such-model", "--port", port]) == 2
@@ -142,7 +142,7 @@ def test_a_port_that_is_taken_is_said_before_a_model_is_loaded(live: Live, capsy
         {"root_path": "api"}, {"max_queued_requests": True},
     ],
 )  # fmt: skip
-def test_a_wrong_setting_is_refused(settings: dict[str, Any]) -> None:
+def test_an_invalid_setting_is_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         ServerConfig(**settings)
 

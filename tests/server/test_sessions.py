@@ -1,4 +1,4 @@
-"""/v1/sessions and session_id over real sockets: the tokens of an uninterrupted run, whatever was suspended."""
+"""/v1/sessions and session_id over real sockets: with any suspends, the tokens are those of an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BEGIN, MORE = "hello the world one two three four five", " more"
 
 
 @pytest.fixture(scope="module")
-def keeping(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+def session_server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     folder = str(tmp_path_factory.mktemp("kv"))
     host = Host(tiny_model, swap_space=0.02, kv_disk=folder, logits_processors=["tests.executor.processors.TakesLong"])
     live, stop = host.start()
@@ -31,22 +31,22 @@ def keeping(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 
 @pytest.fixture
-def sessions(keeping: Live) -> Iterator[Live]:
-    """A server that keeps sessions; none are left after the test, and nothing of them."""
-    yield keeping
-    forget_all(keeping.client)
-    keeping.assert_idle()
+def sessions(session_server: Live) -> Iterator[Live]:
+    """A server with session storage; checked after the test to hold no session and no blocks."""
+    yield session_server
+    delete_all(session_server.client)
+    session_server.assert_idle()
 
 
-def forget_all(client: httpx.Client, **more: Any) -> None:
+def delete_all(client: httpx.Client, **more: Any) -> None:
     while data := client.get("/v1/sessions", **more).json()["data"]:
         for session in data:
             assert client.delete(f"/v1/sessions/{session['id']}", **more).status_code == 200
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tiny_model: Path) -> tuple[list[int], list[int]]:
-    """Token ids of two answers, as one plain run gives them."""
+def uninterrupted(tiny_model: Path) -> tuple[list[int], list[int]]:
+    """Token ids of two answers, from one uninterrupted run."""
     params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=12)
     with LLM(str(tiny_model), dtype="float32", num_gpu_blocks_override=64, device="cpu") as llm:
         first = llm.generate(BEGIN, params, use_tqdm=False)[0]
@@ -65,38 +65,38 @@ def turn(live: Live, name: str, **fields: Any) -> dict[str, Any]:
     return answer
 
 
-def test_turns_that_sleep_between_say_what_an_undisturbed_run_says(
-    sessions: Live, undisturbed: tuple[list[int], list[int]]
+def test_turns_with_suspends_between_match_an_uninterrupted_run(
+    sessions: Live, uninterrupted: tuple[list[int], list[int]]
 ) -> None:
     made = sessions.post("/v1/sessions", {"id": "agent-7", "input": BEGIN, "metadata": {"for": "tests"}}).json()
     assert (made["id"], made["object"], made["metadata"]) == ("agent-7", "session", {"for": "tests"})
     first = turn(sessions, "agent-7")
-    assert first["choices"][0]["token_ids"] == undisturbed[0]
+    assert first["choices"][0]["token_ids"] == uninterrupted[0]
     asleep = sessions.post("/v1/sessions/agent-7/suspend?wait=true", None).json()
     assert (asleep["status"], asleep["device_tokens"]) == ("asleep", 0)
     assert asleep["saved_tokens"] == asleep["num_tokens"] - 1
-    assert sessions.figures()["quire:num_blocks_used"] == 0
+    assert sessions.engine_metrics()["quire:num_blocks_used"] == 0
     assert sessions.post("/v1/sessions/agent-7/resume", None).status_code == 200
     second = turn(sessions, "agent-7", input=MORE)
-    assert second["choices"][0]["token_ids"] == undisturbed[1]
+    assert second["choices"][0]["token_ids"] == uninterrupted[1]
     assert second["usage"]["prompt_tokens_details"]["cached_tokens"] == asleep["num_tokens"] - 1
     info = sessions.client.get("/v1/sessions/agent-7").json()
     assert (info["status"], info["num_tokens"]) == ("idle", second["usage"]["total_tokens"])
 
 
-def test_a_fork_goes_its_own_way(sessions: Live, undisturbed: tuple[list[int], list[int]]) -> None:
+def test_a_fork_continues_independently(sessions: Live, uninterrupted: tuple[list[int], list[int]]) -> None:
     sessions.post("/v1/sessions", {"id": "a", "input": BEGIN})
     turn(sessions, "a")
     fork = sessions.post("/v1/sessions/a/fork", {"id": "b"}).json()
     assert (fork["parent"], fork["forked_at"]) == ("a", fork["num_tokens"])
     assert sessions.client.delete("/v1/sessions/a").json()["deleted"]
-    assert turn(sessions, "b", input=MORE)["choices"][0]["token_ids"] == undisturbed[1]
+    assert turn(sessions, "b", input=MORE)["choices"][0]["token_ids"] == uninterrupted[1]
     early = sessions.post("/v1/sessions/b/fork", {"id": "c", "at": 5}).json()
     assert early["num_tokens"] == 5
     assert sessions.post("/v1/sessions/b/fork", {"id": "d", "at": 10**6}).status_code == 400
 
 
-def test_a_file_takes_a_session_elsewhere(sessions: Live, undisturbed: tuple[list[int], list[int]]) -> None:
+def test_an_exported_session_can_be_imported(sessions: Live, uninterrupted: tuple[list[int], list[int]]) -> None:
     sessions.post("/v1/sessions", {"id": "a", "input": BEGIN})
     turn(sessions, "a")
     file = sessions.client.get("/v1/sessions/a/export")
@@ -104,20 +104,20 @@ def test_a_file_takes_a_session_elsewhere(sessions: Live, undisturbed: tuple[lis
     binary = {"content": file.content, "headers": {"content-type": "application/octet-stream"}}
     assert sessions.client.post("/v1/sessions/import", **binary).status_code == 409
     assert sessions.client.post("/v1/sessions/import?id=b", **binary).json()["id"] == "b"
-    assert turn(sessions, "b", input=MORE)["choices"][0]["token_ids"] == undisturbed[1]
+    assert turn(sessions, "b", input=MORE)["choices"][0]["token_ids"] == uninterrupted[1]
     damaged = {**binary, "content": file.content[:-1] + b"?"}
     assert sessions.client.post("/v1/sessions/import?id=c", **damaged).status_code == 400
 
 
-def test_a_whole_conversation_each_time_is_a_session_too(sessions: Live) -> None:
-    talk = [{"role": "user", "content": "hello the world, hello the world"}]
-    body = {"messages": talk, "session_id": "chat-1", "max_tokens": 10, "return_token_ids": True, **GREEDY}
+def test_chat_with_the_whole_conversation_can_use_a_session(sessions: Live) -> None:
+    messages = [{"role": "user", "content": "hello the world, hello the world"}]
+    body = {"messages": messages, "session_id": "chat-1", "max_tokens": 10, "return_token_ids": True, **GREEDY}
     first = sessions.post("/v1/chat/completions", body).json()
     assert sessions.post("/v1/sessions/chat-1/suspend?wait=true", None).json()["status"] == "asleep"
     sessions.run(sessions.server.llm.reset_prefix_cache())
     again = sessions.post("/v1/chat/completions", body).json()
     assert again["choices"][0]["token_ids"] == first["choices"][0]["token_ids"]
-    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == 16, "the block that begins alike came back"
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == 16, "the common first block was loaded"
     plain = sessions.post("/v1/chat/completions", {**body, "session_id": None}).json()
     assert plain["choices"][0]["token_ids"] == first["choices"][0]["token_ids"]
     header = {"headers": {"X-Session-Id": "text-1"}}
@@ -128,16 +128,16 @@ def test_a_whole_conversation_each_time_is_a_session_too(sessions: Live) -> None
         assert sessions.post("/v1/completions", {**refused, "session_id": "x"}).status_code == 400, refused
 
 
-def test_messages_are_answered_like_a_chat_and_streams_have_its_events(sessions: Live) -> None:
+def test_messages_are_answered_like_a_chat_and_streamed_with_its_events(sessions: Live) -> None:
     """The tiny model's template is <|role|>text</s>: two turns in a session are one conversation."""
-    talk = [{"role": "user", "content": "hello"}]
+    messages = [{"role": "user", "content": "hello"}]
     sessions.post("/v1/sessions", {"id": "s"})
-    body = {"input": talk, "max_tokens": 8, "return_token_ids": True, "stream": True, "temperature": 0}
+    body = {"input": messages, "max_tokens": 8, "return_token_ids": True, "stream": True, "temperature": 0}
     chunks = events(sessions, "/v1/sessions/s/generate", body)
     assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
-    said = "".join(choice["delta"].get("content") or "" for chunk in chunks for choice in chunk["choices"])
-    whole = sessions.post("/v1/chat/completions", {"messages": talk, "max_tokens": 8, "temperature": 0}).json()
-    assert whole["choices"][0]["message"]["content"] == said
+    result = "".join(choice["delta"].get("content") or "" for chunk in chunks for choice in chunk["choices"])
+    whole = sessions.post("/v1/chat/completions", {"messages": messages, "max_tokens": 8, "temperature": 0}).json()
+    assert whole["choices"][0]["message"]["content"] == result
     assert sessions.post("/v1/sessions/s/append", {"input": [{"role": "user", "content": "on"}]}).status_code == 200
     refused = sessions.post("/v1/sessions/s/append", {"input": [{"role": "user", "content": "on"}]})
     assert refused.status_code == 400 and "has no answer yet" in refused.json()["error"]["message"]
@@ -157,7 +157,7 @@ def events(live: Live, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines[:-1]]
 
 
-def test_who_hangs_up_in_the_middle_leaves_the_session_as_it_was(sessions: Live) -> None:
+def test_a_disconnect_midway_leaves_the_session_unchanged(sessions: Live) -> None:
     sessions.post("/v1/sessions", {"id": "s", "input": BEGIN})
     turn(sessions, "s")
     before = sessions.client.get("/v1/sessions/s/export").content
@@ -178,7 +178,7 @@ def wait_until(holds: Callable[[], bool], seconds: float = 10) -> None:
         time.sleep(0.02)
 
 
-def test_a_name_that_is_made_up_is_looked_for_nowhere(sessions: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_generated_name_is_not_looked_up(sessions: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
     ask = sessions.server.llm.call_sessions
 
@@ -193,7 +193,7 @@ def test_a_name_that_is_made_up_is_looked_for_nowhere(sessions: Live, monkeypatc
     assert asked[0].key != asked[1].key == "mine"
 
 
-def test_a_session_that_is_full_says_what_helps(sessions: Live) -> None:
+def test_the_error_of_a_full_session_names_remedies(sessions: Live) -> None:
     sessions.post("/v1/sessions", {"id": "full", "input": [5] * 250})
     assert turn(sessions, "full", max_tokens=6)["choices"][0]["finish_reason"] == "length"
     for answer in ("chat", "text"):
@@ -203,7 +203,7 @@ def test_a_session_that_is_full_says_what_helps(sessions: Live) -> None:
         assert "Fork it" in error["message"] and "max_model_len" in error["message"]
 
 
-def test_what_is_wrong_is_told(sessions: Live) -> None:
+def test_errors_name_the_field(sessions: Live) -> None:
     assert sessions.client.get("/v1/sessions/nobody").status_code == 404
     assert sessions.post("/v1/sessions/nobody/generate", {"input": "x"}).status_code == 404
     assert sessions.post("/v1/sessions", {"id": "s"}).status_code == 200
@@ -223,7 +223,7 @@ def test_what_is_wrong_is_told(sessions: Live) -> None:
     assert sessions.post("/v1/sessions", {"id": "t", "ttl": -1}).status_code == 400
 
 
-def test_pages_follow_the_order_in_which_sessions_were_made(sessions: Live) -> None:
+def test_pages_list_sessions_in_creation_order(sessions: Live) -> None:
     names = [f"n{i}" for i in (3, 1, 2, 5, 4)]
     for name in names:
         sessions.post("/v1/sessions", {"name": name})
@@ -238,7 +238,7 @@ def test_pages_follow_the_order_in_which_sessions_were_made(sessions: Live) -> N
     assert found == names
 
 
-def test_tenants_do_not_see_each_other(sessions: Live) -> None:
+def test_tenants_have_separate_sessions(sessions: Live) -> None:
     one, two = ({"headers": {"X-Tenant": name}} for name in ("one", "two"))
     assert sessions.post("/v1/sessions", {"id": "s", "input": "a"}, **one).status_code == 200
     assert sessions.client.get("/v1/sessions/s", **two).status_code == 404
@@ -249,10 +249,10 @@ def test_tenants_do_not_see_each_other(sessions: Live) -> None:
     body = {"max_tokens": 2, **GREEDY}
     assert sessions.post("/v1/sessions/s/generate", body, **one).status_code == 200
     assert sessions.post("/v1/sessions/s/generate", body).status_code == 404
-    forget_all(sessions.client, **one)
+    delete_all(sessions.client, **one)
 
 
-def test_a_session_that_nobody_uses_ends(sessions: Live) -> None:
+def test_an_unused_session_expires(sessions: Live) -> None:
     made = sessions.post("/v1/sessions", {"id": "s", "ttl": 0.3}).json()
     assert made["expires_at"] is not None
     sessions.post("/v1/sessions", {"id": "t", "ttl": 0.3})
@@ -262,11 +262,11 @@ def test_a_session_that_nobody_uses_ends(sessions: Live) -> None:
     assert sessions.client.get("/v1/sessions/t").status_code == 200
 
 
-def test_after_a_tool_call_the_session_sleeps_until_the_result_comes(sessions: Live) -> None:
+def test_a_tool_call_suspends_the_session_until_the_result_arrives(sessions: Live) -> None:
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
-    talk = [{"role": "user", "content": "go"}]
+    messages = [{"role": "user", "content": "go"}]
     sessions.post("/v1/sessions", {"id": "s"})
-    body = {"input": talk, "tools": [tool], "tool_choice": "required", "max_tokens": 60, "temperature": 0}
+    body = {"input": messages, "tools": [tool], "tool_choice": "required", "max_tokens": 60, "temperature": 0}
     answer = sessions.post("/v1/sessions/s/generate", body).json()
     assert answer["choices"][0]["finish_reason"] == "tool_calls", answer
     wait_until(lambda: sessions.client.get("/v1/sessions/s").json()["status"] == "asleep")
@@ -275,8 +275,8 @@ def test_after_a_tool_call_the_session_sleeps_until_the_result_comes(sessions: L
     assert sessions.client.get("/v1/sessions/s").json()["status"] == "idle"
 
 
-def test_an_engine_that_is_killed_loses_no_session(
-    tiny_model: Path, tmp_path: Path, undisturbed: tuple[list[int], list[int]]
+def test_a_killed_engine_loses_no_session(
+    tiny_model: Path, tmp_path: Path, uninterrupted: tuple[list[int], list[int]]
 ) -> None:
     arguments = (
         str(tiny_model), "--dtype", "float32", "--device", "cpu", "--num-gpu-blocks-override", "64", "--port", "0",
@@ -288,21 +288,21 @@ def test_an_engine_that_is_killed_loses_no_session(
         with httpx.Client(base_url=url, timeout=60) as client:
             client.post("/v1/sessions", json={"id": "s", "input": BEGIN})
             body = {"max_tokens": 12, "return_token_ids": True, **GREEDY}
-            said = client.post("/v1/sessions/s/generate", json=body).json()
-            assert said["choices"][0]["token_ids"] == undisturbed[0]
-            os.kill(first.children[0], signal.SIGKILL)  # the engine: the front makes another
+            result = client.post("/v1/sessions/s/generate", json=body).json()
+            assert result["choices"][0]["token_ids"] == uninterrupted[0]
+            os.kill(first.children[0], signal.SIGKILL)  # the engine: the front process starts another
             wait_until(lambda: client.get("/v1/sessions/s").status_code == 200, 90)
             client.post("/v1/sessions/s/fork", json={"id": "t"})
-            said = client.post("/v1/sessions/s/generate", json={"input": MORE, **body}).json()
-            assert said["choices"][0]["token_ids"] == undisturbed[1]
+            result = client.post("/v1/sessions/s/generate", json={"input": MORE, **body}).json()
+            assert result["choices"][0]["token_ids"] == uninterrupted[1]
         os.killpg(first.process.pid, signal.SIGKILL)
     with served(*arguments) as second:
         url = second.wait_for(r"(http://[\d.]+:\d+)")[1]
         wait_until(lambda: answers(url), 90)
         with httpx.Client(base_url=url, timeout=60) as client:
             assert [each["id"] for each in client.get("/v1/sessions").json()["data"]] == ["s", "t"]
-            said = client.post("/v1/sessions/t/generate", json={"input": MORE, **body}).json()
-            assert said["choices"][0]["token_ids"] == undisturbed[1]
+            result = client.post("/v1/sessions/t/generate", json={"input": MORE, **body}).json()
+            assert result["choices"][0]["token_ids"] == uninterrupted[1]
 
 
 def answers(url: str) -> bool:

@@ -47,10 +47,10 @@ async def final(llm: AsyncLLM, prompt: str = "abc", **fields: Any) -> RequestOut
 
 
 async def until(condition: Any, seconds: float = 180.0) -> None:
-    """Waits, with a look now and then; fails when it takes too long."""
+    """Poll until the condition holds; fails after a time limit."""
     deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline, "it never came"
+        assert time.monotonic() < deadline, "the condition never held"
         await asyncio.sleep(0.01)
 
 
@@ -62,9 +62,9 @@ class NullLLM(AsyncLLM):
 
 @pytest.fixture(autouse=True)
 def surroundings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The null engine takes its time, as a real one does; temporary files go where nobody else writes."""
+    """The null engine takes as long as a real one; temporary files go to a private folder."""
     monkeypatch.setenv("NULL_ENGINE_PACE", "300")
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # threads of a tiny model only wait for each other
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # threads of a tiny model would only wait for each other
     monkeypatch.setenv("TMPDIR", str(tmp_path))
 
 
@@ -88,8 +88,8 @@ def kill(llm: AsyncLLM, number: signal.Signals = signal.SIGKILL) -> int:
     return llm.replicas[0].pid
 
 
-class Belongings:
-    """What this process may leave behind: files and sockets it holds, children, temporary files."""
+class Resources:
+    """Resources this process may leak: descriptors, child processes, temporary files."""
 
     def __init__(self) -> None:
         self.descriptors = Counter(map(self._kind, self._descriptors()))
@@ -100,7 +100,7 @@ class Belongings:
     def _descriptors() -> list[str]:
         found = []
         for entry in os.listdir("/proc/self/fd"):
-            with contextlib.suppress(FileNotFoundError):  # the one of the listing itself
+            with contextlib.suppress(FileNotFoundError):  # the descriptor of the listing itself
                 found.append(os.readlink(f"/proc/self/fd/{entry}"))
         return found
 
@@ -117,10 +117,10 @@ class Belongings:
 
 
 class TestPauses:
-    def test_the_first_try_comes_at_once_and_later_ones_later(self) -> None:
+    def test_the_first_restart_is_immediate_and_later_ones_are_delayed(self) -> None:
         assert list(itertools.islice(pauses(), 8)) == [0, 1, 2, 4, 8, 16, 30, 30]
 
-    def test_one_that_cannot_start_is_tried_again_and_the_status_says_why(
+    def test_an_engine_that_cannot_start_is_retried_and_the_status_names_the_cause(
         self, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         start, tries = Replica.start, list[float]()
@@ -136,10 +136,10 @@ class TestPauses:
             async with supervised(tiny_model) as (llm, supervisor):
                 monkeypatch.setattr(Replica, "start", fail)
                 pid = kill(llm)
-                said = set()
+                statuses = set()
                 while not supervisor.restarts:
                     if not supervisor.is_serving:
-                        said.add(supervisor.status)
+                        statuses.add(supervisor.status)
                         assert supervisor.retry_after >= 1
                         with pytest.raises(EngineDeadError):
                             await final(llm)
@@ -148,8 +148,8 @@ class TestPauses:
                 assert len(tries) == 4
                 for wait, (before, after) in zip((0.1, 0.2, 0.4), itertools.pairwise(tries), strict=True):
                     assert wait <= after - before < wait + 1
-                assert all(f"the engine's process (pid {pid}) was killed by SIGKILL" in status for status in said)
-                assert any("restarting it failed: no more processes" in status for status in said)
+                assert all(f"the engine's process (pid {pid}) was killed by SIGKILL" in status for status in statuses)
+                assert any("restarting it failed: no more processes" in status for status in statuses)
                 assert (await final(llm)).finished and supervisor.status == "serving"
                 assert (await supervisor.health()).ok
 
@@ -187,7 +187,7 @@ class TestDeath:
             run(work())
         assert "killed by SIGKILL" in caplog.text and "a new engine is serving" in caplog.text
 
-    def test_one_that_dies_with_nobody_there_is_brought_back_too(self, tiny_model: Path) -> None:
+    def test_an_engine_that_dies_while_idle_is_restarted(self, tiny_model: Path) -> None:
         async def work() -> None:
             async with supervised(tiny_model) as (llm, supervisor):
                 kill(llm)
@@ -196,7 +196,7 @@ class TestDeath:
 
         run(work())
 
-    def test_a_restart_that_someone_else_asked_for_is_left_alone(self, tiny_model: Path) -> None:
+    def test_a_restart_started_elsewhere_is_not_repeated(self, tiny_model: Path) -> None:
         async def work() -> None:
             async with supervised(tiny_model) as (llm, supervisor):
                 await llm.restart()
@@ -207,10 +207,10 @@ class TestDeath:
         run(work())
 
     @pytest.mark.parametrize("how", ["stop the supervisor", "shut the engine down"])
-    def test_stopping_in_the_middle_of_a_restart_leaves_nothing_behind(self, tiny_model: Path, how: str) -> None:
+    def test_stopping_during_a_restart_leaves_nothing_behind(self, tiny_model: Path, how: str) -> None:
         async def work() -> None:
-            await asyncio.to_thread(int)  # the pool's first thread, and what comes with it
-            before = Belongings()
+            await asyncio.to_thread(int)  # the pool's first thread, and what it opens
+            before = Resources()
             llm = NullLLM(tiny_model, **SETTINGS)
             supervisor = Supervisor(llm)
             supervisor.start()
@@ -232,9 +232,9 @@ class TestDeath:
                 await final(llm)
             with pytest.raises(EngineDeadError, match="shut down"):
                 await llm.restart()
-            after = Belongings()
+            after = Resources()
             assert not after.children - before.children
-            assert not after.descriptors - before.descriptors  # of what other tests hold, some may have gone since
+            assert not after.descriptors - before.descriptors  # resources of other tests may have been released since
 
         run(work())
 
@@ -247,27 +247,27 @@ class TestDeath:
 
     @pytest.mark.slow
     def test_many_kills_of_a_real_engine_under_load(self, tiny_model: Path) -> None:
-        """With processes of its own: those that know grammars."""
+        """With its matcher processes."""
         run(kills_under_load(tiny_model, AsyncLLM, 20, with_forms=True), 1800)
 
 
 async def kills_under_load(model: Path, kind: type[AsyncLLM], count: int, with_forms: bool = False) -> None:
-    """Streams all the time, kills now and then: whoever asks gets all tokens or an `EngineDeadError`, at once."""
+    """Constant streams with kills in between: every request gets all tokens or an `EngineDeadError`, at once."""
     rng = random.Random(count)
     ends: Counter[str] = Counter()
     stopping = False
 
     async def user(llm: AsyncLLM) -> None:
         while not stopping:
-            size, form = rng.randint(1, 120), None
+            size, constraint = rng.randint(1, 120), None
             if with_forms and rng.random() < 0.25:
-                form = StructuredOutputsParams(regex=f"[a-z]{{{1 + size % 7}}}")
+                constraint = StructuredOutputsParams(regex=f"[a-z]{{{1 + size % 7}}}")
             try:
                 prompt = "the world"[: rng.randint(1, 9)]
-                asked = final(llm, prompt, max_tokens=size, structured_outputs=form)
-                # One that is left without an answer shows as a timeout.
+                asked = final(llm, prompt, max_tokens=size, structured_outputs=constraint)
+                # A request that is never answered shows as a timeout.
                 (output,) = (await asyncio.wait_for(asked, 180 if with_forms else 60)).outputs
-                assert form is not None or (len(output.token_ids) == size and output.finish_reason == "length")
+                assert constraint is not None or (len(output.token_ids) == size and output.finish_reason == "length")
                 ends["answered"] += 1
             except EngineDeadError:
                 ends["failed"] += 1
@@ -278,7 +278,7 @@ async def kills_under_load(model: Path, kind: type[AsyncLLM], count: int, with_f
         await until(lambda: ends["answered"] > 20)
         kill(llm)
         await until(lambda: supervisor.restarts == 1)
-        before, times = Belongings(), []
+        before, times = Resources(), []
         for killed in range(1, count + 1):
             answered = ends["answered"]
             await until(lambda answered=answered: ends["answered"] > answered + 5)
@@ -294,12 +294,12 @@ async def kills_under_load(model: Path, kind: type[AsyncLLM], count: int, with_f
             times.append(time.monotonic() - begin)
             assert all(map(is_gone, family))
         await asyncio.sleep(0.1)
-        after = Belongings()
+        after = Resources()
         stopping = True
         await asyncio.gather(*users)
         assert ends["failed"] >= count
         assert after.children - before.children == {str(llm.replicas[0].pid)}
-        assert not after.descriptors - before.descriptors  # of what other tests hold, some may have gone since
+        assert not after.descriptors - before.descriptors  # resources of other tests may have been released since
         assert after.temporary == before.temporary
         (replica,) = llm.replicas
         assert llm.num_open_requests == 0 and not replica.streams
@@ -312,7 +312,7 @@ async def kills_under_load(model: Path, kind: type[AsyncLLM], count: int, with_f
 
 
 class TestHanging:
-    def test_a_stopped_loop_is_unhealthy_and_healthy_again_when_it_goes_on(self, tiny_model: Path) -> None:
+    def test_a_stopped_loop_is_unhealthy_until_it_continues(self, tiny_model: Path) -> None:
         async def work() -> None:
             async with supervised(tiny_model, stall_seconds=3.0) as (llm, supervisor):
                 await final(llm)
@@ -324,20 +324,20 @@ class TestHanging:
                 assert "the engine's loop has made no step for" in first.message
                 assert first.message.endswith("with nothing to do")
                 questions = llm.replicas[0].calls
-                assert len(questions) == 2  # one open question however many ask, and the wait for its death
+                assert len(questions) == 2  # one pending check for all clients, and the wait for its death
                 kill(llm, signal.SIGCONT)
                 await until(lambda: not supervisor._probe.is_suspect)
                 assert (await supervisor.health()).ok
 
         run(work())
 
-    def test_a_long_step_is_no_hang_until_it_takes_too_long(self, tiny_model: Path) -> None:
+    def test_a_long_step_is_not_a_hang_until_it_takes_too_long(self, tiny_model: Path) -> None:
         async def work() -> None:
             async with supervised(tiny_model, stall_seconds=4.0) as (llm, supervisor):
                 stream = llm.generate("abc", params(max_tokens=200))
                 await anext(stream)
                 kill(llm, signal.SIGSTOP)
-                assert (await supervisor.health()).ok  # two seconds: a step may take that
+                assert (await supervisor.health()).ok  # a step may take two seconds
                 await asyncio.sleep(2.2)
                 health = await supervisor.health()
                 assert not health.ok and "with 1 requests open" in health.message
@@ -347,7 +347,7 @@ class TestHanging:
         run(work())
 
     def test_a_loop_that_answers_but_makes_no_step_is_unhealthy(self, tiny_model: Path) -> None:
-        """A scheduler that plans nothing for those who wait: the loop goes round and nothing comes of it."""
+        """A scheduler that plans nothing for waiting requests: the loop runs and makes no progress."""
         policy = "tests.server.idle_policy.IdlePolicy"
 
         async def work() -> None:
@@ -364,7 +364,7 @@ class TestHanging:
 
         run(work())
 
-    def test_one_that_hangs_too_long_is_killed_and_brought_back(self, tiny_model: Path) -> None:
+    def test_an_engine_that_hangs_too_long_is_killed_and_restarted(self, tiny_model: Path) -> None:
         async def work() -> None:
             async with supervised(tiny_model, stall_seconds=0.5, hang_timeout=1.0) as (llm, supervisor):
                 stream = llm.generate("abc", params(max_tokens=200))
@@ -381,12 +381,12 @@ class TestHanging:
 
         run(work())
 
-    def test_an_idle_server_is_left_alone(self, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_an_idle_server_is_not_checked(self, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         async def work() -> None:
             async with supervised(tiny_model, hang_timeout=0.2) as (llm, _):
                 await final(llm)
                 await asyncio.sleep(0.2)
-                monkeypatch.setattr(llm, "report_health", None)  # whoever asked would fail
+                monkeypatch.setattr(llm, "report_health", None)  # any health check would fail
                 await asyncio.sleep(0.5)
                 monkeypatch.undo()
                 assert (await final(llm)).finished

@@ -48,7 +48,7 @@ def test_a_live_request_is_a_span_of_the_callers_trace(
     live.client.get("/v1/models")
     live.post("/v1/completions", {"prompt": []})
     live.assert_idle()
-    first, second = exporter.get_finished_spans()  # what generated nothing has none
+    first, second = exporter.get_finished_spans()  # a request that generated nothing has no span
     assert first.name == "text_completion tiny"
     assert first.kind is SpanKind.SERVER
     assert f"{first.context.trace_id:032x}" == TRACE
@@ -71,7 +71,7 @@ def test_a_live_request_is_a_span_of_the_callers_trace(
 
 
 @pytest.mark.parametrize(("status", "reason"), [(500, None), (200, "error")])
-def test_what_failed_is_marked(
+def test_failed_requests_are_marked(
     exporter: InMemorySpanExporter, traces: RequestTraces, status: int, reason: str | None
 ) -> None:
     record = HttpRecord("id", "POST", "/v1/chat/completions", "/v1/chat/completions", arrived=1.0, ended=2.0)
@@ -85,7 +85,7 @@ def test_what_failed_is_marked(
     assert span.name == "chat tiny"
 
 
-def test_a_bad_address_and_a_missing_package_are_told_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_endpoint_and_a_missing_package_are_errors_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="http://localhost:4318/v1/traces"):
         make_traces("localhost:4317", "tiny")
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
@@ -93,7 +93,7 @@ def test_a_bad_address_and_a_missing_package_are_told_with_the_remedy(monkeypatc
         make_traces("http://localhost:4318/v1/traces", "tiny")
 
 
-def test_nothing_of_it_is_imported_unless_asked_for() -> None:
+def test_opentelemetry_is_not_imported_unless_enabled() -> None:
     listing = "[name for name in sys.modules if name.startswith('opentelemetry')]"
     code = f"import quire.server.context, sys; print({listing})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)

@@ -14,14 +14,14 @@ from socket import SO_LINGER, SOL_SOCKET
 from typing import Any
 
 from quire.cli.bench.load.http import Host, LostConnectionError, WholeResponse
-from tests.server.attacked_server import KEYS, AttackedServer, head, whole
+from tests.server.attacked_server import KEYS, AttackedServer, raw_request, request_head
 
 CHAT, TEXT, EMBED = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
 KINDS = ("text", "stream", "chat", "chat stream", "samples", "embed", "responses", "messages")
 WITH_FORMS = ("form", "tool")
 PATIENCE = 120.0
-"""Seconds after which a request counts as left without an answer."""
+"""Seconds after which a request counts as unanswered."""
 TOOL = {
     "type": "function",
     "function": {
@@ -48,7 +48,7 @@ GARBAGE: list[tuple[str, bytes, int]] = [
 
 @dataclass(frozen=True)
 class Ask:
-    """A request, and how many tokens its answer must have; 0: whatever comes."""
+    """A request, and how many tokens its response must have; 0: any number."""
 
     path: str
     body: dict[str, Any]
@@ -60,7 +60,7 @@ class Ask:
 
 
 def draw(rng: random.Random, with_forms: bool = True) -> Ask:
-    """Any request that a server must answer."""
+    """A random request that a server must answer."""
     kind = rng.choice([*KINDS, *(WITH_FORMS if with_forms else ())])
     size, words = rng.randint(1, 60), "the world " * rng.randint(1, 12) + str(rng.randint(0, 30))
     fields: dict[str, Any] = {"temperature": rng.choice([0, 1]), "max_tokens": size, "ignore_eos": True}
@@ -84,8 +84,10 @@ def draw(rng: random.Random, with_forms: bool = True) -> Ask:
         case "messages":
             return Ask(MESSAGES, {"model": "tiny", "messages": messages, "max_tokens": size})
         case "form":
-            form = rng.choice([{"regex": f"[a-z]{{1,{size % 9 + 1}}}"}, {"json": SCHEMA}, {"choice": ["ab", "cd"]}])
-            return Ask(TEXT, {"prompt": words, "max_tokens": 40, "structured_outputs": form})
+            constraint = rng.choice(
+                [{"regex": f"[a-z]{{1,{size % 9 + 1}}}"}, {"json": SCHEMA}, {"choice": ["ab", "cd"]}]
+            )
+            return Ask(TEXT, {"prompt": words, "max_tokens": 40, "structured_outputs": constraint})
         case _:
             return Ask(CHAT, {"messages": messages, "max_tokens": 60, "tools": [TOOL], "tool_choice": "required"})
 
@@ -101,7 +103,7 @@ class Users:
         self._hosts = [Host(attacked.url, {"Authorization": f"Bearer {key}"}) for key in KEYS]
 
     async def ask(self, ask: Ask) -> str:
-        """How it ended: "answered", "failed" (an error that says the engine died), "busy", or a fault of the server."""
+        """The outcome: "answered", "failed" (an error that says the engine died), "busy", or a fault of the server."""
         answer = WholeResponse()
         try:
             async with asyncio.timeout(PATIENCE):
@@ -118,12 +120,13 @@ class Users:
         answer = WholeResponse()
         async with asyncio.timeout(PATIENCE):
             await self._hosts[0].post(path, data, answer)
-        # Without an engine, or with a full queue, nothing else can be said of some of them.
+        # Without an engine, or with a full queue, some of them get only this status.
         self._note("refused" if answer.status in (status, 429, 503) else f"HTTP {answer.status}", Ask(path, {}))
 
-    async def hang_up(self, ask: Ask, seconds: float = 0.05) -> None:
-        """Leave at any moment: within the request, while it waits, within the answer, with a word or without."""
-        data = whole(ask.path, ask.body)
+    async def disconnect(self, ask: Ask, seconds: float = 0.05) -> None:
+        """Disconnect at any moment: within the request, while it is queued, within the response, cleanly or by
+        reset."""
+        data = raw_request(ask.path, ask.body)
         reader, writer = await asyncio.open_connection(*self.attacked.address)
         try:
             writer.write(data if self.rng.random() < 0.9 else data[: self.rng.randint(1, len(data) - 1)])
@@ -141,9 +144,14 @@ class Users:
         self.ends["hung up"] += 1
 
     async def talk_nonsense(self) -> None:
-        """On the wire."""
+        """Send invalid bytes."""
         rng = self.rng
-        pieces = [rng.randbytes(200), head(TEXT, 50) + b"{", b"GET /health HTTP/1.1\r\n\r\n" * 3 + b"\0", b"\r\n" * 50]
+        pieces = [
+            rng.randbytes(200),
+            request_head(TEXT, 50) + b"{",
+            b"GET /health HTTP/1.1\r\n\r\n" * 3 + b"\0",
+            b"\r\n" * 50,
+        ]
         reader, writer = await asyncio.open_connection(*self.attacked.address)
         with suppress(ConnectionError, TimeoutError):
             async with asyncio.timeout(0.2):
@@ -173,7 +181,7 @@ def users_of(attacked: AttackedServer, seed: int) -> Iterator[Users]:
 
 
 def verdict(ask: Ask, status: int, body: bytes) -> str:
-    """How a request ended, as its answer tells it."""
+    """How a request ended, by its response."""
     if status in (429, 503):
         return (
             {429: "busy", 503: "failed"}[status] if json.loads(body)["error"]["message"] else "an error without words"

@@ -42,7 +42,7 @@ class WorkerServer:
 
 
 def states_allowed(start: storm.Model, seed: int, promised: int, begun: int) -> list[storm.Model]:
-    """What the store may hold: everything promised, and possibly more of what was begun, in order."""
+    """What the store may hold: everything durable, and possibly more of what was begun, in order."""
     rng = random.Random(seed)
     model = {name: dict(session) for name, session in start.items()}
     states = [_copy(model)] if promised == 0 else []
@@ -95,7 +95,7 @@ def survive(folder: Path, kills: int, seed: int, longest: float) -> Counter[str]
     return seen
 
 
-def test_killed_at_random_moments_the_store_opens_and_holds_what_it_promised(tmp_path: Path) -> None:
+def test_killed_at_random_moments_the_store_opens_and_holds_everything_durable(tmp_path: Path) -> None:
     seen = survive(tmp_path / "sessions", kills=25, seed=1, longest=0.15)
     assert seen["operations"] > 50
 

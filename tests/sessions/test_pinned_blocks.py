@@ -17,7 +17,7 @@ BLOCK = 64
 
 
 def expected_keys(keys: ContentKeys, tokens: list[int], salt: str) -> list[bytes]:
-    """Keys of the full blocks, and of what is left as a block of its own."""
+    """Keys of the full blocks, and of the rest as a partial block."""
     full = keys.of(tokens, salt)
     rest = tokens[keys.block_size * len(full) :]
     return [*full, keys.key_after(full[-1] if full else keys.root(salt), rest)] if rest else full

@@ -24,7 +24,7 @@ NONCE = bytes(range(32))
 
 
 def make(folder: Path, seed: int, operations: int) -> storm.Model:
-    """A store after some random work, closed."""
+    """A store after some random operations, closed."""
     rng, model = random.Random(seed), storm.Model()
     with SessionStore.open(folder, file_bytes=storm.FILE_BYTES) as store:
         for _ in range(operations):
@@ -35,7 +35,7 @@ def make(folder: Path, seed: int, operations: int) -> storm.Model:
 
 
 def check(folder: Path, model: storm.Model) -> set[str]:
-    """Each session is as it was, or lost by name; returns the lost ones. The store still works."""
+    """Each session is unchanged, or lost by name; returns the lost ones. The store still works."""
     with SessionStore.open(folder, file_bytes=storm.FILE_BYTES) as store:
         lost = set(storm.lost(store))
         assert lost <= set(model), "only sessions that were there can be lost"
@@ -95,7 +95,7 @@ def remove(path: Path, rng: random.Random) -> None:
 
 
 @pytest.mark.parametrize("harm", [flip, cut, wipe, remove])
-def test_a_damaged_file_costs_sessions_that_are_named_and_no_other(
+def test_a_damaged_file_loses_named_sessions_and_no_others(
     tmp_path: Path, harm: Callable[[Path, random.Random], None]
 ) -> None:
     lost = damage_everywhere(tmp_path, seed=3, rounds=40 if harm is flip else 20, harm=harm)
@@ -105,12 +105,12 @@ def test_a_damaged_file_costs_sessions_that_are_named_and_no_other(
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(10, 16))
 @pytest.mark.parametrize("harm", [flip, cut, wipe, remove])
-def test_damage_for_long(tmp_path: Path, harm: Callable[[Path, random.Random], None], seed: int) -> None:
+def test_more_damage(tmp_path: Path, harm: Callable[[Path, random.Random], None], seed: int) -> None:
     assert damage_everywhere(tmp_path, seed, 150, harm) > 0
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_a_flipped_bit_after_a_crash_costs_a_named_session_or_the_last_operation(tmp_path: Path, seed: int) -> None:
+def test_a_flipped_bit_after_a_crash_loses_a_named_session_or_the_last_operation(tmp_path: Path, seed: int) -> None:
     rng, model, before = random.Random(seed), storm.Model(), storm.Model()
     store = SessionStore.open(tmp_path / "whole", file_bytes=storm.FILE_BYTES)
     for _ in range(40):
@@ -134,7 +134,7 @@ def test_a_flipped_bit_after_a_crash_costs_a_named_session_or_the_last_operation
     store.close()
 
 
-def test_a_flipped_bit_outside_a_payload_costs_nothing() -> None:
+def test_a_flipped_bit_outside_a_payload_loses_nothing() -> None:
     frames = [
         Frame(FrameKind.STATE, 1, 0, b"first", "a"),
         Frame(FrameKind.APPEND, 1, 1, b"second"),
@@ -157,7 +157,7 @@ def test_a_flipped_bit_outside_a_payload_costs_nothing() -> None:
                 assert before.offset + 56 <= bit // 8 < before.end - 56, "only a payload, or its padding, is ever lost"
 
 
-def test_a_payload_that_looks_like_a_frame_is_not_taken_for_one() -> None:
+def test_a_payload_that_looks_like_a_frame_is_not_parsed_as_one() -> None:
     forged = encode(Frame(FrameKind.STATE, 99, 0, b"not mine", "victim"), 0, bytes(32))
     data = bytearray(encode(Frame(FrameKind.APPEND, 1, 1, b"." * 3 + forged), 0, NONCE))
     assert [f.id for f in scan(bytes(data), 0, NONCE)] == [1]
@@ -167,10 +167,10 @@ def test_a_payload_that_looks_like_a_frame_is_not_taken_for_one() -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_after_a_loss_of_power_everything_promised_is_there(
+def test_after_a_power_loss_everything_durable_is_there(
     tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Any part of what was not synced may be there; what was synced is there."""
+    """Any part of the unsynced data may be there; all synced data is."""
     rng = random.Random(seed)
     synced: dict[int, bytes] = {}
     """inode → durable content"""
@@ -242,7 +242,7 @@ class SmallDisk:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_on_a_full_disk_what_is_refused_changed_nothing(
+def test_on_a_full_disk_a_refused_operation_changes_nothing(
     tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rng, model = random.Random(seed), storm.Model()
@@ -282,7 +282,7 @@ def test_a_full_disk_drops_kv_and_never_tokens(tmp_path: Path, monkeypatch: pyte
         assert not kv.has(key)
 
 
-def test_deleting_on_a_full_disk_makes_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deleting_on_a_full_disk_frees_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     SmallDisk(monkeypatch, tmp_path, 100_000)
     with SessionStore.open(tmp_path, file_bytes=storm.FILE_BYTES) as store:
         made = 0
@@ -297,7 +297,7 @@ def test_deleting_on_a_full_disk_makes_room(tmp_path: Path, monkeypatch: pytest.
         assert all(store.tokens(f"s{i}").tolist() == list(range(i, i + 300)) for i in range(1, made, 2))
 
 
-def test_a_disk_that_cannot_sync_promises_nothing_more_and_still_reads(
+def test_a_disk_that_cannot_sync_accepts_no_writes_and_still_reads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with SessionStore.open(tmp_path) as store:
@@ -318,7 +318,7 @@ def test_a_disk_that_cannot_sync_promises_nothing_more_and_still_reads(
         store.append("a", [3])
 
 
-def test_a_read_only_folder_is_a_clear_error_at_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_read_only_folder_is_an_error_at_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.open
 
     def refuse(path: object, flags: int, *rest: int, **more: int) -> int:
@@ -331,7 +331,7 @@ def test_a_read_only_folder_is_a_clear_error_at_open(tmp_path: Path, monkeypatch
         SessionStore.open(tmp_path)
 
 
-def test_a_log_of_a_newer_quire_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_log_of_a_newer_quire_is_not_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(formats, "FILE_VERSION", 2)
         with SessionStore.open(tmp_path) as store:

@@ -1,4 +1,4 @@
-"""Sessions by name: their content through restarts, forks, deletions and cleaning, against a plain model."""
+"""Sessions by name: their content after restarts, forks, deletions and compaction, against a plain model."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def store(tmp_path: Path, clock: Clock) -> Iterator[SessionStore]:
 
 
 class SessionMachine(RuleBasedStateMachine):
-    """All operations on sessions, in any order, with restarts, in files so small that all are cleaned."""
+    """All operations on sessions, in any order, with restarts, in files so small that all are compacted."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -172,7 +172,7 @@ class TestSessionsForLong(SessionMachine.TestCase):  # type: ignore[name-defined
 @pytest.mark.parametrize(
     "name", ["", ".", "..", "a/b", "../x", "a b", "é", "a\n", "a\0", "-a", ".a", "a" * 129, None, 7, b"a", "a" * 10**6]
 )
-def test_a_name_that_could_be_mistaken_for_something_else_is_refused(store: SessionStore, name: Any) -> None:
+def test_ambiguous_names_are_refused(store: SessionStore, name: Any) -> None:
     with pytest.raises(ValidationError, match="cannot name a session") as caught:
         store.create(name)
     assert len(str(caught.value)) < 300
@@ -183,7 +183,7 @@ def test_a_name_that_could_be_mistaken_for_something_else_is_refused(store: Sess
 
 
 @given(st.from_regex(r"[A-Za-z0-9_][A-Za-z0-9_.:@-]{0,127}", fullmatch=True))
-def test_names_people_use_are_taken(name: str) -> None:
+def test_common_names_are_accepted(name: str) -> None:
     assert check_name(name) == name
 
 
@@ -206,14 +206,14 @@ def test_a_fork_is_its_own_session_and_outlives_its_parent(store: SessionStore) 
 
 
 @pytest.mark.parametrize("tokens", [[2**31], [-(2**31) - 1], [1.5], ["1"], [[1]], [None], np.array([2**40])])
-def test_what_is_no_token_is_refused_before_anything_is_written(store: SessionStore, tokens: Any) -> None:
+def test_invalid_tokens_are_refused_before_anything_is_written(store: SessionStore, tokens: Any) -> None:
     store.create("a", [1])
     with pytest.raises(ValidationError, match="32 bits"):
         store.append("a", tokens)
     assert store.tokens("a").tolist() == [1]
 
 
-def test_a_closed_store_leaves_the_folder_to_the_next_owner(tmp_path: Path) -> None:
+def test_a_closed_store_releases_the_folder_to_the_next_owner(tmp_path: Path) -> None:
     with SessionStore.open(tmp_path) as before:
         before.create("a", [1])
     with SessionStore.open(tmp_path) as now:
@@ -265,7 +265,7 @@ def test_a_session_in_use_does_not_expire(tmp_path: Path, clock: Clock) -> None:
         assert len(store) == 2
 
 
-def test_a_page_goes_on_where_the_last_one_ended_though_sessions_come_and_go(store: SessionStore) -> None:
+def test_a_page_continues_after_the_last_one_while_sessions_are_created_and_deleted(store: SessionStore) -> None:
     for i in range(10):
         store.create(f"s{i}", durable=False)
     first = store.page(limit=4)
@@ -282,7 +282,7 @@ def test_a_page_goes_on_where_the_last_one_ended_though_sessions_come_and_go(sto
     assert last.after is None
 
 
-def test_sessions_are_found_by_when_they_were_made(store: SessionStore, clock: Clock) -> None:
+def test_sessions_are_found_by_creation_time(store: SessionStore, clock: Clock) -> None:
     begin = clock.now
     for i in range(6):
         store.create(f"s{i}", durable=False)
@@ -339,7 +339,7 @@ def test_many_threads_share_commits(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     def slow(fd: int) -> None:
         syncs.append(fd)
-        time.sleep(0.05)  # long enough for all the others to come and wait, on a busy machine too
+        time.sleep(0.05)  # long enough for all other threads to start and wait, on a busy machine too
         real(fd)
 
     monkeypatch.setattr(os, "fdatasync", slow)
@@ -359,7 +359,7 @@ def test_many_threads_share_commits(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert len(syncs) < 16 * 6 / 2, "concurrent commits share syncs"
 
 
-def test_a_session_goes_to_a_file_and_comes_back(tmp_path: Path) -> None:
+def test_a_session_is_exported_and_imported(tmp_path: Path) -> None:
     with SessionStore.open(tmp_path / "one") as one, SessionStore.open(tmp_path / "two") as two:
         one.create("a", range(1000), fingerprint=b"model", salt="tenant", meta={"k": "v"})
         export_session(one, "a", tmp_path / "a.quire")
@@ -392,7 +392,7 @@ def test_a_damaged_export_is_refused_whole(tmp_path: Path) -> None:
         assert len(store) == 1
 
 
-def test_thousands_of_sessions_share_what_they_have_in_common(tmp_path: Path) -> None:
+def test_thousands_of_sessions_share_their_common_prefix(tmp_path: Path) -> None:
     prompt = list(range(512))
     with SessionStore.open(tmp_path) as store:
         for i in range(2000):

@@ -1,7 +1,5 @@
-"""Blocks, sessions and exports written by an earlier quire are still read.
-
-`tests/data/before_renames` was written by the code as it was before modules and classes got their present names.
-"""
+"""Blocks, sessions and exports written by an earlier quire are still read. `tests/data/before_renames` was written by
+the code before modules and classes got their present names."""
 
 from __future__ import annotations
 
@@ -34,7 +32,7 @@ def stored(tmp_path: Path) -> Path:
     return tmp_path / "stored"
 
 
-def test_keys_name_the_same_content() -> None:
+def test_keys_are_unchanged() -> None:
     assert KEYS.of(TOKENS[:64], "salt")[-1].hex() == "b8345be09773a686c5eafa8eb8c63cad8441bddb0757f956e353604a06b60b69"
 
 

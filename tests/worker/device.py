@@ -22,7 +22,7 @@ ROW_TOKENS = 32
 
 
 class Device:
-    """Rows are added with their tokens; logits are given; tokens are drawn."""
+    """Rows are added with their tokens; given logits, tokens are drawn."""
 
     def __init__(self, vocab: int, max_rows: int = 8, processors: Sequence[LogitsProcessor] = ()) -> None:
         self.max_rows = max_rows

@@ -1,4 +1,4 @@
-"""CUDA graphs without a GPU: what would be captured runs as it is, at every replay."""
+"""CUDA graphs without a GPU: what would be captured runs eagerly, at every replay."""
 
 from __future__ import annotations
 
@@ -30,10 +30,8 @@ class _EagerPool:
 
 
 def run_graphs_eagerly(monkeypatch: pytest.MonkeyPatch, kinds: set[str]) -> set[tuple[bool, str]]:
-    """Captured paths of these kinds ("decode", "mixed") run in Triton's interpreter.
-
-    Returns what has run, filled as it does: (on the last pipeline stage, "decode step" or the like).
-    """
+    """Captured paths of these kinds ("decode", "mixed") run in Triton's interpreter. Returns a list of what has run,
+    filled as it runs: (on the last pipeline stage, "decode step" or the like)."""
     used: set[tuple[bool, str]] = set()
     paths = {"decode": CapturedDecodePath, "mixed": CapturedMixedPath}
     for kind, path in paths.items():

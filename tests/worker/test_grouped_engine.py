@@ -30,7 +30,7 @@ PARAMS = [
 
 @pytest.fixture
 def passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Counts how often a beginning is read for a group; however little it saves."""
+    """Counts how often a prefix is read for a group; groups are used however little they save."""
     monkeypatch.setattr(groups, "LEAST_TOKENS", 8)
     monkeypatch.setattr(groups, "LEAST_SAVED", 1)
     calls: list[int] = []
@@ -52,7 +52,7 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     ],
     ids=["overlapped", "preempted"],
 )
-def test_tokens_are_those_of_the_cpus_kernels_which_know_no_groups(
+def test_tokens_equal_those_of_the_cpu_kernels_without_groups(
     llm: LLM,
     interpreted: Callable[..., LLM],  # noqa: F811
     passes: list[int],

@@ -1,7 +1,5 @@
-"""The whole engine over the GPU's kernels, in Triton's interpreter: the tokens of the engine over the CPU's kernels.
-
-What is not walked here is what only a device has: pinned memory, events, graphs (`tests/gpu`).
-"""
+"""The whole engine with the GPU's kernels, in Triton's interpreter: the tokens of the engine with the CPU's kernels.
+Not covered here is what only a device has: pinned memory, events, graphs (`tests/gpu`)."""
 
 from __future__ import annotations
 
@@ -38,7 +36,7 @@ def tokens_of(outputs: list[RequestOutput]) -> list[list[list[int]]]:
 
 @pytest.fixture(scope="module")
 def expected(tiny_model: Path) -> list[list[list[int]]]:
-    """By the CPU's own kernels."""
+    """Tokens of the CPU's kernels."""
     with LLM(str(tiny_model), dtype="float32", num_gpu_blocks_override=64, device="cpu") as llm:
         return tokens_of(llm.generate(PROMPTS, PARAMS, use_tqdm=False))
 
@@ -83,10 +81,11 @@ def test_tokens_equal_those_of_the_cpus_kernels(
     assert (preemptions(llm) > 0) == ("num_gpu_blocks_override" in settings)
 
 
-def test_cached_blocks_and_rows_with_lists_and_reports(
+def test_cached_blocks_with_rows_of_every_kind(
     interpreted: Callable[..., LLM], llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A prefix hit, a prefix group, and rows of every kind in one batch: what the CPU's kernels give each."""
+    """A prefix hit, a prefix group, and rows with lists and logprobs in one batch: the same results as the CPU's
+    kernels."""
     for least in ("LEAST_TOKENS", "LEAST_SAVED"):
         monkeypatch.setattr(f"quire.scheduler.prefix_groups.{least}", 8)
     listed = SamplingParams(
@@ -118,7 +117,7 @@ def _assert_same_reports(ours: RequestOutput, theirs: RequestOutput) -> None:
             assert value.rank == other[token].rank
 
 
-def test_products_that_add_themselves_to_the_stream(
+def test_gemms_fused_with_the_residual_add(
     interpreted: Callable[..., LLM], expected: list[list[list[int]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from quire.kernels.triton import ops

@@ -21,7 +21,7 @@ VOCAB = 20
 
 
 def penalised(logits: list[float], prompt: list[int], output: list[int], params: SamplingParams) -> list[float]:
-    """vLLM's meaning: repetition counts prompt and output, presence and frequency the output alone."""
+    """vLLM's definition: repetition counts prompt and output, presence and frequency only the output."""
     result = list(logits)
     for token in range(len(logits)):
         if token in prompt or token in output:
@@ -54,7 +54,7 @@ def test_penalties_equal_a_loop_over_tokens(seed: int) -> None:
     torch.testing.assert_close(ours, torch.tensor(expected), rtol=1e-5, atol=1e-5)
 
 
-def test_penalties_leave_rows_without_them_alone() -> None:
+def test_penalties_do_not_change_rows_without_them() -> None:
     device = Device(3)
     device.add(0, SamplingParams(temperature=0), prompt=[1], output=[2, 2])
     device.add(1, SamplingParams(temperature=0, frequency_penalty=2.0), prompt=[1], output=[2, 2])
@@ -69,7 +69,7 @@ def test_a_bias_is_added_before_penalties() -> None:
     assert device.draw(torch.tensor([[4.0, 2.0, 0.0]]), [0])[0] == [0]
 
 
-def test_logit_bias_moves_the_choice_of_its_row_only() -> None:
+def test_logit_bias_affects_only_its_row() -> None:
     device = Device(4)
     device.add(0, SamplingParams(temperature=0, logit_bias={3: 10.0, 0: -100.0}))
     device.add(1, SamplingParams(temperature=0))
@@ -99,7 +99,7 @@ def test_only_allowed_tokens_are_drawn() -> None:
     ids=str,
 )
 def test_the_last_token_of_a_bad_word_is_banned_after_the_rest_of_it(output: list[int], banned: set[int]) -> None:
-    """Bad words 9, (4 5) and (4 5 6). The prompt's end does not count."""
+    """Bad words 9, (4 5) and (4 5 6). The end of the prompt does not count."""
     device = Device(10)
     words = [[9], [4, 5], [4, 5, 6]]
     for token in range(10):
@@ -110,8 +110,9 @@ def test_the_last_token_of_a_bad_word_is_banned_after_the_rest_of_it(output: lis
         assert (chosen != token) == (token in banned), (output, token)
 
 
-def test_bad_words_of_many_rows_are_banned_as_a_loop_over_them_says() -> None:
-    """Words of all lengths, some with the same last token, over blocks' edges; outputs that hold their beginnings."""
+def test_bad_words_of_many_rows_equal_a_loop_over_them() -> None:
+    """Words of all lengths, some with the same last token, across block boundaries; outputs that contain their
+    beginnings."""
     rng = random.Random(3)
     vocab, rows = 6, range(8)
     for _ in range(60):
@@ -145,7 +146,7 @@ def test_lists_of_many_rows_take_as_many_operations_as_those_of_two() -> None:
     assert operations(8) == operations(2)
 
 
-def test_long_lists_travel_to_the_device_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_lists_are_copied_to_the_device_once(monkeypatch: pytest.MonkeyPatch) -> None:
     device = Device(VOCAB, max_rows=8)
     sizes: list[int] = []
     upload = device.batch.upload
@@ -174,7 +175,7 @@ def test_stop_tokens_are_masked_until_min_tokens() -> None:
 
 @pytest.mark.parametrize("rows", [1, 2, 128])
 def test_rows_with_different_lists_share_a_step(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
-    """Each draws what it draws alone, however many have their tokens counted at a time."""
+    """Each draws the same tokens as alone, however many rows have their tokens counted at a time."""
     monkeypatch.setattr(sampler, "PENALTY_ROWS", rows)
     vocab = 40
     device = Device(vocab, max_rows=8)
@@ -199,7 +200,7 @@ def test_rows_with_different_lists_share_a_step(monkeypatch: pytest.MonkeyPatch,
 
 
 class Waits(TorchDispatchMode):
-    """Notes where the host reads a number of the device."""
+    """Records where the host reads a value from the device."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -227,7 +228,7 @@ def test_nothing_waits_for_the_device() -> None:
 
 
 class Only:
-    """Allows one token, the one in `extra_args["only"]`; notes what it was shown."""
+    """Allows one token, the one in `extra_args["only"]`; records what it was given."""
 
     seen: ClassVar[list[tuple[list[int], list[int]]]] = []
 
@@ -242,7 +243,7 @@ class Only:
 
 
 class Breaks(Only):
-    """Makes logits that are not numbers, after two good tokens."""
+    """Makes invalid logits after two good tokens."""
 
     def applies(self, params: SamplingParams) -> bool:
         return "break" in (params.extra_args or {})
@@ -270,14 +271,14 @@ def test_a_custom_processor_changes_only_requests_that_ask_for_it(make_llm: Any,
     assert Only.seen == [(forced.prompt_token_ids, [70] * count) for count in range(4)]
 
 
-def test_a_custom_processor_that_is_not_there_is_refused(make_llm: Any) -> None:
+def test_a_missing_custom_processor_is_refused(make_llm: Any) -> None:
     with pytest.raises(ValidationError, match="no_such_module"):
         make_llm(logits_processors=["no_such_module.Thing"])
 
 
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_logits_that_are_not_numbers_end_one_request_only(make_llm: Any, depth: int, temperature: float) -> None:
+def test_invalid_logits_end_one_request_only(make_llm: Any, depth: int, temperature: float) -> None:
     llm = make_llm(logits_processors=["tests.worker.test_logits.Breaks"], pipeline_depth=depth)
     good = SamplingParams(temperature=temperature, seed=5, max_tokens=12, ignore_eos=True)
     bad = SamplingParams(temperature=temperature, seed=5, max_tokens=12, ignore_eos=True, extra_args={"break": True})
@@ -290,8 +291,8 @@ def test_logits_that_are_not_numbers_end_one_request_only(make_llm: Any, depth: 
 
 
 @pytest.mark.parametrize("caching", [True, False], ids=["cached", "uncached"])
-def test_blocks_that_held_nan_poison_no_later_request(make_llm: Any, caching: bool) -> None:
-    """A token whose embedding is NaN fills its request's KV with NaN; the blocks go on to others."""
+def test_blocks_that_held_nan_do_not_affect_later_requests(make_llm: Any, caching: bool) -> None:
+    """A token whose embedding is NaN fills its request's KV with NaN; the blocks are then reused."""
     llm: LLM = make_llm(num_gpu_blocks_override=8, enable_prefix_caching=caching)
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
     expected = [o.outputs[0].token_ids for o in llm.generate(["abc", "hello there", "x"], params, use_tqdm=False)]
@@ -301,7 +302,7 @@ def test_blocks_that_held_nan_poison_no_later_request(make_llm: Any, caching: bo
     kept_row = embedding.data[poison].clone()
     embedding.data[poison] = math.nan
     try:
-        for _ in range(3):  # every block is touched
+        for _ in range(3):  # every block is used
             outputs = llm.generate([[poison] * 40, "abc", [5, poison, 6] * 8], params, use_tqdm=False)
             assert [o.outputs[0].finish_reason for o in outputs] == ["error", "length", "error"]
             assert outputs[1].outputs[0].token_ids == expected[0]

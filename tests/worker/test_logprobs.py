@@ -1,4 +1,4 @@
-"""Reported log-probabilities equal transformers', whatever chunks, hits or preemptions led to them."""
+"""Reported log-probabilities equal transformers', with any chunks, hits or preemptions."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def check_prompt(output: RequestOutput, reference: Any, count: int, llm: LLM) ->
 @pytest.mark.parametrize("count", [0, 1, 5, 20])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_logprobs_of_drawn_tokens(llm: LLM, reference: Any, count: int, temperature: float) -> None:
-    """Raw ones: neither temperature nor penalties nor biases show in them."""
+    """Raw log-probabilities: without temperature, penalties and biases."""
     params = SamplingParams(
         temperature=temperature, seed=3, max_tokens=12, ignore_eos=True, logprobs=count, presence_penalty=1.0,
         logit_bias={50: 3.0}, top_k=30,
@@ -131,7 +131,7 @@ def test_preempted_requests_report_every_token_once(
         check_prompt(output, reference, 2, llm)
 
 
-def test_every_sample_of_a_prompt_has_its_own_logprobs(llm: LLM, reference: Any) -> None:
+def test_every_sequence_of_a_prompt_has_its_own_logprobs(llm: LLM, reference: Any) -> None:
     params = SamplingParams(n=4, temperature=1.0, seed=8, max_tokens=10, ignore_eos=True, logprobs=3, prompt_logprobs=1)
     (output,) = llm.generate([PROMPT], params, use_tqdm=False)
     assert len({tuple(sample.token_ids) for sample in output.outputs}) == 4
@@ -167,7 +167,7 @@ def test_penalties_in_the_engine_equal_a_loop(llm: LLM, reference: Any) -> None:
 
 
 @pytest.mark.parametrize("rows, narrow", [(1, 1024), (1, 1), (128, 1024)])
-def test_requests_that_ask_for_different_counts_share_a_step(
+def test_requests_with_different_logprob_counts_share_a_step(
     llm: LLM, reference: Any, monkeypatch: pytest.MonkeyPatch, rows: int, narrow: int
 ) -> None:
     monkeypatch.setattr(logprobs, "LOGPROB_ROWS", rows)
@@ -184,7 +184,7 @@ def test_requests_that_ask_for_different_counts_share_a_step(
             check_output(output, reference, count, llm)
 
 
-def test_an_output_is_dataclasses_all_the_way(llm: LLM) -> None:
+def test_an_output_consists_of_dataclasses(llm: LLM) -> None:
     (output,) = llm.generate([[9]], SamplingParams(max_tokens=2, logprobs=1, temperature=0), use_tqdm=False)
     (sample,) = dataclasses.asdict(output)["outputs"]
     token, report = next(iter((output.outputs[0].logprobs or [])[0].items()))

@@ -1,4 +1,4 @@
-"""The memory plan: parts sum to the total, the cache gets what is left, and what does not fit is refused."""
+"""The memory plan: parts sum to the total, the cache gets the rest, and what does not fit is refused."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def config(**settings: Any) -> EngineConfig:
     return EngineConfig(**{"gpu_memory_utilization": 0.9, **settings})
 
 
-def test_the_cache_gets_what_weights_work_and_reserve_leave_of_the_share() -> None:
+def test_the_cache_gets_what_weights_activations_and_reserve_leave_of_the_share() -> None:
     platform = FakeGpu()
     plan = NEEDS.plan(config(), platform, platform.free_memory(), int(62.5 * GIB))
     allowed = 0.9 * 80 * GIB
@@ -79,7 +79,7 @@ def test_the_parts_sum_up_to_the_whole(now: int | None, free: int) -> None:
     assert sum(parts) == plan.total and all(part >= 0 for part in parts)
 
 
-def test_what_others_have_is_not_counted_on_and_the_last_bytes_are_not_taken() -> None:
+def test_memory_used_by_others_and_the_last_bytes_are_not_used() -> None:
     platform = FakeGpu(free=40)
     plan = NEEDS.plan(config(), platform, platform.free_memory())
     assert plan.free == pytest.approx(KEPT_FREE * plan.total, abs=2 * NEEDS.block_bytes)
@@ -123,15 +123,15 @@ def test_the_table_names_every_part_in_columns() -> None:
 
 
 @pytest.mark.parametrize("check", ["plan", "check_weights"])
-def test_weights_that_do_not_fit_are_refused_with_what_would_do(check: str) -> None:
+def test_weights_that_do_not_fit_are_refused_with_a_remedy(check: str) -> None:
     platform = FakeGpu(total=15.9, free=14.2)
     with pytest.raises(ModelTooLargeError) as caught:
         getattr(NEEDS, check)(config(), platform, platform.free_memory())
-    said = str(caught.value)
-    assert "the weights need 16.00 GiB" in said
-    assert "14.20 GiB of 15.90 GiB are free" in said
-    assert "a GPU with at least 22 GiB" in said
-    assert "\n" not in said
+    message = str(caught.value)
+    assert "the weights need 16.00 GiB" in message
+    assert "14.20 GiB of 15.90 GiB are free" in message
+    assert "a GPU with at least 22 GiB" in message
+    assert "\n" not in message
 
 
 def test_float32_weights_are_advised_a_smaller_dtype() -> None:
@@ -140,7 +140,7 @@ def test_float32_weights_are_advised_a_smaller_dtype() -> None:
         wide.check_weights(config(), FakeGpu(16, 15), 15 * GIB)
 
 
-def test_no_room_for_a_cache_names_the_settings_that_give_some() -> None:
+def test_no_room_for_a_cache_names_the_settings_that_help() -> None:
     platform = FakeGpu(total=20, free=19)
     NEEDS.check_weights(config(), platform, platform.free_memory())
     with pytest.raises(ModelTooLargeError, match="leave no room for a KV cache") as caught:
@@ -149,7 +149,7 @@ def test_no_room_for_a_cache_names_the_settings_that_give_some() -> None:
         assert setting in str(caught.value)
 
 
-def test_a_card_of_the_size_advised_is_enough() -> None:
+def test_a_card_of_the_advised_size_is_enough() -> None:
     platform = FakeGpu(total=22, free=21.9)
     assert NEEDS.plan(config(), platform, platform.free_memory()).num_blocks >= 2
 
@@ -178,9 +178,11 @@ def test_weights_that_do_not_fit_are_refused_before_they_are_loaded(
         setup.make_engine(*tiny)
 
 
-@pytest.mark.parametrize(("where", "said"), [("load", "a first step tried"), ("cache", "with a KV cache of 0.00 GiB")])
-def test_memory_that_ends_at_start_is_one_line(
-    tiny: tuple[EngineConfig, Any, Any], monkeypatch: pytest.MonkeyPatch, where: str, said: str
+@pytest.mark.parametrize(
+    ("where", "message"), [("load", "a first step tried"), ("cache", "with a KV cache of 0.00 GiB")]
+)
+def test_out_of_memory_at_start_is_one_line(
+    tiny: tuple[EngineConfig, Any, Any], monkeypatch: pytest.MonkeyPatch, where: str, message: str
 ) -> None:
     class Unlucky:
         needs = NEEDS
@@ -199,7 +201,7 @@ def test_memory_that_ends_at_start_is_one_line(
     monkeypatch.setattr(workers, "Worker", Unlucky)
     with pytest.raises(ModelTooLargeError, match="out of memory on Test Card") as caught:
         setup.make_engine(*tiny)
-    assert said.replace("0.00", f"{17 * NEEDS.block_bytes / GIB:.2f}") in str(caught.value)
+    assert message.replace("0.00", f"{17 * NEEDS.block_bytes / GIB:.2f}") in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
@@ -234,7 +236,7 @@ def test_on_a_cpu_the_plan_is_kept_with_the_engine_info(
 ) -> None:
     with caplog.at_level(logging.INFO):
         llm = make_llm()
-    assert "memory of" not in caplog.text, "a CPU's memory is not ours to share out"
+    assert "memory of" not in caplog.text, "memory of a CPU is not planned"
     memory = llm.llm_engine.info.memory
     assert memory.num_blocks - 1 == llm.llm_engine.info.num_blocks == 128
     assert memory.cache == llm.llm_engine.info.kv_bytes
@@ -247,7 +249,7 @@ def test_a_cpu_is_not_measured() -> None:
     assert profile_activations(lambda: pytest.fail("a step was run"), torch.device("cpu")) == 0
 
 
-def test_a_step_is_measured_from_what_was_there_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_is_measured_relative_to_the_memory_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
     allocated, peak = [100, 350], [0, 900]
 

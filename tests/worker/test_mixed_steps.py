@@ -1,4 +1,4 @@
-"""Steps with prompts, padded to a captured shape, yield what they yield as they are."""
+"""Steps with prompts, padded to a captured shape, yield the same as unpadded ones."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def plan_of(decodes: int, prompts: list[int], draws: list[int], context: int = 1
 
 @pytest.mark.parametrize("decodes", [0, 1, 8, 9, 250])
 @pytest.mark.parametrize("prompts, draws", [([5], [0]), ([5, 1, 30], [1]), ([64], []), ([1] * PROMPTS, [0, 3, 7])])
-def test_what_is_real_stays_where_it_is_found(decodes: int, prompts: list[int], draws: list[int]) -> None:
+def test_padding_keeps_the_real_rows_in_place(decodes: int, prompts: list[int], draws: list[int]) -> None:
     plan = plan_of(decodes, prompts, draws)
     shape = shape_of(plan, long_context=1000, grouped=False, max_rows=512, max_tokens=512)
     assert shape is not None and shape.decodes in DECODES and shape.tokens in TOKENS
@@ -53,7 +53,7 @@ def test_what_is_real_stays_where_it_is_found(decodes: int, prompts: list[int], 
     assert (more.rows[decodes : more.num_decodes] == PAD).all() and (more.counts[: more.num_decodes] == 1).all()
 
 
-def test_what_fits_no_shape_is_left_alone() -> None:
+def test_steps_that_fit_no_shape_are_not_padded() -> None:
     assert shape_of(plan_of(4, [TOKENS[-1] + 1], []), 1000, False, 512, 512) is None
     assert shape_of(plan_of(4, [1] * (PROMPTS + 1), []), 1000, False, 512, 512) is None
     assert shape_of(plan_of(4, [9], []), 1000, False, 8, 512) is None
@@ -64,7 +64,7 @@ def test_what_fits_no_shape_is_left_alone() -> None:
 @pytest.mark.skipif(ON_GPU, reason="on a GPU steps are really captured: tests/gpu runs them there")
 @pytest.mark.parametrize("depth", [1, pytest.param(0, marks=pytest.mark.slow)])
 def test_engines_yield_the_same(tiny_model: Path, monkeypatch: pytest.MonkeyPatch, depth: int) -> None:
-    """Over the GPU's kernels in the interpreter, every step through what would be captured."""
+    """With the GPU's kernels in the interpreter, every step on the path that would be captured."""
     from quire.worker import mixed_steps
 
     monkeypatch.setattr(mixed_steps, "DECODES", (0, 2, 8))

@@ -1,4 +1,4 @@
-"""Blocks between the cache and host memory: every byte arrives where it was sent, with its tokens."""
+"""Transfers between the cache and host memory: every byte arrives at its target, with its tokens."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def finish(mover: Mover) -> list[int]:
     return done
 
 
-def test_blocks_go_out_and_come_back_elsewhere(mover: Mover) -> None:
+def test_blocks_are_copied_out_and_back_to_other_places(mover: Mover) -> None:
     kv, rng = mover._kv, random.Random(3)
     before = kv.data.clone()
     out = list(zip(rng.sample(range(1, BLOCKS), SLOTS), rng.sample(range(SLOTS), SLOTS), strict=True))
@@ -53,7 +53,7 @@ def test_blocks_go_out_and_come_back_elsewhere(mover: Mover) -> None:
         assert kv.tokens[target].tolist() == ids.tolist()
 
 
-def test_neighbours_go_together(mover: Mover) -> None:
+def test_adjacent_blocks_are_copied_together(mover: Mover) -> None:
     before = mover._kv.data.clone()
     mover.start(7, Moves(out=[(3, 0), (4, 1), (5, 2), (9, 3), (8, 4)]))
     assert finish(mover) == [7]
@@ -62,7 +62,7 @@ def test_neighbours_go_together(mover: Mover) -> None:
         assert torch.equal(host[slot], before[block].cpu())
 
 
-def test_a_plan_that_is_refused_moves_nothing(mover: Mover) -> None:
+def test_a_refused_plan_copies_nothing(mover: Mover) -> None:
     """The previous step failed: its slots may have been reassigned."""
     batch = DeviceBatch(2, 16, 10, mover._kv, mover._kv.data.device)
     runner = Runner(None, batch, None)  # type: ignore[arg-type]
@@ -76,11 +76,11 @@ def test_a_plan_that_is_refused_moves_nothing(mover: Mover) -> None:
     assert finish(mover) == [] and not mover.memory.data.any()
 
 
-def test_both_links_are_measured(mover: Mover) -> None:
+def test_both_directions_are_measured(mover: Mover) -> None:
     assert all(speed > 0 for speed in mover.measure())
 
 
-def test_memory_that_cannot_be_had_is_said() -> None:
+def test_memory_that_cannot_be_allocated_is_an_error() -> None:
     memory = HostMemory(1 << 40, 1 << 20, pinned=False)
     with pytest.raises(ConfigError, match="GiB of host memory .* Lower swap_space"):
         _ = memory.data

@@ -1,4 +1,4 @@
-"""A recorded pass gives the bits an eager one gives, whatever changed between its runs."""
+"""A recorded pass gives the same bits as an eager one, whatever changed between its runs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def generate(folder: Path, **settings: Any) -> tuple[list[list[int]], LLM]:
 
 
 def tape_paths(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Every TapeDecodePath that is made after this."""
+    """Every TapeDecodePath made after this."""
     from quire.worker import worker
 
     made: list[Any] = []
@@ -117,7 +117,7 @@ def test_several_queries_a_row_are_refused_by_name() -> None:
         TapeDecodePath(batch, batch, TorchOps(), width=2)
 
 
-def test_the_reference_records_nothing() -> None:
+def test_the_reference_ops_are_not_recorded() -> None:
     result, replay = TorchOps().capture(lambda: torch.ones(2))
     assert replay is None
     assert result.tolist() == [1, 1]

@@ -23,7 +23,7 @@ def _words(text: str) -> list[int]:
 
 
 def _published(counter: list[int], key: list[int]) -> list[int]:
-    """The ten rounds in Python's own integers, all four words."""
+    """The ten rounds in Python integers, all four words."""
     c, k = list(counter), list(key)
     for _ in range(10):
         high0, low0 = divmod(0xD2511F53 * c[0], 1 << 32)
@@ -57,7 +57,7 @@ def test_known_answers(counter: str, key: str, result: str, make: object) -> Non
 
 
 @pytest.mark.parametrize("make", MAKERS)
-def test_random_inputs_agree_with_the_ten_rounds_written_out(make: object) -> None:
+def test_random_inputs_equal_the_ten_rounds_in_python(make: object) -> None:
     draw = random.Random(5)
     for _ in range(200):
         words = [draw.getrandbits(32) for _ in range(6)]

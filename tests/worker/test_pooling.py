@@ -1,4 +1,4 @@
-"""Vectors of a step's rows, made together."""
+"""Vectors of a step's rows, computed together."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.worker.device import Device, Operations
 
 
 def step_of(kinds: list[RowKind]) -> tuple[Device, StepPlan, torch.Tensor]:
-    """A step of prompts of 1, 2, 3 … tokens, all but the first of which it ends."""
+    """A step of prompts of 1, 2, 3 … tokens; it ends all but the first."""
     device = Device(9, max_rows=len(kinds))
     for row, kind in enumerate(kinds):
         device.add(row, SamplingParams(), prompt=[1] * (row + 1))
@@ -29,7 +29,7 @@ def step_of(kinds: list[RowKind]) -> tuple[Device, StepPlan, torch.Tensor]:
 
 
 @pytest.mark.parametrize("last_only", [False, True])
-def test_the_last_tokens_vectors_take_as_many_operations_for_many_rows_as_for_two(last_only: bool) -> None:
+def test_last_token_vectors_take_as_many_operations_for_many_rows_as_for_two(last_only: bool) -> None:
     counts = []
     for size in (3, 8):
         device, plan, hidden = step_of([RowKind.LAST] * size)

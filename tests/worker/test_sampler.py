@@ -1,4 +1,4 @@
-"""Which tokens may be sampled, how often they are, and what a sample depends on."""
+"""Which tokens may be drawn, how often, and what a draw depends on."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def columns(*params: SamplingParams) -> ScalarColumns:
 
 
 def kept(logits: torch.Tensor, **params: Any) -> list[bool]:
-    """Which tokens our filter leaves, for one row."""
+    """Which tokens our filter keeps, for one row."""
     mask = filter_logits(logits[None], columns(SamplingParams(**params)))
     left = mask[0] > -math.inf
     assert torch.equal(mask[0][left], logits[left])
@@ -31,7 +31,7 @@ def kept(logits: torch.Tensor, **params: Any) -> list[bool]:
 def brute_force(
     logits: torch.Tensor, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0, top_n_sigma: float = 0.0
 ) -> list[bool]:
-    """The same in float64, one rule after the other as vLLM has them; a tie with the last one kept stays in."""
+    """The same in float64, one filter after the other in vLLM's order; ties with the last kept token are kept."""
     weights = np.exp(logits.double().numpy() - float(logits.max()))
     alive = weights >= min_p * weights.max()
     if top_n_sigma > 0.0:
@@ -110,16 +110,16 @@ def test_xtc_equals_brute_force(seed: int) -> None:
             left = filter_logits(logits[None], scalars)
             probabilities = np.exp(left[0].double().numpy() - float(logits.max()))
             probabilities /= probabilities.sum()
-            exclude_top_choices(left, scalars, torch.tensor([0.5]))  # not below the probability: nothing happens
+            exclude_top_choices(left, scalars, torch.tensor([0.5]))  # not below the probability: XTC does not apply
             assert ((left[0] > -math.inf).numpy() == (probabilities > 0)).all()
             exclude_top_choices(left, scalars, torch.tensor([0.49]))
             wanted = without_top_choices(probabilities, np.float32(threshold))
             assert ((left[0] > -math.inf).numpy() == wanted).all(), (threshold, top_k)
 
 
-def test_xtc_applies_as_often_as_its_probability_and_by_a_number_of_its_own() -> None:
-    """Probabilities .6 .3 .1: without the top choice only .3 and .1 are drawn. Whether it applies says nothing about
-    which of the two it is."""
+def test_xtc_applies_as_often_as_its_probability_and_by_a_separate_number() -> None:
+    """Probabilities .6 .3 .1: without the top choice only .3 and .1 are drawn. Whether XTC applies is independent of
+    which of the two is drawn."""
     logits = torch.tensor([0.6, 0.3, 0.1]).log()
     device = Device(3, max_rows=512)
     for row in range(512):
@@ -133,7 +133,7 @@ def test_xtc_applies_as_often_as_its_probability_and_by_a_number_of_its_own() ->
     assert ((counts - expected) ** 2 / expected).sum() < 25, (counts, expected)
 
 
-def test_wide_and_narrow_rows_do_not_disturb_each_other() -> None:
+def test_wide_and_narrow_rows_do_not_affect_each_other() -> None:
     generator = torch.Generator().manual_seed(9)
     logits = torch.stack([torch.randn(3000, generator=generator) * scale for scale in (0.1, 3.0, 0.1, 8.0)])
     settings: list[dict[str, Any]] = [{"top_p": 0.9}, {"top_k": 40}, {"min_p": 0.1}, {}]
@@ -142,7 +142,7 @@ def test_wide_and_narrow_rows_do_not_disturb_each_other() -> None:
         assert together[row].tolist() == kept(logits[row], **params)
 
 
-def test_ties_with_the_last_token_kept_stay_in() -> None:
+def test_ties_with_the_last_kept_token_are_kept() -> None:
     logits = torch.tensor([1.0, 3.0, 2.0, 2.0, 2.0, 0.0])
     assert kept(logits, top_k=2) == [False, True, True, True, True, False]
     assert kept(logits, top_k=1) == [False, True, False, False, False, False]
@@ -151,8 +151,8 @@ def test_ties_with_the_last_token_kept_stay_in() -> None:
     assert kept(torch.tensor([2.0, 2.0, -9.0]), top_p=0.3) == [True, True, False]
 
 
-def test_top_p_takes_its_share_of_what_min_p_left() -> None:
-    """Probabilities .5 .3 .1 .1: min_p .5 leaves .625 .375 of it, and the first alone is past top_p .6."""
+def test_top_p_applies_to_what_min_p_kept() -> None:
+    """Probabilities .5 .3 .1 .1: min_p .5 keeps .625 .375, and the first alone is past top_p .6."""
     logits = torch.tensor([0.5, 0.3, 0.1, 0.1]).log()
     assert kept(logits, top_p=0.6, min_p=0.5) == [True, False, False, False]
     assert kept(logits, top_p=0.7, min_p=0.5) == [True, True, False, False]
@@ -193,8 +193,8 @@ def test_draws_follow_the_distribution(params: dict[str, Any]) -> None:
     assert chi_square < 45, (chi_square, counts, expected)  # 11 degrees of freedom: p < 1e-5
 
 
-def test_a_draw_depends_on_nothing_but_its_own_row() -> None:
-    """The same seed, output index and logits give the same token in any row, beside anything."""
+def test_a_draw_depends_only_on_its_own_row() -> None:
+    """The same seed, output index and logits give the same token in any row, in any batch."""
     vocab = 64
     logits = torch.randn(8, vocab, generator=torch.Generator().manual_seed(2))
     params = SamplingParams(temperature=0.9, top_p=0.95, seed=1234)
@@ -218,7 +218,7 @@ def test_a_draw_depends_on_nothing_but_its_own_row() -> None:
         assert tokens[2] == wanted[0]
 
 
-def test_samples_of_one_prompt_draw_from_streams_of_their_own() -> None:
+def test_sequences_of_one_prompt_have_separate_streams() -> None:
     device = Device(50, max_rows=32)
     for row in range(32):
         device.add(row, SamplingParams(seed=1), sequence=row)
@@ -256,7 +256,7 @@ def test_a_masked_token_is_never_drawn_even_by_the_smallest_number() -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_rows_without_valid_logits_are_told_apart(temperature: float) -> None:
+def test_rows_without_valid_logits_are_flagged(temperature: float) -> None:
     device = Device(5)
     for row in range(4):
         device.add(row, SamplingParams(temperature=temperature, seed=0))

@@ -33,7 +33,7 @@ WANTED = [
 
 
 class Stages:
-    """A worker made of two."""
+    """A worker made of two stages."""
 
     def __init__(self, *settings: Any, **more: Any) -> None:
         self._stages = [Worker(*settings, Ranks(pp_rank=stage, pp_size=2), **more) for stage in range(2)]
@@ -65,7 +65,7 @@ class Stages:
 
 @pytest.fixture
 def in_stages(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Hidden states go between the stages through a queue."""
+    """Hidden states pass between the stages through a queue."""
     sent: deque[torch.Tensor] = deque()
 
     def begin(self: Pipeline, tokens: int) -> None:
@@ -94,14 +94,14 @@ def expected(tiny_model: Path) -> list[list[list[int]]]:
 
 
 @pytest.mark.parametrize("budget", [24, 512])
-def test_with_the_tape_of_a_cpu(
+def test_with_the_cpus_tape(
     tiny_model: Path, expected: list[list[list[int]]], in_stages: dict[str, Any], budget: int
 ) -> None:
     assert run(tiny_model, max_num_batched_tokens=budget, **in_stages) == expected
 
 
 @pytest.mark.slow
-def test_with_the_padded_steps_of_a_gpu(
+def test_with_the_gpus_padded_steps(
     tiny_model: Path,
     expected: list[list[list[int]]],
     in_stages: dict[str, Any],

@@ -1,4 +1,4 @@
-"""Ways of cutting a text, and reading it piece by piece."""
+"""Splits a text into pieces, and parses it piece by piece."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Thinking, content and calls of one answer."""
+"""Reasoning, content and calls of one answer."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_a_call_right_after_thinking_the_prompt_opened() -> None:
     assert (answer.reasoning, answer.content, len(answer.calls)) == ("Yes.", "", 1)
 
 
-def test_neither() -> None:
+def test_neither_reasoning_nor_calls() -> None:
     machine = AnswerReader()
     assert machine.push("<think>") == [Content("<think>")]
     assert machine.push("") == []

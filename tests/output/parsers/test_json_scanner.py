@@ -68,7 +68,7 @@ def test_stops_where_the_value_ends(text: str, rest: str) -> None:
 
 @settings(deadline=None)
 @given(cut(soup))
-def test_what_it_calls_done_is_json_and_what_is_json_it_calls_done(document: tuple[str, list[str]]) -> None:
+def test_it_accepts_exactly_valid_json(document: tuple[str, list[str]]) -> None:
     text, pieces = document
     scanner, written, read = scan(pieces)
     if scanner.done:
@@ -92,7 +92,7 @@ def test_what_it_calls_done_is_json_and_what_is_json_it_calls_done(document: tup
         ('{"a": True, "b": [False, None]}', {"a": True, "b": [False, None]}),
     ],
 )
-def test_slips_that_have_one_reading_are_mended(written: str, value: object) -> None:
+def test_unambiguous_mistakes_are_repaired(written: str, value: object) -> None:
     for pieces in ([written], list(written)):
         scanner, mended, _ = scan(pieces)
         assert scanner.done

@@ -1,4 +1,4 @@
-"""The split between thinking and answer."""
+"""The split between reasoning and answer."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_templates_and_models(prompt: str, answer: str, reasoning: str, content:
     assert (split.reasoning, split.content) == (reasoning, content)
 
 
-def test_streams_as_it_comes() -> None:
+def test_text_is_streamed_as_it_arrives() -> None:
     split = ThinkSplit(opened=True)
     assert split.push("One thought </") == [Reasoning("One thought")]
     assert split.push("b> more") == [Reasoning(" </b> more")]
@@ -57,7 +57,7 @@ def test_streams_as_it_comes() -> None:
     assert split.finish() == []
 
 
-def test_other_marks_and_unknown_names() -> None:
+def test_other_markers_and_unknown_names() -> None:
     split = make_reasoning_split("mistral")
     assert split.needs_special_tokens
     answer = split.parse("[THINK]hm[/THINK]Yes.")
@@ -66,6 +66,6 @@ def test_other_marks_and_unknown_names() -> None:
         make_reasoning_split("ponder")
 
 
-def test_a_megabyte_of_thought_in_single_characters() -> None:
+def test_a_megabyte_of_reasoning_in_single_characters() -> None:
     text = "a < b, " * 150_000
     assert read(ThinkSplit(opened=True), text).reasoning == text.strip()

@@ -1,4 +1,4 @@
-"""Tool calls in answers: the same whole or in any pieces, and what is no call stays text."""
+"""Tool calls in answers: the same whole or in any pieces, and text that is not a call stays text."""
 
 from __future__ import annotations
 
@@ -212,7 +212,7 @@ LOOKALIKES = {
 
 
 @pytest.mark.parametrize("name, text", [(name, text) for name, texts in LOOKALIKES.items() for text in texts])
-def test_what_only_looks_like_a_call_is_content(name: str, text: str) -> None:
+def test_text_that_only_looks_like_a_call_is_content(name: str, text: str) -> None:
     for pieces in ([text], text):
         answer = read(make(name), pieces)
         assert (answer.content, answer.calls) == (text, [])
@@ -268,7 +268,7 @@ def test_pythonic_values_become_json() -> None:
         }
 
 
-def test_markup_passes_an_unknown_name_on_and_bare_text_does_not() -> None:
+def test_an_unknown_name_is_passed_on_with_markup_and_not_without() -> None:
     assert calls_of(make("hermes").parse('<tool_call>{"name": "nobody", "arguments": {}}</tool_call>')) == [
         ("nobody", {})
     ]
@@ -277,7 +277,7 @@ def test_markup_passes_an_unknown_name_on_and_bare_text_does_not() -> None:
     assert make("llama3_json").parse('{"name": "nobody", "parameters": {}}').calls == []
 
 
-def test_arguments_are_streamed_as_they_come() -> None:
+def test_arguments_are_streamed_as_they_arrive() -> None:
     parser = make("hermes")
     assert parser.push('Hm. <tool_call>\n{"name": "f", "argu') == [Content("Hm.")]
     assert parser.push('ments": {"a": "so') == [CallStart(0, "call_0", "f"), CallArguments(0, '{"a": "so')]
@@ -288,7 +288,7 @@ def test_arguments_are_streamed_as_they_come() -> None:
     assert parser.finish() == []
 
 
-def test_content_is_not_held_back_longer_than_it_must_be() -> None:
+def test_content_is_not_held_back_longer_than_needed() -> None:
     parser = make("hermes")
     assert parser.push("a < b <to") == [Content("a < b")]
     assert parser.push("ol> c") == [Content(" <tool> c")]
@@ -302,9 +302,7 @@ def test_content_is_not_held_back_longer_than_it_must_be() -> None:
     ('<tool_call>{"name": "f", "arguments": {"a": "so: "hi""}}</tool_call>', '{"a": "so: "', 'hi""}}</tool_call>'),
     ('<tool_call>{"name": "f", "arguments": {"a": 1.2.3}}</tool_call>', '{"a": ', "1.2.3}}</tool_call>"),
 ])  # fmt: skip
-def test_a_call_that_breaks_after_it_was_told_is_marked_and_never_closed_for_the_model(
-    text: str, given: str, rest: str
-) -> None:
+def test_a_call_that_breaks_after_it_was_reported_is_marked_and_never_closed(text: str, given: str, rest: str) -> None:
     for pieces in ([text], text):
         answer = read(make("hermes"), pieces)
         assert [(call.arguments, call.complete) for call in answer.calls] == [(given, False)]
@@ -332,7 +330,7 @@ def test_ids() -> None:
 
 
 class ShoutParser(CallParser):
-    """A user's own format: `CALL name {…}`."""
+    """A custom format: `CALL name {…}`."""
 
     tags = ("CALL ",)
 
@@ -342,7 +340,7 @@ class ShoutParser(CallParser):
             yield from self._stream_arguments(name)
 
 
-def test_a_parser_of_ones_own_by_dotted_path() -> None:
+def test_a_custom_parser_by_dotted_path() -> None:
     parser: Any = make_tool_parser("tests.output.parsers.test_tools.ShoutParser", None, ids())
     assert calls_of(parser.parse('CALL f {"a": 1}')) == [("f", {"a": 1})]
     with pytest.raises(ValidationError, match="unknown tool-call parser 'hermit'; known: hermes, json"):

@@ -1,4 +1,4 @@
-"""Ten thousand conversations asleep on disk: what they share is stored once, and none is slower for the others."""
+"""Ten thousand suspended sessions on disk: what they share is stored once, and none is slower for the others."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ SIZES = [(250, 2_000), pytest.param(1_000, 10_000, marks=pytest.mark.slow)]
 """Sessions at the first measurement and at the second."""
 AT_ONCE = 100
 HOST_SHARE = 10
-"""Host memory holds a tenth of the blocks that sleep."""
+"""Host memory holds a tenth of the suspended blocks."""
 BLOCK_BYTES = 2 * 2 * 2 * 16 * BLOCK * 4
-"""Of the tiny model: keys and values, layers, heads, a head's size, float32."""
+"""Bytes of the tiny model's block: keys and values, layers, heads, head size, block, float32."""
 MakeLLM = Callable[..., LLM]
 Costs = dict[str, tuple[float, float]]
 
@@ -42,8 +42,8 @@ def long_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-class Town:
-    """An engine full of sessions that begin alike."""
+class ManySessions:
+    """An engine with many sessions that share a prefix."""
 
     def __init__(self, llm: LLM) -> None:
         self.llm = llm
@@ -52,14 +52,14 @@ class Town:
         self.system.generate(greedy(1))
         self._shared = self.system.tokens[:SHARED]
         self.prompts: dict[str, list[int]] = {}
-        """What each session held before it first spoke."""
-        self._born = 0
+        """The tokens of each session before its first turn."""
+        self._num_created = 0
 
     def _tokens(self, count: int) -> list[int]:
         return [self.rng.randrange(4, 110) for _ in range(count)]
 
-    def _birth(self) -> SessionHandle:
-        name, self._born = f"agent-{self._born}", self._born + 1
+    def _new_session(self) -> SessionHandle:
+        name, self._num_created = f"agent-{self._num_created}", self._num_created + 1
         session = self.system.fork(name, SHARED)
         own = self._tokens(OWN - 1)
         session.append(own)
@@ -67,22 +67,23 @@ class Town:
         return session
 
     def grow_to(self, count: int) -> None:
-        """Sessions are forked, hear something, say something and fall asleep, until there are so many."""
+        """Fork sessions, append to each, generate a token and suspend it, until there are `count`."""
         while len(self.prompts) < count:
-            born = [self._birth() for _ in range(min(AT_ONCE, count - len(self.prompts)))]
-            for stream in [session.stream(greedy(1)) for session in born]:
+            created = [self._new_session() for _ in range(min(AT_ONCE, count - len(self.prompts)))]
+            for stream in [session.stream(greedy(1)) for session in created]:
                 for _ in stream:
                     pass
-            for session in born:
+            for session in created:
                 session.suspend()
 
     def costs(self, repeats: int = 15) -> Costs:
-        """Operations in the middle, and seconds at best, of what must not depend on how many there are."""
-        sessions, woken = self.llm.sessions, self.rng.sample(list(self.prompts), repeats)
+        """Median operation counts, and best times in seconds, of calls whose cost must not depend on the number of
+        sessions."""
+        sessions, sampled = self.llm.sessions, self.rng.sample(list(self.prompts), repeats)
         measured: dict[str, list[tuple[int, float]]] = {"create": [], "list": [], "resume": []}
-        for name in woken:
-            measured["create"].append(cost(lambda: sessions.create("passer-by", [5, 6, 7])))
-            sessions.delete("passer-by")
+        for name in sampled:
+            measured["create"].append(cost(lambda: sessions.create("temporary", [5, 6, 7])))
+            sessions.delete("temporary")
             measured["list"].append(cost(lambda name=name: sessions.list(after=name, limit=20)))
             measured["resume"].append(cost(lambda name=name: sessions.resume(name).generate(greedy(1))))
             sessions.delete(name)
@@ -94,7 +95,7 @@ class Town:
 
 
 def cost(act: Callable[[], object]) -> tuple[int, float]:
-    """How many functions an act calls, and how long it takes."""
+    """How many functions a call calls, and how long it takes."""
     count = 0
 
     def note(frame: FrameType, event: str, value: object) -> None:
@@ -111,15 +112,15 @@ def cost(act: Callable[[], object]) -> tuple[int, float]:
     return count, seconds
 
 
-def undisturbed(llm: LLM, prompts: list[list[int]], tokens: int) -> list[list[int]]:
-    """What follows the prompts where nothing sleeps, wakes or is shared."""
+def uninterrupted(llm: LLM, prompts: list[list[int]], tokens: int) -> list[list[int]]:
+    """The tokens after the prompts in an engine without suspends or sharing."""
     outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], greedy(tokens), use_tqdm=False)
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("few_sessions", "many_sessions"), SIZES, ids=lambda count: f"{count}")
-def test_thousands_of_sessions_asleep(
+def test_thousands_of_suspended_sessions(
     make_llm: MakeLLM,
     long_model: Path,
     tmp_path: Path,
@@ -137,20 +138,20 @@ def test_thousands_of_sessions_asleep(
     }  # fmt: skip
     llm = make_llm(long_model, **settings)
     core = llm.llm_engine.core
-    town = Town(llm)
-    town.grow_to(few_sessions)
-    few = town.costs()
-    town.grow_to(many_sessions)
-    town.system.suspend()
+    fleet = ManySessions(llm)
+    fleet.grow_to(few_sessions)
+    few = fleet.costs()
+    fleet.grow_to(many_sessions)
+    fleet.system.suspend()
     tiers = core.scheduler.tiers
     assert tiers is not None and tiers.store is not None
-    assert core.scheduler.tables.pool.used == 0, "who sleeps holds nothing on the device"
+    assert core.scheduler.tables.pool.used == 0, "suspended sessions hold nothing on the device"
     assert tiers.host.num_slots == host_slots
     stats = tiers.store.stats()
-    assert stats.pinned_blocks == SHARED // BLOCK + many_sessions * OWN // BLOCK, "the shared part is there once"
+    assert stats.pinned_blocks == SHARED // BLOCK + many_sessions * OWN // BLOCK, "the shared part is stored once"
     assert (stats.refused, stats.failed, stats.damaged) == (0, 0, 0)
 
-    many = town.costs()
+    many = fleet.costs()
     for act, (count, seconds) in many.items():
         before, seconds_before = few[act]
         where = f"{act} among {few_sessions} and {many_sessions} sessions"
@@ -158,19 +159,19 @@ def test_thousands_of_sessions_asleep(
         if is_slow:  # a busy machine makes times of a few microseconds meaningless
             assert seconds <= 5 * seconds_before, f"{where}: {seconds_before} and {seconds} s"
 
-    names = town.rng.sample(list(town.prompts), 12)
+    names = fleet.rng.sample(list(fleet.prompts), 12)
     reference = make_llm(long_model, enable_prefix_caching=False, num_gpu_blocks_override=1024)
-    expected = undisturbed(reference, [town.prompts[name] for name in names], 9)
+    expected = uninterrupted(reference, [fleet.prompts[name] for name in names], 9)
     for name, answer in zip(names[:6], expected[:6], strict=True):
         session = llm.sessions.resume(name)
         output = session.generate(greedy(8))
-        assert output.num_cached_tokens == SHARED + OWN - 1, "all there was to compute had been computed"
-        assert session.tokens == [*town.prompts[name], *answer]
+        assert output.num_cached_tokens == SHARED + OWN - 1, "all computed tokens are cached"
+        assert session.tokens == [*fleet.prompts[name], *answer]
         session.suspend()
     llm.shutdown()
 
-    llm = make_llm(long_model, **settings)  # after a restart just the same
-    assert len(llm.sessions) == len(town.prompts) + 1
+    llm = make_llm(long_model, **settings)  # the same after a restart
+    assert len(llm.sessions) == len(fleet.prompts) + 1
     listed, after = 0, None
     while page := llm.sessions.list(after, limit=1000):
         listed, after = listed + len(page), page[-1].name
@@ -180,5 +181,5 @@ def test_thousands_of_sessions_asleep(
         if name in names[6:]:
             output = session.generate(greedy(8))
             assert output.num_cached_tokens == SHARED + OWN - 1
-        assert session.tokens == [*town.prompts[name], *answer]
+        assert session.tokens == [*fleet.prompts[name], *answer]
         session.suspend()
