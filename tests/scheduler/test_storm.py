@@ -47,11 +47,11 @@ class Storm:
         self.shape, self.left = shape, requests
         self.rng = rng_of("storm", seed)
         self.bench = Bench(
-            weather.blocks, weather.block_size, weather.rows, weather.budget, weather.policy, weather.depth,
-            weather.prefix_caching, weather.chunked, ending, self._fails, self._yields_nothing,
-            config=weather.config, host_slots=weather.host,
-            disk=MemoryDisk(weather.disk, seed) if weather.disk else None,
-            microbatches=weather.depth + 1 if weather.microbatches else None,
+            shape.blocks, shape.block_size, shape.rows, shape.budget, shape.policy, shape.depth,
+            shape.prefix_caching, shape.chunked, ending, self._fails, self._yields_nothing,
+            config=shape.config, host_slots=shape.host,
+            disk=MemoryDisk(shape.disk, seed) if shape.disk else None,
+            microbatches=shape.depth + 1 if shape.microbatches else None,
         )  # fmt: skip
         self.bench.device.keep_plans = False
         self.cuts: dict[tuple[str, int], int] = {}
@@ -241,12 +241,12 @@ TIERED = [
 
 
 PIPELINED = [
-    Weather(microbatches=True, depth=1),
-    Weather(microbatches=True, depth=3, rows=9, policy="priority"),
-    Weather(microbatches=True, depth=2, blocks=22, budget=9, chunked=False),
-    Weather(microbatches=True, depth=1, blocks=25, failure_rate=0.02, empty_rate=0.1),
-    Weather(microbatches=True, depth=2, blocks=30, host=30, failure_rate=0.01),
-    Weather(microbatches=True, depth=1, rows=1, block_size=1, blocks=90),
+    EngineShape(microbatches=True, depth=1),
+    EngineShape(microbatches=True, depth=3, rows=9, policy="priority"),
+    EngineShape(microbatches=True, depth=2, blocks=22, budget=9, chunked=False),
+    EngineShape(microbatches=True, depth=1, blocks=25, failure_rate=0.02, empty_rate=0.1),
+    EngineShape(microbatches=True, depth=2, blocks=30, host=30, failure_rate=0.01),
+    EngineShape(microbatches=True, depth=1, rows=1, block_size=1, blocks=90),
 ]
 
 
