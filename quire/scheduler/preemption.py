@@ -75,8 +75,9 @@ class Preemptor:
         builder.assign(request.row, index, self._requests.grow(request, tokens))
 
     def give_slots(self, builder: StepBuilder, requests: list[Request]) -> bool:
-        """Make room for one more token each. All preemptions come first: a block that is copied from in this step is
-        then never one that is copied to, and copies need no order. False: blocks are free only after transfers."""
+        """Give each request a slot for one more token. All preemptions come first: a block that is copied from in this
+        step is then never one that is copied to, and copies need no order. False: blocks are free only after
+        transfers."""
         growing = (request for request in requests if self._next_block(request) >= len(request.blocks))
         for victim in self._sharing.exceeding(growing):
             self.preempt(builder, victim)
@@ -106,7 +107,7 @@ class Preemptor:
         return (int(self._rows.bound[request.row]) - 1) // self._tables.block_size
 
     def _give_slot(self, builder: StepBuilder, request: Request) -> None:
-        """The next token goes to a block that is the request's alone."""
+        """Allocate the block that the next token is written to, or copy it if it is shared."""
         row, index = request.row, self._next_block(request)
         if index >= len(request.blocks):
             self.grow(builder, request, int(self._rows.bound[row]))
