@@ -364,5 +364,5 @@ def test_a_model_that_does_not_fit_is_refused_before_any_process_starts(tmp_path
 
 
 def test_experts_of_one_process_cannot_be_rebalanced(make_llm: Callable[..., LLM]) -> None:
-    with pytest.raises(ValidationError, match="needs enable_expert_parallel over several"):
+    with pytest.raises(ValidationError, match="set enable_expert_parallel, with several ranks"):
         make_llm().rebalance_experts()
