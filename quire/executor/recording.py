@@ -211,7 +211,12 @@ class Comparison:
 
 
 def _create(path: str) -> IO[bytes]:
+    """The new file. A recording that is there is kept as `PATH.old`: a restarted engine must not overwrite the run that
+    ended the last one."""
+    file = Path(path)
     try:
-        return Path(path).open("wb")
+        if file.is_file():
+            file.replace(file.with_name(file.name + ".old"))
+        return file.open("wb")
     except OSError as error:
         raise ConfigError(f"cannot write the recording {path}: {error.strerror}", "record", path) from error

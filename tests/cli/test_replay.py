@@ -95,6 +95,17 @@ def test_a_file_that_is_not_a_recording_is_refused(tmp_path: Path) -> None:
             Recording(tmp_path / "other")
 
 
+def test_a_restarted_engine_keeps_the_recording_of_the_last_one(byte_llama: Path, tmp_path: Path) -> None:
+    file = tmp_path / "run"
+    runs = []
+    for prompt in ("a", "a longer prompt"):
+        with LLM(str(byte_llama), record=str(file), kv_cache_memory_bytes=1 << 20) as llm:
+            llm.generate(prompt, SamplingParams(temperature=0, max_tokens=2, ignore_eos=True), use_tqdm=False)
+        runs.append([plan.tokens.tolist() for plan in Recording(file).plans()])
+    assert runs[0] != runs[1]
+    assert [plan.tokens.tolist() for plan in Recording(tmp_path / "run.old").plans()] == runs[0]
+
+
 def test_an_unwritable_recording_is_an_error(byte_llama: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot write the recording"):
         LLM(str(byte_llama), record=str(tmp_path / "no" / "folder"), kv_cache_memory_bytes=1 << 20)
