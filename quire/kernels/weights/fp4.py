@@ -1,0 +1,66 @@
+"""4-bit floats with a scale per 16 or 32 inputs: NVFP4 and MXFP4; activations stay as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from quire.kernels.weights.base import Allocate, QuantizedWeight
+from quire.kernels.weights.grouped import pack_nibbles, unpack_nibbles
+
+VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""What codes 0 to 7 mean; bit 3 is the sign."""
+
+
+class Fp4Weight(QuantizedWeight):
+    """value = VALUES[code] * scale of the group [* factor of the output].
+
+    codes  uint8 [..., out, in / 2], packed by `pack_nibbles`
+    scale  [..., out, groups]: uint8, an exponent s that means 2^(s - 127) (MXFP4, groups of 32), or float8_e4m3fn
+           (NVFP4, groups of 16)
+    factor float32 [..., out]; None: 1
+    """
+
+    def __init__(
+        self, codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, factor: torch.Tensor | None = None
+    ) -> None:
+        self.codes, self.scale, self.factor, self.dtype = codes, scale, factor, dtype
+        self.shape = torch.Size((*codes.shape[:-1], codes.shape[-1] * 2))
+        self.group = 32 if scale.dtype is torch.uint8 else 16
+
+    @classmethod
+    def allocate(cls, shape: Sequence[int], dtype: torch.dtype, allocate: Allocate, nvidia: bool = False) -> Fp4Weight:
+        """One without values. `nvidia`: NVFP4 rather than MXFP4."""
+        *lead, width = shape
+        codes = allocate((*lead, width // 2), torch.uint8)
+        scale = allocate((*lead, width // (16 if nvidia else 32)), torch.float8_e4m3fn if nvidia else torch.uint8)
+        return cls(codes, scale, dtype, allocate(tuple(lead), torch.float32) if nvidia else None)
+
+    def write(
+        self, index: slice | int, codes: torch.Tensor, scale: torch.Tensor, factor: torch.Tensor | float | None = None
+    ) -> None:
+        """Fill some outputs (of a stack: a matrix) from unpacked codes uint8 [..., in]."""
+        self.codes[index] = pack_nibbles(codes).to(self.codes.device)
+        self.scale[index] = scale.to(self.scale.device)
+        if self.factor is not None and factor is not None:
+            self.factor[index] = factor if isinstance(factor, float) else factor.to(self.factor.device)
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        held = {"codes": self.codes, "scale": self.scale, "factor": self.factor}
+        return {name: tensor for name, tensor in held.items() if tensor is not None}
+
+    def with_tensors(self, tensors: dict[str, torch.Tensor], shape: Sequence[int]) -> Fp4Weight:
+        return Fp4Weight(tensors["codes"], tensors["scale"], self.dtype, tensors.get("factor"))
+
+    def dequantize(self) -> torch.Tensor:
+        codes = unpack_nibbles(self.codes).long()
+        table = torch.tensor([*VALUES, *(-value for value in VALUES)], device=codes.device)
+        scale = self.scale.float() if self.scale.dtype is not torch.uint8 else torch.exp2(self.scale.float() - 127)
+        values = table[codes] * scale.repeat_interleave(self.group, -1)
+        return (values if self.factor is None else values * self.factor.unsqueeze(-1)).to(self.dtype)
+
+    @property
+    def layout(self) -> tuple[object, ...]:
+        return (*super().layout, self.group)
