@@ -1,0 +1,1 @@
+"""How checkpoints store matrices in few bits: one module a family of formats."""
