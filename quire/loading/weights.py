@@ -64,6 +64,10 @@ class Assembly:
     device: torch.device
     nbytes: int
     """Bytes it fills."""
+    format: str = ""
+    """How the checkpoint has it, in words."""
+    layout: str = ""
+    """Name of the layout it is held in."""
 
 
 @dataclass(frozen=True)
