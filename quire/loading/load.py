@@ -93,6 +93,15 @@ def load_weights(
         read_pieces(pieces, count)
 
 
+def match_checkpoint(
+    targets: Mapping[str, Sequence[Target]], ignores: Callable[[str], bool], checkpoint: Checkpoint
+) -> list[tuple[Weight, Sequence[Target]]]:
+    """The checkpoint's tensors that the model needs, each with its targets. Raises like `load_weights`."""
+    matched, misfits = _match(targets, ignores, checkpoint)
+    misfits.raise_if_any()
+    return matched
+
+
 def _copy(weight: Weight, wanted: Sequence[Target], count: Callable[[int], None]) -> None:
     """Copy a tensor that can be read only through `Weight.read`."""
     part, part_keep = None, None
