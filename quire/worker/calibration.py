@@ -16,6 +16,7 @@ from quire.config import EngineConfig
 from quire.distributed.groups import Ranks
 from quire.errors import UnsupportedModelError
 from quire.kernels.base import Ops
+from quire.kernels.weights.base import Weight
 from quire.layers.build_context import collect_targets
 from quire.layers.linear import FusedLinear, GateUpLinear, QKVLinear, ReplicatedLinear, RowParallelLinear
 from quire.layers.moe import SparseMLP
@@ -23,7 +24,7 @@ from quire.layers.norm import RMSNorm
 from quire.loading.files import ModelFiles
 from quire.loading.load import load_weights, match_checkpoint
 from quire.loading.model_config import ModelConfig
-from quire.loading.weights import Checkpoint, Target, Weight
+from quire.loading.weights import AnyTarget, Checkpoint, StoredWeight, Target
 from quire.models.base import CausalLM
 from quire.models.llama import LlamaLayer, LlamaMLP
 from quire.platforms.base import Platform
@@ -198,7 +199,7 @@ class LayerStage:
     """One layer with its weights, ready to run; the first also embeds."""
 
     model: CausalLM
-    others: list[Weight]
+    others: list[StoredWeight]
     """Its tensors that are not in `matrices`, as they are now."""
     consumed: list[str]
     """Names of the checkpoint's tensors that `matrices` hold."""
@@ -285,7 +286,7 @@ def load_stage(
         return any(start < tensor.data_ptr() + tensor.nbytes and tensor.data_ptr() < stop for start, stop in spans)
 
     pairs = match_checkpoint(targets, built.ignores, checkpoint)
-    others = [_Held(weight, wanted) for weight, wanted in pairs if not any(in_matrix(t.into) for t in wanted)]
+    others = [_Held(weight, wanted) for weight, wanted in pairs if not any(isinstance(t, Target) and in_matrix(t.into) for t in wanted)]
     kept = {other.name for other in others}
     consumed = [weight.name for weight, _ in pairs if weight.name not in kept]
     return LayerStage(built, list(others), consumed, matrices, list(_unquantized(built)), config, platform.device)
@@ -294,13 +295,13 @@ def load_stage(
 class _Held:
     """A checkpoint tensor that a layer holds: its value there, which may have changed since it was loaded."""
 
-    def __init__(self, weight: Weight, wanted: Sequence[Target]) -> None:
+    def __init__(self, weight: StoredWeight, wanted: Sequence[AnyTarget]) -> None:
         self.name, self.shape = weight.name, weight.shape
         self._weight, self._wanted = weight, wanted
 
     def read(self, keep: tuple[slice, ...] = ()) -> torch.Tensor:
         target = self._wanted[0]
-        if target.arrange is None and tuple(target.into.shape) == tuple(self.shape):
+        if isinstance(target, Target) and target.arrange is None and tuple(target.into.shape) == tuple(self.shape):
             return target.into[keep] if keep else target.into
         return self._weight.read(keep)
 
@@ -309,18 +310,17 @@ def find_matrices(model: CausalLM) -> Iterator[Matrix]:
     """The matrices of a model that are stored in few bits: all but embeddings, heads, routers and gates."""
     for path, module in model.named_modules():  # type: ignore[attr-defined]
         owner = path.rpartition(".")[0]
-        if isinstance(module, (FusedLinear, RowParallelLinear)) and module.transposed:
-            raise UnsupportedModelError(
-                f"{path}: {type(model).__name__} stores its matrices transposed, which compressed-tensors cannot describe"
-            )
-        if isinstance(module, FusedLinear):
+        if isinstance(module, (FusedLinear, RowParallelLinear)):
+            weight = _dense(module.weight)
             start = 0
-            for part in module.parts:
-                stop = start + part.keep.stop - part.keep.start
-                yield Matrix(f"{owner}.{part.name}", module.weight[start:stop], module.weight, part.arrange)
-                start = stop
-        elif isinstance(module, RowParallelLinear):
-            yield Matrix(f"{owner}.{module.name}", module.weight, module.weight)
+            for part in module.parts if isinstance(module, FusedLinear) else [module.part]:
+                if part.transposed:
+                    raise UnsupportedModelError(
+                        f"{path}: {type(model).__name__} stores its matrices transposed, which compressed-tensors "
+                        "cannot describe"
+                    )
+                yield Matrix(f"{owner}.{part.name}", weight[start : start + part.height], weight, part.arrange)
+                start += part.height
         elif isinstance(module, SparseMLP):
             yield from _expert_matrices(owner, module)
 
@@ -328,17 +328,22 @@ def find_matrices(model: CausalLM) -> Iterator[Matrix]:
 def _expert_matrices(owner: str, module: SparseMLP) -> Iterator[Matrix]:
     naming, width = module.namings[0], module.share.width
     for expert in range(module.routing.num_experts):
-        fused, down = module.gate_up[expert], module.down[expert]
+        fused, down = _dense(module.gate_up)[expert], _dense(module.down)[expert]
         for name, rows in ((naming.gate, fused[:width]), (naming.up, fused[width:])):
             yield Matrix(f"{owner}.{name.format(expert)}".removesuffix(".weight"), rows, fused)
         yield Matrix(f"{owner}.{naming.down.format(expert)}".removesuffix(".weight"), down, down)
+
+
+def _dense(weight: Weight) -> torch.Tensor:
+    assert isinstance(weight, torch.Tensor)
+    return weight
 
 
 def _unquantized(model: CausalLM) -> Iterator[str]:
     for path, module in model.named_modules():  # type: ignore[attr-defined]
         owner = path.rpartition(".")[0]
         if isinstance(module, ReplicatedLinear):
-            yield f"{owner}.{module.name}"
+            yield f"{owner}.{module.part.name}"
         elif isinstance(module, SparseMLP):
             yield f"{owner}.{module.namings[0].router}".removesuffix(".weight")
 
