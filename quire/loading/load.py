@@ -103,6 +103,15 @@ def load_weights(
         _assemble(assemblies, count)
 
 
+def match_checkpoint(
+    targets: Mapping[str, Sequence[AnyTarget]], ignores: Callable[[str], bool], checkpoint: Checkpoint
+) -> list[tuple[StoredWeight, Sequence[AnyTarget]]]:
+    """The checkpoint's tensors that the model needs, each with its targets. Raises like `load_weights`."""
+    matched, misfits = _match(targets, ignores, checkpoint)
+    misfits.raise_if_any()
+    return matched
+
+
 _ASSEMBLERS = 8
 """Threads that read and re-lay weights in few bits."""
 
