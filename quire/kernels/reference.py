@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from quire.kernels.base import CompilableKernel
+from quire.kernels.weights.base import Weight, reference_linear
 
 
 class TorchOps:
@@ -16,11 +17,11 @@ class TorchOps:
 
     whole_steps = False
 
-    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        return F.linear(x, weight, bias)
+    def linear(self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return reference_linear(x, weight, bias)
 
-    def embedding(self, tokens: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return F.embedding(tokens, weight)
+    def embedding(self, tokens: torch.Tensor, weight: Weight) -> torch.Tensor:
+        return F.embedding(tokens, weight) if isinstance(weight, torch.Tensor) else weight.embedding(tokens)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         wide = x.float()
@@ -46,7 +47,7 @@ class TorchOps:
         return (F.silu(gate) * up).to(gate_up.dtype)
 
     def linear_add(
-        self, stream: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+        self, stream: torch.Tensor, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None
     ) -> torch.Tensor | None:
         return self.linear(x, weight, bias)
 
@@ -56,14 +57,14 @@ class TorchOps:
         residual: torch.Tensor | None,
         gain: torch.Tensor,
         eps: float,
-        weight: torch.Tensor,
+        weight: Weight,
         bias: torch.Tensor | None = None,
         gated: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         normed, stream = self.norm_stream(x, residual, gain, eps)
         return (self.gated_linear if gated else self.linear)(normed, weight, bias), stream
 
-    def gated_linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def gated_linear(self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
         return self.silu_mul(self.linear(x, weight, bias))
 
     def route(
@@ -89,8 +90,8 @@ class TorchOps:
         x: torch.Tensor,
         weights: torch.Tensor,
         experts: torch.Tensor,
-        gate_up: torch.Tensor,
-        down: torch.Tensor,
+        gate_up: Weight,
+        down: Weight,
     ) -> torch.Tensor:
         # Every expert computes every token: the routing is only on the device.
         total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
@@ -108,8 +109,8 @@ class TorchOps:
         gain: torch.Tensor,
         eps: float,
         router: torch.Tensor,
-        gate_up: torch.Tensor,
-        down: torch.Tensor,
+        gate_up: Weight,
+        down: Weight,
         top_k: int,
         renormalise: bool,
         counts: torch.Tensor | None = None,
@@ -149,12 +150,12 @@ class TorchOps:
         return run(), None
 
     def kernels_of(
-        self, weight: torch.Tensor, normed: bool, gated: bool, bias: bool, max_rows: int
+        self, weight: Weight, normed: bool, gated: bool, bias: bool, max_rows: int
     ) -> Sequence[CompilableKernel]:
         return []
 
     def expert_kernels_of(
-        self, gate_up: torch.Tensor, down: torch.Tensor, top_k: int, renormalise: bool, routed: int, max_tokens: int
+        self, gate_up: Weight, down: Weight, top_k: int, renormalise: bool, routed: int, max_tokens: int
     ) -> dict[object, Callable[[], object]]:
         return {}
 

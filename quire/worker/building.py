@@ -14,7 +14,7 @@ from quire.distributed.groups import Ranks
 from quire.errors import ConfigError
 from quire.kernels.base import Ops
 from quire.layers.attention.base import AttentionBackend, attention_backend
-from quire.layers.build_context import BuildContext
+from quire.layers.build_context import BuildContext, create_weights
 from quire.loading.files import ModelFiles
 from quire.loading.model_config import ModelConfig
 from quire.models.base import CausalLM
@@ -99,6 +99,7 @@ def build_model(
         experts=_expert_ranks(config, ranks, replica),
     )
     built: CausalLM = model_class(model.architecture)(build)  # type: ignore[call-arg]
+    create_weights(built, build)  # type: ignore[arg-type]
     return built
 
 
