@@ -284,9 +284,11 @@ class QuantizedExperts:
             matrix = self.gate_up[place]
             for index, part in enumerate(_tall_parts(share, hidden, self.naming, expert)):
                 rows = slice(index * width, (index + 1) * width)
-                collected |= _listed(assembly_targets(matrix, part, first, rows))
+                stacked = (STACKED_APART.gate, STACKED_APART.up)[index]
+                collected |= _or_stacked(assembly_targets(matrix, part, first, rows), stacked, expert, share.total)
             part = _down_part(share, hidden, self.naming, expert)
-            collected |= _listed(assembly_targets(self.down[place], part, second, slice(0, hidden)))
+            targets = assembly_targets(self.down[place], part, second, slice(0, hidden))
+            collected |= _or_stacked(targets, STACKED_APART.down, expert, share.total)
         for expert in set(range(share.total)) - set(share.experts):  # on other ranks
             others = [*_tall_parts(share, hidden, self.naming, expert), _down_part(share, hidden, self.naming, expert)]
             for part, found in zip(others, (first, first, second), strict=True):
@@ -294,8 +296,17 @@ class QuantizedExperts:
         return collected
 
 
-def _listed(targets: Mapping[str, AnyTarget]) -> dict[str, list[AnyTarget]]:
-    return {name: [target] for name, target in targets.items()}
+def _or_stacked(targets: Mapping[str, AnyTarget], name: str, expert: int, total: int) -> dict[str, list[AnyTarget]]:
+    """One expert's tensors; if it is only one, alternatively its part of the tensor `name` of all experts."""
+    ((_, only), *more) = targets.items()
+    if more or not isinstance(only, AssemblyPart):
+        return {own: [target] for own, target in targets.items()}
+    apart = only.assembly
+    together = replace(apart, place=lambda read: apart.place({key: part[0] for key, part in read.items()}))
+    keep = (slice(expert, expert + 1), *only.keep)
+    stacked = replace(only, assembly=together, shape=(total, *only.shape), keep=keep)
+    layout = TensorLayout((name,), lambda: {name: [stacked]})
+    return {own: [replace(target, layouts=(layout,))] for own, target in targets.items()}
 
 
 def _tall_parts(share: ExpertShare, hidden: int, naming: ExpertNaming, expert: int) -> list[MatrixPart]:

@@ -58,6 +58,8 @@ def _format_of(build: BuildContext, module: str, part: MatrixPart) -> Format | N
     try:
         found.check_cut(part.shape, part.rows, part.columns)
     except ValueError as error:
+        if build.ranks.tp_size == 1:
+            raise UnsupportedModelError(f"{module} ({found.describe()}): {error}") from error
         raise ConfigError(
             f"{module} ({found.describe()}) cannot be split over {build.ranks.tp_size} tensor-parallel ranks: {error}",
             "tensor_parallel_size",
@@ -110,8 +112,9 @@ def assembly_targets(weight: QuantizedWeight, part: MatrixPart, found: Format, r
     assembly = _assembly(lambda read: found.place(read, weight, rows), weight, part, found)
     return {
         f"{part.name}.{key}": AssemblyPart(
-            assembly, key, stored.shape, stored.dtypes, stored.keep, stored.optional, stored.sample
-        )
+            assembly, key, stored.shape, stored.dtypes, stored.keep, stored.optional, stored.sample, stored.also,
+            stored.exact,
+        )  # fmt: skip
         for key, stored in found.stored(part.shape, part.rows, part.columns).items()
     }
 

@@ -100,6 +100,11 @@ class GGUFWeight:
         return self._read(whole)
 
     @property
+    def dtype(self) -> torch.dtype:
+        """What `read` returns."""
+        return _PLAIN.get(self.info.kind, torch.float32)
+
+    @property
     def encoding(self) -> str | None:
         """GGUF's name of the encoding, if it is one of few bits ("Q4_K")."""
         return None if self.info.kind in _PLAIN else _encoding_name(self.info.kind)

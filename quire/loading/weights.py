@@ -18,6 +18,7 @@ class StoredWeight(Protocol):
     """One tensor of a checkpoint. Nothing is read before `read`.
 
     A weight whose raw bytes are in a file may say where (`stored`, see stored_tensor.py): these are read in parallel.
+    One that knows its `dtype` before it is read should say so. `blocks` is the same tensor as a GGUF file's bytes.
     """
 
     @property
@@ -84,6 +85,10 @@ class AssemblyPart:
     optional: bool = False
     sample: float | None = None
     """For random weights: None: codes of the full range; a number: values around it."""
+    also: tuple[tuple[tuple[int, ...], tuple[slice, ...]], ...] = ()
+    """Other shapes it may have in the checkpoint, each with the part this rank reads."""
+    exact: Callable[[], torch.Tensor] | None = None
+    """For random weights: makes the whole tensor, where its values are not free."""
     layouts: tuple[TensorLayout, ...] = ()
     into: None = None
 
@@ -113,5 +118,7 @@ def match_layouts(
     for name, wanted in targets.items():
         layouts = wanted[0].layouts if wanted and name not in present else ()
         found = next((layout for layout in layouts if any(each in present for each in layout.names)), None)
-        fitted |= {name: wanted} if found is None else found.targets()
+        # A tensor may hold what several names of the model's own layout stand for.
+        for own, more in {name: wanted}.items() if found is None else found.targets().items():
+            fitted[own] = [*fitted[own], *more] if own in fitted else more
     return fitted

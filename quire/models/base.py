@@ -10,11 +10,14 @@ import torch
 from quire.errors import ConfigError
 from quire.layers.attention.base import AttentionInputs, KVSpec
 from quire.layers.build_context import BuildContext
+from quire.quantization.formats.base import Scheme
 
 
 class CausalLM(Protocol):
     """A language model, or this stage and slice of one: an `nn.Module` made from a `BuildContext`."""
 
+    scheme: Scheme | None
+    """How its matrices are in few bits; set when it is built."""
     supports_last_tokens: bool
     """Whether `forward` returns only the hidden states of `inputs.last` if that is given."""
 

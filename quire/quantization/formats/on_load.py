@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from quire.errors import CheckpointError, UnsupportedModelError
+from quire.errors import CheckpointError
 from quire.kernels.weights.base import Allocate, QuantizedWeight
 from quire.kernels.weights.fp4 import Fp4Weight
 from quire.kernels.weights.grouped import GroupedWeight
@@ -44,7 +44,7 @@ class OnLoadFormat:
             return
         least = GROUPS[-1]
         if shape[1] % least:
-            raise UnsupportedModelError(
+            raise ValueError(
                 f"a matrix {shape[0]}x{shape[1]} cannot be quantized to {self.kind}: the inputs must be a multiple of "
                 f"{least}. Use fp8 or int8, or leave it in 16 bits with a file (see --quantization)"
             )

@@ -21,6 +21,7 @@ class GGUFScheme:
     name = "gguf"
 
     def __init__(self, checkpoint: Iterable[GGUFWeight]) -> None:
+        self.disagreements: list[str] = []
         self._encodings = {
             weight.name.removesuffix(".weight"): weight.encoding
             for weight in checkpoint
@@ -35,3 +36,7 @@ class GGUFScheme:
         """The module's format; experts may be asked for by their number though the file has them stacked."""
         encoding = self._encodings.get(module) or self._encodings.get(_ONE_EXPERT.sub(".experts.", module))
         return GGUFFormat(encoding) if encoding in BLOCKS else None
+
+    def ignores(self, tensor: str) -> bool:
+        """None: a GGUF file's tensors are all the model's."""
+        return False
