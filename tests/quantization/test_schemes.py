@@ -48,9 +48,9 @@ def test_unknown_methods_are_refused_by_name():
         scheme_of({"quantization_config": "fp8"})
 
 
-def test_a_method_may_be_a_path():
-    found = scheme_of({"quantization_config": {"quant_method": f"{__name__}.OwnScheme", "bits": 1}})
-    assert isinstance(found, OwnScheme) and found.config["bits"] == 1
+def test_a_checkpoint_cannot_name_code_to_import():
+    with pytest.raises(UnsupportedModelError, match="not known"):
+        scheme_of({"quantization_config": {"quant_method": "os.system"}})
 
 
 def test_places_of_a_description():
