@@ -112,9 +112,16 @@ def assembly_targets(weight: QuantizedWeight, part: MatrixPart, found: Format, r
     assembly = _assembly(lambda read: found.place(read, weight, rows), weight, part, found)
     return {
         f"{part.name}.{key}": AssemblyPart(
-            assembly, key, stored.shape, stored.dtypes, stored.keep, stored.optional, stored.sample, stored.also,
+            assembly,
+            key,
+            stored.shape,
+            stored.dtypes,
+            stored.keep,
+            stored.optional,
+            stored.sample,
+            stored.also,
             stored.exact,
-        )  # fmt: skip
+        )
         for key, stored in found.stored(part.shape, part.rows, part.columns).items()
     }
 

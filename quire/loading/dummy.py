@@ -50,6 +50,8 @@ class DummyCodes:
         if self.part.exact is not None:
             return self.part.exact()[keep]
         device, dtype, sample = self.part.assembly.device, self.part.dtypes[0], self.part.sample
+        if self.part.exact is not None:
+            return self.part.exact()[keep]
         generator = _generator(self.name, self.seed, device)
         if sample is None and not dtype.is_floating_point:
             bounds = torch.iinfo(dtype)

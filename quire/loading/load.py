@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 
@@ -125,7 +125,7 @@ def _assemble(
     def one(assembly: Assembly) -> int:
         read = {}
         for key, (weight, part) in assemblies[assembly].items():
-            values = weight.read(part.keep)
+            values = weight.read(part.keep_of(weight.shape) or ())
             if values.dtype not in part.dtypes:
                 raise CheckpointError(
                     f"the tensor {weight.name!r} is {_words((values.dtype,))}, not {_words(part.dtypes)}"
@@ -219,8 +219,8 @@ def compare(
             continue
         seen.add(name)
         weight = _as_blocks(weight, targets[name])
-        wanted = [_for_shape(target, tuple(weight.shape)) for target in targets[name]]
-        wrong = [target.shape for target in wanted if tuple(target.shape) != tuple(weight.shape)]
+        wanted = targets[name]
+        wrong = [target.shape for target in wanted if not _fits(target, weight.shape)]
         if wrong:
             misfits.wrong_shape.append(
                 f"{name}: {tuple(weight.shape)} in the checkpoint, {tuple(wrong[0])} in the model"
@@ -252,19 +252,17 @@ def _words(types: Sequence[torch.dtype]) -> str:
     return " or ".join(dict.fromkeys(str(each).removeprefix("torch.") for each in types))
 
 
-def _for_shape(target: AnyTarget, shape: tuple[int, ...]) -> AnyTarget:
-    """The target for a tensor of this shape, where it may have several."""
-    if isinstance(target, Target) or tuple(target.shape) == shape:
-        return target
-    keep = next((keep for other, keep in target.also if tuple(other) == shape), None)
-    return target if keep is None else replace(target, shape=shape, keep=keep)
-
-
 def _as_blocks(weight: StoredWeight, wanted: Sequence[AnyTarget]) -> StoredWeight:
     """A GGUF tensor as its bytes, if it is held packed."""
     packed = any(isinstance(target, AssemblyPart) and target.dtypes == (torch.uint8,) for target in wanted)
     blocks = getattr(weight, "blocks", None)
     return blocks if packed and blocks is not None else weight
+
+
+def _fits(target: AnyTarget, shape: tuple[int, ...]) -> bool:
+    if isinstance(target, AssemblyPart):
+        return target.keep_of(shape) is not None
+    return tuple(target.shape) == tuple(shape)
 
 
 def _prefixes(targets: Iterable[str], names: list[str]) -> tuple[str, str]:

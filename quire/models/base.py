@@ -16,10 +16,10 @@ from quire.quantization.formats.base import Scheme
 class CausalLM(Protocol):
     """A language model, or this stage and slice of one: an `nn.Module` made from a `BuildContext`."""
 
-    scheme: Scheme | None
-    """How its matrices are in few bits; set when it is built."""
     supports_last_tokens: bool
     """Whether `forward` returns only the hidden states of `inputs.last` if that is given."""
+    scheme: Scheme | None
+    """What the checkpoint says about matrices in few bits; set once the model is made."""
 
     def forward(
         self,

@@ -108,9 +108,9 @@ def build_model(
 
 
 def ignored_tensors(model: CausalLM) -> Callable[[str], bool]:
-    """Which tensors of the checkpoint neither the model nor its quantization needs."""
+    """Says of a tensor of the checkpoint, by its name, whether the model does without it."""
     scheme = model.scheme
-    return lambda name: model.ignores(name) or (scheme is not None and scheme.ignores(name))
+    return model.ignores if scheme is None else lambda name: model.ignores(name) or scheme.ignores(name)
 
 
 def _expert_ranks(config: EngineConfig, ranks: Ranks, replica: int) -> ExpertRanks | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 
 import torch
@@ -67,13 +68,18 @@ def check_fp8(name: str, codes: torch.Tensor) -> torch.Tensor:
     return codes
 
 
+_SHARED = threading.Lock()
+"""Matrices are placed by several threads."""
+
+
 def check_agreement(into: torch.Tensor, value: torch.Tensor, name: str, what: str) -> None:
     """Write `value` to a tensor that all parts of a weight share, and that is zero before the first is placed."""
     value = value.to(into.device, into.dtype).reshape(into.shape)
-    if bool(into.any()) and not torch.equal(into, value):
-        shown = f": {into.flatten()[0].item():g} and {value.flatten()[0].item():g}" if into.numel() == 1 else ""
-        raise CheckpointError(f"{name}: differs between matrices that share {what}{shown}")
-    into.copy_(value)
+    with _SHARED:
+        if bool(into.any()) and not torch.equal(into, value):
+            shown = f": {into.flatten()[0].item():g} and {value.flatten()[0].item():g}" if into.numel() == 1 else ""
+            raise CheckpointError(f"{name}: differs between matrices that share {what}{shown}")
+        into.copy_(value)
 
 
 def on(device: torch.device, read: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

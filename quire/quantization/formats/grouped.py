@@ -172,7 +172,6 @@ class PackedFormat(GroupedFormat):
     def stored(self, shape: tuple[int, int], rows: slice, columns: slice) -> Mapping[str, StoredPart]:
         height, width = shape
         count, groups = self._groups(shape, columns)
-        outputs, inputs = self.units
         int32 = (torch.int32,)
         # Widths that do not divide 32 were packed into whole words until 2026.
         per_word = 32 // self.bits
@@ -220,16 +219,14 @@ class PackedFormat(GroupedFormat):
             whole = read["weight_shape"].tolist()
             if len(whole) != 2 or whole[0] < height or whole[1] < width:
                 raise CheckpointError(f"weight_shape: {whole} is smaller than the {height} x {width} to read")
-        codes = self._unpack(packed, width)
+        # Few zero points may take as many words in either way: they are packed as the codes are.
+        unpack = unpack_dense if packed.shape[1] == words_of(width, self.bits) else unpack_sparse
+        codes = unpack(packed, self.bits, width)
         zero = None
         if self.zeros:
-            zero = self._unpack(checks.need(read, "weight_zero_point").t(), height).t()
+            zero = unpack(checks.need(read, "weight_zero_point").t(), self.bits, height).t()
         codes = self._sort(codes, read.get("weight_g_idx"), weight, "weight_g_idx")
         self._write(weight, rows, codes, scale.reshape(height, -1), "weight_scale", zero)
-
-    def _unpack(self, words: torch.Tensor, count: int) -> torch.Tensor:
-        dense = words.shape[-1] == words_of(count, self.bits)
-        return (unpack_dense if dense else unpack_sparse)(words, self.bits, count)
 
 
 @dataclass(frozen=True)

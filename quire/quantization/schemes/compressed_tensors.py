@@ -149,7 +149,9 @@ class CompressedTensorsScheme(DescribedScheme):
         # Each group has its own format if they are mixed.
         default = None if default == "mixed-precision" else default
         self._groups = [Group.read(name, group, default) for name, group in groups.items()]
-        self._ignore = names_in(config, "ignore")
+        ignored = names_in(config, "ignore")
+        self._ignored = frozenset(ignored)
+        self._ignored_patterns = [name for name in ignored if name.startswith("re:") or name == "Linear"]
         self._check_status(config)
 
     def _check_status(self, config: Mapping[str, Any]) -> None:
@@ -164,7 +166,7 @@ class CompressedTensorsScheme(DescribedScheme):
         self._note(f"quantization_status is {status!r} by the description, but weights are stored in few bits")
 
     def described(self, module: str) -> Format | None:
-        if any(self._matches(module, target) for target in self._ignore):
+        if module in self._ignored or any(self._matches(module, target) for target in self._ignored_patterns):
             return None
         group = self._group_of(module)
         return None if group is None or group.weights is None else _format(group, module)

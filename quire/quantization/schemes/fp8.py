@@ -18,7 +18,7 @@ class Fp8Scheme(DescribedScheme):
 
     def __init__(self, config: Mapping[str, Any], dtypes: Mapping[str, str] | None = None) -> None:
         super().__init__(dtypes)
-        self._skipped = names_in(config, "ignored_layers", "modules_to_not_convert")
+        self._skipped = frozenset(names_in(config, "ignored_layers", "modules_to_not_convert"))
         self._activations = str(config.get("activation_scheme") or "dynamic").lower()
         if self._activations not in ("static", "dynamic"):
             raise unsupported(f"fp8: activation_scheme {self._activations!r}", "static and dynamic are")
@@ -34,8 +34,9 @@ class Fp8Scheme(DescribedScheme):
             self._block = (block[0], block[1])
 
     def described(self, module: str) -> Format | None:
-        # A whole module, such as a vision tower, may be listed by its own name.
-        if any(module == name or module.startswith(f"{name}.") for name in self._skipped):
+        # A whole module, such as a vision tower, may be listed by its own name. Lists have hundreds of names.
+        path = module.split(".")
+        if any(".".join(path[:length]) in self._skipped for length in range(1, len(path) + 1)):
             return None
         names = self.header.of(module)
         if self._block is not None:

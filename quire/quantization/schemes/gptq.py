@@ -88,5 +88,5 @@ def auto_round(config: Mapping[str, Any], dtypes: Mapping[str, str] | None = Non
     plain = {key: config[key] for key in ("bits", "group_size", "sym") if key in config}
     plain["modules_to_not_convert"] = skipped
     if packing.endswith("awq"):
-        return AwqScheme({**plain, "zero_point": not config.get("sym", True) or True}, dtypes)
+        return AwqScheme({**plain, "zero_point": True}, dtypes)
     return GptqScheme(plain, dtypes)
