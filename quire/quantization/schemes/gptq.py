@@ -78,7 +78,8 @@ def auto_round(config: Mapping[str, Any], dtypes: Mapping[str, str] | None = Non
     packing = str(config.get("packing_format") or config.get("backend") or "auto_round")
     if packing not in ("auto_round:auto_gptq", "auto_round:auto_awq"):
         raise unsupported(
-            f"auto-round: packing_format {packing!r}", "export the model in the format auto_gptq, auto_awq or llm_compressor"
+            f"auto-round: packing_format {packing!r}",
+            "export the model in the format auto_gptq, auto_awq or llm_compressor",
         )
     skipped = []
     for name, changes in (config.get("extra_config") or {}).items():
