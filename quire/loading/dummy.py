@@ -72,7 +72,9 @@ class DummyCheckpoint:
     """A checkpoint with exactly the tensors that a model needs."""
 
     def __init__(self, targets: Mapping[str, Sequence[AnyTarget]], seed: int = 0) -> None:
-        self._weights = [_dummy(name, each[0], seed) for name, each in targets.items() if each]
+        wanted = {name: each[0] for name, each in targets.items() if each}
+        optional = {name for name, each in wanted.items() if isinstance(each, AssemblyPart) and each.optional}
+        self._weights = [_dummy(name, each, seed) for name, each in wanted.items() if name not in optional]
 
     def __iter__(self) -> Iterator[DummyWeight | DummyCodes]:
         return iter(self._weights)

@@ -248,10 +248,15 @@ class AwqFormat(GroupedFormat):
         height, width = shape
         count, groups = self._groups(shape, columns)
         words = checks.shrink(rows, height, 8)
+        zeros = (count, words_of(height, 4))
         return {
             "qweight": StoredPart((width, words_of(height, 4)), (torch.int32,), (columns, words)),
             "qzeros": StoredPart(
-                (count, words_of(height, 4)), (torch.int32,), (groups, words), optional=not self.zeros
+                zeros,
+                (torch.int32,),
+                (groups, words),
+                optional=not self.zeros,
+                exact=None if self.zeros else lambda: torch.full(zeros, 0x88888888 - (1 << 32), dtype=torch.int32),
             ),
             "scales": StoredPart((count, height), _SCALES, (groups, rows), self._typical_scale),
         }
