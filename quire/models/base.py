@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 
 from quire.errors import ConfigError
+from quire.kernels.kv import LayerKV
 from quire.layers.attention.base import AttentionInputs, KVSpec
 from quire.layers.build_context import BuildContext
 
@@ -15,6 +16,7 @@ from quire.layers.build_context import BuildContext
 class CausalLM(Protocol):
     """A language model, or this stage and slice of one: an `nn.Module` made from a `BuildContext`."""
 
+    build: BuildContext
     supports_last_tokens: bool
     """Whether `forward` returns only the hidden states of `inputs.last` if that is given."""
 
@@ -22,7 +24,7 @@ class CausalLM(Protocol):
         self,
         tokens: torch.Tensor,
         positions: torch.Tensor,
-        kv: Sequence[torch.Tensor],
+        kv: Sequence[LayerKV],
         inputs: AttentionInputs,
         hidden: torch.Tensor | None = None,
     ) -> torch.Tensor:
