@@ -183,7 +183,7 @@ class _Misfits:
 def _match(
     targets: Mapping[str, Sequence[AnyTarget]], ignores: Callable[[str], bool], checkpoint: Checkpoint
 ) -> tuple[list[tuple[StoredWeight, Sequence[AnyTarget]]], _Misfits]:
-    weights = list(checkpoint)
+    weights = [form for weight in checkpoint for form in _forms(weight, targets)]
     names = [weight.name for weight in weights]
     lacking, extra = _prefixes(targets, names)
     candidates = {*names, *(lacking + name for name in names), *(name.removeprefix(extra) for name in names)}
@@ -214,6 +214,12 @@ def _match(
         if each and name not in seen and not all(isinstance(part, AssemblyPart) and part.optional for part in each)
     ]
     return matched, misfits
+
+
+def _forms(weight: StoredWeight, targets: Mapping[str, Sequence[AnyTarget]]) -> Sequence[StoredWeight]:
+    """The tensor as its targets need it, where a checkpoint can read it in several forms."""
+    choose = getattr(weight, "forms_for", None)
+    return [weight] if choose is None else choose(targets)
 
 
 def _fits(target: AnyTarget, shape: tuple[int, ...]) -> bool:
