@@ -147,7 +147,7 @@ class SparseMLP(nn.Module):
     def targets(self) -> dict[str, list[AnyTarget]]:
         """The router and the rank's part of the experts."""
         if self._quantized is not None:
-            return self._quantized.targets(self.router)
+            return self._quantized.targets(self.router, self.namings)
         assert isinstance(self.gate_up, torch.Tensor) and isinstance(self.down, torch.Tensor)
         return ExpertWeights(self.router, self.gate_up, self.down, self.share, self.namings).targets()
 

@@ -100,6 +100,11 @@ class GGUFWeight:
         return self._read(whole)
 
     @property
+    def dtype(self) -> torch.dtype:
+        """What `read` returns."""
+        return _PLAIN.get(self.info.kind, torch.float32)
+
+    @property
     def encoding(self) -> str | None:
         """GGUF's name of the encoding, if it is one of few bits ("Q4_K")."""
         return None if self.info.kind in _PLAIN else _encoding_name(self.info.kind)
@@ -117,11 +122,11 @@ class GGUFWeight:
         blocks = self.blocks
         if blocks is None:
             return [self]
-        if any(isinstance(target, AssemblyPart) for target in targets.get(self.name, ())):
+        if blocks.fills(targets):
             return [blocks]
         if len(self.shape) == 3:
             matrices = [GGUFBlocks(self, index) for index in range(self.shape[0])]
-            if any(isinstance(target, AssemblyPart) for each in matrices for target in targets.get(each.name, ())):
+            if any(each.fills(targets) for each in matrices):
                 return matrices
         return [self]
 
@@ -177,6 +182,15 @@ class GGUFBlocks:
         shape = self.weight.shape if self.expert is None else self.weight.shape[1:]
         block, block_bytes = block_sizes()[self.weight.info.kind]
         return (*shape[:-1], shape[-1] // block * block_bytes)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.uint8
+
+    def fills(self, targets: Mapping[str, Sequence[AnyTarget]]) -> bool:
+        """Whether there is a target for these bytes."""
+        wanted = (target for target in targets.get(self.name, ()) if isinstance(target, AssemblyPart))
+        return any(torch.uint8 in target.dtypes for target in wanted)
 
     def read(self, keep: tuple[slice, ...] = ()) -> torch.Tensor:
         """The bytes, or the part that `keep` selects."""

@@ -21,6 +21,7 @@ from quire.loading.model_config import ModelConfig
 from quire.models.base import CausalLM
 from quire.models.registry import model_class
 from quire.platforms.base import Platform
+from quire.quantization.find import find_scheme
 from quire.registry import resolve
 
 logger = logging.getLogger(__name__)
@@ -98,6 +99,7 @@ def build_model(
         attention=_make_attention(config, platform),
         max_model_len=max_model_len,
         experts=_expert_ranks(config, ranks, replica),
+        scheme=find_scheme(config, files, model, on_cpu=platform.device.type == "cpu"),
     )
     built: CausalLM = model_class(model.architecture)(build)  # type: ignore[call-arg]
     create_weights(built, build)  # type: ignore[arg-type]
