@@ -102,8 +102,8 @@ def build_model(
         attention=_make_attention(config, platform),
         max_model_len=max_model_len,
         experts=_expert_ranks(config, ranks, replica),
-        scheme=find_scheme(config, files, model),
         kv_format=kv_format,
+        scheme=find_scheme(config, files, model, on_cpu=platform.device.type == "cpu"),
     )
     built: CausalLM = model_class(model.architecture)(build)  # type: ignore[call-arg]
     create_weights(built, build)  # type: ignore[arg-type]

@@ -86,6 +86,11 @@ class TritonOps(TorchOps):
         out = None if tuned is None else tuned.linear(x, weight)
         return super().linear(x, weight, bias) if out is None else out
 
+    def embedding(self, tokens: torch.Tensor, weight: Weight) -> torch.Tensor:
+        if isinstance(weight, QuantizedWeight):
+            return self.quantized(weight).embedding(tokens, weight)
+        return super().embedding(tokens, weight)
+
     def linear_add(
         self, stream: torch.Tensor, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None
     ) -> torch.Tensor | None:
