@@ -174,7 +174,7 @@ def affine(value, zero, scale, minimum, DTYPE: tl.constexpr):
 def times(value, scale, DTYPE: tl.constexpr):
     """value * scale, rounded once, to DTYPE. Both are in DTYPE."""
     if DTYPE == tl.bfloat16 and not EMULATED:
-        out = tl.inline_asm_elementwise("mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", [value, scale], DTYPE, True, 2)
+        out = tl.inline_asm_elementwise("mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", [value, scale], tl.bfloat16, True, 2)
     else:
         out = (value.to(tl.float32) * scale.to(tl.float32)).to(DTYPE)
     return out
@@ -185,7 +185,7 @@ def power_of_two(exponent, DTYPE: tl.constexpr):
     """2^(exponent - 127) of uint8 exponents, in DTYPE."""
     if DTYPE == tl.bfloat16 and not EMULATED:
         wide = exponent.to(tl.int16)
-        scale = tl.where(wide == 0, 0x40, wide << 7).to(tl.bfloat16, bitcast=True)
+        scale = tl.where(wide == 0, 0x40, wide << 7).to(tl.int16).to(tl.bfloat16, bitcast=True)
     else:
         wide = exponent.to(tl.int32)
         scale = tl.where(wide == 0, 0x400000, wide << 23).to(tl.float32, bitcast=True).to(DTYPE)

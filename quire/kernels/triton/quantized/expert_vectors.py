@@ -103,7 +103,7 @@ def _quantize(
 ):  # fmt: skip
     """(activations as the format sees them, in float32, what products of a slot have still to be multiplied with)."""
     out = ()
-    rest = None
+    rest = tl.full((SLOTS,), 1.0, tl.float32)
     if KIND == "block":
         for chunk in tl.static_range(CHUNKS):
             group = tl.reshape(values[chunk].to(tl.float32), (SLOTS, BLOCK_B // 128, 128))
