@@ -66,16 +66,15 @@ _VECTORS = (
 _SCALED = {
     16: ([(128, 128, 4, 3), (128, 128, 4, 2), (128, 128, 8, 3)], [(128, 128, 4, 4), (128, 128, 4, 3), (256, 128, 8, 3)]),
     32: ([(128, 128, 4, 3), (128, 128, 4, 2), (128, 128, 8, 3)], [(128, 128, 4, 4), (128, 128, 4, 3), (256, 128, 8, 3)]),
-    64: ([(128, 128, 4, 2), (128, 128, 4, 4), (128, 128, 8, 4)], [(128, 128, 4, 3), (128, 128, 4, 4), (256, 128, 4, 4)]),
+    64: ([(128, 128, 8, 4), (128, 128, 8, 2), (128, 128, 4, 2)], [(128, 128, 4, 3), (128, 128, 4, 4), (256, 128, 4, 4)]),
     128: ([(128, 128, 8, 3), (128, 128, 8, 4)], [(256, 128, 8, 3), (128, 128, 8, 3), (256, 128, 8, 4)]),
 }
 """(block_n, block_k, warps, stages) of (gate and up, down) by block_m, for 8-bit codes."""
 _DEQUANTIZED = {
     16: ([(64, 128, 4, 4), (64, 256, 4, 3), (128, 128, 4, 4)], [(64, 128, 4, 4), (128, 128, 4, 4), (128, 256, 4, 3)]),
     32: ([(64, 128, 4, 4), (64, 256, 4, 3), (128, 128, 8, 4)], [(64, 128, 4, 4), (128, 128, 4, 4), (128, 256, 4, 3)]),
-    64: ([(64, 128, 4, 3), (128, 128, 8, 3), (64, 256, 4, 3)], [(128, 128, 4, 3), (64, 128, 4, 3), (128, 128, 8, 3)]),
-    128: ([(128, 128, 8, 3), (64, 128, 4, 3), (128, 256, 8, 2)], [(128, 128, 8, 3), (256, 128, 8, 3), (128, 128, 4, 3)]),
-    256: ([(64, 128, 8, 3), (64, 128, 4, 3)], [(128, 128, 8, 3), (64, 128, 4, 3)]),
+    64: ([(64, 128, 4, 3), (128, 128, 8, 3), (64, 320, 4, 3)], [(64, 128, 4, 3), (128, 128, 8, 3), (128, 320, 8, 3)]),
+    128: ([(128, 128, 8, 3), (128, 128, 8, 4), (128, 320, 8, 2)], [(128, 128, 8, 3), (256, 128, 8, 3), (128, 320, 8, 2)]),
 }
 """The same for weights that are dequantized; block_k are inputs of an iteration."""
 
@@ -87,8 +86,6 @@ def candidates(gate_up: Stack, down: Stack, top_k: int, tokens: int) -> list[Can
         found.append(Candidates(ExpertsConfig("vector", _VECTORS[0][0], _VECTORS[1][0]), *_VECTORS))
     table = _SCALED if gate_up.quantizes else _DEQUANTIZED
     for block_m in _tile_heights(tokens * top_k / gate_up.experts):
-        if block_m not in table:
-            continue
         gate_ups, downs = ([GemmTile(*block) for block in blocks] for blocks in table[block_m])
         tma = gate_up.quantizes and down.quantizes and gate_up.inputs % 16 == down.inputs % 16 == 0
         found.append(Candidates(ExpertsConfig("tile", gate_ups[0], downs[0], block_m, tma), gate_ups, downs))
@@ -103,7 +100,7 @@ def _tile_heights(tokens_an_expert: float) -> list[int]:
         return [32, 16]
     if tokens_an_expert <= 48:
         return [64, 32]
-    return [128, 64, 256]
+    return [128, 64]
 
 
 def _fits_vectors(stack: Stack) -> bool:
