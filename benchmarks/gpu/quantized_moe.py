@@ -27,8 +27,8 @@ from quire.kernels.triton.moe.timing import ROUTINGS, ExpertTensors, random_expe
 from quire.kernels.triton.moe.tuning import choose_experts
 from quire.kernels.triton.quantized.expert_stacks import Stack, stack_of
 from quire.kernels.triton.quantized.expert_tiles import encode, tile_down, tile_gate_up
-from quire.kernels.triton.quantized.expert_vectors import vector_down, vector_experts, vector_gate_up
-from quire.kernels.triton.quantized.experts import candidates, tile_experts
+from quire.kernels.triton.quantized.expert_vectors import vector_down, vector_gate_up
+from quire.kernels.triton.quantized.experts import candidates, expert_outputs
 from quire.kernels.triton.skinny_gemm.timing import GraphTimer, raise_clocks
 from quire.kernels.weights.base import QuantizedWeight
 from quire.kernels.weights.fp4 import Fp4Weight
@@ -143,8 +143,7 @@ def run_config(
     biases: tuple[torch.Tensor, torch.Tensor] | None = None, clamped: bool = False,
 ) -> torch.Tensor:  # fmt: skip
     gate_bias, down_bias = biases or (None, None)
-    kernel = vector_experts if config.kernel == "vector" else tile_experts
-    return kernel(x, routing, *stacks, config, gate_bias, down_bias, clamped)
+    return expert_outputs(x, routing, *stacks, config, gate_bias, down_bias, "clamped_swiglu" if clamped else "silu")
 
 
 def check(name: str, shape: ExpertsShape, layer: Layer) -> int:
@@ -233,7 +232,7 @@ class Timer:
         encoded = gate_up.kind == "block"
         if part == "gate_up":
             return self.time(
-                lambda index: tile_gate_up(self.x, layouts[index], gate_up, None, top_k, config, False, encoded)
+                lambda index: tile_gate_up(self.x, layouts[index], gate_up, None, top_k, config, "silu", encoded)
             )
         features, scales = encode(self.features, down) if down.quantizes else (self.features, None)
         return self.time(lambda index: tile_down(features, scales, layouts[index], down, None, top_k, config))

@@ -1,7 +1,6 @@
 """Inside the experts' kernels: activations into 8-bit codes, 4-bit codes into numbers, and the gated activations.
 
-Activations are quantized as `kernels/weights/scaled.py` does, with one difference in the last place: x is multiplied by
-1 / scale, rounded, instead of divided by it.
+Activations are quantized as `kernels/weights/scaled.py` does, bit for bit.
 """
 
 # ruff: noqa: N803, N806
@@ -47,10 +46,24 @@ def to_int8_grid(value):
 
 
 @triton.jit
+def _divided(value, scale):
+    """value / scale, correctly rounded: two multiply-adds after the product with 1 / scale, which few values share."""
+    if EMULATED:  # has no fused multiply-add
+        quotient = tl.div_rn(value, scale + tl.zeros_like(value))
+    else:
+        inverse = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
+        inverse += tl.zeros_like(value)
+        quotient = value * inverse
+        remainder = tl.fma(-quotient, scale + tl.zeros_like(value), value)
+        quotient = tl.fma(remainder, inverse, quotient)
+    return quotient
+
+
+@triton.jit
 def quantized(value, scale, INT8: tl.constexpr):
     """float32 values divided by their scale and rounded to codes, still in float32."""
     bound: tl.constexpr = LARGEST_INT8 if INT8 else LARGEST_FP8
-    value = value * tl.div_rn(1.0, scale)
+    value = _divided(value, scale)
     value = tl.minimum(tl.maximum(value, -bound), bound)
     if INT8:
         value = to_int8_grid(value)
@@ -71,14 +84,22 @@ def to_codes(value, scale, INT8: tl.constexpr):
 
 
 @triton.jit
-def gated_activation(gate, up, CLAMPED: tl.constexpr):
-    """silu(gate) * up; or, CLAMPED, as in gpt-oss: gate <= 7, -7 <= up <= 7, gate * sigmoid(1.702 gate) * (up + 1)."""
-    if CLAMPED:
+def gate_mul(gate, up, ACTIVATION: tl.constexpr):
+    """The activation, one of `gates.GATES`, of float32 values."""
+    if ACTIVATION == "silu":
+        out = gate / (1 + tl.exp(-gate)) * up
+    elif ACTIVATION == "clamped_swiglu":
         gate = tl.minimum(gate, 7.0)
         up = tl.minimum(tl.maximum(up, -7.0), 7.0)
         out = gate / (1 + tl.exp(-1.702 * gate)) * (up + 1)
+    elif ACTIVATION == "gelu":
+        out = 0.5 * gate * (1 + tl.erf(gate * 0.7071067811865476)) * up
+    elif ACTIVATION == "gelu_tanh":
+        # 0.5 (1 + tanh(z)) is sigmoid(2 z).
+        out = gate / (1 + tl.exp(-1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))) * up
     else:
-        out = gate / (1 + tl.exp(-gate)) * up
+        tl.static_assert(ACTIVATION == "relu")
+        out = tl.maximum(gate, 0.0) * up
     return out
 
 

@@ -28,7 +28,7 @@ from quire.kernels.triton.moe.layout import SPAN, ExpertLayout
 from quire.kernels.triton.moe.tile import GROUP, SWAPPED, WIDE
 from quire.kernels.triton.quantized.expert_codes import (
     affine,
-    gated_activation,
+    gate_mul,
     power_of_two,
     scale_of,
     split_fp4,
@@ -50,26 +50,21 @@ def _encode(
     x, given, codes, scales, stride,
     K: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, INT8: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP if GROUP else 1
+    GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
+    group = tl.arange(0, BLOCK // GROUP)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     value = tl.load(x + row * stride + column, mask=column < K, other=0.0).to(tl.float32)
-    if GROUP:
-        value = tl.reshape(value, (BLOCK // GROUP, GROUP))
-        scale = scale_of(tl.max(tl.abs(value), 1), INT8)
-        code = tl.reshape(to_codes(value, scale[:, None], INT8), (BLOCK,))
-        group = tl.arange(0, BLOCK // GROUP)
-        tl.store(scales + row * GROUPS + group, scale, mask=group < GROUPS)
+    value = tl.reshape(value, (BLOCK // GROUP, GROUP))
+    if given is not None:
+        scale = tl.load(given) + tl.zeros((BLOCK // GROUP,), tl.float32)
     else:
-        if given is not None:
-            scale = tl.load(given)
-        else:
-            scale = scale_of(tl.max(tl.abs(value), 0), INT8)
-        code = to_codes(value, scale, INT8)
-        tl.store(scales + row, scale)
+        scale = scale_of(tl.max(tl.abs(value), 1), INT8)
+    tl.store(scales + row * GROUPS + group, scale, mask=group < GROUPS)
+    code = tl.reshape(to_codes(value, scale[:, None], INT8), (BLOCK,))
     tl.store(codes + row * K + column, code, mask=column < K)
 
 
@@ -180,7 +175,7 @@ def _scaled(
     x, x_view, x_scale, weight, view, scale, bias, order, spans, y, y_scale,
     E: tl.constexpr, TOP: tl.constexpr, N: tl.constexpr, K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, STAGES: tl.constexpr, ROWS: tl.constexpr, INT8: tl.constexpr, GATED: tl.constexpr,
-    PARTS: tl.constexpr, CLAMPED: tl.constexpr, ENCODED: tl.constexpr, SWAP: tl.constexpr,
+    PARTS: tl.constexpr, ACTIVATION: tl.constexpr, ENCODED: tl.constexpr, SWAP: tl.constexpr,
     GROUP: tl.constexpr, SPAN: tl.constexpr, DTYPE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """ROWS: outputs that share a scale, per 128 inputs; 0: a scale per output, for all inputs. Two products, if
@@ -246,7 +241,7 @@ def _scaled(
         beside = outputs if GATED else outputs + NEXT
         second = _finished(second, x_scale, source, scale, bias, expert, other, beside, N, ALL, ROWS, TOKENS, FEATURES)
         if GATED:
-            total = gated_activation(total, second, CLAMPED)
+            total = gate_mul(total, second, ACTIVATION)
     inside = _along(row < end, TOKENS)
     place = _along(target * N, TOKENS)
     if ENCODED:
@@ -348,7 +343,7 @@ def _dequantized(
     x, weight, scale, zero, minimum, factor, bias, order, spans, y,
     E: tl.constexpr, TOP: tl.constexpr, N: tl.constexpr, K: tl.constexpr, KIND: tl.constexpr, G: tl.constexpr,
     HALF: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr, UNROLL: tl.constexpr,
-    STAGES: tl.constexpr, GATED: tl.constexpr, CLAMPED: tl.constexpr, GROUP: tl.constexpr, SPAN: tl.constexpr,
+    STAGES: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr, GROUP: tl.constexpr, SPAN: tl.constexpr,
     DTYPE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A product takes BLOCK_B bytes of a weight row, whose low nibbles (or all 8 bits) have one scale, and whose high
@@ -401,7 +396,7 @@ def _dequantized(
     total = _with_bias(total, bias, expert, 0, outputs, N, ALL, 0)
     if GATED:
         gated = _with_bias(gated, bias, expert, N, outputs, N, ALL, 0)
-        total = gated_activation(total, gated, CLAMPED)
+        total = gate_mul(total, gated, ACTIVATION)
     inside = (outputs < N)[:, None] & (row < end)[None, :]
     tl.store(y + (target * N)[None, :] + outputs[:, None], total.to(y.dtype.element_ty), mask=inside)
 
@@ -429,7 +424,7 @@ def tile_gate_up(
     bias: torch.Tensor | None,
     top_k: int,
     config: ExpertsConfig,
-    clamped: bool = False,
+    activation: str = "silu",
     encoded: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The features of every pair [pairs, width], in the layout's order; `encoded`: as (codes, scales) of groups of 128.
@@ -440,7 +435,7 @@ def tile_gate_up(
     pairs, width = layout.order.shape[0], stack.outputs // 2
     scales = x.new_empty((pairs, -(-width // BLOCK)), dtype=torch.float32) if encoded else None
     out = x.new_empty((pairs, width), dtype=torch.float8_e4m3fn if encoded else x.dtype)
-    _launch(x, None, layout, stack, bias, out, scales, top_k, config, config.gate_up, True, clamped)
+    _launch(x, None, layout, stack, bias, out, scales, top_k, config, config.gate_up, True, activation)
     return out, scales
 
 
@@ -459,7 +454,7 @@ def tile_down(
     pair, on tensor cores.
     """
     out = features.new_empty((features.shape[0], stack.outputs), dtype=stack.dtype)
-    _launch(features, scales, layout, stack, bias, out, None, top_k, config, config.down, False, False)
+    _launch(features, scales, layout, stack, bias, out, None, top_k, config, config.down, False, "silu")
     return out
 
 
@@ -475,7 +470,7 @@ def _launch(
     config: ExpertsConfig,
     block: GemmTile,
     gated: bool,
-    clamped: bool,
+    activation: str,
 ) -> None:
     columns = out.shape[1]
     grid = (layout.tiles * triton.cdiv(columns, block.n),)
@@ -484,7 +479,7 @@ def _launch(
             x, stack.codes, stack.scale, stack.zero, stack.minimum, stack.factor, bias, layout.order, layout.spans, out,
             **_dequantized_constants(
                 stack.kind, stack.experts, top_k, columns, stack.inputs, stack.group, stack.half, config.block_m, block,
-                gated, clamped, stack.dtype,
+                gated, activation, stack.dtype,
             ),
         )  # fmt: skip
         return
@@ -500,7 +495,7 @@ def _launch(
         x, x_view, scales, stack.codes, view, stack.scale, bias, layout.order, layout.spans, out, out_scales,
         **_scaled_constants(
             stack.experts, top_k, columns, stack.inputs, rows, stack.codes.dtype is torch.int8, config.block_m, block,
-            gated, clamped, out_scales is not None, stack.dtype,
+            gated, activation, out_scales is not None, stack.dtype,
         ),
     )  # fmt: skip
 
@@ -513,7 +508,7 @@ def _encode_constants(depth: int, group: int, int8: bool) -> dict[str, Any]:
     """Constexpr arguments and launch options."""
     block = max(triton.next_power_of_2(depth), group)
     warps = min(max(block // 512, 1), 16)
-    return {"K": depth, "BLOCK": block, "GROUP": group, "INT8": int8, "num_warps": warps, **pdl()}
+    return {"K": depth, "BLOCK": block, "GROUP": group or block, "INT8": int8, "num_warps": warps, **pdl()}
 
 
 @functools.cache
@@ -527,7 +522,7 @@ def _scaled_constants(
     block_m: int,
     block: GemmTile,
     gated: bool,
-    clamped: bool,
+    activation: str,
     encoded: bool,
     dtype: torch.dtype,
 ) -> dict[str, Any]:
@@ -545,7 +540,7 @@ def _scaled_constants(
         "INT8": int8,
         "GATED": gated,
         "PARTS": 2 if gated else triton.cdiv(block.n, PART),
-        "CLAMPED": clamped,
+        "ACTIVATION": activation,
         "ENCODED": encoded,
         "SWAP": block_m < SWAPPED,
         "GROUP": GROUP if block_m > SWAPPED and columns >= WIDE * block.n else 1,
@@ -568,7 +563,7 @@ def _dequantized_constants(
     block_m: int,
     block: GemmTile,
     gated: bool,
-    clamped: bool,
+    activation: str,
     dtype: torch.dtype,
 ) -> dict[str, Any]:
     """Constexpr arguments and launch options. Inputs of one product have one scale, so that it is a number per output;
@@ -592,7 +587,7 @@ def _dequantized_constants(
         "UNROLL": unroll,
         "STAGES": block.stages,
         "GATED": gated,
-        "CLAMPED": clamped,
+        "ACTIVATION": activation,
         "GROUP": GROUP if block_m > SWAPPED and columns >= WIDE * block.n else 1,
         "SPAN": SPAN,
         "DTYPE": _DTYPES[dtype],

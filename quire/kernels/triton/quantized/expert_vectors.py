@@ -24,7 +24,7 @@ from quire.kernels.triton.launch import gdc_launch_dependents, gdc_wait, pdl
 from quire.kernels.triton.moe.common import ChosenExperts, ExpertsConfig, GemmTile
 from quire.kernels.triton.quantized.expert_codes import (
     affine,
-    gated_activation,
+    gate_mul,
     power_of_two,
     quantized,
     scale_of,
@@ -246,7 +246,7 @@ def _gate_up(
     x, gain, experts, weight, scale, zero, minimum, factor, given, bias, y, eps,
     E: tl.constexpr, TOP: tl.constexpr, N: tl.constexpr, K: tl.constexpr, KIND: tl.constexpr, G: tl.constexpr,
     HALF: tl.constexpr, INT8: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr, CHUNKS: tl.constexpr,
-    WIDE: tl.constexpr, CLAMPED: tl.constexpr, PDL: tl.constexpr,
+    WIDE: tl.constexpr, ACTIVATION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     BYTES: tl.constexpr = K // 2 if HALF else K
     BLOCKS: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
@@ -307,7 +307,7 @@ def _gate_up(
     if bias is not None:
         gate += tl.load(bias + own, mask=inside, other=0.0).to(tl.float32)
         up += tl.load(bias + own + N, mask=inside, other=0.0).to(tl.float32)
-    out = gated_activation(gate, up, CLAMPED)
+    out = gate_mul(gate, up, ACTIVATION)
     tl.store(y + pair * N + column, out.to(y.dtype.element_ty), mask=inside)
 
 
@@ -363,11 +363,11 @@ def vector_experts(
     config: ExpertsConfig,
     gate_up_bias: torch.Tensor | None = None,
     down_bias: torch.Tensor | None = None,
-    clamped: bool = False,
+    activation: str = "silu",
     norm: tuple[torch.Tensor, float] | None = None,
 ) -> torch.Tensor:
     """`Ops.experts` for few tokens; `norm`: x is normed with (gain, eps) first."""
-    features = vector_gate_up(x, routing, gate_up, gate_up_bias, config.gate_up, clamped, norm)
+    features = vector_gate_up(x, routing, gate_up, gate_up_bias, config.gate_up, activation, norm)
     return vector_down(features, routing, down, down_bias, config.down)
 
 
@@ -377,7 +377,7 @@ def vector_gate_up(
     stack: Stack,
     bias: torch.Tensor | None,
     block: GemmTile,
-    clamped: bool = False,
+    activation: str = "silu",
     norm: tuple[torch.Tensor, float] | None = None,
 ) -> torch.Tensor:
     """The features of every pair [tokens * top_k, width].
@@ -390,7 +390,7 @@ def vector_gate_up(
     gain, eps = norm or (None, 0.0)
     _gate_up[(pairs * triton.cdiv(width, block.n),)](
         x, gain, routing.experts, stack.codes, stack.scale, stack.zero, stack.minimum, stack.factor, stack.input_scale,
-        bias, out, eps, CLAMPED=clamped,
+        bias, out, eps, ACTIVATION=activation,
         **_constants(
             stack.kind, stack.codes.dtype, stack.experts, routing.top_k, width, stack.inputs, stack.group, stack.half,
             1, block,
