@@ -200,7 +200,7 @@ def compare(
     targets: Mapping[str, Sequence[AnyTarget]], ignores: Callable[[str], bool], checkpoint: Checkpoint
 ) -> tuple[list[tuple[StoredWeight, Sequence[AnyTarget]]], Misfits]:
     """(the checkpoint's tensors with their targets, what does not fit); by names, shapes and dtypes alone."""
-    weights = list(checkpoint)
+    weights = [form for weight in checkpoint for form in _forms(weight, targets)]
     names = [weight.name for weight in weights]
     lacking, extra = _prefixes(targets, names)
     candidates = {*names, *(lacking + name for name in names), *(name.removeprefix(extra) for name in names)}
@@ -218,7 +218,6 @@ def compare(
                 misfits.unexpected.append(f"{weight.name} {tuple(weight.shape)}")
             continue
         seen.add(name)
-        weight = _as_blocks(weight, targets[name])
         wanted = targets[name]
         wrong = [target.shape for target in wanted if not _fits(target, weight.shape)]
         if wrong:
@@ -252,11 +251,10 @@ def _words(types: Sequence[torch.dtype]) -> str:
     return " or ".join(dict.fromkeys(str(each).removeprefix("torch.") for each in types))
 
 
-def _as_blocks(weight: StoredWeight, wanted: Sequence[AnyTarget]) -> StoredWeight:
-    """A GGUF tensor as its bytes, if it is held packed."""
-    packed = any(isinstance(target, AssemblyPart) and target.dtypes == (torch.uint8,) for target in wanted)
-    blocks = getattr(weight, "blocks", None)
-    return blocks if packed and blocks is not None else weight
+def _forms(weight: StoredWeight, targets: Mapping[str, Sequence[AnyTarget]]) -> Sequence[StoredWeight]:
+    """The tensor as its targets need it, where a checkpoint can read it in several forms."""
+    choose = getattr(weight, "forms_for", None)
+    return [weight] if choose is None else choose(targets)
 
 
 def _fits(target: AnyTarget, shape: tuple[int, ...]) -> bool:

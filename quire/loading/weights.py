@@ -18,7 +18,8 @@ class StoredWeight(Protocol):
     """One tensor of a checkpoint. Nothing is read before `read`.
 
     A weight whose raw bytes are in a file may say where (`stored`, see stored_tensor.py): these are read in parallel.
-    One that knows its `dtype` before it is read should say so. `blocks` is the same tensor as a GGUF file's bytes.
+    One that knows its `dtype` before it is read should say so. `forms_for` gives the tensor in the form that a model's
+    targets need, where there are several (GGUF).
     """
 
     @property

@@ -23,10 +23,12 @@ _SAME = {"awq_marlin": "awq", "gptq_marlin": "gptq", "compressed_tensors": "comp
 """Other names that vLLM's users give."""
 
 
-def find_scheme(config: EngineConfig, files: ModelFiles, model: ModelConfig) -> Scheme | None:
+def find_scheme(config: EngineConfig, files: ModelFiles, model: ModelConfig, on_cpu: bool = False) -> Scheme | None:
     """How the model's matrices are, or will be, in few bits; None: they are not.
 
     `config.quantization` must agree with the checkpoint; matrices in 16 bits (or of a GGUF file) are quantized on load.
+    `on_cpu`: a GGUF file is dequantized while loading, unless `config.quantization` is "gguf": products with packed
+    weights are slow there.
     """
     wish = config.quantization
     kind = files.kind if config.load_format == "auto" else config.load_format
@@ -46,10 +48,11 @@ def find_scheme(config: EngineConfig, files: ModelFiles, model: ModelConfig) -> 
         from quire.loading.gguf import GGUFCheckpoint
         from quire.quantization.schemes.gguf import GGUFScheme
 
-        found = GGUFScheme(GGUFCheckpoint(files.weight_files("gguf")[0])) if files.gguf else None
         if wish is not None and wish != "gguf":
             raise ConfigError(f"quantization is {wish!r}, but {files.name} is a GGUF file", "quantization", wish)
-        return found
+        if files.gguf is None or (on_cpu and wish is None):
+            return None
+        return GGUFScheme(GGUFCheckpoint(files.gguf))
     found = _checkpoint_scheme(files, model, kind)
     wanted = _SAME.get(wish or "", wish)
     if wanted is not None and (found is None or found.name != wanted):

@@ -86,7 +86,7 @@ def examine(
         checkpoint = open_checkpoint(files, config.load_format)
         misfits = compare(targets, ignored_tensors(built), checkpoint)[1]
         targets = match_layouts(targets, {weight.name for weight in checkpoint})
-    scheme = built.scheme
+    scheme = built.build.scheme
     return Examination(
         scheme=None if scheme is None else scheme.name,
         layers=_layer_ranges(targets),

@@ -24,6 +24,10 @@ class QuantizedProducts:
     def linear(self, x: torch.Tensor, weight: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
         raise NotImplementedError
 
+    def embedding(self, tokens: torch.Tensor, weight: Any) -> torch.Tensor:
+        found: torch.Tensor = weight.embedding(tokens)
+        return found
+
     def linear_add(
         self, stream: torch.Tensor, x: torch.Tensor, weight: Any, bias: torch.Tensor | None = None
     ) -> torch.Tensor | None:
