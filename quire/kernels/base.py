@@ -25,8 +25,15 @@ class Ops(Protocol):
     whole_steps: bool
     """Whether batch and sampling have kernels too (`CudaBatch`), so that a step is captured from inputs to tokens."""
 
-    def linear(self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """x @ weight.T (+ bias); weight is [out, in], a tensor or in few bits (`kernels/weights`)."""
+    def linear(
+        self,
+        x: torch.Tensor,
+        weight: Weight,
+        bias: torch.Tensor | None = None,
+        addend: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """x @ weight.T (+ bias) (+ addend [tokens, out]); weight is [out, in], a tensor or in few bits
+        (`kernels/weights`)."""
         ...
 
     def embedding(self, tokens: torch.Tensor, weight: Weight) -> torch.Tensor:
@@ -53,8 +60,19 @@ class Ops(Protocol):
         """silu(gate) * up, where gate_up is [tokens, 2 * width]: gate first, then up."""
         ...
 
-    def gated_linear(self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """silu_mul(linear(x))."""
+    def gate_mul(self, gate_up: torch.Tensor, activation: str = "silu") -> torch.Tensor:
+        """The activation, one of `gates.GATES`, of gate_up [tokens, 2 * width]: gate first, then up."""
+        ...
+
+    def gated_linear(
+        self,
+        x: torch.Tensor,
+        weight: Weight,
+        bias: torch.Tensor | None = None,
+        activation: str = "silu",
+        addend: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """gate_mul(linear(x)): the addend is added before the activation."""
         ...
 
     def linear_add(
@@ -72,11 +90,12 @@ class Ops(Protocol):
         weight: Weight,
         bias: torch.Tensor | None = None,
         gated: bool = False,
+        activation: str = "silu",
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(linear(rms_norm(stream)), stream).
 
-        `gated`: weight is gate rows, then as many up rows, and the result goes through `silu_mul`. The stream may
-        overwrite residual.
+        `gated`: weight is gate rows, then as many up rows, and the result goes through `gate_mul`. The stream may
+        overwrite residual. A caller that also needs the normed input takes `norm_stream`, then `linear`.
         """
         ...
 

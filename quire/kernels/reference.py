@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from quire.kernels.base import CompilableKernel
+from quire.kernels.gates import gate_mul
 from quire.kernels.weights.base import Weight, reference_linear
 
 
@@ -17,8 +18,15 @@ class TorchOps:
 
     whole_steps = False
 
-    def linear(self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
-        return reference_linear(x, weight, bias)
+    def linear(
+        self,
+        x: torch.Tensor,
+        weight: Weight,
+        bias: torch.Tensor | None = None,
+        addend: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        product = reference_linear(x, weight, bias)
+        return product if addend is None else product.add_(addend)
 
     def embedding(self, tokens: torch.Tensor, weight: Weight) -> torch.Tensor:
         return F.embedding(tokens, weight) if isinstance(weight, torch.Tensor) else weight.embedding(tokens)
@@ -60,12 +68,25 @@ class TorchOps:
         weight: Weight,
         bias: torch.Tensor | None = None,
         gated: bool = False,
+        activation: str = "silu",
     ) -> tuple[torch.Tensor, torch.Tensor]:
         normed, stream = self.norm_stream(x, residual, gain, eps)
-        return (self.gated_linear if gated else self.linear)(normed, weight, bias), stream
+        if gated:
+            return self.gated_linear(normed, weight, bias, activation), stream
+        return self.linear(normed, weight, bias), stream
 
-    def gated_linear(self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
-        return self.silu_mul(self.linear(x, weight, bias))
+    def gate_mul(self, gate_up: torch.Tensor, activation: str = "silu") -> torch.Tensor:
+        return self.silu_mul(gate_up) if activation == "silu" else gate_mul(gate_up, activation)
+
+    def gated_linear(
+        self,
+        x: torch.Tensor,
+        weight: Weight,
+        bias: torch.Tensor | None = None,
+        activation: str = "silu",
+        addend: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        return self.gate_mul(self.linear(x, weight, bias, addend), activation)
 
     def route(
         self,

@@ -41,6 +41,7 @@ class FusedLinear(nn.Module):
     """Parts of several checkpoint matrices that read the same input, as one matrix [sum of kept rows, in]."""
 
     gated = False
+    activation = "silu"
     weight: Weight
 
     def __init__(
@@ -64,7 +65,9 @@ class FusedLinear(nn.Module):
         self, norm: RMSNorm, x: torch.Tensor | None, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(the product with the normed stream, the stream); the stream is residual + x, either of which may be None."""
-        return self.ops.norm_linear(x, residual, norm.weight, norm.eps, self.weight, self.bias, self.gated)
+        return self.ops.norm_linear(
+            x, residual, norm.weight, norm.eps, self.weight, self.bias, self.gated, self.activation
+        )
 
     def create_weights(self, build: BuildContext, owner: str) -> None:
         """Make the matrix in the formats of its parts."""
@@ -159,7 +162,7 @@ class QKVLinear(FusedLinear):
 class GateUpLinear(FusedLinear):
     """A gated MLP's two input projections as one product: the rank's gate features, then its up features.
 
-    Yields silu(gate) * up.
+    Yields silu(gate) * up, or another activation of the two.
     """
 
     gated = True
@@ -170,14 +173,16 @@ class GateUpLinear(FusedLinear):
         bias: bool,
         names: tuple[str, str] = ("gate_proj", "up_proj"),
         width: int | None = None,
+        activation: str = "silu",
     ) -> None:
-        """`width`: the MLP's, if not the model's intermediate_size."""
+        """`width`: the MLP's, if not the model's intermediate_size. `activation`: one of `gates.GATES`."""
+        self.activation = activation
         width = width or build.config.intermediate_size
         keep = build.ranks.slice(width, "MLP features")
         super().__init__(build, build.config.hidden_size, [FusedPart(name, width, keep) for name in names], bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.ops.gated_linear(x, self.weight, self.bias)
+        return self.ops.gated_linear(x, self.weight, self.bias, self.activation)
 
 
 class RowParallelLinear(nn.Module):

@@ -106,7 +106,15 @@ def assembly_targets(weight: QuantizedWeight, part: MatrixPart, found: Format, r
     assembly = Assembly(lambda read: found.place(read, weight, rows), weight.device, share)
     return {
         f"{part.name}.{key}": AssemblyPart(
-            assembly, key, stored.shape, stored.dtypes, stored.keep, stored.optional, stored.sample
+            assembly,
+            key,
+            stored.shape,
+            stored.dtypes,
+            stored.keep,
+            stored.optional,
+            stored.sample,
+            stored.also,
+            stored.exact,
         )
         for key, stored in found.stored(part.shape, part.rows, part.columns).items()
     }

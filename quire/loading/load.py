@@ -125,7 +125,7 @@ def _assemble(
     def one(assembly: Assembly) -> int:
         read = {}
         for key, (weight, part) in assemblies[assembly].items():
-            values = weight.read(part.keep)
+            values = weight.read(part.keep_of(weight.shape) or ())
             if values.dtype not in part.dtypes:
                 wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in part.dtypes)
                 raise CheckpointError(
@@ -210,7 +210,7 @@ def _match(
                 misfits.unexpected.append(f"{weight.name} {tuple(weight.shape)}")
             continue
         seen.add(name)
-        wrong = [target.shape for target in targets[name] if tuple(target.shape) != tuple(weight.shape)]
+        wrong = [target.shape for target in targets[name] if not _fits(target, weight.shape)]
         if wrong:
             misfits.wrong_shape.append(
                 f"{name}: {tuple(weight.shape)} in the checkpoint, {tuple(wrong[0])} in the model"
@@ -223,6 +223,12 @@ def _match(
         if each and name not in seen and not all(isinstance(part, AssemblyPart) and part.optional for part in each)
     ]
     return matched, misfits
+
+
+def _fits(target: AnyTarget, shape: tuple[int, ...]) -> bool:
+    if isinstance(target, AssemblyPart):
+        return target.keep_of(shape) is not None
+    return tuple(target.shape) == tuple(shape)
 
 
 def _prefixes(targets: Iterable[str], names: list[str]) -> tuple[str, str]:

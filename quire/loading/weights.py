@@ -80,8 +80,16 @@ class AssemblyPart:
     optional: bool = False
     sample: float | None = None
     """For random weights: None: codes of the full range; a number: values around it."""
+    also: tuple[tuple[tuple[int, ...], tuple[slice, ...]], ...] = ()
+    """Other shapes that checkpoints store it in, each with what is kept of it."""
+    exact: Callable[[], torch.Tensor] | None = None
+    """For random weights: makes the tensor, where its values are not free."""
     layouts: tuple[TensorLayout, ...] = ()
-    into: None = None
+
+    def keep_of(self, shape: Sequence[int]) -> tuple[slice, ...] | None:
+        """What is kept of a stored tensor of this shape; None: it must not have this shape."""
+        known = ((self.shape, self.keep), *self.also)
+        return next((keep for expected, keep in known if tuple(shape) == tuple(expected)), None)
 
 
 AnyTarget: TypeAlias = "Target | AssemblyPart"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -100,7 +101,14 @@ def build_model(
     )
     built: CausalLM = model_class(model.architecture)(build)  # type: ignore[call-arg]
     create_weights(built, build)  # type: ignore[arg-type]
+    built.scheme = build.scheme
     return built
+
+
+def ignored_tensors(model: CausalLM) -> Callable[[str], bool]:
+    """Says of a tensor of the checkpoint, by its name, whether the model does without it."""
+    scheme = model.scheme
+    return model.ignores if scheme is None else lambda name: model.ignores(name) or scheme.ignores(name)
 
 
 def _expert_ranks(config: EngineConfig, ranks: Ranks, replica: int) -> ExpertRanks | None:

@@ -35,7 +35,15 @@ class CpuOps(TorchOps):
         self._route = kernel("route")
         self._experts = kernel("experts")
 
-    def linear(self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def linear(
+        self,
+        x: torch.Tensor,
+        weight: Weight,
+        bias: torch.Tensor | None = None,
+        addend: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        if addend is not None:
+            return self.linear(x, weight, bias).add_(addend)
         dtype = x.dtype
         kernel = self._linear.get(dtype)
         if isinstance(weight, QuantizedWeight):

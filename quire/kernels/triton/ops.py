@@ -67,7 +67,15 @@ class TritonOps(TorchOps):
             return elementwise.add_rms_norm(x, residual, weight, eps)
         return super().add_rms_norm(x, residual, weight, eps)
 
-    def linear(self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def linear(
+        self,
+        x: torch.Tensor,
+        weight: Weight,
+        bias: torch.Tensor | None = None,
+        addend: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        if addend is not None:
+            return self.linear(x, weight, bias).add_(addend)
         if isinstance(weight, QuantizedWeight):
             return self.quantized(weight).linear(x, weight, bias)
         config = self._config("linear", x, weight)
@@ -98,7 +106,10 @@ class TritonOps(TorchOps):
         weight: Weight,
         bias: torch.Tensor | None = None,
         gated: bool = False,
+        activation: str = "silu",
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        if gated and activation != "silu":
+            return super().norm_linear(x, residual, gain, eps, weight, bias, gated, activation)
         if isinstance(weight, QuantizedWeight):
             return self.quantized(weight).norm_linear(x, residual, gain, eps, weight, bias, gated)
         if x is not None:
@@ -107,7 +118,16 @@ class TritonOps(TorchOps):
                 return skinny_norm_linear(x, residual, gain, eps, weight, bias, silu=gated, config=config)
         return super().norm_linear(x, residual, gain, eps, weight, bias, gated)
 
-    def gated_linear(self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def gated_linear(
+        self,
+        x: torch.Tensor,
+        weight: Weight,
+        bias: torch.Tensor | None = None,
+        activation: str = "silu",
+        addend: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        if activation != "silu" or addend is not None:  # the kernels fuse silu alone
+            return super().gated_linear(x, weight, bias, activation, addend)
         if isinstance(weight, QuantizedWeight):
             return self.quantized(weight).gated_linear(x, weight, bias)
         config = self._config("silu_linear", x, weight)
