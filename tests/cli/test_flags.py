@@ -140,8 +140,8 @@ def test_vllm_flags_that_are_not_supported_are_refused_by_name(flags):
 def test_only_visible_flags_are_suggested():
     with pytest.raises(UsageError, match="unknown argument -tq "):
         parse("-tq", "2")
-    with pytest.raises(UsageError, match="--compilation-confik "):
-        parse("--compilation-confik", "3")
+    with pytest.raises(UsageError, match="--performance-mod "):
+        parse("--performance-mod")
 
 
 def test_bytes_are_readable():
