@@ -102,9 +102,7 @@ def _format_name(target: AnyTarget) -> str:
     return str(target.into.dtype).removeprefix("torch.")
 
 
-def _format_uses(
-    targets: Mapping[str, Sequence[AnyTarget]], model: CausalLM, platform: Platform
-) -> list[FormatUse]:
+def _format_uses(targets: Mapping[str, Sequence[AnyTarget]], model: CausalLM, platform: Platform) -> list[FormatUse]:
     kernels = _kernels(model, platform)
     uses: dict[tuple[str, str], FormatUse] = {}
     counted = set()
@@ -127,7 +125,7 @@ def _kernels(model: CausalLM, platform: Platform) -> dict[str, str]:
     layouts = {type(weight).__name__: weight for weight in _apart(quantized_weights(model))}  # type: ignore[arg-type]
     if not platform.ops.endswith("TritonOps"):
         device = "a CPU" if platform.device.type == "cpu" else "this device"
-        return {"": f"products of {device}", **{name: f"plain torch on {device}" for name in layouts}}
+        return {"": f"products of {device}", **dict.fromkeys(layouts, f"plain torch on {device}")}
     from quire.kernels.triton.quantized.registry import products_of
 
     return {"": "cuBLAS and quire's GEMMs"} | {

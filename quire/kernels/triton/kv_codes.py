@@ -107,10 +107,10 @@ def _plain(code, CODES: tl.constexpr):
 @triton.jit
 def decode(code, CODES: tl.constexpr, DTYPE: tl.constexpr):
     """Codes (uint8 or int8, four adjacent ones in a thread) in the dtype of queries, not scaled."""
-    if _PLAIN or DTYPE == tl.float32:
+    if _PLAIN or tl.float32 == DTYPE:
         return _plain(code, CODES).to(DTYPE)
     elif CODES == _FP8:  # noqa: RET505
-        if DTYPE == tl.bfloat16:
+        if tl.bfloat16 == DTYPE:
             return tl.inline_asm_elementwise(
                 """{
                 .reg .b32 w, t, c0, c1;
@@ -129,9 +129,8 @@ def decode(code, CODES: tl.constexpr, DTYPE: tl.constexpr):
                 }""",
                 "=r,=r,r", [code], dtype=tl.bfloat16, is_pure=True, pack=4,
             )  # fmt: skip
-        else:
-            return tl.inline_asm_elementwise(
-                """{
+        return tl.inline_asm_elementwise(
+            """{
                 .reg .b32 w, t, c0;
                 mov.b32 c0, 0x5c005c00;
                 prmt.b32 w, $2, 0, 0x1404;
@@ -145,9 +144,9 @@ def decode(code, CODES: tl.constexpr, DTYPE: tl.constexpr):
                 lop3.b32 t, w, 0x80008000, t, 0xea;
                 mul.f16x2 $1, t, c0;
                 }""",
-                "=r,=r,r", [code], dtype=tl.float16, is_pure=True, pack=4,
-            )  # fmt: skip
-    elif DTYPE == tl.bfloat16:
+            "=r,=r,r", [code], dtype=tl.float16, is_pure=True, pack=4,
+        )  # fmt: skip
+    elif tl.bfloat16 == DTYPE:
         return tl.inline_asm_elementwise(
             """{
             .reg .b32 w, a, b, c0;
@@ -182,10 +181,10 @@ def decode(code, CODES: tl.constexpr, DTYPE: tl.constexpr):
 @triton.jit
 def decode_even(pair, CODES: tl.constexpr, DTYPE: tl.constexpr):
     """The first codes of pairs (int16) in the dtype of queries, not scaled."""
-    if _PLAIN or DTYPE == tl.float32:
+    if _PLAIN or tl.float32 == DTYPE:
         return _plain(pair, CODES).to(DTYPE)
     elif CODES == _FP8:  # noqa: RET505
-        if DTYPE == tl.bfloat16:
+        if tl.bfloat16 == DTYPE:
             return tl.inline_asm_elementwise(
                 """{
                 .reg .b32 s, t, c0, c1;
@@ -199,9 +198,8 @@ def decode_even(pair, CODES: tl.constexpr, DTYPE: tl.constexpr):
                 }""",
                 "=r,r", [pair], dtype=tl.bfloat16, is_pure=True, pack=2,
             )  # fmt: skip
-        else:
-            return tl.inline_asm_elementwise(
-                """{
+        return tl.inline_asm_elementwise(
+            """{
                 .reg .b32 s, t, c0;
                 mov.b32 c0, 0x5c005c00;
                 shl.b32 s, $1, 8;
@@ -210,9 +208,9 @@ def decode_even(pair, CODES: tl.constexpr, DTYPE: tl.constexpr):
                 lop3.b32 t, s, 0x80008000, t, 0xea;
                 mul.f16x2 $0, t, c0;
                 }""",
-                "=r,r", [pair], dtype=tl.float16, is_pure=True, pack=2,
-            )  # fmt: skip
-    elif DTYPE == tl.bfloat16:
+            "=r,r", [pair], dtype=tl.float16, is_pure=True, pack=2,
+        )  # fmt: skip
+    elif tl.bfloat16 == DTYPE:
         return tl.inline_asm_elementwise(
             """{
             .reg .b32 a, b, c0;
@@ -238,10 +236,10 @@ def decode_even(pair, CODES: tl.constexpr, DTYPE: tl.constexpr):
 @triton.jit
 def decode_odd(pair, CODES: tl.constexpr, DTYPE: tl.constexpr):
     """The second codes of pairs (int16) in the dtype of queries, not scaled."""
-    if _PLAIN or DTYPE == tl.float32:
+    if _PLAIN or tl.float32 == DTYPE:
         return _plain(pair >> 8, CODES).to(DTYPE)
     elif CODES == _FP8:  # noqa: RET505
-        if DTYPE == tl.bfloat16:
+        if tl.bfloat16 == DTYPE:
             return tl.inline_asm_elementwise(
                 """{
                 .reg .b32 t, c0, c1;
@@ -254,9 +252,8 @@ def decode_odd(pair, CODES: tl.constexpr, DTYPE: tl.constexpr):
                 }""",
                 "=r,r", [pair], dtype=tl.bfloat16, is_pure=True, pack=2,
             )  # fmt: skip
-        else:
-            return tl.inline_asm_elementwise(
-                """{
+        return tl.inline_asm_elementwise(
+            """{
                 .reg .b32 t, c0;
                 mov.b32 c0, 0x5c005c00;
                 shr.u32 t, $1, 1;
@@ -264,9 +261,9 @@ def decode_odd(pair, CODES: tl.constexpr, DTYPE: tl.constexpr):
                 lop3.b32 t, $1, 0x80008000, t, 0xea;
                 mul.f16x2 $0, t, c0;
                 }""",
-                "=r,r", [pair], dtype=tl.float16, is_pure=True, pack=2,
-            )  # fmt: skip
-    elif DTYPE == tl.bfloat16:
+            "=r,r", [pair], dtype=tl.float16, is_pure=True, pack=2,
+        )  # fmt: skip
+    elif tl.bfloat16 == DTYPE:
         return tl.inline_asm_elementwise(
             """{
             .reg .b32 w, a, b, c0;

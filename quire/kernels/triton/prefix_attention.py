@@ -23,6 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
+from quire.kernels.kv import LayerKV, QuantizedKV
 from quire.kernels.triton.decode_attention import (
     ENTRY,
     ENTRY_SIZE,
@@ -36,7 +37,6 @@ from quire.kernels.triton.decode_attention import (
     plan_ranges,
     scaled_softmax,
 )
-from quire.kernels.kv import LayerKV, QuantizedKV
 from quire.kernels.triton.kv_codes import decode, read_arguments
 from quire.kernels.triton.launch import INTERPRETED, gdc_launch_dependents, gdc_wait, num_sms, pdl
 
