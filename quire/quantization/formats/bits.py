@@ -7,6 +7,7 @@ import math
 import torch
 import torch.nn.functional as F
 
+
 def words_of(values: int, bits: int) -> int:
     """int32 words of a dense stream of that many values."""
     return -(-values * bits // 32)
