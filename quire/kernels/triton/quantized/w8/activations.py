@@ -17,6 +17,7 @@ import triton.language as tl
 
 from quire.kernels.triton.launch import gdc_launch_dependents, gdc_wait, pdl
 from quire.kernels.triton.quantized.w8.codes import FP8, divide, encode, scale_of
+from quire.kernels.triton.skinny_gemm.common import GemmLaunch
 
 MAX_WIDTH = 32768
 """Widest row that fits the registers of one program."""
@@ -27,13 +28,13 @@ class Codes(NamedTuple):
 
     codes: torch.Tensor
     """[rows, in] int8 or float8_e4m3fn."""
-    scale: torch.Tensor
+    scale: torch.Tensor | None
     """float32 [rows]; in groups [groups, rows]."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _quantize(
-    x, residual, gain, static, stream, codes, scales, rows, x_stride, residual_stride, stream_stride, eps,
+    x, residual, gain, static, codes, scales, rows, x_stride, residual_stride, eps,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     CODE: tl.constexpr = codes.dtype.element_ty
@@ -48,10 +49,11 @@ def _quantize(
     value = tl.load(x + row * x_stride + columns, mask=inside, other=0.0)
     DTYPE: tl.constexpr = value.dtype
     if residual is not None:
-        carried = tl.load(residual + row * residual_stride + columns, mask=inside, other=0.0)
+        stream = residual + row * residual_stride + columns
+        carried = tl.load(stream, mask=inside, other=0.0)
         # The norm is of the sum as stored, which is what the next layer reads.
         value = (value.to(tl.float32) + carried.to(tl.float32)).to(DTYPE)
-        tl.store(stream + row * stream_stride + columns, value, mask=inside)
+        tl.store(stream, value, mask=inside)
     wide = value.to(tl.float32)
     if gain is not None:
         inverse_rms = tl.rsqrt(tl.sum(wide * wide) / WIDTH + eps)
@@ -81,6 +83,26 @@ def _constants(width: int, group: int) -> dict[str, Any]:
     return {"WIDTH": width, "BLOCK": block, "GROUP": group, "num_warps": warps, **pdl()}
 
 
+def quantize_launch(
+    x: torch.Tensor,
+    code: torch.dtype = FP8,
+    static: torch.Tensor | None = None,
+    group: int = 0,
+    *,
+    gain: torch.Tensor | None = None,
+    eps: float = 0.0,
+    residual: torch.Tensor | None = None,
+) -> tuple[GemmLaunch, Codes]:
+    """The launch of `quantize`, and what it will return."""
+    rows, width = x.shape
+    codes = torch.empty(rows, width, dtype=code, device=x.device)
+    count = (-(-width // group), rows) if group else (rows,)
+    scale = torch.empty(count, dtype=torch.float32, device=x.device)
+    carried = 0 if residual is None else residual.stride(0)
+    arguments = (x, residual, gain, static, codes, scale, rows, x.stride(0), carried, eps)
+    return GemmLaunch(_quantize, rows, arguments, _constants(width, group), codes), Codes(codes, scale)
+
+
 def quantize(
     x: torch.Tensor,
     code: torch.dtype = FP8,
@@ -90,20 +112,11 @@ def quantize(
     gain: torch.Tensor | None = None,
     eps: float = 0.0,
     residual: torch.Tensor | None = None,
-    compile_only: bool = False,
 ) -> Codes:
     """Rows x [rows, in] as codes: each row by its largest value, by the scale `static`, or by `group` of its values.
 
     gain: of an RMS norm that is applied first. residual: residual += x, in place, is what is normed.
     """
-    rows, width = x.shape
-    codes = torch.empty(rows, width, dtype=code, device=x.device)
-    count = (-(-width // group), rows) if group else (rows,)
-    scale = torch.empty(count, dtype=torch.float32, device=x.device)
-    carried = 0 if residual is None else residual.stride(0)
-    arguments = (x, residual, gain, static, residual, codes, scale, rows, x.stride(0), carried, carried, eps)
-    if compile_only:
-        _quantize.warmup(*arguments, grid=(rows,), **_constants(width, group))
-    else:
-        _quantize[(rows,)](*arguments, **_constants(width, group))
-    return Codes(codes, scale)
+    launch, codes = quantize_launch(x, code, static, group, gain=gain, eps=eps, residual=residual)
+    launch.kernel[(launch.programs,)](*launch.arguments, **launch.constants)
+    return codes

@@ -40,6 +40,7 @@ class CodedGemm:
     """One GEMM of codes: its inputs, and what is fused into it."""
 
     x: Codes
+    """Without a scale: activations as they are, which weights are multiplied with as values, rounded to their dtype."""
     weight: torch.Tensor
     """Codes [out, in]; under `silu` [gate and up, in]."""
     scale: torch.Tensor
@@ -72,7 +73,7 @@ class CodedGemm:
 def scaled(total, scale, x_scale, bias, column, row, rows, N, skip, BLOCKED: tl.constexpr):
     """Sums of codes (in blocks: of values) as outputs in float32; `row` and `column` broadcast to their shape."""
     out = total.to(tl.float32)
-    if not BLOCKED:
+    if x_scale is not None and not BLOCKED:
         out = out * tl.load(x_scale + row, mask=row < rows, other=0.0)
         out = out * tl.load(scale + skip + column, mask=column < N, other=0.0)
     if bias is not None:
@@ -121,6 +122,11 @@ def _accumulate(
     line = row + tl.arange(0, BLOCK_M)
     columns = tl.arange(0, BLOCK_K)[None, :]
     at = line.to(tl.int64)[:, None] * K + columns
+    if x_scale is None:
+        outputs = tl.minimum(output + tl.arange(0, BLOCK_N), N - 1)
+        weights = tl.load(scale + outputs)[:, None]
+        if SILU:
+            others = tl.load(scale + N + outputs)[:, None]
     for k in tl.range(begin, end, BLOCK_K, num_stages=STAGES):
         tile = _weight_tile(weight, view, 0, output, k, N, K, BLOCK_N, BLOCK_K, EVEN_K)
         if x_view is not None:
@@ -130,20 +136,24 @@ def _accumulate(
             if not EVEN_K:
                 inside = inside & (k + columns < K)
             value = tl.load(x + at + k, mask=inside, other=0.0)
+        if x_scale is None:
+            tile = (tile.to(tl.float32) * weights).to(value.dtype)
         if BLOCK_COLUMNS:
             weights, lines = block_scales(scale, x_scale, line, output, k, rows, N, K, 0, BLOCK_ROWS, BLOCK_COLUMNS,
                                           BLOCK_N)  # fmt: skip
             total += tl.dot(tile, value.T, out_dtype=SUM) * (weights[:, None] * lines[None, :])
         else:
-            total = tl.dot(tile, value.T, total, out_dtype=SUM)
+            total = tl.dot(tile, value.T, total, out_dtype=SUM, input_precision="ieee")
         if SILU:
             tile = _weight_tile(weight, view, N, output, k, N, K, BLOCK_N, BLOCK_K, EVEN_K)
+            if x_scale is None:
+                tile = (tile.to(tl.float32) * others).to(value.dtype)
             if BLOCK_COLUMNS:
                 weights, lines = block_scales(scale, x_scale, line, output, k, rows, N, K, N, BLOCK_ROWS,
                                               BLOCK_COLUMNS, BLOCK_N)  # fmt: skip
                 gated += tl.dot(tile, value.T, out_dtype=SUM) * (weights[:, None] * lines[None, :])
             else:
-                gated = tl.dot(tile, value.T, gated, out_dtype=SUM)
+                gated = tl.dot(tile, value.T, gated, out_dtype=SUM, input_precision="ieee")
     return total, gated
 
 
@@ -171,7 +181,7 @@ def _tile(
     ADD: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
     SPANS: tl.constexpr, SPAN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    SUM: tl.constexpr = tl.int32 if weight.dtype.element_ty == tl.int8 else tl.float32
+    SUM: tl.constexpr = tl.int32 if x.dtype.element_ty == tl.int8 else tl.float32
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     row_tiles = tl.cdiv(rows, BLOCK_M)
@@ -232,7 +242,7 @@ def tile_launch(gemm: CodedGemm, config: GemmConfig) -> GemmLaunch:
     parts = arrivals = None
     if programs != tiles:
         slots = programs * (2 if config.programs else 1) * (2 if gemm.silu else 1)
-        sums = torch.int32 if gemm.weight.dtype is torch.int8 else torch.float32
+        sums = torch.int32 if gemm.x.codes.dtype is torch.int8 else torch.float32
         parts = torch.empty(slots * config.block_n * config.block_m, dtype=sums, device=out.device)
         arrivals = _arrivals(out.device)
     x_view = view = None
