@@ -12,7 +12,11 @@ from dataclasses import dataclass, replace
 import torch
 
 from quire.distributed.groups import Ranks
-from quire.loading.weights import Target, TensorLayout
+from quire.kernels.weights.base import QuantizedWeight
+from quire.layers.build_context import BuildContext
+from quire.layers.matrices import MatrixPart, assembly_targets, formats_of, one_format
+from quire.loading.weights import AnyTarget, Target, TensorLayout
+from quire.quantization.formats.base import Format
 
 
 @dataclass(frozen=True)
@@ -144,7 +148,7 @@ class ExpertWeights:
     namings: Sequence[ExpertNaming]
     """The ways checkpoints may name them, besides the stacked one."""
 
-    def targets(self) -> dict[str, list[Target]]:
+    def targets(self) -> dict[str, list[AnyTarget]]:
         """Router and experts, stacked; alternatively under other names or one by one, if the checkpoint has them so."""
         share, (gate, up, down) = self.share, self._matrices()
         width = share.total_width
@@ -180,3 +184,74 @@ class ExpertWeights:
             )
 
         return tuple(map(layout, self.namings))
+
+
+@dataclass(frozen=True)
+class QuantizedExperts:
+    """The experts of a sparse MLP in few bits: a checkpoint matrix for each expert and projection."""
+
+    gate_up: QuantizedWeight
+    """[experts kept, 2 * width kept, hidden]"""
+    down: QuantizedWeight
+    share: ExpertShare
+    naming: ExpertNaming
+    formats: tuple[Format, Format]
+    """Of gate and up; of down."""
+
+    @classmethod
+    def find(
+        cls, build: BuildContext, owner: str, share: ExpertShare, hidden: int, naming: ExpertNaming
+    ) -> QuantizedExperts | None:
+        """The experts of the layer `owner`; None if they are in the activations' dtype."""
+        if build.scheme is None:
+            return None
+        tall = [part for expert in share.experts for part in _tall_parts(share, hidden, naming, expert)]
+        wide = [_down_part(share, hidden, naming, expert) for expert in share.experts]
+        first = one_format(owner, [part.name for part in tall], formats_of(build, owner, tall))
+        second = one_format(owner, [part.name for part in wide], formats_of(build, owner, wide))
+        if first is None and second is None:
+            return None
+        if first is None or second is None:
+            one_format(owner, [tall[0].name, wide[0].name], [first, second])
+        assert first is not None and second is not None
+        count, width, zeros = len(share.experts), share.width, build.memory.zeros
+        gate_up = first.allocate((count, 2 * width, hidden), build.dtype, zeros, (0, width))
+        return cls(gate_up, second.allocate((count, hidden, width), build.dtype, zeros), share, naming, (first, second))
+
+    def targets(self, router: torch.Tensor) -> dict[str, list[AnyTarget]]:
+        """The router, and the tensors of every expert."""
+        share, hidden, width = self.share, self.down.shape[1], self.share.width
+        collected: dict[str, list[AnyTarget]] = {self.naming.router: [Target(router, tuple(router.shape))]}
+        first, second = self.formats
+        for place, expert in enumerate(share.experts):
+            matrix = self.gate_up[place]
+            for index, part in enumerate(_tall_parts(share, hidden, self.naming, expert)):
+                rows = slice(index * width, (index + 1) * width)
+                collected |= _listed(assembly_targets(matrix, part, first, rows))
+            part = _down_part(share, hidden, self.naming, expert)
+            collected |= _listed(assembly_targets(self.down[place], part, second, slice(0, hidden)))
+        for expert in set(range(share.total)) - set(share.experts):  # on other ranks
+            others = [*_tall_parts(share, hidden, self.naming, expert), _down_part(share, hidden, self.naming, expert)]
+            for part, found in zip(others, (first, first, second), strict=True):
+                collected |= {f"{part.name}.{key}": [] for key in found.stored(part.shape, part.rows, part.columns)}
+        return collected
+
+
+def _listed(targets: Mapping[str, AnyTarget]) -> dict[str, list[AnyTarget]]:
+    return {name: [target] for name, target in targets.items()}
+
+
+def _tall_parts(share: ExpertShare, hidden: int, naming: ExpertNaming, expert: int) -> list[MatrixPart]:
+    """An expert's gate and up."""
+    shape, columns = (share.total_width, hidden), slice(0, hidden)
+    names = (naming.gate, naming.up)
+    return [MatrixPart(_module(name, expert), shape, share.features, columns) for name in names]
+
+
+def _down_part(share: ExpertShare, hidden: int, naming: ExpertNaming, expert: int) -> MatrixPart:
+    shape, rows = (hidden, share.total_width), slice(0, hidden)
+    return MatrixPart(_module(naming.down, expert), shape, rows, share.features)
+
+
+def _module(name: str, expert: int) -> str:
+    return name.format(expert).removesuffix(".weight")

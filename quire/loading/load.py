@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 
 import torch
@@ -12,7 +13,7 @@ from quire.errors import CheckpointError, ConfigError, ModelNotFoundError
 from quire.loading.files import ModelFiles
 from quire.loading.progress import bytes_bar
 from quire.loading.readers import LoadPiece, copy_part, read_pieces, split_tensor
-from quire.loading.weights import Checkpoint, Target, Weight, match_layouts
+from quire.loading.weights import AnyTarget, Assembly, AssemblyPart, Checkpoint, StoredWeight, Target, match_layouts
 
 _SHOWN = 10
 
@@ -21,7 +22,7 @@ def open_checkpoint(
     files: ModelFiles,
     load_format: str = "auto",
     *,
-    targets: Mapping[str, Sequence[Target]] | None = None,
+    targets: Mapping[str, Sequence[AnyTarget]] | None = None,
     seed: int = 0,
 ) -> Checkpoint:
     """The model's checkpoint. `targets` and `seed` are for the dummy format, which generates the model's tensors."""
@@ -62,7 +63,7 @@ def open_checkpoint(
 
 @torch.no_grad()
 def load_weights(
-    targets: Mapping[str, Sequence[Target]],
+    targets: Mapping[str, Sequence[AnyTarget]],
     ignores: Callable[[str], bool],
     checkpoint: Checkpoint,
     progress: bool = True,
@@ -74,7 +75,15 @@ def load_weights(
     """
     matched, misfits = _match(targets, ignores, checkpoint)
     misfits.raise_if_any()
-    total = sum(target.into.nbytes for _, wanted in matched for target in wanted)
+    assemblies: dict[Assembly, dict[str, tuple[StoredWeight, AssemblyPart]]] = {}
+    copies: list[tuple[StoredWeight, list[Target]]] = []
+    for weight, wanted in matched:
+        copies.append((weight, [target for target in wanted if isinstance(target, Target)]))
+        for part in wanted:
+            if isinstance(part, AssemblyPart):
+                assemblies.setdefault(part.assembly, {})[part.key] = (weight, part)
+    total = sum(target.into.nbytes for _, wanted in copies for target in wanted)
+    total += sum(assembly.nbytes for assembly in assemblies)
     done = 0
     with bytes_bar("loading weights", total, progress) as show:
 
@@ -84,16 +93,55 @@ def load_weights(
             show(done)
 
         pieces: list[LoadPiece] = []
-        for weight, wanted in matched:
+        for weight, copied in copies:
             stored = getattr(weight, "stored", None)
             if stored is None:
-                _copy(weight, wanted, count)
+                _copy(weight, copied, count)
             else:
-                pieces.extend(split_tensor(stored, wanted))
+                pieces.extend(split_tensor(stored, copied))
         read_pieces(pieces, count)
+        _assemble(assemblies, count)
 
 
-def _copy(weight: Weight, wanted: Sequence[Target], count: Callable[[int], None]) -> None:
+_ASSEMBLERS = 8
+"""Threads that read and re-lay weights in few bits."""
+
+
+def _assemble(
+    assemblies: Mapping[Assembly, Mapping[str, tuple[StoredWeight, AssemblyPart]]], count: Callable[[int], None]
+) -> None:
+    """Read the parts of every assembly and place them. The first error stops the rest."""
+
+    @torch.no_grad()
+    def one(assembly: Assembly) -> int:
+        read = {}
+        for key, (weight, part) in assemblies[assembly].items():
+            values = weight.read(part.keep_of(weight.shape) or ())
+            if values.dtype not in part.dtypes:
+                wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in part.dtypes)
+                raise CheckpointError(
+                    f"the tensor {weight.name!r} is {str(values.dtype).removeprefix('torch.')}, not {wanted}"
+                )
+            read[key] = values.to(assembly.device)
+        try:
+            assembly.place(read)
+        except CheckpointError as error:
+            first = next(iter(assemblies[assembly].values()))[0].name
+            raise CheckpointError(f"{first.rpartition('.')[0]}: {error}") from error
+        return assembly.nbytes
+
+    # On a CPU torch's own threads do the work; on a GPU many threads keep disk and device busy.
+    on_gpu = any(assembly.device.type == "cuda" for assembly in assemblies)
+    with ThreadPoolExecutor(_ASSEMBLERS if on_gpu else 1, "assemble") as threads:
+        try:
+            for future in as_completed([threads.submit(one, assembly) for assembly in assemblies]):
+                count(future.result())
+        except BaseException:
+            threads.shutdown(cancel_futures=True)
+            raise
+
+
+def _copy(weight: StoredWeight, wanted: Sequence[Target], count: Callable[[int], None]) -> None:
     """Copy a tensor that can be read only through `Weight.read`."""
     part, part_keep = None, None
     for target in wanted:
@@ -133,8 +181,8 @@ class _Misfits:
 
 
 def _match(
-    targets: Mapping[str, Sequence[Target]], ignores: Callable[[str], bool], checkpoint: Checkpoint
-) -> tuple[list[tuple[Weight, Sequence[Target]]], _Misfits]:
+    targets: Mapping[str, Sequence[AnyTarget]], ignores: Callable[[str], bool], checkpoint: Checkpoint
+) -> tuple[list[tuple[StoredWeight, Sequence[AnyTarget]]], _Misfits]:
     weights = list(checkpoint)
     names = [weight.name for weight in weights]
     lacking, extra = _prefixes(targets, names)
@@ -144,7 +192,7 @@ def _match(
     def rename(name: str) -> str:
         return lacking + name if lacking and lacking + name in targets else name.removeprefix(extra)
 
-    matched: list[tuple[Weight, Sequence[Target]]] = []
+    matched: list[tuple[StoredWeight, Sequence[AnyTarget]]] = []
     misfits, seen = _Misfits(), set()
     for weight in weights:
         name = weight.name if weight.name in targets else rename(weight.name)
@@ -153,15 +201,25 @@ def _match(
                 misfits.unexpected.append(f"{weight.name} {tuple(weight.shape)}")
             continue
         seen.add(name)
-        wrong = [target.shape for target in targets[name] if tuple(target.shape) != tuple(weight.shape)]
+        wrong = [target.shape for target in targets[name] if not _fits(target, weight.shape)]
         if wrong:
             misfits.wrong_shape.append(
                 f"{name}: {tuple(weight.shape)} in the checkpoint, {tuple(wrong[0])} in the model"
             )
         else:
             matched.append((weight, targets[name]))
-    misfits.missing = [f"{name} {tuple(each[0].shape)}" for name, each in targets.items() if each and name not in seen]
+    misfits.missing = [
+        f"{name} {tuple(each[0].shape)}"
+        for name, each in targets.items()
+        if each and name not in seen and not all(isinstance(part, AssemblyPart) and part.optional for part in each)
+    ]
     return matched, misfits
+
+
+def _fits(target: AnyTarget, shape: tuple[int, ...]) -> bool:
+    if isinstance(target, AssemblyPart):
+        return target.keep_of(shape) is not None
+    return tuple(target.shape) == tuple(shape)
 
 
 def _prefixes(targets: Iterable[str], names: list[str]) -> tuple[str, str]:

@@ -25,7 +25,7 @@ from quire.messages.plan import NewRow, StepMasks, StepPlan
 from quire.messages.sampling import SamplingParams
 from quire.platforms.base import Platform
 from quire.worker.batch import DeviceBatch
-from quire.worker.building import backend_name, build_model, make_ops
+from quire.worker.building import backend_name, build_model, ignored_tensors, make_ops
 from quire.worker.kv import KVCache, stored_bytes
 from quire.worker.logits import LogitsProcessor, load_processors
 from quire.worker.memory import MemoryNeeds, logit_bytes, profile_activations
@@ -116,7 +116,7 @@ class Worker:
         self._done("model")
         targets = collect_targets(self.model)  # type: ignore[arg-type]
         checkpoint = open_checkpoint(files, config.load_format, targets=targets, seed=config.seed)
-        load_weights(targets, self.model.ignores, checkpoint, progress=ranks.rank == 0)
+        load_weights(targets, ignored_tensors(self.model), checkpoint, progress=ranks.rank == 0)
         self._done("weights")
         if warming is not None:
             warming.wait()

@@ -22,7 +22,7 @@ from quire.errors import CheckpointError
 from quire.loading import load, readers
 from quire.loading.files import local_files
 from quire.loading.load import load_weights, open_checkpoint
-from quire.loading.weights import Checkpoint, Target, Weight
+from quire.loading.weights import Checkpoint, StoredWeight, Target
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)] if torch.cuda.is_available() else ["cpu"]
 STORED = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8)
@@ -54,9 +54,9 @@ def save(folder: Path, tensors: dict[str, torch.Tensor], files: int = 3) -> None
 
 
 class OneAtATime:
-    """A weight without `stored`, which can be read only with `Weight.read`."""
+    """A weight without `stored`, which can be read only with `StoredWeight.read`."""
 
-    def __init__(self, weight: Weight) -> None:
+    def __init__(self, weight: StoredWeight) -> None:
         self.name, self.shape, self.read = weight.name, weight.shape, weight.read
 
 
