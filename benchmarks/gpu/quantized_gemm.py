@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from quire.kernels.triton.compiler import CompilerFork, compile_tasks
 from quire.kernels.triton.quantized.w8.activations import Codes, quantize
 from quire.kernels.triton.quantized.w8.large import large_launch
+from quire.kernels.triton.quantized.w8.specialized import specialized_launch
 from quire.kernels.triton.quantized.w8.tile import CodedGemm, tile_launch
 from quire.kernels.triton.quantized.w8.vector import VectorGemm, vector_launch
 from quire.kernels.triton.skinny_gemm.common import GemmConfig, GemmLaunch
@@ -137,7 +138,8 @@ def launch_of(
     assert codes is not None
     stream = inputs.stream if add else None
     coded = CodedGemm(codes, *weight, BF16, silu=shape.silu, stream=stream, block=form.block)
-    return (tile_launch if config.kernel == "tile" else large_launch)(coded, config)
+    launches = {"tile": tile_launch, "large": large_launch, "specialized": specialized_launch}
+    return launches[config.kernel](coded, config)
 
 
 def run(
@@ -181,15 +183,14 @@ def configs(shape: Shape, form: Format, rows: int) -> Iterator[GemmConfig]:
                 yield GemmConfig("tile", 64, 64, block_k, 8, 768 // block_k, tma=True, programs=1)
     elif rows <= 256:
         for block_m, block_n, warps in ((128, 64, 4), (128, 128, 8), (256, 64, 8), (256, 128, 8)):
-            if (
-                silu
-                and block_m * block_n > 128 * 128
-                or form.block
-                and block_m * block_n * (2 if silu else 1) > 128 * 128
+            if (silu and block_m * block_n > 128 * 128) or (
+                form.block and block_m * block_n * (2 if silu else 1) > 128 * 128
             ):
                 continue
             step = 128 * (block_m + block_n * (2 if silu else 1))
             yield GemmConfig("tile", block_n, block_m, 128, warps, min(6, 200_000 // step), tma=True, programs=1)
+    if rows >= 256 and not form.block:
+        yield GemmConfig("specialized", 256, 128, 128, 4, 4)
     if rows >= 256:
         half = 2 if silu else 1
         shapes = [(128, 128, 8, 4), (64, 128, 4, 4)]
@@ -239,6 +240,7 @@ def _compile_each(tasks: Sequence[Callable[[], None]]) -> None:
 def reference(case: Case, inputs: Inputs, codes: Codes, weight: Weight, sample: torch.Tensor) -> torch.Tensor:
     """Some rows of the result, in float32 and plain torch."""
     form, shape, _ = case
+    assert codes.scale is not None
     values, scale = codes.codes[sample].float(), weight.scale
     matrix = weight.codes.float()
     if form.block:
@@ -268,14 +270,19 @@ def check(case: Case, config: GemmConfig, inputs: Inputs, weight: Weight) -> flo
 
 
 class Timer(GraphTimer):
-    """With shorter series."""
+    """With shorter series, over anything."""
 
     def __init__(self) -> None:
         super().__init__(window_us=200.0, replays=4)
 
+    def each(self, call: Callable[[Any], object], over: Sequence[Any], estimate: float) -> float:
+        """Microseconds of a call that takes about `estimate`."""
+        return self.time(call, over, estimate)
 
-def library(case: Case, codes: Codes, weight: Weight, fast: bool) -> torch.Tensor:
+
+def _library(codes: Codes, fast: bool, weight: Weight) -> torch.Tensor:
     """torch's GEMM with a scale per row and output: cuBLASLt or CUTLASS."""
+    assert codes.scale is not None
     return torch._scaled_mm(
         codes.codes, weight.codes.t(), codes.scale[:, None], weight.scale[None, :], out_dtype=BF16, use_fast_accum=fast
     )
@@ -298,7 +305,7 @@ def measure(case: Case, timer: Timer, weights: list[Weight], dense: list[torch.T
                 print(f"WRONG {form.name} {shape.name} {rows} {name}: error {error:.2e}", flush=True)
                 continue
             call = functools.partial(run, shape, form, config, inputs, codes if alone else None, adds(shape, rows))
-            times[name] = timer.time(call, weights, estimate)  # type: ignore[arg-type]
+            times[name] = timer.each(call, weights, estimate)
         except Exception as problem:
             print(
                 f"FAILED {form.name} {shape.name} {rows} {name}: {type(problem).__name__} {str(problem)[:120]}",
@@ -307,17 +314,16 @@ def measure(case: Case, timer: Timer, weights: list[Weight], dense: list[torch.T
     if form.name == "fp8" and rows >= 64:
         for fast in (True, False):
             try:
-                call = functools.partial(library, case, codes)
                 sample = torch.tensor([0, rows - 1], device="cuda")
-                plain = library(case, codes, weights[0], fast)
+                plain = _library(codes, fast, weights[0])
                 if not shape.silu:
                     expected = reference(case, inputs, codes, weights[0], sample)
                     error = float((plain[sample].float() - expected).norm() / expected.norm())
                     assert error < 1e-2, f"error {error:.1e}"
-                times[f"scaled_mm{' fast' if fast else ''}"] = timer.time(
-                    lambda weight: library(case, codes, weight, fast),
+                times[f"scaled_mm{' fast' if fast else ''}"] = timer.each(
+                    functools.partial(_library, codes, fast),
                     weights,
-                    estimate,  # type: ignore[arg-type, return-value]
+                    estimate,
                 )
             except Exception as problem:
                 print(
@@ -348,8 +354,8 @@ def measure_quantize(timer: Timer, rows: int) -> dict[str, float]:
             shape = Shape("", 8, width, norm)
             copies = [new_inputs(shape, rows, "cuda") for _ in range(max(2, min(8, (64 << 20) // (rows * width * 2))))]
             found[f"{form.name} {name}"] = round(
-                timer.time(lambda inputs: encoded(shape, form, inputs), copies, 3 + rows * width / 1e6),
-                2,  # type: ignore[arg-type]
+                timer.each(functools.partial(encoded, shape, form), copies, 3 + rows * width / 1e6),
+                2,
             )
     return found
 
@@ -421,8 +427,9 @@ def print_tables(results: list[dict[str, Any]], quantized: dict[int, dict[str, f
         )
         rest = "; ".join(f"{variant} {time}" for variant, time in ranked[:4])
         kinds = {variant.split()[0] for variant, _ in ranked[:4]}
+        every = ("vector", "tile", "large", "specialized", "scaled_mm")
         rest += "".join(
-            f"; {variant} {time}" for kind in ("vector", "tile", "large", "scaled_mm") if kind not in kinds
+            f"; {variant} {time}" for kind in every if kind not in kinds
             for variant, time in [next((pair for pair in ranked if pair[0].startswith(kind)), ("", 0))] if variant
         )  # fmt: skip
         print(f"{form:5} {name:7} {rows:5}: {us:8.1f} us {rate:>12} (bf16 {result['bf16_us']}): {rest}")

@@ -8,7 +8,7 @@ import torch
 from tests.kernels.triton_target import DEVICE, HALF, ON_GPU
 
 from quire.kernels.reference import TorchOps  # isort: skip
-from quire.kernels.triton.quantized.w8.activations import Codes, quantize  # isort: skip
+from quire.kernels.triton.quantized.w8.activations import quantize  # isort: skip
 from quire.kernels.triton.quantized.w8.large import large_launch  # isort: skip
 from quire.kernels.triton.quantized.w8.tile import CodedGemm, tile_launch  # isort: skip
 from quire.kernels.triton.quantized.w8.vector import VectorGemm, vector_launch  # isort: skip
@@ -126,7 +126,7 @@ def product(
 
 
 def rows_of(config: GemmConfig) -> tuple[int, ...]:
-    return (1, 3) if config.kernel == "vector" else (1, 17, 70)
+    return (1, 3) if config.kernel == "vector" else (1, 70) if config.kernel == "large" else (17,)
 
 
 def assert_close(out: torch.Tensor, expected: torch.Tensor, exact: bool) -> None:
@@ -145,3 +145,68 @@ def test_products_are_those_of_the_reference(config: GemmConfig, code: torch.dty
         bias = random(N).to(HALF) if rows % 2 else None
         out = product(config, x, weight, bias=bias)
         assert_close(out, weight.linear(x, bias), exact=code is INT8)
+
+
+def gated(weight: ScaledWeight | BlockScaledWeight, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """The gated product in float32, rounded once."""
+    wide = ScaledWeight(weight.codes, weight.scale, torch.float32) if isinstance(weight, ScaledWeight) else weight
+    return TorchOps().silu_mul(wide.linear(x.float(), bias)).to(HALF)
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("code", [FP8, INT8])
+def test_the_gate_is_fused(config: GemmConfig, code: torch.dtype) -> None:
+    x, weight, bias = random(2, K).to(HALF), random_weight(code, 2 * N), random(2 * N).to(HALF)
+    out = product(config, x, weight, bias=bias, silu=True)
+    assert_close(out, gated(weight, x, bias), exact=False)
+
+
+@pytest.mark.parametrize("config", CONFIGS[2:])
+def test_a_product_is_added_to_the_stream(config: GemmConfig) -> None:
+    x, weight, stream = awkward_rows(17), random_weight(INT8), random(17, N).to(HALF)
+    before = stream.clone()
+    assert product(config, x, weight, stream=stream) is stream
+    wide = ScaledWeight(weight.codes, weight.scale, torch.float32).linear(x.float())
+    assert_close(stream, (wide + before.float()).to(HALF), exact=True)
+
+
+def test_sums_of_codes_at_the_ends_of_their_range_are_exact() -> None:
+    """int32 sums of the largest products, which float32 could not add one by one."""
+    codes = torch.full((16, 2080), -128, dtype=INT8, device=DEVICE)
+    weight = ScaledWeight(codes, torch.full((16,), 1e-3, device=DEVICE), HALF)
+    codes[:, ::7] = 127
+    x = torch.full((2, 2080), 1.0, device=DEVICE).to(HALF)
+    x[1, ::3] = -1
+    for config in (CONFIGS[0], CONFIGS[2], CONFIGS[5]):
+        assert_close(product(config.values[0], x, weight), weight.linear(x), exact=True)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("code", [FP8, INT8])
+def test_a_static_scale_is_used_for_every_row(code: torch.dtype) -> None:
+    x, weight = awkward_rows(3), random_weight(code, inputs="tensor")
+    for config in (CONFIGS[0], CONFIGS[2]):
+        assert_close(product(config.values[0], x, weight), weight.linear(x), exact=code is INT8)  # type: ignore[arg-type]
+
+
+def random_blocks(n: int, k: int, rows: int = 128) -> BlockScaledWeight:
+    scale = (torch.rand(-(-n // rows), -(-k // 128), device=DEVICE) + 0.5) / (100 * k**0.5)
+    return BlockScaledWeight(random_codes(FP8, n, k), scale, HALF, (rows, 128))
+
+
+BLOCK_CONFIGS = [
+    pytest.param(GemmConfig("vector", 4, warps=1), id="vector"),
+    pytest.param(GemmConfig("tile", WIDE, 16, 128, 4, 3, split=2), id="tile-split"),
+    pytest.param(GemmConfig("tile", WIDE, 32, 128, 4, 3, tma=True), id="tile"),
+    pytest.param(GemmConfig("large", 2 * WIDE, 16 if not ON_GPU else 128, 128, 8, 3, programs=1), id="large"),
+]
+
+
+@pytest.mark.parametrize("config", BLOCK_CONFIGS)
+@pytest.mark.parametrize("silu", [False, True])
+def test_blocks_have_scales_of_their_own(config: GemmConfig, silu: bool) -> None:
+    """The last block of rows and that of columns are smaller; a gated weight's up rows begin inside a block."""
+    weight = random_blocks(160, 304, 16 if silu else 128)
+    for rows in (1, 3) if config.kernel == "vector" else (1, 17):
+        x = random(rows, 304).to(HALF)
+        expected = gated(weight, x) if silu else weight.linear(x)
+        assert_close(product(config, x, weight, silu=silu), expected, exact=False)

@@ -8,7 +8,10 @@ from quire.kernels.triton.quantized.base import QuantizedProducts
 from quire.kernels.weights.base import QuantizedWeight, SplitWeight
 from quire.registry import resolve
 
-_KNOWN: dict[str, str] = {}
+_KNOWN: dict[str, str] = {
+    "ScaledWeight": "quire.kernels.triton.quantized.scaled.ScaledProducts",
+    "BlockScaledWeight": "quire.kernels.triton.quantized.scaled.ScaledProducts",
+}
 """Dotted paths of the products, by the name of the layout's class."""
 
 

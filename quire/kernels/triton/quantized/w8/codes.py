@@ -18,7 +18,7 @@ FP8 = torch.float8_e4m3fn
 @triton.jit
 def scale_of(amax, CODE: tl.constexpr):
     """The scale of values up to `amax`."""
-    bound: tl.constexpr = 127.0 if CODE == tl.int8 else 448.0
+    bound: tl.constexpr = 127.0 if tl.int8 == CODE else 448.0
     return tl.maximum(tl.math.div_rn(amax, tl.zeros_like(amax) + bound), SMALLEST_SCALE)
 
 
@@ -40,9 +40,9 @@ def divide(value, scale, inverse):
 @triton.jit
 def encode(value, CODE: tl.constexpr):
     """float32 values as codes: rounded to nearest even, saturated."""
-    bound: tl.constexpr = 127.0 if CODE == tl.int8 else 448.0
+    bound: tl.constexpr = 127.0 if tl.int8 == CODE else 448.0
     value = tl.minimum(tl.maximum(value, -bound), bound)
-    if CODE == tl.int8:
+    if tl.int8 == CODE:
         # In [2^23, 2^24) a float32 holds integers: the addition rounds, and the low byte is the integer.
         codes = (value + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)
     elif INTERPRETER:  # does not carry when it rounds to float8, so the value is rounded first

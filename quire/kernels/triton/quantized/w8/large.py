@@ -1,9 +1,9 @@
 """GEMM `large` of 8-bit codes: hundreds to thousands of rows, bound by the tensor cores.
 
-Persistent programs, one a multiprocessor, walk over tiles [rows, outputs] in groups that share weights and inputs in L2;
-TMA loads both operands, and the loop over K of the next tile begins while the epilogue stores the last. Scales, bias,
-gate and the addition to the residual stream are in the epilogue. A gated weight's tile is gate rows and as many up rows,
-loaded as one, so that each thread holds both halves of a pair.
+Persistent programs, one a multiprocessor, walk over tiles [rows, outputs] in groups that share weights and inputs in
+L2; TMA loads both operands, and the loads of the next tile begin before the epilogue stores the last. Scales, bias,
+gate and the addition to the residual stream are in the epilogue. A gated weight's tile is gate rows and as many up
+rows, loaded as one, so that each thread holds both halves of a pair.
 
 Bytes: per tile (block_m + block_n) * in, mostly from L2. Operations: 2 per weight and row.
 """
@@ -15,7 +15,6 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor

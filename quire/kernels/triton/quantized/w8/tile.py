@@ -99,8 +99,10 @@ def _finish(
 
 
 @triton.jit
-def block_scales(scale, x_scale, line, output, k, rows, N, K, skip, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
-                 BLOCK_N: tl.constexpr):  # fmt: skip
+def block_scales(
+    scale, x_scale, line, output, k, rows, N, K, skip,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """(weight scales [BLOCK_N], row scales like `line`) of the block that begins at input k."""
     column = k // BLOCK_COLUMNS
     columns = tl.cdiv(K, BLOCK_COLUMNS)

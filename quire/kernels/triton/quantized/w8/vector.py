@@ -1,9 +1,9 @@
 """GEMM `vector` of 8-bit codes: 1 to 4 rows without tensor cores, activations quantized in the kernel itself.
 
-Like `skinny_gemm/vector.py`: a program owns a few rows of the weight and holds them in registers; a thread loads 16 bytes
-of a weight row at a time, all of them before `gdc_wait`. Meanwhile every program quantizes the input, with the residual
-addition and the norm before it, which spares a kernel between two products. A float8 code is multiplied as float32,
-four int8 codes at a time by DP4A, and weights whose activations stay as they are as their values, rounded to the dtype.
+Like `skinny_gemm/vector.py`: a program owns a few rows of the weight and holds them in registers; a thread loads 16
+bytes of a weight row at a time, all of them before `gdc_wait`. Meanwhile every program quantizes the input, with the
+residual addition and the norm before it, which spares a kernel between two products. A float8 code is multiplied as
+float32, int8 codes four at a time by DP4A. If activations stay as they are, weights are values, rounded to the dtype.
 
 Bytes: one per weight; the input, the residual and the gain once per program, mostly from cache. Operations: one
 conversion per weight (int8: none), and one multiply-add (int8: a quarter) per weight and row.
@@ -140,7 +140,7 @@ def _prepared(
             else:
                 wide = divide(wide, scale, inverse)
             codes = encode(wide, CODE)
-            if CODE == tl.int8:
+            if tl.int8 == CODE:
                 chunks = chunks + (_pack4(codes, BLOCK_K),)
             else:
                 chunks = chunks + (codes,)
@@ -250,7 +250,7 @@ def _vector(
 ):  # fmt: skip
     CODE: tl.constexpr = weight.dtype.element_ty
     # Under DP4A the codes are read as words of four.
-    PACK: tl.constexpr = 4 if QUANTIZED and CODE == tl.int8 else 1
+    PACK: tl.constexpr = 4 if QUANTIZED and tl.int8 == CODE else 1
     if PACK == 4:
         weight = weight.to(tl.pointer_type(tl.int32))
     program = tl.program_id(0)
