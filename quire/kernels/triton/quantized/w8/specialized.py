@@ -1,9 +1,10 @@
 """GEMM `specialized` of 8-bit codes: thousands of rows on Hopper, with a warp that only loads.
 
-Tiles [64 * CONSUMERS rows, 256 outputs]: one warp loads tiles of both operands by TMA into a ring in shared memory;
-each warpgroup of CONSUMERS multiplies its 64 rows with all 256 outputs by WGMMA and stores them. The loader runs ahead into
-the next tile, and the warpgroups are in step only as far as the ring is deep, so that one stores while others multiply.
-With three warpgroups a tile is read from L2 with 22% fewer bytes per operation than with two.
+Tiles [64 * CONSUMERS rows, 256 outputs]: TMA loads tiles of both operands into a ring in shared memory; each warpgroup
+of CONSUMERS multiplies its 64 rows with all 256 outputs by WGMMA and stores them. Loads run ahead into the next tile,
+and the warpgroups are in step only as far as the ring is deep, so that one may store while others multiply. With two
+warpgroups a warp of its own issues the loads. With three the first of them does, since a fourth warpgroup would leave
+too few registers; a tile then takes 22% fewer bytes per operation from L2.
 
 Written in Gluon, which has no interpreter: `large.py` is what tests on a CPU walk through.
 
@@ -48,32 +49,42 @@ def _place(tile, row_tiles, column_tiles, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def _load(
-    x_view, w_view, x_ring, w_ring, full, empty, row_tiles, column_tiles, steps, up,
+def _fill(
+    x_view, w_view, x_ring, w_ring, full, empty, row_tiles, column_tiles, steps, second, count,
     CONSUMERS: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
-    """The loader: fills the ring, tile after tile."""
+    """Load what the program's step number `count`, over all its tiles, multiplies; nothing past its last."""
     BLOCK_K: gl.constexpr = x_view.block_type.shape[1]
     BYTES: gl.constexpr = (64 * CONSUMERS + 256) * BLOCK_K
-    count = 0
-    for tile in range(gl.program_id(0), row_tiles * column_tiles, gl.num_programs(0)):
+    tile = gl.program_id(0) + count // steps * gl.num_programs(0)
+    if tile < row_tiles * column_tiles:
         row_tile, column_tile = _place(tile, row_tiles, column_tiles, GROUP)
         row = row_tile * 64 * CONSUMERS
         output = column_tile * BLOCK_N
-        for step in range(steps):
-            stage = count % STAGES
-            mbarrier.wait(empty.index(stage), ((count // STAGES) & 1) ^ 1)
-            barrier = full.index(stage)
-            mbarrier.expect(barrier, BYTES)
-            weights = w_ring.index(stage)
-            k = step * BLOCK_K
-            for part in gl.static_range(CONSUMERS):
-                tma.async_copy_global_to_shared(
-                    x_view, [row + 64 * part, k], barrier, x_ring.index(stage * CONSUMERS + part)
-                )
-            tma.async_copy_global_to_shared(w_view, [output, k], barrier, weights.slice(0, 128))
-            tma.async_copy_global_to_shared(w_view, [output + up, k], barrier, weights.slice(128, 128))
-            count += 1
+        k = count % steps * BLOCK_K
+        stage = count % STAGES
+        mbarrier.wait(empty.index(stage), ((count // STAGES) & 1) ^ 1)
+        barrier = full.index(stage)
+        mbarrier.expect(barrier, BYTES)
+        weights = w_ring.index(stage)
+        for part in gl.static_range(CONSUMERS):
+            tma.async_copy_global_to_shared(
+                x_view, [row + 64 * part, k], barrier, x_ring.index(stage * CONSUMERS + part)
+            )
+        tma.async_copy_global_to_shared(w_view, [output, k], barrier, weights.slice(0, 128))
+        tma.async_copy_global_to_shared(w_view, [output + second, k], barrier, weights.slice(128, 128))
+
+
+@gluon.jit
+def _load(
+    x_view, w_view, x_ring, w_ring, full, empty, row_tiles, column_tiles, steps, second,
+    CONSUMERS: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr, GROUP: gl.constexpr,
+):  # fmt: skip
+    """A warp that only loads: fills the ring, tile after tile."""
+    tiles = gl.cdiv(row_tiles * column_tiles - gl.program_id(0), gl.num_programs(0))
+    for count in range(tiles * steps):
+        _fill(x_view, w_view, x_ring, w_ring, full, empty, row_tiles, column_tiles, steps, second, count,
+              CONSUMERS, STAGES, BLOCK_N, GROUP)  # fmt: skip
 
 
 @gluon.jit
@@ -105,14 +116,16 @@ def _store(y_view, out, staging, row, output):
 
 @gluon.jit
 def _multiply(
-    PART: gl.constexpr, x_ring, w_ring, full, empty, x_scale, scale, bias, stream, y_view, staging,
+    PART: gl.constexpr, LOADS: gl.constexpr, x_view, w_view, second, x_ring, w_ring, full, empty, x_scale, scale, bias, stream, y_view, staging,
     row_tiles, column_tiles, steps, rows, N, y_stride,
     CONSUMERS: gl.constexpr, STAGES: gl.constexpr, SILU: gl.constexpr, BIAS: gl.constexpr, ADD: gl.constexpr,
     BLOCK_N: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
-    """A warpgroup: multiplies and stores rows [64 * PART, + 64) of every tile."""
+    """A warpgroup: multiplies and stores rows [64 * PART, + 64) of every tile. LOADS: it also fills the ring."""
     SUM: gl.constexpr = gl.int32 if x_ring.dtype == gl.int8 else gl.float32
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 32])
+    # Triton 3.6 has no integer instruction of 256 columns.
+    WIDTH: gl.constexpr = 128 if x_ring.dtype == gl.int8 else 256
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 32])
     count = 0
     for tile in range(gl.program_id(0), row_tiles * column_tiles, gl.num_programs(0)):
         row_tile, column_tile = _place(tile, row_tiles, column_tiles, GROUP)
@@ -129,9 +142,16 @@ def _multiply(
             # The previous product is done: its stage may be loaded again.
             total = warpgroup_mma_init(warpgroup_mma_wait(num_outstanding=1, deps=(total,)))
             mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), count=1, pred=step > 0)
+            if LOADS:
+                if step > 0:
+                    _fill(x_view, w_view, x_ring, w_ring, full, empty, row_tiles, column_tiles, steps, second,
+                          count - 1 + STAGES, CONSUMERS, STAGES, BLOCK_N, GROUP)  # fmt: skip
             count += 1
         total = warpgroup_mma_wait(num_outstanding=0, deps=(total,))
         mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), count=1)
+        if LOADS:
+            _fill(x_view, w_view, x_ring, w_ring, full, empty, row_tiles, column_tiles, steps, second,
+                  count - 1 + STAGES, CONSUMERS, STAGES, BLOCK_N, GROUP)  # fmt: skip
         left, right = total.reshape((64, 2, 128)).permute((0, 2, 1)).split()
         buffer = staging.index(PART)
         if SILU:
@@ -150,7 +170,7 @@ def _multiply(
 def _specialized(
     x_view, x_scale, w_view, scale, bias, stream, y_view, rows, N, K, y_stride,
     CONSUMERS: gl.constexpr, STAGES: gl.constexpr, SILU: gl.constexpr, BIAS: gl.constexpr, ADD: gl.constexpr,
-    GROUP: gl.constexpr, REGISTERS: gl.constexpr,
+    GROUP: gl.constexpr,
 ):  # fmt: skip
     BLOCK_K: gl.constexpr = x_view.block_type.shape[1]
     BLOCK_N: gl.constexpr = 128 if SILU else 256
@@ -167,33 +187,39 @@ def _specialized(
     column_tiles = gl.cdiv(N, BLOCK_N)
     steps = gl.cdiv(K, BLOCK_K)
     # The second half of a tile's weights: up rows, or the next outputs.
-    up = N if SILU else 128
+    second = N if SILU else 128
     # Tuples in place: in a variable their constants would become values of the run.
     if CONSUMERS == 3:
+        for count in gl.static_range(STAGES):
+            _fill(x_view, w_view, x_ring, w_ring, full, empty, row_tiles, column_tiles, steps, second, count,
+                  CONSUMERS, STAGES, BLOCK_N, GROUP)  # fmt: skip
         gl.warp_specialize(
             [
-                (_multiply, (0, x_ring, w_ring, full, empty, x_scale, scale, bias, stream, y_view, staging, row_tiles,
-                    column_tiles, steps, rows, N, y_stride, CONSUMERS, STAGES, SILU, BIAS, ADD, BLOCK_N, GROUP)),
-                (_multiply, (1, x_ring, w_ring, full, empty, x_scale, scale, bias, stream, y_view, staging, row_tiles,
-                    column_tiles, steps, rows, N, y_stride, CONSUMERS, STAGES, SILU, BIAS, ADD, BLOCK_N, GROUP)),
-                (_multiply, (2, x_ring, w_ring, full, empty, x_scale, scale, bias, stream, y_view, staging, row_tiles,
-                    column_tiles, steps, rows, N, y_stride, CONSUMERS, STAGES, SILU, BIAS, ADD, BLOCK_N, GROUP)),
-                (_load, (x_view, w_view, x_ring, w_ring, full, empty, row_tiles, column_tiles, steps, up,
-                     CONSUMERS, STAGES, BLOCK_N, GROUP)),
+                (_multiply, (0, True, x_view, w_view, second, x_ring, w_ring, full, empty, x_scale, scale, bias,
+                             stream, y_view, staging, row_tiles, column_tiles, steps, rows, N, y_stride,
+                             CONSUMERS, STAGES, SILU, BIAS, ADD, BLOCK_N, GROUP)),
+                (_multiply, (1, False, x_view, w_view, second, x_ring, w_ring, full, empty, x_scale, scale, bias,
+                             stream, y_view, staging, row_tiles, column_tiles, steps, rows, N, y_stride,
+                             CONSUMERS, STAGES, SILU, BIAS, ADD, BLOCK_N, GROUP)),
+                (_multiply, (2, False, x_view, w_view, second, x_ring, w_ring, full, empty, x_scale, scale, bias,
+                             stream, y_view, staging, row_tiles, column_tiles, steps, rows, N, y_stride,
+                             CONSUMERS, STAGES, SILU, BIAS, ADD, BLOCK_N, GROUP)),
             ],
-            [4, 4, 1], [REGISTERS, REGISTERS, 24],
+            [4, 4], [168, 168],
         )  # fmt: skip
     else:
         gl.warp_specialize(
             [
-                (_multiply, (0, x_ring, w_ring, full, empty, x_scale, scale, bias, stream, y_view, staging, row_tiles,
-                    column_tiles, steps, rows, N, y_stride, CONSUMERS, STAGES, SILU, BIAS, ADD, BLOCK_N, GROUP)),
-                (_multiply, (1, x_ring, w_ring, full, empty, x_scale, scale, bias, stream, y_view, staging, row_tiles,
-                    column_tiles, steps, rows, N, y_stride, CONSUMERS, STAGES, SILU, BIAS, ADD, BLOCK_N, GROUP)),
-                (_load, (x_view, w_view, x_ring, w_ring, full, empty, row_tiles, column_tiles, steps, up,
-                     CONSUMERS, STAGES, BLOCK_N, GROUP)),
+                (_multiply, (0, False, x_view, w_view, second, x_ring, w_ring, full, empty, x_scale, scale, bias,
+                             stream, y_view, staging, row_tiles, column_tiles, steps, rows, N, y_stride,
+                             CONSUMERS, STAGES, SILU, BIAS, ADD, BLOCK_N, GROUP)),
+                (_multiply, (1, False, x_view, w_view, second, x_ring, w_ring, full, empty, x_scale, scale, bias,
+                             stream, y_view, staging, row_tiles, column_tiles, steps, rows, N, y_stride,
+                             CONSUMERS, STAGES, SILU, BIAS, ADD, BLOCK_N, GROUP)),
+                (_load, (x_view, w_view, x_ring, w_ring, full, empty, row_tiles, column_tiles, steps, second,
+                         CONSUMERS, STAGES, BLOCK_N, GROUP)),
             ],
-            [4, 1], [REGISTERS, 24],
+            [4, 1], [232, 24],
         )  # fmt: skip
 
 
@@ -228,6 +254,5 @@ def _constants(consumers: int, stages: int, silu: bool, bias: bool, add: bool) -
         "BIAS": bias,
         "ADD": add,
         "GROUP": ROW_GROUP,
-        "REGISTERS": 160 if consumers == 3 else 232,
         "num_warps": 4,
     }
