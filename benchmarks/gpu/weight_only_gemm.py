@@ -14,7 +14,7 @@ import itertools
 import multiprocessing
 import time
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import NamedTuple
 
 import torch
@@ -36,6 +36,18 @@ TOLERANCE = 8e-3
 ROWS = (1, 2, 8, 16, 32, 64, 128, 256, 512, 2048, 8192)
 QUICK_ROWS = (1, 8, 64, 256, 8192)
 DTYPE = torch.bfloat16
+
+
+MULTIPROCESSORS = 132
+TILES = {
+    16: ((64, 16, 4, 4), (128, 16, 4, 4), (128, 16, 8, 4)),
+    32: ((64, 32, 4, 4), (128, 32, 4, 4), (128, 32, 8, 4)),
+    64: ((64, 64, 4, 4), (128, 64, 4, 4), (128, 64, 8, 4)),
+    128: ((64, 128, 4, 3), (128, 128, 8, 4), (128, 128, 8, 6)),
+    256: ((64, 256, 4, 3), (128, 256, 8, 3), (128, 128, 8, 4)),
+    512: ((128, 256, 8, 3),),
+}
+"""(outputs, rows, warps, stages) by rows."""
 
 
 class Shape(NamedTuple):
@@ -89,19 +101,19 @@ def candidates(shape: Shape, rows: int) -> list[Variant]:
                 if not early or not shape.norm:
                     found.append(Variant(config, False, shape.silu))
     if rows >= 8:
-        block_m = min(max(rows, 16), 128)
-        for block_n, warps, depth in ((64, 4, 4), (128, 8, 4)):
-            tiles = -(-shape.n // block_n) * -(-rows // block_m)
-            base = WeightOnlyConfig("tile", block_n, block_m, warps, depth, tma=True)
-            if rows <= 256:
-                if tiles < 132:
-                    found.append(Variant(WeightOnlyConfig(
-                        "tile", block_n, block_m, warps, depth, split=max(264 // tiles, 1), tma=True)))  # fmt: skip
+        for block_n, block_m, warps, stages in TILES[min(max(rows, 16), 512)]:
+            for silu in (True, False) if shape.silu else (False,):
+                tiles = -(-shape.n // block_n) * -(-rows // block_m)
+                base = WeightOnlyConfig("tile", block_n, block_m, warps, stages)
+                if 2 * tiles <= MULTIPROCESSORS:
+                    found.append(Variant(replace(base, split=MULTIPROCESSORS // tiles)))
+                    if block_m <= 64:
+                        found.append(Variant(replace(base, split=2 * MULTIPROCESSORS // tiles)))
                 else:
-                    found.append(Variant(base))
-                found.append(Variant(WeightOnlyConfig(
-                    "tile", block_n, block_m, warps, depth, programs=1 if block_m > 64 else 2, tma=True)))  # fmt: skip
-    if rows >= 128:
+                    found.append(Variant(base, silu=silu))
+                    each = 1 if block_m > 64 else 2
+                    found.append(Variant(replace(base, programs=each), silu=silu))
+    if rows >= 256:
         found.append(Variant(WeightOnlyConfig("dequantize")))
     return found
 
@@ -269,7 +281,7 @@ def main() -> None:
             times.sort()
             if not times:
                 continue
-            if options.all or rows <= 256:
+            if options.all or rows <= 512:
                 print(f"{shape.name} {rows}: " + "; ".join(f"{us:.1f} {name}" for us, name in times), flush=True)
             best[shape.name, rows] = (times[0][0], bf16, times[0][1])
         print(f"after {time.perf_counter() - began:.0f} s", flush=True)

@@ -97,8 +97,6 @@ class WeightOnlyConfig:
     """Split-K: programs that share the inputs of a tile (`tile`)."""
     programs: int = 0
     """Persistent programs per multiprocessor (`tile`: stream-K); 0: one per tile."""
-    tma: bool = False
-    """Whether TMA loads the tiles, rather than the threads (`tile`)."""
     early: bool = False
     """Whether dependents are launched before `gdc_wait` rather than after (`few`)."""
 

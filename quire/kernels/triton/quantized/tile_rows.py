@@ -19,20 +19,39 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from quire.kernels.triton.launch import gdc_launch_dependents, gdc_wait, num_sms, pdl
 from quire.kernels.triton.quantized.gemm import WeightOnlyConfig, WeightOnlyGemm, WeightOnlyLaunch
-from quire.kernels.triton.quantized.words import offset_of, scale_of, split, value
-from quire.kernels.triton.skinny_gemm.common import finish, prefetch_rows, prefetch_shape
-from quire.kernels.triton.skinny_gemm.tile import (
-    MAX_SHARED_TILES,
-    _arrivals,
-    _first_iteration,
-    _owner,
-    _part,
-    _sum_parts,
+from quire.kernels.triton.quantized.layouts import (
+    arange,
+    await_stage,
+    close_stages,
+    fill_stage,
+    finish_products,
+    in_layout,
+    layout_jit,
+    multiply_stage,
+    open_stages,
+    synchronize,
+    tile_descriptor,
+    tile_layouts,
+    zeros,
 )
+from quire.kernels.triton.quantized.words import offset_of, scale_of, split, value
+from quire.kernels.triton.skinny_gemm.common import finish
+from quire.kernels.triton.skinny_gemm.tile import MAX_SHARED_TILES, _arrivals, _first_iteration, _owner
+
+PREFETCH_WORDS = 256
+"""Words of each output that are prefetched into L2 before `gdc_wait`, at most."""
+
+
+@triton.jit
+def prefetch_span(at, WORDS: tl.constexpr):
+    """Prefetch WORDS words of the rows that begin `at` into L2."""
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;", "=r,l,r", [at, 2 * WORDS],
+        dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -80,108 +99,162 @@ def _weights(
 
 
 @triton.jit
-def _accumulate(
-    x, x_view, codes, view, scale, zero, minimum, factor, row, skip, output, begin, end, rows, N,
-    K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, FORMAT: tl.constexpr,
-    FIELDS: tl.constexpr, WORDS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
+def _decode(
+    words, groups, factors,
+    FORMAT: tl.constexpr, FIELDS: tl.constexpr, WORDS: tl.constexpr, GROUP: tl.constexpr, MINIMUM: tl.constexpr,
+    DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Outputs [skip + output, + BLOCK_N) of rows [row, + BLOCK_M), summed over spans [begin, end): [BLOCK_N, BLOCK_M]."""
-    DTYPE: tl.constexpr = x.dtype.element_ty
-    SPAN: tl.constexpr = WORDS * FIELDS
-    total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    # Outputs past the end repeat the last and are not stored.
-    lines = (skip + tl.minimum(output + tl.arange(0, BLOCK_N), N - 1)).to(tl.int64)
-    groups = lines * GROUPS
-    factors = None
-    if factor is not None:
-        factors = tl.load(factor + lines)
-    line = row + tl.arange(0, BLOCK_M)[:, None]
-    column = tl.arange(0, WORDS)[None, :]
-    at = line.to(tl.int64) * K + column
-    # One iteration ahead: the compiler does not pipeline loads this narrow.
-    ahead = _load_groups(scale, zero, minimum, groups, begin, GROUPS, GROUP, SPAN)
-    for span in tl.range(begin, end, num_stages=STAGES):
-        if view is not None:
-            words = view.load([skip + output, span * WORDS])
-        else:
-            words = tl.load(codes + lines[:, None] * (K // FIELDS) + span * WORDS + column)
-        present = ahead
-        ahead = _load_groups(scale, zero, minimum, groups, span + 1, GROUPS, GROUP, SPAN)
-        fields = split(words, FORMAT, DTYPE)
-        for field in tl.static_range(FIELDS):
-            k = span * SPAN + field * WORDS
-            if x_view is not None:
-                taken = x_view.load([row, k])
-            else:
-                taken = tl.load(x + at + k, mask=line < rows, other=0.0)
-            weights = _weights(fields, present, factors, field, WORDS, GROUP, SPAN, FORMAT, minimum is not None, DTYPE)
-            total = tl.dot(weights, taken.T, total, input_precision="ieee")
+    """The numbers of all of a span's fields."""
+    fields = split(words, FORMAT, DTYPE)
+    numbers = ()
+    for field in tl.static_range(FIELDS):
+        numbers = numbers + (
+            _weights(fields, groups, factors, field, WORDS, GROUP, WORDS * FIELDS, FORMAT, MINIMUM, DTYPE),
+        )
+    return numbers
+
+
+@triton.jit
+def _sum_parts(parts, mine, at, tile, first, last, steps, work, programs, SIZE: tl.constexpr):
+    """The sum of the parts of a tile that programs first to last wrote, in their order; `mine` has the total's shape."""
+    total = mine * 0.0
+    for program in tl.range(first, last + 1, num_stages=1):
+        # From L2: L1 is not coherent with what other multiprocessors wrote.
+        total += tl.load(parts + _slot(program, tile, steps, work, programs) * SIZE + at, cache_modifier=".cg")
     return total
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit
+def _slot(program, tile, steps, work, programs):
+    """The workspace of a program's part of a tile. It has at most two: of its first tile and of its last."""
+    later = (_first_iteration(program, work, programs) // steps != tile).to(tl.int32)
+    return (program + later * programs).to(tl.int64)
+
+
+@layout_jit(do_not_specialize=["rows"])
 def _tile(
-    x, x_view, view, codes, scale, zero, minimum, factor, bias, y, parts, arrivals, rows, N,
+    x, view, codes, scale, zero, minimum, factor, bias, y, parts, arrivals, rows, N,
     K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, FORMAT: tl.constexpr,
     FIELDS: tl.constexpr, WORDS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, SILU: tl.constexpr,
-    PREFETCHES: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
+    LAYOUTS: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    OUTPUT_A: tl.constexpr = LAYOUTS.output_a
+    INPUT_A: tl.constexpr = LAYOUTS.input_a
+    TOTAL: tl.constexpr = LAYOUTS.total
+    OUTPUT: tl.constexpr = LAYOUTS.output
+    ROW: tl.constexpr = LAYOUTS.row
+    Y: tl.constexpr = LAYOUTS.y
+    OUTPUT_Y: tl.constexpr = LAYOUTS.output_y
+    ROW_Y: tl.constexpr = LAYOUTS.row_y
+    DTYPE: tl.constexpr = x.dtype.element_ty
+    MINIMUM: tl.constexpr = minimum is not None
+    SPAN: tl.constexpr = WORDS * FIELDS
+    WIDTH: tl.constexpr = K // FIELDS
+    OUTPUTS: tl.constexpr = BLOCK_N // 2 if SILU else BLOCK_N
+    steps: tl.constexpr = K // SPAN
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     row_tiles = tl.cdiv(rows, BLOCK_M)
-    steps = K // (WORDS * FIELDS)
-    work = row_tiles * tl.cdiv(N, BLOCK_N) * steps
+    work = row_tiles * tl.cdiv(N, OUTPUTS) * steps
     if parts is None:
         begin = program * steps
         end = begin + steps
     else:
         begin = _first_iteration(program, work, programs)
         end = _first_iteration(program + 1, work, programs)
-    if PDL:
-        WIDTH: tl.constexpr = K // FIELDS
-        outputs = tl.minimum(begin // steps // row_tiles * BLOCK_N + tl.arange(0, BLOCK_N), N - 1).to(tl.int64)
-        # Not past the end of the row: for the last row that is the end of memory.
-        word = tl.minimum(begin % steps * WORDS, WIDTH - PREFETCH)
-        prefetch_rows(codes + outputs * WIDTH + word, WIDTH - word, PREFETCHES, PREFETCH)
-        if SILU:
-            prefetch_rows(codes + (N + outputs) * WIDTH + word, WIDTH - word, PREFETCHES, PREFETCH)
-        gdc_wait()
-        gdc_launch_dependents()
+    local = arange(0, BLOCK_N, OUTPUT_A)
+    place = arange(0, BLOCK_N, OUTPUT)[:, None] * BLOCK_M + arange(0, BLOCK_M, ROW)[None, :]
     for tile in range(begin // steps, (end - 1) // steps + 1):
         # Consecutive tiles share weights: same outputs, next rows.
         row = tile % row_tiles * BLOCK_M
-        output = tile // row_tiles * BLOCK_N
+        output = tile // row_tiles * OUTPUTS
         low = tl.maximum(begin - tile * steps, 0)
         high = tl.minimum(end - tile * steps, steps)
-        total = _accumulate(
-            x, x_view, codes, view, scale, zero, minimum, factor, row, 0, output, low, high, rows, N,
-            K, BLOCK_M, BLOCK_N, STAGES, FORMAT, FIELDS, WORDS, GROUP, GROUPS,
-        )  # fmt: skip
-        gated = total
+        # Outputs past the end repeat the last and are not stored. With a gate, eight gate features and the eight up
+        # features that belong to them alternate: a thread holds both of a pair.
         if SILU:
-            gated = _accumulate(
-                x, x_view, codes, view, scale, zero, minimum, factor, row, N, output, low, high, rows, N,
-                K, BLOCK_M, BLOCK_N, STAGES, FORMAT, FIELDS, WORDS, GROUP, GROUPS,
-            )  # fmt: skip
-        lines = row + tl.arange(0, BLOCK_M)[None, :]
-        columns = output + tl.arange(0, BLOCK_N)[:, None]
-        if parts is None or high - low == steps:
-            finish(total, gated, bias, y, lines, columns, rows, N, SILU)
+            lines = tl.minimum(output + local // 16 * 8 + local % 8, N - 1) + N * (local // 8 % 2)
         else:
-            at = _part(parts, program, tile, steps, work, programs, BLOCK_M, BLOCK_N, SILU)
-            tl.store(at, total)
+            lines = tl.minimum(output + local, N - 1)
+        lines = lines.to(tl.int64)
+        factors = None
+        if factor is not None:
+            factors = tl.load(factor + lines)
+        word = codes + lines[:, None] * WIDTH + arange(0, WORDS, INPUT_A)[None, :]
+        groups = lines * GROUPS
+        words = tl.load(word + low * WORDS)
+        loaded = _load_groups(scale, zero, minimum, groups, low, GROUPS, GROUP, SPAN)
+        if PDL:
+            if tile == begin // steps:
+                # Not past the end of the row: for the last row that is the end of memory.
+                next_word = tl.minimum(low * WORDS + WORDS, WIDTH - PREFETCH)
+                prefetch_span(codes + lines * WIDTH + next_word, PREFETCH)
+                gdc_wait()
+                gdc_launch_dependents()
+        tiles, barriers = open_stages(view, STAGES, FIELDS, BLOCK_M, WORDS)
+        synchronize()
+        for stage in tl.static_range(STAGES):
+            k = (low + stage) * SPAN
+            fill_stage(view, tiles, barriers, stage, row, k, low + stage < high, FIELDS, WORDS)
+        numbers = _decode(words, loaded, factors, FORMAT, FIELDS, WORDS, GROUP, MINIMUM, DTYPE)
+        ahead = tl.minimum(low + 1, high - 1)
+        words = tl.load(word + ahead * WORDS)
+        loaded = _load_groups(scale, zero, minimum, groups, ahead, GROUPS, GROUP, SPAN)
+        total = zeros([BLOCK_N, BLOCK_M], TOTAL)
+        stage = 0
+        phase = 0
+        for span in range(low, high):
+            await_stage(barriers, stage, phase)
+            sums = total
+            for field in tl.static_range(FIELDS):
+                sums = multiply_stage(
+                    numbers[field], tiles, stage, sums, x, row, span * SPAN, rows, field, FIELDS, K, BLOCK_M, WORDS
+                )
+            # While tensor cores multiply: the stage before this one, which all threads have read, is filled again, the
+            # next span's codes become numbers, and those after it are loaded.
+            synchronize()
+            k = (span - 1 + STAGES) * SPAN
+            wanted = (span > low) & (span - 1 + STAGES < high)
+            fill_stage(view, tiles, barriers, (stage + STAGES - 1) % STAGES, row, k, wanted, FIELDS, WORDS)
+            following = _decode(words, loaded, factors, FORMAT, FIELDS, WORDS, GROUP, MINIMUM, DTYPE)
+            ahead = tl.minimum(span + 2, high - 1)
+            words = tl.load(word + ahead * WORDS)
+            loaded = _load_groups(scale, zero, minimum, groups, ahead, GROUPS, GROUP, SPAN)
+            total = finish_products(sums, numbers)
+            numbers = following
+            stage += 1
+            if stage == STAGES:
+                stage = 0
+                phase ^= 1
+        synchronize()
+        close_stages(barriers, STAGES)
+        whole = True
+        if parts is not None:
+            if high - low != steps:
+                SIZE: tl.constexpr = BLOCK_N * BLOCK_M
+                tl.store(parts + _slot(program, tile, steps, work, programs) * SIZE + place, total)
+                first = _owner(tile * steps, work, programs)
+                last = _owner(tile * steps + steps - 1, work, programs)
+                # All threads must have written before one of them counts the arrival.
+                synchronize()
+                whole = tl.atomic_add(arrivals + tile, 1, sem="acq_rel") == last - first
+                if whole:
+                    total = _sum_parts(parts, total, place, tile, first, last, steps, work, programs, SIZE)
+                    tl.store(arrivals + tile, 0)
+        if whole:
+            up = total
+            out = total
             if SILU:
-                tl.store(at + BLOCK_N * BLOCK_M, gated)
-            first = _owner(tile * steps, work, programs)
-            last = _owner(tile * steps + steps - 1, work, programs)
-            # All threads must have written before one of them counts the arrival.
-            tl.debug_barrier()
-            if tl.atomic_add(arrivals + tile, 1, sem="acq_rel") == last - first:
-                _sum_parts(
-                    parts, bias, y, tile, lines, columns, first, last, rows, N, steps, work, programs,
-                    BLOCK_M, BLOCK_N, SILU,
-                )  # fmt: skip
-                tl.store(arrivals + tile, 0)
+                pairs = tl.permute(tl.reshape(total, (BLOCK_N // 16, 2, 8, BLOCK_M)), (0, 2, 3, 1))
+                out, up = tl.split(pairs)
+                out = in_layout(tl.reshape(out, (OUTPUTS, BLOCK_M)), Y)
+                up = in_layout(tl.reshape(up, (OUTPUTS, BLOCK_M)), Y)
+            else:
+                out = in_layout(out, Y)
+                up = out
+            column = output + arange(0, OUTPUTS, OUTPUT_Y)[:, None]
+            line = row + arange(0, BLOCK_M, ROW_Y)[None, :]
+            finish(out, up, bias, y, line, column, rows, N, SILU)
 
 
 def tile_launch(gemm: WeightOnlyGemm, config: WeightOnlyConfig) -> WeightOnlyLaunch:
@@ -190,22 +263,17 @@ def tile_launch(gemm: WeightOnlyGemm, config: WeightOnlyConfig) -> WeightOnlyLau
         raise ValueError(f"{config}: no norm is fused into this kernel")
     out = gemm.new_output()
     weight, rows, outputs = gemm.weight, gemm.rows, out.shape[1]
-    tiles = triton.cdiv(rows, config.block_m) * triton.cdiv(outputs, config.block_n)
+    tiles = triton.cdiv(rows, config.block_m) * triton.cdiv(outputs, config.block_n // (2 if gemm.silu else 1))
     steps = weight.inputs // weight.span
     programs = min(config.programs * num_sms(), tiles * steps) if config.programs else tiles * min(config.split, steps)
     programs = programs if tiles <= MAX_SHARED_TILES else tiles
     parts = arrivals = None
     if programs != tiles:
-        slots = programs * (2 if config.programs else 1) * (2 if gemm.silu else 1)
+        slots = programs * (2 if config.programs else 1)
         parts = out.new_empty(slots * config.block_n * config.block_m, dtype=torch.float32)
         arrivals = _arrivals(out.device)
-    x_view = view = None
-    if config.tma:
-        view = TensorDescriptor.from_tensor(weight.codes, [config.block_n, weight.words])
-        x_view = TensorDescriptor.from_tensor(gemm.x, [config.block_m, weight.words])
-    arguments = (
-        gemm.x, x_view, view, *weight.tensors, gemm.bias, out, parts, arrivals, rows, outputs,
-    )  # fmt: skip
+    view = tile_descriptor(gemm.x, config.block_m, weight.words)
+    arguments = (gemm.x, view, *weight.tensors, gemm.bias, out, parts, arrivals, rows, outputs)
     constants = weight.constants | _constants(config, weight.inputs // weight.fields, gemm.silu)
     return WeightOnlyLaunch(_tile, programs, arguments, constants, out)
 
@@ -213,14 +281,14 @@ def tile_launch(gemm: WeightOnlyGemm, config: WeightOnlyConfig) -> WeightOnlyLau
 @functools.cache
 def _constants(config: WeightOnlyConfig, width: int, silu: bool) -> dict[str, Any]:
     """Constexpr arguments and launch options; `width`: words of a row."""
-    prefetches, prefetch = prefetch_shape(config.block_n, width, 2, config.warps)
+    outputs = config.block_n // (2 if silu else 1)
     return {
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         "STAGES": config.depth,
         "SILU": silu,
-        "PREFETCHES": prefetches,
-        "PREFETCH": prefetch,
+        "LAYOUTS": tile_layouts(config.warps, config.block_m, outputs),
+        "PREFETCH": min(width, PREFETCH_WORDS),
         "num_warps": config.warps,
         **pdl(),
     }
