@@ -46,6 +46,13 @@ class EngineConfig:
         "model",
         choices=DTYPES,
     )
+    quantization: str | None = option(
+        None,
+        "Weights in few bits. unset: as the checkpoint says; fp8, int8, int4, mxfp4: quantize the matrices of a 16-bit "
+        "checkpoint (or a GGUF file) while loading; a .json file, or JSON: which of these (or 16bit) each module gets, by "
+        "name or regex; awq, gptq, compressed-tensors, …: refuse a checkpoint of another kind",
+        "model",
+    )
     seed: int = option(0, "Seed for requests without their own", "model")
     max_model_len: int | str | None = option(
         None, "Maximum tokens of a sequence, prompt plus output; auto: the most that fit the KV cache", "model"

@@ -204,9 +204,10 @@ def gemm_shapes(model: nn.Module) -> tuple[list[GemmShape], torch.dtype]:
     """The GEMMs of a step, less fused kinds first; their dtype."""
     from quire.kernels.triton.skinny_gemm.candidates import GemmShape
     from quire.kernels.triton.skinny_gemm.tuning import KINDS, with_less_fused
+    from quire.kernels.weights.base import QuantizedWeight
     from quire.layers.gemm_shapes import layer_gemms
 
-    found = layer_gemms(model)
+    found = [gemm for gemm in layer_gemms(model) if not isinstance(gemm.weight, QuantizedWeight)]
     shapes: dict[GemmShape, None] = {}
     for product in found:
         kind = ("norm_silu_linear" if product.gated else "norm_linear") if product.normed else "linear"
@@ -218,9 +219,11 @@ def gemm_shapes(model: nn.Module) -> tuple[list[GemmShape], torch.dtype]:
 def experts_shapes(model: nn.Module) -> list[ExpertsShape]:
     """The experts of a step, if there are any."""
     from quire.kernels.triton.moe.experts import shape_of
+    from quire.kernels.weights.base import QuantizedWeight
     from quire.layers.gemm_shapes import layer_experts
 
-    return list(dict.fromkeys(shape_of(experts.gate_up, experts.top_k) for experts in layer_experts(model)))
+    found = [each for each in layer_experts(model) if not isinstance(each.gate_up, QuantizedWeight)]
+    return list(dict.fromkeys(shape_of(each.gate_up, each.top_k) for each in found))  # type: ignore[arg-type]
 
 
 def _compile(unknown: dict[GemmShape, list[int]], dtype: torch.dtype, gpu: Gpu) -> None:

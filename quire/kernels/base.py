@@ -7,6 +7,8 @@ from typing import Protocol
 
 import torch
 
+from quire.kernels.weights.base import Weight
+
 
 class CompilableKernel(Protocol):
     """A kernel that can be compiled ahead of its first launch."""
@@ -23,11 +25,18 @@ class Ops(Protocol):
     whole_steps: bool
     """Whether batch and sampling have kernels too (`CudaBatch`), so that a step is captured from inputs to tokens."""
 
-    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """x @ weight.T (+ bias); weight is [out, in]."""
+    def linear(
+        self,
+        x: torch.Tensor,
+        weight: Weight,
+        bias: torch.Tensor | None = None,
+        addend: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """x @ weight.T (+ bias) (+ addend [tokens, out]); weight is [out, in], a tensor or in few bits
+        (`kernels/weights`)."""
         ...
 
-    def embedding(self, tokens: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def embedding(self, tokens: torch.Tensor, weight: Weight) -> torch.Tensor:
         """Rows `tokens` [n] int64 of weight [vocab, width]."""
         ...
 
@@ -51,12 +60,23 @@ class Ops(Protocol):
         """silu(gate) * up, where gate_up is [tokens, 2 * width]: gate first, then up."""
         ...
 
-    def gated_linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """silu_mul(linear(x))."""
+    def gate_mul(self, gate_up: torch.Tensor, activation: str = "silu") -> torch.Tensor:
+        """The activation, one of `gates.GATES`, of gate_up [tokens, 2 * width]: gate first, then up."""
+        ...
+
+    def gated_linear(
+        self,
+        x: torch.Tensor,
+        weight: Weight,
+        bias: torch.Tensor | None = None,
+        activation: str = "silu",
+        addend: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """gate_mul(linear(x)): the addend is added before the activation."""
         ...
 
     def linear_add(
-        self, stream: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+        self, stream: torch.Tensor, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None
     ) -> torch.Tensor | None:
         """linear(x), for the caller to add to the stream; None if it has been added in place."""
         ...
@@ -67,14 +87,15 @@ class Ops(Protocol):
         residual: torch.Tensor | None,
         gain: torch.Tensor,
         eps: float,
-        weight: torch.Tensor,
+        weight: Weight,
         bias: torch.Tensor | None = None,
         gated: bool = False,
+        activation: str = "silu",
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(linear(rms_norm(stream)), stream).
 
-        `gated`: weight is gate rows, then as many up rows, and the result goes through `silu_mul`. The stream may
-        overwrite residual.
+        `gated`: weight is gate rows, then as many up rows, and the result goes through `gate_mul`. The stream may
+        overwrite residual. A caller that also needs the normed input takes `norm_stream`, then `linear`.
         """
         ...
 
@@ -103,8 +124,8 @@ class Ops(Protocol):
         x: torch.Tensor,
         weights: torch.Tensor,
         experts: torch.Tensor,
-        gate_up: torch.Tensor,
-        down: torch.Tensor,
+        gate_up: Weight,
+        down: Weight,
     ) -> torch.Tensor:
         """The weighted sum over each token's experts: sum of weight * down_e(silu(gate_e(x)) * up_e(x)).
 
@@ -125,8 +146,8 @@ class Ops(Protocol):
         gain: torch.Tensor,
         eps: float,
         router: torch.Tensor,
-        gate_up: torch.Tensor,
-        down: torch.Tensor,
+        gate_up: Weight,
+        down: Weight,
         top_k: int,
         renormalise: bool,
         counts: torch.Tensor | None = None,
@@ -171,13 +192,13 @@ class Ops(Protocol):
         ...
 
     def kernels_of(
-        self, weight: torch.Tensor, normed: bool, gated: bool, bias: bool, max_rows: int
+        self, weight: Weight, normed: bool, gated: bool, bias: bool, max_rows: int
     ) -> Sequence[CompilableKernel]:
         """The kernels that `linear` (`normed`: `norm_linear`) launches for up to `max_rows` rows, each once."""
         ...
 
     def expert_kernels_of(
-        self, gate_up: torch.Tensor, down: torch.Tensor, top_k: int, renormalise: bool, routed: int, max_tokens: int
+        self, gate_up: Weight, down: Weight, top_k: int, renormalise: bool, routed: int, max_tokens: int
     ) -> dict[object, Callable[[], object]]:
         """Tasks that launch the kernels of these experts for up to `max_tokens` tokens, each once, by name.
 

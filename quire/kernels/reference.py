@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from quire.kernels.base import CompilableKernel
+from quire.kernels.gates import gate_mul
+from quire.kernels.weights.base import Weight, reference_linear
 
 
 class TorchOps:
@@ -16,11 +18,18 @@ class TorchOps:
 
     whole_steps = False
 
-    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        return F.linear(x, weight, bias)
+    def linear(
+        self,
+        x: torch.Tensor,
+        weight: Weight,
+        bias: torch.Tensor | None = None,
+        addend: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        product = reference_linear(x, weight, bias)
+        return product if addend is None else product.add_(addend)
 
-    def embedding(self, tokens: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return F.embedding(tokens, weight)
+    def embedding(self, tokens: torch.Tensor, weight: Weight) -> torch.Tensor:
+        return F.embedding(tokens, weight) if isinstance(weight, torch.Tensor) else weight.embedding(tokens)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         wide = x.float()
@@ -46,7 +55,7 @@ class TorchOps:
         return (F.silu(gate) * up).to(gate_up.dtype)
 
     def linear_add(
-        self, stream: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+        self, stream: torch.Tensor, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None
     ) -> torch.Tensor | None:
         return self.linear(x, weight, bias)
 
@@ -56,15 +65,28 @@ class TorchOps:
         residual: torch.Tensor | None,
         gain: torch.Tensor,
         eps: float,
-        weight: torch.Tensor,
+        weight: Weight,
         bias: torch.Tensor | None = None,
         gated: bool = False,
+        activation: str = "silu",
     ) -> tuple[torch.Tensor, torch.Tensor]:
         normed, stream = self.norm_stream(x, residual, gain, eps)
-        return (self.gated_linear if gated else self.linear)(normed, weight, bias), stream
+        if gated:
+            return self.gated_linear(normed, weight, bias, activation), stream
+        return self.linear(normed, weight, bias), stream
 
-    def gated_linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        return self.silu_mul(self.linear(x, weight, bias))
+    def gate_mul(self, gate_up: torch.Tensor, activation: str = "silu") -> torch.Tensor:
+        return self.silu_mul(gate_up) if activation == "silu" else gate_mul(gate_up, activation)
+
+    def gated_linear(
+        self,
+        x: torch.Tensor,
+        weight: Weight,
+        bias: torch.Tensor | None = None,
+        activation: str = "silu",
+        addend: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        return self.gate_mul(self.linear(x, weight, bias, addend), activation)
 
     def route(
         self,
@@ -89,8 +111,8 @@ class TorchOps:
         x: torch.Tensor,
         weights: torch.Tensor,
         experts: torch.Tensor,
-        gate_up: torch.Tensor,
-        down: torch.Tensor,
+        gate_up: Weight,
+        down: Weight,
     ) -> torch.Tensor:
         # Every expert computes every token: the routing is only on the device.
         total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
@@ -108,8 +130,8 @@ class TorchOps:
         gain: torch.Tensor,
         eps: float,
         router: torch.Tensor,
-        gate_up: torch.Tensor,
-        down: torch.Tensor,
+        gate_up: Weight,
+        down: Weight,
         top_k: int,
         renormalise: bool,
         counts: torch.Tensor | None = None,
@@ -149,12 +171,12 @@ class TorchOps:
         return run(), None
 
     def kernels_of(
-        self, weight: torch.Tensor, normed: bool, gated: bool, bias: bool, max_rows: int
+        self, weight: Weight, normed: bool, gated: bool, bias: bool, max_rows: int
     ) -> Sequence[CompilableKernel]:
         return []
 
     def expert_kernels_of(
-        self, gate_up: torch.Tensor, down: torch.Tensor, top_k: int, renormalise: bool, routed: int, max_tokens: int
+        self, gate_up: Weight, down: Weight, top_k: int, renormalise: bool, routed: int, max_tokens: int
     ) -> dict[object, Callable[[], object]]:
         return {}
 

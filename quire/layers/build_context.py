@@ -11,10 +11,12 @@ from torch import nn
 from quire.distributed.experts import ExpertRanks
 from quire.distributed.groups import Ranks
 from quire.kernels.base import Ops
+from quire.kernels.weights.base import QuantizedWeight
 from quire.layers.attention.base import AttentionBackend
 from quire.loading.model_config import ModelConfig
-from quire.loading.weights import Target
+from quire.loading.weights import AnyTarget
 from quire.platforms.base import MemoryArena
+from quire.quantization.formats.base import Scheme
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,8 @@ class BuildContext:
     max_model_len: int
     experts: ExpertRanks | None = None
     """The ranks that whole experts are spread over; None: each rank has a part of every expert."""
+    scheme: Scheme | None = None
+    """What the checkpoint says about matrices in few bits; None: it has none."""
     memory: MemoryArena = field(init=False)
     """Where the weights go."""
 
@@ -45,14 +49,36 @@ class BuildContext:
 class WeightedLayer(Protocol):
     """A layer that holds weights."""
 
-    def targets(self) -> dict[str, list[Target]]:
+    def targets(self) -> dict[str, list[AnyTarget]]:
         """The checkpoint tensors that fill its weights, named relative to the module that owns the layer."""
         ...
 
 
-def collect_targets(model: nn.Module) -> dict[str, list[Target]]:
+@runtime_checkable
+class MatrixLayer(Protocol):
+    """A layer whose matrices may be in few bits: they are made once the layer's name in the model is known."""
+
+    def create_weights(self, build: BuildContext, owner: str) -> None:
+        """Make the matrices. `owner`: the full name of the module that owns the layer."""
+        ...
+
+
+def create_weights(model: nn.Module, build: BuildContext) -> None:
+    """Make the matrices of every layer, in the formats that the checkpoint has them in."""
+    for path, module in model.named_modules():
+        if isinstance(module, MatrixLayer):
+            module.create_weights(build, path.rpartition(".")[0])
+
+
+def quantized_weights(model: nn.Module) -> list[QuantizedWeight]:
+    """Every weight in few bits."""
+    found = {id(held): held for module in model.modules() for held in vars(module).values()}
+    return [held for held in found.values() if isinstance(held, QuantizedWeight)]
+
+
+def collect_targets(model: nn.Module) -> dict[str, list[AnyTarget]]:
     """Every checkpoint tensor `model` needs, by its full Hugging Face name, with the places its parts go."""
-    collected: dict[str, list[Target]] = {}
+    collected: dict[str, list[AnyTarget]] = {}
     for path, module in model.named_modules():
         if not isinstance(module, WeightedLayer):
             continue
@@ -64,7 +90,7 @@ def collect_targets(model: nn.Module) -> dict[str, list[Target]]:
     return collected
 
 
-def _prefixed(target: Target, owner: str) -> Target:
+def _prefixed(target: AnyTarget, owner: str) -> AnyTarget:
     if not target.layouts:
         return target
     return replace(target, layouts=tuple(layout.under(owner) for layout in target.layouts))

@@ -10,58 +10,78 @@ import torch.nn.functional as F
 from torch import nn
 
 from quire.distributed.collectives import all_gather_last, all_reduce, is_shared
+from quire.kernels.weights.base import Weight
 from quire.layers.build_context import BuildContext
-from quire.loading.weights import Target
+from quire.layers.matrices import MatrixPart, formats_of, make_matrix, matrix_targets
+from quire.loading.weights import AnyTarget, Target
+from quire.quantization.formats.base import Format
 
 
-class VocabEmbedding(nn.Module):
-    """A vector per token; each rank holds some tokens' vectors, and the ranks sum."""
+class VocabMatrix(nn.Module):
+    """A matrix with a row for each token of the vocabulary; each rank holds the rows of some tokens."""
+
+    weight: Weight
 
     def __init__(self, build: BuildContext, name: str) -> None:
         super().__init__()
         self.ops = build.ops
         self.ranks = build.ranks
-        self.name = name
-        self.weight = _vocab_weight(build)
         self.kept = _kept_tokens(build)
-        self.whole = (build.config.vocab_size, build.config.hidden_size)
+        hidden = build.config.hidden_size
+        rows = slice(self.kept.start, self.kept.stop)
+        self.part = MatrixPart(name, (build.config.vocab_size, hidden), rows, slice(0, hidden))
+
+    def make_weight(self, build: BuildContext, formats: list[Format | None]) -> None:
+        """Make the matrix; rows past the end of the vocabulary are zeros."""
+        self.formats = formats
+        self.weight = make_matrix(build, [self.part], formats, _rows_per_rank(build))
+
+    def targets(self) -> dict[str, list[AnyTarget]]:
+        """The rank's rows."""
+        return matrix_targets(self.weight, [self.part], self.formats)
+
+
+class VocabEmbedding(VocabMatrix):
+    """A vector per token; each rank holds some tokens' vectors, and the ranks sum."""
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         if not is_shared(self.ranks):
             return self.ops.embedding(tokens, self.weight)
         local = tokens - self.kept.start
         elsewhere = (local < 0) | (local >= len(self.kept))
-        vectors = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
+        vectors = self.ops.embedding(local.masked_fill(elsewhere, 0), self.weight)
         return all_reduce(vectors.masked_fill_(elsewhere.unsqueeze(-1), 0), self.ranks)
 
-    def targets(self) -> dict[str, list[Target]]:
-        """The rank's rows of the embedding."""
-        return {f"{self.name}.weight": [_vocab_target(self.weight, self.kept, self.whole)]}
+    def create_weights(self, build: BuildContext, owner: str) -> None:
+        """Make the matrix."""
+        self.make_weight(build, _embedding_formats(build, owner, self.part))
 
 
-class LMHead(nn.Module):
-    """A logit per token of the vocabulary, on every rank, in the weights' dtype."""
+class LMHead(VocabMatrix):
+    """A logit per token of the vocabulary, on every rank, in the activations' dtype."""
 
     def __init__(self, build: BuildContext, name: str, tied: VocabEmbedding | None = None) -> None:
         """`tied`: the embedding whose weight this head uses; it then has no checkpoint tensor of its own."""
-        super().__init__()
-        self.ops = build.ops
-        self.ranks = build.ranks
-        self.name = name
-        self.owns_weight = tied is None
-        self.weight = _vocab_weight(build) if tied is None else tied.weight
-        self.kept = _kept_tokens(build)
-        self.whole = (build.config.vocab_size, build.config.hidden_size)
+        super().__init__(build, name)
+        self._tied = (tied,)  # in a tuple: it is not a part of this module
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         logits = all_gather_last(self.ops.linear(hidden, self.weight), self.ranks)
-        return logits[:, : self.whole[0]]
+        return logits[:, : self.part.shape[0]]
 
-    def targets(self) -> dict[str, list[Target]]:
+    def create_weights(self, build: BuildContext, owner: str) -> None:
+        """Make the matrix, or take the embedding's."""
+        (tied,) = self._tied
+        if tied is not None:
+            self.weight = tied.weight
+        elif build.config.tie_embeddings:  # the embedding is on another stage: this is a copy of it
+            self.make_weight(build, _embedding_formats(build, owner, self.part))
+        else:
+            self.make_weight(build, formats_of(build, owner, [self.part]))
+
+    def targets(self) -> dict[str, list[AnyTarget]]:
         """The rank's rows of the head; none if it is tied."""
-        if not self.owns_weight:
-            return {}
-        return {f"{self.name}.weight": [_vocab_target(self.weight, self.kept, self.whole)]}
+        return {} if self._tied[0] is not None else super().targets()
 
 
 class PositionEmbedding(nn.Module):
@@ -75,9 +95,14 @@ class PositionEmbedding(nn.Module):
     def forward(self, positions: torch.Tensor) -> torch.Tensor:
         return F.embedding(positions, self.weight)
 
-    def targets(self) -> dict[str, list[Target]]:
+    def targets(self) -> dict[str, list[AnyTarget]]:
         """The table, whole."""
         return {f"{self.name}.weight": [Target(self.weight, tuple(self.weight.shape))]}
+
+
+def _embedding_formats(build: BuildContext, owner: str, part: MatrixPart) -> list[Format | None]:
+    """Embeddings are in few bits only where a scheme says that it covers them."""
+    return formats_of(build, owner, [part]) if getattr(build.scheme, "covers_embeddings", False) else [None]
 
 
 def _rows_per_rank(build: BuildContext) -> int:
@@ -88,13 +113,3 @@ def _kept_tokens(build: BuildContext) -> range:
     share, size = _rows_per_rank(build), build.config.vocab_size
     start = build.ranks.tp_rank * share
     return range(min(start, size), min(start + share, size))
-
-
-def _vocab_weight(build: BuildContext) -> nn.Parameter:
-    weight = build.parameter(_rows_per_rank(build), build.config.hidden_size)
-    weight[len(_kept_tokens(build)) :].zero_()
-    return weight
-
-
-def _vocab_target(weight: nn.Parameter, kept: range, whole: tuple[int, int]) -> Target:
-    return Target(weight[: len(kept)], whole, (slice(kept.start, kept.stop),))

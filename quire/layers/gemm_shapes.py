@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 from torch import nn
 
+from quire.kernels.weights.base import QuantizedWeight, Weight
 from quire.layers.embedding import LMHead
 from quire.layers.linear import FusedLinear, ReplicatedLinear, RowParallelLinear
 from quire.layers.moe import SparseMLP
@@ -15,12 +15,17 @@ from quire.layers.moe import SparseMLP
 class LayerGemm(NamedTuple):
     """A GEMM, and what a step may fuse with it."""
 
-    weight: torch.Tensor
+    weight: Weight
     """One of the weights with this shape."""
     normed: bool
     """A norm precedes it (`Ops.norm_linear`)."""
     gated: bool
     bias: bool
+
+
+def kind_of(weight: Weight) -> tuple[object, ...]:
+    """Equal for weights that the same kernels serve."""
+    return (*weight.shape, *(weight.layout if isinstance(weight, QuantizedWeight) else ()))
 
 
 def layer_gemms(model: nn.Module) -> list[LayerGemm]:
@@ -35,15 +40,15 @@ def layer_gemms(model: nn.Module) -> list[LayerGemm]:
             gated = isinstance(module, FusedLinear) and module.gated
             has_bias = isinstance(module, (FusedLinear, RowParallelLinear)) and module.bias is not None
             gemm = LayerGemm(module.weight, isinstance(module, FusedLinear), gated, has_bias)
-            gemms.setdefault((tuple(module.weight.shape), *gemm[1:]), gemm)
+            gemms.setdefault((kind_of(module.weight), *gemm[1:]), gemm)
     return list(gemms.values())
 
 
 class LayerExperts(NamedTuple):
     """The experts of a layer, and how many of them a token is routed to."""
 
-    gate_up: torch.Tensor
-    down: torch.Tensor
+    gate_up: Weight
+    down: Weight
     top_k: int
     renormalise: bool
     routed: int
@@ -57,5 +62,5 @@ def layer_experts(model: nn.Module) -> list[LayerExperts]:
         if isinstance(module, SparseMLP):
             routing = module.routing
             experts = LayerExperts(module.gate_up, module.down, routing.top_k, routing.renormalise, routing.num_experts)
-            found.setdefault((tuple(module.gate_up.shape), *experts[2:]), experts)
+            found.setdefault((kind_of(module.gate_up), kind_of(module.down), *experts[2:]), experts)
     return list(found.values())

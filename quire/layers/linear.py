@@ -15,9 +15,12 @@ from torch import nn
 from quire.distributed.collectives import all_reduce, is_shared
 from quire.distributed.groups import Ranks
 from quire.errors import ConfigError
+from quire.kernels.weights.base import Weight
 from quire.layers.build_context import BuildContext
+from quire.layers.matrices import MatrixPart, formats_of, make_matrix, matrix_targets
 from quire.layers.norm import RMSNorm
-from quire.loading.weights import Target
+from quire.loading.weights import AnyTarget, Target
+from quire.quantization.formats.base import Format
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,8 @@ class FusedLinear(nn.Module):
     """Parts of several checkpoint matrices that read the same input, as one matrix [sum of kept rows, in]."""
 
     gated = False
+    activation = "silu"
+    weight: Weight
 
     def __init__(
         self, build: BuildContext, in_features: int, parts: Sequence[FusedPart], bias: bool, transposed: bool = False
@@ -45,10 +50,12 @@ class FusedLinear(nn.Module):
         """`transposed`: the checkpoint holds [in, out], as GPT-2's does."""
         super().__init__()
         self.ops = build.ops
-        self.parts = tuple(parts)
-        self.transposed = transposed
-        height = sum(part.keep.stop - part.keep.start for part in parts)
-        self.weight = build.parameter(height, in_features)
+        whole = slice(0, in_features)
+        self.parts = tuple(
+            MatrixPart(part.name, (part.rows, in_features), part.keep, whole, part.arrange, transposed)
+            for part in parts
+        )
+        height = sum(part.height for part in self.parts)
         self.bias = build.parameter(height) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -58,23 +65,23 @@ class FusedLinear(nn.Module):
         self, norm: RMSNorm, x: torch.Tensor | None, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(the product with the normed stream, the stream); the stream is residual + x, either of which may be None."""
-        return self.ops.norm_linear(x, residual, norm.weight, norm.eps, self.weight, self.bias, self.gated)
+        return self.ops.norm_linear(
+            x, residual, norm.weight, norm.eps, self.weight, self.bias, self.gated, self.activation
+        )
 
-    def targets(self) -> dict[str, list[Target]]:
+    def create_weights(self, build: BuildContext, owner: str) -> None:
+        """Make the matrix in the formats of its parts."""
+        self.formats: list[Format | None] = formats_of(build, owner, self.parts)
+        self.weight = make_matrix(build, self.parts, self.formats, sum(part.height for part in self.parts))
+
+    def targets(self) -> dict[str, list[AnyTarget]]:
         """Each part's rows of the weight and of the bias."""
-        collected: dict[str, list[Target]] = {}
-        width = self.weight.shape[1]
+        collected = matrix_targets(self.weight, self.parts, self.formats)
         start = 0
         for part in self.parts:
-            stop = start + part.keep.stop - part.keep.start
-            weight = self.weight[start:stop]
-            if self.transposed:
-                target = Target(weight, (width, part.rows), (slice(None), part.keep), _transpose)
-            else:
-                target = Target(weight, (part.rows, width), (part.keep,), part.arrange)
-            collected.setdefault(f"{part.name}.weight", []).append(target)
+            stop = start + part.height
             if self.bias is not None:
-                bias = Target(self.bias[start:stop], (part.rows,), (part.keep,), part.arrange)
+                bias = Target(self.bias[start:stop], part.shape[:1], (part.rows,), part.arrange)
                 collected.setdefault(f"{part.name}.bias", []).append(bias)
             start = stop
         return collected
@@ -155,7 +162,7 @@ class QKVLinear(FusedLinear):
 class GateUpLinear(FusedLinear):
     """A gated MLP's two input projections as one product: the rank's gate features, then its up features.
 
-    Yields silu(gate) * up.
+    Yields silu(gate) * up, or another activation of the two.
     """
 
     gated = True
@@ -166,18 +173,22 @@ class GateUpLinear(FusedLinear):
         bias: bool,
         names: tuple[str, str] = ("gate_proj", "up_proj"),
         width: int | None = None,
+        activation: str = "silu",
     ) -> None:
-        """`width`: the MLP's, if not the model's intermediate_size."""
+        """`width`: the MLP's, if not the model's intermediate_size. `activation`: one of `gates.GATES`."""
+        self.activation = activation
         width = width or build.config.intermediate_size
         keep = build.ranks.slice(width, "MLP features")
         super().__init__(build, build.config.hidden_size, [FusedPart(name, width, keep) for name in names], bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.ops.gated_linear(x, self.weight, self.bias)
+        return self.ops.gated_linear(x, self.weight, self.bias, self.activation)
 
 
 class RowParallelLinear(nn.Module):
     """One matrix; each rank holds an equal share of the input features, and the partial results are summed."""
+
+    weight: Weight
 
     def __init__(
         self, build: BuildContext, name: str, in_features: int, out_features: int, bias: bool, transposed: bool = False
@@ -185,11 +196,10 @@ class RowParallelLinear(nn.Module):
         super().__init__()
         self.ops = build.ops
         self.ranks = build.ranks
-        self.name = name
-        self.shape = (in_features, out_features) if transposed else (out_features, in_features)
-        self.keep = build.ranks.slice(in_features, f"{name} inputs")
-        self.transposed = transposed
-        self.weight = build.parameter(out_features, build.ranks.split(in_features, f"{name} inputs"))
+        columns = build.ranks.slice(in_features, f"{name} inputs")
+        self.part = MatrixPart(
+            name, (out_features, in_features), slice(0, out_features), columns, transposed=transposed
+        )
         self.bias = build.parameter(out_features) if bias else None
         # Every rank holds the bias, one adds it: the sum over ranks must have it once.
         self.adds_bias = bias and build.ranks.tp_rank == 0
@@ -203,34 +213,37 @@ class RowParallelLinear(nn.Module):
             return self(x)
         return self.ops.linear_add(stream, x, self.weight, self.bias)
 
-    def targets(self) -> dict[str, list[Target]]:
+    def create_weights(self, build: BuildContext, owner: str) -> None:
+        """Make the matrix in its format."""
+        self.formats: list[Format | None] = formats_of(build, owner, [self.part])
+        self.weight = make_matrix(build, [self.part], self.formats, self.part.height)
+
+    def targets(self) -> dict[str, list[AnyTarget]]:
         """The rank's columns of the weight, and the whole bias."""
-        if self.transposed:
-            weight = Target(self.weight, self.shape, (self.keep,), _transpose)
-        else:
-            weight = Target(self.weight, self.shape, (slice(None), self.keep))
-        collected = {f"{self.name}.weight": [weight]}
+        collected = matrix_targets(self.weight, [self.part], self.formats)
         if self.bias is not None:
-            collected[f"{self.name}.bias"] = [Target(self.bias, tuple(self.bias.shape))]
+            collected[f"{self.part.name}.bias"] = [Target(self.bias, tuple(self.bias.shape))]
         return collected
 
 
 class ReplicatedLinear(nn.Module):
     """One matrix, whole on every rank."""
 
+    weight: Weight
+
     def __init__(self, build: BuildContext, name: str, in_features: int, out_features: int) -> None:
         super().__init__()
         self.ops = build.ops
-        self.name = name
-        self.weight = build.parameter(out_features, in_features)
+        self.part = MatrixPart(name, (out_features, in_features), slice(0, out_features), slice(0, in_features))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.ops.linear(x, self.weight)
 
-    def targets(self) -> dict[str, list[Target]]:
+    def create_weights(self, build: BuildContext, owner: str) -> None:
+        """Make the matrix in its format."""
+        self.formats: list[Format | None] = formats_of(build, owner, [self.part])
+        self.weight = make_matrix(build, [self.part], self.formats, self.part.height)
+
+    def targets(self) -> dict[str, list[AnyTarget]]:
         """The weight, whole."""
-        return {f"{self.name}.weight": [Target(self.weight, tuple(self.weight.shape))]}
-
-
-def _transpose(weight: torch.Tensor) -> torch.Tensor:
-    return weight.t()
+        return matrix_targets(self.weight, [self.part], self.formats)

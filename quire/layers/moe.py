@@ -10,13 +10,21 @@ from torch import nn
 
 from quire.distributed.collectives import all_reduce
 from quire.errors import ValidationError
-from quire.layers.build_context import BuildContext
+from quire.kernels.weights.base import QuantizedWeight, Weight
+from quire.layers.build_context import BuildContext, quantized_weights
 from quire.layers.expert_parallel import ExpertDispatch
 from quire.layers.expert_placement import Placement
-from quire.layers.expert_weights import ONE_BY_ONE, STACKED_APART, ExpertNaming, ExpertShare, ExpertWeights
+from quire.layers.expert_weights import (
+    ONE_BY_ONE,
+    STACKED_APART,
+    ExpertNaming,
+    ExpertShare,
+    ExpertWeights,
+    QuantizedExperts,
+)
 from quire.layers.norm import RMSNorm
 from quire.loading.model_config import ModelConfig, positive_integer
-from quire.loading.weights import Target
+from quire.loading.weights import AnyTarget
 
 
 @dataclass(frozen=True)
@@ -52,6 +60,8 @@ class SparseMLP(nn.Module):
     """
 
     counts: torch.Tensor
+    gate_up: Weight
+    down: Weight
 
     def __init__(
         self, build: BuildContext, routing: Routing, layer: int, namings: Sequence[ExpertNaming] = (ONE_BY_ONE,)
@@ -65,15 +75,13 @@ class SparseMLP(nn.Module):
         self.namings = (*namings, STACKED_APART)
         self.dispatch: ExpertDispatch | None = None
         if build.experts is None:
-            self.share = share = ExpertShare.of_rank(build.ranks, routing.num_experts, routing.width)
+            self.share = ExpertShare.of_rank(build.ranks, routing.num_experts, routing.width)
         else:
             self.dispatch = ExpertDispatch(build.experts, routing.num_experts, build.device)
             whole = slice(0, routing.width)
-            self.share = share = ExpertShare(routing.num_experts, routing.width, self.dispatch.held, whole)
+            self.share = ExpertShare(routing.num_experts, routing.width, self.dispatch.held, whole)
         hidden = build.config.hidden_size
         self.router = build.parameter(routing.num_experts, hidden)
-        self.gate_up = build.parameter(len(share.experts), 2 * share.width, hidden)
-        self.down = build.parameter(len(share.experts), hidden, share.width)
         counts = torch.zeros(routing.num_experts, dtype=torch.int64, device=build.device)
         self.register_buffer("counts", counts, persistent=False)
 
@@ -116,7 +124,8 @@ class SparseMLP(nn.Module):
     def rearrange(self, placement: Placement) -> None:
         """Hold the experts that `placement` gives this rank. All ranks call this together."""
         assert self.dispatch is not None
-        self.dispatch.change(placement, self.gate_up, self.down)
+        held = [stack for weight in (self.gate_up, self.down) for stack in _tensors(weight)]
+        self.dispatch.change(placement, *held)
 
     @property
     def idle_parameters(self) -> int:
@@ -124,9 +133,26 @@ class SparseMLP(nn.Module):
         total, top_k = self.routing.num_experts, self.routing.top_k
         return (self.gate_up.numel() + self.down.numel()) * (total - top_k) // total
 
-    def targets(self) -> dict[str, list[Target]]:
+    def create_weights(self, build: BuildContext, owner: str) -> None:
+        """Make the experts' stacks in the format that the checkpoint has them in."""
+        share, hidden = self.share, build.config.hidden_size
+        self._quantized = QuantizedExperts.find(build, owner, share, hidden, self.namings[0])
+        if self._quantized is not None:
+            self.gate_up, self.down = self._quantized.gate_up, self._quantized.down
+            return
+        self.gate_up = build.parameter(len(share.experts), 2 * share.width, hidden)
+        self.down = build.parameter(len(share.experts), hidden, share.width)
+
+    def targets(self) -> dict[str, list[AnyTarget]]:
         """The router and the rank's part of the experts."""
+        if self._quantized is not None:
+            return self._quantized.targets(self.router, self.namings)
+        assert isinstance(self.gate_up, torch.Tensor) and isinstance(self.down, torch.Tensor)
         return ExpertWeights(self.router, self.gate_up, self.down, self.share, self.namings).targets()
+
+
+def _tensors(weight: Weight) -> list[torch.Tensor]:
+    return list(weight.tensors.values()) if isinstance(weight, QuantizedWeight) else [weight]
 
 
 def expert_counts(model: nn.Module) -> dict[int, list[int]]:
@@ -159,9 +185,12 @@ def reset_expert_counts(model: nn.Module) -> None:
 
 def active_parameters(model: nn.Module) -> int:
     """Parameters used for one token: all but those of the experts it is not routed to."""
-    return sum(weight.numel() for weight in model.parameters()) - sum(
-        layer.idle_parameters for layer in _sparse_layers(model)
-    )
+    return parameter_count(model) - sum(layer.idle_parameters for layer in _sparse_layers(model))
+
+
+def parameter_count(model: nn.Module) -> int:
+    """Parameters of the model, in any number of bits."""
+    return sum(weight.numel() for weight in model.parameters()) + sum(w.numel() for w in quantized_weights(model))
 
 
 def widest_mixture(model: nn.Module) -> int:

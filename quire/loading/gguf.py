@@ -1,4 +1,4 @@
-"""Checkpoints in GGUF files, dequantized while reading."""
+"""Checkpoints in GGUF files: tensors dequantized while reading, or their blocks as they are."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from quire.errors import CheckpointError, UnsupportedModelError
 from quire.loading.file_checkpoint import REOPEN_AFTER
 from quire.loading.gguf_header import GGUFHeader, TensorInfo, block_sizes, read_header
 from quire.loading.gguf_names import NAMES, hf_name, is_flat, is_transposed, row_order
+from quire.loading.stored_tensor import StoredTensor
 
 # Values dequantized at a time: enough to keep threads busy, few enough that temporaries do not raise the memory peak.
 _CHUNK = 1 << 20
@@ -98,24 +99,41 @@ class GGUFWeight:
             return self._read(whole[::-1]).t()
         return self._read(whole)
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """What `read` returns."""
+        return _PLAIN.get(self.info.kind, torch.float32)
+
+    @property
+    def encoding(self) -> str | None:
+        """GGUF's name of the encoding, if it is one of few bits ("Q4_K")."""
+        return None if self.info.kind in _PLAIN else _encoding_name(self.info.kind)
+
+    @property
+    def blocks(self) -> GGUFBlocks | None:
+        """The tensor as the file's blocks; None: it is not in few bits, or the file has its transpose."""
+        if self.encoding is None or self._flip or len(self.shape) < 2:
+            return None
+        return GGUFBlocks(self)
+
     def _read(self, keep: tuple[slice, ...]) -> torch.Tensor:
-        shape, raw = self.info.shape, self._file.rows(self.info)
+        shape = self.info.shape
         if len(shape) == 1:
-            flat = self._unpack(raw, slice(None))[0]
+            flat = self._unpack(self._file.rows(self.info), slice(None))[0]
             return (flat if self._order is None else flat[torch.from_numpy(self._order)])[keep[0]]
-        middle = int(np.prod(shape[1:-1], dtype=np.int64))
-        lead = np.arange(shape[0])[keep[0]]
+        rows = self._rows(keep[:-1])
+        values = self._unpack(rows.reshape(-1, rows.shape[-1]), keep[-1])
+        return values.reshape(*rows.shape[:-1], values.shape[-1])
+
+    def _rows(self, keep: tuple[slice, ...]) -> np.ndarray:
+        """The kept rows, still quantized: [..., bytes]."""
+        shape = self.info.shape
+        rows = self._file.rows(self.info).reshape(*shape[:-1], -1)
         if self._order is not None:
-            lead = self._order[lead]
-        rows = raw.reshape(shape[0], middle, -1)
-        # A contiguous range stays a view of the file; reordered rows are gathered while still quantized.
-        contiguous = lead.size == 0 or (self._order is None and keep[0].step in (None, 1))
-        chosen = rows[keep[0]] if contiguous else rows[lead]
-        values = self._unpack(chosen.reshape(-1, raw.shape[1]), keep[-1])
-        values = values.reshape(lead.size, *shape[1:-1], values.shape[-1])
-        for dimension, kept in enumerate(keep[1:-1], start=1):
-            values = values[(slice(None),) * dimension + (kept,)]
-        return values
+            rows = rows[self._order[keep[0]]]
+            keep = (slice(None), *keep[1:])
+        # Otherwise a view of the file.
+        return rows[keep]
 
     def _unpack(self, raw: np.ndarray, columns: slice) -> torch.Tensor:
         """Dequantize rows of bytes, the kept columns only (quantization blocks without any of them are skipped)."""
@@ -130,6 +148,48 @@ class GGUFWeight:
         if values.numel():
             _fill(values, raw, kind, f"{self._file.path}: tensor {self.info.name!r}")
         return values[:, within]
+
+
+@dataclass(frozen=True)
+class GGUFBlocks:
+    """A tensor in few bits as its blocks: bytes [..., rows, bytes of a row], rows in Hugging Face's order."""
+
+    weight: GGUFWeight
+
+    @property
+    def name(self) -> str:
+        return self.weight.name
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        *lead, width = self.weight.shape
+        block, block_bytes = block_sizes()[self.weight.info.kind]
+        return (*lead, width // block * block_bytes)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.uint8
+
+    @property
+    def stored(self) -> StoredTensor | None:
+        """Where the bytes are; None: the rows have another order in the file."""
+        weight = self.weight
+        if weight._order is not None:
+            return None
+        return StoredTensor(weight._file.path, weight.name, weight.info.start, self.shape, torch.uint8)
+
+    def read(self, keep: tuple[slice, ...] = ()) -> torch.Tensor:
+        """The bytes, or the part that `keep` selects."""
+        whole = tuple(keep) + (slice(None),) * (len(self.shape) - len(keep))
+        rows = self.weight._rows(whole[:-1])[..., whole[-1]]
+        # Copied: the mapping is read-only, and its pages are released.
+        return torch.from_numpy(rows.copy())
+
+
+def _encoding_name(kind: int) -> str:
+    from gguf.constants import GGMLQuantizationType
+
+    return GGMLQuantizationType(kind).name
 
 
 def _fill(out: torch.Tensor, raw: np.ndarray, kind: int, what: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 
 import torch
@@ -12,7 +13,7 @@ from quire.errors import CheckpointError, ConfigError, ModelNotFoundError
 from quire.loading.files import ModelFiles
 from quire.loading.progress import bytes_bar
 from quire.loading.readers import LoadPiece, copy_part, read_pieces, split_tensor
-from quire.loading.weights import Checkpoint, Target, Weight, match_layouts
+from quire.loading.weights import AnyTarget, Assembly, AssemblyPart, Checkpoint, StoredWeight, Target, match_layouts
 
 _SHOWN = 10
 
@@ -21,7 +22,7 @@ def open_checkpoint(
     files: ModelFiles,
     load_format: str = "auto",
     *,
-    targets: Mapping[str, Sequence[Target]] | None = None,
+    targets: Mapping[str, Sequence[AnyTarget]] | None = None,
     seed: int = 0,
 ) -> Checkpoint:
     """The model's checkpoint. `targets` and `seed` are for the dummy format, which generates the model's tensors."""
@@ -62,7 +63,7 @@ def open_checkpoint(
 
 @torch.no_grad()
 def load_weights(
-    targets: Mapping[str, Sequence[Target]],
+    targets: Mapping[str, Sequence[AnyTarget]],
     ignores: Callable[[str], bool],
     checkpoint: Checkpoint,
     progress: bool = True,
@@ -72,9 +73,17 @@ def load_weights(
     Names and shapes are compared before anything is read; one error lists all mismatches. `ignores` says which
     tensors of the checkpoint the model does not need.
     """
-    matched, misfits = _match(targets, ignores, checkpoint)
+    matched, misfits = compare(targets, ignores, checkpoint)
     misfits.raise_if_any()
-    total = sum(target.into.nbytes for _, wanted in matched for target in wanted)
+    assemblies: dict[Assembly, dict[str, tuple[StoredWeight, AssemblyPart]]] = {}
+    copies: list[tuple[StoredWeight, list[Target]]] = []
+    for weight, wanted in matched:
+        copies.append((weight, [target for target in wanted if isinstance(target, Target)]))
+        for part in wanted:
+            if isinstance(part, AssemblyPart):
+                assemblies.setdefault(part.assembly, {})[part.key] = (weight, part)
+    total = sum(target.into.nbytes for _, wanted in copies for target in wanted)
+    total += sum(assembly.nbytes for assembly in assemblies)
     done = 0
     with bytes_bar("loading weights", total, progress) as show:
 
@@ -84,16 +93,63 @@ def load_weights(
             show(done)
 
         pieces: list[LoadPiece] = []
-        for weight, wanted in matched:
+        for weight, copied in copies:
             stored = getattr(weight, "stored", None)
             if stored is None:
-                _copy(weight, wanted, count)
+                _copy(weight, copied, count)
             else:
-                pieces.extend(split_tensor(stored, wanted))
+                pieces.extend(split_tensor(stored, copied))
         read_pieces(pieces, count)
+        _assemble(assemblies, count)
 
 
-def _copy(weight: Weight, wanted: Sequence[Target], count: Callable[[int], None]) -> None:
+def match_checkpoint(
+    targets: Mapping[str, Sequence[AnyTarget]], ignores: Callable[[str], bool], checkpoint: Checkpoint
+) -> list[tuple[StoredWeight, Sequence[AnyTarget]]]:
+    """The checkpoint's tensors that the model needs, each with its targets. Raises like `load_weights`."""
+    matched, misfits = compare(targets, ignores, checkpoint)
+    misfits.raise_if_any()
+    return matched
+
+
+_ASSEMBLERS = 8
+"""Threads that read and re-lay weights in few bits."""
+
+
+def _assemble(
+    assemblies: Mapping[Assembly, Mapping[str, tuple[StoredWeight, AssemblyPart]]], count: Callable[[int], None]
+) -> None:
+    """Read the parts of every assembly and place them. The first error stops the rest."""
+
+    @torch.no_grad()
+    def one(assembly: Assembly) -> int:
+        read = {}
+        for key, (weight, part) in assemblies[assembly].items():
+            values = weight.read(part.keep_of(weight.shape) or ())
+            if values.dtype not in part.dtypes:
+                raise CheckpointError(
+                    f"the tensor {weight.name!r} is {_words((values.dtype,))}, not {_words(part.dtypes)}"
+                )
+            read[key] = values.to(assembly.device)
+        try:
+            assembly.place(read)
+        except CheckpointError as error:
+            first = next(iter(assemblies[assembly].values()))[0].name
+            raise CheckpointError(f"{first.rpartition('.')[0]}: {error}") from error
+        return assembly.nbytes
+
+    # On a CPU torch's own threads do the work; on a GPU many threads keep disk and device busy.
+    on_gpu = any(assembly.device.type == "cuda" for assembly in assemblies)
+    with ThreadPoolExecutor(_ASSEMBLERS if on_gpu else 1, "assemble") as threads:
+        try:
+            for future in as_completed([threads.submit(one, assembly) for assembly in assemblies]):
+                count(future.result())
+        except BaseException:
+            threads.shutdown(cancel_futures=True)
+            raise
+
+
+def _copy(weight: StoredWeight, wanted: Sequence[Target], count: Callable[[int], None]) -> None:
     """Copy a tensor that can be read only through `Weight.read`."""
     part, part_keep = None, None
     for target in wanted:
@@ -105,19 +161,27 @@ def _copy(weight: Weight, wanted: Sequence[Target], count: Callable[[int], None]
 
 
 @dataclass
-class _Misfits:
+class Misfits:
+    """Where a checkpoint's tensors are not those that the model needs."""
+
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     wrong_shape: list[str] = field(default_factory=list)
+    wrong_dtype: list[str] = field(default_factory=list)
 
-    def raise_if_any(self) -> None:
+    @property
+    def described(self) -> list[str]:
+        """A paragraph for each kind that there is."""
         parts = [
             self._part(self.missing, "missing from the checkpoint"),
             self._part(self.unexpected, "in the checkpoint but unknown to the model"),
             self._part(self.wrong_shape, "of a different shape than in the model"),
+            self._part(self.wrong_dtype, "of another type than config.json says"),
         ]
-        found = [part for part in parts if part]
-        if found:
+        return [part for part in parts if part]
+
+    def raise_if_any(self) -> None:
+        if found := self.described:
             raise CheckpointError(
                 "the checkpoint does not fit the model (is config.json the one that belongs to these weights?):\n"
                 + "\n".join(found)
@@ -132,9 +196,10 @@ class _Misfits:
         return f"{len(names)} tensor{'s' if len(names) > 1 else ''} {what}:{listed}{rest}"
 
 
-def _match(
-    targets: Mapping[str, Sequence[Target]], ignores: Callable[[str], bool], checkpoint: Checkpoint
-) -> tuple[list[tuple[Weight, Sequence[Target]]], _Misfits]:
+def compare(
+    targets: Mapping[str, Sequence[AnyTarget]], ignores: Callable[[str], bool], checkpoint: Checkpoint
+) -> tuple[list[tuple[StoredWeight, Sequence[AnyTarget]]], Misfits]:
+    """(the checkpoint's tensors with their targets, what does not fit); by names, shapes and dtypes alone."""
     weights = list(checkpoint)
     names = [weight.name for weight in weights]
     lacking, extra = _prefixes(targets, names)
@@ -144,8 +209,8 @@ def _match(
     def rename(name: str) -> str:
         return lacking + name if lacking and lacking + name in targets else name.removeprefix(extra)
 
-    matched: list[tuple[Weight, Sequence[Target]]] = []
-    misfits, seen = _Misfits(), set()
+    matched: list[tuple[StoredWeight, Sequence[AnyTarget]]] = []
+    misfits, seen = Misfits(), set()
     for weight in weights:
         name = weight.name if weight.name in targets else rename(weight.name)
         if name not in targets:
@@ -153,15 +218,51 @@ def _match(
                 misfits.unexpected.append(f"{weight.name} {tuple(weight.shape)}")
             continue
         seen.add(name)
-        wrong = [target.shape for target in targets[name] if tuple(target.shape) != tuple(weight.shape)]
+        weight = _as_blocks(weight, targets[name])
+        wanted = targets[name]
+        wrong = [target.shape for target in wanted if not _fits(target, weight.shape)]
         if wrong:
             misfits.wrong_shape.append(
                 f"{name}: {tuple(weight.shape)} in the checkpoint, {tuple(wrong[0])} in the model"
             )
+            continue
+        dtype = getattr(weight, "dtype", None)
+        expected = next((types for types in map(_types, wanted) if dtype is not None and dtype not in types), None)
+        if expected is not None:
+            misfits.wrong_dtype.append(f"{name}: {_words((dtype,))} in the checkpoint, {_words(expected)} expected")
         else:
-            matched.append((weight, targets[name]))
-    misfits.missing = [f"{name} {tuple(each[0].shape)}" for name, each in targets.items() if each and name not in seen]
+            matched.append((weight, wanted))
+    misfits.missing = [
+        f"{name} {tuple(each[0].shape)}"
+        for name, each in targets.items()
+        if each and name not in seen and not all(isinstance(part, AssemblyPart) and part.optional for part in each)
+    ]
     return matched, misfits
+
+
+_PLAIN_TYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+def _types(target: AnyTarget) -> tuple[torch.dtype, ...]:
+    """What the tensor may be stored as. A plain weight is converted, but never from codes whose scales are elsewhere."""
+    return target.dtypes if isinstance(target, AssemblyPart) else (target.into.dtype, *_PLAIN_TYPES)
+
+
+def _words(types: Sequence[torch.dtype]) -> str:
+    return " or ".join(dict.fromkeys(str(each).removeprefix("torch.") for each in types))
+
+
+def _as_blocks(weight: StoredWeight, wanted: Sequence[AnyTarget]) -> StoredWeight:
+    """A GGUF tensor as its bytes, if it is held packed."""
+    packed = any(isinstance(target, AssemblyPart) and target.dtypes == (torch.uint8,) for target in wanted)
+    blocks = getattr(weight, "blocks", None)
+    return blocks if packed and blocks is not None else weight
+
+
+def _fits(target: AnyTarget, shape: tuple[int, ...]) -> bool:
+    if isinstance(target, AssemblyPart):
+        return target.keep_of(shape) is not None
+    return tuple(target.shape) == tuple(shape)
 
 
 def _prefixes(targets: Iterable[str], names: list[str]) -> tuple[str, str]:

@@ -10,6 +10,7 @@ import torch
 from quire.errors import ConfigError
 from quire.layers.attention.base import AttentionInputs, KVSpec
 from quire.layers.build_context import BuildContext
+from quire.quantization.formats.base import Scheme
 
 
 class CausalLM(Protocol):
@@ -17,6 +18,8 @@ class CausalLM(Protocol):
 
     supports_last_tokens: bool
     """Whether `forward` returns only the hidden states of `inputs.last` if that is given."""
+    scheme: Scheme | None
+    """What the checkpoint says about matrices in few bits; set once the model is made."""
 
     def forward(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,12 +15,13 @@ from quire.distributed.groups import Ranks
 from quire.errors import ConfigError
 from quire.kernels.base import Ops
 from quire.layers.attention.base import AttentionBackend, attention_backend
-from quire.layers.build_context import BuildContext
+from quire.layers.build_context import BuildContext, create_weights
 from quire.loading.files import ModelFiles
 from quire.loading.model_config import ModelConfig
 from quire.models.base import CausalLM
 from quire.models.registry import model_class
 from quire.platforms.base import Platform
+from quire.quantization.find import find_scheme
 from quire.registry import resolve
 
 logger = logging.getLogger(__name__)
@@ -97,9 +99,18 @@ def build_model(
         attention=_make_attention(config, platform),
         max_model_len=max_model_len,
         experts=_expert_ranks(config, ranks, replica),
+        scheme=find_scheme(config, files, model),
     )
     built: CausalLM = model_class(model.architecture)(build)  # type: ignore[call-arg]
+    create_weights(built, build)  # type: ignore[arg-type]
+    built.scheme = build.scheme
     return built
+
+
+def ignored_tensors(model: CausalLM) -> Callable[[str], bool]:
+    """Says of a tensor of the checkpoint, by its name, whether the model does without it."""
+    scheme = model.scheme
+    return model.ignores if scheme is None else lambda name: model.ignores(name) or scheme.ignores(name)
 
 
 def _expert_ranks(config: EngineConfig, ranks: Ranks, replica: int) -> ExpertRanks | None:

@@ -15,7 +15,8 @@ import torch
 
 from quire.config import EngineConfig
 from quire.errors import CacheTooSmallError, ModelTooLargeError
-from quire.layers.moe import active_parameters, widest_mixture
+from quire.layers.build_context import quantized_weights
+from quire.layers.moe import active_parameters, parameter_count, widest_mixture
 from quire.loading.model_config import ModelConfig
 from quire.models.base import CausalLM
 from quire.platforms.base import Platform
@@ -123,9 +124,9 @@ class MemoryNeeds:
         widest *= tokens * dtype.itemsize
         return cls(
             dtype=dtype,
-            parameters=sum(weight.numel() for weight in weights),
+            parameters=parameter_count(model),  # type: ignore[arg-type]
             active_parameters=active_parameters(model),  # type: ignore[arg-type]
-            weight_bytes=sum(weight.numel() * weight.itemsize for weight in weights),
+            weight_bytes=sum(weight.nbytes for weight in [*weights, *quantized_weights(model)]),  # type: ignore[arg-type]
             block_bytes=block_bytes(model.kv_shape, config.block_size, dtype),
             activation_bytes=widest + logit_bytes(shape, max_rows),
             most_blocks=max_rows * math.ceil(max_model_len / config.block_size) + 1,

@@ -22,7 +22,7 @@ from quire.kernels.triton.ops import TritonOps
 from quire.kernels.triton.prefill_attention import LONG_CONTEXT
 from quire.layers.attention.base import AttentionInputs
 from quire.layers.attention.layer import Attention
-from quire.layers.gemm_shapes import layer_experts, layer_gemms
+from quire.layers.gemm_shapes import kind_of, layer_experts, layer_gemms
 from quire.layers.linear import FusedLinear
 from quire.worker.cuda_batch import CudaBatch
 
@@ -61,7 +61,7 @@ def warm_up(model: nn.Module, ops: TritonOps, batch: CudaBatch, max_tokens: int,
     gemms = layer_gemms(model)
     jobs = [job for gemm in gemms for job in ops.kernels_of(*gemm, max_tokens)]
     layers = {_shape(module) for module in model.modules() if isinstance(module, Attention)}
-    weights = {(tuple(gemm.weight.shape), *gemm[1:]) for gemm in gemms}
+    weights = {(kind_of(gemm.weight), *gemm[1:]) for gemm in gemms}
     kv = batch.kv.data
     identity = (
         f"{type(ops)} {sorted(map(str, {*layers, *weights, *experts, *jobs}))} {kv.shape[1:]} {kv.dtype} "
@@ -116,7 +116,7 @@ def _expert_kernels(model: nn.Module, ops: TritonOps, max_tokens: int) -> dict[o
     """One token of zeros through experts of each shape, by every kernel a step may use."""
     tasks: dict[object, Task] = {}
     for experts in layer_experts(model):
-        form = (tuple(experts.gate_up.shape), *experts[2:])
+        form = (kind_of(experts.gate_up), kind_of(experts.down), *experts[2:])
         tasks |= {(form, kernel): task for kernel, task in ops.expert_kernels_of(*experts, max_tokens).items()}
     return tasks
 

@@ -24,13 +24,13 @@ from quire.loading.model_config import ModelConfig
 from quire.messages.plan import NewRow, StepMasks, StepPlan
 from quire.messages.sampling import SamplingParams
 from quire.platforms.base import Platform
-from quire.worker.batch import DeviceBatch
-from quire.worker.building import backend_name, build_model, make_ops
+from quire.worker.batch import DeviceBatch, StepInputs
+from quire.worker.building import backend_name, build_model, ignored_tensors, make_ops
 from quire.worker.kv import KVCache, stored_bytes
 from quire.worker.logits import LogitsProcessor, load_processors
 from quire.worker.memory import MemoryNeeds, logit_bytes, profile_activations
 from quire.worker.moves import HostMemory, Mover, host_slots
-from quire.worker.paths import EagerPath, StepPath, TapeDecodePath
+from quire.worker.paths import EagerPath, StepPath, TapeDecodePath, forward
 from quire.worker.runner import PendingStep, Runner
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ class Worker:
         self._done("model")
         targets = collect_targets(self.model)  # type: ignore[arg-type]
         checkpoint = open_checkpoint(files, config.load_format, targets=targets, seed=config.seed)
-        load_weights(targets, self.model.ignores, checkpoint, progress=ranks.rank == 0)
+        load_weights(targets, ignored_tensors(self.model), checkpoint, progress=ranks.rank == 0)
         self._done("weights")
         if warming is not None:
             warming.wait()
@@ -213,6 +213,13 @@ class Worker:
         if self._runner is None:
             raise RuntimeError("got a plan before the cache was made")
         return self._runner.launch(plan)
+
+    @torch.inference_mode()
+    def run_sequence(self, inputs: StepInputs) -> torch.Tensor:
+        """Hidden states of all tokens of a step outside any plan. It overwrites the cache: not to be mixed with plans."""
+        if self._runner is None:
+            raise RuntimeError("got a sequence before the cache was made")
+        return forward(self.model, self._runner.batch, inputs)
 
     def supply(self, step: PendingStep, masks: StepMasks) -> None:
         """Give a step the masks it waits for, so that it samples."""

@@ -16,7 +16,7 @@ from quire.kernels.base import Ops
 from quire.kernels.reference import TorchOps
 from quire.layers.attention.base import AttentionBackend, AttentionInputs
 from quire.layers.attention.torch_paged import TorchPagedAttention
-from quire.layers.build_context import BuildContext, collect_targets
+from quire.layers.build_context import BuildContext, collect_targets, create_weights
 from quire.loading.model_config import ModelConfig
 from quire.loading.weights import match_layouts
 from quire.models.registry import model_class
@@ -74,6 +74,7 @@ def empty_model(
         experts=experts,
     )
     model = model_class(config.architecture)(build)
+    create_weights(model, build)
     if build.ranks.tp_size == 1:  # otherwise a padded vocabulary has rows that no tensor fills
         for parameter in model.parameters():
             parameter.fill_(float("nan"))

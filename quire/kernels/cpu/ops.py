@@ -9,6 +9,7 @@ import torch
 from quire.kernels.cpu.build import library
 from quire.kernels.cpu.tape import TapeArena
 from quire.kernels.reference import TorchOps
+from quire.kernels.weights.base import QuantizedWeight, Weight
 
 _MAX_HEAD_DIM = 1024  # kMaxDim in elementwise.cpp
 
@@ -34,9 +35,19 @@ class CpuOps(TorchOps):
         self._route = kernel("route")
         self._experts = kernel("experts")
 
-    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def linear(
+        self,
+        x: torch.Tensor,
+        weight: Weight,
+        bias: torch.Tensor | None = None,
+        addend: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        if addend is not None:
+            return self.linear(x, weight, bias).add_(addend)
         dtype = x.dtype
         kernel = self._linear.get(dtype)
+        if isinstance(weight, QuantizedWeight):
+            return super().linear(x, weight, bias)
         if kernel is None or weight.dtype != dtype or x.dim() != 2 or not x.numel():
             return super().linear(x, weight, bias)
         if bias is not None and bias.dtype != dtype:
@@ -54,9 +65,9 @@ class CpuOps(TorchOps):
         run(pack(*pointers, rows, width, depth, x_stride, weight_stride, threads))
         return out
 
-    def embedding(self, tokens: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def embedding(self, tokens: torch.Tensor, weight: Weight) -> torch.Tensor:
         kernel = self._embedding.get(weight.dtype)
-        if kernel is None or not weight.is_contiguous():
+        if kernel is None or isinstance(weight, QuantizedWeight) or not weight.is_contiguous():
             return super().embedding(tokens, weight)
         run, pack = kernel
         rows, width = tokens.size(0), weight.size(1)
@@ -126,11 +137,13 @@ class CpuOps(TorchOps):
         x: torch.Tensor,
         weights: torch.Tensor,
         experts: torch.Tensor,
-        gate_up: torch.Tensor,
-        down: torch.Tensor,
+        gate_up: Weight,
+        down: Weight,
     ) -> torch.Tensor:
         """One GEMM for each expert in use, over all of its tokens."""
         kernel = self._experts.get(x.dtype)
+        if isinstance(gate_up, QuantizedWeight) or isinstance(down, QuantizedWeight):
+            return self._experts_one_by_one(x, weights, experts, gate_up, down)
         if kernel is None or gate_up.dtype != x.dtype or not (gate_up.is_contiguous() and down.is_contiguous()):
             return self._experts_one_by_one(x, weights, experts, gate_up, down)
         run, pack = kernel
@@ -146,13 +159,13 @@ class CpuOps(TorchOps):
         x: torch.Tensor,
         weights: torch.Tensor,
         experts: torch.Tensor,
-        gate_up: torch.Tensor,
-        down: torch.Tensor,
+        gate_up: Weight,
+        down: Weight,
     ) -> torch.Tensor:
         """The same in torch; on a CPU the host can read which experts are in use."""
         total = torch.zeros(x.shape, dtype=torch.float32)
         for index in experts.unique().tolist():
-            if not 0 <= index < gate_up.size(0):
+            if not 0 <= index < gate_up.shape[0]:
                 continue
             tokens, choice = (experts == index).nonzero(as_tuple=True)
             product = self.linear(self.gated_linear(x[tokens], gate_up[index]), down[index])

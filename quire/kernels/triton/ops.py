@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
+from quire.kernels.base import CompilableKernel
 from quire.kernels.reference import TorchOps
 from quire.kernels.triton import elementwise
 from quire.kernels.triton.cublaslt import TunedGemms, tuned_gemms
@@ -13,9 +16,12 @@ from quire.kernels.triton.moe import tuning as moe_tuning
 from quire.kernels.triton.moe.common import ExpertsConfig
 from quire.kernels.triton.moe.tuning import choose_experts
 from quire.kernels.triton.qkv import prepare_qkv
+from quire.kernels.triton.quantized.base import QuantizedProducts
+from quire.kernels.triton.quantized.registry import products_of
 from quire.kernels.triton.skinny_gemm.candidates import GemmShape
 from quire.kernels.triton.skinny_gemm.gemm import GemmConfig, skinny_linear, skinny_norm_linear, skinny_silu_linear
-from quire.kernels.triton.skinny_gemm.tuning import BUCKETS, GemmKernel, choose, distinct_kernels
+from quire.kernels.triton.skinny_gemm.tuning import BUCKETS, choose, distinct_kernels
+from quire.kernels.weights.base import QuantizedWeight, Weight
 
 
 def _is_supported(x: torch.Tensor) -> bool:
@@ -40,6 +46,14 @@ class TritonOps(TorchOps):
     def __init__(self, batch_invariant: bool = False) -> None:
         """`batch_invariant`: GEMMs in float16 and bfloat16 sum in the same order for any number of rows."""
         self._invariant = batch_invariant
+        self._products: dict[type, QuantizedProducts] = {}
+
+    def quantized(self, weight: QuantizedWeight) -> QuantizedProducts:
+        """The products with weights of this kind."""
+        found = self._products.get(type(weight))
+        if found is None:
+            found = self._products[type(weight)] = products_of(weight)(self, self._invariant)
+        return found
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         if _is_supported(x) and x.size(1) <= elementwise.MAX_NORM_WIDTH:
@@ -53,7 +67,17 @@ class TritonOps(TorchOps):
             return elementwise.add_rms_norm(x, residual, weight, eps)
         return super().add_rms_norm(x, residual, weight, eps)
 
-    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def linear(
+        self,
+        x: torch.Tensor,
+        weight: Weight,
+        bias: torch.Tensor | None = None,
+        addend: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        if addend is not None:
+            return self.linear(x, weight, bias).add_(addend)
+        if isinstance(weight, QuantizedWeight):
+            return self.quantized(weight).linear(x, weight, bias)
         config = self._config("linear", x, weight)
         if config is not None:
             return skinny_linear(x, weight, bias, config=config)
@@ -62,8 +86,10 @@ class TritonOps(TorchOps):
         return super().linear(x, weight, bias) if out is None else out
 
     def linear_add(
-        self, stream: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+        self, stream: torch.Tensor, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None
     ) -> torch.Tensor | None:
+        if isinstance(weight, QuantizedWeight):
+            return self.quantized(weight).linear_add(stream, x, weight, bias)
         if bias is not None or self._invariant or len(x) < FUSED_ADD_MIN_ROWS or not stream.is_contiguous():
             return self.linear(x, weight, bias)
         tuned = self._tuned_gemms(x)
@@ -77,17 +103,33 @@ class TritonOps(TorchOps):
         residual: torch.Tensor | None,
         gain: torch.Tensor,
         eps: float,
-        weight: torch.Tensor,
+        weight: Weight,
         bias: torch.Tensor | None = None,
         gated: bool = False,
+        activation: str = "silu",
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        if gated and activation != "silu":
+            return super().norm_linear(x, residual, gain, eps, weight, bias, gated, activation)
+        if isinstance(weight, QuantizedWeight):
+            return self.quantized(weight).norm_linear(x, residual, gain, eps, weight, bias, gated)
         if x is not None:
             config = self._config("norm_silu_linear" if gated else "norm_linear", x, weight)
             if config is not None and (residual is None or residual.is_contiguous()):
                 return skinny_norm_linear(x, residual, gain, eps, weight, bias, silu=gated, config=config)
         return super().norm_linear(x, residual, gain, eps, weight, bias, gated)
 
-    def gated_linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def gated_linear(
+        self,
+        x: torch.Tensor,
+        weight: Weight,
+        bias: torch.Tensor | None = None,
+        activation: str = "silu",
+        addend: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        if activation != "silu" or addend is not None:  # the kernels fuse silu alone
+            return super().gated_linear(x, weight, bias, activation, addend)
+        if isinstance(weight, QuantizedWeight):
+            return self.quantized(weight).gated_linear(x, weight, bias)
         config = self._config("silu_linear", x, weight)
         return (
             super().gated_linear(x, weight, bias)
@@ -117,8 +159,10 @@ class TritonOps(TorchOps):
         return choose(kind, x.shape[0], n, k, x.dtype)
 
     def kernels_of(
-        self, weight: torch.Tensor, normed: bool, gated: bool, bias: bool, max_rows: int
-    ) -> list[GemmKernel]:
+        self, weight: Weight, normed: bool, gated: bool, bias: bool, max_rows: int
+    ) -> Sequence[CompilableKernel]:
+        if isinstance(weight, QuantizedWeight):
+            return self.quantized(weight).kernels_of(weight, normed, gated, bias, max_rows)
         fused = (["norm_silu_linear", "silu_linear"] if gated else ["norm_linear"]) if normed else []
         kinds = [*fused, "linear"]
         n, k = weight.shape
@@ -150,13 +194,15 @@ class TritonOps(TorchOps):
         x: torch.Tensor,
         weights: torch.Tensor,
         experts: torch.Tensor,
-        gate_up: torch.Tensor,
-        down: torch.Tensor,
+        gate_up: Weight,
+        down: Weight,
     ) -> torch.Tensor:
+        if isinstance(gate_up, QuantizedWeight):
+            return self.quantized(gate_up).experts(x, weights, experts, gate_up, down)
         config = self._experts_config(x, gate_up, down, experts.shape[1])
         if config is None:
             return super().experts(x, weights, experts, gate_up, down)
-        return moe.experts(x, weights.contiguous(), experts.contiguous(), gate_up, down, config)
+        return moe.experts(x, weights.contiguous(), experts.contiguous(), gate_up, down, config)  # type: ignore[arg-type]
 
     def sparse_mlp(
         self,
@@ -165,13 +211,17 @@ class TritonOps(TorchOps):
         gain: torch.Tensor,
         eps: float,
         router: torch.Tensor,
-        gate_up: torch.Tensor,
-        down: torch.Tensor,
+        gate_up: Weight,
+        down: Weight,
         top_k: int,
         renormalise: bool,
         counts: torch.Tensor | None = None,
         slots: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        if isinstance(gate_up, QuantizedWeight):
+            return self.quantized(gate_up).sparse_mlp(
+                x, residual, gain, eps, router, gate_up, down, top_k, renormalise, counts, slots
+            )  # fmt: skip
         if x is not None and router.shape[0] == gate_up.shape[0]:
             config = self._experts_config(x, gate_up, down, top_k)
             if config is not None and config.kernel == "vector":
@@ -179,17 +229,17 @@ class TritonOps(TorchOps):
                 logits, stream = self.norm_linear(x, residual, gain, eps, router)
                 weights, chosen = self.route(logits, top_k, renormalise, counts, slots)
                 routing = moe.ChosenExperts(top_k, weights=weights, experts=chosen)
-                return moe.vector_experts(stream, routing, gate_up, down, config, (gain, eps)), stream
+                return moe.vector_experts(stream, routing, gate_up, down, config, (gain, eps)), stream  # type: ignore[arg-type]
         return super().sparse_mlp(
             x, residual, gain, eps, router, gate_up, down, top_k, renormalise, counts, slots
         )  # fmt: skip
 
-    def _experts_config(
-        self, x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, top_k: int
-    ) -> ExpertsConfig | None:
+    def _experts_config(self, x: torch.Tensor, gate_up: Weight, down: Weight, top_k: int) -> ExpertsConfig | None:
         """The experts' kernel and tile shapes; None: ours do not support x."""
         if not (
             USE_OWN_GEMMS
+            and isinstance(gate_up, torch.Tensor)
+            and isinstance(down, torch.Tensor)
             and _is_supported(x)
             and x.is_contiguous()
             and gate_up.is_contiguous()
@@ -203,13 +253,15 @@ class TritonOps(TorchOps):
         return choose_experts(moe.shape_of(gate_up, top_k), x.shape[0], x.dtype)
 
     def expert_kernels_of(
-        self, gate_up: torch.Tensor, down: torch.Tensor, top_k: int, renormalise: bool, routed: int, max_tokens: int
+        self, gate_up: Weight, down: Weight, top_k: int, renormalise: bool, routed: int, max_tokens: int
     ) -> dict[object, moe.Task]:
+        if isinstance(gate_up, QuantizedWeight):
+            return self.quantized(gate_up).expert_kernels_of(gate_up, down, top_k, renormalise, routed, max_tokens)
         buckets = [tokens for tokens in moe_tuning.BUCKETS if tokens < 2 * max_tokens]
         inputs = (gate_up.new_empty(tokens, gate_up.shape[2], device="meta") for tokens in buckets)
         configs = [self._experts_config(x, gate_up, down, top_k) for x in inputs]
         wanted = [config for config in configs if config is not None]
-        return moe.launches(gate_up, down, top_k, renormalise, routed, wanted)
+        return moe.launches(gate_up, down, top_k, renormalise, routed, wanted)  # type: ignore[arg-type]
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         return elementwise.silu_mul(gate_up) if _is_supported(gate_up) else super().silu_mul(gate_up)

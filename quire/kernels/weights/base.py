@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 if TYPE_CHECKING:
-    from typing import Self
+    from typing_extensions import Self
 
 Allocate: TypeAlias = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
 """Makes a tensor of zeros: `MemoryArena.zeros`, or `torch.zeros` on a device."""

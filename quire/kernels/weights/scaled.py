@@ -1,4 +1,4 @@
-"""8-bit codes with a scale per output (`ScaledWeight`) or per block (`BlockScaledWeight`); activations in 8 bits too."""
+"""8-bit codes with a scale per output (`ScaledWeight`) or block (`BlockScaledWeight`); activations in 8 bits too."""
 
 from __future__ import annotations
 

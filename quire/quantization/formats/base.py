@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -25,6 +25,15 @@ class StoredPart:
     """For random weights: None: codes of the full range; a number: values around it (scales)."""
     optional: bool = False
     """Whether a checkpoint may leave it out."""
+    also: tuple[tuple[tuple[int, ...], tuple[slice, ...]], ...] = ()
+    """Other shapes that checkpoints store it in, each with the part this rank reads: `place` tells them apart."""
+    exact: Callable[[], torch.Tensor] | None = None
+    """For random weights: makes the whole tensor, where its values are not free (group indices, shapes)."""
+
+    def keep_of(self, shape: Sequence[int]) -> tuple[slice, ...] | None:
+        """The part this rank reads of a stored tensor of this shape; None: it must not have this shape."""
+        known = ((self.shape, self.keep), *self.also)
+        return next((keep for expected, keep in known if tuple(shape) == tuple(expected)), None)
 
 
 class Format(Protocol):
@@ -55,7 +64,8 @@ class Format(Protocol):
 
     def place(self, read: Mapping[str, torch.Tensor], weight: QuantizedWeight, rows: slice) -> None:
         """Fill outputs `rows` of `weight` (one matrix) from the parts that were read. The tensors may be on the
-        weight's device or on the host. Raises CheckpointError if they contradict each other."""
+        weight's device or on the host. Raises CheckpointError, naming the tensor (without the module), if one has
+        values that cannot be or they contradict each other or the parts of the weight placed before."""
         ...
 
 
@@ -63,8 +73,14 @@ class Scheme(Protocol):
     """What a checkpoint says about its matrices."""
 
     name: str
+    disagreements: list[str]
+    """Where the checkpoint's description and its tensors disagree, in words; grows as modules are asked for."""
 
     def format_of(self, module: str) -> Format | None:
         """The format of the matrix of a module, by its full name in the checkpoint ("model.layers.0.mlp.up_proj");
         None: 16 bits. Raises CheckpointError or UnsupportedModelError with the module's name where it cannot say."""
+        ...
+
+    def ignores(self, tensor: str) -> bool:
+        """Whether a tensor, by its full name, belongs to the scheme's bookkeeping and to no matrix (KV scales)."""
         ...

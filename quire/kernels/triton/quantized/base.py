@@ -57,6 +57,24 @@ class QuantizedProducts:
             total += torch.where(chosen.any(dim=-1, keepdim=True), product.float() * weight, 0.0)
         return total.to(x.dtype)
 
+    def sparse_mlp(
+        self,
+        x: torch.Tensor | None,
+        residual: torch.Tensor | None,
+        gain: torch.Tensor,
+        eps: float,
+        router: torch.Tensor,
+        gate_up: Any,
+        down: Any,
+        top_k: int,
+        renormalise: bool,
+        counts: torch.Tensor | None = None,
+        slots: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        normed, stream = self.ops.norm_stream(x, residual, gain, eps)
+        weights, experts = self.ops.route(self.ops.linear(normed, router), top_k, renormalise, counts, slots)
+        return self.experts(normed, weights, experts, gate_up, down), stream
+
     def kernels_of(
         self, weight: Any, normed: bool, gated: bool, bias: bool, max_rows: int
     ) -> Sequence[CompilableKernel]:

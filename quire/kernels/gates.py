@@ -1,0 +1,34 @@
+"""Activations of gated products: what becomes of gate and up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+Gate = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+_LIMIT, _SLOPE = 7.0, 1.702
+
+
+def _clamped_swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """gpt-oss: both sides are clamped, gate from above only."""
+    gate, up = gate.clamp(max=_LIMIT), up.clamp(-_LIMIT, _LIMIT)
+    return gate * torch.sigmoid(_SLOPE * gate) * (up + 1)
+
+
+GATES: dict[str, Gate] = {
+    "silu": lambda gate, up: F.silu(gate) * up,
+    "gelu": lambda gate, up: F.gelu(gate) * up,
+    "gelu_tanh": lambda gate, up: F.gelu(gate, approximate="tanh") * up,
+    "relu": lambda gate, up: F.relu(gate) * up,
+    "clamped_swiglu": _clamped_swiglu,
+}
+"""By name; in float32."""
+
+
+def gate_mul(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+    """The activation of gate_up [tokens, 2 * width]: gate first, then up. Computed in float32, rounded once."""
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    return GATES[activation](gate, up).to(gate_up.dtype)
