@@ -9,6 +9,8 @@ serves all layers: products run one after the other on one stream, and graphs ke
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -63,10 +65,18 @@ def _dequantize(
 def dequantize(weight: WordWeight, out: torch.Tensor) -> torch.Tensor:
     """The numbers [outputs, inputs], written to `out`."""
     blocks = triton.cdiv(weight.outputs, BLOCK_N) * triton.cdiv(weight.inputs // weight.span, SPANS)
-    _dequantize[(blocks,)](
-        *weight.tensors, out, weight.outputs, BLOCK_N=BLOCK_N, BLOCK_K=SPANS, **weight.constants, num_warps=4, **pdl()
-    )
+    _dequantize[(blocks,)](*weight.tensors, out, weight.outputs, **_constants(weight))
     return out
+
+
+def compile_dequantize(weight: WordWeight) -> None:
+    """Compile the kernel, without running it; the weight may be on the `meta` device."""
+    out = torch.empty(weight.outputs, weight.inputs, dtype=weight.dtype, device="meta")
+    _dequantize.warmup(*weight.tensors, out, weight.outputs, grid=(1,), **_constants(weight))
+
+
+def _constants(weight: WordWeight) -> dict[str, Any]:
+    return weight.constants | {"BLOCK_N": BLOCK_N, "BLOCK_K": SPANS, "num_warps": 4, **pdl()}
 
 
 _scratch: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}

@@ -268,7 +268,7 @@ def tile_launch(gemm: WeightOnlyGemm, config: WeightOnlyConfig) -> WeightOnlyLau
     programs = min(config.programs * num_sms(), tiles * steps) if config.programs else tiles * min(config.split, steps)
     programs = programs if tiles <= MAX_SHARED_TILES else tiles
     parts = arrivals = None
-    if programs != tiles:
+    if tiles <= MAX_SHARED_TILES and (config.programs or config.split > 1):
         slots = programs * (2 if config.programs else 1)
         parts = out.new_empty(slots * config.block_n * config.block_m, dtype=torch.float32)
         arrivals = _arrivals(out.device)
