@@ -110,10 +110,10 @@ class Scaling:
         """Move the scales; returns them as applied. `stored`: dtype of the gain in the checkpoint: the gain is rounded to
         it, and the scales are changed so that the product with it is exact."""
         if self.gain is not None:
-            divided = (self.gain.float() / scales).to(stored).float()
-            scales = torch.where(divided == 0, scales, self.gain.float() / divided)
-            scales = torch.where(self.gain.float() == 0, torch.ones_like(scales), scales)
-            self.gain.copy_(self.gain.float() / scales)
+            gain = self.gain.float()
+            divided = (gain / scales).to(stored).float()
+            scales = torch.where(divided == 0, torch.ones_like(scales), gain / divided)
+            self.gain.copy_(torch.where(divided == 0, gain, divided))
         else:
             assert self.rows is not None
             once = (
@@ -135,19 +135,19 @@ class ObservedOps:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._ops, name)
 
-    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def linear(self, x: torch.Tensor, weight: torch.Tensor, *rest: Any, **named: Any) -> torch.Tensor:
         self._see(weight, x)
-        return self._ops.linear(x, weight, bias)
+        return self._ops.linear(x, weight, *rest, **named)
 
-    def gated_linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def gated_linear(self, x: torch.Tensor, weight: torch.Tensor, *rest: Any, **named: Any) -> torch.Tensor:
         self._see(weight, x)
-        return self._ops.gated_linear(x, weight, bias)
+        return self._ops.gated_linear(x, weight, *rest, **named)
 
     def linear_add(
-        self, stream: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+        self, stream: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, *rest: Any, **named: Any
     ) -> torch.Tensor | None:
         self._see(weight, x)
-        return self._ops.linear_add(stream, x, weight, bias)
+        return self._ops.linear_add(stream, x, weight, *rest, **named)
 
     def norm_linear(
         self,
@@ -158,10 +158,11 @@ class ObservedOps:
         weight: torch.Tensor,
         bias: torch.Tensor | None = None,
         gated: bool = False,
+        **named: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         normed, stream = self._ops.norm_stream(x, residual, gain, eps)
         product = self.gated_linear if gated else self.linear
-        return product(normed, weight, bias), stream
+        return product(normed, weight, bias, **named), stream
 
     def experts(
         self,

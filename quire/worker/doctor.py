@@ -15,6 +15,7 @@ import torch
 
 from quire.config import EngineConfig
 from quire.distributed.groups import Ranks
+from quire.kernels.weights.base import QuantizedWeight, SplitWeight
 from quire.layers.build_context import collect_targets, quantized_weights
 from quire.loading.files import ModelFiles
 from quire.loading.load import Misfits, compare, open_checkpoint
@@ -107,10 +108,10 @@ def _format_uses(targets: Mapping[str, Sequence[AnyTarget]], model: CausalLM, pl
     uses: dict[tuple[str, str], FormatUse] = {}
     counted = set()
     for target in itertools.chain.from_iterable(targets.values()):
-        packed = isinstance(target, AssemblyPart)
-        key = (_format_name(target), target.assembly.layout if packed else "")
-        use = uses.setdefault(key, FormatUse(*key, kernels.get(key[1], kernels[""])))
-        if not packed:
+        layout = target.assembly.layout if isinstance(target, AssemblyPart) else ""
+        key = (_format_name(target), layout)
+        use = uses.setdefault(key, FormatUse(*key, kernels.get(layout, kernels[""])))
+        if not isinstance(target, AssemblyPart):
             use.nbytes += target.into.nbytes
             use.matrices += len(target.shape) > 1
         elif target.assembly not in counted:
@@ -134,11 +135,11 @@ def _kernels(model: CausalLM, platform: Platform) -> dict[str, str]:
     }
 
 
-def _apart(weights: Iterable[object]) -> Iterable[object]:
-    """Weights, and the parts of those that are made of several."""
+def _apart(weights: Iterable[QuantizedWeight]) -> Iterable[QuantizedWeight]:
+    """Weights, with the parts of those that are made of several in their place."""
     for weight in weights:
-        parts = getattr(weight, "parts", None)
-        yield from [weight] if parts is None else [part for part in parts if not isinstance(part, torch.Tensor)]
+        parts = weight.parts if isinstance(weight, SplitWeight) else [weight]
+        yield from (part for part in parts if isinstance(part, QuantizedWeight))
 
 
 def _layer_ranges(targets: Mapping[str, Sequence[AnyTarget]]) -> list[LayerRange]:

@@ -1,5 +1,5 @@
-"""Matrices rounded while loading: bit by bit the rounding of the whole matrix, on any number of ranks; logits equal those
-of transformers with the same numbers."""
+"""Matrices rounded while loading: bit by bit the rounding of the whole matrix, on any number of ranks; logits equal
+those of transformers with the same numbers."""
 
 from __future__ import annotations
 
@@ -231,7 +231,7 @@ def test_a_cut_inside_a_group_is_refused_with_the_sizes_that_work(tmp_path: Path
 def test_matrices_stored_transposed_or_reordered_are_rounded_too(name: str, tmp_path: Path) -> None:
     reference = reference_of(name)
     ours = loaded(folder_of(name, tmp_path), "fp8")
-    held = [weight for weight in quantized_weights(ours)]
+    held = quantized_weights(ours)
     sources = [
         matrix.t() if name == "gpt2" else matrix
         for path, matrix in reference.state_dict().items()
