@@ -50,7 +50,8 @@ CHECKED = (1, 3, 8, 40, 300)
 BANDWIDTH = 4300.0
 """GB/s of an H200, measured."""
 DTYPE = torch.bfloat16
-TOLERANCE = 1e-2
+TOLERANCE = 2e-2
+"""Relative error: where features are quantized, a bfloat16 rounded the other way may be another code."""
 
 
 class Layer(NamedTuple):
@@ -229,7 +230,7 @@ class Timer:
                 )
             return self.time(lambda index: vector_down(self.features, self.routings[index], down, None, config.down))
         layouts = [arrange(routing.experts, self.shape.experts, config.block_m) for routing in self.routings]
-        encoded = gate_up.kind == "block"
+        encoded = gate_up.kind == "block" and config.gate_up.n == 128
         if part == "gate_up":
             return self.time(
                 lambda index: tile_gate_up(self.x, layouts[index], gate_up, None, top_k, config, "silu", encoded)

@@ -8,7 +8,7 @@ import torch
 
 from quire.kernels.weights.base import QuantizedWeight
 from quire.kernels.weights.fp4 import Fp4Weight
-from quire.kernels.weights.grouped import GroupedWeight, span_of
+from quire.kernels.weights.grouped import GroupedWeight
 from quire.kernels.weights.scaled import BlockScaledWeight, ScaledWeight
 
 BLOCK_INPUTS = 128
@@ -66,7 +66,7 @@ def stack_of(weight: QuantizedWeight) -> Stack | None:
         return None
     count, outputs, inputs = weight.shape
     shape = count, outputs, inputs
-    if any(not tensor.is_contiguous() for tensor in weight.tensors.values()):
+    if getattr(weight, "span", None) is not None or any(not tensor.is_contiguous() for tensor in weight.tensors.values()):
         return None
     if isinstance(weight, BlockScaledWeight):
         if weight.block[1] != BLOCK_INPUTS or inputs % 16:
@@ -80,7 +80,7 @@ def stack_of(weight: QuantizedWeight) -> Stack | None:
     if isinstance(weight, GroupedWeight):
         if weight.order is not None or not _is_group(weight.group, inputs):
             return None
-        half = span_of(inputs) // 2 if weight.bits == 4 else 0
+        half = _half_span(inputs) if weight.bits == 4 else 0
         if weight.bits == 4 and half < 16:
             return None
         return Stack(
@@ -88,7 +88,7 @@ def stack_of(weight: QuantizedWeight) -> Stack | None:
             group=weight.group, half=half,
         )  # fmt: skip
     if isinstance(weight, Fp4Weight):
-        half = span_of(inputs) // 2
+        half = _half_span(inputs)
         if half < 16:
             return None
         kind = "nvfp4" if weight.factor is not None else "mxfp4"
@@ -96,6 +96,11 @@ def stack_of(weight: QuantizedWeight) -> Stack | None:
             kind, shape, weight.dtype, weight.codes, weight.scale, factor=weight.factor, group=weight.group, half=half
         )
     return None
+
+
+def _half_span(inputs: int) -> int:
+    """Half the inputs whose 4-bit codes are packed together: byte j of such a span has inputs j and j + half."""
+    return next(span for span in (128, 64, 32, 16, 8, 4, 2) if inputs % span == 0) // 2
 
 
 def _is_group(group: int, inputs: int) -> bool:

@@ -288,7 +288,7 @@ def _dequantize(
         elif KIND == "nvfp4":
             output = first + tl.minimum(column + tl.arange(0, BLOCK_N), N - 1)
             whole = tl.load(factor + expert.to(tl.int64) * ALL + output)
-            value = (code.to(tl.float32) * own.to(tl.float32)[:, None] * whole[:, None]).to(DTYPE)
+            value = (code.to(tl.float32) * (own.to(tl.float32) * whole)[:, None]).to(DTYPE)
         else:
             offset: tl.constexpr = 128.0 if KIND == "int4" else 0.0  # of codes, by `split_int4`
             least = tl.zeros((BLOCK_N,), DTYPE)

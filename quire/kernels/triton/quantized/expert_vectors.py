@@ -152,8 +152,7 @@ def _number(
     if KIND == "nvfp4":
         own = tl.load(scale + at, mask=inside, other=0.0).to(tl.float32)
         whole = tl.load(factor + line, mask=chosen[None, :], other=0.0)[:, :, None]
-        value = code.to(tl.float32) * _spread(own, BLOCK_N, SLOTS, THREADS, WIDE)
-        value = (value * whole).to(DTYPE)
+        value = (code.to(tl.float32) * _spread(own * whole, BLOCK_N, SLOTS, THREADS, WIDE)).to(DTYPE)
     else:
         offset: tl.constexpr = 128.0 if KIND == "int4" else 0.0  # of codes, by `split_int4`
         own = tl.load(scale + at, mask=inside, other=0.0)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -18,8 +18,8 @@ from quire.kernels.triton.moe.layout import LARGE, SMALL, arrange
 from quire.kernels.triton.moe.route import MAX_EXPERTS, route
 from quire.kernels.triton.moe.tile import combine
 from quire.kernels.triton.moe.tuning import BUCKETS
-from quire.kernels.triton.quantized.base import QuantizedProducts
 from quire.kernels.triton.quantized.expert_stacks import Stack, stack_of
+from quire.kernels.triton.quantized.expert_tiles import BLOCK as GROUP
 from quire.kernels.triton.quantized.expert_tiles import tile_down, tile_gate_up
 from quire.kernels.triton.quantized.expert_vectors import vector_experts
 from quire.kernels.triton.tuning_table import bucket_of
@@ -46,7 +46,8 @@ def tile_experts(
 ) -> torch.Tensor:
     """`Ops.experts` for any number of tokens."""
     layout = arrange(routing.experts, gate_up.experts, config.block_m)
-    encoded = gate_up.kind == down.kind == "block"
+    # A program that owns a whole group of features writes them as codes.
+    encoded = gate_up.kind == down.kind == "block" and config.gate_up.n == GROUP
     features, scales = tile_gate_up(x, layout, gate_up, gate_up_bias, routing.top_k, config, activation, encoded)
     results = tile_down(features, scales, layout, down, down_bias, routing.top_k, config)
     return combine(results, routing.weights, routing.experts, gate_up.experts)
@@ -75,23 +76,28 @@ class Candidates(NamedTuple):
     downs: list[GemmTile]
 
 
-_VECTORS = (
-    [GemmTile(n, warps=warps) for n, warps in ((8, 4), (4, 4), (8, 8), (4, 2), (2, 4), (16, 8))],
-    [GemmTile(n, warps=warps) for n, warps in ((8, 8), (4, 4), (8, 4), (16, 8), (4, 8), (2, 4))],
-)
-"""(gate and up, down)."""
+_VECTORS = {
+    8: (
+        [GemmTile(n, warps=warps) for n, warps in ((4, 4), (8, 4), (8, 8), (4, 2), (2, 4))],
+        [GemmTile(n, warps=warps) for n, warps in ((16, 8), (8, 8), (8, 4), (4, 8))],
+    ),
+    4: (
+        [GemmTile(n, warps=warps) for n, warps in ((4, 2), (4, 4), (2, 2), (8, 4))],
+        [GemmTile(n, warps=warps) for n, warps in ((2, 4), (4, 8), (4, 4), (16, 8))],
+    ),
+}
+"""(gate and up, down), by bits."""
 _SCALED = {
-    16: ([(128, 128, 4, 3), (128, 128, 4, 2), (128, 128, 8, 3)], [(128, 128, 4, 4), (128, 128, 4, 3), (256, 128, 8, 3)]),
-    32: ([(128, 128, 4, 3), (128, 128, 4, 2), (128, 128, 8, 3)], [(128, 128, 4, 4), (128, 128, 4, 3), (256, 128, 8, 3)]),
-    64: ([(128, 128, 8, 4), (128, 128, 8, 2), (128, 128, 4, 2)], [(128, 128, 4, 3), (128, 128, 4, 4), (256, 128, 4, 4)]),
-    128: ([(128, 128, 8, 3), (128, 128, 8, 4)], [(256, 128, 8, 3), (128, 128, 8, 3), (256, 128, 8, 4)]),
+    16: ([(128, 128, 4, 3), (128, 128, 4, 2)], [(128, 128, 4, 3), (128, 128, 4, 4)]),
+    32: ([(128, 128, 4, 3), (128, 128, 4, 2)], [(128, 128, 4, 3), (128, 128, 4, 4)]),
+    64: ([(128, 128, 8, 4), (64, 128, 4, 3), (64, 128, 4, 4)], [(128, 128, 4, 3), (64, 128, 4, 4)]),
+    128: ([(128, 128, 8, 3), (64, 128, 8, 3), (64, 128, 4, 3)], [(256, 128, 8, 3), (128, 128, 8, 3)]),
 }
 """(block_n, block_k, warps, stages) of (gate and up, down) by block_m, for 8-bit codes."""
 _DEQUANTIZED = {
-    16: ([(64, 128, 4, 4), (64, 256, 4, 3), (128, 128, 4, 4)], [(64, 128, 4, 4), (128, 128, 4, 4), (128, 256, 4, 3)]),
-    32: ([(64, 128, 4, 4), (64, 256, 4, 3), (128, 128, 8, 4)], [(64, 128, 4, 4), (128, 128, 4, 4), (128, 256, 4, 3)]),
-    64: ([(64, 128, 4, 3), (128, 128, 8, 3), (64, 320, 4, 3)], [(64, 128, 4, 3), (128, 128, 8, 3), (128, 320, 8, 3)]),
-    128: ([(128, 128, 8, 3), (128, 128, 8, 4), (128, 320, 8, 2)], [(128, 128, 8, 3), (256, 128, 8, 3), (128, 320, 8, 2)]),
+    16: ([(64, 256, 4, 3), (64, 128, 4, 4)], [(64, 128, 4, 4), (128, 256, 4, 3)]),
+    32: ([(64, 256, 4, 3), (64, 128, 4, 4)], [(128, 256, 4, 3), (64, 128, 4, 4)]),
+    64: ([(128, 128, 8, 3), (128, 320, 8, 3)], [(128, 320, 8, 3), (128, 128, 8, 3)]),
 }
 """The same for weights that are dequantized; block_k are inputs of an iteration."""
 
@@ -99,13 +105,18 @@ _DEQUANTIZED = {
 def candidates(gate_up: Stack, down: Stack, top_k: int, tokens: int) -> list[Candidates]:
     """What to try for at most `tokens` tokens, the best guess first."""
     found = []
+    vectors = _VECTORS[gate_up.bits][0], _VECTORS[down.bits][1]
     if tokens <= MAX_VECTOR_TOKENS and _fits_vectors(gate_up) and _fits_vectors(down):
-        found.append(Candidates(ExpertsConfig("vector", _VECTORS[0][0], _VECTORS[1][0]), *_VECTORS))
+        found.append(Candidates(ExpertsConfig("vector", vectors[0][0], vectors[1][0]), *vectors))
     table = _SCALED if gate_up.quantizes else _DEQUANTIZED
     for block_m in _tile_heights(tokens * top_k / gate_up.experts):
+        if block_m not in table:
+            continue
         gate_ups, downs = ([GemmTile(*block) for block in blocks] for blocks in table[block_m])
         tma = gate_up.quantizes and down.quantizes and gate_up.inputs % 16 == down.inputs % 16 == 0
         found.append(Candidates(ExpertsConfig("tile", gate_ups[0], downs[0], block_m, tma), gate_ups, downs))
+    if found[0].base.kernel == "vector" and tokens > MAX_VECTOR_TOKENS // 2:
+        found.append(found.pop(0))
     return found
 
 
@@ -113,11 +124,9 @@ def _tile_heights(tokens_an_expert: float) -> list[int]:
     """block_m, the best guess first: most experts should need a single tile, or fill several."""
     if tokens_an_expert <= 8:
         return [16, 32]
-    if tokens_an_expert <= 24:
+    if tokens_an_expert <= 32:
         return [32, 16]
-    if tokens_an_expert <= 48:
-        return [64, 32]
-    return [128, 64]
+    return [64, 32] if tokens_an_expert <= 64 else [64, 128]
 
 
 def _fits_vectors(stack: Stack) -> bool:
@@ -236,49 +245,32 @@ def quantized_experts(
     return vector_experts(x, routing, *stacks, config, gate_up_bias, down_bias, activation, norm)
 
 
-class QuantizedExperts(QuantizedProducts):
-    """The experts' part of the products, for any layout of `expert_stacks.py`."""
+def goes_pair_by_pair(
+    x: torch.Tensor, gate_up: Weight, down: Weight, top_k: int, batch_invariant: bool
+) -> bool:  # fmt: skip
+    """Whether `quantized_experts` can norm x itself."""
+    if len(x) > MAX_VECTOR_TOKENS:
+        return False
+    stacks = stacks_of(x, gate_up, down)
+    return stacks is not None and config_of(*stacks, top_k, len(x), batch_invariant).kernel == "vector"
 
-    def experts(
-        self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, gate_up: Any, down: Any
-    ) -> torch.Tensor:
-        out = quantized_experts(x, weights, experts, gate_up, down, batch_invariant=self.invariant)
-        return super().experts(x, weights, experts, gate_up, down) if out is None else out
 
-    def sparse_mlp(
-        self,
-        x: torch.Tensor | None,
-        residual: torch.Tensor | None,
-        gain: torch.Tensor,
-        eps: float,
-        router: torch.Tensor,
-        gate_up: Any,
-        down: Any,
-        top_k: int,
-        renormalise: bool,
-        counts: torch.Tensor | None = None,
-        slots: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        if x is not None and len(x) <= MAX_VECTOR_TOKENS and router.shape[0] == gate_up.shape[0]:
-            stacks = stacks_of(x, gate_up, down)
-            if stacks is not None and config_of(*stacks, top_k, len(x), self.invariant).kernel == "vector":
-                # Four kernels: the norm is fused into the router's GEMM and into the experts' first one.
-                logits, stream = self.ops.norm_linear(x, residual, gain, eps, router)
-                weights, experts = self.ops.route(logits, top_k, renormalise, counts, slots)
-                out = quantized_experts(stream, weights, experts, gate_up, down, norm=(gain, eps))
-                assert out is not None
-                return out, stream
-        return super().sparse_mlp(
-            x, residual, gain, eps, router, gate_up, down, top_k, renormalise, counts, slots
-        )  # fmt: skip
-
-    def expert_kernels_of(
-        self, gate_up: Any, down: Any, top_k: int, renormalise: bool, routed: int, max_tokens: int
-    ) -> dict[object, Task]:
-        x = torch.empty(1, gate_up.shape[2], dtype=gate_up.dtype, device="meta")
-        stacks = stacks_of(x, gate_up, down)
-        if stacks is None:
-            return {}
-        buckets = [tokens for tokens in BUCKETS if tokens < 2 * max_tokens]
-        configs = [config_of(*stacks, top_k, tokens, self.invariant) for tokens in buckets]
-        return launches(*stacks, top_k, renormalise, routed, dict.fromkeys(configs))
+def expert_kernels(
+    gate_up: Weight,
+    down: Weight,
+    top_k: int,
+    renormalise: bool,
+    routed: int,
+    max_tokens: int,
+    batch_invariant: bool,
+    activation: str = "silu",
+    biased: bool = False,
+) -> dict[object, Task]:
+    """Tasks that launch every kernel that up to `max_tokens` tokens need; `Ops.expert_kernels_of`."""
+    x = torch.empty(1, gate_up.shape[2], dtype=gate_up.dtype, device="meta")
+    stacks = stacks_of(x, gate_up, down)
+    if stacks is None:
+        return {}
+    buckets = [tokens for tokens in BUCKETS if tokens < 2 * max_tokens]
+    configs = [config_of(*stacks, top_k, tokens, batch_invariant) for tokens in buckets]
+    return launches(*stacks, top_k, renormalise, routed, dict.fromkeys(configs), biased, activation)
