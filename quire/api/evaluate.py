@@ -179,9 +179,7 @@ def _check(tokens: list[int], reader: Reader, other: Reader | None, text: str) -
 
 
 @torch.inference_mode()
-def _score(
-    tokens: Sequence[int], span: Window, model: SequenceModel, other: SequenceModel | None, sums: _Sums
-) -> None:
+def _score(tokens: Sequence[int], span: Window, model: SequenceModel, other: SequenceModel | None, sums: _Sums) -> None:
     """Add a window's scored tokens. The logits of position i predict token i + 1."""
     ids = tokens[span.start : span.stop]
     first = span.first - span.start - 1

@@ -116,7 +116,9 @@ class Scaling:
             self.gain.copy_(torch.where(divided == 0, gain, divided))
         else:
             assert self.rows is not None
-            once = scales if self.repeats == 1 else scales.unflatten(0, (-1, self.repeats, self.head_dim))[:, 0].flatten()
+            once = (
+                scales if self.repeats == 1 else scales.unflatten(0, (-1, self.repeats, self.head_dim))[:, 0].flatten()
+            )
             self.rows.copy_(self.rows.float() / once.unsqueeze(-1))
             if self.bias is not None:
                 self.bias.copy_(self.bias.float() / once)
@@ -287,7 +289,11 @@ def load_stage(
         return any(start < tensor.data_ptr() + tensor.nbytes and tensor.data_ptr() < stop for start, stop in spans)
 
     pairs = match_checkpoint(targets, built.ignores, checkpoint)
-    others = [_Held(weight, wanted) for weight, wanted in pairs if not any(isinstance(t, Target) and in_matrix(t.into) for t in wanted)]
+    others = [
+        _Held(weight, wanted)
+        for weight, wanted in pairs
+        if not any(isinstance(t, Target) and in_matrix(t.into) for t in wanted)
+    ]
     kept = {other.name for other in others}
     consumed = [weight.name for weight, _ in pairs if weight.name not in kept]
     return LayerStage(built, list(others), consumed, matrices, list(_unquantized(built)), config, platform.device)

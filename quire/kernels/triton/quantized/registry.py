@@ -8,7 +8,13 @@ from quire.kernels.triton.quantized.base import QuantizedProducts
 from quire.kernels.weights.base import QuantizedWeight, SplitWeight
 from quire.registry import resolve
 
-_KNOWN: dict[str, str] = {}
+_KNOWN: dict[str, str] = {
+    "SuperblockWeight": "quire.kernels.triton.quantized.superblock.SuperblockProducts",
+    "ScaledWeight": "quire.kernels.triton.quantized.scaled.ScaledProducts",
+    "BlockScaledWeight": "quire.kernels.triton.quantized.scaled.ScaledProducts",
+    "GroupedWeight": "quire.kernels.triton.quantized.weight_only.WeightOnlyProducts",
+    "Fp4Weight": "quire.kernels.triton.quantized.weight_only.WeightOnlyProducts",
+}
 """Dotted paths of the products, by the name of the layout's class."""
 
 
