@@ -84,6 +84,8 @@ class QuantizeReport:
     """What was written."""
 
     folder: Path
+    dtype: str
+    """Of what stays unquantized."""
     matrices: int = 0
     num_bytes: int = 0
     ignored: list[str] = field(default_factory=list)
@@ -118,7 +120,9 @@ def quantize_checkpoint(config: EngineConfig, output: Path, settings: QuantizeSe
     checkpoint = open_checkpoint(files, config.load_format)
     output.mkdir(parents=True, exist_ok=True)
     writer = CheckpointWriter(output, settings.shard_bytes)
-    job = _Job(settings, stored, writer, QuantizeReport(output, calibration_tokens=sum(map(len, sequences))))
+    name = str(stored).removeprefix("torch.")
+    report = QuantizeReport(output, name, calibration_tokens=sum(map(len, sequences)))
+    job = _Job(settings, stored, writer, report)
     hidden: list[torch.Tensor] | None = None
     consumed: set[str] = set()
     with count_bar(f"quantizing {config.model}", model.num_layers) as show:

@@ -158,11 +158,11 @@ class ObservedOps:
         weight: torch.Tensor,
         bias: torch.Tensor | None = None,
         gated: bool = False,
-        **named: Any,
+        activation: str = "silu",
     ) -> tuple[torch.Tensor, torch.Tensor]:
         normed, stream = self._ops.norm_stream(x, residual, gain, eps)
-        product = self.gated_linear if gated else self.linear
-        return product(normed, weight, bias, **named), stream
+        product = self.gated_linear(normed, weight, bias, activation) if gated else self.linear(normed, weight, bias)
+        return product, stream
 
     def experts(
         self,
@@ -244,7 +244,7 @@ class LayerStage:
             for module, ops in zip(modules, before, strict=True):
                 module.ops = ops
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def _run(self, sequences: Sequence[torch.Tensor], hidden: Sequence[torch.Tensor] | None) -> Iterator[torch.Tensor]:
         size = self.config.block_size
         dtype = next(iter(self.matrices)).into.dtype
