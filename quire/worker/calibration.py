@@ -247,8 +247,8 @@ class LayerStage:
     @torch.no_grad()
     def _run(self, sequences: Sequence[torch.Tensor], hidden: Sequence[torch.Tensor] | None) -> Iterator[torch.Tensor]:
         size = self.config.block_size
-        dtype = next(iter(self.matrices)).into.dtype
-        kv = KVCache(self.model.kv_shape, blocks_for(max(map(len, sequences)), size), size, dtype, self.device)
+        blocks, format = blocks_for(max(map(len, sequences)), size), self.model.build.kv_format
+        kv = KVCache(self.model.kv_shape, blocks, size, format, self.device)
         for index, tokens in enumerate(sequences):
             positions, attention = sequence_inputs(len(tokens), size, self.device)
             # A copy: the layer may overwrite it.
