@@ -18,7 +18,7 @@ weight and row of block_m, with minimums 4.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,7 +57,7 @@ class SuperblockConfig:
     stages: int = 2
 
 
-INVARIANT = SuperblockConfig(block_n=32, block_m=64, slices=4)
+INVARIANT = SuperblockConfig(block_n=64, block_m=64, slices=1)
 """For any number of rows, so that a row's bits do not depend on its batch."""
 
 
@@ -356,14 +356,13 @@ def _planes(weight: SuperblockWeight) -> tuple[torch.Tensor | None, ...]:
 
 def choose(rows: int) -> SuperblockConfig:
     """The tile shape for a number of rows."""
-    if rows <= 8:
-        return SuperblockConfig(block_n=16, block_m=8, slices=4)
     if rows <= 16:
-        return SuperblockConfig(block_n=32, block_m=16, slices=4)
-    return SuperblockConfig(block_n=32, block_m=32 if rows <= 32 else 64, slices=4)
+        # One warp's 16 outputs: scales of more would take another way through shared memory.
+        return SuperblockConfig(block_n=16, block_m=8 if rows <= 8 else 16, slices=4)
+    return SuperblockConfig(block_n=64, block_m=32 if rows <= 32 else 64, slices=1)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Launch:
     """The kernel of a product, to be run or compiled."""
 
@@ -492,6 +491,22 @@ class SuperblockProducts(QuantizedProducts):
                 x = torch.empty(rows, weight.shape[1], dtype=weight.dtype, device="meta")
                 found.setdefault(config, _Launch(x, described, added, config))
         return list(found.values())
+
+    def expert_kernels_of(
+        self,
+        gate_up: SuperblockWeight,
+        down: SuperblockWeight,
+        top_k: int,
+        renormalise: bool,
+        routed: int,
+        max_tokens: int,
+    ) -> dict[object, Callable[[], object]]:
+        def launch() -> None:
+            x = torch.zeros(1, gate_up.shape[2], dtype=gate_up.dtype, device=gate_up.device)
+            weights = torch.zeros(1, top_k, device=x.device)
+            self.experts(x, weights, torch.zeros(1, top_k, dtype=torch.int32, device=x.device), gate_up, down)
+
+        return {"pairs": launch}
 
     def _config(self, rows: int, dtype: torch.dtype) -> SuperblockConfig | None:
         """The tile shape; None: the matrix is dequantized."""
