@@ -13,6 +13,10 @@ from quire import config_checks
 from quire.errors import ConfigError
 
 DTYPES = ("auto", "float32", "float", "bfloat16", "float16", "half")
+KV_CACHE_DTYPES = (
+    *("auto", "bfloat16", "float16", "float32"),
+    *("fp8", "fp8_e4m3", "fp8_per_token_head", "int8_per_token_head"),
+)
 LOAD_FORMATS = ("auto", "safetensors", "pt", "gguf", "dummy")
 
 
@@ -186,7 +190,14 @@ class EngineConfig:
         "needs its blocks",
         "memory",
     )
-    kv_cache_dtype: str = option("auto", "Data type of the KV cache; auto: the model's", "memory", choices=("auto",))
+    kv_cache_dtype: str = option(
+        "auto",
+        "How keys and values are stored. auto: in the dtype of activations, or in fp8 if the checkpoint says so; fp8: "
+        "e4m3 with the checkpoint's scales (1 if it has none); fp8_per_token_head, int8_per_token_head: in 8 bits with "
+        "a scale for each token and head. The name of a dtype must be that of activations",
+        "memory",
+        choices=KV_CACHE_DTYPES,
+    )
 
     max_num_seqs: int | None = option(None, "Most requests in one step; unset: by device", "scheduling")
     max_num_batched_tokens: int | None = option(None, "Most tokens in one step; unset: by device", "scheduling")

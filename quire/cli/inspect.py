@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from quire.cli.engine_flags import add_common, add_engine_flags, add_model, engine_settings
 from quire.cli.inspect_memory import add_memory_flags, wants_memory
@@ -110,7 +110,7 @@ def _print_json(config: EngineConfig) -> int:
     model = read_model_config(files, config.hf_overrides)
     found = _examine(config, files, model)
     problems = found.misfits.described
-    report = {
+    report: dict[str, Any] = {
         "model": config.model,
         "path": str(files.path),
         "architecture": model.architecture,
@@ -204,7 +204,8 @@ def _print_estimate(config: EngineConfig, files: ModelFiles, model: ModelConfig)
                 ("weights", f"{readable_bytes(plan.weights)} in {estimate.dtype}"),
                 (
                     "KV cache",
-                    f"{readable_bytes(estimate.token_bytes)} per token; {readable_bytes(plan.cache)} in total",
+                    f"{readable_bytes(estimate.token_bytes)} per token in {estimate.kv_format}; "
+                    f"{readable_bytes(plan.cache)} in total",
                 ),
                 ("capacity", f"{plan.cache_tokens} tokens in {plan.num_blocks - 1} blocks of {config.block_size}"),
                 ("", f"{full:.1f} sequences of the full {estimate.max_model_len} tokens"),
@@ -226,6 +227,7 @@ class MemoryEstimate:
     parameters: int
     active_parameters: int
     token_bytes: float
+    kv_format: str
     max_model_len: int
     max_num_seqs: int
     memory: MemoryPlan
@@ -250,6 +252,7 @@ def estimate_memory(config: EngineConfig, files: ModelFiles, model: ModelConfig)
         parameters=needs.parameters,
         active_parameters=needs.active_parameters,
         token_bytes=needs.block_bytes / config.block_size,
+        kv_format=str(needs.dtype).removeprefix("torch.") if needs.kv_format is None else needs.kv_format.name,
         max_model_len=longest,
         max_num_seqs=rows,
         memory=needs.plan(config, platform, free),

@@ -12,7 +12,7 @@ from quire.engine.core import EngineCore
 from quire.engine.engine_info import EngineInfo
 from quire.engine.grammar.grammars import Grammars
 from quire.engine.grammar.wire import ForkServerSpec
-from quire.engine.tiers import kv_fingerprint, make_sessions, make_tiers
+from quire.engine.tiers import kv_fingerprint, make_sessions, make_tiers, stored_dtype
 from quire.errors import ConfigError
 from quire.executor.base import ExecutorSpec, StepLimits
 from quire.executor.recording import RecordingExecutor
@@ -66,7 +66,7 @@ def make_engine(
     started = backend.start(ExecutorSpec(config, files, model, platform, limits, lockstep))
     memory = started.memory
     tables = BlockTables(memory.num_blocks, config.block_size, config.enable_prefix_caching)
-    fingerprint = kv_fingerprint(config, files, model, started.dtype)
+    fingerprint = kv_fingerprint(config, files, model, stored_dtype(config, files, model, started.dtype))
     keys = ContentKeys(config.block_size, fingerprint)
     tiers = make_tiers(config, fingerprint, tables, started.host_room)
 

@@ -74,8 +74,10 @@ class DummyCheckpoint:
     """A checkpoint with exactly the tensors that a model needs."""
 
     def __init__(self, targets: Mapping[str, Sequence[AnyTarget]], seed: int = 0) -> None:
-        found = {name: each for own, wanted in targets.items() for name, each in _apart(own, wanted).items()}
-        self._weights = [_dummy(name, each[0], seed) for name, each in found.items() if each]
+        apart = (_apart(own, wanted) for own, wanted in targets.items())
+        found = {name: each[0] for part in apart for name, each in part.items() if each}
+        optional = {name for name, each in found.items() if isinstance(each, AssemblyPart) and each.optional}
+        self._weights = [_dummy(name, each, seed) for name, each in found.items() if name not in optional]
 
     def __iter__(self) -> Iterator[DummyWeight | DummyCodes]:
         return iter(self._weights)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from quire.kernels.base import CompilableKernel
+from quire.kernels.kv import LayerKV
 from quire.kernels.reference import TorchOps
 from quire.kernels.triton import elementwise
 from quire.kernels.triton.cublaslt import TunedGemms, tuned_gemms
@@ -277,11 +278,11 @@ class TritonOps(TorchOps):
         positions: torch.Tensor,
         cos_sin: torch.Tensor | None,
         norms: tuple[torch.Tensor, torch.Tensor, float] | None,
-        kv: torch.Tensor,
+        kv: LayerKV,
         slots: torch.Tensor,
         num_heads: int,
         num_kv_heads: int,
         head_dim: int,
     ) -> torch.Tensor:
-        kernel = prepare_qkv if _is_supported(qkv) and kv.stride(4) == 1 else super().prepare_qkv
+        kernel = prepare_qkv if _is_supported(qkv) and kv.stride()[4] == 1 else super().prepare_qkv
         return kernel(qkv, positions, cos_sin, norms, kv, slots, num_heads, num_kv_heads, head_dim)
