@@ -119,6 +119,19 @@ def test_experts(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(out[4], torch.zeros_like(out[4]))
 
 
+def test_experts_with_biases() -> None:
+    gate_up, down = stack_of("Q4_1", 3, 64, 32), stack_of("Q8_0", 3, 32, 32)
+    x, weights, biases = random(2, 32), torch.rand(2, 1, device=DEVICE), (random(3, 64), random(3, 32))
+    experts = torch.tensor([[2], [1]], dtype=torch.int32, device=DEVICE)
+    out = SuperblockProducts(TritonOps(), False).experts(x, weights, experts, gate_up, down, "silu", *biases)
+    for token, expert in enumerate((2, 1)):
+        wide = x[token].float() @ gate_up[expert].dequantize().float().T + biases[0][expert].float()
+        gate, up = wide.chunk(2)
+        narrow = torch.nn.functional.silu(gate) * up
+        expected = weights[token] * (narrow @ down[expert].dequantize().float().T + biases[1][expert].float())
+        assert ((out[token] - expected).norm() / expected.norm()).item() < 2 * TOLERANCE[HALF]
+
+
 def stack_of(name: str, count: int, outputs: int, width: int) -> SuperblockWeight:
     weight = SuperblockWeight.allocate(
         (count, outputs, width), HALF, lambda shape, kind: torch.zeros(shape, dtype=kind, device=DEVICE), KINDS[name]

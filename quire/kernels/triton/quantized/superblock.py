@@ -468,15 +468,27 @@ class SuperblockProducts(QuantizedProducts):
         experts: torch.Tensor,
         gate_up: SuperblockWeight,
         down: SuperblockWeight,
+        activation: str = "silu",
+        gate_up_bias: torch.Tensor | None = None,
+        down_bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Few pairs of tokens and experts: one by one. Many: all experts are dequantized for the 16-bit kernels."""
         if not len(x):
             return torch.empty_like(x)
-        if x.dtype.itemsize == 2 and (self.invariant or experts.numel() <= MAX_PAIRS):
-            features = self.ops.silu_mul(pair_linear(x, gate_up, experts, experts.shape[1]))
-            return combine(pair_linear(features, down, experts), weights.contiguous(), experts, gate_up.shape[0])
-        stacks = (superblock_values(weight.flat, x.dtype).view(weight.shape) for weight in (gate_up, down))
-        return self.ops.experts(x, weights, experts, *stacks)
+        plain = activation == "silu" and gate_up_bias is None and down_bias is None
+        if plain and not (x.dtype.itemsize == 2 and (self.invariant or experts.numel() <= MAX_PAIRS)):
+            stacks = (superblock_values(weight.flat, x.dtype).view(weight.shape) for weight in (gate_up, down))
+            return self.ops.experts(x, weights, experts, *stacks)
+        if x.dtype.itemsize != 2:
+            return super().experts(x, weights, experts, gate_up, down, activation, gate_up_bias, down_bias)
+        chosen = experts.flatten().clamp(0, gate_up.shape[0] - 1)
+        features = pair_linear(x, gate_up, experts, experts.shape[1])
+        if gate_up_bias is not None:
+            features += gate_up_bias[chosen]
+        results = pair_linear(self.ops.gate_mul(features, activation), down, experts)
+        if down_bias is not None:
+            results += down_bias[chosen]
+        return combine(results, weights.contiguous(), experts.contiguous(), gate_up.shape[0])
 
     def kernels_of(
         self, weight: SuperblockWeight, normed: bool, gated: bool, bias: bool, max_rows: int
