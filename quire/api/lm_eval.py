@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from quire.api.inputs import PromptType
 from quire.api.llm import LLM
 from quire.errors import ConfigError
 from quire.messages.sampling import SamplingParams
@@ -24,7 +25,7 @@ def run_tasks(
     except ImportError as error:
         raise ConfigError(f"tasks need the package {PACKAGE}: pip install {PACKAGE} ({error})") from error
 
-    class EngineLM(LM):  # type: ignore[misc]
+    class EngineLM(LM):
         """lm-eval's three kinds of requests, by `Scorer`."""
 
         def __init__(self, scorer: Scorer) -> None:
@@ -80,7 +81,8 @@ class Scorer:
 
     def generations(self, requests: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
         """The text that follows each prompt, up to one of its stop strings."""
-        prompts, params = [], []
+        prompts: list[PromptType] = []
+        params: list[SamplingParams] = []
         for text, options in requests:
             limit = int(options.get("max_gen_toks", options.get("max_new_tokens", MAX_TOKENS)))
             until = options.get("until") or []
@@ -116,7 +118,8 @@ class Scorer:
 
     def _prompt_logprobs(self, prompts: Sequence[list[int]]) -> list[Any]:
         params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=1)
-        outputs = self._llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params)
+        given: list[PromptType] = [{"prompt_token_ids": prompt} for prompt in prompts]
+        outputs = self._llm.generate(given, params)
         return [(output.prompt_token_ids, output.prompt_logprobs) for output in outputs]
 
     @staticmethod

@@ -16,6 +16,7 @@ from quire.kernels.triton.quantized.superblock import (
     superblock_linear,
     superblock_values,
 )  # isort: skip
+
 from quire.kernels.weights.superblock import KINDS, SuperblockWeight  # isort: skip
 
 OUTPUTS = 20  # no multiple of a block
