@@ -1,8 +1,8 @@
 """How well a model predicts a text, and how far it is from another: perplexity, agreement, KL divergence.
 
-The text is tokenized once, as a prompt is, and read in windows of `window` tokens that begin `stride` tokens apart. Each
-token but the first is scored once, in the first window that contains it: with at least window - stride tokens before
-it, except in the first window. Probabilities are the softmax of the engine's logits, computed in float64.
+The text is tokenized once, as a prompt is, and read in windows of `window` tokens that begin `stride` tokens apart.
+Each token but the first is scored once, in the first window that contains it: with at least window - stride tokens
+before it, except in the first window. Probabilities are the softmax of the engine's logits, computed in float64.
 """
 
 from __future__ import annotations
