@@ -1,4 +1,4 @@
-"""Writes a model's checkpoint in few bits: layer by layer, rounded to nearest, or by GPTQ or AWQ on calibration text."""
+"""Writes a model's checkpoint in few bits, layer by layer: rounded to nearest, or by GPTQ or AWQ."""
 
 from __future__ import annotations
 
@@ -102,8 +102,8 @@ class QuantizeReport:
 def quantize_checkpoint(config: EngineConfig, output: Path, settings: QuantizeSettings) -> QuantizeReport:
     """Write the configured model to the folder `output`, which must be empty or not exist.
 
-    `config.dtype` is the dtype of what stays in 16 bits, and of scales; auto: the checkpoint's, bfloat16 for a GGUF file
-    that is quantized. Only one layer is in memory at a time.
+    `config.dtype` is the dtype of what stays in 16 bits, and of scales; auto: the checkpoint's, bfloat16 for a
+    quantized GGUF file. Only one layer is in memory at a time.
     """
     files = find_model(config)
     model = read_model_config(files, config.hf_overrides)

@@ -102,7 +102,9 @@ def test_every_token_is_scored_once():
         for window, stride in ((10, 9), (10, 5), (10, 1), (64, 32)):
             scored = [place for span in windows(tokens, window, stride) for place in range(span.first, span.stop)]
             assert scored == list(range(1, tokens))
-            assert all(span.start < span.first and span.stop - span.start <= window for span in windows(tokens, window, stride))
+            assert all(
+                span.start < span.first and span.stop - span.start <= window for span in windows(tokens, window, stride)
+            )
 
 
 @pytest.mark.parametrize(
@@ -147,7 +149,11 @@ def test_tasks_are_run_on_the_engine(quire, byte_llama, monkeypatch):
     interface.LM = type("LM", (), {"__init__": lambda self: None})
     package = ModuleType("lm_eval")
     package.simple_evaluate = simple_evaluate
-    for name, module in (("lm_eval", package), ("lm_eval.api", ModuleType("lm_eval.api")), (interface.__name__, interface)):
+    for name, module in (
+        ("lm_eval", package),
+        ("lm_eval.api", ModuleType("lm_eval.api")),
+        (interface.__name__, interface),
+    ):
         monkeypatch.setitem(sys.modules, name, module)
     ran = quire("eval", byte_llama, "--tasks", "some_task", "--json")
     assert ran.code == 0, ran.err

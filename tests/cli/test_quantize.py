@@ -32,7 +32,9 @@ def restored(folder: Path, scheme: str, group: int | None = None) -> dict[str, t
     for name in MATRICES:
         stored = {key: tensors.pop(key) for key in list(tensors) if key.startswith(f"{name}.") and "bias" not in key}
         keys = {key.removeprefix(f"{name}."): value for key, value in stored.items()}
-        tensors[f"{name}.weight"] = found.restore(keys) if set(keys) != {"weight"} or "scale" in keys else keys["weight"]
+        tensors[f"{name}.weight"] = (
+            found.restore(keys) if set(keys) != {"weight"} or "scale" in keys else keys["weight"]
+        )
     return tensors
 
 
