@@ -22,13 +22,13 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from quire.kernels.triton.gates import gate_mul
 from quire.kernels.triton.launch import gdc_launch_dependents, gdc_wait, pdl
 from quire.kernels.triton.moe.common import ExpertsConfig, GemmTile
 from quire.kernels.triton.moe.layout import SPAN, ExpertLayout
 from quire.kernels.triton.moe.tile import GROUP, SWAPPED, WIDE
 from quire.kernels.triton.quantized.expert_codes import (
     affine,
-    gate_mul,
     power_of_two,
     scale_of,
     split_fp4,
@@ -371,7 +371,7 @@ def _dequantized(
         for step in tl.static_range(UNROLL):
             b = start + step * BLOCK_B
             if HALF:
-                k = b // HALF * (2 * HALF) + b % HALF
+                k = tl.multiple_of(b // HALF * (2 * HALF) + b % HALF, BLOCK_B)
                 low = tl.load(lines + k)
                 high = tl.load(lines + k + HALF)
             else:

@@ -20,11 +20,11 @@ import torch
 import triton
 import triton.language as tl
 
+from quire.kernels.triton.gates import gate_mul
 from quire.kernels.triton.launch import gdc_launch_dependents, gdc_wait, pdl
 from quire.kernels.triton.moe.common import ChosenExperts, ExpertsConfig, GemmTile
 from quire.kernels.triton.quantized.expert_codes import (
     affine,
-    gate_mul,
     power_of_two,
     quantized,
     scale_of,
