@@ -22,7 +22,7 @@ from quire.kernels.triton.moe.common import ChosenExperts, ExpertsConfig
 from quire.kernels.triton.moe.layout import arrange
 from quire.kernels.triton.moe.tile import combine, tile_down, tile_gate_up
 from quire.kernels.triton.quantized.expert_stacks import Stack
-from quire.kernels.triton.quantized.expert_tiles import _dequantize, _split
+from quire.kernels.triton.quantized.expert_tiles import group_of, numbers, split
 
 BLOCK_N, CHUNKS = 32, 4
 """Rows of a program, and pieces of each: 16 KB of codes of 4 bits in flight on a multiprocessor per 8 programs."""
@@ -58,21 +58,21 @@ def _dequantize_stack(
         inside = (b + depth < BYTES)[None, :]
         if HALF:
             k = tl.multiple_of(b // HALF * (2 * HALF) + b % HALF, BLOCK_B)
-            low, high = _split(tiles[chunk], KIND, DTYPE)
-            low = _dequantize(
-                low, scale, zero, minimum, factor, whole, 0, column, k, KIND, LINES, K, LINES, G, BLOCK_N, DTYPE
-            )  # fmt: skip
-            high = _dequantize(
-                high, scale, zero, minimum, factor, whole, 0, column, k + HALF, KIND, LINES, K, LINES, G, BLOCK_N, DTYPE
+            low, high = split(tiles[chunk], KIND, DTYPE)
+            group = group_of(
+                scale, zero, minimum, factor, whole, 0, column, k, KIND, LINES, K, LINES, G, BLOCK_N, DTYPE
             )  # fmt: skip
             target = y + lines[:, None] * K + k + depth[None, :]
-            tl.store(target, low, mask=inside)
-            tl.store(target + HALF, high, mask=inside)
-        else:
-            value = _dequantize(
-                tiles[chunk], scale, zero, minimum, factor, whole, 0, column, b,
-                KIND, LINES, K, LINES, G, BLOCK_N, DTYPE,
+            tl.store(target, numbers(low, group, KIND, DTYPE), mask=inside)
+            group = group_of(
+                scale, zero, minimum, factor, whole, 0, column, k + HALF, KIND, LINES, K, LINES, G, BLOCK_N, DTYPE
             )  # fmt: skip
+            tl.store(target + HALF, numbers(high, group, KIND, DTYPE), mask=inside)
+        else:
+            group = group_of(
+                scale, zero, minimum, factor, whole, 0, column, b, KIND, LINES, K, LINES, G, BLOCK_N, DTYPE
+            )  # fmt: skip
+            value = numbers(tiles[chunk], group, KIND, DTYPE)
             tl.store(y + lines[:, None] * K + b + depth[None, :], value, mask=inside)
 
 

@@ -99,9 +99,13 @@ _SCALED = {
 }
 """(block_n, block_k, warps, stages) of (gate and up, down) by block_m, for 8-bit codes."""
 _DEQUANTIZED = {
-    16: ([(64, 256, 4, 3), (64, 128, 4, 4)], [(64, 128, 4, 4), (128, 256, 4, 3)]),
-    32: ([(64, 256, 4, 3), (64, 128, 4, 4)], [(128, 256, 4, 3), (64, 128, 4, 4)]),
-    64: ([(128, 128, 8, 3), (128, 320, 8, 3)], [(128, 320, 8, 3), (128, 128, 8, 3)]),
+    16: (
+        [(64, 256, 4, 3), (64, 128, 4, 4), (64, 128, 4, 8), (128, 128, 8, 4)],
+        [(64, 128, 4, 4), (64, 128, 4, 8), (128, 256, 4, 3), (128, 128, 8, 6)],
+    ),
+    32: ([(64, 256, 4, 3), (64, 128, 4, 4), (128, 128, 8, 4)], [(128, 256, 4, 3), (64, 128, 4, 4), (128, 128, 8, 4)]),
+    64: ([(128, 128, 8, 3), (128, 320, 8, 3), (64, 128, 4, 3)], [(128, 320, 8, 3), (128, 128, 8, 3), (64, 128, 4, 3)]),
+    128: ([(128, 128, 8, 3), (64, 128, 8, 3)], [(128, 128, 8, 3), (256, 128, 8, 3)]),
 }
 """The same for weights that are dequantized; block_k are inputs of an iteration."""
 
@@ -113,10 +117,6 @@ def candidates(gate_up: Stack, down: Stack, top_k: int, tokens: int) -> list[Can
     if tokens <= MAX_VECTOR_TOKENS and _fits_vectors(gate_up) and _fits_vectors(down):
         found.append(Candidates(ExpertsConfig("vector", vectors[0][0], vectors[1][0]), *vectors))
     table = _SCALED if gate_up.quantizes else _DEQUANTIZED
-    if not (gate_up.quantizes or down.quantizes) and tokens * top_k > SCRATCH_TOKENS * gate_up.experts:
-        shape = ExpertsShape(gate_up.experts, top_k, down.inputs, gate_up.inputs)
-        config = replace(choose_experts(shape, tokens, gate_up.dtype), kernel="scratch")
-        found.append(Candidates(config, [config.gate_up], [config.down]))
     for block_m in _tile_heights(tokens * top_k / gate_up.experts):
         if block_m not in table:
             continue
@@ -125,6 +125,11 @@ def candidates(gate_up: Stack, down: Stack, top_k: int, tokens: int) -> list[Can
         found.append(Candidates(ExpertsConfig("tile", gate_ups[0], downs[0], block_m, tma), gate_ups, downs))
     if found[0].base.kernel == "vector" and tokens > MAX_VECTOR_TOKENS // 2:
         found.append(found.pop(0))
+    if not (gate_up.quantizes or down.quantizes) and 4 * tokens * top_k > SCRATCH_TOKENS * gate_up.experts:
+        shape = ExpertsShape(gate_up.experts, top_k, down.inputs, gate_up.inputs)
+        config = replace(choose_experts(shape, tokens, gate_up.dtype), kernel="scratch")
+        first = tokens * top_k > SCRATCH_TOKENS * gate_up.experts
+        found.insert(0 if first else len(found), Candidates(config, [config.gate_up], [config.down]))
     return found
 
 
