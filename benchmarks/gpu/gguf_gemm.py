@@ -94,9 +94,7 @@ class Bench:
 
         def run(weight: SuperblockWeight) -> torch.Tensor:
             return (
-                _dequantized_linear(x, weight, None)
-                if chosen is None
-                else superblock_linear(x, weight, None, chosen)
+                _dequantized_linear(x, weight, None) if chosen is None else superblock_linear(x, weight, None, chosen)
             )
 
         try:

@@ -102,7 +102,7 @@ class Reader:
 
     def encode(self, text: str) -> list[int]:
         """The text's tokens."""
-        return list(self._tokenizer(text)["input_ids"])
+        return list(self._tokenizer(text, verbose=False)["input_ids"])
 
 
 def evaluate(
@@ -111,19 +111,21 @@ def evaluate(
     reference: EngineConfig | None = None,
     window: int | None = None,
     stride: int | None = None,
+    max_tokens: int | None = None,
 ) -> Evaluation:
     """Evaluate a model on a text; `reference`: compare it with that model. Both are in memory at the same time.
 
-    `window`: at most the model's length; `stride`: half of it if None.
+    `window`: at most the model's length; `stride`: half of it if None. `max_tokens`: the rest of the text is not read.
     """
     begin = time.monotonic()
     reader = Reader(config, window)
     other = None if reference is None else Reader(reference, reader.window)
     try:
         tokens = reader.encode(text)
+        _check(tokens, reader, other, text)
+        tokens = tokens[:max_tokens]
         if len(tokens) < 2:
             raise ValidationError(f"the text has {len(tokens)} tokens; at least 2 are needed", "text")
-        _check(tokens, reader, other, text)
         step = reader.window // 2 if stride is None else stride
         if not 1 <= step < reader.window:  # a window's first token is not scored in it
             raise ValidationError(
@@ -177,9 +179,7 @@ def _check(tokens: list[int], reader: Reader, other: Reader | None, text: str) -
 
 
 @torch.inference_mode()
-def _score(
-    tokens: Sequence[int], span: Window, model: SequenceModel, other: SequenceModel | None, sums: _Sums
-) -> None:
+def _score(tokens: Sequence[int], span: Window, model: SequenceModel, other: SequenceModel | None, sums: _Sums) -> None:
     """Add a window's scored tokens. The logits of position i predict token i + 1."""
     ids = tokens[span.start : span.stop]
     first = span.first - span.start - 1

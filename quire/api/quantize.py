@@ -110,8 +110,8 @@ def quantize_checkpoint(config: EngineConfig, output: Path, settings: QuantizeSe
         raise ValidationError(f"{output} exists and is not an empty folder", "output", str(output))
     stored = _stored_dtype(config, model)
     platform = choose(config.device)
-    # Calibration on a CPU is in float32: as fast as bfloat16 on most, and exact.
-    computed = "float32" if platform.device.type == "cpu" else str(stored).removeprefix("torch.")
+    fast = platform.device.type != "cpu" or (stored is torch.bfloat16 and platform.has_bfloat16)
+    computed = str(stored).removeprefix("torch.") if fast and settings.calibration else "float32"
     build = dataclasses.replace(config, dtype=computed, enforce_eager=True)
     sequences = _sequences(build, files, model, settings.calibration)
     length = max(map(len, sequences), default=16)
@@ -168,7 +168,7 @@ def _sequences(
     """The calibration text's tokens, in sequences spread evenly over it."""
     if calibration is None:
         return []
-    tokens = tokenizer_of(config, files)(calibration.text)["input_ids"]
+    tokens = tokenizer_of(config, files)(calibration.text, verbose=False)["input_ids"]
     length = min(calibration.length, model.max_position, len(tokens))
     if length < 2:
         raise ValidationError(f"the calibration text has {len(tokens)} tokens", "calibration")
@@ -237,11 +237,10 @@ class _Job:
         assert scheme.group is not None
         group = scheme.group
 
-        def restore(weight: torch.Tensor, importance: torch.Tensor) -> torch.Tensor:
-            rounded = round_groups(
-                weight, scheme.bits, group, scheme.symmetric, self._stored, True, importance
-            )  # fmt: skip
-            return restore_groups(rounded, scheme.bits, group)
+        def restore(weight: torch.Tensor) -> torch.Tensor:
+            return restore_groups(
+                round_groups(weight, scheme.bits, group, scheme.symmetric, self._stored), scheme.bits, group
+            )
 
         for scaling in stage.scalings():
             moments = stage.moments_of(scaling.readers)

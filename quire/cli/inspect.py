@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from quire.cli.engine_flags import add_common, add_engine_flags, add_model, engine_settings
 from quire.cli.inspect_memory import add_memory_flags, wants_memory
@@ -110,7 +110,7 @@ def _print_json(config: EngineConfig) -> int:
     model = read_model_config(files, config.hf_overrides)
     found = _examine(config, files, model)
     problems = found.misfits.described
-    report = {
+    report: dict[str, Any] = {
         "model": config.model,
         "path": str(files.path),
         "architecture": model.architecture,

@@ -7,8 +7,8 @@ from typing import Protocol
 
 import torch
 
-from quire.kernels.weights.base import Weight
 from quire.kernels.kv import LayerKV
+from quire.kernels.weights.base import Weight
 
 
 class CompilableKernel(Protocol):

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 
 from quire.kernels.base import CompilableKernel
 from quire.kernels.gates import gate_mul
-from quire.kernels.weights.base import Weight, reference_linear
 from quire.kernels.kv import LayerKV, QuantizedKV
+from quire.kernels.weights.base import Weight, reference_linear
 
 
 class TorchOps:

@@ -11,8 +11,8 @@ from torch import nn
 from quire.distributed.experts import ExpertRanks
 from quire.distributed.groups import Ranks
 from quire.kernels.base import Ops
-from quire.kernels.weights.base import QuantizedWeight
 from quire.kernels.kv import KVFormat
+from quire.kernels.weights.base import QuantizedWeight
 from quire.layers.attention.base import AttentionBackend
 from quire.loading.model_config import ModelConfig
 from quire.loading.weights import AnyTarget

@@ -243,7 +243,7 @@ _PLAIN_TYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 def _types(target: AnyTarget) -> tuple[torch.dtype, ...]:
-    """What the tensor may be stored as. A plain weight is converted, but never from codes whose scales are elsewhere."""
+    """What the tensor may be stored as. A plain weight may be converted, but not from codes."""
     return target.dtypes if isinstance(target, AssemblyPart) else (target.into.dtype, *_PLAIN_TYPES)
 
 

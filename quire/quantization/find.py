@@ -19,7 +19,12 @@ from quire.quantization.schemes.registry import SCHEMES, scheme_of
 
 logger = logging.getLogger(__name__)
 
-_SAME = {"awq_marlin": "awq", "gptq_marlin": "gptq", "compressed_tensors": "compressed-tensors", "modelopt_fp4": "modelopt"}
+_SAME = {
+    "awq_marlin": "awq",
+    "gptq_marlin": "gptq",
+    "compressed_tensors": "compressed-tensors",
+    "modelopt_fp4": "modelopt",
+}
 """Other names that vLLM's users give."""
 
 

@@ -32,7 +32,9 @@ def gptq_groups(
     `by_importance`: columns with large inputs are rounded first ("activation order"). Scales are fixed beforehand, so
     that groups stay as they are in the file ("actorder: weight" in compressed-tensors). `search`: as in `round_groups`.
     """
-    scale, zero = group_scales(weight, bits, group, symmetric, scale_dtype, search, hessian.diagonal())
+    # Weighting the search by the inputs' sizes makes outputs err more (by 9 % on the default model): the columns that
+    # follow take up what clipped values lose, whatever their size.
+    scale, zero = group_scales(weight, bits, group, symmetric, scale_dtype, search)
     left = weight.float().clone()
     width = left.shape[1]
     order = torch.argsort(hessian.diagonal(), descending=True, stable=True) if by_importance else None

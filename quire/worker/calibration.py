@@ -110,13 +110,15 @@ class Scaling:
         """Move the scales; returns them as applied. `stored`: dtype of the gain in the checkpoint: the gain is rounded to
         it, and the scales are changed so that the product with it is exact."""
         if self.gain is not None:
-            divided = (self.gain.float() / scales).to(stored).float()
-            scales = torch.where(divided == 0, scales, self.gain.float() / divided)
-            scales = torch.where(self.gain.float() == 0, torch.ones_like(scales), scales)
-            self.gain.copy_(self.gain.float() / scales)
+            gain = self.gain.float()
+            divided = (gain / scales).to(stored).float()
+            scales = torch.where(divided == 0, torch.ones_like(scales), gain / divided)
+            self.gain.copy_(torch.where(divided == 0, gain, divided))
         else:
             assert self.rows is not None
-            once = scales if self.repeats == 1 else scales.unflatten(0, (-1, self.repeats, self.head_dim))[:, 0].flatten()
+            once = (
+                scales if self.repeats == 1 else scales.unflatten(0, (-1, self.repeats, self.head_dim))[:, 0].flatten()
+            )
             self.rows.copy_(self.rows.float() / once.unsqueeze(-1))
             if self.bias is not None:
                 self.bias.copy_(self.bias.float() / once)
@@ -133,19 +135,19 @@ class ObservedOps:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._ops, name)
 
-    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def linear(self, x: torch.Tensor, weight: torch.Tensor, *rest: Any, **named: Any) -> torch.Tensor:
         self._see(weight, x)
-        return self._ops.linear(x, weight, bias)
+        return self._ops.linear(x, weight, *rest, **named)
 
-    def gated_linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def gated_linear(self, x: torch.Tensor, weight: torch.Tensor, *rest: Any, **named: Any) -> torch.Tensor:
         self._see(weight, x)
-        return self._ops.gated_linear(x, weight, bias)
+        return self._ops.gated_linear(x, weight, *rest, **named)
 
     def linear_add(
-        self, stream: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+        self, stream: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, *rest: Any, **named: Any
     ) -> torch.Tensor | None:
         self._see(weight, x)
-        return self._ops.linear_add(stream, x, weight, bias)
+        return self._ops.linear_add(stream, x, weight, *rest, **named)
 
     def norm_linear(
         self,
@@ -156,10 +158,11 @@ class ObservedOps:
         weight: torch.Tensor,
         bias: torch.Tensor | None = None,
         gated: bool = False,
+        **named: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         normed, stream = self._ops.norm_stream(x, residual, gain, eps)
         product = self.gated_linear if gated else self.linear
-        return product(normed, weight, bias), stream
+        return product(normed, weight, bias, **named), stream
 
     def experts(
         self,
@@ -286,7 +289,11 @@ def load_stage(
         return any(start < tensor.data_ptr() + tensor.nbytes and tensor.data_ptr() < stop for start, stop in spans)
 
     pairs = match_checkpoint(targets, built.ignores, checkpoint)
-    others = [_Held(weight, wanted) for weight, wanted in pairs if not any(isinstance(t, Target) and in_matrix(t.into) for t in wanted)]
+    others = [
+        _Held(weight, wanted)
+        for weight, wanted in pairs
+        if not any(isinstance(t, Target) and in_matrix(t.into) for t in wanted)
+    ]
     kept = {other.name for other in others}
     consumed = [weight.name for weight, _ in pairs if weight.name not in kept]
     return LayerStage(built, list(others), consumed, matrices, list(_unquantized(built)), config, platform.device)

@@ -15,6 +15,7 @@ import torch
 
 from quire.config import EngineConfig
 from quire.distributed.groups import Ranks
+from quire.kernels.weights.base import QuantizedWeight, SplitWeight
 from quire.layers.build_context import collect_targets, quantized_weights
 from quire.loading.files import ModelFiles
 from quire.loading.load import Misfits, compare, open_checkpoint
@@ -102,17 +103,15 @@ def _format_name(target: AnyTarget) -> str:
     return str(target.into.dtype).removeprefix("torch.")
 
 
-def _format_uses(
-    targets: Mapping[str, Sequence[AnyTarget]], model: CausalLM, platform: Platform
-) -> list[FormatUse]:
+def _format_uses(targets: Mapping[str, Sequence[AnyTarget]], model: CausalLM, platform: Platform) -> list[FormatUse]:
     kernels = _kernels(model, platform)
     uses: dict[tuple[str, str], FormatUse] = {}
     counted = set()
     for target in itertools.chain.from_iterable(targets.values()):
-        packed = isinstance(target, AssemblyPart)
-        key = (_format_name(target), target.assembly.layout if packed else "")
-        use = uses.setdefault(key, FormatUse(*key, kernels.get(key[1], kernels[""])))
-        if not packed:
+        layout = target.assembly.layout if isinstance(target, AssemblyPart) else ""
+        key = (_format_name(target), layout)
+        use = uses.setdefault(key, FormatUse(*key, kernels.get(layout, kernels[""])))
+        if not isinstance(target, AssemblyPart):
             use.nbytes += target.into.nbytes
             use.matrices += len(target.shape) > 1
         elif target.assembly not in counted:
@@ -127,7 +126,7 @@ def _kernels(model: CausalLM, platform: Platform) -> dict[str, str]:
     layouts = {type(weight).__name__: weight for weight in _apart(quantized_weights(model))}  # type: ignore[arg-type]
     if not platform.ops.endswith("TritonOps"):
         device = "a CPU" if platform.device.type == "cpu" else "this device"
-        return {"": f"products of {device}", **{name: f"plain torch on {device}" for name in layouts}}
+        return {"": f"products of {device}", **dict.fromkeys(layouts, f"plain torch on {device}")}
     from quire.kernels.triton.quantized.registry import products_of
 
     return {"": "cuBLAS and quire's GEMMs"} | {
@@ -136,11 +135,11 @@ def _kernels(model: CausalLM, platform: Platform) -> dict[str, str]:
     }
 
 
-def _apart(weights: Iterable[object]) -> Iterable[object]:
-    """Weights, and the parts of those that are made of several."""
+def _apart(weights: Iterable[QuantizedWeight]) -> Iterable[QuantizedWeight]:
+    """Weights, with the parts of those that are made of several in their place."""
     for weight in weights:
-        parts = getattr(weight, "parts", None)
-        yield from [weight] if parts is None else [part for part in parts if not isinstance(part, torch.Tensor)]
+        parts = weight.parts if isinstance(weight, SplitWeight) else [weight]
+        yield from (part for part in parts if isinstance(part, QuantizedWeight))
 
 
 def _layer_ranges(targets: Mapping[str, Sequence[AnyTarget]]) -> list[LayerRange]:

@@ -56,7 +56,9 @@ class Reference:
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
     @torch.inference_mode()
-    def tokens(self, prompt: list[int], name: str, scales: tuple[float, float] = (1.0, 1.0), count: int = LENGTH) -> Any:
+    def tokens(
+        self, prompt: list[int], name: str, scales: tuple[float, float] = (1.0, 1.0), count: int = LENGTH
+    ) -> Any:
         cache, given, found = QuantizedCache(name, scales), list(prompt), []
         for _ in range(count):
             logits = self.model(torch.tensor([given]), past_key_values=cache, use_cache=True).logits[0, -1]
@@ -100,7 +102,9 @@ def test_tokens(make_llm: MakeLLM, expected: dict[str, list[list[int]]], name: s
     stats = llm.llm_engine.core.scheduler.stats
     assert (stats.preemptions > 0) == ("num_gpu_blocks_override" in SETTINGS[way])
     if way == "plain":  # again, from cached blocks, and in several sequences
-        outputs = llm.generate([{"prompt_token_ids": PROMPTS[3]}], greedy(n=3, temperature=1.0, top_k=1), use_tqdm=False)
+        outputs = llm.generate(
+            [{"prompt_token_ids": PROMPTS[3]}], greedy(n=3, temperature=1.0, top_k=1), use_tqdm=False
+        )
         assert outputs[0].num_cached_tokens == 48
         assert [list(sample.token_ids) for sample in outputs[0].outputs] == [expected[name][3]] * 3
 
@@ -164,9 +168,7 @@ CALIBRATED = {
 
 
 @pytest.mark.parametrize("kind", CALIBRATED)
-def test_scales_of_the_checkpoint(
-    make_llm: MakeLLM, reference: Reference, tmp_path: Path, kind: str
-) -> None:
+def test_scales_of_the_checkpoint(make_llm: MakeLLM, reference: Reference, tmp_path: Path, kind: str) -> None:
     scales = CALIBRATED[kind]
     folder = write_scaled(tmp_path, scales)
     used = (0.031, 0.031 if kind == "one for both" else 0.007)

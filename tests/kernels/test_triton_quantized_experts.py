@@ -12,6 +12,7 @@ from tests.kernels.triton_target import DEVICE, HALF, ON_GPU
 from quire.kernels.gates import GATES  # isort: skip
 from quire.kernels.reference import TorchOps  # isort: skip
 from quire.kernels.triton.quantized import experts as quantized
+
 from quire.kernels.triton.moe.common import ChosenExperts, ExpertsConfig, GemmTile  # isort: skip
 from quire.kernels.triton.quantized.expert_scratch import dequantize_stack  # isort: skip
 from quire.kernels.triton.quantized.expert_stacks import Stack, stack_of  # isort: skip

@@ -10,7 +10,12 @@ from tests.kernels.triton_target import DEVICE, HALF, ON_GPU
 
 from quire.kernels.reference import TorchOps  # isort: skip
 from quire.kernels.triton.quantized import superblock  # isort: skip
-from quire.kernels.triton.quantized.superblock import SuperblockConfig, SuperblockProducts, superblock_linear, superblock_values  # isort: skip
+from quire.kernels.triton.quantized.superblock import (
+    SuperblockConfig,
+    SuperblockProducts,
+    superblock_linear,
+    superblock_values,
+)  # isort: skip
 from quire.kernels.weights.superblock import KINDS, SuperblockWeight  # isort: skip
 
 OUTPUTS = 20  # no multiple of a block

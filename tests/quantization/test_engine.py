@@ -1,5 +1,5 @@
-"""Whole engines with weights in few bits: the tokens of the model that the numbers mean, whatever else a step holds; and
-checkpoints that lie, which loading and `quire inspect` refuse in the same words."""
+"""Whole engines with weights in few bits: the tokens of the model that the numbers mean, whatever else a step holds;
+and checkpoints that lie, which loading and `quire inspect` refuse in the same words."""
 
 from __future__ import annotations
 

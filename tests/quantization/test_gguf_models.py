@@ -162,7 +162,9 @@ def generate() -> Iterator[Callable[..., tuple[list[int], Any]]]:
 
     def run(path: Path | None, prompt: list[int] | str, count: int, **settings: Any) -> tuple[list[int], Any]:
         name = () if path is None else (str(path),)
-        made.append(LLM(*name, dtype="float32", device="cpu", num_gpu_blocks_override=64, max_model_len=128, **settings))
+        made.append(
+            LLM(*name, dtype="float32", device="cpu", num_gpu_blocks_override=64, max_model_len=128, **settings)
+        )
         prompts = [{"prompt_token_ids": prompt}] if isinstance(prompt, list) else [prompt]
         params = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True, logprobs=1, detokenize=path is None)
         (result,) = made[-1].generate(prompts, params, use_tqdm=False)

@@ -9,7 +9,7 @@ from torch import nn
 
 from quire.errors import CheckpointError
 from quire.layers.attention.layer import Attention
-from quire.loading.weights import Checkpoint, Weight
+from quire.loading.weights import Checkpoint, StoredWeight
 
 NAMES = (
     ("k_scale", "k_proj.k_scale", "k_proj.output_scale", "kv_scale"),
@@ -48,14 +48,14 @@ def load_kv_scales(model: nn.Module, checkpoint: Checkpoint) -> None:
                 into.copy_(_of_heads(scale, layer.num_all_kv_heads, layer.kv_heads))
 
 
-def _find(found: dict[str, Weight], owner: str, names: Sequence[str]) -> Weight | None:
+def _find(found: dict[str, StoredWeight], owner: str, names: Sequence[str]) -> StoredWeight | None:
     """The first of the names under `owner`. A checkpoint of the bare base model has `layers.0…` for
     `model.layers.0…`."""
     owners = (owner, owner.partition(".")[2])
     return next((found[f"{o}.{name}"] for name in names for o in owners if f"{o}.{name}" in found), None)
 
 
-def _of_heads(weight: Weight, total: int, heads: range) -> torch.Tensor:
+def _of_heads(weight: StoredWeight, total: int, heads: range) -> torch.Tensor:
     """A scale for each of this rank's heads: the tensor has one for all, or one for each."""
     read = weight.read().float().flatten()
     if read.numel() not in (1, total):

@@ -7,6 +7,7 @@ import math
 import torch
 import torch.nn.functional as F
 
+
 def words_of(values: int, bits: int) -> int:
     """int32 words of a dense stream of that many values."""
     return -(-values * bits // 32)
@@ -44,12 +45,15 @@ def unpack_sparse(words: torch.Tensor, bits: int, count: int) -> torch.Tensor:
 
 
 def unpack_awq(words: torch.Tensor) -> torch.Tensor:
-    """int32 words [..., n / 8] of 4-bit values in AWQ's order, as uint8 [..., n].
+    """int32 words [k, n / 8] of 4-bit values, packed along the columns in AWQ's order, transposed: uint8 [n, k].
 
     The low half of a word holds columns 0, 2, 4 and 6, the high half 1, 3, 5 and 7.
     """
-    nibbles = unpack_dense(words, 4, words.shape[-1] * 8)
-    return nibbles.unflatten(-1, (-1, 2, 4)).transpose(-1, -2).flatten(-3)
+    columns = words.t().contiguous()  # Words first: a transpose of bytes is slow.
+    values = torch.empty((columns.shape[0], 8, columns.shape[1]), dtype=torch.uint8, device=words.device)
+    for column in range(8):
+        values[:, column] = (columns >> (16 * (column % 2) + 4 * (column // 2))) & 15
+    return values.flatten(0, 1)
 
 
 def unpack_pairs(packed: torch.Tensor) -> torch.Tensor:

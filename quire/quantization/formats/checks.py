@@ -81,7 +81,9 @@ def check_agreement(into: torch.Tensor, value: torch.Tensor, name: str, what: st
     with _SHARED:
         if bool(into.any()) and not torch.equal(into, value):
             shown = f": {into.flatten()[0].item():g} and {value.flatten()[0].item():g}" if into.numel() == 1 else ""
-            raise CheckpointError(f"{name}: differs between matrices that are held as one weight and share {what}{shown}")
+            raise CheckpointError(
+                f"{name}: differs between matrices that are held as one weight and share {what}{shown}"
+            )
         into.copy_(value)
 
 

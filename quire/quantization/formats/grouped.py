@@ -266,11 +266,11 @@ class AwqFormat(GroupedFormat):
         read = checks.on(weight.device, read)
         scales = checks.need(read, "scales")
         height = scales.shape[1]
-        codes = unpack_awq(checks.need(read, "qweight"))[:, :height].t()
+        codes = unpack_awq(checks.need(read, "qweight"))[:height]
         zero = None
         if self.zeros:
-            zero = unpack_awq(checks.need(read, "qzeros"))[:, :height].t()
-        elif "qzeros" in read and not bool((unpack_awq(read["qzeros"]) == 8).all()):
+            zero = unpack_awq(checks.need(read, "qzeros"))[:height]
+        elif "qzeros" in read and not bool((unpack_awq(read["qzeros"])[:height] == 8).all()):
             raise CheckpointError("qzeros: not all are 8, though the checkpoint's description says zero_point: false")
         self._write(weight, rows, codes, scales.t(), "scales", zero)
 

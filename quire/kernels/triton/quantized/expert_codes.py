@@ -3,7 +3,7 @@
 Activations are quantized as `kernels/weights/scaled.py` does, bit for bit.
 """
 
-# ruff: noqa: N803, N806
+# ruff: noqa: N803
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def split_int4(codes, DTYPE: tl.constexpr):
     0x4300 is 128 in bfloat16, whose last mantissa bit counts 1: a nibble is put into it by bit operations, since
     integers are converted at a rate of 16 a clock only.
     """
-    if DTYPE == tl.bfloat16 and not EMULATED:
+    if tl.bfloat16 == DTYPE and not EMULATED:
         low, high = tl.inline_asm_elementwise(
             """{ .reg .b32 a, b;
             prmt.b32 a, $4, 0, 0x4140;
@@ -126,7 +126,7 @@ def split_fp4(codes, DTYPE: tl.constexpr):
     Sign, exponent and mantissa are put into those of a bfloat16, which is 2^126 times too small then: bfloat16
     multiplication knows subnormals.
     """
-    if DTYPE == tl.bfloat16 and not EMULATED:
+    if tl.bfloat16 == DTYPE and not EMULATED:
         low, high = tl.inline_asm_elementwise(
             """{ .reg .b32 a, b, c, d;
             prmt.b32 a, $4, 0, 0x1404;
@@ -160,7 +160,7 @@ def split_fp4(codes, DTYPE: tl.constexpr):
 @triton.jit
 def affine(value, zero, scale, minimum, DTYPE: tl.constexpr):
     """(value - zero) * scale + minimum, where value - zero is exact: rounded once, to DTYPE. All are in DTYPE."""
-    if DTYPE == tl.bfloat16 and not EMULATED:
+    if tl.bfloat16 == DTYPE and not EMULATED:
         out = tl.inline_asm_elementwise(
             "{ .reg .b32 a; sub.rn.bf16x2 a, $1, $2; fma.rn.bf16x2 $0, a, $3, $4; }",
             "=r,r,r,r,r", [value, zero, scale, minimum], tl.bfloat16, True, 2,
@@ -174,7 +174,7 @@ def affine(value, zero, scale, minimum, DTYPE: tl.constexpr):
 @triton.jit
 def times(value, scale, DTYPE: tl.constexpr):
     """value * scale, rounded once, to DTYPE. Both are in DTYPE."""
-    if DTYPE == tl.bfloat16 and not EMULATED:
+    if tl.bfloat16 == DTYPE and not EMULATED:
         out = tl.inline_asm_elementwise("mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", [value, scale], tl.bfloat16, True, 2)
     else:
         out = (value.to(tl.float32) * scale.to(tl.float32)).to(DTYPE)
@@ -184,7 +184,7 @@ def times(value, scale, DTYPE: tl.constexpr):
 @triton.jit
 def power_of_two(exponent, DTYPE: tl.constexpr):
     """2^(exponent - 127) of uint8 exponents, in DTYPE."""
-    if DTYPE == tl.bfloat16 and not EMULATED:
+    if tl.bfloat16 == DTYPE and not EMULATED:
         wide = exponent.to(tl.int16)
         scale = tl.where(wide == 0, 0x40, wide << 7).to(tl.int16).to(tl.bfloat16, bitcast=True)
     else:

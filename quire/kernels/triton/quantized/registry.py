@@ -10,6 +10,10 @@ from quire.registry import resolve
 
 _KNOWN: dict[str, str] = {
     "SuperblockWeight": "quire.kernels.triton.quantized.superblock.SuperblockProducts",
+    "ScaledWeight": "quire.kernels.triton.quantized.scaled.ScaledProducts",
+    "BlockScaledWeight": "quire.kernels.triton.quantized.scaled.ScaledProducts",
+    "GroupedWeight": "quire.kernels.triton.quantized.weight_only.WeightOnlyProducts",
+    "Fp4Weight": "quire.kernels.triton.quantized.weight_only.WeightOnlyProducts",
 }
 """Dotted paths of the products, by the name of the layout's class."""
 

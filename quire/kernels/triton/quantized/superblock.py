@@ -376,7 +376,11 @@ class _Launch:
             **pdl(),
         }
         programs = triton.cdiv(outputs, config.block_n) * triton.cdiv(rows, config.block_m)
-        return (self.x, *_planes(self.weight), self.bias, out, rows, outputs, width // self.weight.kind.block), options, (programs,)
+        return (
+            (self.x, *_planes(self.weight), self.bias, out, rows, outputs, width // self.weight.kind.block),
+            options,
+            (programs,),
+        )
 
     def run(self) -> torch.Tensor:
         out = self.x.new_empty(len(self.x), self.weight.shape[0])
