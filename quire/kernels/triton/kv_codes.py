@@ -77,7 +77,8 @@ def as_keys(q):
     """
     if q.dtype == tl.bfloat16:
         wide = q.to(tl.float32)
-        exponent = tl.max(tl.abs(wide), 1).to(tl.int32, bitcast=True) & 0x7F800000
+        # At least 2^-20: a factor of 0, for a row of zeros, would undo the mask of its scores.
+        exponent = tl.maximum(tl.max(tl.abs(wide), 1).to(tl.int32, bitcast=True) & 0x7F800000, 0x35800000)
         inverse = (0x7F000000 - exponent).to(tl.float32, bitcast=True)
         return (wide * inverse[:, None]).to(tl.float16), exponent.to(tl.float32, bitcast=True)
     else:  # noqa: RET505 (a compile-time branch)

@@ -169,13 +169,14 @@ def _mask(scores, start, n, position, first, last, WINDOW: tl.constexpr, BLOCK_N
 
 
 @triton.jit
-def _softmax(scores, best, weight, scale):
-    """Online softmax: (weights of a tile's keys, factor for earlier sums, best score so far, sum of weights)."""
+def _softmax(scores, best, weight, scale, score_scale):
+    """Online softmax: (weights of a tile's keys, factor for earlier sums, best score so far, sum of weights).
+
+    `scale`: a number, or one for each query; `score_scale`: the same, as a column.
+    """
     higher = tl.maximum(best, tl.max(scores, 1) * scale)
     keep = tl.exp2(best - higher)
-    if len(scale.shape) == 1:  # of each query
-        scale = scale[:, None]
-    p = tl.exp2(scores * scale - higher[:, None])
+    p = tl.exp2(scores * score_scale - higher[:, None])
     return p, keep, higher, weight * keep + tl.sum(p, 1)
 
 
@@ -225,6 +226,7 @@ def _prefill(
     table = tables + row.to(tl.int64) * stride_table
     keys = kv + head.to(tl.int64) * STRIDE_HEAD + d[None, :]
     values = keys + stride_half
+    score_scale = scale
     v_scale = 1.0
     if CODES:
         if not TOKEN_SCALES:
@@ -232,6 +234,7 @@ def _prefill(
             v_scale = tl.load(scales + KV_HEADS + head)
         qs, q_factors = as_keys(qs)
         scale = scale * q_factors
+        score_scale = scale[:, None]
     best = tl.full([BLOCK_M], -1e30, tl.float32)
     weight = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, DIM_P2], tl.float32)
@@ -261,7 +264,7 @@ def _prefill(
                 )  # fmt: skip
                 scores = scores * k_scales[None, :]
             scores = _mask(scores, start, n, position, first, last, WINDOW, BLOCK_N)
-            p, keep, best, weight = _softmax(scores, best, weight, scale)
+            p, keep, best, weight = _softmax(scores, best, weight, scale, score_scale)
             if TOKEN_SCALES:
                 p = p * v_scales[None, :]
         start = tl.multiple_of(last // BLOCK_N * BLOCK_N, BLOCK_N)
@@ -289,7 +292,7 @@ def _prefill(
                 )  # fmt: skip
                 scores = scores * k_scales[None, :]
             scores = _mask(scores, start, n, position, first, last, WINDOW, BLOCK_N)
-            p, keep, best, weight = _softmax(scores, best, weight, scale)
+            p, keep, best, weight = _softmax(scores, best, weight, scale, score_scale)
             if TOKEN_SCALES:
                 p = p * v_scales[None, :]
             acc = tl.dot(p.to(v.dtype), v, acc * keep[:, None], input_precision=PRECISION)
