@@ -190,7 +190,9 @@ def checkpoint_kv_dtype(files: ModelFiles, model: ModelConfig) -> str | None:
         if not isinstance(found, Mapping):
             continue
         within = found.get("quantization")
-        algorithm = found.get("kv_cache_quant_algo") or (isinstance(within, Mapping) and within.get("kv_cache_quant_algo"))
+        algorithm = found.get("kv_cache_quant_algo") or (
+            isinstance(within, Mapping) and within.get("kv_cache_quant_algo")
+        )
         scheme = found.get("kv_cache_scheme")
         if isinstance(scheme, Mapping) and scheme:
             algorithm = "FP8" if (scheme.get("num_bits"), scheme.get("type")) == (8, "float") else scheme

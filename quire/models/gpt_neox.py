@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from quire.layers.activation import activation
 from quire.kernels.kv import LayerKV
+from quire.layers.activation import activation
 from quire.layers.attention.base import AttentionInputs, KVSpec
 from quire.layers.attention.layer import Attention
 from quire.layers.build_context import BuildContext

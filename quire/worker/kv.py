@@ -29,9 +29,7 @@ class KVCache:
     the same block numbers, so that sharing or copying a block covers its tokens too.
     """
 
-    def __init__(
-        self, spec: KVSpec, num_blocks: int, block_size: int, format: KVFormat, device: torch.device
-    ) -> None:
+    def __init__(self, spec: KVSpec, num_blocks: int, block_size: int, format: KVFormat, device: torch.device) -> None:
         layer = (spec.num_kv_heads, block_size, spec.head_dim)
         self.block_size = block_size
         self.num_blocks = num_blocks

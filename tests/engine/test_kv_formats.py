@@ -56,7 +56,9 @@ class Reference:
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
     @torch.inference_mode()
-    def tokens(self, prompt: list[int], name: str, scales: tuple[float, float] = (1.0, 1.0), count: int = LENGTH) -> Any:
+    def tokens(
+        self, prompt: list[int], name: str, scales: tuple[float, float] = (1.0, 1.0), count: int = LENGTH
+    ) -> Any:
         cache, given, found = QuantizedCache(name, scales), list(prompt), []
         for _ in range(count):
             logits = self.model(torch.tensor([given]), past_key_values=cache, use_cache=True).logits[0, -1]
@@ -100,7 +102,9 @@ def test_tokens(make_llm: MakeLLM, expected: dict[str, list[list[int]]], name: s
     stats = llm.llm_engine.core.scheduler.stats
     assert (stats.preemptions > 0) == ("num_gpu_blocks_override" in SETTINGS[way])
     if way == "plain":  # again, from cached blocks, and in several sequences
-        outputs = llm.generate([{"prompt_token_ids": PROMPTS[3]}], greedy(n=3, temperature=1.0, top_k=1), use_tqdm=False)
+        outputs = llm.generate(
+            [{"prompt_token_ids": PROMPTS[3]}], greedy(n=3, temperature=1.0, top_k=1), use_tqdm=False
+        )
         assert outputs[0].num_cached_tokens == 48
         assert [list(sample.token_ids) for sample in outputs[0].outputs] == [expected[name][3]] * 3
 
@@ -136,7 +140,8 @@ def test_capacity(make_llm: MakeLLM) -> None:
         blocks[name] = llm.llm_engine.info.num_blocks
     # A token has 2 layers of 2 * 2 heads of 16 in two bytes or one, 4 bytes of id, and with scales 4 bytes a head.
     assert blocks == {
-        "auto": (1 << 17) // (16 * 260) - 1, "bfloat16": (1 << 17) // (16 * 260) - 1, "fp8": (1 << 17) // (16 * 132) - 1,
+        "auto": (1 << 17) // (16 * 260) - 1, "bfloat16": (1 << 17) // (16 * 260) - 1,
+        "fp8": (1 << 17) // (16 * 132) - 1,
         "fp8_per_token_head": (1 << 17) // (16 * 164) - 1, "int8_per_token_head": (1 << 17) // (16 * 164) - 1,
     }  # fmt: skip
 
@@ -164,9 +169,7 @@ CALIBRATED = {
 
 
 @pytest.mark.parametrize("kind", CALIBRATED)
-def test_scales_of_the_checkpoint(
-    make_llm: MakeLLM, reference: Reference, tmp_path: Path, kind: str
-) -> None:
+def test_scales_of_the_checkpoint(make_llm: MakeLLM, reference: Reference, tmp_path: Path, kind: str) -> None:
     scales = CALIBRATED[kind]
     folder = write_scaled(tmp_path, scales)
     used = (0.031, 0.031 if kind == "one for both" else 0.007)

@@ -10,9 +10,9 @@ Bytes: a program reads its context's K and V, 4 * head_dim per key in half preci
 4 * head_dim * BLOCK_M operations with them: BLOCK_M = 128 operations per byte, bound by the tensor cores (and, close
 behind, by the exponentials: one per pair and head, 16 per cycle and SM on an H200, against 4096 operations).
 
-Keys and values in few bits are widened in registers (`kv_codes.py`, about 2.5 instructions per value) and written to
-shared memory, where the tensor cores read them: K and V take 32k conversions per BLOCK_N = 128 keys, a tenth of the
-time of the products. It is the same arithmetic as for 16-bit values.
+Keys and values in few bits are widened in registers and written to shared memory, where the tensor cores read them:
+32k values per BLOCK_N = 128 keys, of half an instruction each (e4m3 to float16) to 2.5 (`kv_codes.py`). Products and
+sums are those of 16-bit values.
 
 A query's result depends only on its own row and on the fixed stride of key tiles from position 0, not on its tile, the
 chunking of its prompt or the rest of the batch: the bits are the same.
@@ -337,7 +337,8 @@ def prefill_attention(
     stride_block, stride_half, stride_head, _, _ = kv.stride()
     tile = tile or prefill_tile(dim, q.element_size())
     _prefill[(tiles.shape[0] * kv_heads,)](
-        q, kv.codes if isinstance(kv, QuantizedKV) else kv, out, tables, tiles, scale * LOG2_E, q.stride(0), stride_half, tables.stride(0),
+        q, kv.codes if isinstance(kv, QuantizedKV) else kv, out, tables, tiles, scale * LOG2_E, q.stride(0),
+        stride_half, tables.stride(0),
         STRIDE_BLOCK=stride_block, STRIDE_HEAD=stride_head, WINDOW=window or 0, GROUP=heads // kv_heads,
         KV_HEADS=kv_heads, DIM=dim, DIM_P2=max(16, triton.next_power_of_2(dim)), BLOCK=block_size,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, STAGES=tile.stages, SKEWED=tile.skewed,
