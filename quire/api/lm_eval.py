@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from quire.api.inputs import PromptType, TokensPrompt
 from quire.api.llm import LLM
 from quire.errors import ConfigError
+
 from quire.messages.sampling import SamplingParams
 
 PACKAGE = "lm-eval"
@@ -24,7 +26,7 @@ def run_tasks(
     except ImportError as error:
         raise ConfigError(f"tasks need the package {PACKAGE}: pip install {PACKAGE} ({error})") from error
 
-    class EngineLM(LM):  # type: ignore[misc]
+    class EngineLM(LM):
         """lm-eval's three kinds of requests, by `Scorer`."""
 
         def __init__(self, scorer: Scorer) -> None:
@@ -57,7 +59,7 @@ class Scorer:
         self._max_len = llm.llm_engine.info.max_model_len
 
     def continuations(self, pairs: Sequence[tuple[str, str]]) -> list[tuple[float, bool]]:
-        """For each (context, continuation): the continuation's log-likelihood, and whether greedy decoding yields it."""
+        """For each (context, continuation): the latter's log-likelihood, and whether greedy decoding yields it."""
         prompts, starts = [], []
         for context, continuation in pairs:
             before, whole = self._split(context, continuation)
@@ -80,13 +82,14 @@ class Scorer:
 
     def generations(self, requests: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
         """The text that follows each prompt, up to one of its stop strings."""
-        prompts, params = [], []
+        prompts: list[PromptType] = []
+        params: list[SamplingParams] = []
         for text, options in requests:
             limit = int(options.get("max_gen_toks", options.get("max_new_tokens", MAX_TOKENS)))
             until = options.get("until") or []
             stops = [until] if isinstance(until, str) else list(until)
             sampled = bool(options.get("do_sample", False))
-            prompts.append({"prompt_token_ids": self._prompt(text)[-(self._max_len - limit) :]})
+            prompts.append(TokensPrompt(prompt_token_ids=self._prompt(text)[-(self._max_len - limit) :]))
             params.append(
                 SamplingParams(
                     temperature=float(options.get("temperature", 0.0)) if sampled else 0.0,
@@ -116,7 +119,8 @@ class Scorer:
 
     def _prompt_logprobs(self, prompts: Sequence[list[int]]) -> list[Any]:
         params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=1)
-        outputs = self._llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params)
+        given: list[PromptType] = [TokensPrompt(prompt_token_ids=prompt) for prompt in prompts]
+        outputs = self._llm.generate(given, params)
         return [(output.prompt_token_ids, output.prompt_logprobs) for output in outputs]
 
     @staticmethod

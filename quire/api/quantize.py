@@ -1,4 +1,4 @@
-"""Writes a model's checkpoint in few bits: layer by layer, rounded to nearest, or by GPTQ or AWQ on calibration text."""
+"""Writes a model's checkpoint in few bits, layer by layer: rounded to nearest, or by GPTQ or AWQ."""
 
 from __future__ import annotations
 
@@ -84,6 +84,8 @@ class QuantizeReport:
     """What was written."""
 
     folder: Path
+    dtype: str
+    """Of what stays unquantized."""
     matrices: int = 0
     num_bytes: int = 0
     ignored: list[str] = field(default_factory=list)
@@ -100,8 +102,8 @@ class QuantizeReport:
 def quantize_checkpoint(config: EngineConfig, output: Path, settings: QuantizeSettings) -> QuantizeReport:
     """Write the configured model to the folder `output`, which must be empty or not exist.
 
-    `config.dtype` is the dtype of what stays in 16 bits, and of scales; auto: the checkpoint's, bfloat16 for a GGUF file
-    that is quantized. Only one layer is in memory at a time.
+    `config.dtype` is the dtype of what stays in 16 bits, and of scales; auto: the checkpoint's, bfloat16 for a
+    quantized GGUF file. Only one layer is in memory at a time.
     """
     files = find_model(config)
     model = read_model_config(files, config.hf_overrides)
@@ -118,7 +120,9 @@ def quantize_checkpoint(config: EngineConfig, output: Path, settings: QuantizeSe
     checkpoint = open_checkpoint(files, config.load_format)
     output.mkdir(parents=True, exist_ok=True)
     writer = CheckpointWriter(output, settings.shard_bytes)
-    job = _Job(settings, stored, writer, QuantizeReport(output, calibration_tokens=sum(map(len, sequences))))
+    name = str(stored).removeprefix("torch.")
+    report = QuantizeReport(output, name, calibration_tokens=sum(map(len, sequences)))
+    job = _Job(settings, stored, writer, report)
     hidden: list[torch.Tensor] | None = None
     consumed: set[str] = set()
     with count_bar(f"quantizing {config.model}", model.num_layers) as show:

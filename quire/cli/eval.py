@@ -40,7 +40,9 @@ def configure(parser: Parser) -> None:
     what = parser.add_argument_group("evaluation")
     what.add_argument("--text", metavar="FILE", help="UTF-8 text to read")
     what.add_argument("--against", metavar="MODEL", help="compare with this model, usually the unquantized one")
-    what.add_argument("--window", type=positive, metavar="N", help="tokens read at a time (default: 1024 or the model's)")
+    what.add_argument(
+        "--window", type=positive, metavar="N", help="tokens read at a time (default: 1024 or the model's)"
+    )
     what.add_argument("--stride", type=positive, metavar="N", help="tokens between windows (default: half a window)")
     what.add_argument("--max-tokens", type=positive, metavar="N", help="read only so many tokens of the text")
     what.add_argument("--tasks", metavar="NAMES", help="lm-eval tasks, separated by commas")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from pathlib import Path
 
 from quire.cli.engine_flags import add_common, add_engine_flags, add_model, engine_settings
@@ -83,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
     from quire.config import EngineConfig
     from quire.quantization.writer import find_scheme
 
-    config = EngineConfig(**engine_settings(args), dtype=args.dtype)
+    config = EngineConfig(**engine_settings(args))
     calibration = None
     if args.calibration is not None:
         calibration = Calibration(read_text(args.calibration), args.samples, args.sample_length)
@@ -105,8 +106,8 @@ def run(args: argparse.Namespace) -> int:
         rows.append(("calibration", f"{report.calibration_tokens} tokens"))
     if text is not None:
         say("measuring the perplexity before and after")
-        before = evaluate(EngineConfig(**engine_settings(args)), text)
-        after = evaluate(EngineConfig(**{**engine_settings(args), "model": args.output}), text)
+        before = evaluate(dataclasses.replace(config, dtype=report.dtype), text)
+        after = evaluate(dataclasses.replace(config, dtype=report.dtype, model=args.output), text)
         change = after.perplexity / before.perplexity - 1
         rows.append(("perplexity", f"{before.perplexity:.3f} before, {after.perplexity:.3f} after ({change:+.2%})"))
     print(table(rows, str(output)))

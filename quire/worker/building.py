@@ -83,11 +83,13 @@ def build_model(
     ranks: Ranks = Ranks(),
     device: torch.device | None = None,
     replica: int = 0,
+    dense: bool = False,
 ) -> CausalLM:
     """The model's layers, their weights not filled. `device`: if not the platform's, such as "meta" for
     shapes only.
 
-    `replica`: this engine's number among those that share the experts.
+    `replica`: this engine's number among those that share the experts. `dense`: all matrices in `dtype`, also those
+    of a GGUF file that could stay packed.
     """
     dtype = choose_dtype(config.dtype, model, files, platform)
     _check_invariance(config, platform, dtype)
@@ -103,7 +105,7 @@ def build_model(
         max_model_len=max_model_len,
         experts=_expert_ranks(config, ranks, replica),
         kv_format=kv_format,
-        scheme=find_scheme(config, files, model, on_cpu=platform.device.type == "cpu"),
+        scheme=None if dense else find_scheme(config, files, model, on_cpu=platform.device.type == "cpu"),
     )
     built: CausalLM = model_class(model.architecture)(build)  # type: ignore[call-arg]
     create_weights(built, build)  # type: ignore[arg-type]

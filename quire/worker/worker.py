@@ -219,7 +219,7 @@ class Worker:
 
     @torch.inference_mode()
     def run_sequence(self, inputs: StepInputs) -> torch.Tensor:
-        """Hidden states of all tokens of a step outside any plan. It overwrites the cache: not to be mixed with plans."""
+        """Hidden states of all tokens of a step outside any plan. Overwrites the cache: not to be mixed with plans."""
         if self._runner is None:
             raise RuntimeError("got a sequence before the cache was made")
         return forward(self.model, self._runner.batch, inputs)

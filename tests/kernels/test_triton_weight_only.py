@@ -9,8 +9,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.kernels.triton_target import DEVICE, HALF, ON_GPU
-
 from quire.kernels.reference import TorchOps
 from quire.kernels.triton.ops import TritonOps
 from quire.kernels.triton.quantized import weight_only
@@ -19,6 +17,7 @@ from quire.kernels.triton.quantized.gemm import WeightOnlyConfig, WeightOnlyGemm
 from quire.kernels.triton.quantized.weight_only import WeightOnlyProducts, run
 from quire.kernels.weights.fp4 import Fp4Weight
 from quire.kernels.weights.grouped import GroupedWeight
+from tests.kernels.triton_target import DEVICE, HALF, ON_GPU
 
 EPS = 1e-5
 TOLERANCE = 6e-3 if HALF is torch.bfloat16 else 1e-3

@@ -66,7 +66,9 @@ def stack_of(weight: QuantizedWeight) -> Stack | None:
         return None
     count, outputs, inputs = weight.shape
     shape = count, outputs, inputs
-    if getattr(weight, "span", None) is not None or any(not tensor.is_contiguous() for tensor in weight.tensors.values()):
+    if getattr(weight, "span", None) is not None or any(
+        not tensor.is_contiguous() for tensor in weight.tensors.values()
+    ):
         return None
     if isinstance(weight, BlockScaledWeight):
         if weight.block[1] != BLOCK_INPUTS or inputs % 16:

@@ -5,7 +5,7 @@ operands, without shared memory in between. Inside such a kernel plain Triton he
 no layouts: there the same source runs as a Triton kernel whose layouts are None.
 """
 
-# ruff: noqa: N803, N806
+# ruff: noqa: N803
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def split(words, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
         if FORMAT == INT8:
             fields = (bits & 255).to(tl.float32) + 8388608.0, ((bits >> 8) & 255).to(tl.float32) + 8388608.0
         elif FORMAT == INT4:
-            magic = 128.0 if DTYPE == tl.bfloat16 else 1024.0
+            magic = 128.0 if tl.bfloat16 == DTYPE else 1024.0
             fields = (
                 ((bits & 15).to(tl.float32) + magic).to(DTYPE),
                 (((bits >> 4) & 15).to(tl.float32) + magic).to(DTYPE),
@@ -99,7 +99,7 @@ def split(words, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
             _SPLIT_FP4, "=&r,=&r,=&r,=&r,r", [words],
             (tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), True, 2,
         )  # fmt: skip
-    elif DTYPE == tl.bfloat16:
+    elif tl.bfloat16 == DTYPE:
         fields = tl.inline_asm_elementwise(
             _SPLIT_INT4_BF16, "=&r,=&r,=&r,=&r,r", [words],
             (tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), True, 2,
@@ -130,7 +130,7 @@ def offset_of(scale, zero, minimum, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
             offset = minimum
         else:
             # As bits: an integer that is put into the mantissa, like the codes.
-            MAGIC: tl.constexpr = 0x4300 if DTYPE == tl.bfloat16 else 0x6400
+            MAGIC: tl.constexpr = 0x4300 if tl.bfloat16 == DTYPE else 0x6400
             code = scale.to(tl.int16, bitcast=True) * 0 + 8 if zero is None else zero.to(tl.int16)
             offset = (code | MAGIC).to(DTYPE, bitcast=True)
     elif FORMAT == INT8:
@@ -190,14 +190,14 @@ def value(field, scale, offset, MINIMUM: tl.constexpr, FORMAT: tl.constexpr, DTY
         if FORMAT == MXFP4:
             out = (field.to(tl.float32) * scale.to(tl.float32)).to(DTYPE)
         elif MINIMUM:
-            magic = 128.0 if DTYPE == tl.bfloat16 else 1024.0
+            magic = 128.0 if tl.bfloat16 == DTYPE else 1024.0
             out = ((field.to(tl.float32) - magic) * scale.to(tl.float32) + offset.to(tl.float32)).to(DTYPE)
         else:
             out = ((field.to(tl.float32) - offset.to(tl.float32)) * scale.to(tl.float32)).to(DTYPE)
     elif FORMAT == MXFP4:
         out = tl.inline_asm_elementwise("mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", [field, scale], tl.bfloat16, True, 2)
     elif MINIMUM:
-        if DTYPE == tl.bfloat16:
+        if tl.bfloat16 == DTYPE:
             out = tl.inline_asm_elementwise(
                 "{ .reg .b32 a, m; mov.b32 m, 0x43004300; sub.rn.bf16x2 a, $1, m; fma.rn.bf16x2 $0, a, $2, $3; }",
                 "=r,r,r,r", [field, scale, offset], tl.bfloat16, True, 2,
@@ -207,7 +207,7 @@ def value(field, scale, offset, MINIMUM: tl.constexpr, FORMAT: tl.constexpr, DTY
                 "{ .reg .b32 a, m; mov.b32 m, 0x64006400; sub.rn.f16x2 a, $1, m; fma.rn.f16x2 $0, a, $2, $3; }",
                 "=r,r,r,r", [field, scale, offset], tl.float16, True, 2,
             )  # fmt: skip
-    elif DTYPE == tl.bfloat16:
+    elif tl.bfloat16 == DTYPE:
         out = tl.inline_asm_elementwise(
             "{ .reg .b32 a; sub.rn.bf16x2 a, $1, $3; mul.rn.bf16x2 $0, a, $2; }",
             "=r,r,r,r", [field, scale, offset], tl.bfloat16, True, 2,
