@@ -10,6 +10,7 @@ and `tile`; past a few hundred rows the weight is dequantized into a temporary, 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -159,6 +160,7 @@ class ScaledProducts(QuantizedProducts):
             and weight.codes.is_contiguous()
             and x.shape[1] % 16 == 0
             and x.shape[1] <= MAX_WIDTH
+            and (weight.codes.dtype is torch.int8 or has_float8())
             and (isinstance(weight, ScaledWeight) or weight.block[1] == INVARIANT.block_k)
         )
 
@@ -212,6 +214,12 @@ class ScaledProducts(QuantizedProducts):
         if config.kernel == "large" and outputs // (2 if silu else 1) * x.element_size() % 16:
             return INVARIANT  # TMA stores rows of a multiple of 16 bytes
         return config
+
+
+@functools.cache
+def has_float8() -> bool:
+    """Whether the current device converts and multiplies float8."""
+    return INTERPRETED or not torch.cuda.is_available() or torch.cuda.get_device_capability() >= (8, 9)
 
 
 def run(launches: Sequence[GemmLaunch]) -> torch.Tensor:

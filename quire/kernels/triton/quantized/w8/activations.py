@@ -72,7 +72,7 @@ def _quantize(
             tl.store(residual + row * residual_stride + columns, values[chunk], mask=columns < WIDTH)
         if gain is not None:
             squares += wide * wide
-            wide *= gains[chunk].to(tl.float32)
+            wide = wide * gains[chunk].to(tl.float32)
         largest = tl.maximum(largest, tl.abs(wide))
     inverse_rms = 1.0
     amax = 0.0
