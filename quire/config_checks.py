@@ -21,6 +21,7 @@ def check(config: EngineConfig) -> None:
     _check_shares(config)
     _check_tiers(config)
     _check_model_len(config)
+    _check_quantization(config)
     _check_budgets(config)
     _check_stretch(config)
     _check_parallel(config)
@@ -76,6 +77,25 @@ def _check_model_len(config: EngineConfig) -> None:
         raise ConfigError(
             f"max_model_len must be an integer of at least 2, or 'auto'; got {value!r}", "max_model_len", value
         )
+
+
+def _check_quantization(config: EngineConfig) -> None:
+    value = config.quantization
+    if value in ("None", ""):
+        object.__setattr__(config, "quantization", None)
+    elif value is not None and not isinstance(value, str):
+        raise ConfigError(f"quantization must be a name, a file or JSON, got {value!r}", "quantization", value)
+    elif value is not None and value.startswith("auto"):
+        try:
+            bits = float(value.removeprefix("auto:"))
+        except ValueError:
+            bits = 0.0
+        if not 4 <= bits <= 16:
+            raise ConfigError(
+                f"quantization auto:BITS needs the average bits of a weight, 4 to 16, as auto:5; got {value!r}",
+                "quantization",
+                value,
+            )
 
 
 def _check_budgets(config: EngineConfig) -> None:

@@ -20,7 +20,6 @@ ENGINE: Neutral = {
     "task": ("auto", "generate", "embed"),
     "model_impl": ("auto", "vllm"),
     "tokenizer_mode": ("auto", "hf", "slow"),
-    "quantization": (None, "gguf"),
     "quantization_config": (None,),
     "cpu_offload_gb": (0, 0.0),
     "offload_group_size": (0,),

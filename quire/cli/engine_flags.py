@@ -21,6 +21,7 @@ SHORT = {
     "pipeline_parallel_size": "-pp",
     "data_parallel_size": "-dp",
     "enable_expert_parallel": "-ep",
+    "quantization": "-q",
 }
 """Short flags, as in vLLM."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from quire.cli.engine_flags import add_common, add_engine_flags, add_model, engine_settings
 from quire.cli.inspect_memory import add_memory_flags, wants_memory
@@ -17,11 +17,13 @@ if TYPE_CHECKING:
     from quire.config import EngineConfig
     from quire.loading.files import ModelFiles
     from quire.loading.model_config import ModelConfig
+    from quire.worker.doctor import Examination
     from quire.worker.memory import MemoryPlan
 
 WHAT = """\
 Describe a model, and the memory that its weights and KV cache would need on this machine. Weights are not loaded (but
-downloaded if necessary). Takes the engine's flags: try --dtype, --block-size, --max-model-len.
+downloaded if necessary): their headers say what is quantized how, and whether it fits the model. Takes the engine's
+flags: try --dtype, --quantization, --block-size, --max-model-len.
 
 With --url, show the memory of a running server instead: how full each tier is, block by block, the blocks of each
 request and session, shared blocks, and the load of a mixture's experts. --snapshot shows the same from a file."""
@@ -29,6 +31,7 @@ EXAMPLES = """
   quire inspect
   quire inspect qwen3-0.6b --dtype float32
   quire inspect ./my-model --kv-cache-memory-bytes 4G
+  quire inspect ./my-model --quantization int4 --json
   quire inspect --url http://127.0.0.1:8000 --api-key ADMIN_KEY --watch 2
   quire inspect --url http://127.0.0.1:8000 --save map.json
   quire inspect --snapshot map.json
@@ -39,6 +42,7 @@ def configure(parser: Parser) -> None:
     """The flags of `quire inspect`."""
     parser.describe(run, WHAT, EXAMPLES, "[MODEL]")
     add_model(parser)
+    parser.add_argument("--json", action="store_true", help="print a model's description as JSON")
     add_memory_flags(parser)
     add_engine_flags(parser)
     add_common(parser)
@@ -56,6 +60,8 @@ def run(args: argparse.Namespace) -> int:
     from quire.models.registry import model_class
 
     config = EngineConfig(**engine_settings(args))
+    if args.json:
+        return _print_json(config)
     files = find_model(config)
     raw = {**read_raw_config(files), **(config.hf_overrides or {})}
     architecture = next(iter(raw.get("architectures") or []), None)
@@ -65,8 +71,86 @@ def run(args: argparse.Namespace) -> int:
     model = read_model_config(files, config.hf_overrides)
     print(table(_shape_rows(model)), flush=True)
     print(table([("tokenizer", _describe_tokenizer(config, files))]), flush=True)
+    config = _resolved(config, files, model)
+    found = _examine(config, files, model)
+    _print_formats(found)
+    found.misfits.raise_if_any()
     _print_estimate(config, files, model)
     return 0
+
+
+def _examine(config: EngineConfig, files: ModelFiles, model: ModelConfig) -> Examination:
+    from quire.engine.setup import model_len
+    from quire.platforms import choose
+    from quire.worker.doctor import examine
+
+    return examine(config, files, model, choose(config.device), model_len(config, model))
+
+
+def _resolved(config: EngineConfig, files: ModelFiles, model: ModelConfig) -> EngineConfig:
+    """With --quantization auto:BITS, the table that it stands for: measured, as an engine would at its start."""
+    if not (config.quantization or "").startswith("auto"):
+        return config
+    from quire.platforms import choose
+    from quire.worker.sensitivity import resolve_auto
+
+    return resolve_auto(config, files, model, choose(config.device))
+
+
+def _print_formats(found: Examination) -> None:
+    rows = [("quantization", found.scheme or "none")]
+    rows += [("" if index else "formats", str(each)) for index, each in enumerate(found.layers)]
+    total = readable_bytes(found.nbytes)
+    for index, use in enumerate(found.formats):
+        held = f" as {use.layout}" if use.layout else ""
+        count = f"{use.matrices} matri{'x' if use.matrices == 1 else 'ces'}"
+        share = f"{readable_bytes(use.nbytes)}: {use.format}, {count}{held}; {use.kernels}"
+        rows.append(("" if index else f"{total} in all", share))
+    rows += [("" if index else "disagreement", each) for index, each in enumerate(found.disagreements)]
+    print(table(rows), flush=True)
+
+
+def _print_json(config: EngineConfig) -> int:
+    """The same as one JSON object. Status 1 if loading would be refused."""
+    import dataclasses
+    import json
+
+    from quire.loading.hub import find_model
+    from quire.loading.model_config import read_model_config
+
+    files = find_model(config)
+    model = read_model_config(files, config.hf_overrides)
+    config = _resolved(config, files, model)
+    found = _examine(config, files, model)
+    problems = found.misfits.described
+    report: dict[str, Any] = {
+        "model": config.model,
+        "path": str(files.path),
+        "architecture": model.architecture,
+        "quantization": found.scheme,
+        "layers": [dataclasses.asdict(each) for each in found.layers],
+        "formats": [dataclasses.asdict(each) for each in found.formats],
+        "bytes": found.nbytes,
+        "disagreements": found.disagreements,
+        "problems": problems,
+    }
+    if not problems:
+        estimate = estimate_memory(config, files, model)
+        memory = estimate.memory
+        report |= {
+            "device": estimate.device,
+            "dtype": estimate.dtype,
+            "parameters": estimate.parameters,
+            "kv_cache_dtype": config.kv_cache_dtype,
+            "kv_bytes_per_token": estimate.token_bytes,
+            "max_model_len": estimate.max_model_len,
+            "memory": {
+                "weights": memory.weights, "activations": memory.activations, "reserve": memory.reserve,
+                "kv_cache": memory.cache, "kv_tokens": memory.cache_tokens, "free": memory.free,
+            },
+        }  # fmt: skip
+    print(json.dumps(report, indent=2))
+    return 1 if problems else 0
 
 
 def _file_rows(files: ModelFiles) -> list[tuple[str, str]]:
@@ -133,7 +217,8 @@ def _print_estimate(config: EngineConfig, files: ModelFiles, model: ModelConfig)
                 ("weights", f"{readable_bytes(plan.weights)} in {estimate.dtype}"),
                 (
                     "KV cache",
-                    f"{readable_bytes(estimate.token_bytes)} per token; {readable_bytes(plan.cache)} in total",
+                    f"{readable_bytes(estimate.token_bytes)} per token in {estimate.kv_format}; "
+                    f"{readable_bytes(plan.cache)} in total",
                 ),
                 ("capacity", f"{plan.cache_tokens} tokens in {plan.num_blocks - 1} blocks of {config.block_size}"),
                 ("", f"{full:.1f} sequences of the full {estimate.max_model_len} tokens"),
@@ -155,6 +240,7 @@ class MemoryEstimate:
     parameters: int
     active_parameters: int
     token_bytes: float
+    kv_format: str
     max_model_len: int
     max_num_seqs: int
     memory: MemoryPlan
@@ -179,6 +265,7 @@ def estimate_memory(config: EngineConfig, files: ModelFiles, model: ModelConfig)
         parameters=needs.parameters,
         active_parameters=needs.active_parameters,
         token_bytes=needs.block_bytes / config.block_size,
+        kv_format=str(needs.dtype).removeprefix("torch.") if needs.kv_format is None else needs.kv_format.name,
         max_model_len=longest,
         max_num_seqs=rows,
         memory=needs.plan(config, platform, free),

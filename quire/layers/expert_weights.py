@@ -8,15 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import torch
 
 from quire.distributed.groups import Ranks
-from quire.kernels.weights.base import QuantizedWeight
+from quire.kernels.weights.base import QuantizedWeight, Weight
 from quire.layers.build_context import BuildContext
-from quire.layers.matrices import MatrixPart, assembly_targets, formats_of, one_format
-from quire.loading.weights import AnyTarget, Target, TensorLayout
+from quire.layers.matrices import MatrixPart, assembly_targets, formats_of, one_format, rounded_target
+from quire.loading.weights import AnyTarget, AssemblyPart, Target, TensorLayout
 from quire.quantization.formats.base import Format
+from quire.quantization.formats.on_load import OnLoadFormat
 
 
 @dataclass(frozen=True)
@@ -129,9 +131,48 @@ class _Matrix:
         ]
 
 
+@dataclass(frozen=True)
+class _RoundedMatrix:
+    """The same for experts that are rounded to few bits while loading."""
+
+    into: QuantizedWeight
+    """[experts kept, rows kept, columns kept], with other rows around them: this matrix is `rows`."""
+    rows: slice
+    shape: tuple[int, int]
+    keep: tuple[slice, slice]
+    format: OnLoadFormat
+
+    def names(self, name: str, share: ExpertShare) -> list[str]:
+        return [name.format(expert) for expert in range(share.total)] if "{}" in name else [name]
+
+    def targets(self, name: str, share: ExpertShare) -> dict[str, list[AssemblyPart]]:
+        if "{}" not in name:
+            return {name: self.stacked(share)}
+        kept = {expert: place for place, expert in enumerate(share.experts)}
+        whole = _unless_whole((self.keep[0], slice(0, self.shape[1])), self.shape)
+        return {
+            name.format(expert): [self._part(kept[expert], self.shape, whole)] if expert in kept else []
+            for expert in range(share.total)
+        }
+
+    def stacked(self, share: ExpertShare, before: int = 0, after: int = 0) -> list[AssemblyPart]:
+        shape = (share.total, before + self.shape[0] + after, self.shape[1])
+        rows = slice(before + self.keep[0].start, before + self.keep[0].stop)
+        return [
+            self._part(place, shape, (slice(expert, expert + 1), rows)) for place, expert in enumerate(share.experts)
+        ]
+
+    def _part(self, place: int, shape: tuple[int, ...], keep: tuple[slice, ...]) -> AssemblyPart:
+        part = MatrixPart("", self.shape, *self.keep)
+        return rounded_target(self.into[place], part, self.format, self.rows, shape, keep)
+
+
 def _unless_whole(keep: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[slice, ...]:
     """`keep`; empty if it is everything, so that bytes can be copied from the file unchanged."""
     return () if all(part == slice(0, size) for part, size in zip(keep, shape, strict=True)) else keep
+
+
+_AnyMatrix: TypeAlias = "_Matrix | _RoundedMatrix"
 
 
 @dataclass(frozen=True)
@@ -140,21 +181,24 @@ class ExpertWeights:
 
     router: torch.Tensor
     """[experts, hidden]"""
-    gate_up: torch.Tensor
+    gate_up: Weight
     """[experts kept, 2 * width kept, hidden]"""
-    down: torch.Tensor
+    down: Weight
     """[experts kept, hidden, width kept]"""
     share: ExpertShare
     namings: Sequence[ExpertNaming]
     """The ways checkpoints may name them, besides the stacked one."""
+    rounding: tuple[OnLoadFormat, OnLoadFormat] | None = None
+    """Of gate and up, and of down, if they are rounded to few bits while loading."""
 
     def targets(self) -> dict[str, list[AnyTarget]]:
         """Router and experts, stacked; alternatively under other names or one by one, if the checkpoint has them so."""
         share, (gate, up, down) = self.share, self._matrices()
         width = share.total_width
         shape = (share.total, 2 * width, self.router.shape[1])
-        fused = [*gate.stacked(share, after=width), *up.stacked(share, before=width)]
-        gate_up = [Target(self.gate_up, shape)] if share.is_whole else fused
+        gate_up: list[AnyTarget] = [*gate.stacked(share, after=width), *up.stacked(share, before=width)]
+        if share.is_whole and isinstance(self.gate_up, torch.Tensor):
+            gate_up = [Target(self.gate_up, shape)]
         router = Target(self.router, tuple(self.router.shape))
         return {
             ROUTER: [replace(router, layouts=self._router_layouts(router))],
@@ -162,10 +206,19 @@ class ExpertWeights:
             DOWN: [replace(target, layouts=self._layouts({"down": down})) for target in down.stacked(share)],
         }
 
-    def _matrices(self) -> tuple[_Matrix, _Matrix, _Matrix]:
+    def _matrices(self) -> tuple[_AnyMatrix, _AnyMatrix, _AnyMatrix]:
         """Gate, up and down."""
         features, width, hidden = self.share.features, self.share.total_width, self.router.shape[1]
         tall, wide = ((width, hidden), (features, slice(0, hidden))), ((hidden, width), (slice(0, hidden), features))
+        if self.rounding is not None:
+            assert isinstance(self.gate_up, QuantizedWeight) and isinstance(self.down, QuantizedWeight)
+            kept, (first, second) = self.share.width, self.rounding
+            return (
+                _RoundedMatrix(self.gate_up, slice(0, kept), *tall, first),
+                _RoundedMatrix(self.gate_up, slice(kept, 2 * kept), *tall, first),
+                _RoundedMatrix(self.down, slice(0, hidden), *wide, second),
+            )
+        assert isinstance(self.gate_up, torch.Tensor) and isinstance(self.down, torch.Tensor)
         gate, up = self.gate_up.split(self.share.width, dim=1)
         return _Matrix(gate, *tall), _Matrix(up, *tall), _Matrix(self.down, *wide)
 
@@ -173,7 +226,7 @@ class ExpertWeights:
         names = {naming.router for naming in self.namings} - {ROUTER}
         return tuple(TensorLayout((name,), lambda name=name: {name: [target]}) for name in names)  # type: ignore[misc]
 
-    def _layouts(self, matrices: Mapping[str, _Matrix]) -> tuple[TensorLayout, ...]:
+    def _layouts(self, matrices: Mapping[str, _AnyMatrix]) -> tuple[TensorLayout, ...]:
         """For each naming, the tensors that together hold these matrices."""
 
         def layout(naming: ExpertNaming) -> TensorLayout:
@@ -218,8 +271,12 @@ class QuantizedExperts:
         gate_up = first.allocate((count, 2 * width, hidden), build.dtype, zeros, (0, width))
         return cls(gate_up, second.allocate((count, hidden, width), build.dtype, zeros), share, naming, (first, second))
 
-    def targets(self, router: torch.Tensor) -> dict[str, list[AnyTarget]]:
-        """The router, and the tensors of every expert."""
+    def targets(self, router: torch.Tensor, namings: Sequence[ExpertNaming]) -> dict[str, list[AnyTarget]]:
+        """The router, and the tensors of every expert. `namings`: the ways checkpoints may name them in 16 bits."""
+        gate_up, down = self.formats
+        if isinstance(gate_up, OnLoadFormat) and isinstance(down, OnLoadFormat):
+            rounding = (gate_up, down)
+            return ExpertWeights(router, self.gate_up, self.down, self.share, namings, rounding).targets()
         share, hidden, width = self.share, self.down.shape[1], self.share.width
         collected: dict[str, list[AnyTarget]] = {self.naming.router: [Target(router, tuple(router.shape))]}
         first, second = self.formats
@@ -227,9 +284,11 @@ class QuantizedExperts:
             matrix = self.gate_up[place]
             for index, part in enumerate(_tall_parts(share, hidden, self.naming, expert)):
                 rows = slice(index * width, (index + 1) * width)
-                collected |= _listed(assembly_targets(matrix, part, first, rows))
+                stacked = (STACKED_APART.gate, STACKED_APART.up)[index]
+                collected |= _or_stacked(assembly_targets(matrix, part, first, rows), stacked, expert, share.total)
             part = _down_part(share, hidden, self.naming, expert)
-            collected |= _listed(assembly_targets(self.down[place], part, second, slice(0, hidden)))
+            targets = assembly_targets(self.down[place], part, second, slice(0, hidden))
+            collected |= _or_stacked(targets, STACKED_APART.down, expert, share.total)
         for expert in set(range(share.total)) - set(share.experts):  # on other ranks
             others = [*_tall_parts(share, hidden, self.naming, expert), _down_part(share, hidden, self.naming, expert)]
             for part, found in zip(others, (first, first, second), strict=True):
@@ -237,8 +296,17 @@ class QuantizedExperts:
         return collected
 
 
-def _listed(targets: Mapping[str, AnyTarget]) -> dict[str, list[AnyTarget]]:
-    return {name: [target] for name, target in targets.items()}
+def _or_stacked(targets: Mapping[str, AnyTarget], name: str, expert: int, total: int) -> dict[str, list[AnyTarget]]:
+    """One expert's tensors; if it is only one, alternatively its part of the tensor `name` of all experts."""
+    ((_, only), *more) = targets.items()
+    if more or not isinstance(only, AssemblyPart):
+        return {own: [target] for own, target in targets.items()}
+    apart = only.assembly
+    together = replace(apart, place=lambda read: apart.place({key: part[0] for key, part in read.items()}))
+    keep = (slice(expert, expert + 1), *only.keep)
+    stacked = replace(only, assembly=together, shape=(total, *only.shape), keep=keep)
+    layout = TensorLayout((name,), lambda: {name: [stacked]})
+    return {own: [replace(target, layouts=(layout,))] for own, target in targets.items()}
 
 
 def _tall_parts(share: ExpertShare, hidden: int, naming: ExpertNaming, expert: int) -> list[MatrixPart]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +12,7 @@ from quire.kernels.weights.base import QuantizedWeight, SplitWeight, Weight
 from quire.layers.build_context import BuildContext
 from quire.loading.weights import AnyTarget, Assembly, AssemblyPart, Target
 from quire.quantization.formats.base import Format
+from quire.quantization.formats.on_load import DTYPES, OnLoadFormat
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ def _format_of(build: BuildContext, module: str, part: MatrixPart) -> Format | N
     found = None if build.scheme is None else build.scheme.format_of(module)
     if found is None:
         return None
-    if part.transposed or part.arrange is not None:
+    if (part.transposed or part.arrange is not None) and not isinstance(found, OnLoadFormat):
         raise UnsupportedModelError(
             f"{module} is {found.describe()}: quantized weights of {build.config.architecture} are not implemented, "
             "because its checkpoints store this matrix in another order"
@@ -57,6 +58,8 @@ def _format_of(build: BuildContext, module: str, part: MatrixPart) -> Format | N
     try:
         found.check_cut(part.shape, part.rows, part.columns)
     except ValueError as error:
+        if build.ranks.tp_size == 1:
+            raise UnsupportedModelError(f"{module} ({found.describe()}): {error}") from error
         raise ConfigError(
             f"{module} ({found.describe()}) cannot be split over {build.ranks.tp_size} tensor-parallel ranks: {error}",
             "tensor_parallel_size",
@@ -102,8 +105,11 @@ def matrix_targets(
 
 def assembly_targets(weight: QuantizedWeight, part: MatrixPart, found: Format, rows: slice) -> dict[str, AnyTarget]:
     """The tensors of one matrix in few bits, by name."""
-    share = weight.nbytes * part.height // weight.shape[0]
-    assembly = Assembly(lambda read: found.place(read, weight, rows), weight.device, share)
+    if isinstance(found, OnLoadFormat):
+        whole = slice(0, part.shape[1])
+        keep = _unless_whole((whole, part.rows) if part.transposed else (part.rows, whole), _stored_shape(part))
+        return {f"{part.name}.weight": rounded_target(weight, part, found, rows, _stored_shape(part), keep)}
+    assembly = _assembly(lambda read: found.place(read, weight, rows), weight, part, found)
     return {
         f"{part.name}.{key}": AssemblyPart(
             assembly,
@@ -120,11 +126,40 @@ def assembly_targets(weight: QuantizedWeight, part: MatrixPart, found: Format, r
     }
 
 
+def rounded_target(
+    weight: QuantizedWeight,
+    part: MatrixPart,
+    found: OnLoadFormat,
+    rows: slice,
+    shape: tuple[int, ...],
+    keep: tuple[slice, ...],
+) -> AssemblyPart:
+    """A matrix that is rounded while loading, from a tensor of `shape` of which `keep` is its outputs, whole."""
+
+    def place(read: Mapping[str, torch.Tensor]) -> None:
+        values = read["weight"].flatten(0, -2)
+        values = values.t() if part.transposed else values
+        found.round(part.arrange(values) if part.arrange else values, weight, rows, part.columns)
+
+    return AssemblyPart(_assembly(place, weight, part, found), "weight", shape, DTYPES, keep)
+
+
+def _assembly(
+    place: Callable[[Mapping[str, torch.Tensor]], None], weight: QuantizedWeight, part: MatrixPart, found: Format
+) -> Assembly:
+    share = weight.nbytes * part.height // weight.shape[0]
+    return Assembly(place, weight.device, share, found.describe(), type(weight).__name__)
+
+
 def _copy_target(into: torch.Tensor, part: MatrixPart) -> Target:
+    keep = (part.columns, part.rows) if part.transposed else (part.rows, part.columns)
+    arrange = torch.t if part.transposed else part.arrange
+    return Target(into, _stored_shape(part), _unless_whole(keep, _stored_shape(part)), arrange)
+
+
+def _stored_shape(part: MatrixPart) -> tuple[int, int]:
     out, width = part.shape
-    if part.transposed:
-        return Target(into, (width, out), _unless_whole((part.columns, part.rows), (width, out)), torch.t)
-    return Target(into, part.shape, _unless_whole((part.rows, part.columns), part.shape), part.arrange)
+    return (width, out) if part.transposed else (out, width)
 
 
 def _unless_whole(keep: tuple[slice, slice], shape: tuple[int, int]) -> tuple[slice, ...]:

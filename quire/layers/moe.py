@@ -136,7 +136,8 @@ class SparseMLP(nn.Module):
     def create_weights(self, build: BuildContext, owner: str) -> None:
         """Make the experts' stacks in the format that the checkpoint has them in."""
         share, hidden = self.share, build.config.hidden_size
-        self._quantized = QuantizedExperts.find(build, owner, share, hidden, self.namings[0])
+        naming = ONE_BY_ONE if getattr(build.scheme, "stacks_experts", False) else self.namings[0]
+        self._quantized = QuantizedExperts.find(build, owner, share, hidden, naming)
         if self._quantized is not None:
             self.gate_up, self.down = self._quantized.gate_up, self._quantized.down
             return
@@ -146,7 +147,7 @@ class SparseMLP(nn.Module):
     def targets(self) -> dict[str, list[AnyTarget]]:
         """The router and the rank's part of the experts."""
         if self._quantized is not None:
-            return self._quantized.targets(self.router)
+            return self._quantized.targets(self.router, self.namings)
         assert isinstance(self.gate_up, torch.Tensor) and isinstance(self.down, torch.Tensor)
         return ExpertWeights(self.router, self.gate_up, self.down, self.share, self.namings).targets()
 

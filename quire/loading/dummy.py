@@ -47,6 +47,8 @@ class DummyCodes:
 
     def read(self, keep: tuple[slice, ...] = ()) -> torch.Tensor:
         """The tensor, or the part that `keep` selects."""
+        if self.part.exact is not None:
+            return self.part.exact()[keep]
         device, dtype, sample = self.part.assembly.device, self.part.dtypes[0], self.part.sample
         if self.part.exact is not None:
             return self.part.exact()[keep]
@@ -72,13 +74,24 @@ class DummyCheckpoint:
     """A checkpoint with exactly the tensors that a model needs."""
 
     def __init__(self, targets: Mapping[str, Sequence[AnyTarget]], seed: int = 0) -> None:
-        self._weights = [_dummy(name, each[0], seed) for name, each in targets.items() if each]
+        apart = (_apart(own, wanted) for own, wanted in targets.items())
+        found = {name: each[0] for part in apart for name, each in part.items() if each}
+        optional = {name for name, each in found.items() if isinstance(each, AssemblyPart) and each.optional}
+        self._weights = [_dummy(name, each, seed) for name, each in found.items() if name not in optional]
 
     def __iter__(self) -> Iterator[DummyWeight | DummyCodes]:
         return iter(self._weights)
 
     def __len__(self) -> int:
         return len(self._weights)
+
+
+def _apart(name: str, wanted: Sequence[AnyTarget]) -> Mapping[str, Sequence[AnyTarget]]:
+    """Tensors that several assemblies read parts of, in the layout that has one for each: every read generates all of
+    a tensor."""
+    if len(wanted) > 1 and isinstance(wanted[0], AssemblyPart) and wanted[0].layouts:
+        return wanted[0].layouts[0].targets()
+    return {name: wanted}
 
 
 def _dummy(name: str, target: AnyTarget, seed: int) -> DummyWeight | DummyCodes:

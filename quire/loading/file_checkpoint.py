@@ -25,6 +25,8 @@ class TensorFile(Protocol):
 
     def shape(self, name: str) -> tuple[int, ...]: ...
 
+    def dtype(self, name: str) -> torch.dtype: ...
+
     def read(self, name: str, keep: tuple[slice, ...]) -> torch.Tensor: ...
 
     def stored(self, name: str) -> StoredTensor | None:
@@ -41,6 +43,10 @@ class FileWeight:
     name: str
     shape: tuple[int, ...]
     _file: TensorFile = field(repr=False)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._file.dtype(self.name)
 
     def read(self, keep: tuple[slice, ...] = ()) -> torch.Tensor:
         """The tensor, or the part that `keep` selects; the rest is not read."""

@@ -1,9 +1,9 @@
-"""Checkpoints in GGUF files, dequantized while reading."""
+"""Checkpoints in GGUF files: tensors dequantized while reading, or their blocks as they are."""
 
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,6 +15,7 @@ from quire.errors import CheckpointError, UnsupportedModelError
 from quire.loading.file_checkpoint import REOPEN_AFTER
 from quire.loading.gguf_header import GGUFHeader, TensorInfo, block_sizes, read_header
 from quire.loading.gguf_names import NAMES, hf_name, is_flat, is_transposed, row_order
+from quire.loading.weights import AnyTarget, AssemblyPart, StoredWeight
 
 # Values dequantized at a time: enough to keep threads busy, few enough that temporaries do not raise the memory peak.
 _CHUNK = 1 << 20
@@ -98,24 +99,55 @@ class GGUFWeight:
             return self._read(whole[::-1]).t()
         return self._read(whole)
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """What `read` returns."""
+        return _PLAIN.get(self.info.kind, torch.float32)
+
+    @property
+    def encoding(self) -> str | None:
+        """GGUF's name of the encoding, if it is one of few bits ("Q4_K")."""
+        return None if self.info.kind in _PLAIN else _encoding_name(self.info.kind)
+
+    @property
+    def blocks(self) -> GGUFBlocks | None:
+        """The tensor as the file's blocks; None: it is not in few bits, or the file has its transpose."""
+        if self.encoding is None or self._flip or len(self.shape) < 2:
+            return None
+        return GGUFBlocks(self)
+
+    def forms_for(self, targets: Mapping[str, Sequence[AnyTarget]]) -> Sequence[StoredWeight]:
+        """The tensor in the form that the model's targets need: as blocks if they fill a weight in few bits, stacked
+        experts then one by one; otherwise as it is, to be dequantized."""
+        blocks = self.blocks
+        if blocks is None:
+            return [self]
+        if blocks.fills(targets):
+            return [blocks]
+        if len(self.shape) == 3:
+            matrices = [GGUFBlocks(self, index) for index in range(self.shape[0])]
+            if any(each.fills(targets) for each in matrices):
+                return matrices
+        return [self]
+
     def _read(self, keep: tuple[slice, ...]) -> torch.Tensor:
-        shape, raw = self.info.shape, self._file.rows(self.info)
+        shape = self.info.shape
         if len(shape) == 1:
-            flat = self._unpack(raw, slice(None))[0]
+            flat = self._unpack(self._file.rows(self.info), slice(None))[0]
             return (flat if self._order is None else flat[torch.from_numpy(self._order)])[keep[0]]
-        middle = int(np.prod(shape[1:-1], dtype=np.int64))
-        lead = np.arange(shape[0])[keep[0]]
+        rows = self._rows(keep[:-1])
+        values = self._unpack(rows.reshape(-1, rows.shape[-1]), keep[-1])
+        return values.reshape(*rows.shape[:-1], values.shape[-1])
+
+    def _rows(self, keep: tuple[slice, ...]) -> np.ndarray:
+        """The kept rows, still quantized: [..., bytes]."""
+        shape = self.info.shape
+        rows = self._file.rows(self.info).reshape(*shape[:-1], -1)
         if self._order is not None:
-            lead = self._order[lead]
-        rows = raw.reshape(shape[0], middle, -1)
-        # A contiguous range stays a view of the file; reordered rows are gathered while still quantized.
-        contiguous = lead.size == 0 or (self._order is None and keep[0].step in (None, 1))
-        chosen = rows[keep[0]] if contiguous else rows[lead]
-        values = self._unpack(chosen.reshape(-1, raw.shape[1]), keep[-1])
-        values = values.reshape(lead.size, *shape[1:-1], values.shape[-1])
-        for dimension, kept in enumerate(keep[1:-1], start=1):
-            values = values[(slice(None),) * dimension + (kept,)]
-        return values
+            rows = rows[self._order[keep[0]]]
+            keep = (slice(None), *keep[1:])
+        # Otherwise a view of the file.
+        return rows[keep]
 
     def _unpack(self, raw: np.ndarray, columns: slice) -> torch.Tensor:
         """Dequantize rows of bytes, the kept columns only (quantization blocks without any of them are skipped)."""
@@ -130,6 +162,51 @@ class GGUFWeight:
         if values.numel():
             _fill(values, raw, kind, f"{self._file.path}: tensor {self.info.name!r}")
         return values[:, within]
+
+
+@dataclass(frozen=True)
+class GGUFBlocks:
+    """A tensor in few bits as its blocks: bytes [..., rows, bytes of a row], rows in Hugging Face's order."""
+
+    weight: GGUFWeight
+    expert: int | None = None
+    """One matrix of a stack, under the name it has where experts are stored one by one."""
+
+    @property
+    def name(self) -> str:
+        name = self.weight.name
+        return name if self.expert is None else name.replace(".experts.", f".experts.{self.expert}.")
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        shape = self.weight.shape if self.expert is None else self.weight.shape[1:]
+        block, block_bytes = block_sizes()[self.weight.info.kind]
+        return (*shape[:-1], shape[-1] // block * block_bytes)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.uint8
+
+    def fills(self, targets: Mapping[str, Sequence[AnyTarget]]) -> bool:
+        """Whether there is a target for these bytes."""
+        wanted = (target for target in targets.get(self.name, ()) if isinstance(target, AssemblyPart))
+        return any(torch.uint8 in target.dtypes for target in wanted)
+
+    def read(self, keep: tuple[slice, ...] = ()) -> torch.Tensor:
+        """The bytes, or the part that `keep` selects."""
+        whole = tuple(keep) + (slice(None),) * (len(self.shape) - len(keep))
+        if self.expert is None:
+            rows = self.weight._rows(whole[:-1])
+        else:
+            rows = self.weight._rows((slice(self.expert, self.expert + 1), *whole[:-1]))[0]
+        # Copied: the mapping is read-only, and its pages are released.
+        return torch.from_numpy(rows[..., whole[-1]].copy())
+
+
+def _encoding_name(kind: int) -> str:
+    from gguf.constants import GGMLQuantizationType
+
+    return GGMLQuantizationType(kind).name
 
 
 def _fill(out: torch.Tensor, raw: np.ndarray, kind: int, what: str) -> None:

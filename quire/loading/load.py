@@ -73,7 +73,7 @@ def load_weights(
     Names and shapes are compared before anything is read; one error lists all mismatches. `ignores` says which
     tensors of the checkpoint the model does not need.
     """
-    matched, misfits = _match(targets, ignores, checkpoint)
+    matched, misfits = compare(targets, ignores, checkpoint)
     misfits.raise_if_any()
     assemblies: dict[Assembly, dict[str, tuple[StoredWeight, AssemblyPart]]] = {}
     copies: list[tuple[StoredWeight, list[Target]]] = []
@@ -103,6 +103,15 @@ def load_weights(
         _assemble(assemblies, count)
 
 
+def match_checkpoint(
+    targets: Mapping[str, Sequence[AnyTarget]], ignores: Callable[[str], bool], checkpoint: Checkpoint
+) -> list[tuple[StoredWeight, Sequence[AnyTarget]]]:
+    """The checkpoint's tensors that the model needs, each with its targets. Raises like `load_weights`."""
+    matched, misfits = compare(targets, ignores, checkpoint)
+    misfits.raise_if_any()
+    return matched
+
+
 _ASSEMBLERS = 8
 """Threads that read and re-lay weights in few bits."""
 
@@ -118,9 +127,8 @@ def _assemble(
         for key, (weight, part) in assemblies[assembly].items():
             values = weight.read(part.keep_of(weight.shape) or ())
             if values.dtype not in part.dtypes:
-                wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in part.dtypes)
                 raise CheckpointError(
-                    f"the tensor {weight.name!r} is {str(values.dtype).removeprefix('torch.')}, not {wanted}"
+                    f"the tensor {weight.name!r} is {_words((values.dtype,))}, not {_words(part.dtypes)}"
                 )
             read[key] = values.to(assembly.device)
         try:
@@ -153,19 +161,27 @@ def _copy(weight: StoredWeight, wanted: Sequence[Target], count: Callable[[int],
 
 
 @dataclass
-class _Misfits:
+class Misfits:
+    """Where a checkpoint's tensors are not those that the model needs."""
+
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     wrong_shape: list[str] = field(default_factory=list)
+    wrong_dtype: list[str] = field(default_factory=list)
 
-    def raise_if_any(self) -> None:
+    @property
+    def described(self) -> list[str]:
+        """A paragraph for each kind that there is."""
         parts = [
             self._part(self.missing, "missing from the checkpoint"),
             self._part(self.unexpected, "in the checkpoint but unknown to the model"),
             self._part(self.wrong_shape, "of a different shape than in the model"),
+            self._part(self.wrong_dtype, "of another type than config.json says"),
         ]
-        found = [part for part in parts if part]
-        if found:
+        return [part for part in parts if part]
+
+    def raise_if_any(self) -> None:
+        if found := self.described:
             raise CheckpointError(
                 "the checkpoint does not fit the model (is config.json the one that belongs to these weights?):\n"
                 + "\n".join(found)
@@ -180,10 +196,11 @@ class _Misfits:
         return f"{len(names)} tensor{'s' if len(names) > 1 else ''} {what}:{listed}{rest}"
 
 
-def _match(
+def compare(
     targets: Mapping[str, Sequence[AnyTarget]], ignores: Callable[[str], bool], checkpoint: Checkpoint
-) -> tuple[list[tuple[StoredWeight, Sequence[AnyTarget]]], _Misfits]:
-    weights = list(checkpoint)
+) -> tuple[list[tuple[StoredWeight, Sequence[AnyTarget]]], Misfits]:
+    """(the checkpoint's tensors with their targets, what does not fit); by names, shapes and dtypes alone."""
+    weights = [form for weight in checkpoint for form in _forms(weight, targets)]
     names = [weight.name for weight in weights]
     lacking, extra = _prefixes(targets, names)
     candidates = {*names, *(lacking + name for name in names), *(name.removeprefix(extra) for name in names)}
@@ -193,7 +210,7 @@ def _match(
         return lacking + name if lacking and lacking + name in targets else name.removeprefix(extra)
 
     matched: list[tuple[StoredWeight, Sequence[AnyTarget]]] = []
-    misfits, seen = _Misfits(), set()
+    misfits, seen = Misfits(), set()
     for weight in weights:
         name = weight.name if weight.name in targets else rename(weight.name)
         if name not in targets:
@@ -201,19 +218,43 @@ def _match(
                 misfits.unexpected.append(f"{weight.name} {tuple(weight.shape)}")
             continue
         seen.add(name)
-        wrong = [target.shape for target in targets[name] if not _fits(target, weight.shape)]
+        wanted = targets[name]
+        wrong = [target.shape for target in wanted if not _fits(target, weight.shape)]
         if wrong:
             misfits.wrong_shape.append(
                 f"{name}: {tuple(weight.shape)} in the checkpoint, {tuple(wrong[0])} in the model"
             )
+            continue
+        dtype: torch.dtype | None = getattr(weight, "dtype", None)
+        expected = next((types for types in map(_types, wanted) if dtype is not None and dtype not in types), None)
+        if expected is not None and dtype is not None:
+            misfits.wrong_dtype.append(f"{name}: {_words((dtype,))} in the checkpoint, {_words(expected)} expected")
         else:
-            matched.append((weight, targets[name]))
+            matched.append((weight, wanted))
     misfits.missing = [
         f"{name} {tuple(each[0].shape)}"
         for name, each in targets.items()
         if each and name not in seen and not all(isinstance(part, AssemblyPart) and part.optional for part in each)
     ]
     return matched, misfits
+
+
+_PLAIN_TYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+def _types(target: AnyTarget) -> tuple[torch.dtype, ...]:
+    """What the tensor may be stored as. A plain weight may be converted, but not from codes."""
+    return target.dtypes if isinstance(target, AssemblyPart) else (target.into.dtype, *_PLAIN_TYPES)
+
+
+def _words(types: Sequence[torch.dtype]) -> str:
+    return " or ".join(dict.fromkeys(str(each).removeprefix("torch.") for each in types))
+
+
+def _forms(weight: StoredWeight, targets: Mapping[str, Sequence[AnyTarget]]) -> Sequence[StoredWeight]:
+    """The tensor as its targets need it, where a checkpoint can read it in several forms."""
+    choose = getattr(weight, "forms_for", None)
+    return [weight] if choose is None else choose(targets)
 
 
 def _fits(target: AnyTarget, shape: tuple[int, ...]) -> bool:

@@ -48,6 +48,13 @@ class SafetensorsFile:
     def names(self) -> list[str]:
         return list(self._header())
 
+    def dtypes(self) -> dict[str, str]:
+        """The header's name of each tensor's dtype: BF16, F8_E4M3."""
+        return {name: entry["dtype"] for name, entry in self._header().items()}
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self.stored(name).dtype
+
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._header()[name]["shape"])
 

@@ -33,6 +33,9 @@ class TorchFile:
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._open()[name].shape)
 
+    def dtype(self, name: str) -> torch.dtype:
+        return self._open()[name].dtype
+
     def read(self, name: str, keep: tuple[slice, ...]) -> torch.Tensor:
         if self._since_open > REOPEN_AFTER:
             self.close()

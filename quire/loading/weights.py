@@ -18,6 +18,8 @@ class StoredWeight(Protocol):
     """One tensor of a checkpoint. Nothing is read before `read`.
 
     A weight whose raw bytes are in a file may say where (`stored`, see stored_tensor.py): these are read in parallel.
+    One that knows its `dtype` before it is read should say so. `forms_for` gives the tensor in the form that a model's
+    targets need, where there are several (GGUF).
     """
 
     @property
@@ -64,6 +66,10 @@ class Assembly:
     device: torch.device
     nbytes: int
     """Bytes it fills."""
+    format: str = ""
+    """How the checkpoint has it, in words."""
+    layout: str = ""
+    """Name of the layout it is held in."""
 
 
 @dataclass(frozen=True)
@@ -117,5 +123,7 @@ def match_layouts(
     for name, wanted in targets.items():
         layouts = wanted[0].layouts if wanted and name not in present else ()
         found = next((layout for layout in layouts if any(each in present for each in layout.names)), None)
-        fitted |= {name: wanted} if found is None else found.targets()
+        # A tensor may hold what several names of the model's own layout stand for.
+        for own, more in {name: wanted}.items() if found is None else found.targets().items():
+            fitted[own] = [*fitted[own], *more] if own in fitted else more
     return fitted

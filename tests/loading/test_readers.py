@@ -78,7 +78,8 @@ class Case:
             choices += [torch.t, torch.t]
         arrange = self.rng.choice(choices)
         shape = (arrange(part) if arrange else part).shape
-        dtype = self.rng.choice((self.tensor.dtype, torch.float32, torch.bfloat16))
+        others = (torch.float32, torch.bfloat16) if self.tensor.is_floating_point() else ()
+        dtype = self.rng.choice((self.tensor.dtype, *others))
         return Target(self.place(shape, dtype), tuple(self.tensor.shape), keep, arrange)
 
     def slice(self, size: int) -> slice:
@@ -147,6 +148,21 @@ def test_every_dtype_of_the_format_is_read(tmp_path: Path) -> None:
     load_weights(targets, never, opened(tmp_path))
     for name, tensor in tensors.items():
         assert targets[name][0].into.view(torch.uint8).equal(tensor.view(torch.uint8)), name
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int32, torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("kind", ["safetensors", "bin"])
+def test_codes_are_not_converted_to_a_plain_weight(dtype: torch.dtype, kind: str, tmp_path: Path) -> None:
+    tensors = {"layers.0.up.weight": torch.ones(4, 6).to(dtype), "norm.weight": torch.ones(4)}
+    if kind == "safetensors":
+        save(tmp_path, tensors, 1)
+    else:
+        torch.save(tensors, tmp_path / "pytorch_model.bin")
+    wanted = {name: [Target(torch.empty(tensor.shape), tuple(tensor.shape))] for name, tensor in tensors.items()}
+    name = str(dtype).removeprefix("torch.")
+    said = rf"1 tensor of another type than config\.json says:\n  - layers\.0\.up\.weight: {name} in the checkpoint"
+    with pytest.raises(CheckpointError, match=said):
+        load_weights(wanted, never, opened(tmp_path))
 
 
 def test_a_dtype_that_torch_lacks_is_an_error_when_it_is_read(tmp_path: Path) -> None:

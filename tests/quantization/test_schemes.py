@@ -3,24 +3,10 @@
 import pytest
 
 from quire.errors import CheckpointError, UnsupportedModelError
-from quire.quantization.schemes.base import DescribedScheme
 from quire.quantization.schemes.registry import scheme_of
 
 UP = "model.layers.0.mlp.up_proj"
 FP8 = {"quantization_config": {"quant_method": "fp8", "modules_to_not_convert": ["model.layers.9.mlp.up_proj"]}}
-
-
-class OwnScheme(DescribedScheme):
-    """What a user's package may hold."""
-
-    name = "own"
-
-    def __init__(self, config, dtypes=None):
-        super().__init__(dtypes)
-        self.config = config
-
-    def described(self, module):
-        return None
 
 
 def test_no_description():
@@ -48,9 +34,9 @@ def test_unknown_methods_are_refused_by_name():
         scheme_of({"quantization_config": "fp8"})
 
 
-def test_a_method_may_be_a_path():
-    found = scheme_of({"quantization_config": {"quant_method": f"{__name__}.OwnScheme", "bits": 1}})
-    assert isinstance(found, OwnScheme) and found.config["bits"] == 1
+def test_a_checkpoint_cannot_name_code_to_import():
+    with pytest.raises(UnsupportedModelError, match="not known"):
+        scheme_of({"quantization_config": {"quant_method": "os.system"}})
 
 
 def test_places_of_a_description():

@@ -7,25 +7,31 @@ from collections.abc import Sequence
 import torch
 
 from quire.kernels.weights.base import Allocate, QuantizedWeight
-from quire.kernels.weights.grouped import pack_nibbles, unpack_nibbles
+from quire.kernels.weights.packing import pack, unpack, word_span
 
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """What codes 0 to 7 mean; bit 3 is the sign."""
 
 
 class Fp4Weight(QuantizedWeight):
-    """value = VALUES[code] * scale of the group [* factor of the output].
+    """value = VALUES[code] * (scale of the group [* factor of the output, in float32]).
 
-    codes  uint8 [..., out, in / 2], packed by `pack_nibbles`
+    codes  uint8 [..., out, in / 2], packed by `packing.pack`
     scale  [..., out, groups]: uint8, an exponent s that means 2^(s - 127) (MXFP4, groups of 32), or float8_e4m3fn
            (NVFP4, groups of 16)
     factor float32 [..., out]; None: 1
     """
 
     def __init__(
-        self, codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, factor: torch.Tensor | None = None
+        self,
+        codes: torch.Tensor,
+        scale: torch.Tensor,
+        dtype: torch.dtype,
+        factor: torch.Tensor | None = None,
+        span: int | None = None,
     ) -> None:
-        self.codes, self.scale, self.factor, self.dtype = codes, scale, factor, dtype
+        """`span`: that of codes packed as words; None: they are packed as bytes."""
+        self.codes, self.scale, self.factor, self.dtype, self.span = codes, scale, factor, dtype, span
         self.shape = torch.Size((*codes.shape[:-1], codes.shape[-1] * 2))
         self.group = 32 if scale.dtype is torch.uint8 else 16
 
@@ -35,13 +41,14 @@ class Fp4Weight(QuantizedWeight):
         *lead, width = shape
         codes = allocate((*lead, width // 2), torch.uint8)
         scale = allocate((*lead, width // (16 if nvidia else 32)), torch.float8_e4m3fn if nvidia else torch.uint8)
-        return cls(codes, scale, dtype, allocate(tuple(lead), torch.float32) if nvidia else None)
+        span = word_span(width, 4, 16 if nvidia else 32) if len(lead) == 1 else None
+        return cls(codes, scale, dtype, allocate(tuple(lead), torch.float32) if nvidia else None, span)
 
     def write(
         self, index: slice | int, codes: torch.Tensor, scale: torch.Tensor, factor: torch.Tensor | float | None = None
     ) -> None:
         """Fill some outputs (of a stack: a matrix) from unpacked codes uint8 [..., in]."""
-        self.codes[index] = pack_nibbles(codes).to(self.codes.device)
+        self.codes[index] = pack(codes, 4, self.span).to(self.codes.device)
         self.scale[index] = scale.to(self.scale.device)
         if self.factor is not None and factor is not None:
             self.factor[index] = factor if isinstance(factor, float) else factor.to(self.factor.device)
@@ -52,15 +59,15 @@ class Fp4Weight(QuantizedWeight):
         return {name: tensor for name, tensor in held.items() if tensor is not None}
 
     def with_tensors(self, tensors: dict[str, torch.Tensor], shape: Sequence[int]) -> Fp4Weight:
-        return Fp4Weight(tensors["codes"], tensors["scale"], self.dtype, tensors.get("factor"))
+        return Fp4Weight(tensors["codes"], tensors["scale"], self.dtype, tensors.get("factor"), self.span)
 
     def dequantize(self) -> torch.Tensor:
-        codes = unpack_nibbles(self.codes).long()
+        codes = unpack(self.codes, 4, self.span).long()
         table = torch.tensor([*VALUES, *(-value for value in VALUES)], device=codes.device)
         scale = self.scale.float() if self.scale.dtype is not torch.uint8 else torch.exp2(self.scale.float() - 127)
-        values = table[codes] * scale.repeat_interleave(self.group, -1)
-        return (values if self.factor is None else values * self.factor.unsqueeze(-1)).to(self.dtype)
+        scale = scale if self.factor is None else scale * self.factor.unsqueeze(-1)
+        return (table[codes] * scale.repeat_interleave(self.group, -1)).to(self.dtype)
 
     @property
     def layout(self) -> tuple[object, ...]:
-        return (*super().layout, self.group)
+        return (*super().layout, self.group, self.span)

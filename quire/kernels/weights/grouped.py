@@ -7,34 +7,14 @@ from collections.abc import Sequence
 import torch
 
 from quire.kernels.weights.base import Allocate, QuantizedWeight
-
-SPAN = 128
-"""Inputs whose 4-bit codes are packed together, at most."""
-
-
-def span_of(width: int) -> int:
-    """Inputs whose 4-bit codes are packed together in a matrix of `width` inputs."""
-    return next(span for span in (128, 64, 32, 16, 8, 4, 2) if width % span == 0)
-
-
-def pack_nibbles(codes: torch.Tensor) -> torch.Tensor:
-    """uint8 codes 0..15 [..., in] as [..., in / 2]: byte j of a span holds value j (low) and value j + span / 2."""
-    span = span_of(codes.shape[-1])
-    low, high = codes.unflatten(-1, (-1, 2, span // 2)).unbind(-2)
-    return (low | (high << 4)).flatten(-2)
-
-
-def unpack_nibbles(packed: torch.Tensor) -> torch.Tensor:
-    """The inverse of `pack_nibbles`."""
-    half = span_of(2 * packed.shape[-1]) // 2
-    pairs = packed.unflatten(-1, (-1, half))
-    return torch.stack((pairs & 15, pairs >> 4), -2).flatten(-3)
+from quire.kernels.weights.packing import pack, unpack, word_span
 
 
 class GroupedWeight(QuantizedWeight):
     """value = (code - zero) * scale, or code * scale + minimum, by output and group of `group` inputs.
 
-    codes   uint8 [..., out, in] (8 bits) or [..., out, in / 2] (4 bits, `pack_nibbles`); fewer bits are held as 4
+    codes   uint8 [..., out, in] (8 bits) or [..., out, in / 2] (4 bits), packed by `packing.pack`; fewer bits are held
+            as 4
     scale   [..., out, groups], in the activations' dtype
     zero    uint8 [..., out, groups]; None: 8 (4 bits) or 128 (8 bits)
     minimum [..., out, groups], like scale; in place of zero
@@ -51,9 +31,11 @@ class GroupedWeight(QuantizedWeight):
         zero: torch.Tensor | None = None,
         minimum: torch.Tensor | None = None,
         order: torch.Tensor | None = None,
+        span: int | None = None,
     ) -> None:
+        """`span`: that of codes packed as words; None: they are packed as bytes."""
         self.codes, self.scale, self.zero, self.minimum, self.order = codes, scale, zero, minimum, order
-        self.dtype, self.bits, self.group = dtype, bits, group
+        self.dtype, self.bits, self.group, self.span = dtype, bits, group, span
         self.shape = torch.Size((*codes.shape[:-1], codes.shape[-1] * (8 // bits)))
 
     @classmethod
@@ -75,7 +57,8 @@ class GroupedWeight(QuantizedWeight):
         zero = allocate(groups, torch.uint8) if zeros else None
         minimum = allocate(groups, dtype) if minimums else None
         order = allocate((width,), torch.int32) if ordered else None
-        return cls(codes, allocate(groups, dtype), dtype, bits, group, zero, minimum, order)
+        span = word_span(width, bits, group) if len(lead) == 1 else None
+        return cls(codes, allocate(groups, dtype), dtype, bits, group, zero, minimum, order, span)
 
     def write(
         self,
@@ -86,7 +69,7 @@ class GroupedWeight(QuantizedWeight):
         minimum: torch.Tensor | None = None,
     ) -> None:
         """Fill some outputs (of a stack: a matrix) from unpacked codes uint8 [..., in]."""
-        self.codes[index] = (pack_nibbles(codes) if self.bits == 4 else codes).to(self.codes.device)
+        self.codes[index] = pack(codes, self.bits, self.span).to(self.codes.device)
         for into, values in ((self.scale, scale), (self.zero, zero), (self.minimum, minimum)):
             if into is not None and values is not None:
                 into[index] = values.to(into.device, into.dtype)
@@ -99,7 +82,7 @@ class GroupedWeight(QuantizedWeight):
     def with_tensors(self, tensors: dict[str, torch.Tensor], shape: Sequence[int]) -> GroupedWeight:
         return GroupedWeight(
             tensors["codes"], tensors["scale"], self.dtype, self.bits, self.group, tensors.get("zero"),
-            tensors.get("minimum"), self.order,
+            tensors.get("minimum"), self.order, self.span,
         )  # fmt: skip
 
     def dequantize(self) -> torch.Tensor:
@@ -112,7 +95,7 @@ class GroupedWeight(QuantizedWeight):
 
     def dequantize_stored(self) -> torch.Tensor:
         """The values with inputs in the stored order."""
-        codes = (unpack_nibbles(self.codes) if self.bits == 4 else self.codes).float()
+        codes = unpack(self.codes, self.bits, self.span).float()
         width = self.shape[-1]
 
         def spread(values: torch.Tensor) -> torch.Tensor:
@@ -126,4 +109,4 @@ class GroupedWeight(QuantizedWeight):
 
     @property
     def layout(self) -> tuple[object, ...]:
-        return (*super().layout, self.bits, self.group, self.order is not None)
+        return (*super().layout, self.bits, self.group, self.order is not None, self.span)

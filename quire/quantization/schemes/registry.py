@@ -22,7 +22,7 @@ SCHEMES: Mapping[str, str] = {
     "modelopt_fp4": f"{_HERE}.modelopt.ModelOptScheme",
     "mxfp4": f"{_HERE}.mxfp4.Mxfp4Scheme",
 }
-"""By `quant_method`. A dotted path in its place is imported: called with the description and the tensors' dtypes."""
+"""By `quant_method`. Called with the description and the tensors' dtypes."""
 
 _DEQUANTIZE = "load the model in 16 bits elsewhere, save it, and quantize it on load here"
 _REFUSED: Mapping[str, str] = {
@@ -74,7 +74,7 @@ def scheme_of(
         return None
     if method in _REFUSED:
         raise UnsupportedModelError(f"the checkpoint is quantized by {method!r}, which is not read: {_REFUSED[method]}")
-    if method not in SCHEMES and "." not in method:
+    if method not in SCHEMES:  # never a dotted path: what a downloaded file names must not be imported
         raise UnsupportedModelError(
             f"the checkpoint is quantized by {method!r}, which is not known; known: {', '.join(sorted(SCHEMES))}"
         )
@@ -105,8 +105,7 @@ def _description(
 def _method(description: Mapping[str, Any]) -> str:
     given = description.get("quant_method")
     if given:
-        # A dotted path keeps its case.
-        method = str(given) if "." in str(given) else str(given).lower()
+        method = str(given).lower()
         return {"compressed_tensors": "compressed-tensors", "auto_round": "auto-round"}.get(method, method)
     if "quant_algo" in description:
         return "modelopt"

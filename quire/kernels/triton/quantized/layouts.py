@@ -1,0 +1,248 @@
+"""Gluon, Triton's language with explicit layouts, as far as kernels here use it; in the interpreter, plain Triton.
+
+A kernel that says in which thread's registers a tile lies can load it from memory into the registers of tensor-core
+operands, without shared memory in between. Inside such a kernel plain Triton helpers may be called. The interpreter has
+no layouts: there the same source runs as a Triton kernel whose layouts are None.
+"""
+
+# ruff: noqa: N803
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from quire.kernels.triton.launch import INTERPRETED
+
+if INTERPRETED:
+    layout_jit = triton.jit
+
+    @triton.jit
+    def arange(START: tl.constexpr, END: tl.constexpr, LAYOUT: tl.constexpr):
+        """tl.arange in a layout."""
+        return tl.arange(START, END)
+
+    @triton.jit
+    def zeros(SHAPE: tl.constexpr, LAYOUT: tl.constexpr):
+        """Zeros in float32 in a layout."""
+        return tl.zeros(SHAPE, tl.float32)
+
+    @triton.jit
+    def in_layout(tile, LAYOUT: tl.constexpr):
+        """A tile moved to a layout."""
+        return tile
+
+    @triton.jit
+    def multiply(a, b, total):
+        """total + a @ b on tensor cores; all are batches of matrices, a warp each."""
+        return tl.dot(a, b, total, input_precision="ieee")
+
+    @triton.jit
+    def open_stages(view, STAGES: tl.constexpr, FIELDS: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr):
+        """(tiles, barriers): shared memory for STAGES times FIELDS tiles of x [ROWS, WORDS]; `view` is x's descriptor."""
+        return 0, 0
+
+    @triton.jit
+    def close_stages(barriers, STAGES: tl.constexpr):
+        """After the last use of `open_stages`."""
+        return
+
+    @triton.jit
+    def fill_stage(view, tiles, barriers, stage, row, k, wanted, FIELDS: tl.constexpr, WORDS: tl.constexpr):
+        """Begin to load FIELDS tiles of x from (row, k) on into a stage that no thread reads, if `wanted`."""
+        return
+
+    @triton.jit
+    def await_stage(barriers, stage, phase):
+        """Wait for the load of a stage; `phase` is 0 the first time, 1 the second, 0 the third."""
+        return
+
+    @triton.jit
+    def multiply_stage(
+        a, tiles, stage, total, x, row, k, rows,
+        FIELD: tl.constexpr, FIELDS: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr,
+    ):  # fmt: skip
+        """total + a @ x.T, begun: `finish_products` waits. x is tile FIELD of a stage, which begins at (row, k)."""
+        line = row + tl.arange(0, ROWS)[:, None]
+        at = line * K + k + FIELD * WORDS + tl.arange(0, WORDS)[None, :]
+        tile = tl.load(x + at, mask=line < rows, other=0.0)
+        return tl.dot(a, tile.T, total, input_precision="ieee")
+
+    @triton.jit
+    def finish_products(total, operands):
+        """The total of all products begun; until then their operands must be kept."""
+        return total
+
+    @triton.jit
+    def synchronize():
+        """A barrier of the program's threads, after which TMA may overwrite what they have read."""
+        return
+
+else:
+    from triton.experimental import gluon
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.language.nvidia.hopper import (
+        fence_async_shared,
+        mbarrier,
+        mma_v2,
+        tma,
+        warpgroup_mma,
+        warpgroup_mma_wait,
+    )
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    layout_jit = gluon.jit
+
+    @gluon.jit
+    def arange(START: gl.constexpr, END: gl.constexpr, LAYOUT: gl.constexpr):
+        return gl.arange(START, END, layout=LAYOUT)
+
+    @gluon.jit
+    def zeros(SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
+        return gl.zeros(SHAPE, gl.float32, layout=LAYOUT)
+
+    @gluon.jit
+    def in_layout(tile, LAYOUT: gl.constexpr):
+        return gl.convert_layout(tile, LAYOUT)
+
+    @gluon.jit
+    def multiply(a, b, total):
+        return mma_v2(a, b, total)
+
+    @gluon.jit
+    def open_stages(view, STAGES: gl.constexpr, FIELDS: gl.constexpr, ROWS: gl.constexpr, WORDS: gl.constexpr):
+        tiles = gl.allocate_shared_memory(view.dtype, [STAGES * FIELDS, ROWS, WORDS], view.layout)
+        barriers = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+        for stage in gl.static_range(STAGES):
+            mbarrier.init(barriers.index(stage), count=1)
+        return tiles, barriers
+
+    @gluon.jit
+    def close_stages(barriers, STAGES: gl.constexpr):
+        for stage in gl.static_range(STAGES):
+            mbarrier.invalidate(barriers.index(stage))
+
+    @gluon.jit
+    def fill_stage(view, tiles, barriers, stage, row, k, wanted, FIELDS: gl.constexpr, WORDS: gl.constexpr):
+        barrier = barriers.index(stage)
+        mbarrier.expect(barrier, FIELDS * view.block_type.nbytes, pred=wanted)
+        for field in gl.static_range(FIELDS):
+            at = [row, k + field * WORDS]
+            tma.async_copy_global_to_shared(view, at, barrier, tiles.index(stage * FIELDS + field), pred=wanted)
+
+    @gluon.jit
+    def await_stage(barriers, stage, phase):
+        mbarrier.wait(barriers.index(stage), phase)
+
+    @gluon.jit
+    def multiply_stage(
+        a, tiles, stage, total, x, row, k, rows,
+        FIELD: gl.constexpr, FIELDS: gl.constexpr, K: gl.constexpr, ROWS: gl.constexpr, WORDS: gl.constexpr,
+    ):  # fmt: skip
+        return warpgroup_mma(a, tiles.index(stage * FIELDS + FIELD).permute((1, 0)), total, is_async=True)
+
+    @gluon.jit
+    def finish_products(total, operands):
+        return warpgroup_mma_wait(0, deps=(total,) + operands)[0]  # noqa: RUF005
+
+    @gluon.jit
+    def synchronize():
+        fence_async_shared()
+        gl.thread_barrier()
+
+
+class BatchLayouts(NamedTuple):
+    """Layouts of `multiply` where warp s multiplies matrix s of a batch: [s, outputs, inputs] x [s, inputs, rows]."""
+
+    slice_a: Any
+    """Of arange over s, to be indexed [:, None, None], beside `a`."""
+    output_a: Any
+    """[None, :, None]."""
+    input_a: Any
+    """[None, None, :]."""
+    slice_b: Any
+    input_b: Any
+    row_b: Any
+    total: Any
+    """[s, outputs, rows]."""
+    line: Any
+    """Of a vector, 8 consecutive values a thread."""
+    output_y: Any
+    """Of arange over outputs, to be indexed [:, None], beside [outputs, rows] as stored."""
+    row_y: Any
+    y: Any
+
+
+@functools.cache
+def batch_layouts(warps: int, words: int, rows: int) -> BatchLayouts:
+    """Layouts for tiles of `words` inputs; a thread holds words / 4 of an output, in runs of words / 8."""
+    if INTERPRETED:
+        return BatchLayouts(*[None] * 11)
+    total = gl.NVMMADistributedLayout([2, 0], [warps, 1, 1], [1, 16, 8])
+    a = gl.DotOperandLayout(0, total, words // 8)
+    b = gl.DotOperandLayout(1, total, words // 8)
+    y = gl.BlockedLayout([1, 1], [32 // rows, rows], [warps, 1], [1, 0])
+    return BatchLayouts(
+        slice_a=gl.SliceLayout(1, gl.SliceLayout(2, a)),
+        output_a=gl.SliceLayout(0, gl.SliceLayout(2, a)),
+        input_a=gl.SliceLayout(0, gl.SliceLayout(1, a)),
+        slice_b=gl.SliceLayout(1, gl.SliceLayout(2, b)),
+        input_b=gl.SliceLayout(0, gl.SliceLayout(2, b)),
+        row_b=gl.SliceLayout(0, gl.SliceLayout(1, b)),
+        total=total,
+        line=gl.BlockedLayout([8], [32], [warps], [0]),
+        output_y=gl.SliceLayout(1, y),
+        row_y=gl.SliceLayout(0, y),
+        y=y,
+    )
+
+
+class TileLayouts(NamedTuple):
+    """Layouts of `multiply_stage`: a [outputs, inputs] in registers, x in shared memory."""
+
+    output_a: Any
+    """Of arange over outputs, to be indexed [:, None], beside `a`."""
+    input_a: Any
+    """[None, :]."""
+    total: Any
+    """[outputs, rows]."""
+    output: Any
+    """[:, None], beside `total`."""
+    row: Any
+    y: Any
+    """[outputs, rows] as stored: outputs are contiguous in memory."""
+    output_y: Any
+    row_y: Any
+
+
+@functools.cache
+def tile_layouts(warps: int, rows: int, outputs: int) -> TileLayouts:
+    """Layouts for tiles of `rows` rows, of which `outputs` outputs are stored."""
+    if INTERPRETED:
+        return TileLayouts(*[None] * 8)
+    total = gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, rows, 16])
+    a = gl.DotOperandLayout(0, total, 2)
+    across = min(outputs // 8, 32)
+    y = gl.BlockedLayout([8, 1], [across, 32 // across], [1, warps], [0, 1])
+    return TileLayouts(
+        output_a=gl.SliceLayout(1, a),
+        input_a=gl.SliceLayout(0, a),
+        total=total,
+        output=gl.SliceLayout(1, total),
+        row=gl.SliceLayout(0, total),
+        y=y,
+        output_y=gl.SliceLayout(1, y),
+        row_y=gl.SliceLayout(0, y),
+    )
+
+
+def tile_descriptor(x: Any, rows: int, words: int) -> Any:
+    """x [rows, in] for TMA, in tiles of `rows` rows and `words` inputs."""
+    if INTERPRETED:
+        return None
+    kind = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[x.dtype]
+    return TensorDescriptor.from_tensor(x, [rows, words], gl.NVMMASharedLayout.get_default_for([rows, words], kind))

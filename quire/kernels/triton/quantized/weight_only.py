@@ -1,0 +1,227 @@
+"""Products with weights in few bits and activations in 16: `GroupedWeight` and `Fp4Weight` on NVIDIA GPUs.
+
+A weight is its code's number, rounded once to the activations' dtype, and products are summed in float32, whichever
+kernel runs: `few` and `tile` make numbers of codes as they multiply, `dequantize` makes all of them first.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton
+
+from quire.kernels.base import CompilableKernel
+from quire.kernels.triton.launch import INTERPRETED, has_pdl, num_sms
+from quire.kernels.triton.quantized import few_rows
+from quire.kernels.triton.quantized.base import QuantizedProducts
+from quire.kernels.triton.quantized.dequantize import compile_dequantize, dequantize, scratch
+from quire.kernels.triton.quantized.few_rows import few_launch
+from quire.kernels.triton.quantized.gemm import (
+    WeightOnlyConfig,
+    WeightOnlyGemm,
+    WeightOnlyLaunch,
+    WordWeight,
+    as_words,
+)
+from quire.kernels.triton.quantized.tile_rows import tile_launch
+from quire.kernels.triton.tuning_table import bucket_of
+from quire.kernels.weights.fp4 import Fp4Weight
+from quire.kernels.weights.grouped import GroupedWeight
+
+USE_KERNELS = not INTERPRETED
+"""Whether products run our kernels. Off in the interpreter, which takes seconds for each; tests enable it."""
+BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
+"""Rows that kernels are chosen for. More rows dequantize the matrix and leave the product to cuBLAS."""
+TILES = {
+    16: (64, 16, 4, 4),
+    32: (64, 32, 4, 4),
+    64: (128, 64, 8, 4),
+    128: (128, 128, 8, 4),
+    256: (128, 256, 8, 3),
+}
+"""(outputs, rows, warps, stages) of `tile`, by rows."""
+INVARIANT = WeightOnlyConfig("tile", block_n=128, block_m=64, warps=8, depth=4)
+"""Batch-invariant: one tile shape, whole sums, for any number of rows."""
+
+_LAUNCHES = {"few": few_launch, "tile": tile_launch}
+
+
+def launch_of(gemm: WeightOnlyGemm, config: WeightOnlyConfig) -> WeightOnlyLaunch:
+    """The launch of a GEMM by `few` or `tile`."""
+    return _LAUNCHES[config.kernel](gemm, config)
+
+
+def run(gemm: WeightOnlyGemm, config: WeightOnlyConfig) -> torch.Tensor:
+    """The result of a GEMM by `few` or `tile`."""
+    launch = launch_of(gemm, config)
+    launch.kernel[(launch.programs,)](*launch.arguments, **launch.constants)
+    return launch.out
+
+
+def compile_gemm(gemm: WeightOnlyGemm, config: WeightOnlyConfig) -> None:
+    """Compile the kernel that `gemm` needs, without running it; its tensors may be on the `meta` device."""
+    launch = launch_of(gemm, config)
+    launch.kernel.warmup(*launch.arguments, grid=(launch.programs,), **launch.constants)
+
+
+@functools.cache
+def choose(outputs: int, spans: int, rows: int) -> WeightOnlyConfig:
+    """The kernel for a GEMM of `rows` rows with a weight of so many outputs, and spans of inputs."""
+    bucket = bucket_of(rows, BUCKETS)
+    if bucket is None:
+        return WeightOnlyConfig("dequantize")
+    warps = 4 if spans <= 4 * few_rows.MAX_CHUNKS // 4 else 8
+    if bucket <= few_rows.MAX_ROWS and spans <= warps * few_rows.MAX_CHUNKS:
+        return WeightOnlyConfig("few", 16, 8 if bucket <= 8 else 16, warps, 8)
+    block_n, block_m, warps, stages = TILES[min(max(bucket, 16), 256)]
+    config = WeightOnlyConfig("tile", block_n, block_m, warps, stages)
+    tiles = triton.cdiv(outputs, block_n) * triton.cdiv(bucket, block_m)
+    sms = num_sms()
+    if 2 * tiles <= sms:
+        return WeightOnlyConfig("tile", block_n, block_m, warps, stages, split=min(sms // tiles, spans))
+    if tiles % sms == 0 or tiles > 16 * sms:
+        return config
+    return WeightOnlyConfig("tile", block_n, block_m, warps, stages, programs=1 if block_m > 64 else 2)
+
+
+class WeightOnlyKernel(NamedTuple):
+    """A kernel that a model needs compiled."""
+
+    weight: WordWeight
+    """On the meta device."""
+    rows: int
+    config: WeightOnlyConfig
+    normed: bool
+    residual: bool
+    silu: bool
+    bias: bool
+
+    def gemm(self) -> WeightOnlyGemm:
+        """A GEMM that runs this kernel, on the `meta` device."""
+        weight = self.weight
+        x = torch.empty(self.rows, weight.inputs, dtype=weight.dtype, device="meta")
+        bias = x.new_empty(weight.outputs) if self.bias else None
+        gain = x.new_empty(weight.inputs) if self.normed else None
+        residual = torch.empty_like(x) if self.residual else None
+        return WeightOnlyGemm(x, weight, bias, gain, residual, 1e-5, self.silu, residual)
+
+    def compile(self) -> None:
+        """Compile the kernel, into Triton's cache on disk as well."""
+        if self.config.kernel == "dequantize":
+            compile_dequantize(self.weight)
+        else:
+            compile_gemm(self.gemm(), self.config)
+
+    @property
+    def key(self) -> Hashable:
+        """Equal for kernels that are compiled once."""
+        kind = (self.config, self.normed, self.residual, self.silu, self.bias)
+        return (*kind, self.rows == 1) if self.config.kernel == "few" else kind
+
+
+class WeightOnlyProducts(QuantizedProducts):
+    """Products with `GroupedWeight` and `Fp4Weight`."""
+
+    def linear(
+        self, x: torch.Tensor, weight: GroupedWeight | Fp4Weight, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return self._product(x, weight, bias, gated=False)
+
+    def gated_linear(
+        self, x: torch.Tensor, weight: GroupedWeight | Fp4Weight, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return self._product(x, weight, bias, gated=True)
+
+    def linear_add(
+        self,
+        stream: torch.Tensor,
+        x: torch.Tensor,
+        weight: GroupedWeight | Fp4Weight,
+        bias: torch.Tensor | None = None,
+    ) -> torch.Tensor | None:
+        words = self._words(x, weight)
+        if words is not None and self._config(words, len(x)).kernel == "dequantize":
+            return self.ops.linear_add(stream, self._ordered(x, weight), dequantize(words, scratch(words)), bias)
+        return self.linear(x, weight, bias)
+
+    def norm_linear(
+        self,
+        x: torch.Tensor | None,
+        residual: torch.Tensor | None,
+        gain: torch.Tensor,
+        eps: float,
+        weight: GroupedWeight | Fp4Weight,
+        bias: torch.Tensor | None = None,
+        gated: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        words = None if x is None or len(x) != 1 else self._words(x, weight)
+        if x is None or words is None or not self._fuses_norm(words, weight):
+            return super().norm_linear(x, residual, gain, eps, weight, bias, gated)
+        stream = x if residual is None else torch.empty_like(x)
+        gemm = WeightOnlyGemm(x, words, bias, gain, residual, eps, gated, None if residual is None else stream)
+        return run(gemm, self._config(words, 1)), stream
+
+    def _product(
+        self, x: torch.Tensor, weight: GroupedWeight | Fp4Weight, bias: torch.Tensor | None, gated: bool
+    ) -> torch.Tensor:
+        words = self._words(x, weight)
+        if words is None:
+            out = weight.linear(x, bias)
+            return self.ops.silu_mul(out) if gated else out
+        config = self._config(words, len(x))
+        x = self._ordered(x, weight)
+        if config.kernel == "dequantize":
+            matrix = dequantize(words, scratch(words))
+            return self.ops.gated_linear(x, matrix, bias) if gated else self.ops.linear(x, matrix, bias)
+        return run(WeightOnlyGemm(x, words, bias, silu=gated), config)
+
+    def _words(self, x: torch.Tensor, weight: GroupedWeight | Fp4Weight) -> WordWeight | None:
+        """The weight for our kernels; None: they do not support this product."""
+        if not USE_KERNELS or x.dim() != 2 or not x.is_contiguous() or not x.numel() or x.dtype != weight.dtype:
+            return None
+        if not INTERPRETED and not has_pdl():
+            return None  # bfloat16 arithmetic and WGMMA need a Hopper GPU or later
+        return as_words(weight)
+
+    def _ordered(self, x: torch.Tensor, weight: GroupedWeight | Fp4Weight) -> torch.Tensor:
+        """x with its columns in the order in which the weight stores its inputs."""
+        order = weight.order if isinstance(weight, GroupedWeight) else None
+        return x if order is None else x.index_select(1, order)
+
+    def _config(self, words: WordWeight, rows: int) -> WeightOnlyConfig:
+        return INVARIANT if self.invariant else choose(words.outputs, words.inputs // words.span, rows)
+
+    def _fuses_norm(self, words: WordWeight, weight: GroupedWeight | Fp4Weight) -> bool:
+        """Whether a norm of one row is fused into the product."""
+        ordered = isinstance(weight, GroupedWeight) and weight.order is not None
+        # A float16 stream times its gain may overflow.
+        exact = words.dtype is torch.bfloat16 or INTERPRETED
+        return exact and not ordered and self._config(words, 1).kernel == "few"
+
+    def kernels_of(
+        self, weight: Any, normed: bool, gated: bool, bias: bool, max_rows: int
+    ) -> Sequence[CompilableKernel]:
+        words = self._words(weight.scale.new_empty(1, weight.shape[1], dtype=weight.dtype, device="meta"), weight)
+        if words is None:
+            return []
+        meta = words._replace(
+            **{
+                name: None if tensor is None else torch.empty_like(tensor, device="meta")
+                for name, tensor in words._asdict().items()
+                if tensor is None or isinstance(tensor, torch.Tensor)
+            }
+        )
+        kernels: dict[Hashable, WeightOnlyKernel] = {}
+        for rows in [rows for rows in (*BUCKETS, 2 * BUCKETS[-1]) if rows < 2 * max_rows]:
+            config = self._config(words, rows)
+            fused = normed and rows == 1 and self._fuses_norm(words, weight)
+            if config.kernel == "dequantize" and not words.codes.is_meta:
+                scratch(words)  # taken now: later there may be no memory, or a graph is being recorded
+            # The first layer has no residual stream yet.
+            for residual in (True, False) if fused else (False,):
+                kernel = WeightOnlyKernel(meta, rows, config, fused, residual, gated, bias)
+                kernels.setdefault(kernel.key, kernel)
+        return list(kernels.values())

@@ -1,0 +1,190 @@
+"""Examines a checkpoint by its headers alone: how each layer is stored, what does not fit, and which kernels will run.
+
+It builds the model without memory and compares it with the checkpoint by the functions that loading uses: what is
+refused here is refused there, in the same words.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from quire.config import EngineConfig
+from quire.distributed.groups import Ranks
+from quire.kernels.weights.base import QuantizedWeight, SplitWeight
+from quire.layers.build_context import collect_targets, quantized_weights
+from quire.loading.files import ModelFiles
+from quire.loading.load import Misfits, compare, open_checkpoint
+from quire.loading.model_config import ModelConfig
+from quire.loading.weights import AnyTarget, AssemblyPart, match_layouts
+from quire.models.base import CausalLM
+from quire.platforms.base import Platform
+from quire.worker.building import build_model, ignored_tensors
+
+_LAYER = re.compile(r"^(?P<before>.*?)\.(?P<number>\d+)\.(?P<inner>.+)$")
+_OWNERS = re.compile(r"^(self_attn|mlp|block_sparse_moe|attn|attention)\.")
+
+
+@dataclass
+class FormatUse:
+    """Everything that a model holds in one format."""
+
+    format: str
+    layout: str
+    """What it is re-laid into; empty: a plain tensor."""
+    kernels: str
+    matrices: int = 0
+    nbytes: int = 0
+
+
+@dataclass(frozen=True)
+class LayerRange:
+    """Modules of consecutive layers that have the same format. `first` is None for modules outside any layer."""
+
+    first: int | None
+    last: int | None
+    modules: tuple[str, ...]
+    format: str
+
+    def __str__(self) -> str:
+        where = ""
+        if self.first is not None:
+            where = f"layer {self.first}: " if self.first == self.last else f"layers {self.first}-{self.last}: "
+        return f"{where}{_joined(self.modules)}: {self.format}"
+
+
+@dataclass
+class Examination:
+    """What the headers of a checkpoint say."""
+
+    scheme: str | None
+    """How it is quantized; None: it is not."""
+    layers: list[LayerRange]
+    formats: list[FormatUse]
+    disagreements: list[str] = field(default_factory=list)
+    """Where the description and the tensors disagree, and the tensors are believed."""
+    misfits: Misfits = field(default_factory=Misfits)
+    """Why loading would be refused."""
+
+    @property
+    def nbytes(self) -> int:
+        return sum(use.nbytes for use in self.formats)
+
+
+def examine(
+    config: EngineConfig, files: ModelFiles, model: ModelConfig, platform: Platform, max_model_len: int
+) -> Examination:
+    """Examine the first rank's part of a checkpoint (with several pipeline stages, of all of them together)."""
+    ranks = Ranks(0, config.tensor_parallel_size)
+    built = build_model(config, files, model, platform, max_model_len, ranks, torch.device("meta"))
+    targets: Mapping[str, Sequence[AnyTarget]] = collect_targets(built)  # type: ignore[arg-type]
+    misfits = Misfits()
+    if config.load_format != "dummy" and files.kind is not None:
+        checkpoint = open_checkpoint(files, config.load_format)
+        misfits = compare(targets, ignored_tensors(built), checkpoint)[1]
+        targets = match_layouts(targets, {weight.name for weight in checkpoint})
+    scheme = built.build.scheme
+    return Examination(
+        scheme=None if scheme is None else scheme.name,
+        layers=_layer_ranges(targets),
+        formats=_format_uses(targets, built, platform),
+        disagreements=[] if scheme is None else list(scheme.disagreements),
+        misfits=misfits,
+    )
+
+
+def _format_name(target: AnyTarget) -> str:
+    if isinstance(target, AssemblyPart):
+        return target.assembly.format
+    return str(target.into.dtype).removeprefix("torch.")
+
+
+def _format_uses(targets: Mapping[str, Sequence[AnyTarget]], model: CausalLM, platform: Platform) -> list[FormatUse]:
+    kernels = _kernels(model, platform)
+    uses: dict[tuple[str, str], FormatUse] = {}
+    counted = set()
+    for target in itertools.chain.from_iterable(targets.values()):
+        layout = target.assembly.layout if isinstance(target, AssemblyPart) else ""
+        key = (_format_name(target), layout)
+        use = uses.setdefault(key, FormatUse(*key, kernels.get(layout, kernels[""])))
+        if not isinstance(target, AssemblyPart):
+            use.nbytes += target.into.nbytes
+            use.matrices += len(target.shape) > 1
+        elif target.assembly not in counted:
+            counted.add(target.assembly)
+            use.nbytes += target.assembly.nbytes
+            use.matrices += 1
+    return sorted(uses.values(), key=lambda use: -use.nbytes)
+
+
+def _kernels(model: CausalLM, platform: Platform) -> dict[str, str]:
+    """What multiplies with each layout, in words; "": with plain tensors."""
+    layouts = {type(weight).__name__: weight for weight in _apart(quantized_weights(model))}  # type: ignore[arg-type]
+    if not platform.ops.endswith("TritonOps"):
+        device = "a CPU" if platform.device.type == "cpu" else "this device"
+        return {"": f"products of {device}", **dict.fromkeys(layouts, f"plain torch on {device}")}
+    from quire.kernels.triton.quantized.registry import products_of
+
+    return {"": "cuBLAS and quire's GEMMs"} | {
+        name: (products_of(weight).__doc__ or products_of(weight).__name__).splitlines()[0].rstrip(".")
+        for name, weight in layouts.items()
+    }
+
+
+def _apart(weights: Iterable[QuantizedWeight]) -> Iterable[QuantizedWeight]:
+    """Weights, with the parts of those that are made of several in their place."""
+    for weight in weights:
+        parts = weight.parts if isinstance(weight, SplitWeight) else [weight]
+        yield from (part for part in parts if isinstance(part, QuantizedWeight))
+
+
+def _layer_ranges(targets: Mapping[str, Sequence[AnyTarget]]) -> list[LayerRange]:
+    """The modules with a matrix, those of equal layers together."""
+    layers: dict[int, dict[str, str]] = {}
+    others: dict[str, str] = {}
+    for name, wanted in targets.items():
+        if not wanted or (len(wanted[0].shape) < 2 and not isinstance(wanted[0], AssemblyPart)):
+            continue
+        module = name.rpartition(".")[0] if name.endswith(".weight") or isinstance(wanted[0], AssemblyPart) else name
+        found = _LAYER.match(module)
+        if found is None:
+            others[module] = _format_name(wanted[0])
+            continue
+        inner = _OWNERS.sub("", re.sub(r"\.\d+\.", ".", found["inner"]))
+        known = layers.setdefault(int(found["number"]), {})
+        # Experts of one layer have one format.
+        known.setdefault(inner, _format_name(wanted[0]))
+    ranges = [LayerRange(None, None, (name,), each) for name, each in others.items()]
+    for _, run in itertools.groupby(_runs(layers), key=lambda each: each[0]):
+        numbers = [number for _, number in run]
+        for each, modules in _by_format(layers[numbers[0]]).items():
+            ranges.append(LayerRange(numbers[0], numbers[-1], modules, each))
+    return ranges
+
+
+def _runs(layers: Mapping[int, Mapping[str, str]]) -> Iterable[tuple[int, int]]:
+    """(number of the run, layer): a run is consecutive layers with the same formats."""
+    run, before = 0, None
+    for number in sorted(layers):
+        if before is not None and layers[number] != before:
+            run += 1
+        before = layers[number]
+        yield run, number
+
+
+def _by_format(modules: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
+    grouped: dict[str, tuple[str, ...]] = {}
+    for module, each in modules.items():
+        grouped[each] = (*grouped.get(each, ()), module)
+    return grouped
+
+
+def _joined(modules: Sequence[str]) -> str:
+    """q, k, v, o_proj for q_proj, k_proj, v_proj, o_proj."""
+    if len(modules) > 1 and all(name.endswith("_proj") for name in modules):
+        return ", ".join(name.removesuffix("_proj") for name in modules[:-1]) + f", {modules[-1]}"
+    return ", ".join(modules)
