@@ -178,7 +178,7 @@ def configs(shape: Shape, form: Format, rows: int) -> Iterator[GemmConfig]:
                 yield GemmConfig("tile", 128, 16, block_k, 8, stages + 1, tma=True)
                 yield GemmConfig("tile", 128, 16, block_k, 4, stages, tma=True)
             else:
-                for split in {max(1, count * 64 // shape.n) for count in (132, 264, 396)}:
+                for split in sorted({max(1, count * 64 // shape.n) for count in (132, 264, 396)}):
                     yield GemmConfig("tile", 64, 16, block_k, 4, stages, tma=True, split=split)
                     yield GemmConfig("tile", 64, 16, block_k, 4, stages + 2, tma=True, split=split)
                 yield GemmConfig("tile", 128, 16, block_k, 8, stages, tma=True, split=max(1, 264 * 128 // shape.n))

@@ -5,7 +5,7 @@ residual + x 6 in (x, residual, gain) and 3 out (stream, code).
 """
 
 # ruff: noqa: N803, N806, RUF005  # Triton's names; its tuples grow by `+` alone
-# mypy: disable-error-code="assignment"
+# mypy: disable-error-code="assignment, var-annotated"
 
 from __future__ import annotations
 
@@ -129,14 +129,16 @@ def quantize_launch(
     gain: torch.Tensor | None = None,
     eps: float = 0.0,
     residual: torch.Tensor | None = None,
+    multiple: int = 1,
 ) -> tuple[GemmLaunch, Codes]:
-    """The launch of `quantize`, and what it will return."""
+    """The launch of `quantize`, and what it will return: with rows up to a `multiple`, the last ones not written."""
     rows, width = x.shape
-    codes = torch.empty(rows, width, dtype=code, device=x.device)
-    count = (-(-width // group), rows) if group else (rows,)
+    padded = -(-rows // multiple) * multiple
+    codes = torch.empty(padded, width, dtype=code, device=x.device)
+    count = (-(-width // group), padded) if group else (padded,)
     scale = torch.empty(count, dtype=torch.float32, device=x.device)
     carried = 0 if residual is None else residual.stride(0)
-    arguments = (x, residual, gain, static, codes, scale, rows, x.stride(0), carried, eps)
+    arguments = (x, residual, gain, static, codes, scale, padded, x.stride(0), carried, eps)
     return GemmLaunch(_quantize, rows, arguments, _constants(width, group, rows <= FEW_ROWS), codes), Codes(
         codes, scale
     )

@@ -50,7 +50,7 @@ def choose(
         return GemmConfig("tile", 128, 128, 128, 8, 4 if silu else 6, tma=True, programs=1)
     if -(-rows // 128) * -(-n // 256) < gpu.multiprocessors:
         return GemmConfig("large", 128 // half, 64, 128, 4, 4, programs=2)
-    return GemmConfig("large", 256 // half, 128, 128, 8, 4 if silu and rows <= 2048 else 3, programs=1)
+    return GemmConfig("specialized", 256, 128, 128, 4, 4)
 
 
 def _few_rows(outputs: int, k: int, silu: bool, deep_steps: bool, gpu: Gpu) -> GemmConfig:
