@@ -42,6 +42,26 @@ if INTERPRETED:
         return tl.dot(a, b, total, input_precision="ieee")
 
     @triton.jit
+    def open_row(
+        CHUNKS: tl.constexpr, SLICES: tl.constexpr, FIELDS: tl.constexpr, WORDS: tl.constexpr, DTYPE: tl.constexpr
+    ):  # fmt: skip
+        """Shared memory for a row of CHUNKS chunks. Not in the interpreter."""
+        return 0
+
+    @triton.jit
+    def write_row(memory, chunk, values, LENGTH: tl.constexpr):
+        """Write a chunk of the row."""
+        return
+
+    @triton.jit
+    def read_row(
+        memory, chunk, FIELD: tl.constexpr, WORDS: tl.constexpr, SLICES: tl.constexpr, ROWS: tl.constexpr,
+        LAYOUT: tl.constexpr,
+    ):  # fmt: skip
+        """One field of a chunk's spans, a span for each of SLICES warps, as [SLICES, WORDS, ROWS]: all rows the same."""
+        return
+
+    @triton.jit
     def open_stages(view, STAGES: tl.constexpr, FIELDS: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr):
         """(tiles, barriers): shared memory for STAGES times FIELDS tiles of x [ROWS, WORDS]; `view` is x's descriptor."""
         return 0, 0
@@ -114,6 +134,25 @@ else:
         return mma_v2(a, b, total)
 
     @gluon.jit
+    def open_row(
+        CHUNKS: gl.constexpr, SLICES: gl.constexpr, FIELDS: gl.constexpr, WORDS: gl.constexpr, DTYPE: gl.constexpr
+    ):  # fmt: skip
+        layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+        return gl.allocate_shared_memory(DTYPE, [CHUNKS, SLICES, FIELDS, WORDS], layout)
+
+    @gluon.jit
+    def write_row(memory, chunk, values, LENGTH: gl.constexpr):
+        memory.index(chunk).reshape([LENGTH]).store(values)
+
+    @gluon.jit
+    def read_row(
+        memory, chunk, FIELD: gl.constexpr, WORDS: gl.constexpr, SLICES: gl.constexpr, ROWS: gl.constexpr,
+        LAYOUT: gl.constexpr,
+    ):  # fmt: skip
+        field = memory.index(chunk).slice(FIELD, 1, dim=1).permute((0, 2, 1)).load(LAYOUT)
+        return tl.broadcast_to(field, (SLICES, WORDS, ROWS))
+
+    @gluon.jit
     def open_stages(view, STAGES: gl.constexpr, FIELDS: gl.constexpr, ROWS: gl.constexpr, WORDS: gl.constexpr):
         tiles = gl.allocate_shared_memory(view.dtype, [STAGES * FIELDS, ROWS, WORDS], view.layout)
         barriers = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -167,10 +206,11 @@ class BatchLayouts(NamedTuple):
     slice_b: Any
     input_b: Any
     row_b: Any
+    b: Any
     total: Any
     """[s, outputs, rows]."""
     line: Any
-    """Of a vector, 8 consecutive values a thread."""
+    """Of a vector of one span a warp."""
     output_y: Any
     """Of arange over outputs, to be indexed [:, None], beside [outputs, rows] as stored."""
     row_y: Any
@@ -178,10 +218,10 @@ class BatchLayouts(NamedTuple):
 
 
 @functools.cache
-def batch_layouts(warps: int, words: int, rows: int) -> BatchLayouts:
+def batch_layouts(warps: int, words: int, span: int, rows: int) -> BatchLayouts:
     """Layouts for tiles of `words` inputs; a thread holds words / 4 of an output, in runs of words / 8."""
     if INTERPRETED:
-        return BatchLayouts(*[None] * 11)
+        return BatchLayouts(*[None] * 12)
     total = gl.NVMMADistributedLayout([2, 0], [warps, 1, 1], [1, 16, 8])
     a = gl.DotOperandLayout(0, total, words // 8)
     b = gl.DotOperandLayout(1, total, words // 8)
@@ -193,8 +233,9 @@ def batch_layouts(warps: int, words: int, rows: int) -> BatchLayouts:
         slice_b=gl.SliceLayout(1, gl.SliceLayout(2, b)),
         input_b=gl.SliceLayout(0, gl.SliceLayout(2, b)),
         row_b=gl.SliceLayout(0, gl.SliceLayout(1, b)),
+        b=b,
         total=total,
-        line=gl.BlockedLayout([8], [32], [warps], [0]),
+        line=gl.BlockedLayout([max(span // 32, 1)], [32], [warps], [0]),
         output_y=gl.SliceLayout(1, y),
         row_y=gl.SliceLayout(0, y),
         y=y,

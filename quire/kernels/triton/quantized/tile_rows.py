@@ -37,7 +37,7 @@ from quire.kernels.triton.quantized.layouts import (
     tile_layouts,
     zeros,
 )
-from quire.kernels.triton.quantized.words import offset_of, scale_of, split, value
+from quire.kernels.triton.quantized.words import offset_of, scale_of, split, unit, value
 from quire.kernels.triton.skinny_gemm.common import finish
 from quire.kernels.triton.skinny_gemm.tile import MAX_SHARED_TILES, _arrivals, _first_iteration, _owner
 
@@ -95,7 +95,7 @@ def _weights(
     offset = offset_of(groups[INDEX], zero, minimum, FORMAT, DTYPE)
     if offset is not None:
         offset = offset[:, None]
-    return value(fields[FIELD], scale, offset, MINIMUM, FORMAT, DTYPE)
+    return value(fields[FIELD], scale, offset, FIELD, MINIMUM, FORMAT, DTYPE)
 
 
 @triton.jit
@@ -242,6 +242,7 @@ def _tile(
                     total = _sum_parts(parts, total, place, tile, first, last, steps, work, programs, SIZE)
                     tl.store(arrivals + tile, 0)
         if whole:
+            total *= unit(FORMAT, DTYPE)
             up = total
             out = total
             if SILU:

@@ -73,9 +73,9 @@ def choose(outputs: int, spans: int, rows: int) -> WeightOnlyConfig:
     bucket = bucket_of(rows, BUCKETS)
     if bucket is None:
         return WeightOnlyConfig("dequantize")
-    warps = 4 if spans <= 4 * few_rows.MAX_CHUNKS // 4 else 8
-    if bucket <= few_rows.MAX_ROWS and spans <= warps * few_rows.MAX_CHUNKS:
-        return WeightOnlyConfig("few", 16, 8 if bucket <= 8 else 16, warps, 8)
+    if bucket <= few_rows.MAX_ROWS and spans <= 8 * few_rows.MAX_CHUNKS:
+        warps = 8 if spans > 32 else 4
+        return WeightOnlyConfig("few", 16, 8 if bucket <= 8 else 16, warps, 4)
     block_n, block_m, warps, stages = TILES[min(max(bucket, 16), 256)]
     config = WeightOnlyConfig("tile", block_n, block_m, warps, stages)
     tiles = triton.cdiv(outputs, block_n) * triton.cdiv(bucket, block_m)
