@@ -37,7 +37,7 @@ QUICK_ROWS = (1, 8, 64, 256, 8192)
 DTYPE = torch.bfloat16
 
 
-MULTIPROCESSORS = 132
+MULTIPROCESSORS, SHARED, WORDS = 132, 224 << 10, 32
 _SMALL = ((16, 8, 4, 1), (16, 4, 8, 1), (16, 4, 4, 1), (16, 16, 2, 1), (16, 4, 6, 2), (16, 8, 4, 2))
 FEW = {
     "qkv": _SMALL,
@@ -50,11 +50,11 @@ FEW = {
 }  # fmt: skip
 """(outputs, warps, loads in flight, tiles) of `few`."""
 TILES = {
-    16: ((64, 16, 4, 4), (128, 16, 4, 4), (128, 16, 8, 4)),
-    32: ((64, 32, 4, 4), (128, 32, 4, 4), (128, 32, 8, 4)),
-    64: ((64, 64, 4, 4), (128, 64, 4, 4), (128, 64, 8, 4)),
-    128: ((64, 128, 4, 3), (128, 128, 8, 4), (128, 128, 8, 6)),
-    256: ((64, 256, 4, 3), (128, 256, 8, 3), (128, 128, 8, 4)),
+    16: ((64, 16, 4, 8), (128, 16, 4, 8), (128, 16, 8, 8)),
+    32: ((64, 32, 4, 8), (128, 32, 4, 6), (128, 32, 8, 6)),
+    64: ((64, 64, 4, 5), (128, 64, 8, 4), (128, 64, 8, 8)),
+    128: ((64, 128, 4, 3), (64, 128, 4, 6), (128, 128, 8, 5)),
+    256: ((128, 256, 8, 3), (64, 256, 4, 3), (64, 128, 4, 3), (128, 128, 8, 5)),
     512: ((128, 256, 8, 3),),
 }
 """(outputs, rows, warps, stages) by rows."""
@@ -111,17 +111,18 @@ def candidates(shape: Shape, rows: int) -> list[Variant]:
             found.append(Variant(replace(config, early=True), shape.norm, shape.silu))
     if rows >= 8:
         for block_n, block_m, warps, stages in TILES[min(max(rows, 16), 512)]:
-            for silu in (True, False) if shape.silu else (False,):
+            for silu in (shape.silu,):
                 tiles = -(-shape.n // block_n) * -(-rows // block_m)
                 base = WeightOnlyConfig("tile", block_n, block_m, warps, stages)
-                if 2 * tiles <= MULTIPROCESSORS:
-                    found.append(Variant(replace(base, split=MULTIPROCESSORS // tiles)))
-                    if block_m <= 64:
-                        found.append(Variant(replace(base, split=2 * MULTIPROCESSORS // tiles)))
+                stage = 2 * WORDS * (4 * block_m + block_n)
+                resident = min(SHARED // (stage * stages), 3)
+                if 2 * tiles <= resident * MULTIPROCESSORS:
+                    found.append(Variant(replace(base, split=resident * MULTIPROCESSORS // tiles), silu=silu))
+                    if resident > 1 and 2 * tiles <= MULTIPROCESSORS:
+                        found.append(Variant(replace(base, split=MULTIPROCESSORS // tiles), silu=silu))
                 else:
                     found.append(Variant(base, silu=silu))
-                    each = 1 if block_m > 64 else 2
-                    found.append(Variant(replace(base, programs=each), silu=silu))
+                    found.append(Variant(replace(base, programs=resident), silu=silu))
     if rows >= 256:
         found.append(Variant(WeightOnlyConfig("dequantize")))
     return found

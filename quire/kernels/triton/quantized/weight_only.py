@@ -36,10 +36,10 @@ USE_KERNELS = not INTERPRETED
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 """Rows that kernels are chosen for. More rows dequantize the matrix and leave the product to cuBLAS."""
 TILES = {
-    16: (64, 16, 4, 4),
-    32: (64, 32, 4, 4),
+    16: (128, 16, 8, 8),
+    32: (128, 32, 8, 6),
     64: (128, 64, 8, 4),
-    128: (128, 128, 8, 4),
+    128: (128, 128, 8, 5),
     256: (128, 256, 8, 3),
 }
 """(outputs, rows, warps, stages) of `tile`, by rows."""
