@@ -105,9 +105,12 @@ if INTERPRETED:
         return tl.dot(a, tile.T, total, input_precision="ieee")
 
     @triton.jit
-    def finish_products(total, operands):
-        """The total of all products begun; until then their operands must be kept."""
-        return total
+    def finish_products(total, operands, following):
+        """(the total of all products begun, following): waits for them; until then their operands must be kept.
+
+        `following` has been computed before the wait, while the products run.
+        """
+        return total, following
 
     @triton.jit
     def synchronize():
@@ -210,8 +213,9 @@ else:
         return warpgroup_mma(a, tiles.index(stage * FIELDS + FIELD).permute((1, 0)), total, is_async=True)
 
     @gluon.jit
-    def finish_products(total, operands):
-        return warpgroup_mma_wait(0, deps=(total,) + operands)[0]  # noqa: RUF005
+    def finish_products(total, operands, following):
+        kept = warpgroup_mma_wait(0, deps=(total,) + operands + following)  # noqa: RUF005
+        return kept[0], kept[1 + len(operands) :]
 
     @gluon.jit
     def synchronize():

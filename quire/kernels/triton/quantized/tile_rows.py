@@ -214,18 +214,13 @@ def _tile(
                 sums = multiply_stage(
                     numbers[field], tiles, stage, sums, x, row, span * SPAN, rows, field, FIELDS, K, BLOCK_M, WORDS
                 )
-            # While tensor cores multiply: the stage before this one, which all threads have read, is filled again, and
-            # the next span's codes become numbers.
+            # While tensor cores multiply: the next span's codes become numbers, and the stage before this one, which
+            # all threads have read, is filled again.
             loaded = later
             later = _load_groups(
                 scale, zero, minimum, groups, tl.minimum(span + 2, high - 1), GROUPS, GROUP, SPAN
             )  # fmt: skip
-            synchronize()
-            wanted = (span > low) & (span - 1 + STAGES < high)
-            fill_stage(
-                view, words_view, tiles, stages, barriers, (stage + STAGES - 1) % STAGES, row, output,
-                span - 1 + STAGES, wanted, FIELDS, WORDS, SILU,
-            )  # fmt: skip
+            before = (stage + STAGES - 1) % STAGES
             stage += 1
             if stage == STAGES:
                 stage = 0
@@ -235,8 +230,13 @@ def _tile(
                 await_stage(barriers, stage, phase)
             words = read_words(stages, stage, word, following, WORDS, SHAPE, A)
             decoded = _decode(words, loaded, factors, FORMAT, FIELDS, WORDS, GROUP, MINIMUM, DTYPE)
-            total = finish_products(sums, numbers)
-            numbers = decoded
+            if (span > low) & (span - 1 + STAGES < high):
+                synchronize()
+                fill_stage(
+                    view, words_view, tiles, stages, barriers, before, row, output, span - 1 + STAGES, True,
+                    FIELDS, WORDS, SILU,
+                )  # fmt: skip
+            total, numbers = finish_products(sums, numbers, decoded)
         synchronize()
         close_stages(barriers, STAGES)
         whole = True
