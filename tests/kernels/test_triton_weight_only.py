@@ -106,6 +106,7 @@ def test_any_number_of_spans(k: int, config: WeightOnlyConfig) -> None:
         (FEW, 1),
         (FEW, 8),
         (replace(FEW, block_n=32, block_m=16), 13),
+        (replace(FEW, tiles=3, depth=4), 5),
         (TILE, 1),
         (TILE, 17),
         (TILE, 70),
@@ -142,7 +143,7 @@ def test_dequantized_values_are_the_references_bit_by_bit(kind: dict[str, Any]) 
     out = dequantize(words, torch.full(weight.shape, float("nan"), dtype=HALF, device=DEVICE))
     right = weight.dequantize()
     if ON_GPU and kind.get("minimums"):
-        # code * scale + minimum is rounded once there, and in float32 first by the reference.
+        # On the GPU code * scale + minimum is rounded once; the reference rounds it to float32 first.
         assert ((out - right).abs() <= 0.01 * right.abs()).all()
         assert (out != right).float().mean() < 1e-3
     else:

@@ -97,6 +97,8 @@ class WeightOnlyConfig:
     """Split-K: programs that share the inputs of a tile (`tile`)."""
     programs: int = 0
     """Persistent programs per multiprocessor (`tile`: stream-K); 0: one per tile."""
+    tiles: int = 1
+    """Tiles of a program, one after the other (`few`)."""
     early: bool = False
     """Whether dependents are launched before `gdc_wait` rather than after (`few`)."""
 

@@ -36,10 +36,10 @@ USE_KERNELS = not INTERPRETED
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 """Rows that kernels are chosen for. More rows dequantize the matrix and leave the product to cuBLAS."""
 TILES = {
-    16: (64, 16, 4, 4),
-    32: (64, 32, 4, 4),
+    16: (128, 16, 8, 8),
+    32: (128, 32, 8, 6),
     64: (128, 64, 8, 4),
-    128: (128, 128, 8, 4),
+    128: (128, 128, 8, 5),
     256: (128, 256, 8, 3),
 }
 """(outputs, rows, warps, stages) of `tile`, by rows."""
@@ -73,9 +73,9 @@ def choose(outputs: int, spans: int, rows: int) -> WeightOnlyConfig:
     bucket = bucket_of(rows, BUCKETS)
     if bucket is None:
         return WeightOnlyConfig("dequantize")
-    warps = 4 if spans <= 4 * few_rows.MAX_CHUNKS // 4 else 8
-    if bucket <= few_rows.MAX_ROWS and spans <= warps * few_rows.MAX_CHUNKS:
-        return WeightOnlyConfig("few", 16, 8 if bucket <= 8 else 16, warps, 8)
+    if bucket <= few_rows.MAX_ROWS and spans <= 8 * few_rows.MAX_CHUNKS:
+        warps = 8 if spans > 32 else 4
+        return WeightOnlyConfig("few", 16, 8 if bucket <= 8 else 16, warps, 4)
     block_n, block_m, warps, stages = TILES[min(max(bucket, 16), 256)]
     config = WeightOnlyConfig("tile", block_n, block_m, warps, stages)
     tiles = triton.cdiv(outputs, block_n) * triton.cdiv(bucket, block_m)
